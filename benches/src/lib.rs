@@ -1,0 +1,1 @@
+//! Placeholder, replaced before the first commit.

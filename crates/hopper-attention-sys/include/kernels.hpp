@@ -1,0 +1,98 @@
+// The C++ door of the kernels: what a launch needs and the table of what was compiled. It sees neither CUTLASS nor cxx,
+// so that both the host compiler (bridge.cc) and nvcc (the launchers) may include it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct CUstream_st;
+
+namespace hattn {
+
+// Element types. The values are shared with the Rust side; bridge.cc checks that they agree.
+enum class DType : std::uint8_t { F16 = 0, BF16 = 1, E4M3 = 2, F32 = 3 };
+
+// How a kernel's loop over key blocks is shaped; the bounds themselves are run-time values of `FwdParams`.
+//   Full    every key, only the ragged last block is masked
+//   Causal  keys up to a diagonal: blocks on the diagonal are masked, those left of it are not
+//   Window  a band of keys: blocks on either edge are masked, those between are not
+enum class MaskClass : std::uint8_t { Full = 0, Causal = 1, Window = 2 };
+
+enum class Arch : std::uint8_t { Sm80 = 0, Sm90 = 1 };
+
+enum class StatusCode : std::int32_t {
+  Ok = 0,
+  Cuda = 1,           // a CUDA runtime call failed: `detail` is the cudaError_t
+  TensorMap = 2,      // the driver refused a tensor map: `detail` is the CUresult
+  NoSuchRow = 3,      // the row index is outside of the table
+  DriverTooOld = 4,   // the driver has no cuTensorMapEncodeTiled
+};
+
+struct Status {
+  StatusCode code = StatusCode::Ok;
+  std::int32_t detail = 0;
+};
+
+// A tensor [batch, seqlen, heads, head_dim] with unit stride in head_dim. Strides count elements.
+struct TensorDesc {
+  std::uint64_t address = 0;
+  std::int64_t stride_batch = 0;
+  std::int64_t stride_seqlen = 0;
+  std::int64_t stride_head = 0;
+};
+
+// One forward launch. Nothing here is checked: the safe crate has done so, and the kernel relies on it:
+//   addresses and strides are multiples of 16 bytes; head dims are multiples of 8, at least 8, at most the row's;
+//   batch, heads and seqlen_q are at least 1 (seqlen_kv may be 0); heads_q is a multiple of heads_kv;
+//   seqlen_q + seqlen_kv < 2^30; softmax_scale is finite and above 0; 0 <= window_* <= 2^30.
+struct FwdParams {
+  TensorDesc q, k, v, o;
+  // Natural-log sum-exp, f32 [batch, heads_q, seqlen_q] with unit stride in seqlen_q; address 0: not wanted.
+  std::uint64_t lse_address = 0;
+  std::int64_t lse_stride_batch = 0;
+  std::int64_t lse_stride_head = 0;
+  std::int32_t batch = 0;
+  std::int32_t heads_q = 0;
+  std::int32_t heads_kv = 0;
+  std::int32_t seqlen_q = 0;
+  std::int32_t seqlen_kv = 0;
+  std::int32_t head_dim_qk = 0;
+  std::int32_t head_dim_vo = 0;
+  float softmax_scale = 0.0F;
+  // Query i keeps the keys from i + diagonal_offset - window_left to i + diagonal_offset + window_right.
+  // 2^30 means "without bound"; a row of class Full ignores both, one of class Causal ignores window_left.
+  std::int32_t diagonal_offset = 0;
+  std::int32_t window_left = 0;
+  std::int32_t window_right = 0;
+  // The order in which the persistent grid walks the tiles (the plan chooses): CTAs, and heads taken together.
+  std::int32_t grid = 0;
+  std::int32_t heads_per_group = 1;
+};
+
+// One line of a kernel list (fwd.def): what was compiled, and how to start it.
+struct FwdRow {
+  Arch arch;
+  DType dtype;
+  MaskClass mask;
+  std::int32_t head_dim_qk;  // the largest that the row takes
+  std::int32_t head_dim_vo;
+  std::int32_t tile_m;  // queries a tile
+  std::int32_t tile_n;  // keys a block
+  std::int32_t stages;  // K and V blocks in flight, each
+  std::int32_t threads;
+  std::int32_t smem_bytes;
+  // Loads the kernel's module on the current device and raises its shared-memory limit, so that a later launch does
+  // neither (a lazy load would break a graph capture).
+  Status (*prepare)() noexcept;
+  // Enqueues on the stream and returns. Takes no memory and does not synchronise.
+  Status (*launch)(FwdParams const& params, CUstream_st* stream) noexcept;
+};
+
+// Rows in the order of the lists; the pointer stays valid for the life of the process.
+struct FwdTable {
+  FwdRow const* rows;
+  std::size_t size;
+};
+FwdTable fwd_table() noexcept;
+
+}  // namespace hattn
