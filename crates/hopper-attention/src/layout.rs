@@ -1,0 +1,202 @@
+//! Shapes and strides.
+
+use crate::{Error, Result};
+
+/// The shape of a tensor and how many elements lie between neighbours of each dimension.
+///
+/// The innermost dimension has stride 1, strides are not negative, and the offset of every element fits an `i64`.
+/// A stride of 0 repeats the same elements (a broadcast): legal for what is read, refused for what is written.
+/// Two layouts are equal when shape and strides are.
+///
+/// ```
+/// use hopper_attention::Layout;
+/// # fn main() -> hopper_attention::Result<()> {
+/// let bshd = Layout::contiguous([2, 512, 8, 64])?; // [batch, seqlen, heads, head_dim]
+/// // The same logical order for memory that is [batch, heads, seqlen, head_dim].
+/// let bhsd = Layout::with_strides([2, 512, 8, 64], [8 * 512 * 64, 64, 512 * 64, 1])?;
+/// assert_eq!(bshd.span(), bhsd.span());
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Layout<const R: usize> {
+    shape: [usize; R],
+    stride: [i64; R],
+    span: usize,
+}
+
+impl<const R: usize> Layout<R> {
+    /// Row-major without gaps.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] when the number of elements does not fit an `i64`.
+    pub fn contiguous(shape: [usize; R]) -> Result<Self> {
+        let mut stride = [1; R];
+        let mut elements = 1i64;
+        for axis in (0..R).rev() {
+            stride[axis] = elements;
+            // An empty dimension would give the outer ones stride 0; nothing is read there, but 1 keeps them regular.
+            let size = i64::try_from(shape[axis].max(1)).ok();
+            elements = size.and_then(|size| elements.checked_mul(size)).ok_or_else(|| Error::Layout {
+                tensor: "layout",
+                got: format!("shape {shape:?}"),
+                allowed: "fewer than 2^63 elements".into(),
+            })?;
+        }
+        Self::with_strides(shape, stride)
+    }
+
+    /// Any strides, counted in elements.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] when the innermost stride is not 1, a stride is negative, or an offset does not fit an `i64`.
+    pub fn with_strides(shape: [usize; R], stride: [i64; R]) -> Result<Self> {
+        let refuse = |allowed: &str| Error::Layout {
+            tensor: "layout",
+            got: format!("shape {shape:?} with strides {stride:?}"),
+            allowed: allowed.into(),
+        };
+        if stride.last().is_some_and(|&inner| inner != 1) {
+            return Err(refuse("stride 1 in the innermost dimension"));
+        }
+        if stride.iter().any(|&step| step < 0) {
+            return Err(refuse("strides of 0 and above"));
+        }
+        let span = span(&shape, &stride).ok_or_else(|| refuse("offsets below 2^63 elements"))?;
+        Ok(Self { shape, stride, span })
+    }
+
+    /// The size of each dimension.
+    pub const fn shape(&self) -> [usize; R] {
+        self.shape
+    }
+
+    /// Elements between neighbours of each dimension.
+    pub const fn stride(&self) -> [i64; R] {
+        self.stride
+    }
+
+    /// Elements from the first to the last one, gaps included: what a buffer must hold at least. 0 when a size is 0.
+    pub const fn span(&self) -> usize {
+        self.span
+    }
+
+    /// Whether some dimension has size 0.
+    pub fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
+    /// The offset of an element from the first one, in elements; `None` outside of the shape.
+    pub fn offset(&self, index: [usize; R]) -> Option<usize> {
+        if index.iter().zip(&self.shape).any(|(&i, &size)| i >= size) {
+            return None;
+        }
+        // In bounds, so no larger than the span, whose arithmetic was checked.
+        Some(index.iter().zip(&self.stride).map(|(&i, &step)| i * step as usize).sum())
+    }
+
+    /// Whether no two indices share an element, as whatever is written needs. Decided by nesting: each dimension must
+    /// step over all that the dimensions with smaller strides reach. (Interleaved layouts that are free of overlaps but
+    /// do not nest are taken for overlapping.)
+    pub fn injective(&self) -> bool {
+        if self.is_empty() {
+            return true;
+        }
+        let mut axes = [(0i64, 0usize); R];
+        for (axis, slot) in axes.iter_mut().enumerate() {
+            *slot = if self.shape[axis] > 1 { (self.stride[axis], self.shape[axis]) } else { (i64::MAX, 1) };
+        }
+        axes.sort_unstable();
+        let mut reach = 0;
+        axes.iter().filter(|(_, size)| *size > 1).all(|&(step, size)| {
+            let steps_over = step > reach;
+            reach += step * (size as i64 - 1); // no more than the span
+            steps_over
+        })
+    }
+}
+
+/// `None` when the last offset, or the count up to it, does not fit.
+fn span(shape: &[usize], stride: &[i64]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let mut last = 0i64;
+    for (&size, &step) in shape.iter().zip(stride) {
+        last = last.checked_add(i64::try_from(size - 1).ok()?.checked_mul(step)?)?;
+    }
+    usize::try_from(last.checked_add(1)?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn contiguous_strides() {
+        let layout = Layout::contiguous([2, 3, 4, 5]).unwrap();
+        assert_eq!((layout.stride(), layout.span()), ([60, 20, 5, 1], 120));
+        let empty = Layout::contiguous([2, 0, 4, 5]).unwrap();
+        assert_eq!((empty.span(), empty.is_empty(), empty.injective()), (0, true, true));
+        assert_eq!(Layout::contiguous([]).unwrap().span(), 1);
+    }
+
+    #[test]
+    fn refusals_say_why() {
+        let text = |shape, stride| Layout::<2>::with_strides(shape, stride).unwrap_err().to_string();
+        assert!(text([2, 2], [4, 2]).contains("stride 1 in the innermost dimension"));
+        assert!(text([2, 2], [-4, 1]).contains("strides of 0 and above"));
+        assert!(text([3, 2], [i64::MAX, 1]).contains("below 2^63"));
+        assert!(text([2, 2], [i64::MAX, 1]).contains("below 2^63"));
+        assert!(text([usize::MAX, 2], [1, 1]).contains("below 2^63"));
+        assert!(Layout::contiguous([1 << 32, 1 << 31]).is_err());
+        assert!(Layout::contiguous([1 << 31, 1 << 31]).is_ok());
+    }
+
+    #[test]
+    fn broadcasts_overlap() {
+        assert!(!Layout::with_strides([2, 3], [0, 1]).unwrap().injective());
+        assert!(Layout::with_strides([1, 3], [0, 1]).unwrap().injective());
+        assert!(!Layout::with_strides([2, 3], [2, 1]).unwrap().injective());
+        assert!(Layout::with_strides([2, 3], [3, 1]).unwrap().injective());
+    }
+
+    proptest! {
+        #[test]
+        fn span_and_overlap_agree_with_every_offset(shape in [0usize..4, 0usize..4, 0usize..4, 0usize..4],
+                                                    outer in [0i64..40, 0i64..40, 0i64..40]) {
+            let layout = Layout::with_strides(shape, [outer[0], outer[1], outer[2], 1]).unwrap();
+            let mut seen = HashSet::new();
+            let (mut highest, mut overlap) = (None, false);
+            for i in 0..shape.iter().product() {
+                let index = [i / (shape[3] * shape[2] * shape[1]), i / (shape[3] * shape[2]) % shape[1],
+                             i / shape[3] % shape[2], i % shape[3]];
+                let offset = layout.offset(index).unwrap();
+                highest = highest.max(Some(offset));
+                overlap |= !seen.insert(offset);
+            }
+            prop_assert_eq!(layout.span(), highest.map_or(0, |offset| offset + 1));
+            // Nesting may refuse what does not overlap, and must refuse what does.
+            prop_assert!(!(overlap && layout.injective()));
+        }
+
+        #[test]
+        fn permutations_of_contiguous_are_injective(shape in [1usize..5, 1usize..5, 1usize..5, 1usize..5], gap in 0i64..9) {
+            let [b, s, h, d] = shape.map(|size| size as i64);
+            let row = d + gap;
+            for stride in [[s * h * row, h * row, row, 1], [h * s * row, row, s * row, 1], [row, b * h * row, b * row, 1]] {
+                prop_assert!(Layout::with_strides(shape, stride).unwrap().injective());
+            }
+        }
+
+        #[test]
+        fn no_numbers_panic(shape in any::<[usize; 3]>(), stride in any::<[i64; 3]>()) {
+            if let Ok(layout) = Layout::with_strides(shape, [stride[0], stride[1], 1]) {
+                layout.injective();
+                layout.offset([0; 3]);
+            }
+            let _ = Layout::contiguous(shape);
+        }
+    }
+}

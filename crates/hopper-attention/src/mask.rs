@@ -1,0 +1,229 @@
+//! Which keys a query attends to.
+
+use std::fmt;
+
+/// Where the diagonal of a causal mask or window lies when `seqlen_q != seqlen_kv`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Corner {
+    /// The last query meets the last key: query `q` stands at key `q + seqlen_kv - seqlen_q`.
+    #[default]
+    BottomRight,
+    /// The first query meets the first key: query `q` stands at key `q`.
+    TopLeft,
+}
+
+impl Corner {
+    /// The key at which query 0 stands; may be negative.
+    pub fn offset(self, seqlen_q: usize, seqlen_kv: usize) -> i64 {
+        match self {
+            Self::BottomRight => signed(seqlen_kv).saturating_sub(signed(seqlen_q)),
+            Self::TopLeft => 0,
+        }
+    }
+}
+
+impl fmt::Display for Corner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::BottomRight => "bottom-right",
+            Self::TopLeft => "top-left",
+        })
+    }
+}
+
+/// Which keys a query attends to. A query that keeps no key gets output 0 and LSE -inf.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mask {
+    /// Every key.
+    #[default]
+    Full,
+    /// The keys up to the one where the query stands.
+    Causal {
+        /// Which ends of the two sequences meet.
+        corner: Corner,
+    },
+    /// The keys from `left` before to `right` after the one where the query stands, both included.
+    Window {
+        /// Keys kept before the query's own; `None`: all of them.
+        left: Option<usize>,
+        /// Keys kept after the query's own; `None`: all of them.
+        right: Option<usize>,
+        /// Which ends of the two sequences meet.
+        corner: Corner,
+    },
+}
+
+impl Mask {
+    /// Causal with the usual corner: the last query meets the last key.
+    pub const fn causal() -> Self {
+        Self::Causal { corner: Corner::BottomRight }
+    }
+
+    /// A window with the usual corner: the last query meets the last key.
+    pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
+        Self::Window { left, right, corner: Corner::BottomRight }
+    }
+
+    /// Whether query `q` of `seqlen_q` attends to key `kv` of `seqlen_kv`. This is the definition of the masks; plans
+    /// and kernels go by [`band`](Self::band), which is tested against it.
+    pub fn keep(&self, q: usize, kv: usize, seqlen_q: usize, seqlen_kv: usize) -> bool {
+        let kv = signed(kv);
+        match *self {
+            Self::Full => true,
+            Self::Causal { corner } => kv <= signed(q).saturating_add(corner.offset(seqlen_q, seqlen_kv)),
+            Self::Window { left, right, corner } => {
+                let own = signed(q).saturating_add(corner.offset(seqlen_q, seqlen_kv));
+                left.is_none_or(|left| own.saturating_sub(signed(left)) <= kv)
+                    && right.is_none_or(|right| kv <= own.saturating_add(signed(right)))
+            }
+        }
+    }
+
+    /// The mask as a band of keys around a diagonal, without the bounds that exclude nothing.
+    pub fn band(&self, seqlen_q: usize, seqlen_kv: usize) -> Band {
+        let (left, right, corner) = match *self {
+            Self::Full => (None, None, Corner::TopLeft),
+            Self::Causal { corner } => (None, Some(0), corner),
+            Self::Window { left, right, corner } => (left, right, corner),
+        };
+        let offset = corner.offset(seqlen_q, seqlen_kv);
+        if seqlen_q == 0 || seqlen_kv == 0 {
+            return Band { offset, left: None, right: None };
+        }
+        // The last query has the highest lower bound, the first one the lowest upper bound.
+        let last_own = (signed(seqlen_q) - 1).saturating_add(offset);
+        let left = left.filter(|&left| last_own.saturating_sub(signed(left)) > 0);
+        let right = right.filter(|&right| offset.saturating_add(signed(right)) < signed(seqlen_kv) - 1);
+        Band { offset, left, right }
+    }
+}
+
+impl fmt::Display for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        struct Bound(Option<usize>);
+        impl fmt::Display for Bound {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self.0 {
+                    Some(keys) => write!(f, "{keys}"),
+                    None => f.write_str("all"),
+                }
+            }
+        }
+        match *self {
+            Self::Full => f.write_str("full"),
+            Self::Causal { corner: Corner::BottomRight } => f.write_str("causal"),
+            Self::Causal { corner } => write!(f, "causal {corner}"),
+            Self::Window { left, right, corner: Corner::BottomRight } => {
+                write!(f, "window left {} right {}", Bound(left), Bound(right))
+            }
+            Self::Window { left, right, corner } => {
+                write!(f, "window left {} right {} {corner}", Bound(left), Bound(right))
+            }
+        }
+    }
+}
+
+/// A mask's keys for given lengths: query `q` keeps the keys `kv` with
+/// `q + offset - left <= kv <= q + offset + right`, where `None` is "without bound".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Band {
+    /// The key at which query 0 stands.
+    pub offset: i64,
+    /// Keys kept before the query's own.
+    pub left: Option<usize>,
+    /// Keys kept after the query's own.
+    pub right: Option<usize>,
+}
+
+impl Band {
+    /// Whether query `q` keeps key `kv`.
+    pub fn keep(&self, q: usize, kv: usize) -> bool {
+        let own = signed(q).saturating_add(self.offset);
+        self.left.is_none_or(|left| own.saturating_sub(signed(left)) <= signed(kv))
+            && self.right.is_none_or(|right| signed(kv) <= own.saturating_add(signed(right)))
+    }
+}
+
+/// Lengths are far below 2^63; what is not saturates, which keeps every comparison right.
+fn signed(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn kept(mask: Mask, seqlen_q: usize, seqlen_kv: usize) -> Vec<String> {
+        let row = |q| (0..seqlen_kv).map(|kv| if mask.keep(q, kv, seqlen_q, seqlen_kv) { 'x' } else { '.' }).collect();
+        (0..seqlen_q).map(row).collect()
+    }
+
+    #[test]
+    fn causal_by_hand() {
+        assert_eq!(kept(Mask::causal(), 2, 4), ["xxx.", "xxxx"]);
+        assert_eq!(kept(Mask::causal(), 4, 2), ["..", "..", "x.", "xx"]);
+        assert_eq!(kept(Mask::Causal { corner: Corner::TopLeft }, 2, 4), ["x...", "xx.."]);
+        assert_eq!(kept(Mask::Causal { corner: Corner::TopLeft }, 4, 2), ["x.", "xx", "xx", "xx"]);
+    }
+
+    #[test]
+    fn windows_by_hand() {
+        assert_eq!(kept(Mask::window(Some(1), Some(0)), 3, 4), ["xx..", ".xx.", "..xx"]);
+        assert_eq!(kept(Mask::window(Some(0), Some(1)), 3, 3), ["xx.", ".xx", "..x"]);
+        assert_eq!(kept(Mask::window(None, Some(1)), 3, 3), ["xx.", "xxx", "xxx"]);
+        assert_eq!(kept(Mask::window(Some(1), None), 3, 3), ["xxx", "xxx", ".xx"]);
+        assert_eq!(kept(Mask::window(Some(usize::MAX), Some(usize::MAX)), 2, 2), ["xx", "xx"]);
+    }
+
+    #[test]
+    fn bands_lose_bounds_that_exclude_nothing() {
+        let band = |mask: Mask, q, kv| mask.band(q, kv);
+        assert_eq!(band(Mask::causal(), 1, 9), Band { offset: 8, left: None, right: None });
+        assert_eq!(band(Mask::causal(), 2, 9), Band { offset: 7, left: None, right: Some(0) });
+        assert_eq!(band(Mask::window(Some(8), Some(0)), 9, 9), Band { offset: 0, left: None, right: Some(0) });
+        assert_eq!(band(Mask::window(Some(7), Some(8)), 9, 9), Band { offset: 0, left: Some(7), right: None });
+        assert_eq!(band(Mask::causal(), 3, 0).right, None);
+    }
+
+    #[test]
+    fn display() {
+        assert_eq!(Mask::causal().to_string(), "causal");
+        assert_eq!(Mask::Causal { corner: Corner::TopLeft }.to_string(), "causal top-left");
+        assert_eq!(Mask::window(Some(64), None).to_string(), "window left 64 right all");
+    }
+
+    fn masks() -> impl Strategy<Value = Mask> {
+        let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
+        let bound = || proptest::option::of(prop_oneof![0usize..12, Just(usize::MAX), Just(1 << 30)]);
+        prop_oneof![
+            Just(Mask::Full),
+            corner().prop_map(|corner| Mask::Causal { corner }),
+            (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_band_keeps_what_its_mask_keeps(mask in masks(), seqlen_q in 0usize..12, seqlen_kv in 0usize..12) {
+            let band = mask.band(seqlen_q, seqlen_kv);
+            let mut all = true;
+            for q in 0..seqlen_q {
+                for kv in 0..seqlen_kv {
+                    prop_assert_eq!(band.keep(q, kv), mask.keep(q, kv, seqlen_q, seqlen_kv), "q {} kv {}", q, kv);
+                    all &= mask.keep(q, kv, seqlen_q, seqlen_kv);
+                }
+            }
+            // A bound is left only where it excludes something.
+            prop_assert_eq!(all, band.left.is_none() && band.right.is_none());
+        }
+
+        #[test]
+        fn extreme_numbers_do_not_overflow(mask in masks(), q in any::<usize>(), kv in any::<usize>()) {
+            let band = mask.band(q, kv);
+            mask.keep(q, kv, q, kv);
+            band.keep(q, kv);
+        }
+    }
+}
