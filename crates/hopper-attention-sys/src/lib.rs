@@ -1,1 +1,199 @@
-//! Placeholder, replaced before the first commit.
+//! The CUDA kernels of Hopper Attention, seen from Rust: the table of what was compiled, and one launch function a direction.
+//!
+//! This crate validates nothing and promises nothing. It exists so that all C++ is in one place; the crate
+//! `hopper-attention` is the one to use, and the only one that calls this one. Everything here mirrors
+//! `include/kernels.hpp`, which says what a launch relies on.
+//!
+//! Functions return a [`Status`] rather than throw, and none of them panics.
+
+#[cxx::bridge(namespace = "hattn::bridge")]
+mod ffi {
+    /// Element types of a kernel's operands.
+    #[namespace = "hattn"]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum DType {
+        /// IEEE half precision.
+        F16 = 0,
+        /// bfloat16.
+        BF16 = 1,
+        /// 8-bit float with 4 exponent bits; largest value 448.
+        E4M3 = 2,
+        /// IEEE single precision.
+        F32 = 3,
+    }
+
+    /// How a kernel's loop over key blocks is shaped.
+    #[namespace = "hattn"]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum MaskClass {
+        /// Every key.
+        Full = 0,
+        /// Keys up to a diagonal.
+        Causal = 1,
+        /// A band of keys along a diagonal.
+        Window = 2,
+    }
+
+    /// The instruction set a kernel is written for.
+    #[namespace = "hattn"]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum Arch {
+        /// Ampere and later.
+        Sm80 = 0,
+        /// Hopper (sm_90a), and nothing else.
+        Sm90 = 1,
+    }
+
+    /// What became of a call.
+    #[namespace = "hattn"]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(i32)]
+    enum StatusCode {
+        /// It was done.
+        Ok = 0,
+        /// A CUDA runtime call failed; the detail is its `cudaError_t`.
+        Cuda = 1,
+        /// The driver refused a tensor map; the detail is its `CUresult`.
+        TensorMap = 2,
+        /// The row index is outside of the table; the detail is the index.
+        NoSuchRow = 3,
+        /// The driver has no `cuTensorMapEncodeTiled`.
+        DriverTooOld = 4,
+    }
+
+    /// A status code with the CUDA error behind it; [`status_text`] puts it in words.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    struct Status {
+        /// What kind of failure it was.
+        code: StatusCode,
+        /// The number the failing call returned, else 0.
+        detail: i32,
+    }
+
+    /// A device tensor `[batch, seqlen, heads, head_dim]` with unit stride in `head_dim`. Strides count elements.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    struct TensorDesc {
+        /// Device address of the first element, a multiple of 16 bytes.
+        address: u64,
+        /// Elements from one batch entry to the next.
+        stride_batch: i64,
+        /// Elements from one position to the next.
+        stride_seqlen: i64,
+        /// Elements from one head to the next.
+        stride_head: i64,
+    }
+
+    /// One forward launch; `include/kernels.hpp` says what each field must satisfy.
+    #[derive(Debug, Clone, Copy, PartialEq, Default)]
+    struct FwdParams {
+        /// Queries.
+        q: TensorDesc,
+        /// Keys.
+        k: TensorDesc,
+        /// Values.
+        v: TensorDesc,
+        /// Output.
+        o: TensorDesc,
+        /// Device address of the f32 log-sum-exp `[batch, heads_q, seqlen_q]` with unit stride in `seqlen_q`; 0: not wanted.
+        lse_address: u64,
+        /// Elements from one batch entry of the log-sum-exp to the next.
+        lse_stride_batch: i64,
+        /// Elements from one head of the log-sum-exp to the next.
+        lse_stride_head: i64,
+        /// Batch entries.
+        batch: i32,
+        /// Query heads.
+        heads_q: i32,
+        /// Key and value heads.
+        heads_kv: i32,
+        /// Queries a batch entry.
+        seqlen_q: i32,
+        /// Keys a batch entry.
+        seqlen_kv: i32,
+        /// Head dim of Q and K.
+        head_dim_qk: i32,
+        /// Head dim of V and O.
+        head_dim_vo: i32,
+        /// What Q K^T is multiplied with.
+        softmax_scale: f32,
+        /// Where query 0 stands on the keys' axis.
+        diagonal_offset: i32,
+        /// Keys kept before the diagonal; 2^30: all.
+        window_left: i32,
+        /// Keys kept after the diagonal; 2^30: all.
+        window_right: i32,
+        /// CTAs of the persistent grid.
+        grid: i32,
+        /// Heads whose tiles are walked together.
+        heads_per_group: i32,
+    }
+
+    /// A row of the forward table: one compiled kernel.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    struct FwdRowInfo {
+        /// Instruction set.
+        arch: Arch,
+        /// Element type of Q, K, V and O.
+        dtype: DType,
+        /// Mask class.
+        mask: MaskClass,
+        /// Largest head dim of Q and K.
+        head_dim_qk: i32,
+        /// Largest head dim of V and O.
+        head_dim_vo: i32,
+        /// Queries a tile.
+        tile_m: i32,
+        /// Keys a block.
+        tile_n: i32,
+        /// K and V blocks in flight, each.
+        stages: i32,
+        /// Threads a CTA.
+        threads: i32,
+        /// Dynamic shared memory a CTA, in bytes.
+        smem_bytes: i32,
+    }
+
+    unsafe extern "C++" {
+        include!("hopper-attention-sys/include/bridge.h");
+
+        // Declared on both sides: cxx makes the C++ compiler check that the values agree.
+        #[namespace = "hattn"]
+        type DType;
+        #[namespace = "hattn"]
+        type MaskClass;
+        #[namespace = "hattn"]
+        type Arch;
+        #[namespace = "hattn"]
+        type StatusCode;
+
+        /// CUDA's stream; a `CUstream` or `cudaStream_t` points to one.
+        #[namespace = ""]
+        type CUstream_st;
+
+        /// The compiled forward kernels. A row's index here is its index everywhere.
+        fn fwd_rows() -> Vec<FwdRowInfo>;
+
+        /// Loads a row's module on the current device, so that a later launch does not (a lazy load breaks a graph capture).
+        fn fwd_prepare(row: u32) -> Status;
+
+        /// Enqueues one forward kernel on a stream of the current context and returns.
+        ///
+        /// # Safety
+        ///
+        /// `params` must satisfy what `include/kernels.hpp` says of `FwdParams` for this row, its addresses must be valid
+        /// device memory of the current context until the kernel has run, and `stream` must be a live stream of that
+        /// context or null.
+        unsafe fn fwd_launch(row: u32, params: &FwdParams, stream: *mut CUstream_st) -> Status;
+
+        /// A status in words.
+        fn status_text(status: Status) -> String;
+    }
+}
+
+pub use ffi::{
+    Arch, CUstream_st, DType, FwdParams, FwdRowInfo, MaskClass, Status, StatusCode, TensorDesc, fwd_launch,
+    fwd_prepare, fwd_rows, status_text,
+};

@@ -1,0 +1,34 @@
+# How device code is compiled. Why each flag is there:
+#   compute_90a,sm_90a   WGMMA, TMA and setmaxnreg exist only in the "a" variant, which runs on Hopper and nothing else
+#   -O3 --use_fast_math  flush to zero and approximate division; code that minds uses PTX by name
+#   -DNDEBUG             an assert is a call, and a call serialises the WGMMA pipeline
+#   -Xptxas -v           registers, stack and spills of every kernel, kept beside its object for the audit
+# No relocatable device code: every consumer would need a device-link step.
+
+# nvcc's messages go to OBJECT.log; through ccache where there is one, which keeps the messages too.
+if(NOT DEFINED CMAKE_CUDA_COMPILER_LAUNCHER)
+  find_program(HATTN_CCACHE ccache)
+  mark_as_advanced(HATTN_CCACHE)
+  if(HATTN_CCACHE)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER "${HATTN_CCACHE}")
+  endif()
+endif()
+set(hattn_cuda_launcher sh "${CMAKE_CURRENT_LIST_DIR}/keep_log.sh" ${CMAKE_CUDA_COMPILER_LAUNCHER})
+
+# hattn_kernel_options(TARGET): flags and include roots of the kernels.
+function(hattn_kernel_options target)
+  target_compile_features(${target} PRIVATE cxx_std_17 cuda_std_17)
+  set_target_properties(${target} PROPERTIES
+    CXX_EXTENSIONS OFF
+    CUDA_EXTENSIONS OFF
+    CUDA_SEPARABLE_COMPILATION OFF
+    CUDA_COMPILER_LAUNCHER "${hattn_cuda_launcher}"
+    POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/kernels")
+  target_include_directories(${target} SYSTEM PRIVATE "${HATTN_CUTLASS_INCLUDE}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  separate_arguments(more UNIX_COMMAND "${HATTN_NVCC_FLAGS}")
+  target_compile_options(${target} PRIVATE
+    "$<$<COMPILE_LANGUAGE:CUDA>:-gencode;arch=compute_90a,code=sm_90a;-O3;--use_fast_math;-DNDEBUG;--expt-relaxed-constexpr;--expt-extended-lambda;-Xptxas;-v>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:${more}>"
+    "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>")
+endfunction()

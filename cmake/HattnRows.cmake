@@ -1,0 +1,51 @@
+# A list of kernels (fwd.def) becomes one translation unit a row, and a filtered copy of the list for the launch table.
+
+# hattn_add_rows(TARGET name LIST file MACRO macro LAUNCH header ROWS file)
+#   Reads the rows `MACRO(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages)` of LIST, one a line, keeps those whose
+#   dtype and head_dim_qk are selected (HATTN_DTYPES, HATTN_HEAD_DIMS), and makes
+#     - rows/ROWS in the build folder: the kept rows, in their order (table.cc includes it);
+#     - the object library TARGET: a source a row, which includes LAUNCH and says `MACRO_INSTANCE(...)`;
+#     - rows/TARGET.objects: the objects in the order of the rows (the audit reads it, and OBJECT.log beside each).
+function(hattn_add_rows)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "TARGET;LIST;MACRO;LAUNCH;ROWS" "")
+  set(folder "${CMAKE_CURRENT_BINARY_DIR}/rows")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${arg_LIST}")
+  file(STRINGS "${arg_LIST}" lines REGEX "^ *${arg_MACRO}\\(")
+  set(column " *([A-Za-z0-9_]+) *")
+  set(kept "")
+  set(sources "")
+  foreach(line IN LISTS lines)
+    if(NOT line MATCHES
+       "^ *${arg_MACRO}\\(${column},${column},${column},${column},${column},${column},${column}\\) *(//.*)?$")
+      message(FATAL_ERROR "${arg_LIST}: expected ${arg_MACRO}(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages) "
+                          "on one line, got: ${line}")
+    endif()
+    set(dtype ${CMAKE_MATCH_1})
+    set(mask ${CMAKE_MATCH_2})
+    set(dqk ${CMAKE_MATCH_3})
+    set(dvo ${CMAKE_MATCH_4})
+    set(m ${CMAKE_MATCH_5})
+    set(n ${CMAKE_MATCH_6})
+    set(stages ${CMAKE_MATCH_7})
+    if(NOT dtype IN_LIST HATTN_DTYPES OR NOT dqk IN_LIST HATTN_HEAD_DIMS)
+      continue()
+    endif()
+    set(arguments "${dtype}, ${mask}, ${dqk}, ${dvo}, ${m}, ${n}, ${stages}")
+    string(APPEND kept "${arg_MACRO}(${arguments})\n")
+    string(TOLOWER "${arg_TARGET}_${dtype}_${mask}_qk${dqk}_vo${dvo}_m${m}_n${n}_s${stages}" name)
+    set(source "${folder}/${name}.cu")
+    if(source IN_LIST sources)
+      message(FATAL_ERROR "${arg_LIST}: the row (${arguments}) is there twice")
+    endif()
+    file(CONFIGURE OUTPUT "${source}" @ONLY CONTENT
+         "// Made by CMake from a row of the list of kernels.\n#include \"${arg_LAUNCH}\"\n\n${arg_MACRO}_INSTANCE(${arguments})\n")
+    list(APPEND sources "${source}")
+  endforeach()
+  if(NOT sources)
+    message(FATAL_ERROR "${arg_LIST}: no row has a dtype of '${HATTN_DTYPES}' and a head_dim_qk of '${HATTN_HEAD_DIMS}'")
+  endif()
+  file(CONFIGURE OUTPUT "${folder}/${arg_ROWS}" @ONLY CONTENT "// Made by CMake: the selected rows of the list of kernels.\n${kept}")
+  add_library(${arg_TARGET} OBJECT ${sources})
+  hattn_kernel_options(${arg_TARGET})
+  file(GENERATE OUTPUT "${folder}/${arg_TARGET}.objects" CONTENT "$<JOIN:$<TARGET_OBJECTS:${arg_TARGET}>,\n>\n")
+endfunction()

@@ -1,0 +1,32 @@
+//! Builds the kernels and the bridge: read the variables, find the tools, compile, link.
+
+mod bridge;
+mod kernels;
+mod toolkit;
+mod vars;
+
+use anyhow::Result;
+
+use toolkit::Toolkit;
+use vars::Vars;
+
+fn main() -> Result<()> {
+    let vars = Vars::read()?;
+    for path in ["CMakeLists.txt", "../../cmake", "build", "cpp", "include", "kernels", "src/lib.rs"] {
+        println!("cargo::rerun-if-changed={path}");
+    }
+    if vars.no_kernels {
+        return Ok(());
+    }
+    vars.selection.check()?;
+    let toolkit = Toolkit::find(&vars)?;
+    bridge::build(&vars, &toolkit);
+    let build_dir = kernels::build(&vars, &toolkit)?;
+    kernels::link(&vars, &toolkit, &build_dir);
+    // For the disassembly audit: dependents' build scripts see these as DEP_HATTN_BUILD_DIR and DEP_HATTN_DISASSEMBLER_DIR.
+    println!("cargo::metadata=build_dir={}", build_dir.display());
+    if let Some(dir) = &toolkit.disassembler {
+        println!("cargo::metadata=disassembler_dir={}", dir.display());
+    }
+    Ok(())
+}

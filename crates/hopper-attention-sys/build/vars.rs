@@ -1,0 +1,123 @@
+//! Every environment variable that steers the build, read once.
+
+use std::env;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+
+/// The environment as the build sees it.
+pub struct Vars {
+    /// `HATTN_CUDA_HOME`: the toolkit to use, and no other.
+    pub cuda_home: Option<PathBuf>,
+    /// `CUDA_HOME`, `CUDA_PATH`: toolkits to try.
+    pub cuda_candidates: Vec<PathBuf>,
+    /// `CUDACXX`: the nvcc to try.
+    pub cudacxx: Option<PathBuf>,
+    /// `HATTN_CUTLASS_DIR`: CUTLASS headers to use instead of the pinned ones.
+    pub cutlass: Option<PathBuf>,
+    /// `HATTN_TOOLCHAIN_DIR`: where `scripts/bootstrap.sh` unpacks the pinned wheels; `.toolchain` of the workspace by default.
+    pub toolchain: PathBuf,
+    /// `HATTN_JOBS`: kernels compiled at a time; Cargo's number of jobs by default.
+    pub jobs: Option<u32>,
+    /// `HATTN_NVCC_FLAGS`: appended to nvcc's flags (`-lineinfo`, say).
+    pub nvcc_flags: Option<String>,
+    /// `HATTN_CUDART`: `static` (default) or `shared`.
+    pub cudart: Cudart,
+    /// `DOCS_RS` or `HATTN_NO_KERNELS`: compile no C++ at all. Enough for `cargo check`, clippy and documentation.
+    pub no_kernels: bool,
+    /// The features that choose what is compiled.
+    pub selection: Selection,
+    /// This crate's folder.
+    pub crate_dir: PathBuf,
+}
+
+/// How the CUDA runtime is linked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Cudart {
+    /// Into the binary, which then needs only the driver where it runs.
+    Static,
+    /// As `libcudart.so`, shared with the rest of the process.
+    Shared,
+}
+
+/// What the features select, in CMake's words.
+pub struct Selection {
+    pub archs: Vec<&'static str>,
+    pub dtypes: Vec<&'static str>,
+    pub head_dims: Vec<&'static str>,
+}
+
+impl Vars {
+    /// Reads the environment and tells Cargo which variables matter.
+    pub fn read() -> Result<Self> {
+        let crate_dir = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").context("CARGO_MANIFEST_DIR is not set")?);
+        let jobs = match text("HATTN_JOBS") {
+            None => None,
+            Some(jobs) => Some(
+                jobs.parse()
+                    .ok()
+                    .filter(|&n| n > 0)
+                    .with_context(|| format!("HATTN_JOBS is '{jobs}', expected a count of at least 1"))?,
+            ),
+        };
+        let cudart = match text("HATTN_CUDART").as_deref() {
+            None | Some("static") => Cudart::Static,
+            Some("shared") => Cudart::Shared,
+            Some(other) => bail!("HATTN_CUDART is '{other}', expected 'static' or 'shared'"),
+        };
+        Ok(Self {
+            cuda_home: path("HATTN_CUDA_HOME"),
+            cuda_candidates: ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(path).collect(),
+            cudacxx: path("CUDACXX"),
+            cutlass: path("HATTN_CUTLASS_DIR"),
+            toolchain: path("HATTN_TOOLCHAIN_DIR").unwrap_or_else(|| crate_dir.join("../../.toolchain")),
+            jobs,
+            nvcc_flags: text("HATTN_NVCC_FLAGS"),
+            cudart,
+            no_kernels: env::var_os("DOCS_RS").is_some() || text("HATTN_NO_KERNELS").is_some_and(|v| v != "0"),
+            selection: Selection::read(),
+            crate_dir,
+        })
+    }
+}
+
+impl Selection {
+    /// Features, as Cargo passes them to build scripts.
+    fn read() -> Self {
+        let chosen = |features: &[(&str, &'static str)]| -> Vec<&'static str> {
+            features
+                .iter()
+                .filter(|(feature, _)| env::var_os(format!("CARGO_FEATURE_{feature}")).is_some())
+                .map(|&(_, name)| name)
+                .collect()
+        };
+        Self {
+            archs: chosen(&[("SM90", "sm90")]),
+            dtypes: chosen(&[("F16", "F16"), ("BF16", "BF16")]),
+            head_dims: chosen(&[("HDIM64", "64"), ("HDIM128", "128")]),
+        }
+    }
+
+    /// A selection that leaves nothing to compile is a mistake.
+    pub fn check(&self) -> Result<()> {
+        for (what, chosen, allowed) in [
+            ("architecture", &self.archs, "sm90"),
+            ("element type", &self.dtypes, "f16, bf16"),
+            ("head dim", &self.head_dims, "hdim64, hdim128"),
+        ] {
+            if chosen.is_empty() {
+                bail!("hopper-attention-sys: no {what} is selected; enable at least one of the features {allowed}");
+            }
+        }
+        Ok(())
+    }
+}
+
+fn text(name: &str) -> Option<String> {
+    println!("cargo::rerun-if-env-changed={name}");
+    env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn path(name: &str) -> Option<PathBuf> {
+    text(name).map(PathBuf::from)
+}

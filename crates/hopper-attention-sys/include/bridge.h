@@ -1,0 +1,21 @@
+// The Rust door of the kernels: what src/lib.rs declares, over kernels.hpp. Only the host compiler sees it.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.hpp"
+#include "rust/cxx.h"
+
+namespace hattn::bridge {
+
+// Shared structs, defined in the header that cxx makes from src/lib.rs.
+struct FwdParams;
+struct FwdRowInfo;
+struct Status;
+
+rust::Vec<FwdRowInfo> fwd_rows() noexcept;
+Status fwd_prepare(std::uint32_t row) noexcept;
+Status fwd_launch(std::uint32_t row, FwdParams const& params, CUstream_st* stream) noexcept;
+rust::String status_text(Status status) noexcept;
+
+}  // namespace hattn::bridge
