@@ -1,0 +1,82 @@
+// Barriers and proxy fences as thin names over PTX: what a warp-specialised kernel synchronises with.
+// Arch-neutral in the sense of design.md: nothing here knows a tile or an arch folder (mbarriers exist from sm_80 on).
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/util.hpp>
+
+namespace hattn {
+
+// A transaction barrier in shared memory. Waiters poll; the phase bit flips each time all arrivals and bytes are in.
+struct Mbarrier {
+  std::uint64_t word;
+
+  CUTE_DEVICE void init(std::uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&word)), "r"(arrivals));
+  }
+
+  CUTE_DEVICE void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cute::cast_smem_ptr_to_uint(&word)) : "memory");
+  }
+
+  CUTE_DEVICE void arrive_expect_bytes(std::uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&word)),
+                 "r"(bytes)
+                 : "memory");
+  }
+
+  // Returns when the phase with this parity has completed. The loop is in PTX so that the compiler sees one instruction
+  // without control flow: accumulators may be in flight across it.
+  CUTE_DEVICE void wait(std::uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra passed;\n"
+        "bra again;\n"
+        "passed:\n"
+        "}\n" ::"r"(cute::cast_smem_ptr_to_uint(&word)),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+// Makes the initialised barriers visible to the copy engine.
+CUTE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Orders this thread's ordinary shared-memory writes before later accesses by the tensor cores and the copy engine.
+CUTE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Named barriers: `threads` counts those that sync and those that only arrive.
+CUTE_DEVICE void named_barrier_sync(std::uint32_t id, std::uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+CUTE_DEVICE void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Position in a ring of kStages buffers, with the parity of the current lap. A consumer waits for `parity`, a producer
+// for `parity ^ 1` on the empty barriers (which lets the first lap through).
+template <int kStages>
+struct RingPosition {
+  std::uint32_t stage = 0;
+  std::uint32_t parity = 0;
+
+  CUTE_DEVICE void advance() {
+    if constexpr (kStages == 1) {
+      parity ^= 1;
+    } else if constexpr (kStages == 2) {
+      parity ^= stage;
+      stage ^= 1;
+    } else {
+      ++stage;
+      if (stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  }
+};
+
+}  // namespace hattn

@@ -1,0 +1,83 @@
+// Which key blocks a query tile visits, and which of them need a mask. The bounds are run-time values; only the class
+// of the mask (full, causal, window) changes the shape of the code.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels.hpp"
+
+namespace hattn {
+
+// Query i keeps the keys from i + left_offset to i + right_offset; both are already shifted by the diagonal.
+struct Band {
+  int left_offset;   // diagonal_offset - window_left
+  int right_offset;  // diagonal_offset + window_right
+  int seqlen_q;
+  int seqlen_kv;
+};
+
+// Blocks [begin, end) are visited, from end - 1 down to begin; those in [free_begin, free_end) are kept whole.
+// At least one block is always visited (a tile without keys visits one that is masked whole), so that every tile takes
+// the same path; free_begin <= free_end holds only where some block is free.
+struct BlockRange {
+  int begin;
+  int end;
+  int free_begin;
+  int free_end;
+};
+
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
+  int const blocks = cute::ceil_div(band.seqlen_kv, kTileN);
+  if constexpr (kMask == MaskClass::Full) {
+    return {0, blocks, 0, band.seqlen_kv / kTileN};
+  } else {
+    int const first_row = m_block * kTileM;
+    int const last_row = cute::min(first_row + kTileM, band.seqlen_q) - 1;
+    int const keys_end = cute::min(band.seqlen_kv, last_row + band.right_offset + 1);
+    int const free_keys_end = cute::min(band.seqlen_kv, first_row + band.right_offset + 1);
+    BlockRange range;
+    range.begin = 0;
+    range.free_begin = 0;
+    if constexpr (kMask == MaskClass::Window) {
+      range.begin = cute::min(cute::max(0, first_row + band.left_offset) / kTileN, blocks - 1);
+      range.free_begin = cute::ceil_div(cute::max(0, last_row + band.left_offset), kTileN);
+    }
+    range.end = cute::max(cute::ceil_div(cute::max(0, keys_end), kTileN), range.begin + 1);
+    range.free_end = cute::max(0, free_keys_end) / kTileN;
+    return range;
+  }
+}
+
+// Sets the scores of masked keys in one block to -inf. `scores` holds a thread's part of an m64 accumulator: element
+// (c, r, i) is row `row + 8 r`, column `8 i + column + c` of the block.
+template <MaskClass kMask, int kTileN, class Scores>
+CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int column, int n_block) {
+  int const origin = n_block * kTileN + column;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int last = band.seqlen_kv - 1 - origin;
+    if constexpr (kMask != MaskClass::Full) {
+      last = cute::min(last, row + 8 * r + band.right_offset - origin);
+    }
+    int first = 0;
+    if constexpr (kMask == MaskClass::Window) {
+      first = row + 8 * r + band.left_offset - origin;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kTileN / 8; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        int const at = 8 * i + c;
+        bool drop = at > last;
+        if constexpr (kMask == MaskClass::Window) {
+          drop = drop || at < first;
+        }
+        float& score = scores(4 * i + 2 * r + c);
+        score = drop ? -INFINITY : score;
+      }
+    }
+  }
+}
+
+}  // namespace hattn

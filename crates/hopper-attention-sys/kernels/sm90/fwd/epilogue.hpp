@@ -1,0 +1,73 @@
+// The end of a tile, as one consumer warpgroup sees it: O / row_sum in the output type into this warpgroup's rows of
+// the dead Q buffer (the store itself is the producer's), and the log-sum-exp straight to memory.
+#pragma once
+
+#include "common/mask.hpp"
+#include "common/softmax.hpp"
+#include "common/tile_scheduler.hpp"
+#include "sm90/fwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+struct Epilogue {
+  using Element = typename Traits::Element;
+  using Storage = typename Traits::SharedStorage;
+
+  // Stores four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+  CUTE_DEVICE static void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                                         std::uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+  }
+
+  // `softmax.row_sum` is this lane's part, not yet added over the quad.
+  template <class Output, class Softmax>
+  CUTE_DEVICE static void write(KernelParams const& params, Storage& storage, Tile const& tile, int buffer,
+                                int consumer, Output const& output, Softmax const& softmax) {
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    int const warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    int const row = consumer * 64 + warp * 16;  // first row of this warp in the tile
+
+    float inverse[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const sum = quad_sum(softmax.row_sum[r]);
+      bool const empty = softmax.row_reference[r] == -INFINITY;  // no key at all: O = 0, LSE = -inf
+      inverse[r] = empty ? 0.0F : __frcp_rn(sum);
+      int const query = tile.m_block * Traits::kTileM + row + lane / 4 + 8 * r;
+      if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
+        constexpr float kLn2 = 0.693147180559945309F;
+        float const lse = empty ? -INFINITY : (softmax.row_reference[r] * params.scale_log2 + log2_approx(sum)) * kLn2;
+        params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] = lse;
+      }
+    }
+
+    // Rows are 128 bytes, swizzled: the 16-byte chunk index is xor-ed with the row's low three bits.
+    Element* const staging = storage.q[buffer];
+    int const matrix_row = row + lane % 16;
+    int const matrix_chunk = lane / 16;
+    std::uint32_t const address = cute::cast_smem_ptr_to_uint(staging) + matrix_row * 128;
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
+      std::uint32_t packed[4];
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        int const at = 8 * i + 2 * j;
+        packed[j] = pack_pair<Element>(output(at) * inverse[j % 2], output(at + 1) * inverse[j % 2]);
+      }
+      int const slab = i / 4;
+      int const chunk = (i % 4) * 2 + matrix_chunk;
+      store_matrices(address + slab * (Traits::kTileM * 128) + ((chunk ^ (matrix_row % 8)) * 16), packed[0], packed[1],
+                     packed[2], packed[3]);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      storage.o_full[buffer][consumer].arrive();
+    }
+  }
+};
+
+}  // namespace hattn::sm90

@@ -1,0 +1,75 @@
+// The sm_90a forward kernel: O = softmax(mask(scale Q K^T)) V for one dtype, mask class and tile shape.
+//
+// Roles. One producer warpgroup (few registers: warp 0 loads K and V, warp 1 loads Q and stores O, load.hpp) and two or
+// three consumer warpgroups of 64 query rows each (most registers: products and softmax, mma.hpp; epilogue.hpp). The
+// grid is persistent; tile_scheduler.hpp says which tiles a CTA takes, mask.hpp which key blocks a tile visits.
+//
+// Barriers. Full barriers (one arrival and the bytes of a copy) hand a buffer to the consumers, empty ones (one arrival
+// a consumer warpgroup, after its wgmma wait) hand it back: k_full/k_empty and v_full/v_empty per stage, so that V may
+// lag behind K by a block. q_full per Q buffer; its way back is o_full (one arrival a warp and consumer), after which
+// warp 1 stores O and only then loads the next but one Q. Named barriers 1..3 pass the turn to issue products around.
+//
+// Shared memory (head dim 128, 128x128): Q 2 x 32 KB, K 2 x 32 KB, V 2 x 32 KB, all as 64-column slabs of 128-byte
+// swizzled rows; barriers < 1 KB. O is staged over its own Q. Head dim 64, 192x128: Q 2 x 24 KB, K and V 2 x 16 KB
+// each.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/fwd/load.hpp"
+#include "sm90/fwd/mma.hpp"
+#include "sm90/fwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    fwd_kernel(__grid_constant__ KernelParams const params, __grid_constant__ CUtensorMap const map_q,
+               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v,
+               __grid_constant__ CUtensorMap const map_o) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
+
+  // Warp-uniform by construction, and known to the compiler as such.
+  int const warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
+
+  if (threadIdx.x == 0) {
+    cute::prefetch_tma_descriptor(&map_q);
+    cute::prefetch_tma_descriptor(&map_k);
+    cute::prefetch_tma_descriptor(&map_v);
+    cute::prefetch_tma_descriptor(&map_o);
+    for (int i = 0; i < 2; ++i) {
+      storage.q_full[i].init(1);
+      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+        storage.o_full[i][consumer].init(4);
+      }
+    }
+    for (int i = 0; i < Traits::kStages; ++i) {
+      storage.k_full[i].init(1);
+      storage.v_full[i].init(1);
+      storage.k_empty[i].init(Traits::kConsumers);
+      storage.v_empty[i].init(Traits::kConsumers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  TileScheduler<Traits::kMask> const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM, params.heads_q,
+                                               params.batch, params.heads_per_group};
+  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
+
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 0 && cute::elect_one_sync()) {
+      Load<Traits>::keys_and_values(params, map_k, map_v, scheduler, band, storage);
+    } else if (warp == 1 && cute::elect_one_sync()) {
+      Load<Traits>::queries_and_outputs(map_q, map_o, scheduler, storage);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    Mma<Traits>::run(params, scheduler, band, storage, warpgroup - 1);
+  }
+}
+
+}  // namespace hattn::sm90

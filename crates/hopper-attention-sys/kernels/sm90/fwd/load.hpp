@@ -1,0 +1,118 @@
+// The producer warpgroup. Warp 0 streams K and V through their rings; warp 1 loads Q and stores O, since an O tile
+// leaves from the buffer that the next but one Q tile arrives in. One lane of each works; the others leave at once.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/mask.hpp"
+#include "common/tile_scheduler.hpp"
+#include "sm90/fwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+// Every byte of Q is read once: it should not push K and V, which other tiles read again, out of L2.
+constexpr std::uint64_t kEvictFirst = 0x12F0000000000000ULL;
+constexpr std::uint64_t kEvictLast = 0x14F0000000000000ULL;
+
+// Copies rows [row, row + kRows) of one head into a tile of 64-column slabs; what lies beyond the tensor reads as zero.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
+                           int batch) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += 64) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
+  }
+}
+
+template <class Traits>
+struct Load {
+  using Storage = typename Traits::SharedStorage;
+  using Scheduler = TileScheduler<Traits::kMask>;
+
+  // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
+  // consumers take them.
+  CUTE_DEVICE static void keys_and_values(KernelParams const& params, CUtensorMap const& map_k,
+                                          CUtensorMap const& map_v, Scheduler const& scheduler, Band const& band,
+                                          Storage& storage) {
+    RingPosition<Traits::kStages> k;
+    RingPosition<Traits::kStages> v;
+    bool v_pending = false;
+    int v_row = 0;
+    int v_head = 0;
+    int v_batch = 0;
+
+    auto load_v = [&]() {
+      storage.v_empty[v.stage].wait(v.parity ^ 1);
+      storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
+      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
+                                                    v_row, v_head, v_batch);
+      v.advance();
+    };
+
+    int const count = scheduler.count();
+    // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
+    CUTE_NO_UNROLL
+    for (int round = 0; round < count; ++round) {
+      Tile const tile = scheduler.tile(round);
+      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.m_block);
+      int const head = tile.head / params.heads_per_kv_head;
+      CUTE_NO_UNROLL
+      for (int n = range.end - 1; n >= range.begin; --n) {
+        storage.k_empty[k.stage].wait(k.parity ^ 1);
+        storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
+        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
+                                                      n * Traits::kTileN, head, tile.batch);
+        k.advance();
+        if (v_pending) {
+          load_v();
+        }
+        v_pending = true;
+        v_row = n * Traits::kTileN;
+        v_head = head;
+        v_batch = tile.batch;
+      }
+    }
+    if (v_pending) {
+      load_v();
+    }
+  }
+
+  CUTE_DEVICE static void queries_and_outputs(CUtensorMap const& map_q, CUtensorMap const& map_o,
+                                              Scheduler const& scheduler, Storage& storage) {
+    auto load_q = [&](int round) {
+      Tile const tile = scheduler.tile(round);
+      int const buffer = round % 2;
+      storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
+      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
+                                                    tile.m_block * Traits::kTileM, tile.head, tile.batch);
+    };
+
+    int const count = scheduler.count();
+    CUTE_NO_UNROLL
+    for (int round = 0; round < cute::min(count, 2); ++round) {
+      load_q(round);
+    }
+    CUTE_NO_UNROLL
+    for (int round = 0; round < count; ++round) {
+      Tile const tile = scheduler.tile(round);
+      int const buffer = round % 2;
+      CUTE_UNROLL
+      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+        storage.o_full[buffer][consumer].wait((round / 2) % 2);
+        CUTE_UNROLL
+        for (int column = 0; column < Traits::kHeadDimVO; column += 64) {
+          cute::SM90_TMA_STORE_4D::copy(&map_o, storage.q[buffer] + column * Traits::kTileM + consumer * 64 * 64,
+                                        column, tile.m_block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
+        }
+        cute::tma_store_arrive();
+      }
+      // The buffer may be written again (or the block may end) once the copy engine has read it.
+      cute::tma_store_wait<0>();
+      if (round + 2 < count) {
+        load_q(round + 2);
+      }
+    }
+  }
+};
+
+}  // namespace hattn::sm90

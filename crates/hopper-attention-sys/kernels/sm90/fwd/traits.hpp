@@ -1,0 +1,122 @@
+// Everything that a row of fwd.def fixes: types, tiles, register budget and the shared-memory plan.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/barrier.hpp"
+#include "kernels.hpp"
+
+namespace hattn::sm90 {
+
+template <DType kDType>
+struct ElementOf;
+template <>
+struct ElementOf<DType::BF16> {
+  using type = cutlass::bfloat16_t;
+};
+template <>
+struct ElementOf<DType::F16> {
+  using type = cutlass::half_t;
+};
+
+// Two f32 to one packed pair, rounded to nearest even.
+template <class Element>
+CUTE_DEVICE std::uint32_t pack_pair(float low, float high) {
+  std::uint32_t packed;
+  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+struct FwdTraits {
+  static constexpr DType kDType = kDTypeTag;
+  static constexpr MaskClass kMask = kMaskClass;
+  static constexpr int kHeadDimQK = kDimQK;
+  static constexpr int kHeadDimVO = kDimVO;
+  static constexpr int kTileM = kRows;
+  static constexpr int kTileN = kColumns;
+  static constexpr int kStages = kStageCount;
+
+  using Element = typename ElementOf<kDType>::type;
+
+  // A consumer warpgroup owns 64 rows of the tile; one more warpgroup feeds them.
+  static constexpr int kConsumers = kTileM / 64;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
+  static_assert(kTileN % 16 == 0 && kTileN <= 256);
+  static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
+  static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
+
+  // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+  // Columns of one copy box: a 128-byte swizzled row.
+  static constexpr int kBoxColumns = 64;
+
+  using MmaQK = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
+  using MmaPV = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kHeadDimVO>, cute::Int<kTileN>>,
+                                       cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
+
+  using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
+  using SmemLayoutQ =
+      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::_2>{}));
+  using SmemLayoutK = decltype(cute::tile_to_shape(
+      AtomK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
+  // V is stored as it is loaded, [key][column]; the product reads it as [column][key].
+  using SmemLayoutVt = decltype(cute::tile_to_shape(
+      AtomMN{}, cute::Shape<cute::Int<kHeadDimVO>, cute::Int<kTileN>, cute::Int<kStages>>{},
+      cute::Step<cute::_2, cute::_1, cute::_3>{}));
+
+  static constexpr int kElementsQ = kTileM * kHeadDimQK;
+  static constexpr int kElementsK = kTileN * kHeadDimQK;
+  static constexpr int kElementsV = kTileN * kHeadDimVO;
+  static constexpr std::uint32_t kBytesQ = kElementsQ * sizeof(Element);
+  static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
+  static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
+
+  struct SharedStorage {
+    alignas(1024) Element q[2][kElementsQ];  // Q of this tile and of the next; a tile's O is staged over its dead Q
+    alignas(1024) Element k[kStages][kElementsK];
+    alignas(1024) Element v[kStages][kElementsV];
+    Mbarrier q_full[2];
+    Mbarrier o_full[2][kConsumers];
+    Mbarrier k_full[kStages];
+    Mbarrier k_empty[kStages];
+    Mbarrier v_full[kStages];
+    Mbarrier v_empty[kStages];
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
+};
+
+// What the kernel reads: maps for the copy engine and the plain numbers.
+struct KernelParams {
+  float* lse;
+  std::int64_t lse_stride_batch;
+  std::int64_t lse_stride_head;
+  int batch;
+  int heads_q;
+  int heads_per_kv_head;
+  int seqlen_q;
+  int seqlen_kv;
+  int left_offset;
+  int right_offset;
+  int heads_per_group;
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+}  // namespace hattn::sm90
