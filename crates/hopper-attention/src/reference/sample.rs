@@ -1,0 +1,29 @@
+//! Inputs for the unit tests of the law and of the CPU backend.
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::StandardNormal;
+
+use super::Tensor;
+use crate::{DType, Element, ForwardProblem, bf16, f16};
+
+/// To the nearest value of a type, and back.
+pub(crate) fn round(dtype: DType, value: f64) -> f64 {
+    f64::from(match dtype {
+        DType::F16 => f16::from_f64(value).to_f32(),
+        DType::BF16 => <bf16 as Element>::from_f32(value as f32).to_f32(),
+        _ => value as f32,
+    })
+}
+
+/// Normal values with this standard deviation that the type holds exactly.
+pub(crate) fn normal(dtype: DType, shape: [usize; 4], deviation: f64, seed: u64) -> Tensor {
+    let mut rng = StdRng::seed_from_u64(seed);
+    Tensor::from_fn(shape, |_| round(dtype, deviation * rng.sample::<f64, _>(StandardNormal)))
+}
+
+/// Normal q, k, v for a problem.
+pub(crate) fn inputs(problem: &ForwardProblem, seed: u64) -> [Tensor; 3] {
+    [(problem.q_shape(), 1), (problem.k_shape(), 2), (problem.v_shape(), 3)]
+        .map(|(shape, salt)| normal(problem.dtype(), shape, 1.0, seed * 8 + salt))
+}

@@ -1,0 +1,325 @@
+//! The one tolerance law: how far a result may be from the oracle.
+//!
+//! For the output, with `u` the unit roundoff of its type (bf16: 2^-8, f16: 2^-11, f32: 2^-24):
+//!
+//! ```text
+//! per row     max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the row
+//! on tensor   max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the tensor
+//! ```
+//!
+//! `plain` is [`forward_plain`](super::forward_plain), the same computation in the same precision without any tiling: a
+//! hard problem is allowed what it costs anybody, an easy one is not. Both lines must hold, and both bound a maximum:
+//! no mean can excuse a wrong row, and no large row a wrong small one.
+//!
+//! `floor` keeps a row whose plain computation was lucky from failing an honest kernel. A row's plain error is the
+//! largest of only `head_dim_vo` samples of noise, and of one sample's luck when the row has a single heavy column.
+//! The noise has a known size, though: the roundings of P move an output by a standard deviation of
+//! `0.42 u * sqrt(sum (p v)^2)` (0.42 for a rounding error uniform within half an ulp and values spread evenly over a
+//! binade). The floor takes 1.5 `u` in place of 0.42 `u`, so the law's double of it lies 7 standard deviations
+//! out: beyond the 10^9 elements that a long run looks at, and still no more than about an ulp of the output.
+//! What f32 accumulation adds (`sqrt(keys)` roundings of 2^-24, and scores that are off by 2^-24 times the magnitudes
+//! that were summed for them) matters for f32 only, and is there for the others' sake with logits in the thousands.
+//!
+//! For the LSE, which is f32 whatever the operands are:
+//!
+//! ```text
+//! per row     |got - exact| <= 2 * max(|plain - exact|, 4 * 2^-24 * |scale| |q| sum p |k|)
+//!                              + 4 ulp of max(1, |row_max| + |exact - row_max|)
+//! ```
+//!
+//! and the same with maxima on the tensor. The magnitudes are those behind the dot product, since a tensor core that
+//! truncates while it accumulates is wrong by a few units of them, not of their sum; the ulps are those of the two
+//! terms that are added, and cover the hardware's approximate exp2 and log2 (2^-22 each).
+//!
+//! What is not finite must match: NaN where the oracle has NaN and only there, and infinities (the -inf of a fully
+//! masked row) exactly. A row that is exactly 0 must be exactly 0.
+
+use std::fmt;
+
+use super::{Oracle, Plain, Tensor, forward, forward_plain, shape_error};
+use crate::{DType, Error, ForwardProblem, Result};
+
+/// How many times the plain computation's error is allowed.
+const TIMES_PLAIN: f64 = 2.0;
+/// Ulps of the output type on top.
+const O_ULPS: f64 = 1.0;
+/// Ulps of f32 on top, for the LSE.
+const LSE_ULPS: f64 = 4.0;
+/// The floor in units of the standard deviation's size without its 0.42 (see above).
+const FLOOR: f64 = 1.5;
+/// Unit roundoffs that a score may be off by, as a multiple of the magnitudes summed for it.
+const SCORE_ROUNDOFFS: f64 = 4.0;
+/// The unit roundoff of f32.
+const U32: f64 = 1.0 / (1 << 24) as f64;
+
+/// Half an ulp of 1: the largest relative error of rounding to a type.
+fn unit_roundoff(dtype: DType) -> f64 {
+    match dtype {
+        // Outputs of E4M3 problems are bf16.
+        DType::BF16 | DType::E4M3 => 1.0 / 256.0,
+        DType::F16 => 1.0 / 2048.0,
+        DType::F32 => U32,
+    }
+}
+
+/// Everything needed to judge results of one problem on given inputs: the oracle and the plain computation.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    unit_roundoff: f64,
+    seqlen_q: usize,
+    heads_q: usize,
+    oracle: Oracle,
+    plain: Plain,
+}
+
+impl Expected {
+    /// Computes the oracle and the plain computation. The tensors are as for [`forward`].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when a tensor's shape is not the problem's.
+    pub fn new(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
+        Ok(Self {
+            unit_roundoff: unit_roundoff(problem.dtype()),
+            seqlen_q: problem.dims().seqlen_q,
+            heads_q: problem.dims().heads_q,
+            oracle: forward(problem, q, k, v)?,
+            plain: forward_plain(problem, q, k, v)?,
+        })
+    }
+
+    /// The exact result.
+    pub fn oracle(&self) -> &Oracle {
+        &self.oracle
+    }
+
+    /// The plain computation's result.
+    pub fn plain(&self) -> &Plain {
+        &self.plain
+    }
+
+    /// Holds a result against the law. `o` is `[batch, seqlen_q, heads_q, head_dim_vo]`, `lse` (when there is one)
+    /// `[batch, heads_q, seqlen_q]`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when they have other shapes.
+    pub fn check(&self, o: &Tensor, lse: Option<&[f64]>) -> Result<Report> {
+        let want = self.oracle.o.shape();
+        if o.shape() != want {
+            return Err(shape_error("o", o.shape(), want));
+        }
+        if let Some(lse) = lse
+            && lse.len() != self.oracle.lse.len()
+        {
+            let want = vec![want[0], want[2], want[1]];
+            return Err(Error::Shape { tensor: "lse", got: vec![lse.len()], want, axes: "[batch, heads_q, seqlen_q]" });
+        }
+        Ok(Report { o: self.check_o(o), lse: lse.map(|lse| self.check_lse(lse)) })
+    }
+
+    fn check_o(&self, got: &Tensor) -> Figures {
+        let mut tally = Tally::default();
+        for (row, scale) in self.oracle.scales.iter().enumerate() {
+            let [batch, head, query] = self.place(row);
+            let exact = self.oracle.o.row(batch, query, head);
+            let magnitude = largest(exact.iter().copied());
+            let floor = FLOOR
+                * ((self.unit_roundoff + SCORE_ROUNDOFFS * U32 * scale.score) * scale.weighted
+                    + U32 * (scale.keys as f64).sqrt() * scale.weighted.max(magnitude));
+            tally.row(
+                Row {
+                    got: got.row(batch, query, head),
+                    exact,
+                    plain: self.plain.o.row(batch, query, head),
+                    floor,
+                    ulps: O_ULPS * 2.0 * self.unit_roundoff * magnitude,
+                },
+                |dim| vec![batch, query, head, dim],
+            );
+        }
+        tally.figures()
+    }
+
+    fn check_lse(&self, got: &[f64]) -> Figures {
+        let mut tally = Tally::default();
+        for (row, scale) in self.oracle.scales.iter().enumerate() {
+            let [batch, head, query] = self.place(row);
+            let exact = self.oracle.lse[row];
+            // The -inf of a masked row has no ulps, and must not widen the bound on the tensor.
+            let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
+            tally.row(
+                Row {
+                    got: &got[row..=row],
+                    exact: &self.oracle.lse[row..=row],
+                    plain: &self.plain.lse[row..=row],
+                    floor: SCORE_ROUNDOFFS * U32 * scale.score,
+                    ulps: LSE_ULPS * 2.0 * U32 * magnitude.max(1.0),
+                },
+                |_| vec![batch, head, query],
+            );
+        }
+        tally.figures()
+    }
+
+    /// `[batch, head, query]` of a row in LSE order.
+    fn place(&self, row: usize) -> [usize; 3] {
+        [row / self.seqlen_q / self.heads_q, row / self.seqlen_q % self.heads_q, row % self.seqlen_q]
+    }
+}
+
+/// How a result compares with the law.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// The output's figures.
+    pub o: Figures,
+    /// The LSE's figures, when there was one to check.
+    pub lse: Option<Figures>,
+}
+
+impl Report {
+    /// Whether the law holds.
+    pub fn passed(&self) -> bool {
+        self.worst_ratio() <= 1.0
+    }
+
+    /// The largest error as a fraction of its tolerance, over the output and the LSE.
+    pub fn worst_ratio(&self) -> f64 {
+        self.lse.as_ref().map_or(0.0, |lse| lse.worst_ratio).max(self.o.worst_ratio)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "o: {}", self.o)?;
+        match &self.lse {
+            Some(lse) => write!(f, "; lse: {lse}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// One tensor's figures.
+#[derive(Clone, Debug, Default)]
+pub struct Figures {
+    /// The largest error as a fraction of its tolerance; at most 1 when the law holds, infinite where something that
+    /// is not finite does not match.
+    pub worst_ratio: f64,
+    /// Where that is: `[batch, seqlen, head, dim]` for an output, `[batch, head, seqlen]` for an LSE; empty when the
+    /// tensor is empty or exact.
+    pub worst_at: Vec<usize>,
+    /// What was found there.
+    pub worst_got: f64,
+    /// What is exact there.
+    pub worst_exact: f64,
+    /// Whether it was the bound on the whole tensor that was nearest to being broken, not the one on the row.
+    pub worst_on_tensor: bool,
+    /// The largest error.
+    pub max: f64,
+    /// The plain computation's largest error.
+    pub plain_max: f64,
+    /// The root of the mean squared error.
+    pub rms: f64,
+    /// The plain computation's.
+    pub plain_rms: f64,
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { worst_ratio, worst_at, worst_got, worst_exact, max, plain_max, rms, plain_rms, .. } = self;
+        write!(f, "error {worst_ratio:.3} of tolerance")?;
+        if !worst_at.is_empty() {
+            let whole = if self.worst_on_tensor { "the tensor" } else { "its row" };
+            write!(f, " (over {whole}) at {worst_at:?}: got {worst_got:e}, exact {worst_exact:e}")?;
+        }
+        write!(f, "; max {max:.2e} (plain {plain_max:.2e}), rms {rms:.2e} (plain {plain_rms:.2e})")
+    }
+}
+
+/// One row to be judged.
+struct Row<'a> {
+    got: &'a [f64],
+    exact: &'a [f64],
+    plain: &'a [f64],
+    floor: f64,
+    ulps: f64,
+}
+
+/// What the rows of a tensor add up to.
+#[derive(Default)]
+struct Tally {
+    figures: Figures,
+    floor_max: f64,
+    ulps_max: f64,
+    /// Where the largest error is, what was found and what is exact.
+    max_at: (Vec<usize>, f64, f64),
+    squares: f64,
+    plain_squares: f64,
+    finite: usize,
+}
+
+impl Tally {
+    fn row(&mut self, row: Row<'_>, place: impl Fn(usize) -> Vec<usize>) {
+        let (mut worst, mut worst_dim, mut plain_worst) = (0.0_f64, None, 0.0_f64);
+        for (dim, ((&got, &exact), &plain)) in row.got.iter().zip(row.exact).zip(row.plain).enumerate() {
+            if !exact.is_finite() || !got.is_finite() {
+                if !(got == exact || got.is_nan() && exact.is_nan()) {
+                    self.worst(f64::INFINITY, || place(dim), got, exact);
+                }
+                continue;
+            }
+            let (error, plain_error) = ((got - exact).abs(), (plain - exact).abs());
+            if error > worst {
+                (worst, worst_dim) = (error, Some(dim));
+            }
+            self.squares += error * error;
+            self.finite += 1;
+            // A plain computation that overflowed excuses nothing.
+            if plain_error.is_finite() {
+                plain_worst = plain_worst.max(plain_error);
+                self.plain_squares += plain_error * plain_error;
+            }
+        }
+        // `max` passes over the NaN that magnitudes of NaN inputs are.
+        let floor = row.floor.max(0.0);
+        let ulps = row.ulps.max(0.0);
+        if let Some(dim) = worst_dim {
+            let ratio = worst / (TIMES_PLAIN * plain_worst.max(floor) + ulps);
+            self.worst(ratio, || place(dim), row.got[dim], row.exact[dim]);
+            if worst > self.figures.max {
+                self.figures.max = worst;
+                self.max_at = (place(dim), row.got[dim], row.exact[dim]);
+            }
+        }
+        self.figures.plain_max = self.figures.plain_max.max(plain_worst);
+        self.floor_max = self.floor_max.max(floor);
+        self.ulps_max = self.ulps_max.max(ulps);
+    }
+
+    fn worst(&mut self, ratio: f64, place: impl Fn() -> Vec<usize>, got: f64, exact: f64) {
+        if ratio > self.figures.worst_ratio {
+            self.figures.worst_ratio = ratio;
+            self.figures.worst_at = place();
+            (self.figures.worst_got, self.figures.worst_exact) = (got, exact);
+        }
+    }
+
+    fn figures(mut self) -> Figures {
+        let tolerance = TIMES_PLAIN * self.figures.plain_max.max(self.floor_max) + self.ulps_max;
+        if self.figures.max > 0.0 && self.figures.max / tolerance > self.figures.worst_ratio {
+            let (at, got, exact) = std::mem::take(&mut self.max_at);
+            self.figures.worst_on_tensor = true;
+            self.worst(self.figures.max / tolerance, || at.clone(), got, exact);
+        }
+        let mean = |squares: f64| if self.finite == 0 { 0.0 } else { (squares / self.finite as f64).sqrt() };
+        self.figures.rms = mean(self.squares);
+        self.figures.plain_rms = mean(self.plain_squares);
+        self.figures
+    }
+}
+
+/// The largest finite magnitude.
+fn largest(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(f64::abs).filter(|x| x.is_finite()).fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,303 @@
+//! The law must pass what is honest and fail what is wrong, however little.
+
+use super::super::sample::{inputs, normal, round};
+use super::*;
+use crate::{Corner, Dims, Mask};
+
+const DIMS: Dims =
+    Dims { batch: 2, seqlen_q: 70, seqlen_kv: 131, heads_q: 4, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64 };
+
+fn problem(dtype: DType, dims: Dims, mask: Mask) -> ForwardProblem {
+    ForwardProblem::new(dtype, dims).unwrap().mask(mask).lse(true)
+}
+
+/// What a tensor-core kernel does, in scalar code: blocks of keys, exp2 with the scale folded in, P rounded while it is
+/// still relative to the running maximum, scores accumulated 16 products at a time with truncation.
+fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: usize) -> (Tensor, Vec<f64>) {
+    let d = problem.dims();
+    let scale_log2 = problem.softmax_scale_value() * std::f32::consts::LOG2_E;
+    let (mut o, mut lse) = (Tensor::zeros(problem.o_shape()), Vec::new());
+    for row in 0..d.batch * d.heads_q * d.seqlen_q {
+        let (batch, head, query) = (row / d.seqlen_q / d.heads_q, row / d.seqlen_q % d.heads_q, row % d.seqlen_q);
+        let head_kv = head / problem.group_size();
+        let (mut max, mut sum, mut acc) = (f32::NEG_INFINITY, 0.0_f32, vec![0.0_f32; d.head_dim_vo]);
+        for block in (0..d.seqlen_kv).step_by(tile_n) {
+            let keys: Vec<usize> = (block..d.seqlen_kv.min(block + tile_n))
+                .filter(|&key| problem.mask_value().keep(query, key, d.seqlen_q, d.seqlen_kv))
+                .collect();
+            let scores: Vec<f32> = keys
+                .iter()
+                .map(|&key| {
+                    let (q, k) = (q.row(batch, query, head), k.row(batch, key, head_kv));
+                    q.chunks(16).zip(k.chunks(16)).fold(0.0_f32, |sum, (q, k)| {
+                        truncate(f64::from(sum) + q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>())
+                    })
+                })
+                .collect();
+            let new_max = scores.iter().copied().fold(max, f32::max);
+            if new_max == f32::NEG_INFINITY {
+                continue;
+            }
+            let correction = ((max - new_max) * scale_log2).exp2();
+            sum *= correction;
+            acc.iter_mut().for_each(|acc| *acc *= correction);
+            for (&key, &score) in keys.iter().zip(&scores) {
+                let p = score.mul_add(scale_log2, -new_max * scale_log2).exp2();
+                sum += p;
+                let p = round(problem.dtype(), f64::from(p)) as f32;
+                for (acc, &v) in acc.iter_mut().zip(v.row(batch, key, head_kv)) {
+                    *acc += p * v as f32;
+                }
+            }
+            max = new_max;
+        }
+        for (o, acc) in o.row_mut(batch, query, head).iter_mut().zip(acc) {
+            *o = if sum == 0.0 { 0.0 } else { round(problem.dtype(), f64::from(acc / sum)) };
+        }
+        let row_lse = max * problem.softmax_scale_value() + sum.ln();
+        lse.push(f64::from(if sum == 0.0 { f32::NEG_INFINITY } else { row_lse }));
+    }
+    (o, lse)
+}
+
+/// To f32 towards zero.
+fn truncate(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest).abs() > x.abs() { f32::from_bits(nearest.to_bits() - 1) } else { nearest }
+}
+
+fn masks() -> [Mask; 6] {
+    [
+        Mask::Full,
+        Mask::causal(),
+        Mask::Causal { corner: Corner::TopLeft },
+        Mask::window(Some(5), Some(3)),
+        Mask::window(Some(0), Some(0)),
+        Mask::Window { left: Some(17), right: None, corner: Corner::TopLeft },
+    ]
+}
+
+#[test]
+fn honest_kernels_pass_and_are_not_far_from_the_bound() {
+    let mut worst = 0.0_f64;
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for (i, mask) in masks().into_iter().enumerate() {
+            for dims in [
+                DIMS,
+                Dims { seqlen_q: 131, seqlen_kv: 70, ..DIMS },
+                Dims { batch: 1, seqlen_q: 33, seqlen_kv: 900, head_dim_vo: 8, ..DIMS },
+                Dims { seqlen_q: 300, seqlen_kv: 3, head_dim_qk: 8, head_dim_vo: 8, ..DIMS },
+            ] {
+                let problem = problem(dtype, dims, mask);
+                let [q, k, v] = inputs(&problem, i as u64);
+                let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+                let (o, lse) = kernel(&problem, &q, &k, &v, 64);
+                let report = expected.check(&o, Some(&lse)).unwrap();
+                assert!(report.passed(), "{problem}: {report}");
+                worst = worst.max(report.worst_ratio());
+            }
+        }
+    }
+    // A law that honest work never comes near would be no law.
+    assert!(worst > 0.25, "{worst}");
+}
+
+#[test]
+fn large_scores_and_uneven_values_pass() {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for (deviation, heavy) in [(30.0, 1.0), (1.0, 100.0), (6.0, 0.01), (0.001, 1.0)] {
+            let problem = problem(dtype, DIMS, Mask::causal());
+            let q = normal(dtype, problem.q_shape(), deviation, 1);
+            let k = normal(dtype, problem.k_shape(), deviation, 2);
+            let mut v = normal(dtype, problem.v_shape(), 1.0, 3);
+            // One heavy column: a row's plain error is then one sample of noise.
+            v.data_mut().iter_mut().step_by(64).for_each(|x| *x = round(dtype, *x * heavy));
+            let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+            let (o, lse) = kernel(&problem, &q, &k, &v, 32);
+            let report = expected.check(&o, Some(&lse)).unwrap();
+            assert!(report.passed(), "{problem} deviation {deviation} heavy {heavy}: {report}");
+        }
+    }
+}
+
+/// Every way of being wrong that a kernel is likely to find, as the result of an honest computation of something else.
+#[test]
+fn wrong_results_fail() {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let right = problem(dtype, DIMS, Mask::causal());
+        let [q, k, v] = inputs(&right, 7);
+        let expected = Expected::new(&right, &q, &k, &v).unwrap();
+        let honest = kernel(&right, &q, &k, &v, 64);
+        assert!(expected.check(&honest.0, Some(&honest.1)).unwrap().passed());
+
+        // By one key, cyclically, so that shapes and magnitudes stay as they are.
+        let roll = |t: &Tensor| {
+            let seqlen = t.shape()[1];
+            Tensor::from_fn(t.shape(), |[b, s, h, d]| t.row(b, (s + 1) % seqlen, h)[d])
+        };
+        let swap_heads = |t: &Tensor| Tensor::from_fn(t.shape(), |[b, s, h, d]| t.row(b, s, h ^ 1)[d]);
+        let drop_last = |t: &Tensor| {
+            let [batch, seqlen, heads, dim] = t.shape();
+            Tensor::from_fn([batch, seqlen - 1, heads, dim], |[b, s, h, d]| t.row(b, s, h)[d])
+        };
+        let top_left = right.clone().mask(Mask::Causal { corner: Corner::TopLeft });
+        let one_more = right.clone().mask(Mask::window(None, Some(1)));
+        let one_key_less = ForwardProblem::new(dtype, Dims { seqlen_kv: DIMS.seqlen_kv - 1, ..DIMS }).unwrap();
+        let full = right.clone().mask(Mask::Full);
+        let unscaled = right.clone().softmax_scale(1.0).unwrap();
+        let nearly_scaled = right.clone().softmax_scale(0.125 * 1.01).unwrap();
+        let zeros = (Tensor::zeros(right.o_shape()), vec![0.0; honest.1.len()]);
+        let base_2 = honest.1.iter().map(|lse| lse * std::f64::consts::LOG2_E).collect();
+        let without_max = |(o, lse): (Tensor, Vec<f64>)| (o, lse.iter().map(|lse| lse - 1.0).collect());
+        let wrong: Vec<(&str, (Tensor, Vec<f64>))> = vec![
+            ("zeros", zeros),
+            ("k shifted by one key", kernel(&right, &q, &roll(&k), &v, 64)),
+            ("v shifted by one key", kernel(&right, &q, &k, &roll(&v), 64)),
+            ("unscaled", kernel(&unscaled, &q, &k, &v, 64)),
+            ("scale off by a hundredth", kernel(&nearly_scaled, &q, &k, &v, 64)),
+            ("mask forgotten", kernel(&full, &q, &k, &v, 64)),
+            ("wrong corner", kernel(&top_left, &q, &k, &v, 64)),
+            ("diagonal off by one", kernel(&one_more, &q, &k, &v, 64)),
+            (
+                "last key dropped",
+                kernel(&one_key_less.mask(Mask::window(None, Some(1))), &q, &drop_last(&k), &drop_last(&v), 64),
+            ),
+            ("key heads swapped", kernel(&right, &q, &swap_heads(&k), &swap_heads(&v), 64)),
+            ("output heads swapped", (swap_heads(&honest.0), honest.1.clone())),
+            ("lse in base 2", (honest.0.clone(), base_2)),
+            ("lse off by one", without_max(honest.clone())),
+        ];
+        for (what, (o, lse)) in &wrong {
+            let report = expected.check(o, Some(lse)).unwrap();
+            assert!(!report.passed(), "{dtype} {what}: {report}");
+        }
+        // And most of them in O alone.
+        for (what, (o, _)) in wrong.iter().filter(|(what, _)| !what.starts_with("lse")) {
+            let report = expected.check(o, None).unwrap();
+            assert!(!report.passed(), "{dtype} {what}, O alone: {report}");
+        }
+    }
+}
+
+#[test]
+fn one_wrong_element_fails() {
+    let problem = problem(DType::BF16, DIMS, Mask::Full);
+    let [q, k, v] = inputs(&problem, 3);
+    let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+    let honest = expected.plain().clone();
+    let place = [1, 69, 3, 63];
+    let size = honest.o.row(1, 69, 3).iter().fold(0.0_f64, |a, b| a.max(b.abs()));
+    for value in [0.5 * size + 0.01, f64::NAN, f64::INFINITY, -3.0] {
+        let mut o = honest.o.clone();
+        o.row_mut(1, 69, 3)[63] += value;
+        let report = expected.check(&o, Some(&honest.lse)).unwrap();
+        assert!(!report.passed(), "{value}: {report}");
+        assert_eq!(report.o.worst_at, place, "{value}");
+    }
+    let mut lse = honest.lse.clone();
+    lse[5] += 1e-4;
+    let report = expected.check(&honest.o, Some(&lse)).unwrap();
+    assert!(!report.passed() && report.lse.unwrap().worst_at == [0, 0, 5]);
+}
+
+/// A small row beside a large one: the bound on the tensor alone would let it be anything.
+#[test]
+fn a_large_row_does_not_excuse_a_small_one() {
+    let problem = problem(DType::BF16, Dims { batch: 1, seqlen_q: 70, seqlen_kv: 70, ..DIMS }, Mask::causal());
+    let [q, k, mut v] = inputs(&problem, 4);
+    for s in 0..70 {
+        for h in 0..2 {
+            v.row_mut(0, s, h).iter_mut().for_each(|x| *x *= if s == 0 { 1.0 / 1024.0 } else { 64.0 });
+        }
+    }
+    let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+    let mut o = expected.plain().o.clone();
+    o.row_mut(0, 0, 0).fill(0.0);
+    let report = expected.check(&o, None).unwrap();
+    assert!(!report.passed() && !report.o.worst_on_tensor, "{report}");
+    assert_eq!(report.o.worst_at[..3], [0, 0, 0]);
+}
+
+#[test]
+fn masked_rows_must_be_exact() {
+    let dims = Dims { batch: 1, seqlen_q: 9, seqlen_kv: 4, ..DIMS };
+    let problem = problem(DType::BF16, dims, Mask::causal());
+    let [q, k, v] = inputs(&problem, 5);
+    let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+    let (o, lse) = (&expected.plain().o, &expected.plain().lse);
+    assert_eq!((o.row(0, 4, 0)[0], lse[4], expected.oracle().lse[4]), (0.0, f64::NEG_INFINITY, f64::NEG_INFINITY));
+    assert!(lse[5].is_finite());
+    assert!(expected.check(o, Some(lse)).unwrap().passed());
+    for bad in [0.0, f64::MIN, f64::NAN, f64::INFINITY] {
+        let mut lse = lse.clone();
+        lse[4] = bad;
+        assert!(!expected.check(o, Some(&lse)).unwrap().passed(), "{bad}");
+    }
+    for bad in [1e-30, f64::NAN] {
+        let mut o = o.clone();
+        o.row_mut(0, 4, 0)[0] = bad;
+        assert!(!expected.check(&o, Some(lse)).unwrap().passed(), "{bad}");
+    }
+    // A masked row must not widen the bound of the others.
+    let mut lse = lse.clone();
+    lse[8] += 1e-3;
+    assert!(!expected.check(o, Some(&lse)).unwrap().passed());
+}
+
+#[test]
+fn nan_reaches_the_rows_that_see_it_and_no_others() {
+    let dims = Dims { batch: 1, seqlen_q: 6, seqlen_kv: 6, heads_q: 2, heads_kv: 1, ..DIMS };
+    let problem = problem(DType::F16, dims, Mask::causal());
+    let [q, k, v] = inputs(&problem, 6);
+    let (mut bad_k, mut bad_v) = (k.clone(), v.clone());
+    bad_k.row_mut(0, 3, 0)[7] = f64::NAN;
+    bad_v.row_mut(0, 4, 0)[9] = f64::NAN;
+    let with_k = Expected::new(&problem, &q, &bad_k, &v).unwrap();
+    let with_v = Expected::new(&problem, &q, &k, &bad_v).unwrap();
+    for query in 0..6 {
+        for head in 0..2 {
+            assert_eq!(with_k.oracle().o.row(0, query, head).iter().all(|x| x.is_nan()), query >= 3);
+            assert_eq!(with_k.oracle().lse[head * 6 + query].is_nan(), query >= 3);
+            for (d, x) in with_v.oracle().o.row(0, query, head).iter().enumerate() {
+                assert_eq!(x.is_nan(), query >= 4 && d == 9);
+            }
+            assert!(with_v.oracle().lse[head * 6 + query].is_finite());
+        }
+    }
+    for expected in [&with_k, &with_v] {
+        let (o, lse) = (&expected.plain().o, &expected.plain().lse);
+        assert!(expected.check(o, Some(lse)).unwrap().passed());
+        let clean = Expected::new(&problem, &q, &k, &v).unwrap();
+        assert!(!expected.check(&clean.plain().o, Some(lse)).unwrap().passed());
+        assert!(!clean.check(o, None).unwrap().passed());
+    }
+}
+
+#[test]
+fn by_hand() {
+    // Two keys with scores 0 and ln 3 under scale 1: weights 1/4 and 3/4.
+    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 2 };
+    let problem = problem(DType::F32, dims, Mask::Full).softmax_scale(1.0).unwrap();
+    let ln_3 = f64::from(3.0_f32.ln());
+    let q = Tensor::from_fn([1, 1, 1, 1], |_| 1.0);
+    let k = Tensor::from_fn([1, 2, 1, 1], |[_, s, _, _]| s as f64 * ln_3);
+    let v = Tensor::from_fn([1, 2, 1, 2], |[_, s, _, d]| if d == 0 { 4.0 * s as f64 } else { 8.0 });
+    let oracle = forward(&problem, &q, &k, &v).unwrap();
+    assert!((oracle.o.data()[0] - 3.0).abs() < 1e-6 && (oracle.o.data()[1] - 8.0).abs() < 1e-12);
+    assert!((oracle.lse[0] - 4.0_f64.ln()).abs() < 1e-6);
+}
+
+#[test]
+fn empty_problems_and_wrong_shapes() {
+    for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { batch: 1, seqlen_kv: 0, ..DIMS }] {
+        let problem = problem(DType::BF16, dims, Mask::causal());
+        let [q, k, v] = inputs(&problem, 1);
+        let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+        let lse = vec![f64::NEG_INFINITY; dims.batch * dims.heads_q * dims.seqlen_q];
+        let report = expected.check(&Tensor::zeros(problem.o_shape()), Some(&lse)).unwrap();
+        assert!(report.worst_ratio() == 0.0, "{report}");
+        assert!(expected.check(&Tensor::zeros([1, 2, 3, 4]), None).is_err());
+        assert!(expected.check(&Tensor::zeros(problem.o_shape()), Some(&[0.0])).is_err());
+        assert!(Expected::new(&problem, &Tensor::zeros([9, 1, 1, 1]), &k, &v).is_err());
+    }
+}
