@@ -253,7 +253,7 @@ mod tests {
                               head_dim_qk: n[5], head_dim_vo: n[6] };
             if let Ok(problem) = ForwardProblem::new(DType::BF16, dims) {
                 prop_assert_eq!(problem.dims(), dims);
-                prop_assert!(dims.heads_q % dims.heads_kv == 0);
+                prop_assert!(dims.heads_q.is_multiple_of(dims.heads_kv));
                 prop_assert!(problem.softmax_scale_value() > 0.0);
             }
         }

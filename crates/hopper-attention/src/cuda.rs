@@ -1,0 +1,135 @@
+//! What the driver is asked about GPUs. Nothing here panics where there is no driver.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::sys::{self, CUdevice_attribute};
+use cudarc::driver::{CudaContext, DriverError, result};
+
+use crate::{ComputeCapability, DeviceFacts, DeviceInfo, Error, Result};
+
+/// A GPU, its context, and what is known of it. Clones share the context.
+#[derive(Clone)]
+pub struct CudaDevice {
+    context: Arc<CudaContext>,
+    info: Arc<DeviceInfo>,
+}
+
+impl CudaDevice {
+    /// The GPU with this ordinal, through its primary context.
+    ///
+    /// # Errors
+    /// As [`Device::cuda`](crate::Device::cuda).
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let wanted = || format!("cuda:{ordinal}");
+        let count = device_count().map_err(|found| Error::NoDevice { wanted: wanted(), found })?;
+        if ordinal >= count {
+            let found = if count == 1 { "there is 1 GPU".into() } else { format!("there are {count} GPUs") };
+            return Err(Error::NoDevice { wanted: wanted(), found });
+        }
+        Self::from_context(CudaContext::new(ordinal).map_err(driver("opening the GPU"))?)
+    }
+
+    /// The GPU of a context that exists already, so that its streams and memory can be used.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] when the GPU cannot be asked for its properties.
+    pub fn from_context(context: Arc<CudaContext>) -> Result<Self> {
+        let info = Arc::new(describe(context.ordinal()).map_err(driver("asking for a GPU's properties"))?);
+        Ok(Self { context, info })
+    }
+
+    /// The context, from which streams are made and memory is allocated.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// What is known of the GPU.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("CudaDevice").field(&self.info).finish()
+    }
+}
+
+impl fmt::Display for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cuda:{} {}", self.info.ordinal, self.info.name)
+    }
+}
+
+/// The GPUs that answer.
+pub(crate) fn devices() -> Vec<DeviceInfo> {
+    (0..device_count().unwrap_or(0)).filter_map(|ordinal| describe(ordinal).ok()).collect()
+}
+
+/// How many GPUs there are, or why that cannot be known.
+fn device_count() -> std::result::Result<usize, String> {
+    if !driver_is_present() {
+        return Err("this machine has no CUDA driver (libcuda.so.1 was not found)".into());
+    }
+    let count = result::init().and_then(|()| result::device::get_count());
+    match count {
+        Ok(count) => Ok(usize::try_from(count).unwrap_or(0)),
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
+        Err(error) => Err(format!("the driver does not start: {}", text(error))),
+    }
+}
+
+/// cudarc panics on its first call where the driver's library is missing, and its own check for it exists in only one of
+/// its linking modes, which another crate of the program may have changed.
+fn driver_is_present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
+    // SAFETY: the driver's library may be loaded from any thread at any time; cudarc loads the same one.
+    *PRESENT.get_or_init(|| unsafe { libloading::Library::new(name) }.is_ok())
+}
+
+/// Needs `result::init`, which whoever has an ordinal or a context has called.
+fn describe(ordinal: usize) -> std::result::Result<DeviceInfo, DriverError> {
+    let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX))?;
+    let attribute = |attribute| -> std::result::Result<u32, DriverError> {
+        // SAFETY: `device` came from the driver just now.
+        let value = unsafe { result::device::get_attribute(device, attribute) }?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    };
+    let mut version = 0;
+    // SAFETY: the pointer is to a live i32.
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result()?;
+    let version = u32::try_from(version).unwrap_or(0);
+    let arch = ComputeCapability {
+        major: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        minor: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    };
+    let facts = DeviceFacts {
+        arch,
+        multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+        l2_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+        smem_bytes_per_block: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+            as usize,
+    };
+    Ok(DeviceInfo {
+        ordinal,
+        name: result::device::get_name(device)?,
+        facts,
+        // SAFETY: `device` came from the driver just now.
+        memory_bytes: unsafe { result::device::total_mem(device) }?,
+        driver: (version / 1000, version % 1000 / 10),
+    })
+}
+
+/// A driver's error as ours, for `map_err`.
+pub(crate) fn driver(what: &'static str) -> impl FnOnce(DriverError) -> Error {
+    move |error| Error::Driver { what, code: error.0 as u32, text: text(error) }
+}
+
+fn text(error: DriverError) -> String {
+    match error.error_string() {
+        Ok(text) => text.to_string_lossy().into_owned(),
+        Err(_) => format!("{:?}", error.0),
+    }
+}

@@ -1,0 +1,149 @@
+//! From a problem to how it is computed: [`ForwardPlan`].
+
+mod select;
+
+use std::fmt;
+
+#[cfg(feature = "cuda")]
+use crate::cuda::CudaDevice;
+use crate::{Device, DeviceFacts, ForwardProblem, Result, kernels};
+
+pub use select::{Choice, mask_class, select};
+
+/// How one problem is computed on one device: made once, and run as often as wanted, from any thread and on any stream
+/// of the device. It holds no device memory, and prints itself.
+#[derive(Clone, Debug)]
+pub struct ForwardPlan {
+    problem: ForwardProblem,
+    target: Target,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Target {
+    Cpu,
+    Gpu(Gpu),
+}
+
+/// A kernel, and the GPU it was loaded on.
+#[derive(Clone, Debug)]
+pub(crate) struct Gpu {
+    choice: Choice,
+    /// `None` for a plan that was made from a GPU's facts alone.
+    #[cfg(feature = "cuda")]
+    pub device: Option<CudaDevice>,
+}
+
+impl Gpu {
+    #[cfg(feature = "cuda")]
+    pub fn choice(&self) -> &Choice {
+        &self.choice
+    }
+}
+
+impl ForwardProblem {
+    /// Picks how the device computes this problem, and loads the kernel, so that a later run loads nothing.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
+    /// has; the CPU computes every problem. [`Error::Driver`](crate::Error::Driver) and
+    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
+    pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
+        let target = match device {
+            Device::Cpu => Target::Cpu,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                let choice = select(self, &device.info().facts, kernels())?;
+                device.context().bind_to_thread().map_err(crate::cuda::driver("making the GPU current"))?;
+                crate::sys::prepare(&choice.kernel)?;
+                Target::Gpu(Gpu { choice, device: Some(device.clone()) })
+            }
+        };
+        Ok(ForwardPlan { problem: self.clone(), target })
+    }
+
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
+    /// GPU; running it is refused, since it was loaded nowhere.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
+    pub fn plan_for(&self, facts: &DeviceFacts) -> Result<ForwardPlan> {
+        let choice = select(self, facts, kernels())?;
+        let gpu = Gpu {
+            choice,
+            #[cfg(feature = "cuda")]
+            device: None,
+        };
+        Ok(ForwardPlan { problem: self.clone(), target: Target::Gpu(gpu) })
+    }
+}
+
+impl ForwardPlan {
+    /// What it computes.
+    pub fn problem(&self) -> &ForwardProblem {
+        &self.problem
+    }
+
+    /// The kernel and its schedule; `None` on the CPU.
+    pub fn choice(&self) -> Option<&Choice> {
+        match &self.target {
+            Target::Cpu => None,
+            Target::Gpu(gpu) => Some(&gpu.choice),
+        }
+    }
+
+    /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact; 0 for the forward pass of today.
+    pub fn workspace_bytes(&self) -> usize {
+        0
+    }
+
+    pub(crate) fn target(&self) -> &Target {
+        &self.target
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(Gpu { device: Some(device), .. }) => write!(f, "{device}"),
+            Self::Gpu(_) => f.write_str("a GPU that was only described"),
+        }
+    }
+}
+
+impl fmt::Display for ForwardPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.target {
+            Target::Cpu => f.write_str("cpu, tiled online softmax")?,
+            Target::Gpu(gpu) => write!(f, "{}", gpu.choice)?,
+        }
+        write!(f, ", workspace {} bytes", self.workspace_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{DType, Device, DeviceFacts, Dims, Error, ForwardProblem, kernels};
+
+    fn problem() -> ForwardProblem {
+        let dims =
+            Dims { batch: 1, seqlen_q: 64, seqlen_kv: 64, heads_q: 2, heads_kv: 1, head_dim_qk: 64, head_dim_vo: 64 };
+        ForwardProblem::new(DType::BF16, dims).unwrap()
+    }
+
+    #[test]
+    fn the_cpu_takes_every_problem() {
+        let plan = problem().plan(&Device::cpu()).unwrap();
+        assert_eq!(plan.to_string(), "cpu, tiled online softmax, workspace 0 bytes");
+        assert_eq!((plan.problem(), plan.choice()), (&problem(), None));
+    }
+
+    #[test]
+    fn a_described_gpu_is_planned_for_with_the_kernels_of_the_build() {
+        match problem().plan_for(&DeviceFacts::h100_sxm()) {
+            Ok(plan) => assert!(kernels().contains(&plan.choice().unwrap().kernel)),
+            Err(error) => assert!(matches!(error, Error::Unsupported { .. }) && kernels().is_empty(), "{error}"),
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Which kernel computes a problem, and in which order its tiles are walked: pure functions of numbers.
+
+use std::cmp::Reverse;
+use std::fmt;
+
+use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, KernelInfo, MaskClass, Result};
+
+/// What kernels read as "without bound". Lengths together stay below it, so it excludes nothing.
+pub(crate) const UNBOUNDED: i32 = 1 << 30;
+/// TMA moves multiples of 16 bytes.
+const TMA_BYTES: usize = 16;
+
+/// A kernel for a problem and the schedule of its tiles.
+///
+/// A tile is `tile_m` queries of one head; the kernel's grid is persistent, each block walking every `grid`-th tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The kernel.
+    pub kernel: KernelInfo,
+    /// The key at which query 0 stands.
+    pub diagonal_offset: i32,
+    /// Keys kept before a query's own; 2^30 for all.
+    pub window_left: i32,
+    /// Keys kept after a query's own; 2^30 for all.
+    pub window_right: i32,
+    /// Tiles of a head.
+    pub m_tiles: i32,
+    /// Tiles in all.
+    pub tiles: i32,
+    /// Blocks that walk them: one a multiprocessor, or one a tile where there are fewer.
+    pub grid: i32,
+    /// Heads whose tiles are walked together, so that tiles of unequal work spread evenly over the blocks while their
+    /// keys stay in the second-level cache.
+    pub heads_per_group: i32,
+    /// Queries of the last tile of each head that are not there.
+    pub padding: i32,
+}
+
+/// The mask class that computes a problem: what its mask keeps, not how it was spelled.
+pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
+    let dims = problem.dims();
+    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    match (band.left, band.right) {
+        (None, None) => MaskClass::Full,
+        (None, Some(_)) => MaskClass::Causal,
+        (Some(_), _) => MaskClass::Window,
+    }
+}
+
+/// Picks the kernel with the smallest head dims that fit, then the least padding, then the larger tile.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
+pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
+    let dims = problem.dims();
+    let kernel = *fitting(problem, gpu, rows)?
+        .into_iter()
+        .min_by_key(|row| {
+            let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
+            (row.head_dim_qk + row.head_dim_vo, padded, Reverse(row.tile_m), row.row)
+        })
+        .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
+    schedule(problem, gpu, kernel)
+}
+
+/// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.
+fn fitting<'a>(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &'a [KernelInfo]) -> Result<Vec<&'a KernelInfo>> {
+    let dims = problem.dims();
+    let (dtype, class) = (problem.dtype(), mask_class(problem));
+    if rows.is_empty() {
+        let wanted = format!("{gpu}, in a build without GPU kernels");
+        return Err(unsupported(wanted, "Device::cpu(), or a build with the feature `cuda`".into()));
+    }
+    let rows: Vec<_> = rows.iter().collect();
+    let rows = sieve(
+        rows,
+        |row| row.arch.runs_on(gpu.arch),
+        |rows| (format!("a GPU of {}", gpu.arch), list(rows, |row| arch_name(row.arch))),
+    )?;
+    let rows = sieve(
+        rows,
+        |row| row.dtype == dtype,
+        |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
+    )?;
+    let rows = sieve(
+        rows,
+        |row| row.mask == class,
+        |rows| (format!("mask class {class} for {dtype}"), list(rows, |row| row.mask.to_string())),
+    )?;
+    let (qk, vo) = (dims.head_dim_qk, dims.head_dim_vo);
+    let rows = sieve(
+        rows,
+        |row| row.head_dim_qk >= qk && row.head_dim_vo >= vo,
+        |rows| {
+            let wanted = format!("head_dim_qk {qk} with head_dim_vo {vo} for {dtype}, {class}");
+            (wanted, list(rows, |row| format!("up to {} with {}", row.head_dim_qk, row.head_dim_vo)))
+        },
+    )?;
+    let step = TMA_BYTES / dtype.bytes();
+    for (what, got) in [("head_dim_qk", qk), ("head_dim_vo", vo)] {
+        if !got.is_multiple_of(step) {
+            let nearest =
+                format!("{} (multiples of {step}: GPU rows are moved in 16-byte steps)", nearest_step(got, step));
+            return Err(unsupported(format!("{what} {got} on a GPU"), nearest));
+        }
+    }
+    sieve(
+        rows,
+        |row| row.runs_on(gpu),
+        |rows| {
+            let least = rows.iter().map(|row| row.smem_bytes).min().unwrap_or(0);
+            let wanted = format!("{least} bytes of shared memory a block, which the smallest kernel for this asks for");
+            (wanted, format!("{} bytes on this GPU", gpu.smem_bytes_per_block))
+        },
+    )
+}
+
+/// Keeps some rows; if none is left, an error from what was there before.
+fn sieve(
+    rows: Vec<&KernelInfo>,
+    keep: impl Fn(&KernelInfo) -> bool,
+    name: impl FnOnce(&[&KernelInfo]) -> (String, String),
+) -> Result<Vec<&KernelInfo>> {
+    let kept: Vec<_> = rows.iter().copied().filter(|row| keep(row)).collect();
+    if kept.is_empty() {
+        let (wanted, nearest) = name(&rows);
+        return Err(unsupported(wanted, nearest));
+    }
+    Ok(kept)
+}
+
+/// The distinct names of rows, in their order.
+fn list(rows: &[&KernelInfo], name: impl Fn(&KernelInfo) -> String) -> String {
+    let mut names: Vec<String> = Vec::new();
+    for row in rows {
+        let name = name(row);
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names.join(", ")
+}
+
+fn arch_name(arch: Arch) -> String {
+    match arch {
+        Arch::Sm80 => "sm_80 to sm_89".into(),
+        Arch::Sm90 => "sm_90".into(),
+    }
+}
+
+fn nearest_step(got: usize, step: usize) -> usize {
+    let below = got / step * step;
+    if below > 0 && got - below < step.div_ceil(2) { below } else { below.saturating_add(step) }
+}
+
+fn unsupported(wanted: String, nearest: String) -> Error {
+    Error::Unsupported { wanted, nearest }
+}
+
+fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<Choice> {
+    let dims = problem.dims();
+    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    let heads = dims.batch * dims.heads_q; // below 2^31: the problem was checked
+    let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
+    let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(|| {
+        let per_head = format!("{m_tiles} tiles of {} queries for each of {heads} heads", kernel.tile_m);
+        unsupported(per_head, "below 2^31 tiles in all".into())
+    })?;
+    let multiprocessors = gpu.multiprocessors.max(1);
+    let heads_per_group = match kernel.mask {
+        MaskClass::Full => 1,
+        // One round of the grid should hold whole heads, so that long and short tiles of a head meet in it.
+        MaskClass::Causal | MaskClass::Window => multiprocessors.div_ceil(m_tiles.max(1)).clamp(1, heads.max(1)),
+    };
+    let small = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
+    let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
+    Ok(Choice {
+        kernel,
+        diagonal_offset: i32::try_from(band.offset).unwrap_or(0), // |offset| < 2^30: the problem was checked
+        window_left: bound(band.left),
+        window_right: bound(band.right),
+        m_tiles: small(m_tiles),
+        tiles,
+        grid: tiles.min(small(multiprocessors)),
+        heads_per_group: small(heads_per_group),
+        padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
+    })
+}
+
+impl Choice {
+    /// The type of Q, K and V.
+    pub fn dtype(&self) -> DType {
+        self.kernel.dtype
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, tiles, grid, heads_per_group, padding, m_tiles, .. } = self;
+        write!(f, "{kernel}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
+        write!(f, "heads a group {heads_per_group}")?;
+        match kernel.mask {
+            MaskClass::Full => Ok(()),
+            MaskClass::Causal => write!(f, ", keys to {:+}{:+}", self.diagonal_offset, self.window_right),
+            MaskClass::Window if self.window_right == UNBOUNDED => {
+                write!(f, ", keys from {:+}{:+}", self.diagonal_offset, -self.window_left)
+            }
+            MaskClass::Window => {
+                let (offset, left, right) = (self.diagonal_offset, -self.window_left, self.window_right);
+                write!(f, ", keys from {offset:+}{left:+} to {offset:+}{right:+}")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "select_tests.rs"]
+mod tests;

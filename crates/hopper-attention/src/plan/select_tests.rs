@@ -1,0 +1,225 @@
+use super::*;
+use crate::{ComputeCapability, Corner, Dims, Mask};
+use proptest::prelude::*;
+
+const H100: DeviceFacts = DeviceFacts::h100_sxm();
+
+fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo {
+    KernelInfo {
+        row,
+        arch: Arch::Sm90,
+        dtype: DType::BF16,
+        mask,
+        head_dim_qk: head_dim,
+        head_dim_vo: head_dim,
+        tile_m,
+        tile_n: 128,
+        stages: 2,
+        threads: 128 + tile_m * 2,
+        smem_bytes: 200 << 10,
+    }
+}
+
+/// A made-up table; the numbers of the real one do not matter here.
+fn table() -> Vec<KernelInfo> {
+    let classes = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
+    let mut rows = Vec::new();
+    for dtype in [DType::BF16, DType::F16] {
+        for mask in classes {
+            for (head_dim, tile_m) in [(64, 192), (128, 128)] {
+                let index = rows.len() as u32;
+                rows.push(KernelInfo { dtype, ..row(index, mask, head_dim, tile_m) });
+            }
+        }
+    }
+    rows
+}
+
+const DIMS: Dims =
+    Dims { batch: 2, seqlen_q: 1000, seqlen_kv: 3000, heads_q: 16, heads_kv: 4, head_dim_qk: 128, head_dim_vo: 128 };
+
+fn problem(dims: Dims, mask: Mask) -> ForwardProblem {
+    ForwardProblem::new(DType::BF16, dims).unwrap().mask(mask)
+}
+
+fn chosen(dims: Dims, mask: Mask) -> String {
+    select(&problem(dims, mask), &H100, &table()).unwrap().to_string()
+}
+
+fn refused(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> String {
+    select(problem, gpu, rows).unwrap_err().to_string()
+}
+
+#[test]
+fn golden_plans() {
+    assert_eq!(
+        chosen(DIMS, Mask::Full),
+        "sm90 fwd bf16 full head_dim 128/128 tile 128x128 stages 2, \
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 1"
+    );
+    assert_eq!(
+        chosen(DIMS, Mask::causal()),
+        "sm90 fwd bf16 causal head_dim 128/128 tile 128x128 stages 2, \
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 17, keys to +2000+0"
+    );
+    assert_eq!(
+        chosen(Dims { head_dim_qk: 64, head_dim_vo: 40, ..DIMS }, Mask::window(Some(256), Some(3))),
+        "sm90 fwd bf16 window head_dim 64/64 tile 192x128 stages 2, \
+         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 22, \
+         keys from +2000-256 to +2000+3"
+    );
+    let top_left = Mask::Window { left: Some(5), right: None, corner: Corner::TopLeft };
+    assert_eq!(
+        chosen(Dims { batch: 1, heads_q: 4, ..DIMS }, top_left),
+        "sm90 fwd bf16 window head_dim 128/128 tile 128x128 stages 2, \
+         grid 32 for 32 tiles (8 a head, 24 queries of padding), heads a group 4, keys from +0-5"
+    );
+}
+
+#[test]
+fn the_class_is_what_the_mask_keeps() {
+    let class = |mask, seqlen_q, seqlen_kv| mask_class(&problem(Dims { seqlen_q, seqlen_kv, ..DIMS }, mask));
+    assert_eq!(class(Mask::causal(), 1, 100), MaskClass::Full); // a decode step sees every key
+    assert_eq!(class(Mask::causal(), 2, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::Causal { corner: Corner::TopLeft }, 1, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::window(None, Some(7)), 100, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::window(Some(99), Some(0)), 100, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::window(Some(98), Some(0)), 100, 100), MaskClass::Window);
+    assert_eq!(class(Mask::window(Some(99), Some(99)), 100, 100), MaskClass::Full);
+    assert_eq!(class(Mask::window(Some(0), Some(0)), 100, 0), MaskClass::Full);
+}
+
+#[test]
+fn bounds_reach_the_kernel() {
+    let choice = |mask| select(&problem(DIMS, mask), &H100, &table()).unwrap();
+    let bounds = |choice: Choice| (choice.diagonal_offset, choice.window_left, choice.window_right);
+    assert_eq!(bounds(choice(Mask::causal())), (2000, UNBOUNDED, 0));
+    assert_eq!(bounds(choice(Mask::Causal { corner: Corner::TopLeft })), (0, UNBOUNDED, 0));
+    assert_eq!(bounds(choice(Mask::window(Some(7), None))), (2000, 7, UNBOUNDED));
+    assert_eq!(bounds(choice(Mask::window(Some(usize::MAX), Some(9)))), (2000, UNBOUNDED, 9));
+    let longer = Dims { seqlen_q: 3000, seqlen_kv: 1000, ..DIMS };
+    assert_eq!(bounds(select(&problem(longer, Mask::causal()), &H100, &table()).unwrap()), (-2000, UNBOUNDED, 0));
+}
+
+#[test]
+fn the_smallest_head_dim_that_has_both_is_taken() {
+    let taken = |head_dim_qk, head_dim_vo| {
+        let choice = select(&problem(Dims { head_dim_qk, head_dim_vo, ..DIMS }, Mask::Full), &H100, &table()).unwrap();
+        choice.kernel.head_dim_qk
+    };
+    assert_eq!((taken(8, 8), taken(64, 64), taken(72, 8), taken(8, 72), taken(128, 128)), (64, 64, 128, 128, 128));
+}
+
+#[test]
+fn less_padding_wins_and_then_the_larger_tile() {
+    let rows = [row(0, MaskClass::Full, 128, 64), row(1, MaskClass::Full, 128, 192), row(2, MaskClass::Full, 128, 128)];
+    let taken = |seqlen_q| {
+        let problem = problem(Dims { seqlen_q, ..DIMS }, Mask::Full);
+        select(&problem, &H100, &rows).unwrap().kernel.tile_m
+    };
+    // 64: 64 of 64; 128: 128 of 128; 192: either 64 or 192 without padding; 200: 256 by 64 and 128.
+    assert_eq!((taken(1), taken(64), taken(128), taken(192), taken(200), taken(384)), (64, 64, 128, 192, 128, 192));
+}
+
+#[test]
+fn empty_problems_have_empty_grids() {
+    for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }] {
+        let choice = select(&problem(dims, Mask::causal()), &H100, &table()).unwrap();
+        assert_eq!((choice.tiles, choice.grid), (0, 0));
+    }
+}
+
+#[test]
+fn what_no_row_has_is_named_with_the_nearest() {
+    let full = problem(DIMS, Mask::Full);
+    assert_eq!(
+        refused(&full, &H100, &[]),
+        "unsupported: sm_90, 132 multiprocessors, 50 MiB L2, 227 KiB shared memory a block, \
+         in a build without GPU kernels; nearest: Device::cpu(), or a build with the feature `cuda`"
+    );
+    let blackwell = DeviceFacts { arch: ComputeCapability { major: 10, minor: 0 }, ..H100 };
+    assert_eq!(refused(&full, &blackwell, &table()), "unsupported: a GPU of sm_100; nearest: sm_90");
+    let single = ForwardProblem::new(DType::F32, DIMS).unwrap();
+    assert_eq!(refused(&single, &H100, &table()), "unsupported: f32 operands on a GPU; nearest: bf16, f16");
+    assert_eq!(
+        refused(&problem(DIMS, Mask::causal()), &H100, &[row(0, MaskClass::Full, 64, 128)]),
+        "unsupported: mask class causal for bf16; nearest: full"
+    );
+    assert_eq!(
+        refused(&problem(Dims { head_dim_qk: 192, ..DIMS }, Mask::Full), &H100, &table()),
+        "unsupported: head_dim_qk 192 with head_dim_vo 128 for bf16, full; nearest: up to 64 with 64, up to 128 with 128"
+    );
+    assert_eq!(
+        refused(&problem(Dims { head_dim_vo: 100, ..DIMS }, Mask::Full), &H100, &table()),
+        "unsupported: head_dim_vo 100 on a GPU; nearest: 104 (multiples of 8: GPU rows are moved in 16-byte steps)"
+    );
+    assert!(refused(&problem(Dims { head_dim_qk: 3, ..DIMS }, Mask::Full), &H100, &table()).contains("nearest: 8 "));
+    assert!(refused(&problem(Dims { head_dim_qk: 17, ..DIMS }, Mask::Full), &H100, &table()).contains("nearest: 16 "));
+    let small = DeviceFacts { smem_bytes_per_block: 100 << 10, ..H100 };
+    assert_eq!(
+        refused(&full, &small, &table()),
+        "unsupported: 204800 bytes of shared memory a block, which the smallest kernel for this asks for; \
+         nearest: 102400 bytes on this GPU"
+    );
+}
+
+#[test]
+fn more_tiles_than_a_kernel_counts_are_refused() {
+    let dims = Dims { batch: 1 << 20, seqlen_q: 1 << 28, heads_q: 4, ..DIMS };
+    assert!(refused(&problem(dims, Mask::Full), &H100, &table()).contains("below 2^31 tiles"));
+}
+
+fn masks() -> impl Strategy<Value = Mask> {
+    let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
+    let bound = || proptest::option::of(prop_oneof![0usize..40, Just(usize::MAX)]);
+    prop_oneof![
+        Just(Mask::Full),
+        corner().prop_map(|corner| Mask::Causal { corner }),
+        (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn what_the_kernel_is_told_keeps_what_the_mask_keeps(mask in masks(), seqlen_q in 1usize..30, seqlen_kv in 0usize..30) {
+        let problem = problem(Dims { seqlen_q, seqlen_kv, ..DIMS }, mask);
+        let choice = select(&problem, &H100, &table()).unwrap();
+        for q in 0..seqlen_q {
+            for kv in 0..seqlen_kv {
+                // As kernels.hpp defines it, in the 32-bit arithmetic of the kernels.
+                let (q32, kv32) = (q as i32, kv as i32);
+                let own = q32 + choice.diagonal_offset;
+                let from = own - choice.window_left;
+                let to = own + choice.window_right;
+                let kept = match choice.kernel.mask {
+                    MaskClass::Full => true,
+                    MaskClass::Causal => kv32 <= to,
+                    MaskClass::Window => from <= kv32 && kv32 <= to,
+                };
+                prop_assert_eq!(kept, mask.keep(q, kv, seqlen_q, seqlen_kv), "{} q {} kv {}", choice, q, kv);
+            }
+        }
+    }
+
+    #[test]
+    fn schedules_cover_every_query_and_stay_in_range(
+        batch in 0usize..70, seqlen_q in 0usize..20000, seqlen_kv in 0usize..20000, heads_kv in 1usize..9,
+        group in 1usize..9, qk in 1usize..17, vo in 1usize..17, multiprocessors in 1usize..200, mask in masks(),
+    ) {
+        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv,
+                          head_dim_qk: qk * 8, head_dim_vo: vo * 8 };
+        let gpu = DeviceFacts { multiprocessors, ..H100 };
+        let problem = problem(dims, mask);
+        let choice = select(&problem, &gpu, &table()).unwrap();
+        prop_assert_eq!(choice, select(&problem, &gpu, &table()).unwrap());
+        let kernel = choice.kernel;
+        prop_assert!(kernel.head_dim_qk >= dims.head_dim_qk && kernel.head_dim_vo >= dims.head_dim_vo);
+        prop_assert_eq!(kernel.mask, mask_class(&problem));
+        let covered = choice.m_tiles as usize * kernel.tile_m;
+        prop_assert_eq!(covered - choice.padding as usize, seqlen_q);
+        prop_assert!((choice.padding as usize) < kernel.tile_m);
+        prop_assert_eq!(choice.tiles as usize, choice.m_tiles as usize * batch * dims.heads_q);
+        prop_assert!(choice.grid as usize <= multiprocessors && (choice.grid > 0) == (choice.tiles > 0));
+        prop_assert!((1..=(batch * dims.heads_q).max(1) as i32).contains(&choice.heads_per_group));
+    }
+}

@@ -1,0 +1,109 @@
+//! The only file that names `hopper_attention_sys`: its table rows as [`KernelInfo`], and a launch from checked numbers.
+
+use std::ffi::c_void;
+
+use hopper_attention_sys as ffi;
+
+use crate::plan::Choice;
+use crate::raw::{RawForward, RawTensor};
+use crate::{Arch, DType, Error, ForwardProblem, KernelInfo, MaskClass, Result};
+
+/// The launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out, which only
+/// hides it: rows carry their index.
+pub(crate) fn rows() -> Vec<KernelInfo> {
+    (0..).zip(ffi::fwd_rows()).filter_map(|(index, row)| kernel_info(index, &row)).collect()
+}
+
+fn kernel_info(row: u32, info: &ffi::FwdRowInfo) -> Option<KernelInfo> {
+    let count = |value: i32| usize::try_from(value).ok();
+    Some(KernelInfo {
+        row,
+        arch: match info.arch {
+            ffi::Arch::Sm80 => Arch::Sm80,
+            ffi::Arch::Sm90 => Arch::Sm90,
+            _ => return None,
+        },
+        dtype: match info.dtype {
+            ffi::DType::F16 => DType::F16,
+            ffi::DType::BF16 => DType::BF16,
+            ffi::DType::E4M3 => DType::E4M3,
+            ffi::DType::F32 => DType::F32,
+            _ => return None,
+        },
+        mask: match info.mask {
+            ffi::MaskClass::Full => MaskClass::Full,
+            ffi::MaskClass::Causal => MaskClass::Causal,
+            ffi::MaskClass::Window => MaskClass::Window,
+            _ => return None,
+        },
+        head_dim_qk: count(info.head_dim_qk)?,
+        head_dim_vo: count(info.head_dim_vo)?,
+        tile_m: count(info.tile_m)?,
+        tile_n: count(info.tile_n)?,
+        stages: count(info.stages)?,
+        threads: count(info.threads)?,
+        smem_bytes: count(info.smem_bytes)?,
+    })
+}
+
+/// Loads a kernel on the thread's current context, so that launching it loads nothing.
+pub(crate) fn prepare(kernel: &KernelInfo) -> Result<()> {
+    status("prepare", kernel, ffi::fwd_prepare(kernel.row))
+}
+
+/// Enqueues the chosen kernel in the thread's current context.
+///
+/// # Safety
+/// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw), with `args` aligned as it checks, a problem that has rows,
+/// and a choice that was made for it.
+pub(crate) unsafe fn launch(
+    problem: &ForwardProblem,
+    choice: &Choice,
+    args: &RawForward,
+    stream: *mut c_void,
+) -> Result<()> {
+    let dims = problem.dims();
+    let params = ffi::FwdParams {
+        q: tensor(&args.q),
+        k: tensor(&args.k),
+        v: tensor(&args.v),
+        o: tensor(&args.o),
+        lse_address: args.lse.map_or(0, |lse| lse.address),
+        lse_stride_batch: args.lse.map_or(0, |lse| lse.stride_batch),
+        lse_stride_head: args.lse.map_or(0, |lse| lse.stride_head),
+        batch: small("batch", dims.batch)?,
+        heads_q: small("heads_q", dims.heads_q)?,
+        heads_kv: small("heads_kv", dims.heads_kv)?,
+        seqlen_q: small("seqlen_q", dims.seqlen_q)?,
+        seqlen_kv: small("seqlen_kv", dims.seqlen_kv)?,
+        head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
+        head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
+        softmax_scale: problem.softmax_scale_value(),
+        diagonal_offset: choice.diagonal_offset,
+        window_left: choice.window_left,
+        window_right: choice.window_right,
+        grid: choice.grid,
+        heads_per_group: choice.heads_per_group,
+    };
+    // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+    // selection and the raw layer checked them.
+    let result = unsafe { ffi::fwd_launch(choice.kernel.row, &params, stream.cast()) };
+    status("launch", &choice.kernel, result)
+}
+
+fn tensor(raw: &RawTensor) -> ffi::TensorDesc {
+    let RawTensor { address, stride_batch, stride_seqlen, stride_head } = *raw;
+    ffi::TensorDesc { address, stride_batch, stride_seqlen, stride_head }
+}
+
+/// Problems are checked to be this small; an error all the same, since a wrapped number would address wild memory.
+fn small(what: &'static str, value: usize) -> Result<i32> {
+    i32::try_from(value).map_err(|_| Error::Value { what, got: value.to_string(), allowed: "below 2^31".into() })
+}
+
+fn status(what: &'static str, kernel: &KernelInfo, status: ffi::Status) -> Result<()> {
+    match status.code {
+        ffi::StatusCode::Ok => Ok(()),
+        _ => Err(Error::Launch { what, kernel: kernel.to_string(), text: ffi::status_text(status) }),
+    }
+}
