@@ -1,0 +1,259 @@
+//! The command line: what can be asked, and how each word is read.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use hopper_attention::{Corner, DType, Mask};
+
+/// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V.
+#[derive(Debug, Parser)]
+#[command(name = "hattn", version, propagate_version = true, max_term_width = 110)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Compute attention of q, k, v in a safetensors file and write o and lse
+    Run(RunArgs),
+    /// Compute, then compare with an f64 computation; fails past the tolerance law
+    Check(CheckArgs),
+    /// List the devices of this machine and the kernels of this build
+    Info(InfoArgs),
+    /// Write a safetensors file with normally distributed q, k, v
+    Random(RandomArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+    /// Safetensors file to write: o in the input's type and layout, lse as f32 [batch, heads_q, seqlen_q]
+    #[arg(long, short, value_name = "FILE")]
+    pub output: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+    /// Safetensors file to write as `run` does, when wanted; written whether or not the check passes
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct ComputeArgs {
+    /// Safetensors file with q, k and v, each bf16, f16 or f32
+    #[arg(long, short, value_name = "FILE")]
+    pub input: PathBuf,
+    /// full, causal[:CORNER] or window:LEFT,RIGHT[:CORNER]. LEFT and RIGHT are counts of keys, `-` or `inf` for no
+    /// bound; CORNER is bottom-right (the last query meets the last key, the default) or top-left
+    #[arg(long, default_value = "full", value_parser = parse_mask)]
+    pub mask: Mask,
+    /// Softmax scale [default: 1/sqrt(head_dim of q)]
+    #[arg(long, allow_negative_numbers = true)]
+    pub scale: Option<f32>,
+    /// How the file's 4-d tensors are laid out [default: what the file's metadata says under `layout`]
+    #[arg(long)]
+    pub layout: Option<FileLayout>,
+    /// auto, cpu or cuda:N. auto takes a GPU that supports the problem, else the CPU, and says why
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceArg,
+    /// Convert q, k and v to this type first [default: compute in the file's type]
+    #[arg(long)]
+    pub dtype: Option<DTypeArg>,
+    /// Runs to time, the median counts [default: 1 on a CPU, 10 on a GPU]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub repeat: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub struct InfoArgs {
+    /// Print only the table of supported problems, as Markdown
+    #[arg(long)]
+    pub markdown: bool,
+    /// Put that table between the markers of this file instead of printing it
+    #[arg(long, value_name = "FILE", requires = "markdown")]
+    pub update: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct RandomArgs {
+    /// Safetensors file to write
+    #[arg(long, short, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Number of sequences
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// Queries in each sequence
+    #[arg(long, default_value_t = 1024)]
+    pub seqlen_q: usize,
+    /// Keys in each sequence [default: seqlen_q]
+    #[arg(long)]
+    pub seqlen_kv: Option<usize>,
+    /// Query heads
+    #[arg(long, default_value_t = 8)]
+    pub heads_q: usize,
+    /// Key and value heads [default: heads_q]
+    #[arg(long)]
+    pub heads_kv: Option<usize>,
+    /// Width of a head of q and k
+    #[arg(long, default_value_t = 64)]
+    pub head_dim: usize,
+    /// Width of a head of v [default: head_dim]
+    #[arg(long)]
+    pub head_dim_vo: Option<usize>,
+    /// Element type
+    #[arg(long, default_value = "bf16")]
+    pub dtype: DTypeArg,
+    /// Layout of the tensors in the file, noted in its metadata
+    #[arg(long, default_value = "bshd")]
+    pub layout: FileLayout,
+    /// The same seed gives the same file
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// The order of the dimensions in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FileLayout {
+    /// [batch, seqlen, heads, head_dim]
+    Bshd,
+    /// [batch, heads, seqlen, head_dim]
+    Bhsd,
+    /// [total, heads, head_dim], packed sequences; not supported yet
+    Thd,
+}
+
+impl FileLayout {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bshd => "bshd",
+            Self::Bhsd => "bhsd",
+            Self::Thd => "thd",
+        }
+    }
+}
+
+/// Element types that the command line may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DTypeArg {
+    /// bfloat16
+    Bf16,
+    /// IEEE half precision
+    F16,
+    /// IEEE single precision (CPU only)
+    F32,
+}
+
+impl From<DTypeArg> for DType {
+    fn from(arg: DTypeArg) -> Self {
+        match arg {
+            DTypeArg::Bf16 => Self::BF16,
+            DTypeArg::F16 => Self::F16,
+            DTypeArg::F32 => Self::F32,
+        }
+    }
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceArg {
+    /// A GPU that supports the problem if there is one, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU with this ordinal.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|ordinal| ordinal.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| "allowed: auto, cpu, cuda:N".into()),
+        }
+    }
+}
+
+fn parse_mask(text: &str) -> Result<Mask, String> {
+    let mut parts = text.split(':');
+    let kind = parts.next().unwrap_or_default();
+    let rest: Vec<&str> = parts.collect();
+    match (kind, rest.as_slice()) {
+        ("full", []) => Ok(Mask::Full),
+        ("causal", []) => Ok(Mask::causal()),
+        ("causal", [corner]) => Ok(Mask::Causal { corner: parse_corner(corner)? }),
+        ("window", [bounds]) => parse_window(bounds, Corner::default()),
+        ("window", [bounds, corner]) => parse_window(bounds, parse_corner(corner)?),
+        _ => Err("allowed: full, causal[:top-left], window:LEFT,RIGHT[:top-left]".into()),
+    }
+}
+
+fn parse_corner(text: &str) -> Result<Corner, String> {
+    match text {
+        "bottom-right" => Ok(Corner::BottomRight),
+        "top-left" => Ok(Corner::TopLeft),
+        _ => Err(format!("corner `{text}`; allowed: bottom-right, top-left")),
+    }
+}
+
+fn parse_window(text: &str, corner: Corner) -> Result<Mask, String> {
+    let bound = |text: &str| match text {
+        "-" | "inf" => Ok(None),
+        _ => text.parse().map(Some).map_err(|_| format!("bound `{text}`; allowed: a count of keys, `-` or `inf`")),
+    };
+    match text.split_once(',') {
+        Some((left, right)) => Ok(Mask::Window { left: bound(left)?, right: bound(right)?, corner }),
+        None => Err(format!("window `{text}`; allowed: LEFT,RIGHT")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn masks() {
+        let top_left = Corner::TopLeft;
+        assert_eq!(parse_mask("full"), Ok(Mask::Full));
+        assert_eq!(parse_mask("causal"), Ok(Mask::causal()));
+        assert_eq!(parse_mask("causal:bottom-right"), Ok(Mask::causal()));
+        assert_eq!(parse_mask("causal:top-left"), Ok(Mask::Causal { corner: top_left }));
+        assert_eq!(parse_mask("window:64,0"), Ok(Mask::window(Some(64), Some(0))));
+        assert_eq!(parse_mask("window:-,inf"), Ok(Mask::window(None, None)));
+        let expected = Mask::Window { left: Some(1), right: None, corner: top_left };
+        assert_eq!(parse_mask("window:1,-:top-left"), Ok(expected));
+        let bad = ["", "Full", "full:top-left", "causal:", "causal:left", "window", "window:1", "window:1,2,3"];
+        for text in bad.into_iter().chain(["window:-1,0", "window:1,x", "window:1,2:top-left:x"]) {
+            assert!(parse_mask(text).is_err(), "{text:?} was read as a mask");
+        }
+    }
+
+    #[test]
+    fn devices() {
+        assert_eq!("auto".parse(), Ok(DeviceArg::Auto));
+        assert_eq!("cpu".parse(), Ok(DeviceArg::Cpu));
+        assert_eq!("cuda:3".parse(), Ok(DeviceArg::Cuda(3)));
+        for text in ["", "gpu", "cuda:", "cuda:-1", "cuda:x"] {
+            assert!(text.parse::<DeviceArg>().is_err(), "{text:?} was read as a device");
+        }
+    }
+}

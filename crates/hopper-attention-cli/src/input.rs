@@ -1,0 +1,142 @@
+//! Reading safetensors files: the header is checked whole before a tensor's bytes are read.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use bytemuck::Pod;
+use hopper_attention::{DType, Element, Operand, bf16, f16};
+use safetensors::Dtype as FileDtype;
+use safetensors::tensor::Metadata;
+
+use crate::args::FileLayout;
+
+/// The largest header that the format allows, in bytes.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// What q, k and v may be made of, both in the file and on a device.
+pub trait Value: Operand<Out = Self> + Pod {}
+impl Value for bf16 {}
+impl Value for f16 {}
+impl Value for f32 {}
+
+/// An open safetensors file whose header has been found consistent with its length.
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    header: Metadata,
+    data_start: u64,
+}
+
+/// The tensors of one attention problem, in the file's order of dimensions.
+pub struct Qkv<T> {
+    /// Values of q, k, v.
+    pub data: [Vec<T>; 3],
+}
+
+impl TensorFile {
+    /// Opens a file and reads its header; an error names the file.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::parse(path).with_context(|| format!("input {}", path.display()))
+    }
+
+    fn parse(path: &Path) -> Result<Self> {
+        let mut file = File::open(path).context("cannot be opened")?;
+        let about = file.metadata().context("cannot be read")?;
+        ensure!(!about.is_dir(), "a folder; allowed: a safetensors file");
+        let file_bytes = about.len();
+
+        let mut prefix = [0; 8];
+        ensure!(file_bytes >= 8, "not a safetensors file: {file_bytes} bytes, a header takes at least 8");
+        file.read_exact(&mut prefix).context("cannot be read")?;
+        let header_bytes = u64::from_le_bytes(prefix);
+        ensure!(
+            header_bytes <= MAX_HEADER_BYTES,
+            "not a safetensors file: its first 8 bytes announce a header of {header_bytes} bytes; \
+             allowed: up to {MAX_HEADER_BYTES}"
+        );
+        let data_start = 8 + header_bytes;
+        ensure!(
+            data_start <= file_bytes,
+            "truncated or not a safetensors file: a header of {header_bytes} bytes in a file of {file_bytes}"
+        );
+        let mut header = vec![0; usize::try_from(header_bytes)?];
+        file.read_exact(&mut header).context("cannot be read")?;
+        let header: Metadata = serde_json::from_slice(&header).context("bad safetensors header")?;
+
+        let want = header.data_len() as u64;
+        let got = file_bytes - data_start;
+        ensure!(got >= want, "truncated: {got} bytes of tensors, its header announces {want}");
+        ensure!(got == want, "{} bytes past its last tensor; allowed: none", got - want);
+        Ok(Self { path: path.into(), file, header, data_start })
+    }
+
+    /// The layout under `layout` in the file's metadata, if it names one.
+    pub fn layout(&self) -> Result<Option<FileLayout>> {
+        let Some(text) = self.header.metadata().as_ref().and_then(|metadata| metadata.get("layout")) else {
+            return Ok(None);
+        };
+        let layouts = [FileLayout::Bshd, FileLayout::Bhsd, FileLayout::Thd];
+        match layouts.into_iter().find(|layout| layout.name() == text.to_lowercase()) {
+            Some(layout) => Ok(Some(layout)),
+            None => bail!("input {}: metadata layout `{text}`; allowed: bshd, bhsd", self.path.display()),
+        }
+    }
+
+    /// A tensor's element type and its shape as the file has it.
+    pub fn tensor(&self, name: &str) -> Result<(DType, &[usize])> {
+        let Some(info) = self.header.info(name) else {
+            let names = self.header.offset_keys();
+            let found = if names.is_empty() { "none".into() } else { names.join(", ") };
+            bail!("input {}: tensor `{name}` is missing; found: {found}", self.path.display());
+        };
+        let dtype = match info.dtype {
+            FileDtype::BF16 => DType::BF16,
+            FileDtype::F16 => DType::F16,
+            FileDtype::F32 => DType::F32,
+            other => {
+                bail!("input {}: tensor `{name}` has dtype {other}; allowed: BF16, F16, F32", self.path.display())
+            }
+        };
+        Ok((dtype, &info.shape))
+    }
+
+    /// Reads q, k and v, all of `dtype` in the file, as `T`.
+    pub fn read_qkv<T: Value>(&mut self, dtype: DType) -> Result<Qkv<T>> {
+        let mut read = |name| match dtype {
+            DType::BF16 => self.read_as::<bf16, T>(name),
+            DType::F16 => self.read_as::<f16, T>(name),
+            _ => self.read_as::<f32, T>(name),
+        };
+        Ok(Qkv { data: [read("q")?, read("k")?, read("v")?] })
+    }
+
+    fn read_as<S: Value, T: Value>(&mut self, name: &str) -> Result<Vec<T>> {
+        let source = self.read::<S>(name)?;
+        if S::DTYPE == T::DTYPE {
+            return Ok(bytemuck::allocation::cast_vec(source));
+        }
+        Ok(source.into_iter().map(|value| T::from_f32(value.to_f32())).collect())
+    }
+
+    fn read<T: Value>(&mut self, name: &str) -> Result<Vec<T>> {
+        // `tensor` has found it before; the header's checks tie the offsets to shape and dtype.
+        let info = self.header.info(name).with_context(|| format!("tensor `{name}` is missing"))?;
+        let (begin, end) = info.data_offsets;
+        let mut values = vec![T::zeroed(); (end - begin) / size_of::<T>()];
+        self.file
+            .seek(SeekFrom::Start(self.data_start + begin as u64))
+            .and_then(|_| self.file.read_exact(bytemuck::cast_slice_mut(&mut values)))
+            .with_context(|| format!("input {}: tensor `{name}` cannot be read", self.path.display()))?;
+        Ok(values)
+    }
+}
+
+/// How many values are NaN, and how many are infinite.
+pub fn count_nonfinite<T: Element>(values: &[T]) -> (usize, usize) {
+    values.iter().fold((0, 0), |(nan, infinite), value| {
+        let value = value.to_f32();
+        (nan + usize::from(value.is_nan()), infinite + usize::from(value.is_infinite()))
+    })
+}

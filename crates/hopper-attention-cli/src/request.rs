@@ -1,0 +1,203 @@
+//! From a file and the options to a problem, its layouts and the device that will compute it.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use hopper_attention::{DType, Device, Dims, ForwardPlan, ForwardProblem, Layout};
+
+use crate::args::{ComputeArgs, DeviceArg, FileLayout};
+use crate::input::TensorFile;
+use crate::report;
+
+/// Where a layout was stated, when it was not in the file.
+const OPTION: &str = "--layout";
+
+/// An input that has been found to be a problem, and how its tensors lie in the file.
+pub struct Request {
+    pub input: TensorFile,
+    /// The element type in the file, which `problem.dtype()` may differ from when `--dtype` was given.
+    pub file_dtype: DType,
+    pub layout: FileLayout,
+    /// Where the layout was stated, for the report.
+    pub layout_source: &'static str,
+    pub problem: ForwardProblem,
+}
+
+impl Request {
+    /// Reads the header of the input and checks everything that can be checked without the tensors' values.
+    pub fn new(args: &ComputeArgs) -> Result<Self> {
+        let input = TensorFile::open(&args.input)?;
+        let name = args.input.display();
+        let (layout, layout_source) = stated_layout(&input, args)?;
+        ensure!(
+            layout != FileLayout::Thd,
+            "input {name}: layout thd (packed sequences) is not supported yet; allowed: bshd, bhsd"
+        );
+        if layout_source == OPTION
+            && let Ok(Some(stated)) = input.layout()
+            && stated != layout
+        {
+            report::warn(format!("--layout {} overrides the file's own layout {}", layout.name(), stated.name()));
+        }
+
+        let mut shapes = [[0; 4]; 3];
+        let mut dtypes = [DType::F32; 3];
+        for (tensor, (shape, dtype)) in ["q", "k", "v"].into_iter().zip(shapes.iter_mut().zip(&mut dtypes)) {
+            let (found, dims) = input.tensor(tensor)?;
+            *dtype = found;
+            *shape = <[usize; 4]>::try_from(dims).ok().map(|dims| logical(layout, dims)).with_context(|| {
+                let dimensions = dims.len();
+                format!(
+                    "input {name}: tensor `{tensor}` has {dimensions} dimensions {dims:?}; allowed: 4, {}",
+                    axes(layout)
+                )
+            })?;
+        }
+        let [q, k, v] = shapes;
+        let [file_dtype, dtype_k, dtype_v] = dtypes;
+        ensure!(
+            file_dtype == dtype_k && file_dtype == dtype_v,
+            "input {name}: q, k and v have dtypes {file_dtype}, {dtype_k} and {dtype_v}; allowed: one for all three"
+        );
+        // What names the same size in two tensors must agree.
+        for (what, (left, a), (right, b)) in [
+            ("batch", ("q", q[0]), ("k", k[0])),
+            ("batch", ("k", k[0]), ("v", v[0])),
+            ("seqlen", ("k", k[1]), ("v", v[1])),
+            ("heads", ("k", k[2]), ("v", v[2])),
+            ("head_dim", ("q", q[3]), ("k", k[3])),
+        ] {
+            ensure!(
+                a == b,
+                "input {name}: {what} is {a} in {left} and {b} in {right}; allowed: the same (layout {})",
+                layout.name()
+            );
+        }
+
+        let dims = Dims {
+            batch: q[0],
+            seqlen_q: q[1],
+            seqlen_kv: k[1],
+            heads_q: q[2],
+            heads_kv: k[2],
+            head_dim_qk: q[3],
+            head_dim_vo: v[3],
+        };
+        let dtype = args.dtype.map_or(file_dtype, DType::from);
+        let problem = ForwardProblem::new(dtype, dims).with_context(|| format!("input {name}"))?;
+        let mut problem = problem.mask(args.mask).lse(true);
+        if let Some(scale) = args.scale {
+            problem = problem.softmax_scale(scale)?;
+        }
+        Ok(Self { input, file_dtype, layout, layout_source, problem })
+    }
+}
+
+fn stated_layout(input: &TensorFile, args: &ComputeArgs) -> Result<(FileLayout, &'static str)> {
+    if let Some(asked) = args.layout {
+        return Ok((asked, OPTION));
+    }
+    match input.layout()? {
+        Some(stated) => Ok((stated, "the file")),
+        None => bail!(
+            "input {}: the layout is stated neither by --layout nor by the file's metadata; allowed: bshd, bhsd",
+            args.input.display()
+        ),
+    }
+}
+
+/// `[batch, seqlen, heads, head_dim]` from a shape in the file's order.
+fn logical(layout: FileLayout, shape: [usize; 4]) -> [usize; 4] {
+    match layout {
+        FileLayout::Bhsd => [shape[0], shape[2], shape[1], shape[3]],
+        FileLayout::Bshd | FileLayout::Thd => shape,
+    }
+}
+
+/// A shape in the file's order from `[batch, seqlen, heads, head_dim]`: the swap is its own inverse.
+pub fn file_shape(layout: FileLayout, logical_shape: [usize; 4]) -> [usize; 4] {
+    logical(layout, logical_shape)
+}
+
+/// The strides, in logical order, of a tensor that lies in the file's order without gaps.
+pub fn strided(layout: FileLayout, logical_shape: [usize; 4]) -> hopper_attention::Result<Layout<4>> {
+    let in_file = Layout::contiguous(file_shape(layout, logical_shape))?;
+    let [batch, second, third, inner] = in_file.stride();
+    match layout {
+        FileLayout::Bhsd => Layout::with_strides(logical_shape, [batch, third, second, inner]),
+        FileLayout::Bshd | FileLayout::Thd => Ok(in_file),
+    }
+}
+
+fn axes(layout: FileLayout) -> &'static str {
+    match layout {
+        FileLayout::Bshd => "[batch, seqlen, heads, head_dim]",
+        FileLayout::Bhsd => "[batch, heads, seqlen, head_dim]",
+        FileLayout::Thd => "[total, heads, head_dim]",
+    }
+}
+
+/// A device, the plan for it, and why it was taken where the user left it open.
+pub struct Choice {
+    pub device: Device,
+    pub plan: ForwardPlan,
+    pub why: Option<String>,
+}
+
+/// Picks the device. Only `auto` may end up elsewhere than asked, and says why.
+pub fn choose(asked: DeviceArg, problem: &ForwardProblem) -> Result<Choice> {
+    match asked {
+        DeviceArg::Cpu => on(Device::cpu(), problem, None),
+        DeviceArg::Cuda(ordinal) => {
+            if problem.dtype() == DType::F32 {
+                bail!("--device cuda:{ordinal}: the GPU kernels do not compute f32; --dtype bf16 or f16 converts");
+            }
+            on(Device::cuda(ordinal)?, problem, None)
+        }
+        DeviceArg::Auto => auto(problem),
+    }
+}
+
+fn on(device: Device, problem: &ForwardProblem, why: Option<String>) -> Result<Choice> {
+    let plan = problem.plan(&device)?;
+    Ok(Choice { device, plan, why })
+}
+
+fn auto(problem: &ForwardProblem) -> Result<Choice> {
+    if !cfg!(feature = "cuda") {
+        return on(Device::cpu(), problem, Some("this build has no GPU kernels".into()));
+    }
+    let mut refusals = Vec::new();
+    for ordinal in 0..Device::available().len() {
+        let tried = Device::cuda(ordinal).and_then(|device| Ok((problem.plan(&device)?, device)));
+        match tried {
+            Ok((plan, device)) => {
+                let why = refusals.is_empty().then(|| "a GPU that supports the problem".into());
+                return Ok(Choice { device, plan, why: why.or_else(|| Some(refusals.join("; "))) });
+            }
+            Err(error) => refusals.push(format!("cuda:{ordinal}: {error}")),
+        }
+    }
+    let why = if refusals.is_empty() { "no GPU was found".into() } else { refusals.join("; ") };
+    on(Device::cpu(), problem, Some(why))
+}
+
+/// Whether two paths lead to one existing file.
+pub fn same_file(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bhsd_is_bshd_with_other_strides() -> hopper_attention::Result<()> {
+        let shape = [2, 5, 3, 8]; // logical: batch, seqlen, heads, head_dim
+        assert_eq!(file_shape(FileLayout::Bhsd, shape), [2, 3, 5, 8]);
+        assert_eq!(strided(FileLayout::Bshd, shape)?.stride(), [120, 24, 8, 1]);
+        let bhsd = strided(FileLayout::Bhsd, shape)?;
+        assert_eq!((bhsd.shape(), bhsd.stride()), (shape, [120, 8, 40, 1]));
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! `hattn run` and `hattn check` on inputs that are fine. All on the CPU, so that they say the same everywhere.
+
+mod common;
+
+use std::path::Path;
+
+use common::{FIXTURE, Folder, Written, bytes, hattn, hattn_on};
+use safetensors::Dtype;
+
+#[test]
+fn check_passes_on_real_activations() {
+    for mask in ["full", "causal", "causal:top-left", "window:64,0", "window:-,16:top-left"] {
+        let text = hattn(["check", "--device", "cpu", "--input", FIXTURE, "--mask", mask]).fine();
+        for part in ["problem", "plan", "device", "time", "TFLOP/s", "o ", "lse ", "passed: the largest error is 0."] {
+            assert!(text.contains(part), "`{part}` is not in: {text}");
+        }
+        assert!(text.contains("bf16 bshd (from the file)"), "{text}");
+    }
+}
+
+#[test]
+fn check_passes_in_every_type_and_converts_when_asked() {
+    for dtype in ["bf16", "f16", "f32"] {
+        let text = hattn(["check", "--device", "cpu", "--input", FIXTURE, "--dtype", dtype]).fine();
+        assert_eq!(text.contains(&format!("converted to {dtype}")), dtype != "bf16", "{text}");
+        assert!(text.contains("passed"), "{text}");
+    }
+}
+
+#[test]
+fn check_passes_on_other_shapes() {
+    let folder = Folder::new();
+    let shapes = [
+        "--batch 1 --seqlen-q 1 --heads-q 1 --head-dim 8 --dtype f16",
+        "--batch 2 --seqlen-q 65 --seqlen-kv 130 --heads-q 6 --heads-kv 2 --head-dim 40 --head-dim-vo 24 --dtype f32",
+        "--batch 1 --seqlen-q 130 --seqlen-kv 65 --heads-q 4 --heads-kv 1 --head-dim 128 --layout bhsd",
+        "--batch 0 --seqlen-q 5 --heads-q 2 --head-dim 16",
+        "--batch 1 --seqlen-q 0 --seqlen-kv 5 --heads-q 2 --head-dim 16",
+        "--batch 1 --seqlen-q 5 --seqlen-kv 0 --heads-q 2 --head-dim 16",
+    ];
+    for shape in shapes {
+        let input = folder.random("qkv.safetensors", shape);
+        for mask in ["full", "causal", "window:7,3"] {
+            let text = hattn_on(&format!("check --device cpu --mask {mask} --scale 0.3"), &input, None).fine();
+            assert!(text.contains("passed"), "{shape}: {text}");
+        }
+    }
+}
+
+#[test]
+fn run_writes_o_and_lse_as_the_input_is() {
+    let folder = Folder::new();
+    let output = folder.path("o.safetensors");
+    let text = hattn_on("run --device cpu --mask causal", Path::new(FIXTURE), Some(&output)).fine();
+    assert!(text.contains("o bf16 [2, 197, 12, 32] bshd, lse f32 [2, 12, 197]"), "{text}");
+    let written = Written::read(&output);
+    assert_eq!((written.dtype, written.o_shape), (Dtype::BF16, vec![2, 197, 12, 32]));
+    assert_eq!(written.lse_shape, [2, 12, 197]);
+    assert!(written.o.iter().chain(&written.lse).all(|value| value.is_finite()));
+    for (key, value) in [("layout", "bshd"), ("mask", "causal"), ("softmax_scale", "0.17677669")] {
+        assert_eq!(written.metadata[key], value, "{key}");
+    }
+    assert_eq!(folder.names(), ["o.safetensors"]);
+}
+
+#[test]
+fn the_same_input_gives_the_same_file() {
+    let folder = Folder::new();
+    let [a, b] = ["a.safetensors", "b.safetensors"].map(|name| folder.path(name));
+    hattn_on("run --device cpu", Path::new(FIXTURE), Some(&a)).fine();
+    // Over an output that is there already.
+    std::fs::write(&b, "an older output").unwrap();
+    hattn_on("run --device cpu --repeat 3", Path::new(FIXTURE), Some(&b)).fine();
+    assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap());
+}
+
+/// One query head that sees two keys with equal scores: everything can be worked out by hand.
+#[test]
+fn a_result_by_hand() {
+    let folder = Folder::new();
+    let tensors = [
+        ("q", Dtype::F32, &[1, 2, 1, 2][..], bytes(&[0.0, 0.0, 0.0, 0.0])),
+        ("k", Dtype::F32, &[1, 2, 1, 2][..], bytes(&[1.0, 2.0, 3.0, 4.0])),
+        ("v", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 3.0])),
+    ];
+    let input = folder.typed("qkv.safetensors", Some("bshd"), &tensors);
+    let output = folder.path("o.safetensors");
+    hattn_on("run --device cpu --mask causal", &input, Some(&output)).fine();
+    let written = Written::read(&output);
+    assert_eq!((written.o, written.o_shape), (vec![1.0, 2.0], vec![1, 2, 1, 1]));
+    assert_eq!(written.lse[0], 0.0);
+    assert!((written.lse[1] - std::f32::consts::LN_2).abs() < 1e-6);
+}
+
+#[test]
+fn a_row_without_keys_is_zero() {
+    let folder = Folder::new();
+    let shapes: [(&str, &[usize]); 3] = [("q", &[1, 4, 2, 8]), ("k", &[1, 2, 2, 8]), ("v", &[1, 2, 2, 8])];
+    let input = folder.tensors("qkv.safetensors", Some("bshd"), &shapes);
+    let output = folder.path("o.safetensors");
+    hattn_on("run --device cpu --mask causal", &input, Some(&output)).fine();
+    let written = Written::read(&output);
+    assert!(written.o[..2 * 2 * 8].iter().all(|&o| o == 0.0), "queries 0 and 1 precede every key");
+    assert!(written.o[2 * 2 * 8..].iter().all(|&o| o != 0.0));
+    assert_eq!(
+        written.lse.iter().map(|&lse| lse == f32::NEG_INFINITY).collect::<Vec<_>>(),
+        [true, true, false, false].repeat(2)
+    );
+}
+
+#[test]
+fn bhsd_and_bshd_are_one_problem() {
+    let folder = Folder::new();
+    let (batch, seqlen, heads, dim) = (2, 9, 3, 16);
+    let bshd_shape = &[batch, seqlen, heads, dim][..];
+    let value = |b: usize, s: usize, h: usize, d: usize| ((b * 31 + s * 17 + h * 7 + d * 3) % 41) as f32 / 16.0 - 1.0;
+    let (mut bshd, mut bhsd) = (Vec::new(), Vec::new());
+    for b in 0..batch {
+        for s in 0..seqlen {
+            (0..heads).for_each(|h| bshd.extend((0..dim).map(|d| value(b, s, h, d))));
+        }
+        for h in 0..heads {
+            (0..seqlen).for_each(|s| bhsd.extend((0..dim).map(|d| value(b, s, h, d))));
+        }
+    }
+    let file = |name, layout, shape, values: &[f32]| {
+        let tensors = ["q", "k", "v"].map(|tensor| (tensor, Dtype::F32, shape, bytes(values)));
+        folder.typed(name, layout, &tensors)
+    };
+    let one = file("bshd.safetensors", Some("bshd"), bshd_shape, &bshd);
+    let other = file("bhsd.safetensors", None, &[batch, heads, seqlen, dim], &bhsd);
+    let (one_o, other_o) = (folder.path("one_o.safetensors"), folder.path("other_o.safetensors"));
+    hattn_on("run --device cpu --mask causal", &one, Some(&one_o)).fine();
+    hattn_on("run --device cpu --mask causal --layout bhsd", &other, Some(&other_o)).fine();
+    let (one, other) = (Written::read(&one_o), Written::read(&other_o));
+    assert_eq!(other.o_shape, [batch, heads, seqlen, dim]);
+    assert_eq!(one.lse, other.lse);
+    for (i, &o) in one.o.iter().enumerate() {
+        let (b, s, h, d) = (i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim);
+        assert_eq!(o, other.o[((b * heads + h) * seqlen + s) * dim + d], "[{b}, {s}, {h}, {d}]");
+    }
+}
+
+#[test]
+fn an_option_that_contradicts_the_file_is_followed_and_said() {
+    let folder = Folder::new();
+    let input = folder.random("qkv.safetensors", "--seqlen-q 4 --heads-q 4 --head-dim 8");
+    let said = hattn_on("check --device cpu --layout bhsd", &input, None).warned();
+    assert!(said.contains("--layout bhsd overrides the file's own layout bshd"), "{said}");
+}
+
+#[test]
+fn nan_is_counted_and_stays_in_its_rows() {
+    let folder = Folder::new();
+    let mut q = vec![0.25; 3 * 8];
+    q[8] = f32::NAN;
+    let shape = &[1, 3, 1, 8][..];
+    let tensors = [
+        ("q", Dtype::F32, shape, bytes(&q)),
+        ("k", Dtype::F32, shape, bytes(&[0.5; 24])),
+        ("v", Dtype::F32, shape, bytes(&[1.0; 24])),
+    ];
+    let input = folder.typed("qkv.safetensors", Some("bshd"), &tensors);
+    let output = folder.path("o.safetensors");
+    let said = hattn_on("check --device cpu", &input, Some(&output)).warned();
+    assert!(said.contains("q holds 1 NaN and 0 infinite values of 24"), "{said}");
+    assert!(said.contains("o holds 8 NaN and 0 infinite values of 24"), "{said}");
+    assert_eq!(said.lines().count(), 2, "{said}");
+    let nan: Vec<bool> = Written::read(&output).o.iter().map(|o| o.is_nan()).collect();
+    assert_eq!(nan, [vec![false; 8], vec![true; 8], vec![false; 8]].concat());
+}
+
+#[test]
+fn a_conversion_that_overflows_is_said() {
+    let folder = Folder::new();
+    let shape = &[1, 1, 1, 1][..];
+    let big = |name| (name, Dtype::F32, shape, bytes(&[1e6]));
+    let input = folder.typed("qkv.safetensors", Some("bshd"), &[big("q"), big("k"), big("v")]);
+    let said = hattn_on("run --device cpu --dtype f16", &input, Some(&folder.path("o.safetensors"))).warned();
+    assert!(said.contains("q holds 0 NaN and 1 infinite values of 1"), "{said}");
+}
+
+#[test]
+fn random_is_the_same_for_the_same_seed() {
+    let folder = Folder::new();
+    let read = |name, line: &str| std::fs::read(folder.random(name, line)).unwrap();
+    let (a, b, c) = (read("a", "--seqlen-q 8"), read("b", "--seqlen-q 8"), read("c", "--seqlen-q 8 --seed 1"));
+    assert!(a == b && a != c);
+}
+
+#[test]
+fn auto_says_why_it_took_what_it_took() {
+    let text = hattn(["check", "--input", FIXTURE, "--dtype", "f32"]).fine();
+    let device = text.lines().find(|line| line.starts_with("device ")).expect("a line for the device");
+    let reasons = ["auto: this build has no GPU kernels", "auto: no GPU was found", "auto: cuda:0: "];
+    assert!(device.contains("cpu") && reasons.iter().any(|reason| device.contains(reason)), "{device}");
+}
+
+#[test]
+fn info_lists_devices_and_kernels() {
+    let text = hattn(["info"]).fine();
+    assert!(text.contains("\ndevices\n  cpu, ") && text.contains("\nkernels\n  "), "{text}");
+}
