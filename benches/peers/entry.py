@@ -55,10 +55,19 @@ class Library:
         self.name = name().decode()
         self._fwd = self._handle.hattn_peer_fwd
         self._fwd.restype, self._fwd.argtypes = ctypes.c_int, [ctypes.POINTER(Args)]
+        self._error = getattr(self._handle, "hattn_peer_last_error", None)
+        if self._error is not None:
+            self._error.restype, self._error.argtypes = ctypes.c_char_p, []
 
     def forward(self, args):
         """Enqueues the forward that `args` describes; returns the status code."""
         return self._fwd(ctypes.byref(args))
+
+    def complaint(self, code):
+        """What a status means, with the library's own words where it has some."""
+        text = STATUS.get(code, f"status {code}")
+        own = self._error() if self._error is not None else None
+        return f"{text}: {own.decode(errors='replace')}" if own else text
 
 
 def label_and_path(text):

@@ -1,4 +1,4 @@
-/* The door through which sweep.py times an attention forward: any shared object that exports the two functions below.
+/* The door through which sweep.py times an attention forward: any shared object that exports the functions below.
    Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or cudaStream_t). */
 #ifndef HATTN_PEER_H
 #define HATTN_PEER_H
@@ -66,6 +66,9 @@ typedef struct hattn_peer_fwd_args {
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
    once a shape (module loads, plans) may be cached: the sweep warms up first. */
 int hattn_peer_fwd(hattn_peer_fwd_args const* args);
+
+/* Optional: why the last call of this thread failed, as text, valid until its next call. */
+char const* hattn_peer_last_error(void);
 
 /* The short name that tables and JSON use, for the life of the process: "fa3". */
 char const* hattn_peer_name(void);

@@ -104,7 +104,7 @@ class Entry:
     def call(self):
         code = self.library.forward(self.args)
         if code != 0:
-            raise RuntimeError(entry.STATUS.get(code, f"status {code}"))
+            raise RuntimeError(self.library.complaint(code))
         return self.o
 
 

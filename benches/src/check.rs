@@ -1,0 +1,161 @@
+//! A look at the output before it is timed: a fast wrong kernel must not become a figure.
+//!
+//! This is not the test suite (that holds every row to a tolerance law): a few rows against f64, and no NaN left.
+
+use std::collections::BTreeMap;
+
+use hopper_attention::{DType, Layout, Operand};
+
+use crate::Point;
+
+/// Q, K, V as they lie in memory.
+pub(crate) struct Inputs<'a, T> {
+    pub q: &'a [T],
+    pub k: &'a [T],
+    pub v: &'a [T],
+    pub q_layout: Layout<4>,
+    pub kv_layout: Layout<4>,
+}
+
+/// Relative error allowed to a row: well above rounding, two orders below a wrong mask or a lost block of keys.
+fn bound(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 6e-3,
+        DType::F32 => 1e-4,
+        _ => 3e-2,
+    }
+}
+
+/// The LSE is f32 throughout; this is a wrong normalisation, not rounding.
+const LSE_BOUND: f64 = 2e-3;
+
+/// The errors found, by name, and a complaint when they are too large.
+///
+/// `o` lies as Q does; `lse` is contiguous.
+pub(crate) fn check<T: Operand<Out = T>>(
+    point: &Point,
+    inputs: &Inputs<'_, T>,
+    o: &[T],
+    lse: &[f32],
+) -> (BTreeMap<String, serde_json::Value>, Option<String>) {
+    let unwritten = o.iter().filter(|x| x.to_f32().is_nan()).count() + lse.iter().filter(|x| x.is_nan()).count();
+    let (mut row_error, mut lse_error) = (0.0f64, 0.0f64);
+    for [batch, head, query] in rows(point) {
+        let (expected, expected_lse) = oracle(point, inputs, batch, head, query);
+        let (mut distance, mut norm) = (0.0, 0.0);
+        for (dim, expected) in expected.iter().enumerate() {
+            let at = inputs.q_layout.offset([batch, query, head, dim]);
+            let got = at.and_then(|at| o.get(at)).map_or(f64::NAN, |x| f64::from(x.to_f32()));
+            distance += (got - expected).powi(2);
+            norm += expected.powi(2);
+        }
+        row_error = worse(row_error, (distance / norm).sqrt());
+        let at = (batch * point.heads_q + head) * point.seqlen + query;
+        let got = lse.get(at).map_or(f64::NAN, |&x| f64::from(x));
+        lse_error = worse(lse_error, (got - expected_lse).abs());
+    }
+    let mut complaints = Vec::new();
+    if unwritten > 0 {
+        complaints.push(format!("{unwritten} elements are NaN"));
+    }
+    for (name, error, bound) in [("row", row_error, bound(T::DTYPE)), ("lse", lse_error, LSE_BOUND)] {
+        // A NaN is larger than any bound.
+        if error.is_nan() || error > bound {
+            complaints.push(format!("{name} {error:.3e} > {bound:.0e}"));
+        }
+    }
+    let numbers = [("unwritten".to_owned(), unwritten.into()), ("row".to_owned(), json(row_error))];
+    let numbers = numbers.into_iter().chain([("lse".to_owned(), json(lse_error))]).collect();
+    (numbers, (!complaints.is_empty()).then(|| complaints.join("; ")))
+}
+
+/// JSON has no NaN.
+fn json(x: f64) -> serde_json::Value {
+    if x.is_finite() { x.into() } else { x.to_string().into() }
+}
+
+/// The larger of two errors; NaN is larger than everything.
+fn worse(a: f64, b: f64) -> f64 {
+    if b.is_nan() || b > a { b } else { a }
+}
+
+/// `[batch, head, query]` of the first and last heads, at both ends and around the middle, where tiles meet.
+fn rows(point: &Point) -> Vec<[usize; 3]> {
+    let last = point.seqlen - 1;
+    let queries = [0, 1, last / 2, (last / 2 + 1).min(last), last.saturating_sub(1), last].map(|query| query.min(last));
+    let heads = [[0, 0], [point.batch - 1, point.heads_q - 1], [point.batch / 2, point.heads_q / 3]];
+    heads.iter().flat_map(|&[batch, head]| queries.map(|query| [batch, head, query])).collect()
+}
+
+/// One output row and its LSE in f64, from the definition.
+fn oracle<T: Operand>(
+    point: &Point,
+    inputs: &Inputs<'_, T>,
+    batch: usize,
+    head: usize,
+    query: usize,
+) -> (Vec<f64>, f64) {
+    let dims = point.head_dim;
+    let kv_head = head / (point.heads_q / point.heads_kv);
+    let keys = if point.causal { query + 1 } else { point.seqlen };
+    let row = |data: &[T], layout: &Layout<4>, at: usize, head: usize| -> Vec<f64> {
+        let start = layout.offset([batch, at, head, 0]).unwrap_or(usize::MAX);
+        let row = start.checked_add(dims).and_then(|end| data.get(start..end)).unwrap_or(&[]);
+        row.iter().map(|x| f64::from(x.to_f32())).collect()
+    };
+    let q = row(inputs.q, &inputs.q_layout, query, head);
+    let scores: Vec<f64> = (0..keys)
+        .map(|key| {
+            let k = row(inputs.k, &inputs.kv_layout, key, kv_head);
+            q.iter().zip(&k).map(|(a, b)| a * b).sum::<f64>() / (dims as f64).sqrt()
+        })
+        .collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    let mut out = vec![0.0; dims];
+    for (key, score) in scores.iter().enumerate() {
+        let weight = (score - max).exp() / sum;
+        for (out, v) in out.iter_mut().zip(row(inputs.v, &inputs.kv_layout, key, kv_head)) {
+            *out += weight * v;
+        }
+    }
+    (out, max + sum.ln())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layouts;
+
+    /// With equal keys every weight is the same, so that the answer is known without any oracle.
+    fn means(change: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> Option<String> {
+        let point = Point { causal: true, ..Point::new(8, 8, 4, 4, Some(1)) };
+        let [q_layout, kv_layout] = [2, 1].map(|heads| point.layout(heads, Layouts::Bhsd).unwrap());
+        let q = vec![0.5f32; point.elements(2)];
+        let k = vec![1.0f32; point.elements(1)];
+        let v: Vec<f32> = (0..point.elements(1)).map(|i| i as f32).collect();
+        let mut o = vec![f32::NAN; q.len()];
+        let mut lse = vec![f32::NAN; 2 * 2 * 4];
+        for (batch, head, query, dim) in (0..64).map(|i| (i / 32, i / 16 % 2, i / 4 % 4, i % 4)) {
+            let mean = (0..=query).map(|key| v[(batch * 4 + key) * 4 + dim]).sum::<f32>() / (query + 1) as f32;
+            o[((batch * 2 + head) * 4 + query) * 4 + dim] = mean;
+            lse[(batch * 2 + head) * 4 + query] = 1.0 + ((query + 1) as f32).ln(); // 4 * 0.5 * 1.0 / sqrt(4)
+        }
+        change(&mut o, &mut lse);
+        check(&point, &Inputs { q: &q, k: &k, v: &v, q_layout, kv_layout }, &o, &lse).1
+    }
+
+    #[test]
+    fn the_definition_passes() {
+        assert_eq!(means(|_, _| ()), None);
+    }
+
+    #[test]
+    fn wrong_outputs_do_not() {
+        assert!(means(|o, _| o[0] = f32::NAN).unwrap().contains("1 elements are NaN"));
+        assert!(means(|o, _| o[63] += 1.0).unwrap().starts_with("row "));
+        assert!(means(|_, lse| lse[15] += 0.01).unwrap().starts_with("lse "));
+        assert!(means(|o, _| o.truncate(1)).unwrap().starts_with("row NaN"));
+        assert!(means(|o, lse| (o.fill(0.0), lse.fill(0.0)).1).is_some());
+    }
+}
