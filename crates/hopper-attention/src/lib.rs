@@ -1,4 +1,90 @@
-//! Exact fused attention for NVIDIA Hopper, with a CPU backend.
+//! Exact fused attention for NVIDIA Hopper, with a CPU backend: `O = softmax(mask(softmax_scale * Q K^T)) V`, without
+//! ever holding the `seqlen_q x seqlen_kv` matrix. Every combination of arguments either computes what it says or is
+//! refused, by name, before anything is launched.
+//!
+//! ```
+//! use hopper_attention::*;
+//!
+//! # fn main() -> Result<()> {
+//! let dims = Dims { batch: 1, seqlen_q: 4, seqlen_kv: 6, heads_q: 2, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
+//! let problem = ForwardProblem::new(DType::BF16, dims)?.mask(Mask::causal()).lse(true);
+//! let device = Device::cpu(); // or Device::cuda(0)?
+//! let plan = problem.plan(&device)?; // once for many runs
+//! let stream = device.default_stream();
+//! let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
+//!
+//! let (q, k, v) = (vec![bf16::ONE; 64], vec![bf16::ONE; 48], vec![bf16::from_f32(0.5); 48]);
+//! let (mut o, mut lse) = (vec![bf16::ZERO; 64], vec![0.0; 8]);
+//! plan.run(&stream, &mut workspace, ForwardArgs {
+//!     q: TensorRef::host(&q, Layout::contiguous(problem.q_shape())?)?,
+//!     k: TensorRef::host(&k, Layout::contiguous(problem.k_shape())?)?,
+//!     v: TensorRef::host(&v, Layout::contiguous(problem.v_shape())?)?,
+//!     o: TensorMut::host(&mut o, Layout::contiguous(problem.o_shape())?)?,
+//!     lse: Some(TensorMut::host(&mut lse, Layout::contiguous(problem.lse_shape())?)?),
+//! })?;
+//! assert!(o.iter().all(|x| x.to_f32() == 0.5)); // the mean of equal values
+//! # Ok(()) }
+//! ```
+//!
+//! # The way through the crate
+//!
+//! A [`ForwardProblem`] is what to compute: numbers, checked when it is made. A [`ForwardPlan`] is how a device computes
+//! it: a pure function of the problem and the device's facts, which prints itself. [`TensorRef`] and [`TensorMut`] are
+//! borrowed memory, on the host or on a GPU, with a [`Layout`] checked against it. [`ForwardPlan::run`] brings them
+//! together. [`raw`] takes addresses instead of tensors; [`reference`](mod@reference) is the f64 oracle that all results
+//! are held against. The feature `cuda` adds the GPU kernels and re-exports the `cudarc` whose types appear in this API;
+//! without it no C++ compiler is needed and everything runs on the CPU.
+//!
+//! # Semantics
+//!
+//! - A tensor's logical order is `[batch, seqlen, heads, head_dim]`; how it lies in memory is its strides, counted in
+//!   elements. The innermost stride is 1.
+//! - Query head `h` reads key head `h / (heads_q / heads_kv)`.
+//! - Causal masks and windows are aligned to the bottom-right corner unless [`Corner::TopLeft`] is asked for.
+//! - The log-sum-exp of a row is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps: natural log,
+//!   f32, `[batch, heads_q, seqlen_q]`.
+//! - A row that keeps no key has output 0 and log-sum-exp -inf. Sequences may be empty.
+//! - Products of 16-bit inputs and the softmax are accumulated in f32; the output has the type of the input.
+//! - The same inputs, plan and device give the same bits.
+//!
+//! # Sources
+//!
+//! Rows are computed block by block of keys with the online softmax of Milakov and Gimelshein, *Online normalizer
+//! calculation for softmax* (2018): a running maximum and a running sum, rescaled when the maximum grows. Tiling, the
+//! normalisation at the end and the log-sum-exp as the only thing kept of a row are those of Dao, *FlashAttention-2:
+//! Faster Attention with Better Parallelism and Work Partitioning* (2023). The Hopper kernels map that onto TMA and
+//! WGMMA in the way of Shah et al., *FlashAttention-3* (2024).
+//!
+//! # Errors
+//!
+//! Every fallible function returns [`Error`]: what was wrong, what it was, and what is allowed. [`Error::Unsupported`]
+//! is a legal problem without a kernel, so that a caller may compute it elsewhere; there is no silent fallback. The
+//! library does not panic, print or exit, and a machine without a GPU or a driver gets [`Error::NoDevice`].
+//!
+//! # Soundness: a kernel outlives the borrows it was given
+//!
+//! On a GPU [`ForwardPlan::run`] returns before the kernel has run. What the safe API guarantees all the same, and how:
+//!
+//! - *Memory is not freed early, nor used while the kernel uses it.* Every pointer is taken through cudarc's
+//!   `device_ptr` or `device_ptr_mut` on the launch's stream, which waits for earlier uses on other streams, and all the
+//!   guards live until after the launch, where they record this use. Freeing memory and using it again are themselves
+//!   stream operations that wait for what was recorded. Nothing depends on a destructor that a caller could leak.
+//! - *Memory is not exceeded.* A layout is checked against its memory where the tensor is made and cannot be changed
+//!   afterwards; what is written must not overlap itself, and is borrowed exclusively.
+//! - *The right GPU is used.* Stream, tensors, workspace and plan are compared before the launch; tensors and stream must
+//!   come from one `CudaContext` object, since it is what counts streams and decides whether to record events.
+//! - *A launch allocates nothing, loads nothing and waits for nothing on the host*, so that it can be captured in a
+//!   graph. While cudarc is managing events for several streams a capture is refused with [`Error::Capture`]: waits
+//!   and records would become part of the graph, or refer to work outside of it.
+//!
+//! The guarantee rests on cudarc (0.19), and stops where cudarc's own does:
+//!
+//! - after `unsafe CudaContext::disable_event_tracking`, with borrowed streams and raw views, and in [`raw`]: the
+//!   caller orders uses;
+//! - a graph replays addresses: whoever launches it keeps the captured buffers alive, which cudarc does not check;
+//! - the per-thread default stream is another stream on every thread while it compares equal;
+//! - events are kept only while streams made with `new_stream` exist: keep the stream of a launch alive until it is done;
+//! - a buffer remembers its latest reader only: order readers on several streams before writing or freeing it.
 
 #![deny(missing_docs)]
 

@@ -3,7 +3,7 @@
 use crate::{Element, Error, Layout, Result};
 
 #[cfg(feature = "cuda")]
-use cudarc::driver::{CudaView, CudaViewMut, DeviceSlice};
+use cudarc::driver::{CudaView, CudaViewMut};
 
 /// A tensor that is only read: Q, K or V. Its layout lies within its memory; it may repeat elements (stride 0).
 pub struct TensorRef<'a, T, const R: usize> {

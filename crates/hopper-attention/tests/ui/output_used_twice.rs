@@ -1,0 +1,13 @@
+//! One output tensor cannot be in two calls at once; `reborrow` lends it to one.
+use hopper_attention::{ForwardArgs, Layout, TensorMut, TensorRef};
+
+fn main() -> hopper_attention::Result<()> {
+    let layout = Layout::contiguous([1, 2, 1, 8])?;
+    let (data, mut out) = (vec![0f32; 16], vec![0f32; 16]);
+    let q = TensorRef::host(&data, layout)?;
+    let mut o = TensorMut::host(&mut out, layout)?;
+    let first = ForwardArgs { q: q.clone(), k: q.clone(), v: q.clone(), o: o.reborrow(), lse: None };
+    let second = ForwardArgs { q: q.clone(), k: q.clone(), v: q.clone(), o: o.reborrow(), lse: None };
+    drop((first, second));
+    Ok(())
+}
