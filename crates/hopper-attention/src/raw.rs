@@ -51,25 +51,40 @@ const ALIGNMENT: u64 = 16;
 const STRIDE_END: i64 = 1 << 40;
 
 impl ForwardPlan {
-    /// Enqueues the forward pass on a CUDA stream and returns. Alignment, strides and the presence of the LSE are
+    /// [`run_raw_with_workspace`](Self::run_raw_with_workspace) for a plan that needs no workspace.
+    ///
+    /// # Errors
+    /// As there; [`Error::Workspace`] when the plan's [`workspace_bytes`](Self::workspace_bytes) is not 0.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn run_raw(&self, args: &RawForward, stream: *mut c_void) -> Result<()> {
+        // SAFETY: the caller's promise; without a workspace there is nothing more to promise.
+        unsafe { self.run_raw_with_workspace(args, 0, stream) }
+    }
+
+    /// Enqueues the forward pass on a CUDA stream and returns. `workspace` is the address of
+    /// [`workspace_bytes`](Self::workspace_bytes) bytes of device memory, 0 when that is 0. Alignment, strides and the presence of the LSE are
     /// checked; that the memory is there is not.
     ///
     /// # Errors
     /// [`Error::Layout`] for addresses or strides (in bytes) that are not multiples of 16, strides that are negative or
     /// reach 2^40 bytes; [`Error::Value`] when the LSE is given but not asked for or the reverse; [`Error::Device`] for
-    /// a plan that was not made on a GPU; [`Error::Driver`] and [`Error::Launch`] when the launch fails.
+    /// a plan that was not made on a GPU; [`Error::Workspace`] for address 0 where a workspace is needed; [`Error::Driver`] and [`Error::Launch`] when the launch fails.
     ///
     /// # Safety
     /// - Each tensor's memory is valid on the plan's GPU, of the problem's dtype, from now until the work that was
     ///   enqueued is done, for every element that its shape and strides reach.
-    /// - Nothing writes the inputs, and nothing else reads or writes the outputs, until then.
-    /// - No two elements of an output share memory, and no output shares memory with an input or another output.
+    /// - The workspace is valid for as long, on the same GPU.
+    /// - Nothing writes the inputs, and nothing else reads or writes the outputs and the workspace, until then.
+    /// - No two elements of an output share memory; outputs and workspace share none with each other or with an input.
     /// - `stream` is a live `CUstream` (or `cudaStream_t`) of the primary context of the plan's GPU, or null.
-    pub unsafe fn run_raw(&self, args: &RawForward, stream: *mut c_void) -> Result<()> {
+    pub unsafe fn run_raw_with_workspace(&self, args: &RawForward, workspace: u64, stream: *mut c_void) -> Result<()> {
         let Target::Gpu(gpu) = self.target() else {
             return Err(not_on_a_gpu(self.target()));
         };
         let args = checked(self.problem(), args)?;
+        check_workspace(workspace, self.workspace_bytes())?;
         #[cfg(feature = "cuda")]
         {
             let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(self.target()))?;
@@ -79,7 +94,7 @@ impl ForwardPlan {
             // The CUDA runtime inside the kernels' launchers launches into the thread's current context.
             device.context().bind_to_thread().map_err(crate::cuda::driver("making the GPU current"))?;
             // SAFETY: the caller's promise, and `checked` for the alignment; the plan for everything else.
-            unsafe { crate::sys::launch(self.problem(), gpu.choice(), &args, stream) }
+            unsafe { crate::sys::launch(self.problem(), gpu.choice(), &args, workspace, stream) }
         }
         #[cfg(not(feature = "cuda"))]
         {
@@ -108,6 +123,20 @@ fn checked(problem: &ForwardProblem, args: &RawForward) -> Result<RawForward> {
         o: checked_tensor("o", args.o, problem.o_shape(), dtype)?,
         lse,
     })
+}
+
+fn check_workspace(address: u64, need: usize) -> Result<()> {
+    if need > 0 && address == 0 {
+        return Err(Error::Workspace { need, have: 0 });
+    }
+    if !address.is_multiple_of(ALIGNMENT) {
+        return Err(Error::Layout {
+            tensor: "workspace",
+            got: format!("address {address:#x}"),
+            allowed: "multiples of 16 bytes".into(),
+        });
+    }
+    Ok(())
 }
 
 fn checked_tensor(tensor: &'static str, raw: RawTensor, shape: [usize; 4], dtype: DType) -> Result<RawTensor> {
@@ -234,6 +263,15 @@ mod tests {
         let text = |lse| checked(&wanted, &with(Some(lse))).unwrap_err().to_string();
         assert_eq!(text(RawLse { address: 0x102, ..lse }), "lse: address 0x102; allowed: multiples of 4 bytes, not 0");
         assert_eq!(text(RawLse { stride_head: -3, ..lse }), "lse: stride -3 in heads; allowed: 0 and above");
+    }
+
+    #[test]
+    fn a_workspace_is_there_and_aligned() {
+        assert_eq!(check_workspace(0, 0), Ok(()));
+        assert_eq!(check_workspace(0x100, 4), Ok(()));
+        assert_eq!(check_workspace(0, 4), Err(Error::Workspace { need: 4, have: 0 }));
+        let text = check_workspace(0x104, 4).unwrap_err().to_string();
+        assert_eq!(text, "workspace: address 0x104; allowed: multiples of 16 bytes");
     }
 
     #[test]

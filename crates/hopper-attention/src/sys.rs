@@ -54,12 +54,13 @@ pub(crate) fn prepare(kernel: &KernelInfo) -> Result<()> {
 /// Enqueues the chosen kernel in the thread's current context.
 ///
 /// # Safety
-/// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw), with `args` aligned as it checks, a problem that has rows,
+/// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw_with_workspace), with `args` aligned as it checks, a problem that has rows,
 /// and a choice that was made for it.
 pub(crate) unsafe fn launch(
     problem: &ForwardProblem,
     choice: &Choice,
     args: &RawForward,
+    workspace: u64,
     stream: *mut c_void,
 ) -> Result<()> {
     let dims = problem.dims();
@@ -84,6 +85,7 @@ pub(crate) unsafe fn launch(
         window_right: choice.window_right,
         grid: choice.grid,
         heads_per_group: choice.heads_per_group,
+        tile_counter: if choice.tile_counter { workspace } else { 0 },
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
     // selection and the raw layer checked them.

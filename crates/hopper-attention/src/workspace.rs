@@ -52,6 +52,15 @@ impl Workspace {
         self.bytes
     }
 
+    /// Its memory when it is on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn as_cuda(&mut self) -> Option<&mut cudarc::driver::CudaSlice<u8>> {
+        match &mut self.memory {
+            Memory::Nothing | Memory::Host(_) => None,
+            Memory::Cuda(slice) => Some(slice),
+        }
+    }
+
     /// Whether a plan that needs `need` bytes may use it on `stream`.
     pub(crate) fn check(&self, need: usize, stream: &Stream) -> Result<()> {
         if self.bytes < need {

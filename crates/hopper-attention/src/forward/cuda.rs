@@ -7,12 +7,13 @@ use cudarc::driver::{CudaContext, CudaStream, CudaView, CudaViewMut, DevicePtr, 
 
 use crate::cuda::{CudaDevice, driver};
 use crate::raw::{RawForward, RawLse, RawTensor};
-use crate::{Element, Error, ForwardArgs, ForwardPlan, Layout, Operand, Result, TensorMut, TensorRef};
+use crate::{Element, Error, ForwardArgs, ForwardPlan, Layout, Operand, Result, TensorMut, TensorRef, Workspace};
 
 /// Enqueues the plan's kernel. The caller has compared shapes, and the stream's GPU with the plan's.
 pub(super) fn run<T: Operand>(
     plan: &ForwardPlan,
     stream: &Arc<CudaStream>,
+    workspace: &mut Workspace,
     mut args: ForwardArgs<'_, T>,
 ) -> Result<()> {
     let layouts = Layouts::of(&args);
@@ -41,6 +42,9 @@ pub(super) fn run<T: Operand>(
     let (v_address, _v) = v.device_ptr(stream);
     let (o_address, _o) = o.device_ptr_mut(stream);
     let (lse_address, _lse) = lse.map(|lse| lse.device_ptr_mut(stream)).unzip();
+    // A plan that needs no workspace does not wait for one.
+    let scratch = if plan.workspace_bytes() > 0 { workspace.as_cuda() } else { None };
+    let (scratch_address, _scratch) = scratch.map(|scratch| scratch.device_ptr_mut(stream)).unzip();
     // A wait that failed was only noted in the context; without it the kernel would race.
     context.check_err().map_err(driver("waiting for earlier uses of the tensors"))?;
 
@@ -53,7 +57,7 @@ pub(super) fn run<T: Operand>(
     };
     // SAFETY: views keep memory within the layouts (checked where tensors are made), outputs are injective and borrowed
     // exclusively, the guards order this use against every other one, and stream and memory are of the plan's GPU.
-    unsafe { plan.run_raw(&raw, stream.cu_stream().cast()) }
+    unsafe { plan.run_raw_with_workspace(&raw, scratch_address.unwrap_or(0), stream.cu_stream().cast()) }
 }
 
 /// Layouts are copied out first: the views are borrowed mutably when they are needed.

@@ -48,7 +48,7 @@ impl ForwardPlan {
                 let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
                 same_gpu(device, cuda)?;
                 workspace.check(self.workspace_bytes(), stream)?;
-                cuda::run(self, cuda, args)
+                cuda::run(self, cuda, workspace, args)
             }
             (target, stream) => Err(Error::Device {
                 what: "stream",

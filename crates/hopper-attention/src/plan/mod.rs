@@ -91,9 +91,9 @@ impl ForwardPlan {
         }
     }
 
-    /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact; 0 for the forward pass of today.
+    /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact, and often 0.
     pub fn workspace_bytes(&self) -> usize {
-        0
+        self.choice().map_or(0, Choice::workspace_bytes)
     }
 
     pub(crate) fn target(&self) -> &Target {

@@ -9,10 +9,15 @@ use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, KernelInfo, MaskCla
 pub(crate) const UNBOUNDED: i32 = 1 << 30;
 /// TMA moves multiples of 16 bytes.
 const TMA_BYTES: usize = 16;
+/// Heads a group where tiles have unequal work: longest first over many heads balances better than the second-level
+/// cache saves with few (benches/LOG.md, 2).
+const HEADS_PER_GROUP: usize = 16;
+/// The counter that blocks draw tiles from, in bytes.
+const TILE_COUNTER_BYTES: usize = size_of::<i32>();
 
 /// A kernel for a problem and the schedule of its tiles.
 ///
-/// A tile is `tile_m` queries of one head; the kernel's grid is persistent, each block walking every `grid`-th tile.
+/// A tile is `tile_m` queries of one head; the kernel's grid is persistent, and a block computes tile after tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The kernel.
@@ -32,6 +37,9 @@ pub struct Choice {
     /// Heads whose tiles are walked together, so that tiles of unequal work spread evenly over the blocks while their
     /// keys stay in the second-level cache.
     pub heads_per_group: i32,
+    /// Whether blocks draw tiles from a counter in the workspace, whoever is free taking the next; otherwise a block's
+    /// tiles follow from its index.
+    pub tile_counter: bool,
     /// Queries of the last tile of each head that are not there.
     pub padding: i32,
 }
@@ -169,11 +177,14 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
     let multiprocessors = gpu.multiprocessors.max(1);
     let heads_per_group = match kernel.mask {
         MaskClass::Full => 1,
-        // One round of the grid should hold whole heads, so that long and short tiles of a head meet in it.
-        MaskClass::Causal | MaskClass::Window => multiprocessors.div_ceil(m_tiles.max(1)).clamp(1, heads.max(1)),
+        // At least one round of the grid.
+        MaskClass::Causal | MaskClass::Window => {
+            multiprocessors.div_ceil(m_tiles.max(1)).max(HEADS_PER_GROUP).min(heads.max(1))
+        }
     };
     let small = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
     let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
+    let grid = tiles.min(small(multiprocessors));
     Ok(Choice {
         kernel,
         diagonal_offset: i32::try_from(band.offset).unwrap_or(0), // |offset| < 2^30: the problem was checked
@@ -181,8 +192,10 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         window_right: bound(band.right),
         m_tiles: small(m_tiles),
         tiles,
-        grid: tiles.min(small(multiprocessors)),
+        grid,
         heads_per_group: small(heads_per_group),
+        // Equal tiles are balanced by any order, and a single round by none.
+        tile_counter: kernel.mask != MaskClass::Full && tiles > grid,
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
     })
 }
@@ -192,13 +205,18 @@ impl Choice {
     pub fn dtype(&self) -> DType {
         self.kernel.dtype
     }
+
+    /// What the kernel needs of a workspace, in bytes; the counter is all of it.
+    pub fn workspace_bytes(&self) -> usize {
+        if self.tile_counter { TILE_COUNTER_BYTES } else { 0 }
+    }
 }
 
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kernel, tiles, grid, heads_per_group, padding, m_tiles, .. } = self;
         write!(f, "{kernel}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
-        write!(f, "heads a group {heads_per_group}")?;
+        write!(f, "heads a group {heads_per_group}, {} order", if self.tile_counter { "drawn" } else { "fixed" })?;
         match kernel.mask {
             MaskClass::Full => Ok(()),
             MaskClass::Causal => write!(f, ", keys to {:+}{:+}", self.diagonal_offset, self.window_right),

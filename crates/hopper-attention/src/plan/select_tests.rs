@@ -55,25 +55,37 @@ fn golden_plans() {
     assert_eq!(
         chosen(DIMS, Mask::Full),
         "sm90 fwd bf16 full head_dim 128/128 tile 128x128 stages 2, \
-         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 1"
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 1, fixed order"
     );
     assert_eq!(
         chosen(DIMS, Mask::causal()),
         "sm90 fwd bf16 causal head_dim 128/128 tile 128x128 stages 2, \
-         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 17, keys to +2000+0"
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 17, drawn order, keys to +2000+0"
     );
     assert_eq!(
         chosen(Dims { head_dim_qk: 64, head_dim_vo: 40, ..DIMS }, Mask::window(Some(256), Some(3))),
         "sm90 fwd bf16 window head_dim 64/64 tile 192x128 stages 2, \
-         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 22, \
+         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 22, drawn order, \
          keys from +2000-256 to +2000+3"
     );
     let top_left = Mask::Window { left: Some(5), right: None, corner: Corner::TopLeft };
     assert_eq!(
         chosen(Dims { batch: 1, heads_q: 4, ..DIMS }, top_left),
         "sm90 fwd bf16 window head_dim 128/128 tile 128x128 stages 2, \
-         grid 32 for 32 tiles (8 a head, 24 queries of padding), heads a group 4, keys from +0-5"
+         grid 32 for 32 tiles (8 a head, 24 queries of padding), heads a group 4, fixed order, keys from +0-5"
     );
+}
+
+#[test]
+fn unequal_tiles_are_drawn_when_a_block_has_several() {
+    let choice = |batch, mask| select(&problem(Dims { batch, ..DIMS }, mask), &H100, &table()).unwrap();
+    let order = |choice: Choice| (choice.tiles, choice.tile_counter, choice.workspace_bytes());
+    assert_eq!(order(choice(1, Mask::causal())), (128, false, 0));
+    assert_eq!(order(choice(2, Mask::causal())), (256, true, 4));
+    assert_eq!(order(choice(2, Mask::window(Some(3), None))), (256, true, 4));
+    assert_eq!(order(choice(2, Mask::Full)), (256, false, 0));
+    let long = problem(Dims { seqlen_q: 20_000, seqlen_kv: 20_000, ..DIMS }, Mask::causal());
+    assert_eq!(select(&long, &H100, &table()).unwrap().heads_per_group, 16);
 }
 
 #[test]
