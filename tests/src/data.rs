@@ -1,0 +1,209 @@
+//! Values of inputs, and memory with guard bands.
+
+use hopper_attention::reference::Tensor;
+use hopper_attention::{Element, Layout, bf16, f16};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::StandardNormal;
+
+/// Elements of poison before and after every tensor; a multiple of 16 bytes for every type, so that a tensor starts
+/// as aligned as its memory.
+pub const GUARD: usize = 256;
+
+/// An element type with a poison: a NaN that no arithmetic makes, so that what was never written can be told from a
+/// NaN that was computed.
+pub trait Poison: Element {
+    /// The poison.
+    const POISON: Self;
+
+    /// The bits.
+    fn bits(self) -> u32;
+
+    /// Whether this is the poison, bit for bit.
+    fn is_poison(self) -> bool {
+        self.bits() == Self::POISON.bits()
+    }
+}
+
+impl Poison for bf16 {
+    const POISON: Self = bf16::from_bits(0x7fa5);
+    fn bits(self) -> u32 {
+        self.to_bits().into()
+    }
+}
+
+impl Poison for f16 {
+    const POISON: Self = f16::from_bits(0x7da5);
+    fn bits(self) -> u32 {
+        self.to_bits().into()
+    }
+}
+
+impl Poison for f32 {
+    const POISON: Self = f32::from_bits(0x7fa5_a5a5);
+    fn bits(self) -> u32 {
+        self.to_bits()
+    }
+}
+
+/// What the inputs of a case hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Values {
+    /// Standard normal.
+    #[default]
+    Normal,
+    /// Normal queries and keys of deviation 20: a softmax of one key, scores in the hundreds.
+    Large,
+    /// Normal of deviation 0.001: an even softmax, outputs near 0.
+    Tiny,
+    /// Normal around 2, so that sums do not cancel.
+    Offset,
+    /// Normal, with one column of V a hundred times the others.
+    Uneven,
+    /// The same everywhere.
+    Constant,
+    /// Normal, with a NaN in one query: one row of each of its head's results is NaN.
+    NanQuery,
+    /// Normal, with a NaN in the last key, which the mask hides from some queries.
+    NanKey,
+}
+
+/// Which input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+impl Values {
+    /// The values of one input, not yet rounded to its type. The same seed gives the same values on every machine.
+    pub fn tensor(self, input: Input, shape: [usize; 4], seed: u64) -> Tensor {
+        let mut rng = StdRng::seed_from_u64(seed.wrapping_mul(4).wrapping_add(input as u64));
+        let deviation = match (self, input) {
+            (Self::Large, Input::Q | Input::K) => 20.0,
+            (Self::Tiny, _) => 0.001,
+            (Self::Constant, _) => 0.0,
+            _ => 1.0,
+        };
+        let mean = match self {
+            Self::Offset => 2.0,
+            Self::Constant => 0.75,
+            _ => 0.0,
+        };
+        let mut tensor = Tensor::from_fn(shape, |[_, _, _, d]| {
+            let column = if self == Self::Uneven && input == Input::V && d == 5 { 100.0 } else { 1.0 };
+            (mean + deviation * rng.sample::<f64, _>(StandardNormal)) * column
+        });
+        let [batch, seqlen, heads, _] = shape;
+        if batch > 0 && seqlen > 0 {
+            match (self, input) {
+                (Self::NanQuery, Input::Q) => tensor.row_mut(batch - 1, seqlen / 2, heads - 1)[3] = f64::NAN,
+                (Self::NanKey, Input::K) => tensor.row_mut(0, seqlen - 1, heads - 1)[1] = f64::NAN,
+                _ => {}
+            }
+        }
+        tensor
+    }
+}
+
+/// A tensor's memory: poison, the tensor with poison in its gaps, poison.
+#[derive(Clone, Debug)]
+pub struct Image<T, const R: usize> {
+    data: Vec<T>,
+    layout: Layout<R>,
+}
+
+impl<T: Poison, const R: usize> Image<T, R> {
+    /// Nothing but poison: an output before it is written.
+    pub fn poisoned(layout: Layout<R>) -> Self {
+        Self { data: vec![T::POISON; layout.span() + 2 * GUARD], layout }
+    }
+
+    /// All of the memory.
+    pub fn data(&self) -> &[T] {
+        &self.data
+    }
+
+    /// The tensor's layout.
+    pub fn layout(&self) -> Layout<R> {
+        self.layout
+    }
+
+    /// The tensor's part of the memory.
+    pub fn inner(&self) -> &[T] {
+        &self.data[GUARD..self.data.len() - GUARD]
+    }
+
+    /// The tensor's part of the memory, for writing.
+    pub fn inner_mut(&mut self) -> &mut [T] {
+        let end = self.data.len() - GUARD;
+        &mut self.data[GUARD..end]
+    }
+
+    /// Takes over what a run left in memory of this shape, and says what it did that it may not: changed a guard band or
+    /// a gap, or left an element unwritten.
+    pub fn take_output(&mut self, data: Vec<T>) -> Result<(), String> {
+        assert_eq!(data.len(), self.data.len(), "memory came back with another length");
+        self.data = data;
+        let mut inside = vec![false; self.data.len()];
+        for offset in self.offsets() {
+            inside[GUARD + offset] = true;
+        }
+        for (i, (value, inside)) in self.data.iter().zip(inside).enumerate() {
+            let place = i as i64 - GUARD as i64;
+            if inside && value.is_poison() {
+                return Err(format!("element at offset {place} of {:?} was not written", self.layout));
+            }
+            if !inside && !value.is_poison() {
+                return Err(format!("offset {place}, outside of {:?}, was overwritten with {value:?}", self.layout));
+            }
+        }
+        Ok(())
+    }
+
+    /// Says whether memory of an input is still what it was, bit for bit.
+    pub fn check_unchanged(&self, after: &[T]) -> Result<(), String> {
+        match self.data.iter().zip(after).position(|(a, b)| a.bits() != b.bits()) {
+            Some(i) => Err(format!("an input was written at offset {} of {:?}", i as i64 - GUARD as i64, self.layout)),
+            None => Ok(()),
+        }
+    }
+
+    /// The elements in logical order.
+    pub fn values(&self) -> Vec<f64> {
+        self.offsets().into_iter().map(|offset| f64::from(self.inner()[offset].to_f32())).collect()
+    }
+
+    /// The offsets of all elements, in logical order.
+    fn offsets(&self) -> Vec<usize> {
+        let (shape, stride) = (self.layout.shape(), self.layout.stride());
+        let mut offsets = vec![0];
+        for axis in 0..R {
+            let step = stride[axis] as usize;
+            offsets = offsets.iter().flat_map(|&base| (0..shape[axis]).map(move |i| base + i * step)).collect();
+        }
+        offsets
+    }
+}
+
+impl<T: Poison> Image<T, 4> {
+    /// A tensor with these values, rounded to the type.
+    pub fn of(values: &Tensor, layout: Layout<4>) -> Self {
+        let mut image = Self::poisoned(layout);
+        let offsets = image.offsets();
+        let inner = image.inner_mut();
+        for (offset, &value) in offsets.into_iter().zip(values.data()) {
+            inner[offset] = T::from_f32(value as f32);
+        }
+        image
+    }
+
+    /// What it holds, as the oracle reads it.
+    pub fn tensor(&self) -> Tensor {
+        Tensor::from_strided(self.inner(), &self.layout)
+    }
+}

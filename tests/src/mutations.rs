@@ -1,0 +1,151 @@
+//! Ways in which a kernel may be broken, applied to an honest result: the law must notice every one.
+
+use hopper_attention::reference::{Plain, Tensor, forward_plain};
+use hopper_attention::{Corner, Dims, ForwardProblem, Mask};
+
+/// A problem, its inputs and an honest result.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<'a> {
+    /// The problem.
+    pub problem: &'a ForwardProblem,
+    /// Queries.
+    pub q: &'a Tensor,
+    /// Keys.
+    pub k: &'a Tensor,
+    /// Values.
+    pub v: &'a Tensor,
+    /// The honest output.
+    pub o: &'a Tensor,
+    /// The honest log-sum-exp.
+    pub lse: &'a [f64],
+}
+
+/// One way of being broken.
+pub struct Mutation {
+    /// What is wrong.
+    pub name: &'static str,
+    /// The broken output and log-sum-exp; `None` where this cannot be told from an honest result.
+    pub apply: fn(Subject<'_>) -> Option<(Tensor, Vec<f64>)>,
+}
+
+/// All of them.
+pub const ALL: [Mutation; 14] = [
+    Mutation { name: "all zero", apply: |s| Some((Tensor::zeros(s.o.shape()), vec![0.0; s.lse.len()])) },
+    Mutation { name: "two heads swapped", apply: swapped_heads },
+    Mutation { name: "a tile of queries from its neighbour", apply: repeated_tile },
+    Mutation { name: "the last block of keys dropped", apply: |s| fewer_keys(s, 64) },
+    Mutation { name: "the last key dropped", apply: |s| fewer_keys(s, 1) },
+    Mutation { name: "the other corner", apply: other_corner },
+    Mutation { name: "the diagonal off by one", apply: diagonal_off_by_one },
+    Mutation { name: "the mask forgotten", apply: |s| with_mask(s, Mask::Full) },
+    Mutation { name: "unscaled", apply: |s| scaled(s, 1.0 / s.problem.softmax_scale_value()) },
+    Mutation { name: "the scale of another head dim", apply: |s| scaled(s, 1.1) },
+    Mutation { name: "not normalised by one key", apply: not_normalised },
+    Mutation { name: "the last row not written", apply: unwritten_row },
+    Mutation { name: "the lse in base 2", apply: base_2 },
+    Mutation { name: "the lse without the row maximum's scale", apply: |s| Some((s.o.clone(), halved(s.lse))) },
+];
+
+fn swapped_heads(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let [_, seqlen, heads, _] = s.o.shape();
+    let other = |head: usize| match head {
+        0 => 1,
+        1 => 0,
+        head => head,
+    };
+    let o = Tensor::from_fn(s.o.shape(), |[b, q, h, d]| s.o.row(b, q, other(h))[d]);
+    let lse = (0..s.lse.len())
+        .map(|i| {
+            let (row, head) = (i % seqlen, i / seqlen % heads);
+            s.lse[(i / seqlen - head + other(head)) * seqlen + row]
+        })
+        .collect();
+    (heads > 1).then_some((o, lse))
+}
+
+fn repeated_tile(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let seqlen = s.o.shape()[1];
+    let o = Tensor::from_fn(s.o.shape(), |[b, q, h, d]| s.o.row(b, if q >= 64 { q - 64 } else { q }, h)[d]);
+    (seqlen > 64).then_some((o, s.lse.to_vec()))
+}
+
+fn fewer_keys(s: Subject<'_>, keys: usize) -> Option<(Tensor, Vec<f64>)> {
+    let dims = s.problem.dims();
+    // Masks move with the length; only where there is none are fewer keys a problem of their own.
+    if s.problem.mask_value() != Mask::Full || dims.seqlen_kv <= keys {
+        return None;
+    }
+    let seqlen_kv = dims.seqlen_kv - keys;
+    let shorter = |t: &Tensor| {
+        let [batch, _, heads, dim] = t.shape();
+        Tensor::from_fn([batch, seqlen_kv, heads, dim], |[b, k, h, d]| t.row(b, k, h)[d])
+    };
+    let problem = ForwardProblem::new(s.problem.dtype(), Dims { seqlen_kv, ..dims }).ok()?;
+    let problem = problem.softmax_scale(s.problem.softmax_scale_value()).ok()?;
+    computed(&problem, s.q, &shorter(s.k), &shorter(s.v))
+}
+
+fn other_corner(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let other = |corner| match corner {
+        Corner::BottomRight => Corner::TopLeft,
+        Corner::TopLeft => Corner::BottomRight,
+    };
+    match s.problem.mask_value() {
+        Mask::Causal { corner } => with_mask(s, Mask::Causal { corner: other(corner) }),
+        Mask::Window { left, right, corner } => with_mask(s, Mask::Window { left, right, corner: other(corner) }),
+        _ => None,
+    }
+}
+
+fn diagonal_off_by_one(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    match s.problem.mask_value() {
+        Mask::Causal { corner } => with_mask(s, Mask::Window { left: None, right: Some(1), corner }),
+        Mask::Window { left: Some(left), right, corner } => {
+            with_mask(s, Mask::Window { left: Some(left + 1), right, corner })
+        }
+        _ => None,
+    }
+}
+
+fn with_mask(s: Subject<'_>, mask: Mask) -> Option<(Tensor, Vec<f64>)> {
+    let dims = s.problem.dims();
+    let differs = (0..dims.seqlen_q).any(|q| {
+        let keep = |mask: Mask, kv| mask.keep(q, kv, dims.seqlen_q, dims.seqlen_kv);
+        (0..dims.seqlen_kv).any(|kv| keep(mask, kv) != keep(s.problem.mask_value(), kv))
+    });
+    if !differs {
+        return None;
+    }
+    computed(&s.problem.clone().mask(mask), s.q, s.k, s.v)
+}
+
+fn scaled(s: Subject<'_>, factor: f32) -> Option<(Tensor, Vec<f64>)> {
+    let problem = s.problem.clone().softmax_scale(s.problem.softmax_scale_value() * factor).ok()?;
+    computed(&problem, s.q, s.k, s.v)
+}
+
+fn not_normalised(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let mut o = s.o.clone();
+    o.data_mut().iter_mut().for_each(|x| *x *= 1.05);
+    Some((o, s.lse.to_vec()))
+}
+
+fn unwritten_row(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let [batch, seqlen, heads, _] = s.o.shape();
+    let mut o = s.o.clone();
+    o.row_mut(batch - 1, seqlen - 1, heads - 1).fill(f64::NAN);
+    Some((o, s.lse.to_vec()))
+}
+
+fn base_2(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    Some((s.o.clone(), s.lse.iter().map(|lse| lse * std::f64::consts::LOG2_E).collect()))
+}
+
+fn halved(lse: &[f64]) -> Vec<f64> {
+    lse.iter().map(|lse| lse * 0.5).collect()
+}
+
+fn computed(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Option<(Tensor, Vec<f64>)> {
+    let Plain { o, lse } = forward_plain(problem, q, k, v).ok()?;
+    Some((o, lse))
+}

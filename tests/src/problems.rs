@@ -1,0 +1,365 @@
+//! The problems that every kernel has to compute.
+
+use std::fmt;
+
+use hopper_attention::{Corner, DType, Dims, ForwardProblem, KernelInfo, Mask};
+
+use crate::data::Values;
+use crate::layouts::Placement;
+
+/// A problem with its inputs, for every element type.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    /// The sizes.
+    pub dims: Dims,
+    /// The mask.
+    pub mask: Mask,
+    /// The softmax scale, where it is not the default.
+    pub scale: Option<f32>,
+    /// Whether the LSE is asked for.
+    pub lse: bool,
+    /// Where the tensors lie.
+    pub placement: Placement,
+    /// What the inputs hold.
+    pub values: Values,
+    /// Of the values.
+    pub seed: u64,
+}
+
+impl Case {
+    /// One sequence, two query heads on one key head, everything else plain.
+    pub fn new(seqlen_q: usize, seqlen_kv: usize, head_dim: usize, mask: Mask) -> Self {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q,
+            seqlen_kv,
+            heads_q: 2,
+            heads_kv: 1,
+            head_dim_qk: head_dim,
+            head_dim_vo: head_dim,
+        };
+        Self {
+            dims,
+            mask,
+            scale: None,
+            lse: true,
+            placement: Placement::Bshd,
+            values: Values::Normal,
+            seed: (seqlen_q * 31 + seqlen_kv * 7 + head_dim) as u64,
+        }
+    }
+
+    /// The same with other heads and batch.
+    #[must_use]
+    pub fn heads(mut self, batch: usize, heads_q: usize, heads_kv: usize) -> Self {
+        self.dims = Dims { batch, heads_q, heads_kv, ..self.dims };
+        self
+    }
+
+    /// The library's problem.
+    pub fn problem(&self, dtype: DType) -> ForwardProblem {
+        let problem = ForwardProblem::new(dtype, self.dims).expect("legal sizes").mask(self.mask).lse(self.lse);
+        match self.scale {
+            Some(scale) => problem.softmax_scale(scale).expect("a legal scale"),
+            None => problem,
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { dims: d, mask, scale, lse, placement, values, seed } = self;
+        write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
+        write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
+        if let Some(scale) = scale {
+            write!(f, " scale {scale}")?;
+        }
+        f.write_str(if *lse { "" } else { " without lse" })
+    }
+}
+
+/// How large the grid is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grid {
+    /// A few dozen small cases: what a sanitizer gets through.
+    Small,
+    /// Everything.
+    Full,
+}
+
+impl Grid {
+    /// `HATTN_TEST_GRID=small` asks for the small one.
+    pub fn from_env() -> Self {
+        match std::env::var("HATTN_TEST_GRID").as_deref() {
+            Ok("small") => Self::Small,
+            Ok("full") | Err(_) => Self::Full,
+            Ok(other) => panic!("HATTN_TEST_GRID is {other:?}; allowed: small, full"),
+        }
+    }
+
+    /// `full` or, for the small grid, `small`.
+    pub fn pick<T>(self, small: T, full: T) -> T {
+        match self {
+            Self::Small => small,
+            Self::Full => full,
+        }
+    }
+}
+
+/// Sizes of tiles, around which the lengths are chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tiles {
+    /// Distinct numbers of queries in a tile.
+    pub m: Vec<usize>,
+    /// Distinct numbers of keys in a block.
+    pub n: Vec<usize>,
+}
+
+impl Tiles {
+    /// Those of a kernel table.
+    pub fn of(rows: &[KernelInfo]) -> Self {
+        let distinct = |size: fn(&KernelInfo) -> usize| {
+            let mut sizes: Vec<_> = rows.iter().map(size).collect();
+            sizes.sort_unstable();
+            sizes.dedup();
+            sizes
+        };
+        Self { m: distinct(|row| row.tile_m), n: distinct(|row| row.tile_n) }
+    }
+}
+
+const CAUSAL_TOP_LEFT: Mask = Mask::Causal { corner: Corner::TopLeft };
+
+/// One mask of every kind that bites on lengths of a few hundred.
+fn masks() -> [Mask; 4] {
+    [Mask::Full, Mask::causal(), CAUSAL_TOP_LEFT, Mask::window(Some(70), Some(9))]
+}
+
+/// The grid.
+pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
+    let mut cases = match grid {
+        Grid::Small => small(tiles),
+        Grid::Full => {
+            let mut cases = head_dims();
+            cases.extend(lengths(tiles));
+            cases.extend(windows());
+            cases.extend(heads());
+            cases.extend(placements());
+            cases.extend(numbers());
+            cases.extend(long());
+            cases
+        }
+    };
+    cases.extend(empty());
+    cases
+}
+
+fn small(tiles: &Tiles) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let tile = tiles.m.iter().copied().max().unwrap_or(128);
+    for mask in masks() {
+        for head_dim in [64, 72, 128] {
+            cases.push(Case::new(tile + 1, 130, head_dim, mask));
+        }
+        cases.push(Case::new(1, 129, 64, mask));
+        cases.push(Case::new(200, 64, 24, mask).heads(2, 4, 2));
+        cases.push(Case { placement: Placement::BshdGaps, ..Case::new(65, 257, 128, mask).heads(2, 2, 2) });
+        cases.push(Case { placement: Placement::Bhsd, ..Case::new(100, 100, 64, mask).heads(2, 3, 1) });
+    }
+    cases
+}
+
+/// Every multiple of 8 up to 128, and pairs of different ones.
+fn head_dims() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (i, mask) in masks().into_iter().enumerate() {
+        for head_dim in (8..=128).step_by(8) {
+            // Over one tile of queries and one block of keys in every table so far, by a prime.
+            cases.push(Case::new(197 + 2 * i, 229, head_dim, mask));
+        }
+        for (qk, vo) in [(64, 128), (128, 64), (40, 72), (128, 8), (8, 128), (96, 64), (64, 8), (8, 64)] {
+            let mut case = Case::new(131, 263, qk, mask);
+            case.dims.head_dim_vo = vo;
+            cases.push(case);
+        }
+    }
+    cases
+}
+
+/// Around the edges of tiles, and primes; more queries than keys; no keys.
+fn lengths(tiles: &Tiles) -> Vec<Case> {
+    let around = |sizes: &[usize]| sizes.iter().flat_map(|&size| [size - 1, size, size + 1]).collect::<Vec<_>>();
+    let (mut q, mut kv) = (around(&tiles.m), around(&tiles.n));
+    q.extend([1, 7, 251, 2 * tiles.m.last().copied().unwrap_or(128) + 1]);
+    kv.extend([0, 1, 61, 2 * tiles.n.last().copied().unwrap_or(128), 509]);
+    let mut cases = Vec::new();
+    for mask in masks() {
+        for &seqlen_q in &q {
+            for &seqlen_kv in &kv {
+                // 64 goes through every row, those of larger head dims too.
+                cases.push(Case::new(seqlen_q, seqlen_kv, 64, mask));
+            }
+        }
+        for (seqlen_q, seqlen_kv) in [(127, 129), (128, 128), (129, 127), (257, 384), (383, 131), (1, 509), (191, 0)] {
+            cases.push(Case::new(seqlen_q, seqlen_kv, 128, mask));
+        }
+        for (seqlen_q, seqlen_kv) in [(700, 300), (300, 700), (577, 1021)] {
+            cases.push(Case::new(seqlen_q, seqlen_kv, 64, mask));
+            cases.push(Case::new(seqlen_q, seqlen_kv, 128, mask));
+        }
+    }
+    cases
+}
+
+fn windows() -> Vec<Case> {
+    let bounds = [
+        (Some(0), Some(0)),
+        (Some(1), Some(0)),
+        (Some(0), Some(1)),
+        (Some(5), Some(3)),
+        (Some(63), Some(64)),
+        (Some(128), Some(0)),
+        (Some(0), Some(128)),
+        (Some(127), Some(127)),
+        (Some(17), None),
+        (None, Some(5)),
+        (None, Some(0)),
+        (Some(130), Some(7)),
+        (Some(200), Some(100_000)),
+        (Some(100_000), Some(200)),
+        (Some(100_000), Some(100_000)),
+        (Some(usize::MAX), Some(3)),
+    ];
+    let mut cases = Vec::new();
+    for (left, right) in bounds {
+        for corner in [Corner::BottomRight, Corner::TopLeft] {
+            for (seqlen_q, seqlen_kv, head_dim) in
+                [(200, 200, 64), (150, 333, 64), (333, 150, 64), (400, 450, 128), (450, 140, 128)]
+            {
+                cases.push(Case::new(seqlen_q, seqlen_kv, head_dim, Mask::Window { left, right, corner }));
+            }
+        }
+    }
+    cases
+}
+
+/// MHA, GQA, MQA, batches; more heads than multiprocessors, so that a persistent grid comes round again.
+fn heads() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for mask in masks() {
+        for (batch, heads_q, heads_kv) in [(1, 1, 1), (2, 4, 4), (3, 6, 2), (2, 8, 1), (1, 12, 3), (5, 3, 1)] {
+            cases.push(Case::new(131, 193, 64, mask).heads(batch, heads_q, heads_kv));
+            cases.push(Case::new(193, 131, 128, mask).heads(batch, heads_q, heads_kv));
+        }
+        cases.push(Case::new(200, 140, 64, mask).heads(9, 20, 4));
+        cases.push(Case::new(140, 200, 128, mask).heads(20, 9, 9));
+        cases.push(Case::new(1, 300, 128, mask).heads(16, 32, 8));
+    }
+    cases
+}
+
+fn placements() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for placement in Placement::ALL {
+        for mask in masks() {
+            for (head_dim, heads) in [(64, (2, 4, 2)), (128, (2, 4, 2)), (56, (3, 3, 1)), (64, (1, 1, 1))] {
+                let (batch, heads_q, heads_kv) = heads;
+                let case = Case::new(137, 211, head_dim, mask).heads(batch, heads_q, heads_kv);
+                cases.push(Case { placement, lse: head_dim != 56, ..case });
+            }
+        }
+        cases.push(Case { placement, ..Case::new(1, 1, 64, Mask::Full).heads(2, 2, 2) });
+    }
+    cases
+}
+
+/// Scales and values.
+fn numbers() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for mask in masks() {
+        for head_dim in [64, 128] {
+            let case = Case::new(203, 301, head_dim, mask).heads(2, 2, 1);
+            for scale in [0.001, 0.02, 0.131, 1.0, 3.7] {
+                cases.push(Case { scale: Some(scale), ..case.clone() });
+            }
+            for values in [Values::Large, Values::Tiny, Values::Offset, Values::Uneven, Values::Constant] {
+                cases.push(Case { values, ..case.clone() });
+            }
+            for values in [Values::NanQuery, Values::NanKey] {
+                cases.push(Case { values, ..case.clone() });
+            }
+            for seed in 1..4 {
+                cases.push(Case { seed, lse: seed != 2, ..case.clone() });
+            }
+        }
+    }
+    cases
+}
+
+/// A few long ones; the oracle is what limits them.
+fn long() -> Vec<Case> {
+    let one_head = |seqlen_q, seqlen_kv, head_dim, mask| Case::new(seqlen_q, seqlen_kv, head_dim, mask).heads(1, 1, 1);
+    vec![
+        one_head(4096, 4096, 64, Mask::causal()),
+        one_head(2048, 2048, 128, Mask::Full),
+        one_head(2048, 2048, 128, Mask::causal()),
+        one_head(4096, 4096, 128, Mask::window(Some(256), Some(0))),
+        one_head(1, 4096, 128, Mask::Full),
+        one_head(3, 4001, 64, Mask::causal()),
+        one_head(4001, 3, 64, Mask::causal()),
+        one_head(1500, 3001, 64, Mask::window(Some(1000), Some(1000))),
+        one_head(1999, 1024, 128, CAUSAL_TOP_LEFT),
+    ]
+}
+
+/// Nothing to write: legal, and nothing may be touched.
+fn empty() -> Vec<Case> {
+    vec![
+        Case::new(0, 5, 64, Mask::Full),
+        Case::new(0, 0, 128, Mask::causal()),
+        Case::new(5, 5, 64, Mask::Full).heads(0, 2, 1),
+        Case::new(5, 0, 64, Mask::causal()),
+    ]
+}
+
+/// Random cases, for fuzzing: small lengths, everything else free.
+pub mod random {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Cases with head dims up to `head_dim` in steps of `step`.
+    pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
+        let length = || prop_oneof![1usize..20, 60usize..70, 1usize..300, 120usize..140, 185usize..200];
+        let dim = move || (1..=head_dim / step).prop_map(move |steps| steps * step);
+        let sizes = (1usize..4, length(), prop_oneof![9 => length(), 1 => Just(0)], 1usize..4, 1usize..5, dim(), dim());
+        let scale = prop_oneof![2 => Just(None), 1 => (0.005f32..2.0).prop_map(Some)];
+        let placement = proptest::sample::select(Placement::ALL.to_vec());
+        let values = proptest::sample::select(vec![Values::Normal, Values::Normal, Values::Offset, Values::Uneven]);
+        (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
+            |(sizes, mask, scale, lse, placement, values, seed, square)| {
+                let (batch, seqlen_q, seqlen_kv, heads_kv, group, head_dim_qk, head_dim_vo) = sizes;
+                let dims = Dims {
+                    batch,
+                    seqlen_q,
+                    seqlen_kv,
+                    heads_q: heads_kv * group,
+                    heads_kv,
+                    head_dim_qk,
+                    head_dim_vo: if square { head_dim_qk } else { head_dim_vo },
+                };
+                Case { dims, mask, scale, lse, placement, values, seed: seed.into() }
+            },
+        )
+    }
+
+    fn mask() -> impl Strategy<Value = Mask> {
+        let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
+        let bound = || prop_oneof![Just(None), (0usize..8).prop_map(Some), (0usize..300).prop_map(Some)];
+        prop_oneof![
+            1 => Just(Mask::Full),
+            1 => corner().prop_map(|corner| Mask::Causal { corner }),
+            2 => (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+        ]
+    }
+}

@@ -1,0 +1,227 @@
+//! Cases ready to run, results judged, and the table of it all.
+
+use std::fmt::Write as _;
+
+use hopper_attention::reference::{Expected, Report, Tensor};
+use hopper_attention::{ForwardArgs, ForwardProblem, Operand, TensorMut, TensorRef};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::data::{Image, Input, Poison};
+use crate::problems::{Case, Grid};
+use crate::say;
+
+/// A case for one element type, with its inputs in guarded memory and what must come out.
+#[derive(Clone, Debug)]
+pub struct Prepared<T> {
+    /// The case.
+    pub case: Case,
+    /// The library's problem.
+    pub problem: ForwardProblem,
+    /// Queries.
+    pub q: Image<T, 4>,
+    /// Keys.
+    pub k: Image<T, 4>,
+    /// Values.
+    pub v: Image<T, 4>,
+    /// What must come out.
+    pub expected: Expected,
+}
+
+/// The outputs of a run.
+#[derive(Clone, Debug)]
+pub struct Outputs<T> {
+    /// The output.
+    pub o: Image<T, 4>,
+    /// The log-sum-exp, where it was asked for.
+    pub lse: Option<Image<f32, 3>>,
+}
+
+impl<T: Poison + Operand<Out = T>> Prepared<T> {
+    /// Makes the inputs and computes what must come out.
+    pub fn new(case: &Case) -> Self {
+        let problem = case.problem(T::DTYPE);
+        let input = |input, shape| {
+            let layout = case.placement.layout(shape, input != Input::Q);
+            Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
+        };
+        let q = input(Input::Q, problem.q_shape());
+        let k = input(Input::K, problem.k_shape());
+        let v = input(Input::V, problem.v_shape());
+        let expected = Expected::new(&problem, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
+        Self { case: case.clone(), problem, q, k, v, expected }
+    }
+
+    /// Prepares cases on all cores.
+    pub fn all(cases: &[Case]) -> Vec<Self> {
+        cases.par_iter().map(Self::new).collect()
+    }
+
+    /// Outputs that were not written yet.
+    pub fn outputs(&self) -> Outputs<T> {
+        let lse = self.case.placement.lse_layout(self.problem.lse_shape());
+        Outputs {
+            o: Image::poisoned(self.case.placement.layout(self.problem.o_shape(), false)),
+            lse: self.problem.wants_lse().then(|| Image::poisoned(lse)),
+        }
+    }
+
+    /// The arguments of a run in host memory.
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> ForwardArgs<'a, T> {
+        let input = |image: &'a Image<T, 4>| TensorRef::host(image.inner(), image.layout()).expect("a fitting layout");
+        let (o_layout, lse_layout) = (outputs.o.layout(), outputs.lse.as_ref().map(Image::layout));
+        ForwardArgs {
+            q: input(&self.q),
+            k: input(&self.k),
+            v: input(&self.v),
+            o: TensorMut::host(outputs.o.inner_mut(), o_layout).expect("a fitting layout"),
+            lse: outputs
+                .lse
+                .as_mut()
+                .zip(lse_layout)
+                .map(|(lse, layout)| TensorMut::host(lse.inner_mut(), layout).expect("a fitting layout")),
+        }
+    }
+
+    /// Holds outputs whose guard bands were found intact against the law.
+    pub fn judge(&self, outputs: &Outputs<T>) -> Report {
+        let lse = outputs.lse.as_ref().map(Image::values);
+        self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
+    }
+
+    /// As [`judge`](Self::judge), with what is wrong in words.
+    pub fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
+        let report = self.judge(outputs);
+        Verdict { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
+    }
+
+    /// The inputs and an honest result, for [`mutations`](crate::mutations).
+    pub fn tensors(&self) -> [Tensor; 3] {
+        [self.q.tensor(), self.k.tensor(), self.v.tensor()]
+    }
+}
+
+/// What came of one run.
+#[derive(Clone, Debug)]
+pub struct Verdict {
+    /// The largest error as a fraction of its tolerance.
+    pub worst_ratio: f64,
+    /// What is wrong, if anything is.
+    pub wrong: Option<String>,
+}
+
+impl Verdict {
+    /// A run that failed before it could be judged.
+    pub fn failed(why: impl Into<String>) -> Self {
+        Self { worst_ratio: f64::INFINITY, wrong: Some(why.into()) }
+    }
+}
+
+/// Results by row.
+#[derive(Debug)]
+pub struct Runner {
+    rows: Vec<Tally>,
+    failures: Vec<String>,
+    failed: usize,
+}
+
+/// A row's results.
+#[derive(Clone, Debug, Serialize)]
+struct Tally {
+    row: String,
+    cases: usize,
+    failed: usize,
+    /// The largest error as a fraction of its tolerance, of the cases that passed.
+    worst_ratio: f64,
+    /// The case that has it.
+    worst_case: String,
+}
+
+/// What is recorded of a run.
+#[derive(Serialize)]
+struct Record<'a> {
+    device: &'a str,
+    driver: &'a str,
+    grid: &'a str,
+    cases: usize,
+    failed: usize,
+    rows: &'a [Tally],
+    failures: &'a [String],
+}
+
+/// Failures that are printed and recorded; one broken kernel fails in hundreds of ways.
+const FAILURES_KEPT: usize = 40;
+
+impl Runner {
+    /// With these rows, by the names that they print.
+    pub fn new<R: ToString>(rows: impl IntoIterator<Item = R>) -> Self {
+        let rows = rows
+            .into_iter()
+            .map(|row| Tally { row: row.to_string(), cases: 0, failed: 0, worst_ratio: 0.0, worst_case: String::new() })
+            .collect();
+        Self { rows, failures: Vec::new(), failed: 0 }
+    }
+
+    /// Takes a verdict on a row.
+    pub fn take(&mut self, row: usize, case: &Case, dtype: hopper_attention::DType, verdict: Verdict) {
+        let tally = &mut self.rows[row];
+        tally.cases += 1;
+        match verdict.wrong {
+            Some(wrong) => {
+                tally.failed += 1;
+                self.failed += 1;
+                if self.failures.len() < FAILURES_KEPT {
+                    self.failures.push(format!("{}: {dtype} {case}: {wrong}", tally.row));
+                }
+            }
+            None if verdict.worst_ratio >= tally.worst_ratio => {
+                tally.worst_ratio = verdict.worst_ratio;
+                tally.worst_case = format!("{dtype} {case}");
+            }
+            None => {}
+        }
+    }
+
+    /// The table.
+    pub fn table(&self) -> String {
+        let mut table = String::from("  cases  failed  worst/tolerance  row\n");
+        for Tally { row, cases, failed, worst_ratio, worst_case } in &self.rows {
+            // Writing to a String cannot fail.
+            let _ = writeln!(table, "{cases:>7} {failed:>7} {worst_ratio:>16.3}  {row}");
+            if !worst_case.is_empty() {
+                let _ = writeln!(table, "{:>34}worst: {worst_case}", "");
+            }
+        }
+        let cases: usize = self.rows.iter().map(|row| row.cases).sum();
+        let _ = write!(table, "{} rows, {cases} cases, {} failed", self.rows.len(), self.failed);
+        table
+    }
+
+    /// Writes the table as JSON to the path in `HATTN_TEST_RECORD`, if there is one: what is committed of a run on a GPU.
+    pub fn record(&self, grid: Grid, device: &str, driver: &str) {
+        let Some(path) = std::env::var_os("HATTN_TEST_RECORD") else { return };
+        let record = Record {
+            device,
+            driver,
+            grid: grid.pick("small", "full"),
+            cases: self.rows.iter().map(|row| row.cases).sum(),
+            failed: self.failed,
+            rows: &self.rows,
+            failures: &self.failures,
+        };
+        let text = serde_json::to_string_pretty(&record).expect("plain data");
+        std::fs::write(&path, text + "\n").unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+
+    /// Prints the table, and fails if a case failed or a row had none.
+    pub fn finish(self) {
+        say(&self.table());
+        for failure in &self.failures {
+            say(failure);
+        }
+        let idle: Vec<_> = self.rows.iter().filter(|row| row.cases == 0).map(|row| &row.row).collect();
+        assert!(idle.is_empty(), "rows that took no case: {idle:?}");
+        assert!(!self.rows.is_empty(), "no rows at all");
+        assert_eq!(self.failed, 0, "cases failed; the first: {}", self.failures[0]);
+    }
+}
