@@ -16,7 +16,7 @@ static_assert(std::is_same_v<std::underlying_type_t<hattn::DType>, std::uint8_t>
 static_assert(std::is_same_v<std::underlying_type_t<hattn::MaskClass>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::Arch>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::StatusCode>, std::int32_t>);
-// A field added on one side only changes one of the sizes.
+// A field added on one side only changes one of the sizes: add it to src/lib.rs and to to_kernel() below.
 static_assert(sizeof(TensorDesc) == sizeof(hattn::TensorDesc));
 static_assert(sizeof(FwdParams) == sizeof(hattn::FwdParams));
 static_assert(sizeof(Status) == sizeof(hattn::Status));
@@ -54,6 +54,7 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   out.window_right = params.window_right;
   out.grid = params.grid;
   out.heads_per_group = params.heads_per_group;
+  out.tile_counter = params.tile_counter;
   return out;
 }
 

@@ -129,6 +129,8 @@ mod ffi {
         grid: i32,
         /// Heads whose tiles are walked together.
         heads_per_group: i32,
+        /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
+        tile_counter: u64,
     }
 
     /// A row of the forward table: one compiled kernel.
