@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, documentation, the tests
+# without CUDA, the kernels' build, the tests with CUDA and the disassembly audit. Logs are in the target folder's test-logs/.
+# Its last line sums the tests: "N passed, N failed, N skipped". Tests that need a GPU say so and count as skipped.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+logs=${CARGO_TARGET_DIR:-target}/test-logs
+started=$SECONDS
+failed_steps=()
+# Nothing is edited between builds here: incremental compilation only costs.
+export CARGO_INCREMENTAL=0
+
+# step NAME COMMAND...: runs it, keeps its output, and notes a failure without stopping.
+step() {
+  local name=$1 since=$SECONDS
+  shift
+  echo
+  echo "== $name: $*"
+  # Progress as it comes; the tests' own words only where they matter.
+  "$@" 2>&1 | tee "$logs/$name.log" |
+    grep --line-buffered -E '^ *(Compiling|Checking|Documenting|Downloaded|Running|Doc-tests|Finished) |^(test|running|error|warning)[: [(]|skipped: no GPU|panicked'
+  if [ "${PIPESTATUS[0]}" -eq 0 ]; then
+    echo "== $name: ok ($((SECONDS - since)) s)"
+    return
+  fi
+  failed_steps+=("$name")
+  echo "== $name: FAILED ($((SECONDS - since)) s), from $logs/$name.log:"
+  if grep -q '^failures:' "$logs/$name.log"; then
+    sed -n '/^failures:/,/^test result/p' "$logs/$name.log"
+  else
+    tail -n 100 "$logs/$name.log"
+  fi
+}
+
+# clang-format's versions disagree with each other: the one that the sources were formatted with, or none.
+check_clang_format() {
+  local version=14 have
+  if ! command -v clang-format >/dev/null; then
+    echo "== clang-format: skipped, it is not installed"
+    return
+  fi
+  have=$(clang-format --version | grep -oE '[0-9]+' | head -n 1)
+  if [ "$have" != $version ]; then
+    echo "== clang-format: skipped, it is version $have and the sources are formatted with $version"
+    return
+  fi
+  local files
+  mapfile -t files < <(find crates -name target -prune -o \( -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cc' \) -print)
+  step clang-format clang-format --dry-run --Werror "${files[@]}"
+}
+
+scripts/bootstrap.sh || exit 1
+mkdir -p "$logs"
+rm -f "$logs"/*.log
+
+step format cargo fmt --all --check
+check_clang_format
+
+# Without CUDA: nothing here asks for a C++ compiler.
+step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
+step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
+
+# With CUDA. The grid on the CPU and the doors do not change with the feature, and have just run.
+step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
+step test-cuda cargo test --workspace --exclude hopper-attention-tests --features cuda --no-fail-fast -- --show-output
+targets=(--lib)
+for file in tests/tests/*.rs; do
+  name=$(basename "$file" .rs)
+  case $name in cpu | doors) ;; *) targets+=(--test "$name") ;; esac
+done
+step test-gpu cargo test -p hopper-attention-tests --features cuda "${targets[@]}" --no-fail-fast -- --show-output
+step docs env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --features cuda --no-deps
+
+read -r passed failed skipped < <(cat "$logs"/test*.log | awk -f scripts/count_tests.awk)
+gpu=$(cat "$logs"/test*.log | grep -c 'skipped: no GPU')
+echo
+echo "took $((SECONDS - started)) s"
+[ "$gpu" -eq 0 ] || echo "$gpu tests need a GPU and were skipped: run scripts/gpu_test.sh on a machine with one"
+status=0
+if [ ${#failed_steps[@]} -gt 0 ]; then
+  echo "failed: ${failed_steps[*]}"
+  status=1
+  # A step that failed without a test's result line (a lint, a build) is a failure all the same.
+  [ "$failed" -gt 0 ] || failed=${#failed_steps[@]}
+fi
+if [ "$passed" -le 0 ]; then
+  echo "no test ran"
+  status=1
+fi
+echo "$passed passed, $failed failed, $skipped skipped"
+exit $status
