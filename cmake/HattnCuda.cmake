@@ -10,7 +10,9 @@ if(NOT DEFINED CMAKE_CUDA_COMPILER_LAUNCHER)
   find_program(HATTN_CCACHE ccache)
   mark_as_advanced(HATTN_CCACHE)
   if(HATTN_CCACHE)
-    set(CMAKE_CUDA_COMPILER_LAUNCHER "${HATTN_CCACHE}")
+    # Paths below the build folder do not count, so that Cargo's profiles and target folders share what they compile.
+    set(CMAKE_CUDA_COMPILER_LAUNCHER
+        "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${CMAKE_CURRENT_BINARY_DIR}" CCACHE_NOHASHDIR=1 "${HATTN_CCACHE}")
   endif()
 endif()
 set(hattn_cuda_launcher sh "${CMAKE_CURRENT_LIST_DIR}/keep_log.sh" ${CMAKE_CUDA_COMPILER_LAUNCHER})
