@@ -157,8 +157,13 @@ unsafe fn forward(args: &Args) -> Result<(), (c_int, String)> {
         o: tensor(args.o, args.o_stride),
         lse,
     };
-    // SAFETY: the caller vouches for addresses, strides and sizes, and for the stream being of the current context.
-    unsafe { plan.run_raw(&call, args.stream) }.map_err(refused)
+    let need = plan.workspace_bytes();
+    if args.workspace_bytes < need as u64 {
+        return Err(refused(Error::Workspace { need, have: args.workspace_bytes as usize }));
+    }
+    // SAFETY: the caller vouches for addresses, strides and sizes, for the stream being of the current context, and for
+    // the workspace, which is as large as the plan asks.
+    unsafe { plan.run_raw_with_workspace(&call, args.workspace as u64, args.stream) }.map_err(refused)
 }
 
 fn key(args: &Args) -> Result<Key, (c_int, String)> {
@@ -194,6 +199,11 @@ fn key(args: &Args) -> Result<Key, (c_int, String)> {
         },
         other => return Err(invalid("mask", other, "0 (full), 1 (causal), 2 (window)")),
     };
+    // cudarc panics on its first call where there is no driver.
+    static DRIVER: LazyLock<bool> = LazyLock::new(|| !Device::available().is_empty());
+    if !*DRIVER {
+        return Err((FAILED, "this machine has no CUDA driver, or no GPU".to_owned()));
+    }
     let mut ordinal = 0;
     // SAFETY: writes one int.
     let code = unsafe { sys::cuCtxGetDevice(&mut ordinal) };
@@ -202,4 +212,45 @@ fn key(args: &Args) -> Result<Key, (c_int, String)> {
         return Err((FAILED, format!("no current CUDA context ({code:?})")));
     }
     Ok(Key { ordinal, dims, dtype, mask, scale_bits: args.softmax_scale.to_bits(), lse: !args.lse.is_null() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args() -> Args {
+        // SAFETY: every field is an integer, a float or a raw pointer, and all of them may be 0.
+        let zero: Args = unsafe { std::mem::zeroed() };
+        Args { struct_bytes: size_of::<Args>() as u64, dtype: 1, heads_q: 1, heads_kv: 1, ..zero }
+    }
+
+    fn refused(args: *const Args) -> (c_int, String) {
+        // SAFETY: null or a live struct, which is refused before any of its addresses is used.
+        let status = unsafe { hattn_peer_fwd(args) };
+        // SAFETY: a string of this thread, and no call comes between.
+        let text = unsafe { CStr::from_ptr(hattn_peer_last_error()) };
+        (status, text.to_string_lossy().into_owned())
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_without_a_gpu() {
+        assert_eq!(refused(std::ptr::null()), (INVALID, "args is null".into()));
+        assert_eq!(refused(&Args { struct_bytes: 8, ..args() }).1, "struct_bytes 8; allowed: 224 and above");
+        for (wrong, what) in [
+            (Args { batch: -1, ..args() }, "batch: -1"),
+            (Args { dtype: 3, ..args() }, "dtype: 3"),
+            (Args { corner: 2, ..args() }, "corner: 2"),
+            (Args { mask: -1, ..args() }, "mask: -1"),
+        ] {
+            let (status, text) = refused(&wrong);
+            assert!(status == INVALID && text.starts_with(what), "{status}: {text}");
+        }
+    }
+
+    #[test]
+    fn the_name_is_the_reports() {
+        // SAFETY: a string of the program.
+        let name = unsafe { CStr::from_ptr(hattn_peer_name()) };
+        assert_eq!(name.to_str(), Ok(crate::NAME));
+    }
 }
