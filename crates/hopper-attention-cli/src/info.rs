@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use hopper_attention::{Device, kernels, support_table};
+use hopper_attention::{Device, Error, kernels, support_table};
 
 use crate::args::InfoArgs;
 use crate::compute::device_name;
@@ -39,8 +39,12 @@ fn overview() -> Result<()> {
         writeln!(text, "  {gpu}; {kernels} of the kernels run on it")?;
     }
     if gpus.is_empty() {
-        let why = Device::cuda(0).err().map_or_else(String::new, |error| format!(" ({error})"));
-        writeln!(text, "  no GPU{why}")?;
+        let why = match Device::cuda(0) {
+            Err(Error::NoDevice { found, .. }) => found,
+            Err(error) => error.to_string(),
+            Ok(_) => "one came up just now".into(),
+        };
+        writeln!(text, "  no GPU: {why}")?;
     }
     text += "\nkernels\n";
     for kernel in kernels() {

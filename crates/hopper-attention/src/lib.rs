@@ -123,3 +123,8 @@ pub use plan::ForwardPlan;
 pub use problem::{Dims, ForwardProblem};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
+
+/// The README's example is compiled and run with the documentation's.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

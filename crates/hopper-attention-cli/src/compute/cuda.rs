@@ -1,9 +1,11 @@
 //! Running a plan on a GPU: copies in, timed runs, copies out.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{CudaDevice, Device, ForwardArgs, ForwardPlan, Stream, TensorMut, TensorRef, Workspace};
 
 use super::{Computed, Layouts, median};
@@ -21,13 +23,9 @@ pub fn forward<T: Value>(
 ) -> Result<Computed<T>> {
     let handle = Device::Cuda(device.clone()).new_stream()?;
     let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
-    let copying = "copying to the GPU";
     let [q, k, v] = &qkv.data;
-    // An empty tensor has no memory on a device; one element stands in for it.
-    let upload = |values: &[T]| stream.clone_htod(if values.is_empty() { &[T::zeroed()] } else { values });
-    let (q, k, v) = (upload(q).context(copying)?, upload(k).context(copying)?, upload(v).context(copying)?);
-    let mut device_o = upload(&o).context(copying)?;
-    let mut device_lse = stream.clone_htod(if lse.is_empty() { &[0.0] } else { &lse[..] }).context(copying)?;
+    let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
+    let (mut device_o, mut device_lse) = (upload(stream, &o)?, upload(stream, &lse)?);
     let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
 
     let mut run = || -> Result<()> {
@@ -66,4 +64,10 @@ pub fn forward<T: Value>(
     }
     handle.synchronize()?;
     Ok(Computed { o, lse, time: median(times?) })
+}
+
+/// Copies values to the device. An empty tensor has no memory there; one element stands in for it.
+fn upload<T: Value>(stream: &Arc<CudaStream>, values: &[T]) -> Result<CudaSlice<T>> {
+    let stand_in = [T::zeroed()];
+    stream.clone_htod(if values.is_empty() { &stand_in[..] } else { values }).context("copying to the GPU")
 }
