@@ -1,0 +1,189 @@
+//! Cases in device memory.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use hopper_attention::{
+    CudaDevice, Device, ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace, kernels,
+};
+
+use crate::data::{GUARD, Image, Poison};
+use crate::runner::{Outputs, Prepared};
+use crate::say;
+
+/// A GPU for one test. Tests take turns: they share its memory, and a capture in one must not see another allocate.
+pub struct Gpu {
+    /// The GPU, through a context object of this test's own.
+    pub device: CudaDevice,
+    /// Its default stream.
+    pub stream: Arc<CudaStream>,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Gpu {
+    /// The GPU, or `None` and a line that says so. With `HATTN_REQUIRE_GPU=1` its absence is a failure.
+    pub fn open(test: &str) -> Option<Self> {
+        static TURN: Mutex<()> = Mutex::new(());
+        // A test that failed has said so itself.
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = Device::available();
+        if !found.iter().any(|info| info.ordinal == 0 && kernels().iter().any(|row| row.runs_on(&info.facts))) {
+            let required = std::env::var("HATTN_REQUIRE_GPU").is_ok_and(|value| value == "1");
+            assert!(!required, "HATTN_REQUIRE_GPU=1, but no GPU runs a row of this build; found: {found:?}");
+            say(&format!("skipped: no GPU ({test})"));
+            return None;
+        }
+        let context = CudaContext::new(0).expect("the GPU opens");
+        let device = CudaDevice::from_context(context).expect("the GPU describes itself");
+        let stream = device.context().default_stream();
+        Some(Self { device, stream, _turn: turn })
+    }
+
+    /// The default stream as the library takes it.
+    pub fn lane(&self) -> Stream {
+        Stream::Cuda(self.stream.clone())
+    }
+
+    /// The rows that this GPU runs.
+    pub fn rows(&self) -> Vec<KernelInfo> {
+        kernels().iter().copied().filter(|row| row.runs_on(&self.device.info().facts)).collect()
+    }
+
+    /// The card, for records.
+    pub fn card(&self) -> String {
+        self.device.info().to_string()
+    }
+
+    /// The driver, for records.
+    pub fn driver(&self) -> String {
+        let (major, minor) = self.device.info().driver;
+        match std::fs::read_to_string("/sys/module/nvidia/version") {
+            Ok(version) => format!("driver {}, CUDA {major}.{minor}", version.trim()),
+            Err(_) => format!("CUDA {major}.{minor}"),
+        }
+    }
+}
+
+/// A case's tensors on the GPU, guard bands included.
+pub struct OnDevice<T> {
+    q: CudaSlice<T>,
+    k: CudaSlice<T>,
+    v: CudaSlice<T>,
+    o: CudaSlice<T>,
+    lse: Option<CudaSlice<f32>>,
+}
+
+impl<T: Poison + Operand<Out = T>> OnDevice<T> {
+    /// Inputs, and outputs of poison.
+    pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
+        let outputs = prepared.outputs();
+        let up = |image: &Image<T, 4>| stream.clone_htod(image.data()).expect("device memory");
+        Self {
+            q: up(&prepared.q),
+            k: up(&prepared.k),
+            v: up(&prepared.v),
+            o: up(&outputs.o),
+            lse: outputs.lse.map(|lse| stream.clone_htod(lse.data()).expect("device memory")),
+        }
+    }
+
+    /// Poisons the outputs again.
+    pub fn poison(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
+        let outputs = prepared.outputs();
+        stream.memcpy_htod(outputs.o.data(), &mut self.o).expect("a copy");
+        if let (Some(to), Some(from)) = (&mut self.lse, &outputs.lse) {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+    }
+
+    /// Writes another case's inputs, of the same sizes, into the same memory.
+    pub fn write_inputs(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
+        for (to, from) in [(&mut self.q, &prepared.q), (&mut self.k, &prepared.k), (&mut self.v, &prepared.v)] {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+    }
+
+    /// The arguments of a run.
+    pub fn args(&mut self, prepared: &Prepared<T>) -> ForwardArgs<'_, T> {
+        let input = |slice, image: &Image<T, 4>| {
+            let slice: &CudaSlice<T> = slice;
+            TensorRef::cuda(slice.slice(GUARD..slice.len() - GUARD), image.layout()).expect("a fitting layout")
+        };
+        let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
+        let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
+        let o_end = self.o.len() - GUARD;
+        ForwardArgs {
+            q: input(&self.q, &prepared.q),
+            k: input(&self.k, &prepared.k),
+            v: input(&self.v, &prepared.v),
+            o: TensorMut::cuda(self.o.slice_mut(GUARD..o_end), o_layout).expect("a fitting layout"),
+            lse: self.lse.as_mut().map(|lse| {
+                let end = lse.len() - GUARD;
+                TensorMut::cuda(lse.slice_mut(GUARD..end), lse_layout).expect("a fitting layout")
+            }),
+        }
+    }
+
+    /// Runs a plan once on outputs of poison, waits, and takes the outputs back if the guard bands are whole.
+    ///
+    /// # Errors
+    /// What was refused, failed, or was overwritten.
+    pub fn run(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        workspace: &mut Workspace,
+        plan: &ForwardPlan,
+        prepared: &Prepared<T>,
+    ) -> Result<Outputs<T>, String> {
+        self.poison(stream, prepared);
+        plan.run(&Stream::Cuda(stream.clone()), workspace, self.args(prepared)).map_err(|error| error.to_string())?;
+        self.outputs(stream, prepared)
+    }
+
+    /// Waits, and takes the outputs back if the guard bands are whole. An error of the GPU itself ends the test: nothing
+    /// after it can be trusted.
+    ///
+    /// # Errors
+    /// What was overwritten or left unwritten.
+    pub fn outputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Result<Outputs<T>, String> {
+        if let Err(error) = stream.synchronize() {
+            panic!("the GPU failed on {} {}: {error}", T::DTYPE, prepared.case);
+        }
+        let mut outputs = prepared.outputs();
+        outputs.o.take_output(stream.clone_dtoh(&self.o).expect("a copy")).map_err(|why| format!("o: {why}"))?;
+        if let (Some(image), Some(lse)) = (&mut outputs.lse, &self.lse) {
+            image.take_output(stream.clone_dtoh(lse).expect("a copy")).map_err(|why| format!("lse: {why}"))?;
+        }
+        Ok(outputs)
+    }
+
+    /// Whether nothing was written at all: what must hold after a refusal.
+    pub fn untouched(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> bool {
+        let o = stream.clone_dtoh(&self.o).expect("a copy");
+        let lse = self.lse.as_ref().map(|lse| stream.clone_dtoh(lse).expect("a copy"));
+        o.iter().all(|x| x.is_poison())
+            && lse.is_none_or(|lse| lse.iter().all(|x| x.is_poison()))
+            && self.check_inputs(stream, prepared).is_ok()
+    }
+
+    /// Whether the inputs are still what they were, guard bands included.
+    ///
+    /// # Errors
+    /// Where they are not.
+    pub fn check_inputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Result<(), String> {
+        for (slice, image) in [(&self.q, &prepared.q), (&self.k, &prepared.k), (&self.v, &prepared.v)] {
+            image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether two outputs are the same, bit for bit.
+pub fn same_bits<T: Poison>(a: &Outputs<T>, b: &Outputs<T>) -> bool {
+    let bits = |outputs: &Outputs<T>| {
+        let o: Vec<u32> = outputs.o.data().iter().map(|x| x.bits()).collect();
+        let lse: Option<Vec<u32>> = outputs.lse.as_ref().map(|lse| lse.data().iter().map(|x| x.bits()).collect());
+        (o, lse)
+    };
+    bits(a) == bits(b)
+}

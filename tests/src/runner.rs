@@ -182,6 +182,20 @@ impl Runner {
         }
     }
 
+    /// Adds all rows up in the only row of another runner.
+    pub fn pour_into(self, other: &mut Self) {
+        let sum = &mut other.rows[0];
+        for row in self.rows {
+            sum.cases += row.cases;
+            sum.failed += row.failed;
+            if row.worst_ratio >= sum.worst_ratio {
+                (sum.worst_ratio, sum.worst_case) = (row.worst_ratio, format!("{}: {}", row.row, row.worst_case));
+            }
+        }
+        other.failed += self.failed;
+        other.failures.extend(self.failures);
+    }
+
     /// The table.
     pub fn table(&self) -> String {
         let mut table = String::from("  cases  failed  worst/tolerance  row\n");

@@ -51,13 +51,27 @@ impl ForwardProblem {
         let target = match device {
             Device::Cpu => Target::Cpu,
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => {
-                let choice = select(self, &device.info().facts, kernels())?;
-                device.context().bind_to_thread().map_err(crate::cuda::driver("making the GPU current"))?;
-                crate::sys::prepare(&choice.kernel)?;
-                Target::Gpu(Gpu { choice, device: Some(device.clone()) })
-            }
+            Device::Cuda(device) => return self.plan_among(device, kernels()),
         };
+        Ok(ForwardPlan { problem: self.clone(), target })
+    }
+
+    /// The plan with one row of [`kernels()`] in place of the one that [`plan`](Self::plan) picks: for tests and
+    /// benches, which want every row to work.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem.
+    #[cfg(feature = "cuda")]
+    pub fn plan_with_row(&self, device: &CudaDevice, row: &crate::KernelInfo) -> Result<ForwardPlan> {
+        self.plan_among(device, std::slice::from_ref(row))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo]) -> Result<ForwardPlan> {
+        let choice = select(self, &device.info().facts, rows)?;
+        device.context().bind_to_thread().map_err(crate::cuda::driver("making the GPU current"))?;
+        crate::sys::prepare(&choice.kernel)?;
+        let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
         Ok(ForwardPlan { problem: self.clone(), target })
     }
 

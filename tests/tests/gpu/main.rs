@@ -1,0 +1,32 @@
+//! The suite that needs a GPU. Without one every test prints a line `skipped: no GPU (NAME)`; with `HATTN_REQUIRE_GPU=1`
+//! that is a failure. `HATTN_TEST_GRID=small` is for compute-sanitizer; `HATTN_TEST_RECORD=PATH` gets the table as JSON.
+#![cfg(feature = "cuda")]
+
+mod capture;
+mod grid;
+mod large;
+mod refusals;
+mod streams;
+
+use hopper_attention::{Mask, MaskClass};
+
+/// A mask of each class that bites.
+fn mask_of(class: MaskClass) -> Mask {
+    match class {
+        MaskClass::Full => Mask::Full,
+        MaskClass::Causal => Mask::causal(),
+        _ => Mask::window(Some(100), Some(20)),
+    }
+}
+
+/// Calls a generic function with the element type of a row.
+macro_rules! with_dtype {
+    ($dtype:expr, $function:ident($($argument:expr),* $(,)?)) => {
+        match $dtype {
+            hopper_attention::DType::BF16 => $function::<hopper_attention::bf16>($($argument),*),
+            hopper_attention::DType::F16 => $function::<hopper_attention::f16>($($argument),*),
+            other => panic!("no test inputs of type {other}"),
+        }
+    };
+}
+use with_dtype;

@@ -1,0 +1,122 @@
+//! What must be refused is refused by name, with nothing written.
+
+use hopper_attention::cudarc::driver::CudaContext;
+use hopper_attention::{
+    CudaDevice, DType, Device, Dims, Error, ForwardArgs, ForwardProblem, Layout, Mask, Stream, TensorMut, TensorRef,
+    Workspace, bf16, f16,
+};
+use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::problems::Case;
+use hopper_attention_tests::runner::Prepared;
+
+fn case() -> Case {
+    Case::new(70, 90, 64, Mask::causal()).heads(2, 4, 2)
+}
+
+#[test]
+fn wrong_arguments_are_refused_and_nothing_is_written() {
+    let Some(gpu) = Gpu::open("wrong_arguments_are_refused_and_nothing_is_written") else { return };
+    let prepared = Prepared::<bf16>::new(&case());
+    let device = Device::Cuda(gpu.device.clone());
+    let plan = prepared.problem.plan(&device).unwrap();
+    let lane = gpu.lane();
+    let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    let stream = &gpu.stream;
+
+    // Another context object of the same GPU: its streams would not be waited for.
+    let elsewhere = CudaContext::new(0).unwrap();
+    let other = Stream::Cuda(elsewhere.default_stream());
+    let error = plan.run(&other, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error}");
+
+    // The CPU's stream, the CPU's plan, tensors of the host.
+    let error = plan.run(&Stream::Cpu, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error}");
+    let on_cpu = prepared.problem.plan(&Device::Cpu).unwrap();
+    let error = on_cpu.run(&lane, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error}");
+    let error = on_cpu.run(&Stream::Cpu, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error}");
+    let q = prepared.q.clone();
+    let args = ForwardArgs { q: TensorRef::host(q.inner(), q.layout()).unwrap(), ..on_device.args(&prepared) };
+    let error = plan.run(&lane, &mut workspace, args).unwrap_err();
+    assert!(matches!(error, Error::Device { what: "q", .. }), "{error}");
+
+    // The LSE missing, and given though not asked for.
+    let args = ForwardArgs { lse: None, ..on_device.args(&prepared) };
+    let error = plan.run(&lane, &mut workspace, args).unwrap_err();
+    assert!(matches!(error, Error::Value { what: "lse", .. }), "{error}");
+    let without = prepared.problem.clone().lse(false).plan(&device).unwrap();
+    let error = without.run(&lane, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Value { what: "lse", .. }), "{error}");
+
+    // Another shape, another type.
+    let dims = Dims { seqlen_kv: 89, ..prepared.problem.dims() };
+    let shorter = ForwardProblem::new(DType::BF16, dims).unwrap().lse(true).plan(&device).unwrap();
+    let error = shorter.run(&lane, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Shape { tensor: "k", .. }), "{error}");
+    let half = Prepared::<f16>::new(&case()).problem.plan(&device).unwrap();
+    let error = half.run(&lane, &mut workspace, on_device.args(&prepared)).unwrap_err();
+    assert!(matches!(error, Error::Dtype { .. }), "{error}");
+
+    // A base that is not a multiple of 16 bytes; a stride that is not; too little memory; an output that overlaps itself.
+    let shape = prepared.problem.q_shape();
+    let layout = Layout::contiguous(shape).unwrap();
+    let memory = stream.alloc_zeros::<bf16>(layout.span() + 64).unwrap();
+    let off_by_one = TensorRef::cuda(memory.slice(1..), layout).unwrap();
+    let error =
+        plan.run(&lane, &mut workspace, ForwardArgs { q: off_by_one, ..on_device.args(&prepared) }).unwrap_err();
+    assert!(matches!(error, Error::Layout { tensor: "q", .. }), "{error}");
+    let [s_b, s_s, s_h, _] = layout.stride();
+    let odd = Layout::with_strides(shape, [s_b + 4, s_s, s_h, 1]).unwrap();
+    let odd = TensorRef::cuda(memory.slice(..), odd).unwrap();
+    let error = plan.run(&lane, &mut workspace, ForwardArgs { q: odd, ..on_device.args(&prepared) }).unwrap_err();
+    assert!(matches!(error, Error::Layout { tensor: "q", .. }), "{error}");
+    assert!(matches!(TensorRef::cuda(memory.slice(..layout.span() - 1), layout), Err(Error::Layout { .. })));
+    let mut overlapping = stream.alloc_zeros::<bf16>(layout.span()).unwrap();
+    let twice = Layout::with_strides(shape, [0, s_s, s_h, 1]).unwrap();
+    assert!(matches!(TensorMut::cuda(overlapping.slice_mut(..), twice), Err(Error::Layout { .. })));
+
+    // A workspace that is too small, where one is needed at all.
+    if plan.workspace_bytes() > 0 {
+        let mut small = Workspace::alloc(&lane, plan.workspace_bytes() - 1).unwrap();
+        let error = plan.run(&lane, &mut small, on_device.args(&prepared)).unwrap_err();
+        assert!(matches!(error, Error::Workspace { .. }), "{error}");
+    }
+
+    stream.synchronize().unwrap();
+    assert!(on_device.untouched(stream, &prepared), "a refused call wrote something");
+    // After all these refusals an honest call works.
+    let outputs = on_device.run(stream, &mut workspace, &plan, &prepared).unwrap();
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{report}");
+}
+
+#[test]
+fn problems_without_a_kernel_are_refused_by_name() {
+    let Some(gpu) = Gpu::open("problems_without_a_kernel_are_refused_by_name") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let largest = gpu.rows().iter().map(|row| row.head_dim_qk).max().unwrap();
+    let of = |dtype, head_dim| Case::new(64, 64, head_dim, Mask::Full).problem(dtype).plan(&device);
+    for refused in [of(DType::BF16, 12), of(DType::BF16, largest + 8), of(DType::F32, 64), of(DType::F16, 1)] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains("nearest: "), "{error}");
+    }
+}
+
+/// An empty problem is no launch, and writes nothing.
+#[test]
+fn empty_problems_touch_nothing() {
+    let Some(gpu) = Gpu::open("empty_problems_touch_nothing") else { return };
+    let device = Device::Cuda(CudaDevice::from_context(gpu.device.context().clone()).unwrap());
+    for case in [Case::new(0, 5, 64, Mask::Full), Case::new(5, 5, 64, Mask::causal()).heads(0, 2, 1)] {
+        let prepared = Prepared::<bf16>::new(&case);
+        let plan = prepared.problem.plan(&device).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        plan.run(&gpu.lane(), &mut workspace, on_device.args(&prepared)).unwrap();
+        assert!(on_device.untouched(&gpu.stream, &prepared), "{case}");
+    }
+}
