@@ -1,0 +1,92 @@
+//! `hattn` on a GPU. Without one each test prints a line `skipped: no GPU (NAME)`; with `HATTN_REQUIRE_GPU=1` it fails.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use std::io::Write;
+use std::path::Path;
+
+use common::{FIXTURE, Folder, Written, hattn, hattn_on};
+use hopper_attention::{Device, kernels};
+
+/// Whether a GPU is here that some kernel of this build runs on.
+fn gpu(test: &str) -> bool {
+    let found = Device::available().iter().any(|gpu| kernels().iter().any(|kernel| kernel.runs_on(&gpu.facts)));
+    if !found {
+        let required = std::env::var("HATTN_REQUIRE_GPU").is_ok_and(|value| value == "1");
+        assert!(!required, "HATTN_REQUIRE_GPU=1, but no GPU runs a kernel of this build");
+        // Past the test harness, which would hide it.
+        writeln!(std::io::stderr(), "skipped: no GPU ({test})").expect("stderr is open");
+    }
+    found
+}
+
+#[test]
+fn check_passes_on_real_activations() {
+    if !gpu("check_passes_on_real_activations") {
+        return;
+    }
+    for options in ["", "--mask causal", "--mask window:64,0:top-left", "--dtype f16 --scale 0.3"] {
+        let line = format!("check --device cuda:0 {options}");
+        let text = hattn_on(&line, Path::new(FIXTURE), None).fine();
+        assert!(text.contains("median of 10 runs") && text.contains("passed: the largest error is 0."), "{text}");
+    }
+}
+
+#[test]
+fn check_passes_on_shapes_with_nothing_in_them() {
+    if !gpu("check_passes_on_shapes_with_nothing_in_them") {
+        return;
+    }
+    let folder = Folder::new();
+    for sizes in ["--batch 0", "--seqlen-q 0 --seqlen-kv 5", "--seqlen-q 5 --seqlen-kv 0"] {
+        let input = folder.random("qkv.safetensors", &format!("--heads-q 2 --head-dim 16 {sizes}"));
+        let text = hattn_on("check --device cuda:0", &input, None).fine();
+        assert!(text.contains("passed"), "{sizes}: {text}");
+    }
+}
+
+#[test]
+fn auto_takes_the_gpu_where_it_can() {
+    if !gpu("auto_takes_the_gpu_where_it_can") {
+        return;
+    }
+    let device = |options: &[&str]| {
+        let text = hattn(["check", "--input", FIXTURE].iter().chain(options)).fine();
+        text.lines().find(|line| line.starts_with("device ")).expect("a line for the device").to_string()
+    };
+    let taken = device(&[]);
+    assert!(taken.contains("cuda:") && taken.contains("auto: "), "{taken}");
+    let refused = device(&["--dtype", "f32"]);
+    assert!(refused.contains("cpu, ") && refused.contains("auto: cuda:0: "), "{refused}");
+}
+
+#[test]
+fn a_gpu_writes_what_the_cpu_writes() {
+    if !gpu("a_gpu_writes_what_the_cpu_writes") {
+        return;
+    }
+    let folder = Folder::new();
+    let input = folder
+        .random("qkv.safetensors", "--batch 2 --seqlen-q 75 --seqlen-kv 133 --heads-q 6 --heads-kv 2 --layout bhsd");
+    let [gpu, cpu] = ["cuda:0", "cpu"].map(|device| {
+        let output = folder.path("o.safetensors");
+        hattn_on(&format!("run --mask causal --device {device}"), &input, Some(&output)).fine();
+        Written::read(&output)
+    });
+    assert_eq!((gpu.dtype, &gpu.o_shape, &gpu.lse_shape), (cpu.dtype, &cpu.o_shape, &cpu.lse_shape));
+    assert_eq!(gpu.metadata, cpu.metadata);
+    // Two roundings to bf16 of numbers below 4, and the roundings of P: `check` is what judges precisely.
+    let far = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(far(&gpu.o, &cpu.o) < 0.05 && far(&gpu.lse, &cpu.lse) < 1e-4);
+}
+
+#[test]
+fn a_head_dim_that_no_kernel_takes_is_refused_by_name() {
+    if !gpu("a_head_dim_that_no_kernel_takes_is_refused_by_name") {
+        return;
+    }
+    let folder = Folder::new();
+    let input = folder.random("qkv.safetensors", "--heads-q 1 --seqlen-q 8 --head-dim 12");
+    hattn_on("check --device cuda:0", &input, None).refused(&["unsupported: "]);
+}
