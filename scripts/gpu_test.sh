@@ -42,8 +42,9 @@ pack_into() {
   rm -f "$folder"/*.test "$folder"/*.log "$folder/about.txt"
   # The audit and the doors read the checkout, and the grid on the CPU needs no GPU: what is left is the GPU's.
   local targets=()
-  for name in tests/tests/*.rs; do
-    name=$(basename "$name" .rs)
+  for name in tests/tests/*.rs tests/tests/*/main.rs; do
+    [ -e "$name" ] || continue
+    name=$(basename "${name%/main.rs}" .rs)
     case $name in cpu | doors | disassembly) ;; *) targets+=(--test "$name") ;; esac
   done
   [ ${#targets[@]} -gt 0 ] || fail "tests/tests holds no GPU tests."

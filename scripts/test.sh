@@ -65,8 +65,9 @@ step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -
 step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
 step test-cuda cargo test --workspace --exclude hopper-attention-tests --features cuda --no-fail-fast -- --show-output
 targets=(--lib)
-for file in tests/tests/*.rs; do
-  name=$(basename "$file" .rs)
+for file in tests/tests/*.rs tests/tests/*/main.rs; do
+  [ -e "$file" ] || continue
+  name=$(basename "${file%/main.rs}" .rs)
   case $name in cpu | doors) ;; *) targets+=(--test "$name") ;; esac
 done
 step test-gpu cargo test -p hopper-attention-tests --features cuda "${targets[@]}" --no-fail-fast -- --show-output
