@@ -15,8 +15,9 @@ fn gpu(test: &str) -> bool {
     if !found {
         let required = std::env::var("HATTN_REQUIRE_GPU").is_ok_and(|value| value == "1");
         assert!(!required, "HATTN_REQUIRE_GPU=1, but no GPU runs a kernel of this build");
-        // Past the test harness, which would hide it.
-        writeln!(std::io::stderr(), "skipped: no GPU ({test})").expect("stderr is open");
+        // Past the test harness, which would hide it, and in one piece: other tests write at the same time.
+        let line = format!("skipped: no GPU ({test})\n");
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
     }
     found
 }
