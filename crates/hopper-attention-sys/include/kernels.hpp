@@ -67,6 +67,9 @@ struct FwdParams {
   // The order in which the persistent grid walks the tiles (the plan chooses): CTAs, and heads taken together.
   std::int32_t grid = 0;
   std::int32_t heads_per_group = 1;
+  // Address of 4 bytes of workspace for a counter from which CTAs draw their tiles (the launch zeroes it in stream
+  // order); 0: each CTA's tiles follow from its index.
+  std::uint64_t tile_counter = 0;
 };
 
 // One line of a kernel list (fwd.def): what was compiled, and how to start it.

@@ -48,6 +48,19 @@ CUTE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.relea
 // Orders this thread's ordinary shared-memory writes before later accesses by the tensor cores and the copy engine.
 CUTE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// This thread's lane, read anew at each call: where registers are short it is cheaper to read than to keep.
+CUTE_DEVICE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+CUTE_DEVICE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+CUTE_DEVICE int warp_in_warpgroup() { return thread_index() / 32 % 4; }
+
 // Named barriers: `threads` counts those that sync and those that only arrive.
 CUTE_DEVICE void named_barrier_sync(std::uint32_t id, std::uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -57,25 +70,16 @@ CUTE_DEVICE void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) {
 }
 
 // Position in a ring of kStages buffers, with the parity of the current lap. A consumer waits for `parity`, a producer
-// for `parity ^ 1` on the empty barriers (which lets the first lap through).
+// for its opposite on the empty barriers (which lets the first lap through).
 template <int kStages>
 struct RingPosition {
+  static_assert(kStages == 2, "the position moves by flipping bits");
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
 
   CUTE_DEVICE void advance() {
-    if constexpr (kStages == 1) {
-      parity ^= 1;
-    } else if constexpr (kStages == 2) {
-      parity ^= stage;
-      stage ^= 1;
-    } else {
-      ++stage;
-      if (stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
+    parity ^= stage;
+    stage ^= 1;
   }
 };
 

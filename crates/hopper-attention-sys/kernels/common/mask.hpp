@@ -49,6 +49,16 @@ CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
   }
 }
 
+// The blocks that some of a tile's rows visit, kept inside the tile's own range and never empty.
+template <MaskClass kMask>
+CUTE_DEVICE BlockRange within(BlockRange part, BlockRange const& tile) {
+  part.end = cute::max(cute::min(part.end, tile.end), tile.begin + 1);
+  if constexpr (kMask == MaskClass::Window) {
+    part.begin = cute::max(cute::min(part.begin, part.end - 1), tile.begin);
+  }
+  return part;
+}
+
 // Sets the scores of masked keys in one block to -inf. `scores` holds a thread's part of an m64 accumulator: element
 // (c, r, i) is row `row + 8 r`, column `8 i + column + c` of the block.
 template <MaskClass kMask, int kTileN, class Scores>

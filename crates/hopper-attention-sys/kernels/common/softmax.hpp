@@ -1,9 +1,11 @@
 // Online softmax over blocks of keys (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1), for a thread
 // that holds two rows of an m64 accumulator.
 //
-// A row's reference m is the subtrahend of its exponents. It is the true maximum after the first block; later it moves
-// only when a score exceeds it by more than kHeadroom (in powers of two), because P, the row sum and O share m, so that
-// any m gives the same quotient and only overflow matters. Most blocks then rescale nothing.
+// P, the row sum and O share one reference per row (the subtrahend of the exponents), so any reference gives the same
+// quotient and only overflow matters. The first block of a tile sets it to the row's true maximum. Later blocks are
+// exponentiated against it unseen, without looking for a maximum; only when a block's sum shows that the reference has
+// become too small (or that there is none yet, or a NaN) are the scores computed again and the reference moved. That
+// is rare, and saves a maximum, its shuffles and their latency in every other block.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -32,15 +34,12 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
-template <int kTileN>
+// kSumLimit bounds what one lane may add to a row in one block, and with it every element of P: far below the largest
+// value of P's type, with room for the products with V.
+template <int kTileN, int kSumLimitLog2>
 struct OnlineSoftmax {
-  static constexpr float kHeadroom = 8.0F;
-
-  float row_reference[2];  // m, in units of the scores
-  float row_sum[2];        // this lane's part of the sum; the quad's parts are added once a tile
-
-  // A row with no key so far has m = -inf: its exponents are taken against 0, so that they are 0 and not NaN.
-  CUTE_DEVICE static float subtrahend(float m, float scale_log2) { return m == -INFINITY ? 0.0F : m * scale_log2; }
+  float reference[2];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
+  float row_sum[2];    // this lane's part of the sum; the quad's parts are added once a tile
 
   template <class Scores>
   CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
@@ -55,51 +54,72 @@ struct OnlineSoftmax {
     }
   }
 
-  // scores <- exp2(scale_log2 * (scores - m)), and their sum into row_sum.
-  template <bool kFirst, class Scores>
-  CUTE_DEVICE void exponentiate(Scores& scores, float scale_log2) {
+  // scores <- exp2(scale_log2 * scores - shift), and their sums.
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate(Scores& scores, float scale_log2, float const (&shift)[2], float (&sums)[2]) {
+    // Two partial sums a row: the chain of dependent adds is half as long.
+    float partial[2][2] = {{0.0F, 0.0F}, {0.0F, 0.0F}};
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float const shift = subtrahend(row_reference[r], scale_log2);
-      // Two partial sums: the chain of dependent adds is half as long.
-      float sum[2] = {0.0F, 0.0F};
+    for (int i = 0; i < kTileN / 8; ++i) {
       CUTE_UNROLL
-      for (int i = 0; i < kTileN / 8; ++i) {
+      for (int r = 0; r < 2; ++r) {
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           float& score = scores(4 * i + 2 * r + c);
-          score = exp2_approx(fmaf(score, scale_log2, -shift));
-          sum[c] += score;
+          score = exp2_approx(fmaf(score, scale_log2, -shift[r]));
+          partial[r][c] += score;
         }
       }
-      row_sum[r] = kFirst ? sum[0] + sum[1] : row_sum[r] + (sum[0] + sum[1]);
     }
+    sums[0] = partial[0][0] + partial[0][1];
+    sums[1] = partial[1][0] + partial[1][1];
+  }
+
+  // Exponentiates against the true maximum of this block and what came before; `rescale` is what the new reference
+  // makes of the old sum and O. A row still without a key is taken against 0, so that its exponents are 0 and not NaN.
+  template <class Scores>
+  CUTE_DEVICE void exact_block(Scores& scores, float scale_log2, float (&rescale)[2], float (&sums)[2]) {
+    float max[2];
+    block_max(scores, max);
+    float shift[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const moved = fmaxf(reference[r], max[r] * scale_log2);
+      shift[r] = moved == -INFINITY ? 0.0F : moved;
+      rescale[r] = exp2_approx(reference[r] - shift[r]);
+      reference[r] = moved;
+    }
+    exponentiate(scores, scale_log2, shift, sums);
   }
 
   template <class Scores>
   CUTE_DEVICE void first_block(Scores& scores, float scale_log2) {
-    block_max(scores, row_reference);
-    exponentiate<true>(scores, scale_log2);
+    reference[0] = -INFINITY;
+    reference[1] = -INFINITY;
+    float rescale[2];
+    exact_block(scores, scale_log2, rescale, row_sum);
   }
 
-  // Returns whether O must be multiplied by `rescale` before the next product is added to it (the same in all lanes).
-  template <class Scores>
-  CUTE_DEVICE bool next_block(Scores& scores, float scale_log2, float headroom, float (&rescale)[2]) {
-    float max[2];
-    block_max(scores, max);
-    bool const moved =
-        __any_sync(0xffffffffU, max[0] > row_reference[0] + headroom || max[1] > row_reference[1] + headroom);
-    if (moved) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        float const m = fmaxf(row_reference[r], max[r]);
-        rescale[r] = exp2_approx(row_reference[r] * scale_log2 - subtrahend(m, scale_log2));
-        row_reference[r] = m;
-        row_sum[r] *= rescale[r];
-      }
+  // `recompute` brings back the scores, masked as they were; `rescale_output` multiplies the rows of O, which must
+  // share the reference.
+  template <class Scores, class Recompute, class RescaleOutput>
+  CUTE_DEVICE void next_block(Scores& scores, float scale_log2, Recompute const& recompute,
+                              RescaleOutput const& rescale_output) {
+    constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
+    float sums[2];
+    // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
+    exponentiate(scores, scale_log2, reference, sums);
+    bool const in_range = sums[0] < kSumLimit && sums[1] < kSumLimit;
+    if (!__all_sync(0xffffffffU, in_range)) {
+      float rescale[2];
+      recompute();
+      exact_block(scores, scale_log2, rescale, sums);
+      row_sum[0] *= rescale[0];
+      row_sum[1] *= rescale[1];
+      rescale_output(rescale);
     }
-    exponentiate<false>(scores, scale_log2);
-    return moved;
+    row_sum[0] += sums[0];
+    row_sum[1] += sums[1];
   }
 };
 

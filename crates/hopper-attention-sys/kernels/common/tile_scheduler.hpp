@@ -1,9 +1,10 @@
-// The order in which a persistent grid walks the (m_block, head, batch) tiles. Static: a CTA's tiles follow from its
-// index, so there is no counter to reset and nothing to allocate.
+// The order in which a persistent grid walks the (m_block, head, batch) tiles.
 //
 // Tiles are listed group by group, a group being `heads_per_group` (batch, head) pairs whose K and V are meant to stay
-// in L2 together; inside a group the tiles with the most keys come first. Round by round the grid takes the next `grid`
-// tiles, in alternating direction, so that a CTA that had a long tile in one round has a short one in the next.
+// in L2 together; inside a group the tiles with the most keys come first. With a counter each CTA draws the next tile
+// of the list when it can take one. Without, the grid takes `grid` tiles a round in alternating direction, so that a
+// CTA that had a long tile in one round has a short one in the next: nothing to zero and nothing to fetch, but balanced
+// only where a group is a whole number of rounds.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,10 +13,12 @@
 
 namespace hattn {
 
-struct Tile {
+struct alignas(16) Tile {
   int m_block;
   int head;
-  int batch;
+  int batch;  // below 0: no tile
+
+  CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
 
 template <MaskClass kMask>
@@ -24,17 +27,24 @@ struct TileScheduler {
   int heads;
   int batch;
   int heads_per_group;
+  int* counter;
 
-  // How many tiles this CTA takes.
-  CUTE_DEVICE int count() const {
-    int const total = m_blocks * heads * batch;
+  CUTE_DEVICE int total() const { return m_blocks * heads * batch; }
+
+  // The list index of this CTA's tile in a round; at or past `total()` there is none, then or later.
+  CUTE_DEVICE int draw(int round) const {
+    int const cta = static_cast<int>(blockIdx.x);
     int const grid = static_cast<int>(gridDim.x);
-    int const rounds = total / grid;
-    return rounds + (slot(rounds) < total - rounds * grid ? 1 : 0);
+    if (counter == nullptr) {
+      return round * grid + (round % 2 == 0 ? cta : grid - 1 - cta);
+    }
+    return round == 0 ? cta : grid + atomicAdd(counter, 1);
   }
 
-  CUTE_DEVICE Tile tile(int round) const {
-    int const index = round * static_cast<int>(gridDim.x) + slot(round);
+  CUTE_DEVICE Tile tile(int index) const {
+    if (index >= total()) {
+      return {0, 0, -1};
+    }
     int const group_tiles = heads_per_group * m_blocks;
     int const group = index / group_tiles;
     int const within = index - group * group_tiles;
@@ -46,12 +56,6 @@ struct TileScheduler {
     tile.batch = batch_head / heads;
     tile.head = batch_head - tile.batch * heads;
     return tile;
-  }
-
- private:
-  CUTE_DEVICE static int slot(int round) {
-    int const cta = static_cast<int>(blockIdx.x);
-    return round % 2 == 0 ? cta : static_cast<int>(gridDim.x) - 1 - cta;
   }
 };
 

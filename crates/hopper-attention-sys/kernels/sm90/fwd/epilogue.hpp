@@ -22,27 +22,34 @@ struct Epilogue {
                  : "memory");
   }
 
-  // `softmax.row_sum` is this lane's part, not yet added over the quad.
-  template <class Output, class Softmax>
-  CUTE_DEVICE static void write(KernelParams const& params, Storage& storage, Tile const& tile, int buffer,
-                                int consumer, Output const& output, Softmax const& softmax) {
-    int const lane = static_cast<int>(threadIdx.x) % 32;
-    int const warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    int const row = consumer * 64 + warp * 16;  // first row of this warp in the tile
-
-    float inverse[2];
+  // Writes the tile's log-sum-exp and gives what its O must be multiplied by. `softmax.row_sum` is this lane's part,
+  // not yet added over the quad.
+  template <class Softmax>
+  CUTE_DEVICE static void finish_rows(KernelParams const& params, Storage const& storage, int buffer, int consumer,
+                                      Softmax const& softmax, float (&inverse)[2]) {
+    Tile const tile = storage.tile[buffer];
+    int const lane = lane_index();
+    int const first_query = tile.m_block * Traits::kTileM + consumer * 64 + warp_in_warpgroup() * 16 + lane / 4;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const sum = quad_sum(softmax.row_sum[r]);
-      bool const empty = softmax.row_reference[r] == -INFINITY;  // no key at all: O = 0, LSE = -inf
+      bool const empty = sum == 0.0F;  // no key at all (the maximum counts 1): O = 0, LSE = -inf; a NaN stays one
       inverse[r] = empty ? 0.0F : __frcp_rn(sum);
-      int const query = tile.m_block * Traits::kTileM + row + lane / 4 + 8 * r;
+      int const query = first_query + 8 * r;
       if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
         constexpr float kLn2 = 0.693147180559945309F;
-        float const lse = empty ? -INFINITY : (softmax.row_reference[r] * params.scale_log2 + log2_approx(sum)) * kLn2;
+        float const lse = empty ? -INFINITY : (softmax.reference[r] + log2_approx(sum)) * kLn2;
         params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] = lse;
       }
     }
+  }
+
+  // Hands O, multiplied by `inverse`, to the storing warp.
+  template <class Output>
+  CUTE_DEVICE static void stage_output(Storage& storage, int buffer, int consumer, Output const& output,
+                                       float const (&inverse)[2]) {
+    int const lane = lane_index();
+    int const row = consumer * 64 + warp_in_warpgroup() * 16;
 
     // Rows are 128 bytes, swizzled: the 16-byte chunk index is xor-ed with the row's low three bits.
     Element* const staging = storage.q[buffer];

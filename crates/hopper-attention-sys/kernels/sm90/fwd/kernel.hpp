@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cute::prefetch_tma_descriptor(&map_v);
     cute::prefetch_tma_descriptor(&map_o);
     for (int i = 0; i < 2; ++i) {
+      storage.tile_full[i].init(1);
       storage.q_full[i].init(1);
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         storage.o_full[i][consumer].init(4);
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStages; ++i) {
       storage.k_full[i].init(1);
       storage.v_full[i].init(1);
-      storage.k_empty[i].init(Traits::kConsumers);
+      storage.k_empty[i].init(4 * Traits::kConsumers);
       storage.v_empty[i].init(Traits::kConsumers);
     }
     fence_mbarrier_init();
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   TileScheduler<Traits::kMask> const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM, params.heads_q,
-                                               params.batch, params.heads_per_group};
+                                               params.batch, params.heads_per_group, params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Mma<Traits>::run(params, scheduler, band, storage, warpgroup - 1);
+    Mma<Traits>::run(params, band, storage, warpgroup - 1);
   }
 }
 

@@ -54,6 +54,13 @@ Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
     return status;
   }
 
+  if (params.tile_counter != 0) {
+    cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(params.tile_counter), 0, sizeof(int), stream);
+    if (error != cudaSuccess) {
+      return to_status(error);
+    }
+  }
+
   constexpr float kLog2E = 1.44269504088896341F;
   KernelParams const kernel_params{reinterpret_cast<float*>(params.lse_address),
                                    params.lse_stride_batch,
@@ -66,6 +73,7 @@ Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
                                    params.diagonal_offset - params.window_left,
                                    params.diagonal_offset + params.window_right,
                                    params.heads_per_group,
+                                   reinterpret_cast<int*>(params.tile_counter),
                                    params.softmax_scale * kLog2E};
   fwd_kernel<Traits>
       <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(kernel_params, map_q, map_k, map_v, map_o);

@@ -49,11 +49,15 @@ struct Load {
       v.advance();
     };
 
-    int const count = scheduler.count();
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
-    for (int round = 0; round < count; ++round) {
-      Tile const tile = scheduler.tile(round);
+    for (int round = 0;; ++round) {
+      int const buffer = round % 2;
+      storage.tile_full[buffer].wait(round / 2 % 2);
+      Tile const tile = storage.tile[buffer];
+      if (!tile.valid()) {
+        break;
+      }
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.m_block);
       int const head = tile.head / params.heads_per_kv_head;
       CUTE_NO_UNROLL
@@ -77,28 +81,34 @@ struct Load {
     }
   }
 
+  // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for, a whole tile
+  // ahead. Where a tile lies is worked out once, here.
   CUTE_DEVICE static void queries_and_outputs(CUtensorMap const& map_q, CUtensorMap const& map_o,
                                               Scheduler const& scheduler, Storage& storage) {
-    auto load_q = [&](int round) {
-      Tile const tile = scheduler.tile(round);
-      int const buffer = round % 2;
-      storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
-      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-                                                    tile.m_block * Traits::kTileM, tile.head, tile.batch);
+    auto announce = [&](int buffer, int index) {
+      Tile const tile = scheduler.tile(index);
+      if (tile.valid()) {
+        storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
+        load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
+                                                      tile.m_block * Traits::kTileM, tile.head, tile.batch);
+      }
+      storage.tile[buffer] = tile;
+      storage.tile_full[buffer].arrive();
     };
 
-    int const count = scheduler.count();
+    announce(0, scheduler.draw(0));
+    announce(1, scheduler.draw(1));
+    int drawn = scheduler.draw(2);
     CUTE_NO_UNROLL
-    for (int round = 0; round < cute::min(count, 2); ++round) {
-      load_q(round);
-    }
-    CUTE_NO_UNROLL
-    for (int round = 0; round < count; ++round) {
-      Tile const tile = scheduler.tile(round);
+    for (int round = 0;; ++round) {
       int const buffer = round % 2;
-      CUTE_UNROLL
+      Tile const tile = storage.tile[buffer];
+      if (!tile.valid()) {
+        break;
+      }
+      CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-        storage.o_full[buffer][consumer].wait((round / 2) % 2);
+        storage.o_full[buffer][consumer].wait(round / 2 % 2);
         CUTE_UNROLL
         for (int column = 0; column < Traits::kHeadDimVO; column += 64) {
           cute::SM90_TMA_STORE_4D::copy(&map_o, storage.q[buffer] + column * Traits::kTileM + consumer * 64 * 64,
@@ -108,8 +118,10 @@ struct Load {
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
-      if (round + 2 < count) {
-        load_q(round + 2);
+      announce(buffer, drawn);
+      // Drawn now and needed a tile later: the counter's latency is hidden.
+      if (drawn < scheduler.total()) {
+        drawn = scheduler.draw(round + 3);
       }
     }
   }

@@ -10,8 +10,8 @@
 
 #include "common/mask.hpp"
 #include "common/softmax.hpp"
-#include "common/tile_scheduler.hpp"
 #include "sm90/fwd/epilogue.hpp"
+#include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/traits.hpp"
 
 namespace hattn::sm90 {
@@ -34,18 +34,17 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Scheduler = TileScheduler<Traits::kMask>;
-  using Softmax = OnlineSoftmax<Traits::kTileN>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2>;
   static constexpr MaskClass kMask = Traits::kMask;
 
-  // Named barriers 1 .. kConsumers: warpgroup w waits for its turn at 1 + w, where its predecessor arrives.
-  CUTE_DEVICE static void turn_wait(int consumer) { named_barrier_sync(1 + consumer, 256); }
-  CUTE_DEVICE static void turn_pass(int consumer) {
-    named_barrier_arrive(consumer + 1 == Traits::kConsumers ? 1 : 2 + consumer, 256);
+  // Named barriers 1 .. kConsumers: a warpgroup waits for its turn at its own number, where its predecessor arrives.
+  CUTE_DEVICE static void turn_wait() { named_barrier_sync(thread_index() / 128, 256); }
+  CUTE_DEVICE static void turn_pass() {
+    int const warpgroup = thread_index() / 128;
+    named_barrier_arrive(warpgroup == Traits::kConsumers ? 1 : warpgroup + 1, 256);
   }
 
-  CUTE_DEVICE static void run(KernelParams const& params, Scheduler const& scheduler, Band const& band,
-                              Storage& storage, int consumer) {
+  CUTE_DEVICE static void run(KernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
 
     typename Traits::MmaQK mma_qk;
@@ -76,41 +75,81 @@ struct Mma {
       }
     };
 
-    int const lane = static_cast<int>(threadIdx.x) % 32;
-    int const warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    bool const elected = static_cast<int>(threadIdx.x) % 128 == 0;
-    int const row_in_tile = consumer * 64 + warp * 16 + lane / 4;
-    int const column = 2 * (lane % 4);
-    float const headroom = Softmax::kHeadroom / params.scale_log2;
-
     Softmax softmax;
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStages> v;
     RingPosition<2> q;
+    int m_block = -1;
+    BlockRange range{0, 0, 0, 0};
 
-    int const count = scheduler.count();
-    Tile tile = scheduler.tile(0);
-    BlockRange range = block_range<kMask, Traits::kTileM, Traits::kTileN>(band, tile.m_block);
+    // The tile in a buffer. The shuffle tells the compiler that the block is the same in the whole warp, which keeps
+    // what depends on it (loop bounds, descriptors) in uniform registers. -1: no more tiles.
+    auto await_tile = [&](int buffer, int parity) {
+      storage.tile_full[buffer].wait(parity);
+      Tile const& tile = storage.tile[buffer];
+      return __shfl_sync(0xffffffffU, tile.valid() ? tile.m_block : -1, 0);
+    };
 
     auto release_k = [&]() {
-      if (elected) {
+      if (lane_index() == 0) {
         storage.k_empty[k.stage].arrive();
       }
       k.advance();
     };
     auto release_v = [&]() {
-      if (elected) {
+      if (thread_index() % 128 == 0) {
         storage.v_empty[v.stage].arrive();
       }
       v.advance();
     };
-    auto mask_block = [&](int m_block, int n_block) {
-      apply_mask<kMask, Traits::kTileN>(tSrS, band, m_block * Traits::kTileM + row_in_tile, column, n_block);
+    // The blocks of the tile that this warpgroup's rows need. It passes over those before (the result) and after them
+    // with its turns.
+    auto enter_tile = [&]() __attribute__((always_inline)) {
+      BlockRange const tile_range = block_range<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
+      if constexpr (kMask == MaskClass::Full) {
+        range = tile_range;
+        return 0;
+      } else {
+        int const strip = m_block * Traits::kConsumers + consumer;
+        range = within<kMask>(block_range<kMask, 64, Traits::kTileN>(band, strip), tile_range);
+        return tile_range.end - range.end;
+      }
     };
-    auto mask_first_block = [&](int m_block, int n_block) {
+    // Worked out again where it is needed: registers are short while the tile is under way.
+    auto skipped_after = [&]() __attribute__((always_inline)) {
+      if constexpr (kMask == MaskClass::Window) {
+        return range.begin - block_range<kMask, Traits::kTileM, Traits::kTileN>(band, m_block).begin;
+      } else {
+        return 0;
+      }
+    };
+    auto skip_k = [&](int blocks) {
+      if constexpr (kMask != MaskClass::Full) {
+        for (int i = 0; i < blocks; ++i) {
+          storage.k_full[k.stage].wait(k.parity);
+          release_k();
+          turn_wait();
+          turn_pass();
+        }
+      }
+    };
+    auto skip_v = [&](int blocks) {
+      if constexpr (kMask != MaskClass::Full) {
+        for (int i = 0; i < blocks; ++i) {
+          storage.v_full[v.stage].wait(v.parity);
+          release_v();
+        }
+      }
+    };
+    auto mask_block = [&](int n_block) __attribute__((always_inline)) {
+      int const lane = lane_index();
+      int const row = m_block * Traits::kTileM + consumer * 64 + warp_in_warpgroup() * 16 + lane / 4;
+      apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), n_block);
+    };
+    auto mask_first_block = [&](int n_block) __attribute__((always_inline)) {
       // A full mask only cuts the ragged last block, which a tile visits first.
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
-        mask_block(m_block, n_block);
+        mask_block(n_block);
       }
     };
     auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
@@ -118,108 +157,122 @@ struct Mma {
       storage.v_full[v.stage].wait(v.parity);
       issue_product<true>(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrO);
     };
-    auto await_scores = [&]() {
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tSrS);
-      release_k();
-    };
-    // The wait for the next K stands between the exponentials and the wait for the product: ptxas moves neither across
-    // it, so the exponentials run while the product does.
-    auto await_output = [&](bool more_blocks) {
-      if (more_blocks) {
-        storage.k_full[k.stage].wait(k.parity);
-      }
+    auto await_output = [&]() {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tOrO);
       release_v();
     };
 
-    // One key block: on entry P is of the block before, and K of this one has arrived.
-    auto step = [&](auto masked, int n_block, bool more_blocks) {
-      turn_wait(consumer);
+    // One key block: on entry P is of the block before.
+    auto step = [&](auto masked, int n_block) __attribute__((always_inline)) {
+      storage.k_full[k.stage].wait(k.parity);
+      turn_wait();
       issue_scores();
       issue_output();
-      turn_pass(consumer);
-      await_scores();
+      turn_pass();
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
-        mask_block(tile.m_block, n_block);
+        mask_block(n_block);
       }
-      float rescale[2];
-      bool const moved = softmax.next_block(tSrS, params.scale_log2, headroom, rescale);
-      await_output(more_blocks);
-      if (moved) {
-        CUTE_UNROLL
-        for (int i = 0; i < size(tOrO); ++i) {
-          tOrO(i) *= rescale[i / 2 % 2];
-        }
-      }
+      // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move the
+      // exponentials behind that wait, so they run while the product does.
+      softmax.next_block(
+          tSrS, params.scale_log2,
+          [&]() {
+            Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64);
+            if constexpr (decltype(masked)::value) {
+              mask_block(n_block);
+            }
+          },
+          [&](float const(&rescale)[2]) {
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(tOrO);
+            CUTE_UNROLL
+            for (int i = 0; i < size(tOrO); ++i) {
+              tOrO(i) *= rescale[i / 2 % 2];
+            }
+            warpgroup_fence_operand(tOrO);
+          });
+      release_k();
+      await_output();
       make_p();
     };
 
+    // The first turn is the first warpgroup's.
     if (consumer + 1 == Traits::kConsumers) {
-      turn_pass(consumer);
-    }  // the first turn is the first warpgroup's
+      turn_pass();
+    }
 
+    m_block = await_tile(0, 0);
+    if (m_block < 0) {
+      return;
+    }
+    int const skipped_before = enter_tile();
     storage.q_full[0].wait(0);
-    storage.k_full[0].wait(0);
-    turn_wait(consumer);
+    skip_k(skipped_before);
+    storage.k_full[k.stage].wait(k.parity);
+    turn_wait();
     issue_scores();
-    turn_pass(consumer);
+    turn_pass();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tSrS);
     release_k();
-    mask_first_block(tile.m_block, range.end - 1);
+    mask_first_block(range.end - 1);
     softmax.first_block(tSrS, params.scale_log2);
     make_p();
     clear(tOrO);
-    if (count > 1 || range.end - range.begin > 1) {
-      storage.k_full[k.stage].wait(k.parity);
-    }
+    skip_v(skipped_before);
 
-    for (int round = 0; round < count; ++round) {
-      bool const last_tile = round + 1 == count;
+    while (true) {
       int n = range.end - 2;
       if constexpr (kMask != MaskClass::Full) {
         for (; n >= cute::max(range.begin, range.free_end); --n) {
-          step(true_type{}, n, !last_tile || n > range.begin);
+          step(true_type{}, n);
         }
       }
       for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(false_type{}, n, !last_tile || n > range.begin);
+        step(false_type{}, n);
       }
       if constexpr (kMask == MaskClass::Window) {
         for (; n >= range.begin; --n) {
-          step(true_type{}, n, !last_tile || n > range.begin);
+          step(true_type{}, n);
         }
       }
 
-      int const buffer = round % 2;
-      if (last_tile) {
+      float inverse[2];
+      int skipped = skipped_after();
+      int const buffer = q.stage;
+      q.advance();
+      m_block = await_tile(q.stage, q.parity);
+      if (m_block < 0) {
         issue_output();
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tOrO);
-        Epilogue<Traits>::write(params, storage, tile, buffer, consumer, tOrO, softmax);
-      } else {
-        // The border: the next tile's first scores are issued with this tile's last product.
-        Tile const next = scheduler.tile(round + 1);
-        range = block_range<kMask, Traits::kTileM, Traits::kTileN>(band, next.m_block);
-        q.advance();
-        storage.q_full[q.stage].wait(q.parity);
-        turn_wait(consumer);
-        issue_scores();
-        issue_output();
-        turn_pass(consumer);
-        await_scores();
-        mask_first_block(next.m_block, range.end - 1);
-        Softmax next_softmax;
-        next_softmax.first_block(tSrS, params.scale_log2);
-        await_output(round + 2 < count || range.end - range.begin > 1);
-        Epilogue<Traits>::write(params, storage, tile, buffer, consumer, tOrO, softmax);
-        clear(tOrO);
-        make_p();
-        softmax = next_softmax;
-        tile = next;
+        skip_k(skipped);
+        Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax, inverse);
+        await_output();
+        Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
+        break;
       }
+      // The border: the next tile's first scores are issued with this tile's last product.
+      skipped += enter_tile();
+      skip_k(skipped);
+      storage.q_full[q.stage].wait(q.parity);
+      storage.k_full[k.stage].wait(k.parity);
+      turn_wait();
+      issue_scores();
+      issue_output();
+      turn_pass();
+      Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax, inverse);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tSrS);
+      release_k();
+      mask_first_block(range.end - 1);
+      softmax.first_block(tSrS, params.scale_log2);
+      await_output();
+      skip_v(skipped);
+      Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
+      clear(tOrO);
+      make_p();
     }
   }
 };

@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/barrier.hpp"
+#include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
 namespace hattn::sm90 {
@@ -51,9 +52,13 @@ struct FwdTraits {
   static constexpr int kConsumers = kTileM / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
+  static_assert(kTileM - 64 <= kTileN, "a warpgroup skips at most one block at either end of a tile");
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
   static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
+
+  // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
+  static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -92,6 +97,8 @@ struct FwdTraits {
     alignas(1024) Element q[2][kElementsQ];  // Q of this tile and of the next; a tile's O is staged over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
+    Tile tile[2];  // whose Q is in each buffer; batch < 0: there is none, and none will come
+    Mbarrier tile_full[2];
     Mbarrier q_full[2];
     Mbarrier o_full[2][kConsumers];
     Mbarrier k_full[kStages];
@@ -116,6 +123,7 @@ struct KernelParams {
   int left_offset;
   int right_offset;
   int heads_per_group;
+  int* tile_counter;
   float scale_log2;  // softmax_scale * log2(e)
 };
 
