@@ -55,7 +55,8 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     }
 }
 
-/// Picks the kernel with the smallest head dims that fit, then the least padding, then the larger tile.
+/// Picks the kernel with the smallest head dims that fit, then the least time by [`time_weight`] (padding counts as work),
+/// then the larger tile.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
@@ -65,10 +66,16 @@ pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) 
         .into_iter()
         .min_by_key(|row| {
             let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
-            (row.head_dim_qk + row.head_dim_vo, padded, Reverse(row.tile_m), row.row)
+            (row.head_dim_qk + row.head_dim_vo, padded * time_weight(row), Reverse(row.tile_m), row.row)
         })
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
     schedule(problem, gpu, kernel)
+}
+
+/// Time for a query, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which took
+/// 9% longer on an H100 at head dim 64 and long sequences (benches/LOG.md, 3).
+fn time_weight(row: &KernelInfo) -> usize {
+    if row.tile_m < 192 { 109 } else { 100 }
 }
 
 /// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.
@@ -177,10 +184,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
     let multiprocessors = gpu.multiprocessors.max(1);
     let heads_per_group = match kernel.mask {
         MaskClass::Full => 1,
-        // At least one round of the grid.
-        MaskClass::Causal | MaskClass::Window => {
-            multiprocessors.div_ceil(m_tiles.max(1)).max(HEADS_PER_GROUP).min(heads.max(1))
-        }
+        MaskClass::Causal | MaskClass::Window => HEADS_PER_GROUP.min(heads.max(1)),
     };
     let small = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
     let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));

@@ -60,12 +60,12 @@ fn golden_plans() {
     assert_eq!(
         chosen(DIMS, Mask::causal()),
         "sm90 fwd bf16 causal head_dim 128/128 tile 128x128 stages 2, \
-         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 17, drawn order, keys to +2000+0"
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 16, drawn order, keys to +2000+0"
     );
     assert_eq!(
         chosen(Dims { head_dim_qk: 64, head_dim_vo: 40, ..DIMS }, Mask::window(Some(256), Some(3))),
         "sm90 fwd bf16 window head_dim 64/64 tile 192x128 stages 2, \
-         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 22, drawn order, \
+         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 16, drawn order, \
          keys from +2000-256 to +2000+3"
     );
     let top_left = Mask::Window { left: Some(5), right: None, corner: Corner::TopLeft };
@@ -86,6 +86,16 @@ fn unequal_tiles_are_drawn_when_a_block_has_several() {
     assert_eq!(order(choice(2, Mask::Full)), (256, false, 0));
     let long = problem(Dims { seqlen_q: 20_000, seqlen_kv: 20_000, ..DIMS }, Mask::causal());
     assert_eq!(select(&long, &H100, &table()).unwrap().heads_per_group, 16);
+}
+
+#[test]
+fn a_larger_tile_is_worth_some_padding() {
+    let rows = [row(0, MaskClass::Causal, 64, 192), row(1, MaskClass::Causal, 64, 128)];
+    let tile = |seqlen| {
+        let dims = Dims { seqlen_q: seqlen, seqlen_kv: seqlen, head_dim_qk: 64, head_dim_vo: 64, ..DIMS };
+        select(&problem(dims, Mask::causal()), &H100, &rows).unwrap().kernel.tile_m
+    };
+    assert_eq!([512, 1024, 2048, 4096, 16384].map(tile), [128, 128, 192, 192, 192]);
 }
 
 #[test]
