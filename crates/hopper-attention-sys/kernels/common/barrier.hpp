@@ -48,19 +48,6 @@ CUTE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.relea
 // Orders this thread's ordinary shared-memory writes before later accesses by the tensor cores and the copy engine.
 CUTE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// This thread's lane, read anew at each call: where registers are short it is cheaper to read than to keep.
-CUTE_DEVICE int lane_index() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-CUTE_DEVICE int thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-CUTE_DEVICE int warp_in_warpgroup() { return thread_index() / 32 % 4; }
-
 // Named barriers: `threads` counts those that sync and those that only arrive.
 CUTE_DEVICE void named_barrier_sync(std::uint32_t id, std::uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

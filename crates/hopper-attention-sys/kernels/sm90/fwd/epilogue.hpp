@@ -28,8 +28,9 @@ struct Epilogue {
   CUTE_DEVICE static void finish_rows(KernelParams const& params, Storage const& storage, int buffer, int consumer,
                                       Softmax const& softmax, float (&inverse)[2]) {
     Tile const tile = storage.tile[buffer];
-    int const lane = lane_index();
-    int const first_query = tile.m_block * Traits::kTileM + consumer * 64 + warp_in_warpgroup() * 16 + lane / 4;
+    int const thread = Traits::thread_index();
+    int const lane = thread % 32;
+    int const first_query = tile.m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const sum = quad_sum(softmax.row_sum[r]);
@@ -48,8 +49,9 @@ struct Epilogue {
   template <class Output>
   CUTE_DEVICE static void stage_output(Storage& storage, int buffer, int consumer, Output const& output,
                                        float const (&inverse)[2]) {
-    int const lane = lane_index();
-    int const row = consumer * 64 + warp_in_warpgroup() * 16;
+    int const thread = Traits::thread_index();
+    int const lane = thread % 32;
+    int const row = consumer * 64 + (thread / 32 % 4) * 16;
 
     // Rows are 128 bytes, swizzled: the 16-byte chunk index is xor-ed with the row's low three bits.
     Element* const staging = storage.q[buffer];

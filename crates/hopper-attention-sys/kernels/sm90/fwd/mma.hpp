@@ -38,9 +38,9 @@ struct Mma {
   static constexpr MaskClass kMask = Traits::kMask;
 
   // Named barriers 1 .. kConsumers: a warpgroup waits for its turn at its own number, where its predecessor arrives.
-  CUTE_DEVICE static void turn_wait() { named_barrier_sync(thread_index() / 128, 256); }
+  CUTE_DEVICE static void turn_wait() { named_barrier_sync(Traits::thread_index() / 128, 256); }
   CUTE_DEVICE static void turn_pass() {
-    int const warpgroup = thread_index() / 128;
+    int const warpgroup = Traits::thread_index() / 128;
     named_barrier_arrive(warpgroup == Traits::kConsumers ? 1 : warpgroup + 1, 256);
   }
 
@@ -91,13 +91,13 @@ struct Mma {
     };
 
     auto release_k = [&]() {
-      if (lane_index() == 0) {
+      if (Traits::thread_index() % 32 == 0) {
         storage.k_empty[k.stage].arrive();
       }
       k.advance();
     };
     auto release_v = [&]() {
-      if (thread_index() % 128 == 0) {
+      if (Traits::thread_index() % 128 == 0) {
         storage.v_empty[v.stage].arrive();
       }
       v.advance();
@@ -142,8 +142,9 @@ struct Mma {
       }
     };
     auto mask_block = [&](int n_block) __attribute__((always_inline)) {
-      int const lane = lane_index();
-      int const row = m_block * Traits::kTileM + consumer * 64 + warp_in_warpgroup() * 16 + lane / 4;
+      int const thread = Traits::thread_index();
+      int const lane = thread % 32;
+      int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
       apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), n_block);
     };
     auto mask_first_block = [&](int n_block) __attribute__((always_inline)) {
@@ -262,13 +263,22 @@ struct Mma {
       issue_scores();
       issue_output();
       turn_pass();
-      Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax, inverse);
+      // Finishing the rows costs least beside the product, after the next tile's softmax; but then two softmax states
+      // live at once, for which three consumers have no registers.
+      constexpr bool kFinishLate = Traits::kConsumers == 2;
+      if constexpr (!kFinishLate) {
+        Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax, inverse);
+      }
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       release_k();
       mask_first_block(range.end - 1);
+      Softmax const done = softmax;
       softmax.first_block(tSrS, params.scale_log2);
       await_output();
+      if constexpr (kFinishLate) {
+        Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, done, inverse);
+      }
       skip_v(skipped);
       Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
       clear(tOrO);

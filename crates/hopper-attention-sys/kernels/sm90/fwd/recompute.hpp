@@ -49,9 +49,10 @@ struct Recompute {
   // row are its lane's first address with the chunk's own bits xor-ed in.
   template <class Scores>
   CUTE_DEVICE static void scores(Scores& scores, Element const* q, Element const* k, int first_row) {
-    int const lane = lane_index();
+    int const thread = Traits::thread_index();
+    int const lane = thread % 32;
     std::uint32_t const q_address = cute::cast_smem_ptr_to_uint(q) +
-                                    (first_row + warp_in_warpgroup() * 16 + lane % 16) * 128 +
+                                    (first_row + (thread / 32 % 4) * 16 + lane % 16) * 128 +
                                     (((lane / 16) ^ (lane % 8)) * 16);
     std::uint32_t const k_address =
         cute::cast_smem_ptr_to_uint(k) + (lane % 8) * 128 + (((lane / 8 % 2) ^ (lane % 8)) * 16);

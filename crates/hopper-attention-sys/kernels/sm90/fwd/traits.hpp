@@ -64,6 +64,18 @@ struct FwdTraits {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
+  // This thread's place in the block. Three consumers are short of registers and read it anew at each call; two keep
+  // it, since the turn's barrier would wait for the read.
+  CUTE_DEVICE static int thread_index() {
+    if constexpr (kConsumers == 2) {
+      return static_cast<int>(threadIdx.x);
+    } else {
+      int thread;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+      return thread;
+    }
+  }
+
   // Columns of one copy box: a 128-byte swizzled row.
   static constexpr int kBoxColumns = 64;
 
