@@ -117,8 +117,12 @@ fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     faults
 }
 
+/// What build.rs was told by the kernels' build; absent where that had nothing to tell.
+const BUILD_DIR: Option<&str> = option_env!("HATTN_BUILD_DIR");
+const DISASSEMBLER_DIR: Option<&str> = option_env!("HATTN_DISASSEMBLER_DIR");
+
 fn disassembler() -> &'static Path {
-    Path::new(option_env!("HATTN_DISASSEMBLER_DIR").expect(
+    Path::new(DISASSEMBLER_DIR.expect(
         "cuobjdump and nvdisasm were not found when the kernels were built: run scripts/bootstrap.sh, which fetches them",
     ))
 }
@@ -139,8 +143,7 @@ fn cuobjdump(option: &str, object: &Path) -> String {
 
 /// The objects of the sm_90a forward rows, in the order of the table.
 fn objects() -> Vec<PathBuf> {
-    let build =
-        Path::new(option_env!("HATTN_BUILD_DIR").expect("the kernels were not built (HATTN_NO_KERNELS is set?)"));
+    let build = Path::new(BUILD_DIR.expect("the kernels were not built (HATTN_NO_KERNELS is set?)"));
     let list = build.join("rows/hattn_fwd_sm90.objects");
     let text = std::fs::read_to_string(&list).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
     text.lines().map(|line| build.join(line)).collect()
@@ -161,11 +164,10 @@ fn every_row_is_compiled_as_planned() {
         assert!(name.ends_with(&expected), "row {row} stands where the build has {name}");
         let compiled = Compiled::read(object);
         println!(
-            "{row}: {} registers, {} instructions, {} {}",
+            "{row}: {} registers, {} instructions, {} matrix instructions",
             compiled.resource("REG").unwrap_or(0),
             compiled.instructions().count(),
             compiled.count("HGMMA") + compiled.count("QGMMA"),
-            "matrix instructions"
         );
         for fault in faults(row, &compiled) {
             let _ = writeln!(report, "{row}: {fault}");
@@ -193,7 +195,8 @@ fn the_audit_sees_every_flaw() {
     };
     assert_eq!(faults(&row, &sound()), Vec::<String>::new());
 
-    let flaws: [(&str, &dyn Fn(&mut Compiled)); 9] = [
+    type Spoil<'a> = &'a dyn Fn(&mut Compiled);
+    let flaws: [(&str, Spoil<'_>); 9] = [
         ("no UTMASTG", &|c| c.sass = c.sass.replace("UTMASTG", "STG")),
         ("no UTMALDG", &|c| c.sass = c.sass.replace("UTMALDG", "LDG")),
         ("no USETMAXREG", &|c| c.sass = c.sass.replace("USETMAXREG", "NOP")),

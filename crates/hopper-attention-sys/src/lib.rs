@@ -6,6 +6,8 @@
 //!
 //! Functions return a [`Status`] rather than throw, and none of them panics.
 
+// Clippy does not see documentation through cxx's macro: `fwd_launch` has its section on safety.
+#[allow(clippy::missing_safety_doc)]
 #[cxx::bridge(namespace = "hattn::bridge")]
 mod ffi {
     /// Element types of a kernel's operands.

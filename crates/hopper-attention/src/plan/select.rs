@@ -55,7 +55,7 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     }
 }
 
-/// Picks the kernel with the smallest head dims that fit, then the least time by [`time_weight`] (padding counts as work),
+/// Picks the kernel with the smallest head dims that fit, then the least time by `time_weight` (padding counts as work),
 /// then the larger tile.
 ///
 /// # Errors

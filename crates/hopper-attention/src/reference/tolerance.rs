@@ -7,7 +7,7 @@
 //! on tensor   max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the tensor
 //! ```
 //!
-//! `plain` is [`forward_plain`](super::forward_plain), the same computation in the same precision without any tiling: a
+//! `plain` is [`forward_plain`], the same computation in the same precision without any tiling: a
 //! hard problem is allowed what it costs anybody, an easy one is not. Both lines must hold, and both bound a maximum:
 //! no mean can excuse a wrong row, and no large row a wrong small one.
 //!
