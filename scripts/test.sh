@@ -71,7 +71,8 @@ for file in tests/tests/*.rs tests/tests/*/main.rs; do
   case $name in cpu | doors) ;; *) targets+=(--test "$name") ;; esac
 done
 step test-gpu cargo test -p hopper-attention-tests --features cuda "${targets[@]}" --no-fail-fast -- --show-output
-step docs env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --features cuda --no-deps
+# hattn's comments are its help text, not rustdoc.
+step docs env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
 
 read -r passed failed skipped < <(cat "$logs"/test*.log | awk -f scripts/count_tests.awk)
 gpu=$(cat "$logs"/test*.log | grep -c 'skipped: no GPU')

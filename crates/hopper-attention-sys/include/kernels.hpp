@@ -22,10 +22,10 @@ enum class Arch : std::uint8_t { Sm80 = 0, Sm90 = 1 };
 
 enum class StatusCode : std::int32_t {
   Ok = 0,
-  Cuda = 1,           // a CUDA runtime call failed: `detail` is the cudaError_t
-  TensorMap = 2,      // the driver refused a tensor map: `detail` is the CUresult
-  NoSuchRow = 3,      // the row index is outside of the table
-  DriverTooOld = 4,   // the driver has no cuTensorMapEncodeTiled
+  Cuda = 1,          // a CUDA runtime call failed: `detail` is the cudaError_t
+  TensorMap = 2,     // the driver refused a tensor map: `detail` is the CUresult
+  NoSuchRow = 3,     // the row index is outside of the table
+  DriverTooOld = 4,  // the driver has no cuTensorMapEncodeTiled
 };
 
 struct Status {
