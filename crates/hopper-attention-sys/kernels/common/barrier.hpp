@@ -60,13 +60,20 @@ CUTE_DEVICE void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) {
 // for its opposite on the empty barriers (which lets the first lap through).
 template <int kStages>
 struct RingPosition {
-  static_assert(kStages == 2, "the position moves by flipping bits");
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
 
   CUTE_DEVICE void advance() {
-    parity ^= stage;
-    stage ^= 1;
+    if constexpr (kStages == 2) {
+      parity ^= stage;
+      stage ^= 1;
+    } else {
+      ++stage;
+      if (stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
   }
 };
 
