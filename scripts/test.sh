@@ -61,18 +61,19 @@ check_clang_format
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
 
-# With CUDA. The grid on the CPU and the doors do not change with the feature, and have just run.
-step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
-step test-cuda cargo test --workspace --exclude hopper-attention-tests --features cuda --no-fail-fast -- --show-output
-targets=(--lib)
-for file in tests/tests/*.rs tests/tests/*/main.rs; do
-  [ -e "$file" ] || continue
-  name=$(basename "${file%/main.rs}" .rs)
+# With CUDA, always for the whole workspace: another selection of packages is another set of features to Cargo, and would
+# compile the kernels again. The grid on the CPU and the doors do not change with the feature, and have just run.
+targets=(--lib --bins)
+for name in $(for file in {crates/*,benches,tests}/tests/{*.rs,*/main.rs}; do
+  [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
+done | sort -u); do
   case $name in cpu | doors) ;; *) targets+=(--test "$name") ;; esac
 done
-step test-gpu cargo test -p hopper-attention-tests --features cuda "${targets[@]}" --no-fail-fast -- --show-output
+step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
+step test-cuda cargo test --workspace --features cuda "${targets[@]}" --no-fail-fast -- --show-output
+step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
 # hattn's comments are its help text, not rustdoc.
-step docs env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
+step docs env HATTN_NO_KERNELS=1 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
 
 read -r passed failed skipped < <(cat "$logs"/test*.log | awk -f scripts/count_tests.awk)
 gpu=$(cat "$logs"/test*.log | grep -c 'skipped: no GPU')

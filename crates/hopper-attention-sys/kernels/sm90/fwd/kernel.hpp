@@ -9,8 +9,9 @@
 // lag behind K by a block. q_full per Q buffer; its way back is o_full (one arrival a warp and consumer), after which
 // warp 1 stores O and only then loads the next but one Q. Named barriers 1..3 pass the turn to issue products around.
 //
-// Shared memory (head dim 128, 128x128, 2 stages): Q 2 x 32 KB, K 2 x 32 KB, V 2 x 32 KB, all as 64-column slabs of 128-byte
-// swizzled rows; barriers < 1 KB. O is staged over its own Q. Head dim 64, 192x128, 3 stages: Q 2 x 24 KB, K and V 3 x 16 KB.
+// Shared memory (head dim 128, 128x128, 2 stages): Q 2 x 32 KB, K 2 x 32 KB, V 2 x 32 KB, all as 64-column slabs of
+// 128-byte swizzled rows; barriers < 1 KB. O is staged over its own Q. Head dim 64, 192x128, 3 stages: Q 2 x 24 KB, K
+// and V 3 x 16 KB.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
