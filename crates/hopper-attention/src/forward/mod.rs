@@ -16,7 +16,8 @@ pub struct ForwardArgs<'a, T: Operand> {
     pub q: TensorRef<'a, T, 4>,
     /// Keys, `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub k: TensorRef<'a, T, 4>,
-    /// Values, `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    /// Values, `[batch, seqlen_kv, heads_kv, head_dim_vo]`. A NaN or infinity reaches the rows that keep its key; on a
+    /// GPU also rows that mask it but share a block of keys with it, since the product takes whole blocks.
     pub v: TensorRef<'a, T, 4>,
     /// The output, `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub o: TensorMut<'a, T::Out, 4>,
