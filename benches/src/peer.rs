@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use hopper_attention::cudarc::driver::sys;
-use hopper_attention::raw::{RawForward, RawLse, RawTensor};
+use hopper_attention::raw::{Place, RawForward, RawTensor, RawWorkspace};
 use hopper_attention::{Corner, DType, Device, Dims, Error, ForwardPlan, ForwardProblem, Mask};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
@@ -139,31 +139,29 @@ unsafe fn forward(args: &Args) -> Result<(), (c_int, String)> {
             plan
         }
     };
-    let tensor = |pointer: *const c_void, [stride_batch, stride_seqlen, stride_head]: [i64; 3]| RawTensor {
-        address: pointer as u64,
-        stride_batch,
-        stride_seqlen,
-        stride_head,
+    let place = Place::Cuda(key.ordinal);
+    let tensor = |pointer: *const c_void, shape, [batch, seqlen, head]: [i64; 3]| {
+        let layout = Layout::with_strides(shape, [batch, seqlen, head, 1]).map_err(refused)?;
+        Ok(RawTensor { address: pointer as u64, dtype: key.dtype, place, layout })
     };
-    let lse = key.lse.then(|| RawLse {
-        address: args.lse as u64,
-        stride_batch: i64::from(args.heads_q) * i64::from(args.seqlen_q),
-        stride_head: i64::from(args.seqlen_q),
-    });
+    let problem = plan.problem();
+    let lse = if key.lse {
+        let layout = Layout::contiguous(problem.lse_shape()).map_err(refused)?;
+        Some(RawTensor { address: args.lse as u64, dtype: DType::F32, place, layout })
+    } else {
+        None
+    };
     let call = RawForward {
-        q: tensor(args.q, args.q_stride),
-        k: tensor(args.k, args.k_stride),
-        v: tensor(args.v, args.v_stride),
-        o: tensor(args.o, args.o_stride),
+        q: tensor(args.q, problem.q_shape(), args.q_stride)?,
+        k: tensor(args.k, problem.k_shape(), args.k_stride)?,
+        v: tensor(args.v, problem.v_shape(), args.v_stride)?,
+        o: tensor(args.o, problem.o_shape(), args.o_stride)?,
         lse,
+        workspace: RawWorkspace { address: args.workspace as u64, bytes: args.workspace_bytes as usize },
     };
-    let need = plan.workspace_bytes();
-    if args.workspace_bytes < need as u64 {
-        return Err(refused(Error::Workspace { need, have: args.workspace_bytes as usize }));
-    }
     // SAFETY: the caller vouches for addresses, strides and sizes, for the stream being of the current context, and for
-    // the workspace, which is as large as the plan asks.
-    unsafe { plan.run_raw_with_workspace(&call, args.workspace as u64, args.stream) }.map_err(refused)
+    // the workspace.
+    unsafe { plan.run_raw(&call, args.stream) }.map_err(refused)
 }
 
 fn key(args: &Args) -> Result<Key, (c_int, String)> {

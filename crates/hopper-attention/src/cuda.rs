@@ -1,5 +1,6 @@
 //! What the driver is asked about GPUs. Nothing here panics where there is no driver.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -27,6 +28,8 @@ impl CudaDevice {
             let found = if count == 1 { "there is 1 GPU".into() } else { format!("there are {count} GPUs") };
             return Err(Error::NoDevice { wanted: wanted(), found });
         }
+        // Opening makes the context current, which is the caller's to decide.
+        let _current = Current::keep()?;
         Self::from_context(CudaContext::new(ordinal).map_err(driver("opening the GPU"))?)
     }
 
@@ -44,9 +47,60 @@ impl CudaDevice {
         &self.context
     }
 
+    /// Makes the GPU current on this thread until the guard is dropped. A library that left it so would send the next
+    /// allocation of a program with several GPUs to the wrong one.
+    pub(crate) fn make_current(&self) -> Result<Current> {
+        let current = Current::keep()?;
+        self.context.bind_to_thread().map_err(driver("making the GPU current"))?;
+        Ok(current)
+    }
+
+    /// Whether a stream is of this GPU's context, which is current.
+    pub(crate) fn check_stream(&self, stream: *mut c_void) -> Result<()> {
+        let stream: sys::CUstream = stream.cast();
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the caller of the raw layer promises a live stream or null, and the other pointer is to a local.
+        let status = unsafe { sys::cuStreamGetCtx(stream, &raw mut context) };
+        // A stream of a green context belongs to no context that this call can name.
+        if status == sys::CUresult::CUDA_ERROR_NOT_SUPPORTED {
+            return Ok(());
+        }
+        status.result().map_err(driver("asking for the stream's context"))?;
+        if context == self.context.cu_ctx() {
+            return Ok(());
+        }
+        Err(Error::Device {
+            what: "stream",
+            got: "another CUDA context".into(),
+            allowed: format!("the primary context of {self}, the plan's"),
+        })
+    }
+
     /// What is known of the GPU.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+}
+
+/// Gives the thread back the CUDA context that was current when it was made.
+pub(crate) struct Current(sys::CUcontext);
+
+impl Current {
+    fn keep() -> Result<Self> {
+        let current = result::ctx::get_current().map_err(driver("asking for the current context"))?;
+        Ok(Self(current.unwrap_or(std::ptr::null_mut())))
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        // SAFETY: null, or a context that was current a moment ago; whoever destroys it meanwhile gets an error here,
+        // which changes nothing.
+        unsafe {
+            if result::ctx::get_current().ok().flatten().unwrap_or(std::ptr::null_mut()) != self.0 {
+                let _ = result::ctx::set_current(self.0);
+            }
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use hopper_attention_sys as ffi;
 
 use crate::plan::Choice;
-use crate::raw::{RawForward, RawTensor};
+use crate::raw::{KernelArgs, KernelTensor};
 use crate::{Arch, DType, Error, ForwardProblem, KernelInfo, MaskClass, Result};
 
 /// The launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out, which only
@@ -54,24 +54,24 @@ pub(crate) fn prepare(kernel: &KernelInfo) -> Result<()> {
 /// Enqueues the chosen kernel in the thread's current context.
 ///
 /// # Safety
-/// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw_with_workspace), with `args` aligned as it checks, a problem that has rows,
+/// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw), with `args` checked as it does, a problem that has rows,
 /// and a choice that was made for it.
 pub(crate) unsafe fn launch(
     problem: &ForwardProblem,
     choice: &Choice,
-    args: &RawForward,
-    workspace: u64,
+    args: &KernelArgs,
     stream: *mut c_void,
 ) -> Result<()> {
     let dims = problem.dims();
+    let (lse_address, lse_stride_batch, lse_stride_head) = args.lse.unwrap_or_default();
     let params = ffi::FwdParams {
         q: tensor(&args.q),
         k: tensor(&args.k),
         v: tensor(&args.v),
         o: tensor(&args.o),
-        lse_address: args.lse.map_or(0, |lse| lse.address),
-        lse_stride_batch: args.lse.map_or(0, |lse| lse.stride_batch),
-        lse_stride_head: args.lse.map_or(0, |lse| lse.stride_head),
+        lse_address,
+        lse_stride_batch,
+        lse_stride_head,
         batch: small("batch", dims.batch)?,
         heads_q: small("heads_q", dims.heads_q)?,
         heads_kv: small("heads_kv", dims.heads_kv)?,
@@ -85,7 +85,7 @@ pub(crate) unsafe fn launch(
         window_right: choice.window_right,
         grid: choice.grid,
         heads_per_group: choice.heads_per_group,
-        tile_counter: if choice.tile_counter { workspace } else { 0 },
+        tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
     // selection and the raw layer checked them.
@@ -93,8 +93,8 @@ pub(crate) unsafe fn launch(
     status("launch", &choice.kernel, result)
 }
 
-fn tensor(raw: &RawTensor) -> ffi::TensorDesc {
-    let RawTensor { address, stride_batch, stride_seqlen, stride_head } = *raw;
+fn tensor(tensor: &KernelTensor) -> ffi::TensorDesc {
+    let KernelTensor { address, stride_batch, stride_seqlen, stride_head } = *tensor;
     ffi::TensorDesc { address, stride_batch, stride_seqlen, stride_head }
 }
 

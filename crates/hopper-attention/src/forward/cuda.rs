@@ -6,8 +6,10 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, sys};
 
 use crate::cuda::{CudaDevice, driver};
-use crate::raw::{RawForward, RawLse, RawTensor};
-use crate::{Element, Error, ForwardArgs, ForwardPlan, Layout, Operand, Result, TensorMut, TensorRef, Workspace};
+use crate::raw::{Place, RawForward, RawTensor, RawWorkspace};
+use crate::{
+    DType, Element, Error, ForwardArgs, ForwardPlan, Layout, Operand, Result, TensorMut, TensorRef, Workspace,
+};
 
 /// Enqueues the plan's kernel. The caller has compared shapes, and the stream's GPU with the plan's.
 pub(super) fn run<T: Operand>(
@@ -17,6 +19,7 @@ pub(super) fn run<T: Operand>(
     mut args: ForwardArgs<'_, T>,
 ) -> Result<()> {
     let layouts = Layouts::of(&args);
+    let workspace_bytes = workspace.bytes();
     let q = input("q", &args.q, stream)?;
     let k = input("k", &args.k, stream)?;
     let v = input("v", &args.v, stream)?;
@@ -48,16 +51,24 @@ pub(super) fn run<T: Operand>(
     // A wait that failed was only noted in the context; without it the kernel would race.
     context.check_err().map_err(driver("waiting for earlier uses of the tensors"))?;
 
+    let place = Place::Cuda(context.ordinal());
+    let tensor = |address, layout| RawTensor { address, dtype: T::DTYPE, place, layout };
     let raw = RawForward {
         q: tensor(q_address, layouts.q),
         k: tensor(k_address, layouts.k),
         v: tensor(v_address, layouts.v),
-        o: tensor(o_address, layouts.o),
-        lse: lse_address.zip(layouts.lse).map(|(address, layout)| lse_tensor(address, layout)),
+        o: RawTensor { dtype: T::Out::DTYPE, ..tensor(o_address, layouts.o) },
+        lse: lse_address.zip(layouts.lse).map(|(address, layout)| RawTensor {
+            address,
+            dtype: DType::F32,
+            place,
+            layout,
+        }),
+        workspace: RawWorkspace { address: scratch_address.unwrap_or(0), bytes: workspace_bytes },
     };
     // SAFETY: views keep memory within the layouts (checked where tensors are made), outputs are injective and borrowed
     // exclusively, the guards order this use against every other one, and stream and memory are of the plan's GPU.
-    unsafe { plan.run_raw_with_workspace(&raw, scratch_address.unwrap_or(0), stream.cu_stream().cast()) }
+    unsafe { plan.run_raw(&raw, stream.cu_stream().cast()) }
 }
 
 /// Layouts are copied out first: the views are borrowed mutably when they are needed.
@@ -140,14 +151,4 @@ pub(crate) fn refuse_capture(stream: &CudaStream, what: &str, allowed: &str) -> 
         sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
         _ => Err(Error::Capture { got: what.into(), allowed: allowed.into() }),
     }
-}
-
-fn tensor(address: u64, layout: Layout<4>) -> RawTensor {
-    let [stride_batch, stride_seqlen, stride_head, _] = layout.stride();
-    RawTensor { address, stride_batch, stride_seqlen, stride_head }
-}
-
-fn lse_tensor(address: u64, layout: Layout<3>) -> RawLse {
-    let [stride_batch, stride_head, _] = layout.stride();
-    RawLse { address, stride_batch, stride_head }
 }

@@ -4,7 +4,9 @@
 mod cuda;
 
 use crate::plan::Target;
-use crate::{Error, ForwardPlan, ForwardProblem, Operand, Result, Stream, TensorMut, TensorRef, Workspace, cpu};
+use crate::{
+    DType, Error, ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, cpu,
+};
 
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{refuse_capture, same_context};
@@ -81,18 +83,29 @@ fn run_cpu<T: Operand>(problem: &ForwardProblem, mut args: ForwardArgs<'_, T>) -
 
 /// What every device checks: types, shapes, and that the LSE is given exactly when it was asked for.
 fn check<T: Operand>(problem: &ForwardProblem, args: &ForwardArgs<'_, T>) -> Result<()> {
-    if T::DTYPE != problem.dtype() {
-        let allowed = format!("{}, the problem's", problem.dtype());
-        return Err(Error::Dtype { what: "q, k and v", got: T::DTYPE, allowed });
+    check_dtype("q, k and v", T::DTYPE, problem.dtype(), "the problem's")?;
+    let layouts = [args.q.layout(), args.k.layout(), args.v.layout(), args.o.layout()];
+    check_shapes(problem, layouts, args.lse.as_ref().map(TensorMut::layout))
+}
+
+pub(crate) fn check_dtype(what: &'static str, got: DType, want: DType, whose: &str) -> Result<()> {
+    if got == want {
+        return Ok(());
     }
-    shape("q", args.q.layout().shape(), problem.q_shape())?;
-    shape("k", args.k.layout().shape(), problem.k_shape())?;
-    shape("v", args.v.layout().shape(), problem.v_shape())?;
-    shape("o", args.o.layout().shape(), problem.o_shape())?;
-    if let Some(lse) = &args.lse {
-        shape("lse", lse.layout().shape(), problem.lse_shape())?;
+    Err(Error::Dtype { what, got, allowed: format!("{want}, {whose}") })
+}
+
+/// Layouts of q, k, v and o, and of the LSE if it was given.
+pub(crate) fn check_shapes(problem: &ForwardProblem, given: [Layout<4>; 4], lse: Option<Layout<3>>) -> Result<()> {
+    let [q, k, v, o] = given.map(|layout| layout.shape());
+    shape("q", q, problem.q_shape())?;
+    shape("k", k, problem.k_shape())?;
+    shape("v", v, problem.v_shape())?;
+    shape("o", o, problem.o_shape())?;
+    if let Some(lse) = lse {
+        shape("lse", lse.shape(), problem.lse_shape())?;
     }
-    check_lse_presence(problem, args.lse.is_some())
+    check_lse_presence(problem, lse.is_some())
 }
 
 fn shape<const R: usize>(tensor: &'static str, got: [usize; R], want: [usize; R]) -> Result<()> {
@@ -103,7 +116,7 @@ fn shape<const R: usize>(tensor: &'static str, got: [usize; R], want: [usize; R]
     Err(Error::Shape { tensor, got: got.into(), want: want.into(), axes })
 }
 
-pub(crate) fn check_lse_presence(problem: &ForwardProblem, given: bool) -> Result<()> {
+fn check_lse_presence(problem: &ForwardProblem, given: bool) -> Result<()> {
     let refuse = |got: &str, allowed: &str| Err(Error::Value { what: "lse", got: got.into(), allowed: allowed.into() });
     match (problem.wants_lse(), given) {
         (true, false) => refuse("missing", "the tensor that the problem, made with lse(true), writes"),

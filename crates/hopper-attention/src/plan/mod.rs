@@ -38,6 +38,14 @@ impl Gpu {
     pub fn choice(&self) -> &Choice {
         &self.choice
     }
+
+    /// `None` for a GPU that was only described.
+    pub fn ordinal(&self) -> Option<usize> {
+        #[cfg(feature = "cuda")]
+        return self.device.as_ref().map(|device| device.info().ordinal);
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
 }
 
 impl ForwardProblem {
@@ -69,7 +77,7 @@ impl ForwardProblem {
     #[cfg(feature = "cuda")]
     fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo]) -> Result<ForwardPlan> {
         let choice = select(self, &device.info().facts, rows)?;
-        device.context().bind_to_thread().map_err(crate::cuda::driver("making the GPU current"))?;
+        let _current = device.make_current()?;
         crate::sys::prepare(&choice.kernel)?;
         let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
         Ok(ForwardPlan { problem: self.clone(), target })

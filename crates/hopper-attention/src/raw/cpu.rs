@@ -1,0 +1,217 @@
+//! A run on the CPU: addresses become slices, which needs more care than a GPU does, since a slice that is written must
+//! not meet another one.
+
+use std::ops::Range;
+
+use super::{RawForward, RawTensor};
+use crate::{
+    DType, Error, ForwardArgs, ForwardPlan, Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+};
+
+/// Computes the plan's problem.
+///
+/// # Safety
+/// As [`ForwardPlan::run_raw`], whose checks of types, shapes and places were made.
+pub(super) unsafe fn run(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
+    check_memory(args)?;
+    // SAFETY: the caller's promise, and `check_memory` for alignment, size and overlap; the type is the tensors' own.
+    unsafe {
+        match plan.problem().dtype() {
+            DType::F16 => typed::<f16>(plan, args),
+            DType::BF16 => typed::<bf16>(plan, args),
+            DType::F32 => typed::<f32>(plan, args),
+            got => Err(Error::Dtype { what: "q, k and v", got, allowed: "f16, bf16, f32".into() }),
+        }
+    }
+}
+
+/// # Safety
+/// As [`run`], with tensors of elements of `T`.
+unsafe fn typed<T: Operand<Out = T>>(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
+    // SAFETY: each is valid, aligned and of this type; what is written meets nothing else.
+    let args = unsafe {
+        ForwardArgs {
+            q: TensorRef::host(slice::<T, 4>(&args.q), args.q.layout)?,
+            k: TensorRef::host(slice::<T, 4>(&args.k), args.k.layout)?,
+            v: TensorRef::host(slice::<T, 4>(&args.v), args.v.layout)?,
+            o: TensorMut::host(slice_mut::<T, 4>(&args.o), args.o.layout)?,
+            lse: match &args.lse {
+                Some(lse) => Some(TensorMut::host(slice_mut::<f32, 3>(lse), lse.layout)?),
+                None => None,
+            },
+        }
+    };
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run(&Stream::Cpu, &mut workspace, args)
+}
+
+/// # Safety
+/// The tensor's memory is valid for reading, aligned for `T` and no larger than a slice may be.
+unsafe fn slice<'a, T, const R: usize>(raw: &RawTensor<R>) -> &'a [T] {
+    match raw.layout.span() {
+        0 => &[],
+        // SAFETY: the caller's promise.
+        span => unsafe { std::slice::from_raw_parts(raw.address as usize as *const T, span) },
+    }
+}
+
+/// # Safety
+/// As [`slice`], and the memory is valid for writing and nothing else uses it.
+unsafe fn slice_mut<'a, T, const R: usize>(raw: &RawTensor<R>) -> &'a mut [T] {
+    match raw.layout.span() {
+        0 => &mut [],
+        // SAFETY: the caller's promise.
+        span => unsafe { std::slice::from_raw_parts_mut(raw.address as usize as *mut T, span) },
+    }
+}
+
+fn check_memory(args: &RawForward) -> Result<()> {
+    let inputs = [("q", bytes("q", &args.q)?), ("k", bytes("k", &args.k)?), ("v", bytes("v", &args.v)?)];
+    let o = bytes("o", &args.o)?;
+    inputs.iter().try_for_each(|input| apart(("o", &o), (input.0, &input.1)))?;
+    if let Some(lse) = &args.lse {
+        let lse = bytes("lse", lse)?;
+        inputs.iter().try_for_each(|input| apart(("lse", &lse), (input.0, &input.1)))?;
+        apart(("lse", &lse), ("o", &o))?;
+    }
+    Ok(())
+}
+
+/// The addresses of a tensor, from its first to its last byte, gaps included.
+fn bytes<const R: usize>(tensor: &'static str, raw: &RawTensor<R>) -> Result<Range<u64>> {
+    if raw.layout.span() == 0 {
+        return Ok(0..0);
+    }
+    let refuse = |got: String, allowed: String| Err(Error::Layout { tensor, got, allowed });
+    let size = raw.dtype.bytes() as u64;
+    if raw.address == 0 || !raw.address.is_multiple_of(size) {
+        let allowed = format!("multiples of {size} bytes, not 0");
+        return refuse(format!("address {:#x}", raw.address), allowed);
+    }
+    let span = raw.layout.span() as u64;
+    match span.checked_mul(size).filter(|&bytes| bytes <= isize::MAX as u64) {
+        Some(bytes) if raw.address.checked_add(bytes).is_some_and(|end| usize::try_from(end).is_ok()) => {
+            Ok(raw.address..raw.address + bytes)
+        }
+        _ => refuse(format!("{span} elements from address {:#x}", raw.address), "what fits the address space".into()),
+    }
+}
+
+fn apart((name, output): (&'static str, &Range<u64>), (other_name, other): (&str, &Range<u64>)) -> Result<()> {
+    if output.is_empty() || other.is_empty() || output.end <= other.start || other.end <= output.start {
+        return Ok(());
+    }
+    Err(Error::Layout {
+        tensor: name,
+        got: format!("addresses {:#x} to {:#x}, which meet those of {other_name}", output.start, output.end),
+        allowed: "on the CPU, an output whose range of addresses is its own".into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::raw::{Place, RawWorkspace};
+    use crate::{Device, Dims, ForwardProblem, Layout};
+
+    const DIMS: Dims =
+        Dims { batch: 1, seqlen_q: 2, seqlen_kv: 3, heads_q: 2, heads_kv: 1, head_dim_qk: 2, head_dim_vo: 2 };
+
+    struct Memory {
+        q: Vec<f32>,
+        kv: Vec<f32>,
+        o: Vec<f32>,
+        lse: Vec<f32>,
+    }
+
+    impl Memory {
+        fn new() -> Self {
+            Self { q: vec![0.0; 8], kv: vec![2.0; 6], o: vec![-7.0; 8], lse: vec![-7.0; 4] }
+        }
+
+        fn args(&mut self) -> RawForward {
+            let problem = problem();
+            let tensor = |address: *const f32, shape| RawTensor {
+                address: address as u64,
+                dtype: DType::F32,
+                place: Place::Cpu,
+                layout: Layout::contiguous(shape).unwrap(),
+            };
+            RawForward {
+                q: tensor(self.q.as_ptr(), problem.q_shape()),
+                k: tensor(self.kv.as_ptr(), problem.k_shape()),
+                v: tensor(self.kv.as_ptr(), problem.v_shape()),
+                o: tensor(self.o.as_mut_ptr(), problem.o_shape()),
+                lse: Some(RawTensor {
+                    address: self.lse.as_mut_ptr() as u64,
+                    dtype: DType::F32,
+                    place: Place::Cpu,
+                    layout: Layout::contiguous(problem.lse_shape()).unwrap(),
+                }),
+                workspace: RawWorkspace::default(),
+            }
+        }
+
+        /// Runs, and says what was refused; nothing may have been written then.
+        fn refused(&mut self, edit: impl FnOnce(&mut RawForward)) -> String {
+            let mut args = self.args();
+            edit(&mut args);
+            let plan = problem().plan(&Device::cpu()).unwrap();
+            // SAFETY: the addresses are those of live vectors, or refused before they are used.
+            let error = unsafe { plan.run_raw(&args, std::ptr::null_mut()) }.unwrap_err();
+            assert!(self.o.iter().chain(&self.lse).all(|&x| x == -7.0), "{error}");
+            error.to_string()
+        }
+    }
+
+    fn problem() -> ForwardProblem {
+        ForwardProblem::new(DType::F32, DIMS).unwrap().lse(true)
+    }
+
+    #[test]
+    fn it_computes() {
+        let mut memory = Memory::new();
+        let plan = problem().plan(&Device::cpu()).unwrap();
+        let args = memory.args();
+        // SAFETY: the addresses are those of live vectors, and outputs have vectors of their own.
+        unsafe { plan.run_raw(&args, std::ptr::null_mut()) }.unwrap();
+        assert_eq!(memory.o, [2.0; 8]);
+        assert!(memory.lse.iter().all(|lse| (lse - 3f32.ln()).abs() < 1e-6), "{:?}", memory.lse);
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused_and_nothing_is_written() {
+        let mut memory = Memory::new();
+        let text = memory.refused(|args| args.q.address += 2);
+        assert!(text.starts_with("q: address 0x") && text.ends_with("allowed: multiples of 4 bytes, not 0"), "{text}");
+        let text = memory.refused(|args| args.k.address = 0);
+        assert!(text.starts_with("k: address 0x0;"), "{text}");
+        let text = memory.refused(|args| args.o.dtype = DType::BF16);
+        assert_eq!(text, "o: dtype bf16; allowed: f32, the problem's");
+        let text = memory.refused(|args| args.lse.as_mut().unwrap().dtype = DType::F16);
+        assert_eq!(text, "lse: dtype f16; allowed: f32, as every log-sum-exp");
+        let text = memory.refused(|args| args.v.place = Place::Cuda(1));
+        assert_eq!(text, "v: on cuda:1; allowed: cpu, the plan's");
+        let text = memory.refused(|args| args.lse = None);
+        assert!(text.starts_with("lse: missing"), "{text}");
+        let text = memory.refused(|args| args.k.layout = Layout::contiguous([1, 2, 1, 2]).unwrap());
+        assert!(text.starts_with("k: shape [1, 2, 1, 2], expected [1, 3, 1, 2]"), "{text}");
+        let text = memory.refused(|args| {
+            args.q.layout = Layout::with_strides([1, 2, 2, 2], [0, i64::MAX / 2, 2, 1]).unwrap();
+        });
+        assert!(text.ends_with("what fits the address space"), "{text}");
+    }
+
+    #[test]
+    fn outputs_have_memory_of_their_own() {
+        let mut memory = Memory::new();
+        let text = memory.refused(|args| args.o.address = args.q.address);
+        assert!(text.starts_with("o: addresses 0x") && text.contains("meet those of q"), "{text}");
+        let text = memory.refused(|args| args.lse.as_mut().unwrap().address = args.o.address + 28);
+        assert!(text.starts_with("lse: addresses 0x") && text.contains("meet those of o"), "{text}");
+        let text = memory.refused(|args| {
+            args.o.layout = Layout::with_strides([1, 2, 2, 2], [0, 0, 2, 1]).unwrap();
+        });
+        assert!(text.contains("uses elements twice"), "{text}");
+    }
+}
