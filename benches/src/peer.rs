@@ -10,7 +10,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use hopper_attention::cudarc::driver::sys;
 use hopper_attention::raw::{Place, RawForward, RawTensor, RawWorkspace};
-use hopper_attention::{Corner, DType, Device, Dims, Error, ForwardPlan, ForwardProblem, Mask};
+use hopper_attention::{Corner, DType, Device, Dims, Error, ForwardPlan, ForwardProblem, Layout, Mask};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy)]

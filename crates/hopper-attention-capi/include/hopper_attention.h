@@ -1,0 +1,461 @@
+/* Hopper Attention: exact fused attention for NVIDIA Hopper, with a CPU backend. Made by cbindgen from
+   crates/hopper-attention-capi, whose documentation says how this ABI grows; do not edit.
+
+     hattn_forward_problem problem = HATTN_FORWARD_PROBLEM_INIT;   sizes, type, mask
+     hattn_forward_plan_create(&problem, device, &plan);           once
+     hattn_forward_plan_workspace_size(plan, &bytes);              memory that the caller allocates
+     hattn_forward_run(plan, &args, stream);                       as often as wanted
+     hattn_forward_plan_destroy(plan);
+
+   Every function is safe to call from any thread. Nothing throws, prints or exits. */
+
+#ifndef HOPPER_ATTENTION_H
+#define HOPPER_ATTENTION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
+
+/* Structs with their header filled in and everything else 0. */
+#define HATTN_FORWARD_PROBLEM_INIT \
+  { (uint32_t)sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0 }
+#define HATTN_TENSOR_INIT \
+  { (uint32_t)sizeof(hattn_tensor), HATTN_ABI_VERSION, NULL, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
+#define HATTN_FORWARD_ARGS_INIT \
+  { (uint32_t)sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
+
+/*
+ The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
+ */
+#define HATTN_ABI_VERSION 1
+
+/*
+ A window without a bound on this side.
+ */
+#define HATTN_UNBOUNDED -1
+
+/*
+ How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
+ the device at once. Holds no device memory.
+ */
+typedef struct hattn_forward_plan hattn_forward_plan;
+
+/*
+ HATTN_OK, or why nothing was done; hattn_last_error has the words.
+ */
+typedef int32_t hattn_status;
+
+/*
+ The type of a tensor's elements. 0 is none, so that a forgotten field is refused.
+ */
+typedef int32_t hattn_dtype;
+
+/*
+ Which keys a query attends to. A query that keeps no key gets output 0 and log-sum-exp -inf.
+ */
+typedef int32_t hattn_mask;
+
+/*
+ Where the diagonal of a causal mask or window lies when seqlen_q and seqlen_kv differ.
+ */
+typedef int32_t hattn_corner;
+
+/*
+ The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
+
+ Q is [batch, seqlen_q, heads_q, head_dim_qk], K [batch, seqlen_kv, heads_kv, head_dim_qk],
+ V [batch, seqlen_kv, heads_kv, head_dim_vo], O [batch, seqlen_q, heads_q, head_dim_vo].
+ */
+typedef struct hattn_forward_problem {
+  /*
+   sizeof(hattn_forward_problem).
+   */
+  uint32_t struct_size;
+  /*
+   HATTN_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /*
+   Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+   */
+  hattn_dtype dtype;
+  /*
+   Which keys a query attends to.
+   */
+  hattn_mask mask;
+  /*
+   Where a causal mask or a window is aligned.
+   */
+  hattn_corner corner;
+  /*
+   1: the log-sum-exp of each row is an output; 0: it is not.
+   */
+  int32_t lse;
+  /*
+   Sequences; may be 0.
+   */
+  int64_t batch;
+  /*
+   Queries in a sequence; may be 0.
+   */
+  int64_t seqlen_q;
+  /*
+   Keys in a sequence; may be 0.
+   */
+  int64_t seqlen_kv;
+  /*
+   Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
+   */
+  int64_t heads_q;
+  /*
+   Key and value heads.
+   */
+  int64_t heads_kv;
+  /*
+   Length of a query and of a key.
+   */
+  int64_t head_dim_qk;
+  /*
+   Length of a value and of an output.
+   */
+  int64_t head_dim_vo;
+  /*
+   With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+   */
+  int64_t window_left;
+  /*
+   With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+   */
+  int64_t window_right;
+  /*
+   The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
+   */
+  float softmax_scale;
+  /*
+   0.
+   */
+  uint32_t reserved;
+} hattn_forward_problem;
+
+/*
+ Where something is: HATTN_CPU, or the ordinal of a GPU (0 and above) in the CUDA driver's order.
+ */
+typedef int32_t hattn_device;
+
+/*
+ Borrowed memory. Begin with HATTN_TENSOR_INIT.
+ */
+typedef struct hattn_tensor {
+  /*
+   sizeof(hattn_tensor).
+   */
+  uint32_t struct_size;
+  /*
+   HATTN_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /*
+   The first element. Inputs are only read. Anything where there is no element.
+   */
+  void *data;
+  /*
+   Of the elements.
+   */
+  hattn_dtype dtype;
+  /*
+   Where the memory is.
+   */
+  hattn_device device;
+  /*
+   4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp.
+   */
+  int32_t ndim;
+  /*
+   0.
+   */
+  int32_t reserved;
+  /*
+   Sizes; from ndim on not looked at.
+   */
+  int64_t shape[4];
+  /*
+   From one element to the next, in elements; the innermost is 1. From ndim on not looked at.
+   */
+  int64_t stride[4];
+} hattn_tensor;
+
+/*
+ What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
+ */
+typedef struct hattn_forward_args {
+  /*
+   sizeof(hattn_forward_args).
+   */
+  uint32_t struct_size;
+  /*
+   HATTN_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /*
+   Queries.
+   */
+  const struct hattn_tensor *q;
+  /*
+   Keys.
+   */
+  const struct hattn_tensor *k;
+  /*
+   Values.
+   */
+  const struct hattn_tensor *v;
+  /*
+   The output.
+   */
+  const struct hattn_tensor *o;
+  /*
+   The log-sum-exp of each row, natural log, HATTN_F32: given exactly when the problem says so, otherwise null.
+   */
+  const struct hattn_tensor *lse;
+  /*
+   Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+   */
+  void *workspace;
+  /*
+   At least what hattn_forward_plan_workspace_size says.
+   */
+  size_t workspace_bytes;
+} hattn_forward_args;
+
+/*
+ IEEE 754 half precision.
+ */
+#define HATTN_F16 1
+
+/*
+ bfloat16.
+ */
+#define HATTN_BF16 2
+
+/*
+ IEEE 754 single precision.
+ */
+#define HATTN_F32 3
+
+/*
+ 8-bit float with 4 exponent and 3 mantissa bits, largest value 448.
+ */
+#define HATTN_E4M3 4
+
+/*
+ The cores of this machine.
+ */
+#define HATTN_CPU -1
+
+/*
+ Every key.
+ */
+#define HATTN_MASK_FULL 0
+
+/*
+ The keys up to the one where the query stands.
+ */
+#define HATTN_MASK_CAUSAL 1
+
+/*
+ The keys from window_left before to window_right after the one where the query stands.
+ */
+#define HATTN_MASK_WINDOW 2
+
+/*
+ The last query stands at the last key: query i at key i + seqlen_kv - seqlen_q.
+ */
+#define HATTN_BOTTOM_RIGHT 0
+
+/*
+ The first query stands at the first key: query i at key i.
+ */
+#define HATTN_TOP_LEFT 1
+
+/*
+ It was done, or enqueued.
+ */
+#define HATTN_OK 0
+
+/*
+ A null pointer, or a number that is none of the constants for its place.
+ */
+#define HATTN_ERROR_ARGUMENT 1
+
+/*
+ A struct of a size or version that this library does not know.
+ */
+#define HATTN_ERROR_ABI 2
+
+/*
+ A tensor's shape is not the problem's.
+ */
+#define HATTN_ERROR_SHAPE 3
+
+/*
+ A tensor's strides, alignment or range of addresses.
+ */
+#define HATTN_ERROR_LAYOUT 4
+
+/*
+ An element type that does not fit there.
+ */
+#define HATTN_ERROR_DTYPE 5
+
+/*
+ A number out of range, or an argument that is missing or not wanted.
+ */
+#define HATTN_ERROR_VALUE 6
+
+/*
+ A legal problem for which this library has no kernel on this device.
+ */
+#define HATTN_ERROR_UNSUPPORTED 7
+
+/*
+ The workspace is missing or too small.
+ */
+#define HATTN_ERROR_WORKSPACE 8
+
+/*
+ A tensor or the stream is not where the plan is.
+ */
+#define HATTN_ERROR_DEVICE 9
+
+/*
+ Not possible while the stream is captured.
+ */
+#define HATTN_ERROR_CAPTURE 10
+
+/*
+ The CUDA driver returned an error, possibly that of earlier work.
+ */
+#define HATTN_ERROR_DRIVER 11
+
+/*
+ The kernel could not be loaded or launched.
+ */
+#define HATTN_ERROR_LAUNCH 12
+
+/*
+ No such GPU, no driver, or a library built without CUDA.
+ */
+#define HATTN_ERROR_NO_DEVICE 13
+
+/*
+ A bug of this library.
+ */
+#define HATTN_ERROR_INTERNAL 14
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/*
+ The name of a status, such as "HATTN_ERROR_SHAPE"; "HATTN_ERROR_?" for a number that is none.
+ */
+const char *hattn_status_name(hattn_status status);
+
+/*
+ The last failure of this thread: what was wrong, what it was, and what is allowed. "" before the first one. Valid
+ until the thread's next failure.
+ */
+const char *hattn_last_error(void);
+
+/*
+ The version of the ABI that this library speaks; compare it with HATTN_ABI_VERSION.
+ */
+uint32_t hattn_abi_version(void);
+
+/*
+ The version of the library, such as "0.1.0".
+ */
+const char *hattn_version(void);
+
+/*
+ Counts the GPUs of this machine, whether or not there is a kernel for them: 0 where there is no driver, and in a
+ library that was built without CUDA. Opens no context.
+
+ # Safety
+ `count` is null, which is refused, or valid for writing.
+ */
+hattn_status hattn_device_count(int32_t *count);
+
+/*
+ Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
+ HATTN_ERROR_UNSUPPORTED, HATTN_ERROR_NO_DEVICE, or what is wrong with the problem. Opens no context and loads nothing.
+
+ # Safety
+ `problem` is null, which is refused, or points to a struct of the size that it says.
+ */
+hattn_status hattn_forward_supported(const struct hattn_forward_problem *problem, hattn_device device);
+
+/*
+ Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
+ context, the one that cudaSetDevice uses, and leaves the thread's current context as it was.
+
+ # Safety
+ `problem` is as for hattn_forward_supported; `plan` is null, which is refused, or valid for writing.
+ */
+hattn_status hattn_forward_plan_create(const struct hattn_forward_problem *problem,
+                                       hattn_device device,
+                                       struct hattn_forward_plan **plan);
+
+/*
+ Frees a plan; null is fine. Work that was enqueued with it goes on.
+
+ # Safety
+ `plan` is null, or came from hattn_forward_plan_create and is used nowhere, now or later.
+ */
+void hattn_forward_plan_destroy(struct hattn_forward_plan *plan);
+
+/*
+ Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much
+ of it as fits `capacity` is written to `text`, always with a final 0.
+
+ # Safety
+ `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
+ `length` is null, when it is not wanted, or valid for writing.
+ */
+hattn_status hattn_forward_plan_describe(const struct hattn_forward_plan *plan,
+                                         char *text,
+                                         size_t capacity,
+                                         size_t *length);
+
+/*
+ Writes to `*bytes` how large a workspace the plan needs: exact, and often 0.
+
+ # Safety
+ `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+ */
+hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *plan, size_t *bytes);
+
+/*
+ Computes the plan's problem. Types, shapes, strides, alignment and places are checked before anything is launched;
+ what the addresses lead to cannot be.
+
+ On a GPU it is enqueued on the stream, null for the default one, without allocating, waiting or loading anything, so
+ that it can be captured in a graph; the thread's current context is left as it was. Memory must stay as it is until
+ the stream has done the work. On the CPU it is done on return, on all cores; the stream is not looked at, and outputs
+ must have a range of addresses of their own.
+
+ # Safety
+ `plan` is null, which is refused, or a live plan; `args` and its tensors are null, which is refused but for `lse`, or
+ point to structs of the sizes that they say. Each tensor's memory is valid where it says for every element that its
+ shape and strides reach, and so is the workspace. Nothing writes the inputs, and nothing else uses outputs and
+ workspace, until the work is done; outputs and workspace share no element with anything else. The stream is live.
+ */
+hattn_status hattn_forward_run(const struct hattn_forward_plan *plan,
+                               const struct hattn_forward_args *args,
+                               struct CUstream_st *stream);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* HOPPER_ATTENTION_H */

@@ -1,0 +1,302 @@
+//! The structs and constants of the ABI, and how a struct of another version is read.
+
+use std::ffi::c_void;
+
+use crate::status::{Failure, Outcome};
+
+/// The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
+pub const HATTN_ABI_VERSION: u32 = 1;
+
+/// The type of a tensor's elements. 0 is none, so that a forgotten field is refused.
+pub type hattn_dtype = i32;
+/// IEEE 754 half precision.
+pub const HATTN_F16: hattn_dtype = 1;
+/// bfloat16.
+pub const HATTN_BF16: hattn_dtype = 2;
+/// IEEE 754 single precision.
+pub const HATTN_F32: hattn_dtype = 3;
+/// 8-bit float with 4 exponent and 3 mantissa bits, largest value 448.
+pub const HATTN_E4M3: hattn_dtype = 4;
+
+/// Where something is: HATTN_CPU, or the ordinal of a GPU (0 and above) in the CUDA driver's order.
+pub type hattn_device = i32;
+/// The cores of this machine.
+pub const HATTN_CPU: hattn_device = -1;
+
+/// Which keys a query attends to. A query that keeps no key gets output 0 and log-sum-exp -inf.
+pub type hattn_mask = i32;
+/// Every key.
+pub const HATTN_MASK_FULL: hattn_mask = 0;
+/// The keys up to the one where the query stands.
+pub const HATTN_MASK_CAUSAL: hattn_mask = 1;
+/// The keys from window_left before to window_right after the one where the query stands.
+pub const HATTN_MASK_WINDOW: hattn_mask = 2;
+
+/// Where the diagonal of a causal mask or window lies when seqlen_q and seqlen_kv differ.
+pub type hattn_corner = i32;
+/// The last query stands at the last key: query i at key i + seqlen_kv - seqlen_q.
+pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
+/// The first query stands at the first key: query i at key i.
+pub const HATTN_TOP_LEFT: hattn_corner = 1;
+
+/// A window without a bound on this side.
+pub const HATTN_UNBOUNDED: i64 = -1;
+
+/// A CUstream, which is a cudaStream_t, points to one.
+pub struct CUstream_st {
+    _private: [u8; 0],
+}
+
+/// The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
+///
+/// Q is [batch, seqlen_q, heads_q, head_dim_qk], K [batch, seqlen_kv, heads_kv, head_dim_qk],
+/// V [batch, seqlen_kv, heads_kv, head_dim_vo], O [batch, seqlen_q, heads_q, head_dim_vo].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct hattn_forward_problem {
+    /// sizeof(hattn_forward_problem).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+    pub dtype: hattn_dtype,
+    /// Which keys a query attends to.
+    pub mask: hattn_mask,
+    /// Where a causal mask or a window is aligned.
+    pub corner: hattn_corner,
+    /// 1: the log-sum-exp of each row is an output; 0: it is not.
+    pub lse: i32,
+    /// Sequences; may be 0.
+    pub batch: i64,
+    /// Queries in a sequence; may be 0.
+    pub seqlen_q: i64,
+    /// Keys in a sequence; may be 0.
+    pub seqlen_kv: i64,
+    /// Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
+    pub heads_q: i64,
+    /// Key and value heads.
+    pub heads_kv: i64,
+    /// Length of a query and of a key.
+    pub head_dim_qk: i64,
+    /// Length of a value and of an output.
+    pub head_dim_vo: i64,
+    /// With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+    pub window_left: i64,
+    /// With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+    pub window_right: i64,
+    /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
+    pub softmax_scale: f32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// Borrowed memory. Begin with HATTN_TENSOR_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_tensor {
+    /// sizeof(hattn_tensor).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// The first element. Inputs are only read. Anything where there is no element.
+    pub data: *mut c_void,
+    /// Of the elements.
+    pub dtype: hattn_dtype,
+    /// Where the memory is.
+    pub device: hattn_device,
+    /// 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp.
+    pub ndim: i32,
+    /// 0.
+    pub reserved: i32,
+    /// Sizes; from ndim on not looked at.
+    pub shape: [i64; 4],
+    /// From one element to the next, in elements; the innermost is 1. From ndim on not looked at.
+    pub stride: [i64; 4],
+}
+
+/// What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_forward_args {
+    /// sizeof(hattn_forward_args).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Queries.
+    pub q: *const hattn_tensor,
+    /// Keys.
+    pub k: *const hattn_tensor,
+    /// Values.
+    pub v: *const hattn_tensor,
+    /// The output.
+    pub o: *const hattn_tensor,
+    /// The log-sum-exp of each row, natural log, HATTN_F32: given exactly when the problem says so, otherwise null.
+    pub lse: *const hattn_tensor,
+    /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+    pub workspace: *mut c_void,
+    /// At least what hattn_forward_plan_workspace_size says.
+    pub workspace_bytes: usize,
+}
+
+/// A struct that says how large its caller thinks it is.
+///
+/// # Safety
+/// `repr(C)`, beginning with `struct_size` and `abi_version` as u32, and valid for all bits, 0 included.
+pub(crate) unsafe trait Versioned: Copy {
+    /// Its name in C.
+    const NAME: &'static str;
+    /// Its size when the ABI's version was new: no caller knows less.
+    const LEAST: usize;
+}
+
+// SAFETY: integers and floats, with the header first.
+unsafe impl Versioned for hattn_forward_problem {
+    const NAME: &'static str = "hattn_forward_problem";
+    const LEAST: usize = 104;
+}
+
+// SAFETY: integers and raw pointers, with the header first.
+unsafe impl Versioned for hattn_tensor {
+    const NAME: &'static str = "hattn_tensor";
+    const LEAST: usize = 96;
+}
+
+// SAFETY: integers and raw pointers, with the header first.
+unsafe impl Versioned for hattn_forward_args {
+    const NAME: &'static str = "hattn_forward_args";
+    const LEAST: usize = 64;
+}
+
+/// No struct grows past this, so that a wild `struct_size` is refused instead of followed.
+const MOST: usize = 4096;
+
+/// Reads a struct that may be older or newer than this library.
+///
+/// # Safety
+/// `pointer` is null or misaligned, or points to 8 readable bytes, and if these hold this ABI's version and a size, to as
+/// many readable bytes as they say.
+pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcome<T> {
+    if pointer.is_null() {
+        return Err(Failure::argument(what, "a null pointer", format_args!("a {}", T::NAME)));
+    }
+    if !pointer.is_aligned() {
+        let allowed = format_args!("multiples of {} bytes", align_of::<T>());
+        return Err(Failure::argument(what, &format!("address {pointer:p}"), allowed));
+    }
+    // SAFETY: neither null nor misaligned, so the caller promises a header.
+    let [size, version] = unsafe { pointer.cast::<[u32; 2]>().read() };
+    if version != HATTN_ABI_VERSION {
+        let text = format!("{what}: abi_version {version}; allowed: {HATTN_ABI_VERSION}, which this library speaks");
+        return Err(Failure::Abi(text));
+    }
+    let (size, known) = (size as usize, size_of::<T>());
+    let refuse = |size: usize, allowed: String| {
+        Err(Failure::Abi(format!("{what}: struct_size {size}; allowed: {allowed} (sizeof({}))", T::NAME)))
+    };
+    if !(T::LEAST..=MOST).contains(&size) {
+        return refuse(size, format!("{} to {MOST}", T::LEAST));
+    }
+    // SAFETY: the caller promises `size` bytes.
+    let surplus = (known..size).any(|at| unsafe { *pointer.cast::<u8>().add(at) } != 0);
+    if surplus {
+        return refuse(size, format!("{known}, or more if the fields that this library does not know are 0"));
+    }
+    let mut value = std::mem::MaybeUninit::<T>::zeroed();
+    // SAFETY: both sides hold that many bytes; all bits, and the zeros after them, are valid for T.
+    unsafe {
+        std::ptr::copy_nonoverlapping(pointer.cast::<u8>(), value.as_mut_ptr().cast::<u8>(), size.min(known));
+        Ok(value.assume_init())
+    }
+}
+
+/// The layout that the ABI promises; `tests/c/abi_layout.c` holds C to the same numbers.
+mod layout {
+    use super::*;
+    use std::mem::offset_of;
+
+    const _: () = {
+        assert!(size_of::<hattn_forward_problem>() == 104 && align_of::<hattn_forward_problem>() == 8);
+        assert!(offset_of!(hattn_forward_problem, dtype) == 8);
+        assert!(offset_of!(hattn_forward_problem, mask) == 12);
+        assert!(offset_of!(hattn_forward_problem, corner) == 16);
+        assert!(offset_of!(hattn_forward_problem, lse) == 20);
+        assert!(offset_of!(hattn_forward_problem, batch) == 24);
+        assert!(offset_of!(hattn_forward_problem, seqlen_q) == 32);
+        assert!(offset_of!(hattn_forward_problem, seqlen_kv) == 40);
+        assert!(offset_of!(hattn_forward_problem, heads_q) == 48);
+        assert!(offset_of!(hattn_forward_problem, heads_kv) == 56);
+        assert!(offset_of!(hattn_forward_problem, head_dim_qk) == 64);
+        assert!(offset_of!(hattn_forward_problem, head_dim_vo) == 72);
+        assert!(offset_of!(hattn_forward_problem, window_left) == 80);
+        assert!(offset_of!(hattn_forward_problem, window_right) == 88);
+        assert!(offset_of!(hattn_forward_problem, softmax_scale) == 96);
+        assert!(offset_of!(hattn_forward_problem, reserved) == 100);
+
+        assert!(size_of::<hattn_tensor>() == 96 && align_of::<hattn_tensor>() == 8);
+        assert!(offset_of!(hattn_tensor, data) == 8);
+        assert!(offset_of!(hattn_tensor, dtype) == 16);
+        assert!(offset_of!(hattn_tensor, device) == 20);
+        assert!(offset_of!(hattn_tensor, ndim) == 24);
+        assert!(offset_of!(hattn_tensor, reserved) == 28);
+        assert!(offset_of!(hattn_tensor, shape) == 32);
+        assert!(offset_of!(hattn_tensor, stride) == 64);
+
+        assert!(size_of::<hattn_forward_args>() == 64 && align_of::<hattn_forward_args>() == 8);
+        assert!(offset_of!(hattn_forward_args, q) == 8);
+        assert!(offset_of!(hattn_forward_args, k) == 16);
+        assert!(offset_of!(hattn_forward_args, v) == 24);
+        assert!(offset_of!(hattn_forward_args, o) == 32);
+        assert!(offset_of!(hattn_forward_args, lse) == 40);
+        assert!(offset_of!(hattn_forward_args, workspace) == 48);
+        assert!(offset_of!(hattn_forward_args, workspace_bytes) == 56);
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::HATTN_ERROR_ABI;
+
+    /// A problem in memory of any size.
+    #[repr(C, align(8))]
+    struct Block([u8; 8192]);
+
+    fn block(size: u32, version: u32) -> Block {
+        let mut block = Block([0; 8192]);
+        block.0[..4].copy_from_slice(&size.to_ne_bytes());
+        block.0[4..8].copy_from_slice(&version.to_ne_bytes());
+        block
+    }
+
+    fn text(block: &Block) -> Result<hattn_forward_problem, String> {
+        // SAFETY: aligned, and larger than any size that is followed.
+        unsafe { read("problem", (&raw const *block).cast::<hattn_forward_problem>()) }.map_err(|failure| {
+            assert_eq!(failure.status(), HATTN_ERROR_ABI);
+            failure.to_string()
+        })
+    }
+
+    #[test]
+    fn sizes_and_versions_are_those_that_exist() {
+        assert_eq!(text(&block(104, 1)).unwrap().batch, 0);
+        assert_eq!(text(&block(104, 2)).unwrap_err(), "problem: abi_version 2; allowed: 1, which this library speaks");
+        for size in [0, 103, 4097, u32::MAX] {
+            let want = format!("problem: struct_size {size}; allowed: 104 to 4096 (sizeof(hattn_forward_problem))");
+            assert_eq!(text(&block(size, 1)).unwrap_err(), want);
+        }
+    }
+
+    #[test]
+    fn fields_of_a_newer_caller_must_be_zero() {
+        let mut newer = block(112, 1);
+        newer.0[104..].fill(0);
+        newer.0[24] = 3;
+        assert_eq!(text(&newer).unwrap().batch, 3);
+        newer.0[111] = 1;
+        assert!(text(&newer).unwrap_err().starts_with("problem: struct_size 112; allowed: 104, or more if"));
+        // Past what the caller says is not the struct's.
+        newer.0[111] = 0;
+        newer.0[112] = 1;
+        assert!(text(&newer).is_ok());
+    }
+}

@@ -1,0 +1,129 @@
+//! From the ABI's structs to the safe crate's values. Only what those cannot express is refused here.
+
+use hopper_attention::raw::{Place, RawForward, RawTensor, RawWorkspace};
+use hopper_attention::{Corner, DType, Dims, Error, ForwardProblem, Layout, Mask};
+
+use crate::abi::*;
+use crate::devices::ordinal;
+use crate::status::{Failure, Outcome};
+
+/// A problem, with all of the safe crate's checks.
+pub(crate) fn problem(given: &hattn_forward_problem) -> Outcome<ForwardProblem> {
+    let size = |what: &'static str, got: i64| {
+        let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
+        usize::try_from(got).map_err(refuse)
+    };
+    reserved("problem", given.reserved != 0)?;
+    let dims = Dims {
+        batch: size("batch", given.batch)?,
+        seqlen_q: size("seqlen_q", given.seqlen_q)?,
+        seqlen_kv: size("seqlen_kv", given.seqlen_kv)?,
+        heads_q: size("heads_q", given.heads_q)?,
+        heads_kv: size("heads_kv", given.heads_kv)?,
+        head_dim_qk: size("head_dim_qk", given.head_dim_qk)?,
+        head_dim_vo: size("head_dim_vo", given.head_dim_vo)?,
+    };
+    let lse = match given.lse {
+        0 => false,
+        1 => true,
+        other => return Err(Failure::argument("lse", &other.to_string(), "0 (not wanted), 1 (wanted)")),
+    };
+    let problem = ForwardProblem::new(dtype("dtype", given.dtype)?, dims)?.mask(mask(given)?).lse(lse);
+    // -0 is 0 too.
+    Ok(if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? })
+}
+
+fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
+    let corner = match given.corner {
+        HATTN_BOTTOM_RIGHT => Corner::BottomRight,
+        HATTN_TOP_LEFT => Corner::TopLeft,
+        other => {
+            let allowed = "HATTN_BOTTOM_RIGHT (0), HATTN_TOP_LEFT (1)";
+            return Err(Failure::argument("corner", &other.to_string(), allowed));
+        }
+    };
+    let bound = |what: &'static str, keys: i64| match usize::try_from(keys) {
+        Ok(keys) => Ok(Some(keys)),
+        Err(_) if keys == HATTN_UNBOUNDED => Ok(None),
+        Err(_) => {
+            let allowed = "0 and above, HATTN_UNBOUNDED (-1)".into();
+            Err(Error::Value { what, got: keys.to_string(), allowed })
+        }
+    };
+    match given.mask {
+        HATTN_MASK_FULL => Ok(Mask::Full),
+        HATTN_MASK_CAUSAL => Ok(Mask::Causal { corner }),
+        HATTN_MASK_WINDOW => Ok(Mask::Window {
+            left: bound("window_left", given.window_left)?,
+            right: bound("window_right", given.window_right)?,
+            corner,
+        }),
+        other => {
+            let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)";
+            Err(Failure::argument("mask", &other.to_string(), allowed))
+        }
+    }
+}
+
+fn dtype(what: &str, given: hattn_dtype) -> Outcome<DType> {
+    match given {
+        HATTN_F16 => Ok(DType::F16),
+        HATTN_BF16 => Ok(DType::BF16),
+        HATTN_F32 => Ok(DType::F32),
+        HATTN_E4M3 => Ok(DType::E4M3),
+        other => {
+            let allowed = "HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3), HATTN_E4M3 (4)";
+            Err(Failure::argument(what, &format!("dtype {other}"), allowed))
+        }
+    }
+}
+
+fn reserved(what: &str, set: bool) -> Outcome {
+    if set { Err(Failure::argument(what, "a reserved field that is set", "0")) } else { Ok(()) }
+}
+
+/// What a run reads and writes.
+///
+/// # Safety
+/// The tensors are as [`read`] asks.
+pub(crate) unsafe fn forward(args: &hattn_forward_args) -> Outcome<RawForward> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(RawForward {
+            q: tensor("q", args.q)?,
+            k: tensor("k", args.k)?,
+            v: tensor("v", args.v)?,
+            o: tensor("o", args.o)?,
+            lse: if args.lse.is_null() { None } else { Some(tensor("lse", args.lse)?) },
+            workspace: RawWorkspace { address: args.workspace as u64, bytes: args.workspace_bytes },
+        })
+    }
+}
+
+/// # Safety
+/// As [`read`].
+unsafe fn tensor<const R: usize>(name: &'static str, given: *const hattn_tensor) -> Outcome<RawTensor<R>> {
+    // SAFETY: the caller's promise.
+    let given = unsafe { read(name, given) }?;
+    reserved(name, given.reserved != 0)?;
+    let axes = if R == 3 { "[batch, heads, seqlen]" } else { "[batch, seqlen, heads, head_dim]" };
+    if given.ndim != R as i32 {
+        return Err(Failure::argument(name, &format!("ndim {}", given.ndim), format_args!("{R}, {axes}")));
+    }
+    let (mut shape, mut stride) = ([0; R], [0; R]);
+    for axis in 0..R {
+        shape[axis] = usize::try_from(given.shape[axis]).map_err(|_| Error::Layout {
+            tensor: name,
+            got: format!("size {} in dimension {axis}", given.shape[axis]),
+            allowed: "0 and above".into(),
+        })?;
+        stride[axis] = given.stride[axis];
+    }
+    let named = |error| match error {
+        Error::Layout { got, allowed, .. } => Error::Layout { tensor: name, got, allowed },
+        other => other,
+    };
+    let place = ordinal(name, given.device)?.map_or(Place::Cpu, Place::Cuda);
+    let layout = Layout::with_strides(shape, stride).map_err(named)?;
+    Ok(RawTensor { address: given.data as u64, dtype: dtype(name, given.dtype)?, place, layout })
+}

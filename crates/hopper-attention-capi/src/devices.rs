@@ -1,0 +1,77 @@
+//! Devices, each opened once, and the versions of the library.
+
+use std::ffi::c_char;
+use std::sync::{Mutex, PoisonError};
+
+use hopper_attention::{Device, DeviceInfo, Error};
+
+use crate::abi::{HATTN_ABI_VERSION, HATTN_CPU, hattn_device};
+use crate::status::{Failure, Outcome, entry, hattn_status};
+
+/// The version of the ABI that this library speaks; compare it with HATTN_ABI_VERSION.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_abi_version() -> u32 {
+    HATTN_ABI_VERSION
+}
+
+/// The version of the library, such as "0.1.0".
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// Counts the GPUs of this machine, whether or not there is a kernel for them: 0 where there is no driver, and in a
+/// library that was built without CUDA. Opens no context.
+///
+/// # Safety
+/// `count` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_device_count(count: *mut i32) -> hattn_status {
+    entry(|| {
+        if count.is_null() {
+            return Err(Failure::argument("count", "a null pointer", "where to write it"));
+        }
+        let found = i32::try_from(Device::available().len()).unwrap_or(i32::MAX);
+        // SAFETY: not null, so the caller says it is valid.
+        unsafe { count.write(found) };
+        Ok(())
+    })
+}
+
+/// The ordinal of a GPU, or `None` for the CPU.
+pub(crate) fn ordinal(what: &str, device: hattn_device) -> Outcome<Option<usize>> {
+    match usize::try_from(device) {
+        Ok(ordinal) => Ok(Some(ordinal)),
+        Err(_) if device == HATTN_CPU => Ok(None),
+        Err(_) => Err(Failure::argument(what, &device.to_string(), "HATTN_CPU (-1), or a GPU's ordinal, 0 and above")),
+    }
+}
+
+/// A device, opened at its first use and kept: a GPU's primary context, which the last plan would otherwise take with it.
+pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
+    static OPEN: Mutex<Vec<(usize, Device)>> = Mutex::new(Vec::new());
+    let Some(ordinal) = ordinal("device", device)? else { return Ok(Device::cpu()) };
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, device)) = open.iter().find(|(known, _)| *known == ordinal) {
+        return Ok(device.clone());
+    }
+    let device = Device::cuda(ordinal)?;
+    open.push((ordinal, device.clone()));
+    Ok(device)
+}
+
+/// What is known of a GPU, without opening it.
+pub(crate) fn describe(ordinal: usize) -> Outcome<DeviceInfo> {
+    let mut found = Device::available();
+    if found.is_empty() {
+        // There is nothing to open, and this says why.
+        Device::cuda(ordinal)?;
+    }
+    match found.iter().position(|info| info.ordinal == ordinal) {
+        Some(index) => Ok(found.swap_remove(index)),
+        None => {
+            let found = format!("the GPUs that answer: {}", found.len());
+            Err(Error::NoDevice { wanted: format!("cuda:{ordinal}"), found }.into())
+        }
+    }
+}

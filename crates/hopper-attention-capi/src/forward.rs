@@ -1,0 +1,173 @@
+//! The forward pass: is it supported, plan, describe, run.
+
+use std::ffi::c_char;
+
+use hopper_attention::ForwardPlan;
+
+use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem, read};
+use crate::status::{Failure, Outcome, entry, hattn_status};
+use crate::{convert, devices};
+
+/// How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
+/// the device at once. Holds no device memory.
+pub struct hattn_forward_plan {
+    plan: ForwardPlan,
+}
+
+/// Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
+/// HATTN_ERROR_UNSUPPORTED, HATTN_ERROR_NO_DEVICE, or what is wrong with the problem. Opens no context and loads nothing.
+///
+/// # Safety
+/// `problem` is null, which is refused, or points to a struct of the size that it says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_supported(
+    problem: *const hattn_forward_problem,
+    device: hattn_device,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        let problem = convert::problem(&unsafe { read("problem", problem) }?)?;
+        if let Some(ordinal) = devices::ordinal("device", device)? {
+            problem.plan_for(&devices::describe(ordinal)?.facts)?;
+        }
+        Ok(())
+    })
+}
+
+/// Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
+/// context, the one that cudaSetDevice uses, and leaves the thread's current context as it was.
+///
+/// # Safety
+/// `problem` is as for hattn_forward_supported; `plan` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_plan_create(
+    problem: *const hattn_forward_problem,
+    device: hattn_device,
+    plan: *mut *mut hattn_forward_plan,
+) -> hattn_status {
+    entry(|| {
+        if plan.is_null() {
+            return Err(Failure::argument("plan", "a null pointer", "where to write the plan"));
+        }
+        // SAFETY: not null, so the caller says it is valid.
+        unsafe { plan.write(std::ptr::null_mut()) };
+        // SAFETY: the caller's promise.
+        let problem = convert::problem(&unsafe { read("problem", problem) }?)?;
+        let made = hattn_forward_plan { plan: problem.plan(&devices::open(device)?)? };
+        // SAFETY: as above.
+        unsafe { plan.write(Box::into_raw(Box::new(made))) };
+        Ok(())
+    })
+}
+
+/// Frees a plan; null is fine. Work that was enqueued with it goes on.
+///
+/// # Safety
+/// `plan` is null, or came from hattn_forward_plan_create and is used nowhere, now or later.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_plan_destroy(plan: *mut hattn_forward_plan) {
+    if !plan.is_null() {
+        // SAFETY: the caller's promise.
+        let plan = unsafe { Box::from_raw(plan) };
+        entry(|| {
+            drop(plan);
+            Ok(())
+        });
+    }
+}
+
+/// Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much
+/// of it as fits `capacity` is written to `text`, always with a final 0.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
+/// `length` is null, when it is not wanted, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_plan_describe(
+    plan: *const hattn_forward_plan,
+    text: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        let plan = unsafe { live(plan) }?;
+        if text.is_null() && capacity > 0 {
+            return Err(Failure::argument("text", "a null pointer", "where to write `capacity` bytes"));
+        }
+        let words = format!("{}: {plan}", plan.problem());
+        if !length.is_null() {
+            // SAFETY: not null, so the caller says it is valid.
+            unsafe { length.write(words.len()) };
+        }
+        if let Some(room) = capacity.checked_sub(1) {
+            let fits = words.len().min(room);
+            // SAFETY: `fits` bytes and a 0 are within `capacity`.
+            unsafe {
+                std::ptr::copy_nonoverlapping(words.as_ptr(), text.cast::<u8>(), fits);
+                text.add(fits).write(0);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes to `*bytes` how large a workspace the plan needs: exact, and often 0.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_plan_workspace_size(
+    plan: *const hattn_forward_plan,
+    bytes: *mut usize,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        let plan = unsafe { live(plan) }?;
+        if bytes.is_null() {
+            return Err(Failure::argument("bytes", "a null pointer", "where to write the size"));
+        }
+        // SAFETY: not null, so the caller says it is valid.
+        unsafe { bytes.write(plan.workspace_bytes()) };
+        Ok(())
+    })
+}
+
+/// Computes the plan's problem. Types, shapes, strides, alignment and places are checked before anything is launched;
+/// what the addresses lead to cannot be.
+///
+/// On a GPU it is enqueued on the stream, null for the default one, without allocating, waiting or loading anything, so
+/// that it can be captured in a graph; the thread's current context is left as it was. Memory must stay as it is until
+/// the stream has done the work. On the CPU it is done on return, on all cores; the stream is not looked at, and outputs
+/// must have a range of addresses of their own.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `args` and its tensors are null, which is refused but for `lse`, or
+/// point to structs of the sizes that they say. Each tensor's memory is valid where it says for every element that its
+/// shape and strides reach, and so is the workspace. Nothing writes the inputs, and nothing else uses outputs and
+/// workspace, until the work is done; outputs and workspace share no element with anything else. The stream is live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_run(
+    plan: *const hattn_forward_plan,
+    args: *const hattn_forward_args,
+    stream: *mut CUstream_st,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let plan = live(plan)?;
+            let args = convert::forward(&read("args", args)?)?;
+            Ok(plan.run_raw(&args, stream.cast())?)
+        }
+    })
+}
+
+/// # Safety
+/// `plan` is null or a live plan.
+unsafe fn live<'a>(plan: *const hattn_forward_plan) -> Outcome<&'a ForwardPlan> {
+    // SAFETY: the caller's promise.
+    match unsafe { plan.as_ref() } {
+        Some(live) => Ok(&live.plan),
+        None => Err(Failure::argument("plan", "a null pointer", "one from hattn_forward_plan_create")),
+    }
+}

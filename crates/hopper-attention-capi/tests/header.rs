@@ -1,0 +1,60 @@
+//! The committed C header is the one that cbindgen makes of the sources, and the committed list of symbols is what it
+//! declares. With HATTN_UPDATE=1 both are written anew.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+fn committed(path: &str, made: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    if std::env::var_os("HATTN_UPDATE").is_some() {
+        fs::write(&path, made).expect("the file can be written");
+    }
+    let found = fs::read_to_string(&path).unwrap_or_default();
+    let line = found.lines().zip(made.lines()).position(|(found, made)| found != made);
+    assert!(
+        found == made,
+        "{} is not what the sources say, from line {:?} on; HATTN_UPDATE=1 cargo test -p hopper-attention-capi --test \
+         header writes it anew",
+        path.display(),
+        line.map(|line| line + 1)
+    );
+}
+
+fn header() -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml is right");
+    let bindings = cbindgen::Builder::new()
+        .with_config(config)
+        .with_src(root.join("src/abi.rs"))
+        .with_src(root.join("src/status.rs"))
+        .with_src(root.join("src/devices.rs"))
+        .with_src(root.join("src/forward.rs"))
+        .generate()
+        .expect("cbindgen understands the sources");
+    let mut text = Vec::new();
+    bindings.write(&mut text);
+    String::from_utf8(text).expect("a header is text")
+}
+
+#[test]
+fn the_header_is_made_of_the_sources() {
+    committed("include/hopper_attention.h", &header());
+}
+
+#[test]
+fn the_list_of_symbols_is_what_the_header_declares() {
+    let header = header();
+    let mut symbols = BTreeSet::new();
+    for (at, _) in header.match_indices("hattn_") {
+        let name: String = header[at..].chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+        // A declaration, rather than a type, or a call in the text at the top.
+        let declared = header[..at].lines().next_back().is_some_and(|line| !line.starts_with([' ', '/']));
+        if declared && header[at + name.len()..].starts_with('(') {
+            symbols.insert(name);
+        }
+    }
+    assert!(symbols.len() > 9, "{symbols:?}");
+    let lines: Vec<_> = symbols.into_iter().collect();
+    committed("abi/symbols.txt", &(lines.join("\n") + "\n"));
+}
