@@ -1,0 +1,567 @@
+// Hopper Attention for C++17: hopper_attention.h with RAII, typed tensor views and exceptions. Header-only; it needs
+// the standard library and the C header, and adds no symbol to the library.
+//
+//   hattn::ForwardProblem problem(hattn::DType::F32);
+//   problem.batch(2).seqlens(512, 512).heads(8, 2).head_dims(64, 64).causal();
+//   hattn::ForwardPlan plan(problem, hattn::Device::cpu());
+//
+//   hattn::ForwardArgs args;
+//   args.q = hattn::ConstTensorView::contiguous(q, hattn::Device::cpu(), problem.q_shape());
+//   args.k = hattn::ConstTensorView::contiguous(k, hattn::Device::cpu(), problem.k_shape());
+//   args.v = hattn::ConstTensorView::contiguous(v, hattn::Device::cpu(), problem.v_shape());
+//   args.o = hattn::TensorView::contiguous(o, hattn::Device::cpu(), problem.o_shape());
+//   plan.run(args, nullptr);
+//
+// Whatever fails throws hattn::Error. Each function that throws has a twin that does not: it returns a Status, takes
+// its result as a reference, and is called try_ or create. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined,
+// only the twins are there. Nothing is launched or written by a call that is refused.
+//
+// Views, problems and arguments are values without ownership: memory, streams and workspaces stay the caller's.
+#ifndef HOPPER_ATTENTION_HPP
+#define HOPPER_ATTENTION_HPP
+
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "hopper_attention.h"
+
+#if !defined(HATTN_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
+#define HATTN_NO_EXCEPTIONS 1
+#endif
+
+#ifndef HATTN_NO_EXCEPTIONS
+#include <stdexcept>
+#include <string>
+#endif
+
+static_assert(HATTN_ABI_VERSION == 1, "hopper_attention.hpp and hopper_attention.h are of different versions");
+
+namespace hattn {
+// Classes have fewer members without exceptions, so they are other classes there: objects of both kinds may be linked
+// into one program, and a view that is passed between them does not link instead of going wrong.
+#ifdef HATTN_NO_EXCEPTIONS
+inline namespace v1_noexcept {
+#else
+inline namespace v1 {
+#endif
+
+// How a call went. The text that goes with a failure is last_error().
+enum class Status : hattn_status {
+  Ok = HATTN_OK,
+  Argument = HATTN_ERROR_ARGUMENT,        // a null pointer, or a number that names nothing
+  Abi = HATTN_ERROR_ABI,                  // library and header do not fit each other
+  Shape = HATTN_ERROR_SHAPE,              // not the shape that the problem has
+  Layout = HATTN_ERROR_LAYOUT,            // address, alignment, strides, overlap
+  Dtype = HATTN_ERROR_DTYPE,              // not an element type for this place
+  Value = HATTN_ERROR_VALUE,              // a number out of range, or an option missing or not wanted
+  Unsupported = HATTN_ERROR_UNSUPPORTED,  // a legal problem that this build has no kernel for
+  Workspace = HATTN_ERROR_WORKSPACE,      // too small
+  Device = HATTN_ERROR_DEVICE,            // something is not where the plan is
+  Capture = HATTN_ERROR_CAPTURE,          // not possible while the stream is captured
+  Driver = HATTN_ERROR_DRIVER,            // the CUDA driver failed
+  Launch = HATTN_ERROR_LAUNCH,            // the kernel could not be loaded or launched
+  NoDevice = HATTN_ERROR_NO_DEVICE,       // the device that was asked for is not there
+  Internal = HATTN_ERROR_INTERNAL,        // a bug of the library
+};
+
+constexpr bool ok(Status status) noexcept { return status == Status::Ok; }
+
+// "HATTN_ERROR_SHAPE", say.
+inline const char* name(Status status) noexcept { return hattn_status_name(static_cast<hattn_status>(status)); }
+
+namespace detail {
+
+// What this header or the DLPack one refused by itself; what the library refused has its text there.
+struct Note {
+  bool own;
+  char text[512];
+};
+
+inline Note& note() noexcept {
+  thread_local Note note{};
+  return note;
+}
+
+inline Status from_library(hattn_status status) noexcept {
+  if (status != HATTN_OK) note().own = false;
+  return static_cast<Status>(status);
+}
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+inline Status
+refuse(Status status, const char* format, ...) noexcept {
+  Note& here = note();
+  here.own = true;
+  std::va_list values;
+  va_start(values, format);
+  static_cast<void>(std::vsnprintf(here.text, sizeof(here.text), format, values));
+  va_end(values);
+  return status;
+}
+
+// An empty struct of the C header's that says how large it is and for which version it was written.
+template <class T>
+constexpr T tagged() noexcept {
+  T empty{};
+  empty.struct_size = static_cast<std::uint32_t>(sizeof(T));
+  empty.abi_version = HATTN_ABI_VERSION;
+  return empty;
+}
+
+// Whether the library that was linked or loaded speaks the version of the header. Asked once; whatever struct crosses
+// the boundary carries the version as well.
+inline Status check_abi() noexcept {
+  static const std::uint32_t found = hattn_abi_version();
+  if (found == HATTN_ABI_VERSION) return Status::Ok;
+  return refuse(Status::Abi, "library: ABI version %u; allowed: %u, that of hopper_attention.h",
+                static_cast<unsigned>(found), static_cast<unsigned>(HATTN_ABI_VERSION));
+}
+
+}  // namespace detail
+
+// What was wrong with this thread's last call that failed, what it got and what is allowed; "" before any. Valid until
+// the thread's next failure.
+inline const char* last_error() noexcept { return detail::note().own ? detail::note().text : hattn_last_error(); }
+
+// The library's version, "0.1.0", say.
+inline const char* version() noexcept { return hattn_version(); }
+
+#ifndef HATTN_NO_EXCEPTIONS
+// A call that failed: what() is the status's name and last_error().
+class Error : public std::runtime_error {
+ public:
+  Error(Status status, const char* text)
+      : std::runtime_error(std::string(hattn::name(status)) + ": " + text), status_(status) {}
+
+  Status status() const noexcept { return status_; }
+
+ private:
+  Status status_;
+};
+
+namespace detail {
+inline void check(Status status) {
+  if (!ok(status)) throw Error(status, last_error());
+}
+}  // namespace detail
+#endif
+
+// Element types. The GPU computes F16 and BF16, the CPU F32 as well.
+enum class DType : hattn_dtype { F16 = HATTN_F16, BF16 = HATTN_BF16, F32 = HATTN_F32, E4M3 = HATTN_E4M3 };
+
+// The DType of a C++ type. Specialise it for types of your own:
+//   template <> struct hattn::dtype_of<my::half> { static constexpr hattn::DType value = hattn::DType::F16; };
+// CUDA's types are known when their headers were included before this one.
+template <class T>
+struct dtype_of;
+
+template <>
+struct dtype_of<float> {
+  static constexpr DType value = DType::F32;
+};
+#ifdef __CUDA_FP16_TYPES_EXIST__
+template <>
+struct dtype_of<__half> {
+  static constexpr DType value = DType::F16;
+};
+#endif
+#ifdef __CUDA_BF16_TYPES_EXIST__
+template <>
+struct dtype_of<__nv_bfloat16> {
+  static constexpr DType value = DType::BF16;
+};
+#endif
+#ifdef __CUDA_FP8_TYPES_EXIST__
+template <>
+struct dtype_of<__nv_fp8_e4m3> {
+  static constexpr DType value = DType::E4M3;
+};
+#endif
+
+// The CPU, or a GPU by its ordinal in the CUDA driver's order (which the runtime's cudaSetDevice follows).
+class Device {
+ public:
+  static constexpr Device cpu() noexcept { return Device(HATTN_CPU); }
+  static constexpr Device cuda(int ordinal) noexcept { return Device(ordinal); }
+
+  constexpr bool is_cpu() const noexcept { return value_ == HATTN_CPU; }
+  constexpr hattn_device c_value() const noexcept { return value_; }
+
+  friend constexpr bool operator==(Device a, Device b) noexcept { return a.value_ == b.value_; }
+  friend constexpr bool operator!=(Device a, Device b) noexcept { return a.value_ != b.value_; }
+
+ private:
+  explicit constexpr Device(hattn_device value) noexcept : value_(value) {}
+
+  hattn_device value_;
+};
+
+// GPUs that the CUDA driver shows; 0 without a driver. Opens no context.
+[[nodiscard]] inline Status try_device_count(int& count) noexcept {
+  if (const Status status = detail::check_abi(); !ok(status)) return status;
+  std::int32_t found = 0;
+  const Status status = detail::from_library(hattn_device_count(&found));
+  if (ok(status)) count = found;
+  return status;
+}
+
+#ifndef HATTN_NO_EXCEPTIONS
+inline int device_count() {
+  int count = 0;
+  detail::check(try_device_count(count));
+  return count;
+}
+#endif
+
+// Sizes or strides of three or four dimensions, outermost first.
+class Extents {
+ public:
+  // Of Q, K, V and O.
+  constexpr Extents(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, std::int64_t head_dim) noexcept
+      : size_(4), values_{batch, seqlen, heads, head_dim} {}
+
+  // Of the log-sum-exp.
+  constexpr Extents(std::int64_t batch, std::int64_t heads, std::int64_t seqlen) noexcept
+      : size_(3), values_{batch, heads, seqlen, 0} {}
+
+  constexpr std::int32_t size() const noexcept { return size_; }
+  constexpr std::int64_t operator[](std::int32_t axis) const noexcept { return values_[axis]; }
+  constexpr const std::int64_t* begin() const noexcept { return values_; }
+  constexpr const std::int64_t* end() const noexcept { return values_ + size_; }
+
+  // The product: how many elements a shape has.
+  constexpr std::int64_t elements() const noexcept {
+    std::int64_t count = 1;
+    for (const std::int64_t size : *this) count *= size;
+    return count;
+  }
+
+ private:
+  std::int32_t size_;
+  std::int64_t values_[4];
+};
+
+// A tensor by the address of its first element: the library's std::span. The logical order is
+// [batch, seqlen, heads, head_dim], that of the log-sum-exp [batch, heads, seqlen]; memory orders are strides, in
+// elements, of which the innermost is 1. A view checks nothing: the call that takes it does.
+//
+// TensorView is written, ConstTensorView is only read; the first converts to the second.
+template <class Void>
+class BasicTensorView {
+  static_assert(std::is_void_v<Void>, "use TensorView or ConstTensorView");
+
+ public:
+  // No tensor: refused wherever it is given.
+  constexpr BasicTensorView() noexcept = default;
+
+  // NOLINTNEXTLINE(google-explicit-constructor): as std::span<T> to std::span<const T>.
+  template <class Other, class = std::enable_if_t<std::is_const_v<Void> && !std::is_same_v<Other, Void>>>
+  constexpr BasicTensorView(const BasicTensorView<Other>& other) noexcept : tensor_(other.c_tensor()) {}
+
+  // Row-major without gaps.
+  static constexpr BasicTensorView contiguous(Void* data, DType dtype, Device device, const Extents& shape) noexcept {
+    return BasicTensorView(data, dtype, device, shape, compact(shape));
+  }
+
+  // Any strides, in elements.
+  static constexpr BasicTensorView strided(Void* data, DType dtype, Device device, const Extents& shape,
+                                           const Extents& stride) noexcept {
+    return BasicTensorView(data, dtype, device, shape, stride);
+  }
+
+  // The same with the element type taken from the pointer.
+  template <class T>
+  static constexpr BasicTensorView contiguous(T* data, Device device, const Extents& shape) noexcept {
+    return contiguous(checked(data), dtype_of<std::remove_cv_t<T>>::value, device, shape);
+  }
+
+  template <class T>
+  static constexpr BasicTensorView strided(T* data, Device device, const Extents& shape,
+                                           const Extents& stride) noexcept {
+    return strided(checked(data), dtype_of<std::remove_cv_t<T>>::value, device, shape, stride);
+  }
+
+  // The strides of a row-major tensor without gaps. One that does not fit becomes the largest number, which the library
+  // refuses wherever it matters.
+  static constexpr Extents compact(const Extents& shape) noexcept {
+    std::int64_t stride[4] = {1, 1, 1, 1};
+    for (std::int32_t axis = shape.size() - 1; axis > 0; --axis) {
+      // An empty dimension would give the outer ones stride 0; nothing is there, but this keeps them regular.
+      const std::int64_t size = shape[axis] < 1 ? 1 : shape[axis];
+      const bool fits = stride[axis] <= std::numeric_limits<std::int64_t>::max() / size;
+      stride[axis - 1] = fits ? stride[axis] * size : std::numeric_limits<std::int64_t>::max();
+    }
+    return shape.size() == 3 ? Extents(stride[0], stride[1], stride[2])
+                             : Extents(stride[0], stride[1], stride[2], stride[3]);
+  }
+
+  // The same memory with two dimensions exchanged: contiguous(p, device, {b, heads, seqlen, d}).transposed(1, 2) is
+  // memory that is [batch, heads, seqlen, head_dim] in the logical order. Axes that are not there give no tensor.
+  constexpr BasicTensorView transposed(int a, int b) const noexcept {
+    if (a < 0 || b < 0 || a >= ndim() || b >= ndim()) return BasicTensorView();
+    BasicTensorView other = *this;
+    other.tensor_.shape[a] = tensor_.shape[b];
+    other.tensor_.shape[b] = tensor_.shape[a];
+    other.tensor_.stride[a] = tensor_.stride[b];
+    other.tensor_.stride[b] = tensor_.stride[a];
+    return other;
+  }
+
+  constexpr Void* data() const noexcept { return tensor_.data; }
+  constexpr DType dtype() const noexcept { return static_cast<DType>(tensor_.dtype); }
+  constexpr Device device() const noexcept {
+    return tensor_.device == HATTN_CPU ? Device::cpu() : Device::cuda(tensor_.device);
+  }
+  constexpr int ndim() const noexcept { return tensor_.ndim; }
+  constexpr std::int64_t shape(int axis) const noexcept { return tensor_.shape[axis]; }
+  constexpr std::int64_t stride(int axis) const noexcept { return tensor_.stride[axis]; }
+
+  // What the C functions take.
+  constexpr const hattn_tensor& c_tensor() const noexcept { return tensor_; }
+
+ private:
+  constexpr BasicTensorView(Void* data, DType dtype, Device device, const Extents& shape,
+                            const Extents& stride) noexcept {
+    // Inputs are only read through it: the C struct is the same for both.
+    tensor_.data = const_cast<void*>(data);
+    tensor_.dtype = static_cast<hattn_dtype>(dtype);
+    tensor_.device = device.c_value();
+    // As many strides as sizes; with 0 dimensions it is refused.
+    tensor_.ndim = shape.size() == stride.size() ? shape.size() : 0;
+    for (std::int32_t axis = 0; axis < tensor_.ndim; ++axis) {
+      tensor_.shape[axis] = shape[axis];
+      tensor_.stride[axis] = stride[axis];
+    }
+  }
+
+  template <class T>
+  static constexpr Void* checked(T* data) noexcept {
+    static_assert(std::is_convertible_v<T*, Void*>, "a TensorView is written: use ConstTensorView for const memory");
+    return data;
+  }
+
+  hattn_tensor tensor_ = detail::tagged<hattn_tensor>();
+};
+
+using TensorView = BasicTensorView<void>;
+using ConstTensorView = BasicTensorView<const void>;
+
+// Which keys a query attends to.
+enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSAL, Window = HATTN_MASK_WINDOW };
+
+// Which ends of the two sequences meet when they differ in length: the last query and the last key, or the first ones.
+enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
+
+// A window's bound that keeps all keys on its side.
+inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
+
+// O = softmax(mask(softmax_scale * Q K^T)) V as numbers. Every setter returns the problem; what is not set is 0, a full
+// mask, the scale 1 / sqrt(head_dim_qk) and no log-sum-exp. The numbers are checked where the problem is used.
+class ForwardProblem {
+ public:
+  // The element type of Q, K, V and O.
+  explicit constexpr ForwardProblem(DType dtype) noexcept { problem_.dtype = static_cast<hattn_dtype>(dtype); }
+
+  constexpr ForwardProblem& batch(std::int64_t sequences) noexcept {
+    problem_.batch = sequences;
+    return *this;
+  }
+
+  constexpr ForwardProblem& seqlens(std::int64_t q, std::int64_t kv) noexcept {
+    problem_.seqlen_q = q;
+    problem_.seqlen_kv = kv;
+    return *this;
+  }
+
+  // q is a multiple of kv: head h of Q reads head h / (q / kv) of K and V.
+  constexpr ForwardProblem& heads(std::int64_t q, std::int64_t kv) noexcept {
+    problem_.heads_q = q;
+    problem_.heads_kv = kv;
+    return *this;
+  }
+
+  // qk: the length of a query and of a key, vo: that of a value and of an output.
+  constexpr ForwardProblem& head_dims(std::int64_t qk, std::int64_t vo) noexcept {
+    problem_.head_dim_qk = qk;
+    problem_.head_dim_vo = vo;
+    return *this;
+  }
+
+  // Mask::Window takes its bounds from window().
+  constexpr ForwardProblem& mask(Mask mask) noexcept {
+    problem_.mask = static_cast<hattn_mask>(mask);
+    return *this;
+  }
+
+  // The keys up to the one where the query stands.
+  constexpr ForwardProblem& causal(Corner corner = Corner::BottomRight) noexcept {
+    return mask(Mask::Causal).corner(corner);
+  }
+
+  // The keys from left before to right after the one where the query stands, both included; kUnbounded: all of them.
+  constexpr ForwardProblem& window(std::int64_t left, std::int64_t right,
+                                   Corner corner = Corner::BottomRight) noexcept {
+    problem_.window_left = left;
+    problem_.window_right = right;
+    return mask(Mask::Window).corner(corner);
+  }
+
+  constexpr ForwardProblem& corner(Corner corner) noexcept {
+    problem_.corner = static_cast<hattn_corner>(corner);
+    return *this;
+  }
+
+  // Finite and above 0; 0 stands for 1 / sqrt(head_dim_qk).
+  constexpr ForwardProblem& softmax_scale(float scale) noexcept {
+    problem_.softmax_scale = scale;
+    return *this;
+  }
+
+  // Whether the log-sum-exp of each row is an output: natural log, f32, [batch, heads_q, seqlen_q].
+  constexpr ForwardProblem& lse(bool wanted) noexcept {
+    problem_.lse = wanted ? 1 : 0;
+    return *this;
+  }
+
+  constexpr DType dtype() const noexcept { return static_cast<DType>(problem_.dtype); }
+  constexpr Extents q_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_qk};
+  }
+  constexpr Extents k_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_qk};
+  }
+  constexpr Extents v_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_vo};
+  }
+  constexpr Extents o_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_vo};
+  }
+  constexpr Extents lse_shape() const noexcept { return {problem_.batch, problem_.heads_q, problem_.seqlen_q}; }
+
+  // Ok when the device computes it; Unsupported or NoDevice when it does not; else what is wrong with the problem.
+  // Opens no context and loads nothing. Never throws: the answer is the result.
+  [[nodiscard]] Status supported(Device device) const noexcept {
+    if (const Status status = detail::check_abi(); !ok(status)) return status;
+    return detail::from_library(hattn_forward_supported(&problem_, device.c_value()));
+  }
+
+  // What the C functions take.
+  constexpr const hattn_forward_problem& c_problem() const noexcept { return problem_; }
+
+ private:
+  hattn_forward_problem problem_ = detail::tagged<hattn_forward_problem>();
+};
+
+// Scratch memory of the caller's, where the plan is: at least plan.workspace_bytes(), of 16-byte alignment on a GPU.
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+// What a forward pass reads and writes.
+struct ForwardArgs {
+  ConstTensorView q{};  // [batch, seqlen_q, heads_q, head_dim_qk]
+  ConstTensorView k{};  // [batch, seqlen_kv, heads_kv, head_dim_qk]
+  ConstTensorView v{};  // [batch, seqlen_kv, heads_kv, head_dim_vo]
+  TensorView o{};       // [batch, seqlen_q, heads_q, head_dim_vo]
+  // f32 [batch, heads_q, seqlen_q]: given exactly when the problem says lse(true).
+  std::optional<TensorView> lse{};
+  Workspace workspace{};
+};
+
+// How a problem is computed on a device; owned, movable and not copyable. Made once, run often, by any threads and
+// streams at once. An empty one (default-made or moved from) is refused by every call.
+class ForwardPlan {
+ public:
+  ForwardPlan() noexcept = default;
+
+#ifndef HATTN_NO_EXCEPTIONS
+  // Chooses the kernel and, on a GPU, loads it.
+  ForwardPlan(const ForwardProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
+#endif
+
+  // The same; plan stays as it was on failure.
+  [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, ForwardPlan& plan) noexcept {
+    if (const Status status = detail::check_abi(); !ok(status)) return status;
+    hattn_forward_plan* made = nullptr;
+    const Status status =
+        detail::from_library(hattn_forward_plan_create(&problem.c_problem(), device.c_value(), &made));
+    if (ok(status)) plan.plan_.reset(made);
+    return status;
+  }
+
+  // Takes a plan of the C functions, and gives one back to them.
+  static ForwardPlan adopt(hattn_forward_plan* plan) noexcept {
+    ForwardPlan owner;
+    owner.plan_.reset(plan);
+    return owner;
+  }
+  [[nodiscard]] hattn_forward_plan* release() noexcept { return plan_.release(); }
+  hattn_forward_plan* get() const noexcept { return plan_.get(); }
+  explicit operator bool() const noexcept { return plan_ != nullptr; }
+
+  // The workspace that each run in flight needs.
+  [[nodiscard]] Status try_workspace_bytes(std::size_t& bytes) const noexcept {
+    return detail::from_library(hattn_forward_plan_workspace_size(plan_.get(), &bytes));
+  }
+
+  // Writes as much of the description as fits, 0-terminated unless capacity is 0; length is that of the whole.
+  [[nodiscard]] Status try_describe(char* text, std::size_t capacity, std::size_t& length) const noexcept {
+    return detail::from_library(hattn_forward_plan_describe(plan_.get(), text, capacity, &length));
+  }
+
+  // Computes the problem. On the CPU it is done on return, and the stream is not looked at. On a GPU it is enqueued on
+  // the stream (null: the default one) and returns, without allocating, waiting or loading anything; tensors and
+  // workspace stay valid until the stream is past it. The thread's current CUDA context is left as it was.
+  [[nodiscard]] Status try_run(const ForwardArgs& args, CUstream_st* stream) const noexcept {
+    auto c = detail::tagged<hattn_forward_args>();
+    c.q = &args.q.c_tensor();
+    c.k = &args.k.c_tensor();
+    c.v = &args.v.c_tensor();
+    c.o = &args.o.c_tensor();
+    c.lse = args.lse ? &args.lse->c_tensor() : nullptr;
+    c.workspace = args.workspace.data;
+    c.workspace_bytes = args.workspace.bytes;
+    return detail::from_library(hattn_forward_run(plan_.get(), &c, stream));
+  }
+
+#ifndef HATTN_NO_EXCEPTIONS
+  std::size_t workspace_bytes() const {
+    std::size_t bytes = 0;
+    detail::check(try_workspace_bytes(bytes));
+    return bytes;
+  }
+
+  // The kernel, its tiles and the order in which they are walked.
+  std::string describe() const {
+    std::size_t length = 0;
+    detail::check(try_describe(nullptr, 0, length));
+    std::string text(length, '\0');
+    detail::check(try_describe(text.data(), length + 1, length));
+    return text;
+  }
+
+  void run(const ForwardArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
+#endif
+
+ private:
+  struct Destroy {
+    void operator()(hattn_forward_plan* plan) const noexcept { hattn_forward_plan_destroy(plan); }
+  };
+
+  std::unique_ptr<hattn_forward_plan, Destroy> plan_{};
+};
+
+}  // namespace v1 or v1_noexcept
+}  // namespace hattn
+
+#endif  // HOPPER_ATTENTION_HPP

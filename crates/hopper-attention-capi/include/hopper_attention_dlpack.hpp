@@ -1,0 +1,289 @@
+// DLPack tensors in and out of Hopper Attention. Header-only, over hopper_attention.hpp and <dlpack/dlpack.h> 1.x,
+// which is the user's to provide.
+//
+//   args.q = hattn::dlpack_input(*q_capsule_pointer, "q");     // DLTensor, DLManagedTensor, DLManagedTensorVersioned
+//   args.o = hattn::dlpack_output(*o_capsule_pointer, "o");    // refuses what is marked read-only
+//   DLTensor borrowed = hattn::dlpack_borrow(view);            // as long as view lives
+//   hattn::DlpackPtr owned = hattn::dlpack_share(view, owner); // owner (a shared_ptr) lives until the deleter is
+//   called
+//
+// Views own nothing: the DLPack tensor that they were made from must outlive every run that uses them. Streams are the
+// caller's as well: DLPack tensors are exchanged without synchronisation here, so run on the producer's stream.
+#ifndef HOPPER_ATTENTION_DLPACK_HPP
+#define HOPPER_ATTENTION_DLPACK_HPP
+
+#include <dlpack/dlpack.h>
+
+#include <cinttypes>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "hopper_attention.hpp"
+
+#if !defined(DLPACK_MAJOR_VERSION) || DLPACK_MAJOR_VERSION != 1
+#error "hopper_attention_dlpack.hpp needs dlpack/dlpack.h of version 1.x"
+#endif
+
+namespace hattn {
+#ifdef HATTN_NO_EXCEPTIONS
+inline namespace v1_noexcept {
+#else
+inline namespace v1 {
+#endif
+
+namespace detail {
+
+// kDLFloat8_e4m3fn, by number: headers before 1.1 do not name it.
+inline constexpr unsigned kDlpackE4m3fn = 10;
+
+inline Status dlpack_dtype(const DLDataType& type, const char* name, DType& dtype) noexcept {
+  const unsigned code = type.lanes == 1 ? type.code : 256U;  // nothing has several lanes
+  if (code == kDLFloat && type.bits == 16) {
+    dtype = DType::F16;
+  } else if (code == kDLFloat && type.bits == 32) {
+    dtype = DType::F32;
+  } else if (code == kDLBfloat && type.bits == 16) {
+    dtype = DType::BF16;
+  } else if (code == kDlpackE4m3fn && type.bits == 8) {
+    dtype = DType::E4M3;
+  } else {
+    return refuse(Status::Dtype,
+                  "%s: DLPack dtype code %u, bits %u, lanes %u; allowed: one lane of float16 (2, 16), float32 (2, 32), "
+                  "bfloat16 (4, 16), float8_e4m3fn (10, 8)",
+                  name, unsigned{type.code}, unsigned{type.bits}, unsigned{type.lanes});
+  }
+  return Status::Ok;
+}
+
+inline Status dlpack_device(const DLDevice& from, const char* name, const std::optional<Device>& managed,
+                            Device& device) noexcept {
+  switch (static_cast<int>(from.device_type)) {
+    case kDLCPU:
+    case kDLCUDAHost:  // pinned memory is the host's, and is computed on there
+      device = Device::cpu();
+      return Status::Ok;
+    case kDLCUDA:
+      if (from.device_id < 0) {
+        return refuse(Status::Device, "%s: CUDA device_id %d; allowed: 0 and above", name, int{from.device_id});
+      }
+      device = Device::cuda(from.device_id);
+      return Status::Ok;
+    case kDLCUDAManaged:
+      // Reachable from everywhere, and DLPack does not say from where it is used: device_id is always 0.
+      if (!managed) {
+        return refuse(Status::Device, "%s: CUDA managed memory, which is on no one device; allowed: with managed_on",
+                      name);
+      }
+      device = *managed;
+      return Status::Ok;
+    default:
+      return refuse(Status::Device,
+                    "%s: DLPack device_type %d; allowed: kDLCPU (1), kDLCUDA (2), kDLCUDAHost (3), kDLCUDAManaged (13)",
+                    name, static_cast<int>(from.device_type));
+  }
+}
+
+// The address of the first element; null where there is none.
+inline Status dlpack_data(const DLTensor& from, const char* name, bool empty, void*& data) noexcept {
+  data = nullptr;
+  if (from.data == nullptr) {
+    if (empty) return Status::Ok;
+    return refuse(Status::Argument, "%s: data is null; allowed: null for a tensor without elements only", name);
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(from.data);
+  if (from.byte_offset > std::numeric_limits<std::uintptr_t>::max() - address) {
+    return refuse(Status::Layout, "%s: byte_offset %" PRIu64 "; allowed: what fits the address space", name,
+                  std::uint64_t{from.byte_offset});
+  }
+  data = static_cast<char*>(from.data) + from.byte_offset;
+  return Status::Ok;
+}
+
+template <class View>
+Status dlpack_import(const DLTensor& from, const char* name, const std::optional<Device>& managed,
+                     View& view) noexcept {
+  DType dtype{};
+  Device device = Device::cpu();
+  if (const Status status = dlpack_dtype(from.dtype, name, dtype); !ok(status)) return status;
+  if (const Status status = dlpack_device(from.device, name, managed, device); !ok(status)) return status;
+  if (from.ndim != 3 && from.ndim != 4) {
+    return refuse(Status::Shape,
+                  "%s: %d dimensions; allowed: 4, [batch, seqlen, heads, head_dim], and 3 for the log-sum-exp, "
+                  "[batch, heads, seqlen]",
+                  name, int{from.ndim});
+  }
+  if (from.shape == nullptr) {
+    return refuse(Status::Argument, "%s: shape is null; allowed: the sizes of %d dimensions", name, int{from.ndim});
+  }
+  bool empty = false;
+  for (int axis = 0; axis < from.ndim; ++axis) {
+    if (from.shape[axis] < 0) {
+      return refuse(Status::Shape, "%s: size %" PRId64 " of dimension %d; allowed: 0 and above", name,
+                    std::int64_t{from.shape[axis]}, axis);
+    }
+    empty = empty || from.shape[axis] == 0;
+  }
+  void* data = nullptr;
+  if (const Status status = dlpack_data(from, name, empty, data); !ok(status)) return status;
+
+  const std::int64_t* s = from.shape;
+  const Extents shape = from.ndim == 3 ? Extents(s[0], s[1], s[2]) : Extents(s[0], s[1], s[2], s[3]);
+  const Extents compact = View::compact(shape);
+  // Null strides are compact ones (before DLPack 1.2). Where there is no second element a stride says nothing, and
+  // producers put anything there.
+  const auto stride = [&](int axis) {
+    return from.strides == nullptr || shape[axis] < 2 ? compact[axis] : std::int64_t{from.strides[axis]};
+  };
+  const Extents strides =
+      from.ndim == 3 ? Extents(stride(0), stride(1), stride(2)) : Extents(stride(0), stride(1), stride(2), stride(3));
+  view = View::strided(data, dtype, device, shape, strides);
+  return Status::Ok;
+}
+
+// The plain and the old managed tensor cannot say that they are read-only.
+inline Status dlpack_open(const DLTensor& from, const char*, bool, const DLTensor*& tensor) noexcept {
+  tensor = &from;
+  return Status::Ok;
+}
+
+inline Status dlpack_open(const DLManagedTensor& from, const char*, bool, const DLTensor*& tensor) noexcept {
+  tensor = &from.dl_tensor;
+  return Status::Ok;
+}
+
+inline Status dlpack_open(const DLManagedTensorVersioned& from, const char* name, bool output,
+                          const DLTensor*& tensor) noexcept {
+  // Of another major version only the fields up to the flags are known.
+  if (from.version.major != DLPACK_MAJOR_VERSION) {
+    return refuse(Status::Abi, "%s: DLPack version %u.%u; allowed: %u.x", name, unsigned{from.version.major},
+                  unsigned{from.version.minor}, unsigned{DLPACK_MAJOR_VERSION});
+  }
+  if (output && (from.flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0) {
+    return refuse(Status::Layout, "%s: a read-only DLPack tensor; allowed: for an output, one that may be written",
+                  name);
+  }
+  tensor = &from.dl_tensor;
+  return Status::Ok;
+}
+
+}  // namespace detail
+
+// A tensor that is only read: Q, K or V. Source is DLTensor, DLManagedTensor or DLManagedTensorVersioned, whose deleter
+// stays the caller's to call. What is refused is called by name in the text. managed_on: the device on which CUDA
+// managed memory is used. view stays as it was on failure.
+template <class Source>
+[[nodiscard]] Status try_dlpack_input(const Source& source, const char* name, ConstTensorView& view,
+                                      std::optional<Device> managed_on = std::nullopt) noexcept {
+  const DLTensor* tensor = nullptr;
+  if (const Status status = detail::dlpack_open(source, name, false, tensor); !ok(status)) return status;
+  return detail::dlpack_import(*tensor, name, managed_on, view);
+}
+
+// The same for a tensor that is written: O or the log-sum-exp.
+template <class Source>
+[[nodiscard]] Status try_dlpack_output(const Source& source, const char* name, TensorView& view,
+                                       std::optional<Device> managed_on = std::nullopt) noexcept {
+  const DLTensor* tensor = nullptr;
+  if (const Status status = detail::dlpack_open(source, name, true, tensor); !ok(status)) return status;
+  return detail::dlpack_import(*tensor, name, managed_on, view);
+}
+
+#ifndef HATTN_NO_EXCEPTIONS
+template <class Source>
+ConstTensorView dlpack_input(const Source& source, const char* name, std::optional<Device> managed_on = std::nullopt) {
+  ConstTensorView view;
+  detail::check(try_dlpack_input(source, name, view, managed_on));
+  return view;
+}
+
+template <class Source>
+TensorView dlpack_output(const Source& source, const char* name, std::optional<Device> managed_on = std::nullopt) {
+  TensorView view;
+  detail::check(try_dlpack_output(source, name, view, managed_on));
+  return view;
+}
+#endif
+
+// Owns a managed tensor, the library's or another's: calls its deleter, if it has one.
+struct DlpackDelete {
+  template <class Managed>
+  void operator()(Managed* tensor) const noexcept {
+    if (tensor != nullptr && tensor->deleter != nullptr) tensor->deleter(tensor);
+  }
+};
+using DlpackPtr = std::unique_ptr<DLManagedTensorVersioned, DlpackDelete>;
+using DlpackLegacyPtr = std::unique_ptr<DLManagedTensor, DlpackDelete>;
+
+// The view as DLPack's plain tensor, which points to the view's shape and strides: it is valid while the view lives and
+// stays as it is. DLTensor has no way to say that a ConstTensorView is only to be read.
+template <class Void>
+DLTensor dlpack_borrow(const BasicTensorView<Void>& view) noexcept {
+  const hattn_tensor& from = view.c_tensor();
+  DLTensor tensor{};
+  tensor.data = from.data;
+  tensor.device.device_type = view.device().is_cpu() ? kDLCPU : kDLCUDA;
+  tensor.device.device_id = view.device().is_cpu() ? 0 : from.device;
+  tensor.ndim = from.ndim;
+  tensor.dtype.lanes = 1;
+  switch (view.dtype()) {
+    case DType::F16:
+      tensor.dtype.code = kDLFloat, tensor.dtype.bits = 16;
+      break;
+    case DType::BF16:
+      tensor.dtype.code = kDLBfloat, tensor.dtype.bits = 16;
+      break;
+    case DType::F32:
+      tensor.dtype.code = kDLFloat, tensor.dtype.bits = 32;
+      break;
+    case DType::E4M3:
+      tensor.dtype.code = detail::kDlpackE4m3fn, tensor.dtype.bits = 8;
+      break;
+  }
+  // DLPack's consumers only read them.
+  tensor.shape = const_cast<std::int64_t*>(from.shape);
+  tensor.strides = const_cast<std::int64_t*>(from.stride);
+  return tensor;
+}
+template <class Void>
+DLTensor dlpack_borrow(const BasicTensorView<Void>&& view) = delete;  // nothing would be left to point to
+
+// The view as a managed tensor that keeps owner, and with it the memory, until its deleter is called, in whichever
+// thread that is. A ConstTensorView is marked read-only. Hand it on with release(). Null when there is no memory for
+// it.
+template <class Void>
+[[nodiscard]] DlpackPtr try_dlpack_share(const BasicTensorView<Void>& view,
+                                         std::shared_ptr<const void> owner) noexcept {
+  struct Shared {
+    DLManagedTensorVersioned managed;
+    BasicTensorView<Void> view;
+    std::shared_ptr<const void> owner;
+  };
+  auto* shared = new (std::nothrow) Shared{DLManagedTensorVersioned{}, view, std::move(owner)};
+  if (shared == nullptr) return nullptr;
+  shared->managed.version.major = DLPACK_MAJOR_VERSION;
+  shared->managed.version.minor = DLPACK_MINOR_VERSION;
+  shared->managed.manager_ctx = shared;
+  shared->managed.deleter = [](DLManagedTensorVersioned* self) { delete static_cast<Shared*>(self->manager_ctx); };
+  shared->managed.flags = std::is_const_v<Void> ? DLPACK_FLAG_BITMASK_READ_ONLY : 0;
+  shared->managed.dl_tensor = dlpack_borrow(shared->view);
+  return DlpackPtr(&shared->managed);
+}
+
+#ifndef HATTN_NO_EXCEPTIONS
+// The same; throws std::bad_alloc.
+template <class Void>
+[[nodiscard]] DlpackPtr dlpack_share(const BasicTensorView<Void>& view, std::shared_ptr<const void> owner) {
+  DlpackPtr shared = try_dlpack_share(view, std::move(owner));
+  if (shared == nullptr) throw std::bad_alloc();
+  return shared;
+}
+#endif
+
+}  // namespace v1 or v1_noexcept
+}  // namespace hattn
+
+#endif  // HOPPER_ATTENTION_DLPACK_HPP
