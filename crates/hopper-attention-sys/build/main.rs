@@ -12,7 +12,7 @@ use vars::Vars;
 
 fn main() -> Result<()> {
     let vars = Vars::read()?;
-    for path in ["CMakeLists.txt", "../../cmake", "build", "cpp", "include", "kernels", "src/lib.rs"] {
+    for path in ["CMakeLists.txt", "cmake", "build", "cpp", "include", "kernels", "src/lib.rs"] {
         println!("cargo::rerun-if-changed={path}");
     }
     if vars.no_kernels {

@@ -1,4 +1,4 @@
-//! Finds the CUDA toolkit, the CUTLASS headers and the build tools. The order is that of `scripts/bootstrap.sh`.
+//! Finds the CUDA toolkit, the CUTLASS headers and the build tools. The order is that of `toolchain/bootstrap.sh`.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -79,7 +79,8 @@ fn find_cuda(vars: &Vars) -> Result<PathBuf> {
         }
     }
     bail!(
-        "no CUDA toolkit of version 12.8 or newer: run scripts/bootstrap.sh, which fetches one, or set HATTN_CUDA_HOME{}",
+        "no CUDA toolkit of version 12.8 or newer: run `{}`, which fetches one, or set HATTN_CUDA_HOME{}",
+        bootstrap(vars),
         too_old.concat()
     )
 }
@@ -92,8 +93,15 @@ fn find_cutlass(vars: &Vars) -> Result<PathBuf> {
         }),
         None => Some(vars.toolchain.join("cutlass/include"))
             .filter(holds)
-            .context("no CUTLASS headers: run scripts/bootstrap.sh, which fetches them, or set HATTN_CUTLASS_DIR"),
+            .with_context(|| {
+                format!("no CUTLASS headers: run `{}`, which fetches them, or set HATTN_CUTLASS_DIR", bootstrap(vars))
+            }),
     }
+}
+
+/// The command that fetches what is missing; it is there whether the crate came with its repository or as a package.
+fn bootstrap(vars: &Vars) -> String {
+    format!("bash {}", vars.crate_dir.join("toolchain/bootstrap.sh").display())
 }
 
 /// The version of a toolkit's nvcc; `None` when there is no nvcc that runs.

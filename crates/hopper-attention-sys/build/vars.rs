@@ -1,7 +1,7 @@
 //! Every environment variable that steers the build, read once.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
@@ -15,7 +15,9 @@ pub struct Vars {
     pub cudacxx: Option<PathBuf>,
     /// `HATTN_CUTLASS_DIR`: CUTLASS headers to use instead of the pinned ones.
     pub cutlass: Option<PathBuf>,
-    /// `HATTN_TOOLCHAIN_DIR`: where `scripts/bootstrap.sh` unpacks the pinned wheels; `.toolchain` of the workspace by default.
+    /// `HATTN_TOOLCHAIN_DIR`: where `toolchain/bootstrap.sh` unpacks the pinned wheels. By default `.toolchain` of the
+    /// repository; for a packaged crate, whose folder is not to be written, `hopper-attention/toolchain` in the user's cache
+    /// folder (`XDG_CACHE_HOME`, `~/.cache`).
     pub toolchain: PathBuf,
     /// `HATTN_JOBS`: kernels compiled at a time; Cargo's number of jobs by default.
     pub jobs: Option<u32>,
@@ -70,7 +72,7 @@ impl Vars {
             cuda_candidates: ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(path).collect(),
             cudacxx: path("CUDACXX"),
             cutlass: path("HATTN_CUTLASS_DIR"),
-            toolchain: path("HATTN_TOOLCHAIN_DIR").unwrap_or_else(|| crate_dir.join("../../.toolchain")),
+            toolchain: path("HATTN_TOOLCHAIN_DIR").unwrap_or_else(|| default_toolchain(&crate_dir)),
             jobs,
             nvcc_flags: text("HATTN_NVCC_FLAGS"),
             cudart,
@@ -111,6 +113,17 @@ impl Selection {
         }
         Ok(())
     }
+}
+
+/// The same rule as in `toolchain/bootstrap.sh`.
+fn default_toolchain(crate_dir: &Path) -> PathBuf {
+    let repository = crate_dir.join("../..");
+    if repository.join("crates/hopper-attention-sys/toolchain").is_dir() {
+        return repository.join(".toolchain");
+    }
+    let cache = path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")));
+    // Without a home there is no such folder, and nothing is found in it.
+    cache.unwrap_or_else(|| repository.clone()).join("hopper-attention/toolchain")
 }
 
 fn text(name: &str) -> Option<String> {

