@@ -2,11 +2,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    CudaDevice, Device, ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace, kernels,
+    CudaDevice, DType, Device, ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace,
+    kernels,
 };
 
+use crate::c::{Memory, tensor};
 use crate::data::{GUARD, Image, Poison};
 use crate::runner::{Outputs, Prepared};
 use crate::say;
@@ -121,6 +123,27 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
                 let end = lse.len() - GUARD;
                 TensorMut::cuda(lse.slice_mut(GUARD..end), lse_layout).expect("a fitting layout")
             }),
+        }
+    }
+
+    /// The same by address, for the C ABI, without a workspace. The stream orders it after what wrote the memory here; a
+    /// run on another stream has to wait for this one.
+    pub fn c_memory(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Memory {
+        let inner = |slice: &CudaSlice<T>| slice.device_ptr(stream).0 + (GUARD * size_of::<T>()) as u64;
+        let ordinal = i32::try_from(stream.context().ordinal()).expect("few GPUs");
+        let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
+        let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
+        Memory {
+            q: tensor(inner(&self.q), T::DTYPE, ordinal, prepared.q.layout()),
+            k: tensor(inner(&self.k), T::DTYPE, ordinal, prepared.k.layout()),
+            v: tensor(inner(&self.v), T::DTYPE, ordinal, prepared.v.layout()),
+            o: tensor(inner(&self.o), T::DTYPE, ordinal, o_layout),
+            lse: self.lse.as_ref().map(|lse| {
+                let address = lse.device_ptr(stream).0 + (GUARD * size_of::<f32>()) as u64;
+                tensor(address, DType::F32, ordinal, lse_layout)
+            }),
+            workspace: 0,
+            workspace_bytes: 0,
         }
     }
 

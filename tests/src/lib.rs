@@ -3,6 +3,7 @@
 
 #![deny(missing_docs)]
 
+pub mod c;
 pub mod data;
 #[cfg(feature = "cuda")]
 pub mod gpu;

@@ -1,0 +1,224 @@
+//! The C ABI on the CPU: the grid's cases through it, and what it refuses.
+
+use std::ptr::{null, null_mut};
+
+use hopper_attention::{Corner, Device, Mask, Operand, bf16, f16};
+use hopper_attention_capi::*;
+use hopper_attention_tests::c::{Memory, Plan, Refusal, checked, problem, tensor};
+use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
+use hopper_attention_tests::runner::{Outputs, Prepared, Runner, Verdict};
+
+fn memory<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory {
+    let input = |image: &hopper_attention_tests::data::Image<T, 4>| {
+        tensor(image.inner().as_ptr() as u64, T::DTYPE, HATTN_CPU, image.layout())
+    };
+    let o = outputs.o.layout();
+    Memory {
+        q: input(&prepared.q),
+        k: input(&prepared.k),
+        v: input(&prepared.v),
+        o: tensor(outputs.o.inner_mut().as_mut_ptr() as u64, T::DTYPE, HATTN_CPU, o),
+        lse: outputs.lse.as_mut().map(|lse| {
+            let layout = lse.layout();
+            tensor(lse.inner_mut().as_mut_ptr() as u64, hopper_attention::DType::F32, HATTN_CPU, layout)
+        }),
+        workspace: 0,
+        workspace_bytes: 0,
+    }
+}
+
+fn verdict<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>) -> Verdict {
+    let mut outputs = prepared.outputs();
+    let memory = memory(prepared, &mut outputs);
+    let run = Plan::new(&problem(&prepared.problem), HATTN_CPU).and_then(|plan| {
+        assert_eq!(plan.workspace_bytes(), 0);
+        // SAFETY: the addresses and layouts are those of live images.
+        unsafe { plan.run(&memory, null_mut()) }
+    });
+    if let Err((status, text)) = run {
+        return Verdict::failed(format!("status {status}: {text}"));
+    }
+    let o = outputs.o.data().to_vec();
+    let taken = outputs.o.take_output(o).and_then(|()| match &mut outputs.lse {
+        Some(lse) => {
+            let data = lse.data().to_vec();
+            lse.take_output(data)
+        }
+        None => Ok(()),
+    });
+    match taken {
+        Ok(()) => prepared.verdict(&outputs),
+        Err(why) => Verdict::failed(why),
+    }
+}
+
+#[test]
+fn cases_through_c_obey_the_law() {
+    let all = cases(Grid::from_env(), &Tiles { m: vec![64], n: vec![128] });
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, f16", "C on the cpu, f32"]);
+    for (i, case) in all.iter().step_by(7).enumerate() {
+        let (dtype, verdict) = match i % 3 {
+            0 => (hopper_attention::DType::BF16, verdict(&Prepared::<bf16>::new(case))),
+            1 => (hopper_attention::DType::F16, verdict(&Prepared::<f16>::new(case))),
+            _ => (hopper_attention::DType::F32, verdict(&Prepared::<f32>::new(case))),
+        };
+        runner.take(i % 3, case, dtype, verdict);
+    }
+    runner.finish();
+}
+
+fn case() -> Case {
+    Case::new(5, 7, 16, Mask::Causal { corner: Corner::TopLeft }).heads(2, 4, 2)
+}
+
+#[test]
+fn a_plan_says_what_it_is() {
+    let given = Prepared::<f32>::new(&case());
+    let plan = Plan::new(&problem(&given.problem), HATTN_CPU).unwrap();
+    let text = plan.describe();
+    assert_eq!(text, format!("{}: {}", given.problem, given.problem.plan(&Device::cpu()).unwrap()));
+    // A short buffer gets what fits, and no buffer the length alone.
+    let mut raw = null_mut();
+    // SAFETY: live places, and buffers as large as they are said to be.
+    unsafe {
+        checked(hattn_forward_plan_create(&problem(&given.problem), HATTN_CPU, &raw mut raw)).unwrap();
+        let mut buffer = [b'x'; 8];
+        let mut length = 0;
+        checked(hattn_forward_plan_describe(raw, buffer.as_mut_ptr().cast(), 7, &raw mut length)).unwrap();
+        assert_eq!((&buffer[..6], &buffer[6..], length), (&text.as_bytes()[..6], &b"\0x"[..], text.len()));
+        checked(hattn_forward_plan_describe(raw, null_mut(), 0, &raw mut length)).unwrap();
+        checked(hattn_forward_plan_describe(raw, null_mut(), 0, null_mut())).unwrap();
+        hattn_forward_plan_destroy(raw);
+        hattn_forward_plan_destroy(null_mut());
+    }
+}
+
+fn planned(edit: impl FnOnce(&mut hattn_forward_problem)) -> Refusal {
+    let mut given = problem(&Prepared::<f32>::new(&case()).problem);
+    edit(&mut given);
+    let refusal = Plan::new(&given, HATTN_CPU).unwrap_err();
+    // SAFETY: a live struct.
+    let supported = checked(unsafe { hattn_forward_supported(&given, HATTN_CPU) });
+    assert_eq!(supported, Err(refusal.clone()), "the query and the plan refuse alike");
+    refusal
+}
+
+#[test]
+fn bad_problems_are_refused() {
+    let refused = |edit: fn(&mut hattn_forward_problem), status: hattn_status, text: &str| {
+        let got = planned(edit);
+        assert!(got.0 == status && got.1 == text, "{got:?}, expected {status}: {text}");
+    };
+    refused(
+        |p| p.struct_size = 8,
+        HATTN_ERROR_ABI,
+        "problem: struct_size 8; allowed: 104 to 4096 (sizeof(hattn_forward_problem))",
+    );
+    refused(|p| p.abi_version = 0, HATTN_ERROR_ABI, "problem: abi_version 0; allowed: 1, which this library speaks");
+    refused(
+        |p| p.dtype = 0,
+        HATTN_ERROR_ARGUMENT,
+        "dtype: dtype 0; allowed: HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3), HATTN_E4M3 (4)",
+    );
+    refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
+    refused(
+        |p| p.mask = 3,
+        HATTN_ERROR_ARGUMENT,
+        "mask: 3; allowed: HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)",
+    );
+    refused(|p| p.corner = -1, HATTN_ERROR_ARGUMENT, "corner: -1; allowed: HATTN_BOTTOM_RIGHT (0), HATTN_TOP_LEFT (1)");
+    refused(|p| p.lse = 2, HATTN_ERROR_ARGUMENT, "lse: 2; allowed: 0 (not wanted), 1 (wanted)");
+    refused(|p| p.reserved = 1, HATTN_ERROR_ARGUMENT, "problem: a reserved field that is set; allowed: 0");
+    refused(|p| p.batch = -1, HATTN_ERROR_VALUE, "batch: -1; allowed: 0 and above");
+    refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
+    refused(|p| p.softmax_scale = f32::NAN, HATTN_ERROR_VALUE, "softmax_scale: NaN; allowed: finite and above 0");
+    let window = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_WINDOW, -2);
+    refused(window, HATTN_ERROR_VALUE, "window_left: -2; allowed: 0 and above, HATTN_UNBOUNDED (-1)");
+}
+
+#[test]
+fn the_scale_is_the_usual_one_unless_given() {
+    let given = Prepared::<f32>::new(&case()).problem;
+    let scale = |softmax_scale| {
+        Plan::new(&hattn_forward_problem { softmax_scale, ..problem(&given) }, HATTN_CPU).unwrap().describe()
+    };
+    assert!(scale(0.0).contains("scale 0.25 "), "{}", scale(0.0));
+    assert!(scale(0.5).contains("scale 0.5 "), "{}", scale(0.5));
+}
+
+#[test]
+fn devices_that_are_not_there_are_refused() {
+    let given = problem(&Prepared::<bf16>::new(&case()).problem);
+    let mut count = -1;
+    // SAFETY: live places and structs.
+    unsafe {
+        checked(hattn_device_count(&raw mut count)).unwrap();
+        assert_eq!(count as usize, Device::available().len());
+        let (status, text) = checked(hattn_forward_supported(&given, count)).unwrap_err();
+        assert!(status == HATTN_ERROR_NO_DEVICE && text.starts_with(&format!("no device: cuda:{count}; ")), "{text}");
+        assert_eq!(checked(hattn_device_count(null_mut())).unwrap_err().0, HATTN_ERROR_ARGUMENT);
+    }
+    let (status, text) = Plan::new(&given, count).unwrap_err();
+    assert!(status == HATTN_ERROR_NO_DEVICE && text.starts_with(&format!("no device: cuda:{count}; ")), "{text}");
+    let (status, text) = Plan::new(&given, -2).unwrap_err();
+    assert_eq!(
+        (status, text.as_str()),
+        (HATTN_ERROR_ARGUMENT, "device: -2; allowed: HATTN_CPU (-1), or a GPU's ordinal, 0 and above")
+    );
+}
+
+#[test]
+fn null_pointers_are_refused() {
+    let given = problem(&Prepared::<f32>::new(&case()).problem);
+    let mut plan = null_mut();
+    let mut bytes = 0;
+    // SAFETY: null pointers are what is tested; the others are live.
+    let statuses = unsafe {
+        checked(hattn_forward_plan_create(&given, HATTN_CPU, &raw mut plan)).unwrap();
+        let args: hattn_forward_args = std::mem::zeroed();
+        let args = hattn_forward_args { struct_size: 64, abi_version: HATTN_ABI_VERSION, ..args };
+        [
+            hattn_forward_supported(null(), HATTN_CPU),
+            hattn_forward_plan_create(&given, HATTN_CPU, null_mut()),
+            hattn_forward_plan_create(null(), HATTN_CPU, &raw mut plan),
+            hattn_forward_plan_describe(null(), null_mut(), 0, null_mut()),
+            hattn_forward_plan_workspace_size(null(), &raw mut bytes),
+            hattn_forward_run(null(), &args, null_mut()),
+            hattn_forward_run(plan, null(), null_mut()),
+        ]
+    };
+    assert_eq!(statuses, [HATTN_ERROR_ARGUMENT; 7]);
+}
+
+#[test]
+fn bad_tensors_are_refused_and_nothing_is_written() {
+    let prepared = Prepared::<f32>::new(&case());
+    let plan = Plan::new(&problem(&prepared.problem), HATTN_CPU).unwrap();
+    let refused = |edit: &dyn Fn(&mut Memory), status: hattn_status, text: &str| {
+        let mut outputs = prepared.outputs();
+        let mut memory = memory(&prepared, &mut outputs);
+        edit(&mut memory);
+        // SAFETY: live images, or refused before an address is used.
+        let got = unsafe { plan.run(&memory, null_mut()) }.unwrap_err();
+        assert!(got.0 == status && got.1.contains(text), "{got:?}, expected {status}: {text}");
+        let lse = outputs.lse.iter().flat_map(|lse| lse.data());
+        assert!(outputs.o.data().iter().chain(lse).all(|x| x.is_poison()), "{text}: something was written");
+    };
+    refused(&|m| m.q.struct_size = 95, HATTN_ERROR_ABI, "q: struct_size 95; allowed: 96 to 4096");
+    refused(&|m| m.o.abi_version = 7, HATTN_ERROR_ABI, "o: abi_version 7");
+    refused(&|m| m.k.ndim = 3, HATTN_ERROR_ARGUMENT, "k: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
+    refused(&|m| m.v.reserved = 1, HATTN_ERROR_ARGUMENT, "v: a reserved field");
+    refused(&|m| m.v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "v: dtype bf16; allowed: f32, the problem's");
+    refused(&|m| m.v.device = 0, HATTN_ERROR_DEVICE, "v: on cuda:0; allowed: cpu, the plan's");
+    refused(&|m| m.k.shape[1] = 8, HATTN_ERROR_SHAPE, "k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
+    refused(&|m| m.k.shape[1] = -7, HATTN_ERROR_LAYOUT, "k: size -7 in dimension 1; allowed: 0 and above");
+    refused(&|m| m.q.stride[3] = 2, HATTN_ERROR_LAYOUT, "q: shape [2, 5, 4, 16] with strides");
+    refused(&|m| m.q.stride[1] = -16, HATTN_ERROR_LAYOUT, "allowed: strides of 0 and above");
+    refused(&|m| m.o.stride[1] = 0, HATTN_ERROR_LAYOUT, "uses elements twice");
+    refused(&|m| m.q.data = m.q.data.wrapping_byte_add(2), HATTN_ERROR_LAYOUT, "allowed: multiples of 4 bytes, not 0");
+    refused(&|m| m.q.data = null_mut(), HATTN_ERROR_LAYOUT, "q: address 0x0");
+    refused(&|m| m.o.data = m.q.data, HATTN_ERROR_LAYOUT, "which meet those of q");
+    refused(&|m| m.lse = None, HATTN_ERROR_VALUE, "lse: missing");
+    refused(&|m| m.lse.as_mut().unwrap().shape[2] = 4, HATTN_ERROR_SHAPE, "lse: shape [2, 4, 4], expected [2, 4, 5]");
+}

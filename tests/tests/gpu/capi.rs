@@ -1,0 +1,208 @@
+//! The C ABI on a GPU: every row through it, what it refuses, and what it leaves alone.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result, sys};
+use hopper_attention::{Mask, Operand, bf16};
+use hopper_attention_capi::*;
+use hopper_attention_tests::c::{Memory, Plan, Refusal, checked, problem};
+use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::problems::Case;
+use hopper_attention_tests::runner::Prepared;
+
+use crate::{mask_of, with_dtype};
+
+/// A workspace by address, large enough for every plan here.
+fn workspace(gpu: &Gpu) -> CudaSlice<u8> {
+    gpu.stream.alloc_zeros(4096).expect("device memory")
+}
+
+fn address(gpu: &Gpu, slice: &mut CudaSlice<u8>) -> u64 {
+    slice.device_ptr_mut(&gpu.stream).0
+}
+
+fn run(plan: &Plan, memory: &Memory, stream: *mut c_void) -> Result<(), Refusal> {
+    // SAFETY: the tests' memory outlives the work, for which they wait; bad addresses are refused before they are used.
+    unsafe { plan.run(memory, stream) }
+}
+
+#[test]
+fn every_row_through_c() {
+    let Some(gpu) = Gpu::open("every_row_through_c") else { return };
+    for row in gpu.rows() {
+        with_dtype!(row.dtype, one_row(&gpu, mask_of(row.mask), row.head_dim_qk));
+    }
+}
+
+fn one_row<T: Poison + Operand<Out = T>>(gpu: &Gpu, mask: Mask, head_dim: usize) {
+    let prepared = Prepared::<T>::new(&Case::new(333, 417, head_dim, mask).heads(2, 4, 2));
+    let given = problem(&prepared.problem);
+    // SAFETY: a live struct.
+    checked(unsafe { hattn_forward_supported(&given, 0) }).unwrap();
+    let plan = Plan::new(&given, 0).unwrap();
+    assert!(plan.describe().contains("sm90 fwd"), "{}", plan.describe());
+    let mut scratch = workspace(gpu);
+    let on_device = OnDevice::new(&gpu.stream, &prepared);
+    let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+    (memory.workspace, memory.workspace_bytes) = (address(gpu, &mut scratch), plan.workspace_bytes());
+    run(&plan, &memory, gpu.stream.cu_stream().cast()).unwrap();
+    let outputs = on_device.outputs(&gpu.stream, &prepared).unwrap();
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{}: {report}", plan.describe());
+    on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+}
+
+fn case() -> Case {
+    Case::new(70, 90, 64, Mask::causal()).heads(2, 4, 2)
+}
+
+#[test]
+fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
+    let Some(gpu) = Gpu::open("what_c_gets_wrong_is_refused_and_nothing_is_written") else { return };
+    let prepared = Prepared::<bf16>::new(&case());
+    let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
+    assert!(plan.workspace_bytes() > 0, "a causal plan draws tiles from a counter");
+    let mut scratch = workspace(&gpu);
+    let on_device = OnDevice::new(&gpu.stream, &prepared);
+    let mut good = on_device.c_memory(&gpu.stream, &prepared);
+    (good.workspace, good.workspace_bytes) = (address(&gpu, &mut scratch), scratch.len());
+    let stream: *mut c_void = gpu.stream.cu_stream().cast();
+
+    let refused = |edit: fn(&mut Memory), status: hattn_status, text: &str| {
+        let mut memory = good;
+        edit(&mut memory);
+        let got = run(&plan, &memory, stream).unwrap_err();
+        assert!(got.0 == status && got.1.contains(text), "{got:?}, expected {status}: {text}");
+        assert!(on_device.untouched(&gpu.stream, &prepared), "{text}: something was written");
+    };
+    refused(|m| m.workspace_bytes = 3, HATTN_ERROR_WORKSPACE, "workspace: have 3 bytes, need 4");
+    refused(|m| m.workspace = 0, HATTN_ERROR_WORKSPACE, "workspace: have 0 bytes, need 4");
+    refused(|m| m.workspace += 4, HATTN_ERROR_LAYOUT, "allowed: multiples of 16 bytes");
+    refused(|m| m.q.data = m.q.data.wrapping_byte_add(2), HATTN_ERROR_LAYOUT, "q: address");
+    refused(|m| m.k.data = null_mut(), HATTN_ERROR_LAYOUT, "k: address 0x0");
+    refused(|m| m.k.stride[1] += 1, HATTN_ERROR_LAYOUT, "in seqlen, of bf16 elements");
+    refused(|m| m.q.device = HATTN_CPU, HATTN_ERROR_DEVICE, "q: on cpu; allowed: cuda:0");
+    refused(|m| m.o.device = 1, HATTN_ERROR_DEVICE, "o: on cuda:1; allowed: cuda:0");
+    refused(|m| m.o.dtype = HATTN_F32, HATTN_ERROR_DTYPE, "o: dtype f32; allowed: bf16");
+    refused(|m| m.v.shape[0] = 1, HATTN_ERROR_SHAPE, "v: shape [1, 90, 2, 64]");
+    refused(|m| m.lse = None, HATTN_ERROR_VALUE, "lse: missing");
+
+    // What no kernel computes is refused when it is planned, and told beforehand.
+    let given = problem(&prepared.problem);
+    for wanted in [
+        hattn_forward_problem { head_dim_qk: 264, head_dim_vo: 264, ..given },
+        hattn_forward_problem { head_dim_qk: 60, ..given },
+        hattn_forward_problem { dtype: HATTN_F32, ..given },
+    ] {
+        // SAFETY: a live struct.
+        let told = checked(unsafe { hattn_forward_supported(&wanted, 0) }).unwrap_err();
+        assert!(told.0 == HATTN_ERROR_UNSUPPORTED && told.1.contains("nearest"), "{told:?}");
+        assert_eq!(Plan::new(&wanted, 0).unwrap_err(), told);
+    }
+    // And after all of this it still works.
+    run(&plan, &good, stream).unwrap();
+    assert!(prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap()).passed());
+}
+
+/// A second context on the same GPU is another address space: a stream of it must not be used.
+#[test]
+fn contexts_are_kept_apart_and_left_alone() {
+    let Some(gpu) = Gpu::open("contexts_are_kept_apart_and_left_alone") else { return };
+    let prepared = Prepared::<bf16>::new(&case());
+    let mut scratch = workspace(&gpu);
+    let on_device = OnDevice::new(&gpu.stream, &prepared);
+    let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+    (memory.workspace, memory.workspace_bytes) = (address(&gpu, &mut scratch), scratch.len());
+    gpu.stream.synchronize().unwrap();
+
+    let current = || result::ctx::get_current().unwrap();
+    let (mut other, mut foreign) = (null_mut(), null_mut());
+    // SAFETY: places for the handles; the new context is current from then on.
+    unsafe {
+        sys::cuCtxCreate_v4(&raw mut other, null_mut(), 0, 0).result().unwrap();
+        sys::cuStreamCreate(&raw mut foreign, 0).result().unwrap();
+    }
+    let before = current();
+    assert_eq!(before, Some(other));
+    // Planning and running leave the other context current.
+    let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
+    assert_eq!(current(), before);
+    run(&plan, &memory, gpu.stream.cu_stream().cast()).unwrap();
+    assert_eq!(current(), before);
+    let (status, text) = run(&plan, &memory, foreign.cast()).unwrap_err();
+    assert!(status == HATTN_ERROR_DEVICE && text.starts_with("stream: on another CUDA context"), "{text}");
+    assert_eq!(current(), before);
+    // The null stream is the plan's GPU's, whatever is current; and no context at all stays none.
+    // SAFETY: no context is current then, which is what is tested.
+    unsafe { result::ctx::set_current(null_mut()) }.unwrap();
+    run(&plan, &memory, null_mut()).unwrap();
+    assert_eq!(current(), None);
+    gpu.device.context().bind_to_thread().unwrap();
+    gpu.device.context().synchronize().unwrap();
+    // SAFETY: made above, and not current; its stream goes with it.
+    unsafe { sys::cuCtxDestroy_v2(other) }.result().unwrap();
+    assert!(prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap()).passed());
+}
+
+/// What C captures: a stream that cudarc knows nothing of.
+#[test]
+fn a_run_is_captured_and_replayed() {
+    let Some(gpu) = Gpu::open("a_run_is_captured_and_replayed") else { return };
+    gpu.device.context().bind_to_thread().unwrap();
+    let prepared = Prepared::<bf16>::new(&case());
+    let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
+    let mut scratch = workspace(&gpu);
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+    (memory.workspace, memory.workspace_bytes) = (address(&gpu, &mut scratch), scratch.len());
+    gpu.stream.synchronize().unwrap();
+    let ok = |status: sys::CUresult| status.result().unwrap();
+    let (mut stream, mut graph, mut ready) = (null_mut(), null_mut(), null_mut());
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    // SAFETY: handles that the driver made a line before, on the current context, used in their order.
+    unsafe {
+        ok(sys::cuStreamCreate(&raw mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32));
+        ok(sys::cuStreamBeginCapture_v2(stream, mode));
+        let captured = run(&plan, &memory, stream.cast());
+        ok(sys::cuStreamEndCapture(stream, &raw mut graph));
+        captured.unwrap();
+        assert!(on_device.untouched(&gpu.stream, &prepared), "capturing wrote something");
+        ok(sys::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0));
+        for _ in 0..2 {
+            on_device.poison(&gpu.stream, &prepared);
+            gpu.stream.synchronize().unwrap();
+            ok(sys::cuGraphLaunch(ready, stream));
+            ok(sys::cuStreamSynchronize(stream));
+            assert!(prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap()).passed());
+        }
+        ok(sys::cuGraphExecDestroy(ready));
+        ok(sys::cuGraphDestroy(graph));
+        ok(sys::cuStreamDestroy_v2(stream));
+    }
+}
+
+/// One plan, many threads, each with a stream, outputs and a workspace of its own.
+#[test]
+fn threads_share_a_plan() {
+    let Some(gpu) = Gpu::open("threads_share_a_plan") else { return };
+    let prepared = Prepared::<bf16>::new(&case());
+    let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let stream = gpu.device.context().new_stream().unwrap();
+                let mut scratch = stream.alloc_zeros::<u8>(4096).unwrap();
+                let mut on_device = OnDevice::new(&stream, &prepared);
+                for _ in 0..20 {
+                    on_device.poison(&stream, &prepared);
+                    let mut memory = on_device.c_memory(&stream, &prepared);
+                    (memory.workspace, memory.workspace_bytes) = (scratch.device_ptr_mut(&stream).0, 4096);
+                    run(&plan, &memory, stream.cu_stream().cast()).unwrap();
+                    assert!(prepared.judge(&on_device.outputs(&stream, &prepared).unwrap()).passed());
+                }
+            });
+        }
+    });
+}
