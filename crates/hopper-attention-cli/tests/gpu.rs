@@ -4,9 +4,8 @@
 mod common;
 
 use std::io::Write;
-use std::path::Path;
 
-use common::{FIXTURE, Folder, Written, hattn, hattn_on};
+use common::{Folder, Written, fixture, hattn_on};
 use hopper_attention::{Device, kernels};
 
 /// Whether a GPU is here that some kernel of this build runs on.
@@ -29,7 +28,7 @@ fn check_passes_on_real_activations() {
     }
     for options in ["", "--mask causal", "--mask window:64,0:top-left", "--dtype f16 --scale 0.3"] {
         let line = format!("check --device cuda:0 {options}");
-        let text = hattn_on(&line, Path::new(FIXTURE), None).fine();
+        let text = hattn_on(&line, &fixture(), None).fine();
         assert!(text.contains("median of 10 runs") && text.contains("passed: the largest error is 0."), "{text}");
     }
 }
@@ -52,13 +51,13 @@ fn auto_takes_the_gpu_where_it_can() {
     if !gpu("auto_takes_the_gpu_where_it_can") {
         return;
     }
-    let device = |options: &[&str]| {
-        let text = hattn(["check", "--input", FIXTURE].iter().chain(options)).fine();
+    let device = |options: &str| {
+        let text = hattn_on(&format!("check {options}"), &fixture(), None).fine();
         text.lines().find(|line| line.starts_with("device ")).expect("a line for the device").to_string()
     };
-    let taken = device(&[]);
+    let taken = device("");
     assert!(taken.contains("cuda:") && taken.contains("auto: "), "{taken}");
-    let refused = device(&["--dtype", "f32"]);
+    let refused = device("--dtype f32");
     assert!(refused.contains("cpu, ") && refused.contains("auto: cuda:0: "), "{refused}");
 }
 

@@ -11,6 +11,23 @@ use safetensors::{Dtype, SafeTensors};
 /// Queries, keys and values of a real transformer layer: bf16 [2, 197, 12, 32], layout in the metadata.
 pub const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/minilm_layer3.safetensors");
 
+/// The same file where tests run that were built elsewhere (see [`place`]).
+pub fn fixture() -> PathBuf {
+    place(FIXTURE)
+}
+
+/// A file at its place in the build, or of the same name in the folder that `scripts/gpu_test.sh` carried to a GPU.
+fn place(built: &str) -> PathBuf {
+    match (std::env::var_os("HATTN_TEST_PACK"), Path::new(built).file_name()) {
+        (Some(pack), Some(name)) => Path::new(&pack).join(name),
+        _ => built.into(),
+    }
+}
+
+fn command() -> Command {
+    Command::new(place(env!("CARGO_BIN_EXE_hattn")))
+}
+
 /// What a run of the binary gave.
 #[derive(Debug)]
 pub struct Ran {
@@ -56,12 +73,12 @@ impl Ran {
 
 /// Runs `hattn` with these arguments.
 pub fn hattn<I: IntoIterator<Item = S>, S: AsRef<std::ffi::OsStr>>(args: I) -> Ran {
-    Ran::of(Command::new(env!("CARGO_BIN_EXE_hattn")).args(args))
+    Ran::of(command().args(args))
 }
 
 /// Runs `hattn` with the words of a line, and then with paths after `--input` and `--output`.
 pub fn hattn_on(line: &str, input: &Path, output: Option<&Path>) -> Ran {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_hattn"));
+    let mut command = command();
     command.args(line.split_whitespace()).arg("--input").arg(input);
     if let Some(output) = output {
         command.arg("--output").arg(output);
@@ -94,8 +111,7 @@ impl Folder {
     #[track_caller]
     pub fn random(&self, name: &str, line: &str) -> PathBuf {
         let path = self.path(name);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_hattn"));
-        Ran::of(command.arg("random").args(line.split_whitespace()).arg("--output").arg(&path)).fine();
+        Ran::of(command().arg("random").args(line.split_whitespace()).arg("--output").arg(&path)).fine();
         path
     }
 
