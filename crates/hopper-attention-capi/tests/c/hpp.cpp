@@ -1,0 +1,306 @@
+// hopper_attention.hpp: compiled with exceptions, and again without (-fno-exceptions), where only the twins are there.
+#include <hopper_attention.hpp>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "reference.h"
+
+using hattn::ConstTensorView;
+using hattn::Corner;
+using hattn::Device;
+using hattn::DType;
+using hattn::Extents;
+using hattn::ForwardArgs;
+using hattn::ForwardPlan;
+using hattn::ForwardProblem;
+using hattn::Status;
+using hattn::TensorView;
+
+namespace {
+
+// A type of the user's, for dtype_of.
+struct MyBf16 {
+  std::uint16_t bits;
+};
+
+}  // namespace
+
+template <>
+struct hattn::dtype_of<MyBf16> {
+  static constexpr DType value = DType::BF16;
+};
+
+namespace {
+
+static_assert(std::is_nothrow_move_constructible_v<ForwardPlan> && std::is_nothrow_move_assignable_v<ForwardPlan>);
+static_assert(!std::is_copy_constructible_v<ForwardPlan> && !std::is_copy_assignable_v<ForwardPlan>);
+static_assert(std::is_trivially_copyable_v<TensorView> && std::is_trivially_copyable_v<ForwardProblem>);
+static_assert(std::is_convertible_v<TensorView, ConstTensorView> &&
+              !std::is_convertible_v<ConstTensorView, TensorView>);
+static_assert(!std::is_convertible_v<int, Device> && !std::is_convertible_v<std::int64_t, Extents>);
+static_assert(noexcept(std::declval<const ForwardPlan&>().try_run(std::declval<const ForwardArgs&>(), nullptr)));
+static_assert(sizeof(TensorView) == sizeof(hattn_tensor) && sizeof(ForwardProblem) == sizeof(hattn_forward_problem));
+
+// A problem with memory of its own.
+struct Fixture {
+  explicit Fixture(ForwardProblem of) : problem(of) {
+    const auto fill = [](std::vector<float>& data, const Extents& shape, std::uint32_t seed) {
+      data.resize(static_cast<std::size_t>(shape.elements()));
+      reference_fill(data.data(), data.size(), seed);
+    };
+    fill(q, problem.q_shape(), 1);
+    fill(k, problem.k_shape(), 2);
+    fill(v, problem.v_shape(), 3);
+    o.assign(static_cast<std::size_t>(problem.o_shape().elements()), -7.0F);
+    lse.assign(static_cast<std::size_t>(problem.lse_shape().elements()), -7.0F);
+    args.q = ConstTensorView::contiguous(q.data(), Device::cpu(), problem.q_shape());
+    args.k = ConstTensorView::contiguous(k.data(), Device::cpu(), problem.k_shape());
+    args.v = ConstTensorView::contiguous(v.data(), Device::cpu(), problem.v_shape());
+    args.o = TensorView::contiguous(o.data(), Device::cpu(), problem.o_shape());
+    if (problem.c_problem().lse != 0) {
+      args.lse = TensorView::contiguous(lse.data(), Device::cpu(), problem.lse_shape());
+    }
+  }
+
+  bool untouched() const {
+    for (const float x : o) {
+      if (x != -7.0F) return false;
+    }
+    return true;
+  }
+
+  double distance() const {
+    auto c = hattn::detail::tagged<hattn_forward_args>();
+    c.q = &args.q.c_tensor();
+    c.k = &args.k.c_tensor();
+    c.v = &args.v.c_tensor();
+    c.o = &args.o.c_tensor();
+    c.lse = args.lse ? &args.lse->c_tensor() : nullptr;
+    return reference_distance(&problem.c_problem(), &c);
+  }
+
+  ForwardProblem problem;
+  std::vector<float> q, k, v, o, lse;
+  ForwardArgs args;
+};
+
+ForwardProblem small() {
+  return ForwardProblem(DType::F32).batch(2).seqlens(5, 7).heads(4, 2).head_dims(8, 6).lse(true);
+}
+
+void problems_hold_what_was_set() {
+  constexpr ForwardProblem problem = ForwardProblem(DType::BF16)
+                                         .batch(1)
+                                         .seqlens(2, 3)
+                                         .heads(4, 2)
+                                         .head_dims(6, 7)
+                                         .window(8, hattn::kUnbounded, Corner::TopLeft)
+                                         .softmax_scale(0.5F)
+                                         .lse(true);
+  static_assert(problem.dtype() == DType::BF16 && problem.k_shape()[2] == 2 && problem.lse_shape().size() == 3);
+  const hattn_forward_problem& c = problem.c_problem();
+  CHECK(c.struct_size == 104 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.lse == 1);
+  CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
+  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.reserved == 0);
+  CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
+  CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED);
+  const hattn_forward_problem causal = ForwardProblem(DType::F16).causal().c_problem();
+  CHECK(causal.mask == HATTN_MASK_CAUSAL && causal.corner == HATTN_BOTTOM_RIGHT && causal.lse == 0);
+  const hattn_forward_problem full = ForwardProblem(problem).mask(hattn::Mask::Full).lse(false).c_problem();
+  CHECK(full.mask == HATTN_MASK_FULL && full.lse == 0 && full.batch == 1);
+}
+
+void views_hold_pointer_type_place_shape_and_strides() {
+  float data[24] = {};
+  const TensorView dense = TensorView::contiguous(data, Device::cuda(3), {1, 2, 3, 4});
+  CHECK(dense.data() == data && dense.dtype() == DType::F32 && dense.device() == Device::cuda(3) && dense.ndim() == 4);
+  CHECK(dense.shape(1) == 2 && dense.stride(0) == 24 && dense.stride(1) == 12 && dense.stride(2) == 4);
+  CHECK(dense.stride(3) == 1);
+  // Memory that is [batch, heads, seqlen, head_dim], in the logical order.
+  const TensorView heads_first = TensorView::contiguous(data, Device::cpu(), {1, 3, 2, 4}).transposed(1, 2);
+  CHECK(heads_first.shape(1) == 2 && heads_first.shape(2) == 3 && heads_first.stride(1) == 4);
+  CHECK(heads_first.stride(2) == 8 && heads_first.device().is_cpu());
+  CHECK(dense.transposed(1, 4).ndim() == 0 && dense.transposed(-1, 0).data() == nullptr);
+  const MyBf16 half[6] = {};
+  const ConstTensorView read = ConstTensorView::strided(half, Device::cpu(), {1, 2, 2}, {100, 3, 1});
+  CHECK(read.dtype() == DType::BF16 && read.data() == half && read.ndim() == 3 && read.stride(0) == 100);
+  const ConstTensorView converted = dense;
+  CHECK(converted.data() == data && converted.stride(1) == 12 && converted.device() == dense.device());
+  const TensorView typed = TensorView::strided(data, DType::E4M3, Device::cpu(), {1, 1, 1, 8}, {8, 8, 8, 1});
+  CHECK(typed.dtype() == DType::E4M3);
+  // Not as many strides as sizes, and nothing at all: refused where it is used.
+  CHECK(TensorView::strided(data, Device::cpu(), {1, 1, 8}, {8, 8, 8, 1}).ndim() == 0);
+  CHECK(TensorView().data() == nullptr && TensorView().ndim() == 0);
+  // Empty dimensions do not make strides 0, and products that do not fit are the largest number.
+  CHECK(TensorView::compact({2, 0, 3, 4})[0] == 12);
+  const std::int64_t large = std::int64_t{1} << 40;
+  CHECK(TensorView::compact({2, large, large, 1})[0] == INT64_MAX &&
+        TensorView::compact({2, large, large, 1})[1] == large);
+}
+
+void the_twins_compute() {
+  Fixture f(small().causal());
+  ForwardPlan plan;
+  CHECK(!plan);
+  CHECK(f.problem.supported(Device::cpu()) == Status::Ok);
+  CHECK(ForwardPlan::create(f.problem, Device::cpu(), plan) == Status::Ok && plan);
+  std::size_t bytes = 9, length = 0;
+  char text[256];
+  CHECK(plan.try_workspace_bytes(bytes) == Status::Ok && bytes == 0);
+  CHECK(plan.try_describe(text, sizeof(text), length) == Status::Ok && length == strlen(text));
+  CHECK(plan.try_run(f.args, nullptr) == Status::Ok);
+  CHECK(f.distance() < 1e-6);
+}
+
+void strides_of_any_order_compute() {
+  Fixture f(small().window(2, 1));
+  // The same elements stored [batch, heads, seqlen, head_dim]; O into every second row of a larger tensor.
+  std::vector<float> k(f.k.size()), o(f.o.size() * 2, -7.0F);
+  const auto& k_in = f.args.k;
+  const ConstTensorView moved = ConstTensorView::contiguous(k.data(), Device::cpu(), {2, 2, 7, 8}).transposed(1, 2);
+  for (int b = 0; b < 2; ++b) {
+    for (int s = 0; s < 7; ++s) {
+      for (int h = 0; h < 2; ++h) {
+        for (int d = 0; d < 8; ++d) {
+          const auto at = [&](const ConstTensorView& t) {
+            return static_cast<std::size_t>(b * t.stride(0) + s * t.stride(1) + h * t.stride(2) + d);
+          };
+          k[at(moved)] = f.k[at(k_in)];
+        }
+      }
+    }
+  }
+  f.args.k = moved;
+  f.args.o = TensorView::strided(o.data(), Device::cpu(), f.problem.o_shape(), {240, 48, 12, 1});
+  ForwardPlan plan;
+  CHECK(ForwardPlan::create(f.problem, Device::cpu(), plan) == Status::Ok);
+  CHECK(plan.try_run(f.args, nullptr) == Status::Ok);
+  CHECK(f.distance() < 1e-6);
+  for (std::size_t i = 0; i < o.size(); ++i) CHECK((o[i] == -7.0F) == (i % 12 >= 6));
+}
+
+void the_twins_refuse() {
+  Fixture f(small());
+  ForwardPlan plan;
+  CHECK(ForwardPlan::create(f.problem, Device::cpu(), plan) == Status::Ok);
+  hattn_forward_plan* const before = plan.get();
+  CHECK(ForwardPlan::create(small().heads(4, 3), Device::cpu(), plan) == Status::Value);
+  CHECK_TEXT(hattn::last_error(), "heads_q: 4 with heads_kv 3; allowed: a multiple of heads_kv");
+  CHECK(plan.get() == before);
+  CHECK(small().softmax_scale(-1.0F).supported(Device::cpu()) == Status::Value);
+  CHECK(small().supported(Device::cuda(-5)) == Status::Argument);
+  f.args.q = TensorView();
+  CHECK(plan.try_run(f.args, nullptr) == Status::Argument);
+  CHECK_TEXT(hattn::last_error(), "q: ndim 0");
+  f.args.q = ConstTensorView::contiguous(f.q.data(), Device::cpu(), f.problem.k_shape());
+  CHECK(plan.try_run(f.args, nullptr) == Status::Shape);
+  CHECK_TEXT(hattn::last_error(), "q: shape [2, 7, 2, 8], expected [2, 5, 4, 8]");
+  CHECK(f.untouched());
+  ForwardPlan empty;
+  std::size_t bytes = 9;
+  CHECK(empty.try_run(f.args, nullptr) == Status::Argument && empty.try_workspace_bytes(bytes) == Status::Argument);
+  CHECK_TEXT(hattn::last_error(), "plan: a null pointer");
+  CHECK(strcmp(hattn::name(Status::Workspace), "HATTN_ERROR_WORKSPACE") == 0);
+  CHECK(hattn::ok(Status::Ok) && !hattn::ok(Status::Internal));
+}
+
+void plans_move() {
+  ForwardPlan first;
+  CHECK(ForwardPlan::create(small(), Device::cpu(), first) == Status::Ok);
+  hattn_forward_plan* const made = first.get();
+  ForwardPlan second(std::move(first));
+  CHECK(second.get() == made && first.get() == nullptr);
+  CHECK(ForwardPlan::create(small(), Device::cpu(), first) == Status::Ok);
+  first = std::move(second);  // frees what it held
+  CHECK(first.get() == made && !second);
+  second = ForwardPlan::adopt(first.release());
+  CHECK(second.get() == made && !first);
+  // Into another thread, which outlives it.
+  std::thread([plan = std::move(second)] {
+    std::size_t bytes = 1;
+    CHECK(plan.try_workspace_bytes(bytes) == Status::Ok && bytes == 0);
+  }).join();
+  CHECK(!second);
+}
+
+void each_thread_has_its_text() {
+  CHECK(small().heads(4, 3).supported(Device::cpu()) == Status::Value);
+  std::thread([] {
+    CHECK(strcmp(hattn::last_error(), "") == 0);
+    CHECK(small().batch(-1).supported(Device::cpu()) == Status::Value);
+    CHECK_TEXT(hattn::last_error(), "batch: -1");
+  }).join();
+  CHECK_TEXT(hattn::last_error(), "heads_q: 4");
+}
+
+void the_device_count_is_a_number() {
+  int count = -1;
+  CHECK(hattn::try_device_count(count) == Status::Ok && count >= 0);
+  CHECK(small().supported(Device::cuda(count)) == Status::NoDevice);
+  CHECK(strchr(hattn::version(), '.') != nullptr);
+}
+
+#ifdef HATTN_NO_EXCEPTIONS
+constexpr const char* kSuite = "hpp_noexcept";
+#else
+constexpr const char* kSuite = "hpp";
+
+template <class Call>
+Status thrown(const Call& call, const char* part) {
+  try {
+    call();
+  } catch (const hattn::Error& error) {
+    const std::runtime_error& base = error;
+    CHECK_TEXT(base.what(), part);
+    CHECK_TEXT(base.what(), hattn::name(error.status()));
+    return error.status();
+  }
+  CHECK(!"nothing was thrown");
+  return Status::Ok;
+}
+
+void what_is_right_throws_nothing() {
+  Fixture f(small());
+  const ForwardPlan plan(f.problem, Device::cpu());
+  CHECK(plan.workspace_bytes() == 0 && hattn::device_count() >= 0);
+  const std::string text = plan.describe();
+  CHECK_TEXT(text.c_str(), "forward f32 batch 2");
+  CHECK(text.back() != '\0' && text.size() == strlen(text.c_str()));
+  plan.run(f.args, nullptr);
+  CHECK(f.distance() < 1e-6);
+}
+
+void what_is_wrong_throws_its_status_and_text() {
+  Fixture f(small());
+  CHECK(thrown([] { ForwardPlan(small().head_dims(0, 8), Device::cpu()); }, "head_dim_qk: 0") == Status::Value);
+  CHECK(thrown([] { ForwardPlan(small(), Device::cuda(1000)); }, "no device: cuda:1000") == Status::NoDevice);
+  const ForwardPlan plan(f.problem, Device::cpu());
+  f.args.lse.reset();
+  CHECK(thrown([&] { plan.run(f.args, nullptr); }, "lse: missing") == Status::Value);
+  f.args.lse = f.args.o;
+  CHECK(thrown([&] { plan.run(f.args, nullptr); }, "lse: ndim 4") == Status::Argument);
+  CHECK(thrown([] { return ForwardPlan().describe(); }, "plan: a null pointer") == Status::Argument);
+  CHECK(thrown([] { return ForwardPlan().workspace_bytes(); }, "plan: a null pointer") == Status::Argument);
+  CHECK(f.untouched());
+}
+#endif
+
+}  // namespace
+
+int main() {
+  RUN(kSuite, problems_hold_what_was_set);
+  RUN(kSuite, views_hold_pointer_type_place_shape_and_strides);
+  RUN(kSuite, the_twins_compute);
+  RUN(kSuite, strides_of_any_order_compute);
+  RUN(kSuite, the_twins_refuse);
+  RUN(kSuite, plans_move);
+  RUN(kSuite, each_thread_has_its_text);
+  RUN(kSuite, the_device_count_is_a_number);
+#ifndef HATTN_NO_EXCEPTIONS
+  RUN(kSuite, what_is_right_throws_nothing);
+  RUN(kSuite, what_is_wrong_throws_its_status_and_text);
+#endif
+  return check_result();
+}
