@@ -7,11 +7,12 @@
 // Barriers. Full barriers (one arrival and the bytes of a copy) hand a buffer to the consumers, empty ones (one arrival
 // a consumer warpgroup, after its wgmma wait) hand it back: k_full/k_empty and v_full/v_empty per stage, so that V may
 // lag behind K by a block. q_full per Q buffer; its way back is o_full (one arrival a warp and consumer), after which
-// warp 1 stores O and only then loads the next but one Q. Named barriers 1..3 pass the turn to issue products around.
+// warp 1 stores O and only then loads the Q of the tile kBuffersQ later. Named barriers 1..3 pass the turn to issue
+// products around.
 //
 // Shared memory (head dim 128, 128x128, 2 stages): Q 2 x 32 KB, K 2 x 32 KB, V 2 x 32 KB, all as 64-column slabs of
 // 128-byte swizzled rows; barriers < 1 KB. O is staged over its own Q. Head dim 64, 192x128, 3 stages: Q 2 x 24 KB, K
-// and V 3 x 16 KB.
+// and V 3 x 16 KB; 128x128, 4 stages: Q 3 x 16 KB, K and V 4 x 16 KB.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cute::prefetch_tma_descriptor(&map_k);
     cute::prefetch_tma_descriptor(&map_v);
     cute::prefetch_tma_descriptor(&map_o);
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Traits::kBuffersQ; ++i) {
       storage.tile_full[i].init(1);
       storage.q_full[i].init(1);
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {

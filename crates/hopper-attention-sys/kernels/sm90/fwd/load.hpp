@@ -51,10 +51,9 @@ struct Load {
 
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
-    for (int round = 0;; ++round) {
-      int const buffer = round % 2;
-      storage.tile_full[buffer].wait(round / 2 % 2);
-      Tile const tile = storage.tile[buffer];
+    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+      storage.tile_full[q.stage].wait(q.parity);
+      Tile const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
       }
@@ -96,32 +95,34 @@ struct Load {
       storage.tile_full[buffer].arrive();
     };
 
-    announce(0, scheduler.draw(0));
-    announce(1, scheduler.draw(1));
-    int drawn = scheduler.draw(2);
     CUTE_NO_UNROLL
-    for (int round = 0;; ++round) {
-      int const buffer = round % 2;
-      Tile const tile = storage.tile[buffer];
+    for (int buffer = 0; buffer < Traits::kBuffersQ; ++buffer) {
+      announce(buffer, scheduler.draw(buffer));
+    }
+    int round = Traits::kBuffersQ;
+    int drawn = scheduler.draw(round);
+    CUTE_NO_UNROLL
+    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+      Tile const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
       }
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-        storage.o_full[buffer][consumer].wait(round / 2 % 2);
+        storage.o_full[q.stage][consumer].wait(q.parity);
         CUTE_UNROLL
         for (int column = 0; column < Traits::kHeadDimVO; column += 64) {
-          cute::SM90_TMA_STORE_4D::copy(&map_o, storage.q[buffer] + column * Traits::kTileM + consumer * 64 * 64,
+          cute::SM90_TMA_STORE_4D::copy(&map_o, storage.q[q.stage] + column * Traits::kTileM + consumer * 64 * 64,
                                         column, tile.m_block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
         }
         cute::tma_store_arrive();
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
-      announce(buffer, drawn);
+      announce(q.stage, drawn);
       // Drawn now and needed a tile later: the counter's latency is hidden.
       if (drawn < scheduler.total()) {
-        drawn = scheduler.draw(round + 3);
+        drawn = scheduler.draw(++round);
       }
     }
   }

@@ -78,7 +78,7 @@ struct Mma {
     Softmax softmax;
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStages> v;
-    RingPosition<2> q;
+    RingPosition<Traits::kBuffersQ> q;
     int m_block = -1;
     BlockRange range{0, 0, 0, 0};
 

@@ -45,7 +45,6 @@ struct FwdTraits {
   static constexpr int kTileM = kRows;
   static constexpr int kTileN = kColumns;
   static constexpr int kStages = kStageCount;
-
   using Element = typename ElementOf<kDType>::type;
 
   // A consumer warpgroup owns 64 rows of the tile; one more warpgroup feeds them.
@@ -56,6 +55,11 @@ struct FwdTraits {
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
   static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
   static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
+
+  // Q of a tile is asked for when the O of the tile this many before has left the buffer. Tiles of one or two small key
+  // blocks would wait for that store and this load in a row: they get a third buffer. Elsewhere it costs more than it
+  // brings (benches/LOG.md, 8 and 9).
+  static constexpr int kBuffersQ = kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
 
   // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
   static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
@@ -89,8 +93,8 @@ struct FwdTraits {
 
   using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
-  using SmemLayoutQ =
-      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::_2>{}));
+  using SmemLayoutQ = decltype(cute::tile_to_shape(
+      AtomK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::Int<kBuffersQ>>{}));
   using SmemLayoutK = decltype(cute::tile_to_shape(
       AtomK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
   // V is stored as it is loaded, [key][column]; the product reads it as [column][key].
@@ -106,13 +110,13 @@ struct FwdTraits {
   static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
 
   struct SharedStorage {
-    alignas(1024) Element q[2][kElementsQ];  // Q of this tile and of the next; a tile's O is staged over its dead Q
+    alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
-    Tile tile[2];  // whose Q is in each buffer; batch < 0: there is none, and none will come
-    Mbarrier tile_full[2];
-    Mbarrier q_full[2];
-    Mbarrier o_full[2][kConsumers];
+    Tile tile[kBuffersQ];  // whose Q is in each buffer; batch < 0: there is none, and none will come
+    Mbarrier tile_full[kBuffersQ];
+    Mbarrier q_full[kBuffersQ];
+    Mbarrier o_full[kBuffersQ][kConsumers];
     Mbarrier k_full[kStages];
     Mbarrier k_empty[kStages];
     Mbarrier v_full[kStages];
