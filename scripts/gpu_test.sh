@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The suite that needs a Hopper GPU, and nothing but a driver beside it. In the archive too, which needs no Rust where it runs.
-#   scripts/gpu_test.sh                  builds and runs it here
-#   scripts/gpu_test.sh --pack [DIR]     builds it and packs the binaries into DIR (default dist/gpu), to be carried to a GPU
+# The suites that need a Hopper GPU, and nothing but a driver beside it. In the pack too, which needs no Rust where it runs.
+#   scripts/gpu_test.sh                  builds and runs them here
+#   scripts/gpu_test.sh --pack [DIR]     builds them and packs the binaries into DIR (default dist/gpu), to be carried to a GPU
 #   DIR/gpu_test.sh --from DIR           runs such a folder
-# Options for a run: --memcheck (under compute-sanitizer, with a reduced grid), --log FILE (default gpu_test.log in the folder;
-# the suite's own record goes beside it, as .json).
+# Option for a pack: --with FILE, as often as wanted, adds what was built otherwise and is then run too: libhopper_attention.so
+# (through examples/pytorch, where python3 has torch), and the C++ examples as example_cpp and example_multithread.
+# Options for a run: --memcheck (under compute-sanitizer, with a reduced grid, without Python), --log FILE (default
+# gpu_test.log in the folder; the suite's own record goes beside it as .json, the comparison with torch as .sdpa.json).
 # A missing GPU is a failure here, not a skip. The last line sums the tests: "N passed, N failed, N skipped".
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -18,16 +20,17 @@ usage() {
   exit "$1"
 }
 
-pack="" from="" memcheck=0 log=""
+pack="" from="" memcheck=0 log="" with=()
 while [ $# -gt 0 ]; do
   case $1 in
     --pack)
       pack=dist/gpu
       if [ $# -gt 1 ] && [ "${2#--}" = "$2" ]; then pack=$2 && shift; fi
       ;;
+    --with) with+=("$(realpath -e -- "${2:?--with takes a file}")") && shift ;;
     --from) from=${2:?--from takes a folder} && shift ;;
     --memcheck) memcheck=1 ;;
-    --log) log=${2:?--log takes a file} && shift ;;
+    --log) log=$(realpath -m -- "${2:?--log takes a file}") && shift ;;
     -h | --help) usage 0 ;;
     *) usage 1 >&2 ;;
   esac
@@ -36,31 +39,75 @@ done
 
 # Builds the test binaries and copies them into a folder, with what is needed to run them and to say what they are.
 pack_into() {
-  local folder=$1 name executable
+  local folder=$1 source package kind name executable
   cd "$here/.."
   scripts/bootstrap.sh
-  mkdir -p "$folder"
-  rm -f "$folder"/*.test "$folder"/*.log "$folder/about.txt"
-  # The audit and the doors read the checkout, and the grid on the CPU needs no GPU: what is left is the GPU's.
-  local targets=()
-  for name in tests/tests/*.rs tests/tests/*/main.rs; do
-    [ -e "$name" ] || continue
-    name=$(basename "${name%/main.rs}" .rs)
-    case $name in cpu | doors | disassembly) ;; *) targets+=(--test "$name") ;; esac
+  mkdir -p "$folder/pytorch"
+  rm -f "$folder"/{*.test,*.log,*.json,*.so*,example_*,hattn,about.txt}
+  # Whatever needs a GPU is in a test target of this name, in whichever package.
+  local packages=()
+  for source in {tests,crates/*,examples/*}/tests/gpu{.rs,/main.rs}; do
+    [ -e "$source" ] || continue
+    packages+=(-p "$(sed -n 's/^name = "\(.*\)"/\1/p' "${source%%/tests/gpu*}/Cargo.toml" | head -n 1)")
   done
-  [ ${#targets[@]} -gt 0 ] || fail "tests/tests holds no GPU tests."
-  cargo test --no-run --profile gputest --features cuda -p hopper-attention-tests "${targets[@]}" \
+  cargo test --no-run --profile gputest --features cuda "${packages[@]}" --test gpu \
     --message-format json-render-diagnostics |
-    sed -n 's/.*"target":{"kind":\["test"\].*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1 \2/p' |
-    while read -r name executable; do
-      cp "$executable" "$folder/$name.test"
+    sed -n 's/.*"manifest_path":"[^"]*\/\([^"\/]*\)\/Cargo.toml","target":{"kind":\["\(test\|bin\)"\].*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1 \2 \3 \4/p' |
+    while read -r package kind name executable; do
+      # Of the binaries, the tests run hattn alone.
+      case $kind-$name in
+        test-gpu) cp "$executable" "$folder/$package.test" ;;
+        bin-hattn) cp "$executable" "$folder/hattn" ;;
+      esac
     done
-  compgen -G "$folder/*.test" >/dev/null || fail "cargo named no test binary."
-  cp "$here/gpu_test.sh" "$here/count_tests.awk" "$folder/"
+  [ "$(compgen -G "$folder/*.test" | wc -l)" = $((${#packages[@]} / 2)) ] || fail "cargo did not name every test binary."
+  [ -e "$folder/hattn" ] || fail "cargo did not name hattn."
+  cp "$here/gpu_test.sh" "$here/count_tests.awk" fixtures/minilm_layer3.safetensors "$folder/"
+  cp examples/pytorch/*.py "$folder/pytorch/"
+  for source in "${with[@]}"; do
+    cp -L "$source" "$folder/"
+    # What travels is small; a file without symbols is as good.
+    strip --strip-unneeded "$folder/$(basename "$source")" 2>/dev/null || true
+  done
   {
     echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ', with changes')"
     echo "built: $(date -u +%Y-%m-%dT%H:%M:%SZ) with $(cargo --version)"
   } >"$folder/about.txt"
+}
+
+# program COMMAND...: runs a program as one test. Its exit code decides; the last line is cargo's, so that it is counted.
+program() {
+  echo "== $*"
+  if "$@" 2>&1; then
+    echo "test result: ok. 1 passed; 0 failed"
+  else
+    echo "test result: FAILED. 0 passed; 1 failed"
+  fi
+}
+
+# What --with brought.
+run_programs() {
+  local name
+  if [ -e libhopper_attention.so ]; then
+    # Links do not travel everywhere: the loader's name for it is made here.
+    ln -sf libhopper_attention.so libhopper_attention.so.1
+  fi
+  export LD_LIBRARY_PATH=$PWD${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} HOPPER_ATTENTION_LIBRARY=$PWD/libhopper_attention.so
+  for name in example_cpp example_multithread; do
+    [ -e "$name" ] || continue
+    chmod +x "$name"
+    program "$@" "./$name"
+  done
+  if [ ! -e libhopper_attention.so ]; then
+    echo "no libhopper_attention.so in the pack: examples/pytorch was not run"
+  elif [ $# -gt 0 ]; then
+    echo "examples/pytorch is not run under $1"
+  elif ! python3 -c 'import torch' 2>/dev/null; then
+    echo "python3 has no torch here: examples/pytorch was not run"
+  else
+    program python3 pytorch/test_hopper_attention.py
+    program python3 pytorch/compare_sdpa.py --device cuda --json "${log%.log}.sdpa.json"
+  fi
 }
 
 # Runs the binaries of a folder, one test at a time: they share one GPU.
@@ -68,6 +115,7 @@ run_from() {
   local folder=$1 binary status=0
   cd "$folder"
   log=${log:-$PWD/gpu_test.log}
+  mkdir -p "$(dirname "$log")"
   compgen -G "*.test" >/dev/null || fail "$folder holds no *.test: pack it with scripts/gpu_test.sh --pack."
   local wrap=()
   if [ $memcheck = 1 ]; then
@@ -76,22 +124,23 @@ run_from() {
     wrap=(compute-sanitizer --tool memcheck --error-exitcode 1)
     export HATTN_TEST_GRID=${HATTN_TEST_GRID:-small}
   fi
-  export HATTN_REQUIRE_GPU=1 HATTN_TEST_RECORD=${HATTN_TEST_RECORD:-${log%.log}.json}
+  export HATTN_REQUIRE_GPU=1 HATTN_TEST_PACK=$PWD HATTN_TEST_RECORD=${HATTN_TEST_RECORD:-${log%.log}.json}
   {
     cat about.txt
     echo "ran: $(date -u +%Y-%m-%dT%H:%M:%SZ), grid ${HATTN_TEST_GRID:-full}${wrap[*]:+, under ${wrap[*]}}"
     nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv,noheader 2>/dev/null || echo "no nvidia-smi"
   } | tee "$log"
+  chmod +x ./*.test hattn
   for binary in *.test; do
     echo "== $binary" | tee -a "$log"
-    chmod +x "$binary"
     "${wrap[@]}" "./$binary" --test-threads=1 --nocapture 2>&1 | tee -a "$log" || status=1
   done
+  run_programs "${wrap[@]}" | tee -a "$log" || status=1
   local passed failed skipped
   read -r passed failed skipped < <(awk -f count_tests.awk "$log")
   # A binary that died printed no result line: that is a failure too, and so is a run without a test.
   [ $status = 0 ] || [ "$failed" -gt 0 ] || failed=1
-  [ "$passed" -gt 0 ] || status=1
+  [ "$passed" -gt 0 ] && [ "$failed" = 0 ] || status=1
   ! grep -q 'skipped: no GPU' "$log" || status=1
   echo "$passed passed, $failed failed, $skipped skipped" | tee -a "$log"
   exit $status
