@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Builds the C and C++ library and installs it: headers, a shared and a static library, a CMake package, pkg-config files.
+#   scripts/install.sh PREFIX [--cpu] [CMake options]
+# --cpu leaves the CUDA kernels out: nothing of CUDA is needed then, and nothing of it is fetched. CMake options are those of
+# crates/hopper-attention-capi/CMakeLists.txt, for example -DHATTN_FEATURES='sm90;bf16;hdim128' for fewer kernels.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+usage() {
+  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+  exit "$1"
+}
+case ${1:-} in
+  -h | --help) usage 0 ;;
+  "" | -*) usage 1 >&2 ;;
+esac
+prefix=$1 cuda=ON bootstrap=()
+shift
+if [ "${1:-}" = --cpu ]; then
+  cuda=OFF bootstrap=(--cpu)
+  shift
+fi
+case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
+
+"$root/scripts/bootstrap.sh" "${bootstrap[@]}"
+# The pinned CMake and ninja, where the machine has none of its own.
+toolchain=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
+PATH=$PATH:$toolchain/cmake/bin:$toolchain/bin
+if [ -x "$toolchain/cmake/bin/cmake" ]; then PATH=$toolchain/cmake/bin:$PATH; fi
+
+target=${CARGO_TARGET_DIR:-$root/target}
+case $target in /*) ;; *) target=$PWD/$target ;; esac
+build=$target/capi-$([ $cuda = ON ] && echo cuda || echo cpu)
+CARGO_TARGET_DIR=$target cmake -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" "$@"
+cmake --build "$build"
+cmake --install "$build" --prefix "$prefix" >/dev/null
+echo
+echo "installed in $prefix:"
+while IFS= read -r file || [ -n "$file" ]; do
+  if [ -L "$file" ]; then
+    echo "  ${file#"$prefix"/} -> $(readlink "$file")"
+  else
+    echo "  ${file#"$prefix"/} ($(stat -c %s "$file") bytes)"
+  fi
+done <"$build/install_manifest.txt"
