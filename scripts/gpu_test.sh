@@ -4,7 +4,7 @@
 #   scripts/gpu_test.sh --pack [DIR]     builds them and packs the binaries into DIR (default dist/gpu), to be carried to a GPU
 #   DIR/gpu_test.sh --from DIR           runs such a folder
 # Option for a pack: --with FILE, as often as wanted, adds what was built otherwise and is then run too: libhopper_attention.so
-# (through examples/pytorch, where python3 has torch), and the C++ examples as example_cpp and example_multithread.
+# (through examples/pytorch, where python3 has torch), and programs such as those of examples/cpp and examples/multithread.
 # Options for a run: --memcheck (under compute-sanitizer, with a reduced grid, without Python), --log FILE (default
 # gpu_test.log in the folder; the suite's own record goes beside it as .json, the comparison with torch as .sdpa.json).
 # A missing GPU is a failure here, not a skip. The last line sums the tests: "N passed, N failed, N skipped".
@@ -65,9 +65,14 @@ pack_into() {
   cp "$here/gpu_test.sh" "$here/count_tests.awk" fixtures/minilm_layer3.safetensors "$folder/"
   cp examples/pytorch/*.py "$folder/pytorch/"
   for source in "${with[@]}"; do
-    cp -L "$source" "$folder/"
+    name=$(basename "$source")
+    case $name in
+      libhopper_attention.so*) name=libhopper_attention.so ;;
+      *) name=example_${name#example_} ;;
+    esac
+    cp -L "$source" "$folder/$name"
     # What travels is small; a file without symbols is as good.
-    strip --strip-unneeded "$folder/$(basename "$source")" 2>/dev/null || true
+    strip --strip-unneeded "$folder/$name" 2>/dev/null || true
   done
   {
     echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ', with changes')"
@@ -93,7 +98,7 @@ run_programs() {
     ln -sf libhopper_attention.so libhopper_attention.so.1
   fi
   export LD_LIBRARY_PATH=$PWD${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} HOPPER_ATTENTION_LIBRARY=$PWD/libhopper_attention.so
-  for name in example_cpp example_multithread; do
+  for name in example_*; do
     [ -e "$name" ] || continue
     chmod +x "$name"
     program "$@" "./$name"
