@@ -203,11 +203,11 @@ int compare(const hattn::ForwardProblem& problem, hattn::Device device, int roun
   return different + failed == 0 ? 0 : 1;
 }
 
-hattn::ForwardProblem problem_of(hattn::DType dtype, std::int64_t seqlen) {
+hattn::ForwardProblem problem_of(hattn::DType dtype, std::int64_t batch, std::int64_t seqlen, std::int64_t heads) {
   return hattn::ForwardProblem(dtype)
-      .batch(1)
+      .batch(batch)
       .seqlens(seqlen, seqlen + 50)
-      .heads(4, 2)
+      .heads(heads, heads / 2)
       .head_dims(64, 64)
       .causal()
       .lse(true);
@@ -220,12 +220,13 @@ int main(int argc, char** argv) {
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
     if (rounds < 1) throw std::runtime_error("usage: threads [RUNS EACH, 1 and above]");
 #ifdef EXAMPLE_CUDA
-    const hattn::ForwardProblem on_gpu = problem_of(hattn::DType::BF16, 2000);
+    // More tiles than multiprocessors, so that the plan needs a workspace.
+    const hattn::ForwardProblem on_gpu = problem_of(hattn::DType::BF16, 2, 1000, 16);
     const hattn::Device gpu = hattn::Device::cuda(0);
     if (hattn::ok(on_gpu.supported(gpu))) return compare(on_gpu, gpu, rounds);
     std::printf("not on the GPU: %s\n", hattn::last_error());
 #endif
-    return compare(problem_of(hattn::DType::F32, 100), hattn::Device::cpu(), rounds);
+    return compare(problem_of(hattn::DType::F32, 1, 100, 4), hattn::Device::cpu(), rounds);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "failed: %s\n", error.what());
     return 1;
