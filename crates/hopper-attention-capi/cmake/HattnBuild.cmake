@@ -26,7 +26,6 @@ endif()
 # What Cargo says of the packages that it built, or found built: the archive, and where the sys crate's libraries are.
 set(archives "")
 set(folders "")
-set(kernel_libs "")
 file(STRINGS "${WORK}/cargo.json" lines REGEX "^{\"reason\":\"compiler-artifact\".*[/#]hopper-attention-capi[@#/]")
 foreach(line IN LISTS lines)
   string(REGEX MATCH "\"([^\"]*/libhopper_attention_capi[^\"/]*\\.a)\"" match "${line}")
@@ -139,12 +138,13 @@ file(REMOVE "${object}")
 # The licences of what went in.
 run("${CARGO}" tree --manifest-path "${MANIFEST_DIR}/Cargo.toml" --package hopper-attention-capi ${selection}
     --edges normal,no-proc-macro --prefix none --format "{p}|{l}" --offline OUTPUT_FILE "${WORK}/crates.txt")
+string(REPLACE ";" "," linked "${archives}")
 set(rustc "$ENV{RUSTC}")
 if(NOT rustc)
   # The rustc that Cargo uses is the one beside it, or that of the same rustup.
   cmake_path(REPLACE_FILENAME CARGO rustc OUTPUT_VARIABLE rustc)
 endif()
 execute_process(COMMAND "${rustc}" --print sysroot OUTPUT_VARIABLE sysroot OUTPUT_STRIP_TRAILING_WHITESPACE)
-run("${CMAKE_COMMAND}" "-DMESSAGES=${WORK}/cargo.json" "-DTREE=${WORK}/crates.txt" "-DARCHIVES=${archives}"
+run("${CMAKE_COMMAND}" "-DMESSAGES=${WORK}/cargo.json" "-DTREE=${WORK}/crates.txt" "-DARCHIVES=${linked}"
     "-DSYSROOT=${sysroot}" "-DOUTPUT=${WORK}/THIRD-PARTY-LICENSES.txt" -P "${licences}")
 file(WRITE "${stamp}" "${recipe}")

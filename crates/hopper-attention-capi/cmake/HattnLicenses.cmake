@@ -1,7 +1,7 @@
 # cmake -D... -P HattnLicenses.cmake: writes the licences of everything that is linked into the libraries beside our own code.
 #   MESSAGES  Cargo's messages of the build
 #   TREE      lines `name vVERSION ...|LICENCE` of the crates that are linked (build scripts and macros are not)
-#   ARCHIVES  what was linked
+#   ARCHIVES  what was linked, with commas between
 #   SYSROOT   the Rust toolchain's folder
 #   OUTPUT    the file
 
@@ -41,10 +41,11 @@ foreach(line IN LISTS lines)
   string(JSON manifest GET "${line}" manifest_path)
   string(JSON kind GET "${line}" target kind 0)
   cmake_path(GET manifest PARENT_PATH folder)
+  # In the workspace, or in the registry's cache when the C ABI's crate was taken from there.
+  if(id MATCHES "hopper-attention-sys[@#]" AND kind STREQUAL "lib")
+    set(sys "${folder}")
+  endif()
   if(id MATCHES "^path\\+")
-    if(id MATCHES "hopper-attention-sys[@#]" AND kind STREQUAL "lib")
-      set(sys "${folder}")
-    endif()
     continue()
   endif()
   if(NOT id MATCHES "#(.*)@(.*)$" OR kind STREQUAL "custom-build" OR kind STREQUAL "proc-macro")
@@ -72,19 +73,9 @@ endforeach()
 file(GLOB files "${SYSROOT}/share/doc/rust/licenses/MIT.txt" "${SYSROOT}/share/doc/rust/licenses/Apache-2.0.txt")
 section("the Rust standard library (MIT OR Apache-2.0)" ${files})
 
-if(ARCHIVES MATCHES "([^;]*)/libcudart_static\\.a")
-  if(NOT sys)
-    # Built from a package: the sys crate came from the registry then.
-    foreach(line IN LISTS lines)
-      string(JSON id GET "${line}" package_id)
-      string(JSON manifest GET "${line}" manifest_path)
-      if(id MATCHES "#hopper-attention-sys@")
-        cmake_path(GET manifest PARENT_PATH sys)
-      endif()
-    endforeach()
-  endif()
+if(ARCHIVES MATCHES "([^,]*)/libcudart_static\\.a")
   section("CUTLASS (BSD-3-Clause)" "${sys}/LICENSE-CUTLASS")
-  string(REGEX MATCH "([^;]*)/libcudart_static\\.a" lib "${ARCHIVES}")
+  string(REGEX MATCH "([^,]*)/libcudart_static\\.a" lib "${ARCHIVES}")
   cmake_path(GET CMAKE_MATCH_1 PARENT_PATH home)
   file(REAL_PATH "${home}" home)
   cmake_path(GET home PARENT_PATH toolchain)

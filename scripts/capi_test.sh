@@ -1,0 +1,281 @@
+#!/usr/bin/env bash
+# The C and C++ library as its users get it: built by CMake, installed, moved, and linked from projects out of the tree in every
+# way that is promised. Needs no GPU. scripts/test.sh runs it; alone:
+#   scripts/capi_test.sh [--cpu]      --cpu: the library without CUDA
+# CARGO_TARGET_DIR is used as by cargo. HATTN_TEST_CARGO_FLAGS and HATTN_TEST_CPU_CARGO_FLAGS are arguments for cargo build, with
+# which scripts/test.sh asks for what it has built already. A line a check, as cargo's; logs are in the target folder's capi-test/.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cuda=ON
+[ "${1:-}" != --cpu ] || cuda=OFF
+
+target=${CARGO_TARGET_DIR:-$root/target}
+case $target in /*) ;; *) target=$PWD/$target ;; esac
+toolchain=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
+PATH=$PATH:$toolchain/cmake/bin:$toolchain/bin
+capi=$root/crates/hopper-attention-capi
+work=$target/capi-test
+build=$work/build-$cuda
+prefix=$work/moved/prefix # where the installed files are used; not where they were installed
+consumers=$work/consumers # copies of what a user would copy
+logs=$work/logs
+rm -rf "$work/installed" "$work/moved" "$consumers" "$logs"
+mkdir -p "$work/moved" "$consumers" "$logs"
+export CARGO_TARGET_DIR=$target
+unset CFLAGS CXXFLAGS LDFLAGS LD_LIBRARY_PATH
+
+# No `grep -q` after a pipe: it leaves early, and what writes to it then fails.
+passed=0 failed=0 ignored=0 started=$SECONDS
+# check NAME COMMAND...: runs it; its output is shown when it fails only.
+check() {
+  local name=$1 since=$SECONDS log
+  log="$logs/${name//[ \/:]/_}.log"
+  shift
+  if "$@" >"$log" 2>&1; then
+    passed=$((passed + 1))
+    echo "test $name ... ok ($((SECONDS - since)) s)"
+    return 0
+  fi
+  failed=$((failed + 1))
+  echo "test $name ... FAILED, from $log:"
+  tail -n 60 "$log" | sed 's/^/    /'
+  return 1
+}
+ignore() {
+  ignored=$((ignored + 1))
+  echo "test $1 ... ignored, $2"
+}
+finish() {
+  echo
+  echo "test result: $([ $failed = 0 ] && echo ok || echo FAILED). $passed passed; $failed failed; $ignored ignored; 0 measured; 0 filtered out; finished in $((SECONDS - started))s"
+  [ $failed = 0 ] || exit 1
+  exit 0
+}
+
+# -- build, install, move
+
+build_and_install() {
+  cmake -S "$capi" -B "$build" -G Ninja -DHATTN_CUDA=$cuda -DHATTN_CARGO_PROFILE=dev \
+    "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CARGO_FLAGS:-}" && cmake --build "$build" &&
+    cmake --install "$build" --prefix "$work/installed" && mv "$work/installed" "$prefix"
+}
+# A library that is up to date stays as it is, so that its users are not linked again.
+build_again() {
+  local before
+  before=$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})
+  cmake --build "$build" && [ "$before" = "$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})" ]
+}
+install_tree() {
+  diff <(cd "$prefix" && find . -not -type d | sort) - <<'TREE'
+./include/hopper_attention.h
+./include/hopper_attention.hpp
+./include/hopper_attention_dlpack.hpp
+./lib/cmake/hopper_attention/hopper_attentionConfig.cmake
+./lib/cmake/hopper_attention/hopper_attentionConfigVersion.cmake
+./lib/libhopper_attention.a
+./lib/libhopper_attention.so
+./lib/libhopper_attention.so.0.1.0
+./lib/libhopper_attention.so.1
+./lib/pkgconfig/hopper_attention-static.pc
+./lib/pkgconfig/hopper_attention.pc
+./share/doc/hopper_attention/LICENSE-APACHE
+./share/doc/hopper_attention/LICENSE-MIT
+./share/doc/hopper_attention/THIRD-PARTY-LICENSES.txt
+TREE
+}
+# No folder of the machine that built it is in what is installed as text.
+relocatable() { ! grep -rIn -e "$work" -e "$root" "$prefix/lib/cmake" "$prefix/lib/pkgconfig" "$prefix/include"; }
+licences() {
+  local file=$prefix/share/doc/hopper_attention/THIRD-PARTY-LICENSES.txt name
+  for name in "matrixmultiply " "rayon " "the Rust standard library" $([ $cuda = ON ] && echo "CUTLASS"); do
+    grep -q "^==== $name" "$file" || { echo "no '$name' in $file" && return 1; }
+  done
+}
+archive() { (cd "$build" && cpack -G TGZ -B "$work/packages" && tar tzf "$work"/packages/*.tar.gz | grep 'lib/libhopper_attention.so.1$'); }
+
+# -- what the libraries are
+
+so=$prefix/lib/libhopper_attention.so
+a=$prefix/lib/libhopper_attention.a
+dynamic() { readelf -dW "$so"; }
+# Exactly the committed list, all under the version node; and nothing else is global in the archive either.
+so_symbols() {
+  diff <(nm -D --defined-only "$so" | awk '$2 != "A" { print $3 }' | sort) <(sed 's/$/@@HATTN_1/' "$capi/abi/symbols.txt" | sort)
+}
+a_symbols() { diff <(nm -g --defined-only "$a" | awk 'NF == 3 { print $3 }' | sort) <(sort "$capi/abi/symbols.txt"); }
+header_symbols() {
+  diff <(grep -oE '\bhattn_[a-z_]+\(' "$prefix/include/hopper_attention.h" | tr -d '(' | sort -u) <(sort "$capi/abi/symbols.txt") | grep '^>' && return 1
+  return 0
+}
+so_name() { dynamic | grep 'SONAME.*\[libhopper_attention\.so\.1\]'; }
+so_hardened() {
+  dynamic | grep 'FLAGS.*NOW' && readelf -lW "$so" | grep GNU_RELRO && readelf -lW "$so" | grep GNU_STACK | grep -v 'RWE' &&
+    readelf -nW "$so" | grep 'Build ID' && ! dynamic | grep -E 'TEXTREL|RPATH|RUNPATH'
+}
+# Libraries of every Linux with glibc; no CUDA: the driver is asked for at run time.
+so_needs() { ! dynamic | grep NEEDED | grep -vE '\[(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux-[a-z0-9_-]+)\.so\.[0-9]+\]'; }
+undefined() {
+  ! { nm -D --undefined-only "$so" && nm --undefined-only "$a"; } | awk '{ print $NF }' |
+    grep -E '^(hattn_|cu[A-Z]|cuda|__cuda|_R|_ZN|__rust|rust_)' | grep -vE '^_ZN?K?St|^_ZNS'
+}
+# sections FILE NAME...: bytes of the sections of these names, in an object, an archive or a library.
+sections() {
+  local file=$1 names
+  shift
+  names=$(printf '|%s' "$@")
+  readelf -SW "$file" | sed 's/^ *\[ *[0-9]*\] *//' | awk -v names="$names|" 'index(names, "|" $1 "|") { print "0x" $5 }' |
+    while read -r size; do echo $((size)); done | awk '{ sum += $1 } END { print sum + 0 }'
+}
+# The kernels announce themselves in constructors that nothing refers to: each must have come through the links.
+registration() {
+  local kernels bytes file
+  kernels=$(tr ';' '\n' <"$build/libraries.stamp" | tr ' ' '\n' | grep libhattn_kernels.a)
+  bytes=$(sections "$kernels" .nvFatBinSegment)
+  [ "$bytes" -gt 0 ] || { echo "$kernels holds no kernels" && return 1; }
+  for file in "$so" "$a"; do
+    for section in .nvFatBinSegment .nv_fatbin; do
+      echo "$file $section: $(sections "$file" $section), in the kernels' archive $(sections "$kernels" $section)"
+      [ "$(sections "$file" $section)" -ge "$(sections "$kernels" $section)" ] || return 1
+    done
+    echo "$file constructors: $(sections "$file" .init_array), in the kernels' archive $(sections "$kernels" .init_array)"
+    [ "$(sections "$file" .init_array)" -ge "$(sections "$kernels" .init_array)" ] || return 1
+  done
+}
+
+# -- compilers
+
+strict=(-Wall -Wextra -Wpedantic -Werror -I "$prefix/include")
+header_as() { printf '#include <hopper_attention.h>\nint main(void) { return hattn_abi_version() != HATTN_ABI_VERSION; }\n' | "$@" "${strict[@]}" -fsyntax-only -; }
+hpp_as() { printf '#include <hopper_attention.hpp>\nint main() { return 0; }\n' | "$@" "${strict[@]}" -fsyntax-only -; }
+
+# -- projects out of the tree
+
+# copy NAME FOLDER: as a user would, without what git ignores.
+copy() { mkdir -p "$consumers/$1" && (cd "$root/$2" && cp -r . "$consumers/$1"); }
+# project NAME FOLDER OPTION...: a copy of a project, configured against the moved prefix, built and run by ctest.
+project() {
+  local name=$1 folder=$2
+  shift 2
+  copy "$name" "$folder" && cd "$consumers/$name" &&
+    cmake -S . -B build -G Ninja "-DCMAKE_PREFIX_PATH=$prefix" -DCMAKE_BUILD_TYPE=RelWithDebInfo "$@" &&
+    cmake --build build && ctest --test-dir build --output-on-failure --no-tests=error
+}
+makefile() {
+  local name=$1
+  shift
+  copy "$name" examples/cpp && cd "$consumers/$name" && PKG_CONFIG_PATH=$prefix/lib/pkgconfig make check "$@"
+}
+# ldd says which library a program found; a static one finds none of ours.
+linked() { ldd "$consumers/$1" | grep "$prefix/lib/libhopper_attention.so.1"; }
+not_linked() { ! ldd "$consumers/$1" | grep hopper_attention; }
+
+version_of() {
+  mkdir -p "$consumers/version" && cd "$consumers/version" &&
+    printf 'cmake_minimum_required(VERSION 3.20)\nproject(version C)\nfind_package(hopper_attention ${WANT} COMPONENTS shared static)\nif(NOT hopper_attention_FOUND STREQUAL EXPECT)\nmessage(FATAL_ERROR "found: ${hopper_attention_FOUND}")\nendif()\n' >CMakeLists.txt &&
+    cmake -S . -B build -G Ninja "-DCMAKE_PREFIX_PATH=$prefix" -DWANT="$1" -DEXPECT="$2"
+}
+pkg_config() {
+  export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+  [ "$(pkg-config --modversion hopper_attention)" = 0.1.0 ] && pkg-config --static --libs hopper_attention | grep -e -lm &&
+    [ "$(realpath "$(pkg-config --variable=libdir hopper_attention)")" = "$prefix/lib" ]
+}
+# One target of each kind, of a library that CMake builds beside its user.
+add_subdirectory() {
+  copy subdirectory examples/cpp && cd "$consumers/subdirectory" && cat >CMakeLists.txt <<'CMAKE' &&
+cmake_minimum_required(VERSION 3.24)
+project(consumer LANGUAGES C CXX)
+add_subdirectory("${CAPI}" hopper_attention)
+enable_testing()
+foreach(kind shared static)
+  add_executable(attention_${kind} attention.cpp)
+  target_compile_features(attention_${kind} PRIVATE cxx_std_17)
+  target_link_libraries(attention_${kind} PRIVATE hopper_attention::${kind})
+  add_test(NAME attention_${kind} COMMAND attention_${kind})
+endforeach()
+CMAKE
+    cmake -S . -B build -G Ninja "-DCAPI=$capi" -DHATTN_CUDA=OFF -DHATTN_CARGO_PROFILE=dev \
+      "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CPU_CARGO_FLAGS:-}" && cmake --build build && ctest --test-dir build --output-on-failure
+}
+# Beside another Rust archive and a CUDA runtime of the program's own, each with its own global symbols.
+beside_others() {
+  mkdir -p "$consumers/beside" && cd "$consumers/beside" || return 1
+  printf '#[unsafe(no_mangle)]\npub extern "C" fn other() -> usize {\n    std::thread::spawn(|| format!("{}", std::env::args().count()).len()).join().unwrap_or(0)\n}\n' >other.rs
+  printf '#include <hopper_attention.h>\n#include <stddef.h>\nsize_t other(void);\n#ifdef CUDART\nint cudaRuntimeGetVersion(int *);\n#endif\nint main(void) {\n  int32_t gpus = -1;\n#ifdef CUDART\n  int version = 0;\n  if (cudaRuntimeGetVersion(&version) != 0 || version < 12000) return 3;\n#endif\n  if (other() != 1) return 1;\n  return hattn_device_count(&gpus) != HATTN_OK || gpus < 0 ? 2 : 0;\n}\n' >main.c
+  local cudart=() libs order
+  if [ $cuda = ON ]; then
+    cudart=("$(tr ';' '\n' <"$build/libraries.stamp" | tr ' ' '\n' | grep libcudart_static.a)" -DCUDART)
+  fi
+  libs="-lstdc++ -lgcc_s -lpthread -ldl -lrt -lm"
+  rustc --edition 2024 --crate-type staticlib -O other.rs -o libother.a || return 1
+  # In both orders: the first of two equal symbols would win.
+  for order in "$a libother.a" "libother.a $a"; do
+    # shellcheck disable=SC2086 # lists of words
+    cc -I "$prefix/include" main.c $order "${cudart[@]}" $libs -o "beside" -Wl,--fatal-warnings && ./beside || return 1
+  done
+}
+python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
+python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
+
+check "cmake builds and installs" build_and_install || finish
+check "a second build changes nothing" build_again
+check "install tree" install_tree
+check "nothing installed names a folder of the build" relocatable
+check "licences of what is linked" licences
+check "cpack makes an archive" archive
+check "exported symbols of the shared library" so_symbols
+check "global symbols of the static library" a_symbols
+check "every symbol is in the header" header_symbols
+check "soname" so_name
+check "relro, build id, no executable stack, no rpath" so_hardened
+check "needed libraries" so_needs
+check "undefined symbols" undefined
+if [ $cuda = ON ]; then
+  check "kernels are registered" registration
+else
+  ignore "kernels are registered" "there are none without CUDA"
+fi
+for compiler in gcc clang; do
+  if command -v $compiler >/dev/null; then
+    check "header as C99: $compiler" header_as $compiler -std=c99 -x c
+    check "header as C++17: $compiler" header_as $compiler -std=c++17 -x c++
+    check "C++ header as C++17: $compiler" hpp_as $compiler -std=c++17 -x c++
+  else
+    ignore "headers: $compiler" "it is not installed"
+  fi
+done
+
+dlpack=()
+[ ! -d "$toolchain/dlpack/include" ] || dlpack=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include")
+sanitize=(-DCMAKE_C_FLAGS=-fsanitize=address,undefined -DCMAKE_CXX_FLAGS=-fsanitize=address,undefined)
+export UBSAN_OPTIONS=halt_on_error=1
+check "ctest: C and C++ tests, shared" project tests-shared crates/hopper-attention-capi/tests/c "${dlpack[@]}"
+check "ctest: C and C++ tests, static, address and undefined-behaviour sanitizers" project tests-sanitized \
+  crates/hopper-attention-capi/tests/c -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined" "${dlpack[@]}"
+check "find_package, shared: examples/cpp" project cpp-shared examples/cpp
+check "it uses the shared library" linked cpp-shared/build/attention
+check "find_package, static: examples/cpp" project cpp-static examples/cpp -DHATTN_LINK=static
+check "it needs no library" not_linked cpp-static/build/attention
+check "find_package, shared, sanitizers: examples/cpp" project cpp-sanitized examples/cpp "${sanitize[@]}"
+check "find_package, shared: examples/multithread" project threads-shared examples/multithread
+check "find_package, static, sanitizers: examples/multithread" project threads-sanitized examples/multithread -DHATTN_LINK=static "${sanitize[@]}"
+check "find_package of version 0.1" version_of 0.1 1
+check "find_package refuses version 0.2" version_of 0.2 0
+if command -v pkg-config >/dev/null; then
+  check "pkg-config" pkg_config
+  check "pkg-config, shared: examples/cpp" makefile make-shared
+  check "pkg-config, static: examples/cpp" makefile make-static STATIC=1
+  check "it needs no library either" not_linked make-static/attention
+else
+  ignore "pkg-config" "it is not installed"
+fi
+if command -v valgrind >/dev/null; then
+  check "valgrind: C and C++ tests" project tests-valgrind crates/hopper-attention-capi/tests/c -DHATTN_TEST_VALGRIND=ON "${dlpack[@]}"
+  check "valgrind: examples/cpp" valgrind --quiet --error-exitcode=97 --leak-check=full --show-leak-kinds=definite \
+    --errors-for-leak-kinds=definite "$consumers/cpp-shared/build/attention"
+else
+  ignore "valgrind" "it is not installed"
+fi
+check "add_subdirectory, shared and static, CPU only" add_subdirectory
+check "beside another Rust archive and another CUDA runtime" beside_others
+check "ctypes: examples/pytorch" python_test
+finish
