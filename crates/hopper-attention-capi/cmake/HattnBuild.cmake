@@ -110,6 +110,8 @@ endforeach()
 # Groups are resolved here: one that stayed a group could be dropped in favour of another library's of the same name, together
 # with symbols that are no longer its own.
 run("${LD}" -r --gc-sections --force-group-allocation ${roots} --start-group ${archives} --end-group -o "${WORK}/linked.o")
+# Statics of inline functions are "unique" in g++'s objects, which objcopy makes local only after they were made weak.
+run("${OBJCOPY}" --wildcard "--weaken-symbol=_Z*" "${WORK}/linked.o")
 # Rust's standard library carries LLVM bitcode, which no C linker can use and some tools choke on.
 set(strip "")
 if(STRIP)
