@@ -19,11 +19,11 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
 
 /* Structs with their header filled in and everything else 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
-  { (uint32_t)sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0 }
+  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0 }
 #define HATTN_TENSOR_INIT \
-  { (uint32_t)sizeof(hattn_tensor), HATTN_ABI_VERSION, NULL, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
+  { sizeof(hattn_tensor), HATTN_ABI_VERSION, NULL, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
-  { (uint32_t)sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
 
 /*
  The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.

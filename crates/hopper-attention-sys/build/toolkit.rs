@@ -91,11 +91,9 @@ fn find_cutlass(vars: &Vars) -> Result<PathBuf> {
         Some(dir) => [dir.join("include"), dir.clone()].into_iter().find(holds).with_context(|| {
             format!("HATTN_CUTLASS_DIR={} holds neither include/cutlass/cutlass.h nor cutlass/cutlass.h", dir.display())
         }),
-        None => Some(vars.toolchain.join("cutlass/include"))
-            .filter(holds)
-            .with_context(|| {
-                format!("no CUTLASS headers: run `{}`, which fetches them, or set HATTN_CUTLASS_DIR", bootstrap(vars))
-            }),
+        None => Some(vars.toolchain.join("cutlass/include")).filter(holds).with_context(|| {
+            format!("no CUTLASS headers: run `{}`, which fetches them, or set HATTN_CUTLASS_DIR", bootstrap(vars))
+        }),
     }
 }
 

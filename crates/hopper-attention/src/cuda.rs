@@ -55,7 +55,8 @@ impl CudaDevice {
         Ok(current)
     }
 
-    /// Whether a stream is of this GPU's context, which is current.
+    /// Whether a stream is of this GPU's context, which is current. Planning asks it of the default stream, since the first
+    /// call looks the driver's function up, which allocates.
     pub(crate) fn check_stream(&self, stream: *mut c_void) -> Result<()> {
         let stream: sys::CUstream = stream.cast();
         let mut context = std::ptr::null_mut();

@@ -166,7 +166,7 @@ fn within<const R: usize>(layout: Layout<R>, elements: usize) -> Result<()> {
     })
 }
 
-fn without_overlap<const R: usize>(layout: Layout<R>) -> Result<()> {
+pub(crate) fn without_overlap<const R: usize>(layout: Layout<R>) -> Result<()> {
     if layout.injective() {
         return Ok(());
     }

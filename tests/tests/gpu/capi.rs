@@ -61,7 +61,8 @@ fn case() -> Case {
 #[test]
 fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     let Some(gpu) = Gpu::open("what_c_gets_wrong_is_refused_and_nothing_is_written") else { return };
-    let prepared = Prepared::<bf16>::new(&case());
+    // More tiles than multiprocessors, so that there is a workspace to get wrong.
+    let prepared = Prepared::<bf16>::new(&case().heads(20, 8, 2));
     let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
     assert!(plan.workspace_bytes() > 0, "a causal plan draws tiles from a counter");
     let mut scratch = workspace(&gpu);
@@ -87,6 +88,7 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     refused(|m| m.o.device = 1, HATTN_ERROR_DEVICE, "o: on cuda:1; allowed: cuda:0");
     refused(|m| m.o.dtype = HATTN_F32, HATTN_ERROR_DTYPE, "o: dtype f32; allowed: bf16");
     refused(|m| m.v.shape[0] = 1, HATTN_ERROR_SHAPE, "v: shape [1, 90, 2, 64]");
+    refused(|m| m.o.stride[0] = 0, HATTN_ERROR_LAYOUT, "o: shape [20, 70, 8, 64] with strides");
     refused(|m| m.lse = None, HATTN_ERROR_VALUE, "lse: missing");
 
     // What no kernel computes is refused when it is planned, and told beforehand.
@@ -135,8 +137,10 @@ fn contexts_are_kept_apart_and_left_alone() {
     assert!(status == HATTN_ERROR_DEVICE && text.starts_with("stream: on another CUDA context"), "{text}");
     assert_eq!(current(), before);
     // The null stream is the plan's GPU's, whatever is current; and no context at all stays none.
-    // SAFETY: no context is current then, which is what is tested.
-    unsafe { result::ctx::set_current(null_mut()) }.unwrap();
+    while current().is_some() {
+        // SAFETY: contexts are a stack, from which this takes one; none being current is what is tested.
+        unsafe { result::ctx::set_current(null_mut()) }.unwrap();
+    }
     run(&plan, &memory, null_mut()).unwrap();
     assert_eq!(current(), None);
     gpu.device.context().bind_to_thread().unwrap();

@@ -235,9 +235,9 @@ static void strides_are_refused(void) {
   v.stride[0] = INT64_MAX / 4;
   REFUSED(HATTN_ERROR_LAYOUT, "v", "address 0x", "address space");
   o.stride[1] = 0;
-  REFUSED(HATTN_ERROR_LAYOUT, "", "uses elements twice", "step over each other");
+  REFUSED(HATTN_ERROR_LAYOUT, "o:", "uses elements twice", "step over each other");
   lse.stride[1] = 1;
-  REFUSED(HATTN_ERROR_LAYOUT, "", "uses elements twice", "step over each other");
+  REFUSED(HATTN_ERROR_LAYOUT, "lse:", "uses elements twice", "step over each other");
   lse.stride[2] = 4;
   REFUSED(HATTN_ERROR_LAYOUT, "lse", "[12, 3, 4]", "stride 1 in the innermost dimension");
 }

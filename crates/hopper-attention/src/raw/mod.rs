@@ -134,7 +134,17 @@ fn check(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
         crate::forward::check_dtype("lse", lse.dtype, DType::F32, "as every log-sum-exp")?;
         check_place(plan, "lse", lse.place)?;
     }
-    tensors.into_iter().try_for_each(|(what, tensor)| check_place(plan, what, tensor.place))
+    tensors.into_iter().try_for_each(|(what, tensor)| check_place(plan, what, tensor.place))?;
+    check_written("o", args.o.layout)?;
+    args.lse.map_or(Ok(()), |lse| check_written("lse", lse.layout))
+}
+
+/// Whether what is written uses no element twice.
+fn check_written<const R: usize>(tensor: &'static str, layout: Layout<R>) -> Result<()> {
+    crate::tensor::without_overlap(layout).map_err(|error| match error {
+        Error::Layout { got, allowed, .. } => Error::Layout { tensor, got, allowed },
+        other => other,
+    })
 }
 
 fn check_place(plan: &ForwardPlan, what: &'static str, place: Place) -> Result<()> {
