@@ -55,8 +55,15 @@ impl CudaDevice {
         Ok(current)
     }
 
-    /// Whether a stream is of this GPU's context, which is current. Planning asks it of the default stream, since the first
-    /// call looks the driver's function up, which allocates.
+    /// Asks what a run asks of its stream, of the default stream: the first call of each of the driver's functions looks
+    /// it up, which allocates, and a run must not.
+    pub(crate) fn look_up_driver(&self) -> Result<()> {
+        // An error says that some stream is being captured, which a run finds out for its own.
+        let _ = self.context.default_stream().capture_status();
+        self.check_stream(std::ptr::null_mut())
+    }
+
+    /// Whether a stream is of this GPU's context, which is current.
     pub(crate) fn check_stream(&self, stream: *mut c_void) -> Result<()> {
         let stream: sys::CUstream = stream.cast();
         let mut context = std::ptr::null_mut();

@@ -86,7 +86,9 @@ fn runs_allocate_no_host_memory() {
         with_dtype!(row.dtype, no_host_memory(&gpu, &row, false));
     }
     // With a second stream cudarc waits for events and records them, around every use of memory made from then on.
-    let _second = gpu.device.context().new_stream().unwrap();
+    let second = gpu.device.context().new_stream().unwrap();
+    // Once, so that cudarc has looked up the driver's functions for it.
+    gpu.stream.wait(&second.record_event(None).unwrap()).unwrap();
     assert!(gpu.device.context().is_managing_stream_synchronization());
     for row in gpu.rows() {
         with_dtype!(row.dtype, no_host_memory(&gpu, &row, true));

@@ -78,7 +78,7 @@ impl ForwardProblem {
     fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo]) -> Result<ForwardPlan> {
         let choice = select(self, &device.info().facts, rows)?;
         let _current = device.make_current()?;
-        device.check_stream(std::ptr::null_mut())?;
+        device.look_up_driver()?;
         crate::sys::prepare(&choice.kernel)?;
         let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
         Ok(ForwardPlan { problem: self.clone(), target })
