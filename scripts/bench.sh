@@ -1,16 +1,40 @@
 #!/usr/bin/env bash
-# Times our forward against peers on this machine's GPU: builds the shared library of the benches package, then runs benches/peers/sweep.py on it.
-#   scripts/bench.sh [sweep.py's options, such as --peer libfa3.so --json sweep.json --quick]
-# HATTN_BENCH_LIBRARY=path/to/libhopper_attention_benches.so skips the build (a machine with a GPU and without cargo).
+# Times our forward beside every peer on this machine, in turn, and draws the picture: builds hattn and runs `hattn bench`.
+#   scripts/bench.sh [options of hattn bench, such as --quick, --gqa 8, --peer libfa3.so, --compare OLD.json, --output DIR]
+# bench.json, bench.csv and the charts go to the target folder's bench/ unless --output says otherwise. On a machine with an
+# NVIDIA driver the kernels are built too (minutes, the first time); anywhere else, or with HATTN_BENCH_DEVICE=cpu, the sweep
+# runs small sizes on the CPU backend against the naive computation and needs neither CUDA nor a C++ compiler.
+# HATTN_BENCH_PROGRAM=FILE skips the build: a hattn with libhopper_attention_benches.so beside it, on a machine without cargo.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-library=${HATTN_BENCH_LIBRARY:-}
-if [ -z "$library" ]; then
-  cargo build --locked -p hopper-attention-benches --release --features cuda --lib
-  library=${CARGO_TARGET_DIR:-target}/release/libhopper_attention_benches.so
+say() { echo "bench: $*" >&2; }
+target=${CARGO_TARGET_DIR:-target}
+options=(--output "$target/bench")
+commit=$(git rev-parse --short HEAD 2>/dev/null || true)
+if [ -n "$commit" ]; then
+  [ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || commit+=-dirty
+  options+=(--commit "$commit")
 fi
-commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
-if [ -n "$(git status --porcelain --untracked-files=no 2>/dev/null)" ]; then commit+=-dirty; fi
 
-exec "${PYTHON:-python3}" benches/peers/sweep.py --ours "$library" --commit "$commit" "$@"
+program=${HATTN_BENCH_PROGRAM:-}
+if [ -z "$program" ]; then
+  command -v cargo >/dev/null || { say "cargo is missing: install Rust 1.88 or newer (rustup.rs), or set HATTN_BENCH_PROGRAM."; exit 1; }
+  build=(--package hopper-attention-cli)
+  if [ "${HATTN_BENCH_DEVICE:-auto}" = cpu ]; then
+    say "using the CPU, as asked"
+    options+=(--device cpu)
+  elif compgen -G '/dev/nvidia[0-9]*' >/dev/null || { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }; then
+    say "an NVIDIA GPU is here: building with the kernels (the first time takes minutes)"
+    scripts/bootstrap.sh
+    # The library too: the script in PyTorch loads it.
+    build+=(--package hopper-attention-benches --features hopper-attention-cli/cuda,hopper-attention-benches/cuda)
+  else
+    say "no NVIDIA GPU here: small sizes on the CPU"
+  fi
+  quiet=()
+  [ -t 2 ] || quiet=(--quiet)
+  cargo build --release --locked "${quiet[@]}" "${build[@]}"
+  program=$target/release/hattn
+fi
+exec "$program" bench "${options[@]}" "$@"

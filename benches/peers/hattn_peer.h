@@ -1,4 +1,4 @@
-/* The door through which sweep.py times an attention forward: any shared object that exports the functions below.
+/* The door through which `hattn bench` times an attention forward: any shared object that exports the functions below.
    Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or cudaStream_t). */
 #ifndef HATTN_PEER_H
 #define HATTN_PEER_H
@@ -60,7 +60,7 @@ typedef struct hattn_peer_fwd_args {
   int32_t reserved; /* 0 */
   void* stream;     /* the work is enqueued here, and the call returns without waiting for it */
   void* workspace;  /* device scratch, contents undefined; whatever must be zeroed is zeroed on the stream, by the call */
-  uint64_t workspace_bytes; /* sweep.py gives 16 MiB */
+  uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
 } hattn_peer_fwd_args;
 
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done

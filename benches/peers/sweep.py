@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Times attention forwards against each other over the paper's sweep, in one process, in turn. See README.md beside this file."""
+"""Times attention forwards against each other in one process, in turn: what `hattn bench` runs where there is PyTorch
+with a GPU. It reads a job (JSON) from stdin and writes events (JSON, one a line) to stdout; benches/src/harness says what
+is in them. It measures and judges nothing: medians, ratios, tables and charts are made of its samples elsewhere."""
 
-import argparse
 import contextlib
-import datetime
+import glob
 import hashlib
+import importlib
+import importlib.metadata
 import json
 import math
 import os
 import sys
 import time
 
-sys.dont_write_bytecode = True  # the repository may be read-only
+sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import card as cards
 import entry
-import stats
 
-SEQLENS = [512, 1024, 2048, 4096, 8192, 16384]
 # Bounds of the check: relative Frobenius error against f64 (whole slice), the worst row against f64, the worst row
 # against another library, and the LSE's absolute error. A wrong mask or a lost block is two orders above them.
 BOUNDS = {
@@ -26,43 +26,16 @@ BOUNDS = {
 }
 WARM_UPS = 3
 EVICT_BYTES = 256 << 20
-
-
-def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ours", action="append", default=[], metavar="[NAME=]PATH", help="our shared object; repeat it for variants: the ratios are the first one's")
-    parser.add_argument("--peer", action="append", default=[], metavar="[NAME=]PATH", help="a peer's shared object, repeatable")
-    parser.add_argument("--no-sdpa", action="store_true", help="leave PyTorch's cuDNN and FlashAttention-2 out")
-    parser.add_argument("--seqlens", type=lambda t: [int(x) for x in t.split(",")], default=None, help="comma separated, default 512..16384")
-    parser.add_argument("--dims", type=lambda t: [int(x) for x in t.split(",")], default=[64, 128])
-    parser.add_argument("--causal", choices=["both", "yes", "no"], default="both")
-    parser.add_argument("--dtype", choices=["bf16", "f16"], default="bf16")
-    parser.add_argument("--heads-kv", type=int, default=None, help="key heads, default as many as query heads")
-    parser.add_argument("--tokens", type=int, default=stats.TOKENS, help="tokens a batch")
-    parser.add_argument("--layout", choices=["bshd", "bhsd"], default="bshd", help="storage order; every library sees strides, nobody copies")
-    parser.add_argument("--iters", type=int, default=None, help="timings of each library a point, default 20, at least 12")
-    parser.add_argument("--quick", action="store_true", help="512, 2048 and 8192 only, 12 timings")
-    parser.add_argument("--evict", choices=["write", "read", "none"], default="write", help="how L2 is emptied before a timing; 'write' leaves dirty lines, as the published figures do")
-    parser.add_argument("--time-wrong", action="store_true", help="time a library whose output is wrong too; it never counts in a ratio")
-    parser.add_argument("--seed", type=int, default=None, help="default: from the clock, and recorded")
-    parser.add_argument("--commit", default=None, help="recorded in the JSON")
-    parser.add_argument("--json", default=None, metavar="OUT", help="raw samples and everything else, rewritten after every point")
-    options = parser.parse_args(argv)
-    if options.iters is None:
-        options.iters = 12 if options.quick else 20
-    if options.iters < 12:
-        parser.error("--iters: fewer than 12 timings are not reported")
-    if options.seqlens is None:
-        options.seqlens = [512, 2048, 8192] if options.quick else SEQLENS
-    if options.seed is None:
-        options.seed = time.time_ns() % (1 << 31)
-    return options
+# Clock ticks for which the GPU spins before each timing (half a millisecond at 2 GHz), so that the call has been enqueued
+# before the GPU gets to it, however slow its Python is: the events then see the GPU's work alone.
+SPIN_TICKS = 1_000_000
+CEILING_ITERS = 10
+SIZE = 8192
+COPY_BYTES = 1 << 30
 
 
 class Entry:
-    """A shared object with the C entry."""
-
-    poisoned = True
+    """A shared object with the C entry, which writes into outputs that were poisoned with NaN."""
 
     def __init__(self, library, name, role, torch):
         self.library, self.name, self.role, self.torch = library, name, role, torch
@@ -72,11 +45,10 @@ class Entry:
         with open(self.library.path, "rb") as file:
             return {"file": os.path.basename(self.library.path), "sha256": hashlib.sha256(file.read()).hexdigest()}
 
-    def prepare(self, p, q, k, v, dtype):
+    def prepare(self, p, q, k, v):
         torch = self.torch
-        self.o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device="cuda")
-        self.lse = torch.empty(p["batch"], p["heads_q"], p["seqlen"], dtype=torch.float32, device="cuda")
-        self.poison()
+        self.o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device="cuda").fill_(float("nan"))
+        self.lse = torch.full((p["batch"], p["heads_q"], p["seqlen"]), float("nan"), dtype=torch.float32, device="cuda")
         a = entry.Args()
         a.struct_bytes = entry.ctypes.sizeof(entry.Args)
         for field, tensor in (("q", q), ("k", k), ("v", v), ("o", self.o)):
@@ -86,17 +58,13 @@ class Entry:
         a.batch, a.seqlen_q, a.seqlen_kv = p["batch"], p["seqlen"], p["seqlen"]
         a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
         a.head_dim_qk = a.head_dim_vo = p["head_dim"]
-        a.dtype = entry.DTYPES[dtype]
+        a.dtype = entry.DTYPES[p["dtype"]]
         a.mask = entry.MASKS["causal" if p["causal"] else "full"]
         a.window_left = a.window_right = -1
         a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
         a.stream = torch.cuda.current_stream().cuda_stream
         a.workspace, a.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
         self.args = a
-
-    def poison(self):
-        self.o.fill_(float("nan"))
-        self.lse.fill_(float("nan"))
 
     def context(self):
         return contextlib.nullcontext()
@@ -109,29 +77,26 @@ class Entry:
 
 
 class Sdpa:
-    """One backend of PyTorch's scaled_dot_product_attention. It allocates its own output, so that cannot be poisoned."""
+    """One backend of PyTorch's scaled_dot_product_attention. It allocates its output, which so cannot be poisoned."""
 
-    poisoned = False
     role = "peer"
     lse = None
 
     def __init__(self, name, backend, torch):
-        self.name, self.backend, self.torch = name, backend, torch
+        self.name, self.backend = name, backend
+        self.version = torch.__version__
         self.sdpa_kernel = torch.nn.attention.sdpa_kernel
         self.attend = torch.nn.functional.scaled_dot_product_attention
 
     def origin(self):
-        return {"file": "torch"}
+        return {"file": "torch", "version": self.version}
 
-    def prepare(self, p, q, k, v, dtype):
+    def prepare(self, p, q, k, v):
         # Views: SDPA's logical order is BHSD, and both backends take any strides with a unit inner one.
         self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
         self.keywords = {"is_causal": p["causal"]}
         if p["heads_q"] != p["heads_kv"]:
             self.keywords["enable_gqa"] = True
-
-    def poison(self):
-        pass
 
     def context(self):
         return self.sdpa_kernel(self.backend)
@@ -140,53 +105,93 @@ class Sdpa:
         return self.attend(*self.qkv, **self.keywords).transpose(1, 2)
 
 
-def load(options, torch):
-    """Every contestant that was asked for, and the names and reasons of those that would not load."""
-    found, failed = [], []
-    for role, texts in (("ours", options.ours), ("peer", options.peer)):
+class Flash:
+    """A `flash_attn_func` of Dao-AILab's packages; some give the LSE beside the output, some do not."""
+
+    role = "peer"
+    lse = None
+
+    def __init__(self, name, function, package, version):
+        self.name, self.function, self.package, self.version = name, function, package, version
+
+    def origin(self):
+        return {"file": self.package, "version": self.version}
+
+    def prepare(self, p, q, k, v):
+        self.qkv, self.causal = (q, k, v), p["causal"]
+
+    def context(self):
+        return contextlib.nullcontext()
+
+    def call(self):
+        out = self.function(*self.qkv, causal=self.causal)
+        return out[0] if isinstance(out, (tuple, list)) else out
+
+
+def version_of(*packages):
+    """The version of the first package that is installed."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return "unknown"
+
+
+def flash(name, module, *packages):
+    return Flash(name, importlib.import_module(module).flash_attn_func, module, version_of(*packages))
+
+
+def python_peers(torch):
+    """Names, and what makes them."""
+    backends = torch.nn.attention.SDPBackend
+    return {
+        "cudnn": lambda: Sdpa("cudnn", backends.CUDNN_ATTENTION, torch),
+        "fa2": lambda: Sdpa("fa2", backends.FLASH_ATTENTION, torch),
+        "fa3": lambda: flash("fa3", "flash_attn_interface", "flash_attn_3", "flash-attn-3"),
+        "fa4": lambda: flash("fa4", "flash_attn.cute", "flash-attn-4", "flash-attn"),
+    }
+
+
+def sentence(error, most=400):
+    """An exception in a line."""
+    text = f"{type(error).__name__}: {error}" if not isinstance(error, str) else error
+    return " ".join(text.split())[:most]
+
+
+def load(job, torch):
+    """Everybody who was asked for or is found here, and the names and reasons of those who would not load."""
+    found, missing = [], []
+    for role, texts in (("ours", job["ours"]), ("peer", job["peers"])):
         for text in texts:
             label, path = entry.label_and_path(text)
+            name = label or os.path.basename(path)
             try:
                 library = entry.Library(path)
-                found.append(Entry(library, label or library.name, role, torch))
-            except (OSError, AttributeError) as error:
-                failed.append({"name": label or os.path.basename(path), "role": role, "error": str(error)})
-    if not options.no_sdpa:
-        for name, backend in (("cudnn", "CUDNN_ATTENTION"), ("fa2", "FLASH_ATTENTION")):
+                name = label or library.name
+                if any(x.name == name for x in found):
+                    raise ValueError(f"another is called {name}: name one, as in NAME=PATH")
+                found.append(Entry(library, name, role, torch))
+            except (OSError, AttributeError, ValueError) as error:
+                missing.append({"name": name, "role": role, "error": sentence(error)})
+    if job["python_peers"]:
+        for name, make in python_peers(torch).items():
+            if any(x.name == name for x in found):
+                continue  # a shared object stands for it
             try:
-                found.append(Sdpa(name, getattr(torch.nn.attention.SDPBackend, backend), torch))
-            except AttributeError as error:
-                failed.append({"name": name, "role": "peer", "error": str(error)})
-    taken = set()
-    for x in found:
-        # Variants of one library share its name: the file tells them apart.
-        if x.name in taken and isinstance(x, Entry):
-            x.name += ":" + os.path.basename(x.library.path)
-        if x.name in taken:
-            raise SystemExit(f"two libraries are called {x.name}: name one, as in NAME=PATH")
-        taken.add(x.name)
-    return found, failed
+                found.append(make())
+            except Exception as error:  # whatever a package does on import
+                missing.append({"name": name, "role": "peer", "error": sentence(error)})
+    return found, missing
 
 
-def evicter(how, torch):
-    """Something that pushes earlier data out of L2."""
-    buffer = torch.zeros(EVICT_BYTES // 4, dtype=torch.int32, device="cuda")
-    if how == "write":
-        return buffer.zero_
-    if how == "read":
-        return buffer.max
-    return lambda: None
-
-
-def inputs(p, options, torch):
-    """Unit-variance normal Q, K, V in logical [batch, seqlen, heads, head_dim], stored as --layout says."""
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[options.dtype]
+def inputs(p, layout, torch):
+    """Unit-variance normal Q, K, V in logical [batch, seqlen, heads, head_dim], stored as the layout says."""
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[p["dtype"]]
     out = []
     for heads in (p["heads_q"], p["heads_kv"], p["heads_kv"]):
         b, s, h, d = p["batch"], p["seqlen"], heads, p["head_dim"]
-        shape = (b, s, h, d) if options.layout == "bshd" else (b, h, s, d)
+        shape = (b, s, h, d) if layout == "bshd" else (b, h, s, d)
         x = torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
-        out.append(x if options.layout == "bshd" else x.transpose(1, 2))
+        out.append(x if layout == "bshd" else x.transpose(1, 2))
     return out
 
 
@@ -239,229 +244,186 @@ def check(contestant, o, reference, agreed, bounds, torch):
     return {key: x if math.isfinite(x) else str(x) for key, x in numbers.items()}, "; ".join(wrong) or None
 
 
-def time_point(runners, evict, iters, card, torch):
-    """`iters` timings of each runner, in turn, the order rotating. Returns samples, host times and the card's states while busy."""
-    samples = {x.name: [] for x in runners}
-    host = {x.name: [] for x in runners}
-    busy = []
+def time_once(x, evict, torch):
+    """Enqueues one timing: its events, and the microseconds that the call took on the host."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with x.context():
+        torch.cuda._sleep(SPIN_TICKS)
+        evict()
+        start.record()
+        before = time.perf_counter()
+        x.call()
+        after = time.perf_counter()
+        end.record()
+    return start, end, (after - before) * 1e6
+
+
+def time_point(runners, runs, evict, iters, torch):
+    """`iters` timings of each runner, in turn, the order rotating, put into the runs."""
     for i in range(WARM_UPS + iters):
-        pending = []
-        for x in runners[i % len(runners):] + runners[: i % len(runners)]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with x.context():
-                evict()
-                start.record()
-                before = time.perf_counter()
-                x.call()
-                after = time.perf_counter()
-                end.record()
-            pending.append((x.name, start, end, (after - before) * 1e6))
-        if card is not None:
-            busy.append(card.busy())
+        at = i % len(runners)
+        pending = [(x.name, *time_once(x, evict, torch)) for x in runners[at:] + runners[:at]]
         torch.cuda.synchronize()
         if i >= WARM_UPS:
             for name, start, end, host_us in pending:
-                samples[name].append(start.elapsed_time(end))
-                host[name].append(host_us)
-    return samples, host, busy
+                runs[name]["ms"].append(start.elapsed_time(end))
+                runs[name]["host"].append(host_us)
 
 
-def run_point(p, found, options, evict, card, torch):
-    """Checks and times every contestant at one point."""
-    q, k, v = inputs(p, options, torch)
+def run_point(index, p, found, job, evict, tell, torch):
+    """Checks and times everybody at one point."""
+    q, k, v = inputs(p, job["layout"], torch)
     reference = oracle(p, q, k, v, torch)
-    flops = stats.forward_flops(p)
-    runs, runners, agreed, checked = [], [], None, {}
+    runs, runners, agreed, first = {}, [], None, {}
     for x in found:
-        run = {"name": x.name, "role": x.role, "status": "ok"}
-        runs.append(run)
+        run = runs[x.name] = {"name": x.name, "role": x.role, "status": "ok", "ms": [], "host": []}
+        if x.name in job["banned"]:
+            run["status"], run["error"] = "failed", job["banned"][x.name]
+            continue
+        tell("library", index=index, name=x.name)
         try:
-            x.prepare(p, q, k, v, options.dtype)
+            x.prepare(p, q, k, v)
             with x.context():
                 o = x.call()
             torch.cuda.synchronize()
-        except Exception as error:  # a library that fails is named in the table, and the others go on
+        except Exception as error:  # a library that fails is named, and the others go on
             run["status"] = "unsupported" if entry.STATUS[2] in str(error) else "failed"
-            run["error"] = f"{type(error).__name__}: {error}"
+            run["error"] = sentence(error)
             try:
                 torch.cuda.synchronize()
             except Exception as after:  # nothing that follows in this process could be believed
-                raise RuntimeError(f"{x.name} lost the CUDA context ({error})") from after
+                raise SystemExit(f"{x.name} lost the CUDA context ({sentence(error)})") from after
             continue
-        run["check"], complaint = check(x, o, reference, agreed, BOUNDS[options.dtype], torch)
+        run["check"], complaint = check(x, o, reference, agreed, BOUNDS[p["dtype"]], torch)
         if complaint:
             run["status"], run["error"] = "wrong", complaint
-            if not options.time_wrong:
-                continue
-        elif agreed is None:
-            agreed = o
-        if x.poisoned:
-            checked[x.name] = o.clone()
+            continue
+        if agreed is None:
+            agreed = o.clone()
+        first[x.name] = o.clone()
         runners.append(x)
-    before = card.state() if card else None
-    samples, host, busy = time_point(runners, evict, options.iters, card, torch) if runners else ({}, {}, [])
-    after = card.state() if card else None
-    for run in runs:
-        if run["name"] in samples:
-            run.update(stats.summarise(samples[run["name"]], flops))
-            run["host_us"] = stats.quantile(host[run["name"]], 0.5)
+    if runners:
+        tell("timing", index=index)
+        time_point(runners, runs, evict, job["iters"], torch)
     for x in runners:
-        if x.poisoned:
-            run = next(r for r in runs if r["name"] == x.name)
-            run["repeatable"] = bool(torch.equal(x.o, checked[x.name]))
-    return {
-        "point": p,
-        "flops": flops,
-        "runs": runs,
-        "busy": busy,
-        "state_before": before,
-        "state_after": after,
-    }
+        with x.context():
+            same = bool(torch.equal(x.call(), first[x.name]))
+        if not same:
+            runs[x.name].update(status="wrong", error="the output changed between runs on the same inputs")
+    for run in runs.values():
+        host = sorted(run.pop("host"))
+        if host:
+            run["host_us"] = host[len(host) // 2]
+    tell("point", index=index, runs=list(runs.values()))
 
 
-def ceilings(torch):
-    """What the card reaches: a bf16 8192^3 product (TFLOP/s) and a copy of 1 GiB (TB/s, read plus written)."""
-    def timed(call):
-        ms = []
-        for i in range(WARM_UPS + 10):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= WARM_UPS:
-                ms.append(start.elapsed_time(end))
-        return stats.quantile(ms, 0.5)
+class Product:
+    """A matrix product of 8192 x 8192 x 8192, random values: zeros draw less power and run faster."""
 
-    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
-    c = torch.empty_like(a)
-    gemm = 2 * 8192**3 / timed(lambda: torch.matmul(a, b, out=c)) * 1e-9
-    source = torch.randint(1 << 30, (1 << 28,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    copy = 2 * (1 << 30) / timed(lambda: target.copy_(source)) * 1e-9
-    return {"gemm_bf16_8192_tflops": gemm, "copy_tb_per_s": copy}
-
-
-def describe(options, torch):
-    """What has to be known to read the numbers later."""
-    properties = torch.cuda.get_device_properties(0)
-    notes = []
-    try:
-        card = cards.Card("GPU-" + str(properties.uuid).removeprefix("GPU-"))
-        driver = card.driver()
-    except (OSError, RuntimeError, AttributeError) as error:
-        card, driver = None, None
-        notes.append(f"NVML is not to be had ({error}): no clocks, power or throttle reasons")
-    return card, {
-        "schema": "hattn-sweep/1",
-        "commit": options.commit,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "driver": driver,
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
-        "method": f"in turn, iteration by iteration, one process, order rotating; CUDA events, median of {options.iters}; L2: {options.evict}"
-        f" {EVICT_BYTES >> 20} MiB before each; a wait after each round; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal",
-        "options": {key: value for key, value in vars(options).items() if key not in ("ours", "peer", "json")},
-        "notes": notes,
-    }
-
-
-def save(report, path):
-    """Writes beside and renames, so that a session cut off leaves the last whole file."""
-    if path:
-        with open(path + ".part", "w") as file:
-            json.dump(report, file, indent=1)
-        os.replace(path + ".part", path)
-
-
-def show(report, names, ours):
-    print(stats.table(report["points"], names, ours))
-    for key, what in (("best_peer", "ours / best peer"), ("fa2", "ours / fa2")):
-        s = report["summary"][key]
-        if s["points"]:
-            print(f"{what}: min {s['min']:.3f}, geometric mean {s['geomean']:.3f}, over {s['points']} of {s['of']} points")
+    def __init__(self, name, torch):
+        self.what, self.work = f"product_{name}", 2 * SIZE**3
+        a, b = (torch.randn(SIZE, SIZE, device="cuda") for _ in range(2))
+        if name == "e4m3":
+            a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+            one = torch.ones((), device="cuda")
+            self.call = lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
         else:
-            print(f"{what}: no point has both")
-    if "ceilings" in report:
-        print("ceilings: {gemm_bf16_8192_tflops:.0f} TFLOP/s (bf16 8192^3), {copy_tb_per_s:.2f} TB/s (copy of 1 GiB, read + written)".format(**report["ceilings"]))
-    busy = [x for r in report["points"] for x in r["busy"]]
-    if busy:
-        clocks = [x["sm_mhz"] for x in busy]
-        reasons = sorted({x["reasons"] for x in busy})
-        print(f"while busy: SM clock {min(clocks)}..{max(clocks)} MHz, median {stats.quantile(clocks, 0.5):.0f}; reasons seen: {', '.join(reasons)}")
-    for key in ("state_before", "state_after"):
-        print(f"{key}: {report[key]}")
-    seen, slow = set(), {}
-    for result in report["points"]:
-        for run in result["runs"]:
-            where = "hd{head_dim} s{seqlen} {mask}".format(mask="causal" if result["point"]["causal"] else "full", **result["point"])
-            if run["status"] != "ok" and (run["name"], run["error"]) not in seen:
-                seen.add((run["name"], run["error"]))
-                print(f"NOT TIMED OR WRONG: {run['name']} ({run['status']}, first at {where}): {run['error'][:300]}")
-            if run.get("repeatable") is False:
-                print(f"NOT REPEATABLE: {run['name']} at {where}: the output changed between runs on the same inputs")
-            slow[run["name"]] = max(slow.get(run["name"], 0), run.get("host_us", 0))
-    for name, host_us in slow.items():
-        # The flush takes about 95 us; an enqueue near that leaves the GPU waiting inside the timed region.
-        if host_us > 60:
-            print(f"HOST-BOUND? {name}: a call took up to {host_us:.0f} us on the host (median of a point)")
-    for x in report["missing"]:
-        print(f"MISSING: {x['name']} ({x['role']}): {x['error']}")
-    for note in report["notes"]:
-        print(f"note: {note}")
+            dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[name]
+            a, b, c = a.to(dtype), b.to(dtype), torch.empty(SIZE, SIZE, dtype=dtype, device="cuda")
+            self.call = lambda: torch.matmul(a, b, out=c)
+
+    def context(self):
+        return contextlib.nullcontext()
 
 
-def main(argv=None):
-    options = arguments(argv)
+class Copy:
+    """A copy from device memory to device memory, counting bytes read and written."""
+
+    what, work = "copy", 2 * COPY_BYTES
+
+    def __init__(self, torch):
+        source = torch.randint(1 << 30, (COPY_BYTES // 4,), dtype=torch.int32, device="cuda")
+        target = torch.empty_like(source)
+        self.call = lambda: target.copy_(source)
+
+    def context(self):
+        return contextlib.nullcontext()
+
+
+def ceilings(job, evict, tell, torch):
+    """What the card reaches, timed as the points are."""
+    names = sorted({p["dtype"] for p in job["points"]}) + ["e4m3"]
+    for what, make in [(f"product_{name}", lambda name=name: Product(name, torch)) for name in names] + [("copy", lambda: Copy(torch))]:
+        try:
+            x, ms = make(), []
+            for i in range(WARM_UPS + CEILING_ITERS):
+                start, end, _ = time_once(x, evict, torch)
+                torch.cuda.synchronize()
+                if i >= WARM_UPS:
+                    ms.append(start.elapsed_time(end))
+            tell("ceiling", what=what, work=x.work, ms=ms)
+        except Exception as error:  # a card or a PyTorch without the type
+            tell("ceiling", what=what, work=0, error=sentence(error))
+
+
+def cupti():
+    """CUPTI's library as a wheel beside PyTorch brings it, or None."""
+    return next((path for place in sys.path for path in sorted(glob.glob(os.path.join(place, "nvidia", "*", "lib", "libcupti.so.*")))), None)
+
+
+def open_torch(ordinal):
+    """PyTorch on the GPU; raises a RuntimeError that says why not."""
     try:
         import torch
         import torch.nn.attention
     except ImportError as error:
-        raise SystemExit(f"this sweep needs PyTorch: {error}")
+        raise RuntimeError(f"python3 has no PyTorch ({error})") from error
     if not torch.cuda.is_available():
-        raise SystemExit("this sweep needs a CUDA device")
+        raise RuntimeError("PyTorch sees no GPU")
+    torch.cuda.set_device(ordinal)
     torch.set_grad_enabled(False)
-    torch.manual_seed(options.seed)
     torch.backends.cuda.matmul.allow_tf32 = False
-    card, report = describe(options, torch)
-    lost = None
+    return torch
+
+
+def ready(job, found, missing, torch):
+    properties = torch.cuda.get_device_properties(job["ordinal"])
+    return {
+        "device": properties.name,
+        "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
+        "method": f"in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
+        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal",
+        "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
+        "missing": missing,
+        "cupti": cupti(),
+    }
+
+
+def run(job, tell):
+    try:
+        torch = open_torch(job["ordinal"])
+    except RuntimeError as error:
+        return tell("absent", error=str(error))
     with torch.cuda.stream(torch.cuda.Stream()):
-        found, report["missing"] = load(options, torch)
-        names = [x.name for x in found]
-        report["libraries"] = [{"name": x.name, "role": x.role, **x.origin()} for x in found]
-        ours = next((x.name for x in found if x.role == "ours"), None)
-        if ours is None:
-            report["notes"].append("no library of ours was loaded: no ratios")
-        report["points"] = []
-        report["ceilings"] = ceilings(torch)  # first: it also brings the clocks up
-        report["state_before"] = card.state() if card else None
-        evict = evicter(options.evict, torch)
-        for head_dim in options.dims:
-            for causal in {"both": [False, True], "yes": [True], "no": [False]}[options.causal]:
-                for seqlen in options.seqlens:
-                    p = stats.point(seqlen, head_dim, causal, options.heads_kv, options.tokens)
-                    try:
-                        report["points"].append(run_point(p, found, options, evict, card, torch))
-                    except Exception as error:
-                        lost = f"at {p}: {type(error).__name__}: {error}"
-                        break
-                    report["summary"] = stats.summary(report["points"], ours)
-                    save(report, options.json)
-                if lost:
-                    break
-            if lost:
-                break
-        report["state_after"] = card.state() if card else None
-    if lost:
-        report["notes"].append(f"THE SWEEP STOPPED {lost}")
-    report["summary"] = stats.summary(report["points"], ours)
-    save(report, options.json)
-    show(report, names, ours)
-    wrong = any(run["status"] == "wrong" or run.get("repeatable") is False for r in report["points"] for run in r["runs"])
-    failed = any(run["role"] == "ours" and run["status"] != "ok" for r in report["points"] for run in r["runs"])
-    return 1 if lost or wrong or failed or any(x["role"] == "ours" for x in report["missing"]) else 0
+        found, missing = load(job, torch)
+        torch.manual_seed(job["seed"])
+        buffer = torch.zeros(EVICT_BYTES // 4, dtype=torch.int32, device="cuda")
+        if job["first"] == 0:
+            tell("ready", **ready(job, found, missing, torch))
+            ceilings(job, buffer.zero_, tell, torch)  # first: it also brings the clocks up
+        for index, p in enumerate(job["points"]):
+            if index >= job["first"]:
+                run_point(index, p, found, job, buffer.zero_, tell, torch)
+        ceilings(job, buffer.zero_, tell, torch)
+
+
+def main():
+    # What libraries print goes to stderr: stdout is for events alone.
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    run(json.load(sys.stdin), lambda event, **fields: print(json.dumps({"event": event, **fields}), file=events))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,23 +1,36 @@
-//! Timing of the attention kernels.
+//! Timing of the attention kernels, and everything that is made of the figures.
 //!
-//! [`Point`] is a point of the papers' sweep, [`Summary`] what is told of its timings, [`Report`] the JSON that
-//! `hattn-sweep` and `peers/sweep.py` both write. With feature `cuda` the shared library of this package exports the C
-//! entry of `peers/hattn_peer.h`, so that `peers/sweep.py` can time our forward in turn with other libraries.
+//! [`Sweep`] chooses [`Point`]s, a [`Harness`] times every library at each, in turn, a [`Session`] makes a [`Report`] of
+//! that: the JSON that is kept. Tables ([`table`]), CSV ([`csv`]), charts ([`chart`]), comparisons ([`compare`]) and the
+//! README's section ([`readme`]) are made of reports and measure nothing. `hattn bench` and `hattn plot` are the front.
+//!
+//! With feature `cuda` the shared library of this package exports the C entry of `peers/hattn_peer.h`, through which
+//! the script in PyTorch times our forward in turn with other libraries.
 
 #![deny(missing_docs)]
 
 /// The name of our library in tables and reports.
 pub const NAME: &str = "hopper-attention";
 
-mod check;
-mod measure;
+pub mod card;
+pub mod chart;
+pub mod compare;
+pub mod csv;
 #[cfg(feature = "cuda")]
-pub mod peer;
+pub mod entry;
+mod harness;
+pub mod host;
 mod point;
+pub mod readme;
 mod report;
+mod session;
 mod stats;
+pub mod table;
 
-pub use measure::{Setting, measure, method};
-pub use point::{HIDDEN, Layouts, Point, TOKENS};
-pub use report::{PointReport, Report, Role, Run, RunStatus, SCHEMA};
+pub use harness::{Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
+#[cfg(feature = "cuda")]
+pub use harness::{Cuda, EventClock};
+pub use point::{Direction, HIDDEN, Order, Point, Precision, Sweep, TOKENS};
+pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
+pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};

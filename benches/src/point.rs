@@ -1,6 +1,9 @@
 //! Points of the sweep, and what they cost.
 
-use hopper_attention::{DType, Dims, ForwardProblem, Layout, Mask, Result};
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use hopper_attention::{DType, Dims, ForwardProblem, Layout, Mask};
 use serde::{Deserialize, Serialize};
 
 /// Tokens a batch in the papers' setting: the batch shrinks as sequences grow.
@@ -8,22 +11,58 @@ pub const TOKENS: usize = 16384;
 /// Hidden size in the papers' setting: `heads_q * head_dim`.
 pub const HIDDEN: usize = 2048;
 
+/// Which pass is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// O and the LSE from Q, K and V.
+    Fwd,
+}
+
+/// The element type of Q, K, V and O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+}
+
+impl Precision {
+    /// The library's word for it.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Bf16 => DType::BF16,
+            Self::F16 => DType::F16,
+        }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.dtype().name())
+    }
+}
+
 /// In which order the elements of Q, K, V and O lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Layouts {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
     /// `[batch, seqlen, heads, head_dim]`.
     Bshd,
     /// `[batch, heads, seqlen, head_dim]`.
     Bhsd,
 }
 
-/// One point of a forward sweep: equal query and key lengths, equal head dims.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// One point of a sweep: equal query and key lengths, equal head dims.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Point {
-    /// Sequences in the batch.
-    pub batch: usize,
-    /// Queries and keys in a sequence.
-    pub seqlen: usize,
+    /// The pass.
+    pub direction: Direction,
+    /// Type of Q, K, V and O.
+    pub dtype: Precision,
     /// Query heads.
     pub heads_q: usize,
     /// Key heads, a divisor of `heads_q`.
@@ -32,35 +71,58 @@ pub struct Point {
     pub head_dim: usize,
     /// Whether a query sees the keys up to its own only.
     pub causal: bool,
+    /// Queries and keys in a sequence.
+    pub seqlen: usize,
+    /// Sequences in the batch.
+    pub batch: usize,
 }
 
 impl Point {
-    /// The point with `tokens / seqlen` sequences (at least one) and `hidden / head_dim` query heads (at least one);
-    /// `heads_kv` is as many as query heads unless given.
-    pub fn new(tokens: usize, hidden: usize, seqlen: usize, head_dim: usize, heads_kv: Option<usize>) -> Self {
-        let heads_q = (hidden / head_dim.max(1)).max(1);
-        let batch = (tokens / seqlen.max(1)).max(1);
-        Self { batch, seqlen, heads_q, heads_kv: heads_kv.unwrap_or(heads_q), head_dim, causal: false }
+    /// Query heads that share a key head.
+    pub fn group(&self) -> usize {
+        self.heads_q / self.heads_kv
     }
 
-    /// Floating-point operations of the forward as the papers count them: two products of two operations a
-    /// multiply-add, `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal.
-    pub fn forward_flops(&self) -> u64 {
+    /// "causal" or "full".
+    pub fn mask_name(&self) -> &'static str {
+        if self.causal { "causal" } else { "full" }
+    }
+
+    /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share.
+    pub fn family(&self) -> String {
+        let Self { dtype, head_dim, .. } = self;
+        let Direction::Fwd = self.direction;
+        let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
+        format!("fwd-{dtype}-d{head_dim}-{}{grouped}", self.mask_name())
+    }
+
+    /// Whether every word between the slashes of a filter is one of the point's own.
+    fn matches(&self, filter: &str) -> bool {
+        let name = self.to_string();
+        filter.split('/').all(|word| name.split('/').any(|own| own == word))
+    }
+
+    /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
+    /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal.
+    pub fn flops(&self) -> u64 {
+        let Direction::Fwd = self.direction;
         let all = 4 * (self.seqlen as u64).pow(2) * (self.head_dim * self.heads_q * self.batch) as u64;
         if self.causal { all / 2 } else { all }
     }
 
-    /// The fewest bytes that the forward moves: Q, K and V read once, O written once.
-    pub fn forward_bytes(&self, dtype: DType) -> u64 {
-        let rows = self.batch * self.seqlen * self.head_dim * dtype.bytes();
-        2 * (rows * (self.heads_q + self.heads_kv)) as u64
+    /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once.
+    pub fn bytes(&self) -> u64 {
+        let Direction::Fwd = self.direction;
+        let rows = self.batch * self.seqlen;
+        let elements = 2 * rows * self.head_dim * (self.heads_q + self.heads_kv);
+        (elements * self.dtype.dtype().bytes() + rows * self.heads_q * size_of::<f32>()) as u64
     }
 
-    /// The problem to plan, with the LSE (every training forward writes it, and so do the peers).
+    /// The problem to plan, with the LSE: every training forward writes it, and so do the peers.
     ///
     /// # Errors
     /// Those of [`ForwardProblem::new`].
-    pub fn problem(&self, dtype: DType) -> Result<ForwardProblem> {
+    pub fn problem(&self) -> hopper_attention::Result<ForwardProblem> {
         let dims = Dims {
             batch: self.batch,
             seqlen_q: self.seqlen,
@@ -71,19 +133,19 @@ impl Point {
             head_dim_vo: self.head_dim,
         };
         let mask = if self.causal { Mask::causal() } else { Mask::Full };
-        Ok(ForwardProblem::new(dtype, dims)?.mask(mask).lse(true))
+        Ok(ForwardProblem::new(self.dtype.dtype(), dims)?.mask(mask).lse(true))
     }
 
     /// The layout of a tensor with this many heads, logically `[batch, seqlen, heads, head_dim]`.
     ///
     /// # Errors
     /// When the sizes overflow.
-    pub fn layout(&self, heads: usize, order: Layouts) -> Result<Layout<4>> {
+    pub fn layout(&self, heads: usize, order: Order) -> hopper_attention::Result<Layout<4>> {
         let shape = [self.batch, self.seqlen, heads, self.head_dim];
         let [s, h, d] = [self.seqlen, heads, self.head_dim].map(|n| n as i64);
         match order {
-            Layouts::Bshd => Layout::contiguous(shape),
-            Layouts::Bhsd => Layout::with_strides(shape, [s * h * d, d, s * d, 1]),
+            Order::Bshd => Layout::contiguous(shape),
+            Order::Bhsd => Layout::with_strides(shape, [s * h * d, d, s * d, 1]),
         }
     }
 
@@ -93,46 +155,172 @@ impl Point {
     }
 }
 
+/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`.
+impl fmt::Display for Point {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { dtype, batch, seqlen, heads_q, heads_kv, head_dim, .. } = self;
+        let Direction::Fwd = self.direction;
+        let mask = self.mask_name();
+        write!(f, "fwd/{dtype}/d{head_dim}/{mask}/s{seqlen}/b{batch}/h{heads_q}/kv{heads_kv}")
+    }
+}
+
+/// Which points to take.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Sweep {
+    /// Types.
+    pub dtypes: Vec<Precision>,
+    /// Query heads that share a key head.
+    pub gqa: Vec<usize>,
+    /// Head dims.
+    pub dims: Vec<usize>,
+    /// Causal or not.
+    pub causal: Vec<bool>,
+    /// Lengths.
+    pub seqlens: Vec<usize>,
+    /// Tokens a batch: the batch is `tokens / seqlen`, at least 1.
+    pub tokens: usize,
+    /// The batch, whatever the tokens.
+    pub batch: Option<usize>,
+    /// `heads_q * head_dim`.
+    pub hidden: usize,
+    /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
+    pub filters: Vec<String>,
+}
+
+impl Sweep {
+    /// The papers' sweep.
+    pub fn papers() -> Self {
+        Self {
+            dtypes: vec![Precision::Bf16, Precision::F16],
+            gqa: vec![1],
+            dims: vec![64, 128],
+            causal: vec![false, true],
+            seqlens: vec![512, 1024, 2048, 4096, 8192, 16384],
+            tokens: TOKENS,
+            batch: None,
+            hidden: HIDDEN,
+            filters: vec![],
+        }
+    }
+
+    /// Sizes that the CPU backend and the naive computation do in seconds.
+    pub fn small() -> Self {
+        Self { seqlens: vec![64, 128, 256], tokens: 256, hidden: 256, ..Self::papers() }
+    }
+
+    /// The points, in the order of the fields, the length fastest.
+    ///
+    /// # Errors
+    /// When heads do not divide, or nothing is left to time.
+    pub fn points(&self) -> Result<Vec<Point>> {
+        let mut points = Vec::new();
+        for &dtype in &self.dtypes {
+            for &group in &self.gqa {
+                for &head_dim in &self.dims {
+                    let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
+                    ensure!(
+                        head_dim > 0 && heads_q * head_dim == hidden,
+                        "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
+                    );
+                    ensure!(
+                        group > 0 && heads_q % group == 0,
+                        "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
+                    );
+                    for &causal in &self.causal {
+                        for &seqlen in &self.seqlens {
+                            let batch = self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
+                            let heads_kv = heads_q / group;
+                            let direction = Direction::Fwd;
+                            points.push(Point { direction, dtype, heads_q, heads_kv, head_dim, causal, seqlen, batch });
+                        }
+                    }
+                }
+            }
+        }
+        let all = points.len();
+        points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
+        ensure!(
+            !points.is_empty(),
+            "none of the {all} points fits --filter {}; a point is called fwd/bf16/d64/causal/s512/b32/h32/kv32, and a \
+             filter names some of these words",
+            self.filters.join(" ")
+        );
+        Ok(points)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn paper(seqlen: usize, head_dim: usize) -> Point {
-        Point::new(TOKENS, HIDDEN, seqlen, head_dim, None)
+        let sweep = Sweep { seqlens: vec![seqlen], dims: vec![head_dim], causal: vec![false], ..Sweep::papers() };
+        sweep.points().unwrap().remove(0)
+    }
+
+    #[test]
+    fn the_papers_sweep() {
+        let points = Sweep::papers().points().unwrap();
+        assert_eq!(points.len(), 2 * 2 * 2 * 6);
+        assert!(points.iter().all(|p| p.batch * p.seqlen == TOKENS && p.heads_q * p.head_dim == HIDDEN));
+        assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32");
+        assert_eq!(points[47].to_string(), "fwd/f16/d128/causal/s16384/b1/h16/kv16");
     }
 
     #[test]
     fn flops_of_the_papers_points() {
         let p = paper(16384, 128);
-        assert_eq!((p.batch, p.heads_q, p.heads_kv), (1, 16, 16));
-        assert_eq!(p.forward_flops(), 2_199_023_255_552); // 4 * 16384^2 * 2048
-        assert_eq!(Point { causal: true, ..p }.forward_flops(), 1_099_511_627_776);
+        assert_eq!(p.flops(), 2_199_023_255_552); // 4 * 16384^2 * 2048
+        assert_eq!(Point { causal: true, ..p }.flops(), 1_099_511_627_776);
         // At a fixed hidden size the head dim does not matter, and twice the length is twice the work.
-        assert_eq!(paper(512, 64).forward_flops(), paper(512, 128).forward_flops());
-        assert_eq!(paper(1024, 64).forward_flops(), 2 * paper(512, 64).forward_flops());
+        assert_eq!(paper(512, 64).flops(), paper(512, 128).flops());
+        assert_eq!(paper(1024, 64).flops(), 2 * paper(512, 64).flops());
     }
 
     #[test]
     fn bytes_count_each_tensor_once() {
-        assert_eq!(paper(512, 64).forward_bytes(DType::BF16), 268_435_456);
-        let grouped = Point::new(TOKENS, HIDDEN, 512, 64, Some(8));
-        assert_eq!(grouped.forward_bytes(DType::BF16), 268_435_456 * 40 / 64);
+        let lse = 16384 * 32 * 4;
+        assert_eq!(paper(512, 64).bytes(), 268_435_456 + lse);
+        let grouped = Point { heads_kv: 8, ..paper(512, 64) };
+        assert_eq!(grouped.bytes(), 268_435_456 * 40 / 64 + lse);
+    }
+
+    #[test]
+    fn filters_and_families() {
+        let filter = |filters: &[&str]| {
+            let filters = filters.iter().map(|&f| f.into()).collect();
+            Sweep { filters, gqa: vec![1, 8], ..Sweep::papers() }.points()
+        };
+        assert_eq!(filter(&["causal/d64/s512", "kv2/f16/full/s1024"]).unwrap().len(), 4 + 1);
+        // A word is a whole word: s512 is no part of s5120.
+        assert!(filter(&["s51"]).unwrap_err().to_string().contains("none of the 96 points"));
+        let families: Vec<_> = filter(&["s512/bf16/d64/causal"]).unwrap().iter().map(Point::family).collect();
+        assert_eq!(families, ["fwd-bf16-d64-causal", "fwd-bf16-d64-causal-gqa8"]);
+    }
+
+    #[test]
+    fn what_does_not_divide_is_refused() {
+        let refused = |sweep: Sweep| sweep.points().unwrap_err().to_string();
+        assert!(refused(Sweep { dims: vec![96], ..Sweep::papers() }).contains("head dim 96"));
+        assert!(refused(Sweep { gqa: vec![5], ..Sweep::papers() }).contains("--gqa 5"));
+    }
+
+    #[test]
+    fn batch_and_tokens() {
+        let batches = |sweep: Sweep| sweep.points().unwrap().iter().map(|p| p.batch).collect::<Vec<_>>();
+        let one = Sweep { dims: vec![64], causal: vec![true], dtypes: vec![Precision::F16], ..Sweep::papers() };
+        assert_eq!(batches(Sweep { tokens: 2048, ..one.clone() }), [4, 2, 1, 1, 1, 1]);
+        assert_eq!(batches(Sweep { batch: Some(3), ..one }), [3; 6]);
     }
 
     #[test]
     fn both_orders_are_the_same_tensor() {
-        let p = Point::new(64, 128, 16, 32, None);
-        let [a, b] = [Layouts::Bshd, Layouts::Bhsd].map(|order| p.layout(p.heads_q, order).unwrap());
+        let p = Point { batch: 4, heads_q: 4, heads_kv: 4, head_dim: 32, seqlen: 16, ..paper(512, 64) };
+        let [a, b] = [Order::Bshd, Order::Bhsd].map(|order| p.layout(p.heads_q, order).unwrap());
         assert_eq!(a.offset([1, 2, 3, 4]), Some(((16 + 2) * 4 + 3) * 32 + 4));
         assert_eq!(b.offset([1, 2, 3, 4]), Some(((4 + 3) * 16 + 2) * 32 + 4));
-        assert_eq!(p.elements(p.heads_q), 64 * 128);
-    }
-
-    #[test]
-    fn too_few_tokens_still_make_a_sequence() {
-        let p = Point::new(16, 32, 64, 64, None);
-        assert_eq!((p.batch, p.heads_q), (1, 1));
-        assert!(p.problem(DType::BF16).unwrap().wants_lse());
-        assert!(Point { heads_kv: 2, ..p }.problem(DType::BF16).is_err());
+        assert!(p.problem().unwrap().wants_lse());
+        assert!(Point { heads_kv: 3, ..p }.problem().is_err());
     }
 }

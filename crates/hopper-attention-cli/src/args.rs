@@ -6,6 +6,8 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hopper_attention::{Corner, DType, Mask};
 
+use crate::bench::args::{BenchArgs, PlotArgs};
+
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V.
 #[derive(Debug, Parser)]
 #[command(name = "hattn", version, propagate_version = true, max_term_width = 110)]
@@ -24,6 +26,10 @@ pub enum Command {
     Info(InfoArgs),
     /// Write a safetensors file with normally distributed q, k, v
     Random(RandomArgs),
+    /// Time the forward beside every peer on this machine, in turn
+    Bench(Box<BenchArgs>),
+    /// Draw the charts of a report of `bench`, and the README's section on speed
+    Plot(PlotArgs),
 }
 
 #[derive(Debug, Args)]

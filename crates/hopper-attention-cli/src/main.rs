@@ -1,8 +1,9 @@
-//! `hattn`: exact attention on tensor files, its check against an f64 oracle, and what this machine can run.
+//! `hattn`: exact attention on tensor files, its check against an f64 oracle, what this machine can run, and how fast.
 //!
 //! Exit codes: 0 done, 1 refused or failed (one sentence on stderr), 2 a command line that cannot be read.
 
 mod args;
+mod bench;
 mod compute;
 mod info;
 mod input;
@@ -24,6 +25,8 @@ fn main() -> ExitCode {
         Command::Check(args) => run::check(&args),
         Command::Info(args) => info::info(&args),
         Command::Random(args) => random::random(&args),
+        Command::Bench(args) => bench::bench(&args),
+        Command::Plot(args) => bench::plot(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

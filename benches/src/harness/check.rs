@@ -9,12 +9,12 @@ use hopper_attention::{DType, Layout, Operand};
 use crate::Point;
 
 /// Q, K, V as they lie in memory.
-pub(crate) struct Inputs<'a, T> {
-    pub q: &'a [T],
-    pub k: &'a [T],
-    pub v: &'a [T],
-    pub q_layout: Layout<4>,
-    pub kv_layout: Layout<4>,
+pub(super) struct Inputs<'a, T> {
+    pub(super) q: &'a [T],
+    pub(super) k: &'a [T],
+    pub(super) v: &'a [T],
+    pub(super) q_layout: Layout<4>,
+    pub(super) kv_layout: Layout<4>,
 }
 
 /// Relative error allowed to a row: well above rounding, two orders below a wrong mask or a lost block of keys.
@@ -32,7 +32,7 @@ const LSE_BOUND: f64 = 2e-3;
 /// The errors found, by name, and a complaint when they are too large.
 ///
 /// `o` lies as Q does; `lse` is contiguous.
-pub(crate) fn check<T: Operand<Out = T>>(
+pub(super) fn check<T: Operand<Out = T>>(
     point: &Point,
     inputs: &Inputs<'_, T>,
     o: &[T],
@@ -64,9 +64,39 @@ pub(crate) fn check<T: Operand<Out = T>>(
             complaints.push(format!("{name} {error:.3e} > {bound:.0e}"));
         }
     }
-    let numbers = [("unwritten".to_owned(), unwritten.into()), ("row".to_owned(), json(row_error))];
-    let numbers = numbers.into_iter().chain([("lse".to_owned(), json(lse_error))]).collect();
+    let numbers = [("unwritten", unwritten.into()), ("row", json(row_error)), ("lse", json(lse_error))];
+    let numbers = numbers.map(|(name, value)| (name.to_owned(), value)).into();
     (numbers, (!complaints.is_empty()).then(|| complaints.join("; ")))
+}
+
+/// Holds the whole of an output against another library's, row by row; a complaint when they are too far apart.
+pub(super) fn cross<T: Operand<Out = T>>(
+    point: &Point,
+    layout: &Layout<4>,
+    o: &[T],
+    other: &[T],
+    numbers: &mut BTreeMap<String, serde_json::Value>,
+) -> Option<String> {
+    let mut worst = 0.0f64;
+    for (batch, query, head) in
+        (0..point.batch).flat_map(|b| (0..point.seqlen).flat_map(move |q| (0..point.heads_q).map(move |h| (b, q, h))))
+    {
+        let row = |data: &'_ [T]| -> Option<Vec<f64>> {
+            let start = layout.offset([batch, query, head, 0])?;
+            Some(data.get(start..start + point.head_dim)?.iter().map(|x| f64::from(x.to_f32())).collect())
+        };
+        let distance = match (row(o), row(other)) {
+            (Some(a), Some(b)) => {
+                let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
+                (distance / b.iter().map(|b| b * b).sum::<f64>()).sqrt()
+            }
+            _ => f64::NAN,
+        };
+        worst = worse(worst, distance);
+    }
+    numbers.insert("cross".into(), json(worst));
+    let bound = bound(T::DTYPE);
+    (worst.is_nan() || worst > bound).then(|| format!("cross {worst:.3e} > {bound:.0e}"))
 }
 
 /// JSON has no NaN.
@@ -125,37 +155,71 @@ fn oracle<T: Operand>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Layouts;
+    use crate::{Order, Precision, Sweep};
+
+    fn point() -> Point {
+        let sweep = Sweep {
+            hidden: 8,
+            tokens: 8,
+            batch: Some(2),
+            seqlens: vec![4],
+            dims: vec![4],
+            gqa: vec![2],
+            ..Sweep::small()
+        };
+        let points = sweep.points().unwrap();
+        points.into_iter().find(|p| p.causal && p.dtype == Precision::Bf16).unwrap()
+    }
 
     /// With equal keys every weight is the same, so that the answer is known without any oracle.
-    fn means(change: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> Option<String> {
-        let point = Point { causal: true, ..Point::new(8, 8, 4, 4, Some(1)) };
-        let [q_layout, kv_layout] = [2, 1].map(|heads| point.layout(heads, Layouts::Bhsd).unwrap());
-        let q = vec![0.5f32; point.elements(2)];
-        let k = vec![1.0f32; point.elements(1)];
-        let v: Vec<f32> = (0..point.elements(1)).map(|i| i as f32).collect();
-        let mut o = vec![f32::NAN; q.len()];
+    fn means() -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+        let v: Vec<f32> = (0..point().elements(1)).map(|i| i as f32).collect();
+        let mut o = vec![f32::NAN; point().elements(2)];
         let mut lse = vec![f32::NAN; 2 * 2 * 4];
         for (batch, head, query, dim) in (0..64).map(|i| (i / 32, i / 16 % 2, i / 4 % 4, i % 4)) {
             let mean = (0..=query).map(|key| v[(batch * 4 + key) * 4 + dim]).sum::<f32>() / (query + 1) as f32;
             o[((batch * 2 + head) * 4 + query) * 4 + dim] = mean;
             lse[(batch * 2 + head) * 4 + query] = 1.0 + ((query + 1) as f32).ln(); // 4 * 0.5 * 1.0 / sqrt(4)
         }
+        (v, o, lse)
+    }
+
+    fn complaint(change: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> Option<String> {
+        let [q_layout, kv_layout] = [2, 1].map(|heads| point().layout(heads, Order::Bhsd).unwrap());
+        let (v, mut o, mut lse) = means();
+        let (q, k) = (vec![0.5f32; o.len()], vec![1.0f32; v.len()]);
         change(&mut o, &mut lse);
-        check(&point, &Inputs { q: &q, k: &k, v: &v, q_layout, kv_layout }, &o, &lse).1
+        check(&point(), &Inputs { q: &q, k: &k, v: &v, q_layout, kv_layout }, &o, &lse).1
     }
 
     #[test]
     fn the_definition_passes() {
-        assert_eq!(means(|_, _| ()), None);
+        assert_eq!(complaint(|_, _| ()), None);
     }
 
     #[test]
     fn wrong_outputs_do_not() {
-        assert!(means(|o, _| o[0] = f32::NAN).unwrap().contains("1 elements are NaN"));
-        assert!(means(|o, _| o[63] += 1.0).unwrap().starts_with("row "));
-        assert!(means(|_, lse| lse[15] += 0.01).unwrap().starts_with("lse "));
-        assert!(means(|o, _| o.truncate(1)).unwrap().starts_with("row NaN"));
-        assert!(means(|o, lse| (o.fill(0.0), lse.fill(0.0)).1).is_some());
+        assert!(complaint(|o, _| o[0] = f32::NAN).unwrap().contains("1 elements are NaN"));
+        assert!(complaint(|o, _| o[63] += 1.0).unwrap().starts_with("row "));
+        assert!(complaint(|_, lse| lse[15] += 0.01).unwrap().starts_with("lse "));
+        assert!(complaint(|o, _| o.truncate(1)).unwrap().starts_with("row NaN"));
+        assert!(complaint(|o, lse| (o.fill(0.0), lse.fill(0.0)).1).is_some());
+    }
+
+    #[test]
+    fn every_row_is_held_against_the_others() {
+        let layout = point().layout(2, Order::Bhsd).unwrap();
+        let (_, o, _) = means();
+        let against = |change: fn(&mut Vec<f32>)| {
+            let (mut changed, mut numbers) = (o.clone(), BTreeMap::new());
+            change(&mut changed);
+            let complaint = cross(&point(), &layout, &changed, &o, &mut numbers);
+            assert!(numbers.contains_key("cross"));
+            complaint
+        };
+        assert_eq!(against(|_| ()), None);
+        // Row 9 of 16 is none of those that are held against f64.
+        assert!(against(|o| o[9 * 4] += 1.0).unwrap().starts_with("cross "));
+        assert!(against(|o| o.truncate(60)).unwrap().starts_with("cross NaN"));
     }
 }

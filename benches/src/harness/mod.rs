@@ -1,0 +1,190 @@
+//! The harnesses: who times, and what they tell.
+//!
+//! There are three, which tell the same [`Event`]s, so that one [`Session`](crate::Session) makes one [`Report`](crate::Report)
+//! of them: PyTorch's script where there is PyTorch with a GPU (it alone can call peers that live in Python), the Rust
+//! harness on a GPU without it, and the same harness on the CPU, against the naive computation.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use crate::report::{Library, Missing, Role, RunStatus};
+use crate::{Order, Point};
+
+mod check;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
+mod product;
+mod python;
+mod turns;
+
+pub use cpu::Cpu;
+#[cfg(feature = "cuda")]
+pub use cuda::{Cuda, EventClock};
+pub use python::PyTorch;
+
+/// Calls of each library before the first timing: module load, first touch of memory, clocks.
+pub const WARM_UPS: usize = 3;
+
+/// What to time, whoever does it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Job {
+    /// The points, in order.
+    pub points: Vec<Point>,
+    /// Timings of each library at a point.
+    pub iters: usize,
+    /// Storage order of Q, K, V and O.
+    pub layout: Order,
+    /// Seed of the inputs.
+    pub seed: u64,
+    /// Shared objects of ours with the C entry of `peers/hattn_peer.h`, `PATH` or `NAME=PATH`; the ratios are the first one's.
+    pub ours: Vec<String>,
+    /// Shared objects of peers, likewise.
+    pub peers: Vec<String>,
+    /// Whether peers that live in Python take part.
+    pub python_peers: bool,
+    /// The GPU's ordinal.
+    pub ordinal: usize,
+}
+
+/// What a harness tells, in the order in which it happens.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(tag = "event", rename_all = "lowercase")]
+pub enum Event {
+    /// It cannot work here, with the reason. Nothing follows.
+    Absent {
+        /// Why.
+        error: String,
+    },
+    /// It can, and this is what takes part.
+    Ready(Ready),
+    /// A ceiling was measured.
+    Ceiling {
+        /// As [`Ceiling::what`](crate::Ceiling).
+        what: String,
+        /// Operations, or bytes read and written.
+        work: f64,
+        /// Every timing, in milliseconds; none when it could not be measured.
+        #[serde(default)]
+        ms: Vec<f64>,
+        /// Why it could not.
+        #[serde(default)]
+        error: Option<String>,
+    },
+    /// A library is about to compute a point for the first time.
+    Library {
+        /// Which point.
+        index: usize,
+        /// Which library.
+        name: String,
+    },
+    /// The timings of a point begin.
+    Timing {
+        /// Which point.
+        index: usize,
+    },
+    /// A point is done.
+    Point {
+        /// Which point.
+        index: usize,
+        /// One run a library.
+        runs: Vec<RawRun>,
+    },
+}
+
+/// Who takes part, and where.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Ready {
+    /// The device's name.
+    pub device: String,
+    /// The GPU's UUID, for NVML.
+    #[serde(default)]
+    pub uuid: Option<String>,
+    /// Versions of what takes part.
+    pub versions: BTreeMap<String, serde_json::Value>,
+    /// How timings are taken, in words.
+    pub method: String,
+    /// What takes part.
+    pub libraries: Vec<Library>,
+    /// What cannot.
+    pub missing: Vec<Missing>,
+    /// CUPTI's library, where one came with PyTorch.
+    #[serde(default)]
+    pub cupti: Option<PathBuf>,
+}
+
+/// One library at one point, as a harness tells it.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct RawRun {
+    /// The library.
+    pub name: String,
+    /// Whose it is.
+    pub role: Role,
+    /// How it ended.
+    pub status: RunStatus,
+    /// Why, unless it was right.
+    #[serde(default)]
+    pub error: Option<String>,
+    /// Errors found before the timing.
+    #[serde(default)]
+    pub check: BTreeMap<String, serde_json::Value>,
+    /// The median time of the call on the host, in microseconds.
+    #[serde(default)]
+    pub host_us: Option<f64>,
+    /// Every timing, in milliseconds.
+    #[serde(default)]
+    pub ms: Vec<f64>,
+}
+
+/// Where a harness puts its events. An error ends the sweep.
+pub type Sink<'a> = &'a mut dyn FnMut(Event) -> Result<()>;
+
+/// One that times.
+pub trait Harness {
+    /// `pytorch`, `rust` or `cpu`.
+    fn name(&self) -> &'static str;
+
+    /// Times everything, telling what happens.
+    ///
+    /// # Errors
+    /// When it cannot go on; the events until then stand.
+    fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()>;
+}
+
+/// `NAME=PATH` or `PATH`; a path with '=' in it needs a name before it.
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) fn label_and_path(text: &str) -> (Option<&str>, &str) {
+    match text.split_once('=') {
+        Some((label, path)) if !label.contains('/') => (Some(label), path),
+        _ => (None, text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels() {
+        assert_eq!(label_and_path("fa3=/a/b=c.so"), (Some("fa3"), "/a/b=c.so"));
+        assert_eq!(label_and_path("/a/b=c.so"), (None, "/a/b=c.so"));
+        assert_eq!(label_and_path("x.so"), (None, "x.so"));
+    }
+
+    #[test]
+    fn events_are_lines_of_json() {
+        let read = |text| serde_json::from_str::<Event>(text).unwrap();
+        assert_eq!(read(r#"{"event": "absent", "error": "no torch"}"#), Event::Absent { error: "no torch".into() });
+        let Event::Point { index: 3, runs } = read(
+            r#"{"event": "point", "index": 3, "runs": [{"name": "a", "role": "peer", "status": "failed", "error": "x"}]}"#,
+        ) else {
+            panic!("it is a point")
+        };
+        assert_eq!((runs[0].status, runs[0].ms.len()), (RunStatus::Failed, 0));
+        assert!(serde_json::from_str::<Event>(r#"{"event": "other"}"#).is_err());
+    }
+}

@@ -1,0 +1,222 @@
+//! The harness in PyTorch: `peers/sweep.py` in a process of its own, which is started again without the culprit when a
+//! library takes the process with it.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read as _, Write as _};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::json;
+
+use super::{Event, Harness, Job, Sink};
+
+/// The script and what it imports, which travel inside the program.
+const SCRIPTS: [(&str, &str); 2] =
+    [("sweep.py", include_str!("../../peers/sweep.py")), ("entry.py", include_str!("../../peers/entry.py"))];
+
+/// PyTorch on a GPU, through a Python.
+pub struct PyTorch {
+    python: PathBuf,
+    /// A script in place of ours, for tests.
+    script: Option<String>,
+}
+
+impl PyTorch {
+    /// Through this interpreter.
+    pub fn new(python: impl Into<PathBuf>) -> Self {
+        Self { python: python.into(), script: None }
+    }
+}
+
+impl Harness for PyTorch {
+    fn name(&self) -> &'static str {
+        "pytorch"
+    }
+
+    fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()> {
+        let folder = tempfile::tempdir().context("a folder for the script")?;
+        for (name, text) in SCRIPTS {
+            let text = self.script.as_deref().filter(|_| name == "sweep.py").unwrap_or(text);
+            std::fs::write(folder.path().join(name), text)?;
+        }
+        let mut banned = BTreeMap::new();
+        let mut first = 0;
+        loop {
+            let mut at = At { next: first, ..At::default() };
+            let mut task = serde_json::to_value(job)?;
+            task["first"] = first.into();
+            task["banned"] = json!(banned);
+            let died = self.once(&folder.path().join("sweep.py"), &task, &mut at, sink)?;
+            let Some(why) = died else { return Ok(()) };
+            // Whoever was computing took the process with it: the others go on without.
+            let Some(culprit) = at.library.filter(|name| !banned.contains_key(name)) else { bail!("{why}") };
+            let place = job.points.get(at.next).map_or_else(String::new, |point| format!(" at {point}"));
+            banned.insert(culprit, format!("it ended the process{place}: {why}"));
+            first = at.next;
+        }
+    }
+}
+
+/// How far a process got.
+#[derive(Default)]
+struct At {
+    /// The point that is not done.
+    next: usize,
+    /// The library that is computing it for the first time.
+    library: Option<String>,
+}
+
+impl PyTorch {
+    /// One process from its start to its end; why it died, if it did.
+    fn once(
+        &self,
+        script: &std::path::Path,
+        task: &serde_json::Value,
+        at: &mut At,
+        sink: Sink<'_>,
+    ) -> Result<Option<String>> {
+        let spawned = Command::new(&self.python)
+            .arg(script)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn();
+        let mut child = match spawned {
+            Ok(child) => child,
+            Err(error) => {
+                sink(Event::Absent { error: format!("{} does not start: {error}", self.python.display()) })?;
+                return Ok(None);
+            }
+        };
+        let (mut stdin, stdout, mut stderr) = match (child.stdin.take(), child.stdout.take(), child.stderr.take()) {
+            (Some(stdin), Some(stdout), Some(stderr)) => (stdin, stdout, stderr),
+            _ => bail!("the script's pipes are missing"),
+        };
+        // What it says is kept for the case that it dies: on a terminal it would break the progress bar.
+        let said = std::thread::spawn(move || {
+            let mut said = Vec::new();
+            let _ = stderr.read_to_end(&mut said);
+            String::from_utf8_lossy(&said).into_owned()
+        });
+        // A script that dies before it has read its task says why itself.
+        let _ = stdin.write_all(task.to_string().as_bytes());
+        drop(stdin);
+        let heard = listen(BufReader::new(stdout), at, sink);
+        if heard.is_err() {
+            // Nobody is listening any more.
+            let _ = child.kill();
+        }
+        let status = child.wait()?;
+        let said = said.join().unwrap_or_default();
+        heard?;
+        if status.success() {
+            return Ok(None);
+        }
+        let tail: Vec<&str> = said.lines().map(str::trim).filter(|line| !line.is_empty()).rev().take(2).collect();
+        Ok(Some(format!("{status}; it said: {}", tail.into_iter().rev().collect::<Vec<_>>().join(" / "))))
+    }
+}
+
+fn listen(lines: impl BufRead, at: &mut At, sink: Sink<'_>) -> Result<()> {
+    for line in lines.lines() {
+        let line = line?;
+        let event: Event = serde_json::from_str(&line).with_context(|| format!("an event of the script: {line}"))?;
+        match &event {
+            Event::Library { name, .. } => at.library = Some(name.clone()),
+            // While all take turns, nobody can be blamed.
+            Event::Timing { .. } => at.library = None,
+            Event::Point { index, .. } => (at.next, at.library) = (index + 1, None),
+            _ => (),
+        }
+        sink(event)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Order, RunStatus, Sweep};
+
+    fn job() -> Job {
+        let sweep = Sweep { filters: vec!["bf16/d64".into()], ..Sweep::small() };
+        Job {
+            points: sweep.points().unwrap(),
+            iters: 12,
+            layout: Order::Bshd,
+            seed: 1,
+            ours: vec![],
+            peers: vec![],
+            python_peers: true,
+            ordinal: 0,
+        }
+    }
+
+    fn events(script: Option<&str>, python: &str) -> (Result<()>, Vec<Event>) {
+        let mut told = Vec::new();
+        let mut harness = PyTorch { script: script.map(Into::into), ..PyTorch::new(python) };
+        let ended = harness.run(&job(), &mut |event| {
+            told.push(event);
+            Ok(())
+        });
+        (ended, told)
+    }
+
+    #[test]
+    fn a_python_that_is_not_there_is_told() {
+        let (ended, told) = events(None, "python-that-nobody-has");
+        assert!(
+            ended.is_ok() && matches!(&told[..], [Event::Absent { error }] if error.contains("does not start")),
+            "{told:?}"
+        );
+    }
+
+    /// Six points; `b` dies at the second and stays out of the rest.
+    const DYING: &str = r#"
+import json, os, sys
+job = json.load(sys.stdin)
+tell = lambda event, **fields: print(json.dumps({"event": event, **fields}), flush=True)
+for index in range(job["first"], len(job["points"])):
+    runs = []
+    for name in ("a", "b"):
+        run = {"name": name, "role": "peer", "status": "ok", "ms": [1.0]}
+        if name in job["banned"]:
+            run = {"name": name, "role": "peer", "status": "failed", "error": job["banned"][name]}
+        else:
+            tell("library", index=index, name=name)
+            if name == "b" and index == 1:
+                print("out of luck", file=sys.stderr, flush=True)
+                os._exit(7)
+        runs.append(run)
+    tell("point", index=index, runs=runs)
+"#;
+
+    #[test]
+    fn who_ends_the_process_is_named_and_the_others_go_on() {
+        let (ended, told) = events(Some(DYING), "python3");
+        ended.unwrap();
+        let points: Vec<_> = told
+            .iter()
+            .filter_map(|event| if let Event::Point { index, runs } = event { Some((*index, runs)) } else { None })
+            .collect();
+        assert_eq!(points.iter().map(|(index, _)| *index).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(points[0].1[1].status, RunStatus::Ok);
+        for (_, runs) in &points[1..] {
+            assert_eq!((runs[0].status, runs[1].status), (RunStatus::Ok, RunStatus::Failed));
+            let why = runs[1].error.as_ref().unwrap();
+            assert!(
+                why.contains("at fwd/bf16/d64/full/s128") && why.contains("exit status: 7; it said: out of luck"),
+                "{why}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_script_that_dies_without_a_culprit_is_an_error() {
+        let (ended, told) = events(Some("import sys\nsys.exit('no luck at all')"), "python3");
+        assert!(told.is_empty() && ended.unwrap_err().to_string().ends_with("it said: no luck at all"));
+        let (ended, _) = events(Some("print('{}')"), "python3");
+        assert!(format!("{:#}", ended.unwrap_err()).starts_with("an event of the script: {}"));
+    }
+}

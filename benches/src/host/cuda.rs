@@ -1,0 +1,234 @@
+//! On a GPU: plans, runs through each layer, and the bare launches that none of them can do without.
+
+use std::ffi::{CStr, c_void};
+use std::path::Path;
+
+use anyhow::Result;
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, result, sys};
+use hopper_attention::raw::{Place, RawForward, RawTensor, RawWorkspace};
+use hopper_attention::{
+    CudaDevice, DType, Device, ForwardArgs, ForwardPlan, Layout, Stream, TensorMut, TensorRef, Workspace, bf16,
+};
+use hopper_attention_capi as capi;
+
+use super::cupti::Counter;
+use super::{HostCall, HostCost, problems, quartiles};
+use crate::{Order, Point};
+
+/// Calls over which the driver's calls are counted.
+const COUNTED: usize = 50;
+
+/// Measures on a GPU; `cupti` is where CUPTI may be, besides where the system finds it.
+///
+/// # Errors
+/// When the driver or a call fails.
+pub fn on_gpu(gpu: &CudaDevice, cupti: Option<&Path>) -> Result<HostCost> {
+    let mut cost = HostCost::default();
+    let counter = Counter::open(cupti);
+    if let Err(why) = &counter {
+        cost.notes.push(format!("the driver's calls were not counted: {why}"));
+    }
+    cost.notes.push("launch: an empty kernel, after a memset of 4 bytes where the plan has a counter".into());
+    // The default stream, so that cudarc keeps no events.
+    let stream = gpu.context().default_stream();
+    for point in problems() {
+        let bench = Bench::new(gpu, &stream, &point)?;
+        let mut measure = |what: &str, call: &mut dyn FnMut() -> Result<()>| -> Result<()> {
+            let us = quartiles(&mut *call, || Ok(stream.synchronize()?))?;
+            // Afterwards, as counting makes every call slower.
+            let driver_calls = match &counter {
+                Ok(counter) => Some(counter.count(COUNTED, call)?),
+                Err(_) => None,
+            };
+            stream.synchronize()?;
+            cost.calls.push(HostCall { what: what.into(), problem: point.to_string(), us, driver_calls });
+            Ok(())
+        };
+        let device = Device::Cuda(gpu.clone());
+        let problem = point.problem()?;
+        measure("plan", &mut || {
+            std::hint::black_box(problem.plan(&device)?);
+            Ok(())
+        })?;
+        bench.safe(&stream, &mut |call| measure("run", call))?;
+        let raw = bench.raw(gpu.info().ordinal);
+        // SAFETY: the buffers live as long as `bench`, and the stream is waited for before that.
+        measure("run_raw", &mut || Ok(unsafe { bench.plan.run_raw(&raw, stream.cu_stream().cast()) }?))?;
+        bench.c(&raw, &mut |call| measure("hattn_forward_run", call))?;
+        let launch = Launch::new(&stream)?;
+        let zeroed = bench.plan.workspace_bytes() > 0;
+        measure("launch", &mut || launch.call(zeroed.then_some(&bench.workspace)))?;
+    }
+    Ok(cost)
+}
+
+/// Takes a call and measures it.
+type Measure<'a> = &'a mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<()>;
+
+/// A problem's plan and memory.
+struct Bench {
+    plan: ForwardPlan,
+    q: Layout<4>,
+    lse: Layout<3>,
+    stream: std::sync::Arc<CudaStream>,
+    buffers: [CudaSlice<bf16>; 4],
+    sums: CudaSlice<f32>,
+    workspace: CudaSlice<u8>,
+}
+
+impl Bench {
+    fn new(gpu: &CudaDevice, stream: &std::sync::Arc<CudaStream>, point: &Point) -> Result<Self> {
+        let plan = point.problem()?.plan(&Device::Cuda(gpu.clone()))?;
+        let q = point.layout(point.heads_q, Order::Bshd)?;
+        let lse = Layout::contiguous([point.batch, point.heads_q, point.seqlen])?;
+        let buffer = || stream.alloc_zeros::<bf16>(q.span());
+        Ok(Self {
+            buffers: [buffer()?, buffer()?, buffer()?, buffer()?],
+            sums: stream.alloc_zeros(lse.span())?,
+            workspace: stream.alloc_zeros(plan.workspace_bytes().max(16))?,
+            stream: stream.clone(),
+            plan,
+            q,
+            lse,
+        })
+    }
+
+    /// The safe API: tensors made anew for each run, as a caller's would be.
+    fn safe(&self, stream: &std::sync::Arc<CudaStream>, measure: Measure<'_>) -> Result<()> {
+        let (mut o, mut lse) = (self.buffers[3].clone(), self.sums.clone());
+        let stream = Stream::Cuda(stream.clone());
+        let mut workspace = Workspace::alloc(&stream, self.plan.workspace_bytes())?;
+        measure(&mut || {
+            let args = ForwardArgs::<bf16> {
+                q: TensorRef::cuda(self.buffers[0].as_view(), self.q)?,
+                k: TensorRef::cuda(self.buffers[1].as_view(), self.q)?,
+                v: TensorRef::cuda(self.buffers[2].as_view(), self.q)?,
+                o: TensorMut::cuda(o.as_view_mut(), self.q)?,
+                lse: Some(TensorMut::cuda(lse.as_view_mut(), self.lse)?),
+            };
+            Ok(self.plan.run(&stream, &mut workspace, args)?)
+        })
+    }
+
+    fn raw(&self, ordinal: usize) -> RawForward {
+        let place = Place::Cuda(ordinal);
+        let [q, k, v, o] = [0, 1, 2, 3].map(|i| {
+            let address = self.buffers[i].device_ptr(&self.stream).0;
+            RawTensor { address, dtype: DType::BF16, place, layout: self.q }
+        });
+        let address = self.sums.device_ptr(&self.stream).0;
+        let lse = Some(RawTensor { address, dtype: DType::F32, place, layout: self.lse });
+        let workspace =
+            RawWorkspace { address: self.workspace.device_ptr(&self.stream).0, bytes: self.workspace.len() };
+        RawForward { q, k, v, o, lse, workspace }
+    }
+
+    /// The C ABI, its structs made once, as a C program would.
+    fn c(&self, raw: &RawForward, measure: Measure<'_>) -> Result<()> {
+        let [batch, seqlen, heads, head_dim] = self.q.shape().map(|n| n as i64);
+        let (struct_size, ordinal) = (
+            size_of::<capi::hattn_tensor>() as u32,
+            match raw.q.place {
+                Place::Cuda(ordinal) => ordinal as i32,
+                _ => capi::HATTN_CPU,
+            },
+        );
+        let tensor = |address: u64, dtype, ndim, shape, stride| capi::hattn_tensor {
+            struct_size,
+            abi_version: capi::HATTN_ABI_VERSION,
+            data: address as *mut c_void,
+            dtype,
+            device: ordinal,
+            ndim,
+            reserved: 0,
+            shape,
+            stride,
+        };
+        let [q, k, v, o] = [raw.q, raw.k, raw.v, raw.o]
+            .map(|raw| tensor(raw.address, capi::HATTN_BF16, 4, [batch, seqlen, heads, head_dim], self.q.stride()));
+        let lse_address = raw.lse.map_or(0, |lse| lse.address);
+        let lse = tensor(lse_address, capi::HATTN_F32, 3, [batch, heads, seqlen, 0], [heads * seqlen, seqlen, 1, 0]);
+        let problem = capi::hattn_forward_problem {
+            struct_size: size_of::<capi::hattn_forward_problem>() as u32,
+            abi_version: capi::HATTN_ABI_VERSION,
+            dtype: capi::HATTN_BF16,
+            mask: if self.plan.problem().mask_value() == hopper_attention::Mask::Full {
+                capi::HATTN_MASK_FULL
+            } else {
+                capi::HATTN_MASK_CAUSAL
+            },
+            corner: capi::HATTN_BOTTOM_RIGHT,
+            lse: 1,
+            batch,
+            seqlen_q: seqlen,
+            seqlen_kv: seqlen,
+            heads_q: heads,
+            heads_kv: heads,
+            head_dim_qk: head_dim,
+            head_dim_vo: head_dim,
+            window_left: capi::HATTN_UNBOUNDED,
+            window_right: capi::HATTN_UNBOUNDED,
+            softmax_scale: 0.0,
+            reserved: 0,
+        };
+        let mut plan = std::ptr::null_mut();
+        // SAFETY: both are live structs.
+        told(unsafe { capi::hattn_forward_plan_create(&problem, ordinal, &mut plan) })?;
+        let args = capi::hattn_forward_args {
+            struct_size: size_of::<capi::hattn_forward_args>() as u32,
+            abi_version: capi::HATTN_ABI_VERSION,
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &o,
+            lse: &lse,
+            workspace: raw.workspace.address as *mut c_void,
+            workspace_bytes: raw.workspace.bytes,
+        };
+        let stream = self.stream.cu_stream();
+        // SAFETY: a live plan; the buffers live as long as `self`, and the stream is waited for before that.
+        let measured = measure(&mut || told(unsafe { capi::hattn_forward_run(plan, &args, stream.cast()) }));
+        // SAFETY: made above, and used no more.
+        unsafe { capi::hattn_forward_plan_destroy(plan) };
+        measured
+    }
+}
+
+fn told(status: capi::hattn_status) -> Result<()> {
+    if status == capi::HATTN_OK {
+        return Ok(());
+    }
+    // SAFETY: a string of this thread, valid until its next failure.
+    let text = unsafe { CStr::from_ptr(capi::hattn_last_error()) };
+    anyhow::bail!("{}", text.to_string_lossy())
+}
+
+/// A kernel that does nothing.
+struct Launch<'a> {
+    function: sys::CUfunction,
+    stream: &'a CudaStream,
+}
+
+impl<'a> Launch<'a> {
+    fn new(stream: &'a CudaStream) -> Result<Self> {
+        const PTX: &CStr = c".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry nothing() { ret; }\n";
+        // SAFETY: PTX, ended by a 0. The module is kept for the life of the process.
+        let module = unsafe { result::module::load_data(PTX.as_ptr().cast()) }?;
+        // SAFETY: a live module.
+        let function = unsafe { result::module::get_function(module, c"nothing".to_owned()) }?;
+        Ok(Self { function, stream })
+    }
+
+    /// The launch, after the memset that zeroes a counter where there is one.
+    fn call(&self, counter: Option<&CudaSlice<u8>>) -> Result<()> {
+        let stream = self.stream.cu_stream();
+        if let Some(counter) = counter {
+            // SAFETY: the counter has more than 4 bytes, and only this stream uses it.
+            unsafe { sys::cuMemsetD8Async(counter.device_ptr(self.stream).0, 0, 4, stream) }.result()?;
+        }
+        let none = std::ptr::null_mut();
+        // SAFETY: a kernel without parameters.
+        unsafe { sys::cuLaunchKernel(self.function, 1, 1, 1, 128, 1, 1, 0, stream, none, none) }.result()?;
+        Ok(())
+    }
+}

@@ -1,0 +1,235 @@
+//! A report on the terminal.
+
+use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
+
+use crate::host::HostCost;
+use crate::{PointReport, Report, Run, RunStatus, geometric_mean};
+
+/// One line a point: TFLOP/s of each library, ours over the best peer, our share of the roofline, the widest
+/// interquartile range. Colours only where stdout is a terminal.
+pub fn points(report: &Report) -> Table {
+    let names = report.names();
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    let fixed = ["dtype", "hd", "mask", "gqa", "seqlen"];
+    let header = fixed.into_iter().chain(names.iter().copied()).chain(["ours/best", "roofline", "iqr"]);
+    table.set_header(header.map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
+    for result in &report.points {
+        let p = &result.point;
+        let mut row: Vec<Cell> = [
+            p.dtype.to_string(),
+            p.head_dim.to_string(),
+            p.mask_name().to_string(),
+            p.group().to_string(),
+            p.seqlen.to_string(),
+        ]
+        .map(Cell::new)
+        .into();
+        let best = result.best_peer().map(|run| run.name.as_str());
+        row.extend(names.iter().map(|name| match result.run(name) {
+            Some(run) if best == Some(run.name.as_str()) => rate(run).add_attribute(Attribute::Underlined),
+            Some(run) => rate(run),
+            None => Cell::new("absent").fg(Color::DarkGrey),
+        }));
+        row.push(ratio(result.ratio(result.best_peer())));
+        row.push(share(report, result));
+        let spreads = result.runs.iter().filter_map(|run| run.summary.as_ref()).map(|s| s.iqr_percent);
+        row.push(Cell::new(
+            spreads
+                .fold(None, |a: Option<f64>, b| Some(a.map_or(b, |a| a.max(b))))
+                .map_or("-".into(), |x| format!("{x:.1}%")),
+        ));
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut() {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+fn rate(run: &Run) -> Cell {
+    let word = match run.status {
+        RunStatus::Ok => return Cell::new(run.rate().map_or("-".into(), digits)),
+        RunStatus::Wrong => "wrong",
+        RunStatus::Unsupported => "unsupported",
+        RunStatus::Failed => "failed",
+    };
+    Cell::new(word).fg(if run.status == RunStatus::Unsupported { Color::DarkGrey } else { Color::Red })
+}
+
+/// Three digits are what the measurement carries.
+fn digits(rate: f64) -> String {
+    match rate {
+        rate if rate >= 100.0 => format!("{rate:.1}"),
+        rate if rate >= 1.0 => format!("{rate:.2}"),
+        rate => format!("{rate:.4}"),
+    }
+}
+
+/// Green where we are at least as fast, yellow where the noise could hide it, red elsewhere.
+fn ratio(ratio: Option<f64>) -> Cell {
+    let Some(ratio) = ratio else { return Cell::new("-") };
+    let color = match ratio {
+        r if r >= 1.0 => Color::Green,
+        r if r >= 0.98 => Color::Yellow,
+        _ => Color::Red,
+    };
+    Cell::new(format!("{ratio:.3}")).fg(color).add_attribute(Attribute::Bold)
+}
+
+fn share(report: &Report, result: &PointReport) -> Cell {
+    let share = report.roofline(&result.point).and_then(|roof| Some(result.ours()?.rate()? / roof));
+    Cell::new(share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share)))
+}
+
+/// Ours over each peer and over the best of them: minimum and geometric mean.
+pub fn ratios(report: &Report) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut line = |what: String, values: Vec<f64>| {
+        let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+        let Some(mean) = geometric_mean(&values) else { return };
+        let (points, of) = (values.len(), report.points.len());
+        lines.push(format!("ours / {what}: geometric mean {mean:.3}, least {least:.3}, over {points} of {of} points"));
+    };
+    line("best peer".into(), report.points.iter().filter_map(|p| p.ratio(p.best_peer())).collect());
+    for name in report.names() {
+        if report.points.iter().any(|p| p.run(name).is_some_and(|run| run.role == crate::Role::Peer)) {
+            line(name.into(), report.points.iter().filter_map(|p| p.ratio(p.run(name))).collect());
+        }
+    }
+    lines
+}
+
+/// What a reader of the table must know: ceilings, the card, whoever was not timed and why, notes.
+pub fn remarks(report: &Report) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut seen: Vec<&str> = Vec::new();
+    for ceiling in &report.ceilings {
+        if !seen.contains(&ceiling.what.as_str()) {
+            seen.push(&ceiling.what);
+            let (best, unit) =
+                (report.ceiling(&ceiling.what).unwrap_or(0.0), if ceiling.what == "copy" { "TB/s" } else { "TFLOP/s" });
+            lines.push(format!("ceiling: {} {} {unit}", ceiling.what, digits(best)));
+        }
+    }
+    for (when, state) in [("before", &report.state_before), ("after", &report.state_after)] {
+        lines.extend(state.as_ref().map(|state| format!("card {when}: {}", state.line())));
+    }
+    let busy: Vec<_> = report.points.iter().filter_map(|p| p.busy.as_ref()).collect();
+    let clocks: Vec<[f64; 3]> = busy.iter().filter_map(|busy| busy.sm_mhz).collect();
+    if let Some(least) = clocks.iter().map(|[least, ..]| *least).reduce(f64::min) {
+        let reasons: std::collections::BTreeSet<&str> =
+            busy.iter().flat_map(|b| b.reasons.iter().map(String::as_str)).collect();
+        let most = clocks.iter().map(|[.., most]| *most).fold(0.0, f64::max);
+        lines.push(format!(
+            "card while busy: SM {least:.0} to {most:.0} MHz, reasons seen: {}",
+            reasons.into_iter().collect::<Vec<_>>().join(", ")
+        ));
+    }
+    let mut told: Vec<(&str, &str)> = Vec::new();
+    for result in &report.points {
+        for run in &result.runs {
+            if let Some(error) = run.error.as_deref().filter(|error| !told.contains(&(&run.name, error))) {
+                told.push((&run.name, error));
+                lines.push(format!("NOT TIMED OR WRONG: {}, first at {}: {error}", run.name, result.point));
+            }
+        }
+    }
+    lines.extend(report.missing.iter().map(|x| format!("MISSING: {}: {}", x.name, x.error)));
+    lines.extend(report.notes.iter().map(|note| format!("note: {note}")));
+    lines
+}
+
+/// What the calls cost on the host: a line a kind of call, a column a problem.
+pub fn host(cost: &HostCost) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    let problems = cost.problems();
+    let header = ["host cost, us".to_string()]
+        .into_iter()
+        .chain(problems.iter().map(ToString::to_string))
+        .chain(["driver calls".into()]);
+    table.set_header(header.map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
+    let mut kinds: Vec<&str> = Vec::new();
+    for call in &cost.calls {
+        if !kinds.contains(&call.what.as_str()) {
+            kinds.push(&call.what);
+        }
+    }
+    for kind in kinds {
+        let mut row = vec![Cell::new(kind)];
+        row.extend(problems.iter().map(|problem| {
+            let call = cost.calls.iter().find(|call| call.what == kind && call.problem == *problem);
+            Cell::new(
+                call.map_or("-".into(), |call| format!("{:.2} ({:.2} to {:.2})", call.us[1], call.us[0], call.us[2])),
+            )
+        }));
+        let counted =
+            cost.calls.iter().rev().find(|call| call.what == kind).and_then(|call| call.driver_calls.as_ref());
+        let calls = counted.map_or("not counted".into(), |calls| {
+            let each =
+                calls.iter().map(|(name, count)| if *count == 1.0 { name.clone() } else { format!("{count} {name}") });
+            each.collect::<Vec<_>>().join(", ")
+        });
+        row.push(Cell::new(calls));
+        table.add_row(row);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::HostCall;
+    use crate::report::tests::report;
+
+    #[test]
+    fn a_line_a_point() {
+        let text = points(&report()).to_string();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[0][5..], ["ours", "fa3", "none", "ours/best", "roofline", "iqr"]);
+        let roof = report().roofline(&report().points[0].point).unwrap();
+        let share = format!("{:.0}%", 60000.0 / roof);
+        assert_eq!(
+            lines[1],
+            ["bf16", "64", "causal", "1", "512", "600.0", "500.0", "unsupported", "1.200", &share, "2.0%"]
+        );
+        assert_eq!(lines.len(), 3);
+    }
+
+    #[test]
+    fn means_and_remarks() {
+        let means = ratios(&report());
+        assert_eq!(means[0], "ours / best peer: geometric mean 1.095, least 1.000, over 2 of 2 points");
+        assert_eq!(means.len(), 2, "{means:?}"); // a peer without a timing has no mean
+        let text = remarks(&report()).join("\n");
+        assert!(text.contains("ceiling: product_bf16 790.0 TFLOP/s"), "{text}");
+        assert!(
+            text.contains("NOT TIMED OR WRONG: none, first at fwd/bf16/d64/causal/s512/b32/h32/kv32: no kernel"),
+            "{text}"
+        );
+        assert!(text.contains("MISSING: fa4: no module"), "{text}");
+        assert_eq!(text.matches("no kernel").count(), 1);
+    }
+
+    #[test]
+    fn host_costs() {
+        let call = |what: &str, problem: &str, us: f64, calls: &[(&str, f64)]| HostCall {
+            what: what.into(),
+            problem: problem.into(),
+            us: [us - 0.5, us, us + 0.5],
+            driver_calls: (!calls.is_empty()).then(|| calls.iter().map(|(name, n)| (name.to_string(), *n)).collect()),
+        };
+        let cost = HostCost {
+            calls: vec![
+                call("run", "full", 4.0, &[("cuLaunchKernelEx", 1.0)]),
+                call("run", "causal", 5.0, &[("cuLaunchKernelEx", 1.0), ("cuCtxGetCurrent", 2.0)]),
+                call("plan", "causal", 9.0, &[]),
+            ],
+            notes: vec![],
+        };
+        let text = host(&cost).to_string();
+        assert!(text.contains("4.00 (3.50 to 4.50)") && text.contains("2 cuCtxGetCurrent, cuLaunchKernelEx"), "{text}");
+        assert!(text.lines().last().is_some_and(|line| line.contains("not counted")), "{text}");
+    }
+}

@@ -1,0 +1,163 @@
+//! Which harness times: PyTorch's where there is one with a GPU, the Rust one on a GPU without, the CPU's elsewhere.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Result, bail, ensure};
+use hopper_attention_benches::host::HostCost;
+use hopper_attention_benches::{Cpu, Harness, Job, Outcome, Progress, PyTorch, Report, Session, WARM_UPS};
+use serde_json::json;
+
+use super::args::{BenchArgs, HarnessArg};
+use crate::args::DeviceArg;
+use crate::report;
+
+/// The report, and what the calls cost on the host, where that could be measured.
+pub type Measured = (Report, Result<HostCost>);
+
+/// Runs the first harness that works here.
+pub fn run(
+    args: &BenchArgs,
+    length: &mut dyn FnMut(usize),
+    progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+) -> Result<Measured> {
+    let gpu = match args.device {
+        DeviceArg::Cpu => None,
+        DeviceArg::Cuda(ordinal) => Some(ordinal),
+        DeviceArg::Auto if cfg!(feature = "cuda") || !args.ours.is_empty() => Some(0),
+        DeviceArg::Auto => None,
+    };
+    if args.device == DeviceArg::Cpu || (args.device == DeviceArg::Auto && gpu.is_none()) {
+        ensure!(
+            args.ours.is_empty() && args.peer.is_empty() && args.harness == HarnessArg::Auto,
+            "--ours, --peer and --harness are for a GPU, and this would run on the CPU{}",
+            if args.device == DeviceArg::Cpu { "" } else { ": this build has no GPU kernels (--features cuda)" }
+        );
+    }
+    let Some(ordinal) = gpu else { return on_cpu(args, length, progress) };
+
+    if args.harness != HarnessArg::Rust {
+        let job = job(args, false, ordinal, ours(args))?;
+        length(job.points.len());
+        let why = match session(args, &job).run(&mut PyTorch::new(&args.python), progress)? {
+            Outcome::Done { report, cupti } => return Ok((*report, host_on_gpu(ordinal, cupti))),
+            Outcome::Absent(why) => why,
+        };
+        if args.harness == HarnessArg::Pytorch {
+            bail!("--harness pytorch: {why}");
+        }
+        report::warn(format!("{why}: cuDNN, FlashAttention-2 and other peers in Python are not timed"));
+    }
+    on_gpu(args, ordinal, length, progress)
+}
+
+/// Our shared objects: those asked for, or the one that a build puts beside this program.
+fn ours(args: &BenchArgs) -> Vec<String> {
+    if !args.ours.is_empty() {
+        return args.ours.clone();
+    }
+    let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_path_buf())).unwrap_or_default();
+    let file = folder.join("libhopper_attention_benches.so");
+    // Where it is missing the report names it as missing.
+    vec![format!("{}={}", hopper_attention_benches::NAME, file.display())]
+}
+
+fn job(args: &BenchArgs, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Result<Job> {
+    let iters = match (args.iters, on_cpu, args.points.quick) {
+        (Some(iters), ..) => iters as usize,
+        (None, true, _) => 5,
+        (None, false, true) => 12,
+        (None, false, false) => 20,
+    };
+    let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| u64::from(now.subsec_nanos()));
+    Ok(Job {
+        points: args.points.sweep(on_cpu).points()?,
+        iters,
+        layout: args.points.layout,
+        seed: args.seed.unwrap_or_else(clock),
+        ours,
+        peers: args.peer.clone(),
+        python_peers: !args.no_python_peers,
+        ordinal,
+    })
+}
+
+fn session<'a>(args: &BenchArgs, job: &'a Job) -> Session<'a> {
+    let options = BTreeMap::from([
+        ("iters".to_string(), json!(job.iters)),
+        ("warm_ups".into(), json!(WARM_UPS)),
+        ("layout".into(), json!(job.layout)),
+        ("seed".into(), json!(job.seed)),
+        ("filter".into(), json!(args.points.filter)),
+    ]);
+    Session::new(job, args.commit.clone(), options)
+}
+
+fn done(outcome: Outcome, host: impl FnOnce() -> Result<HostCost>) -> Result<Measured> {
+    match outcome {
+        Outcome::Done { report, .. } => Ok((*report, host())),
+        Outcome::Absent(why) => bail!("{why}"),
+    }
+}
+
+fn on_cpu(
+    args: &BenchArgs,
+    length: &mut dyn FnMut(usize),
+    progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+) -> Result<Measured> {
+    let job = job(args, true, 0, vec![])?;
+    length(job.points.len());
+    let harness: &mut dyn Harness = &mut Cpu;
+    let (mut report, host) = done(session(args, &job).run(harness, progress)?, super::host_on_cpu)?;
+    report.notes.push("the CPU backend against the naive computation: it says nothing about the kernels".into());
+    Ok((report, host))
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(
+    args: &BenchArgs,
+    ordinal: usize,
+    length: &mut dyn FnMut(usize),
+    progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+) -> Result<Measured> {
+    use hopper_attention::Device;
+    use hopper_attention_benches::Cuda;
+
+    let device = match Device::cuda(ordinal) {
+        Ok(Device::Cuda(device)) => device,
+        Ok(Device::Cpu) => return on_cpu(args, length, progress),
+        Err(error) if args.device == DeviceArg::Auto && args.ours.is_empty() && args.peer.is_empty() => {
+            report::warn(format!("{error}: small sizes on the CPU"));
+            return on_cpu(args, length, progress);
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let job = job(args, false, ordinal, args.ours.clone())?;
+    length(job.points.len());
+    let outcome = session(args, &job).run(&mut Cuda::new(device)?, progress)?;
+    done(outcome, || host_on_gpu(ordinal, None))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(
+    _: &BenchArgs,
+    _: usize,
+    _: &mut dyn FnMut(usize),
+    _: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+) -> Result<Measured> {
+    bail!("this build has no GPU kernels; build with `--features cuda`")
+}
+
+#[cfg(feature = "cuda")]
+fn host_on_gpu(ordinal: usize, cupti: Option<PathBuf>) -> Result<HostCost> {
+    match hopper_attention::Device::cuda(ordinal)? {
+        hopper_attention::Device::Cuda(device) => hopper_attention_benches::host::on_gpu(&device, cupti.as_deref()),
+        hopper_attention::Device::Cpu => super::host_on_cpu(),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn host_on_gpu(_: usize, _: Option<PathBuf>) -> Result<HostCost> {
+    bail!("this build has no GPU side; build with `--features cuda`")
+}

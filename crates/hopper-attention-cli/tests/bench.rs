@@ -1,0 +1,199 @@
+//! `hattn bench` and `hattn plot` as a user runs them, on the CPU: a sweep, its files, comparisons, charts, refusals.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn hattn(arguments: &[&str]) -> Output {
+    // A terminal's colours would be in the way.
+    Command::new(env!("CARGO_BIN_EXE_hattn")).args(arguments).env("NO_COLOR", "1").output().expect("hattn starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Eight points in a second or two.
+const SMALL: [&str; 13] = [
+    "bench",
+    "--device",
+    "cpu",
+    "--tokens",
+    "32",
+    "--hidden",
+    "64",
+    "--seqlens",
+    "16,32",
+    "--dims",
+    "16,32",
+    "--dtypes",
+    "bf16",
+];
+
+fn sweep(folder: &Path, more: &[&str]) -> Output {
+    let folder = folder.to_str().expect("a UTF-8 path");
+    let rest = ["--iters", "5", "--seed", "7", "--commit", "abc", "--output", folder];
+    hattn(&[&SMALL[..], &rest, more].concat())
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).expect("the file is there")).expect("it is JSON")
+}
+
+#[test]
+fn a_sweep_leaves_a_report_a_table_and_charts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = sweep(&folder.path().join("new/folder"), &["--gqa", "2", "--layout", "bhsd"]);
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let folder = folder.path().join("new/folder");
+
+    let stdout = text(&out.stdout);
+    for part in
+        ["TFLOP/s", "ours/best", "naive", "ours / best peer: geometric mean", "host cost, us", "CPU backend against"]
+    {
+        assert!(stdout.contains(part), "{part}\n{stdout}");
+    }
+
+    let report = json(&folder.join("bench.json"));
+    assert_eq!((&report["schema"], &report["commit"]), (&"hattn-bench/1".into(), &"abc".into()));
+    assert_eq!((&report["harness"], &report["options"]["seed"]), (&"cpu".into(), &7.into()));
+    assert!(report["host"]["calls"][0]["us"][1].as_f64().is_some_and(|us| us > 0.0), "{}", report["host"]);
+    let points = report["points"].as_array().expect("points");
+    let sizes: Vec<_> = points
+        .iter()
+        .map(|p| ["head_dim", "causal", "seqlen", "heads_kv"].map(|key| p["point"][key].to_string()))
+        .collect();
+    let expected =
+        |d: usize, c: bool, s: usize| [d.to_string(), c.to_string(), s.to_string(), (64 / d / 2).to_string()];
+    let all = [16, 32]
+        .into_iter()
+        .flat_map(|d| [false, true].into_iter().flat_map(move |c| [16, 32].map(|s| expected(d, c, s))));
+    assert_eq!(sizes, all.collect::<Vec<_>>());
+    for point in points {
+        let runs = point["runs"].as_array().expect("runs");
+        assert_eq!(
+            runs.iter().map(|run| run["name"].as_str().expect("a name")).collect::<Vec<_>>(),
+            ["hopper-attention", "naive"]
+        );
+        for run in runs {
+            assert_eq!((&run["status"], run["ms"].as_array().map(Vec::len)), (&"ok".into(), Some(5)), "{run}");
+            assert!(run["tflops"].as_f64().is_some_and(|rate| rate > 0.0) && run["check"]["unwritten"] == 0, "{run}");
+        }
+        assert!(runs[1]["check"]["cross"].as_f64().is_some_and(|distance| distance < 0.03), "{}", runs[1]);
+    }
+
+    let csv = std::fs::read_to_string(folder.join("bench.csv")).expect("the CSV is there");
+    assert_eq!(csv.lines().count(), 1 + 2 * points.len());
+    assert!(
+        csv.lines().next().is_some_and(|header| header.starts_with("direction,dtype,") && header.ends_with(",ms_5"))
+    );
+
+    let charts = ["d16-full", "d16-causal", "d32-full", "d32-causal"].map(|name| format!("fwd-bf16-{name}-gqa2.svg"));
+    for chart in &charts {
+        let svg = std::fs::read_to_string(folder.join(chart)).expect("the chart is there");
+        assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{chart}");
+        for part in ["prefers-color-scheme: dark", "hopper-attention ", "naive ", "sequence length"] {
+            assert!(svg.contains(part), "{chart} has no {part}");
+        }
+    }
+
+    // `plot` draws the same from the report.
+    let elsewhere = folder.join("elsewhere");
+    let (report, elsewhere_text) = (folder.join("bench.json"), elsewhere.display().to_string());
+    let out = hattn(&["plot", report.to_str().expect("UTF-8"), "--output", &elsewhere_text]);
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    for chart in &charts {
+        let both = [&folder, &elsewhere].map(|folder| std::fs::read_to_string(folder.join(chart)).expect("a chart"));
+        assert!(both[0] == both[1], "{chart}");
+    }
+}
+
+#[test]
+fn comparisons_fail_only_on_what_got_slower() {
+    let folder = tempfile::tempdir().expect("a folder");
+    assert!(sweep(folder.path(), &["--filter", "d32/causal"]).status.success());
+    let new = folder.path().join("bench.json");
+    let against = |factor: f64| {
+        // The old report is the new one with other times of ours: what the CPU did meanwhile is not in it.
+        let mut old = json(&new);
+        for point in old["points"].as_array_mut().expect("points") {
+            let run = &mut point["runs"][0];
+            run["tflops"] = (run["tflops"].as_f64().expect("a rate") * factor).into();
+            for run in point["runs"].as_array_mut().expect("runs") {
+                run["iqr_percent"] = 1.0.into();
+            }
+        }
+        let path = folder.path().join("old.json");
+        std::fs::write(&path, old.to_string()).expect("written");
+        let [old, new] = [&path, &new].map(|path| path.to_str().expect("UTF-8"));
+        hattn(&["bench", "--from", new, "--compare", old, "--noise", "30"])
+    };
+    let same = against(1.0);
+    assert!(
+        same.status.success() && text(&same.stdout).contains("0 slower, 0 faster, 2 within noise"),
+        "{}",
+        text(&same.stdout)
+    );
+    let faster = against(0.001);
+    assert!(faster.status.success() && text(&faster.stdout).contains("0 slower, 2 faster"), "{}", text(&faster.stdout));
+    let slower = against(1000.0);
+    assert_eq!(slower.status.code(), Some(1));
+    assert!(
+        text(&slower.stdout).contains("slower: fwd/bf16/d32/causal/s16/b2/h2/kv2: -99.9%"),
+        "{}",
+        text(&slower.stdout)
+    );
+    assert!(text(&slower.stderr).contains("points got slower or were lost since"));
+}
+
+#[test]
+fn a_readme_gets_its_section() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let record = folder.path().join("record/cpu");
+    assert!(sweep(&record, &["--filter", "d32"]).status.success());
+    let readme = folder.path().join("README.md");
+    let markers = "<!-- begin generated by `hattn plot x --update README.md` -->\n<!-- end generated -->\n";
+    std::fs::write(&readme, format!("before\n{markers}after\n")).expect("written");
+    let report = record.join("bench.json").display().to_string();
+    let update = || hattn(&["plot", &report, "--update", readme.to_str().expect("UTF-8")]);
+    let out = update();
+    assert!(out.status.success() && text(&out.stdout).contains("updated"), "{}", text(&out.stderr));
+    let new = std::fs::read_to_string(&readme).expect("the README");
+    for part in [
+        "before\n<!-- begin generated by `hattn plot record/cpu/bench.json --update README.md` -->\n",
+        "<img src=\"record/cpu/fwd-bf16-d32-full.svg\"",
+        "| bf16, head dim 32, causal |",
+        "<!-- end generated -->\nafter\n",
+    ] {
+        assert!(new.contains(part), "{part}\n{new}");
+    }
+    assert!(text(&update().stdout).contains("same"));
+    std::fs::write(&readme, "no markers").expect("written");
+    let refused = update();
+    assert!(!refused.status.success() && text(&refused.stderr).contains("are missing"), "{}", text(&refused.stderr));
+}
+
+#[test]
+fn what_cannot_run_is_refused_by_name() {
+    let refused = |arguments: &[&str], part: &str| {
+        let out = hattn(&[&["bench", "--device", "cpu"], arguments].concat());
+        assert!(!out.status.success(), "{arguments:?}");
+        assert!(text(&out.stderr).contains(part), "{arguments:?}: {}", text(&out.stderr));
+    };
+    refused(&["--dims", "96"], "head dim 96 does not divide the hidden size 256");
+    refused(&["--gqa", "3"], "--gqa 3 does not divide");
+    refused(&["--filter", "s51"], "none of the");
+    refused(&["--seqlens", "0"], "0 is not in 1..");
+    refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
+    refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
+    refused(&["--compare", "nowhere.json"], "report nowhere.json");
+    let out = hattn(&["bench", "--device", "cuda:4096", "--harness", "rust", "--filter", "s512"]);
+    assert!(!out.status.success(), "there is no such GPU");
+    let out = hattn(&["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", "python-that-nobody-has"]);
+    assert!(
+        text(&out.stderr).contains("--harness pytorch: python-that-nobody-has does not start"),
+        "{}",
+        text(&out.stderr)
+    );
+}
