@@ -296,21 +296,26 @@ impl Entry {
     /// # Errors
     /// When it cannot be loaded, or has no such entry.
     pub fn load(path: &str) -> Result<Self, String> {
-        let load = || {
-            // SAFETY: loading runs what the library runs on being loaded; whoever named it trusts it.
-            let library = unsafe { libloading::Library::new(path) }?;
-            // A library's code must outlive all that may call it, CUDA's exit handlers too.
-            let library = Box::leak(Box::new(library));
-            // SAFETY: these names have these types, as `hattn_peer.h` says.
-            unsafe {
-                Ok(Self {
-                    forward: *library.get::<Forward>(b"hattn_peer_fwd")?,
-                    name: *library.get::<Text>(b"hattn_peer_name")?,
-                    last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
-                })
+        // What went wrong is in an error's source, and the name that was asked for in neither.
+        let told = |what: String| {
+            move |error: libloading::Error| match std::error::Error::source(&error) {
+                Some(source) => format!("{what}: {error}: {source}"),
+                None => format!("{what}: {error}"),
             }
         };
-        load().map_err(|error: libloading::Error| error.to_string())
+        // SAFETY: loading runs what the library runs on being loaded; whoever named it trusts it.
+        let library = unsafe { libloading::Library::new(path) }.map_err(told(path.to_owned()))?;
+        // A library's code must outlive all that may call it, CUDA's exit handlers too.
+        let library: &'static libloading::Library = Box::leak(Box::new(library));
+        let missing = |name: &str| told(format!("{path} has no {name}"));
+        // SAFETY: these names have these types, as `hattn_peer.h` says.
+        unsafe {
+            Ok(Self {
+                forward: *library.get::<Forward>(b"hattn_peer_fwd").map_err(missing("hattn_peer_fwd"))?,
+                name: *library.get::<Text>(b"hattn_peer_name").map_err(missing("hattn_peer_name"))?,
+                last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
+            })
+        }
     }
 
     /// The short name.
@@ -375,7 +380,8 @@ mod tests {
 
     #[test]
     fn a_library_without_the_entry_is_refused() {
-        assert!(Entry::load("libm.so.6").is_err_and(|why| why.contains("hattn_peer_fwd")));
-        assert!(Entry::load("libnowhere.so").is_err());
+        let Err(why) = Entry::load("libm.so.6") else { panic!("libm computes no attention") };
+        assert!(why.contains("hattn_peer_fwd"), "{why}");
+        assert!(Entry::load("libnowhere.so").is_err_and(|why| why.contains("libnowhere.so")));
     }
 }
