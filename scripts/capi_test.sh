@@ -14,6 +14,7 @@ case $target in /*) ;; *) target=$PWD/$target ;; esac
 toolchain=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
 PATH=$PATH:$toolchain/cmake/bin:$toolchain/bin
 capi=$root/crates/hopper-attention-capi
+version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/Cargo.toml" | head -n 1)
 work=$target/capi-test
 build=$work/build-$cuda
 prefix=$work/moved/prefix # where the installed files are used; not where they were installed
@@ -66,7 +67,7 @@ build_again() {
   cmake --build "$build" && [ "$before" = "$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})" ]
 }
 install_tree() {
-  diff <(cd "$prefix" && find . -not -type d | sort) - <<'TREE'
+  diff <(cd "$prefix" && find . -not -type d | sort) - <<TREE
 ./include/hopper_attention.h
 ./include/hopper_attention.hpp
 ./include/hopper_attention_dlpack.hpp
@@ -74,7 +75,7 @@ install_tree() {
 ./lib/cmake/hopper_attention/hopper_attentionConfigVersion.cmake
 ./lib/libhopper_attention.a
 ./lib/libhopper_attention.so
-./lib/libhopper_attention.so.0.1.0
+./lib/libhopper_attention.so.$version
 ./lib/libhopper_attention.so.1
 ./lib/pkgconfig/hopper_attention-static.pc
 ./lib/pkgconfig/hopper_attention.pc
@@ -118,6 +119,8 @@ undefined() {
   ! { nm -D --undefined-only "$so" && nm --undefined-only "$a"; } | awk '{ print $NF }' |
     grep -E '^(hattn_|cu[A-Z]|cuda|__cuda|_R|_ZN|__rust|rust_)' | grep -vE '^_ZN?K?St|^_ZNS'
 }
+# linked_archive NAME: where CMake found it.
+linked_archive() { tr '; ' '\n\n' <"$build/libraries.stamp" | grep "/$1\$"; }
 # sections FILE NAME...: bytes of the sections of these names, in an object, an archive or a library.
 sections() {
   local file=$1 names
@@ -129,7 +132,7 @@ sections() {
 # The kernels announce themselves in constructors that nothing refers to: each must have come through the links.
 registration() {
   local kernels bytes file
-  kernels=$(tr ';' '\n' <"$build/libraries.stamp" | tr ' ' '\n' | grep libhattn_kernels.a)
+  kernels=$(linked_archive libhattn_kernels.a)
   bytes=$(sections "$kernels" .nvFatBinSegment)
   [ "$bytes" -gt 0 ] || { echo "$kernels holds no kernels" && return 1; }
   for file in "$so" "$a"; do
@@ -176,7 +179,7 @@ version_of() {
 }
 pkg_config() {
   export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
-  [ "$(pkg-config --modversion hopper_attention)" = 0.1.0 ] && pkg-config --static --libs hopper_attention | grep -e -lm &&
+  [ "$(pkg-config --modversion hopper_attention)" = "$version" ] && pkg-config --static --libs hopper_attention | grep -e -lm &&
     [ "$(realpath "$(pkg-config --variable=libdir hopper_attention)")" = "$prefix/lib" ]
 }
 # One target of each kind, of a library that CMake builds beside its user.
@@ -203,7 +206,7 @@ beside_others() {
   printf '#include <hopper_attention.h>\n#include <stddef.h>\nsize_t other(void);\n#ifdef CUDART\nint cudaRuntimeGetVersion(int *);\n#endif\nint main(void) {\n  int32_t gpus = -1;\n#ifdef CUDART\n  int version = 0;\n  if (cudaRuntimeGetVersion(&version) != 0 || version < 12000) return 3;\n#endif\n  if (other() != 1) return 1;\n  return hattn_device_count(&gpus) != HATTN_OK || gpus < 0 ? 2 : 0;\n}\n' >main.c
   local cudart=() libs order
   if [ $cuda = ON ]; then
-    cudart=("$(tr ';' '\n' <"$build/libraries.stamp" | tr ' ' '\n' | grep libcudart_static.a)" -DCUDART)
+    cudart=("$(linked_archive libcudart_static.a)" -DCUDART)
   fi
   libs="-lstdc++ -lgcc_s -lpthread -ldl -lrt -lm"
   rustc --edition 2024 --crate-type staticlib -O other.rs -o libother.a || return 1
@@ -212,6 +215,13 @@ beside_others() {
     # shellcheck disable=SC2086 # lists of words
     cc -I "$prefix/include" main.c $order "${cudart[@]}" $libs -o "beside" -Wl,--fatal-warnings && ./beside || return 1
   done
+}
+# The program that the README shows, linked as the README says.
+readme_program() {
+  mkdir -p "$consumers/readme" && cd "$consumers/readme" &&
+    sed -n '/^```cpp$/,/^```$/p' "$root/README.md" | grep -v '^```' >mine.cpp && [ -s mine.cpp ] &&
+    c++ -std=c++17 -Wall -Wextra -Werror mine.cpp -o mine \
+      $(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs hopper_attention) && LD_LIBRARY_PATH=$prefix/lib ./mine
 }
 python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
 python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
@@ -246,17 +256,20 @@ done
 
 dlpack=()
 [ ! -d "$toolchain/dlpack/include" ] || dlpack=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include")
+# With CUDA's headers and a static runtime of their own, the programs can take a GPU, and show that two runtimes get along.
+toolkit=()
+if [ $cuda = ON ]; then toolkit=("-DCUDAToolkit_ROOT=$(dirname "$(dirname "$(linked_archive libcudart_static.a)")")"); fi
 sanitize=(-DCMAKE_C_FLAGS=-fsanitize=address,undefined -DCMAKE_CXX_FLAGS=-fsanitize=address,undefined)
 export UBSAN_OPTIONS=halt_on_error=1
-check "ctest: C and C++ tests, shared" project tests-shared crates/hopper-attention-capi/tests/c "${dlpack[@]}"
+check "ctest: C and C++ tests, shared" project tests-shared crates/hopper-attention-capi/tests/c "${dlpack[@]}" "${toolkit[@]}"
 check "ctest: C and C++ tests, static, address and undefined-behaviour sanitizers" project tests-sanitized \
   crates/hopper-attention-capi/tests/c -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined" "${dlpack[@]}"
 check "find_package, shared: examples/cpp" project cpp-shared examples/cpp
 check "it uses the shared library" linked cpp-shared/build/attention
-check "find_package, static: examples/cpp" project cpp-static examples/cpp -DHATTN_LINK=static
+check "find_package, static: examples/cpp" project cpp-static examples/cpp -DHATTN_LINK=static "${toolkit[@]}"
 check "it needs no library" not_linked cpp-static/build/attention
 check "find_package, shared, sanitizers: examples/cpp" project cpp-sanitized examples/cpp "${sanitize[@]}"
-check "find_package, shared: examples/multithread" project threads-shared examples/multithread
+check "find_package, shared: examples/multithread" project threads-shared examples/multithread "${toolkit[@]}"
 check "find_package, static, sanitizers: examples/multithread" project threads-sanitized examples/multithread -DHATTN_LINK=static "${sanitize[@]}"
 check "find_package of version 0.1" version_of 0.1 1
 check "find_package refuses version 0.2" version_of 0.2 0
@@ -265,13 +278,17 @@ if command -v pkg-config >/dev/null; then
   check "pkg-config, shared: examples/cpp" makefile make-shared
   check "pkg-config, static: examples/cpp" makefile make-static STATIC=1
   check "it needs no library either" not_linked make-static/attention
+  check "the README's program" readme_program
 else
   ignore "pkg-config" "it is not installed"
 fi
 if command -v valgrind >/dev/null; then
   check "valgrind: C and C++ tests" project tests-valgrind crates/hopper-attention-capi/tests/c -DHATTN_TEST_VALGRIND=ON "${dlpack[@]}"
-  check "valgrind: examples/cpp" valgrind --quiet --error-exitcode=97 --leak-check=full --show-leak-kinds=definite \
-    --errors-for-leak-kinds=definite "$consumers/cpp-shared/build/attention"
+  for program in cpp-shared/build/attention "threads-shared/build/threads 1"; do
+    # shellcheck disable=SC2086 # a program and its arguments
+    check "valgrind: ${program%% *}" valgrind --quiet --error-exitcode=97 --leak-check=full --show-leak-kinds=definite \
+      --errors-for-leak-kinds=definite "$consumers"/$program
+  done
 else
   ignore "valgrind" "it is not installed"
 fi

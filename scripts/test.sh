@@ -47,7 +47,7 @@ check_clang_format() {
     return
   fi
   local files
-  mapfile -t files < <(find crates examples -name target -prune -o -regex '.*\.\(h\|hpp\|cu\|c\|cc\|cpp\)' -print |
+  mapfile -t files < <(find crates examples benches -name target -prune -o -regex '.*\.\(h\|hpp\|cu\|c\|cc\|cpp\)' -print |
     grep -v 'include/hopper_attention\.h$') # made by cbindgen
   step clang-format clang-format --dry-run --Werror "${files[@]}"
 }

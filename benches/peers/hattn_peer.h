@@ -57,9 +57,9 @@ typedef struct hattn_peer_fwd_args {
   int32_t window_left;
   int32_t window_right;
   float softmax_scale;
-  int32_t reserved; /* 0 */
-  void* stream;     /* the work is enqueued here, and the call returns without waiting for it */
-  void* workspace;  /* device scratch, contents undefined; whatever must be zeroed is zeroed on the stream, by the call */
+  int32_t reserved;         /* 0 */
+  void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
+  void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
   uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
 } hattn_peer_fwd_args;
 
