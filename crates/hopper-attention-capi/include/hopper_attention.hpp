@@ -368,8 +368,11 @@ inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 // mask, the scale 1 / sqrt(head_dim_qk) and no log-sum-exp. The numbers are checked where the problem is used.
 class ForwardProblem {
  public:
-  // The element type of Q, K, V and O.
-  explicit constexpr ForwardProblem(DType dtype) noexcept { problem_.dtype = static_cast<hattn_dtype>(dtype); }
+  // The element type of Q, K, V and O. One sequence, until batch() says otherwise.
+  explicit constexpr ForwardProblem(DType dtype) noexcept {
+    problem_.dtype = static_cast<hattn_dtype>(dtype);
+    problem_.batch = 1;
+  }
 
   constexpr ForwardProblem& batch(std::int64_t sequences) noexcept {
     problem_.batch = sequences;
