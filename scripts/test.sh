@@ -88,7 +88,7 @@ step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" \
 step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" \
   cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
 # What would be published: each package builds from its own files. The kernels are compiled from the checkout only.
-unpublished=(--exclude hopper-attention-tests --exclude hopper-attention-benches --exclude hopper-attention-example-cudarc)
+unpublished=(--exclude hopper-attention-tests --exclude hopper-attention-example-cudarc)
 step package env HATTN_NO_KERNELS=1 cargo package --workspace "${unpublished[@]}" --locked --allow-dirty \
   --target-dir "${CARGO_TARGET_DIR:-target}/packages"
 

@@ -62,11 +62,22 @@ pub enum Values {
     Uneven,
     /// The same everywhere.
     Constant,
+    /// Normal, with an offset of the scores, in natural units at the default scale, that goes from `first` at the first key
+    /// to `last` at the last: whatever a kernel takes for the size of a score, this is another.
+    Sloped {
+        /// At the first key.
+        first: i16,
+        /// At the last key.
+        last: i16,
+    },
     /// Normal, with a NaN in one query: one row of each of its head's results is NaN.
     NanQuery,
     /// Normal, with a NaN in the last key, which the mask hides from some queries.
     NanKey,
 }
+
+/// What makes the slope together with the keys: the first element of every query.
+const SLOPE_QUERY: f64 = 8.0;
 
 /// Which input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +112,21 @@ impl Values {
         let [batch, seqlen, heads, _] = shape;
         if batch > 0 && seqlen > 0 {
             match (self, input) {
+                (Self::Sloped { .. }, Input::Q) => {
+                    for row in tensor.data_mut().chunks_exact_mut(shape[3]) {
+                        row[0] = SLOPE_QUERY;
+                    }
+                }
+                (Self::Sloped { first, last }, Input::K) => {
+                    let unit = (shape[3] as f64).sqrt() / SLOPE_QUERY;
+                    for (b, s, h) in
+                        (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h))))
+                    {
+                        let along = s as f64 / (seqlen - 1).max(1) as f64;
+                        tensor.row_mut(b, s, h)[0] =
+                            (f64::from(first) * (1.0 - along) + f64::from(last) * along) * unit;
+                    }
+                }
                 (Self::NanQuery, Input::Q) => tensor.row_mut(batch - 1, seqlen / 2, heads - 1)[3] = f64::NAN,
                 (Self::NanKey, Input::K) => tensor.row_mut(0, seqlen - 1, heads - 1)[1] = f64::NAN,
                 _ => {}

@@ -285,6 +285,11 @@ fn numbers() -> Vec<Case> {
             for values in [Values::Large, Values::Tiny, Values::Offset, Values::Uneven, Values::Constant] {
                 cases.push(Case { values, ..case.clone() });
             }
+            for (first, last) in
+                [(40, 40), (-40, -40), (150, 150), (-150, -150), (-150, 150), (150, -150), (-40, 0), (0, -40)]
+            {
+                cases.push(Case { values: Values::Sloped { first, last }, ..case.clone() });
+            }
             for values in [Values::NanQuery, Values::NanKey] {
                 cases.push(Case { values, ..case.clone() });
             }
@@ -335,7 +340,13 @@ pub mod random {
         let sizes = (1usize..4, length(), prop_oneof![9 => length(), 1 => Just(0)], 1usize..4, 1usize..5, dim(), dim());
         let scale = prop_oneof![2 => Just(None), 1 => (0.005f32..2.0).prop_map(Some)];
         let placement = proptest::sample::select(Placement::ALL.to_vec());
-        let values = proptest::sample::select(vec![Values::Normal, Values::Normal, Values::Offset, Values::Uneven]);
+        let slope = || proptest::sample::select(vec![-150i16, -40, -10, 0, 10, 40, 150]);
+        let values = prop_oneof![
+            2 => Just(Values::Normal),
+            1 => Just(Values::Offset),
+            1 => Just(Values::Uneven),
+            1 => (slope(), slope()).prop_map(|(first, last)| Values::Sloped { first, last }),
+        ];
         (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
             |(sizes, mask, scale, lse, placement, values, seed, square)| {
                 let (batch, seqlen_q, seqlen_kv, heads_kv, group, head_dim_qk, head_dim_vo) = sizes;

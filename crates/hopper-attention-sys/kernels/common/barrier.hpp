@@ -75,6 +75,13 @@ struct RingPosition {
       }
     }
   }
+
+  // The same in the whole warp already, but after a loop of run-time length ptxas no longer knows, and would move every
+  // descriptor that depends on it from ordinary registers to uniform ones, in every block.
+  CUTE_DEVICE void make_uniform() {
+    stage = __shfl_sync(0xffffffffU, stage, 0);
+    parity = __shfl_sync(0xffffffffU, parity, 0);
+  }
 };
 
 }  // namespace hattn

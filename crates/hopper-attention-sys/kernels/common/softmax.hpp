@@ -2,10 +2,11 @@
 // that holds two rows of an m64 accumulator.
 //
 // P, the row sum and O share one reference per row (the subtrahend of the exponents), so any reference gives the same
-// quotient and only overflow matters. The first block of a tile sets it to the row's true maximum. Later blocks are
-// exponentiated against it unseen, without looking for a maximum; only when a block's sum shows that the reference has
-// become too small (or that there is none yet, or a NaN) are the scores computed again and the reference moved. That
-// is rare, and saves a maximum, its shuffles and their latency in every other block.
+// quotient and only overflow and underflow matter: f32 and bf16 reach 126 powers of two either way. A tile's first
+// block is exponentiated against 0, and the reference follows from the sum: it stays 0 for scores of an ordinary size.
+// Later blocks are exponentiated against it unseen. Only when a block's sum shows that the reference does not suit (or
+// that there is none yet, or a NaN) are the scores computed again and the maximum taken. That is rare, and saves a
+// maximum, its shuffles and their latency in every other block.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -24,6 +25,12 @@ CUTE_DEVICE float log2_approx(float x) {
   return y;
 }
 
+CUTE_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The four lanes that share a row.
 CUTE_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 1));
@@ -34,10 +41,20 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
+// Whether each group of four lanes has a bit.
+CUTE_DEVICE bool every_quad(std::uint32_t ballot) {
+  ballot |= ballot >> 1;
+  ballot |= ballot >> 2;
+  return (ballot & 0x11111111U) == 0x11111111U;
+}
+
 // kSumLimit bounds what one lane may add to a row in one block, and with it every element of P: far below the largest
 // value of P's type, with room for the products with V.
 template <int kTileN, int kSumLimitLog2>
 struct OnlineSoftmax {
+  // What a row's first sum must at least be, so that P is not too small for its type.
+  static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 1.0F;
+
   float reference[2];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
   float row_sum[2];    // this lane's part of the sum; the quad's parts are added once a tile
 
@@ -92,16 +109,92 @@ struct OnlineSoftmax {
     exponentiate(scores, scale_log2, shift, sums);
   }
 
-  template <class Scores>
-  CUTE_DEVICE void first_block(Scores& scores, float scale_log2) {
-    reference[0] = -INFINITY;
-    reference[1] = -INFINITY;
-    float rescale[2];
-    exact_block(scores, scale_log2, rescale, row_sum);
+  // The first block of a tile, exponentiated against 0. Where that does not suit a row's sum, the row is multiplied by
+  // a power of two, its reference from then on; only a sum far out of range costs a recomputation and the true maximum.
+  // `has_keys(r)` says whether a row has a key in the block: one that has none is left without a reference.
+  template <class Scores, class Recompute, class HasKeys>
+  CUTE_DEVICE void first_block(Scores& scores, float scale_log2, Recompute const& recompute, HasKeys const& has_keys) {
+    constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
+    reference[0] = 0.0F;
+    reference[1] = 0.0F;
+    exponentiate(scores, scale_log2, reference, row_sum);
+    // No lane of a row too large, and one large enough.
+    bool const small = row_sum[0] < kSumLimit && row_sum[1] < kSumLimit;
+    std::uint32_t const large_0 = __ballot_sync(0xffffffffU, row_sum[0] >= kSumLeast);
+    std::uint32_t const large_1 = __ballot_sync(0xffffffffU, row_sum[1] >= kSumLeast);
+    if (!__all_sync(0xffffffffU, small) || !(every_quad(large_0) && every_quad(large_1))) {
+      float total[2];
+      bool lost = false;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        total[r] = quad_sum(row_sum[r]);
+        lost = lost || (!(total[r] > 0x1p-96F && total[r] < 0x1p96F) && has_keys(r));
+      }
+      if (__any_sync(0xffffffffU, lost)) {
+        recompute();
+        reference[0] = -INFINITY;
+        reference[1] = -INFINITY;
+        float rescale[2];
+        exact_block(scores, scale_log2, rescale, row_sum);
+      } else {
+        float factor[2];
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          int const exponent = (__float_as_int(total[r]) >> 23) - 127;
+          bool const none = total[r] == 0.0F;
+          reference[r] = none ? -INFINITY : static_cast<float>(exponent);
+          factor[r] = none ? 0.0F : __int_as_float((127 - exponent) << 23);
+          row_sum[r] *= factor[r];
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < cute::size(scores); ++i) {
+          scores(i) *= factor[i / 2 % 2];
+        }
+      }
+    }
   }
 
-  // `recompute` brings back the scores, masked as they were; `rescale_output` multiplies the rows of O, which must
-  // share the reference.
+  // The whole rows' sums.
+  CUTE_DEVICE void finish(float (&sums)[2]) const {
+    sums[0] = quad_sum(row_sum[0]);
+    sums[1] = quad_sum(row_sum[1]);
+  }
+
+  // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first. The
+  // reference moves only when it has become too small; `rescale_output` multiplies the rows of O, which share it.
+  template <class Scores, class RescaleOutput>
+  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, RescaleOutput const& rescale_output) {
+    constexpr float kHeadroom = 8.0F;
+    float max[2];
+    block_max(scores, max);
+    bool moves[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      max[r] *= scale_log2;
+      moves[r] = max[r] > reference[r] + kHeadroom;
+    }
+    if (__any_sync(0xffffffffU, moves[0] || moves[1])) {
+      float rescale[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        rescale[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
+        reference[r] = moves[r] ? max[r] : reference[r];
+        row_sum[r] *= rescale[r];
+      }
+      rescale_output(rescale);
+    }
+    float shift[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = reference[r] == -INFINITY ? 0.0F : reference[r];
+    }
+    float sums[2];
+    exponentiate(scores, scale_log2, shift, sums);
+    row_sum[0] += sums[0];
+    row_sum[1] += sums[1];
+  }
+
+  // Any other later block. `recompute` brings back the scores.
   template <class Scores, class Recompute, class RescaleOutput>
   CUTE_DEVICE void next_block(Scores& scores, float scale_log2, Recompute const& recompute,
                               RescaleOutput const& rescale_output) {

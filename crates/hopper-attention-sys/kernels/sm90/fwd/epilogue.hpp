@@ -22,26 +22,30 @@ struct Epilogue {
                  : "memory");
   }
 
-  // Writes the tile's log-sum-exp and gives what its O must be multiplied by. `softmax.row_sum` is this lane's part,
-  // not yet added over the quad.
-  template <class Softmax>
+  // Without a branch, so that the two rows' long chains of dependent instructions run side by side.
+  CUTE_DEVICE static void store_if(bool condition, float* address, float value) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32 [%0], %1;}" ::"l"(address), "f"(value),
+                 "r"(static_cast<int>(condition))
+                 : "memory");
+  }
+
+  // Writes the tile's log-sum-exp and gives what its O must be multiplied by.
   CUTE_DEVICE static void finish_rows(KernelParams const& params, Storage const& storage, int buffer, int consumer,
-                                      Softmax const& softmax, float (&inverse)[2]) {
+                                      float const (&reference)[2], float const (&sums)[2], float (&inverse)[2]) {
     Tile const tile = storage.tile[buffer];
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const first_query = tile.m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float const sum = quad_sum(softmax.row_sum[r]);
+      float const sum = sums[r];
       bool const empty = sum == 0.0F;  // no key at all (the maximum counts 1): O = 0, LSE = -inf; a NaN stays one
-      inverse[r] = empty ? 0.0F : __frcp_rn(sum);
+      inverse[r] = empty ? 0.0F : reciprocal_approx(sum);
       int const query = first_query + 8 * r;
-      if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
-        constexpr float kLn2 = 0.693147180559945309F;
-        float const lse = empty ? -INFINITY : (softmax.reference[r] + log2_approx(sum)) * kLn2;
-        params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] = lse;
-      }
+      constexpr float kLn2 = 0.693147180559945309F;
+      float const lse = empty ? -INFINITY : (reference[r] + log2_approx(sum)) * kLn2;
+      store_if(params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q,
+               params.lse + tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query, lse);
     }
   }
 

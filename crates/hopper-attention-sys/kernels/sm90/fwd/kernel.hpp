@@ -5,7 +5,7 @@
 // grid is persistent; tile_scheduler.hpp says which tiles a CTA takes, mask.hpp which key blocks a tile visits.
 //
 // Barriers. Full barriers (one arrival and the bytes of a copy) hand a buffer to the consumers, empty ones (one arrival
-// a consumer warpgroup, after its wgmma wait) hand it back: k_full/k_empty and v_full/v_empty per stage, so that V may
+// a consumer warp, after its wgmma wait) hand it back: k_full/k_empty and v_full/v_empty per stage, so that V may
 // lag behind K by a block. q_full per Q buffer; its way back is o_full (one arrival a warp and consumer), after which
 // warp 1 stores O and only then loads the Q of the tile kBuffersQ later. Named barriers 1..3 pass the turn to issue
 // products around.
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       storage.k_full[i].init(1);
       storage.v_full[i].init(1);
       storage.k_empty[i].init(4 * Traits::kConsumers);
-      storage.v_empty[i].init(Traits::kConsumers);
+      storage.v_empty[i].init(4 * Traits::kConsumers);
     }
     fence_mbarrier_init();
   }

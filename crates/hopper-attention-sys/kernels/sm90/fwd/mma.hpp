@@ -1,8 +1,8 @@
 // The consumer warpgroups: both products and the softmax between them.
 //
 // A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
-// O += P_{j-1} V_{j-1}, then exponentiates S while the second product still runs. At a tile's border the first S of the
-// next tile is issued together with the last product of this one, so the border costs an epilogue and no idle step.
+// O += P_{j-1} V_{j-1}, then exponentiates S while the second product still runs. At a tile's border the last product
+// hides the look at the next tile, and the next tile's first S hides the epilogue.
 // The warpgroups take turns at issuing (ping-pong), so that one exponentiates while the other multiplies.
 #pragma once
 
@@ -91,13 +91,13 @@ struct Mma {
     };
 
     auto release_k = [&]() {
-      if (Traits::thread_index() % 32 == 0) {
+      if (elect_one_sync()) {
         storage.k_empty[k.stage].arrive();
       }
       k.advance();
     };
     auto release_v = [&]() {
-      if (Traits::thread_index() % 128 == 0) {
+      if (elect_one_sync()) {
         storage.v_empty[v.stage].arrive();
       }
       v.advance();
@@ -125,20 +125,24 @@ struct Mma {
     };
     auto skip_k = [&](int blocks) {
       if constexpr (kMask != MaskClass::Full) {
+        CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
           storage.k_full[k.stage].wait(k.parity);
           release_k();
           turn_wait();
           turn_pass();
         }
+        k.make_uniform();
       }
     };
     auto skip_v = [&](int blocks) {
       if constexpr (kMask != MaskClass::Full) {
+        CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
           storage.v_full[v.stage].wait(v.parity);
           release_v();
         }
+        v.make_uniform();
       }
     };
     auto mask_block = [&](int n_block) __attribute__((always_inline)) {
@@ -164,6 +168,33 @@ struct Mma {
       release_v();
     };
 
+    // The scores of a tile's first block: the softmax may need K once more, so it is released afterwards.
+    auto first_softmax = [&](int n_block) __attribute__((always_inline)) {
+      mask_first_block(n_block);
+      softmax.first_block(
+          tSrS, params.scale_log2,
+          [&]() {
+            Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64);
+            mask_first_block(n_block);
+          },
+          [&](int r) {
+            int const thread = Traits::thread_index();
+            int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + thread % 32 / 4 + 8 * r;
+            return row_has_keys<kMask, Traits::kTileN>(band, row, n_block);
+          });
+      release_k();
+    };
+
+    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrO);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tOrO); ++i) {
+        tOrO(i) *= rescale[i / 2 % 2];
+      }
+      warpgroup_fence_operand(tOrO);
+    };
+
     // One key block: on entry P is of the block before.
     auto step = [&](auto masked, int n_block) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
@@ -175,26 +206,15 @@ struct Mma {
       warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
         mask_block(n_block);
+        softmax.masked_block(tSrS, params.scale_log2, rescale_output);
+      } else {
+        // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
+        // the exponentials behind that wait, so they run while the product does.
+        softmax.next_block(
+            tSrS, params.scale_log2,
+            [&]() { Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64); },
+            rescale_output);
       }
-      // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move the
-      // exponentials behind that wait, so they run while the product does.
-      softmax.next_block(
-          tSrS, params.scale_log2,
-          [&]() {
-            Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64);
-            if constexpr (decltype(masked)::value) {
-              mask_block(n_block);
-            }
-          },
-          [&](float const(&rescale)[2]) {
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(tOrO);
-            CUTE_UNROLL
-            for (int i = 0; i < size(tOrO); ++i) {
-              tOrO(i) *= rescale[i / 2 % 2];
-            }
-            warpgroup_fence_operand(tOrO);
-          });
       release_k();
       await_output();
       make_p();
@@ -218,9 +238,7 @@ struct Mma {
     turn_pass();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tSrS);
-    release_k();
-    mask_first_block(range.end - 1);
-    softmax.first_block(tSrS, params.scale_log2);
+    first_softmax(range.end - 1);
     make_p();
     clear(tOrO);
     skip_v(skipped_before);
@@ -241,48 +259,42 @@ struct Mma {
         }
       }
 
-      float inverse[2];
+      // The border: while this tile's last product runs, its rows are finished and the next tile is looked at; while
+      // the next tile's first scores are computed, this tile's O is handed over.
+      turn_wait();
+      issue_output();
+      turn_pass();
+      float sums[2];
       int skipped = skipped_after();
       int const buffer = q.stage;
       q.advance();
+      softmax.finish(sums);
       m_block = await_tile(q.stage, q.parity);
-      if (m_block < 0) {
-        issue_output();
-        skip_k(skipped);
-        Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax, inverse);
-        await_output();
-        Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
-        break;
-      }
-      // The border: the next tile's first scores are issued with this tile's last product.
-      skipped += enter_tile();
+      // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
+      // the wait for the first would make ptxas serialise them.
+      int const skipped_before_next = enter_tile();
+      skipped += m_block >= 0 ? skipped_before_next : 0;
       skip_k(skipped);
-      storage.q_full[q.stage].wait(q.parity);
-      storage.k_full[k.stage].wait(k.parity);
-      turn_wait();
+      if (m_block >= 0) {
+        storage.q_full[q.stage].wait(q.parity);
+        storage.k_full[k.stage].wait(k.parity);
+      }
       issue_scores();
-      issue_output();
-      turn_pass();
-      // Finishing the rows costs least beside the product, after the next tile's softmax; but then two softmax states
-      // live at once, for which three consumers have no registers.
-      constexpr bool kFinishLate = Traits::kConsumers == 2;
-      if constexpr (!kFinishLate) {
-        Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax, inverse);
-      }
+      float inverse[2];
+      Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax.reference, sums, inverse);
       warpgroup_wait<1>();
-      warpgroup_fence_operand(tSrS);
-      release_k();
-      mask_first_block(range.end - 1);
-      Softmax const done = softmax;
-      softmax.first_block(tSrS, params.scale_log2);
-      await_output();
-      if constexpr (kFinishLate) {
-        Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, done, inverse);
-      }
+      warpgroup_fence_operand(tOrO);
+      release_v();
       skip_v(skipped);
       Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
-      clear(tOrO);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+      if (m_block < 0) {
+        break;
+      }
+      first_softmax(range.end - 1);
       make_p();
+      clear(tOrO);
     }
   }
 };
