@@ -90,18 +90,4 @@ CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int colum
   }
 }
 
-// Whether a row keeps any key of a block.
-template <MaskClass kMask, int kTileN>
-CUTE_DEVICE bool row_has_keys(Band const& band, int row, int n_block) {
-  int first = n_block * kTileN;
-  int last = cute::min(band.seqlen_kv, first + kTileN) - 1;
-  if constexpr (kMask != MaskClass::Full) {
-    last = cute::min(last, row + band.right_offset);
-  }
-  if constexpr (kMask == MaskClass::Window) {
-    first = cute::max(first, row + band.left_offset);
-  }
-  return first <= last;
-}
-
 }  // namespace hattn

@@ -2,11 +2,12 @@
 // that holds two rows of an m64 accumulator.
 //
 // P, the row sum and O share one reference per row (the subtrahend of the exponents), so any reference gives the same
-// quotient and only overflow and underflow matter: f32 and bf16 reach 126 powers of two either way. A tile's first
-// block is exponentiated against 0, and the reference follows from the sum: it stays 0 for scores of an ordinary size.
-// Later blocks are exponentiated against it unseen. Only when a block's sum shows that the reference does not suit (or
-// that there is none yet, or a NaN) are the scores computed again and the maximum taken. That is rare, and saves a
-// maximum, its shuffles and their latency in every other block.
+// quotient and only overflow, underflow and the rounding of P matter. A block in which keys are masked may be all that
+// a row has: it is taken against the row's true maximum, so that P of a key that stands out is 1 and exact. Other
+// blocks are exponentiated unseen, a tile's first one against 0, later ones against the reference that they find. Only
+// when a block's sum shows that this does not suit (or that there is no reference yet, or a NaN) are the scores
+// computed again and the maximum taken. That is rare, and saves a maximum, its shuffles and their latency in every
+// other block.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -41,19 +42,13 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
-// Whether each group of four lanes has a bit.
-CUTE_DEVICE bool every_quad(std::uint32_t ballot) {
-  ballot |= ballot >> 1;
-  ballot |= ballot >> 2;
-  return (ballot & 0x11111111U) == 0x11111111U;
-}
-
-// kSumLimit bounds what one lane may add to a row in one block, and with it every element of P: far below the largest
-// value of P's type, with room for the products with V.
 template <int kTileN, int kSumLimitLog2>
 struct OnlineSoftmax {
-  // What a row's first sum must at least be, so that P is not too small for its type.
-  static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 1.0F;
+  // What one lane may add to a row in one block, and with it every element of P: far below the largest value of P's
+  // type, with room for the products with V.
+  static constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
+  // What it must add in the first: P must not be too small for its type either.
+  static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 0.25F;
 
   float reference[2];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
   float row_sum[2];    // this lane's part of the sum; the quad's parts are added once a tile
@@ -109,48 +104,44 @@ struct OnlineSoftmax {
     exponentiate(scores, scale_log2, shift, sums);
   }
 
-  // The first block of a tile, exponentiated against 0. Where that does not suit a row's sum, the row is multiplied by
-  // a power of two, its reference from then on; only a sum far out of range costs a recomputation and the true maximum.
-  // `has_keys(r)` says whether a row has a key in the block: one that has none is left without a reference.
-  template <class Scores, class Recompute, class HasKeys>
-  CUTE_DEVICE void first_block(Scores& scores, float scale_log2, Recompute const& recompute, HasKeys const& has_keys) {
-    constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
+  // A tile's first block where keys are masked.
+  template <class Scores>
+  CUTE_DEVICE void first_masked_block(Scores& scores, float scale_log2) {
+    reference[0] = -INFINITY;
+    reference[1] = -INFINITY;
+    float rescale[2];
+    exact_block(scores, scale_log2, rescale, row_sum);
+  }
+
+  // A tile's first block otherwise. Where a row's sum is too large or small for P's type, the row is multiplied by a
+  // power of two, its reference from then on; only a sum near the end of f32's range costs a recomputation.
+  template <class Scores, class Recompute>
+  CUTE_DEVICE void first_block(Scores& scores, float scale_log2, Recompute const& recompute) {
     reference[0] = 0.0F;
     reference[1] = 0.0F;
     exponentiate(scores, scale_log2, reference, row_sum);
-    // No lane of a row too large, and one large enough.
-    bool const small = row_sum[0] < kSumLimit && row_sum[1] < kSumLimit;
-    std::uint32_t const large_0 = __ballot_sync(0xffffffffU, row_sum[0] >= kSumLeast);
-    std::uint32_t const large_1 = __ballot_sync(0xffffffffU, row_sum[1] >= kSumLeast);
-    if (!__all_sync(0xffffffffU, small) || !(every_quad(large_0) && every_quad(large_1))) {
-      float total[2];
-      bool lost = false;
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        total[r] = quad_sum(row_sum[r]);
-        lost = lost || (!(total[r] > 0x1p-96F && total[r] < 0x1p96F) && has_keys(r));
-      }
-      if (__any_sync(0xffffffffU, lost)) {
-        recompute();
-        reference[0] = -INFINITY;
-        reference[1] = -INFINITY;
-        float rescale[2];
-        exact_block(scores, scale_log2, rescale, row_sum);
-      } else {
-        float factor[2];
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          int const exponent = (__float_as_int(total[r]) >> 23) - 127;
-          bool const none = total[r] == 0.0F;
-          reference[r] = none ? -INFINITY : static_cast<float>(exponent);
-          factor[r] = none ? 0.0F : __int_as_float((127 - exponent) << 23);
-          row_sum[r] *= factor[r];
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < cute::size(scores); ++i) {
-          scores(i) *= factor[i / 2 % 2];
-        }
-      }
+    auto const suits = [](float sum) { return sum >= kSumLeast && sum < kSumLimit; };
+    if (__all_sync(0xffffffffU, suits(row_sum[0]) && suits(row_sum[1]))) {
+      return;
+    }
+    float const total[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
+    auto const recoverable = [](float sum) { return sum > 0x1p-96F && sum < 0x1p96F; };
+    if (!__all_sync(0xffffffffU, recoverable(total[0]) && recoverable(total[1]))) {
+      recompute();
+      first_masked_block(scores, scale_log2);
+      return;
+    }
+    float factor[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const exponent = (__float_as_int(total[r]) >> 23) - 127;
+      reference[r] = static_cast<float>(exponent);
+      factor[r] = __int_as_float((127 - exponent) << 23);
+      row_sum[r] *= factor[r];
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) *= factor[i / 2 % 2];
     }
   }
 
@@ -198,7 +189,6 @@ struct OnlineSoftmax {
   template <class Scores, class Recompute, class RescaleOutput>
   CUTE_DEVICE void next_block(Scores& scores, float scale_log2, Recompute const& recompute,
                               RescaleOutput const& rescale_output) {
-    constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
     float sums[2];
     // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
     exponentiate(scores, scale_log2, reference, sums);

@@ -151,12 +151,6 @@ struct Mma {
       int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
       apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), n_block);
     };
-    auto mask_first_block = [&](int n_block) __attribute__((always_inline)) {
-      // A full mask only cuts the ragged last block, which a tile visits first.
-      if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
-        mask_block(n_block);
-      }
-    };
     auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
     auto issue_output = [&]() {
       storage.v_full[v.stage].wait(v.parity);
@@ -168,21 +162,20 @@ struct Mma {
       release_v();
     };
 
-    // The scores of a tile's first block: the softmax may need K once more, so it is released afterwards.
-    auto first_softmax = [&](int n_block) __attribute__((always_inline)) {
-      mask_first_block(n_block);
-      softmax.first_block(
-          tSrS, params.scale_log2,
-          [&]() {
-            Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64);
-            mask_first_block(n_block);
-          },
-          [&](int r) {
-            int const thread = Traits::thread_index();
-            int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + thread % 32 / 4 + 8 * r;
-            return row_has_keys<kMask, Traits::kTileN>(band, row, n_block);
-          });
-      release_k();
+    // The K that it reads must not have been released.
+    auto recompute_scores = [&]() {
+      Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64);
+    };
+    // A tile's first block: the diagonal's, or the ragged last one.
+    auto first_softmax = [&]() __attribute__((always_inline)) {
+      if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
+        release_k();
+        mask_block(range.end - 1);
+        softmax.first_masked_block(tSrS, params.scale_log2);
+      } else {
+        softmax.first_block(tSrS, params.scale_log2, recompute_scores);
+        release_k();
+      }
     };
 
     auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
@@ -210,10 +203,7 @@ struct Mma {
       } else {
         // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
         // the exponentials behind that wait, so they run while the product does.
-        softmax.next_block(
-            tSrS, params.scale_log2,
-            [&]() { Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64); },
-            rescale_output);
+        softmax.next_block(tSrS, params.scale_log2, recompute_scores, rescale_output);
       }
       release_k();
       await_output();
@@ -238,7 +228,7 @@ struct Mma {
     turn_pass();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tSrS);
-    first_softmax(range.end - 1);
+    first_softmax();
     make_p();
     clear(tOrO);
     skip_v(skipped_before);
@@ -292,7 +282,7 @@ struct Mma {
       if (m_block < 0) {
         break;
       }
-      first_softmax(range.end - 1);
+      first_softmax();
       make_p();
       clear(tOrO);
     }
