@@ -38,10 +38,14 @@ struct Mma {
   static constexpr MaskClass kMask = Traits::kMask;
 
   // Named barriers 1 .. kConsumers: a warpgroup waits for its turn at its own number, where its predecessor arrives.
-  CUTE_DEVICE static void turn_wait() { named_barrier_sync(Traits::thread_index() / 128, 256); }
-  CUTE_DEVICE static void turn_pass() {
-    int const warpgroup = Traits::thread_index() / 128;
-    named_barrier_arrive(warpgroup == Traits::kConsumers ? 1 : warpgroup + 1, 256);
+  // Two consumers have a register for that number; three make it of the uniform `consumer`, which costs an instruction.
+  CUTE_DEVICE static int turn_number(int consumer) {
+    return Traits::kConsumers == 2 ? static_cast<int>(threadIdx.x) / 128 : consumer + 1;
+  }
+  CUTE_DEVICE static void turn_wait(int consumer) { named_barrier_sync(turn_number(consumer), 256); }
+  CUTE_DEVICE static void turn_pass(int consumer) {
+    int const number = turn_number(consumer);
+    named_barrier_arrive(number == Traits::kConsumers ? 1 : number + 1, 256);
   }
 
   CUTE_DEVICE static void run(KernelParams const& params, Band const& band, Storage& storage, int consumer) {
@@ -129,8 +133,8 @@ struct Mma {
         for (int i = 0; i < blocks; ++i) {
           storage.k_full[k.stage].wait(k.parity);
           release_k();
-          turn_wait();
-          turn_pass();
+          turn_wait(consumer);
+          turn_pass(consumer);
         }
         k.make_uniform();
       }
@@ -191,10 +195,10 @@ struct Mma {
     // One key block: on entry P is of the block before.
     auto step = [&](auto masked, int n_block) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
-      turn_wait();
+      turn_wait(consumer);
       issue_scores();
       issue_output();
-      turn_pass();
+      turn_pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
@@ -212,7 +216,7 @@ struct Mma {
 
     // The first turn is the first warpgroup's.
     if (consumer + 1 == Traits::kConsumers) {
-      turn_pass();
+      turn_pass(consumer);
     }
 
     m_block = await_tile(0, 0);
@@ -223,9 +227,9 @@ struct Mma {
     storage.q_full[0].wait(0);
     skip_k(skipped_before);
     storage.k_full[k.stage].wait(k.parity);
-    turn_wait();
+    turn_wait(consumer);
     issue_scores();
-    turn_pass();
+    turn_pass(consumer);
     warpgroup_wait<0>();
     warpgroup_fence_operand(tSrS);
     first_softmax();
@@ -236,8 +240,10 @@ struct Mma {
     while (true) {
       int n = range.end - 2;
       if constexpr (kMask != MaskClass::Full) {
-        for (; n >= cute::max(range.begin, range.free_end); --n) {
+        // The right edge of 64 rows lies in two blocks at most, of which the first is behind us.
+        if (n >= cute::max(range.begin, range.free_end)) {
           step(true_type{}, n);
+          --n;
         }
       }
       for (; n >= cute::max(range.begin, range.free_begin); --n) {
@@ -251,9 +257,14 @@ struct Mma {
 
       // The border: while this tile's last product runs, its rows are finished and the next tile is looked at; while
       // the next tile's first scores are computed, this tile's O is handed over.
-      turn_wait();
+      // Two warpgroups keep the turn until both products are issued, three pass it between them: each gains so. Where
+      // blocks may be skipped, turns are passed for those too.
+      constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2;
+      turn_wait(consumer);
       issue_output();
-      turn_pass();
+      if constexpr (!kKeepsTurn) {
+        turn_pass(consumer);
+      }
       float sums[2];
       int skipped = skipped_after();
       int const buffer = q.stage;
@@ -270,6 +281,9 @@ struct Mma {
         storage.k_full[k.stage].wait(k.parity);
       }
       issue_scores();
+      if constexpr (kKeepsTurn) {
+        turn_pass(consumer);
+      }
       float inverse[2];
       Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax.reference, sums, inverse);
       warpgroup_wait<1>();

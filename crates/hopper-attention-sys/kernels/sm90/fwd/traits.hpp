@@ -52,7 +52,7 @@ struct FwdTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
   static_assert(kTileM - 64 <= kTileN, "a warpgroup skips at most one block at either end of a tile");
-  static_assert(kTileN % 16 == 0 && kTileN <= 256);
+  static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
   static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
   static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
 
@@ -68,8 +68,7 @@ struct FwdTraits {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
-  // This thread's place in the block. Three consumers are short of registers and read it anew at each call; two keep
-  // it, since the turn's barrier would wait for the read.
+  // This thread's place in the block. Three consumers are short of registers and read it anew at each call.
   CUTE_DEVICE static int thread_index() {
     if constexpr (kConsumers == 2) {
       return static_cast<int>(threadIdx.x);
