@@ -39,7 +39,7 @@ struct Epilogue {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const sum = sums[r];
-      bool const empty = sum == 0.0F;  // no key at all (the maximum counts 1): O = 0, LSE = -inf; a NaN stays one
+      bool const empty = sum == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
       inverse[r] = empty ? 0.0F : reciprocal_approx(sum);
       int const query = first_query + 8 * r;
       constexpr float kLn2 = 0.693147180559945309F;
