@@ -80,9 +80,10 @@ pack_into() {
   } >"$folder/about.txt"
 }
 
-# program COMMAND...: runs a program as one test. Its exit code decides; the last line is cargo's, so that it is counted.
+# program COMMAND...: runs a program as one test. Its exit code decides; the last line is cargo's, so that it is counted. The log
+# may be kept: where it lay is nothing to it.
 program() {
-  echo "== $*"
+  echo "== ${*//"${log%/*}/"/}"
   if "$@" 2>&1; then
     echo "test result: ok. 1 passed; 0 failed"
   else
