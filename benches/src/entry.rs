@@ -173,7 +173,13 @@ unsafe fn forward(args: &Args) -> Result<(), (c_int, String)> {
 }
 
 /// A tensor of the C ABI, strides aside.
-fn described(device: c_int, data: *const c_void, dtype: i32, ndim: i32, shape: [i64; 4]) -> capi::hattn_tensor {
+pub(crate) fn described(
+    device: c_int,
+    data: *const c_void,
+    dtype: i32,
+    ndim: i32,
+    shape: [i64; 4],
+) -> capi::hattn_tensor {
     capi::hattn_tensor {
         struct_size: size_of::<capi::hattn_tensor>() as u32,
         abi_version: capi::HATTN_ABI_VERSION,
@@ -227,9 +233,14 @@ fn told(status: capi::hattn_status) -> Result<(), (c_int, String)> {
         | capi::HATTN_ERROR_INTERNAL => FAILED,
         _ => INVALID,
     };
+    Err((status, last_error()))
+}
+
+/// What the C ABI says of this thread's last failure.
+pub(crate) fn last_error() -> String {
     // SAFETY: a string of this thread, valid until its next failure.
     let text = unsafe { CStr::from_ptr(capi::hattn_last_error()) };
-    Err((status, text.to_string_lossy().into_owned()))
+    text.to_string_lossy().into_owned()
 }
 
 fn key(args: &Args) -> Result<Key, (c_int, String)> {

@@ -113,18 +113,13 @@ impl Values {
         if batch > 0 && seqlen > 0 {
             match (self, input) {
                 (Self::Sloped { .. }, Input::Q) => {
-                    for row in tensor.data_mut().chunks_exact_mut(shape[3]) {
-                        row[0] = SLOPE_QUERY;
-                    }
+                    tensor.data_mut().chunks_exact_mut(shape[3]).for_each(|row| row[0] = SLOPE_QUERY);
                 }
                 (Self::Sloped { first, last }, Input::K) => {
                     let unit = (shape[3] as f64).sqrt() / SLOPE_QUERY;
-                    for (b, s, h) in
-                        (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h))))
-                    {
-                        let along = s as f64 / (seqlen - 1).max(1) as f64;
-                        tensor.row_mut(b, s, h)[0] =
-                            (f64::from(first) * (1.0 - along) + f64::from(last) * along) * unit;
+                    for (i, row) in tensor.data_mut().chunks_exact_mut(shape[3]).enumerate() {
+                        let along = (i / heads % seqlen) as f64 / (seqlen - 1).max(1) as f64;
+                        row[0] = (f64::from(first) * (1.0 - along) + f64::from(last) * along) * unit;
                     }
                 }
                 (Self::NanQuery, Input::Q) => tensor.row_mut(batch - 1, seqlen / 2, heads - 1)[3] = f64::NAN,

@@ -13,6 +13,7 @@ use hopper_attention_capi as capi;
 
 use super::cupti::Counter;
 use super::{HostCall, HostCost, problems, quartiles};
+use crate::entry::{described, last_error};
 use crate::{Order, Point};
 
 /// Calls over which the driver's calls are counted.
@@ -126,23 +127,13 @@ impl Bench {
     /// The C ABI, its structs made once, as a C program would.
     fn c(&self, raw: &RawForward, measure: Measure<'_>) -> Result<()> {
         let [batch, seqlen, heads, head_dim] = self.q.shape().map(|n| n as i64);
-        let (struct_size, ordinal) = (
-            size_of::<capi::hattn_tensor>() as u32,
-            match raw.q.place {
-                Place::Cuda(ordinal) => ordinal as i32,
-                _ => capi::HATTN_CPU,
-            },
-        );
+        let ordinal = match raw.q.place {
+            Place::Cuda(ordinal) => ordinal as i32,
+            _ => capi::HATTN_CPU,
+        };
         let tensor = |address: u64, dtype, ndim, shape, stride| capi::hattn_tensor {
-            struct_size,
-            abi_version: capi::HATTN_ABI_VERSION,
-            data: address as *mut c_void,
-            dtype,
-            device: ordinal,
-            ndim,
-            reserved: 0,
-            shape,
             stride,
+            ..described(ordinal, address as *const c_void, dtype, ndim, shape)
         };
         let [q, k, v, o] = [raw.q, raw.k, raw.v, raw.o]
             .map(|raw| tensor(raw.address, capi::HATTN_BF16, 4, [batch, seqlen, heads, head_dim], self.q.stride()));
@@ -198,9 +189,7 @@ fn told(status: capi::hattn_status) -> Result<()> {
     if status == capi::HATTN_OK {
         return Ok(());
     }
-    // SAFETY: a string of this thread, valid until its next failure.
-    let text = unsafe { CStr::from_ptr(capi::hattn_last_error()) };
-    anyhow::bail!("{}", text.to_string_lossy())
+    anyhow::bail!(last_error())
 }
 
 /// A kernel that does nothing.

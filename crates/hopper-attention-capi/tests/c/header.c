@@ -1,4 +1,4 @@
-/* The C header first, alone and twice: as C99 it needs nothing before it and warns of nothing. */
+/* The C header first and alone: as C99 and as C++17 it needs nothing before it and warns of nothing. */
 #include <hopper_attention.h>
 
 #include "check.h"
@@ -16,6 +16,6 @@ static void a_plan_of_the_cpu_comes_and_goes(void) {
 }
 
 int main(void) {
-  RUN("header_c99", a_plan_of_the_cpu_comes_and_goes);
+  RUN("header", a_plan_of_the_cpu_comes_and_goes);
   return check_result();
 }
