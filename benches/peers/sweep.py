@@ -59,8 +59,9 @@ class Entry:
         a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
         a.head_dim_qk = a.head_dim_vo = p["head_dim"]
         a.dtype = entry.DTYPES[p["dtype"]]
-        a.mask = entry.MASKS["causal" if p["causal"] else "full"]
-        a.window_left = a.window_right = -1
+        window = p.get("window")
+        a.mask = entry.MASKS["window" if window is not None else "causal" if p["causal"] else "full"]
+        a.window_left, a.window_right = (-1, -1) if window is None else (window, 0)
         a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
         a.stream = torch.cuda.current_stream().cuda_stream
         a.workspace, a.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
@@ -92,6 +93,8 @@ class Sdpa:
         return {"file": "torch", "version": self.version}
 
     def prepare(self, p, q, k, v):
+        if p.get("window") is not None:
+            raise RuntimeError(f"{entry.STATUS[2]}: this backend has no window")
         # Views: SDPA's logical order is BHSD, and both backends take any strides with a unit inner one.
         self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
         self.keywords = {"is_causal": p["causal"]}
@@ -118,13 +121,15 @@ class Flash:
         return {"file": self.package, "version": self.version}
 
     def prepare(self, p, q, k, v):
-        self.qkv, self.causal = (q, k, v), p["causal"]
+        self.qkv, self.keywords = (q, k, v), {"causal": p["causal"]}
+        if p.get("window") is not None:
+            self.keywords["window_size"] = (p["window"], 0)
 
     def context(self):
         return contextlib.nullcontext()
 
     def call(self):
-        out = self.function(*self.qkv, causal=self.causal)
+        out = self.function(*self.qkv, **self.keywords)
         return out[0] if isinstance(out, (tuple, list)) else out
 
 
@@ -206,7 +211,8 @@ def oracle(p, q, k, v, torch):
         kv = h // (p["heads_q"] // p["heads_kv"])
         scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
         if p["causal"]:
-            scores.masked_fill_(torch.arange(s, device="cuda")[None, :] > rows[:, None], float("-inf"))
+            before = rows[:, None] - torch.arange(s, device="cuda")[None, :]
+            scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
         out.append((b, h, rows, torch.softmax(scores, -1) @ v[b, :, kv].double(), torch.logsumexp(scores, -1)))
     return out
 
@@ -393,7 +399,7 @@ def ready(job, found, missing, torch):
         "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
         "method": f"in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
-        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal",
+        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
         "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
         "missing": missing,
         "cupti": cupti(),

@@ -93,6 +93,13 @@ class Sweep(unittest.TestCase):
             peer.prepare({"causal": True}, 1, 2, 3)
             self.assertEqual(peer.call(), "o")
 
+    def test_windows_reach_the_peers_that_have_them(self):
+        peer = sweep.Flash("fa3", lambda *qkv, **keywords: keywords, "package", "1")
+        peer.prepare({"causal": True, "window": 1024}, 1, 2, 3)
+        self.assertEqual(peer.call(), {"causal": True, "window_size": (1024, 0)})
+        with self.assertRaisesRegex(RuntimeError, entry.STATUS[2]):
+            object.__new__(sweep.Sdpa).prepare({"causal": True, "window": 1024}, 1, 2, 3)
+
     @unittest.skipIf(__import__("importlib.util").util.find_spec("torch"), "this Python has PyTorch: hattn bench itself is the test")
     def test_without_pytorch_it_says_so_and_succeeds(self):
         job = {"ordinal": 0}

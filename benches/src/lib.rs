@@ -30,7 +30,7 @@ pub mod table;
 pub use harness::{Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock};
-pub use point::{Direction, HIDDEN, Order, Point, Precision, Sweep, TOKENS};
+pub use point::{Direction, HIDDEN, Order, Point, PointMask, Precision, Sweep, TOKENS};
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};

@@ -1,6 +1,8 @@
 //! Points of the sweep, and what they cost.
 
 use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
 
 use anyhow::{Result, ensure};
 use hopper_attention::{DType, Dims, ForwardProblem, Layout, Mask};
@@ -55,6 +57,31 @@ pub enum Order {
     Bhsd,
 }
 
+/// Which keys a point's queries see; on a command line `full`, `causal` or `window:1024`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PointMask {
+    /// Every key.
+    Full,
+    /// The keys up to their own.
+    Causal,
+    /// Their own and so many keys before it.
+    Window(usize),
+}
+
+impl FromStr for PointMask {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match (text, text.strip_prefix("window:").map(str::parse)) {
+            ("full", _) => Ok(Self::Full),
+            ("causal", _) => Ok(Self::Causal),
+            (_, Some(Ok(keys))) => Ok(Self::Window(keys)),
+            _ => Err("full, causal, or window:N for a query's own key and N keys before it".into()),
+        }
+    }
+}
+
 /// One point of a sweep: equal query and key lengths, equal head dims.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -71,6 +98,9 @@ pub struct Point {
     pub head_dim: usize,
     /// Whether a query sees the keys up to its own only.
     pub causal: bool,
+    /// With `causal`: how many keys before its own a query sees; all of them without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<usize>,
     /// Queries and keys in a sequence.
     pub seqlen: usize,
     /// Sequences in the batch.
@@ -83,9 +113,13 @@ impl Point {
         self.heads_q / self.heads_kv
     }
 
-    /// "causal" or "full".
-    pub fn mask_name(&self) -> &'static str {
-        if self.causal { "causal" } else { "full" }
+    /// "full", "causal" or "window1024".
+    pub fn mask_name(&self) -> String {
+        match (self.causal, self.window) {
+            (false, _) => "full".into(),
+            (true, None) => "causal".into(),
+            (true, Some(keys)) => format!("window{keys}"),
+        }
     }
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share.
@@ -103,11 +137,23 @@ impl Point {
     }
 
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
-    /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal.
+    /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, 4 for each of the head dim's
+    /// elements and each pair of a query and a key that it sees.
     pub fn flops(&self) -> u64 {
         let Direction::Fwd = self.direction;
-        let all = 4 * (self.seqlen as u64).pow(2) * (self.head_dim * self.heads_q * self.batch) as u64;
-        if self.causal { all / 2 } else { all }
+        let each = 4 * (self.head_dim * self.heads_q * self.batch) as u64;
+        let seqlen = self.seqlen as u64;
+        match (self.causal, self.window) {
+            (false, _) => each * seqlen.pow(2),
+            (true, None) => each * seqlen.pow(2) / 2,
+            (true, Some(_)) => (0..self.seqlen).map(|query| self.keys(query).len() as u64).sum::<u64>() * each,
+        }
+    }
+
+    /// The keys that a query sees.
+    pub fn keys(&self, query: usize) -> Range<usize> {
+        let first = self.window.map_or(0, |keys| query.saturating_sub(keys));
+        if self.causal { first..query + 1 } else { 0..self.seqlen }
     }
 
     /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once.
@@ -132,7 +178,11 @@ impl Point {
             head_dim_qk: self.head_dim,
             head_dim_vo: self.head_dim,
         };
-        let mask = if self.causal { Mask::causal() } else { Mask::Full };
+        let mask = match (self.causal, self.window) {
+            (false, _) => Mask::Full,
+            (true, None) => Mask::causal(),
+            (true, Some(keys)) => Mask::window(Some(keys), Some(0)),
+        };
         Ok(ForwardProblem::new(self.dtype.dtype(), dims)?.mask(mask).lse(true))
     }
 
@@ -174,8 +224,8 @@ pub struct Sweep {
     pub gqa: Vec<usize>,
     /// Head dims.
     pub dims: Vec<usize>,
-    /// Causal or not.
-    pub causal: Vec<bool>,
+    /// Masks.
+    pub masks: Vec<PointMask>,
     /// Lengths.
     pub seqlens: Vec<usize>,
     /// Tokens a batch: the batch is `tokens / seqlen`, at least 1.
@@ -195,7 +245,7 @@ impl Sweep {
             dtypes: vec![Precision::Bf16, Precision::F16],
             gqa: vec![1],
             dims: vec![64, 128],
-            causal: vec![false, true],
+            masks: vec![PointMask::Full, PointMask::Causal],
             seqlens: vec![512, 1024, 2048, 4096, 8192, 16384],
             tokens: TOKENS,
             batch: None,
@@ -227,12 +277,27 @@ impl Sweep {
                         group > 0 && heads_q % group == 0,
                         "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
                     );
-                    for &causal in &self.causal {
+                    for &mask in &self.masks {
+                        let (causal, window) = match mask {
+                            PointMask::Full => (false, None),
+                            PointMask::Causal => (true, None),
+                            PointMask::Window(keys) => (true, Some(keys)),
+                        };
                         for &seqlen in &self.seqlens {
                             let batch = self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
                             let heads_kv = heads_q / group;
                             let direction = Direction::Fwd;
-                            points.push(Point { direction, dtype, heads_q, heads_kv, head_dim, causal, seqlen, batch });
+                            points.push(Point {
+                                direction,
+                                dtype,
+                                heads_q,
+                                heads_kv,
+                                head_dim,
+                                causal,
+                                window,
+                                seqlen,
+                                batch,
+                            });
                         }
                     }
                 }
@@ -255,7 +320,8 @@ mod tests {
     use super::*;
 
     fn paper(seqlen: usize, head_dim: usize) -> Point {
-        let sweep = Sweep { seqlens: vec![seqlen], dims: vec![head_dim], causal: vec![false], ..Sweep::papers() };
+        let sweep =
+            Sweep { seqlens: vec![seqlen], dims: vec![head_dim], masks: vec![PointMask::Full], ..Sweep::papers() };
         sweep.points().unwrap().remove(0)
     }
 
@@ -276,6 +342,26 @@ mod tests {
         // At a fixed hidden size the head dim does not matter, and twice the length is twice the work.
         assert_eq!(paper(512, 64).flops(), paper(512, 128).flops());
         assert_eq!(paper(1024, 64).flops(), 2 * paper(512, 64).flops());
+    }
+
+    #[test]
+    fn windows_count_the_pairs_that_they_keep() {
+        let masks = ["window:2", "window:100"].map(|text| text.parse().unwrap());
+        let sweep = Sweep { masks: masks.to_vec(), seqlens: vec![8], dims: vec![64], hidden: 64, ..Sweep::papers() };
+        let [narrow, wide] = sweep.points().unwrap()[..2].to_vec().try_into().unwrap();
+        assert_eq!(narrow.to_string(), "fwd/bf16/d64/window2/s8/b2048/h1/kv1");
+        assert_eq!((0..8).map(|query| narrow.keys(query)).collect::<Vec<_>>()[..4], [0..1, 0..2, 0..3, 1..4]);
+        let pairs = |p: &Point| p.flops() / (4 * 64 * 2048);
+        assert_eq!((pairs(&narrow), pairs(&wide)), (1 + 2 + 6 * 3, 36));
+        let mask = narrow.problem().unwrap().mask_value();
+        assert!((0..8).all(|q| (0..8).all(|kv| mask.keep(q, kv, 8, 8) == narrow.keys(q).contains(&kv))));
+        // A report says no more of other points than it did before windows could be timed.
+        let text = |p: &Point| serde_json::to_string(p).unwrap();
+        assert!(text(&narrow).contains("\"window\":2") && !text(&paper(512, 64)).contains("window"));
+        assert_eq!(serde_json::from_str::<Point>(&text(&narrow)).unwrap(), narrow);
+        for wrong in ["window", "window:", "window:-1", "Full", ""] {
+            assert!(wrong.parse::<PointMask>().is_err(), "{wrong}");
+        }
     }
 
     #[test]
@@ -309,7 +395,8 @@ mod tests {
     #[test]
     fn batch_and_tokens() {
         let batches = |sweep: Sweep| sweep.points().unwrap().iter().map(|p| p.batch).collect::<Vec<_>>();
-        let one = Sweep { dims: vec![64], causal: vec![true], dtypes: vec![Precision::F16], ..Sweep::papers() };
+        let one =
+            Sweep { dims: vec![64], masks: vec![PointMask::Causal], dtypes: vec![Precision::F16], ..Sweep::papers() };
         assert_eq!(batches(Sweep { tokens: 2048, ..one.clone() }), [4, 2, 1, 1, 1, 1]);
         assert_eq!(batches(Sweep { batch: Some(3), ..one }), [3; 6]);
     }

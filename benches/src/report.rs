@@ -323,7 +323,7 @@ pub(crate) mod tests {
         let sweep = Sweep {
             dtypes: vec![Precision::Bf16],
             dims: vec![64],
-            causal: vec![true],
+            masks: vec![crate::PointMask::Causal],
             seqlens: vec![512, 1024],
             ..Sweep::papers()
         };

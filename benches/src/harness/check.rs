@@ -127,14 +127,14 @@ fn oracle<T: Operand>(
 ) -> (Vec<f64>, f64) {
     let dims = point.head_dim;
     let kv_head = head / (point.heads_q / point.heads_kv);
-    let keys = if point.causal { query + 1 } else { point.seqlen };
     let row = |data: &[T], layout: &Layout<4>, at: usize, head: usize| -> Vec<f64> {
         let start = layout.offset([batch, at, head, 0]).unwrap_or(usize::MAX);
         let row = start.checked_add(dims).and_then(|end| data.get(start..end)).unwrap_or(&[]);
         row.iter().map(|x| f64::from(x.to_f32())).collect()
     };
     let q = row(inputs.q, &inputs.q_layout, query, head);
-    let scores: Vec<f64> = (0..keys)
+    let scores: Vec<f64> = point
+        .keys(query)
         .map(|key| {
             let k = row(inputs.k, &inputs.kv_layout, key, kv_head);
             q.iter().zip(&k).map(|(a, b)| a * b).sum::<f64>() / (dims as f64).sqrt()
@@ -143,7 +143,7 @@ fn oracle<T: Operand>(
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
     let mut out = vec![0.0; dims];
-    for (key, score) in scores.iter().enumerate() {
+    for (key, score) in point.keys(query).zip(&scores) {
         let weight = (score - max).exp() / sum;
         for (out, v) in out.iter_mut().zip(row(inputs.v, &inputs.kv_layout, key, kv_head)) {
             *out += weight * v;

@@ -39,7 +39,7 @@ impl Harness for Cpu {
             versions: [("hopper-attention".into(), env!("CARGO_PKG_VERSION").into())].into(),
             method: format!(
                 "in turn, iteration by iteration, one process, order rotating; wall clock around the call, median of {} after \
-                 {WARM_UPS} warm-ups; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal",
+                 {WARM_UPS} warm-ups; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
                 job.iters
             ),
             libraries: vec![

@@ -117,7 +117,7 @@ impl Harness for Cuda {
             method: format!(
                 "in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {} after \
                  {WARM_UPS} warm-ups; {} MiB written before each call to empty L2, a wait after each round; unit-variance \
-                 normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal",
+                 normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
                 job.iters,
                 EVICT_BYTES >> 20
             ),
@@ -275,10 +275,11 @@ impl<T: Operand<Out = T>> Contestant<T> for Through<'_, T> {
                 Precision::F16 => 0,
                 Precision::Bf16 => 1,
             },
-            mask: p.causal.into(),
+            // The C ABI's masks, corners and "without bound".
+            mask: if p.window.is_some() { 2 } else { p.causal.into() },
             corner: 0,
-            window_left: -1,
-            window_right: -1,
+            window_left: p.window.map_or(Ok(-1), size)?,
+            window_right: if p.window.is_some() { 0 } else { -1 },
             softmax_scale: 1.0 / (p.head_dim as f32).sqrt(),
             reserved: 0,
             stream: stream.cu_stream().cast(),

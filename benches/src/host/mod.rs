@@ -68,6 +68,7 @@ fn problems() -> [Point; 2] {
         heads_kv: 4,
         head_dim: 128,
         causal,
+        window: None,
         seqlen: 128,
         batch: 1,
     })

@@ -14,7 +14,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Eight points in a second or two.
+/// Eight points in a second or two; more with other masks.
 const SMALL: [&str; 13] = [
     "bench",
     "--device",
@@ -44,7 +44,10 @@ fn json(path: &Path) -> Value {
 #[test]
 fn a_sweep_leaves_a_report_a_table_and_charts() {
     let folder = tempfile::tempdir().expect("a folder");
-    let out = sweep(&folder.path().join("new/folder"), &["--gqa", "2", "--layout", "bhsd"]);
+    let out = sweep(
+        &folder.path().join("new/folder"),
+        &["--gqa", "2", "--layout", "bhsd", "--masks", "full,causal,window:9"],
+    );
     assert!(out.status.success(), "{}", text(&out.stderr));
     let folder = folder.path().join("new/folder");
 
@@ -62,13 +65,14 @@ fn a_sweep_leaves_a_report_a_table_and_charts() {
     let points = report["points"].as_array().expect("points");
     let sizes: Vec<_> = points
         .iter()
-        .map(|p| ["head_dim", "causal", "seqlen", "heads_kv"].map(|key| p["point"][key].to_string()))
+        .map(|p| ["head_dim", "causal", "window", "seqlen", "heads_kv"].map(|key| p["point"][key].to_string()))
         .collect();
-    let expected =
-        |d: usize, c: bool, s: usize| [d.to_string(), c.to_string(), s.to_string(), (64 / d / 2).to_string()];
-    let all = [16, 32]
-        .into_iter()
-        .flat_map(|d| [false, true].into_iter().flat_map(move |c| [16, 32].map(|s| expected(d, c, s))));
+    let masks = [["false", "null"], ["true", "null"], ["true", "9"]];
+    let expected = |d: usize, [causal, window]: [&str; 2], s: usize| {
+        [d.to_string(), causal.into(), window.into(), s.to_string(), (64 / d / 2).to_string()]
+    };
+    let all =
+        [16, 32].into_iter().flat_map(|d| masks.into_iter().flat_map(move |m| [16, 32].map(|s| expected(d, m, s))));
     assert_eq!(sizes, all.collect::<Vec<_>>());
     for point in points {
         let runs = point["runs"].as_array().expect("runs");
@@ -89,7 +93,8 @@ fn a_sweep_leaves_a_report_a_table_and_charts() {
         csv.lines().next().is_some_and(|header| header.starts_with("direction,dtype,") && header.ends_with(",ms_5"))
     );
 
-    let charts = ["d16-full", "d16-causal", "d32-full", "d32-causal"].map(|name| format!("fwd-bf16-{name}-gqa2.svg"));
+    let charts = ["d16-full", "d16-causal", "d16-window9", "d32-full", "d32-causal", "d32-window9"]
+        .map(|name| format!("fwd-bf16-{name}-gqa2.svg"));
     for chart in &charts {
         let svg = std::fs::read_to_string(folder.join(chart)).expect("the chart is there");
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{chart}");

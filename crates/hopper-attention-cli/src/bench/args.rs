@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use hopper_attention_benches::{Order, Precision, Sweep};
+use hopper_attention_benches::{Order, PointMask, Precision, Sweep};
 
 use crate::args::DeviceArg;
 
@@ -65,9 +65,9 @@ pub struct PointArgs {
     /// Head dims
     #[arg(long, value_delimiter = ',', default_values_t = [64, 128])]
     pub dims: Vec<usize>,
-    /// Causal points, others, or both
-    #[arg(long, value_enum, default_value_t = CausalArg::Both)]
-    pub causal: CausalArg,
+    /// Masks: full, causal, or window:N for a query's own key and N before it
+    #[arg(long, value_delimiter = ',', default_values = ["full", "causal"])]
+    pub masks: Vec<PointMask>,
     /// Sequence lengths [default: 512 to 16384 on a GPU, 64 to 256 on a CPU]
     #[arg(long, value_delimiter = ',', value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub seqlens: Vec<usize>,
@@ -101,11 +101,7 @@ impl PointArgs {
             dtypes: self.dtypes[..if self.quick { 1 } else { self.dtypes.len() }].to_vec(),
             gqa: self.gqa.clone(),
             dims: self.dims.clone(),
-            causal: match self.causal {
-                CausalArg::Both => vec![false, true],
-                CausalArg::Yes => vec![true],
-                CausalArg::No => vec![false],
-            },
+            masks: self.masks.clone(),
             seqlens: match (&self.seqlens[..], self.quick) {
                 ([], true) => quick.to_vec(),
                 ([], false) => base.seqlens,
@@ -127,16 +123,6 @@ pub enum HarnessArg {
     Pytorch,
     /// Only Rust
     Rust,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CausalArg {
-    /// Causal and full
-    Both,
-    /// Causal
-    Yes,
-    /// Full
-    No,
 }
 
 #[derive(Debug, Args)]
