@@ -179,12 +179,29 @@ impl ForwardProblem {
     }
 }
 
+impl ForwardProblem {
+    /// What decides which kernel is the fastest: all but the scale and the LSE.
+    pub(crate) fn shape(&self) -> String {
+        let d = &self.dims;
+        format!(
+            "forward {} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            self.dtype,
+            d.batch,
+            d.seqlen_q,
+            d.seqlen_kv,
+            d.heads_q,
+            d.heads_kv,
+            d.head_dim_qk,
+            d.head_dim_vo,
+            self.mask
+        )
+    }
+}
+
 impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let d = &self.dims;
-        write!(f, "forward {} batch {} seqlen {}x{} ", self.dtype, d.batch, d.seqlen_q, d.seqlen_kv)?;
-        write!(f, "heads {}/{} head_dim {}/{} ", d.heads_q, d.heads_kv, d.head_dim_qk, d.head_dim_vo)?;
-        write!(f, "{} scale {}{}", self.mask, self.softmax_scale, if self.lse { " lse" } else { "" })
+        let lse = if self.lse { " lse" } else { "" };
+        write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale)
     }
 }
 
