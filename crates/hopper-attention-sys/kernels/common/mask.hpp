@@ -49,6 +49,32 @@ CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
   }
 }
 
+// The backward's ranges: the blocks of kTileM queries that a tile of kTileN keys is seen by, in the same words.
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE BlockRange query_range(Band const& band, int n_block) {
+  int const blocks = cute::ceil_div(band.seqlen_q, kTileM);
+  // Keys past the end are masked with every query.
+  bool const ragged = (n_block + 1) * kTileN > band.seqlen_kv;
+  if constexpr (kMask == MaskClass::Full) {
+    return {0, blocks, ragged ? blocks : 0, blocks};
+  } else {
+    int const first_key = n_block * kTileN;
+    int const last_key = cute::min(first_key + kTileN, band.seqlen_kv) - 1;
+    BlockRange range;
+    range.begin = cute::min(cute::max(0, first_key - band.right_offset) / kTileM, blocks - 1);
+    range.free_begin = cute::ceil_div(cute::max(0, last_key - band.right_offset), kTileM);
+    range.end = blocks;
+    range.free_end = blocks;
+    if constexpr (kMask == MaskClass::Window) {
+      int const queries_end = cute::min(band.seqlen_q, last_key - band.left_offset + 1);
+      range.end = cute::max(cute::ceil_div(cute::max(0, queries_end), kTileM), range.begin + 1);
+      range.free_end = cute::max(0, first_key - band.left_offset + 1) / kTileM;
+    }
+    range.free_begin = ragged ? range.end : range.free_begin;
+    return range;
+  }
+}
+
 // The blocks that some of a tile's rows visit, kept inside the tile's own range and never empty.
 template <MaskClass kMask>
 CUTE_DEVICE BlockRange within(BlockRange part, BlockRange const& tile) {
@@ -82,6 +108,34 @@ CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int colum
         bool drop = at > last;
         if constexpr (kMask == MaskClass::Window) {
           drop = drop || at < first;
+        }
+        float& score = scores(4 * i + 2 * r + c);
+        score = drop ? -INFINITY : score;
+      }
+    }
+  }
+}
+
+// The same for transposed scores: element (c, r, i) is key `key + 8 r`, query `8 i + query + c`.
+template <MaskClass kMask, int kTileM, class Scores>
+CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key, int query) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int const at_key = key + 8 * r;
+    int first = 0;
+    if constexpr (kMask != MaskClass::Full) {
+      first = at_key - band.right_offset - query;
+    }
+    first = at_key < band.seqlen_kv ? first : kTileM;
+    int const last = at_key - band.left_offset - query;
+    CUTE_UNROLL
+    for (int i = 0; i < kTileM / 8; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        int const at = 8 * i + c;
+        bool drop = at < first;
+        if constexpr (kMask == MaskClass::Window) {
+          drop = drop || at > last;
         }
         float& score = scores(4 * i + 2 * r + c);
         score = drop ? -INFINITY : score;

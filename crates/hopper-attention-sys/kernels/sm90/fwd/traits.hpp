@@ -1,8 +1,6 @@
 // Everything that a row of fwd.def fixes: types, tiles, register budget and the shared-memory plan.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
@@ -10,31 +8,9 @@
 #include "common/barrier.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
+#include "sm90/element.hpp"
 
 namespace hattn::sm90 {
-
-template <DType kDType>
-struct ElementOf;
-template <>
-struct ElementOf<DType::BF16> {
-  using type = cutlass::bfloat16_t;
-};
-template <>
-struct ElementOf<DType::F16> {
-  using type = cutlass::half_t;
-};
-
-// Two f32 to one packed pair, rounded to nearest even.
-template <class Element>
-CUTE_DEVICE std::uint32_t pack_pair(float low, float high) {
-  std::uint32_t packed;
-  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
 
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct FwdTraits {

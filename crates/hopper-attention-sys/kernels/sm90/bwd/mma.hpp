@@ -1,0 +1,290 @@
+// The consumer warpgroups of the backward (Dao 2023, FlashAttention-2, algorithm 2, with keys outside and queries
+// inside).
+//
+//   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
+//
+// All the blocks of a CTA's tiles form one stream. Each step begins with the scores of its block in registers and ends
+// with those of the next one, so that the tensor cores have work while the other steps are done by hand: the
+// exponentials run under dP, dS under dV, and the reduction of dQ under the next scores. The products are issued in the
+// order dP, dV, dK, dQ, S. The tensor cores subtract delta: dP starts from it.
+#pragma once
+
+#include "common/mask.hpp"
+#include "common/softmax.hpp"
+#include "sm90/bwd/traits.hpp"
+#include "sm90/product.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+struct BwdMma {
+  using Element = typename Traits::Element;
+  using Storage = typename Traits::SharedStorage;
+  static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
+  static constexpr MaskClass kMask = Traits::kMask;
+
+  // Adds four neighbouring f32 in global memory.
+  CUTE_DEVICE static void add_four(float* address, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
+                 "f"(d)
+                 : "memory");
+  }
+
+  // This thread's place in its warpgroup, read anew at each call: registers are short.
+  CUTE_DEVICE static int thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % 128;
+  }
+
+  // Visits the elements of an accumulator of transposed scores with a statistic of their columns, which prepare.hpp has
+  // put into the order of the fragments: 16 queries are four groups of four, one for each lane of a quad.
+  template <class Scores, class Visit>
+  CUTE_DEVICE static void with_statistic(Scores& scores, float const* statistic, Visit const& visit) {
+    float4 const* const four = reinterpret_cast<float4 const*>(statistic) + thread_index() % 4;
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      float4 const value = four[4 * i];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        visit(scores(8 * i + 2 * r), value.x);
+        visit(scores(8 * i + 2 * r + 1), value.y);
+        visit(scores(8 * i + 4 + 2 * r), value.z);
+        visit(scores(8 * i + 4 + 2 * r + 1), value.w);
+      }
+    }
+  }
+
+  CUTE_DEVICE static void run(BwdKernelParams const& params, Band const& band, Storage& storage, int consumer) {
+    using namespace cute;
+
+    typename Traits::template MmaScores<Traits::kHeadDimQK> mma_s;
+    typename Traits::template MmaScores<Traits::kHeadDimVO> mma_d_p;
+    typename Traits::template MmaKeys<Traits::kHeadDimVO> mma_d_v;
+    typename Traits::template MmaKeys<Traits::kHeadDimQK> mma_d_k;
+    typename Traits::MmaQueries mma_d_q;
+    // Operands in shared memory are descriptors, the same for every thread: made from thread 0's slice they stay
+    // uniform.
+    auto const slice_s = mma_s.get_slice(0);
+    auto const slice_d_p = mma_d_p.get_slice(0);
+    auto const slice_d_v = mma_d_v.get_slice(0);
+    auto const slice_d_k = mma_d_k.get_slice(0);
+    auto const slice_d_q = mma_d_q.get_slice(0);
+
+    constexpr int kM = Traits::kTileM;
+    constexpr int kN = Traits::kTileN;
+    constexpr int kQK = Traits::kHeadDimQK;
+    constexpr int kVO = Traits::kHeadDimVO;
+    constexpr int kStages = Traits::kStages;
+    constexpr int kBuffers = Traits::kBuffersKV;
+    auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
+    Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
+    Tensor sV = rows(storage.v[0], typename Traits::template SmemRows<kN, kVO, kBuffers>{});
+    Tensor sQ = rows(storage.q[0], typename Traits::template SmemRows<kM, kQK, kStages>{});
+    Tensor sdO = rows(storage.d_o[0], typename Traits::template SmemRows<kM, kVO, kStages>{});
+    Tensor sKt = rows(storage.k[0], typename Traits::template SmemColumns<kN, kQK, kBuffers>{});
+    Tensor sQt = rows(storage.q[0], typename Traits::template SmemColumns<kM, kQK, kStages>{});
+    Tensor sdOt = rows(storage.d_o[0], typename Traits::template SmemColumns<kM, kVO, kStages>{});
+    // Written [key][query], and read as [query][key].
+    Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
+
+    Tensor sK_rows = local_tile(sK, Shape<_64, Int<kQK>>{}, make_coord(consumer, _0{}, _));
+    Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
+    Tensor tSrK = slice_s.make_fragment_A(slice_s.partition_A(sK_rows));
+    Tensor tSrQ = slice_s.make_fragment_B(slice_s.partition_B(sQ));
+    Tensor tPrV = slice_d_p.make_fragment_A(slice_d_p.partition_A(sV_rows));
+    Tensor tPrdO = slice_d_p.make_fragment_B(slice_d_p.partition_B(sdO));
+    Tensor tVrdO = slice_d_v.make_fragment_B(slice_d_v.partition_B(sdOt));
+    Tensor tKrQ = slice_d_k.make_fragment_B(slice_d_k.partition_B(sQt));
+    // dQ: the warpgroup's half of the columns, or of the queries.
+    int const half_columns = Traits::kSplitsColumns ? consumer : 0;
+    int const half_queries = Traits::kSplitsColumns ? 0 : consumer;
+    Tensor sdS_half = local_tile(sdS, Shape<_64, Int<kN>>{}, make_coord(half_queries, _0{}, _));
+    Tensor sKt_half = local_tile(sKt, Shape<Int<Traits::kColumnsQ>, Int<kN>>{}, make_coord(half_columns, _0{}, _));
+    Tensor tQrdS = slice_d_q.make_fragment_A(slice_d_q.partition_A(sdS_half));
+    Tensor tQrK = slice_d_q.make_fragment_B(slice_d_q.partition_B(sKt_half));
+
+    Tensor tS = partition_fragment_C(mma_s, Shape<_64, Int<kM>>{});
+    Tensor tdP = partition_fragment_C(mma_d_p, Shape<_64, Int<kM>>{});
+    Tensor tdV = partition_fragment_C(mma_d_v, Shape<_64, Int<kVO>>{});
+    Tensor tdK = partition_fragment_C(mma_d_k, Shape<_64, Int<kQK>>{});
+    Tensor tdQ = partition_fragment_C(mma_d_q, Shape<_64, Int<Traits::kColumnsQ>>{});
+    // The A operands of dV and dK: for 16-bit types the accumulator's element order is the operand's.
+    Tensor tP = make_tensor<Element>(partition_shape_A(mma_d_v, Shape<_64, Int<kM>>{}));
+    Tensor tdS = make_tensor<Element>(partition_shape_A(mma_d_k, Shape<_64, Int<kM>>{}));
+    static_assert(size(tP) == size(tS) && size(tdS) == size(tdP));
+
+    // The warp's first key in the tile.
+    auto warp_row = [&](int thread) { return consumer * 64 + thread / 32 * 16; };
+
+    RingPosition<kStages> ring;  // of Q and dO, and of dS as well
+    RingPosition<kBuffers> kv;
+    int n_block = 0;
+    BlockRange range{0, 0, 0, 0};
+    int m_block = 0;
+    int remaining = 0;  // blocks of this tile, all heads of the group together
+    int d_q_block = 0;  // where the sums of the block are
+
+    constexpr std::int64_t kBlockQ = Traits::kElementsQ;
+    auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
+    int const m_blocks = ceil_div(params.seqlen_q, kM);
+
+    // The tile in a buffer; the shuffles tell the compiler that it is the same in the whole warp.
+    auto await_tile = [&]() __attribute__((always_inline)) {
+      storage.tile_full[kv.stage].wait(kv.parity);
+      return warp_value(storage.tile[kv.stage].batch) >= 0;
+    };
+    auto enter_tile = [&]() __attribute__((always_inline)) {
+      Tile const tile = storage.tile[kv.stage];
+      n_block = warp_value(tile.m_block);
+      range = query_range<kMask, kM, kN>(band, n_block);
+      remaining = params.heads_per_kv_head * (range.end - range.begin);
+      m_block = range.begin;
+      int const head = warp_value(tile.head) * params.heads_per_kv_head;
+      d_q_block = (warp_value(tile.batch) * params.heads_q + head) * m_blocks + range.begin;
+    };
+    auto next_block = [&]() __attribute__((always_inline)) {
+      --remaining;
+      ++m_block;
+      ++d_q_block;
+      if (m_block == range.end) {  // the group's next query head
+        m_block = range.begin;
+        d_q_block += m_blocks - (range.end - range.begin);
+      }
+    };
+
+    auto issue_scores = [&]() __attribute__((always_inline)) {
+      issue_product<false>(mma_s, tSrK(_, _, _, kv.stage), tSrQ(_, _, _, ring.stage), tS);
+    };
+    auto mask_scores = [&]() __attribute__((always_inline)) {
+      int const thread = thread_index();
+      apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
+                                       m_block * kM + 2 * (thread % 4));
+    };
+    auto release = [&](Mbarrier& barrier) {
+      if (elect_one_sync()) {
+        barrier.arrive();
+      }
+    };
+    auto pack = [&](auto& operand, auto const& values) __attribute__((always_inline)) {
+      Tensor packed = recast<std::uint32_t>(operand);
+      CUTE_UNROLL
+      for (int i = 0; i < size(packed); ++i) {
+        packed(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
+      }
+    };
+
+    // From the scores of a block to its dK, dV and dQ: dV is done, dK and dQ are on their way.
+    auto gradients = [&]() __attribute__((always_inline)) {
+      with_statistic(tdP, storage.statistics[ring.stage] + kM,
+                     [](float& d_p, float minus_delta) { d_p = minus_delta; });
+      storage.d_o_full[ring.stage].wait(ring.parity);
+      issue_product<true>(mma_d_p, tPrV(_, _, _, kv.stage), tPrdO(_, _, _, ring.stage), tdP);
+      if (m_block < range.free_begin || m_block >= range.free_end) {
+        mask_scores();
+      }
+      with_statistic(tS, storage.statistics[ring.stage], [&](float& score, float minus_lse) {
+        score = exp2_approx(fmaf(score, params.scale_log2, minus_lse));
+      });
+      pack(tP, tS);
+      issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tdP);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tS); ++i) {
+        tS(i) *= tdP(i);
+      }
+      pack(tdS, tS);
+      Tensor pairs = recast<std::uint32_t>(tdS);
+      int const thread = thread_index();
+      store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
+                          [&](int i, int j) { return pairs(4 * i + j); });
+      fence_proxy_async();
+      issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
+      named_barrier_sync(1, 256);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, ring.stage), tQrK(_, _, _, kv.stage), tdQ);
+      warpgroup_wait<2>();
+      warpgroup_fence_operand(tdV);
+      release(storage.d_o_empty[ring.stage]);
+    };
+    // Under the next scores.
+    auto finish_block = [&](int q_stage) __attribute__((always_inline)) {
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tdK);
+      warpgroup_fence_operand(tdQ);
+      release(storage.q_empty[q_stage]);
+      float* const d_q = params.d_q + d_q_block * kBlockQ + (consumer * 128 + thread_index()) * 4;
+      CUTE_UNROLL
+      for (int i = 0; i < size(tdQ) / 4; ++i) {
+        add_four(d_q + i * 1024, tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3));
+      }
+    };
+    auto step = [&]() __attribute__((always_inline)) {
+      gradients();
+      int const done = ring.stage;
+      ring.advance();
+      storage.q_full[ring.stage].wait(ring.parity);
+      issue_scores();
+      finish_block(done);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tS);
+    };
+    // A tile's dK and dV, over its K and V, which nobody needs any more.
+    auto hand_over = [&](int buffer) __attribute__((always_inline)) {
+      float const scales[2] = {params.scale, params.scale};
+      float const ones[2] = {1.0F, 1.0F};
+      int const thread = thread_index();
+      store_accumulator<kN, kVO>(storage.v[buffer], warp_row(thread), thread % 32, tdV, ones);
+      named_barrier_sync(1, 256);  // the other warpgroup has read these rows of K for its dQ
+      store_accumulator<kN, kQK>(storage.k[buffer], warp_row(thread), thread % 32, tdK, scales);
+      fence_proxy_async();
+      __syncwarp();
+      release(storage.d_kv_full[buffer][consumer]);
+    };
+
+    if (!await_tile()) {
+      return;
+    }
+    enter_tile();
+    clear(tdV);
+    clear(tdK);
+    storage.kv_full[0].wait(0);
+    storage.q_full[0].wait(0);
+    issue_scores();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tS);
+
+    while (true) {
+      for (; remaining > 1; next_block()) {
+        step();
+      }
+
+      // The border: the next tile's first scores are computed while this tile's dK and dV are handed over.
+      gradients();
+      int const done = ring.stage;
+      int const buffer = kv.stage;
+      ring.advance();
+      kv.advance();
+      bool const more = await_tile();
+      // After the last tile the scores are those of whatever lies in the buffers: a branch between the products and the
+      // wait for them would make ptxas serialise them.
+      if (more) {
+        storage.kv_full[kv.stage].wait(kv.parity);
+        storage.q_full[ring.stage].wait(ring.parity);
+      }
+      issue_scores();
+      finish_block(done);
+      hand_over(buffer);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tS);
+      if (!more) {
+        break;
+      }
+      enter_tile();
+      clear(tdV);
+      clear(tdK);
+    }
+  }
+};
+
+}  // namespace hattn::sm90

@@ -1,0 +1,34 @@
+// Copies of tiles between global and shared memory: slabs of 64 columns, 128-byte swizzled rows.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/barrier.hpp"
+
+namespace hattn::sm90 {
+
+// What a kernel reads once should not push what it reads again out of L2.
+constexpr std::uint64_t kEvictFirst = 0x12F0000000000000ULL;
+constexpr std::uint64_t kEvictLast = 0x14F0000000000000ULL;
+
+// Copies rows [row, row + kRows) of one head into a tile of 64-column slabs; what lies beyond the tensor reads as zero.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
+                           int batch) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += 64) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
+  }
+}
+
+// Stores the 64 rows of one consumer of a tile of kRows rows to rows [row, row + 64) of one head; what lies beyond the
+// tensor is dropped.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, int row, int head, int batch) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += 64) {
+    cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * 64, column, row, head, batch);
+  }
+}
+
+}  // namespace hattn::sm90
