@@ -99,8 +99,8 @@ struct BwdParams {
   std::int32_t heads_per_group = 1;
   // Of the workspace, with `blocks` = batch * heads_q * ceil(seqlen_q / tile_m): f32 [blocks][2 * tile_m] statistics of
   // the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
-  std::uint64_t statistics_address = 0;
-  std::uint64_t sums_address = 0;
+  std::uint64_t statistics = 0;
+  std::uint64_t sums = 0;
   std::uint64_t tile_counter = 0;
 };
 

@@ -14,7 +14,7 @@ pub(crate) fn rows() -> Vec<KernelInfo> {
     (0..).zip(ffi::fwd_rows()).filter_map(|(index, row)| kernel_info(index, &row)).collect()
 }
 
-fn kernel_info(row: u32, info: &ffi::FwdRowInfo) -> Option<KernelInfo> {
+fn kernel_info(row: u32, info: &ffi::RowInfo) -> Option<KernelInfo> {
     let count = |value: i32| usize::try_from(value).ok();
     Some(KernelInfo {
         row,

@@ -47,8 +47,8 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
     }
   }
   constexpr float kLog2E = 1.44269504088896341F;
-  BwdKernelParams const kernel_params{reinterpret_cast<float const*>(params.statistics_address),
-                                      reinterpret_cast<float*>(params.sums_address),
+  BwdKernelParams const kernel_params{reinterpret_cast<float const*>(params.statistics),
+                                      reinterpret_cast<float*>(params.sums),
                                       params.batch,
                                       params.heads_q,
                                       params.heads_kv,

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
       }
       int const column = query % 16;
       int const place = query % kTileM / 16 * 16 + column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
-      float* const statistics = reinterpret_cast<float*>(params.statistics_address) +
+      float* const statistics = reinterpret_cast<float*>(params.statistics) +
                                 ((batch * params.heads_q + head) * m_blocks + query / kTileM) * Traits::kStatistics;
       statistics[place] = start;
       statistics[kTileM + place] = minus_delta;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
 
   std::int64_t const fours = rows * Traits::kHeadDimQK / 4;
   for (std::int64_t i = thread; i < fours; i += threads) {
-    reinterpret_cast<float4*>(params.sums_address)[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
+    reinterpret_cast<float4*>(params.sums)[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
   }
 }
 
