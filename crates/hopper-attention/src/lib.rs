@@ -88,6 +88,7 @@
 
 #![deny(missing_docs)]
 
+mod checks;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -120,7 +121,7 @@ pub use kernels::{Arch, KernelInfo, MaskClass, kernels, support_table};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
 pub use plan::ForwardPlan;
-pub use problem::{Dims, ForwardProblem};
+pub use problem::{BackwardProblem, Dims, ForwardProblem};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
 

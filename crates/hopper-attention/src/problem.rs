@@ -1,8 +1,12 @@
-//! What is to be computed, as numbers: [`ForwardProblem`].
+//! What is to be computed, as numbers: [`ForwardProblem`] and [`BackwardProblem`].
+
+mod backward;
 
 use std::fmt;
 
 use crate::{DType, Error, Mask, Result};
+
+pub use backward::BackwardProblem;
 
 /// The sizes of a problem.
 ///
@@ -177,14 +181,21 @@ impl ForwardProblem {
     pub fn is_empty(&self) -> bool {
         self.dims.batch == 0 || self.dims.seqlen_q == 0
     }
+
+    /// What a forward and a backward problem print alike.
+    fn write_numbers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let d = &self.dims;
+        write!(f, "{} batch {} seqlen {}x{} ", self.dtype, d.batch, d.seqlen_q, d.seqlen_kv)?;
+        write!(f, "heads {}/{} head_dim {}/{} ", d.heads_q, d.heads_kv, d.head_dim_qk, d.head_dim_vo)?;
+        write!(f, "{} scale {}", self.mask, self.softmax_scale)
+    }
 }
 
 impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let d = &self.dims;
-        write!(f, "forward {} batch {} seqlen {}x{} ", self.dtype, d.batch, d.seqlen_q, d.seqlen_kv)?;
-        write!(f, "heads {}/{} head_dim {}/{} ", d.heads_q, d.heads_kv, d.head_dim_qk, d.head_dim_vo)?;
-        write!(f, "{} scale {}{}", self.mask, self.softmax_scale, if self.lse { " lse" } else { "" })
+        f.write_str("forward ")?;
+        self.write_numbers(f)?;
+        f.write_str(if self.lse { " lse" } else { "" })
     }
 }
 

@@ -38,7 +38,7 @@ use std::ffi::c_void;
 use std::fmt;
 
 use crate::plan::Target;
-use crate::{DType, Error, ForwardPlan, Layout, Result};
+use crate::{DType, Error, ForwardPlan, Layout, Result, checks};
 
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::{KernelArgs, KernelTensor, not_on_a_gpu};
@@ -128,10 +128,10 @@ fn check(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
     crate::forward::check_shapes(problem, layouts, args.lse.map(|lse| lse.layout))?;
     let tensors = [("q", args.q), ("k", args.k), ("v", args.v), ("o", args.o)];
     for (what, tensor) in tensors {
-        crate::forward::check_dtype(what, tensor.dtype, problem.dtype(), "the problem's")?;
+        checks::dtype(what, tensor.dtype, problem.dtype(), "the problem's")?;
     }
     if let Some(lse) = args.lse {
-        crate::forward::check_dtype("lse", lse.dtype, DType::F32, "as every log-sum-exp")?;
+        checks::dtype("lse", lse.dtype, DType::F32, "as every log-sum-exp")?;
         check_place(plan, "lse", lse.place)?;
     }
     tensors.into_iter().try_for_each(|(what, tensor)| check_place(plan, what, tensor.place))?;
