@@ -88,6 +88,7 @@
 
 #![deny(missing_docs)]
 
+mod backward;
 mod checks;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -111,6 +112,7 @@ mod workspace;
 #[cfg(feature = "cuda")]
 pub use cudarc;
 
+pub use backward::BackwardArgs;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
@@ -120,7 +122,7 @@ pub use forward::ForwardArgs;
 pub use kernels::{Arch, KernelInfo, MaskClass, kernels, support_table};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
-pub use plan::ForwardPlan;
+pub use plan::{BackwardPlan, ForwardPlan};
 pub use problem::{BackwardProblem, Dims, ForwardProblem};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;

@@ -1,5 +1,6 @@
-//! From a problem to how it is computed: [`ForwardPlan`].
+//! From a problem to how it is computed: [`ForwardPlan`] and [`BackwardPlan`].
 
+mod backward;
 mod select;
 
 use std::fmt;
@@ -8,6 +9,7 @@ use std::fmt;
 use crate::cuda::CudaDevice;
 use crate::{Device, DeviceFacts, ForwardProblem, Result, kernels};
 
+pub use backward::BackwardPlan;
 pub use select::{Choice, mask_class, select};
 
 /// How one problem is computed on one device: made once, and run as often as wanted, from any thread and on any stream
