@@ -94,7 +94,6 @@ fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
 
 #[test]
 fn block_edges() {
-    let mut worst = [0.0_f64; 3];
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         for (seqlen_q, seqlen_kv) in [(1, 1), (63, 65), (64, 256), (65, 257), (255, 63), (257, 129), (200, 1), (1, 300)]
         {
@@ -104,13 +103,9 @@ fn block_edges() {
                 let problem = problem(dtype, Dims { seqlen_q, seqlen_kv, ..DIMS }, mask).d_lse(seqlen_q % 2 == 1);
                 let report = check(&problem, &Given::normal(&problem, 21), Gaps::default());
                 assert!(report.passed(), "{problem}: {report}");
-                for (worst, figures) in worst.iter_mut().zip([&report.d_q, &report.d_k, &report.d_v]) {
-                    *worst = worst.max(figures.worst_ratio);
-                }
             }
         }
     }
-    eprintln!("{worst:?}");
 }
 
 #[test]
