@@ -134,13 +134,13 @@ impl Exact<'_> {
         let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
         row.lse = shift + scores.iter().map(|score| (score - shift).exp()).sum::<f64>().ln();
 
+        let d_p: Vec<f64> = keys.iter().map(|&key| dot(d_o_row, self.v.row(batch, key, head_kv))).collect();
         let mut o = Sum::new(dims.head_dim_vo);
         let mut key_norm = 0.0;
-        for (&key, score) in keys.iter().zip(&scores) {
+        for ((&key, score), d_p) in keys.iter().zip(&scores).zip(&d_p) {
             let p = (score - row.lse).exp();
-            let v_row = self.v.row(batch, key, head_kv);
-            row.delta += p * dot(d_o_row, v_row);
-            o.add(p, 0.0, v_row);
+            row.delta += p * d_p;
+            o.add(p, self.v.row(batch, key, head_kv));
             key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
         }
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
@@ -155,10 +155,11 @@ impl Exact<'_> {
             + SCORE_ROUNDOFFS * U32 * (d_o_norm * norm(&o.values) + d_lse.abs());
 
         let mut mean_key = vec![0.0; dims.head_dim_qk];
-        for &key in &keys {
-            let pair = self.pair(&row, batch, head, query, key);
+        for ((&key, &score), &d_p) in keys.iter().zip(&scores).zip(&d_p) {
+            let pair = self.pair(&row, self.token(batch, head_kv, key), score, d_p);
             let k_row = self.k.row(batch, key, head_kv);
-            sum.add(self.scale() * pair.d_s, self.scale() * pair.d_s_noise, k_row);
+            sum.add(self.scale() * pair.d_s, k_row);
+            sum.add_noise(self.scale() * pair.d_s_noise, k_row);
             mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.p * k);
         }
         // The error of delta is one for the whole row, so it does not average out over the keys.
@@ -177,22 +178,23 @@ impl Exact<'_> {
                 if row.lse == f64::NEG_INFINITY {
                     continue;
                 }
-                let pair = self.pair(row, batch, head, query, key);
-                let noise = pair.d_s_noise.hypot(pair.p * row.delta_noise);
-                d_k.add(self.scale() * pair.d_s, self.scale() * noise, self.q.row(batch, query, head));
-                d_v.add(pair.p, pair.p_noise, self.d_o.row(batch, query, head));
+                let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
+                let d_p = dot(d_o_row, self.v.row(batch, key, head_kv));
+                let token = self.token(batch, head_kv, key);
+                let pair = self.pair(row, token, self.score(batch, head, query, key), d_p);
+                d_k.add(self.scale() * pair.d_s, q_row);
+                d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
+                d_v.add(pair.p, d_o_row);
+                d_v.add_noise(pair.p_noise, d_o_row);
             }
         }
         (d_k, d_v)
     }
 
-    fn pair(&self, row: &Row, batch: usize, head: usize, query: usize, key: usize) -> Pair {
-        let head_kv = head / self.problem.forward().group_size();
-        let token = self.token(batch, head_kv, key);
-        let p = (self.score(batch, head, query, key) - row.lse).exp();
-        let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
+    /// Of a query's row and the key with this place among the norms.
+    fn pair(&self, row: &Row, token: usize, score: f64, d_p: f64) -> Pair {
+        let p = (score - row.lse).exp();
         let d_s = p * (d_p - row.delta);
-
         let dtype = self.problem.dtype();
         let relative = unit_roundoff(dtype) + self.score_noise(row, self.k_norms[token]);
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
@@ -245,13 +247,12 @@ impl Sum {
         Self { values: vec![0.0; dim], squares: vec![0.0; dim], noise_squares: vec![0.0; dim], terms: 0 }
     }
 
-    fn add(&mut self, weight: f64, noise: f64, vector: &[f64]) {
+    fn add(&mut self, weight: f64, vector: &[f64]) {
         for ((value, square), x) in self.values.iter_mut().zip(&mut self.squares).zip(vector) {
             let term = weight * x;
             *value += term;
             *square += term * term;
         }
-        self.add_noise(noise, vector);
         self.terms += 1;
     }
 
