@@ -1,9 +1,11 @@
-//! The oracle: attention in f64 from plain loops, the plain same-precision computation, and the tolerance law that
-//! compares anything with them.
+//! The oracle: attention and its gradients in f64 from plain loops, the plain same-precision computation, and the
+//! tolerance law that compares anything with them.
 //!
 //! It shares nothing with the kernels, the plans or the CPU backend, so that it is able to disagree with them: it knows
 //! a problem's numbers and asks [`Mask::keep`](crate::Mask::keep) for every query and key. It is meant for tests and
-//! for `hattn check`, not for speed: the cost is that of the textbook, some seconds for `4096 x 4096` and two heads.
+//! for `hattn check`, not for speed: the cost is that of the textbook, some seconds for `4096 x 4096` and two heads, and
+//! five times that for gradients. [`BackwardExpected`] judges those; its oracle computes O and the LSE anew, so that it
+//! disagrees with a backward pass that was given wrong ones.
 //!
 //! ```
 //! use hopper_attention::reference::{Expected, Tensor};
