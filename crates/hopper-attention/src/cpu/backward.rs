@@ -11,7 +11,7 @@ use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
 use super::{Task, WALKED, each_task, load};
 use crate::tensor::{HostMut, HostRef};
-use crate::{BackwardProblem, Band, Element, Layout, Operand, Result};
+use crate::{BackwardProblem, Element, Layout, Operand, Result};
 
 /// What a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
@@ -83,7 +83,9 @@ struct Scratch {
     /// dP, then dS, `[queries, keys]`.
     d_s: Vec<f32>,
     /// Gradients before the scale.
-    sums: [Vec<f32>; 2],
+    d_q: Vec<f32>,
+    d_k: Vec<f32>,
+    d_v: Vec<f32>,
 }
 
 /// What a pair needs to know of its query.
@@ -93,12 +95,15 @@ struct Row {
     delta: f32,
 }
 
-impl Row {
-    /// A row whose LSE is -inf has no weights, whatever its mask keeps.
-    fn new(band: &Band, query: usize, seqlen_kv: usize, lse: f32, delta: f32) -> Self {
-        let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { block::kept(band, query, seqlen_kv) };
-        Self { keys, lse, delta }
-    }
+/// The rows of some queries. One whose LSE is -inf has no weights, whatever its mask keeps.
+fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta: &[f32], rows: &mut Vec<Row>) {
+    let dims = problem.dims();
+    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    rows.clear();
+    rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
+        let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { block::kept(&band, query, dims.seqlen_kv) };
+        Row { keys, lse, delta }
+    }));
 }
 
 /// dQ, and delta, of some queries.
@@ -110,8 +115,7 @@ fn of_queries<T: Operand<Out = T>>(
 ) -> OfQueries<T> {
     let dims = problem.dims();
     let head_kv = task.head / problem.forward().group_size();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
-    let Scratch { q, k, v, o, d_o, rows, kept, p, d_s, sums: [d_q, _] } = scratch;
+    let Scratch { q, k, v, o, d_o, rows, kept, p, d_s, d_q, .. } = scratch;
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
         load(tensor, task.batch, task.head, task.tokens.clone(), out);
     }
@@ -123,13 +127,7 @@ fn of_queries<T: Operand<Out = T>>(
         delta.iter_mut().zip(d_lse).for_each(|(delta, d_lse)| *delta -= d_lse);
     }
     let lse = inputs.lse.part(task.batch, task.head, task.tokens.clone());
-    rows.clear();
-    rows.extend(
-        task.tokens
-            .clone()
-            .zip(lse.iter().zip(&delta))
-            .map(|(query, (&lse, &delta))| Row::new(&band, query, dims.seqlen_kv, lse, delta)),
-    );
+    rows_of(problem, task.tokens.clone(), lse, &delta, rows);
 
     d_q.clear();
     d_q.resize(q.len(), 0.0);
@@ -155,8 +153,7 @@ fn of_keys<T: Operand<Out = T>>(
 ) -> OfKeys<T> {
     let dims = problem.dims();
     let group = problem.forward().group_size();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
-    let Scratch { q, k, v, d_o, rows, kept, p, d_s, sums: [d_k, d_v], .. } = scratch;
+    let Scratch { q, k, v, d_o, rows, kept, p, d_s, d_k, d_v, .. } = scratch;
     load(&inputs.k, task.batch, task.head, task.tokens.clone(), k);
     load(&inputs.v, task.batch, task.head, task.tokens.clone(), v);
     for (sums, like) in [(&mut *d_k, &*k), (&mut *d_v, &*v)] {
@@ -168,13 +165,7 @@ fn of_keys<T: Operand<Out = T>>(
             let queries = first..dims.seqlen_q.min(first + WALKED);
             let lse = inputs.lse.part(task.batch, head, queries.clone());
             let delta = delta.part(task.batch, head, queries.clone());
-            rows.clear();
-            rows.extend(
-                queries
-                    .clone()
-                    .zip(lse.iter().zip(delta))
-                    .map(|(query, (&lse, &delta))| Row::new(&band, query, dims.seqlen_kv, lse, delta)),
-            );
+            rows_of(problem, queries.clone(), lse, delta, rows);
             let block = Block::new(rows.iter().map(|row| row.keys), task.tokens.start, task.tokens.len(), kept);
             if block.is_empty() {
                 continue;
