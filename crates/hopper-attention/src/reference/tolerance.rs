@@ -31,8 +31,8 @@
 //! truncates while it accumulates is wrong by a few units of them, not of their sum; the ulps are those of the two
 //! terms that are added, and cover the hardware's approximate exp2 and log2 (2^-22 each).
 //!
-//! For dQ, dK and dV the law is that of the output, with [`backward_plain`](super::backward_plain) for the plain computation and another floor,
-//! since they are sums over pairs of a query and a key in which more is rounded:
+//! For dQ, dK and dV the law is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
+//! is another, since they are sums over pairs of a query and a key in which more is rounded:
 //!
 //! ```text
 //! dQ_i = scale * sum over j of dS_ij k_j     noise^2 = scale^2 * (sum (n(dS_ij) k_j)^2 + (n(delta_i) sum p_ij k_j)^2)
@@ -50,7 +50,7 @@
 //! but at least the smallest normal f32, below which a GPU may flush to 0.
 //!
 //! What is not finite must match: NaN where the oracle has NaN and only there, and infinities (the -inf of a fully
-//! masked row) exactly. A row that is exactly 0 must be exactly 0.
+//! masked row) exactly. An output row that is exactly 0, and a gradient's row in which no pair has a part, must be exactly 0.
 
 mod backward;
 
