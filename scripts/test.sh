@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, licences, documentation, the
 # tests without CUDA, the kernels' build, the tests with CUDA and the disassembly audit, the C library and what links it, the
-# packages. Logs are in the target folder's test-logs/.
+# bench of instruction rates, the packages. Logs are in the target folder's test-logs/.
 # Its last line sums the tests: "N passed, N failed, N skipped". Tests that need a GPU say so and count as skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -84,6 +84,8 @@ step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
 # The library for C and C++ of what is built by now: the same packages and targets again, so that nothing is compiled twice.
 step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" \
   HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" scripts/capi_test.sh
+# The bench of instruction rates, as far as a machine without a GPU can judge it.
+step rates scripts/rates.sh --build-only
 # As docs.rs does it, which has no CUDA: looking for a toolkit would fail here. hattn's comments are its help text, not rustdoc.
 step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" \
   cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps

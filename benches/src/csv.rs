@@ -60,7 +60,7 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
                 "fwd".into(),
                 p.dtype.to_string(),
                 p.head_dim.to_string(),
-                p.mask_name().into(),
+                p.mask_name(),
                 p.seqlen.to_string(),
                 p.batch.to_string(),
                 p.heads_q.to_string(),

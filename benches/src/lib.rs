@@ -2,7 +2,8 @@
 //!
 //! [`Sweep`] chooses [`Point`]s, a [`Harness`] times every library at each, in turn, a [`Session`] makes a [`Report`] of
 //! that: the JSON that is kept. Tables ([`table`]), CSV ([`csv`]), charts ([`chart`]), comparisons ([`compare`]) and the
-//! README's section ([`readme`]) are made of reports and measure nothing. `hattn bench` and `hattn plot` are the front.
+//! README's section ([`readme`]) are made of reports and measure nothing, as is the choice of kernels by [`tune`].
+//! `hattn bench`, `hattn plot` and `hattn tune` are the front.
 //!
 //! With feature `cuda` the shared library of this package exports the C entry of `peers/hattn_peer.h`, through which
 //! the script in PyTorch times our forward in turn with other libraries.
@@ -26,10 +27,11 @@ mod report;
 mod session;
 mod stats;
 pub mod table;
+pub mod tune;
 
 pub use harness::{Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
-pub use harness::{Cuda, EventClock};
+pub use harness::{Cuda, EventClock, Rows};
 pub use point::{Direction, HIDDEN, Order, Point, PointMask, Precision, Sweep, TOKENS};
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};

@@ -16,15 +16,10 @@ pub fn points(report: &Report) -> Table {
     table.set_header(header.map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
     for result in &report.points {
         let p = &result.point;
-        let mut row: Vec<Cell> = [
-            p.dtype.to_string(),
-            p.head_dim.to_string(),
-            p.mask_name().to_string(),
-            p.group().to_string(),
-            p.seqlen.to_string(),
-        ]
-        .map(Cell::new)
-        .into();
+        let mut row: Vec<Cell> =
+            [p.dtype.to_string(), p.head_dim.to_string(), p.mask_name(), p.group().to_string(), p.seqlen.to_string()]
+                .map(Cell::new)
+                .into();
         let best = result.best_peer().map(|run| run.name.as_str());
         row.extend(names.iter().map(|name| match result.run(name) {
             Some(run) if best == Some(run.name.as_str()) => rate(run).add_attribute(Attribute::Underlined),

@@ -40,6 +40,46 @@ impl Cuda {
         Ok(Self { stream: device.context().default_stream(), device, entries: vec![] })
     }
 
+    /// The stream that everything runs on.
+    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// The GPU.
+    pub(super) fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// What is told before the first point.
+    pub(super) fn ready(&self, job: &Job, libraries: Vec<Library>, missing: Vec<Missing>) -> Ready {
+        let info = self.device.info();
+        Ready {
+            device: info.name.clone(),
+            uuid: self.uuid(),
+            versions: [
+                ("hopper-attention".into(), env!("CARGO_PKG_VERSION").into()),
+                ("driver_cuda".into(), format!("{}.{}", info.driver.0, info.driver.1).into()),
+            ]
+            .into(),
+            method: format!(
+                "in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {} after \
+                 {WARM_UPS} warm-ups; {} MiB written before each call to empty L2, a wait after each round; unit-variance \
+                 normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
+                job.iters,
+                EVICT_BYTES >> 20
+            ),
+            libraries,
+            missing,
+            cupti: None,
+        }
+    }
+
+    /// Q, K and V on the GPU.
+    pub(super) fn upload<T: Operand>(&self, pool: &Pool<T>) -> Result<Arc<Vec<CudaSlice<T>>>> {
+        let copies = [&pool.q, &pool.k, &pool.v].map(|x| self.stream.clone_htod(x));
+        Ok(Arc::new(copies.into_iter().collect::<Result<Vec<_>, _>>()?))
+    }
+
     /// Loads what was asked for: who takes part, and who cannot.
     fn load(&mut self, job: &Job) -> (Vec<Library>, Vec<Missing>) {
         let (mut libraries, mut missing) = (Vec::new(), Vec::new());
@@ -105,26 +145,7 @@ impl Harness for Cuda {
 
     fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()> {
         let (libraries, missing) = self.load(job);
-        let info = self.device.info();
-        sink(Event::Ready(Ready {
-            device: info.name.clone(),
-            uuid: self.uuid(),
-            versions: [
-                ("hopper-attention".into(), env!("CARGO_PKG_VERSION").into()),
-                ("driver_cuda".into(), format!("{}.{}", info.driver.0, info.driver.1).into()),
-            ]
-            .into(),
-            method: format!(
-                "in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {} after \
-                 {WARM_UPS} warm-ups; {} MiB written before each call to empty L2, a wait after each round; unit-variance \
-                 normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
-                job.iters,
-                EVICT_BYTES >> 20
-            ),
-            libraries,
-            missing,
-            cupti: None,
-        }))?;
+        sink(Event::Ready(self.ready(job, libraries, missing)))?;
         self.ceilings(job, sink)?;
         turns::run(self, job, sink)?;
         self.ceilings(job, sink)
@@ -140,9 +161,7 @@ impl Place for Cuda {
 
     fn contestants<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Vec<Box<dyn Contestant<T> + 'a>>> {
         let stream = &self.stream;
-        let inputs = Arc::new(
-            [&pool.q, &pool.k, &pool.v].map(|x| stream.clone_htod(x)).into_iter().collect::<Result<Vec<_>, _>>()?,
-        );
+        let inputs = self.upload(pool)?;
         let workspace = Rc::new(RefCell::new(stream.alloc_zeros(WORKSPACE_BYTES)?));
         let contestant = |(name, role, entry): &'a (String, Role, Entry)| {
             Ok(Box::new(Through {

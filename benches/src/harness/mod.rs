@@ -20,12 +20,16 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod product;
 mod python;
+#[cfg(feature = "cuda")]
+mod rows;
 mod turns;
 
 pub use cpu::Cpu;
 #[cfg(feature = "cuda")]
 pub use cuda::{Cuda, EventClock};
 pub use python::PyTorch;
+#[cfg(feature = "cuda")]
+pub use rows::Rows;
 
 /// Calls of each library before the first timing: module load, first touch of memory, clocks.
 pub const WARM_UPS: usize = 3;

@@ -42,6 +42,12 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
 typedef struct hattn_forward_plan hattn_forward_plan;
 
 /*
+ Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
+ writes. Used by any threads at once.
+ */
+typedef struct hattn_tuning hattn_tuning;
+
+/*
  HATTN_OK, or why nothing was done; hattn_last_error has the words.
  */
 typedef int32_t hattn_status;
@@ -387,6 +393,24 @@ const char *hattn_version(void);
 hattn_status hattn_device_count(int32_t *count);
 
 /*
+ Reads the text that `hattn tune` wrote, `length` bytes of it, and writes it to `*tuning`; null there on failure. The
+ library itself opens no file.
+
+ # Safety
+ `text` is valid for reading `length` bytes, null when that is 0; `tuning` is null, which is refused, or valid for
+ writing.
+ */
+hattn_status hattn_tuning_create(const char *text, size_t length, struct hattn_tuning **tuning);
+
+/*
+ Frees a tuning; null is fine. Plans that were made with it go on.
+
+ # Safety
+ `tuning` is null, or came from hattn_tuning_create and is used nowhere, now or later.
+ */
+void hattn_tuning_destroy(struct hattn_tuning *tuning);
+
+/*
  Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
  HATTN_ERROR_UNSUPPORTED, HATTN_ERROR_NO_DEVICE, or what is wrong with the problem. Opens no context and loads nothing.
 
@@ -405,6 +429,18 @@ hattn_status hattn_forward_supported(const struct hattn_forward_problem *problem
 hattn_status hattn_forward_plan_create(const struct hattn_forward_problem *problem,
                                        hattn_device device,
                                        struct hattn_forward_plan **plan);
+
+/*
+ As hattn_forward_plan_create, but with the kernel that the tuning holds for this problem on this card, where it holds
+ one. The tuning may be freed afterwards.
+
+ # Safety
+ As for hattn_forward_plan_create; `tuning` is null, which is refused, or a live tuning.
+ */
+hattn_status hattn_forward_plan_create_tuned(const struct hattn_forward_problem *problem,
+                                             hattn_device device,
+                                             const struct hattn_tuning *tuning,
+                                             struct hattn_forward_plan **plan);
 
 /*
  Frees a plan; null is fine. Work that was enqueued with it goes on.

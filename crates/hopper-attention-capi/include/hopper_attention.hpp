@@ -481,6 +481,37 @@ struct ForwardArgs {
   Workspace workspace{};
 };
 
+// Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
+// writes. Owned, movable and not copyable. An empty one (default-made or moved from) is refused by every call.
+class Tuning {
+ public:
+  Tuning() noexcept = default;
+
+#ifndef HATTN_NO_EXCEPTIONS
+  // Reads the text of a file that `hattn tune` wrote; opening it is the caller's.
+  explicit Tuning(const std::string& text) { detail::check(create(text.data(), text.size(), *this)); }
+#endif
+
+  // The same; tuning stays as it was on failure.
+  [[nodiscard]] static Status create(const char* text, std::size_t length, Tuning& tuning) noexcept {
+    if (const Status status = detail::check_abi(); !ok(status)) return status;
+    hattn_tuning* made = nullptr;
+    const Status status = detail::from_library(hattn_tuning_create(text, length, &made));
+    if (ok(status)) tuning.tuning_.reset(made);
+    return status;
+  }
+
+  hattn_tuning* get() const noexcept { return tuning_.get(); }
+  explicit operator bool() const noexcept { return tuning_ != nullptr; }
+
+ private:
+  struct Destroy {
+    void operator()(hattn_tuning* tuning) const noexcept { hattn_tuning_destroy(tuning); }
+  };
+
+  std::unique_ptr<hattn_tuning, Destroy> tuning_{};
+};
+
 // How a problem is computed on a device; owned, movable and not copyable. Made once, run often, by any threads and
 // streams at once. An empty one (default-made or moved from) is refused by every call.
 class ForwardPlan {
@@ -490,6 +521,11 @@ class ForwardPlan {
 #ifndef HATTN_NO_EXCEPTIONS
   // Chooses the kernel and, on a GPU, loads it.
   ForwardPlan(const ForwardProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
+
+  // The kernel that the tuning holds for the problem on this card, where it holds one.
+  ForwardPlan(const ForwardProblem& problem, Device device, const Tuning& tuning) {
+    detail::check(create(problem, device, tuning, *this));
+  }
 #endif
 
   // The same; plan stays as it was on failure.
@@ -498,6 +534,15 @@ class ForwardPlan {
     hattn_forward_plan* made = nullptr;
     const Status status =
         detail::from_library(hattn_forward_plan_create(&problem.c_problem(), device.c_value(), &made));
+    if (ok(status)) plan.plan_.reset(made);
+    return status;
+  }
+  [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, const Tuning& tuning,
+                                     ForwardPlan& plan) noexcept {
+    if (const Status status = detail::check_abi(); !ok(status)) return status;
+    hattn_forward_plan* made = nullptr;
+    const Status status = detail::from_library(
+        hattn_forward_plan_create_tuned(&problem.c_problem(), device.c_value(), tuning.get(), &made));
     if (ok(status)) plan.plan_.reset(made);
     return status;
   }

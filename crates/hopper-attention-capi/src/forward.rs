@@ -3,10 +3,12 @@
 use std::ffi::c_char;
 
 use hopper_attention::ForwardPlan;
+use hopper_attention::plan::Tuning;
 
 use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem, read};
 use crate::status::{Failure, Outcome, entry, hattn_status};
-use crate::{convert, devices};
+use crate::tuning::hattn_tuning;
+use crate::{convert, devices, tuning};
 
 /// How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
 /// the device at once. Holds no device memory.
@@ -45,19 +47,47 @@ pub unsafe extern "C" fn hattn_forward_plan_create(
     device: hattn_device,
     plan: *mut *mut hattn_forward_plan,
 ) -> hattn_status {
-    entry(|| {
-        if plan.is_null() {
-            return Err(Failure::argument("plan", "a null pointer", "where to write the plan"));
-        }
-        // SAFETY: not null, so the caller says it is valid.
-        unsafe { plan.write(std::ptr::null_mut()) };
-        // SAFETY: the caller's promise.
-        let problem = convert::problem(&unsafe { read("problem", problem) }?)?;
-        let made = hattn_forward_plan { plan: problem.plan(&devices::open(device)?)? };
-        // SAFETY: as above.
-        unsafe { plan.write(Box::into_raw(Box::new(made))) };
-        Ok(())
-    })
+    let ruled = Tuning::default();
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { create(problem, device, plan, || Ok(&ruled)) })
+}
+
+/// As hattn_forward_plan_create, but with the kernel that the tuning holds for this problem on this card, where it holds
+/// one. The tuning may be freed afterwards.
+///
+/// # Safety
+/// As for hattn_forward_plan_create; `tuning` is null, which is refused, or a live tuning.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_forward_plan_create_tuned(
+    problem: *const hattn_forward_problem,
+    device: hattn_device,
+    tuning: *const hattn_tuning,
+    plan: *mut *mut hattn_forward_plan,
+) -> hattn_status {
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { create(problem, device, plan, || tuning::live(tuning)) })
+}
+
+/// # Safety
+/// As [`hattn_forward_plan_create`].
+unsafe fn create<'a>(
+    problem: *const hattn_forward_problem,
+    device: hattn_device,
+    plan: *mut *mut hattn_forward_plan,
+    tuning: impl FnOnce() -> Outcome<&'a Tuning>,
+) -> Outcome {
+    if plan.is_null() {
+        return Err(Failure::argument("plan", "a null pointer", "where to write the plan"));
+    }
+    // SAFETY: not null, so the caller says it is valid.
+    unsafe { plan.write(std::ptr::null_mut()) };
+    // SAFETY: the caller's promise.
+    let problem = convert::problem(&unsafe { read("problem", problem) }?)?;
+    let tuning = tuning()?;
+    let made = hattn_forward_plan { plan: problem.plan_tuned(&devices::open(device)?, tuning)? };
+    // SAFETY: as above.
+    unsafe { plan.write(Box::into_raw(Box::new(made))) };
+    Ok(())
 }
 
 /// Frees a plan; null is fine. Work that was enqueued with it goes on.

@@ -20,8 +20,10 @@ mod convert;
 mod devices;
 mod forward;
 mod status;
+mod tuning;
 
 pub use abi::*;
 pub use devices::*;
 pub use forward::*;
 pub use status::*;
+pub use tuning::*;

@@ -29,6 +29,7 @@ fn header() -> String {
         .with_src(root.join("src/abi.rs"))
         .with_src(root.join("src/status.rs"))
         .with_src(root.join("src/devices.rs"))
+        .with_src(root.join("src/tuning.rs"))
         .with_src(root.join("src/forward.rs"))
         .generate()
         .expect("cbindgen understands the sources");

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use hopper_attention::{Corner, DType, Mask};
 
 use crate::bench::args::{BenchArgs, PlotArgs};
+use crate::tune::TuneArgs;
 
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V.
 #[derive(Debug, Parser)]
@@ -30,6 +31,8 @@ pub enum Command {
     Bench(Box<BenchArgs>),
     /// Draw the charts of a report of `bench`, and the README's section on speed
     Plot(PlotArgs),
+    /// Time the kernels that compute a shape against each other on this card, and note the fastest for `--tuning`
+    Tune(Box<TuneArgs>),
 }
 
 #[derive(Debug, Args)]
@@ -68,6 +71,9 @@ pub struct ComputeArgs {
     /// auto, cpu or cuda:N. auto takes a GPU that supports the problem, else the CPU, and says why
     #[arg(long, default_value = "auto")]
     pub device: DeviceArg,
+    /// What `hattn tune` wrote: its choice of kernel where it knows the shape and the card, else the built-in rule
+    #[arg(long, value_name = "FILE")]
+    pub tuning: Option<PathBuf>,
     /// Convert q, k and v to this type first [default: compute in the file's type]
     #[arg(long)]
     pub dtype: Option<DTypeArg>,

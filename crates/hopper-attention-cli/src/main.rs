@@ -12,6 +12,7 @@ mod random;
 mod report;
 mod request;
 mod run;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         Command::Random(args) => random::random(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Plot(args) => bench::plot(&args),
+        Command::Tune(args) => tune::tune(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

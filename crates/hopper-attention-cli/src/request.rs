@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
+use hopper_attention::plan::Tuning;
 use hopper_attention::{DType, Device, Dims, ForwardPlan, ForwardProblem, Layout};
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
@@ -145,31 +146,31 @@ pub struct Choice {
 }
 
 /// Picks the device. Only `auto` may end up elsewhere than asked, and says why.
-pub fn choose(asked: DeviceArg, problem: &ForwardProblem) -> Result<Choice> {
+pub fn choose(asked: DeviceArg, problem: &ForwardProblem, tuning: &Tuning) -> Result<Choice> {
     match asked {
-        DeviceArg::Cpu => on(Device::cpu(), problem, None),
+        DeviceArg::Cpu => on(Device::cpu(), problem, tuning, None),
         DeviceArg::Cuda(ordinal) => {
             if problem.dtype() == DType::F32 {
                 bail!("--device cuda:{ordinal}: the GPU kernels do not compute f32; --dtype bf16 or f16 converts");
             }
-            on(Device::cuda(ordinal)?, problem, None)
+            on(Device::cuda(ordinal)?, problem, tuning, None)
         }
-        DeviceArg::Auto => auto(problem),
+        DeviceArg::Auto => auto(problem, tuning),
     }
 }
 
-fn on(device: Device, problem: &ForwardProblem, why: Option<String>) -> Result<Choice> {
-    let plan = problem.plan(&device)?;
+fn on(device: Device, problem: &ForwardProblem, tuning: &Tuning, why: Option<String>) -> Result<Choice> {
+    let plan = problem.plan_tuned(&device, tuning)?;
     Ok(Choice { device, plan, why })
 }
 
-fn auto(problem: &ForwardProblem) -> Result<Choice> {
+fn auto(problem: &ForwardProblem, tuning: &Tuning) -> Result<Choice> {
     if !cfg!(feature = "cuda") {
-        return on(Device::cpu(), problem, Some("this build has no GPU kernels".into()));
+        return on(Device::cpu(), problem, tuning, Some("this build has no GPU kernels".into()));
     }
     let mut refusals = Vec::new();
     for ordinal in 0..Device::available().len() {
-        let tried = Device::cuda(ordinal).and_then(|device| Ok((problem.plan(&device)?, device)));
+        let tried = Device::cuda(ordinal).and_then(|device| Ok((problem.plan_tuned(&device, tuning)?, device)));
         match tried {
             Ok((plan, device)) => {
                 let why = refusals.is_empty().then(|| "a GPU that supports the problem".into());
@@ -179,7 +180,7 @@ fn auto(problem: &ForwardProblem) -> Result<Choice> {
         }
     }
     let why = if refusals.is_empty() { "no GPU was found".into() } else { refusals.join("; ") };
-    on(Device::cpu(), problem, Some(why))
+    on(Device::cpu(), problem, tuning, Some(why))
 }
 
 /// Whether two paths lead to one existing file.

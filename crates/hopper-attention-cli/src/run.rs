@@ -13,6 +13,7 @@ use crate::input::{Qkv, Value, count_nonfinite};
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::request::{Choice, Request, choose, file_shape, same_file, strided};
+use crate::tune;
 
 /// `hattn run`.
 pub fn run(args: &RunArgs) -> Result<()> {
@@ -27,7 +28,8 @@ pub fn check(args: &CheckArgs) -> Result<()> {
 /// Finds every reason to refuse before it reads the tensors, then computes.
 fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<()> {
     let request = Request::new(args)?;
-    let choice = choose(args.device, &request.problem)?;
+    let tuning = args.tuning.as_deref().map(tune::load).transpose()?.unwrap_or_default();
+    let choice = choose(args.device, &request.problem, &tuning)?;
     let output = match output {
         Some(path) => {
             ensure!(!same_file(path, &args.input), "output {} is the input; allowed: another file", path.display());

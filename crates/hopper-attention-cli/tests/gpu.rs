@@ -5,7 +5,7 @@ mod common;
 
 use std::io::Write;
 
-use common::{Folder, Written, fixture, hattn_on};
+use common::{Folder, Written, fixture, hattn, hattn_on};
 use hopper_attention::{Device, kernels};
 
 /// Whether a GPU is here that some kernel of this build runs on.
@@ -89,4 +89,33 @@ fn a_head_dim_that_no_kernel_takes_is_refused_by_name() {
     let folder = Folder::new();
     let input = folder.random("qkv.safetensors", "--heads-q 1 --seqlen-q 8 --head-dim 12");
     hattn_on("check --device cuda:0", &input, None).refused(&["unsupported: "]);
+}
+
+#[test]
+fn a_tuned_kernel_is_taken_and_right() {
+    if !gpu("a_tuned_kernel_is_taken_and_right") {
+        return;
+    }
+    let folder = Folder::new();
+    let input = folder.random("qkv.safetensors", "--batch 2 --seqlen-q 512 --heads-q 2");
+    let path = folder.path("tuning.tsv");
+    let tuning = path.to_str().expect("a UTF-8 path");
+    let sizes = "--dtypes bf16 --dims 64 --seqlens 512 --tokens 1024 --hidden 128 --masks causal --iters 3";
+    let text = hattn(format!("tune {sizes} --output {tuning}").split_whitespace()).fine();
+    // Both tiles that head dim 64 has under a causal mask, and the kernels of head dim 128.
+    assert!(text.contains("the rule's choice") && text.lines().filter(|line| line.contains(" us  sm90")).count() > 1);
+    assert!(text.contains("1 shapes on ") && text.contains("1 choices"), "{text}");
+    let check =
+        |mask: &str| hattn_on(&format!("check --device cuda:0 --mask {mask} --tuning {tuning}"), &input, None).fine();
+    let (known, other) = (check("causal"), check("full"));
+    assert!(known.contains(", tuned, grid") && known.contains("passed"), "{known}");
+    assert!(!other.contains("tuned") && other.contains("passed"), "{other}");
+    // Whatever kernel the file names for this card: here each in turn.
+    let written = std::fs::read_to_string(&path).expect("the tuning");
+    let (head, _) = written.rsplit_once('\t').expect("fields");
+    for row in kernels().iter().filter(|row| text.contains(&row.to_string())) {
+        std::fs::write(&path, format!("{head}\t{row}\n")).expect("written");
+        let text = check("causal");
+        assert!(text.contains(&format!("{row}, tuned")) && text.contains("passed"), "{text}");
+    }
 }

@@ -5,6 +5,7 @@
 #   bootstrap.sh          all of that
 #   bootstrap.sh --cpu    CMake and ninja alone: the C and C++ libraries without CUDA
 #   bootstrap.sh --test   all of that, the DLPack header and cargo-deny: what the tests need
+#   bootstrap.sh --where  fetches nothing and prints the folder of the CUDA toolkit that is used
 # Says nothing and touches no network when there is nothing to do. `cargo build --features cuda` finds the result by itself.
 set -euo pipefail
 
@@ -34,6 +35,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     --cpu) purpose=cpu ;;
     --test) purpose=test ;;
+    --where) purpose=where ;;
     -h | --help) usage 0 ;;
     *) usage 1 >&2 ;;
   esac
@@ -163,6 +165,11 @@ fetch() {
   say "ready"
 }
 
+if [ $purpose = where ]; then
+  toolkit=$(machine_toolkit) || exit 1
+  echo "${toolkit:-$toolchain/cuda}"
+  exit
+fi
 check_tools
 names=$(wanted) || exit 1
 if [ $purpose != cpu ] && [ -n "${HATTN_CUTLASS_DIR:-}" ]; then

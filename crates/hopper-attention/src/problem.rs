@@ -182,20 +182,33 @@ impl ForwardProblem {
         self.dims.batch == 0 || self.dims.seqlen_q == 0
     }
 
-    /// What a forward and a backward problem print alike.
-    fn write_numbers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// What decides which kernel is the fastest: all but the scale and the LSE.
+    pub(crate) fn shape(&self) -> String {
+        format!("forward {}", self.numbers())
+    }
+
+    /// What a forward and a backward problem print alike, but for the scale.
+    fn numbers(&self) -> String {
         let d = &self.dims;
-        write!(f, "{} batch {} seqlen {}x{} ", self.dtype, d.batch, d.seqlen_q, d.seqlen_kv)?;
-        write!(f, "heads {}/{} head_dim {}/{} ", d.heads_q, d.heads_kv, d.head_dim_qk, d.head_dim_vo)?;
-        write!(f, "{} scale {}", self.mask, self.softmax_scale)
+        format!(
+            "{} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            self.dtype,
+            d.batch,
+            d.seqlen_q,
+            d.seqlen_kv,
+            d.heads_q,
+            d.heads_kv,
+            d.head_dim_qk,
+            d.head_dim_vo,
+            self.mask
+        )
     }
 }
 
 impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("forward ")?;
-        self.write_numbers(f)?;
-        f.write_str(if self.lse { " lse" } else { "" })
+        let lse = if self.lse { " lse" } else { "" };
+        write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale)
     }
 }
 

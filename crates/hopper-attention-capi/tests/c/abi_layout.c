@@ -82,7 +82,10 @@ typedef struct functions {
   const char* (*last_error)(void);
   int32_t (*device_count)(int32_t*);
   int32_t (*supported)(const hattn_forward_problem*, int32_t);
+  int32_t (*tuning_create)(const char*, size_t, hattn_tuning**);
+  void (*tuning_destroy)(hattn_tuning*);
   int32_t (*create)(const hattn_forward_problem*, int32_t, hattn_forward_plan**);
+  int32_t (*create_tuned)(const hattn_forward_problem*, int32_t, const hattn_tuning*, hattn_forward_plan**);
   void (*destroy)(hattn_forward_plan*);
   int32_t (*describe)(const hattn_forward_plan*, char*, size_t, size_t*);
   int32_t (*workspace_size)(const hattn_forward_plan*, size_t*);
@@ -96,7 +99,10 @@ static void functions_have_their_types(void) {
                          hattn_last_error,
                          hattn_device_count,
                          hattn_forward_supported,
+                         hattn_tuning_create,
+                         hattn_tuning_destroy,
                          hattn_forward_plan_create,
+                         hattn_forward_plan_create_tuned,
                          hattn_forward_plan_destroy,
                          hattn_forward_plan_describe,
                          hattn_forward_plan_workspace_size,

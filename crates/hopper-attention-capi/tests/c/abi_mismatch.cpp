@@ -22,7 +22,13 @@ hattn_status hattn_forward_supported(const hattn_forward_problem*, hattn_device)
 hattn_status hattn_forward_plan_create(const hattn_forward_problem*, hattn_device, hattn_forward_plan**) {
   return called();
 }
+hattn_status hattn_forward_plan_create_tuned(const hattn_forward_problem*, hattn_device, const hattn_tuning*,
+                                             hattn_forward_plan**) {
+  return called();
+}
 void hattn_forward_plan_destroy(hattn_forward_plan*) { ++calls; }
+hattn_status hattn_tuning_create(const char*, size_t, hattn_tuning**) { return called(); }
+void hattn_tuning_destroy(hattn_tuning*) { ++calls; }
 }
 
 namespace {
@@ -32,6 +38,9 @@ void another_abi_version_is_refused_before_anything_is_called() {
   hattn::ForwardPlan plan;
   int count = -1;
   CHECK(hattn::ForwardPlan::create(problem, hattn::Device::cpu(), plan) == hattn::Status::Abi && !plan);
+  hattn::Tuning tuning;
+  CHECK(hattn::Tuning::create("", 0, tuning) == hattn::Status::Abi && !tuning);
+  CHECK(hattn::ForwardPlan::create(problem, hattn::Device::cpu(), tuning, plan) == hattn::Status::Abi && !plan);
   CHECK(problem.supported(hattn::Device::cpu()) == hattn::Status::Abi);
   CHECK(hattn::try_device_count(count) == hattn::Status::Abi && count == -1);
   CHECK_TEXT(hattn::last_error(), "library: ABI version 2; allowed: 1, that of hopper_attention.h");

@@ -387,6 +387,34 @@ static void what_has_no_elements_needs_no_memory(void) {
 }
 
 /* A test that forgot to fill something in would otherwise go unnoticed by the next one. */
+static void tunings_are_read_or_refused(void) {
+  static const char text[] = "# fine\n0.1.0\tcard\tshape\tkernel\n";
+  hattn_tuning* tuning = NULL;
+  hattn_forward_plan* made = NULL;
+  CHECK(hattn_tuning_create(text, sizeof(text) - 1, &tuning) == HATTN_OK && tuning != NULL);
+  CHECK(hattn_forward_plan_create_tuned(&problem, HATTN_CPU, tuning, &made) == HATTN_OK && made != NULL);
+  hattn_tuning_destroy(tuning);
+  CHECK(hattn_forward_run(made, &args, NULL) == HATTN_OK);
+  CHECK(reference_distance(&problem, &args) < 1e-6);
+  hattn_forward_plan_destroy(made);
+
+  made = plan;
+  CHECK(hattn_forward_plan_create_tuned(&problem, HATTN_CPU, NULL, &made) == HATTN_ERROR_ARGUMENT && made == NULL);
+  SAYS("tuning", "null", "hattn_tuning_create");
+  tuning = (hattn_tuning*)plan;
+  CHECK(hattn_tuning_create(text, sizeof(text) - 9, &tuning) == HATTN_ERROR_VALUE && tuning == NULL);
+  SAYS("tuning", "line 2 with 3 fields", "version, card, shape and row between tabs");
+  CHECK(hattn_tuning_create("\xff", 1, &tuning) == HATTN_ERROR_ARGUMENT);
+  SAYS("text", "utf-8", "UTF-8");
+  CHECK(hattn_tuning_create(NULL, 1, &tuning) == HATTN_ERROR_ARGUMENT);
+  SAYS("text", "null", "allowed");
+  CHECK(hattn_tuning_create(text, 0, NULL) == HATTN_ERROR_ARGUMENT);
+  SAYS("tuning", "null", "allowed");
+  CHECK(hattn_tuning_create(NULL, 0, &tuning) == HATTN_OK && tuning != NULL);
+  hattn_tuning_destroy(tuning);
+  hattn_tuning_destroy(NULL);
+}
+
 #define FRESH(test)      \
   do {                   \
     reset();             \
@@ -415,6 +443,7 @@ int main(void) {
   FRESH(a_plan_describes_itself_into_any_room);
   FRESH(what_has_no_elements_needs_no_memory);
   FRESH(null_pointers_are_refused);
+  FRESH(tunings_are_read_or_refused);
   hattn_forward_plan_destroy(plan);
   return check_result();
 }

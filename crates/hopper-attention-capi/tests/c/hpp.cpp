@@ -17,6 +17,7 @@ using hattn::ForwardPlan;
 using hattn::ForwardProblem;
 using hattn::Status;
 using hattn::TensorView;
+using hattn::Tuning;
 
 namespace {
 
@@ -154,6 +155,21 @@ void the_twins_compute() {
   CHECK(f.distance() < 1e-6);
 }
 
+void a_tuning_is_taken_and_given_back() {
+  Fixture f(small().causal());
+  const char text[] = "0.1.0\tcard\tshape\tkernel\n";
+  Tuning tuning;
+  ForwardPlan plan;
+  CHECK(ForwardPlan::create(f.problem, Device::cpu(), tuning, plan) == Status::Argument && !plan);
+  CHECK_TEXT(hattn::last_error(), "tuning: a null pointer");
+  CHECK(Tuning::create(text, sizeof(text) - 1, tuning) == Status::Ok && tuning);
+  CHECK(Tuning::create("a", 1, tuning) == Status::Value && tuning);
+  CHECK(ForwardPlan::create(f.problem, Device::cpu(), tuning, plan) == Status::Ok && plan);
+  tuning = Tuning();
+  CHECK(plan.try_run(f.args, nullptr) == Status::Ok);
+  CHECK(f.distance() < 1e-6);
+}
+
 void strides_of_any_order_compute() {
   Fixture f(small().window(2, 1));
   // The same elements stored [batch, heads, seqlen, head_dim]; O into every second row of a larger tensor.
@@ -281,6 +297,8 @@ void what_is_wrong_throws_its_status_and_text() {
   CHECK(thrown([&] { plan.run(f.args, nullptr); }, "lse: missing") == Status::Value);
   f.args.lse = f.args.o;
   CHECK(thrown([&] { plan.run(f.args, nullptr); }, "lse: ndim 4") == Status::Argument);
+  CHECK(ForwardPlan(f.problem, Device::cpu(), Tuning("# nothing")));
+  CHECK(thrown([] { return Tuning("no line"); }, "line 1 with 1 fields") == Status::Value);
   CHECK(thrown([] { return ForwardPlan().describe(); }, "plan: a null pointer") == Status::Argument);
   CHECK(thrown([] { return ForwardPlan().workspace_bytes(); }, "plan: a null pointer") == Status::Argument);
   CHECK(f.untouched());
@@ -293,6 +311,7 @@ int main() {
   RUN(kSuite, problems_hold_what_was_set);
   RUN(kSuite, views_hold_pointer_type_place_shape_and_strides);
   RUN(kSuite, the_twins_compute);
+  RUN(kSuite, a_tuning_is_taken_and_given_back);
   RUN(kSuite, strides_of_any_order_compute);
   RUN(kSuite, the_twins_refuse);
   RUN(kSuite, plans_move);

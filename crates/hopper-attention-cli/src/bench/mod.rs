@@ -42,7 +42,7 @@ fn measure(args: &BenchArgs) -> Result<Report> {
     if let Some(folder) = &args.output {
         std::fs::create_dir_all(folder).with_context(|| format!("folder {}", folder.display()))?;
     }
-    let bar = Bar::new();
+    let bar = Bar::new(0);
     let mut progress = |progress: Progress<'_>| {
         bar.show(&progress);
         match (progress, &args.output) {
@@ -53,7 +53,7 @@ fn measure(args: &BenchArgs) -> Result<Report> {
         }
     };
     let (mut report, host) = harness::run(args, &mut |length| bar.0.set_length(length as u64), &mut progress)?;
-    bar.0.finish_and_clear();
+    bar.clear();
     match host {
         Ok(host) => report.host = Some(host),
         Err(error) => report.notes.push(format!("host cost was not measured: {error:#}")),
@@ -166,11 +166,12 @@ fn below(file: &Path, beside: &Path) -> Result<String> {
 }
 
 /// The progress bar; nothing where stderr is not a terminal.
-struct Bar(ProgressBar);
+pub struct Bar(ProgressBar);
 
 impl Bar {
-    fn new() -> Self {
-        let bar = ProgressBar::new(0);
+    /// For so many points.
+    pub fn new(length: usize) -> Self {
+        let bar = ProgressBar::new(length as u64);
         if let Ok(style) = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} {msg}") {
             bar.set_style(style.progress_chars("=> "));
         }
@@ -178,12 +179,18 @@ impl Bar {
         Self(bar)
     }
 
-    fn show(&self, progress: &Progress<'_>) {
+    /// What is going on.
+    pub fn show(&self, progress: &Progress<'_>) {
         match progress {
             Progress::Library { point, name } => self.0.set_message(format!("{point} {name}")),
             Progress::Report(report) => self.0.set_position(report.points.len() as u64),
         }
         self.0.tick();
+    }
+
+    /// Takes it away.
+    pub fn clear(&self) {
+        self.0.finish_and_clear();
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod backward;
 mod select;
+mod tuning;
 
 use std::fmt;
 
@@ -10,7 +11,8 @@ use crate::cuda::CudaDevice;
 use crate::{Device, DeviceFacts, ForwardProblem, Result, kernels};
 
 pub use backward::BackwardPlan;
-pub use select::{Choice, mask_class, select};
+pub use select::{Choice, candidates, mask_class, select};
+pub use tuning::Tuning;
 
 /// How one problem is computed on one device: made once, and run as often as wanted, from any thread and on any stream
 /// of the device. It holds no device memory, and prints itself.
@@ -58,11 +60,21 @@ impl ForwardProblem {
     /// has; the CPU computes every problem. [`Error::Driver`](crate::Error::Driver) and
     /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
+        self.plan_tuned(device, &Tuning::default())
+    }
+
+    /// As [`plan`](Self::plan), but with the kernel that `tuning` holds for this problem on this card, where it holds one.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn plan_tuned(&self, device: &Device, tuning: &Tuning) -> Result<ForwardPlan> {
         let target = match device {
             Device::Cpu => Target::Cpu,
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => return self.plan_among(device, kernels()),
+            Device::Cuda(device) => return self.plan_among(device, kernels(), tuning),
         };
+        #[cfg(not(feature = "cuda"))]
+        let _ = tuning; // the CPU has one way
         Ok(ForwardPlan { problem: self.clone(), target })
     }
 
@@ -73,12 +85,12 @@ impl ForwardProblem {
     /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem.
     #[cfg(feature = "cuda")]
     pub fn plan_with_row(&self, device: &CudaDevice, row: &crate::KernelInfo) -> Result<ForwardPlan> {
-        self.plan_among(device, std::slice::from_ref(row))
+        self.plan_among(device, std::slice::from_ref(row), &Tuning::default())
     }
 
     #[cfg(feature = "cuda")]
-    fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo]) -> Result<ForwardPlan> {
-        let choice = select(self, &device.info().facts, rows)?;
+    fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo], tuning: &Tuning) -> Result<ForwardPlan> {
+        let choice = tuning.select(self, &device.info().name, &device.info().facts, rows)?;
         let _current = device.make_current()?;
         device.look_up_driver()?;
         crate::sys::prepare(&choice.kernel)?;

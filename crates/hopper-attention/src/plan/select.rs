@@ -42,6 +42,8 @@ pub struct Choice {
     pub tile_counter: bool,
     /// Queries of the last tile of each head that are not there.
     pub padding: i32,
+    /// Whether a measurement named the kernel, and not the built-in rule: see [`Tuning`](super::Tuning).
+    pub tuned: bool,
 }
 
 /// The mask class that computes a problem: what its mask keeps, not how it was spelled.
@@ -61,15 +63,28 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// # Errors
 /// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
-    let dims = problem.dims();
-    let kernel = *fitting(problem, gpu, rows)?
+    let fitting = fitting(problem, gpu, rows)?;
+    let kernel = fitting
         .into_iter()
-        .min_by_key(|row| {
-            let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
-            (row.head_dim_qk + row.head_dim_vo, padded * time_weight(row), Reverse(row.tile_m), row.row)
-        })
+        .min_by_key(|row| rank(problem, row))
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
-    schedule(problem, gpu, kernel)
+    schedule(problem, gpu, *kernel)
+}
+
+/// The rows that compute the problem, in the order in which [`select`] would take them.
+///
+/// # Errors
+/// Those of [`select`] when there is none.
+pub fn candidates(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Vec<KernelInfo>> {
+    let mut fitting: Vec<KernelInfo> = fitting(problem, gpu, rows)?.into_iter().copied().collect();
+    fitting.sort_by_key(|row| rank(problem, row));
+    Ok(fitting)
+}
+
+/// What the rule compares, the least first.
+fn rank(problem: &ForwardProblem, row: &KernelInfo) -> (usize, usize, Reverse<usize>, u32) {
+    let padded = problem.dims().seqlen_q.next_multiple_of(row.tile_m.max(1));
+    (row.head_dim_qk + row.head_dim_vo, padded * time_weight(row), Reverse(row.tile_m), row.row)
 }
 
 /// Time for a query, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which took
@@ -201,6 +216,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         // Equal tiles are balanced by any order, and a single round by none.
         tile_counter: kernel.mask != MaskClass::Full && tiles > grid,
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
+        tuned: false,
     })
 }
 
@@ -219,7 +235,8 @@ impl Choice {
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kernel, tiles, grid, heads_per_group, padding, m_tiles, .. } = self;
-        write!(f, "{kernel}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
+        let tuned = if self.tuned { ", tuned" } else { "" };
+        write!(f, "{kernel}{tuned}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
         write!(f, "heads a group {heads_per_group}, {} order", if self.tile_counter { "drawn" } else { "fixed" })?;
         match kernel.mask {
             MaskClass::Full => Ok(()),

@@ -99,6 +99,24 @@ fn a_larger_tile_is_worth_some_padding() {
 }
 
 #[test]
+fn candidates_come_in_the_rules_order() {
+    for dims in [DIMS, Dims { head_dim_qk: 64, head_dim_vo: 64, seqlen_q: 128, ..DIMS }] {
+        let rows = [table(), vec![row(12, MaskClass::Causal, 64, 128)]].concat();
+        let problem = problem(dims, Mask::causal());
+        let mut left = rows.clone();
+        let mut taken = Vec::new();
+        while let Ok(choice) = select(&problem, &H100, &left) {
+            left.retain(|row| *row != choice.kernel);
+            taken.push(choice.kernel);
+        }
+        assert_eq!(candidates(&problem, &H100, &rows).unwrap(), taken);
+        assert_eq!(taken.len(), if dims.head_dim_qk == 64 { 3 } else { 1 });
+    }
+    let full = problem(DIMS, Mask::Full);
+    assert_eq!(candidates(&full, &H100, &[]).unwrap_err(), select(&full, &H100, &[]).unwrap_err());
+}
+
+#[test]
 fn the_class_is_what_the_mask_keeps() {
     let class = |mask, seqlen_q, seqlen_kv| mask_class(&problem(Dims { seqlen_q, seqlen_kv, ..DIMS }, mask));
     assert_eq!(class(Mask::causal(), 1, 100), MaskClass::Full); // a decode step sees every key

@@ -112,10 +112,9 @@ impl BackwardProblem {
 
 impl fmt::Display for BackwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("backward ")?;
-        self.forward.write_numbers(f)?;
-        f.write_str(if self.d_lse { " d_lse" } else { "" })?;
-        f.write_str(if self.deterministic { " deterministic" } else { "" })
+        let d_lse = if self.d_lse { " d_lse" } else { "" };
+        let deterministic = if self.deterministic { " deterministic" } else { "" };
+        write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale_value())
     }
 }
 

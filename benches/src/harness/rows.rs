@@ -1,0 +1,111 @@
+//! The kernels of this build against each other, each through a plan of its own: what `hattn tune` measures.
+
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use hopper_attention::cudarc::driver::CudaSlice;
+use hopper_attention::{
+    ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace, kernels,
+};
+
+use super::cuda::{Cuda, EventClock};
+use super::turns::{self, Contestant, Place, Pool, Refusal, Task};
+use super::{Event, Harness, Job, Sink};
+use crate::Role;
+
+/// Every kernel of this build on one GPU. A run is called what the kernel prints; a kernel that does not compute a point
+/// is unsupported there.
+pub struct Rows(Cuda);
+
+impl Rows {
+    /// On the GPU of this harness.
+    pub fn new(gpu: Cuda) -> Self {
+        Self(gpu)
+    }
+}
+
+impl Harness for Rows {
+    fn name(&self) -> &'static str {
+        "rows"
+    }
+
+    fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()> {
+        sink(Event::Ready(self.0.ready(job, vec![], vec![])))?;
+        turns::run(self, job, sink)
+    }
+}
+
+impl Place for Rows {
+    type Clock = EventClock;
+
+    fn clock(&self) -> Result<EventClock> {
+        self.0.clock()
+    }
+
+    fn contestants<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Vec<Box<dyn Contestant<T> + 'a>>> {
+        let inputs = self.0.upload(pool)?;
+        let rows = kernels().iter().filter(|row| row.dtype == T::DTYPE);
+        let contestant = |row: &'a KernelInfo| {
+            let inputs = inputs.clone();
+            Box::new(Row { gpu: &self.0, name: row.to_string(), row, inputs, ready: None }) as Box<dyn Contestant<T>>
+        };
+        Ok(rows.map(contestant).collect())
+    }
+}
+
+struct Row<'a, T> {
+    gpu: &'a Cuda,
+    name: String,
+    row: &'a KernelInfo,
+    inputs: Arc<Vec<CudaSlice<T>>>,
+    ready: Option<Prepared<T>>,
+}
+
+/// For one point.
+struct Prepared<T> {
+    plan: ForwardPlan,
+    workspace: Workspace,
+    o: CudaSlice<T>,
+    lse: CudaSlice<f32>,
+}
+
+impl<T: Operand<Out = T>> Contestant<T> for Row<'_, T> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn role(&self) -> Role {
+        Role::Ours
+    }
+
+    fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
+        self.ready = None; // a kernel that does not compute this point holds no memory
+        let (stream, driver) = (self.gpu.stream(), anyhow::Error::from);
+        let plan = task.point.problem()?.plan_with_row(self.gpu.device(), self.row)?;
+        self.ready = Some(Prepared {
+            workspace: Workspace::alloc(&Stream::Cuda(stream.clone()), plan.workspace_bytes())?,
+            o: stream.clone_htod(&vec![T::from_f32(f32::NAN); task.q.span()]).map_err(driver)?,
+            lse: stream.clone_htod(&vec![f32::NAN; task.lse.span()]).map_err(driver)?,
+            plan,
+        });
+        Ok(())
+    }
+
+    fn call(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
+        let Prepared { plan, workspace, o, lse } = self.ready.as_mut().context("not prepared")?;
+        let [q, k, v] = [0, 1, 2].map(|i| self.inputs[i].as_view());
+        let args = ForwardArgs {
+            q: TensorRef::cuda(q, task.q)?,
+            k: TensorRef::cuda(k, task.kv)?,
+            v: TensorRef::cuda(v, task.kv)?,
+            o: TensorMut::cuda(o.as_view_mut(), task.q)?,
+            lse: Some(TensorMut::cuda(lse.as_view_mut(), task.lse)?),
+        };
+        Ok(plan.run(&Stream::Cuda(self.gpu.stream().clone()), workspace, args)?)
+    }
+
+    fn outputs(&mut self) -> Result<(Vec<T>, Vec<f32>)> {
+        let Prepared { o, lse, .. } = self.ready.as_ref().context("not prepared")?;
+        Ok((self.gpu.stream().clone_dtoh(o)?, self.gpu.stream().clone_dtoh(lse)?))
+    }
+}

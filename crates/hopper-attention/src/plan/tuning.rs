@@ -1,0 +1,212 @@
+//! Which row was measured to be the fastest for a shape on a card: [`Tuning`].
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use super::select::{Choice, select};
+use crate::{DeviceFacts, Error, ForwardProblem, KernelInfo, Result};
+
+/// The rows that were measured to be the fastest, by version of this library, card and shape: what `hattn tune` writes,
+/// and [`plan_tuned`](ForwardProblem::plan_tuned) reads. Where it knows nothing, or names a row that is no longer there,
+/// the built-in rule decides.
+///
+/// As text it has a line for each shape, with four fields between tabs: the version, the card's name, the shape, and the
+/// row as [`KernelInfo`] prints itself. Empty lines and lines that begin with `#` mean nothing.
+///
+/// ```
+/// use hopper_attention::{DType, Device, Dims, ForwardProblem, plan::Tuning};
+/// # fn main() -> hopper_attention::Result<()> {
+/// let text = "0.1.0\tNVIDIA H100 80GB HBM3\tforward bf16 batch 1 seqlen 8x8 heads 1/1 head_dim 8/8 full\tsm90 fwd ...\n";
+/// let tuning: Tuning = text.parse()?;
+/// let dims = Dims { batch: 1, seqlen_q: 8, seqlen_kv: 8, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
+/// let plan = ForwardProblem::new(DType::BF16, dims)?.plan_tuned(&Device::cpu(), &tuning)?; // the CPU has one way
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tuning {
+    /// Version, card and shape to row.
+    rows: BTreeMap<[String; 3], String>,
+}
+
+impl Tuning {
+    /// Notes a row for this version of the library, in place of what was noted for the same card and shape. The scale and
+    /// whether the LSE is wanted make no difference.
+    pub fn set(&mut self, card: &str, problem: &ForwardProblem, row: &KernelInfo) {
+        self.rows.insert(key(card, problem), row.to_string());
+    }
+
+    /// The row that was noted, by its name.
+    pub fn row(&self, card: &str, problem: &ForwardProblem) -> Option<&str> {
+        if self.rows.is_empty() {
+            return None; // without making the key: a plan takes a few microseconds in all
+        }
+        self.rows.get(&key(card, problem)).map(String::as_str)
+    }
+
+    /// How many lines there are.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether nothing was noted.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// As [`select`], but the row that was noted, if it is among `rows` and computes the problem.
+    ///
+    /// # Errors
+    /// Those of [`select`].
+    pub fn select(
+        &self,
+        problem: &ForwardProblem,
+        card: &str,
+        gpu: &DeviceFacts,
+        rows: &[KernelInfo],
+    ) -> Result<Choice> {
+        let noted = self.row(card, problem).and_then(|name| rows.iter().find(|row| row.to_string() == name));
+        let tuned = noted.and_then(|row| select(problem, gpu, std::slice::from_ref(row)).ok());
+        match tuned {
+            Some(choice) => Ok(Choice { tuned: true, ..choice }),
+            None => select(problem, gpu, rows),
+        }
+    }
+}
+
+fn key(card: &str, problem: &ForwardProblem) -> [String; 3] {
+    [env!("CARGO_PKG_VERSION").into(), card.into(), problem.shape()]
+}
+
+impl FromStr for Tuning {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'));
+        let rows = lines.map(|(index, line)| {
+            let fields: Vec<&str> = line.split('\t').collect();
+            match fields[..] {
+                [version, card, shape, row] if fields.iter().all(|field| !field.trim().is_empty()) => {
+                    Ok(([version, card, shape].map(String::from), row.into()))
+                }
+                _ => Err(Error::Value {
+                    what: "tuning",
+                    got: format!("line {} with {} fields: {line:?}", index + 1, fields.len()),
+                    allowed: "version, card, shape and row between tabs".into(),
+                }),
+            }
+        });
+        Ok(Self { rows: rows.collect::<Result<_>>()? })
+    }
+}
+
+impl fmt::Display for Tuning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "# The fastest kernel for each shape, measured by `hattn tune`: version, card, shape, kernel.")?;
+        self.rows.iter().try_for_each(|([version, card, shape], row)| writeln!(f, "{version}\t{card}\t{shape}\t{row}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Arch, DType, Dims, Mask, MaskClass};
+
+    const H100: DeviceFacts = DeviceFacts::h100_sxm();
+    const CARD: &str = "NVIDIA H100 80GB HBM3";
+
+    fn rows() -> [KernelInfo; 3] {
+        [(192, MaskClass::Causal), (128, MaskClass::Causal), (128, MaskClass::Full)].map(|(tile_m, mask)| KernelInfo {
+            row: 0,
+            arch: Arch::Sm90,
+            dtype: DType::BF16,
+            mask,
+            head_dim_qk: 64,
+            head_dim_vo: 64,
+            tile_m,
+            tile_n: 128,
+            stages: 2,
+            threads: 384,
+            smem_bytes: 200 << 10,
+        })
+    }
+
+    fn problem(seqlen: usize) -> ForwardProblem {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: seqlen,
+            seqlen_kv: seqlen,
+            heads_q: 2,
+            heads_kv: 1,
+            head_dim_qk: 64,
+            head_dim_vo: 64,
+        };
+        ForwardProblem::new(DType::BF16, dims).unwrap().mask(Mask::causal())
+    }
+
+    #[test]
+    fn the_noted_row_is_taken_for_its_shape_and_card_alone() {
+        let mut tuning = Tuning::default();
+        let tile = |tuning: &Tuning, card: &str, problem: &ForwardProblem| {
+            let choice = tuning.select(problem, card, &H100, &rows()).unwrap();
+            (choice.kernel.tile_m, choice.tuned)
+        };
+        assert_eq!(tile(&tuning, CARD, &problem(4096)), (192, false));
+        tuning.set(CARD, &problem(4096), &rows()[1]);
+        assert_eq!(tile(&tuning, CARD, &problem(4096)), (128, true));
+        // Neither changes which kernel is the fastest.
+        assert_eq!(tile(&tuning, CARD, &problem(4096).lse(true).softmax_scale(2.0).unwrap()), (128, true));
+        assert_eq!(tile(&tuning, CARD, &problem(8192)), (192, false));
+        assert_eq!(tile(&tuning, "another card", &problem(4096)), (192, false));
+        let choice = tuning.select(&problem(4096), CARD, &H100, &rows()).unwrap();
+        assert!(choice.to_string().contains(", tuned, grid 64 for 64 tiles"), "{choice}");
+        tuning.set(CARD, &problem(4096), &rows()[0]);
+        assert_eq!((tile(&tuning, CARD, &problem(4096)), tuning.len()), ((192, true), 1));
+    }
+
+    #[test]
+    fn a_row_that_does_not_fit_or_is_gone_leaves_it_to_the_rule() {
+        let mut tuning = Tuning::default();
+        tuning.set(CARD, &problem(64), &rows()[2]); // full, and the problem is causal
+        tuning.set(CARD, &problem(65), &KernelInfo { tile_n: 176, ..rows()[0] });
+        for seqlen in [64, 65] {
+            assert!(tuning.row(CARD, &problem(seqlen)).is_some());
+            let ruled = select(&problem(seqlen), &H100, &rows()).unwrap();
+            assert_eq!(tuning.select(&problem(seqlen), CARD, &H100, &rows()), Ok(ruled));
+        }
+        let refused = tuning.select(&problem(64), CARD, &H100, &rows()[2..]).unwrap_err();
+        assert_eq!(refused, select(&problem(64), &H100, &rows()[2..]).unwrap_err());
+    }
+
+    #[test]
+    fn text_and_back() {
+        let mut tuning = Tuning::default();
+        assert!(tuning.is_empty() && tuning.to_string().parse() == Ok(tuning.clone()));
+        for seqlen in [100, 20, 3] {
+            tuning.set(CARD, &problem(seqlen), &rows()[1]);
+        }
+        let text = tuning.to_string();
+        assert_eq!(text.parse(), Ok(tuning));
+        let line = format!(
+            "{}\t{CARD}\tforward bf16 batch 1 seqlen 20x20 heads 2/1 head_dim 64/64 causal\t\
+             sm90 fwd bf16 causal head_dim 64/64 tile 128x128 stages 2\n",
+            env!("CARGO_PKG_VERSION")
+        );
+        assert!(text.contains(&line), "{text}");
+        // Lines of other versions are kept, and mean nothing to this one.
+        let other: Tuning = line.replacen(env!("CARGO_PKG_VERSION"), "0.0.1", 1).parse().unwrap();
+        assert_eq!((other.len(), other.row(CARD, &problem(20))), (1, None));
+    }
+
+    #[test]
+    fn what_is_no_line_is_refused_with_its_number() {
+        for (text, part) in [
+            ("# fine\n\n0.1.0\tcard\tshape", "line 3 with 3 fields"),
+            ("a\tb\tc\td\te", "with 5"),
+            ("a\t\tc\td", "with 4"),
+        ] {
+            let error = text.parse::<Tuning>().unwrap_err().to_string();
+            assert!(error.contains(part) && error.ends_with("version, card, shape and row between tabs"), "{error}");
+        }
+    }
+}
