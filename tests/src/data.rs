@@ -88,6 +88,8 @@ pub enum Input {
     K,
     /// Values.
     V,
+    /// The gradient of the output.
+    DO,
 }
 
 impl Values {
@@ -142,6 +144,17 @@ impl<T: Poison, const R: usize> Image<T, R> {
     /// Nothing but poison: an output before it is written.
     pub fn poisoned(layout: Layout<R>) -> Self {
         Self { data: vec![T::POISON; layout.span() + 2 * GUARD], layout }
+    }
+
+    /// These values, in logical order, rounded to the type.
+    pub fn holding(values: &[f64], layout: Layout<R>) -> Self {
+        let mut image = Self::poisoned(layout);
+        let offsets = image.offsets();
+        let inner = image.inner_mut();
+        for (offset, &value) in offsets.into_iter().zip(values) {
+            inner[offset] = T::from_f32(value as f32);
+        }
+        image
     }
 
     /// All of the memory.
@@ -214,13 +227,7 @@ impl<T: Poison, const R: usize> Image<T, R> {
 impl<T: Poison> Image<T, 4> {
     /// A tensor with these values, rounded to the type.
     pub fn of(values: &Tensor, layout: Layout<4>) -> Self {
-        let mut image = Self::poisoned(layout);
-        let offsets = image.offsets();
-        let inner = image.inner_mut();
-        for (offset, &value) in offsets.into_iter().zip(values.data()) {
-            inner[offset] = T::from_f32(value as f32);
-        }
-        image
+        Self::holding(values.data(), layout)
     }
 
     /// What it holds, as the oracle reads it.

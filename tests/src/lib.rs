@@ -3,6 +3,7 @@
 
 #![deny(missing_docs)]
 
+pub mod backward;
 pub mod c;
 pub mod data;
 #[cfg(feature = "cuda")]

@@ -86,37 +86,55 @@ fn fewer_keys(s: Subject<'_>, keys: usize) -> Option<(Tensor, Vec<f64>)> {
 }
 
 fn other_corner(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
-    let other = |corner| match corner {
-        Corner::BottomRight => Corner::TopLeft,
-        Corner::TopLeft => Corner::BottomRight,
-    };
-    match s.problem.mask_value() {
-        Mask::Causal { corner } => with_mask(s, Mask::Causal { corner: other(corner) }),
-        Mask::Window { left, right, corner } => with_mask(s, Mask::Window { left, right, corner: other(corner) }),
-        _ => None,
-    }
+    with_mask(s, masks::other_corner(s.problem.mask_value())?)
 }
 
 fn diagonal_off_by_one(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
-    match s.problem.mask_value() {
-        Mask::Causal { corner } => with_mask(s, Mask::Window { left: None, right: Some(1), corner }),
-        Mask::Window { left: Some(left), right, corner } => {
-            with_mask(s, Mask::Window { left: Some(left + 1), right, corner })
-        }
-        _ => None,
-    }
+    with_mask(s, masks::off_by_one(s.problem.mask_value())?)
 }
 
 fn with_mask(s: Subject<'_>, mask: Mask) -> Option<(Tensor, Vec<f64>)> {
-    let dims = s.problem.dims();
-    let differs = (0..dims.seqlen_q).any(|q| {
-        let keep = |mask: Mask, kv| mask.keep(q, kv, dims.seqlen_q, dims.seqlen_kv);
-        (0..dims.seqlen_kv).any(|kv| keep(mask, kv) != keep(s.problem.mask_value(), kv))
-    });
-    if !differs {
+    if !masks::differ(s.problem.dims(), s.problem.mask_value(), mask) {
         return None;
     }
     computed(&s.problem.clone().mask(mask), s.q, s.k, s.v)
+}
+
+/// Masks that are taken for one another.
+pub(crate) mod masks {
+    use super::*;
+
+    /// Aligned to the other corner.
+    pub(crate) fn other_corner(mask: Mask) -> Option<Mask> {
+        let other = |corner| match corner {
+            Corner::BottomRight => Corner::TopLeft,
+            Corner::TopLeft => Corner::BottomRight,
+        };
+        match mask {
+            Mask::Causal { corner } => Some(Mask::Causal { corner: other(corner) }),
+            Mask::Window { left, right, corner } => Some(Mask::Window { left, right, corner: other(corner) }),
+            _ => None,
+        }
+    }
+
+    /// With one key more for each query.
+    pub(crate) fn off_by_one(mask: Mask) -> Option<Mask> {
+        match mask {
+            Mask::Causal { corner } => Some(Mask::Window { left: None, right: Some(1), corner }),
+            Mask::Window { left: Some(left), right, corner } => {
+                Some(Mask::Window { left: Some(left + 1), right, corner })
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether some query keeps other keys.
+    pub(crate) fn differ(dims: Dims, one: Mask, other: Mask) -> bool {
+        (0..dims.seqlen_q).any(|q| {
+            let keep = |mask: Mask, kv| mask.keep(q, kv, dims.seqlen_q, dims.seqlen_kv);
+            (0..dims.seqlen_kv).any(|kv| keep(one, kv) != keep(other, kv))
+        })
+    }
 }
 
 fn scaled(s: Subject<'_>, factor: f32) -> Option<(Tensor, Vec<f64>)> {

@@ -116,7 +116,7 @@ fn reference_door(file: &Source, complaints: &mut Vec<String>) {
         return;
     }
     for (line, text) in numbered(&file.text) {
-        for module in ["plan", "kernels", "sys", "cpu", "forward", "raw"] {
+        for module in ["plan", "kernels", "sys", "cpu", "forward", "backward", "raw"] {
             for way in ["crate::", "super::super::"] {
                 let needle = format!("{way}{module}");
                 let follows = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_');
@@ -275,6 +275,7 @@ fn every_rule_complains() {
         Source::new("crates/hopper-attention-sys/kernels/sm90/fwd/table.cc", "#include \"rust/cxx.h\"\n"),
         Source::new("benches/src/lib.rs", &format!("use {sys}::fwd_rows;\n")),
         Source::new("crates/hopper-attention/src/reference/forward.rs", "use crate::plan::Plan;\n"),
+        Source::new("crates/hopper-attention/src/reference/oracle.rs", "use crate::backward::BackwardArgs;\n"),
         Source::new("crates/hopper-attention-capi/Cargo.toml", &format!("{} = \"1\"\n", sys.replace('_', "-"))),
         Source::new("README.md", &long),
         Source::new("tests/src/lib.rs", &format!("let x = 1;\nlet y = {word} {{ f() }};\n")),

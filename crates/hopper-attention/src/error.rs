@@ -12,7 +12,7 @@ pub enum Error {
     /// A tensor's shape is not the one that the problem asks for.
     #[error("{tensor}: shape {got:?}, expected {want:?} {axes}")]
     Shape {
-        /// The tensor's name: `q`, `k`, `v`, `o` or `lse`.
+        /// The tensor's name: `q`, `k`, `v`, `o` or `lse`, or that of a gradient, such as `d_q`.
         tensor: &'static str,
         /// Its shape.
         got: Vec<usize>,

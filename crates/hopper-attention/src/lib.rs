@@ -1,6 +1,6 @@
-//! Exact fused attention for NVIDIA Hopper, with a CPU backend: `O = softmax(mask(softmax_scale * Q K^T)) V`, without
-//! ever holding the `seqlen_q x seqlen_kv` matrix. Every combination of arguments either computes what it says or is
-//! refused, by name, before anything is launched.
+//! Exact fused attention for NVIDIA Hopper, with a CPU backend: `O = softmax(mask(softmax_scale * Q K^T)) V` and its
+//! gradients (these on the CPU so far), without ever holding the `seqlen_q x seqlen_kv` matrix. Every combination of
+//! arguments either computes what it says or is refused, by name, before anything is launched.
 //!
 //! ```
 //! use hopper_attention::*;
@@ -31,8 +31,8 @@
 //! A [`ForwardProblem`] is what to compute: numbers, checked when it is made. A [`ForwardPlan`] is how a device computes
 //! it: a pure function of the problem and the device's facts, which prints itself. [`TensorRef`] and [`TensorMut`] are
 //! borrowed memory, on the host or on a GPU, with a [`Layout`] checked against it. [`ForwardPlan::run`] brings them
-//! together. [`raw`] takes addresses instead of tensors; [`reference`](mod@reference) is the f64 oracle that all results
-//! are held against. The feature `cuda` adds the GPU kernels and re-exports the `cudarc` whose types appear in this API;
+//! together. [`BackwardProblem`], [`BackwardPlan`] and [`BackwardArgs`] do the same for the gradients. [`raw`] takes
+//! addresses instead of tensors; [`reference`](mod@reference) is the f64 oracle that all results are held against. The feature `cuda` adds the GPU kernels and re-exports the `cudarc` whose types appear in this API;
 //! without it no C++ compiler is needed and everything runs on the CPU.
 //!
 //! # Semantics
@@ -43,9 +43,57 @@
 //! - Causal masks and windows are aligned to the bottom-right corner unless [`Corner::TopLeft`] is asked for.
 //! - The log-sum-exp of a row is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps: natural log,
 //!   f32, `[batch, heads_q, seqlen_q]`.
-//! - A row that keeps no key has output 0 and log-sum-exp -inf. Sequences may be empty.
+//! - A row that keeps no key has output 0 and log-sum-exp -inf, and no part in any gradient. Sequences may be empty.
 //! - Products of 16-bit inputs and the softmax are accumulated in f32; the output has the type of the input.
-//! - The same inputs, plan and device give the same bits.
+//! - The same inputs, plan and device give the same bits; for gradients on a GPU, where a problem asks for it with
+//!   [`deterministic(true)`](BackwardProblem::deterministic).
+//!
+//! # Gradients
+//!
+//! From the forward pass a backward pass needs O and the LSE. With `P = exp(softmax_scale * Q K^T - LSE)` where the mask
+//! keeps a pair, 0 elsewhere, and gradients `dO` and (where it is given, else 0) `dLSE` of a loss,
+//!
+//! ```text
+//! delta = rowsum(dO * O) - dLSE        dQ = softmax_scale * dS K
+//! dS = P * (dO V^T - delta)            dK = softmax_scale * dS^T Q        dV = P^T dO
+//! ```
+//!
+//! where dK and dV are summed over the query heads that read a key head. Products and sums are accumulated in f32;
+//! gradients have the type of the inputs.
+//!
+//! ```
+//! use hopper_attention::*;
+//!
+//! # fn main() -> Result<()> {
+//! let dims = Dims { batch: 1, seqlen_q: 2, seqlen_kv: 4, heads_q: 2, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
+//! let forward = ForwardProblem::new(DType::F32, dims)?;
+//! let problem = BackwardProblem::of(&forward).deterministic(true);
+//! let device = Device::cpu();
+//! let plan = problem.plan(&device)?; // a GPU is refused for now: Error::Unsupported
+//! let stream = device.default_stream();
+//! let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
+//!
+//! // Keys are alike, so every weight is a quarter, O is 2 and the LSE ln(4).
+//! let (q, k, v, o, lse) = ([1.0; 4], [0.0; 4], [2.0; 4], [2.0; 4], [4f32.ln(); 4]);
+//! let d_o = [1.0; 4];
+//! let (mut d_q, mut d_k, mut d_v) = ([f32::NAN; 4], [f32::NAN; 4], [f32::NAN; 4]);
+//! let (of_q, of_kv) = (Layout::contiguous(forward.q_shape())?, Layout::contiguous(forward.k_shape())?);
+//! plan.run(&stream, &mut workspace, BackwardArgs {
+//!     q: TensorRef::host(&q, of_q)?,
+//!     k: TensorRef::host(&k, of_kv)?,
+//!     v: TensorRef::host(&v, of_kv)?,
+//!     o: TensorRef::host(&o, of_q)?,
+//!     lse: TensorRef::host(&lse, Layout::contiguous(forward.lse_shape())?)?,
+//!     d_o: TensorRef::host(&d_o, of_q)?,
+//!     d_lse: None,
+//!     d_q: TensorMut::host(&mut d_q, of_q)?,
+//!     d_k: TensorMut::host(&mut d_k, of_kv)?,
+//!     d_v: TensorMut::host(&mut d_v, of_kv)?,
+//! })?;
+//! assert_eq!((d_q, d_k), ([0.0; 4], [0.0; 4])); // the mean of equal values stays what it is
+//! assert!(d_v.iter().all(|d_v| (d_v - 1.0).abs() < 1e-6)); // four rows, a quarter of each
+//! # Ok(()) }
+//! ```
 //!
 //! # Sources
 //!
@@ -53,7 +101,10 @@
 //! calculation for softmax* (2018): a running maximum and a running sum, rescaled when the maximum grows. Tiling, the
 //! normalisation at the end and the log-sum-exp as the only thing kept of a row are those of Dao, *FlashAttention-2:
 //! Faster Attention with Better Parallelism and Work Partitioning* (2023). The Hopper kernels map that onto TMA and
-//! WGMMA in the way of Shah et al., *FlashAttention-3* (2024).
+//! WGMMA in the way of Shah et al., *FlashAttention-3* (2024). The backward pass, which computes P again from the
+//! log-sum-exp, is that of *FlashAttention-2*, section 3.1.2; that `rowsum(dO * O)` is the `rowsum(P * dP)` of the softmax's
+//! derivative is from Dao et al., *FlashAttention* (2022), appendix B. The LSE's derivative with respect to a score is P,
+//! so its gradient joins delta.
 //!
 //! # Errors
 //!
@@ -88,6 +139,8 @@
 
 #![deny(missing_docs)]
 
+mod backward;
+mod checks;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -110,6 +163,7 @@ mod workspace;
 #[cfg(feature = "cuda")]
 pub use cudarc;
 
+pub use backward::BackwardArgs;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
@@ -119,8 +173,8 @@ pub use forward::ForwardArgs;
 pub use kernels::{Arch, KernelInfo, MaskClass, kernels, support_table};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
-pub use plan::ForwardPlan;
-pub use problem::{Dims, ForwardProblem};
+pub use plan::{BackwardPlan, ForwardPlan};
+pub use problem::{BackwardProblem, Dims, ForwardProblem};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
 

@@ -1,8 +1,12 @@
-//! What is to be computed, as numbers: [`ForwardProblem`].
+//! What is to be computed, as numbers: [`ForwardProblem`] and [`BackwardProblem`].
+
+mod backward;
 
 use std::fmt;
 
 use crate::{DType, Error, Mask, Result};
+
+pub use backward::BackwardProblem;
 
 /// The sizes of a problem.
 ///
@@ -177,14 +181,17 @@ impl ForwardProblem {
     pub fn is_empty(&self) -> bool {
         self.dims.batch == 0 || self.dims.seqlen_q == 0
     }
-}
 
-impl ForwardProblem {
     /// What decides which kernel is the fastest: all but the scale and the LSE.
     pub(crate) fn shape(&self) -> String {
+        format!("forward {}", self.numbers())
+    }
+
+    /// What a forward and a backward problem print alike, but for the scale.
+    fn numbers(&self) -> String {
         let d = &self.dims;
         format!(
-            "forward {} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            "{} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
             self.dtype,
             d.batch,
             d.seqlen_q,

@@ -5,13 +5,13 @@ use crate::{Element, Error, Layout, Result};
 #[cfg(feature = "cuda")]
 use cudarc::driver::{CudaView, CudaViewMut};
 
-/// A tensor that is only read: Q, K or V. Its layout lies within its memory; it may repeat elements (stride 0).
+/// A tensor that is only read, such as Q, K and V. Its layout lies within its memory; it may repeat elements (stride 0).
 pub struct TensorRef<'a, T, const R: usize> {
     memory: Ref<'a, T>,
     layout: Layout<R>,
 }
 
-/// A tensor that is written: O or the LSE. Its layout lies within its memory and no two indices share an element.
+/// A tensor that is written: O, the LSE or a gradient. Its layout lies within its memory and no two indices share an element.
 pub struct TensorMut<'a, T, const R: usize> {
     memory: Mut<'a, T>,
     layout: Layout<R>,

@@ -2,6 +2,8 @@
 
 use proptest::prelude::*;
 
+mod backward;
+
 use super::*;
 use crate::reference::{Expected, Report, Tensor, sample};
 use crate::{Corner, DType, Dims, Element, Layout, Mask, bf16, f16};

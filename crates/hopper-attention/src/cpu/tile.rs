@@ -1,20 +1,11 @@
 //! One task: a block of queries against all keys that it keeps, with an online softmax.
 
+use std::ops::Range;
+
+use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
-use super::{BLOCK_Q, Inputs};
-use crate::tensor::HostRef;
-use crate::{Band, Element, ForwardProblem, Operand};
-
-/// Keys in a block: a block of K, V and the scores stay in the second-level cache.
-const BLOCK_KV: usize = 256;
-
-/// Queries `first..first + queries` of one head.
-pub(super) struct Task {
-    pub batch: usize,
-    pub head: usize,
-    pub first: usize,
-    pub queries: usize,
-}
+use super::{BLOCK, Inputs, Task, WALKED, load};
+use crate::{Element, ForwardProblem, Operand};
 
 /// What a task computes.
 pub(super) struct Rows<Out> {
@@ -34,13 +25,13 @@ pub(super) struct Scratch {
     scores: Vec<f32>,
     /// Sums of probabilities times values: `[queries, head_dim_vo]`.
     sums: Vec<f32>,
+    kept: Vec<Range<usize>>,
 }
 
 /// Where a row's online softmax stands.
 #[derive(Clone, Copy)]
 struct RowState {
-    /// First key kept, and the one after the last.
-    keys: (usize, usize),
+    keys: Keys,
     max: f32,
     sum: f32,
 }
@@ -54,26 +45,24 @@ pub(super) fn forward<T: Operand>(
     let dims = problem.dims();
     let head_kv = task.head / problem.group_size();
     let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
-    let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0 }; BLOCK_Q];
-    let rows = &mut rows[..task.queries];
-    for (i, row) in rows.iter_mut().enumerate() {
-        row.keys = kept(&band, task.first + i, dims.seqlen_kv);
+    let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0 }; BLOCK];
+    let rows = &mut rows[..task.tokens.len()];
+    for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
+        row.keys = block::kept(&band, query, dims.seqlen_kv);
     }
     // Blocks outside of what any row keeps are never looked at.
-    let some = || rows.iter().map(|row| row.keys).filter(|(start, end)| start < end);
-    let start = some().map(|(start, _)| start).min().unwrap_or(0);
-    let end = some().map(|(_, end)| end).max().unwrap_or(0);
+    let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
-    let Scratch { q, k, v, scores, sums } = scratch;
-    load(&inputs.q, task.batch, task.head, task.first..task.first + task.queries, q);
+    let Scratch { q, k, v, scores, sums, kept } = scratch;
+    load(&inputs.q, task.batch, task.head, task.tokens.clone(), q);
     sums.clear();
-    sums.resize(task.queries * dims.head_dim_vo, 0.0);
-    for first in (start..end).step_by(BLOCK_KV) {
-        let keys = BLOCK_KV.min(end - first);
+    sums.resize(rows.len() * dims.head_dim_vo, 0.0);
+    for first in (start..end).step_by(WALKED) {
+        let keys = WALKED.min(end - first);
         load(&inputs.k, task.batch, head_kv, first..first + keys, k);
         load(&inputs.v, task.batch, head_kv, first..first + keys, v);
-        scores.resize(task.queries * keys, 0.0);
-        let queries = Matrix::new(q, task.queries, dims.head_dim_qk);
+        scores.resize(rows.len() * keys, 0.0);
+        let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(
             problem.softmax_scale_value(),
             queries,
@@ -81,30 +70,18 @@ pub(super) fn forward<T: Operand>(
             0.0,
             scores,
         );
-        let mut whole = true;
-        for ((row, scores), sums) in
-            rows.iter_mut().zip(scores.chunks_exact_mut(keys)).zip(sums.chunks_exact_mut(dims.head_dim_vo))
+        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept);
+        for (((row, kept), scores), sums) in rows
+            .iter_mut()
+            .zip(block.kept())
+            .zip(scores.chunks_exact_mut(keys))
+            .zip(sums.chunks_exact_mut(dims.head_dim_vo))
         {
-            let kept = within(row.keys, first, keys);
-            whole &= kept == (0..keys);
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
-            row.step(&mut scores[kept], sums);
+            row.step(&mut scores[kept.clone()], sums);
         }
-        if whole || v.iter().all(|x| x.is_finite()) {
-            matmul(1.0, Matrix::new(scores, task.queries, keys), Matrix::new(v, keys, dims.head_dim_vo), 1.0, sums);
-        } else {
-            // In the product above a probability of 0 would not keep a masked key's NaN or infinity out.
-            for (i, row) in rows.iter().enumerate() {
-                for key in within(row.keys, first, keys) {
-                    let sums = &mut sums[i * dims.head_dim_vo..][..dims.head_dim_vo];
-                    let values = &v[key * dims.head_dim_vo..][..dims.head_dim_vo];
-                    for (sum, value) in sums.iter_mut().zip(values) {
-                        *sum += scores[i * keys + key] * value;
-                    }
-                }
-            }
-        }
+        block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
     let mut o = Vec::with_capacity(sums.len());
@@ -155,35 +132,4 @@ fn lanes(values: &[f32], start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
         }
     }
     lanes.iter().fold(tail, |a, &b| fold(a, b))
-}
-
-/// The keys that a query keeps, from the first to the one after the last; empty ones have `start >= end`.
-fn kept(band: &Band, query: usize, seqlen_kv: usize) -> (usize, usize) {
-    let bound = |key: i64| usize::try_from(key.max(0)).map_or(seqlen_kv, |key| key.min(seqlen_kv));
-    let signed = |keys: usize| i64::try_from(keys).unwrap_or(i64::MAX);
-    let own = signed(query).saturating_add(band.offset);
-    let start = band.left.map_or(0, |left| bound(own.saturating_sub(signed(left))));
-    let end = band.right.map_or(seqlen_kv, |right| bound(own.saturating_add(signed(right)).saturating_add(1)));
-    (start, end)
-}
-
-/// The part of `start..end` in a block, counted from the block's first key; empty where there is none.
-fn within((start, end): (usize, usize), first: usize, keys: usize) -> std::ops::Range<usize> {
-    let start = start.clamp(first, first + keys) - first;
-    let end = end.clamp(first, first + keys) - first;
-    start..end.max(start)
-}
-
-/// Rows of a tensor as f32, without gaps.
-fn load<T: Element>(
-    tensor: &HostRef<'_, T, 4>,
-    batch: usize,
-    head: usize,
-    tokens: std::ops::Range<usize>,
-    out: &mut Vec<f32>,
-) {
-    out.clear();
-    for token in tokens {
-        out.extend(tensor.row(batch, token, head).iter().map(|x| x.to_f32()));
-    }
 }

@@ -5,7 +5,7 @@ mod cuda;
 
 use crate::plan::Target;
 use crate::{
-    DType, Error, ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, cpu,
+    Error, ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks, cpu,
 };
 
 #[cfg(feature = "cuda")]
@@ -66,15 +66,11 @@ impl ForwardPlan {
 use cuda::same_gpu;
 
 fn run_cpu<T: Operand>(problem: &ForwardProblem, mut args: ForwardArgs<'_, T>) -> Result<()> {
-    let elsewhere = |what| Error::Device { what, got: "a GPU".into(), allowed: "cpu, the plan's".into() };
-    let q = args.q.as_host().ok_or_else(|| elsewhere("q"))?;
-    let k = args.k.as_host().ok_or_else(|| elsewhere("k"))?;
-    let v = args.v.as_host().ok_or_else(|| elsewhere("v"))?;
-    let o = args.o.as_host().ok_or_else(|| elsewhere("o"))?;
-    let lse = match &mut args.lse {
-        Some(lse) => Some(lse.as_host().ok_or_else(|| elsewhere("lse"))?),
-        None => None,
-    };
+    let q = checks::host("q", &args.q)?;
+    let k = checks::host("k", &args.k)?;
+    let v = checks::host("v", &args.v)?;
+    let o = checks::host_mut("o", &mut args.o)?;
+    let lse = args.lse.as_mut().map(|lse| checks::host_mut("lse", lse)).transpose()?;
     if problem.is_empty() {
         return Ok(());
     }
@@ -83,44 +79,20 @@ fn run_cpu<T: Operand>(problem: &ForwardProblem, mut args: ForwardArgs<'_, T>) -
 
 /// What every device checks: types, shapes, and that the LSE is given exactly when it was asked for.
 fn check<T: Operand>(problem: &ForwardProblem, args: &ForwardArgs<'_, T>) -> Result<()> {
-    check_dtype("q, k and v", T::DTYPE, problem.dtype(), "the problem's")?;
+    checks::dtype("q, k and v", T::DTYPE, problem.dtype(), "the problem's")?;
     let layouts = [args.q.layout(), args.k.layout(), args.v.layout(), args.o.layout()];
     check_shapes(problem, layouts, args.lse.as_ref().map(TensorMut::layout))
-}
-
-pub(crate) fn check_dtype(what: &'static str, got: DType, want: DType, whose: &str) -> Result<()> {
-    if got == want {
-        return Ok(());
-    }
-    Err(Error::Dtype { what, got, allowed: format!("{want}, {whose}") })
 }
 
 /// Layouts of q, k, v and o, and of the LSE if it was given.
 pub(crate) fn check_shapes(problem: &ForwardProblem, given: [Layout<4>; 4], lse: Option<Layout<3>>) -> Result<()> {
     let [q, k, v, o] = given.map(|layout| layout.shape());
-    shape("q", q, problem.q_shape())?;
-    shape("k", k, problem.k_shape())?;
-    shape("v", v, problem.v_shape())?;
-    shape("o", o, problem.o_shape())?;
+    checks::shape("q", q, problem.q_shape())?;
+    checks::shape("k", k, problem.k_shape())?;
+    checks::shape("v", v, problem.v_shape())?;
+    checks::shape("o", o, problem.o_shape())?;
     if let Some(lse) = lse {
-        shape("lse", lse.shape(), problem.lse_shape())?;
+        checks::shape("lse", lse.shape(), problem.lse_shape())?;
     }
-    check_lse_presence(problem, lse.is_some())
-}
-
-fn shape<const R: usize>(tensor: &'static str, got: [usize; R], want: [usize; R]) -> Result<()> {
-    if got == want {
-        return Ok(());
-    }
-    let axes = if R == 3 { "[batch, heads, seqlen]" } else { "[batch, seqlen, heads, head_dim]" };
-    Err(Error::Shape { tensor, got: got.into(), want: want.into(), axes })
-}
-
-fn check_lse_presence(problem: &ForwardProblem, given: bool) -> Result<()> {
-    let refuse = |got: &str, allowed: &str| Err(Error::Value { what: "lse", got: got.into(), allowed: allowed.into() });
-    match (problem.wants_lse(), given) {
-        (true, false) => refuse("missing", "the tensor that the problem, made with lse(true), writes"),
-        (false, true) => refuse("given", "none, since the problem was made without lse(true)"),
-        _ => Ok(()),
-    }
+    checks::presence("lse", problem.wants_lse(), lse.is_some(), "writes")
 }

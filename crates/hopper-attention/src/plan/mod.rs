@@ -1,5 +1,6 @@
-//! From a problem to how it is computed: [`ForwardPlan`].
+//! From a problem to how it is computed: [`ForwardPlan`] and [`BackwardPlan`].
 
+mod backward;
 mod select;
 mod tuning;
 
@@ -9,6 +10,7 @@ use std::fmt;
 use crate::cuda::CudaDevice;
 use crate::{Device, DeviceFacts, ForwardProblem, Result, kernels};
 
+pub use backward::BackwardPlan;
 pub use select::{Choice, candidates, mask_class, select};
 pub use tuning::Tuning;
 

@@ -3,40 +3,80 @@
 
 use std::ops::Range;
 
-use super::{RawForward, RawTensor};
+use super::{RawBackward, RawForward, RawTensor};
 use crate::{
-    DType, Error, ForwardArgs, ForwardPlan, Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    BackwardArgs, BackwardPlan, DType, Element, Error, ForwardArgs, ForwardPlan, Operand, Result, Stream, TensorMut,
+    TensorRef, Workspace, bf16, f16,
 };
 
 /// Computes the plan's problem.
 ///
 /// # Safety
 /// As [`ForwardPlan::run_raw`], whose checks of types, shapes and places were made.
-pub(super) unsafe fn run(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
-    check_memory(args)?;
-    // SAFETY: the caller's promise, and `check_memory` for alignment, size and overlap; the type is the tensors' own.
+pub(super) unsafe fn forward(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
+    let inputs = [("q", bytes("q", &args.q)?), ("k", bytes("k", &args.k)?), ("v", bytes("v", &args.v)?)];
+    let mut outputs = vec![("o", bytes("o", &args.o)?)];
+    if let Some(lse) = &args.lse {
+        outputs.push(("lse", bytes("lse", lse)?));
+    }
+    check_apart(&inputs, &outputs)?;
+    // SAFETY: the caller's promise, and what was just checked: alignment, size and overlap; the type is the tensors' own.
     unsafe {
         match plan.problem().dtype() {
-            DType::F16 => typed::<f16>(plan, args),
-            DType::BF16 => typed::<bf16>(plan, args),
-            DType::F32 => typed::<f32>(plan, args),
-            got => Err(Error::Dtype { what: "q, k and v", got, allowed: "f16, bf16, f32".into() }),
+            DType::F16 => typed_forward::<f16>(plan, args),
+            DType::BF16 => typed_forward::<bf16>(plan, args),
+            DType::F32 => typed_forward::<f32>(plan, args),
+            got => Err(not_on_the_cpu(got)),
         }
     }
 }
 
+/// Computes the plan's problem.
+///
 /// # Safety
-/// As [`run`], with tensors of elements of `T`.
-unsafe fn typed<T: Operand<Out = T>>(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
+/// As [`BackwardPlan::run_raw`], whose checks of types, shapes and places were made.
+pub(super) unsafe fn backward(plan: &BackwardPlan, args: &RawBackward) -> Result<()> {
+    let mut inputs = vec![
+        ("q", bytes("q", &args.q)?),
+        ("k", bytes("k", &args.k)?),
+        ("v", bytes("v", &args.v)?),
+        ("o", bytes("o", &args.o)?),
+        ("lse", bytes("lse", &args.lse)?),
+        ("d_o", bytes("d_o", &args.d_o)?),
+    ];
+    if let Some(d_lse) = &args.d_lse {
+        inputs.push(("d_lse", bytes("d_lse", d_lse)?));
+    }
+    let outputs =
+        [("d_q", bytes("d_q", &args.d_q)?), ("d_k", bytes("d_k", &args.d_k)?), ("d_v", bytes("d_v", &args.d_v)?)];
+    check_apart(&inputs, &outputs)?;
+    // SAFETY: the caller's promise, and what was just checked: alignment, size and overlap; the type is the tensors' own.
+    unsafe {
+        match plan.problem().dtype() {
+            DType::F16 => typed_backward::<f16>(plan, args),
+            DType::BF16 => typed_backward::<bf16>(plan, args),
+            DType::F32 => typed_backward::<f32>(plan, args),
+            got => Err(not_on_the_cpu(got)),
+        }
+    }
+}
+
+fn not_on_the_cpu(got: DType) -> Error {
+    Error::Dtype { what: "q, k and v", got, allowed: "f16, bf16, f32".into() }
+}
+
+/// # Safety
+/// As [`forward`], with tensors of elements of `T`.
+unsafe fn typed_forward<T: Operand<Out = T>>(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
     // SAFETY: each is valid, aligned and of this type; what is written meets nothing else.
     let args = unsafe {
         ForwardArgs {
-            q: TensorRef::host(slice::<T, 4>(&args.q), args.q.layout)?,
-            k: TensorRef::host(slice::<T, 4>(&args.k), args.k.layout)?,
-            v: TensorRef::host(slice::<T, 4>(&args.v), args.v.layout)?,
-            o: TensorMut::host(slice_mut::<T, 4>(&args.o), args.o.layout)?,
+            q: input::<T, 4>(&args.q)?,
+            k: input::<T, 4>(&args.k)?,
+            v: input::<T, 4>(&args.v)?,
+            o: output::<T, 4>(&args.o)?,
             lse: match &args.lse {
-                Some(lse) => Some(TensorMut::host(slice_mut::<f32, 3>(lse), lse.layout)?),
+                Some(lse) => Some(output::<f32, 3>(lse)?),
                 None => None,
             },
         }
@@ -46,33 +86,59 @@ unsafe fn typed<T: Operand<Out = T>>(plan: &ForwardPlan, args: &RawForward) -> R
 }
 
 /// # Safety
-/// The tensor's memory is valid for reading, aligned for `T` and no larger than a slice may be.
-unsafe fn slice<'a, T, const R: usize>(raw: &RawTensor<R>) -> &'a [T] {
-    match raw.layout.span() {
-        0 => &[],
-        // SAFETY: the caller's promise.
-        span => unsafe { std::slice::from_raw_parts(raw.address as usize as *const T, span) },
-    }
+/// As [`backward`], with tensors of elements of `T`.
+unsafe fn typed_backward<T: Operand<Out = T>>(plan: &BackwardPlan, args: &RawBackward) -> Result<()> {
+    // SAFETY: each is valid, aligned and of this type; what is written meets nothing else.
+    let args = unsafe {
+        BackwardArgs {
+            q: input::<T, 4>(&args.q)?,
+            k: input::<T, 4>(&args.k)?,
+            v: input::<T, 4>(&args.v)?,
+            o: input::<T, 4>(&args.o)?,
+            lse: input::<f32, 3>(&args.lse)?,
+            d_o: input::<T, 4>(&args.d_o)?,
+            d_lse: match &args.d_lse {
+                Some(d_lse) => Some(input::<f32, 3>(d_lse)?),
+                None => None,
+            },
+            d_q: output::<T, 4>(&args.d_q)?,
+            d_k: output::<T, 4>(&args.d_k)?,
+            d_v: output::<T, 4>(&args.d_v)?,
+        }
+    };
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run(&Stream::Cpu, &mut workspace, args)
 }
 
 /// # Safety
-/// As [`slice`], and the memory is valid for writing and nothing else uses it.
-unsafe fn slice_mut<'a, T, const R: usize>(raw: &RawTensor<R>) -> &'a mut [T] {
-    match raw.layout.span() {
+/// The tensor's memory is valid for reading, aligned for `T` and no larger than a slice may be.
+unsafe fn input<'a, T: Element, const R: usize>(raw: &RawTensor<R>) -> Result<TensorRef<'a, T, R>> {
+    let data: &[T] = match raw.layout.span() {
+        0 => &[],
+        // SAFETY: the caller's promise.
+        span => unsafe { std::slice::from_raw_parts(raw.address as usize as *const T, span) },
+    };
+    TensorRef::host(data, raw.layout)
+}
+
+/// # Safety
+/// As [`input`], and the memory is valid for writing and nothing else uses it.
+unsafe fn output<'a, T: Element, const R: usize>(raw: &RawTensor<R>) -> Result<TensorMut<'a, T, R>> {
+    let data: &mut [T] = match raw.layout.span() {
         0 => &mut [],
         // SAFETY: the caller's promise.
         span => unsafe { std::slice::from_raw_parts_mut(raw.address as usize as *mut T, span) },
-    }
+    };
+    TensorMut::host(data, raw.layout)
 }
 
-fn check_memory(args: &RawForward) -> Result<()> {
-    let inputs = [("q", bytes("q", &args.q)?), ("k", bytes("k", &args.k)?), ("v", bytes("v", &args.v)?)];
-    let o = bytes("o", &args.o)?;
-    inputs.iter().try_for_each(|input| apart(("o", &o), (input.0, &input.1)))?;
-    if let Some(lse) = &args.lse {
-        let lse = bytes("lse", lse)?;
-        inputs.iter().try_for_each(|input| apart(("lse", &lse), (input.0, &input.1)))?;
-        apart(("lse", &lse), ("o", &o))?;
+/// A tensor's name and addresses.
+type Named = (&'static str, Range<u64>);
+
+/// Whether each output meets neither an input nor another output.
+fn check_apart(inputs: &[Named], outputs: &[Named]) -> Result<()> {
+    for (i, output) in outputs.iter().enumerate() {
+        inputs.iter().chain(&outputs[..i]).try_for_each(|other| apart(output, other))?;
     }
     Ok(())
 }
@@ -97,7 +163,7 @@ fn bytes<const R: usize>(tensor: &'static str, raw: &RawTensor<R>) -> Result<Ran
     }
 }
 
-fn apart((name, output): (&'static str, &Range<u64>), (other_name, other): (&str, &Range<u64>)) -> Result<()> {
+fn apart((name, output): &Named, (other_name, other): &Named) -> Result<()> {
     if output.is_empty() || other.is_empty() || output.end <= other.start || other.end <= output.start {
         return Ok(());
     }

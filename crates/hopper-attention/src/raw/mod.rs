@@ -31,6 +31,7 @@
 //! }
 //! ```
 
+mod backward;
 mod cpu;
 mod gpu;
 
@@ -38,7 +39,9 @@ use std::ffi::c_void;
 use std::fmt;
 
 use crate::plan::Target;
-use crate::{DType, Error, ForwardPlan, Layout, Result};
+use crate::{DType, Error, ForwardPlan, Layout, Result, checks};
+
+pub use backward::RawBackward;
 
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::{KernelArgs, KernelTensor, not_on_a_gpu};
@@ -114,7 +117,7 @@ impl ForwardPlan {
         check(self, args)?;
         match self.target() {
             // SAFETY: the caller's promise; `check` compared types, shapes and places with the problem.
-            Target::Cpu => unsafe { cpu::run(self, args) },
+            Target::Cpu => unsafe { cpu::forward(self, args) },
             // SAFETY: as above.
             Target::Gpu(gpu) => unsafe { gpu::run(self, gpu, args, stream) },
         }
@@ -128,15 +131,20 @@ fn check(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
     crate::forward::check_shapes(problem, layouts, args.lse.map(|lse| lse.layout))?;
     let tensors = [("q", args.q), ("k", args.k), ("v", args.v), ("o", args.o)];
     for (what, tensor) in tensors {
-        crate::forward::check_dtype(what, tensor.dtype, problem.dtype(), "the problem's")?;
+        checks::dtype(what, tensor.dtype, problem.dtype(), "the problem's")?;
     }
     if let Some(lse) = args.lse {
-        crate::forward::check_dtype("lse", lse.dtype, DType::F32, "as every log-sum-exp")?;
-        check_place(plan, "lse", lse.place)?;
+        check_row_values(plan.target(), "lse", lse)?;
     }
-    tensors.into_iter().try_for_each(|(what, tensor)| check_place(plan, what, tensor.place))?;
+    tensors.into_iter().try_for_each(|(what, tensor)| check_place(plan.target(), what, tensor.place))?;
     check_written("o", args.o.layout)?;
     args.lse.map_or(Ok(()), |lse| check_written("lse", lse.layout))
+}
+
+/// A log-sum-exp, or its gradient: f32 where the plan is.
+fn check_row_values(target: &Target, what: &'static str, tensor: RawTensor<3>) -> Result<()> {
+    checks::dtype(what, tensor.dtype, DType::F32, "as every log-sum-exp")?;
+    check_place(target, what, tensor.place)
 }
 
 /// Whether what is written uses no element twice.
@@ -147,15 +155,15 @@ fn check_written<const R: usize>(tensor: &'static str, layout: Layout<R>) -> Res
     })
 }
 
-fn check_place(plan: &ForwardPlan, what: &'static str, place: Place) -> Result<()> {
-    let same = match plan.target() {
+fn check_place(target: &Target, what: &'static str, place: Place) -> Result<()> {
+    let same = match target {
         Target::Cpu => place == Place::Cpu,
         Target::Gpu(gpu) => gpu.ordinal().is_none_or(|ordinal| place == Place::Cuda(ordinal)),
     };
     if same {
         return Ok(());
     }
-    Err(Error::Device { what, got: place.to_string(), allowed: format!("{}, the plan's", plan.target()) })
+    Err(Error::Device { what, got: place.to_string(), allowed: format!("{target}, the plan's") })
 }
 
 impl fmt::Display for Place {

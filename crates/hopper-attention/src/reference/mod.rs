@@ -1,9 +1,11 @@
-//! The oracle: attention in f64 from plain loops, the plain same-precision computation, and the tolerance law that
-//! compares anything with them.
+//! The oracle: attention and its gradients in f64 from plain loops, the plain same-precision computation, and the
+//! tolerance law that compares anything with them.
 //!
 //! It shares nothing with the kernels, the plans or the CPU backend, so that it is able to disagree with them: it knows
 //! a problem's numbers and asks [`Mask::keep`](crate::Mask::keep) for every query and key. It is meant for tests and
-//! for `hattn check`, not for speed: the cost is that of the textbook, some seconds for `4096 x 4096` and two heads.
+//! for `hattn check`, not for speed: the cost is that of the textbook, some seconds for `4096 x 4096` and two heads, and
+//! five times that for gradients. [`BackwardExpected`] judges those; its oracle computes O and the LSE anew, so that it
+//! disagrees with a backward pass that was given wrong ones.
 //!
 //! ```
 //! use hopper_attention::reference::{Expected, Tensor};
@@ -31,27 +33,27 @@ pub(crate) mod sample;
 mod tensor;
 pub mod tolerance;
 
-pub use oracle::{Oracle, RowScale, forward};
-pub use plain::{Plain, forward_plain};
+pub use oracle::{BackwardOracle, GradientScale, Oracle, RowScale, backward, forward};
+pub use plain::{BackwardPlain, Plain, backward_plain, forward_plain};
 pub use tensor::Tensor;
-pub use tolerance::{Expected, Report};
+pub use tolerance::{BackwardExpected, BackwardReport, Expected, Report};
 
-use crate::{Dims, Error, ForwardProblem, Result};
+use rayon::prelude::*;
 
-/// Queries that one task computes; the rows of a task share the keys in the cache.
+use crate::{BackwardProblem, Error, ForwardProblem, Result, checks};
+
+/// Tokens that one task computes at least; neighbours share what they read in the cache.
 const ROWS_PER_TASK: usize = 32;
 
-/// The units of work of a problem: `(batch, query head, first query, queries)`, in the order of the LSE's rows.
-fn tasks(dims: &Dims) -> Vec<(usize, usize, usize, usize)> {
-    let mut tasks = Vec::new();
-    for batch in 0..dims.batch {
-        for head in 0..dims.heads_q {
-            for first in (0..dims.seqlen_q).step_by(ROWS_PER_TASK) {
-                tasks.push((batch, head, first, ROWS_PER_TASK.min(dims.seqlen_q - first)));
-            }
-        }
-    }
-    tasks
+/// What `row` makes of every token `[batch, head, token]`, in this order, which is the LSE's, computed on all cores.
+fn each_row<R: Send>(shape: [usize; 3], row: impl Fn([usize; 3]) -> R + Sync) -> Vec<R> {
+    let rows = shape.iter().product::<usize>();
+    (0..rows).into_par_iter().with_min_len(ROWS_PER_TASK).map(|i| row(place(shape, i))).collect()
+}
+
+/// `[batch, head, token]` of a row in this order.
+fn place([_, heads, seqlen]: [usize; 3], row: usize) -> [usize; 3] {
+    [row / seqlen / heads, row / seqlen % heads, row % seqlen]
 }
 
 /// Refuses inputs whose shapes are not the problem's.
@@ -63,6 +65,23 @@ fn check_inputs(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) ->
         }
     }
     Ok(())
+}
+
+/// Refuses inputs of a backward pass whose shapes are not the problem's, and a gradient of the LSE where none belongs.
+fn check_backward_inputs(problem: &BackwardProblem, inputs: [&Tensor; 4], d_lse: Option<&[f64]>) -> Result<()> {
+    let [q, k, v, d_o] = inputs;
+    check_inputs(problem.forward(), q, k, v)?;
+    if d_o.shape() != problem.d_o_shape() {
+        return Err(shape_error("d_o", d_o.shape(), problem.d_o_shape()));
+    }
+    let want = problem.d_lse_shape();
+    if let Some(d_lse) = d_lse
+        && d_lse.len() != want.iter().product::<usize>()
+    {
+        let axes = "[batch, heads_q, seqlen_q]";
+        return Err(Error::Shape { tensor: "d_lse", got: vec![d_lse.len()], want: want.into(), axes });
+    }
+    checks::presence("d_lse", problem.takes_d_lse(), d_lse.is_some(), "reads")
 }
 
 fn shape_error(tensor: &'static str, got: [usize; 4], want: [usize; 4]) -> Error {

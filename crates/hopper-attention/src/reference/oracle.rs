@@ -1,9 +1,11 @@
 //! Attention in f64, as the textbook writes it: scores, softmax, weighted sum, one query at a time.
 
-use rayon::prelude::*;
+mod backward;
 
-use super::{Tensor, check_inputs, tasks};
+use super::{Tensor, check_inputs, each_row, place};
 use crate::{ForwardProblem, Result};
+
+pub use backward::{BackwardOracle, GradientScale, backward};
 
 /// What the exact computation gives.
 #[derive(Clone, Debug)]
@@ -48,23 +50,17 @@ struct Row {
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Oracle> {
     check_inputs(problem, q, k, v)?;
-    let dims = problem.dims();
-    let rows: Vec<Vec<Row>> = tasks(&dims)
-        .into_par_iter()
-        .map(|(batch, head, first, queries)| {
-            (first..first + queries).map(|query| row(problem, q, k, v, batch, head, query)).collect()
-        })
-        .collect();
+    let shape = problem.lse_shape();
+    let rows = each_row(shape, |[batch, head, query]| row(problem, q, k, v, batch, head, query));
 
-    let mut o = Tensor::zeros([dims.batch, dims.seqlen_q, dims.heads_q, dims.head_dim_vo]);
-    let mut lse = Vec::with_capacity(dims.batch * dims.heads_q * dims.seqlen_q);
-    let mut scales = Vec::with_capacity(lse.capacity());
-    for ((batch, head, first, _), rows) in tasks(&dims).into_iter().zip(rows) {
-        for (i, row) in rows.into_iter().enumerate() {
-            o.row_mut(batch, first + i, head).copy_from_slice(&row.o);
-            lse.push(row.lse);
-            scales.push(row.scale);
-        }
+    let mut o = Tensor::zeros(problem.o_shape());
+    let mut lse = Vec::with_capacity(rows.len());
+    let mut scales = Vec::with_capacity(rows.len());
+    for (i, row) in rows.into_iter().enumerate() {
+        let [batch, head, query] = place(shape, i);
+        o.row_mut(batch, query, head).copy_from_slice(&row.o);
+        lse.push(row.lse);
+        scales.push(row.scale);
     }
     Ok(Oracle { o, lse, scales })
 }

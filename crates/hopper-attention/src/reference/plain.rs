@@ -1,10 +1,12 @@
 //! The plain computation in the precision of the problem: what a careful author without any tiling would write, and
 //! the yardstick for how large a kernel's error may be.
 
-use rayon::prelude::*;
+mod backward;
 
-use super::{Tensor, check_inputs, tasks};
+use super::{Tensor, check_inputs, each_row, place};
 use crate::{DType, Element, ForwardProblem, Result, bf16, f16};
+
+pub use backward::{BackwardPlain, backward_plain};
 
 /// What the plain computation gives, its values widened to f64.
 #[derive(Clone, Debug)]
@@ -23,27 +25,23 @@ pub struct Plain {
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Plain> {
     check_inputs(problem, q, k, v)?;
-    let dims = problem.dims();
     let round = rounding(problem.dtype());
     let [q, k, v] = [q, k, v].map(Narrow::new);
-    let rows: Vec<Vec<(Vec<f32>, f32)>> = tasks(&dims)
-        .into_par_iter()
-        .map(|(batch, head, first, queries)| {
-            (first..first + queries).map(|query| row(problem, round, &q, &k, &v, batch, head, query)).collect()
-        })
-        .collect();
+    let shape = problem.lse_shape();
+    let rows = each_row(shape, |[batch, head, query]| row(problem, round, &q, &k, &v, batch, head, query));
 
-    let mut o = Tensor::zeros([dims.batch, dims.seqlen_q, dims.heads_q, dims.head_dim_vo]);
-    let mut lse = Vec::with_capacity(dims.batch * dims.heads_q * dims.seqlen_q);
-    for ((batch, head, first, _), rows) in tasks(&dims).into_iter().zip(rows) {
-        for (i, (row, row_lse)) in rows.into_iter().enumerate() {
-            for (o, value) in o.row_mut(batch, first + i, head).iter_mut().zip(row) {
-                *o = f64::from(value);
-            }
-            lse.push(f64::from(row_lse));
-        }
+    let mut o = Tensor::zeros(problem.o_shape());
+    let mut lse = Vec::with_capacity(rows.len());
+    for (i, (row, row_lse)) in rows.into_iter().enumerate() {
+        let [batch, head, query] = place(shape, i);
+        widen(&row, o.row_mut(batch, query, head));
+        lse.push(f64::from(row_lse));
     }
     Ok(Plain { o, lse })
+}
+
+fn widen(row: &[f32], out: &mut [f64]) {
+    out.iter_mut().zip(row).for_each(|(out, &value)| *out = f64::from(value));
 }
 
 /// The inputs as f32, which holds every operand type exactly.

@@ -5,7 +5,7 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
 use super::Tensor;
-use crate::{DType, Element, ForwardProblem, bf16, f16};
+use crate::{BackwardProblem, DType, Element, ForwardProblem, bf16, f16};
 
 /// To the nearest value of a type, and back.
 pub(crate) fn round(dtype: DType, value: f64) -> f64 {
@@ -26,4 +26,11 @@ pub(crate) fn normal(dtype: DType, shape: [usize; 4], deviation: f64, seed: u64)
 pub(crate) fn inputs(problem: &ForwardProblem, seed: u64) -> [Tensor; 3] {
     [(problem.q_shape(), 1), (problem.k_shape(), 2), (problem.v_shape(), 3)]
         .map(|(shape, salt)| normal(problem.dtype(), shape, 1.0, seed * 8 + salt))
+}
+
+/// Normal gradients of O and, where the problem takes one, of the LSE.
+pub(crate) fn gradients(problem: &BackwardProblem, seed: u64) -> (Tensor, Option<Vec<f64>>) {
+    let [batch, heads, seqlen] = problem.d_lse_shape();
+    let d_lse = || normal(DType::F32, [batch, heads, seqlen, 1], 1.0, seed * 8 + 5).data().to_vec();
+    (normal(problem.dtype(), problem.d_o_shape(), 1.0, seed * 8 + 4), problem.takes_d_lse().then(d_lse))
 }

@@ -31,29 +31,53 @@
 //! truncates while it accumulates is wrong by a few units of them, not of their sum; the ulps are those of the two
 //! terms that are added, and cover the hardware's approximate exp2 and log2 (2^-22 each).
 //!
+//! For dQ, dK and dV the law is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
+//! is another, since they are sums over pairs of a query and a key in which more is rounded:
+//!
+//! ```text
+//! dQ_i = scale * sum over j of dS_ij k_j     noise^2 = scale^2 * (sum (n(dS_ij) k_j)^2 + (n(delta_i) sum p_ij k_j)^2)
+//! dK_j = scale * sum over i of dS_ij q_i     noise^2 = scale^2 * sum (n(dS_ij)^2 + (p_ij n(delta_i))^2) q_i^2
+//! dV_j = sum over i of p_ij dO_i             noise^2 = sum (n(p_ij) dO_i)^2
+//! floor = 1.5 * (noise + 2^-24 * sqrt(pairs) * size of the terms)
+//!
+//! n(p)     = (u + s) p + t                   s = 4 * 2^-24 * (|scale| |q_i| |k_j| + max(1, |LSE_i|))
+//! n(dS)    = (u + s) |dS| + p * 4 * 2^-24 * |dO_i| |v_j| + t
+//! n(delta) = (u + s) * sqrt(sum over d of dO^2 (O^2 + sum (p v)^2)) + 4 * 2^-24 * (|dO_i| |O_i| + |dLSE_i|)
+//! ```
+//!
+//! `s` is what a score and the LSE are off by in f32, and so a probability's relative error; delta inherits the rounding of
+//! O and of the probabilities behind it. `t` is half the smallest subnormal of the type, which f16 gradients do come near,
+//! but at least the smallest normal f32, below which a GPU may flush to 0.
+//!
 //! What is not finite must match: NaN where the oracle has NaN and only there, and infinities (the -inf of a fully
-//! masked row) exactly. A row that is exactly 0 must be exactly 0.
+//! masked row) exactly. An output row that is exactly 0, and a gradient's row in which no pair has a part, must be exactly 0.
+
+mod backward;
 
 use std::fmt;
 
-use super::{Oracle, Plain, Tensor, forward, forward_plain, shape_error};
+use super::{Oracle, Plain, Tensor, forward, forward_plain, place, shape_error};
 use crate::{DType, Error, ForwardProblem, Result};
+
+pub use backward::{BackwardExpected, BackwardReport};
 
 /// How many times the plain computation's error is allowed.
 const TIMES_PLAIN: f64 = 2.0;
 /// Ulps of the output type on top.
 const O_ULPS: f64 = 1.0;
+/// Ulps of the output type on top, for a gradient.
+const GRADIENT_ULPS: f64 = 1.0;
 /// Ulps of f32 on top, for the LSE.
 const LSE_ULPS: f64 = 4.0;
 /// The floor in units of the standard deviation's size without its 0.42 (see above).
 const FLOOR: f64 = 1.5;
 /// Unit roundoffs that a score may be off by, as a multiple of the magnitudes summed for it.
-const SCORE_ROUNDOFFS: f64 = 4.0;
+pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
 /// The unit roundoff of f32.
-const U32: f64 = 1.0 / (1 << 24) as f64;
+pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
 
 /// Half an ulp of 1: the largest relative error of rounding to a type.
-fn unit_roundoff(dtype: DType) -> f64 {
+pub(super) fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
         // Outputs of E4M3 problems are bf16.
         DType::BF16 | DType::E4M3 => 1.0 / 256.0,
@@ -62,12 +86,23 @@ fn unit_roundoff(dtype: DType) -> f64 {
     }
 }
 
+/// The smallest normal f32: what is below it may be flushed to 0.
+pub(super) const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
+
+/// What rounding to a type moves numbers near 0 by.
+pub(super) fn half_subnormal(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 1.0 / (1 << 25) as f64,
+        DType::BF16 | DType::E4M3 | DType::F32 => SMALLEST_NORMAL,
+    }
+}
+
 /// Everything needed to judge results of one problem on given inputs: the oracle and the plain computation.
 #[derive(Clone, Debug)]
 pub struct Expected {
     unit_roundoff: f64,
-    seqlen_q: usize,
-    heads_q: usize,
+    /// The LSE's.
+    shape: [usize; 3],
     oracle: Oracle,
     plain: Plain,
 }
@@ -80,8 +115,7 @@ impl Expected {
     pub fn new(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
-            seqlen_q: problem.dims().seqlen_q,
-            heads_q: problem.dims().heads_q,
+            shape: problem.lse_shape(),
             oracle: forward(problem, q, k, v)?,
             plain: forward_plain(problem, q, k, v)?,
         })
@@ -119,7 +153,7 @@ impl Expected {
     fn check_o(&self, got: &Tensor) -> Figures {
         let mut tally = Tally::default();
         for (row, scale) in self.oracle.scales.iter().enumerate() {
-            let [batch, head, query] = self.place(row);
+            let [batch, head, query] = place(self.shape, row);
             let exact = self.oracle.o.row(batch, query, head);
             let magnitude = largest(exact.iter().copied());
             let floor = FLOOR
@@ -142,7 +176,7 @@ impl Expected {
     fn check_lse(&self, got: &[f64]) -> Figures {
         let mut tally = Tally::default();
         for (row, scale) in self.oracle.scales.iter().enumerate() {
-            let [batch, head, query] = self.place(row);
+            let [batch, head, query] = place(self.shape, row);
             let exact = self.oracle.lse[row];
             // The -inf of a masked row has no ulps, and must not widen the bound on the tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
@@ -158,11 +192,6 @@ impl Expected {
             );
         }
         tally.figures()
-    }
-
-    /// `[batch, head, query]` of a row in LSE order.
-    fn place(&self, row: usize) -> [usize; 3] {
-        [row / self.seqlen_q / self.heads_q, row / self.seqlen_q % self.heads_q, row % self.seqlen_q]
     }
 }
 

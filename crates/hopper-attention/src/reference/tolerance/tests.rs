@@ -1,5 +1,7 @@
 //! The law must pass what is honest and fail what is wrong, however little.
 
+mod backward;
+
 use super::super::sample::{inputs, normal, round};
 use super::*;
 use crate::{Corner, Dims, Mask};

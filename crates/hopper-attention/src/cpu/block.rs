@@ -1,0 +1,110 @@
+//! A block of pairs of queries and keys: what its mask keeps, and products that stay within that.
+
+use std::ops::Range;
+
+use super::matmul::{Matrix, matmul};
+use crate::Band;
+
+/// The keys that a query keeps, from the first to the one after the last; empty ones have `start >= end`.
+pub(super) type Keys = (usize, usize);
+
+/// Some queries against some neighbouring keys. Weights of its pairs are `[queries, keys]`, 0 where masked.
+pub(super) struct Block<'a> {
+    /// Of each query, the keys kept, counted from the block's first one.
+    kept: &'a [Range<usize>],
+    keys: usize,
+    whole: bool,
+}
+
+impl<'a> Block<'a> {
+    /// The block of `keys` keys from `first` on, for queries that keep these keys. `kept` is memory to use.
+    pub fn new(
+        queries: impl Iterator<Item = Keys>,
+        first: usize,
+        keys: usize,
+        kept: &'a mut Vec<Range<usize>>,
+    ) -> Self {
+        kept.clear();
+        kept.extend(queries.map(|own| within(own, first, keys)));
+        let whole = kept.iter().all(|kept| *kept == (0..keys));
+        Self { kept, keys, whole }
+    }
+
+    /// Of each query, the keys kept, counted from the block's first one.
+    pub fn kept(&self) -> &'a [Range<usize>] {
+        self.kept
+    }
+
+    /// Whether no query keeps a key.
+    pub fn is_empty(&self) -> bool {
+        self.kept.iter().all(Range::is_empty)
+    }
+
+    /// `out[query] += sum over keys of weights[query, key] * values[key]`, with rows of `dim` elements.
+    pub fn sum_over_keys(&self, weights: &[f32], values: &[f32], dim: usize, out: &mut [f32]) {
+        if self.may_multiply(values) {
+            matmul(1.0, self.matrix(weights), Matrix::new(values, self.keys, dim), 1.0, out);
+        } else {
+            self.each_pair(|query, key| {
+                add(weights[query * self.keys + key], &values[key * dim..][..dim], &mut out[query * dim..][..dim]);
+            });
+        }
+    }
+
+    /// `out[key] += sum over queries of weights[query, key] * values[query]`, with rows of `dim` elements.
+    pub fn sum_over_queries(&self, weights: &[f32], values: &[f32], dim: usize, out: &mut [f32]) {
+        if self.may_multiply(values) {
+            let values = Matrix::new(values, self.kept.len(), dim);
+            matmul(1.0, self.matrix(weights).transposed(), values, 1.0, out);
+        } else {
+            self.each_pair(|query, key| {
+                add(weights[query * self.keys + key], &values[query * dim..][..dim], &mut out[key * dim..][..dim]);
+            });
+        }
+    }
+
+    fn matrix<'w>(&self, weights: &'w [f32]) -> Matrix<'w> {
+        Matrix::new(weights, self.kept.len(), self.keys)
+    }
+
+    /// Whether a product of whole blocks is right: a weight of 0 would not keep a masked NaN or infinity out.
+    fn may_multiply(&self, values: &[f32]) -> bool {
+        self.whole || values.iter().all(|x| x.is_finite())
+    }
+
+    fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
+        for (query, kept) in self.kept.iter().enumerate() {
+            kept.clone().for_each(|key| pair(query, key));
+        }
+    }
+}
+
+fn add(weight: f32, values: &[f32], sums: &mut [f32]) {
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum += weight * value;
+    }
+}
+
+/// The keys that a query keeps.
+pub(super) fn kept(band: &Band, query: usize, seqlen_kv: usize) -> Keys {
+    let bound = |key: i64| usize::try_from(key.max(0)).map_or(seqlen_kv, |key| key.min(seqlen_kv));
+    let signed = |keys: usize| i64::try_from(keys).unwrap_or(i64::MAX);
+    let own = signed(query).saturating_add(band.offset);
+    let start = band.left.map_or(0, |left| bound(own.saturating_sub(signed(left))));
+    let end = band.right.map_or(seqlen_kv, |right| bound(own.saturating_add(signed(right)).saturating_add(1)));
+    (start, end)
+}
+
+/// The first key that some query keeps, and the one after the last; equal when no query keeps any.
+pub(super) fn reach(queries: impl Iterator<Item = Keys> + Clone) -> Keys {
+    let some = queries.filter(|(start, end)| start < end);
+    let start = some.clone().map(|(start, _)| start).min().unwrap_or(0);
+    (start, some.map(|(_, end)| end).max().unwrap_or(0))
+}
+
+/// The part of `start..end` in a block, counted from the block's first key; empty where there is none.
+fn within((start, end): Keys, first: usize, keys: usize) -> Range<usize> {
+    let start = start.clamp(first, first + keys) - first;
+    let end = end.clamp(first, first + keys) - first;
+    start..end.max(start)
+}

@@ -1,0 +1,197 @@
+//! The gradients against the oracle, under the tolerance law, from the O and LSE that the forward pass gives.
+
+use super::*;
+use crate::BackwardProblem;
+use crate::reference::{BackwardExpected, BackwardReport};
+
+/// All inputs of a backward pass but O and the LSE.
+#[derive(Clone)]
+struct Given {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    d_lse: Option<Vec<f64>>,
+}
+
+impl Given {
+    fn normal(problem: &BackwardProblem, seed: u64) -> Self {
+        let [q, k, v] = sample::inputs(problem.forward(), seed);
+        let (d_o, d_lse) = sample::gradients(problem, seed);
+        Self { q, k, v, d_o, d_lse }
+    }
+
+    fn expected(&self, problem: &BackwardProblem) -> BackwardExpected {
+        BackwardExpected::new(problem, &self.q, &self.k, &self.v, &self.d_o, self.d_lse.as_deref()).unwrap()
+    }
+}
+
+/// What a run gave, to the bit.
+#[derive(Debug, PartialEq)]
+struct Gradients {
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+}
+
+/// Runs a problem with gaps of NaN and outputs of NaN, which must be what the gaps still hold afterwards.
+fn run<T: Operand<Out = T>>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradients {
+    let forward = problem.forward();
+    let (o, lse, _) = super::run::<T>(forward, [&given.q, &given.k, &given.v], gaps);
+    let input = |tensor: &Tensor| {
+        let layout = gaps.layout(tensor.shape());
+        (place::<T>(tensor, &layout), layout)
+    };
+    let [q, k, v, o, d_o] = [&given.q, &given.k, &given.v, &o, &given.d_o].map(input);
+    let rows = Layout::contiguous(problem.d_lse_shape()).unwrap();
+    let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
+    let (lse, d_lse) = (narrow(&lse), given.d_lse.as_deref().map(narrow));
+    let poisoned = |shape| {
+        let layout = gaps.layout(shape);
+        (vec![T::from_f32(f32::NAN); layout.span()], layout)
+    };
+    let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(poisoned);
+    fn host<T>((data, layout): &(Vec<T>, Layout<4>)) -> HostRef<'_, T, 4> {
+        HostRef { data, layout: *layout }
+    }
+    fn host_mut<T>((data, layout): &mut (Vec<T>, Layout<4>)) -> HostMut<'_, T, 4> {
+        HostMut { data, layout: *layout }
+    }
+    let inputs = BackwardInputs {
+        q: host(&q),
+        k: host(&k),
+        v: host(&v),
+        o: host(&o),
+        lse: HostRef { data: &lse, layout: rows },
+        d_o: host(&d_o),
+        d_lse: d_lse.as_deref().map(|data| HostRef { data, layout: rows }),
+    };
+    let outputs = BackwardOutputs { d_q: host_mut(&mut d_q), d_k: host_mut(&mut d_k), d_v: host_mut(&mut d_v) };
+    backward::<T>(problem, &inputs, outputs).unwrap();
+    let [d_q, d_k, d_v] = [d_q, d_k, d_v].map(|(data, layout)| {
+        let values = Tensor::from_strided(&data, &layout);
+        let nans = |values: &mut dyn Iterator<Item = bool>| values.filter(|&nan| nan).count();
+        let of_values = nans(&mut values.data().iter().map(|x| x.is_nan()));
+        let of_all = nans(&mut data.iter().map(|x| x.to_f32().is_nan()));
+        assert_eq!(of_all, data.len() - values.data().len() + of_values, "{problem}: a gap was written");
+        values
+    });
+    Gradients { d_q, d_k, d_v }
+}
+
+fn check(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> BackwardReport {
+    let got = match problem.dtype() {
+        DType::F16 => run::<f16>(problem, given, gaps),
+        DType::BF16 => run::<bf16>(problem, given, gaps),
+        _ => run::<f32>(problem, given, gaps),
+    };
+    given.expected(problem).check(&got.d_q, &got.d_k, &got.d_v).unwrap()
+}
+
+fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
+    BackwardProblem::of(&super::problem(dtype, dims, mask))
+}
+
+#[test]
+fn block_edges() {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for (seqlen_q, seqlen_kv) in [(1, 1), (63, 65), (64, 256), (65, 257), (255, 63), (257, 129), (200, 1), (1, 300)]
+        {
+            for mask in
+                [Mask::Full, Mask::causal(), Mask::Causal { corner: Corner::TopLeft }, Mask::window(Some(70), Some(9))]
+            {
+                let problem = problem(dtype, Dims { seqlen_q, seqlen_kv, ..DIMS }, mask).d_lse(seqlen_q % 2 == 1);
+                let report = check(&problem, &Given::normal(&problem, 21), Gaps::default());
+                assert!(report.passed(), "{problem}: {report}");
+            }
+        }
+    }
+}
+
+#[test]
+fn nan_stays_in_the_gradients_that_it_reaches() {
+    let dims = Dims { seqlen_q: 150, seqlen_kv: 150, ..DIMS };
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(20), Some(4))] {
+        let problem = problem(DType::F32, dims, mask).d_lse(true);
+        let clean = Given::normal(&problem, 22);
+        for which in 0..5 {
+            let mut given = clean.clone();
+            match which {
+                0 => given.q.row_mut(0, 70, 1)[5] = f64::NAN,
+                1 => given.k.row_mut(0, 70, 0)[5] = f64::NAN,
+                2 => given.v.row_mut(0, 70, 0)[5] = f64::NAN,
+                3 => given.d_o.row_mut(0, 70, 1)[5] = f64::NAN,
+                _ => given.d_lse.as_mut().unwrap()[70] = f64::NAN,
+            }
+            let report = check(&problem, &given, Gaps::default());
+            assert!(report.passed(), "{problem} with NaN in {which}: {report}");
+        }
+    }
+}
+
+#[test]
+fn rows_without_keys_have_no_part_whatever_their_gradient() {
+    // The first five queries stand before the first key.
+    let problem = problem(DType::BF16, Dims { seqlen_q: 9, seqlen_kv: 4, ..DIMS }, Mask::causal()).d_lse(true);
+    let mut given = Given::normal(&problem, 23);
+    let clean = run::<bf16>(&problem, &given, Gaps::default());
+    for query in 0..5 {
+        given.d_o.row_mut(0, query, 0).fill(f64::NAN);
+        given.d_lse.as_mut().unwrap()[query] = f64::INFINITY;
+    }
+    let got = run::<bf16>(&problem, &given, Gaps::default());
+    assert_eq!(got, clean);
+    assert!((0..5).all(|query| got.d_q.row(0, query, 0).iter().all(|&x| x == 0.0)));
+    assert!(got.d_q.row(0, 5, 0).iter().chain(got.d_v.data()).any(|&x| x != 0.0));
+    assert!(check(&problem, &given, Gaps::default()).passed());
+}
+
+#[test]
+fn the_same_inputs_give_the_same_bits_on_any_number_of_threads() {
+    let dims = Dims { batch: 2, seqlen_q: 200, seqlen_kv: 333, heads_q: 4, heads_kv: 2, ..DIMS };
+    let problem = problem(DType::F32, dims, Mask::causal());
+    let given = Given::normal(&problem, 24);
+    let on = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| run::<f32>(&problem, &given, Gaps::default()))
+    };
+    let first = on(1);
+    for threads in [1, 2, 5] {
+        assert!(on(threads) == first);
+    }
+}
+
+#[test]
+fn no_keys_and_no_queries() {
+    for dims in [Dims { seqlen_kv: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { batch: 0, ..DIMS }] {
+        let problem = problem(DType::BF16, dims, Mask::causal()).d_lse(true);
+        let report = check(&problem, &Given::normal(&problem, 25), Gaps::default());
+        assert_eq!(report.worst_ratio(), 0.0, "{report}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #[test]
+    fn gradients_obey_the_law(
+        dtype in prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)],
+        (batch, heads_kv, group) in (1usize..3, 1usize..3, 1usize..4),
+        (seqlen_q, seqlen_kv) in (prop_oneof![0usize..100, 250usize..280], 0usize..150),
+        (head_dim_qk, head_dim_vo) in (1usize..70, 1usize..70),
+        mask in masks(),
+        scale in prop_oneof![Just(None), (0.01f32..2.0).prop_map(Some)],
+        gaps in (any::<bool>(), 0usize..5, 0usize..9),
+        d_lse in any::<bool>(),
+        seed in 0u64..1 << 40,
+    ) {
+        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
+        let mut forward = super::problem(dtype, dims, mask);
+        if let Some(scale) = scale {
+            forward = forward.softmax_scale(scale).unwrap();
+        }
+        let problem = BackwardProblem::of(&forward).d_lse(d_lse);
+        let gaps = Gaps { heads_first: gaps.0, dim: gaps.1, outer: gaps.2 };
+        let report = check(&problem, &Given::normal(&problem, seed), gaps);
+        prop_assert!(report.passed(), "{}: {}", problem, report);
+    }
+}

@@ -1,0 +1,277 @@
+//! The gradients in f64 from their definition, each row of dQ by itself and each row of dK and dV by itself.
+
+use super::super::tolerance::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
+use super::super::{Tensor, check_backward_inputs, each_row, place};
+use super::dot;
+use crate::{BackwardProblem, Result};
+
+/// What the exact computation gives: gradients, and for each of their rows, in the order `[batch, head, token]`, how much
+/// rounding it has to bear.
+#[derive(Clone, Debug)]
+pub struct BackwardOracle {
+    /// `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    pub d_q: Tensor,
+    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    pub d_k: Tensor,
+    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    pub d_v: Tensor,
+    /// Of the rows of dQ.
+    pub d_q_scales: Vec<GradientScale>,
+    /// Of the rows of dK.
+    pub d_k_scales: Vec<GradientScale>,
+    /// Of the rows of dV.
+    pub d_v_scales: Vec<GradientScale>,
+}
+
+/// The magnitudes that bound the rounding errors of a row of a gradient; the tolerance law makes its floor of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GradientScale {
+    /// What honest rounding of P, dS, delta and the f32 sums behind them moves the row's elements by, as a standard
+    /// deviation for roundings of a whole unit roundoff: the largest over the row.
+    pub noise: f64,
+    /// The root of the sum of the squared terms of an element, the largest over the row.
+    pub weighted: f64,
+    /// Pairs of query and key that have a part in the row.
+    pub terms: usize,
+}
+
+/// Computes the gradients in f64. Shapes are the problem's and `d_lse` is `[batch, heads_q, seqlen_q]`; elements must be
+/// the ones that the computation under test sees, already rounded to its type. O and the LSE are computed anew.
+///
+/// A row that keeps no key, or whose kept keys all have score -inf, has no part in any gradient. A masked pair is never
+/// looked at.
+///
+/// # Errors
+/// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's, [`Error::Value`](crate::Error::Value) when
+/// `d_lse` is missing or not wanted.
+pub fn backward(
+    problem: &BackwardProblem,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    d_o: &Tensor,
+    d_lse: Option<&[f64]>,
+) -> Result<BackwardOracle> {
+    check_backward_inputs(problem, [q, k, v, d_o], d_lse)?;
+    let (k_norms, v_norms) = (norms(k), norms(v));
+    let exact = Exact { problem, q, k, v, d_o, d_lse, k_norms, v_norms };
+    let dims = problem.dims();
+
+    let shape = problem.d_lse_shape();
+    let (rows, queries): (Vec<Row>, Vec<_>) =
+        each_row(shape, |[batch, head, query]| exact.query(batch, head, query)).into_iter().unzip();
+    let (d_q, d_q_scales) = gather(problem.d_q_shape(), queries);
+
+    let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
+    let (keys, values): (Vec<_>, Vec<_>) =
+        each_row(shape, |[batch, head, key]| exact.key(&rows, batch, head, key)).into_iter().unzip();
+    let (d_k, d_k_scales) = gather(problem.d_k_shape(), keys);
+    let (d_v, d_v_scales) = gather(problem.d_v_shape(), values);
+    Ok(BackwardOracle { d_q, d_k, d_v, d_q_scales, d_k_scales, d_v_scales })
+}
+
+/// A tensor, and the scales of its rows, from its rows.
+fn gather(shape: [usize; 4], rows: Vec<Sum>) -> (Tensor, Vec<GradientScale>) {
+    let [batch, seqlen, heads, _] = shape;
+    let mut tensor = Tensor::zeros(shape);
+    for (i, row) in rows.iter().enumerate() {
+        let [batch, head, token] = place([batch, heads, seqlen], i);
+        tensor.row_mut(batch, token, head).copy_from_slice(&row.values);
+    }
+    (tensor, rows.into_iter().map(|row| row.scale()).collect())
+}
+
+struct Exact<'a> {
+    problem: &'a BackwardProblem,
+    q: &'a Tensor,
+    k: &'a Tensor,
+    v: &'a Tensor,
+    d_o: &'a Tensor,
+    d_lse: Option<&'a [f64]>,
+    /// Of each key, `[batch, heads_kv, seqlen_kv]`.
+    k_norms: Vec<f64>,
+    /// Of each value, likewise.
+    v_norms: Vec<f64>,
+}
+
+/// What the pairs of one query share.
+#[derive(Clone, Copy)]
+struct Row {
+    lse: f64,
+    /// `sum over keys of p * dp`, less the gradient of the LSE.
+    delta: f64,
+    /// What honest rounding moves delta by.
+    delta_noise: f64,
+    q_norm: f64,
+    d_o_norm: f64,
+}
+
+/// One query and one key that it keeps.
+struct Pair {
+    p: f64,
+    d_s: f64,
+    p_noise: f64,
+    d_s_noise: f64,
+}
+
+impl Exact<'_> {
+    /// A row of dQ, and what the pairs of this query share.
+    fn query(&self, batch: usize, head: usize, query: usize) -> (Row, Sum) {
+        let dims = self.problem.dims();
+        let head_kv = head / self.problem.forward().group_size();
+        let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
+        let (q_norm, d_o_norm) = (norm(q_row), norm(d_o_row));
+        let mut row = Row { lse: f64::NEG_INFINITY, delta: 0.0, delta_noise: 0.0, q_norm, d_o_norm };
+        let mut sum = Sum::new(dims.head_dim_qk);
+
+        let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| self.keep(query, key)).collect();
+        let scores: Vec<f64> = keys.iter().map(|&key| self.score(batch, head, query, key)).collect();
+        // A NaN is passed over here and comes back with the sum.
+        let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
+            return (row, sum);
+        }
+        let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
+        row.lse = shift + scores.iter().map(|score| (score - shift).exp()).sum::<f64>().ln();
+
+        let d_p: Vec<f64> = keys.iter().map(|&key| dot(d_o_row, self.v.row(batch, key, head_kv))).collect();
+        let mut o = Sum::new(dims.head_dim_vo);
+        let mut key_norm = 0.0;
+        for ((&key, score), d_p) in keys.iter().zip(&scores).zip(&d_p) {
+            let p = (score - row.lse).exp();
+            row.delta += p * d_p;
+            o.add(p, self.v.row(batch, key, head_kv));
+            key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
+        }
+        let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
+        row.delta -= d_lse;
+        // O reaches delta rounded, and computed from rounded P.
+        let rounded: f64 = d_o_row
+            .iter()
+            .zip(o.values.iter().zip(&o.squares))
+            .map(|(d_o, (o, square))| d_o * d_o * (o * o + square))
+            .sum();
+        row.delta_noise = (unit_roundoff(self.problem.dtype()) + self.score_noise(&row, key_norm)) * rounded.sqrt()
+            + SCORE_ROUNDOFFS * U32 * (d_o_norm * norm(&o.values) + d_lse.abs());
+
+        let mut mean_key = vec![0.0; dims.head_dim_qk];
+        for ((&key, &score), &d_p) in keys.iter().zip(&scores).zip(&d_p) {
+            let pair = self.pair(&row, self.token(batch, head_kv, key), score, d_p);
+            let k_row = self.k.row(batch, key, head_kv);
+            sum.add(self.scale() * pair.d_s, k_row);
+            sum.add_noise(self.scale() * pair.d_s_noise, k_row);
+            mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.p * k);
+        }
+        // The error of delta is one for the whole row, so it does not average out over the keys.
+        sum.add_noise(self.scale() * row.delta_noise, &mean_key);
+        (row, sum)
+    }
+
+    /// A row of dK and one of dV.
+    fn key(&self, rows: &[Row], batch: usize, head_kv: usize, key: usize) -> (Sum, Sum) {
+        let dims = self.problem.dims();
+        let group = self.problem.forward().group_size();
+        let (mut d_k, mut d_v) = (Sum::new(dims.head_dim_qk), Sum::new(dims.head_dim_vo));
+        for head in head_kv * group..(head_kv + 1) * group {
+            for query in (0..dims.seqlen_q).filter(|&query| self.keep(query, key)) {
+                let row = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
+                if row.lse == f64::NEG_INFINITY {
+                    continue;
+                }
+                let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
+                let d_p = dot(d_o_row, self.v.row(batch, key, head_kv));
+                let token = self.token(batch, head_kv, key);
+                let pair = self.pair(row, token, self.score(batch, head, query, key), d_p);
+                d_k.add(self.scale() * pair.d_s, q_row);
+                d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
+                d_v.add(pair.p, d_o_row);
+                d_v.add_noise(pair.p_noise, d_o_row);
+            }
+        }
+        (d_k, d_v)
+    }
+
+    /// Of a query's row and the key with this place among the norms.
+    fn pair(&self, row: &Row, token: usize, score: f64, d_p: f64) -> Pair {
+        let p = (score - row.lse).exp();
+        let d_s = p * (d_p - row.delta);
+        let dtype = self.problem.dtype();
+        let relative = unit_roundoff(dtype) + self.score_noise(row, self.k_norms[token]);
+        let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
+        Pair {
+            p,
+            d_s,
+            p_noise: relative * p + half_subnormal(dtype),
+            d_s_noise: relative * d_s.abs()
+                + p * d_p_noise
+                + half_subnormal(dtype)
+                + SMALLEST_NORMAL * (d_p - row.delta).abs(),
+        }
+    }
+
+    /// What a score, and the LSE that is subtracted from it, are off by: the relative error of a probability.
+    fn score_noise(&self, row: &Row, k_norm: f64) -> f64 {
+        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + row.lse.abs().max(1.0))
+    }
+
+    fn scale(&self) -> f64 {
+        f64::from(self.problem.softmax_scale_value())
+    }
+
+    fn score(&self, batch: usize, head: usize, query: usize, key: usize) -> f64 {
+        let head_kv = head / self.problem.forward().group_size();
+        self.scale() * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv))
+    }
+
+    fn keep(&self, query: usize, key: usize) -> bool {
+        let dims = self.problem.dims();
+        self.problem.mask_value().keep(query, key, dims.seqlen_q, dims.seqlen_kv)
+    }
+
+    fn token(&self, batch: usize, head_kv: usize, key: usize) -> usize {
+        let dims = self.problem.dims();
+        (batch * dims.heads_kv + head_kv) * dims.seqlen_kv + key
+    }
+}
+
+/// A sum of weighted vectors, with the squares of its terms and of their noise.
+struct Sum {
+    values: Vec<f64>,
+    squares: Vec<f64>,
+    noise_squares: Vec<f64>,
+    terms: usize,
+}
+
+impl Sum {
+    fn new(dim: usize) -> Self {
+        Self { values: vec![0.0; dim], squares: vec![0.0; dim], noise_squares: vec![0.0; dim], terms: 0 }
+    }
+
+    fn add(&mut self, weight: f64, vector: &[f64]) {
+        for ((value, square), x) in self.values.iter_mut().zip(&mut self.squares).zip(vector) {
+            let term = weight * x;
+            *value += term;
+            *square += term * term;
+        }
+        self.terms += 1;
+    }
+
+    fn add_noise(&mut self, noise: f64, vector: &[f64]) {
+        self.noise_squares.iter_mut().zip(vector).for_each(|(square, x)| *square += (noise * x) * (noise * x));
+    }
+
+    fn scale(&self) -> GradientScale {
+        let root = |squares: &[f64]| squares.iter().copied().fold(0.0, f64::max).sqrt();
+        GradientScale { noise: root(&self.noise_squares), weighted: root(&self.squares), terms: self.terms }
+    }
+}
+
+fn norm(row: &[f64]) -> f64 {
+    dot(row, row).sqrt()
+}
+
+/// Of every row, in the order `[batch, head, token]`.
+fn norms(tensor: &Tensor) -> Vec<f64> {
+    let [batch, seqlen, heads, _] = tensor.shape();
+    each_row([batch, heads, seqlen], |[batch, head, token]| norm(tensor.row(batch, token, head)))
+}

@@ -1,0 +1,143 @@
+//! The gradients in the precision of the problem, without tiling.
+
+use super::super::{Tensor, check_backward_inputs, each_row, place};
+use super::{Narrow, dot, forward_plain, rounding, widen};
+use crate::{BackwardProblem, Result};
+
+/// What the plain computation gives, its values widened to f64.
+#[derive(Clone, Debug)]
+pub struct BackwardPlain {
+    /// `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    pub d_q: Tensor,
+    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    pub d_k: Tensor,
+    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    pub d_v: Tensor,
+}
+
+/// Computes the gradients in the problem's precision, one row at a time, from the O and the LSE of
+/// [`forward_plain`]: `delta = sum(dO * O) - dLSE` with O rounded to its type, `P = exp(score - LSE)` and
+/// `dS = P * (dP - delta)` in f32; products of the inputs accumulated in f32; P and dS rounded to the input type before
+/// they meet dO, Q and K, these products accumulated in f32, scaled and rounded to the output type.
+///
+/// # Errors
+/// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's, [`Error::Value`](crate::Error::Value) when
+/// `d_lse` is missing or not wanted.
+pub fn backward_plain(
+    problem: &BackwardProblem,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    d_o: &Tensor,
+    d_lse: Option<&[f64]>,
+) -> Result<BackwardPlain> {
+    check_backward_inputs(problem, [q, k, v, d_o], d_lse)?;
+    let forward = forward_plain(problem.forward(), q, k, v)?;
+    let dims = problem.dims();
+    let o = Narrow::new(&forward.o);
+    let [q, k, v, d_o] = [q, k, v, d_o].map(Narrow::new);
+    let round = rounding(problem.dtype());
+    let shape = problem.d_lse_shape();
+    let rows: Vec<Row> = forward
+        .lse
+        .iter()
+        .enumerate()
+        .map(|(i, &lse)| {
+            let [batch, head, query] = place(shape, i);
+            let d_lse = d_lse.map_or(0.0, |d_lse| d_lse[i] as f32);
+            Row { lse: lse as f32, delta: dot(d_o.row(batch, query, head), o.row(batch, query, head)) - d_lse }
+        })
+        .collect();
+    let plain = Backward { problem, round, rows, q, k, v, d_o };
+
+    let d_q = each_row(shape, |[batch, head, query]| plain.query(batch, head, query));
+    let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
+    let (d_k, d_v): (Vec<_>, Vec<_>) =
+        each_row(shape, |[batch, head, key]| plain.key(batch, head, key)).into_iter().unzip();
+    Ok(BackwardPlain {
+        d_q: gather(problem.d_q_shape(), &d_q),
+        d_k: gather(problem.d_k_shape(), &d_k),
+        d_v: gather(problem.d_v_shape(), &d_v),
+    })
+}
+
+fn gather(shape: [usize; 4], rows: &[Vec<f32>]) -> Tensor {
+    let [batch, seqlen, heads, _] = shape;
+    let mut tensor = Tensor::zeros(shape);
+    for (i, row) in rows.iter().enumerate() {
+        let [batch, head, token] = place([batch, heads, seqlen], i);
+        widen(row, tensor.row_mut(batch, token, head));
+    }
+    tensor
+}
+
+struct Backward<'a> {
+    problem: &'a BackwardProblem,
+    round: fn(f32) -> f32,
+    /// `[batch, heads_q, seqlen_q]`.
+    rows: Vec<Row>,
+    q: Narrow,
+    k: Narrow,
+    v: Narrow,
+    d_o: Narrow,
+}
+
+struct Row {
+    lse: f32,
+    delta: f32,
+}
+
+impl Backward<'_> {
+    /// A row of dQ.
+    fn query(&self, batch: usize, head: usize, query: usize) -> Vec<f32> {
+        let dims = self.problem.dims();
+        let head_kv = head / self.problem.forward().group_size();
+        let mut d_q = vec![0.0; dims.head_dim_qk];
+        for key in 0..dims.seqlen_kv {
+            if let Some((_, d_s)) = self.pair(batch, head, query, key) {
+                add(d_s, self.k.row(batch, key, head_kv), &mut d_q);
+            }
+        }
+        self.finished(d_q, self.problem.softmax_scale_value())
+    }
+
+    /// A row of dK and one of dV.
+    fn key(&self, batch: usize, head_kv: usize, key: usize) -> (Vec<f32>, Vec<f32>) {
+        let dims = self.problem.dims();
+        let group = self.problem.forward().group_size();
+        let (mut d_k, mut d_v) = (vec![0.0; dims.head_dim_qk], vec![0.0; dims.head_dim_vo]);
+        for head in head_kv * group..(head_kv + 1) * group {
+            for query in 0..dims.seqlen_q {
+                if let Some((p, d_s)) = self.pair(batch, head, query, key) {
+                    add(d_s, self.q.row(batch, query, head), &mut d_k);
+                    add(p, self.d_o.row(batch, query, head), &mut d_v);
+                }
+            }
+        }
+        (self.finished(d_k, self.problem.softmax_scale_value()), self.finished(d_v, 1.0))
+    }
+
+    /// P and dS, rounded; `None` for a pair that has no part in any gradient.
+    fn pair(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<(f32, f32)> {
+        let dims = self.problem.dims();
+        let head_kv = head / self.problem.forward().group_size();
+        let row = &self.rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
+        let kept = self.problem.mask_value().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
+        if !kept || row.lse == f32::NEG_INFINITY {
+            return None;
+        }
+        let scale = self.problem.softmax_scale_value();
+        let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
+        let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
+        let p = (score - row.lse).exp();
+        Some(((self.round)(p), (self.round)(p * (d_p - row.delta))))
+    }
+
+    fn finished(&self, sums: Vec<f32>, scale: f32) -> Vec<f32> {
+        sums.into_iter().map(|sum| (self.round)(scale * sum)).collect()
+    }
+}
+
+fn add(weight: f32, vector: &[f32], sums: &mut [f32]) {
+    sums.iter_mut().zip(vector).for_each(|(sum, x)| *sum += weight * x);
+}

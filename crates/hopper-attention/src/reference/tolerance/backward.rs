@@ -1,0 +1,124 @@
+//! The law for dQ, dK and dV.
+
+use std::fmt;
+
+use super::super::{
+    BackwardOracle, BackwardPlain, GradientScale, Tensor, backward, backward_plain, place, shape_error,
+};
+use super::{FLOOR, Figures, GRADIENT_ULPS, Row, Tally, U32, half_subnormal, largest, unit_roundoff};
+use crate::{BackwardProblem, DType, Result};
+
+/// Everything needed to judge gradients of one problem on given inputs: the oracle and the plain computation.
+#[derive(Clone, Debug)]
+pub struct BackwardExpected {
+    dtype: DType,
+    oracle: BackwardOracle,
+    plain: BackwardPlain,
+}
+
+impl BackwardExpected {
+    /// Computes the oracle and the plain computation. The inputs are as for [`backward`].
+    ///
+    /// # Errors
+    /// As [`backward`].
+    pub fn new(
+        problem: &BackwardProblem,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        d_o: &Tensor,
+        d_lse: Option<&[f64]>,
+    ) -> Result<Self> {
+        Ok(Self {
+            dtype: problem.dtype(),
+            oracle: backward(problem, q, k, v, d_o, d_lse)?,
+            plain: backward_plain(problem, q, k, v, d_o, d_lse)?,
+        })
+    }
+
+    /// The exact gradients.
+    pub fn oracle(&self) -> &BackwardOracle {
+        &self.oracle
+    }
+
+    /// The plain computation's gradients.
+    pub fn plain(&self) -> &BackwardPlain {
+        &self.plain
+    }
+
+    /// Holds gradients against the law.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
+    pub fn check(&self, d_q: &Tensor, d_k: &Tensor, d_v: &Tensor) -> Result<BackwardReport> {
+        let Self { oracle, plain, .. } = self;
+        Ok(BackwardReport {
+            d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_scales)?,
+            d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_scales)?,
+            d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_scales)?,
+        })
+    }
+
+    fn check_one(
+        &self,
+        name: &'static str,
+        got: &Tensor,
+        exact: &Tensor,
+        plain: &Tensor,
+        scales: &[GradientScale],
+    ) -> Result<Figures> {
+        if got.shape() != exact.shape() {
+            return Err(shape_error(name, got.shape(), exact.shape()));
+        }
+        let [batch, seqlen, heads, _] = exact.shape();
+        let mut tally = Tally::default();
+        for (i, scale) in scales.iter().enumerate() {
+            let [batch, head, token] = place([batch, heads, seqlen], i);
+            let exact = exact.row(batch, token, head);
+            let magnitude = largest(exact.iter().copied());
+            let accumulated = U32 * (scale.terms as f64).sqrt() * scale.weighted.max(magnitude);
+            // A row without pairs is exactly 0. Below the normal numbers an ulp shrinks no further.
+            let ulp = (2.0 * unit_roundoff(self.dtype) * magnitude).max(2.0 * half_subnormal(self.dtype));
+            tally.row(
+                Row {
+                    got: got.row(batch, token, head),
+                    exact,
+                    plain: plain.row(batch, token, head),
+                    floor: FLOOR * (scale.noise + accumulated),
+                    ulps: if scale.terms == 0 { 0.0 } else { GRADIENT_ULPS * ulp },
+                },
+                |dim| vec![batch, token, head, dim],
+            );
+        }
+        Ok(tally.figures())
+    }
+}
+
+/// How gradients compare with the law.
+#[derive(Clone, Debug)]
+pub struct BackwardReport {
+    /// The figures of dQ.
+    pub d_q: Figures,
+    /// The figures of dK.
+    pub d_k: Figures,
+    /// The figures of dV.
+    pub d_v: Figures,
+}
+
+impl BackwardReport {
+    /// Whether the law holds.
+    pub fn passed(&self) -> bool {
+        self.worst_ratio() <= 1.0
+    }
+
+    /// The largest error as a fraction of its tolerance, over the three gradients.
+    pub fn worst_ratio(&self) -> f64 {
+        self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio)
+    }
+}
+
+impl fmt::Display for BackwardReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "d_q: {}; d_k: {}; d_v: {}", self.d_q, self.d_k, self.d_v)
+    }
+}

@@ -1,0 +1,371 @@
+//! Backward plans on the CPU through the public API: derivatives of losses, results against the oracle, and every refusal.
+
+use hopper_attention::reference::{self, BackwardExpected, Tensor};
+use hopper_attention::{
+    BackwardArgs, BackwardPlan, BackwardProblem, Corner, DType, Device, DeviceFacts, Dims, Element, Error, ForwardArgs,
+    ForwardProblem, Layout, Mask, Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+};
+use proptest::prelude::*;
+
+const DIMS: Dims =
+    Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
+/// Elements of NaN before and after every output.
+const GUARD: usize = 16;
+
+/// Numbers between -1 and 1 that differ from place to place, without a generator.
+fn values<T: Element>(count: usize, seed: u32) -> Vec<T> {
+    let mixed = |i: u32| i.wrapping_add(seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
+    (0..count as u32).map(|i| T::from_f32(mixed(i) as f32 / (u32::MAX / 2) as f32 - 1.0)).collect()
+}
+
+/// Strides that put the dimensions in some order and leave gaps after heads and sequences.
+#[derive(Clone, Copy, Debug)]
+struct Spread {
+    heads_outside: bool,
+    gap: usize,
+}
+
+impl Spread {
+    const DENSE: Self = Self { heads_outside: false, gap: 0 };
+
+    fn layout(self, shape: [usize; 4]) -> Layout<4> {
+        let [b, s, h, d] = shape.map(|size| size as i64);
+        let gap = self.gap as i64;
+        let row = d + gap;
+        let stride = if self.heads_outside { [h * s * row, row, s * row, 1] } else { [s * h * row, h * row, row, 1] };
+        let outer = if b > 1 { stride[0] + gap } else { stride[0] };
+        Layout::with_strides(shape, [outer, stride[1], stride[2], 1]).unwrap()
+    }
+
+    fn rows(self, shape: [usize; 3]) -> Layout<3> {
+        let [_, h, s] = shape.map(|size| size as i64);
+        let head = s.max(1) + self.gap as i64;
+        Layout::with_strides(shape, [h * head + self.gap as i64, head, 1]).unwrap()
+    }
+}
+
+/// Memory of a tensor, inside of guard bands.
+struct Guarded<T, const R: usize> {
+    data: Vec<T>,
+    layout: Layout<R>,
+}
+
+impl<T: Element, const R: usize> Guarded<T, R> {
+    fn new(layout: Layout<R>, inner: Vec<T>) -> Self {
+        let guard = || std::iter::repeat_n(T::from_f32(f32::NAN), GUARD);
+        Self { data: guard().chain(inner).chain(guard()).collect(), layout }
+    }
+
+    fn poisoned(layout: Layout<R>) -> Self {
+        Self::new(layout, vec![T::from_f32(f32::NAN); layout.span()])
+    }
+
+    fn inner(&self) -> &[T] {
+        &self.data[GUARD..self.data.len() - GUARD]
+    }
+
+    fn read(&self) -> TensorRef<'_, T, R> {
+        TensorRef::host(self.inner(), self.layout).unwrap()
+    }
+
+    fn write(&mut self) -> TensorMut<'_, T, R> {
+        let end = self.data.len() - GUARD;
+        TensorMut::host(&mut self.data[GUARD..end], self.layout).unwrap()
+    }
+
+    /// Every element was written with a number, and nothing else was written.
+    fn check_written(&self, name: &str) {
+        let written = self.data.iter().filter(|x| !x.to_f32().is_nan()).count();
+        assert_eq!(written, self.layout.shape().iter().product::<usize>(), "{name}");
+    }
+}
+
+impl<T: Element> Guarded<T, 4> {
+    fn tensor(&self) -> Tensor {
+        Tensor::from_strided(self.inner(), &self.layout)
+    }
+}
+
+impl Guarded<f32, 3> {
+    /// In logical order.
+    fn numbers(&self) -> Vec<f64> {
+        let ([b, h, s], [b_step, h_step, _]) = (self.layout.shape(), self.layout.stride());
+        let rows = (0..b).flat_map(|b| (0..h).map(move |h| b * b_step as usize + h * h_step as usize));
+        rows.flat_map(|start| (0..s).map(move |s| f64::from(self.inner()[start + s]))).collect()
+    }
+}
+
+/// A backward pass with everything that it reads and writes.
+struct Pass<T> {
+    problem: BackwardProblem,
+    q: Guarded<T, 4>,
+    k: Guarded<T, 4>,
+    v: Guarded<T, 4>,
+    o: Guarded<T, 4>,
+    lse: Guarded<f32, 3>,
+    d_o: Guarded<T, 4>,
+    d_lse: Option<Guarded<f32, 3>>,
+    d_q: Guarded<T, 4>,
+    d_k: Guarded<T, 4>,
+    d_v: Guarded<T, 4>,
+}
+
+impl<T: Operand<Out = T>> Pass<T> {
+    /// Inputs, O and the LSE of the forward pass, and outputs of NaN.
+    fn new(problem: &BackwardProblem, spread: Spread) -> Self {
+        let forward = problem.forward();
+        let input = |shape, seed| {
+            let layout = spread.layout(shape);
+            Guarded::new(layout, values(layout.span(), seed))
+        };
+        let rows = spread.rows(problem.d_lse_shape());
+        let mut pass = Self {
+            problem: problem.clone(),
+            q: input(forward.q_shape(), 1),
+            k: input(forward.k_shape(), 2),
+            v: input(forward.v_shape(), 3),
+            o: Guarded::poisoned(spread.layout(forward.o_shape())),
+            lse: Guarded::poisoned(rows),
+            d_o: input(problem.d_o_shape(), 4),
+            d_lse: problem.takes_d_lse().then(|| Guarded::new(rows, values(rows.span(), 5))),
+            d_q: Guarded::poisoned(spread.layout(problem.d_q_shape())),
+            d_k: Guarded::poisoned(spread.layout(problem.d_k_shape())),
+            d_v: Guarded::poisoned(spread.layout(problem.d_v_shape())),
+        };
+        let args = ForwardArgs {
+            q: pass.q.read(),
+            k: pass.k.read(),
+            v: pass.v.read(),
+            o: pass.o.write(),
+            lse: Some(pass.lse.write()),
+        };
+        let plan = forward.plan(&Device::cpu()).unwrap();
+        plan.run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).unwrap(), args).unwrap();
+        pass
+    }
+
+    fn args(&mut self) -> BackwardArgs<'_, T> {
+        BackwardArgs {
+            q: self.q.read(),
+            k: self.k.read(),
+            v: self.v.read(),
+            o: self.o.read(),
+            lse: self.lse.read(),
+            d_o: self.d_o.read(),
+            d_lse: self.d_lse.as_ref().map(Guarded::read),
+            d_q: self.d_q.write(),
+            d_k: self.d_k.write(),
+            d_v: self.d_v.write(),
+        }
+    }
+
+    fn run(&mut self) {
+        let plan = self.problem.plan(&Device::cpu()).unwrap();
+        run(&plan, self.args()).unwrap();
+    }
+
+    /// Runs it, and holds the gradients against the law.
+    fn check(mut self) {
+        self.run();
+        self.d_q.check_written("d_q");
+        self.d_k.check_written("d_k");
+        self.d_v.check_written("d_v");
+        let [q, k, v, d_o] = [&self.q, &self.k, &self.v, &self.d_o].map(Guarded::tensor);
+        let d_lse = self.d_lse.as_ref().map(Guarded::numbers);
+        let expected = BackwardExpected::new(&self.problem, &q, &k, &v, &d_o, d_lse.as_deref()).unwrap();
+        let report = expected.check(&self.d_q.tensor(), &self.d_k.tensor(), &self.d_v.tensor()).unwrap();
+        assert!(report.passed(), "{}: {report}", self.problem);
+    }
+}
+
+fn run<T: Operand<Out = T>>(plan: &BackwardPlan, args: BackwardArgs<'_, T>) -> Result<()> {
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run(&Stream::Cpu, &mut workspace, args)
+}
+
+fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
+    BackwardProblem::of(&ForwardProblem::new(dtype, dims).unwrap().mask(mask))
+}
+
+fn masks() -> impl Strategy<Value = Mask> {
+    let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
+    let bound = || proptest::option::of(0usize..50);
+    prop_oneof![
+        Just(Mask::Full),
+        corner().prop_map(|corner| Mask::Causal { corner }),
+        (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn gradients_obey_the_law(
+        batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..80, heads_kv in 1usize..3,
+        group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
+        (heads_outside, gap, d_lse, deterministic, dtype) in
+            (any::<bool>(), 0usize..5, any::<bool>(), any::<bool>(), 0..3),
+    ) {
+        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
+        let problem = |dtype| problem(dtype, dims, mask).d_lse(d_lse).deterministic(deterministic);
+        let spread = Spread { heads_outside, gap };
+        match dtype {
+            0 => Pass::<f16>::new(&problem(DType::F16), spread).check(),
+            1 => Pass::<bf16>::new(&problem(DType::BF16), spread).check(),
+            _ => Pass::<f32>::new(&problem(DType::F32), spread).check(),
+        }
+    }
+}
+
+/// A loss of O and the LSE, as a model has it: the gradients are its derivatives with respect to Q, K and V, by central
+/// differences of the f64 forward pass.
+#[test]
+fn derivatives_of_a_composed_loss() {
+    const STEP: f64 = 1e-4;
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(2), Some(1))] {
+        let problem = problem(DType::F32, DIMS, mask).d_lse(true);
+        let forward = problem.forward();
+        let mut pass = Pass::<f32>::new(&problem, Spread { heads_outside: true, gap: 3 });
+        let inputs = [&pass.q, &pass.k, &pass.v].map(Guarded::tensor);
+        // sum(tanh(O)) + sum(LSE^2) / 2, so dO is 1 - tanh(O)^2 and dLSE the LSE itself.
+        let loss = |[q, k, v]: &[Tensor; 3]| {
+            let oracle = reference::forward(forward, q, k, v).unwrap();
+            let of_lse = oracle.lse.iter().filter(|lse| lse.is_finite()).map(|lse| 0.5 * lse * lse);
+            oracle.o.data().iter().map(|o| o.tanh()).sum::<f64>() + of_lse.sum::<f64>()
+        };
+        for (d_o, o) in pass.d_o.data.iter_mut().zip(&pass.o.data) {
+            *d_o = 1.0 - o.tanh().powi(2);
+        }
+        if let Some(d_lse) = &mut pass.d_lse {
+            d_lse.data.clone_from(&pass.lse.data);
+        }
+        pass.run();
+        for (which, gradient) in [&pass.d_q, &pass.d_k, &pass.d_v].map(Guarded::tensor).into_iter().enumerate() {
+            for (i, got) in gradient.data().iter().enumerate().step_by(3) {
+                let at = |step: f64| {
+                    let mut moved = inputs.clone();
+                    moved[which].data_mut()[i] += step;
+                    loss(&moved)
+                };
+                let difference = (at(STEP) - at(-STEP)) / (2.0 * STEP);
+                assert!((got - difference).abs() < 2e-6, "{problem}: input {which} element {i}: {got} {difference}");
+            }
+        }
+    }
+}
+
+#[test]
+fn reruns_give_the_same_bits_and_overwrite() {
+    let dims = Dims { seqlen_q: 130, seqlen_kv: 300, ..DIMS };
+    let problem = problem(DType::BF16, dims, Mask::causal()).deterministic(true);
+    let mut pass = Pass::<bf16>::new(&problem, Spread::DENSE);
+    let mut bits = || {
+        pass.run();
+        [&pass.d_q, &pass.d_k, &pass.d_v].map(|out| out.inner().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+    };
+    let first = bits();
+    for _ in 0..3 {
+        assert!(bits() == first);
+    }
+}
+
+#[test]
+fn inputs_may_be_broadcast() {
+    // dO is often one number for all, as the gradient of a sum is.
+    let problem = problem(DType::F32, DIMS, Mask::Full);
+    let mut dense = Pass::<f32>::new(&problem, Spread::DENSE);
+    dense.d_o.data.fill(0.5);
+    dense.run();
+    let mut broadcast = Pass::<f32>::new(&problem, Spread::DENSE);
+    let repeated = Layout::with_strides(problem.d_o_shape(), [0, 0, 0, 1]).unwrap();
+    broadcast.d_o = Guarded::new(repeated, vec![0.5; repeated.span()]);
+    broadcast.run();
+    assert!(dense.d_q.inner() == broadcast.d_q.inner() && dense.d_v.inner() == broadcast.d_v.inner());
+}
+
+#[test]
+fn empty_problems_write_zeros_where_there_is_something_to_write() {
+    for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { seqlen_kv: 0, ..DIMS }] {
+        let mut pass = Pass::<bf16>::new(&problem(DType::BF16, dims, Mask::causal()).d_lse(true), Spread::DENSE);
+        pass.run();
+        for out in [&pass.d_q, &pass.d_k, &pass.d_v] {
+            out.check_written("zeros");
+            assert!(out.inner().iter().all(|&x| x == bf16::ZERO), "{dims:?}");
+        }
+        pass.check();
+    }
+}
+
+#[test]
+fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
+    let problem = problem(DType::F32, DIMS, Mask::causal()).d_lse(true);
+    let plan = problem.plan(&Device::cpu()).unwrap();
+    let other = values::<f32>(1280, 6);
+    let wrong = |shape| TensorRef::host(&other, Layout::contiguous(shape).unwrap()).unwrap();
+    let mut out = vec![-7f32; 1280];
+    let mut pass = Pass::<f32>::new(&problem, Spread::DENSE);
+    fn refusal(plan: &BackwardPlan, args: BackwardArgs<'_, f32>) -> String {
+        run(plan, args).unwrap_err().to_string()
+    }
+    let four = "[batch, seqlen, heads, head_dim]";
+    assert_eq!(
+        refusal(&plan, BackwardArgs { q: wrong([2, 4, 5, 16]), ..pass.args() }),
+        format!("q: shape [2, 4, 5, 16], expected [2, 5, 4, 16] {four}")
+    );
+    assert!(refusal(&plan, BackwardArgs { k: wrong([2, 7, 2, 8]), ..pass.args() }).starts_with("k: shape"));
+    assert!(refusal(&plan, BackwardArgs { v: wrong([2, 7, 2, 16]), ..pass.args() }).starts_with("v: shape"));
+    assert!(refusal(&plan, BackwardArgs { o: wrong([2, 5, 4, 16]), ..pass.args() }).starts_with("o: shape"));
+    assert_eq!(
+        refusal(&plan, BackwardArgs { d_o: wrong([2, 5, 2, 8]), ..pass.args() }),
+        format!("d_o: shape [2, 5, 2, 8], expected [2, 5, 4, 8] {four}")
+    );
+    let rows = TensorRef::host(&other, Layout::contiguous([2, 5, 4]).unwrap()).unwrap();
+    assert_eq!(
+        refusal(&plan, BackwardArgs { lse: rows.clone(), ..pass.args() }),
+        "lse: shape [2, 5, 4], expected [2, 4, 5] [batch, heads, seqlen]"
+    );
+    let text = refusal(&plan, BackwardArgs { d_lse: Some(rows), ..pass.args() });
+    assert!(text.starts_with("d_lse: shape [2, 5, 4]"), "{text}");
+    assert_eq!(
+        refusal(&plan, BackwardArgs { d_lse: None, ..pass.args() }),
+        "d_lse: missing; allowed: the tensor that the problem, made with d_lse(true), reads"
+    );
+    let without = problem.clone().d_lse(false).plan(&Device::cpu()).unwrap();
+    assert_eq!(
+        refusal(&without, pass.args()),
+        "d_lse: given; allowed: none, since the problem was made without d_lse(true)"
+    );
+    fn to(out: &mut [f32], shape: [usize; 4]) -> TensorMut<'_, f32, 4> {
+        TensorMut::host(out, Layout::contiguous(shape).unwrap()).unwrap()
+    }
+    let text = refusal(&plan, BackwardArgs { d_q: to(&mut out, [2, 5, 4, 8]), ..pass.args() });
+    assert!(text.starts_with("d_q: shape"), "{text}");
+    // Gradients of K and V have key heads, not query heads.
+    let text = refusal(&plan, BackwardArgs { d_k: to(&mut out, [2, 7, 4, 16]), ..pass.args() });
+    assert!(text.starts_with("d_k: shape [2, 7, 4, 16], expected [2, 7, 2, 16]"), "{text}");
+    let text = refusal(&plan, BackwardArgs { d_v: to(&mut out, [2, 7, 2, 16]), ..pass.args() });
+    assert!(text.starts_with("d_v: shape"), "{text}");
+    let half = BackwardProblem::of(&ForwardProblem::new(DType::F16, DIMS).unwrap().mask(Mask::causal())).d_lse(true);
+    let text = refusal(&half.plan(&Device::cpu()).unwrap(), pass.args());
+    assert_eq!(text, "q, k and v: dtype f32; allowed: f16, the problem's");
+
+    assert!(out.iter().all(|&x| x == -7.0));
+    for untouched in [&pass.d_q, &pass.d_k, &pass.d_v] {
+        assert!(untouched.data.iter().all(|x| x.is_nan()));
+    }
+}
+
+#[test]
+fn a_gpu_and_fp8_are_refused_by_name() {
+    let error = problem(DType::BF16, DIMS, Mask::Full).plan_for(&DeviceFacts::h100_sxm()).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    let error = ForwardProblem::new(DType::E4M3, DIMS).unwrap_err();
+    assert!(matches!(error, Error::Dtype { .. }), "{error}");
+}
+
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    shared::<BackwardProblem>();
+    shared::<BackwardPlan>();
+    shared::<BackwardArgs<'static, f16>>();
+};

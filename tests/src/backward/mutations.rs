@@ -1,0 +1,177 @@
+//! Ways in which a backward kernel may be broken, applied to honest gradients: the law must notice every one.
+
+use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain, forward_plain};
+use hopper_attention::{BackwardProblem, Mask};
+
+use crate::mutations::masks;
+
+/// A problem, its inputs and honest gradients.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<'a> {
+    /// The problem.
+    pub problem: &'a BackwardProblem,
+    /// Queries.
+    pub q: &'a Tensor,
+    /// Keys.
+    pub k: &'a Tensor,
+    /// Values.
+    pub v: &'a Tensor,
+    /// The gradient of the output.
+    pub d_o: &'a Tensor,
+    /// The gradient of the log-sum-exp.
+    pub d_lse: Option<&'a [f64]>,
+    /// The honest gradients.
+    pub honest: &'a BackwardPlain,
+}
+
+/// One way of being broken.
+pub struct Mutation {
+    /// What is wrong.
+    pub name: &'static str,
+    /// The broken gradients; `None` where these cannot be told from honest ones.
+    pub apply: fn(Subject<'_>) -> Option<BackwardPlain>,
+}
+
+/// All of them.
+pub const ALL: [Mutation; 20] = [
+    Mutation { name: "all zero", apply: |s| scaled(s, [0.0; 3]) },
+    Mutation { name: "dQ unscaled", apply: |s| scaled(s, [unscaled(s), 1.0, 1.0]) },
+    Mutation { name: "dK unscaled", apply: |s| scaled(s, [1.0, unscaled(s), 1.0]) },
+    Mutation { name: "dV with the softmax scale", apply: |s| scaled(s, [1.0, 1.0, 1.0 / unscaled(s)]) },
+    Mutation { name: "dQ added to what was there", apply: |s| scaled(s, [2.0, 1.0, 1.0]) },
+    Mutation { name: "P not normalised", apply: |s| scaled(s, [1.05; 3]) },
+    Mutation { name: "the scale of another head dim", apply: other_scale },
+    Mutation { name: "two query heads swapped in dQ", apply: swapped_query_heads },
+    Mutation { name: "two key heads swapped in dK and dV", apply: swapped_key_heads },
+    Mutation { name: "one query head of a group missing in dK and dV", apply: missing_head },
+    Mutation { name: "the last query missing in dK and dV", apply: |s| missing_queries(s, 1) },
+    Mutation { name: "the last block of queries missing in dK and dV", apply: |s| missing_queries(s, 64) },
+    Mutation { name: "a tile of dQ from its neighbour", apply: repeated_tile },
+    Mutation { name: "the last row of dK not written", apply: unwritten_row },
+    Mutation { name: "the other corner", apply: |s| with_mask(s, masks::other_corner(s.problem.mask_value())?) },
+    Mutation { name: "the diagonal off by one", apply: |s| with_mask(s, masks::off_by_one(s.problem.mask_value())?) },
+    Mutation { name: "the mask forgotten", apply: |s| with_mask(s, Mask::Full) },
+    Mutation { name: "delta forgotten", apply: without_delta },
+    Mutation { name: "the gradient of the lse forgotten", apply: |s| with_d_lse(s, 0.0) },
+    Mutation { name: "the gradient of the lse with the other sign", apply: |s| with_d_lse(s, -1.0) },
+];
+
+fn unscaled(s: Subject<'_>) -> f64 {
+    1.0 / f64::from(s.problem.softmax_scale_value())
+}
+
+fn scaled(s: Subject<'_>, factors: [f64; 3]) -> Option<BackwardPlain> {
+    let times = |tensor: &Tensor, factor: f64| {
+        let mut tensor = tensor.clone();
+        tensor.data_mut().iter_mut().for_each(|x| *x *= factor);
+        tensor
+    };
+    let BackwardPlain { d_q, d_k, d_v } = s.honest;
+    Some(BackwardPlain { d_q: times(d_q, factors[0]), d_k: times(d_k, factors[1]), d_v: times(d_v, factors[2]) })
+}
+
+fn other_scale(s: Subject<'_>) -> Option<BackwardPlain> {
+    let forward = s.problem.forward().clone().softmax_scale(1.1 * s.problem.softmax_scale_value()).ok()?;
+    computed(Subject { problem: &BackwardProblem::of(&forward).d_lse(s.problem.takes_d_lse()), ..s })
+}
+
+fn swapped_heads(tensor: &Tensor) -> Option<Tensor> {
+    let other = |head: usize| match head {
+        0 => 1,
+        1 => 0,
+        head => head,
+    };
+    let [_, _, heads, _] = tensor.shape();
+    (heads > 1).then(|| Tensor::from_fn(tensor.shape(), |[b, t, h, d]| tensor.row(b, t, other(h))[d]))
+}
+
+fn swapped_query_heads(s: Subject<'_>) -> Option<BackwardPlain> {
+    Some(BackwardPlain { d_q: swapped_heads(&s.honest.d_q)?, ..s.honest.clone() })
+}
+
+fn swapped_key_heads(s: Subject<'_>) -> Option<BackwardPlain> {
+    let (d_k, d_v) = (swapped_heads(&s.honest.d_k)?, swapped_heads(&s.honest.d_v)?);
+    Some(BackwardPlain { d_k, d_v, ..s.honest.clone() })
+}
+
+/// dK and dV without the part that some queries `(head, query)` have in them.
+fn without(s: Subject<'_>, dropped: impl Fn(usize, usize) -> bool) -> Option<BackwardPlain> {
+    let [_, heads, seqlen] = s.problem.d_lse_shape();
+    let d_o = Tensor::from_fn(s.d_o.shape(), |[b, q, h, d]| if dropped(h, q) { 0.0 } else { s.d_o.row(b, q, h)[d] });
+    let place = |i: usize| (i / seqlen % heads, i % seqlen);
+    let d_lse: Option<Vec<f64>> = s.d_lse.map(|d_lse| {
+        let kept = |i: usize| {
+            let (head, query) = place(i);
+            !dropped(head, query)
+        };
+        d_lse.iter().enumerate().map(|(i, &x)| if kept(i) { x } else { 0.0 }).collect()
+    });
+    let BackwardPlain { d_k, d_v, .. } = computed(Subject { d_o: &d_o, d_lse: d_lse.as_deref(), ..s })?;
+    Some(BackwardPlain { d_k, d_v, ..s.honest.clone() })
+}
+
+fn missing_head(s: Subject<'_>) -> Option<BackwardPlain> {
+    let group = s.problem.forward().group_size();
+    if group == 1 {
+        return None;
+    }
+    without(s, |head, _| head % group == group - 1)
+}
+
+fn missing_queries(s: Subject<'_>, queries: usize) -> Option<BackwardPlain> {
+    let dims = s.problem.dims();
+    let first = dims.seqlen_q.checked_sub(queries).filter(|&first| first > 0)?;
+    let keep = |q, kv| s.problem.mask_value().keep(q, kv, dims.seqlen_q, dims.seqlen_kv);
+    // Queries that keep no key have no part.
+    if !(first..dims.seqlen_q).any(|q| (0..dims.seqlen_kv).any(|kv| keep(q, kv))) {
+        return None;
+    }
+    without(s, |_, query| query >= first)
+}
+
+fn repeated_tile(s: Subject<'_>) -> Option<BackwardPlain> {
+    let d_q = &s.honest.d_q;
+    let [_, seqlen, _, _] = d_q.shape();
+    let repeated = Tensor::from_fn(d_q.shape(), |[b, q, h, d]| d_q.row(b, if q >= 64 { q - 64 } else { q }, h)[d]);
+    (seqlen > 64).then(|| BackwardPlain { d_q: repeated, ..s.honest.clone() })
+}
+
+fn unwritten_row(s: Subject<'_>) -> Option<BackwardPlain> {
+    let mut broken = s.honest.clone();
+    let [batch, seqlen, heads, _] = broken.d_k.shape();
+    broken.d_k.row_mut(batch - 1, seqlen - 1, heads - 1).fill(f64::NAN);
+    Some(broken)
+}
+
+fn with_mask(s: Subject<'_>, mask: Mask) -> Option<BackwardPlain> {
+    if !masks::differ(s.problem.dims(), s.problem.mask_value(), mask) {
+        return None;
+    }
+    let forward = s.problem.forward().clone().mask(mask);
+    computed(Subject { problem: &BackwardProblem::of(&forward).d_lse(s.problem.takes_d_lse()), ..s })
+}
+
+/// A gradient of the LSE that cancels delta.
+fn without_delta(s: Subject<'_>) -> Option<BackwardPlain> {
+    let o = forward_plain(s.problem.forward(), s.q, s.k, s.v).ok()?.o;
+    let [_, heads, seqlen] = s.problem.d_lse_shape();
+    let rows = s.problem.d_lse_shape().iter().product();
+    let d_lse: Vec<f64> = (0..rows)
+        .map(|i| {
+            let (batch, head, query) = (i / seqlen / heads, i / seqlen % heads, i % seqlen);
+            let delta: f64 =
+                o.row(batch, query, head).iter().zip(s.d_o.row(batch, query, head)).map(|(o, d_o)| o * d_o).sum();
+            delta + s.d_lse.map_or(0.0, |d_lse| d_lse[i])
+        })
+        .collect();
+    computed(Subject { problem: &s.problem.clone().d_lse(true), d_lse: Some(&d_lse), ..s })
+}
+
+fn with_d_lse(s: Subject<'_>, factor: f64) -> Option<BackwardPlain> {
+    let d_lse: Vec<f64> = s.d_lse?.iter().map(|x| factor * x).collect();
+    computed(Subject { d_lse: Some(&d_lse), ..s })
+}
+
+fn computed(s: Subject<'_>) -> Option<BackwardPlain> {
+    backward_plain(s.problem, s.q, s.k, s.v, s.d_o, s.d_lse).ok()
+}
