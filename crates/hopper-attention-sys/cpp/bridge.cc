@@ -90,6 +90,7 @@ hattn::BwdParams to_kernel(BwdParams const& params) noexcept {
   out.heads_per_group = params.heads_per_group;
   out.statistics = params.statistics;
   out.sums = params.sums;
+  out.turns = params.turns;
   out.tile_counter = params.tile_counter;
   return out;
 }

@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(256) bwd_convert(BwdParams const params) {
   int const row =
       m_block * Traits::kTileM + (Traits::kSplitsColumns ? 0 : consumer * 64) + thread % 128 / 32 * 16 + lane / 4;
   int const first_column = Traits::kSplitsColumns ? consumer * Traits::kColumnsQ : 0;
-  auto const* const sums =
-      reinterpret_cast<float4 const*>(params.sums) + block * (Traits::kElementsQ / 4) + thread;
+  auto const* const sums = reinterpret_cast<float4 const*>(params.sums) + block * (Traits::kElementsQ / 4) + thread;
 
   CUTE_UNROLL
   for (int i = 0; i < Traits::kColumnsQ / 32; ++i) {

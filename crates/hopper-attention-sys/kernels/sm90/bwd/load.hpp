@@ -11,7 +11,7 @@
 
 namespace hattn::sm90 {
 
-using BwdScheduler = TileScheduler<MaskClass::Full>;
+using BwdScheduler = TileScheduler<false, true>;
 
 template <class Traits>
 struct BwdLoad {
@@ -30,7 +30,7 @@ struct BwdLoad {
       if (!tile.valid()) {
         break;
       }
-      BlockRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.m_block);
+      BlockRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       CUTE_NO_UNROLL
       for (int i = 0; i < params.heads_per_kv_head; ++i) {
         int const head = tile.head * params.heads_per_kv_head + i;
@@ -68,9 +68,9 @@ struct BwdLoad {
         Mbarrier& full = storage.kv_full[buffer];
         full.arrive_expect_bytes(Traits::kBytesKV);
         load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, full, kEvictFirst, storage.k[buffer],
-                                                      tile.m_block * Traits::kTileN, tile.head, tile.batch);
+                                                      tile.block * Traits::kTileN, tile.head, tile.batch);
         load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, full, kEvictFirst, storage.v[buffer],
-                                                      tile.m_block * Traits::kTileN, tile.head, tile.batch);
+                                                      tile.block * Traits::kTileN, tile.head, tile.batch);
       }
       storage.tile[buffer] = tile;
       storage.tile_full[buffer].arrive();
@@ -91,7 +91,7 @@ struct BwdLoad {
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         storage.d_kv_full[kv.stage][consumer].wait(kv.parity);
-        int const row = tile.m_block * Traits::kTileN + consumer * 64;
+        int const row = tile.block * Traits::kTileN + consumer * 64;
         store_rows<Traits::kTileN, Traits::kHeadDimQK>(map_d_k, storage.k[kv.stage], consumer, row, tile.head,
                                                        tile.batch);
         store_rows<Traits::kTileN, Traits::kHeadDimVO>(map_d_v, storage.v[kv.stage], consumer, row, tile.head,

@@ -30,6 +30,32 @@ struct BwdMma {
                  : "memory");
   }
 
+  // Waits until it is this tile's turn. As with Mbarrier::wait the compiler sees no control flow, since accumulators
+  // are in flight across it.
+  CUTE_DEVICE static void await_turn(int const* turn, int tile) {
+    asm volatile(
+        "{\n"
+        ".reg .pred mine;\n"
+        ".reg .s32 now;\n"
+        "again:\n"
+        "ld.acquire.gpu.global.s32 now, [%0];\n"
+        "setp.eq.s32 mine, now, %1;\n"
+        "@mine bra passed;\n"
+        "bra again;\n"
+        "passed:\n"
+        "}\n" ::"l"(turn),
+        "r"(tile)
+        : "memory");
+  }
+
+  // Gives the turn to the next tile: what the whole warp has added is seen before that is.
+  CUTE_DEVICE static void pass_turn(int* turn, int tile) {
+    __syncwarp();
+    if (cute::elect_one_sync()) {
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(tile + 1) : "memory");
+    }
+  }
+
   // This thread's place in its warpgroup, read anew at each call: registers are short.
   CUTE_DEVICE static int thread_index() {
     int thread;
@@ -124,6 +150,9 @@ struct BwdMma {
     int m_block = 0;
     int remaining = 0;  // blocks of this tile, all heads of the group together
     int d_q_block = 0;  // where the sums of the block are
+    // Whose turn is still to be passed on: that of the block before, whose sums have arrived by now. -1: none.
+    int turn_block = -1;
+    int turn_tile = 0;
 
     constexpr std::int64_t kBlockQ = Traits::kElementsQ;
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
@@ -136,7 +165,7 @@ struct BwdMma {
     };
     auto enter_tile = [&]() __attribute__((always_inline)) {
       Tile const tile = storage.tile[kv.stage];
-      n_block = warp_value(tile.m_block);
+      n_block = warp_value(tile.block);
       range = query_range<kMask, kM, kN>(band, n_block);
       remaining = params.heads_per_kv_head * (range.end - range.begin);
       m_block = range.begin;
@@ -207,12 +236,26 @@ struct BwdMma {
       warpgroup_fence_operand(tdV);
       release(storage.d_o_empty[ring.stage]);
     };
+    auto turn_of = [&](int block) __attribute__((always_inline)) {
+      return params.turns + static_cast<std::int64_t>(block) * Traits::kWarps + consumer * 4 + thread_index() / 32;
+    };
+    auto pass_last_turn = [&]() __attribute__((always_inline)) {
+      if (turn_block >= 0) {
+        pass_turn(turn_of(turn_block), turn_tile);
+      }
+    };
     // Under the next scores.
     auto finish_block = [&](int q_stage) __attribute__((always_inline)) {
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdK);
       warpgroup_fence_operand(tdQ);
       release(storage.q_empty[q_stage]);
+      if (params.turns != nullptr) {
+        pass_last_turn();
+        turn_block = d_q_block;
+        turn_tile = n_block;
+        await_turn(turn_of(d_q_block), n_block);
+      }
       float* const d_q = params.d_q + d_q_block * kBlockQ + (consumer * 128 + thread_index()) * 4;
       CUTE_UNROLL
       for (int i = 0; i < size(tdQ) / 4; ++i) {
@@ -278,6 +321,7 @@ struct BwdMma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tS);
       if (!more) {
+        pass_last_turn();
         break;
       }
       enter_tile();

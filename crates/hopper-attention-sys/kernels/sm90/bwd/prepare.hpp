@@ -3,13 +3,14 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/mask.hpp"
 #include "kernels.hpp"
 #include "sm90/bwd/traits.hpp"
 
 namespace hattn::sm90 {
 
 // Writes, for each block of kTileM queries, -LSE (in powers of two) and -delta, where delta = rowsum(dO o O) - dLSE
-// (Dao et al. 2022, FlashAttention, appendix B.4, equation 4; a gradient of the LSE adds P dLSE to dS). A query without
+// (Dao et al. 2022, FlashAttention, appendix B; a gradient of the LSE adds P dLSE to dS). A query without
 // keys, or past the end, gets -inf and 0: its P is 0. The 16 values of 16 queries are stored as the quads of lanes read
 // them (BwdMma::preload): lane q of a quad owns the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of an accumulator.
 template <class Traits>
@@ -78,6 +79,27 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
                                 ((batch * params.heads_q + head) * m_blocks + query / kTileM) * Traits::kStatistics;
       statistics[place] = start;
       statistics[kTileM + place] = minus_delta;
+    }
+  }
+
+  // The tiles of keys that see a block of queries are neighbours; the first of them has the first turn.
+  if (params.turns != 0) {
+    Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
+                    params.seqlen_q, params.seqlen_kv};
+    std::int64_t const turns = rows / kTileM * Traits::kWarps;
+    for (std::int64_t i = thread; i < turns; i += threads) {
+      int const m_block = static_cast<int>(i / Traits::kWarps % m_blocks);
+      int first = 0;
+      if constexpr (Traits::kMask == MaskClass::Window) {
+        int last = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN - 1;
+        while (first < last) {
+          int const middle = (first + last) / 2;
+          bool const sees = query_range<Traits::kMask, kTileM, Traits::kTileN>(band, middle).end > m_block;
+          first = sees ? first : middle + 1;
+          last = sees ? middle : last;
+        }
+      }
+      reinterpret_cast<int*>(params.turns)[i] = first;
     }
   }
 

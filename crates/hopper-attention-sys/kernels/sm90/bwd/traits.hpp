@@ -26,6 +26,7 @@ struct BwdTraits {
   // A consumer warpgroup owns 64 keys of the tile; one more warpgroup feeds them.
   static constexpr int kConsumers = kTileN / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kWarps = 4 * kConsumers;  // each owns an eighth of a block's dQ
   static_assert(kConsumers == 2, "the reduction of dQ is split in two");
   static_assert(kTileM == 64 || kTileM == 128, "dQ is split by columns or by rows");
   static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
@@ -100,6 +101,7 @@ struct BwdTraits {
 struct BwdKernelParams {
   float const* statistics;  // [batch, heads_q, blocks of queries][2][kTileM], see prepare.hpp
   float* d_q;               // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
+  int* turns;               // [batch, heads_q, blocks of queries][kWarps], or null
   int batch;
   int heads_q;
   int heads_kv;

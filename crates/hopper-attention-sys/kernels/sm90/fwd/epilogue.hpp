@@ -27,7 +27,7 @@ struct Epilogue {
     Tile const tile = storage.tile[buffer];
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    int const first_query = tile.m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
+    int const first_query = tile.block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const sum = sums[r];

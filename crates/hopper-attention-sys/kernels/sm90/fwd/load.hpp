@@ -12,7 +12,7 @@ namespace hattn::sm90 {
 template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
-  using Scheduler = TileScheduler<Traits::kMask>;
+  using Scheduler = FwdScheduler<Traits>;
 
   // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
   // consumers take them.
@@ -42,7 +42,7 @@ struct Load {
       if (!tile.valid()) {
         break;
       }
-      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.m_block);
+      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / params.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n) {
@@ -74,7 +74,7 @@ struct Load {
       if (tile.valid()) {
         storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
         load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-                                                      tile.m_block * Traits::kTileM, tile.head, tile.batch);
+                                                      tile.block * Traits::kTileM, tile.head, tile.batch);
       }
       storage.tile[buffer] = tile;
       storage.tile_full[buffer].arrive();
@@ -96,7 +96,7 @@ struct Load {
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         storage.o_full[q.stage][consumer].wait(q.parity);
         store_rows<Traits::kTileM, Traits::kHeadDimVO>(
-            map_o, storage.q[q.stage], consumer, tile.m_block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
+            map_o, storage.q[q.stage], consumer, tile.block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
         cute::tma_store_arrive();
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.

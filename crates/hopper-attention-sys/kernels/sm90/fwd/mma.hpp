@@ -76,7 +76,7 @@ struct Mma {
     auto await_tile = [&](int buffer, int parity) {
       storage.tile_full[buffer].wait(parity);
       Tile const& tile = storage.tile[buffer];
-      return __shfl_sync(0xffffffffU, tile.valid() ? tile.m_block : -1, 0);
+      return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
     auto release_k = [&]() {

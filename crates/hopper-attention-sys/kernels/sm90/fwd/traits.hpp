@@ -101,6 +101,9 @@ struct FwdTraits {
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
 };
 
+template <class Traits>
+using FwdScheduler = TileScheduler<Traits::kMask != MaskClass::Full, false>;
+
 // What the kernel reads: maps for the copy engine and the plain numbers.
 struct KernelParams {
   float* lse;
