@@ -73,7 +73,7 @@ struct FwdParams {
 };
 
 // One backward launch; as for FwdParams nothing is checked here, and the same holds of what has the same name.
-// d_o has o's sizes, d_q, d_k and d_v those of q, k and v; seqlen_kv is at least 1 too.
+// d_o has o's sizes, d_q, d_k and d_v those of q, k and v; one of the two lengths may be 0.
 struct BwdParams {
   TensorDesc q, k, v, o, d_o, d_q, d_k, d_v;
   // Natural-log sum-exp of the forward, f32 [batch, heads_q, seqlen_q] with unit stride in seqlen_q, and its gradient

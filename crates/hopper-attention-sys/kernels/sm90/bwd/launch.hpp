@@ -1,6 +1,7 @@
 // From plain parameters to started kernels: what a row of bwd.def becomes.
 #pragma once
 
+#include "common/fill.hpp"
 #include "sm90/bwd/convert.hpp"
 #include "sm90/bwd/kernel.hpp"
 #include "sm90/bwd/prepare.hpp"
@@ -14,12 +15,32 @@ Status bwd_prepare_module() noexcept {
   if (tensor_map_encoder() == nullptr) {
     return {StatusCode::DriverTooOld, 0};
   }
-  return to_status(
-      cudaFuncSetAttribute(bwd_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes));
+  cudaFuncAttributes attributes;
+  cudaError_t const errors[] = {
+      cudaFuncSetAttribute(bwd_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
+      cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>), cudaFuncGetAttributes(&attributes, bwd_convert<Traits>)};
+  for (cudaError_t const error : errors) {
+    if (error != cudaSuccess) {
+      return to_status(error);
+    }
+  }
+  return prepare_fill();
 }
 
 template <class Traits>
 Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
+  if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
+    // No pair, no gradient; those of the sequence that is there are zeros.
+    if (params.seqlen_kv == 0) {
+      return launch_fill_zero(params.d_q, params.batch, params.seqlen_q, params.heads_q, params.head_dim_qk, stream);
+    }
+    Status const status =
+        launch_fill_zero(params.d_k, params.batch, params.seqlen_kv, params.heads_kv, params.head_dim_qk, stream);
+    return status.code != StatusCode::Ok ? status
+                                         : launch_fill_zero(params.d_v, params.batch, params.seqlen_kv, params.heads_kv,
+                                                            params.head_dim_vo, stream);
+  }
+
   struct Map {
     CUtensorMap map;
     TensorDesc const& tensor;

@@ -18,7 +18,7 @@ Status prepare() noexcept {
   if (error != cudaSuccess) {
     return to_status(error);
   }
-  return prepare_fill_empty();
+  return prepare_fill();
 }
 
 template <class Traits>
