@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{BackwardArgs, BackwardPlan, Element, Layout, Operand, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use hopper_attention::{
+    BackwardArgs, BackwardPlan, DType, Element, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
+};
 
 use crate::backward::{Outputs, Prepared};
+use crate::c::{BackwardMemory, tensor};
 use crate::data::{GUARD, Image, Poison};
 
 /// A case's tensors on the GPU, guard bands included.
@@ -82,6 +85,34 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
             d_q: write(d_q, output(prepared.problem.d_q_shape())),
             d_k: write(d_k, output(prepared.problem.d_k_shape())),
             d_v: write(d_v, output(prepared.problem.d_v_shape())),
+        }
+    }
+
+    /// The same by address, for the C ABI, without a workspace. The stream orders it after what wrote the memory here; a
+    /// run on another stream has to wait for this one.
+    pub fn c_memory(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> BackwardMemory {
+        fn inner<E: Poison>(slice: &CudaSlice<E>, stream: &Arc<CudaStream>) -> u64 {
+            slice.device_ptr(stream).0 + (GUARD * size_of::<E>()) as u64
+        }
+        let ordinal = i32::try_from(stream.context().ordinal()).expect("few GPUs");
+        let of = |slice, layout| tensor(inner::<T>(slice, stream), T::DTYPE, ordinal, layout);
+        let rows = |slice, layout| tensor(inner::<f32>(slice, stream), DType::F32, ordinal, layout);
+        let output = |slice, shape| of(slice, prepared.case.placement.layout(shape, false));
+        let [q, k, v, o, d_o] = &self.inputs;
+        let [d_q, d_k, d_v] = &self.outputs;
+        BackwardMemory {
+            q: of(q, prepared.q.layout()),
+            k: of(k, prepared.k.layout()),
+            v: of(v, prepared.v.layout()),
+            o: of(o, prepared.o.layout()),
+            lse: rows(&self.lse, prepared.lse.layout()),
+            d_o: of(d_o, prepared.d_o.layout()),
+            d_lse: self.d_lse.as_ref().zip(prepared.d_lse.as_ref()).map(|(slice, image)| rows(slice, image.layout())),
+            d_q: output(d_q, prepared.problem.d_q_shape()),
+            d_k: output(d_k, prepared.problem.d_k_shape()),
+            d_v: output(d_v, prepared.problem.d_v_shape()),
+            workspace: 0,
+            workspace_bytes: 0,
         }
     }
 
