@@ -215,13 +215,13 @@ class Library:
         self._device_count = function("hattn_device_count", status, pointer(ctypes.c_int32))
 
         def entries(name, problem, args):
-            handle = ctypes.c_void_p
+            handle, size = ctypes.c_void_p, ctypes.c_size_t
             return types.SimpleNamespace(
                 supported=function(f"hattn_{name}_supported", status, pointer(problem), ctypes.c_int32),
                 create=function(f"hattn_{name}_plan_create", status, pointer(problem), ctypes.c_int32, pointer(handle)),
                 destroy=function(f"hattn_{name}_plan_destroy", None, handle),
-                describe=function(f"hattn_{name}_plan_describe", status, handle, ctypes.c_char_p, ctypes.c_size_t, pointer(ctypes.c_size_t)),
-                workspace_size=function(f"hattn_{name}_plan_workspace_size", status, handle, pointer(ctypes.c_size_t)),
+                describe=function(f"hattn_{name}_plan_describe", status, handle, ctypes.c_char_p, size, pointer(size)),
+                workspace_size=function(f"hattn_{name}_plan_workspace_size", status, handle, pointer(size)),
                 run=function(f"hattn_{name}_run", status, handle, pointer(args), ctypes.c_void_p),
             )
 

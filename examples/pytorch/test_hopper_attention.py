@@ -480,8 +480,8 @@ class Torch(unittest.TestCase):
         """The gradients of what compute gives, o and the log-sum-exp."""
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
         outputs = compute(*leaves)
-        with_gradients = [(o, d) for o, d in zip(outputs, (d_o, d_lse)) if d is not None]
-        return torch.autograd.grad(*zip(*with_gradients), leaves)
+        used, given = zip(*[(o, d) for o, d in zip(outputs, (d_o, d_lse)) if d is not None])
+        return torch.autograd.grad(used, leaves, given)
 
     def test_gradients(self):
         own, keys = torch.arange(33)[:, None] + 47 - 33, torch.arange(47)
@@ -513,14 +513,6 @@ class Torch(unittest.TestCase):
         got = self.gradients(lambda *t: (attention(*t, causal=True, top_left=True),), inputs, d_o)
         for mine, theirs in zip(got, self.gradients(sdpa, inputs, d_o)):
             self.close(mine, theirs.double(), 1e-5)
-
-    def test_gradients_pass_gradcheck(self):
-        # Of first order, in f32: what the numbers are is the other tests' business.
-        def call(q, k, v):
-            return attention(q, k, v, return_lse=True, window=(3, 1))
-
-        inputs = [t[:, :9, :2, :4].clone().requires_grad_() for t in self.tensors()]
-        self.assertTrue(torch.autograd.gradcheck(call, inputs, eps=1e-2, atol=1e-2, rtol=1e-2, nondet_tol=0))
 
     def test_gradients_of_any_strides(self):
         q, k, v = (t.requires_grad_() for t in self.tensors())

@@ -222,7 +222,7 @@ pub struct hattn_backward_args {
 pub(crate) unsafe trait Versioned: Copy {
     /// Its name in C.
     const NAME: &'static str;
-    /// Its size when the ABI's version was new: no caller knows less.
+    /// Its size when it came into this version of the ABI: no caller knows less.
     const LEAST: usize;
 }
 
