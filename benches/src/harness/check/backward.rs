@@ -168,7 +168,7 @@ mod tests {
                 for tensor in 0..3 {
                     for (what, change) in [("d_", 1.1f32), ("1 elements are NaN", f32::NAN)] {
                         let mut wrong = gradients.clone();
-                        // Of the last row, whose gradient is no 0 where it has more than one key.
+                        // In the last row, which is among those that are looked at.
                         let at = wrong.tensors[tensor].len() - 1;
                         wrong.tensors[tensor][at] = (wrong.tensors[tensor][at] + 1.0) * change;
                         let complaint = expected.check(&wrong).1;
