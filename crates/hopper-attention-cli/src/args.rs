@@ -9,7 +9,7 @@ use hopper_attention::{Corner, DType, Mask};
 use crate::bench::args::{BenchArgs, PlotArgs};
 use crate::tune::TuneArgs;
 
-/// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V.
+/// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
 #[command(name = "hattn", version, propagate_version = true, max_term_width = 110)]
 pub struct Cli {
@@ -56,7 +56,7 @@ pub struct CheckArgs {
 
 #[derive(Debug, Args)]
 pub struct ComputeArgs {
-    /// Safetensors file with q, k and v, each bf16, f16 or f32
+    /// Safetensors file with q, k and v (and d_o with --backward), each bf16, f16 or f32
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
     /// Also compute d_q, d_k and d_v, from d_o in the input, of o's shape and q's type, and from d_lse, f32

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use hopper_attention::{BackwardArgs, BackwardPlan, BackwardProblem, Device, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::{BackwardArgs, BackwardPlan, BackwardProblem, Stream, TensorMut, TensorRef, Workspace};
 
 use super::{Computed, Layouts, filled, median};
 use crate::args::FileLayout;
@@ -41,7 +41,7 @@ pub fn backward<T: Value>(
     let data = [poisoned(layouts.q.span())?, poisoned(layouts.k.span())?, poisoned(layouts.v.span())?];
     match &choice.device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => super::cuda::backward(device, plan, &layouts, &inputs, data, repeat),
+        hopper_attention::Device::Cuda(device) => super::cuda::backward(device, plan, &layouts, &inputs, data, repeat),
         _ => on_cpu(plan, &layouts, &inputs, data, repeat),
     }
 }
