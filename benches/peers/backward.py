@@ -149,9 +149,16 @@ def oracle(p, q, k, v, d_o, torch):
 
 def apart(a, b, torch):
     """The largest relative distance of two blocks of rows: a and b are [..., seqlen, dim]."""
+    x, y = (z.float().reshape(-1, z.size(-1)) for z in (a, b))
+    rows, dim = x.size(0), x.size(1)
+    whole_blocks = rows - rows % BLOCK
+    # The last block reaches back instead of being short: it might be one row alone.
+    parts = [(x[:whole_blocks], y[:whole_blocks])] + ([(x[-BLOCK:], y[-BLOCK:])] if rows % BLOCK else [])
     worst = 0.0
-    for first in range(0, a.size(-2), BLOCK):
-        x, y = (z[..., first : first + BLOCK, :].float().flatten(-2) for z in (a, b))
+    for x, y in parts:
+        if x.size(0) == 0:
+            continue
+        x, y = (z.reshape(-1, min(BLOCK, z.size(0)) * dim) for z in (x, y))
         norm = torch.linalg.vector_norm(y, dim=-1).clamp_min(SMALLEST * math.sqrt(y.size(-1)))
         distance = torch.linalg.vector_norm(x - y, dim=-1) / norm
         worst = larger(worst, float("nan") if bool(torch.isnan(distance).any()) else float(distance.max()))

@@ -35,7 +35,7 @@ fn ulp(dtype: DType) -> f64 {
 /// The LSE is f32 throughout; this is a wrong normalisation, not rounding.
 const LSE_BOUND: f64 = 2e-3;
 
-/// Tokens of a head that two gradients are compared over. A row alone may be what is left of terms that cancel (the only
+/// Rows that two gradients are compared over. A row alone may be what is left of terms that cancel (the only
 /// key of a query gives it a gradient of 0), and then its last bits are all it has.
 const BLOCK: usize = 64;
 /// Gradients of unit-variance inputs are above this, but for those that are 0.
@@ -168,15 +168,16 @@ fn distance<T: Operand>(point: &Point, layout: &Layout<4>, a: &[T], b: &[T]) -> 
         Direction::Bwd => (BLOCK, SMALLEST),
     };
     let [batches, seqlen, heads, dims] = layout.shape();
+    // Token after token of a head, and then of the next: short sequences share a block, and the last block reaches back,
+    // since it might be one row alone.
+    let count = batches * heads * seqlen;
     let mut worst = 0.0;
-    for (batch, head) in (0..batches).flat_map(|batch| (0..heads).map(move |head| (batch, head))) {
-        for first in (0..seqlen).step_by(tokens) {
-            let block = first..(first + tokens).min(seqlen);
-            let all = |data| block.clone().flat_map(|token| values(data, layout, [batch, token, head])).collect();
-            let (a, b): (Vec<f64>, Vec<f64>) = (all(a), all(b));
-            let size = smallest * ((block.len() * dims) as f64).sqrt();
-            worst = worse(worst, apart(&a, &b, size));
-        }
+    for first in (0..count).step_by(tokens) {
+        let block = first.min(count.saturating_sub(tokens))..(first + tokens).min(count);
+        let at = |row: usize| [row / seqlen / heads, row % seqlen, row / seqlen % heads];
+        let all = |data| block.clone().flat_map(|row| values(data, layout, at(row))).collect();
+        let (a, b): (Vec<f64>, Vec<f64>) = (all(a), all(b));
+        worst = worse(worst, apart(&a, &b, smallest * ((block.len() * dims) as f64).sqrt()));
     }
     worst
 }

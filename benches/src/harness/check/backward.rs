@@ -209,6 +209,23 @@ mod tests {
         }
     }
 
+    /// 65 tokens are a block and a row, and that row's gradient may cancel as any other's.
+    #[test]
+    fn no_block_is_one_row_alone() {
+        let point = point(PointMask::Full, BLOCK + 1, 1);
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let pool = pool(&point);
+        let [_, mut one] = oracles(&task, &pool);
+        let mut other = one.clone();
+        for (outputs, value) in [(&mut one, 1e-6), (&mut other, -1e-6)] {
+            outputs.tensors[1][BLOCK * 16..][..16].fill(value);
+        }
+        assert_eq!(cross(&task, &other, &one, &mut Default::default()), None);
+        // It is looked at all the same.
+        other.tensors[1][BLOCK * 16..][..16].fill(1.0);
+        assert!(cross(&task, &other, &one, &mut Default::default()).is_some());
+    }
+
     #[test]
     fn only_sums_in_any_order_may_move_and_only_in_their_last_bits() {
         let [alone, shared] = [1, 2].map(|group| point(PointMask::Full, 8, group));
