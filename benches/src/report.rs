@@ -14,6 +14,9 @@ use crate::{Point, Summary, quantile};
 /// The schema's name and version; it changes when a field changes its meaning or goes.
 pub const SCHEMA: &str = "hattn-bench/1";
 
+/// How the note of a sweep that broke off begins.
+pub(crate) const STOPPED: &str = "THE SWEEP STOPPED";
+
 /// A whole sweep.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -226,6 +229,11 @@ impl PointReport {
 }
 
 impl Report {
+    /// The note of a sweep that broke off.
+    pub fn stopped(&self) -> Option<&str> {
+        self.notes.iter().map(String::as_str).find(|note| note.starts_with(STOPPED))
+    }
+
     /// The best rate measured of a ceiling, in 10^12 a second.
     pub fn ceiling(&self, what: &str) -> Option<f64> {
         let rates = self.ceilings.iter().filter(|c| c.what == what).map(|c| c.tera_per_s);

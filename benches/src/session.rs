@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::card::{Card, Watch};
 use crate::harness::{Event, Harness, Job, RawRun};
+use crate::report::STOPPED;
 use crate::{Busy, Ceiling, PointReport, Report, Run, RunStatus, SCHEMA, Summary, quantile};
 
 /// What is told while a sweep runs.
@@ -92,7 +93,7 @@ impl<'a> Session<'a> {
             if self.report.points.is_empty() {
                 return Err(error);
             }
-            self.report.notes.push(format!("THE SWEEP STOPPED: {error:#}"));
+            self.report.notes.push(format!("{STOPPED}: {error:#}"));
         }
         progress(Progress::Report(&self.report))?;
         Ok(Outcome::Done { report: Box::new(self.report), cupti: self.cupti })

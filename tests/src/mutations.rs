@@ -100,9 +100,18 @@ fn with_mask(s: Subject<'_>, mask: Mask) -> Option<(Tensor, Vec<f64>)> {
     computed(&s.problem.clone().mask(mask), s.q, s.k, s.v)
 }
 
-/// Masks that are taken for one another.
-pub(crate) mod masks {
+/// Masks, and those that they are taken for.
+pub mod masks {
     use super::*;
+
+    /// One of every kind, and both corners: no mutation may pass under any of them.
+    pub const ALL: [Mask; 5] = [
+        Mask::Full,
+        Mask::causal(),
+        Mask::Causal { corner: Corner::TopLeft },
+        Mask::window(Some(40), Some(5)),
+        Mask::Window { left: Some(9), right: None, corner: Corner::TopLeft },
+    ];
 
     /// Aligned to the other corner.
     pub(crate) fn other_corner(mask: Mask) -> Option<Mask> {

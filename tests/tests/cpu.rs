@@ -1,6 +1,6 @@
 //! The whole grid through the CPU backend, under the tolerance law.
 
-use hopper_attention::{Corner, DType, Device, Mask, Operand, Stream, Workspace, bf16, f16};
+use hopper_attention::{DType, Device, Mask, Operand, Stream, Workspace, bf16, f16};
 use hopper_attention_tests::data::{Image, Poison, Values};
 use hopper_attention_tests::layouts::Placement;
 use hopper_attention_tests::mutations::{self, Subject};
@@ -88,13 +88,7 @@ proptest! {
 #[test]
 fn broken_results_are_caught() {
     let mut applied = vec![0; mutations::ALL.len()];
-    for mask in [
-        Mask::Full,
-        Mask::causal(),
-        Mask::Causal { corner: Corner::TopLeft },
-        Mask::window(Some(40), Some(5)),
-        Mask::Window { left: Some(9), right: None, corner: Corner::TopLeft },
-    ] {
+    for mask in mutations::masks::ALL {
         for case in [
             Case::new(131, 200, 64, mask).heads(2, 4, 2),
             Case::new(300, 150, 128, mask),

@@ -1,9 +1,10 @@
 //! The grid's backward passes through the CPU backend, under the tolerance law.
 
-use hopper_attention::{Corner, Device, Mask, Operand, Stream, Workspace, bf16, f16};
+use hopper_attention::{Device, Mask, Operand, Stream, Workspace, bf16, f16};
 use hopper_attention_tests::backward::mutations::{self, Subject};
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Image, Poison, Values};
+use hopper_attention_tests::mutations::masks;
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use proptest::prelude::*;
@@ -83,13 +84,7 @@ proptest! {
 #[test]
 fn broken_gradients_are_caught() {
     let mut applied = vec![0; mutations::ALL.len()];
-    for mask in [
-        Mask::Full,
-        Mask::causal(),
-        Mask::Causal { corner: Corner::TopLeft },
-        Mask::window(Some(40), Some(5)),
-        Mask::Window { left: Some(9), right: None, corner: Corner::TopLeft },
-    ] {
+    for mask in masks::ALL {
         for case in [
             Case::new(131, 170, 64, mask).heads(1, 4, 2),
             Case::new(170, 90, 40, mask),

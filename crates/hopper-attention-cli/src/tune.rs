@@ -97,7 +97,7 @@ mod gpu {
             Outcome::Done { report, .. } => report,
             Outcome::Absent(why) => bail!("{why}"),
         };
-        if let Some(stopped) = report.notes.iter().find(|note| note.starts_with("THE SWEEP STOPPED")) {
+        if let Some(stopped) = report.stopped() {
             bail!("{stopped}");
         }
         let found = verdicts(&report, &facts, kernels())?;

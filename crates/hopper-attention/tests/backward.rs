@@ -2,21 +2,17 @@
 
 use hopper_attention::reference::{self, BackwardExpected, Tensor};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, Corner, DType, Device, DeviceFacts, Dims, Element, Error, ForwardArgs,
+    BackwardArgs, BackwardPlan, BackwardProblem, DType, Device, DeviceFacts, Dims, Element, Error, ForwardArgs,
     ForwardProblem, Layout, Mask, Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
 
-const DIMS: Dims =
-    Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
+mod common;
+
+use common::{DIMS, masks, spread, values};
+
 /// Elements of NaN before and after every output.
 const GUARD: usize = 16;
-
-/// Numbers between -1 and 1 that differ from place to place, without a generator.
-fn values<T: Element>(count: usize, seed: u32) -> Vec<T> {
-    let mixed = |i: u32| i.wrapping_add(seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
-    (0..count as u32).map(|i| T::from_f32(mixed(i) as f32 / (u32::MAX / 2) as f32 - 1.0)).collect()
-}
 
 /// Strides that put the dimensions in some order and leave gaps after heads and sequences.
 #[derive(Clone, Copy, Debug)]
@@ -29,12 +25,7 @@ impl Spread {
     const DENSE: Self = Self { heads_outside: false, gap: 0 };
 
     fn layout(self, shape: [usize; 4]) -> Layout<4> {
-        let [b, s, h, d] = shape.map(|size| size as i64);
-        let gap = self.gap as i64;
-        let row = d + gap;
-        let stride = if self.heads_outside { [h * s * row, row, s * row, 1] } else { [s * h * row, h * row, row, 1] };
-        let outer = if b > 1 { stride[0] + gap } else { stride[0] };
-        Layout::with_strides(shape, [outer, stride[1], stride[2], 1]).unwrap()
+        spread(shape, self.heads_outside, self.gap)
     }
 
     fn rows(self, shape: [usize; 3]) -> Layout<3> {
@@ -185,16 +176,6 @@ fn run<T: Operand<Out = T>>(plan: &BackwardPlan, args: BackwardArgs<'_, T>) -> R
 
 fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
     BackwardProblem::of(&ForwardProblem::new(dtype, dims).unwrap().mask(mask))
-}
-
-fn masks() -> impl Strategy<Value = Mask> {
-    let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
-    let bound = || proptest::option::of(0usize..50);
-    prop_oneof![
-        Just(Mask::Full),
-        corner().prop_map(|corner| Mask::Causal { corner }),
-        (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
-    ]
 }
 
 proptest! {

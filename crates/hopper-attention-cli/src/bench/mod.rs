@@ -129,8 +129,7 @@ fn judge(report: &Report) -> Result<()> {
     ensure!(missing.is_none(), "ours did not take part: {}", missing.map_or("", |x| &x.error));
     let failed = runs().filter(|run| run.role == Role::Ours && run.status != RunStatus::Ok).count();
     ensure!(failed == 0, "{failed} of our points were not timed");
-    let stopped = report.notes.iter().find(|note| note.starts_with("THE SWEEP STOPPED"));
-    ensure!(stopped.is_none(), "{}", stopped.map_or("", String::as_str));
+    ensure!(report.stopped().is_none(), "{}", report.stopped().unwrap_or(""));
     Ok(())
 }
 

@@ -56,6 +56,17 @@ fn place([_, heads, seqlen]: [usize; 3], row: usize) -> [usize; 3] {
     [row / seqlen / heads, row / seqlen % heads, row % seqlen]
 }
 
+/// A tensor of rows in this order; `write` copies one.
+fn gather<R>(shape: [usize; 4], rows: &[R], write: impl Fn(&R, &mut [f64])) -> Tensor {
+    let [batch, seqlen, heads, _] = shape;
+    let mut tensor = Tensor::zeros(shape);
+    for (i, row) in rows.iter().enumerate() {
+        let [batch, head, token] = place([batch, heads, seqlen], i);
+        write(row, tensor.row_mut(batch, token, head));
+    }
+    tensor
+}
+
 /// Refuses inputs whose shapes are not the problem's.
 fn check_inputs(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
     let inputs = [("q", q, problem.q_shape()), ("k", k, problem.k_shape()), ("v", v, problem.v_shape())];

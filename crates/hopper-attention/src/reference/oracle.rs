@@ -2,7 +2,7 @@
 
 mod backward;
 
-use super::{Tensor, check_inputs, each_row, place};
+use super::{Tensor, check_inputs, each_row, gather};
 use crate::{ForwardProblem, Result};
 
 pub use backward::{BackwardOracle, GradientScale, backward};
@@ -50,18 +50,9 @@ struct Row {
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Oracle> {
     check_inputs(problem, q, k, v)?;
-    let shape = problem.lse_shape();
-    let rows = each_row(shape, |[batch, head, query]| row(problem, q, k, v, batch, head, query));
-
-    let mut o = Tensor::zeros(problem.o_shape());
-    let mut lse = Vec::with_capacity(rows.len());
-    let mut scales = Vec::with_capacity(rows.len());
-    for (i, row) in rows.into_iter().enumerate() {
-        let [batch, head, query] = place(shape, i);
-        o.row_mut(batch, query, head).copy_from_slice(&row.o);
-        lse.push(row.lse);
-        scales.push(row.scale);
-    }
+    let rows = each_row(problem.lse_shape(), |[batch, head, query]| row(problem, q, k, v, batch, head, query));
+    let o = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.o));
+    let (lse, scales) = rows.into_iter().map(|row| (row.lse, row.scale)).unzip();
     Ok(Oracle { o, lse, scales })
 }
 

@@ -3,7 +3,7 @@
 
 mod backward;
 
-use super::{Tensor, check_inputs, each_row, place};
+use super::{Tensor, check_inputs, each_row, gather};
 use crate::{DType, Element, ForwardProblem, Result, bf16, f16};
 
 pub use backward::{BackwardPlain, backward_plain};
@@ -27,17 +27,10 @@ pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tenso
     check_inputs(problem, q, k, v)?;
     let round = rounding(problem.dtype());
     let [q, k, v] = [q, k, v].map(Narrow::new);
-    let shape = problem.lse_shape();
-    let rows = each_row(shape, |[batch, head, query]| row(problem, round, &q, &k, &v, batch, head, query));
-
-    let mut o = Tensor::zeros(problem.o_shape());
-    let mut lse = Vec::with_capacity(rows.len());
-    for (i, (row, row_lse)) in rows.into_iter().enumerate() {
-        let [batch, head, query] = place(shape, i);
-        widen(&row, o.row_mut(batch, query, head));
-        lse.push(f64::from(row_lse));
-    }
-    Ok(Plain { o, lse })
+    let rows =
+        each_row(problem.lse_shape(), |[batch, head, query]| row(problem, round, &q, &k, &v, batch, head, query));
+    let o = gather(problem.o_shape(), &rows, |(row, _), out| widen(row, out));
+    Ok(Plain { o, lse: rows.into_iter().map(|(_, lse)| f64::from(lse)).collect() })
 }
 
 fn widen(row: &[f32], out: &mut [f64]) {

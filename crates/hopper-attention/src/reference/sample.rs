@@ -4,7 +4,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
-use super::Tensor;
+use super::{BackwardExpected, BackwardPlain, Tensor, backward_plain};
 use crate::{BackwardProblem, DType, Element, ForwardProblem, bf16, f16};
 
 /// To the nearest value of a type, and back.
@@ -28,9 +28,31 @@ pub(crate) fn inputs(problem: &ForwardProblem, seed: u64) -> [Tensor; 3] {
         .map(|(shape, salt)| normal(problem.dtype(), shape, 1.0, seed * 8 + salt))
 }
 
-/// Normal gradients of O and, where the problem takes one, of the LSE.
-pub(crate) fn gradients(problem: &BackwardProblem, seed: u64) -> (Tensor, Option<Vec<f64>>) {
-    let [batch, heads, seqlen] = problem.d_lse_shape();
-    let d_lse = || normal(DType::F32, [batch, heads, seqlen, 1], 1.0, seed * 8 + 5).data().to_vec();
-    (normal(problem.dtype(), problem.d_o_shape(), 1.0, seed * 8 + 4), problem.takes_d_lse().then(d_lse))
+/// All inputs of a backward pass but O and the LSE.
+#[derive(Clone)]
+pub(crate) struct Given {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub d_o: Tensor,
+    pub d_lse: Option<Vec<f64>>,
+}
+
+impl Given {
+    /// Normal ones.
+    pub fn normal(problem: &BackwardProblem, seed: u64) -> Self {
+        let [q, k, v] = inputs(problem.forward(), seed);
+        let d_o = normal(problem.dtype(), problem.d_o_shape(), 1.0, seed * 8 + 4);
+        let [batch, heads, seqlen] = problem.d_lse_shape();
+        let d_lse = || normal(DType::F32, [batch, heads, seqlen, 1], 1.0, seed * 8 + 5).data().to_vec();
+        Self { q, k, v, d_o, d_lse: problem.takes_d_lse().then(d_lse) }
+    }
+
+    pub fn expected(&self, problem: &BackwardProblem) -> BackwardExpected {
+        BackwardExpected::new(problem, &self.q, &self.k, &self.v, &self.d_o, self.d_lse.as_deref()).unwrap()
+    }
+
+    pub fn plain(&self, problem: &BackwardProblem) -> BackwardPlain {
+        backward_plain(problem, &self.q, &self.k, &self.v, &self.d_o, self.d_lse.as_deref()).unwrap()
+    }
 }

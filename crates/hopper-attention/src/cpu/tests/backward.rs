@@ -2,29 +2,8 @@
 
 use super::*;
 use crate::BackwardProblem;
-use crate::reference::{BackwardExpected, BackwardReport};
-
-/// All inputs of a backward pass but O and the LSE.
-#[derive(Clone)]
-struct Given {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_o: Tensor,
-    d_lse: Option<Vec<f64>>,
-}
-
-impl Given {
-    fn normal(problem: &BackwardProblem, seed: u64) -> Self {
-        let [q, k, v] = sample::inputs(problem.forward(), seed);
-        let (d_o, d_lse) = sample::gradients(problem, seed);
-        Self { q, k, v, d_o, d_lse }
-    }
-
-    fn expected(&self, problem: &BackwardProblem) -> BackwardExpected {
-        BackwardExpected::new(problem, &self.q, &self.k, &self.v, &self.d_o, self.d_lse.as_deref()).unwrap()
-    }
-}
+use crate::reference::BackwardReport;
+use crate::reference::sample::Given;
 
 /// What a run gave, to the bit.
 #[derive(Debug, PartialEq)]

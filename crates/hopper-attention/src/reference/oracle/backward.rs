@@ -1,7 +1,7 @@
 //! The gradients in f64 from their definition, each row of dQ by itself and each row of dK and dV by itself.
 
 use super::super::tolerance::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
-use super::super::{Tensor, check_backward_inputs, each_row, place};
+use super::super::{Tensor, check_backward_inputs, each_row, gather};
 use super::dot;
 use crate::{BackwardProblem, Result};
 
@@ -60,25 +60,19 @@ pub fn backward(
     let shape = problem.d_lse_shape();
     let (rows, queries): (Vec<Row>, Vec<_>) =
         each_row(shape, |[batch, head, query]| exact.query(batch, head, query)).into_iter().unzip();
-    let (d_q, d_q_scales) = gather(problem.d_q_shape(), queries);
+    let (d_q, d_q_scales) = with_scales(problem.d_q_shape(), &queries);
 
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
     let (keys, values): (Vec<_>, Vec<_>) =
         each_row(shape, |[batch, head, key]| exact.key(&rows, batch, head, key)).into_iter().unzip();
-    let (d_k, d_k_scales) = gather(problem.d_k_shape(), keys);
-    let (d_v, d_v_scales) = gather(problem.d_v_shape(), values);
+    let (d_k, d_k_scales) = with_scales(problem.d_k_shape(), &keys);
+    let (d_v, d_v_scales) = with_scales(problem.d_v_shape(), &values);
     Ok(BackwardOracle { d_q, d_k, d_v, d_q_scales, d_k_scales, d_v_scales })
 }
 
 /// A tensor, and the scales of its rows, from its rows.
-fn gather(shape: [usize; 4], rows: Vec<Sum>) -> (Tensor, Vec<GradientScale>) {
-    let [batch, seqlen, heads, _] = shape;
-    let mut tensor = Tensor::zeros(shape);
-    for (i, row) in rows.iter().enumerate() {
-        let [batch, head, token] = place([batch, heads, seqlen], i);
-        tensor.row_mut(batch, token, head).copy_from_slice(&row.values);
-    }
-    (tensor, rows.into_iter().map(|row| row.scale()).collect())
+fn with_scales(shape: [usize; 4], rows: &[Sum]) -> (Tensor, Vec<GradientScale>) {
+    (gather(shape, rows, |row, out| out.copy_from_slice(&row.values)), rows.iter().map(Sum::scale).collect())
 }
 
 struct Exact<'a> {

@@ -1,6 +1,6 @@
 //! The gradients in the precision of the problem, without tiling.
 
-use super::super::{Tensor, check_backward_inputs, each_row, place};
+use super::super::{Tensor, check_backward_inputs, each_row, gather, place};
 use super::{Narrow, dot, forward_plain, rounding, widen};
 use crate::{BackwardProblem, Result};
 
@@ -54,21 +54,12 @@ pub fn backward_plain(
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
     let (d_k, d_v): (Vec<_>, Vec<_>) =
         each_row(shape, |[batch, head, key]| plain.key(batch, head, key)).into_iter().unzip();
+    let gradient = |shape, rows: &[Vec<f32>]| gather(shape, rows, |row, out| widen(row, out));
     Ok(BackwardPlain {
-        d_q: gather(problem.d_q_shape(), &d_q),
-        d_k: gather(problem.d_k_shape(), &d_k),
-        d_v: gather(problem.d_v_shape(), &d_v),
+        d_q: gradient(problem.d_q_shape(), &d_q),
+        d_k: gradient(problem.d_k_shape(), &d_k),
+        d_v: gradient(problem.d_v_shape(), &d_v),
     })
-}
-
-fn gather(shape: [usize; 4], rows: &[Vec<f32>]) -> Tensor {
-    let [batch, seqlen, heads, _] = shape;
-    let mut tensor = Tensor::zeros(shape);
-    for (i, row) in rows.iter().enumerate() {
-        let [batch, head, token] = place([batch, heads, seqlen], i);
-        widen(row, tensor.row_mut(batch, token, head));
-    }
-    tensor
 }
 
 struct Backward<'a> {

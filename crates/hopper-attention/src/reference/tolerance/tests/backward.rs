@@ -1,38 +1,12 @@
 //! The oracle of the gradients against finite differences and numbers by hand, and the law's judgement of them.
 
-use super::super::super::sample::{gradients, normal};
+use super::super::super::sample::{Given, normal};
 use super::super::super::{BackwardPlain, backward, backward_plain};
 use super::*;
 use crate::BackwardProblem;
 
 const SMALL: Dims =
     Dims { batch: 2, seqlen_q: 7, seqlen_kv: 9, heads_q: 4, heads_kv: 2, head_dim_qk: 5, head_dim_vo: 3 };
-
-/// All inputs of a backward pass but O and the LSE.
-#[derive(Clone)]
-struct Given {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_o: Tensor,
-    d_lse: Option<Vec<f64>>,
-}
-
-impl Given {
-    fn normal(problem: &BackwardProblem, seed: u64) -> Self {
-        let [q, k, v] = inputs(problem.forward(), seed);
-        let (d_o, d_lse) = gradients(problem, seed);
-        Self { q, k, v, d_o, d_lse }
-    }
-
-    fn expected(&self, problem: &BackwardProblem) -> BackwardExpected {
-        BackwardExpected::new(problem, &self.q, &self.k, &self.v, &self.d_o, self.d_lse.as_deref()).unwrap()
-    }
-
-    fn plain(&self, problem: &BackwardProblem) -> BackwardPlain {
-        backward_plain(problem, &self.q, &self.k, &self.v, &self.d_o, self.d_lse.as_deref()).unwrap()
-    }
-}
 
 fn backward_problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
     BackwardProblem::of(&problem(dtype, dims, mask)).d_lse(true)

@@ -1,0 +1,33 @@
+//! What the tests of the public API share: sizes, numbers, layouts and masks.
+
+use hopper_attention::{Corner, Dims, Element, Layout, Mask};
+use proptest::prelude::*;
+
+pub const DIMS: Dims =
+    Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
+
+/// Numbers between -1 and 1 that differ from place to place, without a generator.
+pub fn values<T: Element>(count: usize, seed: u32) -> Vec<T> {
+    let mixed = |i: u32| i.wrapping_add(seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
+    (0..count as u32).map(|i| T::from_f32(mixed(i) as f32 / (u32::MAX / 2) as f32 - 1.0)).collect()
+}
+
+/// Strides that put the dimensions in some order and leave gaps after heads and sequences.
+pub fn spread(shape: [usize; 4], heads_outside: bool, gap: usize) -> Layout<4> {
+    let [b, s, h, d] = shape.map(|size| size as i64);
+    let row = d + gap as i64;
+    let stride = if heads_outside { [h * s * row, row, s * row, 1] } else { [s * h * row, h * row, row, 1] };
+    let outer = if b > 1 { stride[0] + gap as i64 } else { stride[0] };
+    Layout::with_strides(shape, [outer, stride[1], stride[2], 1]).unwrap()
+}
+
+/// Masks of every kind, with bounds around the lengths of the tests.
+pub fn masks() -> impl Strategy<Value = Mask> {
+    let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
+    let bound = || proptest::option::of(0usize..50);
+    prop_oneof![
+        Just(Mask::Full),
+        corner().prop_map(|corner| Mask::Causal { corner }),
+        (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+    ]
+}
