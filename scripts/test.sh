@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 logs=${CARGO_TARGET_DIR:-target}/test-logs
 started=$SECONDS
 failed_steps=()
+terminal=0
+[ ! -t 1 ] || terminal=1
 # Nothing is edited between builds here: incremental compilation only costs.
 export CARGO_INCREMENTAL=0
 
@@ -18,19 +20,22 @@ step() {
   shift
   echo
   echo "== $name: $(echo "$*" | cut -c 1-120)"
-  # Progress as it comes; the tests' own words only where they matter.
-  "$@" 2>&1 | tee "$logs/$name.log" |
-    grep --line-buffered -E '^ *(Compiling|Checking|Documenting|Downloaded|Running|Doc-tests|Finished) |^(test|running|error|warning)[: [(]|skipped: |panicked'
+  "$@" 2>&1 | tee "$logs/$name.log" | awk -v terminal="$terminal" -f scripts/progress.awk
   if [ "${PIPESTATUS[0]}" -eq 0 ]; then
     echo "== $name: ok ($((SECONDS - since)) s)"
     return
   fi
   failed_steps+=("$name")
   echo "== $name: FAILED ($((SECONDS - since)) s), from $logs/$name.log:"
-  if grep -q '^failures:' "$logs/$name.log"; then
-    sed -n '/^failures:/,/^test result/p' "$logs/$name.log"
+  complaint "$name" 100
+}
+
+# complaint NAME LINES: what a failed step said of it.
+complaint() {
+  if grep -q '^failures:' "$logs/$1.log"; then
+    sed -n '/^failures:/,/^test result/p' "$logs/$1.log" | tail -n "$2"
   else
-    tail -n 100 "$logs/$name.log"
+    { grep -A 60 -E '^test .* FAILED|^error|panicked at' "$logs/$1.log" || cat "$logs/$1.log"; } | tail -n "$2"
   fi
 }
 
@@ -101,6 +106,11 @@ echo "took $((SECONDS - started)) s"
 [ "$gpu" -eq 0 ] || echo "$gpu tests need a GPU and were skipped: run scripts/gpu_test.sh on a machine with one"
 status=0
 if [ ${#failed_steps[@]} -gt 0 ]; then
+  # Once more where a long log ends.
+  for name in "${failed_steps[@]}"; do
+    echo "== $name failed:"
+    complaint "$name" 40
+  done
   echo "failed: ${failed_steps[*]}"
   status=1
   # A step that failed without a test's result line (a lint, a build) is a failure all the same.

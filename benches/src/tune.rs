@@ -42,7 +42,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// The verdict on each point of a report of [`Rows`](crate::Rows), on a GPU with these facts and with these kernels.
+/// The verdict on each point of a report of the harness `Rows`, on a GPU with these facts and with these kernels.
 ///
 /// # Errors
 /// When a kernel's output was wrong or a call failed, or there was no timing: then nothing should be noted.
