@@ -31,4 +31,16 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int con
   }
 }
 
+// Adds f32 in shared memory to as many in global memory, as one bulk group of the calling thread.
+CUTE_DEVICE void add_bulk(float* global, float const* shared, std::uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+  cute::tma_store_arrive();
+}
+
+// Waits until the calling thread's bulk groups have read shared memory, or have arrived in global memory.
+CUTE_DEVICE void await_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+CUTE_DEVICE void await_bulk_arrival() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 }  // namespace hattn::sm90

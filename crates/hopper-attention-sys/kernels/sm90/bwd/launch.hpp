@@ -51,8 +51,6 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
       {{}, params.k, params.seqlen_kv, params.heads_kv, params.head_dim_qk, Traits::kTileN},
       {{}, params.v, params.seqlen_kv, params.heads_kv, params.head_dim_vo, Traits::kTileN},
       {{}, params.d_o, params.seqlen_q, params.heads_q, params.head_dim_vo, Traits::kTileM},
-      {{}, params.d_k, params.seqlen_kv, params.heads_kv, params.head_dim_qk, 64},
-      {{}, params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo, 64},
   };
   for (Map& map : maps) {
     Status const status = encode_tensor_map(map.map, Traits::kDType, map.tensor, params.batch, map.seqlen, map.heads,
@@ -81,13 +79,17 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.diagonal_offset + params.window_right,
                                       params.heads_per_group,
                                       reinterpret_cast<int*>(params.tile_counter),
+                                      params.d_k,
+                                      params.d_v,
+                                      params.head_dim_qk,
+                                      params.head_dim_vo,
                                       params.softmax_scale,
                                       params.softmax_scale * kLog2E};
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   int const blocks = params.batch * params.heads_q * m_blocks;
   bwd_prepare<Traits><<<132 * 8, 256, 0, stream>>>(params);
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
-      kernel_params, maps[0].map, maps[1].map, maps[2].map, maps[3].map, maps[4].map, maps[5].map);
+      kernel_params, maps[0].map, maps[1].map, maps[2].map, maps[3].map);
   bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);
   return to_status(cudaGetLastError());
 }

@@ -5,8 +5,8 @@
 //
 // All the blocks of a CTA's tiles form one stream. Each step begins with the scores of its block in registers and ends
 // with those of the next one, so that the tensor cores have work while the other steps are done by hand: the
-// exponentials run under dP, dS under dV, and the reduction of dQ under the next scores. The products are issued in the
-// order dP, dV, dK, dQ, S. The tensor cores subtract delta: dP starts from it.
+// exponentials run under dP, dS under dV, and dQ leaves the registers under the next scores. The products are issued in
+// the order dP, dV, dK, dQ, S. The tensor cores subtract delta: dP starts from it.
 #pragma once
 
 #include "common/mask.hpp"
@@ -23,44 +23,19 @@ struct BwdMma {
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
 
-  // Adds four neighbouring f32 in global memory.
-  CUTE_DEVICE static void add_four(float* address, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
-                 "f"(d)
-                 : "memory");
-  }
-
-  // Waits until it is this tile's turn. As with Mbarrier::wait the compiler sees no control flow, since accumulators
-  // are in flight across it.
-  CUTE_DEVICE static void await_turn(int const* turn, int tile) {
-    asm volatile(
-        "{\n"
-        ".reg .pred mine;\n"
-        ".reg .s32 now;\n"
-        "again:\n"
-        "ld.acquire.gpu.global.s32 now, [%0];\n"
-        "setp.eq.s32 mine, now, %1;\n"
-        "@mine bra passed;\n"
-        "bra again;\n"
-        "passed:\n"
-        "}\n" ::"l"(turn),
-        "r"(tile)
-        : "memory");
-  }
-
-  // Gives the turn to the next tile: what the whole warp has added is seen before that is.
-  CUTE_DEVICE static void pass_turn(int* turn, int tile) {
-    __syncwarp();
-    if (cute::elect_one_sync()) {
-      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(tile + 1) : "memory");
-    }
-  }
-
   // This thread's place in its warpgroup, read anew at each call: registers are short.
   CUTE_DEVICE static int thread_index() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread % 128;
+  }
+
+  // Nought, unknown to the compiler: what is derived from it is computed where it is used. Held for the whole loop, the
+  // descriptors of an operand with one buffer would take every uniform register there is.
+  CUTE_DEVICE static int opaque_zero() {
+    int zero;
+    asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+    return zero;
   }
 
   // Visits the elements of an accumulator of transposed scores with a statistic of their columns, which prepare.hpp has
@@ -102,10 +77,10 @@ struct BwdMma {
     constexpr int kQK = Traits::kHeadDimQK;
     constexpr int kVO = Traits::kHeadDimVO;
     constexpr int kStages = Traits::kStages;
-    constexpr int kBuffers = Traits::kBuffersKV;
+    constexpr int kBuffers = Traits::kBuffersK;
     auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
     Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
-    Tensor sV = rows(storage.v[0], typename Traits::template SmemRows<kN, kVO, kBuffers>{});
+    Tensor sV = rows(storage.v, typename Traits::template SmemRows<kN, kVO, 2>{});
     Tensor sQ = rows(storage.q[0], typename Traits::template SmemRows<kM, kQK, kStages>{});
     Tensor sdO = rows(storage.d_o[0], typename Traits::template SmemRows<kM, kVO, kStages>{});
     Tensor sKt = rows(storage.k[0], typename Traits::template SmemColumns<kN, kQK, kBuffers>{});
@@ -144,46 +119,35 @@ struct BwdMma {
     auto warp_row = [&](int thread) { return consumer * 64 + thread / 32 * 16; };
 
     RingPosition<kStages> ring;  // of Q and dO, and of dS as well
-    RingPosition<kBuffers> kv;
+    RingPosition<kBuffers> k;    // of K; V, in one buffer, has the parity of its stage
     int n_block = 0;
     BlockRange range{0, 0, 0, 0};
     int m_block = 0;
     int remaining = 0;  // blocks of this tile, all heads of the group together
-    int d_q_block = 0;  // where the sums of the block are
-    // Whose turn is still to be passed on: that of the block before, whose sums have arrived by now. -1: none.
-    int turn_block = -1;
-    int turn_tile = 0;
-
-    constexpr std::int64_t kBlockQ = Traits::kElementsQ;
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
-    int const m_blocks = ceil_div(params.seqlen_q, kM);
 
     // The tile in a buffer; the shuffles tell the compiler that it is the same in the whole warp.
     auto await_tile = [&]() __attribute__((always_inline)) {
-      storage.tile_full[kv.stage].wait(kv.parity);
-      return warp_value(storage.tile[kv.stage].batch) >= 0;
+      storage.tile_full[k.stage].wait(k.parity);
+      return warp_value(storage.tile[k.stage].batch) >= 0;
     };
     auto enter_tile = [&]() __attribute__((always_inline)) {
-      Tile const tile = storage.tile[kv.stage];
+      Tile const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
       range = query_range<kMask, kM, kN>(band, n_block);
       remaining = params.heads_per_kv_head * (range.end - range.begin);
       m_block = range.begin;
-      int const head = warp_value(tile.head) * params.heads_per_kv_head;
-      d_q_block = (warp_value(tile.batch) * params.heads_q + head) * m_blocks + range.begin;
     };
     auto next_block = [&]() __attribute__((always_inline)) {
       --remaining;
       ++m_block;
-      ++d_q_block;
       if (m_block == range.end) {  // the group's next query head
         m_block = range.begin;
-        d_q_block += m_blocks - (range.end - range.begin);
       }
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      issue_product<false>(mma_s, tSrK(_, _, _, kv.stage), tSrQ(_, _, _, ring.stage), tS);
+      issue_product<false>(mma_s, tSrK(_, _, _, k.stage), tSrQ(_, _, _, ring.stage), tS);
     };
     auto mask_scores = [&]() __attribute__((always_inline)) {
       int const thread = thread_index();
@@ -204,11 +168,11 @@ struct BwdMma {
     };
 
     // From the scores of a block to its dK, dV and dQ: dV is done, dK and dQ are on their way.
-    auto gradients = [&]() __attribute__((always_inline)) {
+    auto gradients = [&](auto is_last) __attribute__((always_inline)) {
       with_statistic(tdP, storage.statistics[ring.stage] + kM,
                      [](float& d_p, float minus_delta) { d_p = minus_delta; });
       storage.d_o_full[ring.stage].wait(ring.parity);
-      issue_product<true>(mma_d_p, tPrV(_, _, _, kv.stage), tPrdO(_, _, _, ring.stage), tdP);
+      issue_product<true>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
       if (m_block < range.free_begin || m_block >= range.free_end) {
         mask_scores();
       }
@@ -219,6 +183,9 @@ struct BwdMma {
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
+      if constexpr (is_last) {
+        release(storage.v_empty);
+      }
       CUTE_UNROLL
       for (int i = 0; i < size(tS); ++i) {
         tS(i) *= tdP(i);
@@ -231,18 +198,10 @@ struct BwdMma {
       fence_proxy_async();
       issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
       named_barrier_sync(1, 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, ring.stage), tQrK(_, _, _, kv.stage), tdQ);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, ring.stage), tQrK(_, _, _, k.stage), tdQ);
       warpgroup_wait<2>();
       warpgroup_fence_operand(tdV);
       release(storage.d_o_empty[ring.stage]);
-    };
-    auto turn_of = [&](int block) __attribute__((always_inline)) {
-      return params.turns + static_cast<std::int64_t>(block) * Traits::kWarps + consumer * 4 + thread_index() / 32;
-    };
-    auto pass_last_turn = [&]() __attribute__((always_inline)) {
-      if (turn_block >= 0) {
-        pass_turn(turn_of(turn_block), turn_tile);
-      }
     };
     // Under the next scores.
     auto finish_block = [&](int q_stage) __attribute__((always_inline)) {
@@ -250,20 +209,19 @@ struct BwdMma {
       warpgroup_fence_operand(tdK);
       warpgroup_fence_operand(tdQ);
       release(storage.q_empty[q_stage]);
-      if (params.turns != nullptr) {
-        pass_last_turn();
-        turn_block = d_q_block;
-        turn_tile = n_block;
-        await_turn(turn_of(d_q_block), n_block);
-      }
-      float* const d_q = params.d_q + d_q_block * kBlockQ + (consumer * 128 + thread_index()) * 4;
+      storage.d_q_empty.wait(q_stage ^ 1);  // one buffer: its laps are as long as stages
+      float4* const part =
+          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + thread_index();
       CUTE_UNROLL
       for (int i = 0; i < size(tdQ) / 4; ++i) {
-        add_four(d_q + i * 1024, tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3));
+        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
       }
+      fence_proxy_async();
+      __syncwarp();
+      release(storage.d_q_full);
     };
     auto step = [&]() __attribute__((always_inline)) {
-      gradients();
+      gradients(false_type{});
       int const done = ring.stage;
       ring.advance();
       storage.q_full[ring.stage].wait(ring.parity);
@@ -272,17 +230,23 @@ struct BwdMma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tS);
     };
-    // A tile's dK and dV, over its K and V, which nobody needs any more.
-    auto hand_over = [&](int buffer) __attribute__((always_inline)) {
-      float const scales[2] = {params.scale, params.scale};
-      float const ones[2] = {1.0F, 1.0F};
+    auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
+                              auto const& values, float scale) __attribute__((always_inline)) {
       int const thread = thread_index();
-      store_accumulator<kN, kVO>(storage.v[buffer], warp_row(thread), thread % 32, tdV, ones);
-      named_barrier_sync(1, 256);  // the other warpgroup has read these rows of K for its dQ
-      store_accumulator<kN, kQK>(storage.k[buffer], warp_row(thread), thread % 32, tdK, scales);
-      fence_proxy_async();
+      write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
+                           2 * tensor.stride_seqlen, n_block * kN + warp_row(thread), params.seqlen_kv, head_dim,
+                           thread % 32, [&](int i, int j) {
+                             int const at = 8 * i + 2 * j;
+                             return pack_pair<Element>(values(at) * scale, values(at + 1) * scale);
+                           });
+    };
+    // A tile's dK and dV.
+    auto hand_over = [&](int buffer) __attribute__((always_inline)) {
+      Tile const tile = storage.tile[buffer];
       __syncwarp();
-      release(storage.d_kv_full[buffer][consumer]);
+      release(storage.k_empty[buffer]);
+      write_gradient(Int<kVO>{}, params.d_v, tile, params.head_dim_vo, tdV, 1.0F);
+      write_gradient(Int<kQK>{}, params.d_k, tile, params.head_dim_qk, tdK, params.scale);
     };
 
     if (!await_tile()) {
@@ -291,11 +255,12 @@ struct BwdMma {
     enter_tile();
     clear(tdV);
     clear(tdK);
-    storage.kv_full[0].wait(0);
+    storage.k_full[0].wait(0);
     storage.q_full[0].wait(0);
     issue_scores();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
+    storage.v_full.wait(0);
 
     while (true) {
       for (; remaining > 1; next_block()) {
@@ -303,16 +268,16 @@ struct BwdMma {
       }
 
       // The border: the next tile's first scores are computed while this tile's dK and dV are handed over.
-      gradients();
+      gradients(true_type{});
       int const done = ring.stage;
-      int const buffer = kv.stage;
+      int const buffer = k.stage;
       ring.advance();
-      kv.advance();
+      k.advance();
       bool const more = await_tile();
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the products and the
       // wait for them would make ptxas serialise them.
       if (more) {
-        storage.kv_full[kv.stage].wait(kv.parity);
+        storage.k_full[k.stage].wait(k.parity);
         storage.q_full[ring.stage].wait(ring.parity);
       }
       issue_scores();
@@ -321,12 +286,12 @@ struct BwdMma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tS);
       if (!more) {
-        pass_last_turn();
         break;
       }
       enter_tile();
       clear(tdV);
       clear(tdK);
+      storage.v_full.wait(k.stage);
     }
   }
 };

@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   if (params.turns != 0) {
     Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                     params.seqlen_q, params.seqlen_kv};
-    std::int64_t const turns = rows / kTileM * Traits::kWarps;
+    std::int64_t const turns = rows / kTileM;
     for (std::int64_t i = thread; i < turns; i += threads) {
-      int const m_block = static_cast<int>(i / Traits::kWarps % m_blocks);
+      int const m_block = static_cast<int>(i % m_blocks);
       int first = 0;
       if constexpr (Traits::kMask == MaskClass::Window) {
         int last = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN - 1;

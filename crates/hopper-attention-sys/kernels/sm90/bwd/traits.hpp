@@ -26,16 +26,18 @@ struct BwdTraits {
   // A consumer warpgroup owns 64 keys of the tile; one more warpgroup feeds them.
   static constexpr int kConsumers = kTileN / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kWarps = 4 * kConsumers;  // each owns an eighth of a block's dQ
+  static constexpr int kWarps = 4 * kConsumers;
   static_assert(kConsumers == 2, "the reduction of dQ is split in two");
   static_assert(kTileM == 64 || kTileM == 128, "dQ is split by columns or by rows");
   static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
 
-  // K and V of a tile and of the next one; dK and dV leave from where they were.
-  static constexpr int kBuffersKV = 2;
+  // K of a tile and of the next one; V is read for the last time early in a tile's last block.
+  static constexpr int kBuffersK = 2;
 
-  static constexpr int kProducerRegisters = 32;
+  static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
+  // More than a block is launched with would never be granted.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // S^T and dP^T: a warpgroup's keys by all queries of the block.
   template <int kHeadDim>
@@ -75,23 +77,29 @@ struct BwdTraits {
   static constexpr int kStatistics = 2 * kTileM;  // of the queries of a block: -LSE * log2(e), then -delta
   static constexpr std::uint32_t kBytesQ = kElementsQ * sizeof(Element) + kStatistics * sizeof(float);
   static constexpr std::uint32_t kBytesO = kElementsO * sizeof(Element);
-  static constexpr std::uint32_t kBytesKV = (kElementsK + kElementsV) * sizeof(Element);
+  static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
+  static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
 
   struct SharedStorage {
-    alignas(1024) Element k[kBuffersKV][kElementsK];
-    alignas(1024) Element v[kBuffersKV][kElementsV];
+    alignas(1024) Element k[kBuffersK][kElementsK];
+    alignas(1024) Element v[kElementsV];
     alignas(1024) Element q[kStages][kElementsQ];
     alignas(1024) Element d_o[kStages][kElementsO];
     alignas(1024) Element d_s[2][kElementsS];
+    alignas(128) float d_q[kElementsQ];
     alignas(128) float statistics[kStages][kStatistics];
-    Tile tile[kBuffersKV];  // whose K and V are in each buffer; batch < 0: there is none, and none will come
-    Mbarrier tile_full[kBuffersKV];
-    Mbarrier kv_full[kBuffersKV];
-    Mbarrier d_kv_full[kBuffersKV][kConsumers];
+    Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
+    Mbarrier tile_full[kBuffersK];
+    Mbarrier k_full[kBuffersK];
+    Mbarrier k_empty[kBuffersK];
+    Mbarrier v_full;
+    Mbarrier v_empty;
     Mbarrier q_full[kStages];
     Mbarrier q_empty[kStages];
     Mbarrier d_o_full[kStages];
     Mbarrier d_o_empty[kStages];
+    Mbarrier d_q_full;
+    Mbarrier d_q_empty;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
@@ -101,7 +109,7 @@ struct BwdTraits {
 struct BwdKernelParams {
   float const* statistics;  // [batch, heads_q, blocks of queries][2][kTileM], see prepare.hpp
   float* d_q;               // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
-  int* turns;               // [batch, heads_q, blocks of queries][kWarps], or null
+  int* turns;               // [batch, heads_q, blocks of queries], or null
   int batch;
   int heads_q;
   int heads_kv;
@@ -112,6 +120,10 @@ struct BwdKernelParams {
   int right_offset;
   int heads_per_group;
   int* tile_counter;
+  TensorDesc d_k;
+  TensorDesc d_v;
+  int head_dim_qk;
+  int head_dim_vo;
   float scale;       // softmax_scale
   float scale_log2;  // softmax_scale * log2(e)
 };
