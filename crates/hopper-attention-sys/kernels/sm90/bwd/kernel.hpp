@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kBuffersK; ++i) {
       storage.tile_full[i].init(1);
       storage.k_full[i].init(1);
-      storage.k_empty[i].init(Traits::kWarps);
+      storage.k_empty[i].init(Traits::kWarps + 3);  // and three lanes that read the tile
     }
     storage.d_q_full.init(Traits::kWarps);
     storage.d_q_empty.init(1);

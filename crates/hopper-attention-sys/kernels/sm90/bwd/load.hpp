@@ -31,6 +31,8 @@ struct BwdLoad {
       if (!tile.valid()) {
         break;
       }
+      // Read, and may be replaced: a lane can be a tile behind the consumers where tiles have one block.
+      storage.k_empty[k.stage].arrive();
       BlockRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       CUTE_NO_UNROLL
       for (int i = 0; i < params.heads_per_kv_head; ++i) {
@@ -75,8 +77,12 @@ struct BwdLoad {
   // In turns the tiles of keys add to a block one after the other by their number, so that the sums are the same on
   // every run.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
+    // The consumers report what they stored before a block, which is nothing before the first one; only then they get
+    // the buffer.
+    storage.d_q_full.wait(0);
+    storage.d_q_empty.arrive();
     stream(params, band, storage, [&](auto const& ring, int m, int head, int batch, int n) {
-      storage.d_q_full.wait(ring.stage);  // one buffer: its laps are as long as stages
+      storage.d_q_full.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
       std::int64_t const block = block_index(params, m, head, batch);
       if (params.turns != nullptr) {
         await_turn(params.turns + block, n);

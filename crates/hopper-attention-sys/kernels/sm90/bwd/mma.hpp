@@ -3,10 +3,10 @@
 //
 //   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
 //
-// All the blocks of a CTA's tiles form one stream. Each step begins with the scores of its block in registers and ends
-// with those of the next one, so that the tensor cores have work while the other steps are done by hand: the
-// exponentials run under dP, dS under dV, and dQ leaves the registers under the next scores. The products are issued in
-// the order dP, dV, dK, dQ, S. The tensor cores subtract delta: dP starts from it.
+// All the blocks of a CTA's tiles form one stream, and the products are issued in the order dP, dV, dK, S of the next
+// block, dQ. So the tensor cores have work while the rest is done by hand: dS is computed under dV, and the next
+// block's exponentials under dQ. A step begins and ends with nothing in flight, which ptxas asks for: dP is issued when
+// dQ has left the registers that both use.
 #pragma once
 
 #include "common/mask.hpp"
@@ -40,18 +40,18 @@ struct BwdMma {
 
   // Visits the elements of an accumulator of transposed scores with a statistic of their columns, which prepare.hpp has
   // put into the order of the fragments: 16 queries are four groups of four, one for each lane of a quad.
-  template <class Scores, class Visit>
-  CUTE_DEVICE static void with_statistic(Scores& scores, float const* statistic, Visit const& visit) {
+  template <class Visit>
+  CUTE_DEVICE static void with_statistic(float const* statistic, Visit const& visit) {
     float4 const* const four = reinterpret_cast<float4 const*>(statistic) + thread_index() % 4;
     CUTE_UNROLL
     for (int i = 0; i < Traits::kTileM / 16; ++i) {
       float4 const value = four[4 * i];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        visit(scores(8 * i + 2 * r), value.x);
-        visit(scores(8 * i + 2 * r + 1), value.y);
-        visit(scores(8 * i + 4 + 2 * r), value.z);
-        visit(scores(8 * i + 4 + 2 * r + 1), value.w);
+        visit(8 * i + 2 * r, value.x);
+        visit(8 * i + 2 * r + 1, value.y);
+        visit(8 * i + 4 + 2 * r, value.z);
+        visit(8 * i + 4 + 2 * r + 1, value.w);
       }
     }
   }
@@ -167,18 +167,21 @@ struct BwdMma {
       }
     };
 
-    // From the scores of a block to its dK, dV and dQ: dV is done, dK and dQ are on their way.
-    auto gradients = [&](auto is_last) __attribute__((always_inline)) {
-      with_statistic(tdP, storage.statistics[ring.stage] + kM,
-                     [](float& d_p, float minus_delta) { d_p = minus_delta; });
-      storage.d_o_full[ring.stage].wait(ring.parity);
-      issue_product<true>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+    auto begin_block = [&]() __attribute__((always_inline)) {
       if (m_block < range.free_begin || m_block >= range.free_end) {
         mask_scores();
       }
-      with_statistic(tS, storage.statistics[ring.stage], [&](float& score, float minus_lse) {
-        score = exp2_approx(fmaf(score, params.scale_log2, minus_lse));
-      });
+      with_statistic(storage.statistics[ring.stage],
+                     [&](int i, float minus_lse) { tS(i) = exp2_approx(fmaf(tS(i), params.scale_log2, minus_lse)); });
+    };
+    // From a block's P to dS; dV is done and dK on its way.
+    auto gradients = [&](auto is_last) __attribute__((always_inline)) {
+      storage.d_o_full[ring.stage].wait(ring.parity);
+      issue_product<false>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+      // The dQ that was stored before.
+      fence_proxy_async();
+      __syncwarp();
+      release(storage.d_q_full);
       pack(tP, tS);
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
       warpgroup_wait<1>();
@@ -186,10 +189,8 @@ struct BwdMma {
       if constexpr (is_last) {
         release(storage.v_empty);
       }
-      CUTE_UNROLL
-      for (int i = 0; i < size(tS); ++i) {
-        tS(i) *= tdP(i);
-      }
+      with_statistic(storage.statistics[ring.stage] + kM,
+                     [&](int i, float minus_delta) { tS(i) *= tdP(i) + minus_delta; });
       pack(tdS, tS);
       Tensor pairs = recast<std::uint32_t>(tdS);
       int const thread = thread_index();
@@ -197,28 +198,30 @@ struct BwdMma {
                           [&](int i, int j) { return pairs(4 * i + j); });
       fence_proxy_async();
       issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
-      named_barrier_sync(1, 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, ring.stage), tQrK(_, _, _, k.stage), tdQ);
-      warpgroup_wait<2>();
+      // P's registers are needed for the next scores, whose turn comes after dK anyway.
+      warpgroup_wait<1>();
       warpgroup_fence_operand(tdV);
       release(storage.d_o_empty[ring.stage]);
     };
-    // Under the next scores.
-    auto finish_block = [&](int q_stage) __attribute__((always_inline)) {
+    // dQ of the block in `q_stage`, beside the next one's scores, which are done at the end of it.
+    auto issue_query_gradients = [&](int q_stage, int k_buffer) __attribute__((always_inline)) {
+      named_barrier_sync(1, 256);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, q_stage), tQrK(_, _, _, k_buffer), tdQ);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdK);
-      warpgroup_fence_operand(tdQ);
+      warpgroup_fence_operand(tS);
       release(storage.q_empty[q_stage]);
-      storage.d_q_empty.wait(q_stage ^ 1);  // one buffer: its laps are as long as stages
+    };
+    auto store_query_gradients = [&](int q_stage) __attribute__((always_inline)) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tdQ);
+      storage.d_q_empty.wait(q_stage);  // one buffer: its laps are as long as stages
       float4* const part =
           reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + thread_index();
       CUTE_UNROLL
       for (int i = 0; i < size(tdQ) / 4; ++i) {
         part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
       }
-      fence_proxy_async();
-      __syncwarp();
-      release(storage.d_q_full);
     };
     auto step = [&]() __attribute__((always_inline)) {
       gradients(false_type{});
@@ -226,9 +229,10 @@ struct BwdMma {
       ring.advance();
       storage.q_full[ring.stage].wait(ring.parity);
       issue_scores();
-      finish_block(done);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tS);
+      issue_query_gradients(done, k.stage);
+      next_block();
+      begin_block();
+      store_query_gradients(done);
     };
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
                               auto const& values, float scale) __attribute__((always_inline)) {
@@ -261,13 +265,14 @@ struct BwdMma {
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
     storage.v_full.wait(0);
+    begin_block();
 
     while (true) {
-      for (; remaining > 1; next_block()) {
+      while (remaining > 1) {
         step();
       }
 
-      // The border: the next tile's first scores are computed while this tile's dK and dV are handed over.
+      // The border: the next tile's first scores and this tile's last dQ.
       gradients(true_type{});
       int const done = ring.stage;
       int const buffer = k.stage;
@@ -281,10 +286,9 @@ struct BwdMma {
         storage.q_full[ring.stage].wait(ring.parity);
       }
       issue_scores();
-      finish_block(done);
+      issue_query_gradients(done, buffer);
+      store_query_gradients(done);
       hand_over(buffer);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tS);
       if (!more) {
         break;
       }
@@ -292,7 +296,12 @@ struct BwdMma {
       clear(tdV);
       clear(tdK);
       storage.v_full.wait(k.stage);
+      begin_block();
     }
+
+    fence_proxy_async();
+    __syncwarp();
+    release(storage.d_q_full);
   }
 };
 
