@@ -49,30 +49,39 @@ CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
   }
 }
 
-// The backward's ranges: the blocks of kTileM queries that a tile of kTileN keys is seen by, in the same words.
+// The backward's ranges: the blocks [begin, end) of kTileM queries that see a tile of kTileN keys. At least one, too.
+struct QueryRange {
+  int begin;
+  int end;
+};
+
 template <MaskClass kMask, int kTileM, int kTileN>
-CUTE_DEVICE BlockRange query_range(Band const& band, int n_block) {
-  int const blocks = cute::ceil_div(band.seqlen_q, kTileM);
-  // Keys past the end are masked with every query.
-  bool const ragged = (n_block + 1) * kTileN > band.seqlen_kv;
-  if constexpr (kMask == MaskClass::Full) {
-    return {0, blocks, ragged ? blocks : 0, blocks};
-  } else {
-    int const first_key = n_block * kTileN;
-    int const last_key = cute::min(first_key + kTileN, band.seqlen_kv) - 1;
-    BlockRange range;
-    range.begin = cute::min(cute::max(0, first_key - band.right_offset) / kTileM, blocks - 1);
-    range.free_begin = cute::ceil_div(cute::max(0, last_key - band.right_offset), kTileM);
-    range.end = blocks;
-    range.free_end = blocks;
-    if constexpr (kMask == MaskClass::Window) {
-      int const queries_end = cute::min(band.seqlen_q, last_key - band.left_offset + 1);
-      range.end = cute::max(cute::ceil_div(cute::max(0, queries_end), kTileM), range.begin + 1);
-      range.free_end = cute::max(0, first_key - band.left_offset + 1) / kTileM;
-    }
-    range.free_begin = ragged ? range.end : range.free_begin;
-    return range;
+CUTE_DEVICE QueryRange query_range(Band const& band, int n_block) {
+  QueryRange range{0, cute::ceil_div(band.seqlen_q, kTileM)};
+  int const first_key = n_block * kTileN;
+  if constexpr (kMask != MaskClass::Full) {
+    range.begin = cute::min(cute::max(0, first_key - band.right_offset) / kTileM, range.end - 1);
   }
+  if constexpr (kMask == MaskClass::Window) {
+    int const last_key = cute::min(first_key + kTileN, band.seqlen_kv) - 1;
+    int const queries_end = cute::min(band.seqlen_q, last_key - band.left_offset + 1);
+    range.end = cute::max(cute::ceil_div(cute::max(0, queries_end), kTileM), range.begin + 1);
+  }
+  return range;
+}
+
+// Whether a block of queries sees all of a tile of keys. Keys past the end are masked with every query.
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE bool is_free(Band const& band, int m_block, int n_block) {
+  int const keys_end = (n_block + 1) * kTileN;
+  bool free = keys_end <= band.seqlen_kv;
+  if constexpr (kMask != MaskClass::Full) {
+    free = free && keys_end - 1 <= m_block * kTileM + band.right_offset;
+  }
+  if constexpr (kMask == MaskClass::Window) {
+    free = free && keys_end - kTileN >= (m_block + 1) * kTileM - 1 + band.left_offset;
+  }
+  return free;
 }
 
 // The blocks that some of a tile's rows visit, kept inside the tile's own range and never empty.

@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.
-  BwdScheduler const scheduler{(params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN, params.heads_kv, params.batch,
-                               params.heads_per_group, params.tile_counter};
+  BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch, params.heads_per_group,
+                               params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

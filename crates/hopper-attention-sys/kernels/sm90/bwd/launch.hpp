@@ -75,6 +75,8 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.heads_q / params.heads_kv,
                                       params.seqlen_q,
                                       params.seqlen_kv,
+                                      (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                                      (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN,
                                       params.diagonal_offset - params.window_left,
                                       params.diagonal_offset + params.window_right,
                                       params.heads_per_group,

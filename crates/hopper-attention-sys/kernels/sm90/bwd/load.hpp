@@ -33,30 +33,28 @@ struct BwdLoad {
       }
       // Read, and may be replaced: a lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      BlockRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      QueryRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       CUTE_NO_UNROLL
       for (int i = 0; i < params.heads_per_kv_head; ++i) {
+        int const head = tile.head * params.heads_per_kv_head + i;
+        int block = (tile.batch * params.heads_q + head) * params.m_blocks + range.begin;
         CUTE_NO_UNROLL
         for (int m = range.begin; m < range.end; ++m) {
-          visit(ring, m, tile.head * params.heads_per_kv_head + i, tile.batch, tile.block);
+          visit(ring, block, m, head, tile.batch, tile.block);
+          ++block;
           ring.advance();
         }
       }
     }
   }
 
-  CUTE_DEVICE static std::int64_t block_index(BwdKernelParams const& params, int m, int head, int batch) {
-    int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-    return static_cast<std::int64_t>(batch * params.heads_q + head) * m_blocks + m;
-  }
-
   CUTE_DEVICE static void queries(BwdKernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                   Storage& storage) {
-    stream(params, band, storage, [&](auto const& ring, int m, int head, int batch, int) {
+    stream(params, band, storage, [&](auto const& ring, int block, int m, int head, int batch, int) {
       Mbarrier& full = storage.q_full[ring.stage];
       storage.q_empty[ring.stage].wait(ring.parity ^ 1);
       full.arrive_expect_bytes(Traits::kBytesQ);
-      cute::SM90_BULK_COPY_G2S::copy(params.statistics + block_index(params, m, head, batch) * Traits::kStatistics,
+      cute::SM90_BULK_COPY_G2S::copy(params.statistics + static_cast<std::int64_t>(block) * Traits::kStatistics,
                                      &full.word, storage.statistics[ring.stage], Traits::kStatistics * sizeof(float));
       load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, full, kEvictLast, storage.q[ring.stage], m * Traits::kTileM,
                                                     head, batch);
@@ -65,7 +63,7 @@ struct BwdLoad {
 
   CUTE_DEVICE static void output_gradients(BwdKernelParams const& params, CUtensorMap const& map_d_o, Band const& band,
                                            Storage& storage) {
-    stream(params, band, storage, [&](auto const& ring, int m, int head, int batch, int) {
+    stream(params, band, storage, [&](auto const& ring, int, int m, int head, int batch, int) {
       Mbarrier& full = storage.d_o_full[ring.stage];
       storage.d_o_empty[ring.stage].wait(ring.parity ^ 1);
       full.arrive_expect_bytes(Traits::kBytesO);
@@ -81,13 +79,13 @@ struct BwdLoad {
     // the buffer.
     storage.d_q_full.wait(0);
     storage.d_q_empty.arrive();
-    stream(params, band, storage, [&](auto const& ring, int m, int head, int batch, int n) {
+    stream(params, band, storage, [&](auto const& ring, int block, int, int, int, int n) {
       storage.d_q_full.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
-      std::int64_t const block = block_index(params, m, head, batch);
       if (params.turns != nullptr) {
         await_turn(params.turns + block, n);
       }
-      add_bulk(params.d_q + block * Traits::kElementsQ, storage.d_q, Traits::kElementsQ * sizeof(float));
+      add_bulk(params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ, storage.d_q,
+               Traits::kElementsQ * sizeof(float));
       await_bulk_read();
       storage.d_q_empty.arrive();
       if (params.turns != nullptr) {
@@ -115,24 +113,24 @@ struct BwdLoad {
     int drawn = scheduler.draw(round);
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
-      Tile const tile = scheduler.tile(drawn);
       storage.k_empty[k.stage].wait(k.parity ^ 1);
-      if (tile.valid()) {
-        storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
-        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
-                                                      tile.block * Traits::kTileN, tile.head, tile.batch);
-      }
+      Tile const tile = scheduler.tile(drawn);
       storage.tile[k.stage] = tile;
       storage.tile_full[k.stage].arrive();
       if (!tile.valid()) {
         break;
       }
+      storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
+      load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
+                                                    tile.block * Traits::kTileN, tile.head, tile.batch);
       drawn = scheduler.draw(++round);
       // V has one buffer, so that its laps change parity with every tile, as K's buffers alternate.
       storage.v_empty.wait(k.stage ^ 1);
       storage.v_full.arrive_expect_bytes(Traits::kBytesV);
+      // Registers are short: the tile is read once more.
+      Tile const again = storage.tile[k.stage];
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
-                                                    tile.block * Traits::kTileN, tile.head, tile.batch);
+                                                    again.block * Traits::kTileN, again.head, again.batch);
     }
   }
 };

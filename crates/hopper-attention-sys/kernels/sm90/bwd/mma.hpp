@@ -23,11 +23,11 @@ struct BwdMma {
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
 
-  // This thread's place in its warpgroup, read anew at each call: registers are short.
-  CUTE_DEVICE static int thread_index() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % 128;
+  // A value that the compiler must take for a new one: what is derived from it is computed where it is used, since
+  // registers are short.
+  CUTE_DEVICE static int anew(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
   }
 
   // Nought, unknown to the compiler: what is derived from it is computed where it is used. Held for the whole loop, the
@@ -38,26 +38,40 @@ struct BwdMma {
     return zero;
   }
 
-  // Visits the elements of an accumulator of transposed scores with a statistic of their columns, which prepare.hpp has
-  // put into the order of the fragments: 16 queries are four groups of four, one for each lane of a quad.
-  template <class Visit>
-  CUTE_DEVICE static void with_statistic(float const* statistic, Visit const& visit) {
-    float4 const* const four = reinterpret_cast<float4 const*>(statistic) + thread_index() % 4;
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kTileM / 16; ++i) {
-      float4 const value = four[4 * i];
+  // A statistic of the columns of transposed scores, which prepare.hpp has put into the order of the fragments: 16
+  // queries are four groups of four, one for each lane of a quad.
+  struct Statistic {
+    static constexpr int kGroups = Traits::kTileM / 16;
+    float4 group[kGroups];
+
+    // Groups kBegin to before kEnd.
+    template <int kBegin, int kEnd>
+    CUTE_DEVICE void load(float const* statistic, int thread) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        visit(8 * i + 2 * r, value.x);
-        visit(8 * i + 2 * r + 1, value.y);
-        visit(8 * i + 4 + 2 * r, value.z);
-        visit(8 * i + 4 + 2 * r + 1, value.w);
+      for (int i = kBegin; i < kEnd; ++i) {
+        group[i] = reinterpret_cast<float4 const*>(statistic)[4 * i + thread % 4];
       }
     }
-  }
+
+    // Visits the elements of an accumulator.
+    template <class Visit>
+    CUTE_DEVICE void visit(Visit const& visit) const {
+      CUTE_UNROLL
+      for (int i = 0; i < kGroups; ++i) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          visit(8 * i + 2 * r, group[i].x);
+          visit(8 * i + 2 * r + 1, group[i].y);
+          visit(8 * i + 4 + 2 * r, group[i].z);
+          visit(8 * i + 4 + 2 * r + 1, group[i].w);
+        }
+      }
+    }
+  };
 
   CUTE_DEVICE static void run(BwdKernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
+    int const thread_in_group = static_cast<int>(threadIdx.x) % 128;
 
     typename Traits::template MmaScores<Traits::kHeadDimQK> mma_s;
     typename Traits::template MmaScores<Traits::kHeadDimVO> mma_d_p;
@@ -77,6 +91,7 @@ struct BwdMma {
     constexpr int kQK = Traits::kHeadDimQK;
     constexpr int kVO = Traits::kHeadDimVO;
     constexpr int kStages = Traits::kStages;
+    constexpr int kGroups = Statistic::kGroups;
     constexpr int kBuffers = Traits::kBuffersK;
     auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
     Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
@@ -121,7 +136,7 @@ struct BwdMma {
     RingPosition<kStages> ring;  // of Q and dO, and of dS as well
     RingPosition<kBuffers> k;    // of K; V, in one buffer, has the parity of its stage
     int n_block = 0;
-    BlockRange range{0, 0, 0, 0};
+    QueryRange range{0, 0};
     int m_block = 0;
     int remaining = 0;  // blocks of this tile, all heads of the group together
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
@@ -149,11 +164,6 @@ struct BwdMma {
     auto issue_scores = [&]() __attribute__((always_inline)) {
       issue_product<false>(mma_s, tSrK(_, _, _, k.stage), tSrQ(_, _, _, ring.stage), tS);
     };
-    auto mask_scores = [&]() __attribute__((always_inline)) {
-      int const thread = thread_index();
-      apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
-                                       m_block * kM + 2 * (thread % 4));
-    };
     auto release = [&](Mbarrier& barrier) {
       if (elect_one_sync()) {
         barrier.arrive();
@@ -166,85 +176,26 @@ struct BwdMma {
         packed(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-
-    auto begin_block = [&]() __attribute__((always_inline)) {
-      if (m_block < range.free_begin || m_block >= range.free_end) {
-        mask_scores();
+    // P, from the scores of the block that comes.
+    auto exponentials = [&](Statistic const& minus_lse) __attribute__((always_inline)) {
+      if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
+        int const thread = anew(thread_in_group);
+        apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
+                                         m_block * kM + 2 * (thread % 4));
       }
-      with_statistic(storage.statistics[ring.stage],
-                     [&](int i, float minus_lse) { tS(i) = exp2_approx(fmaf(tS(i), params.scale_log2, minus_lse)); });
-    };
-    // From a block's P to dS; dV is done and dK on its way.
-    auto gradients = [&](auto is_last) __attribute__((always_inline)) {
-      storage.d_o_full[ring.stage].wait(ring.parity);
-      issue_product<false>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
-      // The dQ that was stored before.
-      fence_proxy_async();
-      __syncwarp();
-      release(storage.d_q_full);
-      pack(tP, tS);
-      issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tdP);
-      if constexpr (is_last) {
-        release(storage.v_empty);
-      }
-      with_statistic(storage.statistics[ring.stage] + kM,
-                     [&](int i, float minus_delta) { tS(i) *= tdP(i) + minus_delta; });
-      pack(tdS, tS);
-      Tensor pairs = recast<std::uint32_t>(tdS);
-      int const thread = thread_index();
-      store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
-                          [&](int i, int j) { return pairs(4 * i + j); });
-      fence_proxy_async();
-      issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
-      // P's registers are needed for the next scores, whose turn comes after dK anyway.
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tdV);
-      release(storage.d_o_empty[ring.stage]);
-    };
-    // dQ of the block in `q_stage`, beside the next one's scores, which are done at the end of it.
-    auto issue_query_gradients = [&](int q_stage, int k_buffer) __attribute__((always_inline)) {
-      named_barrier_sync(1, 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, q_stage), tQrK(_, _, _, k_buffer), tdQ);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tdK);
-      warpgroup_fence_operand(tS);
-      release(storage.q_empty[q_stage]);
-    };
-    auto store_query_gradients = [&](int q_stage) __attribute__((always_inline)) {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tdQ);
-      storage.d_q_empty.wait(q_stage);  // one buffer: its laps are as long as stages
-      float4* const part =
-          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + thread_index();
-      CUTE_UNROLL
-      for (int i = 0; i < size(tdQ) / 4; ++i) {
-        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
-      }
-    };
-    auto step = [&]() __attribute__((always_inline)) {
-      gradients(false_type{});
-      int const done = ring.stage;
-      ring.advance();
-      storage.q_full[ring.stage].wait(ring.parity);
-      issue_scores();
-      issue_query_gradients(done, k.stage);
-      next_block();
-      begin_block();
-      store_query_gradients(done);
+      minus_lse.visit([&](int i, float minus_lse) { tS(i) = exp2_approx(fmaf(tS(i), params.scale_log2, minus_lse)); });
     };
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
                               auto const& values, float scale) __attribute__((always_inline)) {
-      int const thread = thread_index();
+      int const thread = anew(thread_in_group);
       write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
-                           2 * tensor.stride_seqlen, n_block * kN + warp_row(thread), params.seqlen_kv, head_dim,
+                           2 * tensor.stride_seqlen, tile.block * kN + warp_row(thread), params.seqlen_kv, head_dim,
                            thread % 32, [&](int i, int j) {
                              int const at = 8 * i + 2 * j;
                              return pack_pair<Element>(values(at) * scale, values(at + 1) * scale);
                            });
     };
-    // A tile's dK and dV.
+    // A tile's dK and dV. Its name may be replaced then, and K as well.
     auto hand_over = [&](int buffer) __attribute__((always_inline)) {
       Tile const tile = storage.tile[buffer];
       __syncwarp();
@@ -257,46 +208,112 @@ struct BwdMma {
       return;
     }
     enter_tile();
-    clear(tdV);
-    clear(tdK);
     storage.k_full[0].wait(0);
     storage.q_full[0].wait(0);
     issue_scores();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
+    {
+      Statistic minus_lse;
+      minus_lse.template load<0, kGroups>(storage.statistics[0], thread_in_group);
+      exponentials(minus_lse);
+    }
     storage.v_full.wait(0);
-    begin_block();
+    storage.d_o_full[0].wait(0);
 
-    while (true) {
-      while (remaining > 1) {
-        step();
+    constexpr int kEarly = kM == 64 ? 2 : 0;  // of delta's groups there are registers for so many while dP is computed
+    bool more = true;
+    // One block: from its P to the next one's.
+    auto step = [&](auto is_last) __attribute__((always_inline)) {
+      // dP, and beside it what is left of the block before: dQ is on its way to shared memory.
+      issue_product<false>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+      fence_proxy_async();
+      __syncwarp();
+      release(storage.d_q_full);
+      pack(tP, tS);
+      issue_product(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV, true);
+      Statistic minus_delta;
+      minus_delta.template load<0, kEarly>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tdP);
+      minus_delta.template load<kEarly, kGroups>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
+      if constexpr (is_last) {
+        release(storage.v_empty);
       }
+      minus_delta.visit([&](int i, float minus_delta) { tS(i) *= tdP(i) + minus_delta; });
+      pack(tdS, tS);
+      Tensor pairs = recast<std::uint32_t>(tdS);
+      int const thread = anew(thread_in_group);
+      store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
+                          [&](int i, int j) { return pairs(4 * i + j); });
+      issue_product(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK, true);
+      fence_proxy_async();
 
-      // The border: the next tile's first scores and this tile's last dQ.
-      gradients(true_type{});
       int const done = ring.stage;
-      int const buffer = k.stage;
+      int const k_done = k.stage;
       ring.advance();
-      k.advance();
-      bool const more = await_tile();
-      // After the last tile the scores are those of whatever lies in the buffers: a branch between the products and the
-      // wait for them would make ptxas serialise them.
-      if (more) {
-        storage.k_full[k.stage].wait(k.parity);
+      if constexpr (is_last) {
+        k.advance();
+        more = await_tile();
+        // After the last tile the scores are those of whatever lies in the buffers: a branch between the products and
+        // the wait for them would make ptxas serialise them.
+        if (more) {
+          storage.k_full[k.stage].wait(k.parity);
+          storage.q_full[ring.stage].wait(ring.parity);
+        }
+      } else {
         storage.q_full[ring.stage].wait(ring.parity);
       }
+      // P's registers are needed for the next scores, whose turn comes after dK anyway.
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tdV);
+      release(storage.d_o_empty[done]);
       issue_scores();
-      issue_query_gradients(done, buffer);
-      store_query_gradients(done);
-      hand_over(buffer);
-      if (!more) {
-        break;
+      named_barrier_sync(1, 256);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, done), tQrK(_, _, _, k_done), tdQ);
+      storage.d_q_empty.wait(done);  // one buffer: its laps are as long as stages
+      if (!is_last || more) {
+        storage.d_o_full[ring.stage].wait(ring.parity);
       }
-      enter_tile();
-      clear(tdV);
-      clear(tdK);
-      storage.v_full.wait(k.stage);
-      begin_block();
+      warpgroup_wait<2>();
+      warpgroup_fence_operand(tdK);
+      release(storage.q_empty[done]);
+      Statistic minus_lse;
+      minus_lse.template load<0, kGroups>(storage.statistics[ring.stage], anew(thread_in_group));
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tS);
+
+      // The next block's P beside dQ.
+      if constexpr (is_last) {
+        enter_tile();
+      } else {
+        next_block();
+      }
+      exponentials(minus_lse);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tdQ);
+      float4* const part =
+          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + anew(thread_in_group);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tdQ) / 4; ++i) {
+        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
+      }
+      if constexpr (is_last) {
+        hand_over(k_done);
+        clear(tdV);
+        clear(tdK);
+        if (more) {
+          storage.v_full.wait(k.stage);
+        }
+      }
+    };
+    clear(tdV);
+    clear(tdK);
+    while (more) {
+      while (remaining > 1) {
+        step(false_type{});
+      }
+      step(true_type{});
     }
 
     fence_proxy_async();

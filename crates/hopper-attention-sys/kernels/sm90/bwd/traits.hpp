@@ -116,6 +116,8 @@ struct BwdKernelParams {
   int heads_per_kv_head;
   int seqlen_q;
   int seqlen_kv;
+  int m_blocks;  // of kTileM queries
+  int n_blocks;  // of kTileN keys
   int left_offset;
   int right_offset;
   int heads_per_group;
