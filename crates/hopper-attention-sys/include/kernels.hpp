@@ -101,7 +101,7 @@ struct BwdParams {
   // the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
   std::uint64_t statistics = 0;
   std::uint64_t sums = 0;
-  // i32 [blocks][8]: whose turn it is to add to each eighth of a block's sums; 0: whoever comes. With turns a tile
+  // i32 [blocks]: whose turn it is to add to a block's sums; 0: whoever comes. With turns a tile
   // counter is needed as well, and the result is the same on every run.
   std::uint64_t turns = 0;
   std::uint64_t tile_counter = 0;

@@ -47,14 +47,12 @@ CUTE_DEVICE void store_matrices(std::uint32_t address, std::uint32_t a, std::uin
 template <int kRows, int kColumns, class Element, class Pair>
 CUTE_DEVICE void store_pairs(Element* tile, int row, int lane, Pair const& pair) {
   int const matrix_row = row + lane % 16;
-  int const matrix_chunk = lane / 16;
-  std::uint32_t const address = cute::cast_smem_ptr_to_uint(tile) + matrix_row * 128;
+  // A tile begins at a multiple of 128 bytes, so that xor-ing the address xors the chunk.
+  std::uint32_t const address =
+      cute::cast_smem_ptr_to_uint(tile) + matrix_row * 128 + (((lane / 16) ^ (matrix_row % 8)) * 16);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 16; ++i) {
-    int const slab = i / 4;
-    int const chunk = (i % 4) * 2 + matrix_chunk;
-    store_matrices(address + slab * (kRows * 128) + ((chunk ^ (matrix_row % 8)) * 16), pair(i, 0), pair(i, 1),
-                   pair(i, 2), pair(i, 3));
+    store_matrices((address ^ (i % 4 * 32)) + i / 4 * (kRows * 128), pair(i, 0), pair(i, 1), pair(i, 2), pair(i, 3));
   }
 }
 

@@ -3,14 +3,12 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{HEADS_PER_GROUP, bounds, fitting, small, unsupported, write_keys};
+use super::select::{bounds, fitting, small, unsupported, write_keys};
 use super::{Gpu, Target};
 use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
 /// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
 const COUNTER_BYTES: usize = 256;
-/// Of a block's sums, eight parts are added in turns of their own.
-const TURNS: usize = 8;
 
 /// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread
 /// and on any stream of the device. It holds no device memory, and prints itself.
@@ -74,7 +72,7 @@ impl BackwardChoice {
             statistics,
             sums,
             turns: after,
-            end: after + if *turns { blocks * TURNS * size_of::<i32>() } else { 0 },
+            end: after + if *turns { blocks * size_of::<i32>() } else { 0 },
         }
     }
 }
@@ -108,10 +106,14 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
             unsupported(format!("{per_head} {what} for each of {heads} heads"), "below 2^31 in all".into())
         })
     };
-    let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
+    let tiles_per_head = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
+    let tiles = count("tiles of keys", tiles_per_head, heads_kv)?;
     let heads_q = dims.batch * dims.heads_q;
     let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
-    let grid = tiles.min(small(gpu.multiprocessors.max(1)));
+    let multiprocessors = gpu.multiprocessors.max(1);
+    let grid = tiles.min(small(multiprocessors));
+    // As many heads as give every multiprocessor a tile: their queries and sums stay in L2 meanwhile.
+    let filling = multiprocessors.div_ceil(tiles_per_head.max(1)).clamp(1, heads_kv.max(1));
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let full = kernel.mask == MaskClass::Full;
     Ok(BackwardChoice {
@@ -121,7 +123,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         window_right,
         tiles,
         grid,
-        heads_per_group: if full { 1 } else { small(HEADS_PER_GROUP.min(heads_kv.max(1))) },
+        heads_per_group: if full { 1 } else { small(filling) },
         // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
         tile_counter: problem.is_deterministic() || (!full && tiles > grid),
         turns: problem.is_deterministic(),
@@ -283,7 +285,7 @@ mod tests {
         assert_eq!(choice.parts(), Parts { statistics: 256, sums, turns: end, end });
         assert_eq!(choice.workspace_bytes(), end);
         let in_turns = chosen(&problem(DIMS, Mask::Full).deterministic(true));
-        assert_eq!(in_turns.parts(), Parts { end: end + 8 * 32 * 32, ..choice.parts() });
+        assert_eq!(in_turns.parts(), Parts { end: end + 8 * 32 * 4, ..choice.parts() });
         assert!(in_turns.tile_counter && !choice.tile_counter);
         // Copies and additions of 16 bytes.
         for choice in [choice, in_turns, chosen(&problem(Dims { seqlen_q: 1, ..DIMS }, Mask::causal()))] {

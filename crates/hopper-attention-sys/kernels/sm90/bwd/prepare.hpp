@@ -12,7 +12,7 @@ namespace hattn::sm90 {
 // Writes, for each block of kTileM queries, -LSE (in powers of two) and -delta, where delta = rowsum(dO o O) - dLSE
 // (Dao et al. 2022, FlashAttention, appendix B; a gradient of the LSE adds P dLSE to dS). A query without
 // keys, or past the end, gets -inf and 0: its P is 0. The 16 values of 16 queries are stored as the quads of lanes read
-// them (BwdMma::preload): lane q of a quad owns the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of an accumulator.
+// them (Statistic of mma.hpp): lane q of a quad owns the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of an accumulator.
 template <class Traits>
 __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   using Element = typename Traits::Element;

@@ -43,6 +43,8 @@ struct FwdTraits {
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  // More than a block is launched with would never be granted.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // This thread's place in the block. Three consumers are short of registers and read it anew at each call.
   CUTE_DEVICE static int thread_index() {
