@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{bounds, fitting, small, unsupported, write_keys};
+use super::select::{HEADS_PER_GROUP, bounds, fitting, small, unsupported, write_keys};
 use super::{Gpu, Target};
 use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
@@ -106,14 +106,10 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
             unsupported(format!("{per_head} {what} for each of {heads} heads"), "below 2^31 in all".into())
         })
     };
-    let tiles_per_head = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
-    let tiles = count("tiles of keys", tiles_per_head, heads_kv)?;
+    let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
     let heads_q = dims.batch * dims.heads_q;
     let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
-    let multiprocessors = gpu.multiprocessors.max(1);
-    let grid = tiles.min(small(multiprocessors));
-    // As many heads as give every multiprocessor a tile: their queries and sums stay in L2 meanwhile.
-    let filling = multiprocessors.div_ceil(tiles_per_head.max(1)).clamp(1, heads_kv.max(1));
+    let grid = tiles.min(small(gpu.multiprocessors.max(1)));
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let full = kernel.mask == MaskClass::Full;
     Ok(BackwardChoice {
@@ -123,7 +119,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         window_right,
         tiles,
         grid,
-        heads_per_group: if full { 1 } else { small(filling) },
+        heads_per_group: if full { 1 } else { small(HEADS_PER_GROUP.min(heads_kv.max(1))) },
         // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
         tile_counter: problem.is_deterministic() || (!full && tiles > grid),
         turns: problem.is_deterministic(),
