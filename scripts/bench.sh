@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Times our forward beside every peer on this machine, in turn, and draws the picture: builds hattn and runs `hattn bench`.
+# Times our attention beside every peer on this machine, in turn, and draws the picture: builds hattn and runs `hattn bench`.
 #   scripts/bench.sh [options of hattn bench, such as --quick, --gqa 8, --peer libfa3.so, --compare OLD.json, --output DIR]
 # bench.json, bench.csv and the charts go to the target folder's bench/ unless --output says otherwise. On a machine with an
 # NVIDIA driver the kernels are built too (minutes, the first time); anywhere else, or with HATTN_BENCH_DEVICE=cpu, the sweep

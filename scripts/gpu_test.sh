@@ -112,7 +112,7 @@ run_programs() {
     echo "python3 has no torch here: examples/pytorch was not run"
   else
     program python3 pytorch/test_hopper_attention.py
-    program python3 pytorch/compare_sdpa.py --device cuda --json "${log%.log}.sdpa.json"
+    program python3 pytorch/compare_sdpa.py --device cuda --gradients --json "${log%.log}.sdpa.json"
   fi
 }
 

@@ -1,6 +1,7 @@
 """The C entry of hattn_peer.h, seen from Python: the argument struct and a loader. Needs ctypes only."""
 
 import ctypes
+import math
 import os
 
 STATUS = {0: "ok", 1: "invalid argument", 2: "unsupported problem", 3: "a CUDA call failed"}
@@ -9,32 +10,15 @@ MASKS = {"full": 0, "causal": 1, "window": 2}
 WORKSPACE_BYTES = 16 << 20
 
 
-class Args(ctypes.Structure):
-    """hattn_peer_fwd_args; test_sweep.py checks its size and offsets against the header's."""
-
-    _fields_ = [
+def fields(addresses, tensors):
+    """The fields of an argument struct: the addresses, the strides of these tensors, and what both structs end with."""
+    ints = ["batch", "seqlen_q", "seqlen_kv", "heads_q", "heads_kv", "head_dim_qk", "head_dim_vo"]
+    ints += ["dtype", "mask", "corner", "window_left", "window_right"]
+    return [
         ("struct_bytes", ctypes.c_uint64),
-        ("q", ctypes.c_void_p),
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("o", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("q_stride", ctypes.c_int64 * 3),
-        ("k_stride", ctypes.c_int64 * 3),
-        ("v_stride", ctypes.c_int64 * 3),
-        ("o_stride", ctypes.c_int64 * 3),
-        ("batch", ctypes.c_int32),
-        ("seqlen_q", ctypes.c_int32),
-        ("seqlen_kv", ctypes.c_int32),
-        ("heads_q", ctypes.c_int32),
-        ("heads_kv", ctypes.c_int32),
-        ("head_dim_qk", ctypes.c_int32),
-        ("head_dim_vo", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("mask", ctypes.c_int32),
-        ("corner", ctypes.c_int32),
-        ("window_left", ctypes.c_int32),
-        ("window_right", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in addresses),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in tensors),
+        *((name, ctypes.c_int32) for name in ints),
         ("softmax_scale", ctypes.c_float),
         ("reserved", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
@@ -43,8 +27,44 @@ class Args(ctypes.Structure):
     ]
 
 
+class Args(ctypes.Structure):
+    """hattn_peer_fwd_args; test_sweep.py checks its size and offsets against the header's."""
+
+    _fields_ = fields(["q", "k", "v", "o", "lse"], ["q", "k", "v", "o"])
+
+
+class BackwardArgs(ctypes.Structure):
+    """hattn_peer_bwd_args, checked likewise."""
+
+    _fields_ = fields(
+        ["q", "k", "v", "o", "d_o", "lse", "d_q", "d_k", "d_v"],
+        ["q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"],
+    )
+
+
+def filled(kind, p, tensors, lse, stream):
+    """The arguments of a point: tensors by name, logically [batch, seqlen, heads, head_dim]; scratch is the caller's to add."""
+    a = kind()
+    a.struct_bytes = ctypes.sizeof(kind)
+    for field, tensor in tensors.items():
+        setattr(a, field, tensor.data_ptr())
+        getattr(a, field + "_stride")[:] = list(tensor.stride()[:3])
+    a.lse = lse.data_ptr()
+    a.batch, a.seqlen_q, a.seqlen_kv = p["batch"], p["seqlen"], p["seqlen"]
+    a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
+    a.head_dim_qk = a.head_dim_vo = p["head_dim"]
+    a.dtype = DTYPES[p["dtype"]]
+    window = p.get("window")
+    a.mask = MASKS["window" if window is not None else "causal" if p["causal"] else "full"]
+    a.window_left, a.window_right = (-1, -1) if window is None else (window, 0)
+    a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
+    a.stream = stream
+    return a
+
+
 class Library:
-    """A shared object that exports hattn_peer_fwd and hattn_peer_name. Raises OSError or AttributeError when it does not."""
+    """A shared object that exports hattn_peer_fwd and hattn_peer_name, and the backward's functions where it computes
+    gradients. Raises OSError or AttributeError when it does not."""
 
     def __init__(self, path):
         self.path = os.path.abspath(path)
@@ -55,6 +75,13 @@ class Library:
         self.name = name().decode()
         self._fwd = self._handle.hattn_peer_fwd
         self._fwd.restype, self._fwd.argtypes = ctypes.c_int, [ctypes.POINTER(Args)]
+        self._bwd = getattr(self._handle, "hattn_peer_bwd", None)
+        if self._bwd is not None:
+            self._bwd.restype, self._bwd.argtypes = ctypes.c_int, [ctypes.POINTER(BackwardArgs)]
+        self._scratch = getattr(self._handle, "hattn_peer_bwd_workspace", None)
+        if self._scratch is not None:
+            self._scratch.restype = ctypes.c_int
+            self._scratch.argtypes = [ctypes.POINTER(BackwardArgs), ctypes.POINTER(ctypes.c_uint64)]
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
@@ -62,6 +89,22 @@ class Library:
     def forward(self, args):
         """Enqueues the forward that `args` describes; returns the status code."""
         return self._fwd(ctypes.byref(args))
+
+    @property
+    def has_backward(self):
+        return self._bwd is not None
+
+    def backward(self, args):
+        """Enqueues the backward that `args` describes; returns the status code."""
+        return self._bwd(ctypes.byref(args))
+
+    def backward_workspace(self, args):
+        """The status code, and the bytes of scratch that the backward needs."""
+        if self._scratch is None:
+            return 0, WORKSPACE_BYTES
+        need = ctypes.c_uint64()
+        code = self._scratch(ctypes.byref(args), ctypes.byref(need))
+        return code, need.value
 
     def complaint(self, code):
         """What a status means, with the library's own words where it has some."""

@@ -1,4 +1,5 @@
-/* The door through which `hattn bench` times an attention forward: any shared object that exports the functions below.
+/* The door through which `hattn bench` times attention: any shared object that exports the functions below. A library
+   takes part in forwards with hattn_peer_fwd, and in backwards if it has hattn_peer_bwd too.
    Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or cudaStream_t). */
 #ifndef HATTN_PEER_H
 #define HATTN_PEER_H
@@ -9,7 +10,7 @@
 extern "C" {
 #endif
 
-/* What hattn_peer_fwd returns. */
+/* What hattn_peer_fwd, hattn_peer_bwd and hattn_peer_bwd_workspace return. */
 enum {
   HATTN_PEER_OK = 0,
   HATTN_PEER_INVALID = 1,     /* an argument breaks the rules below, or a buffer is missing or too small */
@@ -17,17 +18,17 @@ enum {
   HATTN_PEER_FAILED = 3       /* a CUDA call or a launch failed */
 };
 
-/* hattn_peer_fwd_args.dtype: the type of Q, K, V and O. */
+/* dtype: the type of Q, K, V, O and their gradients. */
 enum { HATTN_PEER_F16 = 0, HATTN_PEER_BF16 = 1 };
 
-/* hattn_peer_fwd_args.mask. */
+/* mask. */
 enum {
   HATTN_PEER_FULL = 0,
   HATTN_PEER_CAUSAL = 1, /* query i keeps keys up to i + offset */
   HATTN_PEER_WINDOW = 2  /* ... from i + offset - window_left to i + offset + window_right; -1: without bound */
 };
 
-/* hattn_peer_fwd_args.corner: the offset is seqlen_kv - seqlen_q, or 0. */
+/* corner: the offset is seqlen_kv - seqlen_q, or 0. */
 enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
@@ -66,6 +67,55 @@ typedef struct hattn_peer_fwd_args {
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
    once a shape (module loads, plans) may be cached: the sweep warms up first. */
 int hattn_peer_fwd(hattn_peer_fwd_args const* args);
+
+/* One backward: dQ, dK and dV of a forward, from dO and the O and LSE that the forward gave. Shapes, strides and addresses
+   are as in hattn_peer_fwd_args; a gradient has the shape of what it is of. dK and dV are sums over the query heads that
+   read a key head. Outputs are overwritten, not added to, and may hold anything before. */
+typedef struct hattn_peer_bwd_args {
+  uint64_t struct_bytes; /* sizeof(hattn_peer_bwd_args) of the caller: fields are only ever added at the end */
+  void const* q;
+  void const* k;
+  void const* v;
+  void const* o;
+  void const* d_o;
+  float const* lse; /* [batch, heads_q, seqlen_q] contiguous, natural log */
+  void* d_q;
+  void* d_k;
+  void* d_v;
+  int64_t q_stride[3];
+  int64_t k_stride[3];
+  int64_t v_stride[3];
+  int64_t o_stride[3];
+  int64_t d_o_stride[3];
+  int64_t d_q_stride[3];
+  int64_t d_k_stride[3];
+  int64_t d_v_stride[3];
+  int32_t batch;
+  int32_t seqlen_q;
+  int32_t seqlen_kv;
+  int32_t heads_q;
+  int32_t heads_kv; /* divides heads_q */
+  int32_t head_dim_qk;
+  int32_t head_dim_vo;
+  int32_t dtype;
+  int32_t mask;
+  int32_t corner;
+  int32_t window_left;
+  int32_t window_right;
+  float softmax_scale;
+  int32_t reserved;         /* 0 */
+  void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
+  void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
+  uint64_t workspace_bytes; /* at least what hattn_peer_bwd_workspace says, or 16 MiB where there is no such function */
+} hattn_peer_bwd_args;
+
+/* Optional: enqueues one backward on the current device, by the rules of hattn_peer_fwd. It may add up dQ in any order,
+   so that its last bits differ from call to call, and where query heads share key heads also dK and dV. */
+int hattn_peer_bwd(hattn_peer_bwd_args const* args);
+
+/* Optional: how many bytes of scratch hattn_peer_bwd needs for these arguments, of which pointers and workspace are not
+   looked at. */
+int hattn_peer_bwd_workspace(hattn_peer_bwd_args const* args, uint64_t* bytes);
 
 /* Optional: why the last call of this thread failed, as text, valid until its next call. */
 char const* hattn_peer_last_error(void);

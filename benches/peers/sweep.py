@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Times attention forwards against each other in one process, in turn: what `hattn bench` runs where there is PyTorch
-with a GPU. It reads a job (JSON) from stdin and writes events (JSON, one a line) to stdout; benches/src/harness says what
+"""Times attention forwards and backwards against each other in one process, in turn: what `hattn bench` runs where there is
+PyTorch with a GPU. It reads a job (JSON) from stdin and writes events (JSON, one a line) to stdout; benches/src/harness says what
 is in them. It measures and judges nothing: medians, ratios, tables and charts are made of its samples elsewhere."""
 
 import contextlib
@@ -16,6 +16,7 @@ import time
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import backward
 import entry
 
 # Bounds of the check: relative Frobenius error against f64 (whole slice), the worst row against f64, the worst row
@@ -32,6 +33,8 @@ SPIN_TICKS = 1_000_000
 CEILING_ITERS = 10
 SIZE = 8192
 COPY_BYTES = 1 << 30
+# How operations are counted, in the words of a report; benches/src/harness/mod.rs has the same.
+FLOPS = "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window; backward 2.5 times as many"
 
 
 class Entry:
@@ -49,23 +52,9 @@ class Entry:
         torch = self.torch
         self.o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device="cuda").fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], p["seqlen"]), float("nan"), dtype=torch.float32, device="cuda")
-        a = entry.Args()
-        a.struct_bytes = entry.ctypes.sizeof(entry.Args)
-        for field, tensor in (("q", q), ("k", k), ("v", v), ("o", self.o)):
-            setattr(a, field, tensor.data_ptr())
-            getattr(a, field + "_stride")[:] = list(tensor.stride()[:3])
-        a.lse = self.lse.data_ptr()
-        a.batch, a.seqlen_q, a.seqlen_kv = p["batch"], p["seqlen"], p["seqlen"]
-        a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
-        a.head_dim_qk = a.head_dim_vo = p["head_dim"]
-        a.dtype = entry.DTYPES[p["dtype"]]
-        window = p.get("window")
-        a.mask = entry.MASKS["window" if window is not None else "causal" if p["causal"] else "full"]
-        a.window_left, a.window_right = (-1, -1) if window is None else (window, 0)
-        a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
-        a.stream = torch.cuda.current_stream().cuda_stream
-        a.workspace, a.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
-        self.args = a
+        tensors = {"q": q, "k": k, "v": v, "o": self.o}
+        self.args = entry.filled(entry.Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream)
+        self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
     def context(self):
         return contextlib.nullcontext()
@@ -188,16 +177,13 @@ def load(job, torch):
     return found, missing
 
 
-def inputs(p, layout, torch):
-    """Unit-variance normal Q, K, V in logical [batch, seqlen, heads, head_dim], stored as the layout says."""
+def drawn(p, heads, layout, torch):
+    """A unit-variance normal tensor, logically [batch, seqlen, heads, head_dim], stored as the layout says."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[p["dtype"]]
-    out = []
-    for heads in (p["heads_q"], p["heads_kv"], p["heads_kv"]):
-        b, s, h, d = p["batch"], p["seqlen"], heads, p["head_dim"]
-        shape = (b, s, h, d) if layout == "bshd" else (b, h, s, d)
-        x = torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
-        out.append(x if layout == "bshd" else x.transpose(1, 2))
-    return out
+    b, s, d = p["batch"], p["seqlen"], p["head_dim"]
+    shape = (b, s, heads, d) if layout == "bshd" else (b, heads, s, d)
+    x = torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
+    return x if layout == "bshd" else x.transpose(1, 2)
 
 
 def oracle(p, q, k, v, torch):
@@ -276,46 +262,116 @@ def time_point(runners, runs, evict, iters, torch):
                 runs[name]["host"].append(host_us)
 
 
+class ForwardPoint:
+    """The inputs of a forward, and the judge of its outputs."""
+
+    def __init__(self, p, layout, torch):
+        self.p, self.torch = p, torch
+        self.qkv = [drawn(p, heads, layout, torch) for heads in (p["heads_q"], p["heads_kv"], p["heads_kv"])]
+        self.reference = oracle(p, *self.qkv, torch)
+
+    def contestant(self, x):
+        return x
+
+    def prepare(self, x):
+        x.prepare(self.p, *self.qkv)
+
+    def check(self, x, outputs, agreed):
+        agreed = None if agreed is None else agreed[0]
+        return check(x, outputs[0], self.reference, agreed, BOUNDS[self.p["dtype"]], self.torch)
+
+    def changed(self, x, before, after):
+        return [] if self.torch.equal(before[0], after[0]) else ["o"]
+
+
+class BackwardPoint:
+    """The inputs of a backward, O and the LSE of a forward among them, and the judge of its gradients."""
+
+    def __init__(self, p, layout, forwards, torch):
+        self.p, self.torch = p, torch
+        forward = ForwardPoint(p, layout, torch)
+        q, k, v = forward.qkv
+        d_o = drawn(p, p["heads_q"], layout, torch)
+        o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
+        self.given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o}
+        self.reference = backward.oracle(p, q, k, v, d_o, torch)
+
+    def contestant(self, x):
+        return backward.contestant(x, self.torch)
+
+    def prepare(self, x):
+        x.prepare(self.p, self.given)
+
+    def check(self, x, outputs, agreed):
+        return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch)
+
+    def changed(self, x, before, after):
+        return backward.changed(self.p, x.role, before, after, self.torch)
+
+
+def called(x):
+    """What a call gives, as a tuple of tensors."""
+    with x.context():
+        outputs = x.call()
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def note_failure(run, who, error, torch):
+    """Names in a run why it failed; ends the process when nothing that follows in it could be believed."""
+    run["status"] = "unsupported" if entry.STATUS[2] in str(error) else "failed"
+    run["error"] = sentence(error)
+    try:
+        torch.cuda.synchronize()
+    except Exception as after:
+        raise SystemExit(f"{who} lost the CUDA context ({sentence(error)})") from after
+
+
 def run_point(index, p, found, job, evict, tell, torch):
     """Checks and times everybody at one point."""
-    q, k, v = inputs(p, job["layout"], torch)
-    reference = oracle(p, q, k, v, torch)
-    runs, runners, agreed, first = {}, [], None, {}
-    for x in found:
-        run = runs[x.name] = {"name": x.name, "role": x.role, "status": "ok", "ms": [], "host": []}
-        if x.name in job["banned"]:
-            run["status"], run["error"] = "failed", job["banned"][x.name]
-            continue
+    runs = {x.name: {"name": x.name, "role": x.role, "status": "ok", "ms": [], "host": []} for x in found}
+    runners, first, point = [], {}, None
+    for name in job["banned"].keys() & runs.keys():
+        runs[name].update(status="failed", error=job["banned"][name])
+    found = [x for x in found if x.name not in job["banned"]]
+
+    def forwards():
+        for x in found:
+            if isinstance(x, Entry):
+                tell("library", index=index, name=x.name)
+                yield x
+
+    try:
+        bwd = p["direction"] == "bwd"
+        point = BackwardPoint(p, job["layout"], forwards(), torch) if bwd else ForwardPoint(p, job["layout"], torch)
+    except RuntimeError as error:  # no forward for the gradients, or no memory for the oracle
+        for x in found:
+            note_failure(runs[x.name], x.name, error, torch)
+    for x in found if point else []:
+        run = runs[x.name]
         tell("library", index=index, name=x.name)
         try:
-            x.prepare(p, q, k, v)
-            with x.context():
-                o = x.call()
+            runner = point.contestant(x)
+            point.prepare(runner)
+            outputs = called(runner)
             torch.cuda.synchronize()
         except Exception as error:  # a library that fails is named, and the others go on
-            run["status"] = "unsupported" if entry.STATUS[2] in str(error) else "failed"
-            run["error"] = sentence(error)
-            try:
-                torch.cuda.synchronize()
-            except Exception as after:  # nothing that follows in this process could be believed
-                raise SystemExit(f"{x.name} lost the CUDA context ({sentence(error)})") from after
+            note_failure(run, x.name, error, torch)
             continue
-        run["check"], complaint = check(x, o, reference, agreed, BOUNDS[p["dtype"]], torch)
+        agreed = first[runners[0].name] if runners else None
+        run["check"], complaint = point.check(runner, outputs, agreed)
         if complaint:
             run["status"], run["error"] = "wrong", complaint
             continue
-        if agreed is None:
-            agreed = o.clone()
-        first[x.name] = o.clone()
-        runners.append(x)
+        first[x.name] = tuple(output.clone() for output in outputs)
+        runners.append(runner)
     if runners:
         tell("timing", index=index)
         time_point(runners, runs, evict, job["iters"], torch)
     for x in runners:
-        with x.context():
-            same = bool(torch.equal(x.call(), first[x.name]))
-        if not same:
-            runs[x.name].update(status="wrong", error="the output changed between runs on the same inputs")
+        moved = point.changed(x, first[x.name], called(x))
+        if moved:
+            error = f"the output changed between runs on the same inputs: {', '.join(moved)}"
+            runs[x.name].update(status="wrong", error=error)
     for run in runs.values():
         host = sorted(run.pop("host"))
         if host:
@@ -399,7 +455,7 @@ def ready(job, found, missing, torch):
         "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
         "method": f"in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
-        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
+        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; {FLOPS}",
         "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
         "missing": missing,
         "cupti": cupti(),

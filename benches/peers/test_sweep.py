@@ -1,16 +1,20 @@
 """Tests of what needs no GPU: the C entry as Python sees it, and the sweep's own pieces. `python3 -m unittest discover benches/peers`."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
 
 sys.dont_write_bytecode = True
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
+import backward
 import entry
 import sweep
 
@@ -22,6 +26,12 @@ int hattn_peer_fwd(hattn_peer_fwd_args const* args) { return args->struct_bytes 
 char const* hattn_peer_last_error(void) { return text; }
 char const* hattn_peer_name(void) { return "stub"; }
 """
+# Its gradients need as many bytes as there are queries.
+BACKWARD = """
+int hattn_peer_bwd(hattn_peer_bwd_args const* args) { return args->struct_bytes == sizeof(*args) ? args->batch : HATTN_PEER_INVALID; }
+int hattn_peer_bwd_workspace(hattn_peer_bwd_args const* args, uint64_t* bytes) { *bytes = args->seqlen_q; return args->heads_q == 7 ? HATTN_PEER_UNSUPPORTED : 0; }
+"""
+POINT = {"direction": "bwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 64, "causal": True, "seqlen": 512, "batch": 0}
 
 
 def compiled(source, folder, *options):
@@ -31,15 +41,16 @@ def compiled(source, folder, *options):
 
 
 class Entry(unittest.TestCase):
-    def test_struct_matches_the_header(self):
-        names = [name for name, _ in entry.Args._fields_]
-        asked = ["sizeof(hattn_peer_fwd_args)"] + [f"offsetof(hattn_peer_fwd_args, {name})" for name in names]
-        lines = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in asked)
-        source = f'#include "hattn_peer.h"\n#include <stdio.h>\n#include <stddef.h>\nint main(void) {{ {lines} return 0; }}\n'
-        with tempfile.TemporaryDirectory() as folder:
-            told = [int(x) for x in subprocess.run([compiled(source, folder)], stdout=subprocess.PIPE, check=True).stdout.split()]
-        self.assertEqual(told[0], entry.ctypes.sizeof(entry.Args))
-        self.assertEqual(told[1:], [getattr(entry.Args, name).offset for name in names])
+    def test_structs_match_the_header(self):
+        for struct, kind in (("hattn_peer_fwd_args", entry.Args), ("hattn_peer_bwd_args", entry.BackwardArgs)):
+            names = [name for name, _ in kind._fields_]
+            asked = [f"sizeof({struct})"] + [f"offsetof({struct}, {name})" for name in names]
+            lines = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in asked)
+            source = f'#include "hattn_peer.h"\n#include <stdio.h>\n#include <stddef.h>\nint main(void) {{ {lines} return 0; }}\n'
+            with tempfile.TemporaryDirectory() as folder:
+                told = [int(x) for x in subprocess.run([compiled(source, folder)], stdout=subprocess.PIPE, check=True).stdout.split()]
+            self.assertEqual(told[0], entry.ctypes.sizeof(kind))
+            self.assertEqual(told[1:], [getattr(kind, name).offset for name in names])
 
     def test_constants_match_the_header(self):
         with open(os.path.join(HERE, "hattn_peer.h")) as file:
@@ -58,6 +69,24 @@ class Entry(unittest.TestCase):
             args.batch = 2
             self.assertEqual(library.complaint(library.forward(args)), "unsupported problem: too many heads")
 
+    def test_a_backward_is_called_and_asked_for_its_scratch(self):
+        with tempfile.TemporaryDirectory() as folder:
+            library = entry.Library(compiled(PEER + BACKWARD, folder, "-shared", "-fPIC"))
+        self.assertTrue(library.has_backward)
+        args = entry.BackwardArgs()
+        args.struct_bytes, args.seqlen_q = entry.ctypes.sizeof(args), 300
+        self.assertEqual((library.backward(args), library.backward_workspace(args)), (0, (0, 300)))
+        args.batch, args.heads_q = 2, 7
+        self.assertEqual((library.backward(args), library.backward_workspace(args)[0]), (2, 2))
+
+    def test_a_library_without_a_backward_has_none(self):
+        with tempfile.TemporaryDirectory() as folder:
+            library = entry.Library(compiled(PEER, folder, "-shared", "-fPIC"))
+        self.assertFalse(library.has_backward)
+        self.assertEqual(library.backward_workspace(entry.BackwardArgs()), (0, entry.WORKSPACE_BYTES))
+        with self.assertRaisesRegex(RuntimeError, f"{entry.STATUS[2]}: fa9 exports no hattn_peer_bwd"):
+            backward.contestant(types.SimpleNamespace(name="fa9", role="peer", library=library, torch=None), None)
+
     def test_labels(self):
         self.assertEqual(entry.label_and_path("fa3=/a/b=c.so"), ("fa3", "/a/b=c.so"))
         self.assertEqual(entry.label_and_path("/a/b=c.so"), (None, "/a/b=c.so"))
@@ -65,6 +94,154 @@ class Entry(unittest.TestCase):
 
     def test_a_library_without_the_entry_is_refused(self):
         self.assertRaises((OSError, AttributeError), entry.Library, "libm.so.6")
+
+
+class FakeTensor:
+    """What the contestants ask of a tensor."""
+
+    def __init__(self, address, stride=(1, 2, 3, 1), bytes=0):
+        self.address, self.strides, self.bytes, self.device, self.dtype = address, stride, bytes, "cuda", "bf16"
+        self.wants_grad, self.copied, self.value = False, None, None
+
+    data_ptr = lambda self: self.address
+    stride = lambda self: self.strides
+    size = lambda self: (9, 9, 9, 9)
+    detach = lambda self: FakeTensor(self.address, self.strides)
+
+    def requires_grad_(self):
+        self.wants_grad = True
+        return self
+
+    def fill_(self, value):
+        self.value = value
+        return self
+
+    def copy_(self, other):
+        self.copied = other
+        return self
+
+
+class FakeTorch:
+    """What the contestants ask of PyTorch: it notes what it is asked for."""
+
+    uint8 = "uint8"
+
+    def __init__(self):
+        self.cuda = types.SimpleNamespace(
+            synchronize=lambda: None, current_stream=lambda: types.SimpleNamespace(cuda_stream=77)
+        )
+        self.autograd = types.SimpleNamespace(grad=lambda *args, **keywords: (args, keywords))
+        self.addresses, self.grad_enabled = iter(range(1000, 2000)), False
+
+    def empty_strided(self, size, stride, dtype, device):
+        return FakeTensor(next(self.addresses), stride)
+
+    def empty(self, count, dtype, device):
+        return FakeTensor(next(self.addresses), bytes=count)
+
+    @contextlib.contextmanager
+    def enable_grad(self):
+        self.grad_enabled = True
+        yield
+        self.grad_enabled = False
+
+
+class Backward(unittest.TestCase):
+    def given(self):
+        return {name: FakeTensor(at, (at, 2 * at, 3 * at, 1)) for at, name in enumerate(("q", "k", "v", "o", "d_o", "lse"), 1)}
+
+    def test_a_library_gets_addresses_strides_and_scratch(self):
+        with tempfile.TemporaryDirectory() as folder:
+            library = entry.Library(compiled(PEER + BACKWARD, folder, "-shared", "-fPIC"))
+        inner = types.SimpleNamespace(name="x", role="peer", library=library, torch=FakeTorch())
+        x = backward.contestant(inner, None)
+        x.prepare({**POINT, "window": 9}, self.given())
+        args = x.args
+        self.assertEqual([getattr(args, name) for name in ("q", "k", "v", "o", "d_o", "lse")], [1, 2, 3, 4, 5, 6])
+        self.assertEqual([getattr(args, name) for name in backward.NAMES], [x.data_ptr() for x in x.gradients])
+        for name, like in (("d_o", 5), ("d_q", 1), ("d_k", 2), ("d_v", 3)):
+            self.assertEqual(list(getattr(args, name + "_stride")), [like, 2 * like, 3 * like])
+        self.assertTrue(all(math.isnan(gradient.value) for gradient in x.gradients))
+        self.assertEqual((args.heads_q, args.heads_kv, args.mask, args.window_left, args.window_right), (4, 2, 2, 9, 0))
+        self.assertEqual((args.stream, args.workspace, args.workspace_bytes, x.workspace.bytes), (77, x.workspace.address, 512, 512))
+        self.assertIs(x.call(), x.gradients)
+        args.batch = 2
+        self.assertRaisesRegex(RuntimeError, "unsupported problem: too many heads", x.call)
+        self.assertRaisesRegex(RuntimeError, "unsupported problem", x.prepare, {**POINT, "heads_q": 7}, self.given())
+
+    def test_pytorch_is_asked_for_gradients_of_one_forward(self):
+        torch, given = FakeTorch(), self.given()
+
+        class Inner:
+            name, role, forwards = "fa2", "peer", 0
+
+            def prepare(self, p, q, k, v):
+                self.leaves = (q, k, v)
+
+            @contextlib.contextmanager
+            def context(self):
+                self.inside = True
+                yield
+                self.inside = False
+
+            def call(self):
+                self.forwards += 1
+                self.ready = torch.grad_enabled and self.inside and all(x.wants_grad for x in self.leaves)
+                self.o = FakeTensor(50, (7, 8, 9, 1))
+                return self.o
+
+        inner = Inner()
+        x = backward.contestant(inner, torch)
+        x.prepare(POINT, given)
+        self.assertTrue(inner.ready and not torch.grad_enabled)
+        for _ in range(2):
+            args, keywords = x.call()
+            self.assertEqual((args[0], args[1], keywords), (inner.o, inner.leaves, {"retain_graph": True}))
+            # dO in the order of this library's own O.
+            self.assertEqual((args[2].copied, args[2].stride()), (given["d_o"], (7, 8, 9, 1)))
+        self.assertEqual(inner.forwards, 1)
+        with x.context():
+            self.assertTrue(inner.inside)
+
+    def test_o_and_the_lse_are_of_the_first_forward_that_is_right(self):
+        class Forward:
+            def __init__(self, name, o):
+                self.name, self.o, self.lse = name, o, types.SimpleNamespace(clone=lambda: f"lse of {name}")
+
+            def prepare(self, *_):
+                if self.o is None:
+                    raise RuntimeError("no kernel")
+
+            def call(self):
+                return types.SimpleNamespace(clone=lambda: self.o)
+
+        judge = lambda x, o: "row 1 > 0" if o.clone() == "wrong" else None
+        forwards = [Forward("a", None), Forward("b", "wrong"), Forward("c", "right"), Forward("d", "right")]
+        saved = lambda forwards, **p: backward.saved({**POINT, **p}, None, None, None, forwards, judge, FakeTorch())
+        self.assertEqual(saved(forwards), ("right", "lse of c"))
+        with self.assertRaisesRegex(RuntimeError, "a: no kernel; b: row 1 > 0; PyTorch's FlashAttention-2: it has no window$"):
+            saved(forwards[:2], window=9)
+
+    def test_only_sums_in_any_order_may_move(self):
+        torch = types.SimpleNamespace(equal=lambda x, y: x == y)
+        original, backward.whole = backward.whole, lambda x, y, torch: abs(x - y)
+        alone, shared = {**POINT, "heads_kv": 4}, POINT
+        bit = backward.ULPS["bf16"] / 2
+        try:
+            moved = lambda p, role, by: backward.changed(p, role, (1.0,) * 3, (1.0 + by,) * 3, torch)
+            self.assertEqual(moved(alone, "peer", 0.0), [])
+            self.assertEqual(moved(alone, "peer", bit), ["d_k", "d_v"])
+            self.assertEqual(moved(shared, "ours", bit), ["d_k", "d_v"])
+            self.assertEqual(moved(shared, "peer", bit), [])
+            self.assertEqual(moved(shared, "peer", 4 * bit), ["d_q", "d_k", "d_v"])
+            self.assertEqual(moved(shared, "peer", math.nan), ["d_q", "d_k", "d_v"])
+        finally:
+            backward.whole = original
+
+    def test_nan_is_larger_than_everything(self):
+        for a, b in ((math.nan, 1.0), (1.0, math.nan)):
+            self.assertTrue(math.isnan(backward.larger(a, b)))
+        self.assertEqual((backward.larger(1.0, 2.0), backward.larger(2.0, 1.0)), (2.0, 2.0))
 
 
 class Sweep(unittest.TestCase):
@@ -99,6 +276,23 @@ class Sweep(unittest.TestCase):
         self.assertEqual(peer.call(), {"causal": True, "window_size": (1024, 0)})
         with self.assertRaisesRegex(RuntimeError, entry.STATUS[2]):
             object.__new__(sweep.Sdpa).prepare({"causal": True, "window": 1024}, 1, 2, 3)
+
+    def test_who_cannot_begin_a_point_is_named(self):
+        def point(*_):
+            raise RuntimeError("no forward gave the O")
+
+        told, original = [], sweep.BackwardPoint
+        sweep.BackwardPoint = point
+        try:
+            found = [types.SimpleNamespace(name=name, role="peer") for name in ("a", "b")]
+            job = {"banned": {"b": "it ended the process", "c": "another"}, "layout": "bshd"}
+            sweep.run_point(3, POINT, found, job, None, lambda event, **fields: told.append((event, fields)), FakeTorch())
+        finally:
+            sweep.BackwardPoint = original
+        [(event, fields)] = told
+        self.assertEqual((event, fields["index"]), ("point", 3))
+        runs = [(run["name"], run["status"], run["error"]) for run in fields["runs"]]
+        self.assertEqual(runs, [("a", "failed", "RuntimeError: no forward gave the O"), ("b", "failed", "it ended the process")])
 
     @unittest.skipIf(__import__("importlib.util").util.find_spec("torch"), "this Python has PyTorch: hattn bench itself is the test")
     def test_without_pytorch_it_says_so_and_succeeds(self):

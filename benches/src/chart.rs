@@ -85,7 +85,7 @@ pub fn charts(report: &Report) -> Result<Vec<Chart>> {
 fn title(result: &PointReport) -> String {
     let p = &result.point;
     let grouped = if p.group() == 1 { String::new() } else { format!(", {} query heads a key head", p.group()) };
-    format!("Attention forward, {}, head dim {}, {} mask{grouped}", p.dtype, p.head_dim, p.mask_name())
+    format!("Attention {}, {}, head dim {}, {} mask{grouped}", p.direction.word(), p.dtype, p.head_dim, p.mask_name())
 }
 
 /// What one library reached.
@@ -275,6 +275,7 @@ fn themed(svg: String, lines: &[Line<'_>], title: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Direction;
     use crate::report::tests::report;
 
     fn svg() -> String {
@@ -287,9 +288,13 @@ mod tests {
         let mut other = report.points[0].clone();
         other.point.heads_kv = 4;
         report.points.push(other);
+        let mut backward = report.points[0].clone();
+        backward.point.direction = Direction::Bwd;
+        report.points.push(backward);
         let charts = charts(&report).unwrap();
         let files: Vec<&str> = charts.iter().map(|chart| chart.file.as_str()).collect();
-        assert_eq!(files, ["fwd-bf16-d64-causal.svg", "fwd-bf16-d64-causal-gqa8.svg"]);
+        assert_eq!(files, ["fwd-bf16-d64-causal.svg", "fwd-bf16-d64-causal-gqa8.svg", "bwd-bf16-d64-causal.svg"]);
+        assert_eq!(charts[2].title, "Attention backward, bf16, head dim 64, causal mask");
         assert_eq!(charts[1].title, "Attention forward, bf16, head dim 64, causal mask, 8 query heads a key head");
         assert!(super::charts(&Report { points: vec![], ..report }).is_err());
     }

@@ -57,7 +57,7 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
                 RunStatus::Failed => "failed",
             };
             let mut record = vec![
-                "fwd".into(),
+                p.direction.to_string(),
                 p.dtype.to_string(),
                 p.head_dim.to_string(),
                 p.mask_name(),

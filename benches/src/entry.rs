@@ -1,6 +1,10 @@
-//! The C entry of `peers/hattn_peer.h`: ours, over the C ABI that callers link, and that of a peer's shared object.
+//! The C entry of `peers/hattn_peer.h`: ours, over the C ABI that callers link (the backward's over the raw layer), and
+//! that of a peer's shared object.
 //!
 //! Our plans are made once a problem and device and kept for the life of the process.
+
+mod backward;
+mod library;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -10,6 +14,11 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use hopper_attention::Device;
 use hopper_attention::cudarc::driver::sys;
 use hopper_attention_capi as capi;
+
+pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
+pub use library::{Entry, Forward, Text};
+
+use crate::{Point, Precision};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +35,17 @@ pub struct Args {
     pub k_stride: [i64; 3],
     pub v_stride: [i64; 3],
     pub o_stride: [i64; 3],
+    pub numbers: Numbers,
+    pub stream: *mut c_void,
+    pub workspace: *mut c_void,
+    pub workspace_bytes: u64,
+}
+
+/// The fields that `hattn_peer_fwd_args` and `hattn_peer_bwd_args` have in common, in a row.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct Numbers {
     pub batch: i32,
     pub seqlen_q: i32,
     pub seqlen_kv: i32,
@@ -40,14 +60,41 @@ pub struct Args {
     pub window_right: i32,
     pub softmax_scale: f32,
     pub reserved: i32,
-    pub stream: *mut c_void,
-    pub workspace: *mut c_void,
-    pub workspace_bytes: u64,
+}
+
+impl Numbers {
+    /// Those of a point.
+    ///
+    /// # Errors
+    /// When a size is past the entry's 32 bits.
+    pub fn of(point: &Point) -> anyhow::Result<Self> {
+        let size = |size: usize| i32::try_from(size).map_err(|_| anyhow::anyhow!("{size} is past the entry's 32 bits"));
+        Ok(Self {
+            batch: size(point.batch)?,
+            seqlen_q: size(point.seqlen)?,
+            seqlen_kv: size(point.seqlen)?,
+            heads_q: size(point.heads_q)?,
+            heads_kv: size(point.heads_kv)?,
+            head_dim_qk: size(point.head_dim)?,
+            head_dim_vo: size(point.head_dim)?,
+            dtype: match point.dtype {
+                Precision::F16 => 0,
+                Precision::Bf16 => 1,
+            },
+            // The C ABI's masks, corners and "without bound".
+            mask: if point.window.is_some() { 2 } else { point.causal.into() },
+            corner: 0,
+            window_left: point.window.map_or(Ok(-1), size)?,
+            window_right: if point.window.is_some() { 0 } else { -1 },
+            softmax_scale: 1.0 / (point.head_dim as f32).sqrt(),
+            reserved: 0,
+        })
+    }
 }
 
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
 const _: () = assert!(size_of::<Args>() == 224);
-const _: () = assert!(std::mem::offset_of!(Args, batch) == 144 && std::mem::offset_of!(Args, stream) == 200);
+const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
 
 const OK: c_int = 0;
 const INVALID: c_int = 1;
@@ -109,34 +156,50 @@ pub extern "C" fn hattn_peer_last_error() -> *const c_char {
 /// describe device memory of the current context, as `hattn_peer.h` asks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
-    let enqueue = || {
-        if args.is_null() {
-            return Err((INVALID, "args is null".to_owned()));
-        }
-        // SAFETY: not null, and the caller lets at least the first field be read.
-        let bytes = unsafe { (&raw const (*args).struct_bytes).read() };
-        if bytes < size_of::<Args>() as u64 {
-            return Err((INVALID, format!("struct_bytes {bytes}; allowed: {} and above", size_of::<Args>())));
-        }
-        // SAFETY: the caller's struct is at least as large as ours, whose fields all take any bits.
-        let args = unsafe { args.read() };
+    answer(|| {
+        // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
+        let args = unsafe { read(args) }?;
         // SAFETY: the caller vouches for the memory that the fields describe.
         unsafe { forward(&args) }
-    };
-    let Err((status, text)) = enqueue() else { return OK };
+    })
+}
+
+/// A status that is not ok, and its words.
+type Refused = (c_int, String);
+
+/// The status of a call, whose words are kept for [`hattn_peer_last_error`].
+fn answer(call: impl FnOnce() -> Result<(), Refused>) -> c_int {
+    let Err((status, text)) = call() else { return OK };
     LAST_ERROR.with_borrow_mut(|last| *last = CString::new(text.replace('\0', " ")).unwrap_or_default());
     status
 }
 
+/// A caller's struct of arguments.
+///
+/// # Safety
+/// It is null, or begins with a `u64` that says how many of its bytes may be read; all its fields take any bits.
+unsafe fn read<A: Copy>(args: *const A) -> Result<A, Refused> {
+    if args.is_null() {
+        return Err((INVALID, "args is null".to_owned()));
+    }
+    // SAFETY: not null, and the caller lets at least the first field be read.
+    let bytes = unsafe { args.cast::<u64>().read() };
+    if bytes < size_of::<A>() as u64 {
+        return Err((INVALID, format!("struct_bytes {bytes}; allowed: {} and above", size_of::<A>())));
+    }
+    // SAFETY: the caller's struct is at least as large as ours.
+    Ok(unsafe { args.read() })
+}
+
 /// # Safety
 /// As for [`hattn_peer_fwd`].
-unsafe fn forward(args: &Args) -> Result<(), (c_int, String)> {
-    let key = key(args)?;
+unsafe fn forward(args: &Args) -> Result<(), Refused> {
+    let key = key(&args.numbers, !args.lse.is_null())?;
     let known = PLANS.lock().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
     let plan = match known {
         Some(plan) => plan,
         None => {
-            let plan = make(&key, args.softmax_scale)?;
+            let plan = make(&key, args.numbers.softmax_scale)?;
             PLANS.lock().unwrap_or_else(PoisonError::into_inner).insert(key, plan);
             plan
         }
@@ -193,7 +256,7 @@ pub(crate) fn described(
     }
 }
 
-fn make(key: &Key, softmax_scale: f32) -> Result<Plan, (c_int, String)> {
+fn make(key: &Key, softmax_scale: f32) -> Result<Plan, Refused> {
     let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo] = key.sizes.map(i64::from);
     let [mask, corner, window_left, window_right] = key.mask;
     let problem = capi::hattn_forward_problem {
@@ -222,7 +285,7 @@ fn make(key: &Key, softmax_scale: f32) -> Result<Plan, (c_int, String)> {
 }
 
 /// The entry's status and words for one of the C ABI.
-fn told(status: capi::hattn_status) -> Result<(), (c_int, String)> {
+fn told(status: capi::hattn_status) -> Result<(), Refused> {
     let status = match status {
         capi::HATTN_OK => return Ok(()),
         capi::HATTN_ERROR_UNSUPPORTED => UNSUPPORTED,
@@ -243,8 +306,8 @@ pub(crate) fn last_error() -> String {
     text.to_string_lossy().into_owned()
 }
 
-fn key(args: &Args) -> Result<Key, (c_int, String)> {
-    let dtype = match args.dtype {
+fn key(numbers: &Numbers, lse: bool) -> Result<Key, Refused> {
+    let dtype = match numbers.dtype {
         0 => capi::HATTN_F16,
         1 => capi::HATTN_BF16,
         other => return Err((INVALID, format!("dtype: {other}; allowed: 0 (f16), 1 (bf16)"))),
@@ -263,92 +326,24 @@ fn key(args: &Args) -> Result<Key, (c_int, String)> {
     Ok(Key {
         ordinal,
         sizes: [
-            args.batch,
-            args.seqlen_q,
-            args.seqlen_kv,
-            args.heads_q,
-            args.heads_kv,
-            args.head_dim_qk,
-            args.head_dim_vo,
+            numbers.batch,
+            numbers.seqlen_q,
+            numbers.seqlen_kv,
+            numbers.heads_q,
+            numbers.heads_kv,
+            numbers.head_dim_qk,
+            numbers.head_dim_vo,
         ],
         dtype,
         // The entry's masks, corners and "without bound" are the C ABI's.
-        mask: [args.mask, args.corner, args.window_left, args.window_right],
-        scale_bits: args.softmax_scale.to_bits(),
-        lse: !args.lse.is_null(),
+        mask: [numbers.mask, numbers.corner, numbers.window_left, numbers.window_right],
+        scale_bits: numbers.softmax_scale.to_bits(),
+        lse,
     })
 }
 
 const _: () = assert!(capi::HATTN_MASK_FULL == 0 && capi::HATTN_MASK_CAUSAL == 1 && capi::HATTN_MASK_WINDOW == 2);
 const _: () = assert!(capi::HATTN_BOTTOM_RIGHT == 0 && capi::HATTN_TOP_LEFT == 1 && capi::HATTN_UNBOUNDED == -1);
-
-/// Enqueues a forward: `hattn_peer_fwd` of some library.
-pub type Forward = unsafe extern "C" fn(*const Args) -> c_int;
-/// `hattn_peer_name` or `hattn_peer_last_error` of some library.
-pub type Text = unsafe extern "C" fn() -> *const c_char;
-
-/// Somebody's entry.
-#[derive(Clone, Copy)]
-pub struct Entry {
-    /// `hattn_peer_fwd`.
-    pub forward: Forward,
-    last_error: Option<Text>,
-    name: Text,
-}
-
-impl Entry {
-    /// That of this program.
-    pub fn own() -> Self {
-        Self { forward: hattn_peer_fwd, last_error: Some(hattn_peer_last_error), name: hattn_peer_name }
-    }
-
-    /// That of a shared object, which stays loaded.
-    ///
-    /// # Errors
-    /// When it cannot be loaded, or has no such entry.
-    pub fn load(path: &str) -> Result<Self, String> {
-        // What went wrong is in an error's source, and the name that was asked for in neither.
-        let told = |what: String| {
-            move |error: libloading::Error| match std::error::Error::source(&error) {
-                Some(source) => format!("{what}: {error}: {source}"),
-                None => format!("{what}: {error}"),
-            }
-        };
-        // SAFETY: loading runs what the library runs on being loaded; whoever named it trusts it.
-        let library = unsafe { libloading::Library::new(path) }.map_err(told(path.to_owned()))?;
-        // A library's code must outlive all that may call it, CUDA's exit handlers too.
-        let library: &'static libloading::Library = Box::leak(Box::new(library));
-        let missing = |name: &str| told(format!("{path} has no {name}"));
-        // SAFETY: these names have these types, as `hattn_peer.h` says.
-        unsafe {
-            Ok(Self {
-                forward: *library.get::<Forward>(b"hattn_peer_fwd").map_err(missing("hattn_peer_fwd"))?,
-                name: *library.get::<Text>(b"hattn_peer_name").map_err(missing("hattn_peer_name"))?,
-                last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
-            })
-        }
-    }
-
-    /// The short name.
-    pub fn name(&self) -> String {
-        // SAFETY: a function of the entry, which returns a string for the life of the process.
-        unsafe { CStr::from_ptr((self.name)()) }.to_string_lossy().into_owned()
-    }
-
-    /// What a status means, with the library's own words where it has some.
-    pub fn complaint(&self, status: c_int) -> String {
-        let text = status_text(status);
-        let Some(last_error) = self.last_error else { return text };
-        // SAFETY: a function of the entry, whose string is valid until this thread's next call.
-        let own = unsafe { CStr::from_ptr(last_error()) }.to_string_lossy();
-        if own.is_empty() { text } else { format!("{text}: {own}") }
-    }
-
-    /// Whether a status means that there is no kernel for a legal problem.
-    pub fn unsupported(status: c_int) -> bool {
-        status == UNSUPPORTED
-    }
-}
 
 #[cfg(test)]
 mod tests {
@@ -357,7 +352,7 @@ mod tests {
     fn args() -> Args {
         // SAFETY: every field is an integer, a float or a raw pointer, and all of them may be 0.
         let zero: Args = unsafe { std::mem::zeroed() };
-        Args { struct_bytes: size_of::<Args>() as u64, dtype: 1, heads_q: 1, heads_kv: 1, ..zero }
+        Args { struct_bytes: size_of::<Args>() as u64, ..zero }
     }
 
     fn refused(args: *const Args) -> String {
@@ -372,7 +367,7 @@ mod tests {
     fn what_is_wrong_is_told_without_a_gpu() {
         assert_eq!(refused(std::ptr::null()), "invalid argument: args is null");
         assert!(refused(&Args { struct_bytes: 8, ..args() }).ends_with("struct_bytes 8; allowed: 224 and above"));
-        assert!(refused(&Args { dtype: 3, ..args() }).contains("dtype: 3"));
+        assert!(refused(&Args { numbers: Numbers { dtype: 3, ..args().numbers }, ..args() }).contains("dtype: 3"));
     }
 
     #[test]
@@ -382,17 +377,5 @@ mod tests {
         assert!(status == INVALID && text.contains("heads_q"), "{text}");
         // The CPU has a plan for the same with heads that divide, as the C ABI says.
         assert!(make(&Key { sizes: [1, 1, 1, 4, 2, 8, 8], ..key }, 0.0).is_ok_and(|plan| !plan.0.is_null()));
-    }
-
-    #[test]
-    fn the_name_is_the_reports() {
-        assert_eq!(Entry::own().name(), crate::NAME);
-    }
-
-    #[test]
-    fn a_library_without_the_entry_is_refused() {
-        let Err(why) = Entry::load("libm.so.6") else { panic!("libm computes no attention") };
-        assert!(why.contains("hattn_peer_fwd"), "{why}");
-        assert!(Entry::load("libnowhere.so").is_err_and(|why| why.contains("libnowhere.so")));
     }
 }

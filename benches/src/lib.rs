@@ -6,7 +6,7 @@
 //! `hattn bench`, `hattn plot` and `hattn tune` are the front.
 //!
 //! With feature `cuda` the shared library of this package exports the C entry of `peers/hattn_peer.h`, through which
-//! the script in PyTorch times our forward in turn with other libraries.
+//! the script in PyTorch times our forward and backward in turn with other libraries.
 
 #![deny(missing_docs)]
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use anyhow::{Result, ensure};
-use hopper_attention::{DType, Dims, ForwardProblem, Layout, Mask};
+use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask};
 use serde::{Deserialize, Serialize};
 
 /// Tokens a batch in the papers' setting: the batch shrinks as sequences grow.
@@ -14,14 +14,38 @@ pub const TOKENS: usize = 16384;
 pub const HIDDEN: usize = 2048;
 
 /// Which pass is timed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
     /// O and the LSE from Q, K and V.
     Fwd,
+    /// The gradients of Q, K and V, from that of O and what the forward left.
+    Bwd,
 }
 
-/// The element type of Q, K, V and O.
+impl Direction {
+    /// Both, in the order of tables.
+    pub const ALL: [Self; 2] = [Self::Fwd, Self::Bwd];
+
+    /// "forward" or "backward".
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Fwd => "forward",
+            Self::Bwd => "backward",
+        }
+    }
+}
+
+impl fmt::Display for Direction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fwd => "fwd",
+            Self::Bwd => "bwd",
+        })
+    }
+}
+
+/// The element type of Q, K, V, O and the gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -47,7 +71,7 @@ impl fmt::Display for Precision {
     }
 }
 
-/// In which order the elements of Q, K, V and O lie.
+/// In which order the elements of Q, K, V, O and the gradients lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Order {
@@ -88,7 +112,7 @@ impl FromStr for PointMask {
 pub struct Point {
     /// The pass.
     pub direction: Direction,
-    /// Type of Q, K, V and O.
+    /// Type of Q, K, V, O and the gradients.
     pub dtype: Precision,
     /// Query heads.
     pub heads_q: usize,
@@ -124,10 +148,9 @@ impl Point {
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share.
     pub fn family(&self) -> String {
-        let Self { dtype, head_dim, .. } = self;
-        let Direction::Fwd = self.direction;
+        let Self { direction, dtype, head_dim, .. } = self;
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
-        format!("fwd-{dtype}-d{head_dim}-{}{grouped}", self.mask_name())
+        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}", self.mask_name())
     }
 
     /// Whether every word between the slashes of a filter is one of the point's own.
@@ -138,10 +161,13 @@ impl Point {
 
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
     /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, 4 for each of the head dim's
-    /// elements and each pair of a query and a key that it sees.
+    /// elements and each pair of a query and a key that it sees. The backward has five products: 2.5 times the forward's.
     pub fn flops(&self) -> u64 {
-        let Direction::Fwd = self.direction;
-        let each = 4 * (self.head_dim * self.heads_q * self.batch) as u64;
+        let products = match self.direction {
+            Direction::Fwd => 2,
+            Direction::Bwd => 5,
+        };
+        let each = 2 * products * (self.head_dim * self.heads_q * self.batch) as u64;
         let seqlen = self.seqlen as u64;
         match (self.causal, self.window) {
             (false, _) => each * seqlen.pow(2),
@@ -156,15 +182,19 @@ impl Point {
         if self.causal { first..query + 1 } else { 0..self.seqlen }
     }
 
-    /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once.
+    /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once; in the backward Q, K, V,
+    /// O, dO and the LSE read once, dQ, dK and dV written once.
     pub fn bytes(&self) -> u64 {
-        let Direction::Fwd = self.direction;
+        let tensors = match self.direction {
+            Direction::Fwd => 2, // with the heads of Q, and as many with those of K
+            Direction::Bwd => 4,
+        };
         let rows = self.batch * self.seqlen;
-        let elements = 2 * rows * self.head_dim * (self.heads_q + self.heads_kv);
+        let elements = tensors * rows * self.head_dim * (self.heads_q + self.heads_kv);
         (elements * self.dtype.dtype().bytes() + rows * self.heads_q * size_of::<f32>()) as u64
     }
 
-    /// The problem to plan, with the LSE: every training forward writes it, and so do the peers.
+    /// The forward problem, with the LSE: every training forward writes it, and so do the peers.
     ///
     /// # Errors
     /// Those of [`ForwardProblem::new`].
@@ -186,6 +216,14 @@ impl Point {
         Ok(ForwardProblem::new(self.dtype.dtype(), dims)?.mask(mask).lse(true))
     }
 
+    /// The problem whose gradients a backward point computes.
+    ///
+    /// # Errors
+    /// Those of [`ForwardProblem::new`].
+    pub fn backward_problem(&self) -> hopper_attention::Result<BackwardProblem> {
+        Ok(BackwardProblem::of(&self.problem()?))
+    }
+
     /// The layout of a tensor with this many heads, logically `[batch, seqlen, heads, head_dim]`.
     ///
     /// # Errors
@@ -205,19 +243,20 @@ impl Point {
     }
 }
 
-/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`.
+/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dtype, batch, seqlen, heads_q, heads_kv, head_dim, .. } = self;
-        let Direction::Fwd = self.direction;
+        let Self { direction, dtype, batch, seqlen, heads_q, heads_kv, head_dim, .. } = self;
         let mask = self.mask_name();
-        write!(f, "fwd/{dtype}/d{head_dim}/{mask}/s{seqlen}/b{batch}/h{heads_q}/kv{heads_kv}")
+        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/s{seqlen}/b{batch}/h{heads_q}/kv{heads_kv}")
     }
 }
 
 /// Which points to take.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sweep {
+    /// Passes.
+    pub directions: Vec<Direction>,
     /// Types.
     pub dtypes: Vec<Precision>,
     /// Query heads that share a key head.
@@ -242,6 +281,7 @@ impl Sweep {
     /// The papers' sweep.
     pub fn papers() -> Self {
         Self {
+            directions: vec![Direction::Fwd],
             dtypes: vec![Precision::Bf16, Precision::F16],
             gqa: vec![1],
             dims: vec![64, 128],
@@ -265,40 +305,11 @@ impl Sweep {
     /// When heads do not divide, or nothing is left to time.
     pub fn points(&self) -> Result<Vec<Point>> {
         let mut points = Vec::new();
-        for &dtype in &self.dtypes {
-            for &group in &self.gqa {
-                for &head_dim in &self.dims {
-                    let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
-                    ensure!(
-                        head_dim > 0 && heads_q * head_dim == hidden,
-                        "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
-                    );
-                    ensure!(
-                        group > 0 && heads_q % group == 0,
-                        "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
-                    );
-                    for &mask in &self.masks {
-                        let (causal, window) = match mask {
-                            PointMask::Full => (false, None),
-                            PointMask::Causal => (true, None),
-                            PointMask::Window(keys) => (true, Some(keys)),
-                        };
-                        for &seqlen in &self.seqlens {
-                            let batch = self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
-                            let heads_kv = heads_q / group;
-                            let direction = Direction::Fwd;
-                            points.push(Point {
-                                direction,
-                                dtype,
-                                heads_q,
-                                heads_kv,
-                                head_dim,
-                                causal,
-                                window,
-                                seqlen,
-                                batch,
-                            });
-                        }
+        for &direction in &self.directions {
+            for &dtype in &self.dtypes {
+                for &group in &self.gqa {
+                    for &head_dim in &self.dims {
+                        self.lengths(direction, dtype, group, head_dim, &mut points)?;
                     }
                 }
             }
@@ -312,6 +323,39 @@ impl Sweep {
             self.filters.join(" ")
         );
         Ok(points)
+    }
+
+    /// The points of every mask and length.
+    fn lengths(
+        &self,
+        direction: Direction,
+        dtype: Precision,
+        group: usize,
+        head_dim: usize,
+        points: &mut Vec<Point>,
+    ) -> Result<()> {
+        let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
+        ensure!(
+            head_dim > 0 && heads_q * head_dim == hidden,
+            "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
+        );
+        ensure!(
+            group > 0 && heads_q % group == 0,
+            "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
+        );
+        let heads_kv = heads_q / group;
+        for &mask in &self.masks {
+            let (causal, window) = match mask {
+                PointMask::Full => (false, None),
+                PointMask::Causal => (true, None),
+                PointMask::Window(keys) => (true, Some(keys)),
+            };
+            for &seqlen in &self.seqlens {
+                let batch = self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
+                points.push(Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, batch });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -342,6 +386,34 @@ mod tests {
         // At a fixed hidden size the head dim does not matter, and twice the length is twice the work.
         assert_eq!(paper(512, 64).flops(), paper(512, 128).flops());
         assert_eq!(paper(1024, 64).flops(), 2 * paper(512, 64).flops());
+    }
+
+    #[test]
+    fn backward_points_are_named_and_counted() {
+        let sweep = Sweep {
+            directions: Direction::ALL.to_vec(),
+            masks: vec![PointMask::Full, PointMask::Causal, PointMask::Window(100)],
+            seqlens: vec![512],
+            ..Sweep::papers()
+        };
+        let points = sweep.points().unwrap();
+        let (forward, backward) = points.split_at(2 * 2 * 3);
+        assert_eq!(backward[1].to_string(), "bwd/bf16/d64/causal/s512/b32/h32/kv32");
+        assert_eq!(backward[2].family(), "bwd-bf16-d64-window100");
+        for (forward, backward) in forward.iter().zip(backward) {
+            assert_eq!(backward, &Point { direction: Direction::Bwd, ..forward.clone() });
+            assert_eq!(2 * backward.flops(), 5 * forward.flops());
+            assert_eq!(backward.backward_problem().unwrap().forward(), &forward.problem().unwrap());
+        }
+        // Q, K, V, O, dO, dQ, dK and dV of 16384 x 2048 in 16 bits, and the LSE.
+        let (tensor, lse) = (16384 * 2048 * 2, 16384 * 32 * 4);
+        assert_eq!(backward[0].bytes(), 8 * tensor + lse);
+        assert_eq!(Point { heads_kv: 8, ..backward[0].clone() }.bytes(), 4 * tensor + 4 * tensor / 4 + lse);
+        let filtered = Sweep { filters: vec!["bwd/d128/full".into()], ..sweep }.points().unwrap();
+        assert!(filtered.len() == 2 && filtered.iter().all(|p| p.direction == Direction::Bwd));
+        let text = serde_json::to_string(&backward[0]).unwrap();
+        assert!(text.starts_with(r#"{"direction":"bwd","dtype":"bf16","#), "{text}");
+        assert_eq!(serde_json::from_str::<Point>(&text).unwrap(), backward[0]);
     }
 
     #[test]

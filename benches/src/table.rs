@@ -3,7 +3,7 @@
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 
 use crate::host::HostCost;
-use crate::{PointReport, Report, Run, RunStatus, geometric_mean};
+use crate::{Direction, PointReport, Report, Run, RunStatus, geometric_mean};
 
 /// One line a point: TFLOP/s of each library, ours over the best peer, our share of the roofline, the widest
 /// interquartile range. Colours only where stdout is a terminal.
@@ -11,15 +11,14 @@ pub fn points(report: &Report) -> Table {
     let names = report.names();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    let fixed = ["dtype", "hd", "mask", "gqa", "seqlen"];
+    let fixed = ["pass", "dtype", "hd", "mask", "gqa", "seqlen"];
     let header = fixed.into_iter().chain(names.iter().copied()).chain(["ours/best", "roofline", "iqr"]);
     table.set_header(header.map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
     for result in &report.points {
         let p = &result.point;
+        let sizes = [p.head_dim.to_string(), p.mask_name(), p.group().to_string(), p.seqlen.to_string()];
         let mut row: Vec<Cell> =
-            [p.dtype.to_string(), p.head_dim.to_string(), p.mask_name(), p.group().to_string(), p.seqlen.to_string()]
-                .map(Cell::new)
-                .into();
+            [p.direction.to_string(), p.dtype.to_string()].into_iter().chain(sizes).map(Cell::new).collect();
         let best = result.best_peer().map(|run| run.name.as_str());
         row.extend(names.iter().map(|name| match result.run(name) {
             Some(run) if best == Some(run.name.as_str()) => rate(run).add_attribute(Attribute::Underlined),
@@ -77,19 +76,30 @@ fn share(report: &Report, result: &PointReport) -> Cell {
     Cell::new(share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share)))
 }
 
-/// Ours over each peer and over the best of them: minimum and geometric mean.
+/// Ours over each peer and over the best of them, a pass at a time: minimum and geometric mean.
 pub fn ratios(report: &Report) -> Vec<String> {
+    Direction::ALL.into_iter().flat_map(|direction| ratios_of(report, direction)).collect()
+}
+
+fn ratios_of(report: &Report, direction: Direction) -> Vec<String> {
+    let all: Vec<&PointReport> = report.points.iter().filter(|p| p.point.direction == direction).collect();
+    let pass = match direction {
+        Direction::Fwd => "",
+        Direction::Bwd => "backward, ",
+    };
     let mut lines = Vec::new();
     let mut line = |what: String, values: Vec<f64>| {
         let least = values.iter().copied().fold(f64::INFINITY, f64::min);
         let Some(mean) = geometric_mean(&values) else { return };
-        let (points, of) = (values.len(), report.points.len());
-        lines.push(format!("ours / {what}: geometric mean {mean:.3}, least {least:.3}, over {points} of {of} points"));
+        let (points, of) = (values.len(), all.len());
+        lines.push(format!(
+            "{pass}ours / {what}: geometric mean {mean:.3}, least {least:.3}, over {points} of {of} points"
+        ));
     };
-    line("best peer".into(), report.points.iter().filter_map(|p| p.ratio(p.best_peer())).collect());
+    line("best peer".into(), all.iter().filter_map(|p| p.ratio(p.best_peer())).collect());
     for name in report.names() {
-        if report.points.iter().any(|p| p.run(name).is_some_and(|run| run.role == crate::Role::Peer)) {
-            line(name.into(), report.points.iter().filter_map(|p| p.ratio(p.run(name))).collect());
+        if all.iter().any(|p| p.run(name).is_some_and(|run| run.role == crate::Role::Peer)) {
+            line(name.into(), all.iter().filter_map(|p| p.ratio(p.run(name))).collect());
         }
     }
     lines
@@ -182,12 +192,12 @@ mod tests {
     fn a_line_a_point() {
         let text = points(&report()).to_string();
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(lines[0][5..], ["ours", "fa3", "none", "ours/best", "roofline", "iqr"]);
+        assert_eq!(lines[0][6..], ["ours", "fa3", "none", "ours/best", "roofline", "iqr"]);
         let roof = report().roofline(&report().points[0].point).unwrap();
         let share = format!("{:.0}%", 60000.0 / roof);
         assert_eq!(
             lines[1],
-            ["bf16", "64", "causal", "1", "512", "600.0", "500.0", "unsupported", "1.200", &share, "2.0%"]
+            ["fwd", "bf16", "64", "causal", "1", "512", "600.0", "500.0", "unsupported", "1.200", &share, "2.0%"]
         );
         assert_eq!(lines.len(), 3);
     }
@@ -197,6 +207,12 @@ mod tests {
         let means = ratios(&report());
         assert_eq!(means[0], "ours / best peer: geometric mean 1.095, least 1.000, over 2 of 2 points");
         assert_eq!(means.len(), 2, "{means:?}"); // a peer without a timing has no mean
+        let mut both = report();
+        both.points[1].point.direction = Direction::Bwd;
+        let means = ratios(&both);
+        assert_eq!(means[0], "ours / best peer: geometric mean 1.200, least 1.200, over 1 of 1 points");
+        assert_eq!(means[2], "backward, ours / best peer: geometric mean 1.000, least 1.000, over 1 of 1 points");
+        assert_eq!(means.len(), 4, "{means:?}");
         let text = remarks(&report()).join("\n");
         assert!(text.contains("ceiling: product_bf16 790.0 TFLOP/s"), "{text}");
         assert!(

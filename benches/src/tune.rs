@@ -91,6 +91,7 @@ mod tests {
     fn rows() -> Vec<KernelInfo> {
         let row = |row, tile_m, mask| KernelInfo {
             row,
+            pass: hopper_attention::Pass::Forward,
             arch: Arch::Sm90,
             dtype: DType::BF16,
             mask,

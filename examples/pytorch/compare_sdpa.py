@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Holds attention() and torch's own scaled_dot_product_attention against the same thing computed in f64.
 
-    HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so python3 compare_sdpa.py [--device cpu] [--json FILE]
+    HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so python3 compare_sdpa.py [--device cpu] [--gradients] [--json FILE]
 
 On the GPU if there is one (bf16 and f16), else on the CPU. Each line has the largest absolute error and the relative
 root-mean-square error of both. A case fails when our largest error is more than twice that of torch's best backend plus two
-ulps of the largest output, or our RMSE more than twice torch's, or when the log-sum-exp is off.
+ulps of the largest output, or our RMSE more than twice torch's, or when the log-sum-exp is off. With --gradients, those of q, k
+and v are held to the same and the rounding of the log-sum-exp, where a case is a plain call.
 """
 
 import argparse
@@ -31,6 +32,8 @@ Case = collections.namedtuple("Case", "dtype head_dim causal heads_kv layout how
 ULPS = 2
 # The magnitudes that a score sums up are about 10, and so is the log-sum-exp: a dozen of f32's roundings of that.
 LSE_TOLERANCE = 2e-5
+# The gradients are sums over exp(score - log-sum-exp), both about 10: half an ulp of each in f32, relative to the sum.
+GRADIENT_TOLERANCE = 1e-6
 
 
 def grid(gpu):
@@ -49,7 +52,7 @@ def grid(gpu):
 
 
 class Inputs:
-    """q, k and v of a case, [batch, seqlen, heads, head_dim] in the memory order of its layout."""
+    """q, k and v of a case, [batch, seqlen, heads, head_dim] in the memory order of its layout, and a gradient of the output."""
 
     def __init__(self, case, device, seed):
         batch, seqlen, heads = (2, 1000, 8) if device.type == "cuda" else (1, 130, 4)
@@ -64,6 +67,7 @@ class Inputs:
             self.qkv = [normal(batch, seqlen, n, case.head_dim) for n in (heads, case.heads_kv or heads, case.heads_kv or heads)]
         if case.layout == "bhsd":
             self.qkv = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in self.qkv]
+        self.d_o = normal(batch, seqlen, heads, case.head_dim)
 
 
 def exact(case, qkv):
@@ -105,6 +109,37 @@ def sdpa(case, qkv):
     if not found:
         raise RuntimeError("torch has no fused backend to compare with")
     return found
+
+
+def allowed(case, peers, want, more=0.0):
+    """How far off we may be where torch's backends are as far off as they are; more: relative to the largest output."""
+    rounding = ULPS * torch.finfo(case.dtype).eps + more
+    return {
+        "max_abs": 2 * min(p["max_abs"] for p in peers.values()) + rounding * want.abs().max().item(),
+        "rmse": 2 * min(p["rmse"] for p in peers.values()),
+    }
+
+
+def complaints_of(mine, bounds, what=""):
+    # The other way round, a NaN would pass.
+    return [f"{what}{name} {mine[name]:.3g}, allowed {bound:.3g}" for name, bound in bounds.items() if not mine[name] <= bound]
+
+
+def gradients(case, inputs):
+    """The errors of d_q, d_k and d_v, each with torch's and what is allowed; and what is wrong with them."""
+    leaves = [t.detach().requires_grad_() for t in inputs.qkv]
+    with torch.enable_grad():
+        mine = torch.autograd.grad(attention(*leaves, causal=case.causal), leaves, inputs.d_o)
+        # The backends share the graph of what comes before them.
+        peers = {name: torch.autograd.grad(o, leaves, inputs.d_o, retain_graph=True) for name, o in sdpa(case, leaves).items()}
+        doubles = [t.detach().double().requires_grad_() for t in inputs.qkv]
+        want = torch.autograd.grad(exact(case, doubles)[0], doubles, inputs.d_o.double())
+    found, complaints = {}, []
+    for i, name in enumerate(("d_q", "d_k", "d_v")):
+        sides = {"ours": errors(mine[i], want[i]), "sdpa": {peer: errors(got[i], want[i]) for peer, got in peers.items()}}
+        found[name] = sides | {"allowed": allowed(case, sides["sdpa"], want[i], GRADIENT_TOLERANCE)}
+        complaints += complaints_of(sides["ours"], found[name]["allowed"], f"{name} ")
+    return found, complaints
 
 
 def ours(case, inputs):
@@ -186,7 +221,7 @@ def on_threads(case, inputs, call):
     return results
 
 
-def compare(case, device, seed):
+def compare(case, device, seed, with_gradients):
     """One case's record."""
     inputs = Inputs(case, device, seed)
     want_o, want_lse = exact(case, inputs.qkv)
@@ -194,17 +229,15 @@ def compare(case, device, seed):
     (o, lse), complaints = ours(case, inputs)
     mine = errors(o, want_o) if not complaints else {"max_abs": math.nan, "rmse": math.nan}
     mine["lse_max_abs"] = (lse.double() - want_lse).abs().max().item() if not complaints else math.nan
-    largest = want_o.abs().max().item()
-    allowed = {
-        "max_abs": 2 * min(p["max_abs"] for p in peers.values()) + ULPS * torch.finfo(case.dtype).eps * largest,
-        "rmse": 2 * min(p["rmse"] for p in peers.values()),
-        "lse_max_abs": LSE_TOLERANCE,
-    }
-    # The other way round, a NaN would pass.
-    complaints += [f"{name} {mine[name]:.3g}, allowed {bound:.3g}" for name, bound in allowed.items() if not mine[name] <= bound]
+    bounds = allowed(case, peers, want_o) | {"lse_max_abs": LSE_TOLERANCE}
+    complaints += complaints_of(mine, bounds)
+    found = {}
+    if with_gradients and case.how == "a call":
+        found["gradients"], wrong = gradients(case, inputs)
+        complaints += wrong
     fields = case._asdict() | {"dtype": str(case.dtype).removeprefix("torch."), "heads_kv": inputs.qkv[1].shape[2]}
     fields |= {"shape_q": list(inputs.qkv[0].shape), "stride_q": list(inputs.qkv[0].stride())}
-    return fields | {"ours": mine, "sdpa": peers, "allowed": allowed, "complaints": complaints}
+    return fields | {"ours": mine, "sdpa": peers, "allowed": bounds} | found | {"complaints": complaints}
 
 
 def about(device):
@@ -238,6 +271,9 @@ def line(record):
     mask = "causal" if record["causal"] else "full"
     what = f"{record['dtype']:8} hd {record['head_dim']:3} {mask:6} heads {record['shape_q'][2]}/{record['heads_kv']} {record['layout']:6} {record['how']:14}"
     peers = "  ".join(f"{name} {figures(e)}" for name, e in record["sdpa"].items())
+    for name, sides in record.get("gradients", {}).items():
+        best = min(e["max_abs"] for e in sides["sdpa"].values())
+        peers += f"  {name} {sides['ours']['max_abs']:.1e} (sdpa {best:.1e})"
     verdict = "ok" if not record["complaints"] else "FAILED: " + "; ".join(record["complaints"])
     return f"{what}  ours {figures(record['ours'])} lse {record['ours']['lse_max_abs']:.1e}  {peers}  {verdict}"
 
@@ -246,6 +282,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--library", help=f"the shared library; else ${hattn.VARIABLE}, else the loader's")
+    parser.add_argument("--gradients", action="store_true", help="compare the gradients too")
     parser.add_argument("--json", metavar="FILE", help="where to write the figures")
     options = parser.parse_args()
     load(options.library)
@@ -257,7 +294,7 @@ def main():
     print(", ".join(f"{name} {value}" for name, value in record.items() if name != "cases"))
     with torch.no_grad():
         for seed, case in enumerate(grid(device.type == "cuda")):
-            record["cases"].append(compare(case, device, seed))
+            record["cases"].append(compare(case, device, seed, options.gradients))
             print(line(record["cases"][-1]), flush=True)
     record["plans"] = load().made
     failed = sum(bool(case["complaints"]) for case in record["cases"])

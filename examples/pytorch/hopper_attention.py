@@ -6,12 +6,16 @@
     plan = library.plan(problem, CPU)                          # once for many runs
     plan.run(q, k, v, o)                                       # four Tensor descriptions of memory
 
+    gradients = library.plan(BackwardProblem.of(problem), CPU) # of a problem that was computed with its log-sum-exp
+    gradients.run(q, k, v, o, lse, d_o, d_q, d_k, d_v)
+
 Everything is checked by the library, once: a call that it refuses raises HattnError with its words. hopper_attention_torch.py
 puts torch's tensors on top.
 """
 
 import ctypes
 import os
+import types
 import weakref
 
 ABI_VERSION = 1
@@ -90,6 +94,37 @@ class ForwardProblem(_Versioned):
     ]
 
 
+class BackwardProblem(_Versioned):
+    """hattn_backward_problem: which gradients to compute. `of` makes one."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("abi_version", ctypes.c_uint32),
+        ("dtype", ctypes.c_int32),
+        ("mask", ctypes.c_int32),
+        ("corner", ctypes.c_int32),
+        ("d_lse", ctypes.c_int32),
+        ("batch", ctypes.c_int64),
+        ("seqlen_q", ctypes.c_int64),
+        ("seqlen_kv", ctypes.c_int64),
+        ("heads_q", ctypes.c_int64),
+        ("heads_kv", ctypes.c_int64),
+        ("head_dim_qk", ctypes.c_int64),
+        ("head_dim_vo", ctypes.c_int64),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("softmax_scale", ctypes.c_float),
+        ("deterministic", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(cls, forward, d_lse=0, deterministic=0):
+        """The gradients of a forward problem. d_lse: 1 if the log-sum-exp has a gradient too. deterministic: 1 for the same
+        bits on every run, which the CPU gives in any case."""
+        shared = {name for name, _ in cls._fields_} & {name for name, _ in forward._fields_} - {"struct_size"}
+        return cls(d_lse=d_lse, deterministic=deterministic, **{name: getattr(forward, name) for name in shared})
+
+
 class Tensor(_Versioned):
     """hattn_tensor: where a tensor is and how it lies. `tensor` makes one; whoever does keeps the memory alive."""
 
@@ -122,9 +157,30 @@ class ForwardArgs(_Versioned):
     ]
 
 
+class BackwardArgs(_Versioned):
+    """hattn_backward_args: what a run reads and writes."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("abi_version", ctypes.c_uint32),
+        ("q", ctypes.POINTER(Tensor)),
+        ("k", ctypes.POINTER(Tensor)),
+        ("v", ctypes.POINTER(Tensor)),
+        ("o", ctypes.POINTER(Tensor)),
+        ("lse", ctypes.POINTER(Tensor)),
+        ("d_o", ctypes.POINTER(Tensor)),
+        ("d_lse", ctypes.POINTER(Tensor)),
+        ("d_q", ctypes.POINTER(Tensor)),
+        ("d_k", ctypes.POINTER(Tensor)),
+        ("d_v", ctypes.POINTER(Tensor)),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_size_t),
+    ]
+
+
 def tensor(address, dtype, shape, stride=None, device=CPU):
-    """Describes memory: `[batch, seqlen, heads, head_dim]`, or `[batch, heads, seqlen]` for the log-sum-exp. Strides count
-    elements; without them the tensor is dense."""
+    """Describes memory: `[batch, seqlen, heads, head_dim]`, or `[batch, heads, seqlen]` for the log-sum-exp and its gradient. Strides
+    count elements; without them the tensor is dense."""
     shape = tuple(shape)
     if stride is None:
         stride, step = [], 1
@@ -157,14 +213,22 @@ class Library:
         self._status_name = function("hattn_status_name", ctypes.c_char_p, status)
         self._last_error = function("hattn_last_error", ctypes.c_char_p)
         self._device_count = function("hattn_device_count", status, pointer(ctypes.c_int32))
-        self._supported = function("hattn_forward_supported", status, pointer(ForwardProblem), ctypes.c_int32)
-        self._create = function("hattn_forward_plan_create", status, pointer(ForwardProblem), ctypes.c_int32, pointer(ctypes.c_void_p))
-        self._destroy = function("hattn_forward_plan_destroy", None, ctypes.c_void_p)
-        self._describe = function(
-            "hattn_forward_plan_describe", status, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, pointer(ctypes.c_size_t)
-        )
-        self._workspace_size = function("hattn_forward_plan_workspace_size", status, ctypes.c_void_p, pointer(ctypes.c_size_t))
-        self._run = function("hattn_forward_run", status, ctypes.c_void_p, pointer(ForwardArgs), ctypes.c_void_p)
+
+        def entries(name, problem, args):
+            handle, size = ctypes.c_void_p, ctypes.c_size_t
+            return types.SimpleNamespace(
+                supported=function(f"hattn_{name}_supported", status, pointer(problem), ctypes.c_int32),
+                create=function(f"hattn_{name}_plan_create", status, pointer(problem), ctypes.c_int32, pointer(handle)),
+                destroy=function(f"hattn_{name}_plan_destroy", None, handle),
+                describe=function(f"hattn_{name}_plan_describe", status, handle, ctypes.c_char_p, size, pointer(size)),
+                workspace_size=function(f"hattn_{name}_plan_workspace_size", status, handle, pointer(size)),
+                run=function(f"hattn_{name}_run", status, handle, pointer(args), ctypes.c_void_p),
+            )
+
+        self._entries = {
+            ForwardProblem: entries("forward", ForwardProblem, ForwardArgs),
+            BackwardProblem: entries("backward", BackwardProblem, BackwardArgs),
+        }
         self.abi_version = function("hattn_abi_version", ctypes.c_uint32)()
         self.version = function("hattn_version", ctypes.c_char_p)().decode()
         if self.abi_version != ABI_VERSION:
@@ -192,44 +256,60 @@ class Library:
     def supported(self, problem, device):
         """Whether a device computes a problem: opens and loads nothing. When it does not, `last_error` says why; a problem
         that is wrong in itself raises HattnError."""
-        status = self._supported(ctypes.byref(problem), device)
+        status = self._entries[type(problem)].supported(ctypes.byref(problem), device)
         if status in (ERROR_UNSUPPORTED, ERROR_NO_DEVICE):
             return False
         self.check(status)
         return True
 
     def plan(self, problem, device):
-        """How the device computes the problem: a Plan, for any number of runs, threads and streams."""
-        return Plan(self, problem, device)
+        """How the device computes the problem: a Plan, or a BackwardPlan for a BackwardProblem, for any number of runs, threads
+        and streams."""
+        return (Plan if isinstance(problem, ForwardProblem) else BackwardPlan)(self, problem, device)
 
 
-class Plan:
-    """hattn_forward_plan. It lives as long as somebody holds it."""
+class _Plan:
+    """What the plans of both passes have. One lives as long as somebody holds it."""
 
     def __init__(self, library, problem, device):
-        self._library = library
+        self._library, self._entries = library, library._entries[type(problem)]
         handle = ctypes.c_void_p()
-        library.check(library._create(ctypes.byref(problem), device, ctypes.byref(handle)))
+        library.check(self._entries.create(ctypes.byref(problem), device, ctypes.byref(handle)))
         self._handle = handle
         # Not at exit: the process gives everything back by itself, and the driver may be gone by then.
-        weakref.finalize(self, library._destroy, handle).atexit = False
+        weakref.finalize(self, self._entries.destroy, handle).atexit = False
         size = ctypes.c_size_t()
-        library.check(library._workspace_size(handle, ctypes.byref(size)))
+        library.check(self._entries.workspace_size(handle, ctypes.byref(size)))
         #: Bytes of scratch memory, on the plan's device, that every run needs for itself.
         self.workspace_bytes = size.value
 
     def describe(self):
         """The kernel and its schedule, in one line."""
         length = ctypes.c_size_t()
-        self._library.check(self._library._describe(self._handle, None, 0, ctypes.byref(length)))
+        self._library.check(self._entries.describe(self._handle, None, 0, ctypes.byref(length)))
         text = ctypes.create_string_buffer(length.value + 1)
-        self._library.check(self._library._describe(self._handle, text, len(text), ctypes.byref(length)))
+        self._library.check(self._entries.describe(self._handle, text, len(text), ctypes.byref(length)))
         return text.value.decode()
+
+    def _run(self, args, tensors, workspace, workspace_bytes, stream):
+        pointers = {name: ctypes.pointer(given) for name, given in tensors.items() if given is not None}
+        args = args(workspace=workspace, workspace_bytes=workspace_bytes, **pointers)
+        self._library.check(self._entries.run(self._handle, ctypes.byref(args), stream))
+
+
+class Plan(_Plan):
+    """hattn_forward_plan."""
 
     def run(self, q, k, v, o, lse=None, workspace=None, workspace_bytes=0, stream=None):
         """Computes on the CPU; enqueues on `stream` (a CUstream as an integer, None for the default stream) on a GPU.
         Python's lock is free meanwhile."""
-        arguments = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-        pointers = {name: ctypes.pointer(given) for name, given in arguments.items() if given is not None}
-        args = ForwardArgs(workspace=workspace, workspace_bytes=workspace_bytes, **pointers)
-        self._library.check(self._library._run(self._handle, ctypes.byref(args), stream))
+        self._run(ForwardArgs, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, workspace, workspace_bytes, stream)
+
+
+class BackwardPlan(_Plan):
+    """hattn_backward_plan."""
+
+    def run(self, q, k, v, o, lse, d_o, d_q, d_k, d_v, d_lse=None, workspace=None, workspace_bytes=0, stream=None):
+        """Computes the gradients of q, k and v, as `Plan.run` does the forward pass that gave o and lse."""
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "d_lse": d_lse, "d_q": d_q, "d_k": d_k, "d_v": d_v}
+        self._run(BackwardArgs, tensors, workspace, workspace_bytes, stream)

@@ -2,8 +2,7 @@
 
     o = attention(q, k, v, causal=True)            # [batch, seqlen, heads, head_dim], on q's device and torch's current stream
 
-f16 and bf16 on a Hopper GPU; f32 too on the CPU. The forward only: autograd comes with the backward, and until then tensors
-that require a gradient are refused where one would be recorded.
+f16 and bf16 on a Hopper GPU; f32 too on the CPU. Autograd records it: o and the log-sum-exp have gradients, of the first order.
 """
 
 import collections
@@ -31,14 +30,14 @@ class PlanCache:
     def __len__(self):
         return len(self._plans)
 
-    def get(self, device, **problem):
-        """The plan for the fields of a ForwardProblem."""
-        key = (device, *sorted(problem.items()))
+    def get(self, device, problem):
+        """The plan for a ForwardProblem or a BackwardProblem."""
+        key = (device, type(problem), bytes(problem))
         with self._lock:
             plan = self._plans.get(key)
             if plan is None:
                 # Under the lock, so that threads which come at once with one shape make one plan.
-                plan = self._library.plan(hattn.ForwardProblem(**problem), device)
+                plan = self._library.plan(problem, device)
                 self.made += 1
                 self._plans[key] = plan
                 # Whoever runs the oldest plan right now holds it.
@@ -75,6 +74,9 @@ def attention(q, k, v, causal=False, window=None, top_left=False, scale=None, re
     Gives o, [batch, seqlen_q, heads_q, v's head_dim] and dense; with return_lse also the log-sum-exp of the scores, f32
     [batch, heads_q, seqlen_q], -inf for a query that sees no key (its o is 0).
 
+    Where autograd records it, o and the log-sum-exp are kept for the gradients of q, k and v, which come dense and in their
+    type. Under torch.use_deterministic_algorithms they are the same bits every time.
+
     To be captured in a CUDA graph, a shape must have been computed once before: that loads its kernel.
     """
     tensors = {"q": q, "k": k, "v": v}
@@ -83,43 +85,78 @@ def attention(q, k, v, causal=False, window=None, top_left=False, scale=None, re
             raise ValueError(f"{name}: {t.ndim} dimensions; allowed: 4, [batch, seqlen, heads, head_dim]")
         if t.dtype not in DTYPES:
             raise TypeError(f"{name}: {t.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
-        raise NotImplementedError("a gradient is asked for, and there is no backward yet; use torch.no_grad() or detach()")
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     batch, seqlen_q, heads_q, head_dim_qk = q.shape
-    head_dim_vo = v.shape[3]
-    device = _ordinal(q.device)
-    cache = load()
-    plan = cache.get(
-        device,
+    problem = hattn.ForwardProblem(
         dtype=DTYPES[q.dtype],
-        lse=int(return_lse),
+        lse=int(return_lse or recorded),
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_kv=k.shape[1],
         heads_q=heads_q,
         heads_kv=k.shape[2],
         head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
+        head_dim_vo=v.shape[3],
         softmax_scale=_scale(scale),
         **_mask(causal, window, top_left),
     )
+    o, lse = _Attention.apply(q, k, v, problem) if recorded else _forward(q, k, v, problem)
+    return (o, lse) if return_lse else o
 
+
+def _forward(q, k, v, problem):
     # Made here, as any operator of torch does: the allocator hands memory of a stream to that stream again, so that what is
     # dropped after this call is not used by another before the kernel is done. In a capture it comes from the graph's pool.
-    o = torch.empty((batch, seqlen_q, heads_q, head_dim_vo), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device) if return_lse else None
-    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device) if plan.workspace_bytes else None
+    o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device) if problem.lse else None
+    _run(problem, q.device, q=q, k=k, v=v, o=o, lse=lse)
+    return o, lse
+
+
+def _run(problem, device, **tensors):
+    """Runs the problem's plan with a workspace on the device's current stream."""
+    plan = load().get(_ordinal(device), problem)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device) if plan.workspace_bytes else None
     plan.run(
-        _describe(q),
-        _describe(k),
-        _describe(v),
-        _describe(o),
-        None if lse is None else _describe(lse),
-        None if workspace is None else workspace.data_ptr(),
-        plan.workspace_bytes,
-        torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None,
+        **{name: None if t is None else _describe(t) for name, t in tensors.items()},
+        workspace=None if workspace is None else workspace.data_ptr(),
+        workspace_bytes=plan.workspace_bytes,
+        stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
     )
-    return (o, lse) if return_lse else o
+
+
+class _Attention(torch.autograd.Function):
+    """o and the log-sum-exp, for autograd."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, problem):
+        o, lse = _forward(q, k, v, problem)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.problem = problem
+        # An output that nobody used has the gradient None then, instead of zeros.
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_o, d_lse):
+        q, k, v, o, lse = ctx.saved_tensors
+        if d_o is None:
+            d_o = torch.zeros_like(o)
+        deterministic = int(torch.are_deterministic_algorithms_enabled())
+        problem = hattn.BackwardProblem.of(ctx.problem, d_lse=int(d_lse is not None), deterministic=deterministic)
+        d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        d_lse = None if d_lse is None else _readable(d_lse)
+        _run(problem, q.device, q=q, k=k, v=v, o=o, lse=lse, d_o=_readable(d_o), d_lse=d_lse, d_q=d_q, d_k=d_k, d_v=d_v)
+        # What was not asked for is dropped: the library computes the three together.
+        return *(d if wanted else None for d, wanted in zip((d_q, d_k, d_v), ctx.needs_input_grad)), None
+
+
+def _readable(gradient):
+    """A gradient as the library reads it. Nobody chose its strides, which may be 0 throughout (as of o.sum()), nor where it
+    lies: unlike an argument of the user's, it is copied where that does not do."""
+    gradient = gradient.contiguous()
+    return gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()
 
 
 def _ordinal(device):

@@ -113,6 +113,27 @@ def expected(q, k, v, mask, scale):
     return o, lse
 
 
+def expected_gradients(q, k, v, d_o, d_lse, mask, scale):
+    """The gradients of q, k and v by the chain rule, by index; d_lse may be None."""
+    (batch, seqlen_q, heads_q, dim), (_, seqlen_kv, heads_kv, dim_vo) = q.shape, v.shape
+    o, lse = expected(q, k, v, mask, scale)
+    d_q, d_k, d_v = ({index: 0.0 for index in t.indices()} for t in (q, k, v))
+    for b, i, h, _ in (index for index in q.indices() if index[3] == 0):
+        g = h // (heads_q // heads_kv)
+        delta = sum(d_o[b, i, h, d] * o[b, i, h, d] for d in range(dim_vo)) - (d_lse[b, h, i] if d_lse else 0.0)
+        for j in range(seqlen_kv):
+            if not keeps(mask, i, j, seqlen_q, seqlen_kv):
+                continue
+            weight = math.exp(scale * sum(q[b, i, h, d] * k[b, j, g, d] for d in range(dim)) - lse[b, h, i])
+            d_score = scale * weight * (sum(d_o[b, i, h, d] * v[b, j, g, d] for d in range(dim_vo)) - delta)
+            for d in range(dim):
+                d_q[b, i, h, d] += d_score * k[b, j, g, d]
+                d_k[b, j, g, d] += d_score * q[b, i, h, d]
+            for d in range(dim_vo):
+                d_v[b, j, g, d] += weight * d_o[b, i, h, d]
+    return d_q, d_k, d_v
+
+
 class Problem:
     """A problem with its memory, a small one unless told otherwise."""
 
@@ -136,14 +157,21 @@ class Problem:
         self.v = memory(seqlen_kv, heads_kv, dim_vo).randomise(3)
         self.o = memory(seqlen_q, heads_q, dim_vo)
         self.lse = Memory((batch, heads_q, seqlen_q))
+        self.d_o = memory(seqlen_q, heads_q, dim_vo).randomise(4)
+        self.d_lse = Memory((batch, heads_q, seqlen_q)).randomise(5)
+        self.d_q, self.d_k, self.d_v = memory(seqlen_q, heads_q, dim), memory(seqlen_kv, heads_kv, dim), memory(seqlen_kv, heads_kv, dim_vo)
 
     def tensors(self, **others):
         return {name: getattr(self, name).tensor for name in ("q", "k", "v", "o", "lse")} | others
 
+    def gradients(self, **others):
+        """The arguments of a backward run."""
+        return self.tensors() | {name: getattr(self, name).tensor for name in ("d_o", "d_lse", "d_q", "d_k", "d_v")} | others
+
 
 class Structs(unittest.TestCase):
     def test_sizes_and_places(self):
-        sizes = {hattn.ForwardProblem: 104, hattn.Tensor: 96, hattn.ForwardArgs: 64}
+        sizes = {hattn.ForwardProblem: 104, hattn.Tensor: 96, hattn.ForwardArgs: 64, hattn.BackwardProblem: 104, hattn.BackwardArgs: 104}
         for struct_type, size in sizes.items():
             self.assertEqual(ctypes.sizeof(struct_type), size)
             made = struct_type()
@@ -151,6 +179,17 @@ class Structs(unittest.TestCase):
         problem = hattn.ForwardProblem
         places = [problem.lse, problem.batch, problem.window_left, problem.softmax_scale, hattn.Tensor.shape, hattn.ForwardArgs.workspace]
         self.assertEqual([field.offset for field in places], [20, 24, 80, 96, 32, 48])
+        problem, args = hattn.BackwardProblem, hattn.BackwardArgs
+        places = [problem.d_lse, problem.batch, problem.softmax_scale, problem.deterministic, args.d_o, args.d_v, args.workspace]
+        self.assertEqual([field.offset for field in places], [20, 24, 96, 100, 48, 80, 88])
+
+    def test_a_backward_problem_is_of_a_forward_one(self):
+        forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5).problem
+        made = hattn.BackwardProblem.of(forward, d_lse=1)
+        self.assertEqual((made.struct_size, made.abi_version, made.d_lse, made.deterministic), (104, hattn.ABI_VERSION, 1, 0))
+        for name, _ in hattn.BackwardProblem._fields_:
+            if name not in ("d_lse", "deterministic"):
+                self.assertEqual(getattr(made, name), getattr(forward, name), name)
 
     def test_misspelt_fields_are_refused(self):
         self.assertRaisesRegex(TypeError, "seqlen", hattn.ForwardProblem, seqlen=3)
@@ -167,24 +206,49 @@ class Binding(unittest.TestCase):
         self.assertEqual(plan.workspace_bytes, 0)
         plan.run(**case.tensors())
         o, lse = expected(case.q, case.k, case.v, case.mask, case.scale)
-        for got, want in ((case.o, o), (case.lse, lse)):
-            written = set()
-            for index in got.indices():
-                written.add(got._offset(index))
-                exact = want[index]
-                # An infinity must be that infinity; the difference of two would be a NaN.
-                close = got[index] == exact or abs(got[index] - exact) <= tolerance * max(1, abs(exact))
-                self.assertTrue(close, f"{index}: {got[index]}, expected {exact}")
-            fill = Memory((1, 1, 1), got.dtype).memory[0]
-            for place, value in enumerate(got.memory):
-                same = value == fill or (value != value and fill != fill)
-                self.assertTrue(place in written or same, f"element {place} was written")
+        self.close(case.o, o, tolerance)
+        self.close(case.lse, lse, tolerance)
+
+    def close(self, got, want, tolerance):
+        written = set()
+        for index in got.indices():
+            written.add(got._offset(index))
+            exact = want[index]
+            # An infinity must be that infinity; the difference of two would be a NaN.
+            close = got[index] == exact or abs(got[index] - exact) <= tolerance * max(1, abs(exact))
+            self.assertTrue(close, f"{index}: {got[index]}, expected {exact}")
+        fill = Memory((1, 1, 1), got.dtype).memory[0]
+        for place, value in enumerate(got.memory):
+            same = value == fill or (value != value and fill != fill)
+            self.assertTrue(place in written or same, f"element {place} was written")
+
+    def compare_gradients(self, case, tolerance, d_lse=True):
+        LIBRARY.plan(case.problem, hattn.CPU).run(**case.tensors())
+        plan = LIBRARY.plan(hattn.BackwardProblem.of(case.problem, d_lse=int(d_lse)), hattn.CPU)
+        self.assertEqual(plan.workspace_bytes, 0)
+        plan.run(**case.gradients(**({} if d_lse else {"d_lse": None})))
+        want = expected_gradients(case.q, case.k, case.v, case.d_o, case.d_lse if d_lse else None, case.mask, case.scale)
+        for got, want in zip((case.d_q, case.d_k, case.d_v), want):
+            self.close(got, want, tolerance)
 
     def test_f32(self):
         for mask in ((hattn.MASK_FULL, 0, 0), (hattn.MASK_CAUSAL, 0, 0), (hattn.MASK_WINDOW, 2, 1), (hattn.MASK_WINDOW, hattn.UNBOUNDED, 0)):
             for heads_first in (False, True):
                 with self.subTest(mask=mask, heads_first=heads_first):
                     self.compare(Problem(mask=mask, heads_first=heads_first), 1e-5)
+
+    def test_gradients(self):
+        for mask in ((hattn.MASK_FULL, 0, 0), (hattn.MASK_CAUSAL, 0, 0), (hattn.MASK_WINDOW, 2, 1)):
+            for heads_first in (False, True):
+                for d_lse in (False, True):
+                    with self.subTest(mask=mask, heads_first=heads_first, d_lse=d_lse):
+                        self.compare_gradients(Problem(mask=mask, heads_first=heads_first), 1e-5, d_lse)
+        self.compare_gradients(Problem(softmax_scale=0.5), 1e-5)
+        # P, O and dS are rounded once before the gradients are.
+        self.compare_gradients(Problem(dtype=hattn.BF16, mask=(hattn.MASK_CAUSAL, 0, 0)), 2**-5)
+        for sizes in ((1, 6, 3, 2, 1, 4, 4), (1, 3, 0, 2, 1, 4, 4), (1, 0, 3, 2, 1, 4, 4), (0, 5, 7, 2, 1, 8, 8)):
+            with self.subTest(sizes=sizes):
+                self.compare_gradients(Problem(mask=(hattn.MASK_CAUSAL, 0, 0), sizes=sizes), 1e-5)
 
     def test_a_scale_of_ones_own(self):
         self.compare(Problem(softmax_scale=0.5), 1e-5)
@@ -211,6 +275,9 @@ class Binding(unittest.TestCase):
         plan = LIBRARY.plan(Problem().problem, hattn.CPU)
         for part in ("seqlen 5x7 heads 4/2", "cpu, tiled online softmax", "workspace 0 bytes"):
             self.assertIn(part, plan.describe())
+        plan = LIBRARY.plan(hattn.BackwardProblem.of(Problem().problem, deterministic=1), hattn.CPU)
+        for part in ("backward f32", "deterministic: cpu", "workspace 0 bytes"):
+            self.assertIn(part, plan.describe())
 
     def test_support_is_a_question(self):
         problem = Problem(dtype=hattn.BF16, sizes=(1, 64, 64, 2, 2, 64, 64)).problem
@@ -218,6 +285,8 @@ class Binding(unittest.TestCase):
         nowhere = LIBRARY.device_count()
         self.assertFalse(LIBRARY.supported(problem, nowhere))
         self.assertIn(f"cuda:{nowhere}", LIBRARY.last_error())
+        gradients = hattn.BackwardProblem.of(problem)
+        self.assertEqual([LIBRARY.supported(gradients, device) for device in (hattn.CPU, nowhere)], [True, False])
         problem.heads_q = 3
         self.assertRaises(hattn.HattnError, LIBRARY.supported, problem, hattn.CPU)
 
@@ -279,6 +348,23 @@ class Refusals(unittest.TestCase):
         self.assertEqual(before, (case.o.bytes(), case.lse.bytes()), "a refused call wrote something")
         plan.run(**case.tensors())
         self.assertNotEqual(before, (case.o.bytes(), case.lse.bytes()))
+
+    def test_backward(self):
+        case = Problem()
+        gradients = hattn.BackwardProblem.of(case.problem, d_lse=1)
+        plan = LIBRARY.plan(gradients, hattn.CPU)
+        before = [t.bytes() for t in (case.d_q, case.d_k, case.d_v)]
+        for status, words, others in (
+            (hattn.ERROR_SHAPE, ["d_q: ", "[2, 7, 2, 8]", "[2, 5, 4, 8]"], {"d_q": case.k.tensor}),
+            (hattn.ERROR_LAYOUT, ["d_v"], {"d_v": case.v.tensor}),
+            (hattn.ERROR_VALUE, ["d_lse: missing"], {"d_lse": None}),
+            (hattn.ERROR_ARGUMENT, ["lse: a null"], {"lse": None}),
+        ):
+            with self.subTest(words=words):
+                self.refused(status, words, plan.run, **case.gradients(**others))
+        self.assertEqual(before, [t.bytes() for t in (case.d_q, case.d_k, case.d_v)], "a refused call wrote something")
+        gradients.deterministic = 2
+        self.refused(hattn.ERROR_ARGUMENT, ["deterministic: 2"], LIBRARY.plan, gradients, hattn.CPU)
 
     def test_every_thread_has_its_own_last_error(self):
         self.refused(hattn.ERROR_ARGUMENT, ["dtype"], LIBRARY.plan, hattn.ForwardProblem(heads_q=1), hattn.CPU)
@@ -361,17 +447,22 @@ class Torch(unittest.TestCase):
             attention(q, k, v, **options)
         self.assertEqual(cache.made, made + 2)
         small = PlanCache(LIBRARY, capacity=2)
-        sizes = {"dtype": hattn.F32, "heads_q": 1, "heads_kv": 1, "head_dim_qk": 8, "head_dim_vo": 8, "batch": 1, "seqlen_q": 1}
-        first = small.get(hattn.CPU, seqlen_kv=1, **sizes)
+
+        def one(seqlen_kv):
+            sizes = {"heads_q": 1, "heads_kv": 1, "head_dim_qk": 8, "head_dim_vo": 8, "batch": 1, "seqlen_q": 1}
+            return hattn.ForwardProblem(dtype=hattn.F32, seqlen_kv=seqlen_kv, **sizes)
+
+        first = small.get(hattn.CPU, one(1))
         for seqlen_kv in (2, 1, 3):  # 3 takes the place of 2, the one not used for longest
-            small.get(hattn.CPU, seqlen_kv=seqlen_kv, **sizes)
+            small.get(hattn.CPU, one(seqlen_kv))
         self.assertEqual((len(small), small.made), (2, 3))
-        self.assertIs(small.get(hattn.CPU, seqlen_kv=1, **sizes), first)
+        self.assertIs(small.get(hattn.CPU, one(1)), first)
+        # The same bytes as another struct are another plan.
+        self.assertIsNot(small.get(hattn.CPU, hattn.BackwardProblem.of(one(1))), first)
 
     def test_refusals(self):
         q, k, v = self.tensors()
         for error, words, args, options in (
-            (NotImplementedError, "no backward yet", (q.clone().requires_grad_(), k, v), {}),
             (TypeError, "float64", (q.double(), k, v), {}),
             (ValueError, "3 dimensions", (q[0], k, v), {}),
             (ValueError, "meta", (q.to("meta"), k, v), {}),
@@ -384,8 +475,95 @@ class Torch(unittest.TestCase):
         ):
             with self.subTest(words=words):
                 self.assertRaisesRegex(error, words, attention, *args, **options)
+
+    def gradients(self, compute, inputs, d_o, d_lse=None):
+        """The gradients of what compute gives, o and the log-sum-exp."""
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        outputs = compute(*leaves)
+        used, given = zip(*[(o, d) for o, d in zip(outputs, (d_o, d_lse)) if d is not None])
+        return torch.autograd.grad(used, leaves, given)
+
+    def test_gradients(self):
+        own, keys = torch.arange(33)[:, None] + 47 - 33, torch.arange(47)
+        masks = [({}, None), ({"causal": True}, keys <= own), ({"window": (5, 2)}, (keys >= own - 5) & (keys <= own + 2))]
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.06), (torch.float16, 0.008)):
+            for options, keep in masks:
+                for with_lse in (False, True):
+                    with self.subTest(dtype=dtype, with_lse=with_lse, **options):
+                        inputs = self.tensors(dtype)
+                        d_o = torch.randn(inputs[0].shape).to(dtype)
+                        d_lse = torch.randn(2, 6, 33) if with_lse else None
+                        got = self.gradients(lambda *t: attention(*t, return_lse=True, **options), inputs, d_o, d_lse)
+                        doubles = [t.double() for t in inputs]
+                        want = self.gradients(
+                            lambda *t: self.exact(*t, keep), doubles, d_o.double(), None if d_lse is None else d_lse.double()
+                        )
+                        for mine, exact, t in zip(got, want, inputs):
+                            self.assertEqual(mine.dtype, t.dtype)
+                            self.close(mine, exact, tolerance * exact.abs().max().item())
+
+    def test_gradients_are_those_of_sdpa(self):
+        def sdpa(q, k, v):
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+            return (torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),)
+
+        inputs = self.tensors()
+        d_o = torch.randn(inputs[0].shape)
+        got = self.gradients(lambda *t: (attention(*t, causal=True, top_left=True),), inputs, d_o)
+        for mine, theirs in zip(got, self.gradients(sdpa, inputs, d_o)):
+            self.close(mine, theirs.double(), 1e-5)
+
+    def test_gradients_of_any_strides(self):
+        q, k, v = (t.requires_grad_() for t in self.tensors())
+        want = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))  # the gradient of a sum has strides of 0
+        ones = torch.ones(2, 33, 6, 16)
+        for d_o in (ones.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(ones.numel() + 1)[1:].view(ones.shape)):
+            got = torch.autograd.grad(attention(q, k, v), (q, k, v), d_o)
+            self.assertTrue(all(map(torch.equal, got, want)))
+        together = torch.randn(2, 33, 3, 6, 16, requires_grad=True)
+        attention(*together.unbind(2)).sum().backward()
+        apart = [t.detach().requires_grad_() for t in together.unbind(2)]
+        attention(*apart).sum().backward()
+        self.assertTrue(torch.equal(together.grad, torch.stack([t.grad for t in apart], 2)))
+
+    def test_gradients_that_are_not_asked_for(self):
+        q, k, v = self.tensors()
+        self.assertFalse(attention(q, k, v).requires_grad)
         with torch.no_grad():
-            attention(q.clone().requires_grad_(), k, v)
+            self.assertFalse(attention(q.clone().requires_grad_(), k, v).requires_grad)
+        all_three = [t.clone().requires_grad_() for t in (q, k, v)]
+        attention(*all_three).square().sum().backward()
+        alone = k.clone().requires_grad_()
+        attention(q, alone, v).square().sum().backward()
+        self.assertTrue(torch.equal(alone.grad, all_three[1].grad))
+        # The log-sum-exp alone: V has no part in it.
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        attention(*leaves, return_lse=True)[1].sum().backward()
+        self.assertTrue(leaves[0].grad.abs().max() > 0.01 and (leaves[2].grad == 0).all())
+        with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+            leaf = q.clone().requires_grad_()
+            first = torch.autograd.grad(attention(leaf, k, v).square().sum(), leaf, create_graph=True)[0]
+            first.sum().backward()
+
+    def test_an_input_that_was_changed_is_noticed(self):
+        q, k, v = self.tensors()
+        leaf = q.clone().requires_grad_()
+        o = attention(leaf, k, v)
+        k.add_(1)
+        self.assertRaisesRegex(RuntimeError, "inplace operation", o.sum().backward)
+
+    def test_determinism_is_asked_for(self):
+        cache = load()
+        q, k, v = (t.requires_grad_() for t in self.tensors(seqlen_q=21))
+        attention(q, k, v).sum().backward()
+        made, before = cache.made, q.grad.clone()
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True)
+        q.grad = None
+        attention(q, k, v).sum().backward()
+        self.assertEqual(cache.made, made + 1)
+        self.assertTrue(torch.equal(q.grad, before))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 //! Cases through the C ABI, called as C would call it.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_void};
+use std::fmt;
 use std::ptr::null;
 
-use hopper_attention::{Corner, DType, ForwardProblem, Layout, Mask};
+use hopper_attention::{BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask};
 use hopper_attention_capi::*;
 
 /// A status and the text that came with it.
@@ -68,6 +69,30 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
     }
 }
 
+/// A problem of gradients in C's words.
+pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
+    let forward = self::problem(problem.forward());
+    hattn_backward_problem {
+        struct_size: size_of::<hattn_backward_problem>() as u32,
+        abi_version: forward.abi_version,
+        dtype: forward.dtype,
+        mask: forward.mask,
+        corner: forward.corner,
+        d_lse: i32::from(problem.takes_d_lse()),
+        batch: forward.batch,
+        seqlen_q: forward.seqlen_q,
+        seqlen_kv: forward.seqlen_kv,
+        heads_q: forward.heads_q,
+        heads_kv: forward.heads_kv,
+        head_dim_qk: forward.head_dim_qk,
+        head_dim_vo: forward.head_dim_vo,
+        window_left: forward.window_left,
+        window_right: forward.window_right,
+        softmax_scale: forward.softmax_scale,
+        deterministic: i32::from(problem.is_deterministic()),
+    }
+}
+
 /// A tensor in C's words.
 pub fn tensor<const R: usize>(address: u64, element: DType, device: hattn_device, layout: Layout<R>) -> hattn_tensor {
     // What lies past the dimensions must not matter.
@@ -101,24 +126,76 @@ pub struct Memory {
     pub workspace_bytes: usize,
 }
 
+/// The tensors and the workspace of a backward run.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct BackwardMemory {
+    pub q: hattn_tensor,
+    pub k: hattn_tensor,
+    pub v: hattn_tensor,
+    pub o: hattn_tensor,
+    pub lse: hattn_tensor,
+    pub d_o: hattn_tensor,
+    pub d_lse: Option<hattn_tensor>,
+    pub d_q: hattn_tensor,
+    pub d_k: hattn_tensor,
+    pub d_v: hattn_tensor,
+    pub workspace: u64,
+    pub workspace_bytes: usize,
+}
+
+/// `hattn_*_plan_create` of a pass.
+pub type Create<P> = unsafe extern "C" fn(*const P, hattn_device, *mut *mut <P as Pass>::Plan) -> hattn_status;
+/// `hattn_*_plan_destroy`.
+pub type Destroy<P> = unsafe extern "C" fn(*mut <P as Pass>::Plan);
+/// `hattn_*_plan_describe`.
+pub type Describe<P> = unsafe extern "C" fn(*const <P as Pass>::Plan, *mut c_char, usize, *mut usize) -> hattn_status;
+/// `hattn_*_plan_workspace_size`.
+pub type WorkspaceSize<P> = unsafe extern "C" fn(*const <P as Pass>::Plan, *mut usize) -> hattn_status;
+
+/// A pass of the ABI by its problem: the entries that both have.
+#[allow(missing_docs)]
+pub trait Pass: Sized {
+    type Plan;
+    const CREATE: Create<Self>;
+    const DESTROY: Destroy<Self>;
+    const DESCRIBE: Describe<Self>;
+    const WORKSPACE_SIZE: WorkspaceSize<Self>;
+}
+
+impl Pass for hattn_forward_problem {
+    type Plan = hattn_forward_plan;
+    const CREATE: Create<Self> = hattn_forward_plan_create;
+    const DESTROY: Destroy<Self> = hattn_forward_plan_destroy;
+    const DESCRIBE: Describe<Self> = hattn_forward_plan_describe;
+    const WORKSPACE_SIZE: WorkspaceSize<Self> = hattn_forward_plan_workspace_size;
+}
+
+impl Pass for hattn_backward_problem {
+    type Plan = hattn_backward_plan;
+    const CREATE: Create<Self> = hattn_backward_plan_create;
+    const DESTROY: Destroy<Self> = hattn_backward_plan_destroy;
+    const DESCRIBE: Describe<Self> = hattn_backward_plan_describe;
+    const WORKSPACE_SIZE: WorkspaceSize<Self> = hattn_backward_plan_workspace_size;
+}
+
 /// A plan that frees itself.
-#[derive(Debug)]
-pub struct Plan(*mut hattn_forward_plan);
+pub struct Plan<P: Pass = hattn_forward_problem>(*mut P::Plan);
 
 // SAFETY: the ABI says that a plan may be used by any threads at once.
-unsafe impl Send for Plan {}
+unsafe impl<P: Pass> Send for Plan<P> {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl<P: Pass> Sync for Plan<P> {}
 
-impl Plan {
+impl<P: Pass> Plan<P> {
     /// A plan for a problem.
     ///
     /// # Errors
     /// What the library refused.
-    pub fn new(given: &hattn_forward_problem, device: hattn_device) -> Result<Self, Refusal> {
+    pub fn new(given: &P, device: hattn_device) -> Result<Self, Refusal> {
         let mut plan = std::ptr::dangling_mut();
         // SAFETY: both point to live values.
-        let status = unsafe { hattn_forward_plan_create(given, device, &raw mut plan) };
+        let status = unsafe { P::CREATE(given, device, &raw mut plan) };
         assert_eq!(plan.is_null(), status != HATTN_OK, "a plan exactly when there is no failure");
         checked(status).map(|()| Self(plan))
     }
@@ -128,8 +205,7 @@ impl Plan {
         let mut text = [1u8; 512];
         let mut length = 0;
         // SAFETY: a live plan, and as many bytes as it is told.
-        let status =
-            unsafe { hattn_forward_plan_describe(self.0, text.as_mut_ptr().cast(), text.len(), &raw mut length) };
+        let status = unsafe { P::DESCRIBE(self.0, text.as_mut_ptr().cast(), text.len(), &raw mut length) };
         checked(status).expect("a live plan describes itself");
         let text = CStr::from_bytes_until_nul(&text).expect("a final 0").to_str().expect("UTF-8");
         assert_eq!(text.len(), length);
@@ -140,10 +216,12 @@ impl Plan {
     pub fn workspace_bytes(&self) -> usize {
         let mut bytes = usize::MAX;
         // SAFETY: a live plan, and a live place for the size.
-        checked(unsafe { hattn_forward_plan_workspace_size(self.0, &raw mut bytes) }).expect("a live plan");
+        checked(unsafe { P::WORKSPACE_SIZE(self.0, &raw mut bytes) }).expect("a live plan");
         bytes
     }
+}
 
+impl Plan<hattn_forward_problem> {
     /// Runs the plan.
     ///
     /// # Errors
@@ -168,9 +246,45 @@ impl Plan {
     }
 }
 
-impl Drop for Plan {
+impl Plan<hattn_backward_problem> {
+    /// Runs the plan.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_backward_run`], for what the tensors lead to.
+    pub unsafe fn run(&self, memory: &BackwardMemory, stream: *mut c_void) -> Result<(), Refusal> {
+        let args = hattn_backward_args {
+            struct_size: size_of::<hattn_backward_args>() as u32,
+            abi_version: HATTN_ABI_VERSION,
+            q: &raw const memory.q,
+            k: &raw const memory.k,
+            v: &raw const memory.v,
+            o: &raw const memory.o,
+            lse: &raw const memory.lse,
+            d_o: &raw const memory.d_o,
+            d_lse: memory.d_lse.as_ref().map_or(null(), |d_lse| &raw const *d_lse),
+            d_q: &raw const memory.d_q,
+            d_k: &raw const memory.d_k,
+            d_v: &raw const memory.d_v,
+            workspace: memory.workspace as *mut c_void,
+            workspace_bytes: memory.workspace_bytes,
+        };
+        // SAFETY: a live plan and live structs; the caller's promise for the rest.
+        checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })
+    }
+}
+
+impl<P: Pass> fmt::Debug for Plan<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.describe())
+    }
+}
+
+impl<P: Pass> Drop for Plan<P> {
     fn drop(&mut self) {
         // SAFETY: it came from the library, and its owner is going.
-        unsafe { hattn_forward_plan_destroy(self.0) };
+        unsafe { P::DESTROY(self.0) };
     }
 }

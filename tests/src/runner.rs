@@ -211,9 +211,11 @@ impl Runner {
         table
     }
 
-    /// Writes the table as JSON to the path in `HATTN_TEST_RECORD`, if there is one: what is committed of a run on a GPU.
-    pub fn record(&self, grid: Grid, device: &str, driver: &str) {
+    /// Writes the table as JSON to the path in `HATTN_TEST_RECORD`, with the pass's name before its ending, if there is
+    /// one: what is committed of a run on a GPU.
+    pub fn record(&self, pass: &str, grid: Grid, device: &str, driver: &str) {
         let Some(path) = std::env::var_os("HATTN_TEST_RECORD") else { return };
+        let path = std::path::PathBuf::from(path).with_extension(format!("{pass}.json"));
         let record = Record {
             device,
             driver,

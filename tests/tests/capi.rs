@@ -2,27 +2,30 @@
 
 use std::ptr::{null, null_mut};
 
-use hopper_attention::{Corner, Device, Mask, Operand, bf16, f16};
+use hopper_attention::{Corner, DType, Device, Mask, Operand, Stream, Workspace, bf16, f16};
 use hopper_attention_capi::*;
-use hopper_attention_tests::c::{Memory, Plan, Refusal, checked, problem, tensor};
-use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::backward;
+use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
+use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
 use hopper_attention_tests::runner::{Outputs, Prepared, Runner, Verdict};
 
+fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
+    tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
+}
+
+fn output<T: Poison, const R: usize>(image: &mut Image<T, R>, dtype: DType) -> hattn_tensor {
+    let layout = image.layout();
+    tensor(image.inner_mut().as_mut_ptr() as u64, dtype, HATTN_CPU, layout)
+}
+
 fn memory<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory {
-    let input = |image: &hopper_attention_tests::data::Image<T, 4>| {
-        tensor(image.inner().as_ptr() as u64, T::DTYPE, HATTN_CPU, image.layout())
-    };
-    let o = outputs.o.layout();
     Memory {
-        q: input(&prepared.q),
-        k: input(&prepared.k),
-        v: input(&prepared.v),
-        o: tensor(outputs.o.inner_mut().as_mut_ptr() as u64, T::DTYPE, HATTN_CPU, o),
-        lse: outputs.lse.as_mut().map(|lse| {
-            let layout = lse.layout();
-            tensor(lse.inner_mut().as_mut_ptr() as u64, hopper_attention::DType::F32, HATTN_CPU, layout)
-        }),
+        q: input(&prepared.q, T::DTYPE),
+        k: input(&prepared.k, T::DTYPE),
+        v: input(&prepared.v, T::DTYPE),
+        o: output(&mut outputs.o, T::DTYPE),
+        lse: outputs.lse.as_mut().map(|lse| output(lse, DType::F32)),
         workspace: 0,
         workspace_bytes: 0,
     }
@@ -59,13 +62,71 @@ fn cases_through_c_obey_the_law() {
     let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, f16", "C on the cpu, f32"]);
     for (i, case) in all.iter().step_by(7).enumerate() {
         let (dtype, verdict) = match i % 3 {
-            0 => (hopper_attention::DType::BF16, verdict(&Prepared::<bf16>::new(case))),
-            1 => (hopper_attention::DType::F16, verdict(&Prepared::<f16>::new(case))),
-            _ => (hopper_attention::DType::F32, verdict(&Prepared::<f32>::new(case))),
+            0 => (DType::BF16, verdict(&Prepared::<bf16>::new(case))),
+            1 => (DType::F16, verdict(&Prepared::<f16>::new(case))),
+            _ => (DType::F32, verdict(&Prepared::<f32>::new(case))),
         };
         runner.take(i % 3, case, dtype, verdict);
     }
     runner.finish();
+}
+
+fn backward_memory<T: Poison + Operand<Out = T>>(
+    prepared: &backward::Prepared<T>,
+    outputs: &mut backward::Outputs<T>,
+) -> BackwardMemory {
+    BackwardMemory {
+        q: input(&prepared.q, T::DTYPE),
+        k: input(&prepared.k, T::DTYPE),
+        v: input(&prepared.v, T::DTYPE),
+        o: input(&prepared.o, T::DTYPE),
+        lse: input(&prepared.lse, DType::F32),
+        d_o: input(&prepared.d_o, T::DTYPE),
+        d_lse: prepared.d_lse.as_ref().map(|d_lse| input(d_lse, DType::F32)),
+        d_q: output(&mut outputs.d_q, T::DTYPE),
+        d_k: output(&mut outputs.d_k, T::DTYPE),
+        d_v: output(&mut outputs.d_v, T::DTYPE),
+        workspace: 0,
+        workspace_bytes: 0,
+    }
+}
+
+/// The gradients through C are those of the safe crate, bit for bit, gaps and guard bands included.
+fn same_gradients<T: Poison + Operand<Out = T>>(case: &Case) {
+    let prepared = backward::Prepared::<T>::new(case);
+    let [mut through_c, mut safe] = [prepared.outputs(), prepared.outputs()];
+    let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
+    assert_eq!(plan.workspace_bytes(), 0);
+    let direct = prepared.problem.plan(&Device::cpu()).unwrap();
+    assert_eq!(plan.describe(), format!("{}: {direct}", prepared.problem));
+    let memory = backward_memory(&prepared, &mut through_c);
+    // SAFETY: the addresses and layouts are those of live images.
+    unsafe { plan.run(&memory, null_mut()) }.unwrap();
+    let mut workspace = Workspace::alloc(&Stream::Cpu, 0).unwrap();
+    direct.run(&Stream::Cpu, &mut workspace, prepared.host_args(&mut safe)).unwrap();
+    for (name, got, want) in
+        [("d_q", &through_c.d_q, &safe.d_q), ("d_k", &through_c.d_k, &safe.d_k), ("d_v", &through_c.d_v, &safe.d_v)]
+    {
+        let bits = |image: &Image<T, 4>| image.data().iter().map(|x| x.bits()).collect::<Vec<_>>();
+        assert!(bits(got) == bits(want), "{} {case}: {name} differs", T::DTYPE);
+    }
+    through_c.check_written().unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
+}
+
+#[test]
+fn gradients_through_c_are_the_safe_crates() {
+    let all = cases(Grid::from_env(), &Tiles { m: vec![64], n: vec![128] });
+    let short = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv * case.dims.heads_q < 100_000;
+    let mut compared = 0;
+    for (i, case) in all.iter().filter(short).step_by(13).enumerate() {
+        match i % 3 {
+            0 => same_gradients::<bf16>(case),
+            1 => same_gradients::<f16>(case),
+            _ => same_gradients::<f32>(case),
+        }
+        compared += 1;
+    }
+    assert!(compared >= 3, "{compared} cases");
 }
 
 fn case() -> Case {
@@ -221,4 +282,51 @@ fn bad_tensors_are_refused_and_nothing_is_written() {
     refused(&|m| m.o.data = m.q.data, HATTN_ERROR_LAYOUT, "which meet those of q");
     refused(&|m| m.lse = None, HATTN_ERROR_VALUE, "lse: missing");
     refused(&|m| m.lse.as_mut().unwrap().shape[2] = 4, HATTN_ERROR_SHAPE, "lse: shape [2, 4, 4], expected [2, 4, 5]");
+}
+
+#[test]
+fn bad_backward_problems_are_refused() {
+    let good = backward_problem(&backward::Prepared::<f32>::new(&case()).problem);
+    let refused = |edit: fn(&mut hattn_backward_problem), status: hattn_status, text: &str| {
+        let mut given = good;
+        edit(&mut given);
+        let got = Plan::new(&given, HATTN_CPU).unwrap_err();
+        assert!(got.0 == status && got.1 == text, "{got:?}, expected {status}: {text}");
+        // SAFETY: a live struct.
+        assert_eq!(checked(unsafe { hattn_backward_supported(&given, HATTN_CPU) }), Err(got));
+    };
+    refused(
+        |p| p.struct_size = 8,
+        HATTN_ERROR_ABI,
+        "problem: struct_size 8; allowed: 104 to 4096 (sizeof(hattn_backward_problem))",
+    );
+    refused(|p| p.d_lse = 2, HATTN_ERROR_ARGUMENT, "d_lse: 2; allowed: 0 (not given), 1 (given)");
+    refused(|p| p.deterministic = -1, HATTN_ERROR_ARGUMENT, "deterministic: -1; allowed: 0 (not wanted), 1 (wanted)");
+    refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
+    refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
+}
+
+#[test]
+fn bad_backward_tensors_are_refused_and_nothing_is_written() {
+    let prepared = backward::Prepared::<f32>::new(&case());
+    let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
+    let refused = |edit: &dyn Fn(&mut BackwardMemory), status: hattn_status, text: &str| {
+        let mut outputs = prepared.outputs();
+        let mut memory = backward_memory(&prepared, &mut outputs);
+        edit(&mut memory);
+        // SAFETY: live images, or refused before an address is used.
+        let got = unsafe { plan.run(&memory, null_mut()) }.unwrap_err();
+        assert!(got.0 == status && got.1.contains(text), "{got:?}, expected {status}: {text}");
+        let written = [&outputs.d_q, &outputs.d_k, &outputs.d_v].into_iter().flat_map(|image| image.data());
+        assert!(written.into_iter().all(|x| x.is_poison()), "{text}: something was written");
+    };
+    refused(&|m| m.d_q.struct_size = 95, HATTN_ERROR_ABI, "d_q: struct_size 95; allowed: 96 to 4096");
+    refused(&|m| m.d_o.ndim = 3, HATTN_ERROR_ARGUMENT, "d_o: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
+    refused(&|m| m.d_v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "d_v: dtype bf16; allowed: f32, the problem's");
+    refused(&|m| m.d_k.device = 0, HATTN_ERROR_DEVICE, "d_k: on cuda:0; allowed: cpu, the plan's");
+    refused(&|m| m.d_k.shape[1] = 8, HATTN_ERROR_SHAPE, "d_k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
+    refused(&|m| m.d_q.stride[1] = 0, HATTN_ERROR_LAYOUT, "uses elements twice");
+    refused(&|m| m.d_o.data = null_mut(), HATTN_ERROR_LAYOUT, "d_o: address 0x0");
+    refused(&|m| m.d_v.data = m.lse.data, HATTN_ERROR_LAYOUT, "d_v: addresses");
+    refused(&|m| m.d_lse = None, HATTN_ERROR_VALUE, "d_lse: missing");
 }

@@ -1,15 +1,20 @@
 //! The harness on the CPU: the backend against the naive computation, by the wall clock.
 
+mod backward;
+
+#[cfg(test)]
+pub(super) use backward::Backend as BackwardBackend;
+
 use std::time::Instant;
 
 use anyhow::Result;
 use hopper_attention::reference::{Plain, Tensor, forward_plain};
 use hopper_attention::{
-    Device, ForwardArgs, ForwardPlan, ForwardProblem, Operand, Stream, TensorMut, TensorRef, Workspace,
+    Device, ForwardArgs, ForwardPlan, ForwardProblem, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
 };
 
-use super::turns::{self, Clock, Contestant, Place, Pool, Refusal, Task};
-use super::{Event, Harness, Job, Ready, Sink, WARM_UPS};
+use super::turns::{self, Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
+use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS};
 use crate::Role;
 use crate::report::Library;
 
@@ -39,12 +44,16 @@ impl Harness for Cpu {
             versions: [("hopper-attention".into(), env!("CARGO_PKG_VERSION").into())].into(),
             method: format!(
                 "in turn, iteration by iteration, one process, order rotating; wall clock around the call, median of {} after \
-                 {WARM_UPS} warm-ups; unit-variance normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
+                 {WARM_UPS} warm-ups; unit-variance normal inputs; {FLOPS}",
                 job.iters
             ),
             libraries: vec![
                 library(crate::NAME, Role::Ours, "the CPU backend"),
-                library(NAIVE, Role::Peer, "hopper_attention::reference::forward_plain"),
+                library(
+                    NAIVE,
+                    Role::Peer,
+                    "hopper_attention::reference: forward_plain, and backward_plain, which computes the forward anew",
+                ),
             ],
             missing: vec![],
             cupti: None,
@@ -60,8 +69,12 @@ impl Place for Cpu {
         Ok(WallClock::default())
     }
 
-    fn contestants<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Vec<Box<dyn Contestant<T> + 'a>>> {
-        Ok(vec![Box::new(Backend::new(pool)), Box::new(Naive { pool, inputs: None, plain: None, task: None })])
+    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+        Ok(vec![Box::new(Backend::new(pool)), Box::new(Naive { pool, inputs: None, plain: None, layout: None })])
+    }
+
+    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+        Ok(vec![Box::new(backward::Backend::new(pool)), Box::new(backward::Naive::new(pool))])
     }
 }
 
@@ -107,7 +120,7 @@ impl<T: Operand<Out = T>> Contestant<T> for Backend<'_, T> {
         Role::Ours
     }
 
-    fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
         let plan = task.point.problem()?.plan(&Device::cpu())?;
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         self.plan = Some((plan, workspace));
@@ -116,7 +129,7 @@ impl<T: Operand<Out = T>> Contestant<T> for Backend<'_, T> {
         Ok(())
     }
 
-    fn call(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
+    fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
         let Some((plan, workspace)) = &mut self.plan else { return Err(Refusal::Failed("not prepared".into())) };
         let args = ForwardArgs::<T> {
             q: TensorRef::host(&self.pool.q, task.q)?,
@@ -128,8 +141,8 @@ impl<T: Operand<Out = T>> Contestant<T> for Backend<'_, T> {
         Ok(plan.run(&Stream::Cpu, workspace, args)?)
     }
 
-    fn outputs(&mut self) -> Result<(Vec<T>, Vec<f32>)> {
-        Ok((self.o.clone(), self.lse.clone()))
+    fn outputs(&mut self) -> Result<Outputs<T>> {
+        Ok(Outputs { tensors: vec![self.o.clone()], lse: self.lse.clone() })
     }
 }
 
@@ -138,8 +151,8 @@ struct Naive<'a, T> {
     pool: &'a Pool<T>,
     inputs: Option<(ForwardProblem, [Tensor; 3])>,
     plain: Option<Plain>,
-    /// Where O lies: shape and strides.
-    task: Option<hopper_attention::Layout<4>>,
+    /// Where O lies.
+    layout: Option<Layout<4>>,
 }
 
 impl<T: Operand<Out = T>> Contestant<T> for Naive<'_, T> {
@@ -151,31 +164,37 @@ impl<T: Operand<Out = T>> Contestant<T> for Naive<'_, T> {
         Role::Peer
     }
 
-    fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
-        let Pool { q, k, v } = self.pool;
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
+        let Pool { q, k, v, .. } = self.pool;
         let tensors = [(q, &task.q), (k, &task.kv), (v, &task.kv)].map(|(x, at)| Tensor::from_strided(x, at));
         self.inputs = Some((task.point.problem()?, tensors));
-        (self.plain, self.task) = (None, Some(task.q));
+        (self.plain, self.layout) = (None, Some(task.q));
         Ok(())
     }
 
-    fn call(&mut self, _: &Task<'_>) -> Result<(), Refusal> {
+    fn call(&mut self, _: &Task<'_, T>) -> Result<(), Refusal> {
         let Some((problem, [q, k, v])) = &self.inputs else { return Err(Refusal::Failed("not prepared".into())) };
         self.plain = Some(forward_plain(problem, q, k, v)?);
         Ok(())
     }
 
-    fn outputs(&mut self) -> Result<(Vec<T>, Vec<f32>)> {
-        let (Some(plain), Some(layout)) = (&self.plain, &self.task) else { anyhow::bail!("it was not called") };
-        let mut o = vec![T::from_f32(f32::NAN); layout.span()];
-        let [batch, seqlen, heads, _] = plain.o.shape();
-        for (b, s, h) in (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h)))) {
-            for (d, &value) in plain.o.row(b, s, h).iter().enumerate() {
-                if let Some(o) = layout.offset([b, s, h, d]).and_then(|at| o.get_mut(at)) {
-                    *o = T::from_f32(value as f32);
-                }
+    fn outputs(&mut self) -> Result<Outputs<T>> {
+        let (Some(plain), Some(layout)) = (&self.plain, &self.layout) else { anyhow::bail!("it was not called") };
+        let lse = plain.lse.iter().map(|&lse| lse as f32).collect();
+        Ok(Outputs { tensors: vec![narrow(&plain.o, layout)], lse })
+    }
+}
+
+/// A tensor of the reference as it would lie in memory.
+fn narrow<T: Operand>(tensor: &Tensor, layout: &Layout<4>) -> Vec<T> {
+    let mut data = vec![T::from_f32(f32::NAN); layout.span()];
+    let [batch, seqlen, heads, _] = tensor.shape();
+    for (b, s, h) in (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h)))) {
+        for (d, &value) in tensor.row(b, s, h).iter().enumerate() {
+            if let Some(to) = layout.offset([b, s, h, d]).and_then(|at| data.get_mut(at)) {
+                *to = T::from_f32(value as f32);
             }
         }
-        Ok((o, plain.lse.iter().map(|&lse| lse as f32).collect()))
     }
+    data
 }

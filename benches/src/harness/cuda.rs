@@ -1,26 +1,27 @@
 //! The harness on a GPU without PyTorch: everybody through the C entry, by CUDA events, with L2 emptied before each call.
 
+mod through;
+
 use std::cell::RefCell;
-use std::ffi::c_void;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::Result;
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
-use hopper_attention::cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _};
+use hopper_attention::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use hopper_attention::{CudaDevice, Operand};
 use sha2::{Digest as _, Sha256};
 
-use super::turns::{self, Clock, Contestant, Place, Pool, Refusal, Task};
-use super::{Event, Harness, Job, Ready, Sink, WARM_UPS, label_and_path, product};
-use crate::entry::{Args, Entry};
+use super::turns::{self, Clock, Contestants, Place, Pool, Refusal};
+use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, label_and_path, product};
+use crate::entry::Entry;
 use crate::report::{Library, Missing};
 use crate::{Precision, Role};
 
 /// Several times any L2.
 pub const EVICT_BYTES: usize = 256 << 20;
 /// What the entry promises every library.
-const WORKSPACE_BYTES: usize = 16 << 20;
+pub(super) const WORKSPACE_BYTES: usize = 16 << 20;
 
 /// Our library and the shared objects of peers on one GPU.
 pub struct Cuda {
@@ -64,7 +65,7 @@ impl Cuda {
             method: format!(
                 "in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {} after \
                  {WARM_UPS} warm-ups; {} MiB written before each call to empty L2, a wait after each round; unit-variance \
-                 normal inputs; forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window",
+                 normal inputs; {FLOPS}",
                 job.iters,
                 EVICT_BYTES >> 20
             ),
@@ -74,10 +75,24 @@ impl Cuda {
         }
     }
 
-    /// Q, K and V on the GPU.
+    /// Q, K, V and dO on the GPU; one element stands for a dO that no point reads.
     pub(super) fn upload<T: Operand>(&self, pool: &Pool<T>) -> Result<Arc<Vec<CudaSlice<T>>>> {
-        let copies = [&pool.q, &pool.k, &pool.v].map(|x| self.stream.clone_htod(x));
+        let stand_in = [T::from_f32(f32::NAN)];
+        let d_o = if pool.d_o.is_empty() { &stand_in[..] } else { &pool.d_o };
+        let copies = [&pool.q, &pool.k, &pool.v, d_o].map(|x| self.stream.clone_htod(x));
         Ok(Arc::new(copies.into_iter().collect::<Result<Vec<_>, _>>()?))
+    }
+
+    /// Everybody, with these inputs.
+    fn libraries<'a, T: Operand>(&'a self, pool: &Pool<T>) -> Result<impl Iterator<Item = through::Library<'a, T>>> {
+        let inputs = self.upload(pool)?;
+        Ok(self.entries.iter().map(move |(name, role, entry)| through::Library {
+            name,
+            role: *role,
+            entry: *entry,
+            stream: self.stream.clone(),
+            inputs: inputs.clone(),
+        }))
     }
 
     /// Loads what was asked for: who takes part, and who cannot.
@@ -159,24 +174,15 @@ impl Place for Cuda {
         EventClock::new(self.stream.clone())
     }
 
-    fn contestants<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Vec<Box<dyn Contestant<T> + 'a>>> {
-        let stream = &self.stream;
-        let inputs = self.upload(pool)?;
-        let workspace = Rc::new(RefCell::new(stream.alloc_zeros(WORKSPACE_BYTES)?));
-        let contestant = |(name, role, entry): &'a (String, Role, Entry)| {
-            Ok(Box::new(Through {
-                name,
-                role: *role,
-                entry: *entry,
-                stream: stream.clone(),
-                inputs: inputs.clone(),
-                workspace: workspace.clone(),
-                o: stream.clone_htod(&[T::from_f32(f32::NAN)])?,
-                lse: stream.clone_htod(&[f32::NAN])?,
-                args: None,
-            }) as Box<dyn Contestant<T> + 'a>)
-        };
-        self.entries.iter().map(contestant).collect()
+    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+        let workspace = Rc::new(RefCell::new(self.stream.alloc_zeros(WORKSPACE_BYTES)?));
+        self.libraries(pool)?
+            .map(|library| Ok(Box::new(through::Forward::new(library, workspace.clone())?) as _))
+            .collect()
+    }
+
+    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+        Ok(self.libraries(pool)?.map(|library| Box::new(through::Backward::new(library)) as _).collect())
     }
 }
 
@@ -234,93 +240,5 @@ impl Clock for EventClock {
 
     fn wait(&mut self) -> Result<Vec<f64>> {
         self.elapsed()
-    }
-}
-
-/// A library through its entry.
-struct Through<'a, T> {
-    name: &'a str,
-    role: Role,
-    entry: Entry,
-    stream: Arc<CudaStream>,
-    inputs: Arc<Vec<CudaSlice<T>>>,
-    workspace: Rc<RefCell<CudaSlice<u8>>>,
-    o: CudaSlice<T>,
-    lse: CudaSlice<f32>,
-    args: Option<Args>,
-}
-
-impl<T: Operand<Out = T>> Contestant<T> for Through<'_, T> {
-    fn name(&self) -> &str {
-        self.name
-    }
-
-    fn role(&self) -> Role {
-        self.role
-    }
-
-    fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
-        let (stream, driver) = (&self.stream, anyhow::Error::from);
-        self.o = stream.clone_htod(&vec![T::from_f32(f32::NAN); task.q.span()]).map_err(driver)?;
-        self.lse = stream.clone_htod(&vec![f32::NAN; task.lse.span()]).map_err(driver)?;
-        let size = |size: usize| i32::try_from(size).map_err(|_| anyhow!("{size} is past the entry's 32 bits"));
-        let strides = |layout: &hopper_attention::Layout<4>| {
-            let [batch, seqlen, head, _] = layout.stride();
-            [batch, seqlen, head]
-        };
-        let address = |x: &CudaSlice<T>| x.device_ptr(stream).0 as *const c_void;
-        let mut workspace = self.workspace.borrow_mut();
-        let workspace_bytes = workspace.len() as u64;
-        let p = task.point;
-        self.args = Some(Args {
-            struct_bytes: size_of::<Args>() as u64,
-            q: address(&self.inputs[0]),
-            k: address(&self.inputs[1]),
-            v: address(&self.inputs[2]),
-            o: self.o.device_ptr_mut(stream).0 as *mut c_void,
-            lse: self.lse.device_ptr_mut(stream).0 as *mut f32,
-            q_stride: strides(&task.q),
-            k_stride: strides(&task.kv),
-            v_stride: strides(&task.kv),
-            o_stride: strides(&task.q),
-            batch: size(p.batch)?,
-            seqlen_q: size(p.seqlen)?,
-            seqlen_kv: size(p.seqlen)?,
-            heads_q: size(p.heads_q)?,
-            heads_kv: size(p.heads_kv)?,
-            head_dim_qk: size(p.head_dim)?,
-            head_dim_vo: size(p.head_dim)?,
-            dtype: match p.dtype {
-                Precision::F16 => 0,
-                Precision::Bf16 => 1,
-            },
-            // The C ABI's masks, corners and "without bound".
-            mask: if p.window.is_some() { 2 } else { p.causal.into() },
-            corner: 0,
-            window_left: p.window.map_or(Ok(-1), size)?,
-            window_right: if p.window.is_some() { 0 } else { -1 },
-            softmax_scale: 1.0 / (p.head_dim as f32).sqrt(),
-            reserved: 0,
-            stream: stream.cu_stream().cast(),
-            workspace: workspace.device_ptr_mut(stream).0 as *mut c_void,
-            workspace_bytes,
-        });
-        Ok(())
-    }
-
-    fn call(&mut self, _: &Task<'_>) -> Result<(), Refusal> {
-        let args = self.args.context("not prepared")?;
-        // SAFETY: the addresses are of live buffers of this stream's context, as large as the layouts reach; all the
-        // work is on one stream, which is waited for before they are read or freed.
-        let status = unsafe { (self.entry.forward)(&args) };
-        match status {
-            0 => Ok(()),
-            status if Entry::unsupported(status) => Err(Refusal::Unsupported(self.entry.complaint(status))),
-            status => Err(Refusal::Failed(self.entry.complaint(status))),
-        }
-    }
-
-    fn outputs(&mut self) -> Result<(Vec<T>, Vec<f32>)> {
-        Ok((self.stream.clone_dtoh(&self.o)?, self.stream.clone_dtoh(&self.lse)?))
     }
 }

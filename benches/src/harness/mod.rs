@@ -34,6 +34,10 @@ pub use rows::Rows;
 /// Calls of each library before the first timing: module load, first touch of memory, clocks.
 pub const WARM_UPS: usize = 3;
 
+/// How operations are counted, in the words of a report; `peers/sweep.py` has the same.
+const FLOPS: &str =
+    "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window; backward 2.5 times as many";
+
 /// What to time, whoever does it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Job {
@@ -41,7 +45,7 @@ pub struct Job {
     pub points: Vec<Point>,
     /// Timings of each library at a point.
     pub iters: usize,
-    /// Storage order of Q, K, V and O.
+    /// Storage order of Q, K, V, O and the gradients.
     pub layout: Order,
     /// Seed of the inputs.
     pub seed: u64,

@@ -12,8 +12,11 @@ use serde_json::json;
 use super::{Event, Harness, Job, Sink};
 
 /// The script and what it imports, which travel inside the program.
-const SCRIPTS: [(&str, &str); 2] =
-    [("sweep.py", include_str!("../../peers/sweep.py")), ("entry.py", include_str!("../../peers/entry.py"))];
+const SCRIPTS: [(&str, &str); 3] = [
+    ("sweep.py", include_str!("../../peers/sweep.py")),
+    ("entry.py", include_str!("../../peers/entry.py")),
+    ("backward.py", include_str!("../../peers/backward.py")),
+];
 
 /// PyTorch on a GPU, through a Python.
 pub struct PyTorch {

@@ -9,7 +9,7 @@ use hopper_attention::{
 };
 
 use super::cuda::{Cuda, EventClock};
-use super::turns::{self, Contestant, Place, Pool, Refusal, Task};
+use super::turns::{self, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::{Event, Harness, Job, Sink};
 use crate::Role;
 
@@ -42,7 +42,7 @@ impl Place for Rows {
         self.0.clock()
     }
 
-    fn contestants<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Vec<Box<dyn Contestant<T> + 'a>>> {
+    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         let inputs = self.0.upload(pool)?;
         let rows = kernels().iter().filter(|row| row.dtype == T::DTYPE);
         let contestant = |row: &'a KernelInfo| {
@@ -50,6 +50,11 @@ impl Place for Rows {
             Box::new(Row { gpu: &self.0, name: row.to_string(), row, inputs, ready: None }) as Box<dyn Contestant<T>>
         };
         Ok(rows.map(contestant).collect())
+    }
+
+    /// None: a tuning holds forwards alone, and `hattn tune` refuses the others.
+    fn backwards<'a, T: Operand<Out = T>>(&'a self, _: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+        Ok(vec![])
     }
 }
 
@@ -78,7 +83,7 @@ impl<T: Operand<Out = T>> Contestant<T> for Row<'_, T> {
         Role::Ours
     }
 
-    fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
         self.ready = None; // a kernel that does not compute this point holds no memory
         let (stream, driver) = (self.gpu.stream(), anyhow::Error::from);
         let plan = task.point.problem()?.plan_with_row(self.gpu.device(), self.row)?;
@@ -91,7 +96,7 @@ impl<T: Operand<Out = T>> Contestant<T> for Row<'_, T> {
         Ok(())
     }
 
-    fn call(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
+    fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
         let Prepared { plan, workspace, o, lse } = self.ready.as_mut().context("not prepared")?;
         let [q, k, v] = [0, 1, 2].map(|i| self.inputs[i].as_view());
         let args = ForwardArgs {
@@ -104,8 +109,9 @@ impl<T: Operand<Out = T>> Contestant<T> for Row<'_, T> {
         Ok(plan.run(&Stream::Cuda(self.gpu.stream().clone()), workspace, args)?)
     }
 
-    fn outputs(&mut self) -> Result<(Vec<T>, Vec<f32>)> {
+    fn outputs(&mut self) -> Result<Outputs<T>> {
         let Prepared { o, lse, .. } = self.ready.as_ref().context("not prepared")?;
-        Ok((self.gpu.stream().clone_dtoh(o)?, self.gpu.stream().clone_dtoh(lse)?))
+        let stream = self.gpu.stream();
+        Ok(Outputs { tensors: vec![stream.clone_dtoh(o)?], lse: stream.clone_dtoh(lse)? })
     }
 }

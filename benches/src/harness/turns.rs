@@ -9,9 +9,9 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rand_distr::StandardNormal;
 
-use super::check::{Inputs, check, cross};
+use super::check::{Expected, changed, cross};
 use super::{Event, Job, RawRun, Sink, WARM_UPS};
-use crate::{Order, Point, Precision, Role, RunStatus, quantile};
+use crate::{Direction, Order, Point, Precision, Role, RunStatus, quantile};
 
 /// Why a library does not compute a point.
 #[derive(Debug)]
@@ -38,37 +38,57 @@ impl From<anyhow::Error> for Refusal {
 }
 
 /// A point and where its tensors' elements lie.
-pub(super) struct Task<'a> {
+pub(super) struct Task<'a, T> {
     pub point: &'a Point,
-    /// Of Q and O.
+    /// Of Q, O and their gradients.
     pub q: Layout<4>,
-    /// Of K and V.
+    /// Of K, V and their gradients.
     pub kv: Layout<4>,
     pub lse: Layout<3>,
+    /// What a backward reads besides the pool: a forward's outputs.
+    pub saved: Option<&'a Outputs<T>>,
 }
 
-impl<'a> Task<'a> {
-    fn new(point: &'a Point, order: Order) -> hopper_attention::Result<Self> {
+impl<'a, T> Task<'a, T> {
+    pub(super) fn new(point: &'a Point, order: Order) -> hopper_attention::Result<Self> {
         Ok(Self {
             point,
             q: point.layout(point.heads_q, order)?,
             kv: point.layout(point.heads_kv, order)?,
             lse: Layout::contiguous([point.batch, point.heads_q, point.seqlen])?,
+            saved: None,
         })
+    }
+
+    /// The forward's outputs that a backward needs.
+    pub(super) fn saved(&self) -> Result<&'a Outputs<T>> {
+        self.saved.context("no forward was run before this backward")
     }
 }
 
-/// A library at work on one point after the other.
+/// What a library wrote.
+#[derive(Clone)]
+pub(super) struct Outputs<T> {
+    /// O, laid out as Q; or dQ, dK and dV, laid out as Q, K and V.
+    pub tensors: Vec<Vec<T>>,
+    /// The forward's LSE, contiguous.
+    pub lse: Vec<f32>,
+}
+
+/// A library at work on one point after the other, all of one direction.
 pub(super) trait Contestant<T> {
     fn name(&self) -> &str;
     fn role(&self) -> Role;
     /// Gets ready for a point; its outputs are full of NaN afterwards.
-    fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal>;
-    /// One forward, done or enqueued.
-    fn call(&mut self, task: &Task<'_>) -> Result<(), Refusal>;
-    /// O, laid out as Q, and the contiguous LSE, once all calls are done.
-    fn outputs(&mut self) -> Result<(Vec<T>, Vec<f32>)>;
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal>;
+    /// One forward or backward, done or enqueued.
+    fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal>;
+    /// What it wrote, once all calls are done.
+    fn outputs(&mut self) -> Result<Outputs<T>>;
 }
+
+/// Several, over the same inputs.
+pub(super) type Contestants<'a, T> = Vec<Box<dyn Contestant<T> + 'a>>;
 
 /// What times calls.
 pub(super) trait Clock {
@@ -82,23 +102,34 @@ pub(super) trait Clock {
 pub(super) trait Place {
     type Clock: Clock;
     fn clock(&self) -> Result<Self::Clock>;
-    /// The libraries, over inputs that the longest point just fills: a point takes the front.
-    fn contestants<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Vec<Box<dyn Contestant<T> + 'a>>>;
+    /// The libraries' forwards, over inputs that the longest point just fills: a point takes the front.
+    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
+    /// Their backwards, likewise.
+    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
 }
 
-/// Unit-variance normal Q, K and V.
+/// Unit-variance normal Q, K and V, and dO where there are backward points.
 pub(super) struct Pool<T> {
     pub q: Vec<T>,
     pub k: Vec<T>,
     pub v: Vec<T>,
+    pub d_o: Vec<T>,
 }
 
 impl<T: Operand> Pool<T> {
     fn new(points: &[&Point], seed: u64) -> Self {
-        let most = |heads: fn(&Point) -> usize| points.iter().map(|p| p.elements(heads(p))).max().unwrap_or(0);
+        let most = |points: &[&Point], heads: fn(&Point) -> usize| {
+            points.iter().map(|p| p.elements(heads(p))).max().unwrap_or(0)
+        };
+        let backward: Vec<&Point> = points.iter().copied().filter(|p| p.direction == Direction::Bwd).collect();
         let mut rng = SmallRng::seed_from_u64(seed);
         let mut draw = |count| (0..count).map(|_| T::from_f32(rng.sample(StandardNormal))).collect();
-        Self { q: draw(most(|p| p.heads_q)), k: draw(most(|p| p.heads_kv)), v: draw(most(|p| p.heads_kv)) }
+        Self {
+            q: draw(most(points, |p| p.heads_q)),
+            k: draw(most(points, |p| p.heads_kv)),
+            v: draw(most(points, |p| p.heads_kv)),
+            d_o: draw(most(&backward, |p| p.heads_q)),
+        }
     }
 }
 
@@ -127,58 +158,107 @@ fn run_as<T: Operand<Out = T>, P: Place>(
     sink: Sink<'_>,
 ) -> Result<()> {
     let pool = Pool::<T>::new(&points.iter().map(|&(_, point)| point).collect::<Vec<_>>(), job.seed);
-    let mut contestants = place.contestants(&pool)?;
+    let mut forwards = place.forwards(&pool)?;
+    let any_backward = points.iter().any(|(_, point)| point.direction == Direction::Bwd);
+    let mut backwards = if any_backward { place.backwards(&pool)? } else { vec![] };
     for &(index, point) in points {
         let task = Task::new(point, job.layout)?;
-        let runs = run_point(&task, &pool, &mut contestants, clock, job.iters, &mut |event| match event {
+        let mut tell = |event: Option<String>| match event {
             Some(name) => sink(Event::Library { index, name }),
             None => sink(Event::Timing { index }),
-        });
+        };
+        let runs = match point.direction {
+            Direction::Fwd => run_point(&task, &pool, &mut forwards, clock, job.iters, &mut tell),
+            Direction::Bwd => save(&task, &pool, &mut forwards, clock).and_then(|saved| match saved {
+                Ok(saved) => {
+                    let task = Task { saved: Some(&saved), ..task };
+                    run_point(&task, &pool, &mut backwards, clock, job.iters, &mut tell)
+                }
+                Err(why) => Ok(backwards.iter().map(|x| refused(&**x, RunStatus::Failed, why.clone())).collect()),
+            }),
+        };
         let runs = runs.with_context(|| format!("at {point}"))?;
         sink(Event::Point { index, runs })?;
     }
     Ok(())
 }
 
+/// The O and the LSE of the first forward that is right, or why there is none.
+fn save<T: Operand<Out = T>>(
+    task: &Task<'_, T>,
+    pool: &Pool<T>,
+    forwards: &mut [Box<dyn Contestant<T> + '_>],
+    clock: &mut dyn Clock,
+) -> Result<Result<Outputs<T>, String>> {
+    let forward = Point { direction: Direction::Fwd, ..task.point.clone() };
+    let task = Task { point: &forward, saved: None, ..*task };
+    let expected = Expected::new(&task, pool);
+    let mut complaints = Vec::new();
+    for contestant in forwards {
+        let called = contestant.prepare(&task).and_then(|()| contestant.call(&task));
+        clock.wait()?;
+        let complaint = match called {
+            Err(Refusal::Unsupported(why) | Refusal::Failed(why)) => why,
+            Ok(()) => {
+                let outputs = contestant.outputs()?;
+                match expected.check(&outputs).1 {
+                    None => return Ok(Ok(outputs)),
+                    Some(wrong) => wrong,
+                }
+            }
+        };
+        complaints.push(format!("{}: {complaint}", contestant.name()));
+    }
+    Ok(Err(format!("no forward gave the O and the LSE that it needs: {}", complaints.join("; "))))
+}
+
+/// The run of a library before anything was timed.
+fn refused<T>(contestant: &dyn Contestant<T>, status: RunStatus, why: String) -> RawRun {
+    RawRun { status, error: Some(why), ..untimed(contestant) }
+}
+
+fn untimed<T>(contestant: &dyn Contestant<T>) -> RawRun {
+    RawRun {
+        name: contestant.name().into(),
+        role: contestant.role(),
+        status: RunStatus::Ok,
+        error: None,
+        check: BTreeMap::new(),
+        host_us: None,
+        ms: vec![],
+    }
+}
+
 fn run_point<T: Operand<Out = T>>(
-    task: &Task<'_>,
+    task: &Task<'_, T>,
     pool: &Pool<T>,
     contestants: &mut [Box<dyn Contestant<T> + '_>],
     clock: &mut dyn Clock,
     iters: usize,
     tell: &mut dyn FnMut(Option<String>) -> Result<()>,
 ) -> Result<Vec<RawRun>> {
-    let inputs = Inputs { q: &pool.q, k: &pool.k, v: &pool.v, q_layout: task.q, kv_layout: task.kv };
-    let (mut runs, mut right, mut agreed) = (Vec::new(), Vec::new(), None::<Vec<T>>);
+    let expected = Expected::new(task, pool);
+    let (mut runs, mut right) = (Vec::new(), Vec::<(usize, Outputs<T>)>::new());
     for (who, contestant) in contestants.iter_mut().enumerate() {
         tell(Some(contestant.name().to_owned()))?;
-        let mut run = RawRun {
-            name: contestant.name().into(),
-            role: contestant.role(),
-            status: RunStatus::Ok,
-            error: None,
-            check: BTreeMap::new(),
-            host_us: None,
-            ms: vec![],
-        };
+        let mut run = untimed(&**contestant);
         let called = contestant.prepare(task).and_then(|()| clock.time(&mut || contestant.call(task)));
         // After a failed call too: what it may have left behind is not the next one's.
         clock.wait()?;
         match called {
-            Err(Refusal::Unsupported(why)) => (run.status, run.error) = (RunStatus::Unsupported, Some(why)),
-            Err(Refusal::Failed(why)) => (run.status, run.error) = (RunStatus::Failed, Some(why)),
+            Err(Refusal::Unsupported(why)) => run = refused(&**contestant, RunStatus::Unsupported, why),
+            Err(Refusal::Failed(why)) => run = refused(&**contestant, RunStatus::Failed, why),
             Ok(()) => {
-                let (o, lse) = contestant.outputs()?;
-                (run.check, run.error) = check(task.point, &inputs, &o, &lse);
-                if let Some(agreed) = &agreed {
-                    let apart = cross(task.point, &task.q, &o, agreed, &mut run.check);
+                let outputs = contestant.outputs()?;
+                (run.check, run.error) = expected.check(&outputs);
+                if let Some((_, agreed)) = right.first() {
+                    let apart = cross(task, &outputs, agreed, &mut run.check);
                     run.error = run.error.or(apart);
                 }
                 if run.error.is_some() {
                     run.status = RunStatus::Wrong;
                 } else {
-                    right.push((who, o.clone(), lse));
-                    agreed.get_or_insert(o);
+                    right.push((who, outputs));
                 }
             }
         }
@@ -211,107 +291,14 @@ fn run_point<T: Operand<Out = T>>(
             }
         }
     }
-    for (who, o, lse) in right {
+    for (who, before) in right {
         runs[who].host_us = quantile(&host[who][WARM_UPS..], 0.5);
-        let (after, lse_after) = contestants[who].outputs()?;
-        let same = |a: &[f32], b: &[f32]| a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()));
-        let bits = |x: &[T]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
-        if !(same(&bits(&o), &bits(&after)) && same(&lse, &lse_after)) {
-            runs[who].status = RunStatus::Wrong;
-            runs[who].error = Some("the output changed between runs on the same inputs".into());
+        if let Some(moved) = changed(task, runs[who].role, &before, &contestants[who].outputs()?) {
+            (runs[who].status, runs[who].error) = (RunStatus::Wrong, Some(moved));
         }
     }
     Ok(runs)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::cell::RefCell;
-
-    use super::*;
-    use crate::Sweep;
-    use crate::harness::cpu::{Backend, WallClock};
-
-    /// The CPU backend with something wrong.
-    struct Broken<'a> {
-        inner: Backend<'a, bf16>,
-        how: &'static str,
-        calls: usize,
-        log: &'a RefCell<String>,
-    }
-
-    impl Contestant<bf16> for Broken<'_> {
-        fn name(&self) -> &str {
-            self.how
-        }
-
-        fn role(&self) -> Role {
-            Role::Peer
-        }
-
-        fn prepare(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
-            match self.how {
-                "unsupported" => Err(Refusal::Unsupported("no kernel".into())),
-                _ => self.inner.prepare(task),
-            }
-        }
-
-        fn call(&mut self, task: &Task<'_>) -> Result<(), Refusal> {
-            self.calls += 1;
-            self.log.borrow_mut().push_str(&self.how[..1]);
-            if self.how == "failing" {
-                return Err(Refusal::Failed("it broke".into()));
-            }
-            self.inner.call(task)
-        }
-
-        fn outputs(&mut self) -> Result<(Vec<bf16>, Vec<f32>)> {
-            let (mut o, lse) = self.inner.outputs()?;
-            match self.how {
-                "wrong" => o[0] = bf16::from_f32(9.0),
-                "drifting" if self.calls > 1 => o[0] = bf16::from_f32(o[0].to_f32() + 0.01),
-                _ => (),
-            }
-            Ok((o, lse))
-        }
-    }
-
-    #[test]
-    fn what_is_not_right_is_named_and_the_others_take_turns() {
-        let sweep = Sweep {
-            hidden: 128,
-            tokens: 64,
-            seqlens: vec![32],
-            filters: vec!["bf16/d64/causal".into()],
-            ..Sweep::small()
-        };
-        let point = sweep.points().unwrap().remove(0);
-        let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
-        let broken = |how| Broken { inner: Backend::new(&pool), how, calls: 0, log: &log };
-        let mut contestants: Vec<Box<dyn Contestant<bf16> + '_>> = vec![Box::new(Backend::new(&pool))];
-        for how in ["unsupported", "failing", "wrong", "drifting", "fine"] {
-            contestants.push(Box::new(broken(how)));
-        }
-        let task = Task::new(&point, Order::Bhsd).unwrap();
-        let mut told = Vec::new();
-        let runs = run_point(&task, &pool, &mut contestants, &mut WallClock::default(), 4, &mut |event| {
-            told.push(event.unwrap_or("timing".into()));
-            Ok(())
-        });
-        drop(contestants);
-        assert_eq!(told[1..], ["unsupported", "failing", "wrong", "drifting", "fine", "timing"]);
-        let runs = runs.unwrap();
-        use RunStatus::{Failed, Unsupported, Wrong};
-        let status: Vec<_> = runs.iter().map(|run| (run.status, run.ms.len())).collect();
-        assert_eq!(
-            status,
-            [(RunStatus::Ok, 4), (Unsupported, 0), (Failed, 0), (Wrong, 0), (Wrong, 4), (RunStatus::Ok, 4)]
-        );
-        assert_eq!(runs[1].error.as_deref(), Some("no kernel"));
-        assert!(runs[3].error.as_ref().unwrap().starts_with("row "), "{:?}", runs[3].error);
-        assert!(runs[4].error.as_ref().unwrap().contains("changed between runs"));
-        assert!(runs[5].check["cross"].is_f64() && runs[5].host_us > Some(0.0));
-        // Once each to be checked, then seven rounds in which the order rotates.
-        assert_eq!(log.into_inner(), "fwdf".to_owned() + "df" + "df" + "fd" + "df" + "df" + "fd" + "df");
-    }
-}
+mod tests;

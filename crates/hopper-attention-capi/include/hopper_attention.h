@@ -7,6 +7,8 @@
      hattn_forward_run(plan, &args, stream);                       as often as wanted
      hattn_forward_plan_destroy(plan);
 
+   Gradients go the same way, with hattn_backward_problem, hattn_backward_plan and hattn_backward_args.
+
    Every function is safe to call from any thread. Nothing throws, prints or exits. */
 
 #ifndef HOPPER_ATTENTION_H
@@ -24,6 +26,11 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, NULL, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
   { sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
+#define HATTN_BACKWARD_PROBLEM_INIT \
+  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0 }
+#define HATTN_BACKWARD_ARGS_INIT \
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
 
 /*
  The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
@@ -34,6 +41,12 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
  A window without a bound on this side.
  */
 #define HATTN_UNBOUNDED -1
+
+/*
+ How the gradients of one problem are computed on one device. Made once and run as often as wanted, by any threads and
+ on any streams of the device at once. Holds no device memory.
+ */
+typedef struct hattn_backward_plan hattn_backward_plan;
 
 /*
  How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
@@ -232,6 +245,145 @@ typedef struct hattn_forward_args {
    */
   size_t workspace_bytes;
 } hattn_forward_args;
+
+/*
+ The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
+
+ dQ, dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O.
+ */
+typedef struct hattn_backward_problem {
+  /*
+   sizeof(hattn_backward_problem).
+   */
+  uint32_t struct_size;
+  /*
+   HATTN_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /*
+   Of Q, K, V, O and all gradients but the log-sum-exp's: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+   */
+  hattn_dtype dtype;
+  /*
+   Which keys a query attends to.
+   */
+  hattn_mask mask;
+  /*
+   Where a causal mask or a window is aligned.
+   */
+  hattn_corner corner;
+  /*
+   1: a gradient of the log-sum-exp is an input; 0: it is not.
+   */
+  int32_t d_lse;
+  /*
+   Sequences; may be 0.
+   */
+  int64_t batch;
+  /*
+   Queries in a sequence; may be 0.
+   */
+  int64_t seqlen_q;
+  /*
+   Keys in a sequence; may be 0.
+   */
+  int64_t seqlen_kv;
+  /*
+   Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
+   */
+  int64_t heads_q;
+  /*
+   Key and value heads.
+   */
+  int64_t heads_kv;
+  /*
+   Length of a query and of a key.
+   */
+  int64_t head_dim_qk;
+  /*
+   Length of a value and of an output.
+   */
+  int64_t head_dim_vo;
+  /*
+   With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+   */
+  int64_t window_left;
+  /*
+   With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+   */
+  int64_t window_right;
+  /*
+   The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
+   */
+  float softmax_scale;
+  /*
+   1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
+   there.
+   */
+  int32_t deterministic;
+} hattn_backward_problem;
+
+/*
+ What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
+ */
+typedef struct hattn_backward_args {
+  /*
+   sizeof(hattn_backward_args).
+   */
+  uint32_t struct_size;
+  /*
+   HATTN_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /*
+   Queries.
+   */
+  const struct hattn_tensor *q;
+  /*
+   Keys.
+   */
+  const struct hattn_tensor *k;
+  /*
+   Values.
+   */
+  const struct hattn_tensor *v;
+  /*
+   The forward pass's output.
+   */
+  const struct hattn_tensor *o;
+  /*
+   The forward pass's log-sum-exp, HATTN_F32. A row of -inf has no part in any gradient, and its own is 0.
+   */
+  const struct hattn_tensor *lse;
+  /*
+   The gradient of the output.
+   */
+  const struct hattn_tensor *d_o;
+  /*
+   The gradient of the log-sum-exp, HATTN_F32: given exactly when the problem says so, otherwise null.
+   */
+  const struct hattn_tensor *d_lse;
+  /*
+   The gradient of the queries, overwritten.
+   */
+  const struct hattn_tensor *d_q;
+  /*
+   The gradient of the keys, overwritten: the sum over the query heads that read them.
+   */
+  const struct hattn_tensor *d_k;
+  /*
+   The gradient of the values, overwritten: the sum over the query heads that read them.
+   */
+  const struct hattn_tensor *d_v;
+  /*
+   Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+   */
+  void *workspace;
+  /*
+   At least what hattn_backward_plan_workspace_size says.
+   */
+  size_t workspace_bytes;
+} hattn_backward_args;
 
 /*
  IEEE 754 half precision.
@@ -489,6 +641,65 @@ hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *
 hattn_status hattn_forward_run(const struct hattn_forward_plan *plan,
                                const struct hattn_forward_args *args,
                                struct CUstream_st *stream);
+
+/*
+ Whether hattn_backward_plan_create would find a kernel for the problem on the device; as hattn_forward_supported.
+
+ # Safety
+ `problem` is null, which is refused, or points to a struct of the size that it says.
+ */
+hattn_status hattn_backward_supported(const struct hattn_backward_problem *problem, hattn_device device);
+
+/*
+ Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
+ context, as hattn_forward_plan_create does.
+
+ # Safety
+ `problem` is as for hattn_backward_supported; `plan` is null, which is refused, or valid for writing.
+ */
+hattn_status hattn_backward_plan_create(const struct hattn_backward_problem *problem,
+                                        hattn_device device,
+                                        struct hattn_backward_plan **plan);
+
+/*
+ Frees a plan; null is fine. Work that was enqueued with it goes on.
+
+ # Safety
+ `plan` is null, or came from hattn_backward_plan_create and is used nowhere, now or later.
+ */
+void hattn_backward_plan_destroy(struct hattn_backward_plan *plan);
+
+/*
+ Says in words what the plan computes and how, as hattn_forward_plan_describe does.
+
+ # Safety
+ `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
+ `length` is null, when it is not wanted, or valid for writing.
+ */
+hattn_status hattn_backward_plan_describe(const struct hattn_backward_plan *plan,
+                                          char *text,
+                                          size_t capacity,
+                                          size_t *length);
+
+/*
+ Writes to `*bytes` how large a workspace the plan needs: exact. 0 on the CPU; on a GPU it holds the sums of dQ in f32.
+
+ # Safety
+ `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+ */
+hattn_status hattn_backward_plan_workspace_size(const struct hattn_backward_plan *plan, size_t *bytes);
+
+/*
+ Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
+ those of hattn_forward_run.
+
+ # Safety
+ As for hattn_forward_run, with a live plan of hattn_backward_plan_create; `d_lse` is the tensor that may be null, and
+ the outputs are `d_q`, `d_k` and `d_v`.
+ */
+hattn_status hattn_backward_run(const struct hattn_backward_plan *plan,
+                                const struct hattn_backward_args *args,
+                                struct CUstream_st *stream);
 
 #ifdef __cplusplus
 }  // extern "C"

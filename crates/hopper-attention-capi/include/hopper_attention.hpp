@@ -12,6 +12,8 @@
 //   args.o = hattn::TensorView::contiguous(o, hattn::Device::cpu(), problem.o_shape());
 //   plan.run(args, nullptr);
 //
+// BackwardProblem(problem), BackwardPlan and BackwardArgs do the same for the gradients.
+//
 // Whatever fails throws hattn::Error. Each function that throws has a twin that does not: it returns a Status, takes
 // its result as a reference, and is called try_ or create. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined,
 // only the twins are there. Nothing is launched or written by a call that is refused.
@@ -116,6 +118,33 @@ constexpr T tagged() noexcept {
   empty.abi_version = HATTN_ABI_VERSION;
   return empty;
 }
+
+// The C functions that both passes have, by what they take.
+inline hattn_status c_supported(const hattn_forward_problem* problem, hattn_device device) noexcept {
+  return hattn_forward_supported(problem, device);
+}
+inline hattn_status c_supported(const hattn_backward_problem* problem, hattn_device device) noexcept {
+  return hattn_backward_supported(problem, device);
+}
+inline hattn_status c_describe(const hattn_forward_plan* plan, char* text, std::size_t capacity,
+                               std::size_t* length) noexcept {
+  return hattn_forward_plan_describe(plan, text, capacity, length);
+}
+inline hattn_status c_describe(const hattn_backward_plan* plan, char* text, std::size_t capacity,
+                               std::size_t* length) noexcept {
+  return hattn_backward_plan_describe(plan, text, capacity, length);
+}
+inline hattn_status c_workspace_size(const hattn_forward_plan* plan, std::size_t* bytes) noexcept {
+  return hattn_forward_plan_workspace_size(plan, bytes);
+}
+inline hattn_status c_workspace_size(const hattn_backward_plan* plan, std::size_t* bytes) noexcept {
+  return hattn_backward_plan_workspace_size(plan, bytes);
+}
+struct Destroy {
+  void operator()(hattn_forward_plan* plan) const noexcept { hattn_forward_plan_destroy(plan); }
+  void operator()(hattn_backward_plan* plan) const noexcept { hattn_backward_plan_destroy(plan); }
+  void operator()(hattn_tuning* tuning) const noexcept { hattn_tuning_destroy(tuning); }
+};
 
 // Whether the library that was linked or loaded speaks the version of the header. Asked once; whatever struct crosses
 // the boundary carries the version as well.
@@ -364,9 +393,48 @@ enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = H
 // A window's bound that keeps all keys on its side.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 
+namespace detail {
+
+// What the problems of both passes say of their tensors.
+template <class CProblem>
+class Problem {
+ public:
+  constexpr DType dtype() const noexcept { return static_cast<DType>(problem_.dtype); }
+  constexpr Extents q_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_qk};
+  }
+  constexpr Extents k_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_qk};
+  }
+  constexpr Extents v_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_vo};
+  }
+  constexpr Extents o_shape() const noexcept {
+    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_vo};
+  }
+  constexpr Extents lse_shape() const noexcept { return {problem_.batch, problem_.heads_q, problem_.seqlen_q}; }
+
+  // Ok when the device computes it; Unsupported or NoDevice when it does not; else what is wrong with the problem.
+  // Opens no context and loads nothing. Never throws: the answer is the result.
+  [[nodiscard]] Status supported(Device device) const noexcept {
+    if (const Status status = check_abi(); !ok(status)) return status;
+    return from_library(c_supported(&problem_, device.c_value()));
+  }
+
+  // What the C functions take.
+  constexpr const CProblem& c_problem() const noexcept { return problem_; }
+
+ protected:
+  constexpr Problem() noexcept = default;
+
+  CProblem problem_ = tagged<CProblem>();
+};
+
+}  // namespace detail
+
 // O = softmax(mask(softmax_scale * Q K^T)) V as numbers. Every setter returns the problem; what is not set is 0, a full
 // mask, the scale 1 / sqrt(head_dim_qk) and no log-sum-exp. The numbers are checked where the problem is used.
-class ForwardProblem {
+class ForwardProblem : public detail::Problem<hattn_forward_problem> {
  public:
   // The element type of Q, K, V and O. One sequence, until batch() says otherwise.
   explicit constexpr ForwardProblem(DType dtype) noexcept {
@@ -434,34 +502,43 @@ class ForwardProblem {
     problem_.lse = wanted ? 1 : 0;
     return *this;
   }
+};
 
-  constexpr DType dtype() const noexcept { return static_cast<DType>(problem_.dtype); }
-  constexpr Extents q_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_qk};
+// The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask and scale. dQ, dK, dV
+// and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
+class BackwardProblem : public detail::Problem<hattn_backward_problem> {
+ public:
+  // Of this forward pass, whether or not it was made with its log-sum-exp, which is an input here. Without a gradient
+  // of the log-sum-exp, and in whatever order of summation is fastest.
+  explicit constexpr BackwardProblem(const ForwardProblem& forward) noexcept {
+    const hattn_forward_problem& of = forward.c_problem();
+    problem_.dtype = of.dtype;
+    problem_.mask = of.mask;
+    problem_.corner = of.corner;
+    problem_.batch = of.batch;
+    problem_.seqlen_q = of.seqlen_q;
+    problem_.seqlen_kv = of.seqlen_kv;
+    problem_.heads_q = of.heads_q;
+    problem_.heads_kv = of.heads_kv;
+    problem_.head_dim_qk = of.head_dim_qk;
+    problem_.head_dim_vo = of.head_dim_vo;
+    problem_.window_left = of.window_left;
+    problem_.window_right = of.window_right;
+    problem_.softmax_scale = of.softmax_scale;
   }
-  constexpr Extents k_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_qk};
-  }
-  constexpr Extents v_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_vo};
-  }
-  constexpr Extents o_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_vo};
-  }
-  constexpr Extents lse_shape() const noexcept { return {problem_.batch, problem_.heads_q, problem_.seqlen_q}; }
 
-  // Ok when the device computes it; Unsupported or NoDevice when it does not; else what is wrong with the problem.
-  // Opens no context and loads nothing. Never throws: the answer is the result.
-  [[nodiscard]] Status supported(Device device) const noexcept {
-    if (const Status status = detail::check_abi(); !ok(status)) return status;
-    return detail::from_library(hattn_forward_supported(&problem_, device.c_value()));
+  // Whether a gradient of the log-sum-exp is an input: f32, [batch, heads_q, seqlen_q].
+  constexpr BackwardProblem& d_lse(bool given) noexcept {
+    problem_.d_lse = given ? 1 : 0;
+    return *this;
   }
 
-  // What the C functions take.
-  constexpr const hattn_forward_problem& c_problem() const noexcept { return problem_; }
-
- private:
-  hattn_forward_problem problem_ = detail::tagged<hattn_forward_problem>();
+  // Whether the same inputs, plan and device give the same bits. It may cost time on a GPU; the CPU does so in any
+  // case.
+  constexpr BackwardProblem& deterministic(bool wanted) noexcept {
+    problem_.deterministic = wanted ? 1 : 0;
+    return *this;
+  }
 };
 
 // Scratch memory of the caller's, where the plan is: at least plan.workspace_bytes(), of 16-byte alignment on a GPU.
@@ -481,9 +558,95 @@ struct ForwardArgs {
   Workspace workspace{};
 };
 
+// What a backward pass reads and writes. Outputs are overwritten, not added to.
+struct BackwardArgs {
+  ConstTensorView q{};    // [batch, seqlen_q, heads_q, head_dim_qk]
+  ConstTensorView k{};    // [batch, seqlen_kv, heads_kv, head_dim_qk]
+  ConstTensorView v{};    // [batch, seqlen_kv, heads_kv, head_dim_vo]
+  ConstTensorView o{};    // [batch, seqlen_q, heads_q, head_dim_vo], what the forward pass gave
+  ConstTensorView lse{};  // f32 [batch, heads_q, seqlen_q], what the forward pass gave
+  ConstTensorView d_o{};  // as o
+  // As lse: given exactly when the problem says d_lse(true).
+  std::optional<ConstTensorView> d_lse{};
+  TensorView d_q{};  // as q
+  TensorView d_k{};  // as k: the sum over the query heads that read a key
+  TensorView d_v{};  // as v: the same
+  Workspace workspace{};
+};
+
+namespace detail {
+
+// A struct that the library made and frees; movable and not copyable.
+template <class Self, class C>
+class Owner {
+ public:
+  C* get() const noexcept { return owned_.get(); }
+  explicit operator bool() const noexcept { return owned_ != nullptr; }
+
+ protected:
+  Owner() noexcept = default;
+
+  // What a C function makes; the owner stays as it was on failure.
+  template <class Make>
+  static Status create_by(const Make& make, Self& owner) noexcept {
+    if (const Status status = check_abi(); !ok(status)) return status;
+    C* made = nullptr;
+    const Status status = from_library(make(&made));
+    if (ok(status)) owner.owned_.reset(made);
+    return status;
+  }
+
+  std::unique_ptr<C, Destroy> owned_{};
+};
+
+// What the plans of both passes have.
+template <class Self, class C>
+class Plan : public Owner<Self, C> {
+ public:
+  // Takes a plan of the C functions, and gives one back to them.
+  static Self adopt(C* plan) noexcept {
+    Self owner;
+    owner.owned_.reset(plan);
+    return owner;
+  }
+  [[nodiscard]] C* release() noexcept { return this->owned_.release(); }
+
+  // The workspace that each run in flight needs.
+  [[nodiscard]] Status try_workspace_bytes(std::size_t& bytes) const noexcept {
+    return from_library(c_workspace_size(this->get(), &bytes));
+  }
+
+  // Writes as much of the description as fits, 0-terminated unless capacity is 0; length is that of the whole.
+  [[nodiscard]] Status try_describe(char* text, std::size_t capacity, std::size_t& length) const noexcept {
+    return from_library(c_describe(this->get(), text, capacity, &length));
+  }
+
+#ifndef HATTN_NO_EXCEPTIONS
+  std::size_t workspace_bytes() const {
+    std::size_t bytes = 0;
+    check(try_workspace_bytes(bytes));
+    return bytes;
+  }
+
+  // The kernel, its tiles and the order in which they are walked.
+  std::string describe() const {
+    std::size_t length = 0;
+    check(try_describe(nullptr, 0, length));
+    std::string text(length, '\0');
+    check(try_describe(text.data(), length + 1, length));
+    return text;
+  }
+#endif
+
+ protected:
+  Plan() noexcept = default;
+};
+
+}  // namespace detail
+
 // Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
 // writes. Owned, movable and not copyable. An empty one (default-made or moved from) is refused by every call.
-class Tuning {
+class Tuning : public detail::Owner<Tuning, hattn_tuning> {
  public:
   Tuning() noexcept = default;
 
@@ -494,27 +657,13 @@ class Tuning {
 
   // The same; tuning stays as it was on failure.
   [[nodiscard]] static Status create(const char* text, std::size_t length, Tuning& tuning) noexcept {
-    if (const Status status = detail::check_abi(); !ok(status)) return status;
-    hattn_tuning* made = nullptr;
-    const Status status = detail::from_library(hattn_tuning_create(text, length, &made));
-    if (ok(status)) tuning.tuning_.reset(made);
-    return status;
+    return create_by([&](hattn_tuning** made) { return hattn_tuning_create(text, length, made); }, tuning);
   }
-
-  hattn_tuning* get() const noexcept { return tuning_.get(); }
-  explicit operator bool() const noexcept { return tuning_ != nullptr; }
-
- private:
-  struct Destroy {
-    void operator()(hattn_tuning* tuning) const noexcept { hattn_tuning_destroy(tuning); }
-  };
-
-  std::unique_ptr<hattn_tuning, Destroy> tuning_{};
 };
 
 // How a problem is computed on a device; owned, movable and not copyable. Made once, run often, by any threads and
 // streams at once. An empty one (default-made or moved from) is refused by every call.
-class ForwardPlan {
+class ForwardPlan : public detail::Plan<ForwardPlan, hattn_forward_plan> {
  public:
   ForwardPlan() noexcept = default;
 
@@ -530,41 +679,17 @@ class ForwardPlan {
 
   // The same; plan stays as it was on failure.
   [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, ForwardPlan& plan) noexcept {
-    if (const Status status = detail::check_abi(); !ok(status)) return status;
-    hattn_forward_plan* made = nullptr;
-    const Status status =
-        detail::from_library(hattn_forward_plan_create(&problem.c_problem(), device.c_value(), &made));
-    if (ok(status)) plan.plan_.reset(made);
-    return status;
+    const auto make = [&](hattn_forward_plan** made) {
+      return hattn_forward_plan_create(&problem.c_problem(), device.c_value(), made);
+    };
+    return create_by(make, plan);
   }
   [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, const Tuning& tuning,
                                      ForwardPlan& plan) noexcept {
-    if (const Status status = detail::check_abi(); !ok(status)) return status;
-    hattn_forward_plan* made = nullptr;
-    const Status status = detail::from_library(
-        hattn_forward_plan_create_tuned(&problem.c_problem(), device.c_value(), tuning.get(), &made));
-    if (ok(status)) plan.plan_.reset(made);
-    return status;
-  }
-
-  // Takes a plan of the C functions, and gives one back to them.
-  static ForwardPlan adopt(hattn_forward_plan* plan) noexcept {
-    ForwardPlan owner;
-    owner.plan_.reset(plan);
-    return owner;
-  }
-  [[nodiscard]] hattn_forward_plan* release() noexcept { return plan_.release(); }
-  hattn_forward_plan* get() const noexcept { return plan_.get(); }
-  explicit operator bool() const noexcept { return plan_ != nullptr; }
-
-  // The workspace that each run in flight needs.
-  [[nodiscard]] Status try_workspace_bytes(std::size_t& bytes) const noexcept {
-    return detail::from_library(hattn_forward_plan_workspace_size(plan_.get(), &bytes));
-  }
-
-  // Writes as much of the description as fits, 0-terminated unless capacity is 0; length is that of the whole.
-  [[nodiscard]] Status try_describe(char* text, std::size_t capacity, std::size_t& length) const noexcept {
-    return detail::from_library(hattn_forward_plan_describe(plan_.get(), text, capacity, &length));
+    const auto make = [&](hattn_forward_plan** made) {
+      return hattn_forward_plan_create_tuned(&problem.c_problem(), device.c_value(), tuning.get(), made);
+    };
+    return create_by(make, plan);
   }
 
   // Computes the problem. On the CPU it is done on return, and the stream is not looked at. On a GPU it is enqueued on
@@ -579,34 +704,53 @@ class ForwardPlan {
     c.lse = args.lse ? &args.lse->c_tensor() : nullptr;
     c.workspace = args.workspace.data;
     c.workspace_bytes = args.workspace.bytes;
-    return detail::from_library(hattn_forward_run(plan_.get(), &c, stream));
+    return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
 
 #ifndef HATTN_NO_EXCEPTIONS
-  std::size_t workspace_bytes() const {
-    std::size_t bytes = 0;
-    detail::check(try_workspace_bytes(bytes));
-    return bytes;
-  }
-
-  // The kernel, its tiles and the order in which they are walked.
-  std::string describe() const {
-    std::size_t length = 0;
-    detail::check(try_describe(nullptr, 0, length));
-    std::string text(length, '\0');
-    detail::check(try_describe(text.data(), length + 1, length));
-    return text;
-  }
-
   void run(const ForwardArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
 #endif
+};
 
- private:
-  struct Destroy {
-    void operator()(hattn_forward_plan* plan) const noexcept { hattn_forward_plan_destroy(plan); }
-  };
+// How the gradients of a problem are computed on a device; otherwise as ForwardPlan.
+class BackwardPlan : public detail::Plan<BackwardPlan, hattn_backward_plan> {
+ public:
+  BackwardPlan() noexcept = default;
 
-  std::unique_ptr<hattn_forward_plan, Destroy> plan_{};
+#ifndef HATTN_NO_EXCEPTIONS
+  // Chooses the kernel and, on a GPU, loads it.
+  BackwardPlan(const BackwardProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
+#endif
+
+  // The same; plan stays as it was on failure.
+  [[nodiscard]] static Status create(const BackwardProblem& problem, Device device, BackwardPlan& plan) noexcept {
+    const auto make = [&](hattn_backward_plan** made) {
+      return hattn_backward_plan_create(&problem.c_problem(), device.c_value(), made);
+    };
+    return create_by(make, plan);
+  }
+
+  // Computes the gradients, under the rules of ForwardPlan::try_run.
+  [[nodiscard]] Status try_run(const BackwardArgs& args, CUstream_st* stream) const noexcept {
+    auto c = detail::tagged<hattn_backward_args>();
+    c.q = &args.q.c_tensor();
+    c.k = &args.k.c_tensor();
+    c.v = &args.v.c_tensor();
+    c.o = &args.o.c_tensor();
+    c.lse = &args.lse.c_tensor();
+    c.d_o = &args.d_o.c_tensor();
+    c.d_lse = args.d_lse ? &args.d_lse->c_tensor() : nullptr;
+    c.d_q = &args.d_q.c_tensor();
+    c.d_k = &args.d_k.c_tensor();
+    c.d_v = &args.d_v.c_tensor();
+    c.workspace = args.workspace.data;
+    c.workspace_bytes = args.workspace.bytes;
+    return detail::from_library(hattn_backward_run(get(), &c, stream));
+  }
+
+#ifndef HATTN_NO_EXCEPTIONS
+  void run(const BackwardArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
+#endif
 };
 
 }  // namespace v1 or v1_noexcept

@@ -90,6 +90,49 @@ pub struct hattn_forward_problem {
     pub reserved: u32,
 }
 
+/// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
+///
+/// dQ, dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct hattn_backward_problem {
+    /// sizeof(hattn_backward_problem).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Of Q, K, V, O and all gradients but the log-sum-exp's: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+    pub dtype: hattn_dtype,
+    /// Which keys a query attends to.
+    pub mask: hattn_mask,
+    /// Where a causal mask or a window is aligned.
+    pub corner: hattn_corner,
+    /// 1: a gradient of the log-sum-exp is an input; 0: it is not.
+    pub d_lse: i32,
+    /// Sequences; may be 0.
+    pub batch: i64,
+    /// Queries in a sequence; may be 0.
+    pub seqlen_q: i64,
+    /// Keys in a sequence; may be 0.
+    pub seqlen_kv: i64,
+    /// Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
+    pub heads_q: i64,
+    /// Key and value heads.
+    pub heads_kv: i64,
+    /// Length of a query and of a key.
+    pub head_dim_qk: i64,
+    /// Length of a value and of an output.
+    pub head_dim_vo: i64,
+    /// With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+    pub window_left: i64,
+    /// With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+    pub window_right: i64,
+    /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
+    pub softmax_scale: f32,
+    /// 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
+    /// there.
+    pub deterministic: i32,
+}
+
 /// Borrowed memory. Begin with HATTN_TENSOR_INIT.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -138,6 +181,40 @@ pub struct hattn_forward_args {
     pub workspace_bytes: usize,
 }
 
+/// What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_backward_args {
+    /// sizeof(hattn_backward_args).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Queries.
+    pub q: *const hattn_tensor,
+    /// Keys.
+    pub k: *const hattn_tensor,
+    /// Values.
+    pub v: *const hattn_tensor,
+    /// The forward pass's output.
+    pub o: *const hattn_tensor,
+    /// The forward pass's log-sum-exp, HATTN_F32. A row of -inf has no part in any gradient, and its own is 0.
+    pub lse: *const hattn_tensor,
+    /// The gradient of the output.
+    pub d_o: *const hattn_tensor,
+    /// The gradient of the log-sum-exp, HATTN_F32: given exactly when the problem says so, otherwise null.
+    pub d_lse: *const hattn_tensor,
+    /// The gradient of the queries, overwritten.
+    pub d_q: *const hattn_tensor,
+    /// The gradient of the keys, overwritten: the sum over the query heads that read them.
+    pub d_k: *const hattn_tensor,
+    /// The gradient of the values, overwritten: the sum over the query heads that read them.
+    pub d_v: *const hattn_tensor,
+    /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+    pub workspace: *mut c_void,
+    /// At least what hattn_backward_plan_workspace_size says.
+    pub workspace_bytes: usize,
+}
+
 /// A struct that says how large its caller thinks it is.
 ///
 /// # Safety
@@ -145,13 +222,19 @@ pub struct hattn_forward_args {
 pub(crate) unsafe trait Versioned: Copy {
     /// Its name in C.
     const NAME: &'static str;
-    /// Its size when the ABI's version was new: no caller knows less.
+    /// Its size when it came into this version of the ABI: no caller knows less.
     const LEAST: usize;
 }
 
 // SAFETY: integers and floats, with the header first.
 unsafe impl Versioned for hattn_forward_problem {
     const NAME: &'static str = "hattn_forward_problem";
+    const LEAST: usize = 104;
+}
+
+// SAFETY: integers and floats, with the header first.
+unsafe impl Versioned for hattn_backward_problem {
+    const NAME: &'static str = "hattn_backward_problem";
     const LEAST: usize = 104;
 }
 
@@ -165,6 +248,12 @@ unsafe impl Versioned for hattn_tensor {
 unsafe impl Versioned for hattn_forward_args {
     const NAME: &'static str = "hattn_forward_args";
     const LEAST: usize = 64;
+}
+
+// SAFETY: integers and raw pointers, with the header first.
+unsafe impl Versioned for hattn_backward_args {
+    const NAME: &'static str = "hattn_backward_args";
+    const LEAST: usize = 104;
 }
 
 /// No struct grows past this, so that a wild `struct_size` is refused instead of followed.
@@ -232,6 +321,23 @@ mod layout {
         assert!(offset_of!(hattn_forward_problem, softmax_scale) == 96);
         assert!(offset_of!(hattn_forward_problem, reserved) == 100);
 
+        assert!(size_of::<hattn_backward_problem>() == 104 && align_of::<hattn_backward_problem>() == 8);
+        assert!(offset_of!(hattn_backward_problem, dtype) == 8);
+        assert!(offset_of!(hattn_backward_problem, mask) == 12);
+        assert!(offset_of!(hattn_backward_problem, corner) == 16);
+        assert!(offset_of!(hattn_backward_problem, d_lse) == 20);
+        assert!(offset_of!(hattn_backward_problem, batch) == 24);
+        assert!(offset_of!(hattn_backward_problem, seqlen_q) == 32);
+        assert!(offset_of!(hattn_backward_problem, seqlen_kv) == 40);
+        assert!(offset_of!(hattn_backward_problem, heads_q) == 48);
+        assert!(offset_of!(hattn_backward_problem, heads_kv) == 56);
+        assert!(offset_of!(hattn_backward_problem, head_dim_qk) == 64);
+        assert!(offset_of!(hattn_backward_problem, head_dim_vo) == 72);
+        assert!(offset_of!(hattn_backward_problem, window_left) == 80);
+        assert!(offset_of!(hattn_backward_problem, window_right) == 88);
+        assert!(offset_of!(hattn_backward_problem, softmax_scale) == 96);
+        assert!(offset_of!(hattn_backward_problem, deterministic) == 100);
+
         assert!(size_of::<hattn_tensor>() == 96 && align_of::<hattn_tensor>() == 8);
         assert!(offset_of!(hattn_tensor, data) == 8);
         assert!(offset_of!(hattn_tensor, dtype) == 16);
@@ -249,6 +355,20 @@ mod layout {
         assert!(offset_of!(hattn_forward_args, lse) == 40);
         assert!(offset_of!(hattn_forward_args, workspace) == 48);
         assert!(offset_of!(hattn_forward_args, workspace_bytes) == 56);
+
+        assert!(size_of::<hattn_backward_args>() == 104 && align_of::<hattn_backward_args>() == 8);
+        assert!(offset_of!(hattn_backward_args, q) == 8);
+        assert!(offset_of!(hattn_backward_args, k) == 16);
+        assert!(offset_of!(hattn_backward_args, v) == 24);
+        assert!(offset_of!(hattn_backward_args, o) == 32);
+        assert!(offset_of!(hattn_backward_args, lse) == 40);
+        assert!(offset_of!(hattn_backward_args, d_o) == 48);
+        assert!(offset_of!(hattn_backward_args, d_lse) == 56);
+        assert!(offset_of!(hattn_backward_args, d_q) == 64);
+        assert!(offset_of!(hattn_backward_args, d_k) == 72);
+        assert!(offset_of!(hattn_backward_args, d_v) == 80);
+        assert!(offset_of!(hattn_backward_args, workspace) == 88);
+        assert!(offset_of!(hattn_backward_args, workspace_bytes) == 96);
     };
 }
 

@@ -1,14 +1,16 @@
 //! From the ABI's structs to the safe crate's values. Only what those cannot express is refused here.
 
-use hopper_attention::raw::{Place, RawForward, RawTensor, RawWorkspace};
-use hopper_attention::{Corner, DType, Dims, Error, ForwardProblem, Layout, Mask};
+use std::ffi::c_void;
+
+use hopper_attention::raw::{Place, RawBackward, RawForward, RawTensor, RawWorkspace};
+use hopper_attention::{BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask};
 
 use crate::abi::*;
 use crate::devices::ordinal;
 use crate::status::{Failure, Outcome};
 
-/// A problem, with all of the safe crate's checks.
-pub(crate) fn problem(given: &hattn_forward_problem) -> Outcome<ForwardProblem> {
+/// A forward problem, with all of the safe crate's checks.
+pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardProblem> {
     let size = |what: &'static str, got: i64| {
         let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
         usize::try_from(got).map_err(refuse)
@@ -23,14 +25,44 @@ pub(crate) fn problem(given: &hattn_forward_problem) -> Outcome<ForwardProblem> 
         head_dim_qk: size("head_dim_qk", given.head_dim_qk)?,
         head_dim_vo: size("head_dim_vo", given.head_dim_vo)?,
     };
-    let lse = match given.lse {
-        0 => false,
-        1 => true,
-        other => return Err(Failure::argument("lse", &other.to_string(), "0 (not wanted), 1 (wanted)")),
-    };
+    let lse = flag("lse", given.lse, "wanted")?;
     let problem = ForwardProblem::new(dtype("dtype", given.dtype)?, dims)?.mask(mask(given)?).lse(lse);
     // -0 is 0 too.
     Ok(if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? })
+}
+
+/// A backward problem, with all of the safe crate's checks: but for two fields the forward problem that it is of.
+pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<BackwardProblem> {
+    let d_lse = flag("d_lse", given.d_lse, "given")?;
+    let deterministic = flag("deterministic", given.deterministic, "wanted")?;
+    let forward = hattn_forward_problem {
+        struct_size: given.struct_size,
+        abi_version: given.abi_version,
+        dtype: given.dtype,
+        mask: given.mask,
+        corner: given.corner,
+        lse: 1,
+        batch: given.batch,
+        seqlen_q: given.seqlen_q,
+        seqlen_kv: given.seqlen_kv,
+        heads_q: given.heads_q,
+        heads_kv: given.heads_kv,
+        head_dim_qk: given.head_dim_qk,
+        head_dim_vo: given.head_dim_vo,
+        window_left: given.window_left,
+        window_right: given.window_right,
+        softmax_scale: given.softmax_scale,
+        reserved: 0,
+    };
+    Ok(BackwardProblem::of(&forward_problem(&forward)?).d_lse(d_lse).deterministic(deterministic))
+}
+
+fn flag(what: &str, given: i32, yes: &str) -> Outcome<bool> {
+    match given {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Failure::argument(what, &other.to_string(), format_args!("0 (not {yes}), 1 ({yes})"))),
+    }
 }
 
 fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
@@ -82,7 +114,7 @@ fn reserved(what: &str, set: bool) -> Outcome {
     if set { Err(Failure::argument(what, "a reserved field that is set", "0")) } else { Ok(()) }
 }
 
-/// What a run reads and writes.
+/// What a forward pass reads and writes.
 ///
 /// # Safety
 /// The tensors are as [`read`] asks.
@@ -94,10 +126,47 @@ pub(crate) unsafe fn forward(args: &hattn_forward_args) -> Outcome<RawForward> {
             k: tensor("k", args.k)?,
             v: tensor("v", args.v)?,
             o: tensor("o", args.o)?,
-            lse: if args.lse.is_null() { None } else { Some(tensor("lse", args.lse)?) },
-            workspace: RawWorkspace { address: args.workspace as u64, bytes: args.workspace_bytes },
+            lse: tensor_or_none("lse", args.lse)?,
+            workspace: workspace(args.workspace, args.workspace_bytes),
         })
     }
+}
+
+/// What a backward pass reads and writes.
+///
+/// # Safety
+/// The tensors are as [`read`] asks.
+pub(crate) unsafe fn backward(args: &hattn_backward_args) -> Outcome<RawBackward> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(RawBackward {
+            q: tensor("q", args.q)?,
+            k: tensor("k", args.k)?,
+            v: tensor("v", args.v)?,
+            o: tensor("o", args.o)?,
+            lse: tensor("lse", args.lse)?,
+            d_o: tensor("d_o", args.d_o)?,
+            d_lse: tensor_or_none("d_lse", args.d_lse)?,
+            d_q: tensor("d_q", args.d_q)?,
+            d_k: tensor("d_k", args.d_k)?,
+            d_v: tensor("d_v", args.d_v)?,
+            workspace: workspace(args.workspace, args.workspace_bytes),
+        })
+    }
+}
+
+fn workspace(address: *mut c_void, bytes: usize) -> RawWorkspace {
+    RawWorkspace { address: address as u64, bytes }
+}
+
+/// # Safety
+/// As [`read`].
+unsafe fn tensor_or_none<const R: usize>(
+    name: &'static str,
+    given: *const hattn_tensor,
+) -> Outcome<Option<RawTensor<R>>> {
+    // SAFETY: the caller's promise.
+    if given.is_null() { Ok(None) } else { unsafe { tensor(name, given) }.map(Some) }
 }
 
 /// # Safety

@@ -3,9 +3,10 @@
 use std::ffi::c_char;
 use std::sync::{Mutex, PoisonError};
 
-use hopper_attention::{Device, DeviceInfo, Error};
+use hopper_attention::{Device, DeviceFacts, Error};
 
 use crate::abi::{HATTN_ABI_VERSION, HATTN_CPU, hattn_device};
+use crate::handle;
 use crate::status::{Failure, Outcome, entry, hattn_status};
 
 /// The version of the ABI that this library speaks; compare it with HATTN_ABI_VERSION.
@@ -28,13 +29,9 @@ pub extern "C" fn hattn_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_device_count(count: *mut i32) -> hattn_status {
     entry(|| {
-        if count.is_null() {
-            return Err(Failure::argument("count", "a null pointer", "where to write it"));
-        }
         let found = i32::try_from(Device::available().len()).unwrap_or(i32::MAX);
-        // SAFETY: not null, so the caller says it is valid.
-        unsafe { count.write(found) };
-        Ok(())
+        // SAFETY: the caller's promise.
+        unsafe { handle::put("count", count, "it", found) }
     })
 }
 
@@ -60,15 +57,16 @@ pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
     Ok(device)
 }
 
-/// What is known of a GPU, without opening it.
-pub(crate) fn describe(ordinal: usize) -> Outcome<DeviceInfo> {
+/// What is known of a GPU, without opening it; `None` for the CPU.
+pub(crate) fn facts(device: hattn_device) -> Outcome<Option<DeviceFacts>> {
+    let Some(ordinal) = ordinal("device", device)? else { return Ok(None) };
     let mut found = Device::available();
     if found.is_empty() {
         // There is nothing to open, and this says why.
         Device::cuda(ordinal)?;
     }
     match found.iter().position(|info| info.ordinal == ordinal) {
-        Some(index) => Ok(found.swap_remove(index)),
+        Some(index) => Ok(Some(found.swap_remove(index).facts)),
         None => {
             let found = format!("the GPUs that answer: {}", found.len());
             Err(Error::NoDevice { wanted: format!("cuda:{ordinal}"), found }.into())

@@ -6,14 +6,25 @@ use hopper_attention::ForwardPlan;
 use hopper_attention::plan::Tuning;
 
 use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem, read};
-use crate::status::{Failure, Outcome, entry, hattn_status};
+use crate::handle::{self, Handle, live};
+use crate::status::{Outcome, entry, hattn_status};
 use crate::tuning::hattn_tuning;
-use crate::{convert, devices, tuning};
+use crate::{convert, devices};
 
 /// How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
 /// the device at once. Holds no device memory.
 pub struct hattn_forward_plan {
     plan: ForwardPlan,
+}
+
+impl Handle for hattn_forward_plan {
+    type Held = ForwardPlan;
+    const WHAT: &'static str = "plan";
+    const MADE_BY: &'static str = "hattn_forward_plan_create";
+
+    fn held(&self) -> &ForwardPlan {
+        &self.plan
+    }
 }
 
 /// Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
@@ -28,9 +39,9 @@ pub unsafe extern "C" fn hattn_forward_supported(
 ) -> hattn_status {
     entry(|| {
         // SAFETY: the caller's promise.
-        let problem = convert::problem(&unsafe { read("problem", problem) }?)?;
-        if let Some(ordinal) = devices::ordinal("device", device)? {
-            problem.plan_for(&devices::describe(ordinal)?.facts)?;
+        let problem = convert::forward_problem(&unsafe { read("problem", problem) }?)?;
+        if let Some(facts) = devices::facts(device)? {
+            problem.plan_for(&facts)?;
         }
         Ok(())
     })
@@ -65,7 +76,7 @@ pub unsafe extern "C" fn hattn_forward_plan_create_tuned(
     plan: *mut *mut hattn_forward_plan,
 ) -> hattn_status {
     // SAFETY: the caller's promise.
-    entry(|| unsafe { create(problem, device, plan, || tuning::live(tuning)) })
+    entry(|| unsafe { create(problem, device, plan, || live(tuning)) })
 }
 
 /// # Safety
@@ -76,18 +87,14 @@ unsafe fn create<'a>(
     plan: *mut *mut hattn_forward_plan,
     tuning: impl FnOnce() -> Outcome<&'a Tuning>,
 ) -> Outcome {
-    if plan.is_null() {
-        return Err(Failure::argument("plan", "a null pointer", "where to write the plan"));
-    }
-    // SAFETY: not null, so the caller says it is valid.
-    unsafe { plan.write(std::ptr::null_mut()) };
+    let make = || {
+        // SAFETY: the caller's promise.
+        let problem = convert::forward_problem(&unsafe { read("problem", problem) }?)?;
+        let tuning = tuning()?;
+        Ok(hattn_forward_plan { plan: problem.plan_tuned(&devices::open(device)?, tuning)? })
+    };
     // SAFETY: the caller's promise.
-    let problem = convert::problem(&unsafe { read("problem", problem) }?)?;
-    let tuning = tuning()?;
-    let made = hattn_forward_plan { plan: problem.plan_tuned(&devices::open(device)?, tuning)? };
-    // SAFETY: as above.
-    unsafe { plan.write(Box::into_raw(Box::new(made))) };
-    Ok(())
+    unsafe { handle::create(plan, make) }
 }
 
 /// Frees a plan; null is fine. Work that was enqueued with it goes on.
@@ -96,14 +103,8 @@ unsafe fn create<'a>(
 /// `plan` is null, or came from hattn_forward_plan_create and is used nowhere, now or later.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_forward_plan_destroy(plan: *mut hattn_forward_plan) {
-    if !plan.is_null() {
-        // SAFETY: the caller's promise.
-        let plan = unsafe { Box::from_raw(plan) };
-        entry(|| {
-            drop(plan);
-            Ok(())
-        });
-    }
+    // SAFETY: the caller's promise.
+    unsafe { handle::destroy(plan) };
 }
 
 /// Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much
@@ -121,24 +122,10 @@ pub unsafe extern "C" fn hattn_forward_plan_describe(
 ) -> hattn_status {
     entry(|| {
         // SAFETY: the caller's promise.
-        let plan = unsafe { live(plan) }?;
-        if text.is_null() && capacity > 0 {
-            return Err(Failure::argument("text", "a null pointer", "where to write `capacity` bytes"));
+        unsafe {
+            let plan = live(plan)?;
+            handle::put_text(&format!("{}: {plan}", plan.problem()), text, capacity, length)
         }
-        let words = format!("{}: {plan}", plan.problem());
-        if !length.is_null() {
-            // SAFETY: not null, so the caller says it is valid.
-            unsafe { length.write(words.len()) };
-        }
-        if let Some(room) = capacity.checked_sub(1) {
-            let fits = words.len().min(room);
-            // SAFETY: `fits` bytes and a 0 are within `capacity`.
-            unsafe {
-                std::ptr::copy_nonoverlapping(words.as_ptr(), text.cast::<u8>(), fits);
-                text.add(fits).write(0);
-            }
-        }
-        Ok(())
     })
 }
 
@@ -153,13 +140,7 @@ pub unsafe extern "C" fn hattn_forward_plan_workspace_size(
 ) -> hattn_status {
     entry(|| {
         // SAFETY: the caller's promise.
-        let plan = unsafe { live(plan) }?;
-        if bytes.is_null() {
-            return Err(Failure::argument("bytes", "a null pointer", "where to write the size"));
-        }
-        // SAFETY: not null, so the caller says it is valid.
-        unsafe { bytes.write(plan.workspace_bytes()) };
-        Ok(())
+        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
     })
 }
 
@@ -190,14 +171,4 @@ pub unsafe extern "C" fn hattn_forward_run(
             Ok(plan.run_raw(&args, stream.cast())?)
         }
     })
-}
-
-/// # Safety
-/// `plan` is null or a live plan.
-unsafe fn live<'a>(plan: *const hattn_forward_plan) -> Outcome<&'a ForwardPlan> {
-    // SAFETY: the caller's promise.
-    match unsafe { plan.as_ref() } {
-        Some(live) => Ok(&live.plan),
-        None => Err(Failure::argument("plan", "a null pointer", "one from hattn_forward_plan_create")),
-    }
 }

@@ -16,13 +16,16 @@
 #![allow(non_camel_case_types)]
 
 mod abi;
+mod backward;
 mod convert;
 mod devices;
 mod forward;
+mod handle;
 mod status;
 mod tuning;
 
 pub use abi::*;
+pub use backward::*;
 pub use devices::*;
 pub use forward::*;
 pub use status::*;

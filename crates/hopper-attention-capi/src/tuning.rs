@@ -4,12 +4,23 @@ use std::ffi::c_char;
 
 use hopper_attention::plan::Tuning;
 
-use crate::status::{Failure, Outcome, entry, hattn_status};
+use crate::handle::{self, Handle};
+use crate::status::{Failure, entry, hattn_status};
 
 /// Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
 /// writes. Used by any threads at once.
 pub struct hattn_tuning {
     tuning: Tuning,
+}
+
+impl Handle for hattn_tuning {
+    type Held = Tuning;
+    const WHAT: &'static str = "tuning";
+    const MADE_BY: &'static str = "hattn_tuning_create";
+
+    fn held(&self) -> &Tuning {
+        &self.tuning
+    }
 }
 
 /// Reads the text that `hattn tune` wrote, `length` bytes of it, and writes it to `*tuning`; null there on failure. The
@@ -24,12 +35,7 @@ pub unsafe extern "C" fn hattn_tuning_create(
     length: usize,
     tuning: *mut *mut hattn_tuning,
 ) -> hattn_status {
-    entry(|| {
-        if tuning.is_null() {
-            return Err(Failure::argument("tuning", "a null pointer", "where to write the tuning"));
-        }
-        // SAFETY: not null, so the caller says it is valid.
-        unsafe { tuning.write(std::ptr::null_mut()) };
+    let make = || {
         let bytes = match length {
             0 => &[],
             _ if text.is_null() => return Err(Failure::argument("text", "a null pointer", "`length` bytes of text")),
@@ -38,11 +44,10 @@ pub unsafe extern "C" fn hattn_tuning_create(
         };
         let words = std::str::from_utf8(bytes);
         let words = words.map_err(|error| Failure::argument("text", &error.to_string(), "UTF-8"))?;
-        let made = hattn_tuning { tuning: words.parse()? };
-        // SAFETY: as above.
-        unsafe { tuning.write(Box::into_raw(Box::new(made))) };
-        Ok(())
-    })
+        Ok(hattn_tuning { tuning: words.parse()? })
+    };
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { handle::create(tuning, make) })
 }
 
 /// Frees a tuning; null is fine. Plans that were made with it go on.
@@ -51,22 +56,6 @@ pub unsafe extern "C" fn hattn_tuning_create(
 /// `tuning` is null, or came from hattn_tuning_create and is used nowhere, now or later.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_tuning_destroy(tuning: *mut hattn_tuning) {
-    if !tuning.is_null() {
-        // SAFETY: the caller's promise.
-        let tuning = unsafe { Box::from_raw(tuning) };
-        entry(|| {
-            drop(tuning);
-            Ok(())
-        });
-    }
-}
-
-/// # Safety
-/// `tuning` is null or a live tuning.
-pub(crate) unsafe fn live<'a>(tuning: *const hattn_tuning) -> Outcome<&'a Tuning> {
     // SAFETY: the caller's promise.
-    match unsafe { tuning.as_ref() } {
-        Some(live) => Ok(&live.tuning),
-        None => Err(Failure::argument("tuning", "a null pointer", "one from hattn_tuning_create")),
-    }
+    unsafe { handle::destroy(tuning) };
 }

@@ -9,7 +9,7 @@ use hopper_attention::{Corner, DType, Mask};
 use crate::bench::args::{BenchArgs, PlotArgs};
 use crate::tune::TuneArgs;
 
-/// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V.
+/// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
 #[command(name = "hattn", version, propagate_version = true, max_term_width = 110)]
 pub struct Cli {
@@ -19,15 +19,15 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Compute attention of q, k, v in a safetensors file and write o and lse
+    /// Compute attention of q, k, v in a safetensors file and write o and lse, with --backward also the gradients
     Run(RunArgs),
     /// Compute, then compare with an f64 computation; fails past the tolerance law
     Check(CheckArgs),
     /// List the devices of this machine and the kernels of this build
     Info(InfoArgs),
-    /// Write a safetensors file with normally distributed q, k, v
+    /// Write a safetensors file with normally distributed q, k, v, with --backward also gradients of o and lse
     Random(RandomArgs),
-    /// Time the forward beside every peer on this machine, in turn
+    /// Time the forward, or the backward, beside every peer on this machine, in turn
     Bench(Box<BenchArgs>),
     /// Draw the charts of a report of `bench`, and the README's section on speed
     Plot(PlotArgs),
@@ -39,7 +39,8 @@ pub enum Command {
 pub struct RunArgs {
     #[command(flatten)]
     pub compute: ComputeArgs,
-    /// Safetensors file to write: o in the input's type and layout, lse as f32 [batch, heads_q, seqlen_q]
+    /// Safetensors file to write: o in the input's type and layout, lse as f32 [batch, heads_q, seqlen_q]; with
+    /// --backward also d_q, d_k and d_v, as q, k and v
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
 }
@@ -55,9 +56,16 @@ pub struct CheckArgs {
 
 #[derive(Debug, Args)]
 pub struct ComputeArgs {
-    /// Safetensors file with q, k and v, each bf16, f16 or f32
+    /// Safetensors file with q, k and v (and d_o with --backward), each bf16, f16 or f32
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
+    /// Also compute d_q, d_k and d_v, from d_o in the input, of o's shape and q's type, and from d_lse, f32
+    /// [batch, heads_q, seqlen_q], where the input has one
+    #[arg(long)]
+    pub backward: bool,
+    /// Gradients that are the same bits on every run, at some cost on a GPU
+    #[arg(long, requires = "backward")]
+    pub deterministic: bool,
     /// full, causal[:CORNER] or window:LEFT,RIGHT[:CORNER]. LEFT and RIGHT are counts of keys, `-` or `inf` for no
     /// bound; CORNER is bottom-right (the last query meets the last key, the default) or top-left
     #[arg(long, default_value = "full", value_parser = parse_mask)]
@@ -74,7 +82,7 @@ pub struct ComputeArgs {
     /// What `hattn tune` wrote: its choice of kernel where it knows the shape and the card, else the built-in rule
     #[arg(long, value_name = "FILE")]
     pub tuning: Option<PathBuf>,
-    /// Convert q, k and v to this type first [default: compute in the file's type]
+    /// Convert q, k, v and d_o to this type first [default: compute in the file's type]
     #[arg(long)]
     pub dtype: Option<DTypeArg>,
     /// Runs to time, the median counts [default: 1 on a CPU, 10 on a GPU]
@@ -124,7 +132,10 @@ pub struct RandomArgs {
     /// Layout of the tensors in the file, noted in its metadata
     #[arg(long, default_value = "bshd")]
     pub layout: FileLayout,
-    /// The same seed gives the same file
+    /// Also d_o and d_lse, for `run --backward`
+    #[arg(long)]
+    pub backward: bool,
+    /// The same seed gives the same file, and the same q, k and v with and without --backward
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 }

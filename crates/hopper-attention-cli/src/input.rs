@@ -15,7 +15,7 @@ use crate::args::FileLayout;
 /// The largest header that the format allows, in bytes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// What q, k and v may be made of, both in the file and on a device.
+/// What q, k, v and d_o may be made of, both in the file and on a device.
 pub trait Value: Operand<Out = Self> + Pod {}
 impl Value for bf16 {}
 impl Value for f16 {}
@@ -33,6 +33,14 @@ pub struct TensorFile {
 pub struct Qkv<T> {
     /// Values of q, k, v.
     pub data: [Vec<T>; 3],
+}
+
+/// The gradients that a backward pass begins with, in the file's order of dimensions.
+pub struct GivenGradients<T> {
+    /// Of o.
+    pub d_o: Vec<T>,
+    /// Of lse, where the file has one.
+    pub d_lse: Option<Vec<f32>>,
 }
 
 impl TensorFile {
@@ -84,6 +92,11 @@ impl TensorFile {
         }
     }
 
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.header.info(name).is_some()
+    }
+
     /// A tensor's element type and its shape as the file has it.
     pub fn tensor(&self, name: &str) -> Result<(DType, &[usize])> {
         let Some(info) = self.header.info(name) else {
@@ -104,12 +117,22 @@ impl TensorFile {
 
     /// Reads q, k and v, all of `dtype` in the file, as `T`.
     pub fn read_qkv<T: Value>(&mut self, dtype: DType) -> Result<Qkv<T>> {
-        let mut read = |name| match dtype {
+        let mut read = |name| self.read_from(dtype, name);
+        Ok(Qkv { data: [read("q")?, read("k")?, read("v")?] })
+    }
+
+    /// Reads d_o, of `dtype` in the file, as `T`, and d_lse if it is wanted.
+    pub fn read_gradients<T: Value>(&mut self, dtype: DType, d_lse: bool) -> Result<GivenGradients<T>> {
+        let d_o = self.read_from(dtype, "d_o")?;
+        Ok(GivenGradients { d_o, d_lse: d_lse.then(|| self.read("d_lse")).transpose()? })
+    }
+
+    fn read_from<T: Value>(&mut self, dtype: DType, name: &str) -> Result<Vec<T>> {
+        match dtype {
             DType::BF16 => self.read_as::<bf16, T>(name),
             DType::F16 => self.read_as::<f16, T>(name),
             _ => self.read_as::<f32, T>(name),
-        };
-        Ok(Qkv { data: [read("q")?, read("k")?, read("v")?] })
+        }
     }
 
     fn read_as<S: Value, T: Value>(&mut self, name: &str) -> Result<Vec<T>> {

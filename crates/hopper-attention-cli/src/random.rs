@@ -15,7 +15,8 @@ use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::request::file_shape;
 
-/// Writes q, k and v, each element from the normal distribution with mean 0 and deviation 1.
+/// Writes q, k and v, and d_o and d_lse where they are wanted, each element from the normal distribution with mean 0 and
+/// deviation 1.
 pub fn random(args: &RandomArgs) -> Result<()> {
     ensure!(args.layout != FileLayout::Thd, "layout thd (packed sequences) is not supported yet; allowed: bshd, bhsd");
     let dims = Dims {
@@ -39,18 +40,18 @@ pub fn random(args: &RandomArgs) -> Result<()> {
 
 fn fill<T: Value>(args: &RandomArgs, problem: &ForwardProblem, file: AtomicFile) -> Result<()> {
     let mut rng = StdRng::seed_from_u64(args.seed);
-    let mut tensor = |logical_shape: [usize; 4]| -> Result<([usize; 4], Vec<T>)> {
-        let shape = file_shape(args.layout, logical_shape);
-        let Some(elements) = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)) else {
-            bail!("shape {shape:?}; allowed: a number of elements that fits the machine");
-        };
-        let mut values = filled(T::zeroed(), elements)?;
-        values.fill_with(|| T::from_f32(StandardNormal.sample(&mut rng)));
-        Ok((shape, values))
-    };
     let (path, dtype, layout) = (args.output.display(), problem.dtype(), args.layout.name());
-    let tensors = report::busy("drawing numbers", || {
-        Ok::<_, anyhow::Error>([tensor(problem.q_shape())?, tensor(problem.k_shape())?, tensor(problem.v_shape())?])
+    let in_file = |logical_shape| file_shape(args.layout, logical_shape).to_vec();
+    // d_lse comes last: its elements are of another type.
+    let mut drawn: Vec<(&str, Vec<usize>)> =
+        vec![("q", in_file(problem.q_shape())), ("k", in_file(problem.k_shape())), ("v", in_file(problem.v_shape()))];
+    if args.backward {
+        drawn.push(("d_o", in_file(problem.o_shape())));
+    }
+    let (tensors, d_lse) = report::busy("drawing numbers", || {
+        let tensors: Result<Vec<Vec<T>>> = drawn.iter().map(|(_, shape)| normal(shape, &mut rng)).collect();
+        let d_lse = args.backward.then(|| normal::<f32>(&problem.lse_shape(), &mut rng)).transpose();
+        Ok::<_, anyhow::Error>((tensors?, d_lse?))
     })?;
     let metadata: BTreeMap<String, String> = [
         ("layout", layout.to_string()),
@@ -59,17 +60,33 @@ fn fill<T: Value>(args: &RandomArgs, problem: &ForwardProblem, file: AtomicFile)
     ]
     .map(|(key, value)| (key.to_string(), value))
     .into();
-    let named: Vec<NamedTensor> = ["q", "k", "v"]
-        .into_iter()
+    let mut named: Vec<NamedTensor> = drawn
+        .iter()
         .zip(&tensors)
-        .map(|(name, (shape, values))| NamedTensor {
+        .map(|((name, shape), values)| NamedTensor {
             name,
             dtype,
-            shape: shape.to_vec(),
+            shape: shape.clone(),
             bytes: bytemuck::cast_slice(values),
         })
         .collect();
+    let mut wrote: Vec<String> = drawn.iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
+    wrote.push(format!("{dtype} {layout}"));
+    if let Some(d_lse) = &d_lse {
+        let shape = problem.lse_shape().to_vec();
+        wrote.push(format!("d_lse f32 {shape:?}"));
+        named.push(NamedTensor { name: "d_lse", dtype: DType::F32, shape, bytes: bytemuck::cast_slice(d_lse) });
+    }
     report::busy("writing", || file.finish(|writer| write_safetensors(writer, &metadata, &named)))?;
-    let [(q, _), (k, _), (v, _)] = &tensors;
-    report::line("output", format!("{path}: q {q:?}, k {k:?}, v {v:?}, {dtype} {layout}"))
+    report::line("output", format!("{path}: {}", wrote.join(", ")))
+}
+
+/// Normally distributed values.
+fn normal<T: Value>(shape: &[usize], rng: &mut StdRng) -> Result<Vec<T>> {
+    let Some(elements) = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)) else {
+        bail!("shape {shape:?}; allowed: a number of elements that fits the machine");
+    };
+    let mut values = filled(T::zeroed(), elements)?;
+    values.fill_with(|| T::from_f32(StandardNormal.sample(rng)));
+    Ok(values)
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::plan::Tuning;
-use hopper_attention::{DType, Device, Dims, ForwardPlan, ForwardProblem, Layout};
+use hopper_attention::{BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Layout};
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
 use crate::input::TensorFile;
@@ -22,6 +22,8 @@ pub struct Request {
     /// Where the layout was stated, for the report.
     pub layout_source: &'static str,
     pub problem: ForwardProblem,
+    /// The gradients, where they are wanted.
+    pub backward: Option<BackwardProblem>,
 }
 
 impl Request {
@@ -90,7 +92,29 @@ impl Request {
         if let Some(scale) = args.scale {
             problem = problem.softmax_scale(scale)?;
         }
-        Ok(Self { input, file_dtype, layout, layout_source, problem })
+        let mut request = Self { input, file_dtype, layout, layout_source, problem, backward: None };
+        if args.backward {
+            request.backward = Some(request.gradients(args)?);
+        }
+        Ok(request)
+    }
+
+    /// The backward problem, once d_o and d_lse have been found to fit.
+    fn gradients(&self, args: &ComputeArgs) -> Result<BackwardProblem> {
+        let given_d_lse = self.input.has("d_lse");
+        let backward = BackwardProblem::of(&self.problem).d_lse(given_d_lse).deterministic(args.deterministic);
+        let fits = |tensor: &str, dtype: DType, shape: &[usize], axes: &str| {
+            let name = args.input.display();
+            let (found, dims) = self.input.tensor(tensor)?;
+            ensure!(found == dtype, "input {name}: tensor `{tensor}` has dtype {found}; allowed: {dtype}");
+            ensure!(dims == shape, "input {name}: tensor `{tensor}` has shape {dims:?}; allowed: {shape:?}, {axes}");
+            Ok(())
+        };
+        fits("d_o", self.file_dtype, &file_shape(self.layout, backward.d_o_shape()), "that of o")?;
+        if given_d_lse {
+            fits("d_lse", DType::F32, &backward.d_lse_shape(), "[batch, heads_q, seqlen_q]")?;
+        }
+        Ok(backward)
     }
 }
 
@@ -138,49 +162,52 @@ fn axes(layout: FileLayout) -> &'static str {
     }
 }
 
-/// A device, the plan for it, and why it was taken where the user left it open.
+/// A device, the plans for it, and why it was taken where the user left it open.
 pub struct Choice {
     pub device: Device,
     pub plan: ForwardPlan,
+    /// Where gradients are wanted.
+    pub backward: Option<BackwardPlan>,
     pub why: Option<String>,
 }
 
 /// Picks the device. Only `auto` may end up elsewhere than asked, and says why.
-pub fn choose(asked: DeviceArg, problem: &ForwardProblem, tuning: &Tuning) -> Result<Choice> {
+pub fn choose(asked: DeviceArg, request: &Request, tuning: &Tuning) -> Result<Choice> {
     match asked {
-        DeviceArg::Cpu => on(Device::cpu(), problem, tuning, None),
+        DeviceArg::Cpu => Ok(on(Device::cpu(), request, tuning, None)?),
         DeviceArg::Cuda(ordinal) => {
-            if problem.dtype() == DType::F32 {
+            if request.problem.dtype() == DType::F32 {
                 bail!("--device cuda:{ordinal}: the GPU kernels do not compute f32; --dtype bf16 or f16 converts");
             }
-            on(Device::cuda(ordinal)?, problem, tuning, None)
+            Ok(on(Device::cuda(ordinal)?, request, tuning, None)?)
         }
-        DeviceArg::Auto => auto(problem, tuning),
+        DeviceArg::Auto => auto(request, tuning),
     }
 }
 
-fn on(device: Device, problem: &ForwardProblem, tuning: &Tuning, why: Option<String>) -> Result<Choice> {
-    let plan = problem.plan_tuned(&device, tuning)?;
-    Ok(Choice { device, plan, why })
+fn on(device: Device, request: &Request, tuning: &Tuning, why: Option<String>) -> hopper_attention::Result<Choice> {
+    let plan = request.problem.plan_tuned(&device, tuning)?;
+    let backward = request.backward.as_ref().map(|backward| backward.plan(&device)).transpose()?;
+    Ok(Choice { device, plan, backward, why })
 }
 
-fn auto(problem: &ForwardProblem, tuning: &Tuning) -> Result<Choice> {
+fn auto(request: &Request, tuning: &Tuning) -> Result<Choice> {
     if !cfg!(feature = "cuda") {
-        return on(Device::cpu(), problem, tuning, Some("this build has no GPU kernels".into()));
+        return Ok(on(Device::cpu(), request, tuning, Some("this build has no GPU kernels".into()))?);
     }
     let mut refusals = Vec::new();
     for ordinal in 0..Device::available().len() {
-        let tried = Device::cuda(ordinal).and_then(|device| Ok((problem.plan_tuned(&device, tuning)?, device)));
-        match tried {
-            Ok((plan, device)) => {
-                let why = refusals.is_empty().then(|| "a GPU that supports the problem".into());
-                return Ok(Choice { device, plan, why: why.or_else(|| Some(refusals.join("; "))) });
+        match Device::cuda(ordinal).and_then(|device| on(device, request, tuning, None)) {
+            Ok(choice) => {
+                let why =
+                    if refusals.is_empty() { "a GPU that supports the problem".into() } else { refusals.join("; ") };
+                return Ok(Choice { why: Some(why), ..choice });
             }
             Err(error) => refusals.push(format!("cuda:{ordinal}: {error}")),
         }
     }
     let why = if refusals.is_empty() { "no GPU was found".into() } else { refusals.join("; ") };
-    on(Device::cpu(), problem, tuning, Some(why))
+    Ok(on(Device::cpu(), request, tuning, Some(why))?)
 }
 
 /// Whether two paths lead to one existing file.

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hopper_attention::plan::Tuning;
+use hopper_attention_benches::Direction;
 
 use crate::args::DeviceArg;
 use crate::bench::args::PointArgs;
@@ -35,6 +36,10 @@ pub fn tune(args: &TuneArgs) -> Result<()> {
         DeviceArg::Cuda(ordinal) => ordinal,
         DeviceArg::Cpu => bail!("--device cpu: the CPU has one way to compute a problem; allowed: cuda:N"),
     };
+    ensure!(
+        !args.points.directions.contains(&Direction::Bwd),
+        "--directions bwd: a tuning holds kernels of forwards; allowed: fwd"
+    );
     let known = if args.output.exists() { load(&args.output)? } else { Tuning::default() };
     let points = args.points.sweep(false).points()?;
     gpu::tune(args, ordinal, points, known, || AtomicFile::create(&args.output))

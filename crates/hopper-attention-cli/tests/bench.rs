@@ -115,6 +115,50 @@ fn a_sweep_leaves_a_report_a_table_and_charts() {
 }
 
 #[test]
+fn a_sweep_of_both_passes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = "--directions fwd,bwd --gqa 1,2 --masks full,causal,window:9 --layout bhsd --filter d32";
+    let out = sweep(folder.path(), &options.split(' ').collect::<Vec<_>>());
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let stdout = text(&out.stdout);
+    for part in
+        ["\nours / best peer: geometric mean", "over 12 of 12 points", "\nbackward, ours / naive: geometric mean"]
+    {
+        assert!(stdout.contains(part), "{part}\n{stdout}");
+    }
+
+    let report = json(&folder.path().join("bench.json"));
+    let points = report["points"].as_array().expect("points");
+    let (forward, backward) = points.split_at(12);
+    assert_eq!(backward.len(), 12);
+    for (forward, backward) in forward.iter().zip(backward) {
+        let mut point = forward["point"].clone();
+        point["direction"] = "bwd".into();
+        assert_eq!(point, backward["point"]);
+        let flops = |point: &Value| point["flops"].as_u64().expect("a count");
+        assert_eq!(2 * flops(backward), 5 * flops(forward));
+        for run in backward["runs"].as_array().expect("runs") {
+            assert_eq!((&run["status"], run["ms"].as_array().map(Vec::len)), (&"ok".into(), Some(5)), "{run}");
+            assert_eq!(run["check"]["unwritten"], 0);
+            for name in ["d_q", "d_k", "d_v"] {
+                assert!(run["check"][name].as_f64().is_some_and(|error| error < 0.03), "{run}");
+            }
+        }
+        let apart = backward["runs"][1]["check"]["cross"].as_f64();
+        assert!(apart.is_some_and(|distance| distance > 0.0 && distance < 0.03), "{backward}");
+    }
+
+    let csv = std::fs::read_to_string(folder.path().join("bench.csv")).expect("the CSV is there");
+    assert_eq!(csv.lines().filter(|line| line.starts_with("bwd,bf16,32,")).count(), 2 * 12);
+    let chart =
+        std::fs::read_to_string(folder.path().join("bwd-bf16-d32-window9-gqa2.svg")).expect("the chart is there");
+    assert!(chart.contains("<title>Attention backward, bf16, head dim 32, window9 mask, 2 query heads a key head"));
+    let path = folder.path().join("bench.json").display().to_string();
+    let same = hattn(&["bench", "--from", &path, "--compare", &path]);
+    assert!(text(&same.stdout).contains("0 slower, 0 faster, 24 within noise"), "{}", text(&same.stdout));
+}
+
+#[test]
 fn comparisons_fail_only_on_what_got_slower() {
     let folder = tempfile::tempdir().expect("a folder");
     assert!(sweep(folder.path(), &["--filter", "d32/causal"]).status.success());
@@ -190,6 +234,7 @@ fn what_cannot_run_is_refused_by_name() {
     };
     refused(&["--dims", "96"], "head dim 96 does not divide the hidden size 256");
     refused(&["--gqa", "3"], "--gqa 3 does not divide");
+    refused(&["--directions", "up"], "invalid value 'up' for '--directions");
     refused(&["--filter", "s51"], "none of the");
     refused(&["--seqlens", "0"], "0 is not in 1..");
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");

@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::{FIXTURE, Folder, Written, bytes, hattn, hattn_on};
-use safetensors::Dtype;
+use safetensors::{Dtype, SafeTensors};
 
 #[test]
 fn check_passes_on_real_activations() {
@@ -57,6 +57,7 @@ fn run_writes_o_and_lse_as_the_input_is() {
     assert_eq!((written.dtype, written.o_shape), (Dtype::BF16, vec![2, 197, 12, 32]));
     assert_eq!(written.lse_shape, [2, 12, 197]);
     assert!(written.o.iter().chain(&written.lse).all(|value| value.is_finite()));
+    assert!(written.gradients.is_empty());
     for (key, value) in [("layout", "bshd"), ("mask", "causal"), ("softmax_scale", "0.17677669")] {
         assert_eq!(written.metadata[key], value, "{key}");
     }
@@ -109,6 +110,112 @@ fn a_row_without_keys_is_zero() {
 }
 
 #[test]
+fn check_holds_gradients_too() {
+    let folder = Folder::new();
+    let shapes = [
+        "--batch 1 --seqlen-q 1 --heads-q 1 --head-dim 8 --dtype f16",
+        "--batch 2 --seqlen-q 65 --seqlen-kv 130 --heads-q 6 --heads-kv 2 --head-dim 40 --head-dim-vo 24 --dtype f32",
+        "--batch 1 --seqlen-q 130 --seqlen-kv 65 --heads-q 4 --heads-kv 1 --head-dim 64 --layout bhsd",
+        "--batch 0 --seqlen-q 5 --heads-q 2 --head-dim 16",
+        "--batch 1 --seqlen-q 0 --seqlen-kv 5 --heads-q 2 --head-dim 16",
+        "--batch 1 --seqlen-q 5 --seqlen-kv 0 --heads-q 2 --head-dim 16",
+    ];
+    for shape in shapes {
+        let input = folder.random("qkv.safetensors", &format!("--backward {shape}"));
+        for mask in ["full", "causal", "window:7,3"] {
+            let line = format!("check --backward --deterministic --device cpu --mask {mask} --scale 0.3");
+            let text = hattn_on(&line, &input, None).fine();
+            let parts = [
+                "\nbackward backward ",
+                " d_lse deterministic\n",
+                "\ntime     backward ",
+                "\nd_q ",
+                "\nd_k ",
+                "\nd_v ",
+            ];
+            for part in parts.into_iter().chain(["passed: the largest error is 0"]) {
+                assert!(text.contains(part), "{shape}: `{part}` is not in: {text}");
+            }
+        }
+    }
+    let input = folder.random("qkv.safetensors", "--backward --seqlen-q 70 --heads-q 2 --head-dim 16 --dtype f32");
+    let text = hattn_on("check --backward --device cpu --dtype bf16", &input, None).fine();
+    assert!(text.contains("converted to bf16") && text.contains("passed"), "{text}");
+}
+
+#[test]
+fn gradients_are_written_as_what_they_are_of() {
+    let folder = Folder::new();
+    let sizes =
+        "--batch 2 --seqlen-q 9 --seqlen-kv 11 --heads-q 4 --heads-kv 2 --head-dim 16 --head-dim-vo 8 --layout bhsd";
+    let input = folder.random("qkv.safetensors", &format!("--backward {sizes}"));
+    let output = folder.path("o.safetensors");
+    let text = hattn_on("run --backward --device cpu --mask causal --repeat 2", &input, Some(&output)).fine();
+    assert!(text.contains("lse f32 [2, 4, 9], d_q, d_k and d_v as q, k and v"), "{text}");
+    assert!(text.contains("time     backward ") && text.matches("median of 2 runs").count() == 2, "{text}");
+    let written = Written::read(&output);
+    assert_eq!(written.dtype, Dtype::BF16);
+    for (name, shape) in [("d_q", [2, 4, 9, 16]), ("d_k", [2, 2, 11, 16]), ("d_v", [2, 2, 11, 8])] {
+        let (found, values) = &written.gradients[name];
+        assert_eq!(*found, shape, "{name}");
+        assert!(values.iter().all(|value| value.is_finite()) && values.iter().any(|&value| value != 0.0), "{name}");
+    }
+    // The forward is what it is without gradients, and d_o is not looked at unless it is asked for.
+    let alone = folder.path("alone.safetensors");
+    hattn_on("run --device cpu --mask causal", &input, Some(&alone)).fine();
+    let alone = Written::read(&alone);
+    assert!(alone.gradients.is_empty() && alone.o == written.o && alone.lse == written.lse);
+}
+
+/// One query head that sees two keys with equal scores, as above, and a gradient of the LSE.
+#[test]
+fn gradients_by_hand() {
+    let folder = Folder::new();
+    let mut tensors = vec![
+        ("q", Dtype::F32, &[1, 1, 1, 2][..], bytes(&[0.0, 0.0])),
+        ("k", Dtype::F32, &[1, 2, 1, 2][..], bytes(&[1.0, 2.0, 3.0, 4.0])),
+        ("v", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 3.0])),
+        ("d_o", Dtype::F32, &[1, 1, 1, 1][..], bytes(&[4.0])),
+    ];
+    let mut gradients = |more: Option<f32>| {
+        if let Some(d_lse) = more {
+            tensors.push(("d_lse", Dtype::F32, &[1, 1, 1][..], bytes(&[d_lse])));
+        }
+        let input = folder.typed("qkv.safetensors", Some("bshd"), &tensors);
+        let output = folder.path("o.safetensors");
+        hattn_on("run --backward --device cpu --scale 0.5", &input, Some(&output)).fine();
+        let gradients = Written::read(&output).gradients;
+        let near = |name: &str, exact: &[f32]| {
+            let (_, got) = &gradients[name];
+            let far = got.iter().zip(exact).any(|(got, exact)| (got - exact).abs() > 1e-5);
+            assert!(got.len() == exact.len() && !far, "{name}: {got:?}, exact {exact:?}");
+        };
+        near("d_v", &[2.0, 2.0]);
+        near("d_k", &[0.0; 4]);
+        // dP is 4 and 12, delta 8 - dLSE; dS is half the distance, and the scale 0.5.
+        let d_s = [-2.0 + more.unwrap_or(0.0) / 2.0, 2.0 + more.unwrap_or(0.0) / 2.0];
+        near("d_q", &[0.5 * (d_s[0] + 3.0 * d_s[1]), 0.5 * (2.0 * d_s[0] + 4.0 * d_s[1])]);
+    };
+    gradients(None);
+    gradients(Some(3.0));
+}
+
+#[test]
+fn nan_in_a_gradient_is_counted() {
+    let folder = Folder::new();
+    let shape = &[1, 2, 1, 4][..];
+    let mut tensors = ["q", "k", "v", "d_o"].map(|name| (name, Dtype::F32, shape, bytes(&[0.5; 8]))).to_vec();
+    tensors[3].3 = bytes(&[0.5, 0.5, 0.5, f32::NAN, 0.5, 0.5, 0.5, 0.5]);
+    let input = folder.typed("qkv.safetensors", Some("bshd"), &tensors);
+    let said = hattn_on("check --backward --device cpu --mask causal", &input, None).warned();
+    for part in ["d_o holds 1 NaN and 0 infinite values of 8", "d_q holds 4 NaN", "d_k holds 4 NaN", "d_v holds 1 NaN"]
+    {
+        assert!(said.contains(part), "`{part}` is not in: {said}");
+    }
+    assert_eq!(said.lines().count(), 4, "{said}");
+}
+
+#[test]
 fn bhsd_and_bshd_are_one_problem() {
     let folder = Folder::new();
     let (batch, seqlen, heads, dim) = (2, 9, 3, 16);
@@ -124,20 +231,23 @@ fn bhsd_and_bshd_are_one_problem() {
         }
     }
     let file = |name, layout, shape, values: &[f32]| {
-        let tensors = ["q", "k", "v"].map(|tensor| (tensor, Dtype::F32, shape, bytes(values)));
+        let tensors = ["q", "k", "v", "d_o"].map(|tensor| (tensor, Dtype::F32, shape, bytes(values)));
         folder.typed(name, layout, &tensors)
     };
     let one = file("bshd.safetensors", Some("bshd"), bshd_shape, &bshd);
     let other = file("bhsd.safetensors", None, &[batch, heads, seqlen, dim], &bhsd);
     let (one_o, other_o) = (folder.path("one_o.safetensors"), folder.path("other_o.safetensors"));
-    hattn_on("run --device cpu --mask causal", &one, Some(&one_o)).fine();
-    hattn_on("run --device cpu --mask causal --layout bhsd", &other, Some(&other_o)).fine();
+    hattn_on("run --backward --device cpu --mask causal", &one, Some(&one_o)).fine();
+    hattn_on("run --backward --device cpu --mask causal --layout bhsd", &other, Some(&other_o)).fine();
     let (one, other) = (Written::read(&one_o), Written::read(&other_o));
     assert_eq!(other.o_shape, [batch, heads, seqlen, dim]);
     assert_eq!(one.lse, other.lse);
-    for (i, &o) in one.o.iter().enumerate() {
-        let (b, s, h, d) = (i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim);
-        assert_eq!(o, other.o[((b * heads + h) * seqlen + s) * dim + d], "[{b}, {s}, {h}, {d}]");
+    let gradients = ["d_q", "d_k", "d_v"].map(|name| (&one.gradients[name].1, &other.gradients[name].1));
+    for (one, other) in [(&one.o, &other.o)].into_iter().chain(gradients) {
+        for (i, &value) in one.iter().enumerate() {
+            let (b, s, h, d) = (i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim);
+            assert_eq!(value, other[((b * heads + h) * seqlen + s) * dim + d], "[{b}, {s}, {h}, {d}]");
+        }
     }
 }
 
@@ -186,6 +296,16 @@ fn random_is_the_same_for_the_same_seed() {
     let read = |name, line: &str| std::fs::read(folder.random(name, line)).unwrap();
     let (a, b, c) = (read("a", "--seqlen-q 8"), read("b", "--seqlen-q 8"), read("c", "--seqlen-q 8 --seed 1"));
     assert!(a == b && a != c);
+    // q, k and v do not depend on what is drawn after them.
+    let [alone, more] = ["--seqlen-q 8", "--seqlen-q 8 --backward"].map(|line| {
+        let file = std::fs::read(folder.random("d", line)).unwrap();
+        let tensors = SafeTensors::deserialize(&file).unwrap();
+        let mut names = tensors.names();
+        names.sort();
+        assert_eq!(names.contains(&"d_o") && names.contains(&"d_lse"), names.len() == 5, "{names:?}");
+        ["q", "k", "v"].map(|name| tensors.tensor(name).unwrap().data().to_vec())
+    });
+    assert!(alone == more);
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod common;
 use std::io::Write;
 
 use common::{Folder, Written, fixture, hattn, hattn_on};
-use hopper_attention::{Device, kernels};
+use hopper_attention::{Device, backward_kernels, kernels};
 
 /// Whether a GPU is here that some kernel of this build runs on.
 fn gpu(test: &str) -> bool {
@@ -79,6 +79,57 @@ fn a_gpu_writes_what_the_cpu_writes() {
     // Two roundings to bf16 of numbers below 4, and the roundings of P: `check` is what judges precisely.
     let far = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(far(&gpu.o, &cpu.o) < 0.05 && far(&gpu.lse, &cpu.lse) < 1e-4);
+}
+
+/// Whether this build has backward kernels, besides a GPU for them.
+fn gpu_with_gradients(test: &str) -> bool {
+    gpu(test) && {
+        let found =
+            Device::available().iter().any(|gpu| backward_kernels().iter().any(|kernel| kernel.runs_on(&gpu.facts)));
+        if !found {
+            let line = format!("skipped: no backward kernels ({test})\n");
+            std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+        }
+        found
+    }
+}
+
+#[test]
+fn check_passes_for_gradients() {
+    if !gpu_with_gradients("check_passes_for_gradients") {
+        return;
+    }
+    let folder = Folder::new();
+    for sizes in [
+        "--batch 2 --seqlen-q 200 --seqlen-kv 333 --heads-q 6 --heads-kv 2 --layout bhsd",
+        "--batch 1 --seqlen-q 333 --seqlen-kv 130 --heads-q 2 --dtype f16",
+        "--batch 0",
+        "--seqlen-q 0 --seqlen-kv 5",
+        "--seqlen-q 5 --seqlen-kv 0",
+    ] {
+        let input = folder.random("qkv.safetensors", &format!("--backward --head-dim 64 {sizes}"));
+        for options in ["", "--mask causal", "--mask window:64,0:top-left --deterministic"] {
+            let text = hattn_on(&format!("check --backward --device cuda:0 {options}"), &input, None).fine();
+            assert!(text.matches("median of 10 runs").count() == 2 && text.contains("passed"), "{sizes}: {text}");
+        }
+    }
+}
+
+#[test]
+fn deterministic_gradients_are_the_same_bits() {
+    if !gpu_with_gradients("deterministic_gradients_are_the_same_bits") {
+        return;
+    }
+    let folder = Folder::new();
+    let input = folder.random("qkv.safetensors", "--backward --batch 2 --seqlen-q 1500 --heads-q 4 --head-dim 64");
+    let [a, b] = ["a.safetensors", "b.safetensors"].map(|name| {
+        let output = folder.path(name);
+        let line = "run --backward --deterministic --mask causal --device cuda:0";
+        let text = hattn_on(line, &input, Some(&output)).fine();
+        assert!(text.contains("dQ in turns"), "{text}");
+        std::fs::read(output).expect("the output")
+    });
+    assert!(a == b);
 }
 
 #[test]

@@ -88,6 +88,32 @@ fn heads_that_do_not_divide() {
 }
 
 #[test]
+fn gradients_that_do_not_fit() {
+    let folder = Folder::new();
+    let tensor =
+        |name, shape: &'static [usize]| (name, Dtype::F32, shape, vec![0; 4 * shape.iter().product::<usize>()]);
+    let file = |more: &[(&'static str, Dtype, &'static [usize], Vec<u8>)]| {
+        let qkv = [("q", SHAPE), ("k", SHAPE), ("v", SHAPE)].map(|(name, shape)| tensor(name, shape));
+        folder.typed("qkv.safetensors", Some("bshd"), &[&qkv[..], more].concat())
+    };
+    let refused = |more: &[(&'static str, Dtype, &'static [usize], Vec<u8>)], part: &str| {
+        let input = file(more);
+        refused(&folder, "--backward", &input, &["qkv.safetensors: tensor ", part]);
+        // Nobody looks at them without the option.
+        hattn_on("check --device cpu", &input, None).fine();
+    };
+    let d_o = || tensor("d_o", SHAPE);
+    refused(&[], "`d_o` is missing; found: ");
+    refused(&[tensor("d_o", &[1, 4, 1, 8])], "`d_o` has shape [1, 4, 1, 8]; allowed: [1, 4, 2, 8], that of o");
+    refused(&[tensor("d_o", &[4, 2, 8])], "`d_o` has shape [4, 2, 8]; allowed: [1, 4, 2, 8], that of o");
+    refused(&[("d_o", Dtype::BF16, SHAPE, vec![0; 128])], "`d_o` has dtype bf16; allowed: f32");
+    refused(&[("d_o", Dtype::F64, SHAPE, vec![0; 512])], "`d_o` has dtype F64; allowed: BF16, F16, F32");
+    let part = "`d_lse` has shape [1, 4, 2]; allowed: [1, 2, 4], [batch, heads_q, seqlen_q]";
+    refused(&[d_o(), tensor("d_lse", &[1, 4, 2])], part);
+    refused(&[d_o(), ("d_lse", Dtype::BF16, &[1, 2, 4], vec![0; 16])], "`d_lse` has dtype bf16; allowed: f32");
+}
+
+#[test]
 fn a_layout_that_is_not_stated_or_not_known() {
     let folder = Folder::new();
     let tensors = [("q", SHAPE), ("k", SHAPE), ("v", SHAPE)];
@@ -242,7 +268,7 @@ fn random_sizes_that_make_no_problem() {
 #[test]
 fn a_command_line_that_cannot_be_read() {
     let input = ["--input", FIXTURE];
-    let cases: [&[&str]; 8] = [
+    let cases: [&[&str]; 9] = [
         &[],
         &["walk"],
         &["run", input[0], input[1]],
@@ -251,6 +277,7 @@ fn a_command_line_that_cannot_be_read() {
         &["check", input[0], input[1], "--device", "tpu"],
         &["check", input[0], input[1], "--dtype", "f64"],
         &["check", input[0], input[1], "--repeat", "0"],
+        &["check", input[0], input[1], "--deterministic"],
     ];
     for args in cases {
         let ran = hattn(args);

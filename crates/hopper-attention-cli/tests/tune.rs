@@ -18,6 +18,7 @@ fn what_cannot_be_tuned_is_refused_and_the_file_stays() {
     } else {
         "this build has no GPU kernels"
     }]);
+    hattn(["tune", "--directions", "fwd,bwd", "--output", output]).refused(&["--directions bwd: ", "allowed: fwd"]);
     hattn(["tune", "--gqa", "3", "--output", output]).refused(&["--gqa 3 does not divide"]);
     assert!(folder.names().is_empty(), "{:?}", folder.names());
     // A file that is something else is not overwritten.

@@ -19,6 +19,7 @@ static_assert(std::is_same_v<std::underlying_type_t<hattn::StatusCode>, std::int
 // A field added on one side only changes one of the sizes: add it to src/lib.rs and to to_kernel() below.
 static_assert(sizeof(TensorDesc) == sizeof(hattn::TensorDesc));
 static_assert(sizeof(FwdParams) == sizeof(hattn::FwdParams));
+static_assert(sizeof(BwdParams) == sizeof(hattn::BwdParams));
 static_assert(sizeof(Status) == sizeof(hattn::Status));
 
 Status to_rust(hattn::Status status) noexcept { return Status{status.code, status.detail}; }
@@ -58,37 +59,84 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   return out;
 }
 
-hattn::FwdRow const* find(std::uint32_t row) noexcept {
-  hattn::FwdTable const table = hattn::fwd_table();
-  return row < table.size ? table.rows + row : nullptr;
+hattn::BwdParams to_kernel(BwdParams const& params) noexcept {
+  hattn::BwdParams out;
+  out.q = to_kernel(params.q);
+  out.k = to_kernel(params.k);
+  out.v = to_kernel(params.v);
+  out.o = to_kernel(params.o);
+  out.d_o = to_kernel(params.d_o);
+  out.d_q = to_kernel(params.d_q);
+  out.d_k = to_kernel(params.d_k);
+  out.d_v = to_kernel(params.d_v);
+  out.lse_address = params.lse_address;
+  out.lse_stride_batch = params.lse_stride_batch;
+  out.lse_stride_head = params.lse_stride_head;
+  out.d_lse_address = params.d_lse_address;
+  out.d_lse_stride_batch = params.d_lse_stride_batch;
+  out.d_lse_stride_head = params.d_lse_stride_head;
+  out.batch = params.batch;
+  out.heads_q = params.heads_q;
+  out.heads_kv = params.heads_kv;
+  out.seqlen_q = params.seqlen_q;
+  out.seqlen_kv = params.seqlen_kv;
+  out.head_dim_qk = params.head_dim_qk;
+  out.head_dim_vo = params.head_dim_vo;
+  out.softmax_scale = params.softmax_scale;
+  out.diagonal_offset = params.diagonal_offset;
+  out.window_left = params.window_left;
+  out.window_right = params.window_right;
+  out.grid = params.grid;
+  out.heads_per_group = params.heads_per_group;
+  out.statistics = params.statistics;
+  out.sums = params.sums;
+  out.turns = params.turns;
+  out.tile_counter = params.tile_counter;
+  return out;
 }
 
-Status no_such_row(std::uint32_t row) noexcept {
-  return Status{hattn::StatusCode::NoSuchRow, static_cast<std::int32_t>(row)};
-}
-
-}  // namespace
-
-rust::Vec<FwdRowInfo> fwd_rows() noexcept {
-  hattn::FwdTable const table = hattn::fwd_table();
-  rust::Vec<FwdRowInfo> rows;
+template <class Row>
+rust::Vec<RowInfo> describe(hattn::Table<Row> const& table) noexcept {
+  rust::Vec<RowInfo> rows;
   rows.reserve(table.size);
   for (std::size_t i = 0; i < table.size; ++i) {
-    hattn::FwdRow const& row = table.rows[i];
-    rows.push_back(FwdRowInfo{row.arch, row.dtype, row.mask, row.head_dim_qk, row.head_dim_vo, row.tile_m, row.tile_n,
-                              row.stages, row.threads, row.smem_bytes});
+    Row const& row = table.rows[i];
+    rows.push_back(RowInfo{row.arch, row.dtype, row.mask, row.head_dim_qk, row.head_dim_vo, row.tile_m, row.tile_n,
+                           row.stages, row.threads, row.smem_bytes});
   }
   return rows;
 }
 
+// What `use` makes of a row of the table, if there is such a row.
+template <class Row, class Use>
+Status with_row(hattn::Table<Row> const& table, std::uint32_t row, Use const& use) noexcept {
+  if (row >= table.size) {
+    return Status{hattn::StatusCode::NoSuchRow, static_cast<std::int32_t>(row)};
+  }
+  return to_rust(use(table.rows[row]));
+}
+
+}  // namespace
+
+rust::Vec<RowInfo> fwd_rows() noexcept { return describe(hattn::fwd_table()); }
+rust::Vec<RowInfo> bwd_rows() noexcept { return describe(hattn::bwd_table()); }
+
 Status fwd_prepare(std::uint32_t row) noexcept {
-  hattn::FwdRow const* const found = find(row);
-  return found == nullptr ? no_such_row(row) : to_rust(found->prepare());
+  return with_row(hattn::fwd_table(), row, [](hattn::FwdRow const& found) { return found.prepare(); });
+}
+
+Status bwd_prepare(std::uint32_t row) noexcept {
+  return with_row(hattn::bwd_table(), row, [](hattn::BwdRow const& found) { return found.prepare(); });
 }
 
 Status fwd_launch(std::uint32_t row, FwdParams const& params, CUstream_st* stream) noexcept {
-  hattn::FwdRow const* const found = find(row);
-  return found == nullptr ? no_such_row(row) : to_rust(found->launch(to_kernel(params), stream));
+  return with_row(hattn::fwd_table(), row,
+                  [&](hattn::FwdRow const& found) { return found.launch(to_kernel(params), stream); });
+}
+
+Status bwd_launch(std::uint32_t row, BwdParams const& params, CUstream_st* stream) noexcept {
+  return with_row(hattn::bwd_table(), row,
+                  [&](hattn::BwdRow const& found) { return found.launch(to_kernel(params), stream); });
 }
 
 rust::String status_text(Status status) noexcept {

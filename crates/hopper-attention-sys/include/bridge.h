@@ -10,12 +10,16 @@ namespace hattn::bridge {
 
 // Shared structs, defined in the header that cxx makes from src/lib.rs.
 struct FwdParams;
-struct FwdRowInfo;
+struct BwdParams;
+struct RowInfo;
 struct Status;
 
-rust::Vec<FwdRowInfo> fwd_rows() noexcept;
+rust::Vec<RowInfo> fwd_rows() noexcept;
 Status fwd_prepare(std::uint32_t row) noexcept;
 Status fwd_launch(std::uint32_t row, FwdParams const& params, CUstream_st* stream) noexcept;
+rust::Vec<RowInfo> bwd_rows() noexcept;
+Status bwd_prepare(std::uint32_t row) noexcept;
+Status bwd_launch(std::uint32_t row, BwdParams const& params, CUstream_st* stream) noexcept;
 rust::String status_text(Status status) noexcept;
 
 }  // namespace hattn::bridge

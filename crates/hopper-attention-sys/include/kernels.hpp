@@ -72,30 +72,72 @@ struct FwdParams {
   std::uint64_t tile_counter = 0;
 };
 
-// One line of a kernel list (fwd.def): what was compiled, and how to start it.
-struct FwdRow {
+// One backward launch; as for FwdParams nothing is checked here, and the same holds of what has the same name.
+// d_o has o's sizes, d_q, d_k and d_v those of q, k and v; one of the two lengths may be 0.
+struct BwdParams {
+  TensorDesc q, k, v, o, d_o, d_q, d_k, d_v;
+  // Natural-log sum-exp of the forward, f32 [batch, heads_q, seqlen_q] with unit stride in seqlen_q, and its gradient
+  // in the same form (address 0: none).
+  std::uint64_t lse_address = 0;
+  std::int64_t lse_stride_batch = 0;
+  std::int64_t lse_stride_head = 0;
+  std::uint64_t d_lse_address = 0;
+  std::int64_t d_lse_stride_batch = 0;
+  std::int64_t d_lse_stride_head = 0;
+  std::int32_t batch = 0;
+  std::int32_t heads_q = 0;
+  std::int32_t heads_kv = 0;
+  std::int32_t seqlen_q = 0;
+  std::int32_t seqlen_kv = 0;
+  std::int32_t head_dim_qk = 0;
+  std::int32_t head_dim_vo = 0;
+  float softmax_scale = 0.0F;
+  std::int32_t diagonal_offset = 0;
+  std::int32_t window_left = 0;
+  std::int32_t window_right = 0;
+  std::int32_t grid = 0;
+  std::int32_t heads_per_group = 1;
+  // Of the workspace, with `blocks` = batch * heads_q * ceil(seqlen_q / tile_m): f32 [blocks][2 * tile_m] statistics of
+  // the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
+  std::uint64_t statistics = 0;
+  std::uint64_t sums = 0;
+  // i32 [blocks]: whose turn it is to add to a block's sums; 0: whoever comes. With turns a tile
+  // counter is needed as well, and the result is the same on every run.
+  std::uint64_t turns = 0;
+  std::uint64_t tile_counter = 0;
+};
+
+// One line of a kernel list (fwd.def, bwd.def): what was compiled, and how to start it.
+template <class Params>
+struct Row {
   Arch arch;
   DType dtype;
   MaskClass mask;
   std::int32_t head_dim_qk;  // the largest that the row takes
   std::int32_t head_dim_vo;
-  std::int32_t tile_m;  // queries a tile
-  std::int32_t tile_n;  // keys a block
-  std::int32_t stages;  // K and V blocks in flight, each
+  std::int32_t tile_m;  // queries a tile (backward: a block)
+  std::int32_t tile_n;  // keys a block (backward: a tile)
+  std::int32_t stages;  // blocks in flight, of either operand
   std::int32_t threads;
   std::int32_t smem_bytes;
   // Loads the kernel's module on the current device and raises its shared-memory limit, so that a later launch does
   // neither (a lazy load would break a graph capture).
   Status (*prepare)() noexcept;
   // Enqueues on the stream and returns. Takes no memory and does not synchronise.
-  Status (*launch)(FwdParams const& params, CUstream_st* stream) noexcept;
+  Status (*launch)(Params const& params, CUstream_st* stream) noexcept;
 };
+using FwdRow = Row<FwdParams>;
+using BwdRow = Row<BwdParams>;
 
 // Rows in the order of the lists; the pointer stays valid for the life of the process.
-struct FwdTable {
-  FwdRow const* rows;
+template <class Row>
+struct Table {
+  Row const* rows;
   std::size_t size;
 };
+using FwdTable = Table<FwdRow>;
+using BwdTable = Table<BwdRow>;
 FwdTable fwd_table() noexcept;
+BwdTable bwd_table() noexcept;
 
 }  // namespace hattn

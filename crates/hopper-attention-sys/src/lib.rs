@@ -135,9 +135,76 @@ mod ffi {
         tile_counter: u64,
     }
 
-    /// A row of the forward table: one compiled kernel.
+    /// One backward launch; `include/kernels.hpp` says what each field must satisfy.
+    #[derive(Debug, Clone, Copy, PartialEq, Default)]
+    struct BwdParams {
+        /// Queries.
+        q: TensorDesc,
+        /// Keys.
+        k: TensorDesc,
+        /// Values.
+        v: TensorDesc,
+        /// The forward's output.
+        o: TensorDesc,
+        /// The gradient of the output.
+        d_o: TensorDesc,
+        /// The gradient of the queries.
+        d_q: TensorDesc,
+        /// The gradient of the keys.
+        d_k: TensorDesc,
+        /// The gradient of the values.
+        d_v: TensorDesc,
+        /// Device address of the forward's f32 log-sum-exp `[batch, heads_q, seqlen_q]` with unit stride in `seqlen_q`.
+        lse_address: u64,
+        /// Elements from one batch entry of the log-sum-exp to the next.
+        lse_stride_batch: i64,
+        /// Elements from one head of the log-sum-exp to the next.
+        lse_stride_head: i64,
+        /// Device address of the gradient of the log-sum-exp, in the same form; 0: there is none.
+        d_lse_address: u64,
+        /// Elements from one batch entry of it to the next.
+        d_lse_stride_batch: i64,
+        /// Elements from one head of it to the next.
+        d_lse_stride_head: i64,
+        /// Batch entries.
+        batch: i32,
+        /// Query heads.
+        heads_q: i32,
+        /// Key and value heads.
+        heads_kv: i32,
+        /// Queries a batch entry.
+        seqlen_q: i32,
+        /// Keys a batch entry.
+        seqlen_kv: i32,
+        /// Head dim of Q and K.
+        head_dim_qk: i32,
+        /// Head dim of V and O.
+        head_dim_vo: i32,
+        /// What Q K^T is multiplied with.
+        softmax_scale: f32,
+        /// Where query 0 stands on the keys' axis.
+        diagonal_offset: i32,
+        /// Keys kept before the diagonal; 2^30: all.
+        window_left: i32,
+        /// Keys kept after the diagonal; 2^30: all.
+        window_right: i32,
+        /// CTAs of the persistent grid.
+        grid: i32,
+        /// Key heads whose tiles are walked together.
+        heads_per_group: i32,
+        /// Device address of workspace for what is kept of each query.
+        statistics: u64,
+        /// Device address of workspace for the sums of `d_q`.
+        sums: u64,
+        /// Device address of workspace for the order in which tiles add to the sums; 0: any order.
+        turns: u64,
+        /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
+        tile_counter: u64,
+    }
+
+    /// A row of a table: one compiled kernel.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    struct FwdRowInfo {
+    struct RowInfo {
         /// Instruction set.
         arch: Arch,
         /// Element type of Q, K, V and O.
@@ -148,11 +215,11 @@ mod ffi {
         head_dim_qk: i32,
         /// Largest head dim of V and O.
         head_dim_vo: i32,
-        /// Queries a tile.
+        /// Queries a tile (backward: a block).
         tile_m: i32,
-        /// Keys a block.
+        /// Keys a block (backward: a tile).
         tile_n: i32,
-        /// K and V blocks in flight, each.
+        /// Blocks in flight, of either operand.
         stages: i32,
         /// Threads a CTA.
         threads: i32,
@@ -178,7 +245,7 @@ mod ffi {
         type CUstream_st;
 
         /// The compiled forward kernels. A row's index here is its index everywhere.
-        fn fwd_rows() -> Vec<FwdRowInfo>;
+        fn fwd_rows() -> Vec<RowInfo>;
 
         /// Loads a row's module on the current device, so that a later launch does not (a lazy load breaks a graph capture).
         fn fwd_prepare(row: u32) -> Status;
@@ -192,12 +259,25 @@ mod ffi {
         /// context or null.
         unsafe fn fwd_launch(row: u32, params: &FwdParams, stream: *mut CUstream_st) -> Status;
 
+        /// The compiled backward kernels, likewise.
+        fn bwd_rows() -> Vec<RowInfo>;
+
+        /// As [`fwd_prepare`], of a backward row and the kernels before and after it.
+        fn bwd_prepare(row: u32) -> Status;
+
+        /// Enqueues one backward pass on a stream of the current context and returns.
+        ///
+        /// # Safety
+        ///
+        /// As [`fwd_launch`], of `BwdParams`.
+        unsafe fn bwd_launch(row: u32, params: &BwdParams, stream: *mut CUstream_st) -> Status;
+
         /// A status in words.
         fn status_text(status: Status) -> String;
     }
 }
 
 pub use ffi::{
-    Arch, CUstream_st, DType, FwdParams, FwdRowInfo, MaskClass, Status, StatusCode, TensorDesc, fwd_launch,
-    fwd_prepare, fwd_rows, status_text,
+    Arch, BwdParams, CUstream_st, DType, FwdParams, MaskClass, RowInfo, Status, StatusCode, TensorDesc, bwd_launch,
+    bwd_prepare, bwd_rows, fwd_launch, fwd_prepare, fwd_rows, status_text,
 };

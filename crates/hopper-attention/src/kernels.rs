@@ -55,14 +55,35 @@ impl fmt::Display for MaskClass {
     }
 }
 
-/// A forward kernel that was compiled.
+/// What a kernel computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Pass {
+    /// O and the log-sum-exp.
+    Forward,
+    /// The gradients of Q, K and V.
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Forward => "fwd",
+            Self::Backward => "bwd",
+        })
+    }
+}
+
+/// A kernel that was compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelInfo {
-    /// The index in the launch table.
+    /// The index in the launch table of its pass.
     pub row: u32,
+    /// What it computes.
+    pub pass: Pass,
     /// The GPUs that it runs on.
     pub arch: Arch,
-    /// The element type of Q, K, V and O.
+    /// The element type of Q, K, V, O and the gradients.
     pub dtype: DType,
     /// The masks that it computes.
     pub mask: MaskClass,
@@ -70,11 +91,11 @@ pub struct KernelInfo {
     pub head_dim_qk: usize,
     /// The largest head dim of V and O that it takes.
     pub head_dim_vo: usize,
-    /// Queries in a tile.
+    /// Queries in a tile (forward) or a block (backward).
     pub tile_m: usize,
-    /// Keys in a block.
+    /// Keys in a block (forward) or a tile (backward).
     pub tile_n: usize,
-    /// Blocks of K, and of V, in flight.
+    /// Blocks in flight: of K, and of V; in the backward of Q, and of dO.
     pub stages: usize,
     /// Threads in a CUDA block.
     pub threads: usize,
@@ -91,10 +112,10 @@ impl KernelInfo {
 
 impl fmt::Display for KernelInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { arch, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, .. } = self;
+        let Self { arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, .. } = self;
         write!(
             f,
-            "{arch} fwd {dtype} {mask} head_dim {head_dim_qk}/{head_dim_vo} tile {tile_m}x{tile_n} stages {stages}"
+            "{arch} {pass} {dtype} {mask} head_dim {head_dim_qk}/{head_dim_vo} tile {tile_m}x{tile_n} stages {stages}"
         )
     }
 }
@@ -104,24 +125,37 @@ pub fn kernels() -> &'static [KernelInfo] {
     #[cfg(feature = "cuda")]
     {
         static ROWS: std::sync::OnceLock<Vec<KernelInfo>> = std::sync::OnceLock::new();
-        ROWS.get_or_init(crate::sys::rows)
+        ROWS.get_or_init(crate::sys::forward_rows)
     }
     #[cfg(not(feature = "cuda"))]
     &[]
 }
 
-/// Rows as a Markdown table: what the README shows of [`kernels()`].
-pub fn support_table(rows: &[KernelInfo]) -> String {
+/// The backward kernels of this build, in the launch table's order. Empty without the feature `cuda`.
+pub fn backward_kernels() -> &'static [KernelInfo] {
+    #[cfg(feature = "cuda")]
+    {
+        static ROWS: std::sync::OnceLock<Vec<KernelInfo>> = std::sync::OnceLock::new();
+        ROWS.get_or_init(crate::sys::backward_rows)
+    }
+    #[cfg(not(feature = "cuda"))]
+    &[]
+}
+
+/// Rows as a Markdown table: what the README shows of [`kernels()`] and [`backward_kernels()`].
+pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> String {
     let mut table = String::from(
-        "| arch | dtype | mask | head_dim_qk | head_dim_vo | tile (queries x keys) | stages | shared memory |\n\
-         |------|-------|------|-------------|-------------|-----------------------|--------|---------------|\n",
+        "| arch | pass | dtype | mask | head_dim_qk | head_dim_vo | tile (queries x keys) | stages | shared memory |\n\
+         |------|------|-------|------|-------------|-------------|-----------------------|--------|---------------|\n",
     );
     for row in rows {
-        let KernelInfo { arch, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, smem_bytes, .. } = row;
+        let KernelInfo {
+            arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, smem_bytes, ..
+        } = row;
         // Writing to a String cannot fail.
         let _ = writeln!(
             table,
-            "| {arch} | {dtype} | {mask} | 8 to {head_dim_qk} | 8 to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
+            "| {arch} | {pass} | {dtype} | {mask} | 8 to {head_dim_qk} | 8 to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
              | {:.1} KiB |",
             *smem_bytes as f64 / 1024.0
         );
@@ -135,6 +169,7 @@ mod tests {
 
     const ROW: KernelInfo = KernelInfo {
         row: 0,
+        pass: Pass::Forward,
         arch: Arch::Sm90,
         dtype: DType::BF16,
         mask: MaskClass::Causal,
@@ -162,13 +197,16 @@ mod tests {
     #[test]
     fn rows_print_themselves() {
         assert_eq!(ROW.to_string(), "sm90 fwd bf16 causal head_dim 128/128 tile 128x176 stages 2");
-        let line = "| sm90 | bf16 | causal | 8 to 128 | 8 to 128 | 128 x 176 | 2 | 213.0 KiB |";
+        let line = "| sm90 | fwd | bf16 | causal | 8 to 128 | 8 to 128 | 128 x 176 | 2 | 213.0 KiB |";
         assert_eq!(support_table(&[ROW]).lines().last(), Some(line));
     }
 
     #[test]
     fn rows_know_their_place() {
-        assert!(kernels().iter().enumerate().all(|(i, kernel)| kernel.row as usize == i));
-        assert_eq!(kernels().is_empty(), !cfg!(feature = "cuda"));
+        for (pass, kernels) in [(Pass::Forward, kernels()), (Pass::Backward, backward_kernels())] {
+            let in_place = |(i, kernel): (usize, &KernelInfo)| kernel.row as usize == i && kernel.pass == pass;
+            assert!(kernels.iter().enumerate().all(in_place));
+            assert_eq!(kernels.is_empty(), !cfg!(feature = "cuda"));
+        }
     }
 }

@@ -158,6 +158,8 @@ pub mod reference;
 #[cfg(feature = "cuda")]
 mod sys;
 mod tensor;
+#[cfg(feature = "cuda")]
+mod views;
 mod workspace;
 
 #[cfg(feature = "cuda")]
@@ -170,7 +172,7 @@ pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
 pub use dtype::{DType, Element, Operand, bf16, f16};
 pub use error::{Error, Result};
 pub use forward::ForwardArgs;
-pub use kernels::{Arch, KernelInfo, MaskClass, kernels, support_table};
+pub use kernels::{Arch, KernelInfo, MaskClass, Pass, backward_kernels, kernels, support_table};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
 pub use plan::{BackwardPlan, ForwardPlan};

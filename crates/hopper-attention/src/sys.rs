@@ -4,20 +4,30 @@ use std::ffi::c_void;
 
 use hopper_attention_sys as ffi;
 
-use crate::plan::Choice;
-use crate::raw::{KernelArgs, KernelTensor};
-use crate::{Arch, DType, Error, ForwardProblem, KernelInfo, MaskClass, Result};
+use crate::plan::{BackwardChoice, Choice};
+use crate::raw::{BackwardKernelArgs, KernelArgs, KernelTensor, RowValues};
+use crate::{Arch, BackwardProblem, DType, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Result};
 
-/// The launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out, which only
-/// hides it: rows carry their index.
-pub(crate) fn rows() -> Vec<KernelInfo> {
-    (0..).zip(ffi::fwd_rows()).filter_map(|(index, row)| kernel_info(index, &row)).collect()
+/// The forward's launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out,
+/// which only hides it: rows carry their index.
+pub(crate) fn forward_rows() -> Vec<KernelInfo> {
+    rows(Pass::Forward, ffi::fwd_rows())
 }
 
-fn kernel_info(row: u32, info: &ffi::FwdRowInfo) -> Option<KernelInfo> {
+/// The backward's, likewise.
+pub(crate) fn backward_rows() -> Vec<KernelInfo> {
+    rows(Pass::Backward, ffi::bwd_rows())
+}
+
+fn rows(pass: Pass, table: Vec<ffi::RowInfo>) -> Vec<KernelInfo> {
+    (0..).zip(table).filter_map(|(index, row)| kernel_info(index, pass, &row)).collect()
+}
+
+fn kernel_info(row: u32, pass: Pass, info: &ffi::RowInfo) -> Option<KernelInfo> {
     let count = |value: i32| usize::try_from(value).ok();
     Some(KernelInfo {
         row,
+        pass,
         arch: match info.arch {
             ffi::Arch::Sm80 => Arch::Sm80,
             ffi::Arch::Sm90 => Arch::Sm90,
@@ -48,7 +58,11 @@ fn kernel_info(row: u32, info: &ffi::FwdRowInfo) -> Option<KernelInfo> {
 
 /// Loads a kernel on the thread's current context, so that launching it loads nothing.
 pub(crate) fn prepare(kernel: &KernelInfo) -> Result<()> {
-    status("prepare", kernel, ffi::fwd_prepare(kernel.row))
+    let prepared = match kernel.pass {
+        Pass::Forward => ffi::fwd_prepare(kernel.row),
+        Pass::Backward => ffi::bwd_prepare(kernel.row),
+    };
+    status("prepare", kernel, prepared)
 }
 
 /// Enqueues the chosen kernel in the thread's current context.
@@ -90,6 +104,61 @@ pub(crate) unsafe fn launch(
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
     // selection and the raw layer checked them.
     let result = unsafe { ffi::fwd_launch(choice.kernel.row, &params, stream.cast()) };
+    status("launch", &choice.kernel, result)
+}
+
+/// Enqueues the chosen backward kernels in the thread's current context.
+///
+/// # Safety
+/// As [`BackwardPlan::run_raw`](crate::BackwardPlan::run_raw), with `args` checked as it does, a problem that has
+/// gradients, and a choice that was made for it.
+pub(crate) unsafe fn launch_backward(
+    problem: &BackwardProblem,
+    choice: &BackwardChoice,
+    args: &BackwardKernelArgs,
+    stream: *mut c_void,
+) -> Result<()> {
+    let dims = problem.dims();
+    let parts = choice.parts();
+    let part = |offset: usize| args.workspace + offset as u64;
+    let (lse_address, lse_stride_batch, lse_stride_head): RowValues = args.lse;
+    let (d_lse_address, d_lse_stride_batch, d_lse_stride_head) = args.d_lse.unwrap_or_default();
+    let params = ffi::BwdParams {
+        q: tensor(&args.q),
+        k: tensor(&args.k),
+        v: tensor(&args.v),
+        o: tensor(&args.o),
+        d_o: tensor(&args.d_o),
+        d_q: tensor(&args.d_q),
+        d_k: tensor(&args.d_k),
+        d_v: tensor(&args.d_v),
+        lse_address,
+        lse_stride_batch,
+        lse_stride_head,
+        d_lse_address,
+        d_lse_stride_batch,
+        d_lse_stride_head,
+        batch: small("batch", dims.batch)?,
+        heads_q: small("heads_q", dims.heads_q)?,
+        heads_kv: small("heads_kv", dims.heads_kv)?,
+        seqlen_q: small("seqlen_q", dims.seqlen_q)?,
+        seqlen_kv: small("seqlen_kv", dims.seqlen_kv)?,
+        head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
+        head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
+        softmax_scale: problem.softmax_scale_value(),
+        diagonal_offset: choice.diagonal_offset,
+        window_left: choice.window_left,
+        window_right: choice.window_right,
+        grid: choice.grid,
+        heads_per_group: choice.heads_per_group,
+        statistics: part(parts.statistics),
+        sums: part(parts.sums),
+        turns: if choice.turns { part(parts.turns) } else { 0 },
+        tile_counter: if choice.tile_counter { args.workspace } else { 0 },
+    };
+    // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+    // selection and the raw layer checked them.
+    let result = unsafe { ffi::bwd_launch(choice.kernel.row, &params, stream.cast()) };
     status("launch", &choice.kernel, result)
 }
 

@@ -36,11 +36,7 @@ impl Workspace {
             }
             #[cfg(feature = "cuda")]
             Stream::Cuda(stream) => {
-                crate::forward::refuse_capture(
-                    stream,
-                    "allocating a workspace",
-                    "allocating before the capture begins",
-                )?;
+                crate::views::refuse_capture(stream, "allocating a workspace", "allocating before the capture begins")?;
                 Memory::Cuda(stream.alloc_zeros(bytes).map_err(crate::cuda::driver("allocating a workspace"))?)
             }
         };
@@ -73,7 +69,7 @@ impl Workspace {
             (Memory::Nothing, _) | (Memory::Host(_), Stream::Cpu) => Ok(()),
             #[cfg(feature = "cuda")]
             (Memory::Cuda(slice), Stream::Cuda(stream)) => {
-                crate::forward::same_context("workspace", slice.context(), stream)
+                crate::views::same_context("workspace", slice.context(), stream)
             }
             #[cfg(feature = "cuda")]
             (Memory::Host(_), Stream::Cuda(_)) => Err(elsewhere("cpu".into())),

@@ -6,8 +6,10 @@ use std::ptr::null_mut;
 use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result, sys};
 use hopper_attention::{Mask, Operand, bf16};
 use hopper_attention_capi::*;
-use hopper_attention_tests::c::{Memory, Plan, Refusal, checked, problem};
+use hopper_attention_tests::backward;
+use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem};
 use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::gpu::backward::OnDevice as OnDeviceBackward;
 use hopper_attention_tests::gpu::{Gpu, OnDevice};
 use hopper_attention_tests::problems::Case;
 use hopper_attention_tests::runner::Prepared;
@@ -52,6 +54,39 @@ fn one_row<T: Poison + Operand<Out = T>>(gpu: &Gpu, mask: Mask, head_dim: usize)
     let report = prepared.judge(&outputs);
     assert!(report.passed(), "{}: {report}", plan.describe());
     on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+}
+
+#[test]
+fn every_backward_row_through_c() {
+    let Some(gpu) = Gpu::open("every_backward_row_through_c") else { return };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, one_backward_row(&gpu, mask_of(row.mask), row.head_dim_qk));
+    }
+}
+
+fn one_backward_row<T: Poison + Operand<Out = T>>(gpu: &Gpu, mask: Mask, head_dim: usize) {
+    let prepared = backward::Prepared::<T>::new(&Case::new(333, 417, head_dim, mask).heads(2, 4, 2));
+    for deterministic in [false, true] {
+        let given = backward_problem(&prepared.problem.clone().deterministic(deterministic));
+        // SAFETY: a live struct.
+        checked(unsafe { hattn_backward_supported(&given, 0) }).unwrap();
+        let plan = Plan::new(&given, 0).unwrap();
+        assert!(plan.describe().contains("sm90 bwd"), "{}", plan.describe());
+        let mut scratch: CudaSlice<u8> = gpu.stream.alloc_zeros(plan.workspace_bytes()).expect("device memory");
+        let on_device = OnDeviceBackward::new(&gpu.stream, &prepared);
+        let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+        let stream: *mut c_void = gpu.stream.cu_stream().cast();
+        // SAFETY: the tests' memory outlives the work, for which they wait; too small a workspace is refused.
+        let run = |memory: &BackwardMemory| unsafe { plan.run(memory, stream) };
+        (memory.workspace, memory.workspace_bytes) = (address(gpu, &mut scratch), plan.workspace_bytes() - 1);
+        assert_eq!(run(&memory).unwrap_err().0, HATTN_ERROR_WORKSPACE);
+        assert!(on_device.untouched(&gpu.stream, &prepared), "{}: something was written", plan.describe());
+        memory.workspace_bytes += 1;
+        run(&memory).unwrap();
+        let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+        assert!(report.passed(), "{}: {report}", plan.describe());
+        on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+    }
 }
 
 fn case() -> Case {

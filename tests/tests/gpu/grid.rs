@@ -53,7 +53,7 @@ fn every_row_takes_the_grid() {
     run::<bf16>(&gpu, &rows, &cases, &mut runner);
     run::<f16>(&gpu, &rows, &cases, &mut runner);
     say(&format!("{}, {}", gpu.card(), gpu.driver()));
-    runner.record(size, &gpu.card(), &gpu.driver());
+    runner.record("forward", size, &gpu.card(), &gpu.driver());
     runner.finish();
 }
 

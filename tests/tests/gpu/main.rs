@@ -3,6 +3,7 @@
 #![cfg(feature = "cuda")]
 
 mod allocations;
+mod backward;
 mod capi;
 mod capture;
 mod grid;

@@ -39,6 +39,25 @@ FIELD(hattn_forward_problem, window_right, 88, 8);
 FIELD(hattn_forward_problem, softmax_scale, 96, 4);
 FIELD(hattn_forward_problem, reserved, 100, 4);
 
+STRUCT(hattn_backward_problem, 104);
+FIELD(hattn_backward_problem, struct_size, 0, 4);
+FIELD(hattn_backward_problem, abi_version, 4, 4);
+FIELD(hattn_backward_problem, dtype, 8, 4);
+FIELD(hattn_backward_problem, mask, 12, 4);
+FIELD(hattn_backward_problem, corner, 16, 4);
+FIELD(hattn_backward_problem, d_lse, 20, 4);
+FIELD(hattn_backward_problem, batch, 24, 8);
+FIELD(hattn_backward_problem, seqlen_q, 32, 8);
+FIELD(hattn_backward_problem, seqlen_kv, 40, 8);
+FIELD(hattn_backward_problem, heads_q, 48, 8);
+FIELD(hattn_backward_problem, heads_kv, 56, 8);
+FIELD(hattn_backward_problem, head_dim_qk, 64, 8);
+FIELD(hattn_backward_problem, head_dim_vo, 72, 8);
+FIELD(hattn_backward_problem, window_left, 80, 8);
+FIELD(hattn_backward_problem, window_right, 88, 8);
+FIELD(hattn_backward_problem, softmax_scale, 96, 4);
+FIELD(hattn_backward_problem, deterministic, 100, 4);
+
 STRUCT(hattn_tensor, 96);
 FIELD(hattn_tensor, struct_size, 0, 4);
 FIELD(hattn_tensor, abi_version, 4, 4);
@@ -60,6 +79,22 @@ FIELD(hattn_forward_args, o, 32, 8);
 FIELD(hattn_forward_args, lse, 40, 8);
 FIELD(hattn_forward_args, workspace, 48, 8);
 FIELD(hattn_forward_args, workspace_bytes, 56, 8);
+
+STRUCT(hattn_backward_args, 104);
+FIELD(hattn_backward_args, struct_size, 0, 4);
+FIELD(hattn_backward_args, abi_version, 4, 4);
+FIELD(hattn_backward_args, q, 8, 8);
+FIELD(hattn_backward_args, k, 16, 8);
+FIELD(hattn_backward_args, v, 24, 8);
+FIELD(hattn_backward_args, o, 32, 8);
+FIELD(hattn_backward_args, lse, 40, 8);
+FIELD(hattn_backward_args, d_o, 48, 8);
+FIELD(hattn_backward_args, d_lse, 56, 8);
+FIELD(hattn_backward_args, d_q, 64, 8);
+FIELD(hattn_backward_args, d_k, 72, 8);
+FIELD(hattn_backward_args, d_v, 80, 8);
+FIELD(hattn_backward_args, workspace, 88, 8);
+FIELD(hattn_backward_args, workspace_bytes, 96, 8);
 
 HOLDS(abi_version, HATTN_ABI_VERSION == 1);
 HOLDS(statuses, HATTN_OK == 0 && HATTN_ERROR_ARGUMENT == 1 && HATTN_ERROR_ABI == 2 && HATTN_ERROR_SHAPE == 3 &&
@@ -90,6 +125,12 @@ typedef struct functions {
   int32_t (*describe)(const hattn_forward_plan*, char*, size_t, size_t*);
   int32_t (*workspace_size)(const hattn_forward_plan*, size_t*);
   int32_t (*run)(const hattn_forward_plan*, const hattn_forward_args*, struct CUstream_st*);
+  int32_t (*backward_supported)(const hattn_backward_problem*, int32_t);
+  int32_t (*backward_create)(const hattn_backward_problem*, int32_t, hattn_backward_plan**);
+  void (*backward_destroy)(hattn_backward_plan*);
+  int32_t (*backward_describe)(const hattn_backward_plan*, char*, size_t, size_t*);
+  int32_t (*backward_workspace_size)(const hattn_backward_plan*, size_t*);
+  int32_t (*backward_run)(const hattn_backward_plan*, const hattn_backward_args*, struct CUstream_st*);
 } functions;
 
 static void functions_have_their_types(void) {
@@ -106,7 +147,13 @@ static void functions_have_their_types(void) {
                          hattn_forward_plan_destroy,
                          hattn_forward_plan_describe,
                          hattn_forward_plan_workspace_size,
-                         hattn_forward_run};
+                         hattn_forward_run,
+                         hattn_backward_supported,
+                         hattn_backward_plan_create,
+                         hattn_backward_plan_destroy,
+                         hattn_backward_plan_describe,
+                         hattn_backward_plan_workspace_size,
+                         hattn_backward_run};
   CHECK(all.abi_version() == HATTN_ABI_VERSION);
   CHECK(strcmp(all.status_name(HATTN_ERROR_WORKSPACE), "HATTN_ERROR_WORKSPACE") == 0);
   CHECK(strcmp(all.status_name(15), "HATTN_ERROR_?") == 0);
@@ -127,9 +174,14 @@ static void initialisers_fill_the_header_only(void) {
   const hattn_forward_problem problem = HATTN_FORWARD_PROBLEM_INIT;
   const hattn_tensor tensor = HATTN_TENSOR_INIT;
   const hattn_forward_args args = HATTN_FORWARD_ARGS_INIT;
+  const hattn_backward_problem gradients = HATTN_BACKWARD_PROBLEM_INIT;
+  const hattn_backward_args gradient_args = HATTN_BACKWARD_ARGS_INIT;
   CHECK(problem.struct_size == 104 && problem.abi_version == 1 && empty(&problem, sizeof(problem)));
   CHECK(tensor.struct_size == 96 && tensor.abi_version == 1 && empty(&tensor, sizeof(tensor)));
   CHECK(args.struct_size == 64 && args.abi_version == 1 && empty(&args, sizeof(args)));
+  CHECK(gradients.struct_size == 104 && gradients.abi_version == 1 && empty(&gradients, sizeof(gradients)));
+  CHECK(gradient_args.struct_size == 104 && gradient_args.abi_version == 1);
+  CHECK(empty(&gradient_args, sizeof(gradient_args)));
 }
 
 int main(void) {

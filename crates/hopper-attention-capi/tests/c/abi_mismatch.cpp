@@ -27,6 +27,11 @@ hattn_status hattn_forward_plan_create_tuned(const hattn_forward_problem*, hattn
   return called();
 }
 void hattn_forward_plan_destroy(hattn_forward_plan*) { ++calls; }
+hattn_status hattn_backward_supported(const hattn_backward_problem*, hattn_device) { return called(); }
+hattn_status hattn_backward_plan_create(const hattn_backward_problem*, hattn_device, hattn_backward_plan**) {
+  return called();
+}
+void hattn_backward_plan_destroy(hattn_backward_plan*) { ++calls; }
 hattn_status hattn_tuning_create(const char*, size_t, hattn_tuning**) { return called(); }
 void hattn_tuning_destroy(hattn_tuning*) { ++calls; }
 }
@@ -42,6 +47,10 @@ void another_abi_version_is_refused_before_anything_is_called() {
   CHECK(hattn::Tuning::create("", 0, tuning) == hattn::Status::Abi && !tuning);
   CHECK(hattn::ForwardPlan::create(problem, hattn::Device::cpu(), tuning, plan) == hattn::Status::Abi && !plan);
   CHECK(problem.supported(hattn::Device::cpu()) == hattn::Status::Abi);
+  const hattn::BackwardProblem gradients(problem);
+  hattn::BackwardPlan backward;
+  CHECK(hattn::BackwardPlan::create(gradients, hattn::Device::cpu(), backward) == hattn::Status::Abi && !backward);
+  CHECK(gradients.supported(hattn::Device::cpu()) == hattn::Status::Abi);
   CHECK(hattn::try_device_count(count) == hattn::Status::Abi && count == -1);
   CHECK_TEXT(hattn::last_error(), "library: ABI version 2; allowed: 1, that of hopper_attention.h");
   bool caught = false;

@@ -1,19 +1,7 @@
-/* What the library refuses on the CPU: each wrong argument has its status and a text that says what, got and allowed,
-   and leaves the outputs as they were. What only a GPU refuses is in tests/tests/gpu/capi.rs at the root. */
-#include <hopper_attention.h>
-
-#include "check.h"
-#include "reference.h"
-
-enum { BATCH = 2, SEQLEN_Q = 3, SEQLEN_KV = 5, HEADS_Q = 4, HEADS_KV = 2, DIM_QK = 8, DIM_VO = 4 };
-enum {
-  Q_SIZE = BATCH * SEQLEN_Q * HEADS_Q * DIM_QK,
-  K_SIZE = BATCH * SEQLEN_KV * HEADS_KV * DIM_QK,
-  V_SIZE = BATCH * SEQLEN_KV * HEADS_KV * DIM_VO,
-  O_SIZE = BATCH * SEQLEN_Q * HEADS_Q * DIM_VO,
-  LSE_SIZE = BATCH * HEADS_Q * SEQLEN_Q,
-  POISON = 0xA5
-};
+/* What the library refuses of a forward pass on the CPU: each wrong argument has its status and a text that says what,
+   got and allowed, and leaves the outputs as they were. What only a GPU refuses is in tests/tests/gpu/capi.rs at the
+   root. */
+#include "errors.h"
 
 /* One problem with its memory: a test spoils something in it and looks at what comes back. */
 static struct { float k[K_SIZE], gap[O_SIZE], q[Q_SIZE], v[V_SIZE], o[O_SIZE], lse[LSE_SIZE]; } memory;
@@ -21,17 +9,6 @@ static hattn_forward_problem problem;
 static hattn_forward_plan* plan;
 static hattn_tensor q, k, v, o, lse;
 static hattn_forward_args args;
-
-static hattn_tensor tensor(float* data, int64_t a, int64_t b, int64_t c, int64_t d) {
-  hattn_tensor made = HATTN_TENSOR_INIT;
-  made.data = data;
-  made.dtype = HATTN_F32;
-  made.device = HATTN_CPU;
-  made.ndim = 4;
-  made.shape[0] = a, made.shape[1] = b, made.shape[2] = c, made.shape[3] = d;
-  made.stride[0] = b * c * d, made.stride[1] = c * d, made.stride[2] = d, made.stride[3] = 1;
-  return made;
-}
 
 /* Everything right. */
 static void reset(void) {
@@ -53,34 +30,12 @@ static void reset(void) {
   k = tensor(memory.k, BATCH, SEQLEN_KV, HEADS_KV, DIM_QK);
   v = tensor(memory.v, BATCH, SEQLEN_KV, HEADS_KV, DIM_VO);
   o = tensor(memory.o, BATCH, SEQLEN_Q, HEADS_Q, DIM_VO);
-  lse = tensor(memory.lse, BATCH, HEADS_Q, SEQLEN_Q, 1);
-  lse.ndim = 3;
-  lse.stride[0] = HEADS_Q * SEQLEN_Q, lse.stride[1] = SEQLEN_Q, lse.stride[2] = 1;
+  lse = row_values(memory.lse);
   args = no_args;
   args.q = &q, args.k = &k, args.v = &v, args.o = &o, args.lse = &lse;
 }
 
-static int poisoned(void) {
-  const unsigned char* bytes = (const unsigned char*)memory.o;
-  size_t i;
-  for (i = 0; i < sizeof(memory.o); ++i) {
-    if (bytes[i] != POISON) return 0;
-  }
-  bytes = (const unsigned char*)memory.lse;
-  for (i = 0; i < sizeof(memory.lse); ++i) {
-    if (bytes[i] != POISON) return 0;
-  }
-  return 1;
-}
-
-/* The text names what was wrong at its beginning, and has the other parts somewhere. */
-#define SAYS(what, got, allowed)                                 \
-  do {                                                           \
-    CHECK_TEXT(hattn_last_error(), what);                        \
-    CHECK(strncmp(hattn_last_error(), what, strlen(what)) == 0); \
-    CHECK_TEXT(hattn_last_error(), got);                         \
-    CHECK_TEXT(hattn_last_error(), allowed);                     \
-  } while (0)
+static int poisoned(void) { return all_poison(memory.o, O_SIZE) && all_poison(memory.lse, LSE_SIZE); }
 
 /* The spoilt arguments are refused, nothing is written, and everything is right again afterwards. */
 #define REFUSED(status, what, got, allowed)                                 \
@@ -386,7 +341,6 @@ static void what_has_no_elements_needs_no_memory(void) {
   hattn_forward_plan_destroy(keyless);
 }
 
-/* A test that forgot to fill something in would otherwise go unnoticed by the next one. */
 static void tunings_are_read_or_refused(void) {
   static const char text[] = "# fine\n0.1.0\tcard\tshape\tkernel\n";
   hattn_tuning* tuning = NULL;
@@ -415,6 +369,7 @@ static void tunings_are_read_or_refused(void) {
   hattn_tuning_destroy(NULL);
 }
 
+/* A test that forgot to fill something in would otherwise go unnoticed by the next one. */
 #define FRESH(test)      \
   do {                   \
     reset();             \

@@ -7,6 +7,9 @@
 #include "check.h"
 #include "reference.h"
 
+using hattn::BackwardArgs;
+using hattn::BackwardPlan;
+using hattn::BackwardProblem;
 using hattn::ConstTensorView;
 using hattn::Corner;
 using hattn::Device;
@@ -37,25 +40,44 @@ namespace {
 
 static_assert(std::is_nothrow_move_constructible_v<ForwardPlan> && std::is_nothrow_move_assignable_v<ForwardPlan>);
 static_assert(!std::is_copy_constructible_v<ForwardPlan> && !std::is_copy_assignable_v<ForwardPlan>);
+static_assert(std::is_nothrow_move_constructible_v<BackwardPlan> && std::is_nothrow_move_assignable_v<BackwardPlan>);
+static_assert(!std::is_copy_constructible_v<BackwardPlan> && !std::is_copy_assignable_v<BackwardPlan>);
+static_assert(!std::is_constructible_v<BackwardPlan, ForwardPlan> &&
+              !std::is_convertible_v<ForwardProblem, BackwardProblem>);
 static_assert(std::is_trivially_copyable_v<TensorView> && std::is_trivially_copyable_v<ForwardProblem>);
 static_assert(std::is_convertible_v<TensorView, ConstTensorView> &&
               !std::is_convertible_v<ConstTensorView, TensorView>);
 static_assert(!std::is_convertible_v<int, Device> && !std::is_convertible_v<std::int64_t, Extents>);
 static_assert(noexcept(std::declval<const ForwardPlan&>().try_run(std::declval<const ForwardArgs&>(), nullptr)));
+static_assert(noexcept(std::declval<const BackwardPlan&>().try_run(std::declval<const BackwardArgs&>(), nullptr)));
+static_assert(sizeof(BackwardProblem) == sizeof(hattn_backward_problem));
 static_assert(sizeof(TensorView) == sizeof(hattn_tensor) && sizeof(ForwardProblem) == sizeof(hattn_forward_problem));
+
+void fill(std::vector<float>& data, const Extents& shape, std::uint32_t seed) {
+  data.resize(static_cast<std::size_t>(shape.elements()));
+  reference_fill(data.data(), data.size(), seed);
+}
+
+// Memory that shows whether it was written.
+std::vector<float> unwritten(const Extents& shape) {
+  return std::vector<float>(static_cast<std::size_t>(shape.elements()), -7.0F);
+}
+
+bool untouched(const std::vector<float>& data) {
+  for (const float x : data) {
+    if (x != -7.0F) return false;
+  }
+  return true;
+}
 
 // A problem with memory of its own.
 struct Fixture {
   explicit Fixture(ForwardProblem of) : problem(of) {
-    const auto fill = [](std::vector<float>& data, const Extents& shape, std::uint32_t seed) {
-      data.resize(static_cast<std::size_t>(shape.elements()));
-      reference_fill(data.data(), data.size(), seed);
-    };
     fill(q, problem.q_shape(), 1);
     fill(k, problem.k_shape(), 2);
     fill(v, problem.v_shape(), 3);
-    o.assign(static_cast<std::size_t>(problem.o_shape().elements()), -7.0F);
-    lse.assign(static_cast<std::size_t>(problem.lse_shape().elements()), -7.0F);
+    o = unwritten(problem.o_shape());
+    lse = unwritten(problem.lse_shape());
     args.q = ConstTensorView::contiguous(q.data(), Device::cpu(), problem.q_shape());
     args.k = ConstTensorView::contiguous(k.data(), Device::cpu(), problem.k_shape());
     args.v = ConstTensorView::contiguous(v.data(), Device::cpu(), problem.v_shape());
@@ -63,13 +85,6 @@ struct Fixture {
     if (problem.c_problem().lse != 0) {
       args.lse = TensorView::contiguous(lse.data(), Device::cpu(), problem.lse_shape());
     }
-  }
-
-  bool untouched() const {
-    for (const float x : o) {
-      if (x != -7.0F) return false;
-    }
-    return true;
   }
 
   double distance() const {
@@ -85,6 +100,48 @@ struct Fixture {
   ForwardProblem problem;
   std::vector<float> q, k, v, o, lse;
   ForwardArgs args;
+};
+
+// Its gradients, once the forward pass has run.
+struct BackwardFixture {
+  explicit BackwardFixture(ForwardProblem of) : forward(of), problem(BackwardProblem(of).d_lse(true)) {
+    ForwardPlan plan;
+    CHECK(ForwardPlan::create(forward.problem, Device::cpu(), plan) == Status::Ok);
+    CHECK(plan.try_run(forward.args, nullptr) == Status::Ok);
+    fill(d_o, problem.o_shape(), 4);
+    fill(d_lse, problem.lse_shape(), 5);
+    d_q = unwritten(problem.q_shape());
+    d_k = unwritten(problem.k_shape());
+    d_v = unwritten(problem.v_shape());
+    args.q = forward.args.q;
+    args.k = forward.args.k;
+    args.v = forward.args.v;
+    args.o = forward.args.o;
+    args.lse = *forward.args.lse;
+    args.d_o = ConstTensorView::contiguous(d_o.data(), Device::cpu(), problem.o_shape());
+    args.d_lse = ConstTensorView::contiguous(d_lse.data(), Device::cpu(), problem.lse_shape());
+    args.d_q = TensorView::contiguous(d_q.data(), Device::cpu(), problem.q_shape());
+    args.d_k = TensorView::contiguous(d_k.data(), Device::cpu(), problem.k_shape());
+    args.d_v = TensorView::contiguous(d_v.data(), Device::cpu(), problem.v_shape());
+  }
+
+  double distance() const {
+    auto c = hattn::detail::tagged<hattn_backward_args>();
+    c.q = &args.q.c_tensor();
+    c.k = &args.k.c_tensor();
+    c.v = &args.v.c_tensor();
+    c.d_o = &args.d_o.c_tensor();
+    c.d_lse = args.d_lse ? &args.d_lse->c_tensor() : nullptr;
+    c.d_q = &args.d_q.c_tensor();
+    c.d_k = &args.d_k.c_tensor();
+    c.d_v = &args.d_v.c_tensor();
+    return reference_gradient_distance(&forward.problem.c_problem(), &c);
+  }
+
+  Fixture forward;
+  BackwardProblem problem;
+  std::vector<float> d_o, d_lse, d_q, d_k, d_v;
+  BackwardArgs args;
 };
 
 ForwardProblem small() {
@@ -111,6 +168,26 @@ void problems_hold_what_was_set() {
   CHECK(causal.mask == HATTN_MASK_CAUSAL && causal.corner == HATTN_BOTTOM_RIGHT && causal.lse == 0);
   const hattn_forward_problem full = ForwardProblem(problem).mask(hattn::Mask::Full).lse(false).c_problem();
   CHECK(full.mask == HATTN_MASK_FULL && full.lse == 0 && full.batch == 1);
+}
+
+void backward_problems_hold_the_forward_one() {
+  constexpr ForwardProblem forward = ForwardProblem(DType::BF16)
+                                         .batch(1)
+                                         .seqlens(2, 3)
+                                         .heads(4, 2)
+                                         .head_dims(6, 7)
+                                         .window(8, hattn::kUnbounded, Corner::TopLeft)
+                                         .softmax_scale(0.5F);
+  constexpr BackwardProblem problem = BackwardProblem(forward).d_lse(true).deterministic(true);
+  static_assert(problem.dtype() == DType::BF16 && problem.v_shape()[3] == 7 && problem.lse_shape().size() == 3);
+  const hattn_backward_problem& c = problem.c_problem();
+  CHECK(c.struct_size == 104 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.d_lse == 1 && c.deterministic == 1);
+  CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
+  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F);
+  CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
+  CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED);
+  const hattn_backward_problem plain = BackwardProblem(ForwardProblem(forward).lse(true)).c_problem();
+  CHECK(plain.d_lse == 0 && plain.deterministic == 0 && plain.seqlen_kv == 3);
 }
 
 void views_hold_pointer_type_place_shape_and_strides() {
@@ -197,6 +274,63 @@ void strides_of_any_order_compute() {
   for (std::size_t i = 0; i < o.size(); ++i) CHECK((o[i] == -7.0F) == (i % 12 >= 6));
 }
 
+void the_twins_compute_gradients() {
+  BackwardFixture f(small().causal());
+  BackwardPlan plan;
+  CHECK(!plan);
+  CHECK(f.problem.supported(Device::cpu()) == Status::Ok);
+  CHECK(BackwardPlan::create(f.problem, Device::cpu(), plan) == Status::Ok && plan);
+  std::size_t bytes = 9, length = 0;
+  char text[256];
+  CHECK(plan.try_workspace_bytes(bytes) == Status::Ok && bytes == 0);
+  CHECK(plan.try_describe(text, sizeof(text), length) == Status::Ok && length == strlen(text));
+  CHECK(plan.try_run(f.args, nullptr) == Status::Ok);
+  CHECK(f.distance() < 1e-5);
+  // Again without a gradient of the log-sum-exp, which makes a difference.
+  f.args.d_lse.reset();
+  CHECK(f.distance() > 1e-3);
+  CHECK(BackwardPlan::create(f.problem.d_lse(false), Device::cpu(), plan) == Status::Ok);
+  CHECK(plan.try_run(f.args, nullptr) == Status::Ok);
+  CHECK(f.distance() < 1e-5);
+}
+
+void gradients_of_any_strides_compute() {
+  BackwardFixture f(small().window(2, 1));
+  // One row of dO for all queries; dQ stored [batch, heads, seqlen, head_dim]; dK into every second row of a larger
+  // tensor.
+  f.args.d_o = ConstTensorView::strided(f.d_o.data(), Device::cpu(), f.problem.o_shape(), {24, 0, 6, 1});
+  f.args.d_q = TensorView::contiguous(f.d_q.data(), Device::cpu(), {2, 4, 5, 8}).transposed(1, 2);
+  std::vector<float> d_k(f.d_k.size() * 2, -7.0F);
+  f.args.d_k = TensorView::strided(d_k.data(), Device::cpu(), f.problem.k_shape(), {224, 32, 16, 1});
+  BackwardPlan plan;
+  CHECK(BackwardPlan::create(f.problem, Device::cpu(), plan) == Status::Ok);
+  CHECK(plan.try_run(f.args, nullptr) == Status::Ok);
+  CHECK(f.distance() < 1e-5);
+  for (std::size_t i = 0; i < d_k.size(); ++i) CHECK((d_k[i] == -7.0F) == (i % 16 >= 8));
+}
+
+void the_twins_refuse_gradients() {
+  BackwardFixture f(small());
+  BackwardPlan plan;
+  CHECK(BackwardPlan::create(f.problem, Device::cpu(), plan) == Status::Ok);
+  hattn_backward_plan* const before = plan.get();
+  CHECK(BackwardPlan::create(BackwardProblem(small().heads(4, 3)), Device::cpu(), plan) == Status::Value);
+  CHECK_TEXT(hattn::last_error(), "heads_q: 4 with heads_kv 3; allowed: a multiple of heads_kv");
+  CHECK(plan.get() == before);
+  CHECK(BackwardProblem(small().softmax_scale(-1.0F)).supported(Device::cpu()) == Status::Value);
+  f.args.d_q = TensorView();
+  CHECK(plan.try_run(f.args, nullptr) == Status::Argument);
+  CHECK_TEXT(hattn::last_error(), "d_q: ndim 0");
+  f.args.d_q = TensorView::contiguous(f.d_q.data(), Device::cpu(), f.problem.k_shape());
+  CHECK(plan.try_run(f.args, nullptr) == Status::Shape);
+  CHECK_TEXT(hattn::last_error(), "d_q: shape [2, 7, 2, 8], expected [2, 5, 4, 8]");
+  CHECK(untouched(f.d_q) && untouched(f.d_k) && untouched(f.d_v));
+  BackwardPlan empty;
+  std::size_t bytes = 9;
+  CHECK(empty.try_run(f.args, nullptr) == Status::Argument && empty.try_workspace_bytes(bytes) == Status::Argument);
+  CHECK_TEXT(hattn::last_error(), "plan: a null pointer; allowed: one from hattn_backward_plan_create");
+}
+
 void the_twins_refuse() {
   Fixture f(small());
   ForwardPlan plan;
@@ -213,7 +347,7 @@ void the_twins_refuse() {
   f.args.q = ConstTensorView::contiguous(f.q.data(), Device::cpu(), f.problem.k_shape());
   CHECK(plan.try_run(f.args, nullptr) == Status::Shape);
   CHECK_TEXT(hattn::last_error(), "q: shape [2, 7, 2, 8], expected [2, 5, 4, 8]");
-  CHECK(f.untouched());
+  CHECK(untouched(f.o));
   ForwardPlan empty;
   std::size_t bytes = 9;
   CHECK(empty.try_run(f.args, nullptr) == Status::Argument && empty.try_workspace_bytes(bytes) == Status::Argument);
@@ -222,16 +356,17 @@ void the_twins_refuse() {
   CHECK(hattn::ok(Status::Ok) && !hattn::ok(Status::Internal));
 }
 
-void plans_move() {
-  ForwardPlan first;
-  CHECK(ForwardPlan::create(small(), Device::cpu(), first) == Status::Ok);
-  hattn_forward_plan* const made = first.get();
-  ForwardPlan second(std::move(first));
+template <class Plan, class Problem>
+void move(const Problem& problem) {
+  Plan first;
+  CHECK(Plan::create(problem, Device::cpu(), first) == Status::Ok);
+  auto* const made = first.get();
+  Plan second(std::move(first));
   CHECK(second.get() == made && first.get() == nullptr);
-  CHECK(ForwardPlan::create(small(), Device::cpu(), first) == Status::Ok);
+  CHECK(Plan::create(problem, Device::cpu(), first) == Status::Ok);
   first = std::move(second);  // frees what it held
   CHECK(first.get() == made && !second);
-  second = ForwardPlan::adopt(first.release());
+  second = Plan::adopt(first.release());
   CHECK(second.get() == made && !first);
   // Into another thread, which outlives it.
   std::thread([plan = std::move(second)] {
@@ -239,6 +374,11 @@ void plans_move() {
     CHECK(plan.try_workspace_bytes(bytes) == Status::Ok && bytes == 0);
   }).join();
   CHECK(!second);
+}
+
+void plans_move() {
+  move<ForwardPlan>(small());
+  move<BackwardPlan>(BackwardProblem(small()));
 }
 
 void each_thread_has_its_text() {
@@ -286,6 +426,12 @@ void what_is_right_throws_nothing() {
   CHECK(text.back() != '\0' && text.size() == strlen(text.c_str()));
   plan.run(f.args, nullptr);
   CHECK(f.distance() < 1e-6);
+  BackwardFixture gradients(small());
+  const BackwardPlan backward(gradients.problem, Device::cpu());
+  CHECK(backward.workspace_bytes() == 0);
+  CHECK_TEXT(backward.describe().c_str(), "backward f32 batch 2");
+  backward.run(gradients.args, nullptr);
+  CHECK(gradients.distance() < 1e-5);
 }
 
 void what_is_wrong_throws_its_status_and_text() {
@@ -301,7 +447,15 @@ void what_is_wrong_throws_its_status_and_text() {
   CHECK(thrown([] { return Tuning("no line"); }, "line 1 with 1 fields") == Status::Value);
   CHECK(thrown([] { return ForwardPlan().describe(); }, "plan: a null pointer") == Status::Argument);
   CHECK(thrown([] { return ForwardPlan().workspace_bytes(); }, "plan: a null pointer") == Status::Argument);
-  CHECK(f.untouched());
+  CHECK(untouched(f.o));
+  BackwardFixture gradients(small());
+  const BackwardPlan backward(gradients.problem, Device::cpu());
+  gradients.args.d_lse.reset();
+  CHECK(thrown([&] { backward.run(gradients.args, nullptr); }, "d_lse: missing") == Status::Value);
+  CHECK(thrown([] { BackwardPlan(BackwardProblem(small()), Device::cuda(1000)); }, "no device: cuda:1000") ==
+        Status::NoDevice);
+  CHECK(thrown([] { return BackwardPlan().describe(); }, "plan: a null pointer") == Status::Argument);
+  CHECK(untouched(gradients.d_q) && untouched(gradients.d_k) && untouched(gradients.d_v));
 }
 #endif
 
@@ -309,11 +463,15 @@ void what_is_wrong_throws_its_status_and_text() {
 
 int main() {
   RUN(kSuite, problems_hold_what_was_set);
+  RUN(kSuite, backward_problems_hold_the_forward_one);
   RUN(kSuite, views_hold_pointer_type_place_shape_and_strides);
   RUN(kSuite, the_twins_compute);
   RUN(kSuite, a_tuning_is_taken_and_given_back);
   RUN(kSuite, strides_of_any_order_compute);
   RUN(kSuite, the_twins_refuse);
+  RUN(kSuite, the_twins_compute_gradients);
+  RUN(kSuite, gradients_of_any_strides_compute);
+  RUN(kSuite, the_twins_refuse_gradients);
   RUN(kSuite, plans_move);
   RUN(kSuite, each_thread_has_its_text);
   RUN(kSuite, the_device_count_is_a_number);

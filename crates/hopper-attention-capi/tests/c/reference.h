@@ -6,8 +6,10 @@
 #include <hopper_attention.h>
 #include <math.h>
 
+/* d is 0 where there are three dimensions, of which the fourth stride says nothing. */
 static double reference_at(const hattn_tensor* t, int64_t a, int64_t b, int64_t c, int64_t d) {
-  return (double)((const float*)t->data)[a * t->stride[0] + b * t->stride[1] + c * t->stride[2] + d * t->stride[3]];
+  const int64_t last = d == 0 ? 0 : d * t->stride[3];
+  return (double)((const float*)t->data)[a * t->stride[0] + b * t->stride[1] + c * t->stride[2] + last];
 }
 
 static int reference_keeps(const hattn_forward_problem* p, int64_t query, int64_t key) {
@@ -18,48 +20,136 @@ static int reference_keeps(const hattn_forward_problem* p, int64_t query, int64_
          (p->window_right == HATTN_UNBOUNDED || key <= own + p->window_right);
 }
 
+static double reference_scale(const hattn_forward_problem* p) {
+  return p->softmax_scale != 0.0F ? (double)p->softmax_scale : 1.0 / sqrt((double)p->head_dim_qk);
+}
+
 static double reference_score(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k, int64_t b,
                               int64_t h, int64_t i, int64_t j) {
-  const double scale = p->softmax_scale != 0.0F ? (double)p->softmax_scale : 1.0 / sqrt((double)p->head_dim_qk);
   const int64_t h_kv = h / (p->heads_q / p->heads_kv);
   double dot = 0.0;
   int64_t d;
   for (d = 0; d < p->head_dim_qk; ++d) dot += reference_at(q, b, i, h, d) * reference_at(k, b, j, h_kv, d);
-  return scale * dot;
+  return reference_scale(p) * dot;
+}
+
+/* What the softmax of a row divides by, exp(highest) taken out. Without keys: -infinity and 0. */
+typedef struct reference_row {
+  double highest, sum;
+} reference_row;
+
+static reference_row reference_softmax(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k,
+                                       int64_t b, int64_t h, int64_t i) {
+  reference_row row = {-INFINITY, 0.0};
+  int64_t j;
+  for (j = 0; j < p->seqlen_kv; ++j) {
+    if (reference_keeps(p, i, j)) row.highest = fmax(row.highest, reference_score(p, q, k, b, h, i, j));
+  }
+  for (j = 0; j < p->seqlen_kv; ++j) {
+    if (reference_keeps(p, i, j)) row.sum += exp(reference_score(p, q, k, b, h, i, j) - row.highest);
+  }
+  return row;
+}
+
+static double reference_weight(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k, int64_t b,
+                               int64_t h, int64_t i, int64_t j, reference_row row) {
+  return reference_keeps(p, i, j) ? exp(reference_score(p, q, k, b, h, i, j) - row.highest) / row.sum : 0.0;
+}
+
+static double reference_output(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k,
+                               const hattn_tensor* v, int64_t b, int64_t h, int64_t i, int64_t d, reference_row row) {
+  double sum = 0.0;
+  int64_t j;
+  for (j = 0; j < p->seqlen_kv; ++j) {
+    sum += reference_weight(p, q, k, b, h, i, j, row) * reference_at(v, b, j, h / (p->heads_q / p->heads_kv), d);
+  }
+  return sum;
+}
+
+/* The larger of a distance and that of got from want; infinity where that is NaN. */
+static double reference_worse(double worst, double got, double want) {
+  const double distance = isinf(want) && want == got ? 0.0 : fabs(got - want);
+  return isnan(distance) ? INFINITY : fmax(worst, distance);
 }
 
 /* The largest distance of O, and of the log-sum-exp where there is one, from the plain computation; infinity where one
    of them is NaN. A row without keys is 0, and its log-sum-exp -infinity. */
-static double reference_distance(const hattn_forward_problem* p, const hattn_forward_args* args) {
+static inline double reference_distance(const hattn_forward_problem* p, const hattn_forward_args* args) {
+  double worst = 0.0;
+  int64_t b, h, i, d;
+  for (b = 0; b < p->batch; ++b) {
+    for (h = 0; h < p->heads_q; ++h) {
+      for (i = 0; i < p->seqlen_q; ++i) {
+        const reference_row row = reference_softmax(p, args->q, args->k, b, h, i);
+        for (d = 0; d < p->head_dim_vo; ++d) {
+          worst = reference_worse(worst, reference_at(args->o, b, i, h, d),
+                                  reference_output(p, args->q, args->k, args->v, b, h, i, d, row));
+        }
+        if (args->lse != NULL) {
+          worst = reference_worse(worst, reference_at(args->lse, b, h, i, 0), row.highest + log(row.sum));
+        }
+      }
+    }
+  }
+  return worst;
+}
+
+/* The gradient of the score of query i and key j, of one head: P (dO V^T - delta), where delta is O dO less the
+   log-sum-exp's gradient. */
+static inline double reference_d_score(const hattn_forward_problem* p, const hattn_backward_args* args, int64_t b,
+                                       int64_t h, int64_t i, int64_t j) {
+  const reference_row row = reference_softmax(p, args->q, args->k, b, h, i);
+  double d_weight = args->d_lse != NULL ? reference_at(args->d_lse, b, h, i, 0) : 0.0;
+  int64_t d;
+  if (!reference_keeps(p, i, j)) return 0.0;
+  for (d = 0; d < p->head_dim_vo; ++d) {
+    const double o = reference_output(p, args->q, args->k, args->v, b, h, i, d, row);
+    d_weight +=
+        reference_at(args->d_o, b, i, h, d) * (reference_at(args->v, b, j, h / (p->heads_q / p->heads_kv), d) - o);
+  }
+  return reference_weight(p, args->q, args->k, b, h, i, j, row) * d_weight;
+}
+
+/* The largest distance of dQ, dK and dV from the plain computation, which looks at neither the O nor the log-sum-exp
+   that is given; infinity where one of them is NaN. p is the forward problem. */
+static inline double reference_gradient_distance(const hattn_forward_problem* p, const hattn_backward_args* args) {
+  const int64_t group = p->heads_q / p->heads_kv;
   double worst = 0.0;
   int64_t b, h, i, j, d;
   for (b = 0; b < p->batch; ++b) {
     for (h = 0; h < p->heads_q; ++h) {
       for (i = 0; i < p->seqlen_q; ++i) {
-        double highest = -INFINITY, sum = 0.0;
-        for (j = 0; j < p->seqlen_kv; ++j) {
-          if (reference_keeps(p, i, j)) highest = fmax(highest, reference_score(p, args->q, args->k, b, h, i, j));
-        }
-        for (j = 0; j < p->seqlen_kv; ++j) {
-          if (reference_keeps(p, i, j)) sum += exp(reference_score(p, args->q, args->k, b, h, i, j) - highest);
-        }
-        for (d = 0; d < p->head_dim_vo; ++d) {
-          double want = 0.0, distance;
+        for (d = 0; d < p->head_dim_qk; ++d) {
+          double want = 0.0;
           for (j = 0; j < p->seqlen_kv; ++j) {
-            if (reference_keeps(p, i, j)) {
-              want += exp(reference_score(p, args->q, args->k, b, h, i, j) - highest) / sum *
-                      reference_at(args->v, b, j, h / (p->heads_q / p->heads_kv), d);
+            want += reference_d_score(p, args, b, h, i, j) * reference_at(args->k, b, j, h / group, d);
+          }
+          worst = reference_worse(worst, reference_at(args->d_q, b, i, h, d), reference_scale(p) * want);
+        }
+      }
+    }
+    for (h = 0; h < p->heads_kv; ++h) {
+      for (j = 0; j < p->seqlen_kv; ++j) {
+        for (d = 0; d < p->head_dim_qk; ++d) {
+          double want = 0.0;
+          int64_t of;
+          for (of = h * group; of < (h + 1) * group; ++of) {
+            for (i = 0; i < p->seqlen_q; ++i) {
+              want += reference_d_score(p, args, b, of, i, j) * reference_at(args->q, b, i, of, d);
             }
           }
-          distance = fabs(reference_at(args->o, b, i, h, d) - want);
-          if (!(distance <= worst)) worst = isnan(distance) ? INFINITY : distance;
+          worst = reference_worse(worst, reference_at(args->d_k, b, j, h, d), reference_scale(p) * want);
         }
-        if (args->lse != NULL) {
-          const hattn_tensor* t = args->lse;
-          const double got = (double)((const float*)t->data)[b * t->stride[0] + h * t->stride[1] + i * t->stride[2]];
-          const double want = highest + log(sum);
-          const double distance = isinf(want) && want == got ? 0.0 : fabs(got - want);
-          if (!(distance <= worst)) worst = isnan(distance) ? INFINITY : distance;
+        for (d = 0; d < p->head_dim_vo; ++d) {
+          double want = 0.0;
+          int64_t of;
+          for (of = h * group; of < (h + 1) * group; ++of) {
+            for (i = 0; i < p->seqlen_q; ++i) {
+              const reference_row row = reference_softmax(p, args->q, args->k, b, of, i);
+              want += reference_weight(p, args->q, args->k, b, of, i, j, row) * reference_at(args->d_o, b, i, of, d);
+            }
+          }
+          worst = reference_worse(worst, reference_at(args->d_v, b, j, h, d), want);
         }
       }
     }

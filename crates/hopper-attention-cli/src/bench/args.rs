@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use hopper_attention_benches::{Order, PointMask, Precision, Sweep};
+use hopper_attention_benches::{Direction, Order, PointMask, Precision, Sweep};
 
 use crate::args::DeviceArg;
 
@@ -56,7 +56,10 @@ pub struct BenchArgs {
 
 #[derive(Debug, Args)]
 pub struct PointArgs {
-    /// Types of Q, K, V and O
+    /// Passes: fwd, bwd
+    #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Direction::Fwd])]
+    pub directions: Vec<Direction>,
+    /// Types of Q, K, V, O and the gradients
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16])]
     pub dtypes: Vec<Precision>,
     /// Query heads that share a key head
@@ -81,13 +84,13 @@ pub struct PointArgs {
     #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub hidden: Option<usize>,
     /// Only points whose name has all these words, such as causal/d64 or s512/f16; repeatable, any of them counts. A
-    /// point is called fwd/bf16/d64/causal/s512/b32/h32/kv32
+    /// point is called fwd/bf16/d64/causal/s512/b32/h32/kv32, or bwd/ and so on
     #[arg(long, value_name = "WORD/WORD")]
     pub filter: Vec<String>,
     /// Three lengths, one type and 12 timings
     #[arg(long)]
     pub quick: bool,
-    /// Storage order of Q, K, V and O
+    /// Storage order of Q, K, V, O and the gradients
     #[arg(long, value_enum, default_value_t = Order::Bshd)]
     pub layout: Order,
 }
@@ -98,6 +101,7 @@ impl PointArgs {
         let base = if on_cpu { Sweep::small() } else { Sweep::papers() };
         let quick: &[usize] = if on_cpu { &[64, 128] } else { &[512, 2048, 8192] };
         Sweep {
+            directions: self.directions.clone(),
             dtypes: self.dtypes[..if self.quick { 1 } else { self.dtypes.len() }].to_vec(),
             gqa: self.gqa.clone(),
             dims: self.dims.clone(),

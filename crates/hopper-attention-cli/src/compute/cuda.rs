@@ -6,8 +6,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{CudaDevice, Device, ForwardArgs, ForwardPlan, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::{
+    BackwardArgs, BackwardPlan, CudaDevice, Device, ForwardArgs, ForwardPlan, Stream, TensorMut, TensorRef, Workspace,
+};
 
+use super::backward::{Gradients, Inputs};
 use super::{Computed, Layouts, median};
 use crate::input::{Qkv, Value};
 
@@ -38,6 +41,63 @@ pub fn forward<T: Value>(
         };
         Ok(plan.run(&handle, &mut workspace, args)?)
     };
+    let time = timed(&handle, stream, repeat, &mut run)?;
+    download(stream, &device_o, &mut o)?;
+    download(stream, &device_lse, &mut lse)?;
+    handle.synchronize()?;
+    Ok(Computed { o, lse, time })
+}
+
+/// As [`forward`], for the gradients: `data` holds what the device's copies begin with.
+pub fn backward<T: Value>(
+    device: &CudaDevice,
+    plan: &BackwardPlan,
+    layouts: &Layouts,
+    inputs: &Inputs<'_, T>,
+    mut data: [Vec<T>; 3],
+    repeat: u32,
+) -> Result<Gradients<T>> {
+    let handle = Device::Cuda(device.clone()).new_stream()?;
+    let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
+    let Inputs { qkv, given, forward } = inputs;
+    let [q, k, v] = &qkv.data;
+    let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
+    let (o, lse, d_o) = (upload(stream, &forward.o)?, upload(stream, &forward.lse)?, upload(stream, &given.d_o)?);
+    let d_lse = given.d_lse.as_ref().map(|d_lse| upload(stream, d_lse)).transpose()?;
+    let [d_q, d_k, d_v] = &data;
+    let (mut d_q, mut d_k, mut d_v) = (upload(stream, d_q)?, upload(stream, d_k)?, upload(stream, d_v)?);
+    let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
+
+    let mut run = || -> Result<()> {
+        let args = BackwardArgs {
+            q: TensorRef::cuda(q.slice(..), layouts.q)?,
+            k: TensorRef::cuda(k.slice(..), layouts.k)?,
+            v: TensorRef::cuda(v.slice(..), layouts.v)?,
+            o: TensorRef::cuda(o.slice(..), layouts.o)?,
+            lse: TensorRef::cuda(lse.slice(..), layouts.lse)?,
+            d_o: TensorRef::cuda(d_o.slice(..), layouts.o)?,
+            d_lse: d_lse.as_ref().map(|d_lse| TensorRef::cuda(d_lse.slice(..), layouts.lse)).transpose()?,
+            d_q: TensorMut::cuda(d_q.slice_mut(..), layouts.q)?,
+            d_k: TensorMut::cuda(d_k.slice_mut(..), layouts.k)?,
+            d_v: TensorMut::cuda(d_v.slice_mut(..), layouts.v)?,
+        };
+        Ok(plan.run(&handle, &mut workspace, args)?)
+    };
+    let time = timed(&handle, stream, repeat, &mut run)?;
+    for (device, host) in [d_q, d_k, d_v].iter().zip(&mut data) {
+        download(stream, device, host)?;
+    }
+    handle.synchronize()?;
+    Ok(Gradients { data, time })
+}
+
+/// Runs once to warm up, then `repeat` times between events; the median.
+fn timed(
+    handle: &Stream,
+    stream: &Arc<CudaStream>,
+    repeat: u32,
+    run: &mut dyn FnMut() -> Result<()>,
+) -> Result<Duration> {
     run()?;
     let mut events = Vec::new();
     for _ in 0..repeat {
@@ -54,16 +114,15 @@ pub fn forward<T: Value>(
             Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
         })
         .collect();
+    Ok(median(times?))
+}
 
-    let copied = "copying from the GPU";
-    if !o.is_empty() {
-        stream.memcpy_dtoh(&device_o.slice(..o.len()), &mut o).context(copied)?;
+/// Enqueues a copy to the host.
+fn download<T: Value>(stream: &Arc<CudaStream>, device: &CudaSlice<T>, host: &mut [T]) -> Result<()> {
+    if host.is_empty() {
+        return Ok(());
     }
-    if !lse.is_empty() {
-        stream.memcpy_dtoh(&device_lse.slice(..lse.len()), &mut lse).context(copied)?;
-    }
-    handle.synchronize()?;
-    Ok(Computed { o, lse, time: median(times?) })
+    stream.memcpy_dtoh(&device.slice(..host.len()), host).context("copying from the GPU")
 }
 
 /// Copies values to the device. An empty tensor has no memory there; one element stands in for it.

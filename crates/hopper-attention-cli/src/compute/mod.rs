@@ -1,7 +1,10 @@
 //! Running a plan on host data and timing it.
 
+mod backward;
 #[cfg(feature = "cuda")]
 mod cuda;
+
+pub use backward::{Gradients, backward};
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +25,7 @@ pub struct Computed<T> {
     pub time: Duration,
 }
 
-/// Where the tensors of a problem lie.
+/// Where the tensors of a problem lie; a gradient lies as what it is of.
 struct Layouts {
     q: Layout<4>,
     k: Layout<4>,

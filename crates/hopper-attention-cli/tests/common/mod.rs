@@ -150,6 +150,8 @@ pub struct Written {
     pub o: Vec<f32>,
     pub lse_shape: Vec<usize>,
     pub lse: Vec<f32>,
+    /// By name, with their shapes: of `--backward`.
+    pub gradients: HashMap<String, (Vec<usize>, Vec<f32>)>,
     pub metadata: HashMap<String, String>,
 }
 
@@ -159,15 +161,25 @@ impl Written {
         let file = std::fs::read(path).expect("an output");
         let (_, header) = SafeTensors::read_metadata(&file).expect("a safetensors header");
         let tensors = SafeTensors::deserialize(&file).expect("a safetensors file");
-        assert_eq!(tensors.len(), 2, "tensors other than o and lse");
         let (o, lse) = (tensors.tensor("o").expect("o"), tensors.tensor("lse").expect("lse"));
         assert_eq!(lse.dtype(), Dtype::F32);
+        let others = tensors.tensors().into_iter().filter(|(name, _)| name != "o" && name != "lse");
+        let gradients: HashMap<_, _> = others
+            .map(|(name, tensor)| {
+                assert_eq!(tensor.dtype(), o.dtype(), "{name}");
+                (name, (tensor.shape().to_vec(), floats(o.dtype(), tensor.data())))
+            })
+            .collect();
+        let mut names: Vec<&str> = gradients.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        assert!(names.is_empty() || names == ["d_k", "d_q", "d_v"], "tensors other than gradients: {names:?}");
         Self {
             dtype: o.dtype(),
             o_shape: o.shape().to_vec(),
             o: floats(o.dtype(), o.data()),
             lse_shape: lse.shape().to_vec(),
             lse: floats(Dtype::F32, lse.data()),
+            gradients,
             metadata: header.metadata().clone().unwrap_or_default(),
         }
     }

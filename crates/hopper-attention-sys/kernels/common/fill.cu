@@ -1,5 +1,5 @@
-// One thread a (row, 8-column group): rows are (batch, head, query), the copy is 16 bytes wide, and the first group of
-// a row writes its LSE. Bound by memory and rarely used, so it has no other design.
+// One thread a (row, 8-column group): rows are (batch, head, position), the store is 16 bytes wide, and the first group
+// of a row writes its LSE, where there is one. Bound by memory and rarely used, so it has no other design.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -9,40 +9,55 @@
 namespace hattn {
 namespace {
 
-__global__ void fill_empty(FwdParams const params) {
-  std::int64_t const groups = params.head_dim_vo / 8;
-  std::int64_t const total = groups * params.seqlen_q * params.heads_q * params.batch;
+struct Lse {
+  float* values;  // or null
+  std::int64_t stride_batch;
+  std::int64_t stride_head;
+};
+
+__global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, int head_dim, Lse const lse) {
+  std::int64_t const groups = head_dim / 8;
+  std::int64_t const total = groups * seqlen * heads * batch;
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < total;
        i += std::int64_t{gridDim.x} * blockDim.x) {
     std::int64_t rest = i;
     std::int64_t const group = rest % groups;
     rest /= groups;
-    std::int64_t const query = rest % params.seqlen_q;
-    rest /= params.seqlen_q;
-    std::int64_t const head = rest % params.heads_q;
-    std::int64_t const batch = rest / params.heads_q;
-    std::int64_t const at =
-        batch * params.o.stride_batch + query * params.o.stride_seqlen + head * params.o.stride_head;
-    reinterpret_cast<uint4*>(params.o.address + 2 * at)[group] = uint4{0, 0, 0, 0};
-    if (group == 0 && params.lse_address != 0) {
-      reinterpret_cast<float*>(
-          params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query] = -INFINITY;
+    std::int64_t const position = rest % seqlen;
+    rest /= seqlen;
+    std::int64_t const head = rest % heads;
+    std::int64_t const entry = rest / heads;
+    std::int64_t const at = entry * tensor.stride_batch + position * tensor.stride_seqlen + head * tensor.stride_head;
+    reinterpret_cast<uint4*>(tensor.address + 2 * at)[group] = uint4{0, 0, 0, 0};
+    if (group == 0 && lse.values != nullptr) {
+      lse.values[entry * lse.stride_batch + head * lse.stride_head + position] = -INFINITY;
     }
   }
 }
 
+Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim, Lse const& lse,
+              CUstream_st* stream) noexcept {
+  fill<<<1024, 256, 0, stream>>>(tensor, batch, seqlen, heads, head_dim, lse);
+  cudaError_t const error = cudaGetLastError();
+  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, error};
+}
+
 }  // namespace
 
-Status prepare_fill_empty() noexcept {
+Status prepare_fill() noexcept {
   cudaFuncAttributes attributes;
-  cudaError_t const error = cudaFuncGetAttributes(&attributes, fill_empty);
+  cudaError_t const error = cudaFuncGetAttributes(&attributes, fill);
   return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, error};
 }
 
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept {
-  fill_empty<<<params.grid, 256, 0, stream>>>(params);
-  cudaError_t const error = cudaGetLastError();
-  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, error};
+  Lse const lse{reinterpret_cast<float*>(params.lse_address), params.lse_stride_batch, params.lse_stride_head};
+  return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, lse, stream);
+}
+
+Status launch_fill_zero(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim,
+                        CUstream_st* stream) noexcept {
+  return launch(tensor, batch, seqlen, heads, head_dim, {nullptr, 0, 0}, stream);
 }
 
 }  // namespace hattn

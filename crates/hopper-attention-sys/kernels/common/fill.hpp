@@ -1,13 +1,18 @@
-// The forward without a single key: O = 0 and LSE = -inf. No main kernel is started for it.
+// Outputs that no product reaches: a forward without keys, a backward without keys or without queries.
 #pragma once
 
 #include "kernels.hpp"
 
 namespace hattn {
 
+// Loads the kernel on the current device.
+Status prepare_fill() noexcept;
+
+// O = 0 and LSE = -inf.
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept;
 
-// Loads the module, as `prepare` of every row must.
-Status prepare_fill_empty() noexcept;
+// Zeros.
+Status launch_fill_zero(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim,
+                        CUstream_st* stream) noexcept;
 
 }  // namespace hattn

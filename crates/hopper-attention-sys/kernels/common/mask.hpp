@@ -49,6 +49,41 @@ CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
   }
 }
 
+// The backward's ranges: the blocks [begin, end) of kTileM queries that see a tile of kTileN keys. At least one, too.
+struct QueryRange {
+  int begin;
+  int end;
+};
+
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE QueryRange query_range(Band const& band, int n_block) {
+  QueryRange range{0, cute::ceil_div(band.seqlen_q, kTileM)};
+  int const first_key = n_block * kTileN;
+  if constexpr (kMask != MaskClass::Full) {
+    range.begin = cute::min(cute::max(0, first_key - band.right_offset) / kTileM, range.end - 1);
+  }
+  if constexpr (kMask == MaskClass::Window) {
+    int const last_key = cute::min(first_key + kTileN, band.seqlen_kv) - 1;
+    int const queries_end = cute::min(band.seqlen_q, last_key - band.left_offset + 1);
+    range.end = cute::max(cute::ceil_div(cute::max(0, queries_end), kTileM), range.begin + 1);
+  }
+  return range;
+}
+
+// Whether a block of queries sees all of a tile of keys. Keys past the end are masked with every query.
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE bool is_free(Band const& band, int m_block, int n_block) {
+  int const keys_end = (n_block + 1) * kTileN;
+  bool free = keys_end <= band.seqlen_kv;
+  if constexpr (kMask != MaskClass::Full) {
+    free = free && keys_end - 1 <= m_block * kTileM + band.right_offset;
+  }
+  if constexpr (kMask == MaskClass::Window) {
+    free = free && keys_end - kTileN >= (m_block + 1) * kTileM - 1 + band.left_offset;
+  }
+  return free;
+}
+
 // The blocks that some of a tile's rows visit, kept inside the tile's own range and never empty.
 template <MaskClass kMask>
 CUTE_DEVICE BlockRange within(BlockRange part, BlockRange const& tile) {
@@ -82,6 +117,34 @@ CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int colum
         bool drop = at > last;
         if constexpr (kMask == MaskClass::Window) {
           drop = drop || at < first;
+        }
+        float& score = scores(4 * i + 2 * r + c);
+        score = drop ? -INFINITY : score;
+      }
+    }
+  }
+}
+
+// The same for transposed scores: element (c, r, i) is key `key + 8 r`, query `8 i + query + c`.
+template <MaskClass kMask, int kTileM, class Scores>
+CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key, int query) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int const at_key = key + 8 * r;
+    int first = 0;
+    if constexpr (kMask != MaskClass::Full) {
+      first = at_key - band.right_offset - query;
+    }
+    first = at_key < band.seqlen_kv ? first : kTileM;
+    int const last = at_key - band.left_offset - query;
+    CUTE_UNROLL
+    for (int i = 0; i < kTileM / 8; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        int const at = 8 * i + c;
+        bool drop = at < first;
+        if constexpr (kMask == MaskClass::Window) {
+          drop = drop || at > last;
         }
         float& score = scores(4 * i + 2 * r + c);
         score = drop ? -INFINITY : score;

@@ -1,35 +1,36 @@
-// The order in which a persistent grid walks the (m_block, head, batch) tiles.
+// The order in which a persistent grid walks the (block, head, batch) tiles.
 //
-// Tiles are listed group by group, a group being `heads_per_group` (batch, head) pairs whose K and V are meant to stay
-// in L2 together; inside a group the tiles with the most keys come first. With a counter each CTA draws the next tile
-// of the list when it can take one. Without, the grid takes `grid` tiles a round in alternating direction, so that a
-// CTA that had a long tile in one round has a short one in the next: nothing to zero and nothing to fetch, but balanced
-// only where a group is a whole number of rounds.
+// Tiles are listed group by group, a group being `heads_per_group` (batch, head) pairs whose other operands are meant
+// to stay in L2 together; inside a group the tiles with the most work come first: under a causal mask the last queries
+// and the first keys. With a counter each CTA draws the next tile of the list when it can take one. Without, the grid
+// takes `grid` tiles a round in alternating direction, so that a CTA that had a long tile in one round has a short one
+// in the next: nothing to zero and nothing to fetch, but balanced only where a group is a whole number of rounds.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "kernels.hpp"
-
 namespace hattn {
 
 struct alignas(16) Tile {
-  int m_block;
+  int block;  // of queries (forward) or keys (backward)
   int head;
   int batch;  // below 0: no tile
 
   CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
 
-template <MaskClass kMask>
+// kDrawsFirst: a CTA's first tile is drawn too. Where tiles wait for tiles before them that is needed: every tile
+// before a drawn one is in the hands of a CTA that runs, while one that follows from an index may belong to a CTA that
+// never finds a place.
+template <bool kLastFirst, bool kDrawsFirst>
 struct TileScheduler {
-  int m_blocks;
+  int blocks;
   int heads;
   int batch;
   int heads_per_group;
   int* counter;
 
-  CUTE_DEVICE int total() const { return m_blocks * heads * batch; }
+  CUTE_DEVICE int total() const { return blocks * heads * batch; }
 
   // The list index of this CTA's tile in a round; at or past `total()` there is none, then or later.
   CUTE_DEVICE int draw(int round) const {
@@ -38,21 +39,21 @@ struct TileScheduler {
     if (counter == nullptr) {
       return round * grid + (round % 2 == 0 ? cta : grid - 1 - cta);
     }
-    return round == 0 ? cta : grid + atomicAdd(counter, 1);
+    return round == 0 && !kDrawsFirst ? cta : (kDrawsFirst ? 0 : grid) + atomicAdd(counter, 1);
   }
 
   CUTE_DEVICE Tile tile(int index) const {
     if (index >= total()) {
       return {0, 0, -1};
     }
-    int const group_tiles = heads_per_group * m_blocks;
+    int const group_tiles = heads_per_group * blocks;
     int const group = index / group_tiles;
     int const within = index - group * group_tiles;
     int const group_heads = cute::min(heads_per_group, heads * batch - group * heads_per_group);
     int const rank = within / group_heads;
     int const batch_head = group * heads_per_group + (within - rank * group_heads);
     Tile tile;
-    tile.m_block = kMask == MaskClass::Full ? rank : m_blocks - 1 - rank;
+    tile.block = kLastFirst ? blocks - 1 - rank : rank;
     tile.batch = batch_head / heads;
     tile.head = batch_head - tile.batch * heads;
     return tile;

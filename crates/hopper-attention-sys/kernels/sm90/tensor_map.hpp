@@ -11,6 +11,10 @@
 
 namespace hattn::sm90 {
 
+inline Status to_status(cudaError_t error) noexcept {
+  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, static_cast<std::int32_t>(error)};
+}
+
 using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
 
 // The driver's encoder, asked for through the runtime so that nothing links libcuda. Null where the driver is too old.

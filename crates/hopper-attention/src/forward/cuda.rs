@@ -3,13 +3,11 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, sys};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 
-use crate::cuda::{CudaDevice, driver};
 use crate::raw::{Place, RawForward, RawTensor, RawWorkspace};
-use crate::{
-    DType, Element, Error, ForwardArgs, ForwardPlan, Layout, Operand, Result, TensorMut, TensorRef, Workspace,
-};
+use crate::views::{before_launch, input, no_wait_failed, output};
+use crate::{DType, Element, ForwardArgs, ForwardPlan, Layout, Operand, Result, TensorMut, Workspace};
 
 /// Enqueues the plan's kernel. The caller has compared shapes, and the stream's GPU with the plan's.
 pub(super) fn run<T: Operand>(
@@ -31,12 +29,7 @@ pub(super) fn run<T: Operand>(
     if plan.problem().is_empty() {
         return Ok(());
     }
-    let context = stream.context();
-    context.bind_to_thread().map_err(driver("before the launch"))?;
-    if context.is_managing_stream_synchronization() {
-        let allowed = "capturing with cudarc's event tracking off, or on the only stream of its context";
-        refuse_capture(stream, "launching while cudarc tracks events", allowed)?;
-    }
+    before_launch(stream)?;
 
     // From here to the end of the launch every guard lives: each makes the stream wait for earlier uses of the memory
     // now, and records this use when it is dropped.
@@ -48,10 +41,9 @@ pub(super) fn run<T: Operand>(
     // A plan that needs no workspace does not wait for one.
     let scratch = if plan.workspace_bytes() > 0 { workspace.as_cuda() } else { None };
     let (scratch_address, _scratch) = scratch.map(|scratch| scratch.device_ptr_mut(stream)).unzip();
-    // A wait that failed was only noted in the context; without it the kernel would race.
-    context.check_err().map_err(driver("waiting for earlier uses of the tensors"))?;
+    no_wait_failed(stream)?;
 
-    let place = Place::Cuda(context.ordinal());
+    let place = Place::Cuda(stream.context().ordinal());
     let tensor = |address, layout| RawTensor { address, dtype: T::DTYPE, place, layout };
     let raw = RawForward {
         q: tensor(q_address, layouts.q),
@@ -89,66 +81,5 @@ impl Layouts {
             o: args.o.layout(),
             lse: args.lse.as_ref().map(TensorMut::layout),
         }
-    }
-}
-
-fn input<'t, 'a, T: Element>(
-    what: &'static str,
-    tensor: &'t TensorRef<'a, T, 4>,
-    stream: &CudaStream,
-) -> Result<&'t CudaView<'a, T>> {
-    let view = tensor.as_cuda().ok_or_else(|| on_the_host(what, stream))?;
-    same_context(what, view.stream().context(), stream)?;
-    Ok(view)
-}
-
-fn output<'t, 'a, T: Element, const R: usize>(
-    what: &'static str,
-    tensor: &'t mut TensorMut<'a, T, R>,
-    stream: &CudaStream,
-) -> Result<&'t mut CudaViewMut<'a, T>> {
-    let view = tensor.as_cuda().ok_or_else(|| on_the_host(what, stream))?;
-    same_context(what, view.stream().context(), stream)?;
-    Ok(view)
-}
-
-fn on_the_host(what: &'static str, stream: &CudaStream) -> Error {
-    let allowed = format!("cuda:{}, the stream's", stream.context().ordinal());
-    Error::Device { what, got: "cpu".into(), allowed }
-}
-
-/// Whether memory and stream are ordered by one context object. Two objects of one GPU's primary context are equal, but
-/// each counts its own streams and so decides alone whether to record events: a kernel on a stream of one would not be
-/// seen when memory of the other is freed.
-pub(crate) fn same_context(what: &'static str, context: &Arc<CudaContext>, stream: &CudaStream) -> Result<()> {
-    if Arc::ptr_eq(context, stream.context()) {
-        return Ok(());
-    }
-    let of = |ordinal: usize| format!("cuda:{ordinal}");
-    let same_gpu = **context == **stream.context();
-    Err(Error::Device {
-        what,
-        got: of(context.ordinal()) + if same_gpu { " of another CudaContext" } else { "" },
-        allowed: of(stream.context().ordinal()) + ", with the stream's own CudaContext",
-    })
-}
-
-/// Whether the stream is of the GPU (and context) for which the plan's kernel was loaded.
-pub(super) fn same_gpu(device: &CudaDevice, stream: &CudaStream) -> Result<()> {
-    if **device.context() == **stream.context() {
-        return Ok(());
-    }
-    Err(Error::Device {
-        what: "stream",
-        got: format!("cuda:{}", stream.context().ordinal()),
-        allowed: format!("{device}, and the context that the plan was made with"),
-    })
-}
-
-/// Refuses what would break a capture, or what a capture would break.
-pub(crate) fn refuse_capture(stream: &CudaStream, what: &str, allowed: &str) -> Result<()> {
-    match stream.capture_status().map_err(driver("asking whether the stream is captured"))? {
-        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
-        _ => Err(Error::Capture { got: what.into(), allowed: allowed.into() }),
     }
 }

@@ -8,9 +8,6 @@ use crate::{
     Error, ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks, cpu,
 };
 
-#[cfg(feature = "cuda")]
-pub(crate) use cuda::{refuse_capture, same_context};
-
 /// What a forward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever
 /// its strides.
 pub struct ForwardArgs<'a, T: Operand> {
@@ -49,7 +46,7 @@ impl ForwardPlan {
             #[cfg(feature = "cuda")]
             (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
                 let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
-                same_gpu(device, cuda)?;
+                crate::views::same_gpu(device, cuda)?;
                 workspace.check(self.workspace_bytes(), stream)?;
                 cuda::run(self, cuda, workspace, args)
             }
@@ -61,9 +58,6 @@ impl ForwardPlan {
         }
     }
 }
-
-#[cfg(feature = "cuda")]
-use cuda::same_gpu;
 
 fn run_cpu<T: Operand>(problem: &ForwardProblem, mut args: ForwardArgs<'_, T>) -> Result<()> {
     let q = checks::host("q", &args.q)?;

@@ -1,37 +1,177 @@
 //! From a backward problem to how it is computed: [`BackwardPlan`].
 
+use std::cmp::Reverse;
 use std::fmt;
 
-use super::Target;
-use crate::{BackwardProblem, Device, DeviceFacts, Error, Result};
+use super::select::{HEADS_PER_GROUP, bounds, fitting, small, unsupported, write_keys};
+use super::{Gpu, Target};
+use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
-/// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread.
-/// It holds no memory, and prints itself.
+/// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
+const COUNTER_BYTES: usize = 256;
+
+/// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread
+/// and on any stream of the device. It holds no device memory, and prints itself.
 #[derive(Clone, Debug)]
 pub struct BackwardPlan {
     problem: BackwardProblem,
+    target: Target<BackwardChoice>,
+}
+
+/// A backward kernel for a problem and the schedule of its tiles.
+///
+/// A tile is `tile_n` keys of one key head; a CUDA block takes tile after tile, and walks the blocks of `tile_m` queries
+/// that see it, of every query head of the group. Each tile adds to the sums of dQ of these blocks, in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardChoice {
+    /// The kernel.
+    pub kernel: KernelInfo,
+    /// The key at which query 0 stands.
+    pub diagonal_offset: i32,
+    /// Keys kept before a query's own; 2^30 for all.
+    pub window_left: i32,
+    /// Keys kept after a query's own; 2^30 for all.
+    pub window_right: i32,
+    /// Tiles in all.
+    pub tiles: i32,
+    /// CUDA blocks that walk them.
+    pub grid: i32,
+    /// Key heads whose tiles are walked together.
+    pub heads_per_group: i32,
+    /// Whether CUDA blocks draw tiles from a counter in the workspace.
+    pub tile_counter: bool,
+    /// Whether tiles take turns at the sums of dQ, which makes them the same on every run.
+    pub turns: bool,
+    /// Blocks of queries in all.
+    pub blocks: usize,
+}
+
+/// Where the parts of a workspace are, in bytes from its start, and where it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Parts {
+    pub statistics: usize,
+    pub sums: usize,
+    pub turns: usize,
+    pub end: usize,
+}
+
+impl BackwardChoice {
+    /// What the kernel needs of a workspace, in bytes: for every query `4 * (2 + head_dim_qk of the kernel)`, with lengths
+    /// rounded up to whole blocks, and a little more.
+    pub fn workspace_bytes(&self) -> usize {
+        self.parts().end
+    }
+
+    pub(crate) fn parts(&self) -> Parts {
+        let Self { kernel, blocks, turns, .. } = self;
+        let queries = blocks * kernel.tile_m;
+        let statistics = COUNTER_BYTES;
+        let sums = statistics + queries * 2 * size_of::<f32>();
+        let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
+        Parts {
+            statistics,
+            sums,
+            turns: after,
+            end: after + if *turns { blocks * size_of::<i32>() } else { 0 },
+        }
+    }
+}
+
+impl fmt::Display for BackwardChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, tiles, grid, heads_per_group, blocks, .. } = self;
+        write!(
+            f,
+            "{kernel}, grid {grid} for {tiles} tiles, {blocks} blocks of queries, heads a group {heads_per_group}, "
+        )?;
+        write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
+        write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
+        write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
+    }
+}
+
+/// Picks the kernel with the smallest head dims that fit, then the one with the largest block of queries.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported) naming what no row has, and the nearest that one has.
+pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<BackwardChoice> {
+    let dims = problem.dims();
+    let kernel = *fitting(problem.forward(), gpu, rows)?
+        .into_iter()
+        .min_by_key(|row| (row.head_dim_qk + row.head_dim_vo, Reverse(row.tile_m), row.row))
+        .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
+    let heads_kv = dims.batch * dims.heads_kv; // below 2^31: the problem was checked
+    let count = |what: &str, per_head: usize, heads: usize| {
+        per_head.checked_mul(heads).and_then(|all| i32::try_from(all).ok()).ok_or_else(|| {
+            unsupported(format!("{per_head} {what} for each of {heads} heads"), "below 2^31 in all".into())
+        })
+    };
+    let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
+    let heads_q = dims.batch * dims.heads_q;
+    let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
+    let grid = tiles.min(small(gpu.multiprocessors.max(1)));
+    let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
+    let full = kernel.mask == MaskClass::Full;
+    Ok(BackwardChoice {
+        kernel,
+        diagonal_offset,
+        window_left,
+        window_right,
+        tiles,
+        grid,
+        heads_per_group: if full { 1 } else { small(HEADS_PER_GROUP.min(heads_kv.max(1))) },
+        // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
+        tile_counter: problem.is_deterministic() || (!full && tiles > grid),
+        turns: problem.is_deterministic(),
+        blocks: usize::try_from(blocks).unwrap_or(0),
+    })
 }
 
 impl BackwardProblem {
-    /// Picks how the device computes this problem.
+    /// Picks how the device computes this problem, and loads the kernel, so that a later run loads nothing.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on a GPU, which has no kernel for it yet; the CPU computes every problem.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
+    /// has; the CPU computes every problem. [`Error::Driver`](crate::Error::Driver) and
+    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
         match device {
-            Device::Cpu => Ok(BackwardPlan { problem: self.clone() }),
+            Device::Cpu => Ok(BackwardPlan { problem: self.clone(), target: Target::Cpu }),
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => self.plan_for(&device.info().facts),
+            Device::Cuda(device) => self.plan_among(device, backward_kernels()),
         }
     }
 
-    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts.
+    /// The plan with one row of [`backward_kernels()`] in place of the one that [`plan`](Self::plan) picks: for tests and
+    /// benches, which want every row to work.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] as for [`plan`](Self::plan).
+    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem.
+    #[cfg(feature = "cuda")]
+    pub fn plan_with_row(&self, device: &crate::CudaDevice, row: &KernelInfo) -> Result<BackwardPlan> {
+        self.plan_among(device, std::slice::from_ref(row))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn plan_among(&self, device: &crate::CudaDevice, rows: &[KernelInfo]) -> Result<BackwardPlan> {
+        let choice = select_backward(self, &device.info().facts, rows)?;
+        super::load(device, &choice.kernel)?;
+        let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
+        Ok(BackwardPlan { problem: self.clone(), target })
+    }
+
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
+    /// GPU; running it is refused, since it was loaded nowhere.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<BackwardPlan> {
-        let wanted = format!("the backward pass on a GPU of {}", facts.arch);
-        Err(Error::Unsupported { wanted, nearest: "Device::cpu()".into() })
+        let gpu = Gpu {
+            choice: select_backward(self, facts, backward_kernels())?,
+            #[cfg(feature = "cuda")]
+            device: None,
+        };
+        Ok(BackwardPlan { problem: self.clone(), target: Target::Gpu(gpu) })
     }
 }
 
@@ -41,29 +181,126 @@ impl BackwardPlan {
         &self.problem
     }
 
-    /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact.
-    pub fn workspace_bytes(&self) -> usize {
-        0
+    /// The kernel and its schedule; `None` on the CPU.
+    pub fn choice(&self) -> Option<&BackwardChoice> {
+        match &self.target {
+            Target::Cpu => None,
+            Target::Gpu(gpu) => Some(&gpu.choice),
+        }
     }
 
-    pub(crate) fn target(&self) -> &Target {
-        &Target::Cpu
+    /// What a [`Workspace`](crate::Workspace) must hold, in bytes: exact. 0 on the CPU; on a GPU see
+    /// [`BackwardChoice::workspace_bytes`].
+    pub fn workspace_bytes(&self) -> usize {
+        self.choice().map_or(0, BackwardChoice::workspace_bytes)
+    }
+
+    pub(crate) fn target(&self) -> &Target<BackwardChoice> {
+        &self.target
     }
 }
 
 impl fmt::Display for BackwardPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cpu, tiled recomputation in two passes, workspace {} bytes", self.workspace_bytes())
+        match &self.target {
+            Target::Cpu => f.write_str("cpu, tiled recomputation in two passes")?,
+            Target::Gpu(gpu) => write!(f, "{}", gpu.choice)?,
+        }
+        write!(f, ", workspace {} bytes", self.workspace_bytes())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, Dims, ForwardProblem, Mask};
+    use crate::{Arch, DType, Dims, ForwardProblem, Mask, Pass};
 
+    const H100: DeviceFacts = DeviceFacts::h100_sxm();
     const DIMS: Dims =
-        Dims { batch: 1, seqlen_q: 64, seqlen_kv: 64, heads_q: 2, heads_kv: 1, head_dim_qk: 64, head_dim_vo: 64 };
+        Dims { batch: 2, seqlen_q: 1000, seqlen_kv: 3000, heads_q: 16, heads_kv: 4, head_dim_qk: 64, head_dim_vo: 64 };
+
+    /// A made-up table.
+    fn rows() -> Vec<KernelInfo> {
+        let mut rows = Vec::new();
+        for mask in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+            for (head_dim, tile_m) in [(64, 128), (128, 64)] {
+                rows.push(KernelInfo {
+                    row: rows.len() as u32,
+                    pass: Pass::Backward,
+                    arch: Arch::Sm90,
+                    dtype: DType::BF16,
+                    mask,
+                    head_dim_qk: head_dim,
+                    head_dim_vo: head_dim,
+                    tile_m,
+                    tile_n: 128,
+                    stages: 2,
+                    threads: 384,
+                    smem_bytes: 200 << 10,
+                });
+            }
+        }
+        rows
+    }
+
+    fn problem(dims: Dims, mask: Mask) -> BackwardProblem {
+        BackwardProblem::of(&ForwardProblem::new(DType::BF16, dims).unwrap().mask(mask))
+    }
+
+    fn chosen(problem: &BackwardProblem) -> BackwardChoice {
+        select_backward(problem, &H100, &rows()).unwrap()
+    }
+
+    #[test]
+    fn golden_plans() {
+        assert_eq!(
+            chosen(&problem(DIMS, Mask::Full)).to_string(),
+            "sm90 bwd bf16 full head_dim 64/64 tile 128x128 stages 2, grid 132 for 192 tiles, 256 blocks of queries, \
+             heads a group 1, fixed order"
+        );
+        let wide = Dims { head_dim_vo: 72, ..DIMS };
+        assert_eq!(
+            chosen(&problem(wide, Mask::causal()).deterministic(true)).to_string(),
+            "sm90 bwd bf16 causal head_dim 128/128 tile 64x128 stages 2, grid 132 for 192 tiles, 512 blocks of queries, \
+             heads a group 8, drawn order, dQ in turns, keys to +2000+0"
+        );
+        assert_eq!(
+            chosen(&problem(Dims { batch: 1, ..DIMS }, Mask::window(Some(5), None))).to_string(),
+            "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 96 for 96 tiles, 128 blocks of queries, \
+             heads a group 4, fixed order, keys from +2000-5"
+        );
+    }
+
+    #[test]
+    fn the_workspace_has_its_parts_one_after_the_other() {
+        let choice = chosen(&problem(DIMS, Mask::Full));
+        // 1000 queries are 8 blocks of 128, of 32 heads.
+        let queries = 8 * 128 * 32;
+        let sums = 256 + queries * 8;
+        let end = sums + queries * 64 * 4;
+        assert_eq!(choice.parts(), Parts { statistics: 256, sums, turns: end, end });
+        assert_eq!(choice.workspace_bytes(), end);
+        let in_turns = chosen(&problem(DIMS, Mask::Full).deterministic(true));
+        assert_eq!(in_turns.parts(), Parts { end: end + 8 * 32 * 4, ..choice.parts() });
+        assert!(in_turns.tile_counter && !choice.tile_counter);
+        // Copies and additions of 16 bytes.
+        for choice in [choice, in_turns, chosen(&problem(Dims { seqlen_q: 1, ..DIMS }, Mask::causal()))] {
+            let Parts { statistics, sums, turns, .. } = choice.parts();
+            assert!([statistics, sums, turns].iter().all(|at| at.is_multiple_of(16)), "{choice}");
+        }
+    }
+
+    #[test]
+    fn what_no_row_has_is_named_with_the_nearest() {
+        let refused = |problem: BackwardProblem| select_backward(&problem, &H100, &rows()).unwrap_err().to_string();
+        let wide = problem(Dims { head_dim_qk: 136, ..DIMS }, Mask::Full);
+        assert!(refused(wide).ends_with("nearest: up to 64 with 64, up to 128 with 128"));
+        let many = Dims { batch: 1 << 20, seqlen_q: 1 << 28, ..DIMS };
+        let text = refused(problem(many, Mask::Full));
+        assert!(text.contains("blocks of queries for each of 16777216 heads") && text.contains("2^31"), "{text}");
+        let half = BackwardProblem::of(&ForwardProblem::new(DType::F16, DIMS).unwrap());
+        assert_eq!(refused(half), "unsupported: f16 operands on a GPU; nearest: bf16");
+    }
 
     #[test]
     fn the_cpu_takes_every_problem() {
@@ -72,14 +309,15 @@ mod tests {
             let problem = BackwardProblem::of(&forward).d_lse(true).deterministic(true);
             let plan = problem.plan(&Device::cpu()).unwrap();
             assert_eq!(plan.to_string(), "cpu, tiled recomputation in two passes, workspace 0 bytes");
-            assert_eq!((plan.problem(), plan.workspace_bytes()), (&problem, 0));
+            assert_eq!((plan.problem(), plan.workspace_bytes(), plan.choice()), (&problem, 0, None));
         }
     }
 
     #[test]
-    fn a_gpu_is_refused_by_name() {
-        let problem = BackwardProblem::of(&ForwardProblem::new(DType::BF16, DIMS).unwrap());
-        let error = problem.plan_for(&DeviceFacts::h100_sxm()).unwrap_err();
-        assert_eq!(error.to_string(), "unsupported: the backward pass on a GPU of sm_90; nearest: Device::cpu()");
+    fn a_described_gpu_is_planned_for_with_the_kernels_of_the_build() {
+        match problem(DIMS, Mask::Full).plan_for(&H100) {
+            Ok(plan) => assert!(backward_kernels().contains(&plan.choice().unwrap().kernel)),
+            Err(error) => assert!(backward_kernels().is_empty(), "{error}"),
+        }
     }
 }

@@ -10,7 +10,7 @@ use std::fmt;
 use crate::cuda::CudaDevice;
 use crate::{Device, DeviceFacts, ForwardProblem, Result, kernels};
 
-pub use backward::BackwardPlan;
+pub use backward::{BackwardChoice, BackwardPlan, select_backward};
 pub use select::{Choice, candidates, mask_class, select};
 pub use tuning::Tuning;
 
@@ -22,24 +22,25 @@ pub struct ForwardPlan {
     target: Target,
 }
 
+/// Where a plan is, with the choice that was made for a GPU.
 #[derive(Clone, Debug)]
-pub(crate) enum Target {
+pub(crate) enum Target<C = Choice> {
     Cpu,
-    Gpu(Gpu),
+    Gpu(Gpu<C>),
 }
 
 /// A kernel, and the GPU it was loaded on.
 #[derive(Clone, Debug)]
-pub(crate) struct Gpu {
-    choice: Choice,
+pub(crate) struct Gpu<C = Choice> {
+    choice: C,
     /// `None` for a plan that was made from a GPU's facts alone.
     #[cfg(feature = "cuda")]
     pub device: Option<CudaDevice>,
 }
 
-impl Gpu {
+impl<C> Gpu<C> {
     #[cfg(feature = "cuda")]
-    pub fn choice(&self) -> &Choice {
+    pub fn choice(&self) -> &C {
         &self.choice
     }
 
@@ -91,9 +92,7 @@ impl ForwardProblem {
     #[cfg(feature = "cuda")]
     fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo], tuning: &Tuning) -> Result<ForwardPlan> {
         let choice = tuning.select(self, &device.info().name, &device.info().facts, rows)?;
-        let _current = device.make_current()?;
-        device.look_up_driver()?;
-        crate::sys::prepare(&choice.kernel)?;
+        load(device, &choice.kernel)?;
         let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
         Ok(ForwardPlan { problem: self.clone(), target })
     }
@@ -112,6 +111,14 @@ impl ForwardProblem {
         };
         Ok(ForwardPlan { problem: self.clone(), target: Target::Gpu(gpu) })
     }
+}
+
+/// Loads a kernel on a GPU, and all that a run will ask the driver for.
+#[cfg(feature = "cuda")]
+fn load(device: &CudaDevice, kernel: &crate::KernelInfo) -> Result<()> {
+    let _current = device.make_current()?;
+    device.look_up_driver()?;
+    crate::sys::prepare(kernel)
 }
 
 impl ForwardPlan {
@@ -138,7 +145,7 @@ impl ForwardPlan {
     }
 }
 
-impl fmt::Display for Target {
+impl<C> fmt::Display for Target<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("cpu"),

@@ -11,7 +11,7 @@ pub(crate) const UNBOUNDED: i32 = 1 << 30;
 const TMA_BYTES: usize = 16;
 /// Heads a group where tiles have unequal work: longest first over many heads balances better than the second-level
 /// cache saves with few (benches/LOG.md, 2).
-const HEADS_PER_GROUP: usize = 16;
+pub(super) const HEADS_PER_GROUP: usize = 16;
 /// The counter that blocks draw tiles from, in bytes.
 const TILE_COUNTER_BYTES: usize = size_of::<i32>();
 
@@ -63,8 +63,7 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// # Errors
 /// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
-    let fitting = fitting(problem, gpu, rows)?;
-    let kernel = fitting
+    let kernel = fitting(problem, gpu, rows)?
         .into_iter()
         .min_by_key(|row| rank(problem, row))
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
@@ -94,7 +93,11 @@ fn time_weight(row: &KernelInfo) -> usize {
 }
 
 /// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.
-fn fitting<'a>(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &'a [KernelInfo]) -> Result<Vec<&'a KernelInfo>> {
+pub(super) fn fitting<'a>(
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    rows: &'a [KernelInfo],
+) -> Result<Vec<&'a KernelInfo>> {
     let dims = problem.dims();
     let (dtype, class) = (problem.dtype(), mask_class(problem));
     if rows.is_empty() {
@@ -183,13 +186,12 @@ fn nearest_step(got: usize, step: usize) -> usize {
     if below > 0 && got - below < step.div_ceil(2) { below } else { below.saturating_add(step) }
 }
 
-fn unsupported(wanted: String, nearest: String) -> Error {
+pub(super) fn unsupported(wanted: String, nearest: String) -> Error {
     Error::Unsupported { wanted, nearest }
 }
 
 fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<Choice> {
     let dims = problem.dims();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
     let heads = dims.batch * dims.heads_q; // below 2^31: the problem was checked
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
     let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(|| {
@@ -201,14 +203,13 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         MaskClass::Full => 1,
         MaskClass::Causal | MaskClass::Window => HEADS_PER_GROUP.min(heads.max(1)),
     };
-    let small = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
-    let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
+    let [diagonal_offset, window_left, window_right] = bounds(problem);
     let grid = tiles.min(small(multiprocessors));
     Ok(Choice {
         kernel,
-        diagonal_offset: i32::try_from(band.offset).unwrap_or(0), // |offset| < 2^30: the problem was checked
-        window_left: bound(band.left),
-        window_right: bound(band.right),
+        diagonal_offset,
+        window_left,
+        window_right,
         m_tiles: small(m_tiles),
         tiles,
         grid,
@@ -218,6 +219,29 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         tuned: false,
     })
+}
+
+/// The mask as kernels read it: the key at which query 0 stands, and the keys kept before and after a query's own.
+pub(super) fn bounds(problem: &ForwardProblem) -> [i32; 3] {
+    let dims = problem.dims();
+    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
+    // |offset| < 2^30: the problem was checked
+    [i32::try_from(band.offset).unwrap_or(0), bound(band.left), bound(band.right)]
+}
+
+pub(super) fn small(count: usize) -> i32 {
+    i32::try_from(count).unwrap_or(i32::MAX)
+}
+
+/// The keys that a mask keeps, in a plan's words.
+pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, [offset, left, right]: [i32; 3]) -> fmt::Result {
+    match mask {
+        MaskClass::Full => Ok(()),
+        MaskClass::Causal => write!(f, ", keys to {offset:+}{right:+}"),
+        MaskClass::Window if right == UNBOUNDED => write!(f, ", keys from {offset:+}{:+}", -left),
+        MaskClass::Window => write!(f, ", keys from {offset:+}{:+} to {offset:+}{right:+}", -left),
+    }
 }
 
 impl Choice {
@@ -238,17 +262,7 @@ impl fmt::Display for Choice {
         let tuned = if self.tuned { ", tuned" } else { "" };
         write!(f, "{kernel}{tuned}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
         write!(f, "heads a group {heads_per_group}, {} order", if self.tile_counter { "drawn" } else { "fixed" })?;
-        match kernel.mask {
-            MaskClass::Full => Ok(()),
-            MaskClass::Causal => write!(f, ", keys to {:+}{:+}", self.diagonal_offset, self.window_right),
-            MaskClass::Window if self.window_right == UNBOUNDED => {
-                write!(f, ", keys from {:+}{:+}", self.diagonal_offset, -self.window_left)
-            }
-            MaskClass::Window => {
-                let (offset, left, right) = (self.diagonal_offset, -self.window_left, self.window_right);
-                write!(f, ", keys from {offset:+}{left:+} to {offset:+}{right:+}")
-            }
-        }
+        write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
     }
 }
 

@@ -7,6 +7,7 @@ const H100: DeviceFacts = DeviceFacts::h100_sxm();
 fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo {
     KernelInfo {
         row,
+        pass: crate::Pass::Forward,
         arch: Arch::Sm90,
         dtype: DType::BF16,
         mask,

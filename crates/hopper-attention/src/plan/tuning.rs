@@ -118,6 +118,7 @@ mod tests {
     fn rows() -> [KernelInfo; 3] {
         [(192, MaskClass::Causal), (128, MaskClass::Causal), (128, MaskClass::Full)].map(|(tile_m, mask)| KernelInfo {
             row: 0,
+            pass: crate::Pass::Forward,
             arch: Arch::Sm90,
             dtype: DType::BF16,
             mask,

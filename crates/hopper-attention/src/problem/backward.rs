@@ -84,6 +84,12 @@ impl BackwardProblem {
         self.forward.softmax_scale_value()
     }
 
+    /// Whether there is no gradient to compute. (A problem with keys and no queries has some: zeros.)
+    pub fn is_empty(&self) -> bool {
+        let dims = self.dims();
+        dims.batch == 0 || (dims.seqlen_q == 0 && dims.seqlen_kv == 0)
+    }
+
     /// `[batch, seqlen_q, heads_q, head_dim_vo]`, as O.
     pub fn d_o_shape(&self) -> [usize; 4] {
         self.forward.o_shape()
@@ -145,6 +151,9 @@ mod tests {
         assert_eq!((backward.d_q_shape(), backward.d_k_shape()), ([2, 5, 6, 16], [2, 7, 2, 16]));
         assert_eq!((backward.d_v_shape(), backward.d_o_shape()), ([2, 7, 2, 8], [2, 5, 6, 8]));
         assert_eq!(backward.d_lse_shape(), [2, 6, 5]);
+        let of = |dims| BackwardProblem::of(&ForwardProblem::new(DType::BF16, dims).unwrap()).is_empty();
+        assert!(!of(DIMS) && !of(Dims { seqlen_q: 0, ..DIMS }) && !of(Dims { seqlen_kv: 0, ..DIMS }));
+        assert!(of(Dims { batch: 0, ..DIMS }) && of(Dims { seqlen_q: 0, seqlen_kv: 0, ..DIMS }));
     }
 
     #[test]

@@ -2,8 +2,10 @@
 
 use std::ffi::c_void;
 
+use super::gpu::{self, KernelTensor, RowValues};
 use super::{RawTensor, RawWorkspace, check_place, check_row_values, check_written, cpu};
 use crate::backward::Layouts;
+use crate::plan::{BackwardChoice, Gpu, Target};
 use crate::{BackwardPlan, Result, checks};
 
 /// What a backward pass reads and writes, by address.
@@ -34,13 +36,17 @@ pub struct RawBackward {
 }
 
 impl BackwardPlan {
-    /// [`run`](Self::run) by address. On the CPU it is done on return, and neither the stream nor the workspace is looked
-    /// at.
+    /// [`run`](Self::run) by address. On a GPU it enqueues the backward pass on the stream and returns, without
+    /// allocating, waiting or loading anything, and leaves the thread's current CUDA context as it was. On the CPU it is
+    /// done on return, and neither the stream nor the workspace is looked at.
     ///
     /// # Errors
-    /// As [`run`](Self::run); beyond that [`Error::Layout`](crate::Error::Layout) for an address that is not a multiple of the element's size,
-    /// for an output that uses an element twice, and on the CPU for an output whose range of addresses meets another
-    /// tensor's; [`Error::Device`](crate::Error::Device) for a tensor that is not in the plan's place.
+    /// As [`run`](Self::run); beyond that [`Error::Layout`](crate::Error::Layout) for an address that is not a multiple
+    /// of the element's size (of 16 bytes on a GPU, those of f32 tensors of 4), for an output that uses an element twice,
+    /// and on the CPU for an output whose range of addresses meets another tensor's;
+    /// [`Error::Device`](crate::Error::Device) for a tensor that is not in the plan's place, and for a stream of another
+    /// context than the primary one of the plan's GPU; [`Error::Workspace`](crate::Error::Workspace) for one that is too
+    /// small or at address 0.
     ///
     /// # Safety
     /// - Each tensor's memory is where it says, and valid from now until the work is done, for every element that its
@@ -51,10 +57,70 @@ impl BackwardPlan {
     /// - `stream` is a live `CUstream` (or `cudaStream_t`), or null for the default stream.
     pub unsafe fn run_raw(&self, args: &RawBackward, stream: *mut c_void) -> Result<()> {
         check(self, args)?;
-        // No plan is a GPU's yet, so there is no stream to launch on.
-        let _ = stream;
-        // SAFETY: the caller's promise; `check` compared types, shapes and places with the problem.
-        unsafe { cpu::backward(self, args) }
+        match self.target() {
+            // SAFETY: the caller's promise; `check` compared types, shapes and places with the problem.
+            Target::Cpu => unsafe { cpu::backward(self, args) },
+            // SAFETY: as above.
+            Target::Gpu(gpu) => unsafe { on_gpu(self, gpu, args, stream) },
+        }
+    }
+}
+
+/// What a backward kernel reads and writes: aligned, and with regular strides in dimensions that have no second element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BackwardKernelArgs {
+    pub q: KernelTensor,
+    pub k: KernelTensor,
+    pub v: KernelTensor,
+    pub o: KernelTensor,
+    pub lse: RowValues,
+    pub d_o: KernelTensor,
+    pub d_lse: Option<RowValues>,
+    pub d_q: KernelTensor,
+    pub d_k: KernelTensor,
+    pub d_v: KernelTensor,
+    pub workspace: u64,
+}
+
+/// Enqueues the plan's kernels.
+///
+/// # Safety
+/// As [`BackwardPlan::run_raw`], whose checks of types, shapes and places were made.
+unsafe fn on_gpu(
+    plan: &BackwardPlan,
+    gpu: &Gpu<BackwardChoice>,
+    args: &RawBackward,
+    stream: *mut c_void,
+) -> Result<()> {
+    let args = BackwardKernelArgs {
+        q: gpu::tensor("q", &args.q)?,
+        k: gpu::tensor("k", &args.k)?,
+        v: gpu::tensor("v", &args.v)?,
+        o: gpu::tensor("o", &args.o)?,
+        lse: gpu::row_values("lse", &args.lse)?,
+        d_o: gpu::tensor("d_o", &args.d_o)?,
+        d_lse: args.d_lse.as_ref().map(|d_lse| gpu::row_values("d_lse", d_lse)).transpose()?,
+        d_q: gpu::tensor("d_q", &args.d_q)?,
+        d_k: gpu::tensor("d_k", &args.d_k)?,
+        d_v: gpu::tensor("d_v", &args.d_v)?,
+        workspace: gpu::workspace(args.workspace, plan.workspace_bytes())?,
+    };
+    #[cfg(feature = "cuda")]
+    {
+        let device = gpu.device.as_ref().ok_or_else(|| gpu::not_on_a_gpu(plan.target()))?;
+        if plan.problem().is_empty() {
+            return Ok(());
+        }
+        // The CUDA runtime inside the kernels' launchers launches into the thread's current context.
+        let _current = device.make_current()?;
+        device.check_stream(stream)?;
+        // SAFETY: the caller's promise, and the lines above for the alignment; the plan for everything else.
+        unsafe { crate::sys::launch_backward(plan.problem(), gpu.choice(), &args, stream) }
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (gpu, args, stream);
+        Err(gpu::not_on_a_gpu(plan.target()))
     }
 }
 

@@ -18,8 +18,7 @@ pub(crate) struct KernelArgs {
     pub k: KernelTensor,
     pub v: KernelTensor,
     pub o: KernelTensor,
-    /// Address, and strides of batch and heads in elements.
-    pub lse: Option<(u64, i64, i64)>,
+    pub lse: Option<RowValues>,
     pub workspace: u64,
 }
 
@@ -31,6 +30,9 @@ pub(crate) struct KernelTensor {
     pub stride_seqlen: i64,
     pub stride_head: i64,
 }
+
+/// A value for each query of each head: address, and strides of batch and heads in elements.
+pub(crate) type RowValues = (u64, i64, i64);
 
 /// Enqueues the plan's kernel.
 ///
@@ -57,7 +59,7 @@ pub(super) unsafe fn run(plan: &ForwardPlan, gpu: &Gpu, args: &RawForward, strea
     }
 }
 
-pub(crate) fn not_on_a_gpu(target: &Target) -> Error {
+pub(crate) fn not_on_a_gpu<C>(target: &Target<C>) -> Error {
     Error::Device { what: "plan", got: target.to_string(), allowed: "a plan that was made on a GPU".into() }
 }
 
@@ -67,12 +69,12 @@ fn kernel_args(args: &RawForward, workspace_bytes: usize) -> Result<KernelArgs> 
         k: tensor("k", &args.k)?,
         v: tensor("v", &args.v)?,
         o: tensor("o", &args.o)?,
-        lse: args.lse.as_ref().map(lse).transpose()?,
+        lse: args.lse.as_ref().map(|lse| row_values("lse", lse)).transpose()?,
         workspace: workspace(args.workspace, workspace_bytes)?,
     })
 }
 
-fn workspace(workspace: RawWorkspace, need: usize) -> Result<u64> {
+pub(super) fn workspace(workspace: RawWorkspace, need: usize) -> Result<u64> {
     let RawWorkspace { address, bytes } = workspace;
     if bytes < need || (need > 0 && address == 0) {
         return Err(Error::Workspace { need, have: if address == 0 { 0 } else { bytes } });
@@ -87,7 +89,7 @@ fn workspace(workspace: RawWorkspace, need: usize) -> Result<u64> {
     Ok(address)
 }
 
-fn tensor(name: &'static str, raw: &RawTensor<4>) -> Result<KernelTensor> {
+pub(super) fn tensor(name: &'static str, raw: &RawTensor<4>) -> Result<KernelTensor> {
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
     // Where there is no second element any stride is right; this one is always a legal one.
     let regular = i64::try_from(shape[3]).unwrap_or(i64::MAX);
@@ -125,10 +127,10 @@ fn stride(tensor: &'static str, axis: &str, stride: i64, raw: &RawTensor<4>) -> 
     }
 }
 
-fn lse(raw: &RawTensor<3>) -> Result<(u64, i64, i64)> {
+pub(super) fn row_values(tensor: &'static str, raw: &RawTensor<3>) -> Result<RowValues> {
     if !raw.layout.is_empty() && (raw.address == 0 || !raw.address.is_multiple_of(size_of::<f32>() as u64)) {
         return Err(Error::Layout {
-            tensor: "lse",
+            tensor,
             got: format!("address {:#x}", raw.address),
             allowed: "multiples of 4 bytes, not 0".into(),
         });
@@ -220,8 +222,8 @@ mod tests {
     fn the_lse_is_aligned() {
         let layout = Layout::contiguous([2, 4, 3]).unwrap();
         let raw = RawTensor { address: 0x104, dtype: DType::F32, place: Place::Cuda(0), layout };
-        assert_eq!(lse(&raw), Ok((0x104, 12, 3)));
-        let text = lse(&RawTensor { address: 0x102, ..raw }).unwrap_err().to_string();
+        assert_eq!(row_values("lse", &raw), Ok((0x104, 12, 3)));
+        let text = row_values("lse", &RawTensor { address: 0x102, ..raw }).unwrap_err().to_string();
         assert_eq!(text, "lse: address 0x102; allowed: multiples of 4 bytes, not 0");
     }
 

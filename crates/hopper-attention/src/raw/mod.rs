@@ -44,7 +44,9 @@ use crate::{DType, Error, ForwardPlan, Layout, Result, checks};
 pub use backward::RawBackward;
 
 #[cfg(feature = "cuda")]
-pub(crate) use gpu::{KernelArgs, KernelTensor, not_on_a_gpu};
+pub(crate) use backward::BackwardKernelArgs;
+#[cfg(feature = "cuda")]
+pub(crate) use gpu::{KernelArgs, KernelTensor, RowValues, not_on_a_gpu};
 
 /// Where an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -142,7 +144,7 @@ fn check(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
 }
 
 /// A log-sum-exp, or its gradient: f32 where the plan is.
-fn check_row_values(target: &Target, what: &'static str, tensor: RawTensor<3>) -> Result<()> {
+fn check_row_values<C>(target: &Target<C>, what: &'static str, tensor: RawTensor<3>) -> Result<()> {
     checks::dtype(what, tensor.dtype, DType::F32, "as every log-sum-exp")?;
     check_place(target, what, tensor.place)
 }
@@ -155,7 +157,7 @@ fn check_written<const R: usize>(tensor: &'static str, layout: Layout<R>) -> Res
     })
 }
 
-fn check_place(target: &Target, what: &'static str, place: Place) -> Result<()> {
+fn check_place<C>(target: &Target<C>, what: &'static str, place: Place) -> Result<()> {
     let same = match target {
         Target::Cpu => place == Place::Cpu,
         Target::Gpu(gpu) => gpu.ordinal().is_none_or(|ordinal| place == Place::Cuda(ordinal)),

@@ -14,14 +14,6 @@ struct Epilogue {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
 
-  // Stores four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
-  CUTE_DEVICE static void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
-                                         std::uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-  }
-
   // Without a branch, so that the two rows' long chains of dependent instructions run side by side.
   CUTE_DEVICE static void store_if(bool condition, float* address, float value) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32 [%0], %1;}" ::"l"(address), "f"(value),
@@ -35,7 +27,7 @@ struct Epilogue {
     Tile const tile = storage.tile[buffer];
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    int const first_query = tile.m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
+    int const first_query = tile.block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const sum = sums[r];
@@ -55,26 +47,8 @@ struct Epilogue {
                                        float const (&inverse)[2]) {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    int const row = consumer * 64 + (thread / 32 % 4) * 16;
-
-    // Rows are 128 bytes, swizzled: the 16-byte chunk index is xor-ed with the row's low three bits.
-    Element* const staging = storage.q[buffer];
-    int const matrix_row = row + lane % 16;
-    int const matrix_chunk = lane / 16;
-    std::uint32_t const address = cute::cast_smem_ptr_to_uint(staging) + matrix_row * 128;
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
-      std::uint32_t packed[4];
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        int const at = 8 * i + 2 * j;
-        packed[j] = pack_pair<Element>(output(at) * inverse[j % 2], output(at + 1) * inverse[j % 2]);
-      }
-      int const slab = i / 4;
-      int const chunk = (i % 4) * 2 + matrix_chunk;
-      store_matrices(address + slab * (Traits::kTileM * 128) + ((chunk ^ (matrix_row % 8)) * 16), packed[0], packed[1],
-                     packed[2], packed[3]);
-    }
+    store_accumulator<Traits::kTileM, Traits::kHeadDimVO>(storage.q[buffer], consumer * 64 + (thread / 32 % 4) * 16,
+                                                          lane, output, inverse);
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) {

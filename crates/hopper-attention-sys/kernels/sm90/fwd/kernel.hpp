@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  TileScheduler<Traits::kMask> const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM, params.heads_q,
-                                               params.batch, params.heads_per_group, params.tile_counter};
+  FwdScheduler<Traits> const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM, params.heads_q,
+                                       params.batch, params.heads_per_group, params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

@@ -8,10 +8,6 @@
 
 namespace hattn::sm90 {
 
-inline Status to_status(cudaError_t error) noexcept {
-  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, static_cast<std::int32_t>(error)};
-}
-
 template <class Traits>
 Status prepare() noexcept {
   if (tensor_map_encoder() == nullptr) {
@@ -22,7 +18,7 @@ Status prepare() noexcept {
   if (error != cudaSuccess) {
     return to_status(error);
   }
-  return prepare_fill_empty();
+  return prepare_fill();
 }
 
 template <class Traits>

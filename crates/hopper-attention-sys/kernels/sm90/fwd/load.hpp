@@ -2,32 +2,17 @@
 // leaves from the buffer that the next but one Q tile arrives in. One lane of each works; the others leave at once.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "common/mask.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/fwd/traits.hpp"
+#include "sm90/tma.hpp"
 
 namespace hattn::sm90 {
-
-// Every byte of Q is read once: it should not push K and V, which other tiles read again, out of L2.
-constexpr std::uint64_t kEvictFirst = 0x12F0000000000000ULL;
-constexpr std::uint64_t kEvictLast = 0x14F0000000000000ULL;
-
-// Copies rows [row, row + kRows) of one head into a tile of 64-column slabs; what lies beyond the tensor reads as zero.
-template <int kRows, int kHeadDim, class Element>
-CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
-                           int batch) {
-  CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += 64) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
-  }
-}
 
 template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
-  using Scheduler = TileScheduler<Traits::kMask>;
+  using Scheduler = FwdScheduler<Traits>;
 
   // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
   // consumers take them.
@@ -57,7 +42,7 @@ struct Load {
       if (!tile.valid()) {
         break;
       }
-      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.m_block);
+      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / params.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n) {
@@ -89,7 +74,7 @@ struct Load {
       if (tile.valid()) {
         storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
         load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-                                                      tile.m_block * Traits::kTileM, tile.head, tile.batch);
+                                                      tile.block * Traits::kTileM, tile.head, tile.batch);
       }
       storage.tile[buffer] = tile;
       storage.tile_full[buffer].arrive();
@@ -110,11 +95,8 @@ struct Load {
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         storage.o_full[q.stage][consumer].wait(q.parity);
-        CUTE_UNROLL
-        for (int column = 0; column < Traits::kHeadDimVO; column += 64) {
-          cute::SM90_TMA_STORE_4D::copy(&map_o, storage.q[q.stage] + column * Traits::kTileM + consumer * 64 * 64,
-                                        column, tile.m_block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
-        }
+        store_rows<Traits::kTileM, Traits::kHeadDimVO>(
+            map_o, storage.q[q.stage], consumer, tile.block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
         cute::tma_store_arrive();
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.

@@ -6,29 +6,14 @@
 // The warpgroups take turns at issuing (ping-pong), so that one exponentiates while the other multiplies.
 #pragma once
 
-#include <cute/algorithm/gemm.hpp>
-
 #include "common/mask.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/traits.hpp"
+#include "sm90/product.hpp"
 
 namespace hattn::sm90 {
-
-// Issues one product and commits it; the result may be read after a `warpgroup_wait`.
-template <bool kAccumulate, class Mma, class A, class B, class C>
-CUTE_DEVICE void issue_product(Mma& mma, A const& a, B const& b, C& c) {
-  cute::warpgroup_fence_operand(c);
-  cute::warpgroup_arrive();
-  mma.accumulate_ = kAccumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
-  CUTE_UNROLL
-  for (int k = 0; k < cute::size<2>(a); ++k) {
-    cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), c);
-    mma.accumulate_ = cute::SM90::GMMA::ScaleOut::One;
-  }
-  cute::warpgroup_commit_batch();
-}
 
 template <class Traits>
 struct Mma {
@@ -91,7 +76,7 @@ struct Mma {
     auto await_tile = [&](int buffer, int parity) {
       storage.tile_full[buffer].wait(parity);
       Tile const& tile = storage.tile[buffer];
-      return __shfl_sync(0xffffffffU, tile.valid() ? tile.m_block : -1, 0);
+      return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
     auto release_k = [&]() {

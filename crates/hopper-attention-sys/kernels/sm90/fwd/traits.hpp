@@ -1,8 +1,6 @@
 // Everything that a row of fwd.def fixes: types, tiles, register budget and the shared-memory plan.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
@@ -10,31 +8,9 @@
 #include "common/barrier.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
+#include "sm90/element.hpp"
 
 namespace hattn::sm90 {
-
-template <DType kDType>
-struct ElementOf;
-template <>
-struct ElementOf<DType::BF16> {
-  using type = cutlass::bfloat16_t;
-};
-template <>
-struct ElementOf<DType::F16> {
-  using type = cutlass::half_t;
-};
-
-// Two f32 to one packed pair, rounded to nearest even.
-template <class Element>
-CUTE_DEVICE std::uint32_t pack_pair(float low, float high) {
-  std::uint32_t packed;
-  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
 
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct FwdTraits {
@@ -67,6 +43,8 @@ struct FwdTraits {
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  // More than a block is launched with would never be granted.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // This thread's place in the block. Three consumers are short of registers and read it anew at each call.
   CUTE_DEVICE static int thread_index() {
@@ -124,6 +102,9 @@ struct FwdTraits {
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
 };
+
+template <class Traits>
+using FwdScheduler = TileScheduler<Traits::kMask != MaskClass::Full, false>;
 
 // What the kernel reads: maps for the copy engine and the plain numbers.
 struct KernelParams {

@@ -1,5 +1,8 @@
 //! Running a backward plan.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use crate::cpu::{self, BackwardInputs, BackwardOutputs};
 use crate::plan::Target;
 use crate::{
@@ -9,8 +12,9 @@ use crate::{
 /// What a backward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever
 /// its strides.
 ///
-/// A NaN in an input makes those gradients NaN that it reaches through a pair of query and key that the mask keeps, and
-/// no others; what an infinity leads to in these places is an infinity or a NaN.
+/// A NaN in an input makes those gradients NaN that it reaches through a pair of query and key that the mask keeps; what
+/// an infinity leads to in these places is an infinity or a NaN. On the CPU it reaches no others; on a GPU also those of
+/// masked pairs that share a block with it, since the products take whole blocks.
 pub struct BackwardArgs<'a, T: Operand<Out = T>> {
     /// Queries, `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub q: TensorRef<'a, T, 4>,
@@ -38,12 +42,12 @@ pub struct BackwardArgs<'a, T: Operand<Out = T>> {
 }
 
 impl BackwardPlan {
-    /// Computes the gradients; they are there on return. Outputs are overwritten, not added to.
+    /// Computes the gradients. On the CPU they are there on return. On a GPU the work is enqueued on the stream, without
+    /// allocating, waiting or loading anything; the borrows may end at once (the crate's documentation says why that is
+    /// sound). Outputs are overwritten, not added to.
     ///
     /// # Errors
-    /// Before anything is computed: [`Error::Dtype`], [`Error::Shape`] and [`Error::Value`] for arguments that are not
-    /// the problem's; [`Error::Device`] for a stream, workspace or tensor that is not where the plan is;
-    /// [`Error::Workspace`] for one that is too small.
+    /// As [`ForwardPlan::run`](crate::ForwardPlan::run).
     pub fn run<T: Operand<Out = T>>(
         &self,
         stream: &Stream,
@@ -55,6 +59,13 @@ impl BackwardPlan {
             (Target::Cpu, Stream::Cpu) => {
                 workspace.check(self.workspace_bytes(), stream)?;
                 run_cpu(self.problem(), args)
+            }
+            #[cfg(feature = "cuda")]
+            (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
+                let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
+                crate::views::same_gpu(device, cuda)?;
+                workspace.check(self.workspace_bytes(), stream)?;
+                cuda::run(self, cuda, workspace, args)
             }
             (target, stream) => Err(Error::Device {
                 what: "stream",
@@ -86,19 +97,7 @@ fn run_cpu<T: Operand<Out = T>>(problem: &BackwardProblem, mut args: BackwardArg
 /// What every device checks: types, shapes, and that the gradient of the LSE is given exactly when it was announced.
 fn check<T: Operand<Out = T>>(problem: &BackwardProblem, args: &BackwardArgs<'_, T>) -> Result<()> {
     checks::dtype("q, k and v", T::DTYPE, problem.dtype(), "the problem's")?;
-    Layouts {
-        q: args.q.layout(),
-        k: args.k.layout(),
-        v: args.v.layout(),
-        o: args.o.layout(),
-        lse: args.lse.layout(),
-        d_o: args.d_o.layout(),
-        d_lse: args.d_lse.as_ref().map(TensorRef::layout),
-        d_q: args.d_q.layout(),
-        d_k: args.d_k.layout(),
-        d_v: args.d_v.layout(),
-    }
-    .check(problem)
+    Layouts::of(args).check(problem)
 }
 
 /// How the tensors of a backward pass lie in memory.
@@ -116,6 +115,21 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
+    fn of<T: Operand<Out = T>>(args: &BackwardArgs<'_, T>) -> Self {
+        Self {
+            q: args.q.layout(),
+            k: args.k.layout(),
+            v: args.v.layout(),
+            o: args.o.layout(),
+            lse: args.lse.layout(),
+            d_o: args.d_o.layout(),
+            d_lse: args.d_lse.as_ref().map(TensorRef::layout),
+            d_q: args.d_q.layout(),
+            d_k: args.d_k.layout(),
+            d_v: args.d_v.layout(),
+        }
+    }
+
     /// Whether the shapes are the problem's.
     pub fn check(&self, problem: &BackwardProblem) -> Result<()> {
         let forward = problem.forward();

@@ -1,11 +1,13 @@
 //! Cases in device memory.
 
+pub mod backward;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
     CudaDevice, DType, Device, ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace,
-    kernels,
+    backward_kernels, kernels,
 };
 
 use crate::c::{Memory, tensor};
@@ -46,9 +48,18 @@ impl Gpu {
         Stream::Cuda(self.stream.clone())
     }
 
-    /// The rows that this GPU runs.
+    /// The forward rows that this GPU runs.
     pub fn rows(&self) -> Vec<KernelInfo> {
-        kernels().iter().copied().filter(|row| row.runs_on(&self.device.info().facts)).collect()
+        self.running(kernels())
+    }
+
+    /// The backward rows that this GPU runs.
+    pub fn backward_rows(&self) -> Vec<KernelInfo> {
+        self.running(backward_kernels())
+    }
+
+    fn running(&self, rows: &[KernelInfo]) -> Vec<KernelInfo> {
+        rows.iter().copied().filter(|row| row.runs_on(&self.device.info().facts)).collect()
     }
 
     /// The card, for records.

@@ -1,0 +1,216 @@
+"""The backward points of sweep.py: who computes gradients, and what they are held against."""
+
+import contextlib
+import math
+
+import entry
+
+# As the forward's bounds (sweep.py): relative Frobenius error of a head against f64, and of its worst block of rows
+# against f64 and against another library. A row alone would not do: the only key of a query leaves it a gradient of 0.
+BOUNDS = {
+    "bf16": {"slice": 1e-2, "block": 3e-2, "cross": 3e-2},
+    "f16": {"slice": 2e-3, "block": 6e-3, "cross": 6e-3},
+}
+# An ulp of 1: what sums that differ in their last bits may differ by once they are rounded.
+ULPS = {"bf16": 2.0**-7, "f16": 2.0**-10}
+# Rows of a block, and the size of an element below which gradients of unit-variance inputs are rounding alone.
+BLOCK, SMALLEST = 64, 1e-4
+# Queries whose pairs with every key are in memory at once, in f64.
+CHUNK = 1024
+NAMES = ("d_q", "d_k", "d_v")
+
+
+class EntryBackward:
+    """A shared object with the C entry, which writes into gradients that were poisoned with NaN."""
+
+    def __init__(self, inner):
+        if not inner.library.has_backward:
+            raise RuntimeError(f"{entry.STATUS[2]}: {inner.name} exports no hattn_peer_bwd")
+        self.name, self.role, self.library, self.torch = inner.name, inner.role, inner.library, inner.torch
+
+    def prepare(self, p, given):
+        torch = self.torch
+        empty = lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).fill_(float("nan"))
+        self.gradients = tuple(empty(given[name]) for name in ("q", "k", "v"))
+        tensors = {name: given[name] for name in ("q", "k", "v", "o", "d_o")}
+        tensors.update(zip(NAMES, self.gradients))
+        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], torch.cuda.current_stream().cuda_stream)
+        self.given = given  # what the addresses lead to
+        code, need = self.library.backward_workspace(self.args)
+        self.refuse(code)
+        self.workspace = torch.empty(max(need, 1), dtype=torch.uint8, device=given["q"].device)
+        self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), need
+
+    def context(self):
+        return contextlib.nullcontext()
+
+    def call(self):
+        self.refuse(self.library.backward(self.args))
+        return self.gradients
+
+    def refuse(self, code):
+        if code != 0:
+            raise RuntimeError(self.library.complaint(code))
+
+
+class AutogradBackward:
+    """A forward of PyTorch or of a package, whose gradients PyTorch asks for: the forward ran once, before the timing."""
+
+    def __init__(self, inner, torch):
+        self.name, self.role, self.inner, self.torch = inner.name, inner.role, inner, torch
+
+    def prepare(self, p, given):
+        torch = self.torch
+        self.leaves = tuple(given[name].detach().requires_grad_() for name in ("q", "k", "v"))
+        with torch.enable_grad():
+            self.inner.prepare(p, *self.leaves)
+            with self.inner.context():
+                self.o = self.inner.call()
+        # In the order of its own output, so that no copy of it is in anybody's time.
+        d_o = given["d_o"]
+        self.d_o = torch.empty_strided(self.o.size(), self.o.stride(), dtype=d_o.dtype, device=d_o.device).copy_(d_o)
+
+    def context(self):
+        return self.inner.context()
+
+    def call(self):
+        return self.torch.autograd.grad(self.o, self.leaves, self.d_o, retain_graph=True)
+
+
+def contestant(x, torch):
+    """The backward of a library; raises a RuntimeError where it has none."""
+    return EntryBackward(x) if hasattr(x, "library") else AutogradBackward(x, torch)
+
+
+def saved(p, q, k, v, forwards, judge, torch):
+    """O, laid out as Q, and the contiguous LSE: of the first library with the C entry whose forward is right, else of
+    PyTorch's FlashAttention-2. `judge` complains of a forward's output. Raises a RuntimeError when there is none."""
+    why = []
+    for x in forwards:
+        try:
+            x.prepare(p, q, k, v)
+            o = x.call()
+            torch.cuda.synchronize()
+            complaint = judge(x, o)
+        except Exception as error:  # it is named when it computes the backward, or its forward is timed
+            complaint = str(error)
+        if complaint is None:
+            return o.clone(), x.lse.clone()
+        why.append(f"{x.name}: {complaint}")
+    try:
+        return flash_saved(p, q, k, v, torch)
+    except Exception as error:  # a PyTorch or a card without it
+        why.append(f"PyTorch's FlashAttention-2: {error}")
+    raise RuntimeError(f"no forward gave the O and the LSE that gradients need: {'; '.join(why)}")
+
+
+def flash_saved(p, q, k, v, torch):
+    """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
+    if p.get("window") is not None:
+        raise RuntimeError("it has no window")
+    # It takes as many key heads as query heads, in the order [batch, heads, seqlen, head_dim].
+    group = p["heads_q"] // p["heads_kv"]
+    heads_first = [q.transpose(1, 2), *(x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k, v))]
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, is_causal=p["causal"])[:2]
+    o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device=q.device).copy_(o.transpose(1, 2))
+    return o, lse[:, :, : p["seqlen"]].contiguous()
+
+
+def oracle(p, q, k, v, d_o, torch):
+    """f64 gradients of the first and the last key head and their query heads, from the definition: (batch, key head,
+    query heads, dQ [heads, seqlen, dim], dK [seqlen, dim], dV)."""
+    s, scale, group = p["seqlen"], 1.0 / math.sqrt(p["head_dim"]), p["heads_q"] // p["heads_kv"]
+    columns = torch.arange(s, device=q.device)
+    out = []
+    for b, kv in sorted({(0, 0), (p["batch"] - 1, p["heads_kv"] - 1)}):
+        keys, values = k[b, :, kv].double(), v[b, :, kv].double()
+        d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
+        heads = range(kv * group, (kv + 1) * group)
+        d_q = []
+        for h in heads:
+            chunks = []
+            for first in range(0, s, CHUNK):
+                rows = slice(first, first + CHUNK)
+                queries, gradient = q[b, rows, h].double(), d_o[b, rows, h].double()
+                scores = scale * queries @ keys.T
+                if p["causal"]:
+                    before = columns[rows, None] - columns[None, :]
+                    scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
+                weights = torch.softmax(scores, -1)
+                d_p = gradient @ values.T
+                d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True))
+                chunks.append(scale * d_s @ keys)
+                d_k += scale * d_s.T @ queries
+                d_v += weights.T @ gradient
+            d_q.append(torch.cat(chunks))
+        out.append((b, kv, heads, torch.stack(d_q), d_k, d_v))
+    return out
+
+
+def apart(a, b, torch):
+    """The largest relative distance of two blocks of rows: a and b are [..., seqlen, dim]."""
+    x, y = (z.float().reshape(-1, z.size(-1)) for z in (a, b))
+    rows, dim = x.size(0), x.size(1)
+    whole_blocks = rows - rows % BLOCK
+    # The last block reaches back instead of being short: it might be one row alone.
+    parts = [(x[:whole_blocks], y[:whole_blocks])] + ([(x[-BLOCK:], y[-BLOCK:])] if rows % BLOCK else [])
+    worst = 0.0
+    for x, y in parts:
+        if x.size(0) == 0:
+            continue
+        x, y = (z.reshape(-1, min(BLOCK, z.size(0)) * dim) for z in (x, y))
+        norm = torch.linalg.vector_norm(y, dim=-1).clamp_min(SMALLEST * math.sqrt(y.size(-1)))
+        distance = torch.linalg.vector_norm(x - y, dim=-1) / norm
+        worst = larger(worst, float("nan") if bool(torch.isnan(distance).any()) else float(distance.max()))
+    return worst
+
+
+def larger(a, b):
+    """The larger of two errors; NaN is larger than everything."""
+    return a if math.isnan(a) or a > b else b
+
+
+def whole(a, b, torch):
+    """`apart` of two gradients in the logical order, a batch at a time: f32 copies of everything would need much memory."""
+    worst = 0.0
+    for x, y in zip(a, b):
+        worst = larger(worst, apart(x.transpose(0, 1), y.transpose(0, 1), torch))
+    return worst
+
+
+def check(gradients, reference, agreed, bounds, torch):
+    """Errors of the gradients. `agreed` are some that passed before, or None. Returns (numbers, complaint or None)."""
+    numbers = {"unwritten": sum(int(torch.isnan(x).sum()) for x in gradients), "slice": 0.0}
+    d_q, d_k, d_v = gradients
+    blocks = dict.fromkeys(NAMES, 0.0)
+    for b, kv, heads, *expected in reference:
+        # A key head's queries' heads, then the key head itself, as [..., seqlen, dim].
+        got = (d_q[b, :, heads.start : heads.stop].transpose(0, 1), d_k[b, :, kv], d_v[b, :, kv])
+        for name, x, y in zip(NAMES, got, expected):
+            norm = max(float(y.norm()), SMALLEST * math.sqrt(y.numel()))
+            numbers["slice"] = larger(numbers["slice"], float((x.double() - y).norm()) / norm)
+            blocks[name] = larger(blocks[name], apart(x, y, torch))
+    numbers.update(blocks)
+    if agreed is not None:
+        numbers["cross"] = 0.0
+        for x, y in zip(gradients, agreed):
+            numbers["cross"] = larger(numbers["cross"], whole(x, y, torch))
+    limits = {"slice": bounds["slice"], **dict.fromkeys(NAMES, bounds["block"]), "cross": bounds["cross"]}
+    wrong = [f"{key} {numbers[key]:.3g} > {limit:g}" for key, limit in limits.items() if key in numbers and not numbers[key] <= limit]
+    if numbers["unwritten"]:
+        wrong.append(f"{numbers['unwritten']} elements are NaN")
+    # JSON has no NaN.
+    return {key: x if math.isfinite(x) else str(x) for key, x in numbers.items()}, "; ".join(wrong) or None
+
+
+def changed(p, role, before, after, torch):
+    """The names of gradients that are not what they were on the same inputs.
+
+    Sums of dQ may be added up in any order, and those of dK and dV that several query heads share by some peers: these
+    may differ in their last bits."""
+    shared = role == "peer" and p["heads_q"] != p["heads_kv"]
+    moved = []
+    for name, x, y in zip(NAMES, before, after):
+        if not torch.equal(x, y) and not ((name == "d_q" or shared) and whole(y, x, torch) <= ULPS[p["dtype"]]):
+            moved.append(name)
+    return moved

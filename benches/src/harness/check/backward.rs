@@ -1,0 +1,252 @@
+//! Rows of dQ, dK and dV.
+
+use hopper_attention::Operand;
+
+use super::{Row, dot, norm, places, values};
+use crate::harness::turns::{Pool, Task};
+
+/// Some rows of each, from the definition with the O and the LSE that every library is given.
+pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
+    let group = task.point.group();
+    let mut rows = Vec::new();
+    for [batch, token, head] in places(task.point) {
+        rows.push(query_row(task, pool, [batch, token, head]));
+        rows.extend(key_rows(task, pool, [batch, token, head / group]));
+    }
+    rows
+}
+
+/// A query's side of all its pairs.
+struct Query {
+    q: Vec<f64>,
+    d_o: Vec<f64>,
+    lse: f64,
+    delta: f64,
+}
+
+impl Query {
+    fn new<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Self {
+        let [batch, query, head] = at;
+        let d_o = values(&pool.d_o, &task.q, at);
+        let place = (batch * task.point.heads_q + head) * task.point.seqlen + query;
+        // NaN where no forward was run: then nothing passes.
+        let (o, lse) = task.saved.map_or((vec![f64::NAN; d_o.len()], f64::NAN), |saved| {
+            let o = saved.tensors.first().map_or(&[][..], Vec::as_slice);
+            (values(o, &task.q, at), saved.lse.get(place).map_or(f64::NAN, |&lse| lse.into()))
+        });
+        Self { q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
+    }
+
+    /// P, dS, and what dS would be at most if its terms did not cancel.
+    fn pair(&self, k: &[f64], v: &[f64], scale: f64) -> [f64; 3] {
+        let p = (scale * dot(&self.q, k) - self.lse).exp();
+        let d_p = dot(&self.d_o, v);
+        [p, p * (d_p - self.delta), p * (d_p.abs() + self.delta.abs())]
+    }
+}
+
+/// A sum of weighted vectors.
+struct Sum {
+    terms: Vec<f64>,
+    squares: f64,
+}
+
+impl Sum {
+    fn new(dims: usize) -> Self {
+        Self { terms: vec![0.0; dims], squares: 0.0 }
+    }
+
+    /// Adds a vector; `size` is what its weight is an honest rounding of.
+    fn add(&mut self, weight: f64, size: f64, vector: &[f64]) {
+        self.terms.iter_mut().zip(vector).for_each(|(sum, x)| *sum += weight * x);
+        self.squares += (size * norm(vector)).powi(2);
+    }
+
+    fn row(self, tensor: usize, at: [usize; 3], scale: f64) -> Row {
+        let exact = self.terms.into_iter().map(|sum| scale * sum).collect();
+        Row { tensor, at, exact, size: scale * self.squares.sqrt() }
+    }
+}
+
+fn scale<T>(task: &Task<'_, T>) -> f64 {
+    1.0 / (task.point.head_dim as f64).sqrt()
+}
+
+fn query_row<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Row {
+    let [batch, query, head] = at;
+    let own = Query::new(task, pool, at);
+    let mut d_q = Sum::new(task.point.head_dim);
+    for key in task.point.keys(query) {
+        let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, [batch, key, head / task.point.group()]));
+        let [_, d_s, size] = own.pair(&k, &v, scale(task));
+        d_q.add(d_s, size, &k);
+    }
+    d_q.row(0, at, scale(task))
+}
+
+/// Of dK and of dV.
+fn key_rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Row; 2] {
+    let [batch, key, head_kv] = at;
+    let (point, group) = (task.point, task.point.group());
+    let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, at));
+    let (mut d_k, mut d_v) = (Sum::new(point.head_dim), Sum::new(point.head_dim));
+    for head in head_kv * group..(head_kv + 1) * group {
+        for query in (0..point.seqlen).filter(|&query| point.keys(query).contains(&key)) {
+            let query = Query::new(task, pool, [batch, query, head]);
+            let [p, d_s, size] = query.pair(&k, &v, scale(task));
+            d_k.add(d_s, size, &query.q);
+            d_v.add(p, p, &query.d_o);
+        }
+    }
+    [d_k.row(1, at, scale(task)), d_v.row(2, at, 1.0)]
+}
+
+#[cfg(test)]
+mod tests {
+    use hopper_attention::reference::{Tensor, backward, forward};
+
+    use super::super::{BLOCK, Expected, changed, cross};
+    use super::*;
+    use crate::harness::turns::Outputs;
+    use crate::{Direction, Order, Point, PointMask, Role, Sweep};
+
+    fn point(mask: PointMask, seqlen: usize, group: usize) -> Point {
+        let sweep = Sweep {
+            directions: vec![Direction::Bwd],
+            hidden: 64,
+            batch: Some(2),
+            seqlens: vec![seqlen],
+            dims: vec![16],
+            gqa: vec![group],
+            masks: vec![mask],
+            ..Sweep::small()
+        };
+        sweep.points().unwrap().remove(0)
+    }
+
+    fn pool(point: &Point) -> Pool<f32> {
+        let draw = |heads: usize, salt: usize| {
+            let value = |i: usize| (((i * 7919 + salt * 104_729) % 2003) as f32 / 2003.0 - 0.5) * 3.4;
+            (0..point.elements(heads)).map(value).collect()
+        };
+        let (q, kv) = (point.heads_q, point.heads_kv);
+        Pool { q: draw(q, 1), k: draw(kv, 2), v: draw(kv, 3), d_o: draw(q, 4) }
+    }
+
+    /// What the library's oracle says of O and the LSE, and of the gradients, in bhsd.
+    fn oracles(task: &Task<'_, f32>, pool: &Pool<f32>) -> [Outputs<f32>; 2] {
+        let tensor = |data: &[f32], layout| Tensor::from_strided(data, layout);
+        let [k, v] = [&pool.k, &pool.v].map(|data| tensor(data, &task.kv));
+        let [q, d_o] = [&pool.q, &pool.d_o].map(|data| tensor(data, &task.q));
+        let problem = task.point.backward_problem().unwrap();
+        let saved = forward(problem.forward(), &q, &k, &v).unwrap();
+        let gradients = backward(&problem, &q, &k, &v, &d_o, None).unwrap();
+        let narrow = |tensor: &Tensor| {
+            let [batch, seqlen, heads, dims] = tensor.shape();
+            let rows = (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..seqlen).map(move |s| [b, s, h])));
+            rows.flat_map(|[b, s, h]| tensor.row(b, s, h)[..dims].iter().map(|&x| x as f32)).collect()
+        };
+        let tensors = [&gradients.d_q, &gradients.d_k, &gradients.d_v].map(narrow).into();
+        [
+            Outputs { tensors: vec![narrow(&saved.o)], lse: saved.lse.iter().map(|&x| x as f32).collect() },
+            Outputs { tensors, lse: vec![] },
+        ]
+    }
+
+    #[test]
+    fn rows_are_those_of_the_library_s_oracle() {
+        for (mask, group) in [(PointMask::Full, 1), (PointMask::Causal, 2), (PointMask::Window(3), 4)] {
+            for seqlen in [1, 2, 9] {
+                let point = point(mask, seqlen, group);
+                let task = Task::new(&point, Order::Bhsd).unwrap();
+                let pool = pool(&point);
+                let [saved, gradients] = oracles(&task, &pool);
+                let task = Task { saved: Some(&saved), ..task };
+                let expected = Expected::new(&task, &pool);
+                let (numbers, complaint) = expected.check(&gradients);
+                assert_eq!(complaint, None, "{point}: {numbers:?}");
+                for tensor in 0..3 {
+                    for (what, change) in [("d_", 1.1f32), ("1 elements are NaN", f32::NAN)] {
+                        let mut wrong = gradients.clone();
+                        // In the last row, which is among those that are looked at.
+                        let at = wrong.tensors[tensor].len() - 1;
+                        wrong.tensors[tensor][at] = (wrong.tensors[tensor][at] + 1.0) * change;
+                        let complaint = expected.check(&wrong).1;
+                        assert!(complaint.is_some_and(|text| text.contains(what)), "{point} tensor {tensor}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_passes_without_a_forward() {
+        let point = point(PointMask::Full, 4, 1);
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let pool = pool(&point);
+        let [_, gradients] = oracles(&task, &pool);
+        assert!(Expected::new(&task, &pool).check(&gradients).1.is_some_and(|text| text.starts_with("d_q NaN")));
+    }
+
+    /// The only key of query 0 leaves it a gradient of 0, of which two libraries have nothing but rounding.
+    #[test]
+    fn gradients_that_cancel_are_no_difference() {
+        let point = point(PointMask::Causal, 100, 2);
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let pool = pool(&point);
+        let [saved, gradients] = oracles(&task, &pool);
+        let task = Task { saved: Some(&saved), ..task };
+        let mut other = gradients.clone();
+        other.tensors[0][..16].fill(3e-6);
+        assert_eq!(Expected::new(&task, &pool).check(&other).1, None);
+        assert_eq!(cross(&task, &other, &gradients, &mut Default::default()), None);
+        // A row past the first block, and of none that is held against f64.
+        for tensor in 0..3 {
+            let mut other = gradients.clone();
+            other.tensors[tensor][(BLOCK + 3) * 16..][..16].fill(0.0);
+            assert_eq!(Expected::new(&task, &pool).check(&other).1, None);
+            assert!(cross(&task, &other, &gradients, &mut Default::default()).unwrap().starts_with("cross "));
+        }
+    }
+
+    /// 65 tokens are a block and a row, and that row's gradient may cancel as any other's.
+    #[test]
+    fn no_block_is_one_row_alone() {
+        let point = point(PointMask::Full, BLOCK + 1, 1);
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let pool = pool(&point);
+        let [_, mut one] = oracles(&task, &pool);
+        let mut other = one.clone();
+        for (outputs, value) in [(&mut one, 1e-6), (&mut other, -1e-6)] {
+            outputs.tensors[1][BLOCK * 16..][..16].fill(value);
+        }
+        assert_eq!(cross(&task, &other, &one, &mut Default::default()), None);
+        // It is looked at all the same.
+        other.tensors[1][BLOCK * 16..][..16].fill(1.0);
+        assert!(cross(&task, &other, &one, &mut Default::default()).is_some());
+    }
+
+    #[test]
+    fn only_sums_in_any_order_may_move_and_only_in_their_last_bits() {
+        let [alone, shared] = [1, 2].map(|group| point(PointMask::Full, 8, group));
+        let again = |point: &Point, role, tensor: usize, change: fn(f32) -> f32| {
+            let task = Task::new(point, Order::Bhsd).unwrap();
+            let [_, before] = oracles(&task, &pool(point));
+            let mut after = before.clone();
+            after.tensors[tensor].iter_mut().for_each(|x| *x = change(*x));
+            changed(&task, role, &before, &after)
+        };
+        let bit = f32::next_up;
+        for (tensor, name) in ["d_q", "d_k", "d_v"].into_iter().enumerate() {
+            let told = |point, role, change| again(point, role, tensor, change);
+            assert_eq!(told(&alone, Role::Ours, |x| x), None);
+            let exact = tensor > 0;
+            assert_eq!(told(&alone, Role::Ours, bit).is_some(), exact, "{name}");
+            assert_eq!(told(&alone, Role::Peer, bit).is_some(), exact, "{name}");
+            assert_eq!(told(&shared, Role::Ours, bit).is_some(), exact, "{name}");
+            assert_eq!(told(&shared, Role::Peer, bit), None, "{name}");
+            let far = told(&shared, Role::Peer, |x| 1.001 * x).unwrap();
+            assert_eq!(far, format!("the output changed between runs on the same inputs: {name}"));
+        }
+    }
+}

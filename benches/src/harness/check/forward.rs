@@ -1,0 +1,129 @@
+//! Rows of O, and their LSE.
+
+use hopper_attention::Operand;
+
+use super::{Row, dot, places, values};
+use crate::harness::turns::{Pool, Task};
+
+/// Some rows, and the LSE beside its places.
+pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>, Vec<(usize, f64)>) {
+    let point = task.point;
+    let each = places(point).into_iter().map(|at| {
+        let [batch, query, head] = at;
+        let (exact, lse) = row(task, pool, at);
+        let place = (batch * point.heads_q + head) * point.seqlen + query;
+        (Row { tensor: 0, at, exact, size: 0.0 }, (place, lse))
+    });
+    each.unzip()
+}
+
+/// One output row and its LSE in f64, from the definition.
+fn row<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usize; 3]) -> (Vec<f64>, f64) {
+    let point = task.point;
+    let kv_head = head / point.group();
+    let q = values(&pool.q, &task.q, [batch, query, head]);
+    let score = |key| dot(&q, &values(&pool.k, &task.kv, [batch, key, kv_head])) / (point.head_dim as f64).sqrt();
+    let scores: Vec<f64> = point.keys(query).map(score).collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    let mut out = vec![0.0; point.head_dim];
+    for (key, score) in point.keys(query).zip(&scores) {
+        let weight = (score - max).exp() / sum;
+        for (out, v) in out.iter_mut().zip(values(&pool.v, &task.kv, [batch, key, kv_head])) {
+            *out += weight * v;
+        }
+    }
+    (out, max + sum.ln())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::super::{Expected, changed, cross};
+    use super::*;
+    use crate::harness::turns::Outputs;
+    use crate::{Order, Point, Precision, Role, Sweep};
+
+    fn point() -> Point {
+        let sweep = Sweep {
+            hidden: 8,
+            tokens: 8,
+            batch: Some(2),
+            seqlens: vec![4],
+            dims: vec![4],
+            gqa: vec![2],
+            ..Sweep::small()
+        };
+        let points = sweep.points().unwrap();
+        points.into_iter().find(|p| p.causal && p.dtype == Precision::Bf16).unwrap()
+    }
+
+    /// With equal keys every weight is the same, so that the answer is known without any oracle.
+    fn means() -> (Vec<f32>, Outputs<f32>) {
+        let v: Vec<f32> = (0..point().elements(1)).map(|i| i as f32).collect();
+        let mut o = vec![f32::NAN; point().elements(2)];
+        let mut lse = vec![f32::NAN; 2 * 2 * 4];
+        for (batch, head, query, dim) in (0..64).map(|i| (i / 32, i / 16 % 2, i / 4 % 4, i % 4)) {
+            let mean = (0..=query).map(|key| v[(batch * 4 + key) * 4 + dim]).sum::<f32>() / (query + 1) as f32;
+            o[((batch * 2 + head) * 4 + query) * 4 + dim] = mean;
+            lse[(batch * 2 + head) * 4 + query] = 1.0 + ((query + 1) as f32).ln(); // 4 * 0.5 * 1.0 / sqrt(4)
+        }
+        (v, Outputs { tensors: vec![o], lse })
+    }
+
+    fn complaint(change: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> Option<String> {
+        let point = point();
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let (v, mut outputs) = means();
+        let pool = Pool { q: vec![0.5; outputs.tensors[0].len()], k: vec![1.0; v.len()], v, d_o: vec![] };
+        change(&mut outputs.tensors[0], &mut outputs.lse);
+        Expected::new(&task, &pool).check(&outputs).1
+    }
+
+    #[test]
+    fn the_definition_passes() {
+        assert_eq!(complaint(|_, _| ()), None);
+    }
+
+    #[test]
+    fn wrong_outputs_do_not() {
+        assert!(complaint(|o, _| o[0] = f32::NAN).unwrap().contains("1 elements are NaN"));
+        assert!(complaint(|o, _| o[63] += 1.0).unwrap().starts_with("row "));
+        assert!(complaint(|_, lse| lse[15] += 0.01).unwrap().starts_with("lse "));
+        assert!(complaint(|o, _| o.truncate(1)).unwrap().starts_with("row NaN"));
+        assert!(complaint(|o, lse| (o.fill(0.0), lse.fill(0.0)).1).is_some());
+    }
+
+    #[test]
+    fn every_row_is_held_against_the_others() {
+        let point = point();
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let (_, outputs) = means();
+        let against = |change: fn(&mut Vec<f32>)| {
+            let (mut moved, mut numbers) = (means().1, BTreeMap::new());
+            change(&mut moved.tensors[0]);
+            let complaint = cross(&task, &moved, &outputs, &mut numbers);
+            assert!(numbers.contains_key("cross"));
+            complaint
+        };
+        assert_eq!(against(|_| ()), None);
+        // Row 9 of 16 is none of those that are held against f64.
+        assert!(against(|o| o[9 * 4] += 1.0).unwrap().starts_with("cross "));
+        assert!(against(|o| o.truncate(60)).unwrap().starts_with("cross NaN"));
+    }
+
+    #[test]
+    fn a_forward_gives_the_same_bits_again() {
+        let point = point();
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let again = |change: fn(&mut Outputs<f32>)| {
+            let (before, mut after) = (means().1, means().1);
+            change(&mut after);
+            changed(&task, Role::Peer, &before, &after)
+        };
+        assert_eq!(again(|_| ()), None);
+        assert!(again(|x| x.tensors[0][5] = x.tensors[0][5].next_up()).unwrap().ends_with("inputs: o"));
+        assert!(again(|x| x.lse[3] = x.lse[3].next_up()).unwrap().ends_with("inputs: lse"));
+    }
+}

@@ -1,0 +1,214 @@
+//! Libraries through their C entries.
+
+use std::cell::RefCell;
+use std::ffi::{c_int, c_void};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _};
+use hopper_attention::{Layout, Operand};
+
+use super::WORKSPACE_BYTES;
+use crate::Role;
+use crate::entry::{Args, BackwardArgs, Entry, Numbers};
+use crate::harness::turns::{Contestant, Outputs, Refusal, Task};
+
+/// A library, the stream that it enqueues on, and what it reads.
+pub(super) struct Library<'a, T> {
+    pub name: &'a str,
+    pub role: Role,
+    pub entry: Entry,
+    pub stream: Arc<CudaStream>,
+    /// Q, K, V and dO.
+    pub inputs: Arc<Vec<CudaSlice<T>>>,
+}
+
+impl<T: Operand> Library<'_, T> {
+    /// The addresses of Q, K, V and dO.
+    fn inputs(&self) -> [*const c_void; 4] {
+        [0, 1, 2, 3].map(|i| self.address(&self.inputs[i]))
+    }
+
+    fn address<E>(&self, memory: &CudaSlice<E>) -> *const c_void {
+        memory.device_ptr(&self.stream).0 as *const c_void
+    }
+
+    /// Memory full of NaN.
+    fn poisoned<E: Operand>(&self, elements: usize) -> Result<CudaSlice<E>> {
+        Ok(self.stream.clone_htod(&vec![E::from_f32(f32::NAN); elements])?)
+    }
+
+    /// What a status of the entry means.
+    fn told(&self, status: c_int) -> Result<(), Refusal> {
+        match status {
+            0 => Ok(()),
+            status if Entry::unsupported(status) => Err(Refusal::Unsupported(self.entry.complaint(status))),
+            status => Err(Refusal::Failed(self.entry.complaint(status))),
+        }
+    }
+}
+
+fn strides(layout: &Layout<4>) -> [i64; 3] {
+    let [batch, seqlen, head, _] = layout.stride();
+    [batch, seqlen, head]
+}
+
+/// Its forward.
+pub(super) struct Forward<'a, T> {
+    library: Library<'a, T>,
+    workspace: Rc<RefCell<CudaSlice<u8>>>,
+    o: CudaSlice<T>,
+    lse: CudaSlice<f32>,
+    args: Option<Args>,
+}
+
+impl<'a, T: Operand> Forward<'a, T> {
+    /// With scratch that all libraries share.
+    pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
+        Ok(Self { o: library.poisoned(1)?, lse: library.poisoned(1)?, library, workspace, args: None })
+    }
+}
+
+impl<T: Operand<Out = T>> Contestant<T> for Forward<'_, T> {
+    fn name(&self) -> &str {
+        self.library.name
+    }
+
+    fn role(&self) -> Role {
+        self.library.role
+    }
+
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
+        let library = &self.library;
+        self.o = library.poisoned(task.q.span())?;
+        self.lse = library.poisoned(task.lse.span())?;
+        let mut workspace = self.workspace.borrow_mut();
+        let workspace_bytes = workspace.len() as u64;
+        let [q, k, v, _] = library.inputs();
+        self.args = Some(Args {
+            struct_bytes: size_of::<Args>() as u64,
+            q,
+            k,
+            v,
+            o: self.o.device_ptr_mut(&library.stream).0 as *mut c_void,
+            lse: self.lse.device_ptr_mut(&library.stream).0 as *mut f32,
+            q_stride: strides(&task.q),
+            k_stride: strides(&task.kv),
+            v_stride: strides(&task.kv),
+            o_stride: strides(&task.q),
+            numbers: Numbers::of(task.point)?,
+            stream: library.stream.cu_stream().cast(),
+            workspace: workspace.device_ptr_mut(&library.stream).0 as *mut c_void,
+            workspace_bytes,
+        });
+        Ok(())
+    }
+
+    fn call(&mut self, _: &Task<'_, T>) -> Result<(), Refusal> {
+        let args = self.args.context("not prepared")?;
+        // SAFETY: the addresses are of live buffers of this stream's context, as large as the layouts reach; all the
+        // work is on one stream, which is waited for before they are read or freed.
+        self.library.told(unsafe { (self.library.entry.forward)(&args) })
+    }
+
+    fn outputs(&mut self) -> Result<Outputs<T>> {
+        let stream = &self.library.stream;
+        Ok(Outputs { tensors: vec![stream.clone_dtoh(&self.o)?], lse: stream.clone_dtoh(&self.lse)? })
+    }
+}
+
+/// Its backward.
+pub(super) struct Backward<'a, T> {
+    library: Library<'a, T>,
+    ready: Option<Ready<T>>,
+}
+
+/// For one point.
+struct Ready<T> {
+    /// What the arguments point to besides the inputs: O, the LSE and scratch.
+    _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>),
+    /// dQ, dK and dV.
+    gradients: [CudaSlice<T>; 3],
+    args: BackwardArgs,
+}
+
+impl<'a, T> Backward<'a, T> {
+    pub fn new(library: Library<'a, T>) -> Self {
+        Self { library, ready: None }
+    }
+}
+
+impl<T: Operand<Out = T>> Contestant<T> for Backward<'_, T> {
+    fn name(&self) -> &str {
+        self.library.name
+    }
+
+    fn role(&self) -> Role {
+        self.library.role
+    }
+
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
+        self.ready = None; // a library that does not compute this point holds no memory
+        let library = &self.library;
+        if library.entry.backward.is_none() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_bwd", library.name)));
+        }
+        let (stream, driver, saved) = (&library.stream, anyhow::Error::from, task.saved()?);
+        let o = saved.tensors.first().context("the forward left no O")?;
+        let o = stream.clone_htod(o).map_err(driver)?;
+        let lse = stream.clone_htod(&saved.lse).map_err(driver)?;
+        let poisoned = |layout: &Layout<4>| library.poisoned(layout.span());
+        let mut gradients = [poisoned(&task.q)?, poisoned(&task.kv)?, poisoned(&task.kv)?];
+        let [q, k, v, d_o] = library.inputs();
+        let [d_q, d_k, d_v] = gradients.each_mut().map(|memory| memory.device_ptr_mut(stream).0 as *mut c_void);
+        let (of_q, of_kv) = (strides(&task.q), strides(&task.kv));
+        let mut args = BackwardArgs {
+            struct_bytes: size_of::<BackwardArgs>() as u64,
+            q,
+            k,
+            v,
+            o: library.address(&o),
+            d_o,
+            lse: library.address(&lse).cast(),
+            d_q,
+            d_k,
+            d_v,
+            q_stride: of_q,
+            k_stride: of_kv,
+            v_stride: of_kv,
+            o_stride: of_q,
+            d_o_stride: of_q,
+            d_q_stride: of_q,
+            d_k_stride: of_kv,
+            d_v_stride: of_kv,
+            numbers: Numbers::of(task.point)?,
+            stream: stream.cu_stream().cast(),
+            workspace: std::ptr::null_mut(),
+            workspace_bytes: WORKSPACE_BYTES as u64,
+        };
+        if let Some(workspace) = library.entry.backward_workspace {
+            let mut bytes = 0;
+            // SAFETY: live structs.
+            library.told(unsafe { workspace(&args, &mut bytes) })?;
+            args.workspace_bytes = bytes;
+        }
+        let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
+        let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
+        args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
+        self.ready = Some(Ready { _saved: (o, lse, scratch), gradients, args });
+        Ok(())
+    }
+
+    fn call(&mut self, _: &Task<'_, T>) -> Result<(), Refusal> {
+        let (ready, backward) = self.ready.as_ref().zip(self.library.entry.backward).context("not prepared")?;
+        // SAFETY: as in the forward.
+        self.library.told(unsafe { backward(&ready.args) })
+    }
+
+    fn outputs(&mut self) -> Result<Outputs<T>> {
+        let ready = self.ready.as_ref().context("not prepared")?;
+        let copies = ready.gradients.iter().map(|memory| self.library.stream.clone_dtoh(memory));
+        Ok(Outputs { tensors: copies.collect::<Result<_, _>>()?, lse: vec![] })
+    }
+}

@@ -1,0 +1,137 @@
+use std::cell::RefCell;
+
+use super::*;
+use crate::Sweep;
+use crate::harness::Cpu;
+use crate::harness::cpu::{Backend, BackwardBackend, WallClock};
+
+/// The CPU backend with something wrong.
+struct Broken<'a> {
+    inner: Box<dyn Contestant<bf16> + 'a>,
+    how: &'static str,
+    calls: usize,
+    log: &'a RefCell<String>,
+}
+
+impl Contestant<bf16> for Broken<'_> {
+    fn name(&self) -> &str {
+        self.how
+    }
+
+    fn role(&self) -> Role {
+        Role::Peer
+    }
+
+    fn prepare(&mut self, task: &Task<'_, bf16>) -> Result<(), Refusal> {
+        match self.how {
+            "unsupported" => Err(Refusal::Unsupported("no kernel".into())),
+            _ => self.inner.prepare(task),
+        }
+    }
+
+    fn call(&mut self, task: &Task<'_, bf16>) -> Result<(), Refusal> {
+        self.calls += 1;
+        self.log.borrow_mut().push_str(&self.how[..1]);
+        if self.how == "failing" {
+            return Err(Refusal::Failed("it broke".into()));
+        }
+        self.inner.call(task)
+    }
+
+    fn outputs(&mut self) -> Result<Outputs<bf16>> {
+        let mut outputs = self.inner.outputs()?;
+        let last = outputs.tensors.last_mut().expect("a tensor");
+        match self.how {
+            "wrong" => last[0] = bf16::from_f32(9.0),
+            "drifting" if self.calls > 1 => last[0] = bf16::from_f32(last[0].to_f32() + 0.01),
+            _ => (),
+        }
+        Ok(outputs)
+    }
+}
+
+fn point(direction: Direction) -> Point {
+    let sweep = Sweep {
+        directions: vec![direction],
+        hidden: 128,
+        tokens: 64,
+        seqlens: vec![32],
+        filters: vec!["bf16/d64/causal".into()],
+        ..Sweep::small()
+    };
+    sweep.points().unwrap().remove(0)
+}
+
+/// Ours beside broken ones: what is not right is named and the others take turns.
+fn turns_of(direction: Direction) -> Vec<RawRun> {
+    let point = point(direction);
+    let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
+    let ours = || -> Box<dyn Contestant<bf16> + '_> {
+        match direction {
+            Direction::Fwd => Box::new(Backend::new(&pool)),
+            Direction::Bwd => Box::new(BackwardBackend::new(&pool)),
+        }
+    };
+    let mut contestants: Contestants<'_, bf16> = vec![ours()];
+    for how in ["unsupported", "failing", "wrong", "drifting", "fine"] {
+        contestants.push(Box::new(Broken { inner: ours(), how, calls: 0, log: &log }));
+    }
+    let mut task = Task::new(&point, Order::Bhsd).unwrap();
+    let mut clock = WallClock::default();
+    let saved = save(&task, &pool, &mut Cpu.forwards(&pool).unwrap(), &mut clock).unwrap().unwrap();
+    task.saved = Some(&saved);
+    let mut told = Vec::new();
+    let runs = run_point(&task, &pool, &mut contestants, &mut clock, 4, &mut |event| {
+        told.push(event.unwrap_or("timing".into()));
+        Ok(())
+    });
+    drop(contestants);
+    assert_eq!(told[1..], ["unsupported", "failing", "wrong", "drifting", "fine", "timing"]);
+    let runs = runs.unwrap();
+    use RunStatus::{Failed, Unsupported, Wrong};
+    let status: Vec<_> = runs.iter().map(|run| (run.status, run.ms.len())).collect();
+    assert_eq!(status, [(RunStatus::Ok, 4), (Unsupported, 0), (Failed, 0), (Wrong, 0), (Wrong, 4), (RunStatus::Ok, 4)]);
+    assert_eq!(runs[1].error.as_deref(), Some("no kernel"));
+    assert!(runs[5].check["cross"].is_f64() && runs[5].host_us > Some(0.0));
+    // Once each to be checked, then seven rounds in which the order rotates.
+    assert_eq!(log.into_inner(), "fwdf".to_owned() + "df" + "df" + "fd" + "df" + "df" + "fd" + "df");
+    runs
+}
+
+#[test]
+fn forwards_take_turns() {
+    let runs = turns_of(Direction::Fwd);
+    assert!(runs[3].error.as_ref().unwrap().starts_with("row "), "{:?}", runs[3].error);
+    assert!(runs[4].error.as_ref().unwrap().ends_with("changed between runs on the same inputs: o"));
+}
+
+#[test]
+fn backwards_take_turns() {
+    let runs = turns_of(Direction::Bwd);
+    assert!(runs[3].error.as_ref().unwrap().starts_with("d_v "), "{:?}", runs[3].error);
+    assert!(runs[4].error.as_ref().unwrap().ends_with("changed between runs on the same inputs: d_v"));
+    for name in ["d_q", "d_k", "d_v"] {
+        assert!(runs[0].check[name].as_f64().is_some_and(|error| error < 0.03), "{:?}", runs[0].check);
+    }
+}
+
+#[test]
+fn gradients_need_a_forward_that_is_right() {
+    let point = point(Direction::Bwd);
+    let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
+    let task = Task::new(&point, Order::Bshd).unwrap();
+    let broken = |how| Box::new(Broken { inner: Box::new(Backend::new(&pool)), how, calls: 0, log: &log });
+    let mut forwards: Contestants<'_, bf16> = vec![broken("unsupported"), broken("failing"), broken("wrong")];
+    let mut clock = WallClock::default();
+    let why = save(&task, &pool, &mut forwards, &mut clock).unwrap().map(|_| ()).unwrap_err();
+    let start =
+        "no forward gave the O and the LSE that it needs: unsupported: no kernel; failing: it broke; wrong: row ";
+    assert!(why.starts_with(start), "{why}");
+    forwards.push(broken("fine"));
+    let saved = save(&task, &pool, &mut forwards, &mut clock).unwrap().unwrap();
+    assert_eq!((saved.tensors.len(), saved.tensors[0].len(), saved.lse.len()), (1, 64 * 128, 64 * 2));
+    // A backward that is called without one says so.
+    let mut backward = BackwardBackend::new(&pool);
+    let called = backward.prepare(&task).and_then(|()| backward.call(&task));
+    assert!(matches!(called, Err(Refusal::Failed(why)) if why == "no forward was run before this backward"));
+}

@@ -1,0 +1,133 @@
+//! The gradients: are they supported, plan, describe, run.
+
+use std::ffi::c_char;
+
+use hopper_attention::BackwardPlan;
+
+use crate::abi::{CUstream_st, hattn_backward_args, hattn_backward_problem, hattn_device, read};
+use crate::handle::{self, Handle, live};
+use crate::status::{entry, hattn_status};
+use crate::{convert, devices};
+
+/// How the gradients of one problem are computed on one device. Made once and run as often as wanted, by any threads and
+/// on any streams of the device at once. Holds no device memory.
+pub struct hattn_backward_plan {
+    plan: BackwardPlan,
+}
+
+impl Handle for hattn_backward_plan {
+    type Held = BackwardPlan;
+    const WHAT: &'static str = "plan";
+    const MADE_BY: &'static str = "hattn_backward_plan_create";
+
+    fn held(&self) -> &BackwardPlan {
+        &self.plan
+    }
+}
+
+/// Whether hattn_backward_plan_create would find a kernel for the problem on the device; as hattn_forward_supported.
+///
+/// # Safety
+/// `problem` is null, which is refused, or points to a struct of the size that it says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_backward_supported(
+    problem: *const hattn_backward_problem,
+    device: hattn_device,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        let problem = convert::backward_problem(&unsafe { read("problem", problem) }?)?;
+        if let Some(facts) = devices::facts(device)? {
+            problem.plan_for(&facts)?;
+        }
+        Ok(())
+    })
+}
+
+/// Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
+/// context, as hattn_forward_plan_create does.
+///
+/// # Safety
+/// `problem` is as for hattn_backward_supported; `plan` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_backward_plan_create(
+    problem: *const hattn_backward_problem,
+    device: hattn_device,
+    plan: *mut *mut hattn_backward_plan,
+) -> hattn_status {
+    let make = || {
+        // SAFETY: the caller's promise.
+        let problem = convert::backward_problem(&unsafe { read("problem", problem) }?)?;
+        Ok(hattn_backward_plan { plan: problem.plan(&devices::open(device)?)? })
+    };
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { handle::create(plan, make) })
+}
+
+/// Frees a plan; null is fine. Work that was enqueued with it goes on.
+///
+/// # Safety
+/// `plan` is null, or came from hattn_backward_plan_create and is used nowhere, now or later.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_backward_plan_destroy(plan: *mut hattn_backward_plan) {
+    // SAFETY: the caller's promise.
+    unsafe { handle::destroy(plan) };
+}
+
+/// Says in words what the plan computes and how, as hattn_forward_plan_describe does.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
+/// `length` is null, when it is not wanted, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_backward_plan_describe(
+    plan: *const hattn_backward_plan,
+    text: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let plan = live(plan)?;
+            handle::put_text(&format!("{}: {plan}", plan.problem()), text, capacity, length)
+        }
+    })
+}
+
+/// Writes to `*bytes` how large a workspace the plan needs: exact. 0 on the CPU; on a GPU it holds the sums of dQ in f32.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_backward_plan_workspace_size(
+    plan: *const hattn_backward_plan,
+    bytes: *mut usize,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
+    })
+}
+
+/// Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
+/// those of hattn_forward_run.
+///
+/// # Safety
+/// As for hattn_forward_run, with a live plan of hattn_backward_plan_create; `d_lse` is the tensor that may be null, and
+/// the outputs are `d_q`, `d_k` and `d_v`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_backward_run(
+    plan: *const hattn_backward_plan,
+    args: *const hattn_backward_args,
+    stream: *mut CUstream_st,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let plan = live(plan)?;
+            let args = convert::backward(&read("args", args)?)?;
+            Ok(plan.run_raw(&args, stream.cast())?)
+        }
+    })
+}

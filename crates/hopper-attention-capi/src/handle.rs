@@ -1,0 +1,96 @@
+//! What C holds by a pointer, such as plans: made, looked at and freed in one way; and what entries write for C.
+
+use std::ffi::c_char;
+use std::fmt;
+
+use crate::status::{Failure, Outcome, entry};
+
+/// An opaque struct of the ABI.
+pub(crate) trait Handle {
+    /// What is in it.
+    type Held;
+    /// The arguments' name for it.
+    const WHAT: &'static str;
+    /// The entry that makes one.
+    const MADE_BY: &'static str;
+
+    fn held(&self) -> &Self::Held;
+}
+
+/// Writes a new handle to `*place`; null there on failure.
+///
+/// # Safety
+/// `place` is null, which is refused, or valid for writing.
+pub(crate) unsafe fn create<H: Handle>(place: *mut *mut H, make: impl FnOnce() -> Outcome<H>) -> Outcome {
+    not_null(H::WHAT, place, format_args!("where to write the {}", H::WHAT))?;
+    // SAFETY: not null, so the caller says it is valid.
+    unsafe { place.write(std::ptr::null_mut()) };
+    let made = make()?;
+    // SAFETY: as above.
+    unsafe { place.write(Box::into_raw(Box::new(made))) };
+    Ok(())
+}
+
+/// Frees a handle; null is fine.
+///
+/// # Safety
+/// `handle` is null, or came from [`create`] and is used nowhere, now or later.
+pub(crate) unsafe fn destroy<H: Handle>(handle: *mut H) {
+    if !handle.is_null() {
+        // SAFETY: the caller's promise.
+        let handle = unsafe { Box::from_raw(handle) };
+        entry(|| {
+            drop(handle);
+            Ok(())
+        });
+    }
+}
+
+/// # Safety
+/// `handle` is null, which is refused, or live.
+pub(crate) unsafe fn live<'a, H: Handle + 'a>(handle: *const H) -> Outcome<&'a H::Held> {
+    // SAFETY: the caller's promise.
+    match unsafe { handle.as_ref() } {
+        Some(live) => Ok(live.held()),
+        None => Err(Failure::argument(H::WHAT, "a null pointer", format_args!("one from {}", H::MADE_BY))),
+    }
+}
+
+/// Writes a value to `*place`, `words` saying what it is.
+///
+/// # Safety
+/// `place` is null, which is refused, or valid for writing.
+pub(crate) unsafe fn put<T>(what: &str, place: *mut T, words: &str, value: T) -> Outcome {
+    not_null(what, place, format_args!("where to write {words}"))?;
+    // SAFETY: not null, so the caller says it is valid.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// Writes as much of the words as fits `capacity`, always with a final 0, and their length without it to `*length`.
+///
+/// # Safety
+/// `text` is valid for writing `capacity` bytes, null when that is 0; `length` is null, when it is not wanted, or valid
+/// for writing.
+pub(crate) unsafe fn put_text(words: &str, text: *mut c_char, capacity: usize, length: *mut usize) -> Outcome {
+    if capacity > 0 {
+        not_null("text", text, "where to write `capacity` bytes")?;
+    }
+    if !length.is_null() {
+        // SAFETY: not null, so the caller says it is valid.
+        unsafe { length.write(words.len()) };
+    }
+    if let Some(room) = capacity.checked_sub(1) {
+        let fits = words.len().min(room);
+        // SAFETY: `fits` bytes and a 0 are within `capacity`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(words.as_ptr(), text.cast::<u8>(), fits);
+            text.add(fits).write(0);
+        }
+    }
+    Ok(())
+}
+
+fn not_null<T>(what: &str, pointer: *mut T, allowed: impl fmt::Display) -> Outcome {
+    if pointer.is_null() { Err(Failure::argument(what, "a null pointer", allowed)) } else { Ok(()) }
+}

@@ -1,0 +1,57 @@
+/* What the tests of refused arguments share: sizes, memory that shows what was written, and what a text says. C99. */
+#ifndef HATTN_TESTS_ERRORS_H
+#define HATTN_TESTS_ERRORS_H
+
+#include <hopper_attention.h>
+
+#include "check.h"
+#include "reference.h"
+
+enum { BATCH = 2, SEQLEN_Q = 3, SEQLEN_KV = 5, HEADS_Q = 4, HEADS_KV = 2, DIM_QK = 8, DIM_VO = 4 };
+enum {
+  Q_SIZE = BATCH * SEQLEN_Q * HEADS_Q * DIM_QK,
+  K_SIZE = BATCH * SEQLEN_KV * HEADS_KV * DIM_QK,
+  V_SIZE = BATCH * SEQLEN_KV * HEADS_KV * DIM_VO,
+  O_SIZE = BATCH * SEQLEN_Q * HEADS_Q * DIM_VO,
+  LSE_SIZE = BATCH * HEADS_Q * SEQLEN_Q,
+  POISON = 0xA5
+};
+
+/* A dense f32 tensor on the CPU. */
+static hattn_tensor tensor(float* data, int64_t a, int64_t b, int64_t c, int64_t d) {
+  hattn_tensor made = HATTN_TENSOR_INIT;
+  made.data = data;
+  made.dtype = HATTN_F32;
+  made.device = HATTN_CPU;
+  made.ndim = 4;
+  made.shape[0] = a, made.shape[1] = b, made.shape[2] = c, made.shape[3] = d;
+  made.stride[0] = b * c * d, made.stride[1] = c * d, made.stride[2] = d, made.stride[3] = 1;
+  return made;
+}
+
+/* The same for a log-sum-exp or its gradient. */
+static hattn_tensor row_values(float* data) {
+  hattn_tensor made = tensor(data, BATCH, HEADS_Q, SEQLEN_Q, 1);
+  made.ndim = 3;
+  return made;
+}
+
+static int all_poison(const float* data, size_t count) {
+  const unsigned char* bytes = (const unsigned char*)data;
+  size_t i;
+  for (i = 0; i < count * sizeof(float); ++i) {
+    if (bytes[i] != POISON) return 0;
+  }
+  return 1;
+}
+
+/* The text names what was wrong at its beginning, and has the other parts somewhere. */
+#define SAYS(what, got, allowed)                                 \
+  do {                                                           \
+    CHECK_TEXT(hattn_last_error(), what);                        \
+    CHECK(strncmp(hattn_last_error(), what, strlen(what)) == 0); \
+    CHECK_TEXT(hattn_last_error(), got);                         \
+    CHECK_TEXT(hattn_last_error(), allowed);                     \
+  } while (0)
+
+#endif

@@ -1,0 +1,88 @@
+// The sm_90a backward kernel: dK, dV of a tile of keys, and its part of dQ, for one dtype, mask class and tile shape.
+//
+// A tile is kTileN keys of one key head; a CTA walks the blocks of kTileM queries that see them, of every query head of
+// the group, and keeps dK and dV in registers meanwhile. Scores are transposed (keys are rows), so that P^T and dS^T
+// come out as the register operands of dV += P^T dO and dK += dS^T Q, and only dS goes through shared memory, for dQ =
+// dS K.
+//
+// Roles. One producer warpgroup (warp 0 streams Q and the statistics, warp 1 K and V, warp 2 dO; warp 3 adds dQ to its
+// sums; load.hpp) and two consumer warpgroups of 64 keys each (mma.hpp). dQ leaves the registers through shared memory,
+// dK and dV straight for global memory. The grid is persistent.
+//
+// Barriers. Full barriers (one arrival and the bytes of a copy), empty ones (one arrival a consumer warp): q (with the
+// statistics) and d_o per stage, k per buffer, v. d_q_full (an arrival a consumer warp: its part is written) and
+// d_q_empty (one: the copy engine has read it). tile_full (one arrival): a buffer's tile is named. Named barrier 1:
+// both warpgroups' dS is written.
+//
+// Shared memory (head dim 128, 64x128): K 2 x 32 KB, V 32 KB, Q and dO 2 x 32 KB, dS 2 x 16 KB, dQ 32 KB, statistics
+// 1 KB: 225 KB. Head dim 64, 128x128: K 2 x 16 KB, V 16 KB, Q and dO 2 x 32 KB, dS 2 x 32 KB, dQ 32 KB, statistics 2
+// KB.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/bwd/load.hpp"
+#include "sm90/bwd/mma.hpp"
+#include "sm90/bwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    bwd_kernel(__grid_constant__ BwdKernelParams const params, __grid_constant__ CUtensorMap const map_q,
+               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v,
+               __grid_constant__ CUtensorMap const map_d_o) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
+
+  // Warp-uniform by construction, and known to the compiler as such.
+  int const warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
+
+  if (threadIdx.x == 0) {
+    cute::prefetch_tma_descriptor(&map_q);
+    cute::prefetch_tma_descriptor(&map_k);
+    cute::prefetch_tma_descriptor(&map_v);
+    cute::prefetch_tma_descriptor(&map_d_o);
+    for (int i = 0; i < Traits::kBuffersK; ++i) {
+      storage.tile_full[i].init(1);
+      storage.k_full[i].init(1);
+      storage.k_empty[i].init(Traits::kWarps + 3);  // and three lanes that read the tile
+    }
+    storage.d_q_full.init(Traits::kWarps);
+    storage.d_q_empty.init(1);
+    storage.v_full.init(1);
+    storage.v_empty.init(Traits::kWarps);
+    for (int i = 0; i < Traits::kStages; ++i) {
+      storage.q_full[i].init(1);
+      storage.d_o_full[i].init(1);
+      storage.q_empty[i].init(Traits::kWarps);
+      storage.d_o_empty[i].init(Traits::kWarps);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.
+  BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch, params.heads_per_group,
+                               params.tile_counter};
+  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
+
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 0 && cute::elect_one_sync()) {
+      BwdLoad<Traits>::queries(params, map_q, band, storage);
+    } else if (warp == 1 && cute::elect_one_sync()) {
+      BwdLoad<Traits>::tiles(map_k, map_v, scheduler, storage);
+    } else if (warp == 2 && cute::elect_one_sync()) {
+      BwdLoad<Traits>::output_gradients(params, map_d_o, band, storage);
+    } else if (warp == 3 && cute::elect_one_sync()) {
+      BwdLoad<Traits>::query_gradients(params, band, storage);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    BwdMma<Traits>::run(params, band, storage, warpgroup - 1);
+  }
+}
+
+}  // namespace hattn::sm90

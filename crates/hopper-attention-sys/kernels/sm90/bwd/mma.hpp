@@ -1,0 +1,325 @@
+// The consumer warpgroups of the backward (Dao 2023, FlashAttention-2, algorithm 2, with keys outside and queries
+// inside).
+//
+//   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
+//
+// All the blocks of a CTA's tiles form one stream, and the products are issued in the order dP, dV, dK, S of the next
+// block, dQ. So the tensor cores have work while the rest is done by hand: dS is computed under dV, and the next
+// block's exponentials under dQ. A step begins and ends with nothing in flight, which ptxas asks for: dP is issued when
+// dQ has left the registers that both use.
+#pragma once
+
+#include "common/mask.hpp"
+#include "common/softmax.hpp"
+#include "sm90/bwd/traits.hpp"
+#include "sm90/product.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+struct BwdMma {
+  using Element = typename Traits::Element;
+  using Storage = typename Traits::SharedStorage;
+  static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
+  static constexpr MaskClass kMask = Traits::kMask;
+
+  // A value that the compiler must take for a new one: what is derived from it is computed where it is used, since
+  // registers are short.
+  CUTE_DEVICE static int anew(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+
+  // Nought, unknown to the compiler: what is derived from it is computed where it is used. Held for the whole loop, the
+  // descriptors of an operand with one buffer would take every uniform register there is.
+  CUTE_DEVICE static int opaque_zero() {
+    int zero;
+    asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+    return zero;
+  }
+
+  // A statistic of the columns of transposed scores, which prepare.hpp has put into the order of the fragments: 16
+  // queries are four groups of four, one for each lane of a quad.
+  struct Statistic {
+    static constexpr int kGroups = Traits::kTileM / 16;
+    float4 group[kGroups];
+
+    // Groups kBegin to before kEnd.
+    template <int kBegin, int kEnd>
+    CUTE_DEVICE void load(float const* statistic, int thread) {
+      CUTE_UNROLL
+      for (int i = kBegin; i < kEnd; ++i) {
+        group[i] = reinterpret_cast<float4 const*>(statistic)[4 * i + thread % 4];
+      }
+    }
+
+    // Visits the elements of an accumulator.
+    template <class Visit>
+    CUTE_DEVICE void visit(Visit const& visit) const {
+      CUTE_UNROLL
+      for (int i = 0; i < kGroups; ++i) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          visit(8 * i + 2 * r, group[i].x);
+          visit(8 * i + 2 * r + 1, group[i].y);
+          visit(8 * i + 4 + 2 * r, group[i].z);
+          visit(8 * i + 4 + 2 * r + 1, group[i].w);
+        }
+      }
+    }
+  };
+
+  CUTE_DEVICE static void run(BwdKernelParams const& params, Band const& band, Storage& storage, int consumer) {
+    using namespace cute;
+    int const thread_in_group = static_cast<int>(threadIdx.x) % 128;
+
+    typename Traits::template MmaScores<Traits::kHeadDimQK> mma_s;
+    typename Traits::template MmaScores<Traits::kHeadDimVO> mma_d_p;
+    typename Traits::template MmaKeys<Traits::kHeadDimVO> mma_d_v;
+    typename Traits::template MmaKeys<Traits::kHeadDimQK> mma_d_k;
+    typename Traits::MmaQueries mma_d_q;
+    // Operands in shared memory are descriptors, the same for every thread: made from thread 0's slice they stay
+    // uniform.
+    auto const slice_s = mma_s.get_slice(0);
+    auto const slice_d_p = mma_d_p.get_slice(0);
+    auto const slice_d_v = mma_d_v.get_slice(0);
+    auto const slice_d_k = mma_d_k.get_slice(0);
+    auto const slice_d_q = mma_d_q.get_slice(0);
+
+    constexpr int kM = Traits::kTileM;
+    constexpr int kN = Traits::kTileN;
+    constexpr int kQK = Traits::kHeadDimQK;
+    constexpr int kVO = Traits::kHeadDimVO;
+    constexpr int kStages = Traits::kStages;
+    constexpr int kGroups = Statistic::kGroups;
+    constexpr int kBuffers = Traits::kBuffersK;
+    auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
+    Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
+    Tensor sV = rows(storage.v, typename Traits::template SmemRows<kN, kVO, 2>{});
+    Tensor sQ = rows(storage.q[0], typename Traits::template SmemRows<kM, kQK, kStages>{});
+    Tensor sdO = rows(storage.d_o[0], typename Traits::template SmemRows<kM, kVO, kStages>{});
+    Tensor sKt = rows(storage.k[0], typename Traits::template SmemColumns<kN, kQK, kBuffers>{});
+    Tensor sQt = rows(storage.q[0], typename Traits::template SmemColumns<kM, kQK, kStages>{});
+    Tensor sdOt = rows(storage.d_o[0], typename Traits::template SmemColumns<kM, kVO, kStages>{});
+    // Written [key][query], and read as [query][key].
+    Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
+
+    Tensor sK_rows = local_tile(sK, Shape<_64, Int<kQK>>{}, make_coord(consumer, _0{}, _));
+    Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
+    Tensor tSrK = slice_s.make_fragment_A(slice_s.partition_A(sK_rows));
+    Tensor tSrQ = slice_s.make_fragment_B(slice_s.partition_B(sQ));
+    Tensor tPrV = slice_d_p.make_fragment_A(slice_d_p.partition_A(sV_rows));
+    Tensor tPrdO = slice_d_p.make_fragment_B(slice_d_p.partition_B(sdO));
+    Tensor tVrdO = slice_d_v.make_fragment_B(slice_d_v.partition_B(sdOt));
+    Tensor tKrQ = slice_d_k.make_fragment_B(slice_d_k.partition_B(sQt));
+    // dQ: the warpgroup's half of the columns, or of the queries.
+    int const half_columns = Traits::kSplitsColumns ? consumer : 0;
+    int const half_queries = Traits::kSplitsColumns ? 0 : consumer;
+    Tensor sdS_half = local_tile(sdS, Shape<_64, Int<kN>>{}, make_coord(half_queries, _0{}, _));
+    Tensor sKt_half = local_tile(sKt, Shape<Int<Traits::kColumnsQ>, Int<kN>>{}, make_coord(half_columns, _0{}, _));
+    Tensor tQrdS = slice_d_q.make_fragment_A(slice_d_q.partition_A(sdS_half));
+    Tensor tQrK = slice_d_q.make_fragment_B(slice_d_q.partition_B(sKt_half));
+
+    Tensor tS = partition_fragment_C(mma_s, Shape<_64, Int<kM>>{});
+    Tensor tdP = partition_fragment_C(mma_d_p, Shape<_64, Int<kM>>{});
+    Tensor tdV = partition_fragment_C(mma_d_v, Shape<_64, Int<kVO>>{});
+    Tensor tdK = partition_fragment_C(mma_d_k, Shape<_64, Int<kQK>>{});
+    Tensor tdQ = partition_fragment_C(mma_d_q, Shape<_64, Int<Traits::kColumnsQ>>{});
+    // The A operands of dV and dK: for 16-bit types the accumulator's element order is the operand's.
+    Tensor tP = make_tensor<Element>(partition_shape_A(mma_d_v, Shape<_64, Int<kM>>{}));
+    Tensor tdS = make_tensor<Element>(partition_shape_A(mma_d_k, Shape<_64, Int<kM>>{}));
+    static_assert(size(tP) == size(tS) && size(tdS) == size(tdP));
+
+    // The warp's first key in the tile.
+    auto warp_row = [&](int thread) { return consumer * 64 + thread / 32 * 16; };
+
+    RingPosition<kStages> ring;  // of Q and dO, and of dS as well
+    RingPosition<kBuffers> k;    // of K; V, in one buffer, has the parity of its stage
+    int n_block = 0;
+    QueryRange range{0, 0};
+    int m_block = 0;
+    int remaining = 0;  // blocks of this tile, all heads of the group together
+    auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
+
+    // The tile in a buffer; the shuffles tell the compiler that it is the same in the whole warp.
+    auto await_tile = [&]() __attribute__((always_inline)) {
+      storage.tile_full[k.stage].wait(k.parity);
+      return warp_value(storage.tile[k.stage].batch) >= 0;
+    };
+    auto enter_tile = [&]() __attribute__((always_inline)) {
+      Tile const tile = storage.tile[k.stage];
+      n_block = warp_value(tile.block);
+      range = query_range<kMask, kM, kN>(band, n_block);
+      remaining = params.heads_per_kv_head * (range.end - range.begin);
+      m_block = range.begin;
+    };
+    auto next_block = [&]() __attribute__((always_inline)) {
+      --remaining;
+      ++m_block;
+      if (m_block == range.end) {  // the group's next query head
+        m_block = range.begin;
+      }
+    };
+
+    auto issue_scores = [&]() __attribute__((always_inline)) {
+      issue_product<false>(mma_s, tSrK(_, _, _, k.stage), tSrQ(_, _, _, ring.stage), tS);
+    };
+    auto release = [&](Mbarrier& barrier) {
+      if (elect_one_sync()) {
+        barrier.arrive();
+      }
+    };
+    auto pack = [&](auto& operand, auto const& values) __attribute__((always_inline)) {
+      Tensor packed = recast<std::uint32_t>(operand);
+      CUTE_UNROLL
+      for (int i = 0; i < size(packed); ++i) {
+        packed(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
+      }
+    };
+    // P, from the scores of the block that comes.
+    auto exponentials = [&](Statistic const& minus_lse) __attribute__((always_inline)) {
+      if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
+        int const thread = anew(thread_in_group);
+        apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
+                                         m_block * kM + 2 * (thread % 4));
+      }
+      minus_lse.visit([&](int i, float minus_lse) { tS(i) = exp2_approx(fmaf(tS(i), params.scale_log2, minus_lse)); });
+    };
+    auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
+                              auto const& values, float scale) __attribute__((always_inline)) {
+      int const thread = anew(thread_in_group);
+      write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
+                           2 * tensor.stride_seqlen, tile.block * kN + warp_row(thread), params.seqlen_kv, head_dim,
+                           thread % 32, [&](int i, int j) {
+                             int const at = 8 * i + 2 * j;
+                             return pack_pair<Element>(values(at) * scale, values(at + 1) * scale);
+                           });
+    };
+    // A tile's dK and dV. Its name may be replaced then, and K as well.
+    auto hand_over = [&](int buffer) __attribute__((always_inline)) {
+      Tile const tile = storage.tile[buffer];
+      __syncwarp();
+      release(storage.k_empty[buffer]);
+      write_gradient(Int<kVO>{}, params.d_v, tile, params.head_dim_vo, tdV, 1.0F);
+      write_gradient(Int<kQK>{}, params.d_k, tile, params.head_dim_qk, tdK, params.scale);
+    };
+
+    if (!await_tile()) {
+      return;
+    }
+    enter_tile();
+    storage.k_full[0].wait(0);
+    storage.q_full[0].wait(0);
+    issue_scores();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tS);
+    {
+      Statistic minus_lse;
+      minus_lse.template load<0, kGroups>(storage.statistics[0], thread_in_group);
+      exponentials(minus_lse);
+    }
+    storage.v_full.wait(0);
+    storage.d_o_full[0].wait(0);
+
+    constexpr int kEarly = kM == 64 ? 2 : 0;  // of delta's groups there are registers for so many while dP is computed
+    bool more = true;
+    // One block: from its P to the next one's.
+    auto step = [&](auto is_last) __attribute__((always_inline)) {
+      // dP, and beside it what is left of the block before: dQ is on its way to shared memory.
+      issue_product<false>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+      fence_proxy_async();
+      __syncwarp();
+      release(storage.d_q_full);
+      pack(tP, tS);
+      issue_product(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV, true);
+      Statistic minus_delta;
+      minus_delta.template load<0, kEarly>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tdP);
+      minus_delta.template load<kEarly, kGroups>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
+      if constexpr (is_last) {
+        release(storage.v_empty);
+      }
+      minus_delta.visit([&](int i, float minus_delta) { tS(i) *= tdP(i) + minus_delta; });
+      pack(tdS, tS);
+      Tensor pairs = recast<std::uint32_t>(tdS);
+      int const thread = anew(thread_in_group);
+      store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
+                          [&](int i, int j) { return pairs(4 * i + j); });
+      issue_product(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK, true);
+      fence_proxy_async();
+
+      int const done = ring.stage;
+      int const k_done = k.stage;
+      ring.advance();
+      if constexpr (is_last) {
+        k.advance();
+        more = await_tile();
+        // After the last tile the scores are those of whatever lies in the buffers: a branch between the products and
+        // the wait for them would make ptxas serialise them.
+        if (more) {
+          storage.k_full[k.stage].wait(k.parity);
+          storage.q_full[ring.stage].wait(ring.parity);
+        }
+      } else {
+        storage.q_full[ring.stage].wait(ring.parity);
+      }
+      // P's registers are needed for the next scores, whose turn comes after dK anyway.
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tdV);
+      release(storage.d_o_empty[done]);
+      issue_scores();
+      named_barrier_sync(1, 256);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, done), tQrK(_, _, _, k_done), tdQ);
+      storage.d_q_empty.wait(done);  // one buffer: its laps are as long as stages
+      if (!is_last || more) {
+        storage.d_o_full[ring.stage].wait(ring.parity);
+      }
+      warpgroup_wait<2>();
+      warpgroup_fence_operand(tdK);
+      release(storage.q_empty[done]);
+      Statistic minus_lse;
+      minus_lse.template load<0, kGroups>(storage.statistics[ring.stage], anew(thread_in_group));
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tS);
+
+      // The next block's P beside dQ.
+      if constexpr (is_last) {
+        enter_tile();
+      } else {
+        next_block();
+      }
+      exponentials(minus_lse);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tdQ);
+      float4* const part =
+          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + anew(thread_in_group);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tdQ) / 4; ++i) {
+        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
+      }
+      if constexpr (is_last) {
+        hand_over(k_done);
+        clear(tdV);
+        clear(tdK);
+        if (more) {
+          storage.v_full.wait(k.stage);
+        }
+      }
+    };
+    clear(tdV);
+    clear(tdK);
+    while (more) {
+      while (remaining > 1) {
+        step(false_type{});
+      }
+      step(true_type{});
+    }
+
+    fence_proxy_async();
+    __syncwarp();
+    release(storage.d_q_full);
+  }
+};
+
+}  // namespace hattn::sm90

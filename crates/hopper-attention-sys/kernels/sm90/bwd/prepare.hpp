@@ -1,0 +1,112 @@
+// The kernel before the backward: what it needs of each query, and zeros for the sums of dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/mask.hpp"
+#include "kernels.hpp"
+#include "sm90/bwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+// Writes, for each block of kTileM queries, -LSE (in powers of two) and -delta, where delta = rowsum(dO o O) - dLSE
+// (Dao et al. 2022, FlashAttention, appendix B; a gradient of the LSE adds P dLSE to dS). A query without
+// keys, or past the end, gets -inf and 0: its P is 0. The 16 values of 16 queries are stored as the quads of lanes read
+// them (Statistic of mma.hpp): lane q of a quad owns the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of an accumulator.
+template <class Traits>
+__global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
+  using Element = typename Traits::Element;
+  constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
+  constexpr int kTileM = Traits::kTileM;
+  int const m_blocks = (params.seqlen_q + kTileM - 1) / kTileM;
+  int const padded = m_blocks * kTileM;
+  std::int64_t const rows = static_cast<std::int64_t>(params.batch) * params.heads_q * padded;
+  std::int64_t const threads = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  std::int64_t const thread = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  int const lane = static_cast<int>(threadIdx.x) % kLanes;
+  bool const heads_first = params.o.stride_head < params.o.stride_seqlen;
+
+  // Whole warps go round the loop together: the shuffles need them.
+  std::int64_t const rounds = (rows + threads / kLanes - 1) / (threads / kLanes);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    std::int64_t const row = round * (threads / kLanes) + thread / kLanes;
+    // Neighbours in memory are neighbours here.
+    std::int64_t const rest = heads_first ? row / params.heads_q : row / padded;
+    int const first = static_cast<int>(heads_first ? row % params.heads_q : row % padded);
+    int const second = static_cast<int>(heads_first ? rest % padded : rest % params.heads_q);
+    int const head = heads_first ? first : second;
+    int const query = heads_first ? second : first;
+    std::int64_t const batch = heads_first ? rest / padded : rest / params.heads_q;
+    bool const there = row < rows && query < params.seqlen_q;
+
+    float sum = 0.0F;
+    if (there && lane * 8 < params.head_dim_vo) {
+      auto const load = [&](TensorDesc const& tensor) {
+        std::int64_t const at = batch * tensor.stride_batch + static_cast<std::int64_t>(query) * tensor.stride_seqlen +
+                                head * tensor.stride_head + lane * 8;
+        return *reinterpret_cast<uint4 const*>(tensor.address + 2 * at);
+      };
+      uint4 const o = load(params.o);
+      uint4 const d_o = load(params.d_o);
+      auto const* const a = reinterpret_cast<Element const*>(&o);
+      auto const* const b = reinterpret_cast<Element const*>(&d_o);
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
+      }
+    }
+    CUTE_UNROLL
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(0xffffffffU, sum, step);
+    }
+    if (row < rows && lane == 0) {
+      float start = -INFINITY;
+      float minus_delta = 0.0F;
+      if (there) {
+        float const lse = reinterpret_cast<float const*>(
+            params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
+        bool const empty = lse == -INFINITY;
+        start = empty ? -INFINITY : -lse * 1.44269504088896341F;
+        minus_delta = empty ? 0.0F : -sum;
+        if (params.d_lse_address != 0 && !empty) {
+          minus_delta += reinterpret_cast<float const*>(
+              params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
+        }
+      }
+      int const column = query % 16;
+      int const place = query % kTileM / 16 * 16 + column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
+      float* const statistics = reinterpret_cast<float*>(params.statistics) +
+                                ((batch * params.heads_q + head) * m_blocks + query / kTileM) * Traits::kStatistics;
+      statistics[place] = start;
+      statistics[kTileM + place] = minus_delta;
+    }
+  }
+
+  // The tiles of keys that see a block of queries are neighbours; the first of them has the first turn.
+  if (params.turns != 0) {
+    Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
+                    params.seqlen_q, params.seqlen_kv};
+    std::int64_t const turns = rows / kTileM;
+    for (std::int64_t i = thread; i < turns; i += threads) {
+      int const m_block = static_cast<int>(i % m_blocks);
+      int first = 0;
+      if constexpr (Traits::kMask == MaskClass::Window) {
+        int last = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN - 1;
+        while (first < last) {
+          int const middle = (first + last) / 2;
+          bool const sees = query_range<Traits::kMask, kTileM, Traits::kTileN>(band, middle).end > m_block;
+          first = sees ? first : middle + 1;
+          last = sees ? middle : last;
+        }
+      }
+      reinterpret_cast<int*>(params.turns)[i] = first;
+    }
+  }
+
+  std::int64_t const fours = rows * Traits::kHeadDimQK / 4;
+  for (std::int64_t i = thread; i < fours; i += threads) {
+    reinterpret_cast<float4*>(params.sums)[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
+  }
+}
+
+}  // namespace hattn::sm90

@@ -1,0 +1,133 @@
+// Everything that a row of bwd.def fixes: types, tiles, register budget and the shared-memory plan.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/barrier.hpp"
+#include "common/tile_scheduler.hpp"
+#include "kernels.hpp"
+#include "sm90/element.hpp"
+
+namespace hattn::sm90 {
+
+template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+struct BwdTraits {
+  static constexpr DType kDType = kDTypeTag;
+  static constexpr MaskClass kMask = kMaskClass;
+  static constexpr int kHeadDimQK = kDimQK;
+  static constexpr int kHeadDimVO = kDimVO;
+  static constexpr int kTileM = kRows;     // queries a block
+  static constexpr int kTileN = kColumns;  // keys a tile
+  static constexpr int kStages = kStageCount;
+  using Element = typename ElementOf<kDType>::type;
+
+  // A consumer warpgroup owns 64 keys of the tile; one more warpgroup feeds them.
+  static constexpr int kConsumers = kTileN / 64;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kWarps = 4 * kConsumers;
+  static_assert(kConsumers == 2, "the reduction of dQ is split in two");
+  static_assert(kTileM == 64 || kTileM == 128, "dQ is split by columns or by rows");
+  static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
+
+  // K of a tile and of the next one; V is read for the last time early in a tile's last block.
+  static constexpr int kBuffersK = 2;
+
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+  // More than a block is launched with would never be granted.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
+
+  // S^T and dP^T: a warpgroup's keys by all queries of the block.
+  template <int kHeadDim>
+  using MmaScores = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kTileM>, cute::Int<kHeadDim>>>()));
+  // dV += P^T dO and dK += dS^T Q, with P^T and dS^T from registers.
+  template <int kHeadDim>
+  using MmaKeys = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kTileM>>,
+                                       cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
+  // dQ of the block, dS K over the keys of both warpgroups: each makes half of it.
+  static constexpr bool kSplitsColumns = kTileM == 64;
+  static constexpr int kColumnsQ = kSplitsColumns ? kHeadDimQK / 2 : kHeadDimQK;
+  using MmaQueries = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kColumnsQ>, cute::Int<kTileN>>,
+                                       cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::MN>()));
+
+  using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
+  // A tile as it is loaded, [row][column] in slabs of 64 columns, and the same memory read as [column][row].
+  template <int kCount, int kHeadDim, int kBuffers>
+  using SmemRows = decltype(cute::tile_to_shape(
+      AtomK{}, cute::Shape<cute::Int<kCount>, cute::Int<kHeadDim>, cute::Int<kBuffers>>{}));
+  template <int kCount, int kHeadDim, int kBuffers>
+  using SmemColumns =
+      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kCount>, cute::Int<kBuffers>>{},
+                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+
+  static constexpr int kElementsQ = kTileM * kHeadDimQK;
+  static constexpr int kElementsO = kTileM * kHeadDimVO;
+  static constexpr int kElementsK = kTileN * kHeadDimQK;
+  static constexpr int kElementsV = kTileN * kHeadDimVO;
+  static constexpr int kElementsS = kTileM * kTileN;
+  static constexpr int kStatistics = 2 * kTileM;  // of the queries of a block: -LSE * log2(e), then -delta
+  static constexpr std::uint32_t kBytesQ = kElementsQ * sizeof(Element) + kStatistics * sizeof(float);
+  static constexpr std::uint32_t kBytesO = kElementsO * sizeof(Element);
+  static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
+  static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
+
+  struct SharedStorage {
+    alignas(1024) Element k[kBuffersK][kElementsK];
+    alignas(1024) Element v[kElementsV];
+    alignas(1024) Element q[kStages][kElementsQ];
+    alignas(1024) Element d_o[kStages][kElementsO];
+    alignas(1024) Element d_s[2][kElementsS];
+    alignas(128) float d_q[kElementsQ];
+    alignas(128) float statistics[kStages][kStatistics];
+    Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
+    Mbarrier tile_full[kBuffersK];
+    Mbarrier k_full[kBuffersK];
+    Mbarrier k_empty[kBuffersK];
+    Mbarrier v_full;
+    Mbarrier v_empty;
+    Mbarrier q_full[kStages];
+    Mbarrier q_empty[kStages];
+    Mbarrier d_o_full[kStages];
+    Mbarrier d_o_empty[kStages];
+    Mbarrier d_q_full;
+    Mbarrier d_q_empty;
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
+};
+
+// What the kernel reads: maps for the copy engine and the plain numbers.
+struct BwdKernelParams {
+  float const* statistics;  // [batch, heads_q, blocks of queries][2][kTileM], see prepare.hpp
+  float* d_q;               // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
+  int* turns;               // [batch, heads_q, blocks of queries], or null
+  int batch;
+  int heads_q;
+  int heads_kv;
+  int heads_per_kv_head;
+  int seqlen_q;
+  int seqlen_kv;
+  int m_blocks;  // of kTileM queries
+  int n_blocks;  // of kTileN keys
+  int left_offset;
+  int right_offset;
+  int heads_per_group;
+  int* tile_counter;
+  TensorDesc d_k;
+  TensorDesc d_v;
+  int head_dim_qk;
+  int head_dim_vo;
+  float scale;       // softmax_scale
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+}  // namespace hattn::sm90

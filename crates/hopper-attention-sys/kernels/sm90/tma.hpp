@@ -1,0 +1,46 @@
+// Copies of tiles between global and shared memory: slabs of 64 columns, 128-byte swizzled rows.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/barrier.hpp"
+
+namespace hattn::sm90 {
+
+// What a kernel reads once should not push what it reads again out of L2.
+constexpr std::uint64_t kEvictFirst = 0x12F0000000000000ULL;
+constexpr std::uint64_t kEvictLast = 0x14F0000000000000ULL;
+
+// Copies rows [row, row + kRows) of one head into a tile of 64-column slabs; what lies beyond the tensor reads as zero.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
+                           int batch) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += 64) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
+  }
+}
+
+// Stores the 64 rows of one consumer of a tile of kRows rows to rows [row, row + 64) of one head; what lies beyond the
+// tensor is dropped.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, int row, int head, int batch) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += 64) {
+    cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * 64, column, row, head, batch);
+  }
+}
+
+// Adds f32 in shared memory to as many in global memory, as one bulk group of the calling thread.
+CUTE_DEVICE void add_bulk(float* global, float const* shared, std::uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+  cute::tma_store_arrive();
+}
+
+// Waits until the calling thread's bulk groups have read shared memory, or have arrived in global memory.
+CUTE_DEVICE void await_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+CUTE_DEVICE void await_bulk_arrival() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+}  // namespace hattn::sm90

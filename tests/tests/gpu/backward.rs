@@ -1,0 +1,273 @@
+//! Every backward row against every case that it takes, and what the backward promises beyond the right numbers.
+
+use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use hopper_attention::{BackwardPlan, DType, Device, Error, KernelInfo, Mask, Operand, Stream, Workspace, bf16, f16};
+use hopper_attention_tests::backward::mutations::{self, Subject};
+use hopper_attention_tests::backward::{Outputs, Prepared};
+use hopper_attention_tests::data::{Image, Poison, Values};
+use hopper_attention_tests::gpu::Gpu;
+use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
+use hopper_attention_tests::runner::{Runner, Verdict};
+use hopper_attention_tests::say;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use crate::{mask_of, with_dtype};
+
+/// Scratch for every plan of a test, never cleaned: a kernel must not care what the last one left.
+const WORKSPACE_BYTES: usize = 256 << 20;
+
+/// A NaN reaches masked pairs that share a block with it, which is documented: the law would ask for more.
+fn leaks(case: &Case) -> bool {
+    matches!(case.values, Values::NanQuery | Values::NanKey) && case.mask != Mask::Full
+}
+
+/// Runs cases through all rows that take them, each second one in turns.
+fn run<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
+    let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
+    let mut index = 0;
+    for cases in cases.chunks(64) {
+        for prepared in Prepared::<T>::all(cases) {
+            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype == T::DTYPE) {
+                index += 1;
+                let problem = prepared.problem.clone().deterministic(index % 2 == 0);
+                let plan = match problem.plan_with_row(&gpu.device, row) {
+                    Ok(plan) => plan,
+                    // Another mask class or a larger head dim.
+                    Err(Error::Unsupported { .. }) => continue,
+                    Err(error) => panic!("{row}, {}: {error}", prepared.case),
+                };
+                assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
+                let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
+                    Ok(outputs) => prepared.verdict(&outputs),
+                    Err(why) => Verdict::failed(why),
+                };
+                runner.take(i, &prepared.case, T::DTYPE, verdict);
+            }
+            on_device
+                .check_inputs(&gpu.stream, &prepared)
+                .unwrap_or_else(|why| panic!("{} {}: {why}", T::DTYPE, prepared.case));
+        }
+    }
+}
+
+#[test]
+fn every_backward_row_takes_the_grid() {
+    let Some(gpu) = Gpu::open("every_backward_row_takes_the_grid") else { return };
+    let rows = gpu.backward_rows();
+    let size = Grid::from_env();
+    let all = cases(size, &Tiles::of(&rows));
+    let kept: Vec<Case> = all.iter().filter(|case| !leaks(case)).cloned().collect();
+    say(&format!(
+        "skipped: {} cases with a NaN under a mask (every_backward_row_takes_the_grid)",
+        all.len() - kept.len()
+    ));
+    let mut runner = Runner::new(&rows);
+    run::<bf16>(&gpu, &rows, &kept, &mut runner);
+    // The oracle of the gradients is slow: the other type takes a third.
+    let third: Vec<Case> = kept.into_iter().step_by(3).collect();
+    run::<f16>(&gpu, &rows, &third, &mut runner);
+    runner.record("backward", size, &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+#[test]
+fn every_backward_case_has_a_plan() {
+    let Some(gpu) = Gpu::open("every_backward_case_has_a_plan") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let mut picked = Vec::new();
+    for case in cases(Grid::Full, &Tiles::of(&gpu.backward_rows())) {
+        for dtype in [DType::BF16, DType::F16] {
+            let problem = hopper_attention::BackwardProblem::of(&case.problem(dtype));
+            let plan = problem.plan(&device).unwrap_or_else(|error| panic!("{dtype} {case}: {error}"));
+            picked.push(plan.choice().unwrap().kernel.row);
+        }
+    }
+    for row in gpu.backward_rows().iter().filter(|row| !picked.contains(&row.row)) {
+        say(&format!("no case of the grid picks {row}"));
+    }
+}
+
+#[test]
+fn random_backward_cases() {
+    let Some(gpu) = Gpu::open("random_backward_cases") else { return };
+    let rows = gpu.backward_rows();
+    let head_dim = rows.iter().map(|row| row.head_dim_qk.min(row.head_dim_vo)).max().unwrap();
+    let default = Config::default();
+    let count = Grid::from_env().pick(6, default.cases.max(128));
+    let mut proptest = TestRunner::new_with_rng(default, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let strategy = random::case(head_dim, 8);
+    let drawn = (0..count).map(|_| strategy.new_tree(&mut proptest).unwrap().current());
+    let (even, odd): (Vec<_>, Vec<_>) = drawn.filter(|case| !leaks(case)).enumerate().partition(|(i, _)| i % 2 == 0);
+    let plain = |cases: Vec<(usize, Case)>| cases.into_iter().map(|(_, case)| case).collect::<Vec<_>>();
+    let mut runner = Runner::new(["all rows, random cases"]);
+    let mut by_row = Runner::new(&rows);
+    run::<bf16>(&gpu, &rows, &plain(even), &mut by_row);
+    run::<f16>(&gpu, &rows, &plain(odd), &mut by_row);
+    by_row.pour_into(&mut runner);
+    runner.finish();
+}
+
+/// A case for a row: several tiles, several heads, a ragged end.
+fn prepared<T: Poison + Operand<Out = T>>(row: &KernelInfo, seed: u64) -> Prepared<T> {
+    let mut case =
+        Case::new(3 * row.tile_m + 17, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(2, 6, 2);
+    case.dims.head_dim_vo = row.head_dim_vo;
+    Prepared::new(&Case { seed, ..case })
+}
+
+fn planned<T: Poison + Operand<Out = T>>(
+    gpu: &Gpu,
+    row: &KernelInfo,
+    prepared: &Prepared<T>,
+    deterministic: bool,
+) -> (BackwardPlan, Workspace) {
+    let plan = prepared.problem.clone().deterministic(deterministic).plan_with_row(&gpu.device, row).unwrap();
+    let workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    (plan, workspace)
+}
+
+/// A broken kernel must fail the suite: every mutation of what a row computed is caught.
+#[test]
+fn broken_gradients_are_caught() {
+    let Some(gpu) = Gpu::open("broken_gradients_are_caught") else { return };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, broken(&gpu, &row));
+    }
+}
+
+fn broken<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = prepared::<T>(row, 3);
+    let (plan, mut workspace) = planned(gpu, row, &prepared, false);
+    let outputs = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{row}: {report}");
+    let d_lse = prepared.d_lse.as_ref().map(Image::values);
+    let honest = outputs.tensors();
+    let subject = Subject {
+        problem: &prepared.problem,
+        q: &prepared.q.tensor(),
+        k: &prepared.k.tensor(),
+        v: &prepared.v.tensor(),
+        d_o: &prepared.d_o.tensor(),
+        d_lse: d_lse.as_deref(),
+        honest: &honest,
+    };
+    let mut applied = 0;
+    for mutation in &mutations::ALL {
+        if let Some(got) = (mutation.apply)(subject) {
+            let report = prepared.expected.check(&got.d_q, &got.d_k, &got.d_v).unwrap();
+            assert!(!report.passed(), "{row}: not caught: {}: {report}", mutation.name);
+            applied += 1;
+        }
+    }
+    assert!(applied >= 8, "{row}: {applied} mutations applied");
+}
+
+/// The same bits on every run in turns; without them dK and dV all the same, and dQ to rounding.
+#[test]
+fn deterministic_runs_give_the_same_bits() {
+    let Some(gpu) = Gpu::open("deterministic_runs_give_the_same_bits") else { return };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, reruns(&gpu, &row));
+    }
+}
+
+fn reruns<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = prepared::<T>(row, 1);
+    for deterministic in [true, false] {
+        let (plan, mut workspace) = planned(gpu, row, &prepared, deterministic);
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        let first = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+        let report = prepared.judge(&first);
+        assert!(report.passed(), "{row}: {report}");
+        for run in 1..Grid::from_env().pick(3, 100) {
+            let again = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+            let [d_kv, d_q] = same_bits(&first, &again);
+            assert!(d_kv && (d_q || !deterministic), "{row}: run {run} differs from the first ({plan})");
+            assert!(prepared.judge(&again).passed(), "{row}: run {run}");
+        }
+    }
+}
+
+/// On several streams at once, each with memory of its own, in turns: tiles of one launch wait only for each other.
+#[test]
+fn many_backward_streams_at_once() {
+    let Some(gpu) = Gpu::open("many_backward_streams_at_once") else { return };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, many(&gpu, &row));
+    }
+}
+
+fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+    let rounds = Grid::from_env().pick(2, 25);
+    let mut lanes: Vec<_> = (0..6)
+        .map(|seed| {
+            let prepared = prepared::<T>(row, 100 + seed);
+            let stream = gpu.device.context().new_stream().unwrap();
+            let lane = Stream::Cuda(stream.clone());
+            let plan = prepared.problem.clone().deterministic(true).plan_with_row(&gpu.device, row).unwrap();
+            let workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+            let on_device = OnDevice::new(&stream, &prepared);
+            (prepared, plan, stream, workspace, on_device)
+        })
+        .collect();
+    let mut first: Vec<Option<Outputs<T>>> = lanes.iter().map(|_| None).collect();
+    for _ in 0..rounds {
+        for (prepared, plan, stream, workspace, on_device) in &mut lanes {
+            plan.run(&Stream::Cuda(stream.clone()), workspace, on_device.args(prepared)).unwrap();
+        }
+        for ((prepared, _, stream, _, on_device), first) in lanes.iter().zip(&mut first) {
+            let outputs = on_device.outputs(stream, prepared).unwrap();
+            let first = first.get_or_insert_with(|| outputs.clone());
+            assert_eq!(same_bits(first, &outputs), [true; 2], "{row}");
+        }
+    }
+    for ((prepared, _, stream, _, on_device), first) in lanes.iter().zip(first) {
+        let report = prepared.judge(&first.unwrap());
+        assert!(report.passed(), "{row}: {report}");
+        on_device.check_inputs(stream, prepared).unwrap();
+    }
+}
+
+/// A captured backward pass replayed on values that change in between.
+#[test]
+fn backward_replays_read_what_the_memory_then_holds() {
+    let Some(gpu) = Gpu::open("backward_replays_read_what_the_memory_then_holds") else { return };
+    // SAFETY: everything of this context object happens on one stream, in its order; nothing relies on events.
+    unsafe { gpu.device.context().disable_event_tracking() };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, replays(&gpu, &row));
+    }
+}
+
+fn replays<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+    // The default stream cannot be captured.
+    let stream = gpu.device.context().new_stream().unwrap();
+    let lane = Stream::Cuda(stream.clone());
+    let first = prepared::<T>(row, 1);
+    let plan = first.problem.clone().deterministic(true).plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&stream, &first);
+    stream.synchronize().unwrap();
+
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let launched = plan.run(&lane, &mut workspace, on_device.args(&first));
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
+    launched.unwrap();
+    assert!(on_device.untouched(&stream, &first), "{row}: capturing wrote something");
+    for seed in [1, 2] {
+        let prepared = prepared::<T>(row, seed);
+        on_device.write_inputs(&stream, &prepared);
+        on_device.poison(&stream, &prepared);
+        graph.launch().unwrap();
+        graph.launch().unwrap();
+        let outputs = on_device.outputs(&stream, &prepared).unwrap();
+        let report = prepared.judge(&outputs);
+        assert!(report.passed(), "{row}, seed {seed}: {report}");
+        let direct = on_device.run(&stream, &mut workspace, &plan, &prepared).unwrap();
+        assert_eq!(same_bits(&outputs, &direct), [true; 2], "{row}: a replay and a launch differ");
+    }
+}
