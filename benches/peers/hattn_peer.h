@@ -68,9 +68,9 @@ typedef struct hattn_peer_fwd_args {
    once a shape (module loads, plans) may be cached: the sweep warms up first. */
 int hattn_peer_fwd(hattn_peer_fwd_args const* args);
 
-/* One backward: dQ, dK and dV of a forward, from dO and the O and LSE that the forward gave. Shapes, strides and addresses
-   are as in hattn_peer_fwd_args; a gradient has the shape of what it is of. dK and dV are sums over the query heads that
-   read a key head. Outputs are overwritten, not added to, and may hold anything before. */
+/* One backward: dQ, dK and dV of a forward, from dO and the O and LSE that the forward gave. Shapes, strides and
+   addresses are as in hattn_peer_fwd_args; a gradient has the shape of what it is of. dK and dV are sums over the query
+   heads that read a key head. Outputs are overwritten, not added to, and may hold anything before. */
 typedef struct hattn_peer_bwd_args {
   uint64_t struct_bytes; /* sizeof(hattn_peer_bwd_args) of the caller: fields are only ever added at the end */
   void const* q;

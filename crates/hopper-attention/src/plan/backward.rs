@@ -68,12 +68,7 @@ impl BackwardChoice {
         let statistics = COUNTER_BYTES;
         let sums = statistics + queries * 2 * size_of::<f32>();
         let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
-        Parts {
-            statistics,
-            sums,
-            turns: after,
-            end: after + if *turns { blocks * size_of::<i32>() } else { 0 },
-        }
+        Parts { statistics, sums, turns: after, end: after + if *turns { blocks * size_of::<i32>() } else { 0 } }
     }
 }
 
