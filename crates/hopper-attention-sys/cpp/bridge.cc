@@ -90,7 +90,8 @@ hattn::BwdParams to_kernel(BwdParams const& params) noexcept {
   out.heads_per_group = params.heads_per_group;
   out.statistics = params.statistics;
   out.sums = params.sums;
-  out.turns = params.turns;
+  out.progress = params.progress;
+  out.ordered = params.ordered;
   out.tile_counter = params.tile_counter;
   return out;
 }

@@ -101,9 +101,10 @@ struct BwdParams {
   // the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
   std::uint64_t statistics = 0;
   std::uint64_t sums = 0;
-  // i32 [blocks]: whose turn it is to add to a block's sums; 0: whoever comes. With turns a tile
-  // counter is needed as well, and the result is the same on every run.
-  std::uint64_t turns = 0;
+  // i32 [blocks]: how far the sums of each block are.
+  std::uint64_t progress = 0;
+  // Whether tiles add to the sums by their number, which makes the result the same on every run and needs a tile counter.
+  bool ordered = false;
   std::uint64_t tile_counter = 0;
 };
 

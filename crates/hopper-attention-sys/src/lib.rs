@@ -196,8 +196,10 @@ mod ffi {
         statistics: u64,
         /// Device address of workspace for the sums of `d_q`.
         sums: u64,
-        /// Device address of workspace for the order in which tiles add to the sums; 0: any order.
-        turns: u64,
+        /// Device address of workspace for how far each block's sums are.
+        progress: u64,
+        /// Whether tiles add to the sums in one order, which needs a tile counter.
+        ordered: bool,
         /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
         tile_counter: u64,
     }

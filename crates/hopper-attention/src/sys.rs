@@ -153,7 +153,8 @@ pub(crate) unsafe fn launch_backward(
         heads_per_group: choice.heads_per_group,
         statistics: part(parts.statistics),
         sums: part(parts.sums),
-        turns: if choice.turns { part(parts.turns) } else { 0 },
+        progress: part(parts.progress),
+        ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the

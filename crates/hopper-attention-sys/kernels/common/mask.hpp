@@ -70,6 +70,26 @@ CUTE_DEVICE QueryRange query_range(Band const& band, int n_block) {
   return range;
 }
 
+// The first tile of keys that sees a block of queries; tiles that do are neighbours. One past the last: none does.
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE int first_tile(Band const& band, int m_block) {
+  int first = 0;
+  int end = cute::ceil_div(band.seqlen_kv, kTileN);
+  if constexpr (kMask == MaskClass::Full) {
+    return 0;
+  }
+  // The ends of the tiles' ranges do not fall.
+  while (first < end) {
+    int const middle = (first + end) / 2;
+    bool const sees = query_range<kMask, kTileM, kTileN>(band, middle).end > m_block;
+    first = sees ? first : middle + 1;
+    end = sees ? middle : end;
+  }
+  bool const seen = first < cute::ceil_div(band.seqlen_kv, kTileN) &&
+                    query_range<kMask, kTileM, kTileN>(band, first).begin <= m_block;
+  return seen ? first : cute::ceil_div(band.seqlen_kv, kTileN);
+}
+
 // Whether a block of queries sees all of a tile of keys. Keys past the end are masked with every query.
 template <MaskClass kMask, int kTileM, int kTileN>
 CUTE_DEVICE bool is_free(Band const& band, int m_block, int n_block) {

@@ -39,6 +39,14 @@ CUTE_DEVICE void add_bulk(float* global, float const* shared, std::uint32_t byte
   cute::tma_store_arrive();
 }
 
+// Copies instead of adding.
+CUTE_DEVICE void store_bulk(float* global, float const* shared, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+  cute::tma_store_arrive();
+}
+
 // Waits until the calling thread's bulk groups have read shared memory, or have arrived in global memory.
 CUTE_DEVICE void await_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 CUTE_DEVICE void await_bulk_arrival() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

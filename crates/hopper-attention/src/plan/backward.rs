@@ -51,7 +51,7 @@ pub struct BackwardChoice {
 pub(crate) struct Parts {
     pub statistics: usize,
     pub sums: usize,
-    pub turns: usize,
+    pub progress: usize,
     pub end: usize,
 }
 
@@ -63,12 +63,12 @@ impl BackwardChoice {
     }
 
     pub(crate) fn parts(&self) -> Parts {
-        let Self { kernel, blocks, turns, .. } = self;
+        let Self { kernel, blocks, .. } = self;
         let queries = blocks * kernel.tile_m;
         let statistics = COUNTER_BYTES;
         let sums = statistics + queries * 2 * size_of::<f32>();
         let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
-        Parts { statistics, sums, turns: after, end: after + if *turns { blocks * size_of::<i32>() } else { 0 } }
+        Parts { statistics, sums, progress: after, end: after + blocks * size_of::<i32>() }
     }
 }
 
@@ -273,15 +273,15 @@ mod tests {
         let queries = 8 * 128 * 32;
         let sums = 256 + queries * 8;
         let end = sums + queries * 64 * 4;
-        assert_eq!(choice.parts(), Parts { statistics: 256, sums, turns: end, end });
+        assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 4 });
         assert_eq!(choice.workspace_bytes(), end);
         let in_turns = chosen(&problem(DIMS, Mask::Full).deterministic(true));
-        assert_eq!(in_turns.parts(), Parts { end: end + 8 * 32 * 4, ..choice.parts() });
+        assert_eq!(in_turns.parts(), choice.parts());
         assert!(in_turns.tile_counter && !choice.tile_counter);
         // Copies and additions of 16 bytes.
         for choice in [choice, in_turns, chosen(&problem(Dims { seqlen_q: 1, ..DIMS }, Mask::causal()))] {
-            let Parts { statistics, sums, turns, .. } = choice.parts();
-            assert!([statistics, sums, turns].iter().all(|at| at.is_multiple_of(16)), "{choice}");
+            let Parts { statistics, sums, progress, .. } = choice.parts();
+            assert!([statistics, sums, progress].iter().all(|at| at.is_multiple_of(16)), "{choice}");
         }
     }
 

@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/mask.hpp"
 #include "kernels.hpp"
 #include "sm90/bwd/traits.hpp"
 
@@ -22,13 +23,19 @@ __global__ void __launch_bounds__(256) bwd_convert(BwdParams const params) {
   int const lane = static_cast<int>(threadIdx.x) % 32;
   int const consumer = warp / 4;
 
+  // What no tile of keys sees, none has written.
+  Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
+                  params.seqlen_q, params.seqlen_kv};
+  bool const seen =
+      first_tile<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, m_block) * Traits::kTileN < params.seqlen_kv;
   constexpr int kFours = Traits::kElementsQ / 256 / 4;
   float4 fours[kFours];
   CUTE_UNROLL
   for (int i = 0; i < kFours; ++i) {
-    fours[i] =
-        reinterpret_cast<float4 const*>(params.sums)[block * (Traits::kElementsQ / 4) +
-                                                     consumer * (Traits::kElementsQ / 8) + i * 128 + threadIdx.x % 128];
+    fours[i] = seen ? reinterpret_cast<float4 const*>(
+                          params.sums)[block * (Traits::kElementsQ / 4) + consumer * (Traits::kElementsQ / 8) +
+                                       i * 128 + threadIdx.x % 128]
+                    : float4{0.0F, 0.0F, 0.0F, 0.0F};
   }
   int const row = m_block * Traits::kTileM + (Traits::kSplitsColumns ? 0 : consumer * 64) + warp % 4 * 16;
   int const column = Traits::kSplitsColumns ? consumer * Traits::kColumnsQ : 0;

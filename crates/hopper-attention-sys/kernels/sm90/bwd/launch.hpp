@@ -68,7 +68,8 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   constexpr float kLog2E = 1.44269504088896341F;
   BwdKernelParams const kernel_params{reinterpret_cast<float const*>(params.statistics),
                                       reinterpret_cast<float*>(params.sums),
-                                      reinterpret_cast<int*>(params.turns),
+                                      reinterpret_cast<int*>(params.progress),
+                                      params.ordered,
                                       params.batch,
                                       params.heads_q,
                                       params.heads_kv,

@@ -17,6 +17,13 @@ template <class Traits>
 struct BwdLoad {
   using Storage = typename Traits::SharedStorage;
 
+  // Where a tile begins. Without a mask each begins elsewhere, so that few add to the same sums at a time; under a mask
+  // that is so anyway. The consumers need not know: what they do to a block then does not depend on its place.
+  CUTE_DEVICE static int first_block(BwdKernelParams const& params, QueryRange const& range, int tile) {
+    return Traits::kMask == MaskClass::Full && !params.ordered ? tile * (Traits::kTileN / Traits::kTileM) % range.end
+                                                               : range.begin;
+  }
+
   // The blocks of queries of all tiles, in the order in which they are used; the ring runs on across heads of a group
   // and across tiles.
   template <class Visit>
@@ -34,16 +41,18 @@ struct BwdLoad {
       // Read, and may be replaced: a lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
       QueryRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      int const start = first_block(params, range, tile.block);
+      int blocks = (tile.batch * params.heads_q + tile.head * params.heads_per_kv_head) * params.m_blocks;
       CUTE_NO_UNROLL
-      for (int i = 0; i < params.heads_per_kv_head; ++i) {
+      for (int i = 0; i < params.heads_per_kv_head; ++i, blocks += params.m_blocks) {
         int const head = tile.head * params.heads_per_kv_head + i;
-        int block = (tile.batch * params.heads_q + head) * params.m_blocks + range.begin;
+        int m = start;
         CUTE_NO_UNROLL
-        for (int m = range.begin; m < range.end; ++m) {
-          visit(ring, block, m, head, tile.batch, tile.block);
-          ++block;
+        do {
+          visit(ring, blocks + m, m, head, tile.batch, tile.block);
+          m = m + 1 == range.end ? range.begin : m + 1;
           ring.advance();
-        }
+        } while (m != start);
       }
     }
   }
@@ -72,38 +81,56 @@ struct BwdLoad {
     });
   }
 
-  // In turns the tiles of keys add to a block one after the other by their number, so that the sums are the same on
-  // every run.
+  // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
+  // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
+  // waits only for tiles that began before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     // The consumers report what they stored before a block, which is nothing before the first one; only then they get
     // the buffer.
     storage.d_q_full.wait(0);
     storage.d_q_empty.arrive();
     stream(params, band, storage, [&](auto const& ring, int block, int, int, int, int n) {
+      // Its address is computed anew each time: registers are short.
+      auto const progress = [&]() __attribute__((always_inline)) {
+        asm volatile("" : "+r"(block));
+        return params.progress + block;
+      };
+      constexpr std::uint32_t kBytes = Traits::kElementsQ * sizeof(float);
+      // Asked early: the answer is there when the part is.
+      int now = params.ordered ? 0 : atomicAdd(progress(), 1);
       storage.d_q_full.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
-      if (params.turns != nullptr) {
-        await_turn(params.turns + block, n);
+      if (params.ordered) {
+        do {
+          now = load_acquire(progress());
+        } while (now % kFresh != n);
       }
-      add_bulk(params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ, storage.d_q,
-               Traits::kElementsQ * sizeof(float));
+      bool const first = params.ordered ? now >= kFresh : now == 0;
+      while (!params.ordered && !first && now < kStored) {
+        now = load_acquire(progress());
+      }
+      float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ;
+      if (first) {
+        store_bulk(sums, storage.d_q, kBytes);
+      } else {
+        add_bulk(sums, storage.d_q, kBytes);
+      }
       await_bulk_read();
       storage.d_q_empty.arrive();
-      if (params.turns != nullptr) {
+      if (params.ordered || first) {
         await_bulk_arrival();
-        pass_turn(params.turns + block, n);
+        if (params.ordered) {
+          asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(progress()), "r"(n + 1) : "memory");
+        } else {
+          asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(progress()), "r"(kStored) : "memory");
+        }
       }
     });
   }
 
-  CUTE_DEVICE static void await_turn(int const* turn, int tile) {
-    int now;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != tile);
-  }
-
-  CUTE_DEVICE static void pass_turn(int* turn, int tile) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(tile + 1) : "memory");
+  CUTE_DEVICE static int load_acquire(int const* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
   }
 
   // Also draws the tiles: one is announced to the others when its K is asked for, up to a tile ahead.

@@ -1,4 +1,4 @@
-// The kernel before the backward: what it needs of each query, and zeros for the sums of dQ.
+// The kernel before the backward: what it needs of each query, and how far the sums of dQ are.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -82,30 +82,14 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     }
   }
 
-  // The tiles of keys that see a block of queries are neighbours; the first of them has the first turn.
-  if (params.turns != 0) {
-    Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
-                    params.seqlen_q, params.seqlen_kv};
-    std::int64_t const turns = rows / kTileM;
-    for (std::int64_t i = thread; i < turns; i += threads) {
-      int const m_block = static_cast<int>(i % m_blocks);
-      int first = 0;
-      if constexpr (Traits::kMask == MaskClass::Window) {
-        int last = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN - 1;
-        while (first < last) {
-          int const middle = (first + last) / 2;
-          bool const sees = query_range<Traits::kMask, kTileM, Traits::kTileN>(band, middle).end > m_block;
-          first = sees ? first : middle + 1;
-          last = sees ? middle : last;
-        }
-      }
-      reinterpret_cast<int*>(params.turns)[i] = first;
-    }
-  }
-
-  std::int64_t const fours = rows * Traits::kHeadDimQK / 4;
-  for (std::int64_t i = thread; i < fours; i += threads) {
-    reinterpret_cast<float4*>(params.sums)[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
+  // Nothing has been added to any block; in turns, the first of the tiles that see it begins.
+  Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
+                  params.seqlen_q, params.seqlen_kv};
+  std::int64_t const blocks = rows / kTileM;
+  for (std::int64_t i = thread; i < blocks; i += threads) {
+    int const m_block = static_cast<int>(i % m_blocks);
+    reinterpret_cast<int*>(params.progress)[i] =
+        params.ordered ? kFresh + first_tile<Traits::kMask, kTileM, Traits::kTileN>(band, m_block) : 0;
   }
 }
 

@@ -105,11 +105,17 @@ struct BwdTraits {
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
 };
 
+// In a block's progress. In turns it is the number of the tile whose turn it is, and kFresh more before the first
+// one's. Else it counts the tiles that have come, and kStored more once the first one's part is there.
+constexpr int kFresh = 1 << 30;
+constexpr int kStored = 1 << 30;
+
 // What the kernel reads: maps for the copy engine and the plain numbers.
 struct BwdKernelParams {
   float const* statistics;  // [batch, heads_q, blocks of queries][2][kTileM], see prepare.hpp
   float* d_q;               // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
-  int* turns;               // [batch, heads_q, blocks of queries], or null
+  int* progress;            // [batch, heads_q, blocks of queries]: how far the sums of a block are
+  bool ordered;             // tiles add in turns
   int batch;
   int heads_q;
   int heads_kv;
