@@ -274,7 +274,7 @@ mod tests {
         let sums = 256 + queries * 8;
         let end = sums + queries * 64 * 4;
         assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 4 });
-        assert_eq!(choice.workspace_bytes(), end);
+        assert_eq!(choice.workspace_bytes(), end + 8 * 32 * 4);
         let in_turns = chosen(&problem(DIMS, Mask::Full).deterministic(true));
         assert_eq!(in_turns.parts(), choice.parts());
         assert!(in_turns.tile_counter && !choice.tile_counter);
