@@ -1,6 +1,6 @@
 //! Exact fused attention for NVIDIA Hopper, with a CPU backend: `O = softmax(mask(softmax_scale * Q K^T)) V` and its
-//! gradients (these on the CPU so far), without ever holding the `seqlen_q x seqlen_kv` matrix. Every combination of
-//! arguments either computes what it says or is refused, by name, before anything is launched.
+//! gradients, without ever holding the `seqlen_q x seqlen_kv` matrix. Every combination of arguments either computes what
+//! it says or is refused, by name, before anything is launched.
 //!
 //! ```
 //! use hopper_attention::*;
@@ -32,8 +32,9 @@
 //! it: a pure function of the problem and the device's facts, which prints itself. [`TensorRef`] and [`TensorMut`] are
 //! borrowed memory, on the host or on a GPU, with a [`Layout`] checked against it. [`ForwardPlan::run`] brings them
 //! together. [`BackwardProblem`], [`BackwardPlan`] and [`BackwardArgs`] do the same for the gradients. [`raw`] takes
-//! addresses instead of tensors; [`reference`](mod@reference) is the f64 oracle that all results are held against. The feature `cuda` adds the GPU kernels and re-exports the `cudarc` whose types appear in this API;
-//! without it no C++ compiler is needed and everything runs on the CPU.
+//! addresses instead of tensors; [`reference`](mod@reference) is the f64 oracle that all results are held against. The
+//! feature `cuda` adds the GPU kernels and re-exports the `cudarc` whose types appear in this API; without it no C++
+//! compiler is needed and everything runs on the CPU.
 //!
 //! # Semantics
 //!
@@ -69,7 +70,7 @@
 //! let forward = ForwardProblem::new(DType::F32, dims)?;
 //! let problem = BackwardProblem::of(&forward).deterministic(true);
 //! let device = Device::cpu();
-//! let plan = problem.plan(&device)?; // a GPU is refused for now: Error::Unsupported
+//! let plan = problem.plan(&device)?; // on a GPU: bf16 or f16
 //! let stream = device.default_stream();
 //! let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
 //!
