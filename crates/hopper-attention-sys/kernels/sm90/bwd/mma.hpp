@@ -23,11 +23,15 @@ struct BwdMma {
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
 
-  // A value that the compiler must take for a new one: what is derived from it is computed where it is used, since
-  // registers are short.
-  CUTE_DEVICE static int anew(int value) {
-    asm volatile("" : "+r"(value));
-    return value;
+  // A thread's place in its warpgroup, as a value that the compiler must take for a new one: what is derived from it is
+  // computed where it is used, since registers are short. Where they are shortest it is even read again.
+  CUTE_DEVICE static int anew(int thread) {
+    if constexpr (Traits::kTileM == 128) {
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+      return thread % 128;
+    }
+    asm volatile("" : "+r"(thread));
+    return thread;
   }
 
   // Nought, unknown to the compiler: what is derived from it is computed where it is used. Held for the whole loop, the
