@@ -81,9 +81,10 @@ fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     for (opcode, why) in [
         (matrix, "matrix products do not use WGMMA"),
         ("UTMALDG", "loads do not use TMA"),
-        match row.pass {
-            Pass::Forward => ("UTMASTG", "stores do not use TMA"),
-            Pass::Backward => ("UBLKRED", "sums are not added to by the copy engine"),
+        if row.pass == Pass::Backward {
+            ("UBLKRED", "sums are not added to by the copy engine")
+        } else {
+            ("UTMASTG", "stores do not use TMA")
         },
         ("USETMAXREG", "registers are not handed from the producer to the consumers"),
     ] {
