@@ -95,9 +95,13 @@ step rates scripts/rates.sh --build-only
 step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" \
   cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
 # What would be published: each package builds from its own files. The kernels are compiled from the checkout only.
+# Cargo takes a packed crate that it has once unpacked or compiled to be the same for ever, as it would be had it come from a
+# registry: what earlier runs left of ours goes first, or the packages would be checked against an older commit's.
+packages=${CARGO_TARGET_DIR:-target}/packages
+rm -rf "${CARGO_HOME:-$HOME/.cargo}"/registry/src/-*/hopper-attention-*
+rm -rf "$packages"/debug/.fingerprint/hopper-attention-*
 unpublished=(--exclude hopper-attention-tests --exclude hopper-attention-example-cudarc)
-step package env HATTN_NO_KERNELS=1 cargo package --workspace "${unpublished[@]}" --locked --allow-dirty \
-  --target-dir "${CARGO_TARGET_DIR:-target}/packages"
+step package env HATTN_NO_KERNELS=1 cargo package --workspace "${unpublished[@]}" --locked --allow-dirty --target-dir "$packages"
 
 read -r passed failed skipped < <(cat "$logs"/test*.log | awk -f scripts/count_tests.awk)
 gpu=$(cat "$logs"/test*.log | grep -c 'skipped: no GPU')

@@ -66,6 +66,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
     }
   }
   constexpr float kLog2E = 1.44269504088896341F;
+  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   BwdKernelParams const kernel_params{reinterpret_cast<float const*>(params.statistics),
                                       reinterpret_cast<float*>(params.sums),
                                       reinterpret_cast<int*>(params.progress),
@@ -76,7 +77,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.heads_q / params.heads_kv,
                                       params.seqlen_q,
                                       params.seqlen_kv,
-                                      (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                                      m_blocks,
                                       (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN,
                                       params.diagonal_offset - params.window_left,
                                       params.diagonal_offset + params.window_right,
@@ -88,7 +89,6 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.head_dim_vo,
                                       params.softmax_scale,
                                       params.softmax_scale * kLog2E};
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   int const blocks = params.batch * params.heads_q * m_blocks;
   bwd_prepare<Traits><<<132 * 8, 256, 0, stream>>>(params);
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(

@@ -235,7 +235,7 @@ struct BwdMma {
       __syncwarp();
       release(storage.d_q_full);
       pack(tP, tS);
-      issue_product(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV, true);
+      issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
       Statistic minus_delta;
       minus_delta.template load<0, kEarly>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
       warpgroup_wait<1>();
@@ -250,7 +250,7 @@ struct BwdMma {
       int const thread = anew(thread_in_group);
       store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
                           [&](int i, int j) { return pairs(4 * i + j); });
-      issue_product(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK, true);
+      issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
       fence_proxy_async();
 
       int const done = ring.stage;
