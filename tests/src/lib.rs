@@ -12,6 +12,7 @@ pub mod layouts;
 pub mod mutations;
 pub mod problems;
 pub mod runner;
+pub mod training;
 
 use std::io::Write;
 
