@@ -11,10 +11,12 @@ use hopper_attention::{
     BackwardArgs, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, Layout, Mask, Result, TensorMut,
     TensorRef, Workspace, bf16,
 };
+use plotters::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
+use serde::Serialize;
 
 /// Sizes of the model and of its training.
 #[derive(Clone, Copy, Debug)]
@@ -129,11 +131,11 @@ impl Attention for Oracle {
     }
 }
 
-fn halves(data: &[f32]) -> Vec<bf16> {
+pub(crate) fn halves(data: &[f32]) -> Vec<bf16> {
     data.iter().map(|&x| bf16::from_f32(x)).collect()
 }
 
-fn floats(data: &[bf16]) -> Vec<f32> {
+pub(crate) fn floats(data: &[bf16]) -> Vec<f32> {
     data.iter().map(|x| x.to_f32()).collect()
 }
 
@@ -391,7 +393,7 @@ impl Model {
 ///
 /// # Errors
 /// What attention refused.
-pub fn train(setup: Setup, text: &[u8], attention: &mut dyn Attention) -> Result<Vec<f64>> {
+fn train(setup: Setup, text: &[u8], attention: &mut dyn Attention) -> Result<Vec<f64>> {
     let mut model = Model::new(setup, 1);
     let mut rng = StdRng::seed_from_u64(2);
     let mut losses = Vec::with_capacity(setup.steps);
@@ -413,15 +415,138 @@ pub fn train(setup: Setup, text: &[u8], attention: &mut dyn Attention) -> Result
 }
 
 /// Text to learn: files of this repository, one after the other.
-pub const TEXT: &str = concat!(
+const TEXT: &str = concat!(
     include_str!("../../ARCHITECTURE.md"),
     include_str!("../../CONTRIBUTING.md"),
     include_str!("../../README.md")
 );
 
+/// The losses of one model trained three times, with attention computed by:
+#[derive(Debug, Serialize)]
+pub struct Curves {
+    /// the oracle,
+    pub exact: Vec<f64>,
+    /// the oracle with its inputs and outputs rounded to 16 bits, which is the noise of any 16-bit attention,
+    pub rounded: Vec<f64>,
+    /// the library.
+    pub ours: Vec<f64>,
+}
+
+impl Curves {
+    /// Trains on the repository's own text.
+    ///
+    /// # Errors
+    /// What attention refused.
+    pub fn new(setup: Setup, ours: &mut dyn Attention) -> Result<Self> {
+        let text = TEXT.as_bytes();
+        Ok(Self {
+            exact: train(setup, text, &mut Oracle::new(&setup, false)?)?,
+            rounded: train(setup, text, &mut Oracle::new(&setup, true)?)?,
+            ours: train(setup, text, ours)?,
+        })
+    }
+
+    /// The same with another attention in ours' place.
+    ///
+    /// # Errors
+    /// What attention refused.
+    pub fn with(&self, setup: Setup, other: &mut dyn Attention) -> Result<Self> {
+        let (exact, rounded) = (self.exact.clone(), self.rounded.clone());
+        Ok(Self { exact, rounded, ours: train(setup, TEXT.as_bytes(), other)? })
+    }
+
+    /// That something was learned, and with our gradients what the exact ones teach, within the noise; in words.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn verdict(&self) -> std::result::Result<String, String> {
+        let ends = |losses: &[f64]| {
+            let tenth = losses.len().div_ceil(10);
+            [mean(&losses[..tenth]), mean(&losses[losses.len() - tenth..])]
+        };
+        let ([_, exact], [start, end]) = (ends(&self.exact), ends(&self.ours));
+        let (noise, error) = (distance(&self.rounded, &self.exact), distance(&self.ours, &self.exact));
+        let words = format!(
+            "{} steps: loss {start:.3} -> {end:.3} nats a byte (exact {exact:.3}); curves {error:.4} apart, by rounding alone {noise:.4}",
+            self.ours.len()
+        );
+        // Two roundings drift apart as far as one does from none; three, and a floor for curves that hardly part.
+        let learned = end < 0.8 * start;
+        if learned && error <= 3.0 * noise + 0.002 { Ok(words) } else { Err(words) }
+    }
+
+    /// The curves as an SVG.
+    ///
+    /// # Errors
+    /// What the drawing failed at.
+    pub fn chart(&self, title: &str) -> std::result::Result<String, Box<dyn std::error::Error>> {
+        let mut svg = String::new();
+        {
+            let root = SVGBackend::with_string(&mut svg, (680, 430)).into_drawing_area();
+            root.fill(&WHITE)?;
+            let most = self.exact.iter().copied().fold(0.0, f64::max);
+            let mut chart = ChartBuilder::on(&root)
+                .caption(title, ("sans-serif", 18))
+                .margin(10)
+                .x_label_area_size(40)
+                .y_label_area_size(50)
+                .build_cartesian_2d(1.0..self.ours.len() as f64, 0.0..most * 1.05)?;
+            chart.configure_mesh().light_line_style(WHITE).x_desc("step").y_desc("nats a byte").draw()?;
+            let lines = [
+                ("exact gradients", &self.exact, RGBColor(188, 76, 0), 5),
+                ("exact, rounded to 16 bits", &self.rounded, RGBColor(26, 127, 55), 3),
+                ("ours", &self.ours, RGBColor(9, 105, 218), 1),
+            ];
+            for (name, losses, color, width) in lines {
+                let points = losses.iter().enumerate().map(|(i, &loss)| (i as f64 + 1.0, loss));
+                chart
+                    .draw_series(LineSeries::new(points, color.stroke_width(width)))?
+                    .label(name)
+                    .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(width)));
+            }
+            chart.configure_series_labels().border_style(BLACK.mix(0.2)).background_style(WHITE).draw()?;
+            root.present()?;
+        }
+        Ok(svg)
+    }
+}
+
+fn mean(x: &[f64]) -> f64 {
+    x.iter().sum::<f64>() / x.len() as f64
+}
+
 /// How far two loss curves are apart: the largest difference of their means over a tenth of the steps.
-pub fn distance(a: &[f64], b: &[f64]) -> f64 {
-    let window = (a.len() / 10).max(1);
-    let mean = |x: &[f64]| x.iter().sum::<f64>() / x.len() as f64;
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    let window = a.len().div_ceil(10);
     a.chunks(window).zip(b.chunks(window)).map(|(a, b)| (mean(a) - mean(b)).abs()).fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn curves(of: impl Fn(f64) -> f64) -> Curves {
+        let exact: Vec<f64> = (0..100).map(|step| 5.0 - 0.03 * f64::from(step)).collect();
+        Curves {
+            rounded: exact.iter().map(|loss| loss + 0.002).collect(),
+            ours: exact.iter().map(|&loss| of(loss)).collect(),
+            exact,
+        }
+    }
+
+    #[test]
+    fn the_verdict_sees_what_went_wrong() {
+        assert!(curves(|loss| loss - 0.006).verdict().is_ok());
+        assert!(curves(|loss| loss + 0.05).verdict().is_err(), "it lags");
+        assert!(curves(|_| 5.0).verdict().is_err(), "it does not learn");
+        assert!(curves(|_| f64::NAN).verdict().is_err(), "it breaks down");
+    }
+
+    #[test]
+    fn the_chart_names_its_curves() {
+        let svg = curves(|loss| loss).chart("Training").unwrap();
+        for name in ["Training", "exact gradients", "exact, rounded to 16 bits", "ours"] {
+            assert!(svg.contains(name), "{name}: {svg}");
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! Cases in device memory.
 
 pub mod backward;
+pub mod training;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

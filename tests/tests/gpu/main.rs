@@ -10,6 +10,7 @@ mod grid;
 mod large;
 mod refusals;
 mod streams;
+mod training;
 
 use hopper_attention::{Mask, MaskClass};
 

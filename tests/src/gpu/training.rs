@@ -1,0 +1,98 @@
+//! The library's attention on the GPU, for models that learn with it.
+
+use hopper_attention::cudarc::driver::CudaSlice;
+use hopper_attention::{
+    BackwardArgs, BackwardProblem, DType, Element, ForwardArgs, ForwardProblem, Layout, Result, TensorMut, TensorRef,
+    Workspace, bf16,
+};
+
+use crate::gpu::Gpu;
+use crate::training::{Attention, Setup, floats, halves};
+
+/// Ours in bf16 on the GPU.
+pub struct OnGpu<'a> {
+    gpu: &'a Gpu,
+    problem: ForwardProblem,
+}
+
+fn read<T: Element, const R: usize>(slice: &CudaSlice<T>, shape: [usize; R]) -> Result<TensorRef<'_, T, R>> {
+    TensorRef::cuda(slice.slice(..), Layout::contiguous(shape)?)
+}
+
+fn write<T: Element, const R: usize>(slice: &mut CudaSlice<T>, shape: [usize; R]) -> Result<TensorMut<'_, T, R>> {
+    TensorMut::cuda(slice.slice_mut(..), Layout::contiguous(shape)?)
+}
+
+impl<'a> OnGpu<'a> {
+    /// Of a setup.
+    ///
+    /// # Errors
+    /// As [`ForwardProblem::new`].
+    pub fn new(gpu: &'a Gpu, setup: &Setup) -> Result<Self> {
+        Ok(Self { gpu, problem: setup.problem(DType::BF16)? })
+    }
+
+    fn up(&self, data: &[f32]) -> CudaSlice<bf16> {
+        self.gpu.stream.clone_htod(&halves(data)).expect("device memory")
+    }
+
+    fn poisoned(&self, shape: [usize; 4]) -> CudaSlice<bf16> {
+        self.gpu.stream.clone_htod(&vec![bf16::NAN; shape.iter().product()]).expect("device memory")
+    }
+
+    fn down(&self, slice: &CudaSlice<bf16>) -> Vec<f32> {
+        floats(&self.gpu.stream.clone_dtoh(slice).expect("a copy"))
+    }
+}
+
+impl Attention for OnGpu<'_> {
+    fn forward(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let (problem, stream) = (&self.problem, self.gpu.lane());
+        let plan = problem.plan(&self.gpu.device)?;
+        let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
+        let [q, k, v] = [q, k, v].map(|x| self.up(x));
+        let mut o = self.poisoned(problem.o_shape());
+        let nothing = vec![f32::NAN; problem.lse_shape().iter().product()];
+        let mut lse = self.gpu.stream.clone_htod(&nothing).expect("device memory");
+        plan.run(
+            &stream,
+            &mut workspace,
+            ForwardArgs {
+                q: read(&q, problem.q_shape())?,
+                k: read(&k, problem.k_shape())?,
+                v: read(&v, problem.v_shape())?,
+                o: write(&mut o, problem.o_shape())?,
+                lse: Some(write(&mut lse, problem.lse_shape())?),
+            },
+        )?;
+        Ok((self.down(&o), self.gpu.stream.clone_dtoh(&lse).expect("a copy")))
+    }
+
+    fn backward(&mut self, inputs: [&[f32]; 3], o: &[f32], lse: &[f32], d_o: &[f32]) -> Result<[Vec<f32>; 3]> {
+        let (forward, stream) = (&self.problem, self.gpu.lane());
+        let problem = BackwardProblem::of(forward);
+        let plan = problem.plan(&self.gpu.device)?;
+        let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
+        let ([q, k, v], o, d_o) = (inputs.map(|x| self.up(x)), self.up(o), self.up(d_o));
+        let lse = self.gpu.stream.clone_htod(lse).expect("device memory");
+        let [mut d_q, mut d_k, mut d_v] =
+            [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(|shape| self.poisoned(shape));
+        plan.run(
+            &stream,
+            &mut workspace,
+            BackwardArgs {
+                q: read(&q, forward.q_shape())?,
+                k: read(&k, forward.k_shape())?,
+                v: read(&v, forward.v_shape())?,
+                o: read(&o, forward.o_shape())?,
+                lse: read(&lse, forward.lse_shape())?,
+                d_o: read(&d_o, forward.o_shape())?,
+                d_lse: None,
+                d_q: write(&mut d_q, problem.d_q_shape())?,
+                d_k: write(&mut d_k, problem.d_k_shape())?,
+                d_v: write(&mut d_v, problem.d_v_shape())?,
+            },
+        )?;
+        Ok([&d_q, &d_k, &d_v].map(|x| self.down(x)))
+    }
+}
