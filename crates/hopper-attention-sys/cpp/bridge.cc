@@ -92,6 +92,7 @@ hattn::BwdParams to_kernel(BwdParams const& params) noexcept {
   out.sums = params.sums;
   out.progress = params.progress;
   out.ordered = params.ordered;
+  out.converts = params.converts;
   out.tile_counter = params.tile_counter;
   return out;
 }

@@ -101,10 +101,13 @@ struct BwdParams {
   // the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
   std::uint64_t statistics = 0;
   std::uint64_t sums = 0;
-  // i32 [blocks]: how far the sums of each block are.
+  // i32 [blocks][2]: how far the sums of each block are.
   std::uint64_t progress = 0;
   // Whether tiles add to the sums by their number, which makes the result the same on every run and needs a tile counter.
   bool ordered = false;
+  // Whether the kernel itself makes dQ of the sums. Not with `ordered`, and for at most 64 blocks a tile, those of all
+  // query heads of a group together.
+  bool converts = false;
   std::uint64_t tile_counter = 0;
 };
 

@@ -200,6 +200,8 @@ mod ffi {
         progress: u64,
         /// Whether tiles add to the sums in one order, which needs a tile counter.
         ordered: bool,
+        /// Whether the kernel itself makes `d_q` of the sums: not in order, and for at most 64 blocks a tile.
+        converts: bool,
         /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
         tile_counter: u64,
     }

@@ -155,6 +155,7 @@ pub(crate) unsafe fn launch_backward(
         sums: part(parts.sums),
         progress: part(parts.progress),
         ordered: choice.turns,
+        converts: choice.converts,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the

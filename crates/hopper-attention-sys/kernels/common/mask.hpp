@@ -70,24 +70,35 @@ CUTE_DEVICE QueryRange query_range(Band const& band, int n_block) {
   return range;
 }
 
-// The first tile of keys that sees a block of queries; tiles that do are neighbours. One past the last: none does.
+// The other way round: the tiles [begin, end) of kTileN keys that see a block of queries, by their query_range. There
+// may be none.
+struct TileRange {
+  int begin;
+  int end;
+};
+
 template <MaskClass kMask, int kTileM, int kTileN>
-CUTE_DEVICE int first_tile(Band const& band, int m_block) {
-  int first = 0;
-  int end = cute::ceil_div(band.seqlen_kv, kTileN);
+CUTE_DEVICE TileRange tile_range(Band const& band, int m_block) {
+  int const tiles = cute::ceil_div(band.seqlen_kv, kTileN);
   if constexpr (kMask == MaskClass::Full) {
-    return 0;
+    return {0, tiles};
   }
-  // The ends of the tiles' ranges do not fall.
-  while (first < end) {
-    int const middle = (first + end) / 2;
-    bool const sees = query_range<kMask, kTileM, kTileN>(band, middle).end > m_block;
-    first = sees ? first : middle + 1;
-    end = sees ? middle : end;
-  }
-  bool const seen = first < cute::ceil_div(band.seqlen_kv, kTileN) &&
-                    query_range<kMask, kTileM, kTileN>(band, first).begin <= m_block;
-  return seen ? first : cute::ceil_div(band.seqlen_kv, kTileN);
+  // Both ends of the tiles' ranges never fall from one tile to the next.
+  auto const first = [&](auto const& holds) {
+    int low = 0;
+    int high = tiles;
+    while (low < high) {
+      int const middle = (low + high) / 2;
+      bool const found = holds(query_range<kMask, kTileM, kTileN>(band, middle));
+      high = found ? middle : high;
+      low = found ? low : middle + 1;
+    }
+    return low;
+  };
+  TileRange range;
+  range.begin = first([&](QueryRange const& seen) { return seen.end > m_block; });
+  range.end = first([&](QueryRange const& seen) { return seen.begin > m_block; });
+  return range;
 }
 
 // Whether a block of queries sees all of a tile of keys. Keys past the end are masked with every query.

@@ -69,8 +69,9 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   BwdKernelParams const kernel_params{reinterpret_cast<float const*>(params.statistics),
                                       reinterpret_cast<float*>(params.sums),
-                                      reinterpret_cast<int*>(params.progress),
+                                      reinterpret_cast<Progress*>(params.progress),
                                       params.ordered,
+                                      params.converts,
                                       params.batch,
                                       params.heads_q,
                                       params.heads_kv,
@@ -83,6 +84,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.diagonal_offset + params.window_right,
                                       params.heads_per_group,
                                       reinterpret_cast<int*>(params.tile_counter),
+                                      params.d_q,
                                       params.d_k,
                                       params.d_v,
                                       params.head_dim_qk,
@@ -93,7 +95,9 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   bwd_prepare<Traits><<<132 * 8, 256, 0, stream>>>(params);
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
       kernel_params, maps[0].map, maps[1].map, maps[2].map, maps[3].map);
-  bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);
+  if (!params.converts) {
+    bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);
+  }
   return to_status(cudaGetLastError());
 }
 

@@ -83,30 +83,31 @@ struct BwdLoad {
 
   // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
   // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
-  // waits only for tiles that began before it.
+  // waits only for tiles that began before it. Whose part is the last to arrive tells its consumers.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     // The consumers report what they stored before a block, which is nothing before the first one; only then they get
     // the buffer.
     storage.d_q_full.wait(0);
     storage.d_q_empty.arrive();
+    storage.on_its_way = -1;
     stream(params, band, storage, [&](auto const& ring, int block, int, int, int, int n) {
       // Its address is computed anew each time: registers are short.
-      auto const progress = [&]() __attribute__((always_inline)) {
+      auto const comers = [&]() __attribute__((always_inline)) {
         asm volatile("" : "+r"(block));
-        return params.progress + block;
+        return &params.progress[block].comers;
       };
       constexpr std::uint32_t kBytes = Traits::kElementsQ * sizeof(float);
       // Asked early: the answer is there when the part is.
-      int now = params.ordered ? 0 : atomicAdd(progress(), 1);
+      int now = params.ordered ? 0 : atomicAdd(comers(), 1);
       storage.d_q_full.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
       if (params.ordered) {
         do {
-          now = load_acquire(progress());
+          now = load_acquire(comers());
         } while (now % kFresh != n);
       }
       bool const first = params.ordered ? now >= kFresh : now == 0;
       while (!params.ordered && !first && now < kStored) {
-        now = load_acquire(progress());
+        now = load_acquire(comers());
       }
       float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ;
       if (first) {
@@ -116,15 +117,45 @@ struct BwdLoad {
       }
       await_bulk_read();
       storage.d_q_empty.arrive();
-      if (params.ordered || first) {
-        await_bulk_arrival();
-        if (params.ordered) {
-          asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(progress()), "r"(n + 1) : "memory");
-        } else {
-          asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(progress()), "r"(kStored) : "memory");
-        }
+      if (params.ordered) {
+        await_bulk_arrival<0>();
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(comers()), "r"(n + 1) : "memory");
+      } else if (first) {
+        await_bulk_arrival<0>();
+        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(comers()), "r"(kStored) : "memory");
+      }
+      if (params.converts) {
+        await_bulk_arrival<1>();
+        announce(params, storage);
+        storage.on_its_way = block;
       }
     });
+    await_bulk_arrival<0>();
+    if (params.converts) {
+      announce(params, storage);
+    }
+    storage.no_more_finished.arrive();
+  }
+
+  // A tile's part of a block has arrived; if it was the last one, the sums are complete.
+  CUTE_DEVICE static void announce(BwdKernelParams const& params, Storage& storage) {
+    int const block = storage.on_its_way;
+    if (block < 0) {
+      return;
+    }
+    int left;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], -1;"
+                 : "=r"(left)
+                 : "l"(&params.progress[block].left)
+                 : "memory");
+    if (left == 1) {
+      int const count = storage.finished_count;
+      storage.finished[count % kFinishedRing] = block;
+      asm volatile(
+          "st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&storage.finished_count)),
+          "r"(count + 1)
+          : "memory");
+    }
   }
 
   CUTE_DEVICE static int load_acquire(int const* address) {

@@ -82,14 +82,31 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     }
   }
 
-  // Nothing has been added to any block; in turns, the first of the tiles that see it begins.
+  // Nothing has been added to any block; in turns, the first of the tiles that see it begins. A warp a block.
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv};
-  std::int64_t const blocks = rows / kTileM;
-  for (std::int64_t i = thread; i < blocks; i += threads) {
-    int const m_block = static_cast<int>(i % m_blocks);
-    reinterpret_cast<int*>(params.progress)[i] =
-        params.ordered ? kFresh + first_tile<Traits::kMask, kTileM, Traits::kTileN>(band, m_block) : 0;
+  auto const blocks = static_cast<int>(rows / kTileM);
+  for (int block = static_cast<int>(thread / 32); block < blocks; block += static_cast<int>(threads / 32)) {
+    int const batch_head = block / m_blocks;
+    int const m_block = block - batch_head * m_blocks;
+    TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
+    if (threadIdx.x % 32 == 0) {
+      reinterpret_cast<Progress*>(params.progress)[block] = {params.ordered ? kFresh + range.begin : 0,
+                                                             cute::max(0, range.end - range.begin)};
+    }
+    if (range.end <= range.begin) {
+      // No tile will write its dQ.
+      int const batch = batch_head / params.heads_q;
+      int const head = batch_head - batch * params.heads_q;
+      int const end = cute::min((m_block + 1) * kTileM, params.seqlen_q);
+      int const chunks = params.head_dim_qk / 8;
+      for (int i = static_cast<int>(threadIdx.x) % 32; i < (end - m_block * kTileM) * chunks; i += 32) {
+        std::int64_t const query = m_block * kTileM + i / chunks;
+        std::int64_t const at = batch * params.d_q.stride_batch + query * params.d_q.stride_seqlen +
+                                head * params.d_q.stride_head + i % chunks * 8;
+        *reinterpret_cast<uint4*>(params.d_q.address + 2 * at) = uint4{0, 0, 0, 0};
+      }
+    }
   }
 }
 

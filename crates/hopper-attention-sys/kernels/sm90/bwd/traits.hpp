@@ -12,6 +12,19 @@
 
 namespace hattn::sm90 {
 
+// The state of a block's sums.
+struct alignas(8) Progress {
+  int comers;  // tiles that have come to it, and kStored more once the first one's part is there; or whose turn it is
+  int left;    // tiles whose part has not arrived
+};
+constexpr int kStored = 1 << 30;
+// In turns it is the number of the tile whose turn it is, and kFresh more before the first one's.
+constexpr int kFresh = 1 << 30;
+
+// Where the kernel makes dQ of the sums itself, consumers do so between tiles. Till then a tile can finish as many
+// blocks as it has: at most half the ring, and the producer is never further ahead than a block or two.
+constexpr int kFinishedRing = 128;
+
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct BwdTraits {
   static constexpr DType kDType = kDTypeTag;
@@ -100,22 +113,23 @@ struct BwdTraits {
     Mbarrier d_o_empty[kStages];
     Mbarrier d_q_full;
     Mbarrier d_q_empty;
+    Mbarrier no_more_finished;
+    int converted[kWarps];  // how many of them
+    int finished_count;
+    int on_its_way;               // the block whose part may not have arrived yet, or -1
+    int finished[kFinishedRing];  // blocks of queries whose sums are complete, for the consumers to convert
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
 };
 
-// In a block's progress. In turns it is the number of the tile whose turn it is, and kFresh more before the first
-// one's. Else it counts the tiles that have come, and kStored more once the first one's part is there.
-constexpr int kFresh = 1 << 30;
-constexpr int kStored = 1 << 30;
-
 // What the kernel reads: maps for the copy engine and the plain numbers.
 struct BwdKernelParams {
   float const* statistics;  // [batch, heads_q, blocks of queries][2][kTileM], see prepare.hpp
   float* d_q;               // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
-  int* progress;            // [batch, heads_q, blocks of queries]: how far the sums of a block are
+  Progress* progress;       // [batch, heads_q, blocks of queries]
   bool ordered;             // tiles add in turns
+  bool converts;            // sums become dQ here, and not in a kernel of its own
   int batch;
   int heads_q;
   int heads_kv;
@@ -128,6 +142,7 @@ struct BwdKernelParams {
   int right_offset;
   int heads_per_group;
   int* tile_counter;
+  TensorDesc d_q_out;
   TensorDesc d_k;
   TensorDesc d_v;
   int head_dim_qk;
