@@ -2,8 +2,8 @@
 
 use hopper_attention::cudarc::driver::CudaSlice;
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, DType, Element, ForwardArgs, ForwardProblem, Layout, Result, TensorMut, TensorRef,
-    Workspace, bf16,
+    BackwardArgs, BackwardProblem, DType, Device, Element, ForwardArgs, ForwardProblem, Layout, Result, TensorMut,
+    TensorRef, Workspace, bf16,
 };
 
 use crate::gpu::Gpu;
@@ -48,7 +48,7 @@ impl<'a> OnGpu<'a> {
 impl Attention for OnGpu<'_> {
     fn forward(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let (problem, stream) = (&self.problem, self.gpu.lane());
-        let plan = problem.plan(&self.gpu.device)?;
+        let plan = problem.plan(&Device::Cuda(self.gpu.device.clone()))?;
         let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
         let [q, k, v] = [q, k, v].map(|x| self.up(x));
         let mut o = self.poisoned(problem.o_shape());
@@ -71,7 +71,7 @@ impl Attention for OnGpu<'_> {
     fn backward(&mut self, inputs: [&[f32]; 3], o: &[f32], lse: &[f32], d_o: &[f32]) -> Result<[Vec<f32>; 3]> {
         let (forward, stream) = (&self.problem, self.gpu.lane());
         let problem = BackwardProblem::of(forward);
-        let plan = problem.plan(&self.gpu.device)?;
+        let plan = problem.plan(&Device::Cuda(self.gpu.device.clone()))?;
         let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
         let ([q, k, v], o, d_o) = (inputs.map(|x| self.up(x)), self.up(o), self.up(d_o));
         let lse = self.gpu.stream.clone_htod(lse).expect("device memory");
