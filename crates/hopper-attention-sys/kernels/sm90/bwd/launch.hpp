@@ -67,7 +67,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   }
   constexpr float kLog2E = 1.44269504088896341F;
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  BwdKernelParams const kernel_params{reinterpret_cast<float const*>(params.statistics),
+  BwdKernelParams const kernel_params{reinterpret_cast<Statistics const*>(params.statistics),
                                       reinterpret_cast<float*>(params.sums),
                                       reinterpret_cast<Progress*>(params.progress),
                                       params.ordered,
@@ -90,7 +90,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.head_dim_qk,
                                       params.head_dim_vo,
                                       params.softmax_scale,
-                                      params.softmax_scale * kLog2E};
+                                      exponent_scale(params.softmax_scale) * kLog2E};
   int const blocks = params.batch * params.heads_q * m_blocks;
   bwd_prepare<Traits><<<132 * 8, 256, 0, stream>>>(params);
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(

@@ -63,8 +63,8 @@ struct BwdLoad {
       Mbarrier& full = storage.q_full[ring.stage];
       storage.q_empty[ring.stage].wait(ring.parity ^ 1);
       full.arrive_expect_bytes(Traits::kBytesQ);
-      cute::SM90_BULK_COPY_G2S::copy(params.statistics + static_cast<std::int64_t>(block) * Traits::kStatistics,
-                                     &full.word, storage.statistics[ring.stage], Traits::kStatistics * sizeof(float));
+      cute::SM90_BULK_COPY_G2S::copy(params.statistics + static_cast<std::int64_t>(block) * Traits::kTileM, &full.word,
+                                     storage.statistics[ring.stage], Traits::kBytesStatistics);
       load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, full, kEvictLast, storage.q[ring.stage], m * Traits::kTileM,
                                                     head, batch);
     });

@@ -29,10 +29,10 @@ struct BwdMma {
   CUTE_DEVICE static int anew(int thread) {
     if constexpr (Traits::kTileM == 128) {
       asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-      return thread % 128;
+    } else {
+      asm volatile("" : "+r"(thread));
     }
-    asm volatile("" : "+r"(thread));
-    return thread;
+    return thread & 127;  // which tells it the range, too
   }
 
   // Nought, unknown to the compiler: what is derived from it is computed where it is used. Held for the whole loop, the
@@ -43,36 +43,15 @@ struct BwdMma {
     return zero;
   }
 
-  // A statistic of the columns of transposed scores, which prepare.hpp has put into the order of the fragments: 16
-  // queries are four groups of four, one for each lane of a quad.
-  struct Statistic {
-    static constexpr int kGroups = Traits::kTileM / 16;
-    float4 group[kGroups];
-
-    // Groups kBegin to before kEnd.
-    template <int kBegin, int kEnd>
-    CUTE_DEVICE void load(float const* statistic, int thread) {
-      CUTE_UNROLL
-      for (int i = kBegin; i < kEnd; ++i) {
-        group[i] = reinterpret_cast<float4 const*>(statistic)[4 * i + thread % 4];
-      }
-    }
-
-    // Visits the elements of an accumulator.
-    template <class Visit>
-    CUTE_DEVICE void visit(Visit const& visit) const {
-      CUTE_UNROLL
-      for (int i = 0; i < kGroups; ++i) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          visit(8 * i + 2 * r, group[i].x);
-          visit(8 * i + 2 * r + 1, group[i].y);
-          visit(8 * i + 4 + 2 * r, group[i].z);
-          visit(8 * i + 4 + 2 * r + 1, group[i].w);
-        }
-      }
-    }
-  };
+  // The other operand of MmaStatistics: ones that pick three of a query's terms, from the kFirst-th on.
+  template <int kFirst, class Ones>
+  CUTE_DEVICE static void pick_terms(Ones& ones, int thread) {
+    auto const one = [&](int column) { return column >= kFirst && column < kFirst + 3 ? 0x3F80U : 0U; };
+    int const column = 2 * (thread % 4);
+    auto words = cute::recast<std::uint32_t>(ones);
+    words(0) = words(1) = one(column) | one(column + 1) << 16;
+    words(2) = words(3) = 0;
+  }
 
   CUTE_DEVICE static void run(BwdKernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
@@ -83,6 +62,7 @@ struct BwdMma {
     typename Traits::template MmaKeys<Traits::kHeadDimVO> mma_d_v;
     typename Traits::template MmaKeys<Traits::kHeadDimQK> mma_d_k;
     typename Traits::MmaQueries mma_d_q;
+    typename Traits::MmaStatistics mma_statistics;
     // Operands in shared memory are descriptors, the same for every thread: made from thread 0's slice they stay
     // uniform.
     auto const slice_s = mma_s.get_slice(0);
@@ -90,13 +70,13 @@ struct BwdMma {
     auto const slice_d_v = mma_d_v.get_slice(0);
     auto const slice_d_k = mma_d_k.get_slice(0);
     auto const slice_d_q = mma_d_q.get_slice(0);
+    auto const slice_statistics = mma_statistics.get_slice(0);
 
     constexpr int kM = Traits::kTileM;
     constexpr int kN = Traits::kTileN;
     constexpr int kQK = Traits::kHeadDimQK;
     constexpr int kVO = Traits::kHeadDimVO;
     constexpr int kStages = Traits::kStages;
-    constexpr int kGroups = Statistic::kGroups;
     constexpr int kBuffers = Traits::kBuffersK;
     auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
     Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
@@ -106,6 +86,8 @@ struct BwdMma {
     Tensor sKt = rows(storage.k[0], typename Traits::template SmemColumns<kN, kQK, kBuffers>{});
     Tensor sQt = rows(storage.q[0], typename Traits::template SmemColumns<kM, kQK, kStages>{});
     Tensor sdOt = rows(storage.d_o[0], typename Traits::template SmemColumns<kM, kVO, kStages>{});
+    Tensor sStatistics =
+        make_tensor(make_smem_ptr(storage.statistics[0][0].minus_lse), typename Traits::SmemStatistics{});
     // Written [key][query], and read as [query][key].
     Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
 
@@ -113,6 +95,7 @@ struct BwdMma {
     Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
     Tensor tSrK = slice_s.make_fragment_A(slice_s.partition_A(sK_rows));
     Tensor tSrQ = slice_s.make_fragment_B(slice_s.partition_B(sQ));
+    Tensor tSrStatistics = slice_statistics.make_fragment_B(slice_statistics.partition_B(sStatistics));
     Tensor tPrV = slice_d_p.make_fragment_A(slice_d_p.partition_A(sV_rows));
     Tensor tPrdO = slice_d_p.make_fragment_B(slice_d_p.partition_B(sdO));
     Tensor tVrdO = slice_d_v.make_fragment_B(slice_d_v.partition_B(sdOt));
@@ -134,6 +117,8 @@ struct BwdMma {
     Tensor tP = make_tensor<Element>(partition_shape_A(mma_d_v, Shape<_64, Int<kM>>{}));
     Tensor tdS = make_tensor<Element>(partition_shape_A(mma_d_k, Shape<_64, Int<kM>>{}));
     static_assert(size(tP) == size(tS) && size(tdS) == size(tdP));
+
+    Tensor tOnes = make_tensor<cutlass::bfloat16_t>(partition_shape_A(mma_statistics, Shape<_64, _16>{}));
 
     // The warp's first key in the tile.
     auto warp_row = [&](int thread) { return consumer * 64 + thread / 32 * 16; };
@@ -167,7 +152,9 @@ struct BwdMma {
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      issue_product<false>(mma_s, tSrK(_, _, _, k.stage), tSrQ(_, _, _, ring.stage), tS);
+      pick_terms<0>(tOnes, anew(thread_in_group));
+      issue_sum(mma_statistics, tOnes, tSrStatistics(_, _, _, ring.stage), mma_s, tSrK(_, _, _, k.stage),
+                tSrQ(_, _, _, ring.stage), tS);
     };
     auto release = [&](Mbarrier& barrier) {
       if (elect_one_sync()) {
@@ -182,13 +169,16 @@ struct BwdMma {
       }
     };
     // P, from the scores of the block that comes.
-    auto exponentials = [&](Statistic const& minus_lse) __attribute__((always_inline)) {
+    auto exponentials = [&]() __attribute__((always_inline)) {
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4));
       }
-      minus_lse.visit([&](int i, float minus_lse) { tS(i) = exp2_approx(fmaf(tS(i), params.scale_log2, minus_lse)); });
+      CUTE_UNROLL
+      for (int i = 0; i < size(tS); ++i) {
+        tS(i) = exp2_approx(tS(i) * params.scale_log2);
+      }
     };
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
                               auto const& values, float scale) __attribute__((always_inline)) {
@@ -246,34 +236,31 @@ struct BwdMma {
     issue_scores();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
-    {
-      Statistic minus_lse;
-      minus_lse.template load<0, kGroups>(storage.statistics[0], thread_in_group);
-      exponentials(minus_lse);
-    }
+    exponentials();
     storage.v_full.wait(0);
     storage.d_o_full[0].wait(0);
 
-    constexpr int kEarly = kM == 64 ? 2 : 0;  // of delta's groups there are registers for so many while dP is computed
     bool more = true;
     // One block: from its P to the next one's.
     auto step = [&](auto is_last) __attribute__((always_inline)) {
       // dP, and beside it what is left of the block before: dQ is on its way to shared memory.
-      issue_product<false>(mma_d_p, tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+      pick_terms<3>(tOnes, anew(thread_in_group));
+      issue_sum(mma_statistics, tOnes, tSrStatistics(_, _, _, ring.stage), mma_d_p, tPrV(_, _, _, opaque_zero()),
+                tPrdO(_, _, _, ring.stage), tdP);
       fence_proxy_async();
       __syncwarp();
       release(storage.d_q_full);
       pack(tP, tS);
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
-      Statistic minus_delta;
-      minus_delta.template load<0, kEarly>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
-      minus_delta.template load<kEarly, kGroups>(storage.statistics[ring.stage] + kM, anew(thread_in_group));
       if constexpr (is_last) {
         release(storage.v_empty);
       }
-      minus_delta.visit([&](int i, float minus_delta) { tS(i) *= tdP(i) + minus_delta; });
+      CUTE_UNROLL
+      for (int i = 0; i < size(tS); ++i) {
+        tS(i) *= tdP(i);
+      }
       pack(tdS, tS);
       Tensor pairs = recast<std::uint32_t>(tdS);
       int const thread = anew(thread_in_group);
@@ -311,8 +298,6 @@ struct BwdMma {
       warpgroup_wait<2>();
       warpgroup_fence_operand(tdK);
       release(storage.q_empty[done]);
-      Statistic minus_lse;
-      minus_lse.template load<0, kGroups>(storage.statistics[ring.stage], anew(thread_in_group));
       warpgroup_wait<1>();
       warpgroup_fence_operand(tS);
 
@@ -322,7 +307,7 @@ struct BwdMma {
       } else {
         next_block();
       }
-      exponentials(minus_lse);
+      exponentials();
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
       float4* const part =

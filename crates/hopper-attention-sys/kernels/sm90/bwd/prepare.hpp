@@ -9,10 +9,21 @@
 
 namespace hattn::sm90 {
 
-// Writes, for each block of kTileM queries, -LSE (in powers of two) and -delta, where delta = rowsum(dO o O) - dLSE
-// (Dao et al. 2022, FlashAttention, appendix B; a gradient of the LSE adds P dLSE to dS). A query without
-// keys, or past the end, gets -inf and 0: its P is 0. The 16 values of 16 queries are stored as the quads of lanes read
-// them (Statistic of mma.hpp): lane q of a quad owns the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of an accumulator.
+// The softmax scale where it is divided by: no float that a problem may have makes the quotient overflow.
+CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
+
+// x as a sum of three terms, each half an ulp of the one before at most: 24 bits.
+CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
+  CUTE_UNROLL
+  for (cutlass::bfloat16_t& term : terms) {
+    term = cutlass::bfloat16_t{x};
+    x -= static_cast<float>(term);
+  }
+}
+
+// Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
+// appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, gets a number so low
+// that its P is 0: not -inf, which would make NaN of the zeros that it meets.
 template <class Traits>
 __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   using Element = typename Traits::Element;
@@ -60,25 +71,24 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
       sum += __shfl_xor_sync(0xffffffffU, sum, step);
     }
     if (row < rows && lane == 0) {
-      float start = -INFINITY;
-      float minus_delta = 0.0F;
+      constexpr float kFar = -3e38F;
+      Statistics statistics{};
+      float start = kFar;
       if (there) {
         float const lse = reinterpret_cast<float const*>(
             params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
-        bool const empty = lse == -INFINITY;
-        start = empty ? -INFINITY : -lse * 1.44269504088896341F;
-        minus_delta = empty ? 0.0F : -sum;
-        if (params.d_lse_address != 0 && !empty) {
-          minus_delta += reinterpret_cast<float const*>(
-              params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
+        if (lse != -INFINITY) {
+          start = -lse / exponent_scale(params.softmax_scale);
+          start = start < kFar ? kFar : start;
+          if (params.d_lse_address != 0) {
+            sum -= reinterpret_cast<float const*>(
+                params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
+          }
+          split(-sum, statistics.minus_delta);
         }
       }
-      int const column = query % 16;
-      int const place = query % kTileM / 16 * 16 + column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
-      float* const statistics = reinterpret_cast<float*>(params.statistics) +
-                                ((batch * params.heads_q + head) * m_blocks + query / kTileM) * Traits::kStatistics;
-      statistics[place] = start;
-      statistics[kTileM + place] = minus_delta;
+      split(start, statistics.minus_lse);
+      reinterpret_cast<Statistics*>(params.statistics)[(batch * params.heads_q + head) * padded + query] = statistics;
     }
   }
 

@@ -12,6 +12,13 @@
 
 namespace hattn::sm90 {
 
+// What the scores of a query begin with, -LSE over the scale, and what dP begins with, -delta: sums of three terms.
+struct alignas(16) Statistics {
+  cutlass::bfloat16_t minus_lse[3];
+  cutlass::bfloat16_t minus_delta[3];
+  cutlass::bfloat16_t zeros[2];
+};
+
 // The state of a block's sums.
 struct alignas(8) Progress {
   int comers;  // tiles that have come to it, and kStored more once the first one's part is there; or whose turn it is
@@ -57,6 +64,17 @@ struct BwdTraits {
   using MmaScores = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float,
                                        cute::Shape<cute::_64, cute::Int<kTileM>, cute::Int<kHeadDim>>>()));
+  // What S and dP begin with: -LSE and -delta of each query, in three bf16 terms each, times ones. The 16 columns of
+  // this product are the 8 terms of a query, twice; the second time they meet zeros.
+  using MmaStatistics = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<cutlass::bfloat16_t, cutlass::bfloat16_t, float,
+                                       cute::Shape<cute::_64, cute::Int<kTileM>, cute::_16>>()));
+  using SmemStatistics = decltype(cute::make_composed_layout(
+      cute::Swizzle<0, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
+      cute::Layout<
+          cute::Shape<cute::Shape<cute::_8, cute::Int<kTileM / 8>>, cute::Shape<cute::_8, cute::_2>,
+                      cute::Int<kStages>>,
+          cute::Stride<cute::Stride<cute::_8, cute::_64>, cute::Stride<cute::_1, cute::_0>, cute::Int<kTileM * 8>>>{}));
   // dV += P^T dO and dK += dS^T Q, with P^T and dS^T from registers.
   template <int kHeadDim>
   using MmaKeys = decltype(cute::make_tiled_mma(
@@ -87,8 +105,8 @@ struct BwdTraits {
   static constexpr int kElementsK = kTileN * kHeadDimQK;
   static constexpr int kElementsV = kTileN * kHeadDimVO;
   static constexpr int kElementsS = kTileM * kTileN;
-  static constexpr int kStatistics = 2 * kTileM;  // of the queries of a block: -LSE * log2(e), then -delta
-  static constexpr std::uint32_t kBytesQ = kElementsQ * sizeof(Element) + kStatistics * sizeof(float);
+  static constexpr std::uint32_t kBytesStatistics = kTileM * sizeof(Statistics);
+  static constexpr std::uint32_t kBytesQ = kElementsQ * sizeof(Element) + kBytesStatistics;
   static constexpr std::uint32_t kBytesO = kElementsO * sizeof(Element);
   static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
   static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
@@ -100,7 +118,7 @@ struct BwdTraits {
     alignas(1024) Element d_o[kStages][kElementsO];
     alignas(1024) Element d_s[2][kElementsS];
     alignas(128) float d_q[kElementsQ];
-    alignas(128) float statistics[kStages][kStatistics];
+    alignas(128) Statistics statistics[kStages][kTileM];
     Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kBuffersK];
     Mbarrier k_full[kBuffersK];
@@ -125,11 +143,11 @@ struct BwdTraits {
 
 // What the kernel reads: maps for the copy engine and the plain numbers.
 struct BwdKernelParams {
-  float const* statistics;  // [batch, heads_q, blocks of queries][2][kTileM], see prepare.hpp
-  float* d_q;               // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
-  Progress* progress;       // [batch, heads_q, blocks of queries]
-  bool ordered;             // tiles add in turns
-  bool converts;            // sums become dQ here, and not in a kernel of its own
+  Statistics const* statistics;  // [batch, heads_q, blocks of queries][kTileM]
+  float* d_q;          // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
+  Progress* progress;  // [batch, heads_q, blocks of queries]
+  bool ordered;        // tiles add in turns
+  bool converts;       // sums become dQ here, and not in a kernel of its own
   int batch;
   int heads_q;
   int heads_kv;
