@@ -66,6 +66,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     fence_mbarrier_init();
   }
+  if (threadIdx.x < 3 * 64) {
+    // Rows of eight: ones for the terms of -LSE, none, ones for those of -delta.
+    int const part = static_cast<int>(threadIdx.x) / 64;
+    int const term = static_cast<int>(threadIdx.x) % 8 / 3;
+    bool const picked = (part == 0 && term == 0) || (part == 2 && term == 1);
+    storage.ones[part][threadIdx.x % 64] = cutlass::bfloat16_t{picked ? 1.0F : 0.0F};
+    fence_proxy_async();
+  }
   __syncthreads();
 
   // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.

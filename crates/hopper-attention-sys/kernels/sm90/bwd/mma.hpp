@@ -43,16 +43,6 @@ struct BwdMma {
     return zero;
   }
 
-  // The other operand of MmaStatistics: ones that pick three of a query's terms, from the kFirst-th on.
-  template <int kFirst, class Ones>
-  CUTE_DEVICE static void pick_terms(Ones& ones, int thread) {
-    auto const one = [&](int column) { return column >= kFirst && column < kFirst + 3 ? 0x3F80U : 0U; };
-    int const column = 2 * (thread % 4);
-    auto words = cute::recast<std::uint32_t>(ones);
-    words(0) = words(1) = one(column) | one(column + 1) << 16;
-    words(2) = words(3) = 0;
-  }
-
   CUTE_DEVICE static void run(BwdKernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
     int const thread_in_group = static_cast<int>(threadIdx.x) % 128;
@@ -88,6 +78,7 @@ struct BwdMma {
     Tensor sdOt = rows(storage.d_o[0], typename Traits::template SmemColumns<kM, kVO, kStages>{});
     Tensor sStatistics =
         make_tensor(make_smem_ptr(storage.statistics[0][0].minus_lse), typename Traits::SmemStatistics{});
+    Tensor sOnes = make_tensor(make_smem_ptr(storage.ones[0]), typename Traits::SmemOnes{});
     // Written [key][query], and read as [query][key].
     Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
 
@@ -95,6 +86,7 @@ struct BwdMma {
     Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
     Tensor tSrK = slice_s.make_fragment_A(slice_s.partition_A(sK_rows));
     Tensor tSrQ = slice_s.make_fragment_B(slice_s.partition_B(sQ));
+    Tensor tSrOnes = slice_statistics.make_fragment_A(slice_statistics.partition_A(sOnes));
     Tensor tSrStatistics = slice_statistics.make_fragment_B(slice_statistics.partition_B(sStatistics));
     Tensor tPrV = slice_d_p.make_fragment_A(slice_d_p.partition_A(sV_rows));
     Tensor tPrdO = slice_d_p.make_fragment_B(slice_d_p.partition_B(sdO));
@@ -117,8 +109,6 @@ struct BwdMma {
     Tensor tP = make_tensor<Element>(partition_shape_A(mma_d_v, Shape<_64, Int<kM>>{}));
     Tensor tdS = make_tensor<Element>(partition_shape_A(mma_d_k, Shape<_64, Int<kM>>{}));
     static_assert(size(tP) == size(tS) && size(tdS) == size(tdP));
-
-    Tensor tOnes = make_tensor<cutlass::bfloat16_t>(partition_shape_A(mma_statistics, Shape<_64, _16>{}));
 
     // The warp's first key in the tile.
     auto warp_row = [&](int thread) { return consumer * 64 + thread / 32 * 16; };
@@ -152,8 +142,7 @@ struct BwdMma {
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      pick_terms<0>(tOnes, anew(thread_in_group));
-      issue_sum(mma_statistics, tOnes, tSrStatistics(_, _, _, ring.stage), mma_s, tSrK(_, _, _, k.stage),
+      issue_sum(mma_statistics, tSrOnes(_, _, _, 0), tSrStatistics(_, _, _, ring.stage), mma_s, tSrK(_, _, _, k.stage),
                 tSrQ(_, _, _, ring.stage), tS);
     };
     auto release = [&](Mbarrier& barrier) {
@@ -189,6 +178,19 @@ struct BwdMma {
                              int const at = 8 * i + 2 * j;
                              return pack_pair<Element>(values(at) * scale, values(at + 1) * scale);
                            });
+    };
+    // dQ of the block before, to shared memory. Before the first block it is whatever the registers hold, for nobody.
+    auto store_queries = [&]() __attribute__((always_inline)) {
+      storage.d_q_empty.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
+      float4* const part =
+          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + anew(thread_in_group);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tdQ) / 4; ++i) {
+        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
+      }
+      fence_proxy_async();
+      __syncwarp();
+      release(storage.d_q_full);
     };
     // A tile's dK and dV. Its name may be replaced then, and K as well.
     auto hand_over = [&](int buffer) __attribute__((always_inline)) {
@@ -244,12 +246,9 @@ struct BwdMma {
     // One block: from its P to the next one's.
     auto step = [&](auto is_last) __attribute__((always_inline)) {
       // dP, and beside it what is left of the block before: dQ is on its way to shared memory.
-      pick_terms<3>(tOnes, anew(thread_in_group));
-      issue_sum(mma_statistics, tOnes, tSrStatistics(_, _, _, ring.stage), mma_d_p, tPrV(_, _, _, opaque_zero()),
-                tPrdO(_, _, _, ring.stage), tdP);
-      fence_proxy_async();
-      __syncwarp();
-      release(storage.d_q_full);
+      issue_sum(mma_statistics, tSrOnes(_, _, _, 1), tSrStatistics(_, _, _, ring.stage), mma_d_p,
+                tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+      store_queries();
       pack(tP, tS);
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
       warpgroup_wait<1>();
@@ -291,7 +290,6 @@ struct BwdMma {
       issue_scores();
       named_barrier_sync(1, 256);
       issue_product<false>(mma_d_q, tQrdS(_, _, _, done), tQrK(_, _, _, k_done), tdQ);
-      storage.d_q_empty.wait(done);  // one buffer: its laps are as long as stages
       if (!is_last || more) {
         storage.d_o_full[ring.stage].wait(ring.parity);
       }
@@ -310,12 +308,6 @@ struct BwdMma {
       exponentials();
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
-      float4* const part =
-          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + anew(thread_in_group);
-      CUTE_UNROLL
-      for (int i = 0; i < size(tdQ) / 4; ++i) {
-        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
-      }
       if constexpr (is_last) {
         hand_over(k_done);
         convert_finished();
@@ -328,6 +320,7 @@ struct BwdMma {
     };
     clear(tdV);
     clear(tdK);
+    clear(tdQ);
     while (more) {
       while (remaining > 1) {
         step(false_type{});
@@ -335,9 +328,7 @@ struct BwdMma {
       step(true_type{});
     }
 
-    fence_proxy_async();
-    __syncwarp();
-    release(storage.d_q_full);
+    store_queries();
     storage.no_more_finished.wait(0);
     convert_finished();
   }

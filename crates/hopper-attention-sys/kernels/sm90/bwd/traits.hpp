@@ -29,8 +29,8 @@ constexpr int kStored = 1 << 30;
 constexpr int kFresh = 1 << 30;
 
 // Where the kernel makes dQ of the sums itself, consumers do so between tiles. Till then a tile can finish as many
-// blocks as it has: at most half the ring, and the producer is never further ahead than a block or two.
-constexpr int kFinishedRing = 128;
+// blocks as it has, which are 64 at most, and the producer is never further ahead than a block or two.
+constexpr int kFinishedRing = 80;
 
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct BwdTraits {
@@ -65,16 +65,21 @@ struct BwdTraits {
       cute::SM90::GMMA::ss_op_selector<Element, Element, float,
                                        cute::Shape<cute::_64, cute::Int<kTileM>, cute::Int<kHeadDim>>>()));
   // What S and dP begin with: -LSE and -delta of each query, in three bf16 terms each, times ones. The 16 columns of
-  // this product are the 8 terms of a query, twice; the second time they meet zeros.
+  // this product are the 8 terms of a query, twice over, of which the ones pick three.
   using MmaStatistics = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<cutlass::bfloat16_t, cutlass::bfloat16_t, float,
+      cute::SM90::GMMA::ss_op_selector<cutlass::bfloat16_t, cutlass::bfloat16_t, float,
                                        cute::Shape<cute::_64, cute::Int<kTileM>, cute::_16>>()));
-  using SmemStatistics = decltype(cute::make_composed_layout(
-      cute::Swizzle<0, 4, 3>{}, cute::smem_ptr_flag_bits<16>{},
-      cute::Layout<
-          cute::Shape<cute::Shape<cute::_8, cute::Int<kTileM / 8>>, cute::Shape<cute::_8, cute::_2>,
-                      cute::Int<kStages>>,
-          cute::Stride<cute::Stride<cute::_8, cute::_64>, cute::Stride<cute::_1, cute::_0>, cute::Int<kTileM * 8>>>{}));
+  template <class Layout>
+  using Unswizzled =
+      decltype(cute::make_composed_layout(cute::Swizzle<0, 4, 3>{}, cute::smem_ptr_flag_bits<16>{}, Layout{}));
+  using SmemStatistics = Unswizzled<cute::Layout<
+      cute::Shape<cute::Shape<cute::_8, cute::Int<kTileM / 8>>, cute::Shape<cute::_8, cute::_2>, cute::Int<kStages>>,
+      cute::Stride<cute::Stride<cute::_8, cute::_64>, cute::Stride<cute::_1, cute::_0>, cute::Int<kTileM * 8>>>>;
+  // All 64 rows are the same eight, so that two blocks of 8 x 8 are the whole operand; and one is shared by both
+  // products.
+  using SmemOnes = Unswizzled<
+      cute::Layout<cute::Shape<cute::Shape<cute::_8, cute::_8>, cute::Shape<cute::_8, cute::_2>, cute::_2>,
+                   cute::Stride<cute::Stride<cute::_8, cute::_0>, cute::Stride<cute::_1, cute::_64>, cute::_64>>>;
   // dV += P^T dO and dK += dS^T Q, with P^T and dS^T from registers.
   template <int kHeadDim>
   using MmaKeys = decltype(cute::make_tiled_mma(
@@ -119,6 +124,7 @@ struct BwdTraits {
     alignas(1024) Element d_s[2][kElementsS];
     alignas(128) float d_q[kElementsQ];
     alignas(128) Statistics statistics[kStages][kTileM];
+    alignas(128) cutlass::bfloat16_t ones[3][64];
     Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kBuffersK];
     Mbarrier k_full[kBuffersK];
