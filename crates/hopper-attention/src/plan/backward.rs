@@ -10,8 +10,11 @@ use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result,
 /// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
 const COUNTER_BYTES: usize = 256;
 
+/// What the kernels keep of each query's LSE and delta.
+const STATISTICS_BYTES: usize = 16;
+
 /// Blocks of queries that a tile may have if the kernel is to make dQ of their sums between tiles (`bwd/traits.hpp` has room
-/// for twice as many). With more, a kernel of its own costs no more than the last CUDA block's wait for the many it finishes.
+/// for a few more). With more, a kernel of its own costs no more than the last CUDA block's wait for the many it finishes.
 const CONVERTED_BLOCKS: usize = 64;
 
 /// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread
@@ -62,7 +65,7 @@ pub(crate) struct Parts {
 }
 
 impl BackwardChoice {
-    /// What the kernel needs of a workspace, in bytes: for every query `4 * (2 + head_dim_qk of the kernel)`, with lengths
+    /// What the kernel needs of a workspace, in bytes: for every query `4 * (4 + head_dim_qk of the kernel)`, with lengths
     /// rounded up to whole blocks, and a little more.
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
@@ -72,7 +75,7 @@ impl BackwardChoice {
         let Self { kernel, blocks, .. } = self;
         let queries = blocks * kernel.tile_m;
         let statistics = COUNTER_BYTES;
-        let sums = statistics + queries * 2 * size_of::<f32>();
+        let sums = statistics + queries * STATISTICS_BYTES;
         let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
         Parts { statistics, sums, progress: after, end: after + blocks * 2 * size_of::<i32>() }
     }
@@ -280,7 +283,7 @@ mod tests {
         let choice = chosen(&problem(DIMS, Mask::Full));
         // 1000 queries are 8 blocks of 128, of 32 heads.
         let queries = 8 * 128 * 32;
-        let sums = 256 + queries * 8;
+        let sums = 256 + queries * 16;
         let end = sums + queries * 64 * 4;
         assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 8 });
         assert_eq!(choice.workspace_bytes(), end + 8 * 32 * 8);
