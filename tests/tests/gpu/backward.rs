@@ -1,7 +1,11 @@
 //! Every backward row against every case that it takes, and what the backward promises beyond the right numbers.
 
+use hopper_attention::cudarc::driver::CudaSlice;
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use hopper_attention::{BackwardPlan, DType, Device, Error, KernelInfo, Mask, Operand, Stream, Workspace, bf16, f16};
+use hopper_attention::{
+    BackwardArgs, BackwardPlan, BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Layout, Mask,
+    Operand, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+};
 use hopper_attention_tests::backward::mutations::{self, Subject};
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Image, Poison, Values};
@@ -80,7 +84,7 @@ fn every_backward_case_has_a_plan() {
     let mut picked = Vec::new();
     for case in cases(Grid::Full, &Tiles::of(&gpu.backward_rows())) {
         for dtype in [DType::BF16, DType::F16] {
-            let problem = hopper_attention::BackwardProblem::of(&case.problem(dtype));
+            let problem = BackwardProblem::of(&case.problem(dtype));
             let plan = problem.plan(&device).unwrap_or_else(|error| panic!("{dtype} {case}: {error}"));
             picked.push(plan.choice().unwrap().kernel.row);
         }
@@ -230,6 +234,70 @@ fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
         assert!(report.passed(), "{row}: {report}");
         on_device.check_inputs(stream, prepared).unwrap();
     }
+}
+
+/// CUDA blocks that get a multiprocessor only when the others have drawn all the tiles end without one: another launch holds
+/// half of the multiprocessors meanwhile.
+#[test]
+fn late_blocks_may_find_no_tile_left() {
+    let Some(gpu) = Gpu::open("late_blocks_may_find_no_tile_left") else { return };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, late(&gpu, &row));
+    }
+}
+
+fn late<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+    // A tile for each of half the multiprocessors, with 65536 queries each: about two milliseconds.
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 1 << 16,
+        seqlen_kv: gpu.device.info().facts.multiprocessors / 2 * row.tile_n,
+        heads_q: 1,
+        heads_kv: 1,
+        head_dim_qk: row.head_dim_qk,
+        head_dim_vo: row.head_dim_vo,
+    };
+    let forward = ForwardProblem::new(T::DTYPE, dims).unwrap();
+    let problem = BackwardProblem::of(&forward);
+    let stream = gpu.device.context().new_stream().unwrap();
+    let lane = Stream::Cuda(stream.clone());
+    let plan = problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+    let mut scratch = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+    let zeros = |shape: [usize; 4]| stream.clone_htod(&vec![T::default(); shape.iter().product()]).unwrap();
+    let [q, k, v] = [forward.q_shape(), forward.k_shape(), forward.v_shape()].map(zeros);
+    let [o, d_o] = [forward.o_shape(); 2].map(zeros);
+    let lse = stream.clone_htod(&vec![0.0f32; dims.seqlen_q]).unwrap();
+    let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(zeros);
+    let read = |slice, shape| TensorRef::cuda(CudaSlice::slice(slice, ..), Layout::contiguous(shape).unwrap()).unwrap();
+    let args = BackwardArgs {
+        q: read(&q, forward.q_shape()),
+        k: read(&k, forward.k_shape()),
+        v: read(&v, forward.v_shape()),
+        o: read(&o, forward.o_shape()),
+        lse: TensorRef::cuda(lse.slice(..), Layout::contiguous(forward.lse_shape()).unwrap()).unwrap(),
+        d_o: read(&d_o, forward.o_shape()),
+        d_lse: None,
+        d_q: TensorMut::cuda(d_q.slice_mut(..), Layout::contiguous(problem.d_q_shape()).unwrap()).unwrap(),
+        d_k: TensorMut::cuda(d_k.slice_mut(..), Layout::contiguous(problem.d_k_shape()).unwrap()).unwrap(),
+        d_v: TensorMut::cuda(d_v.slice_mut(..), Layout::contiguous(problem.d_v_shape()).unwrap()).unwrap(),
+    };
+
+    // More short tiles than multiprocessors, drawn.
+    let mut case = Case::new(row.tile_m, row.tile_n / 2, row.head_dim_qk, mask_of(row.mask)).heads(16, 16, 16);
+    case.dims.head_dim_vo = row.head_dim_vo;
+    let prepared = Prepared::<T>::new(&case);
+    let (short, mut workspace) = planned(gpu, row, &prepared, true);
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    on_device.poison(&gpu.stream, &prepared);
+    gpu.stream.synchronize().unwrap();
+    stream.synchronize().unwrap();
+
+    plan.run(&lane, &mut scratch, args).unwrap();
+    std::thread::sleep(std::time::Duration::from_micros(300));
+    short.run(&gpu.lane(), &mut workspace, on_device.args(&prepared)).unwrap();
+    let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+    assert!(report.passed(), "{row}: {report}");
+    stream.synchronize().unwrap();
 }
 
 /// A captured backward pass replayed on values that change in between.

@@ -230,6 +230,8 @@ struct BwdMma {
     };
 
     if (!await_tile()) {
+      // The others drew them all before this CTA had a place. Nobody may wait for a first block's report then.
+      release(storage.d_q_full);
       return;
     }
     enter_tile();
