@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
         float const lse = reinterpret_cast<float const*>(
             params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
         if (lse != -INFINITY) {
-          start = -lse / exponent_scale(params.softmax_scale);
+          start = __fdiv_rn(-lse, exponent_scale(params.softmax_scale));
           start = start < kFar ? kFar : start;
           if (params.d_lse_address != 0) {
             sum -= reinterpret_cast<float const*>(
