@@ -3,11 +3,14 @@
 use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result};
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Operand, TensorMut, TensorRef, Workspace,
+    BackwardArgs, BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass,
+    Operand, TensorMut, TensorRef, Workspace, bf16,
 };
+use hopper_attention_tests::backward::Prepared;
 use hopper_attention_tests::data::{Input, Poison, Values};
 use hopper_attention_tests::gpu::Gpu;
-use hopper_attention_tests::problems::Grid;
+use hopper_attention_tests::problems::{Case, Grid};
+use hopper_attention_tests::say;
 use rayon::prelude::*;
 
 use crate::{mask_of, with_dtype};
@@ -28,17 +31,7 @@ enum Axis {
 #[test]
 fn offsets_past_2_31_elements() {
     let Some(gpu) = Gpu::open("offsets_past_2_31_elements") else { return };
-    if Grid::from_env() == Grid::Small {
-        // Minutes under a sanitizer.
-        hopper_attention_tests::say("skipped: HATTN_TEST_GRID=small (offsets_past_2_31_elements)");
-        return;
-    }
-    let (free, _) = gpu.device.context().mem_get_info().unwrap();
-    let need = 4 * ELEMENTS * 2 + (1 << 30);
-    if free < need {
-        let required = std::env::var("HATTN_REQUIRE_GPU").is_ok_and(|value| value == "1");
-        assert!(!required, "{free} bytes free, {need} needed");
-        hopper_attention_tests::say("skipped: too little device memory (offsets_past_2_31_elements)");
+    if !may_run(&gpu, 4 * ELEMENTS * 2 + (1 << 30), "offsets_past_2_31_elements") {
         return;
     }
     // One row of each mask class: type and head dim make no difference to addresses.
@@ -48,6 +41,105 @@ fn offsets_past_2_31_elements() {
             seen.push(row.mask);
             with_dtype!(row.dtype, large(&gpu, &row));
         }
+    }
+}
+
+/// Whether the card has room, and the time is there; says so if not.
+fn may_run(gpu: &Gpu, need: usize, test: &str) -> bool {
+    if Grid::from_env() == Grid::Small {
+        // Minutes under a sanitizer.
+        say(&format!("skipped: HATTN_TEST_GRID=small ({test})"));
+        return false;
+    }
+    let (free, _) = gpu.device.context().mem_get_info().unwrap();
+    if free < need {
+        let required = std::env::var("HATTN_REQUIRE_GPU").is_ok_and(|value| value == "1");
+        assert!(!required, "{free} bytes free, {need} needed");
+        say(&format!("skipped: too little device memory ({test})"));
+        return false;
+    }
+    true
+}
+
+/// A batch so large that the sums of dQ, and each tensor, have more than 2^31 elements. All its members are the same, and
+/// so must be their gradients.
+#[test]
+fn gradients_past_2_31_elements() {
+    let Some(gpu) = Gpu::open("gradients_past_2_31_elements") else { return };
+    // Eight tensors of 16 bits, sums of 32, statistics.
+    if !may_run(&gpu, ELEMENTS * (8 * 2 + 4) + (2 << 30), "gradients_past_2_31_elements") {
+        return;
+    }
+    let causal = |row: &KernelInfo| row.mask == MaskClass::Causal && row.dtype == DType::BF16;
+    for row in gpu.backward_rows().into_iter().filter(causal) {
+        large_batch(&gpu, &row);
+    }
+}
+
+fn large_batch(gpu: &Gpu, row: &KernelInfo) {
+    let heads = 1024 / row.head_dim_qk;
+    let mut case = Case::new(1000, 1000, row.head_dim_qk, Mask::causal()).heads(1, heads, heads);
+    case.dims.head_dim_vo = row.head_dim_vo;
+    case.lse = false;
+    let one = Prepared::<bf16>::new(&case);
+    let batch = ELEMENTS / one.q.inner().len() + 1;
+    let forward = ForwardProblem::new(DType::BF16, Dims { batch, ..case.dims }).unwrap().mask(Mask::causal());
+    let problem = BackwardProblem::of(&forward).deterministic(true);
+    let plan = problem.plan_with_row(&gpu.device, row).unwrap();
+    assert!(plan.workspace_bytes() > ELEMENTS * 4, "{plan}");
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+
+    fn repeated<T: Poison + Operand>(gpu: &Gpu, one: &[T], times: usize) -> CudaSlice<T> {
+        let from = gpu.stream.clone_htod(one).unwrap();
+        // SAFETY: every element is written by the copies below, on the same stream.
+        let mut to = unsafe { gpu.stream.alloc::<T>(one.len() * times) }.expect("device memory");
+        for i in 0..times {
+            gpu.stream.memcpy_dtod(&from, &mut to.slice_mut(i * one.len()..(i + 1) * one.len())).unwrap();
+        }
+        to
+    }
+    let [q, k, v, o, d_o] = [&one.q, &one.k, &one.v, &one.o, &one.d_o].map(|x| repeated(gpu, x.inner(), batch));
+    let lse = repeated(gpu, one.lse.inner(), batch);
+    let [mut d_q, mut d_k, mut d_v] = [&one.q, &one.k, &one.v].map(|x| {
+        let poison = vec![bf16::POISON; x.inner().len()];
+        repeated(gpu, &poison, batch)
+    });
+    let read = |slice, shape| TensorRef::cuda(CudaSlice::slice(slice, ..), Layout::contiguous(shape).unwrap()).unwrap();
+    let args = BackwardArgs {
+        q: read(&q, forward.q_shape()),
+        k: read(&k, forward.k_shape()),
+        v: read(&v, forward.v_shape()),
+        o: read(&o, forward.o_shape()),
+        lse: TensorRef::cuda(lse.slice(..), Layout::contiguous(forward.lse_shape()).unwrap()).unwrap(),
+        d_o: read(&d_o, forward.o_shape()),
+        d_lse: None,
+        d_q: TensorMut::cuda(d_q.slice_mut(..), Layout::contiguous(problem.d_q_shape()).unwrap()).unwrap(),
+        d_k: TensorMut::cuda(d_k.slice_mut(..), Layout::contiguous(problem.d_k_shape()).unwrap()).unwrap(),
+        d_v: TensorMut::cuda(d_v.slice_mut(..), Layout::contiguous(problem.d_v_shape()).unwrap()).unwrap(),
+    };
+    plan.run(&gpu.lane(), &mut workspace, args).unwrap();
+    gpu.stream.synchronize().unwrap();
+
+    let member = |slice: &CudaSlice<bf16>, i: usize| {
+        let size = slice.len() / batch;
+        gpu.stream.clone_dtoh(&slice.slice(i * size..(i + 1) * size)).unwrap()
+    };
+    let of = |i| [&d_q, &d_k, &d_v].map(|slice| member(slice, i));
+    let first = of(0);
+    let tensor = |data: &Vec<bf16>, shape: [usize; 4]| {
+        let data: Vec<f32> = data.iter().map(|x| x.to_f32()).collect();
+        Tensor::from_strided(&data, &Layout::contiguous(shape).unwrap())
+    };
+    let small = &one.problem;
+    let [got_q, got_k, got_v] = [
+        tensor(&first[0], small.d_q_shape()),
+        tensor(&first[1], small.d_k_shape()),
+        tensor(&first[2], small.d_v_shape()),
+    ];
+    let report = one.expected.check(&got_q, &got_k, &got_v).unwrap();
+    assert!(report.passed(), "{row}: {report}");
+    for i in (0..batch).filter(|i| i % 16 == 0 || i + 140 > batch) {
+        assert!(of(i) == first, "{row}: the gradients of member {i} are not those of the first");
     }
 }
 
