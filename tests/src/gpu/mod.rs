@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    CudaDevice, DType, Device, ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace,
-    backward_kernels, kernels,
+    CudaDevice, DType, Device, Element, ForwardArgs, ForwardPlan, KernelInfo, Layout, Operand, Result, Stream,
+    TensorMut, TensorRef, Workspace, backward_kernels, kernels,
 };
 
 use crate::c::{Memory, tensor};
@@ -76,6 +76,25 @@ impl Gpu {
             Err(_) => format!("CUDA {major}.{minor}"),
         }
     }
+}
+
+/// All of a slice as a dense tensor of this shape.
+///
+/// # Errors
+/// When it is too short.
+pub fn whole<T: Element, const R: usize>(slice: &CudaSlice<T>, shape: [usize; R]) -> Result<TensorRef<'_, T, R>> {
+    TensorRef::cuda(slice.slice(..), Layout::contiguous(shape)?)
+}
+
+/// The same to write to.
+///
+/// # Errors
+/// As [`whole`].
+pub fn whole_mut<T: Element, const R: usize>(
+    slice: &mut CudaSlice<T>,
+    shape: [usize; R],
+) -> Result<TensorMut<'_, T, R>> {
+    TensorMut::cuda(slice.slice_mut(..), Layout::contiguous(shape)?)
 }
 
 /// A case's tensors on the GPU, guard bands included.
@@ -169,7 +188,7 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
         workspace: &mut Workspace,
         plan: &ForwardPlan,
         prepared: &Prepared<T>,
-    ) -> Result<Outputs<T>, String> {
+    ) -> std::result::Result<Outputs<T>, String> {
         self.poison(stream, prepared);
         plan.run(&Stream::Cuda(stream.clone()), workspace, self.args(prepared)).map_err(|error| error.to_string())?;
         self.outputs(stream, prepared)
@@ -180,7 +199,7 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
     ///
     /// # Errors
     /// What was overwritten or left unwritten.
-    pub fn outputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Result<Outputs<T>, String> {
+    pub fn outputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> std::result::Result<Outputs<T>, String> {
         if let Err(error) = stream.synchronize() {
             panic!("the GPU failed on {} {}: {error}", T::DTYPE, prepared.case);
         }
@@ -205,7 +224,7 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
     ///
     /// # Errors
     /// Where they are not.
-    pub fn check_inputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Result<(), String> {
+    pub fn check_inputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> std::result::Result<(), String> {
         for (slice, image) in [(&self.q, &prepared.q), (&self.k, &prepared.k), (&self.v, &prepared.v)] {
             image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
         }

@@ -2,25 +2,16 @@
 
 use hopper_attention::cudarc::driver::CudaSlice;
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, DType, Device, Element, ForwardArgs, ForwardProblem, Layout, Result, TensorMut,
-    TensorRef, Workspace, bf16,
+    BackwardArgs, BackwardProblem, DType, Device, ForwardArgs, ForwardProblem, Result, Workspace, bf16,
 };
 
-use crate::gpu::Gpu;
+use crate::gpu::{Gpu, whole, whole_mut};
 use crate::training::{Attention, Setup, floats, halves};
 
 /// Ours in bf16 on the GPU.
 pub struct OnGpu<'a> {
     gpu: &'a Gpu,
     problem: ForwardProblem,
-}
-
-fn read<T: Element, const R: usize>(slice: &CudaSlice<T>, shape: [usize; R]) -> Result<TensorRef<'_, T, R>> {
-    TensorRef::cuda(slice.slice(..), Layout::contiguous(shape)?)
-}
-
-fn write<T: Element, const R: usize>(slice: &mut CudaSlice<T>, shape: [usize; R]) -> Result<TensorMut<'_, T, R>> {
-    TensorMut::cuda(slice.slice_mut(..), Layout::contiguous(shape)?)
 }
 
 impl<'a> OnGpu<'a> {
@@ -58,11 +49,11 @@ impl Attention for OnGpu<'_> {
             &stream,
             &mut workspace,
             ForwardArgs {
-                q: read(&q, problem.q_shape())?,
-                k: read(&k, problem.k_shape())?,
-                v: read(&v, problem.v_shape())?,
-                o: write(&mut o, problem.o_shape())?,
-                lse: Some(write(&mut lse, problem.lse_shape())?),
+                q: whole(&q, problem.q_shape())?,
+                k: whole(&k, problem.k_shape())?,
+                v: whole(&v, problem.v_shape())?,
+                o: whole_mut(&mut o, problem.o_shape())?,
+                lse: Some(whole_mut(&mut lse, problem.lse_shape())?),
             },
         )?;
         Ok((self.down(&o), self.gpu.stream.clone_dtoh(&lse).expect("a copy")))
@@ -81,16 +72,16 @@ impl Attention for OnGpu<'_> {
             &stream,
             &mut workspace,
             BackwardArgs {
-                q: read(&q, forward.q_shape())?,
-                k: read(&k, forward.k_shape())?,
-                v: read(&v, forward.v_shape())?,
-                o: read(&o, forward.o_shape())?,
-                lse: read(&lse, forward.lse_shape())?,
-                d_o: read(&d_o, forward.o_shape())?,
+                q: whole(&q, forward.q_shape())?,
+                k: whole(&k, forward.k_shape())?,
+                v: whole(&v, forward.v_shape())?,
+                o: whole(&o, forward.o_shape())?,
+                lse: whole(&lse, forward.lse_shape())?,
+                d_o: whole(&d_o, forward.o_shape())?,
                 d_lse: None,
-                d_q: write(&mut d_q, problem.d_q_shape())?,
-                d_k: write(&mut d_k, problem.d_k_shape())?,
-                d_v: write(&mut d_v, problem.d_v_shape())?,
+                d_q: whole_mut(&mut d_q, problem.d_q_shape())?,
+                d_k: whole_mut(&mut d_k, problem.d_k_shape())?,
+                d_v: whole_mut(&mut d_v, problem.d_v_shape())?,
             },
         )?;
         Ok([&d_q, &d_k, &d_v].map(|x| self.down(x)))

@@ -1,16 +1,15 @@
 //! Every backward row against every case that it takes, and what the backward promises beyond the right numbers.
 
-use hopper_attention::cudarc::driver::CudaSlice;
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Layout, Mask,
-    Operand, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    BackwardArgs, BackwardPlan, BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Mask, Operand,
+    Stream, Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::mutations::{self, Subject};
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Image, Poison, Values};
-use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
+use hopper_attention_tests::gpu::{Gpu, whole, whole_mut};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use hopper_attention_tests::say;
@@ -268,18 +267,17 @@ fn late<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     let [o, d_o] = [forward.o_shape(); 2].map(zeros);
     let lse = stream.clone_htod(&vec![0.0f32; dims.seqlen_q]).unwrap();
     let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(zeros);
-    let read = |slice, shape| TensorRef::cuda(CudaSlice::slice(slice, ..), Layout::contiguous(shape).unwrap()).unwrap();
     let args = BackwardArgs {
-        q: read(&q, forward.q_shape()),
-        k: read(&k, forward.k_shape()),
-        v: read(&v, forward.v_shape()),
-        o: read(&o, forward.o_shape()),
-        lse: TensorRef::cuda(lse.slice(..), Layout::contiguous(forward.lse_shape()).unwrap()).unwrap(),
-        d_o: read(&d_o, forward.o_shape()),
+        q: whole(&q, forward.q_shape()).unwrap(),
+        k: whole(&k, forward.k_shape()).unwrap(),
+        v: whole(&v, forward.v_shape()).unwrap(),
+        o: whole(&o, forward.o_shape()).unwrap(),
+        lse: whole(&lse, forward.lse_shape()).unwrap(),
+        d_o: whole(&d_o, forward.o_shape()).unwrap(),
         d_lse: None,
-        d_q: TensorMut::cuda(d_q.slice_mut(..), Layout::contiguous(problem.d_q_shape()).unwrap()).unwrap(),
-        d_k: TensorMut::cuda(d_k.slice_mut(..), Layout::contiguous(problem.d_k_shape()).unwrap()).unwrap(),
-        d_v: TensorMut::cuda(d_v.slice_mut(..), Layout::contiguous(problem.d_v_shape()).unwrap()).unwrap(),
+        d_q: whole_mut(&mut d_q, problem.d_q_shape()).unwrap(),
+        d_k: whole_mut(&mut d_k, problem.d_k_shape()).unwrap(),
+        d_v: whole_mut(&mut d_v, problem.d_v_shape()).unwrap(),
     };
 
     // More short tiles than multiprocessors, drawn.

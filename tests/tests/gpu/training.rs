@@ -24,11 +24,6 @@ fn a_model_learns_on_the_gpu() {
             let losses = serde_json::to_string(&curves).unwrap();
             std::fs::write(path.with_extension(format!("training-d{head_dim}.json")), losses + "\n").unwrap();
         }
-        match curves.verdict() {
-            Ok(words) => say(&words),
-            // So few steps teach nothing; they are for compute-sanitizer.
-            Err(words) if steps < 100 => say(&words),
-            Err(words) => panic!("head dim {head_dim}: {words}"),
-        }
+        say(&curves.verdict().unwrap_or_else(|words| panic!("head dim {head_dim}: {words}")));
     }
 }
