@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.
   BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch, params.heads_per_group,
-                               params.tile_counter};
+                               params.groups, params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

@@ -81,6 +81,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.diagonal_offset - params.window_left,
                                       params.diagonal_offset + params.window_right,
                                       params.heads_per_group,
+                                      params.groups,
                                       reinterpret_cast<int*>(params.tile_counter),
                                       params.d_k,
                                       params.d_v,

@@ -123,7 +123,6 @@ struct BwdLoad {
       storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
       load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
                                                     tile.block * Traits::kTileN, tile.head, tile.batch);
-      drawn = scheduler.draw(++round);
       // V has one buffer, so that its laps change parity with every tile, as K's buffers alternate.
       storage.v_empty.wait(k.stage ^ 1);
       storage.v_full.arrive_expect_bytes(Traits::kBytesV);
@@ -131,6 +130,8 @@ struct BwdLoad {
       Tile const again = storage.tile[k.stage];
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                     again.block * Traits::kTileN, again.head, again.batch);
+      // Not before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are late.
+      drawn = scheduler.draw(++round);
     }
   }
 };

@@ -121,6 +121,7 @@ struct BwdKernelParams {
   int left_offset;
   int right_offset;
   int heads_per_group;
+  int groups;
   int* tile_counter;
   TensorDesc d_k;
   TensorDesc d_v;
