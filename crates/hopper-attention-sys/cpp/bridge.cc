@@ -55,6 +55,7 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   out.window_right = params.window_right;
   out.grid = params.grid;
   out.heads_per_group = params.heads_per_group;
+  out.groups = params.groups;
   out.tile_counter = params.tile_counter;
   return out;
 }
@@ -88,11 +89,11 @@ hattn::BwdParams to_kernel(BwdParams const& params) noexcept {
   out.window_right = params.window_right;
   out.grid = params.grid;
   out.heads_per_group = params.heads_per_group;
+  out.groups = params.groups;
   out.statistics = params.statistics;
   out.sums = params.sums;
   out.progress = params.progress;
   out.ordered = params.ordered;
-  out.converts = params.converts;
   out.tile_counter = params.tile_counter;
   return out;
 }

@@ -67,6 +67,7 @@ struct FwdParams {
   // The order in which the persistent grid walks the tiles (the plan chooses): CTAs, and heads taken together.
   std::int32_t grid = 0;
   std::int32_t heads_per_group = 1;
+  std::int32_t groups = 1;  // the last one has all heads that are left
   // Address of 4 bytes of workspace for a counter from which CTAs draw their tiles (the launch zeroes it in stream
   // order); 0: each CTA's tiles follow from its index.
   std::uint64_t tile_counter = 0;
@@ -97,17 +98,15 @@ struct BwdParams {
   std::int32_t window_right = 0;
   std::int32_t grid = 0;
   std::int32_t heads_per_group = 1;
+  std::int32_t groups = 1;  // the last one has all heads that are left
   // Of the workspace, with `blocks` = batch * heads_q * ceil(seqlen_q / tile_m): 16 bytes [blocks][tile_m] of statistics
   // of the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
   std::uint64_t statistics = 0;
   std::uint64_t sums = 0;
-  // i32 [blocks][2]: how far the sums of each block are.
+  // i32 [blocks]: how far the sums of each block are.
   std::uint64_t progress = 0;
   // Whether tiles add to the sums by their number, which makes the result the same on every run and needs a tile counter.
   bool ordered = false;
-  // Whether the kernel itself makes dQ of the sums. Not with `ordered`, and for at most 64 blocks a tile, those of all
-  // query heads of a group together.
-  bool converts = false;
   std::uint64_t tile_counter = 0;
 };
 

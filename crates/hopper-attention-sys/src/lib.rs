@@ -131,6 +131,8 @@ mod ffi {
         grid: i32,
         /// Heads whose tiles are walked together.
         heads_per_group: i32,
+        /// Such groups; the last one has all heads that are left.
+        groups: i32,
         /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
         tile_counter: u64,
     }
@@ -192,6 +194,8 @@ mod ffi {
         grid: i32,
         /// Key heads whose tiles are walked together.
         heads_per_group: i32,
+        /// Such groups; the last one has all heads that are left.
+        groups: i32,
         /// Device address of workspace for what is kept of each query.
         statistics: u64,
         /// Device address of workspace for the sums of `d_q`.
@@ -200,8 +204,6 @@ mod ffi {
         progress: u64,
         /// Whether tiles add to the sums in one order, which needs a tile counter.
         ordered: bool,
-        /// Whether the kernel itself makes `d_q` of the sums: not in order, and for at most 64 blocks a tile.
-        converts: bool,
         /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
         tile_counter: u64,
     }

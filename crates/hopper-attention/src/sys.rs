@@ -99,6 +99,7 @@ pub(crate) unsafe fn launch(
         window_right: choice.window_right,
         grid: choice.grid,
         heads_per_group: choice.heads_per_group,
+        groups: choice.groups,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
@@ -151,11 +152,11 @@ pub(crate) unsafe fn launch_backward(
         window_right: choice.window_right,
         grid: choice.grid,
         heads_per_group: choice.heads_per_group,
+        groups: choice.groups,
         statistics: part(parts.statistics),
         sums: part(parts.sums),
         progress: part(parts.progress),
         ordered: choice.turns,
-        converts: choice.converts,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the

@@ -2,7 +2,8 @@
 //
 // Tiles are listed group by group, a group being `heads_per_group` (batch, head) pairs whose other operands are meant
 // to stay in L2 together; inside a group the tiles with the most work come first: under a causal mask the last queries
-// and the first keys. With a counter each CTA draws the next tile of the list when it can take one. Without, the grid
+// and the first keys. The last group has all heads that are left, which may be many: the more tiles it has, the shorter
+// are those that the grid ends with. With a counter each CTA draws the next tile of the list when it can take one. Without, the grid
 // takes `grid` tiles a round in alternating direction, so that a CTA that had a long tile in one round has a short one
 // in the next: nothing to zero and nothing to fetch, but balanced only where a group is a whole number of rounds.
 #pragma once
@@ -28,6 +29,7 @@ struct TileScheduler {
   int heads;
   int batch;
   int heads_per_group;
+  int groups;
   int* counter;
 
   CUTE_DEVICE int total() const { return blocks * heads * batch; }
@@ -47,9 +49,9 @@ struct TileScheduler {
       return {0, 0, -1};
     }
     int const group_tiles = heads_per_group * blocks;
-    int const group = index / group_tiles;
+    int const group = cute::min(index / group_tiles, groups - 1);
     int const within = index - group * group_tiles;
-    int const group_heads = cute::min(heads_per_group, heads * batch - group * heads_per_group);
+    int const group_heads = group == groups - 1 ? heads * batch - group * heads_per_group : heads_per_group;
     int const rank = within / group_heads;
     int const batch_head = group * heads_per_group + (within - rank * group_heads);
     Tile tile;

@@ -199,10 +199,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         unsupported(per_head, "below 2^31 tiles in all".into())
     })?;
     let multiprocessors = gpu.multiprocessors.max(1);
-    let heads_per_group = match kernel.mask {
-        MaskClass::Full => 1,
-        MaskClass::Causal | MaskClass::Window => HEADS_PER_GROUP.min(heads.max(1)),
-    };
+    let (heads_per_group, groups) = groups(kernel.mask, heads);
     let [diagonal_offset, window_left, window_right] = bounds(problem);
     let grid = tiles.min(small(multiprocessors));
     Ok(Choice {
@@ -213,7 +210,8 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         m_tiles: small(m_tiles),
         tiles,
         grid,
-        heads_per_group: small(heads_per_group),
+        heads_per_group,
+        groups,
         // Equal tiles are balanced by any order, and a single round by none.
         tile_counter: kernel.mask != MaskClass::Full && tiles > grid,
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),

@@ -7,13 +7,12 @@
 //
 // Roles. One producer warpgroup (warp 0 streams Q and the statistics, warp 1 K and V, warp 2 dO; warp 3 adds dQ to its
 // sums; load.hpp) and two consumer warpgroups of 64 keys each (mma.hpp). dQ leaves the registers through shared memory,
-// dK and dV straight for global memory. Between tiles the consumers make dQ of the blocks whose sums their CTA was the
-// last to add to. The grid is persistent.
+// dK and dV straight for global memory. The grid is persistent.
 //
 // Barriers. Full barriers (one arrival and the bytes of a copy), empty ones (one arrival a consumer warp): q (with the
 // statistics) and d_o per stage, k per buffer, v. d_q_full (an arrival a consumer warp: its part is written) and
-// d_q_empty (one: the copy engine has read it). tile_full (one arrival): a buffer's tile is named. no_more_finished
-// (one): the last of the CTA's parts have arrived. Named barrier 1: both warpgroups' dS is written.
+// d_q_empty (one: the copy engine has read it). tile_full (one arrival): a buffer's tile is named. Named
+// barrier 1: both warpgroups' dS is written.
 //
 // Shared memory (head dim 128, 64x128): K 2 x 32 KB, V 32 KB, Q and dO 2 x 32 KB, dS 2 x 16 KB, dQ 32 KB, statistics
 // 1 KB: 225 KB. Head dim 64, 128x128: K 2 x 16 KB, V 16 KB, Q and dO 2 x 32 KB, dS 2 x 32 KB, dQ 32 KB, statistics 2
@@ -51,11 +50,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     storage.d_q_full.init(Traits::kWarps);
     storage.d_q_empty.init(1);
-    storage.no_more_finished.init(1);
-    storage.finished_count = 0;
-    for (int& converted : storage.converted) {
-      converted = 0;
-    }
     storage.v_full.init(1);
     storage.v_empty.init(Traits::kWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
@@ -78,7 +72,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.
   BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch, params.heads_per_group,
-                               params.tile_counter};
+                               params.groups, params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

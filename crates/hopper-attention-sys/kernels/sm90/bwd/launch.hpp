@@ -71,7 +71,6 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       reinterpret_cast<float*>(params.sums),
                                       reinterpret_cast<Progress*>(params.progress),
                                       params.ordered,
-                                      params.converts,
                                       params.batch,
                                       params.heads_q,
                                       params.heads_kv,
@@ -83,8 +82,8 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.diagonal_offset - params.window_left,
                                       params.diagonal_offset + params.window_right,
                                       params.heads_per_group,
+                                      params.groups,
                                       reinterpret_cast<int*>(params.tile_counter),
-                                      params.d_q,
                                       params.d_k,
                                       params.d_v,
                                       params.head_dim_qk,
@@ -95,9 +94,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   bwd_prepare<Traits><<<132 * 8, 256, 0, stream>>>(params);
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
       kernel_params, maps[0].map, maps[1].map, maps[2].map, maps[3].map);
-  if (!params.converts) {
-    bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);
-  }
+  bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);
   return to_status(cudaGetLastError());
 }
 

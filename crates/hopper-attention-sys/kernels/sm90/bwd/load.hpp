@@ -83,18 +83,17 @@ struct BwdLoad {
 
   // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
   // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
-  // waits only for tiles that began before it. Whose part is the last to arrive tells its consumers.
+  // waits only for tiles that began before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     // The consumers report what they stored before a block, which is nothing before the first one; only then they get
     // the buffer.
     storage.d_q_full.wait(0);
     storage.d_q_empty.arrive();
-    storage.on_its_way = -1;
     stream(params, band, storage, [&](auto const& ring, int block, int, int, int, int n) {
       // Its address is computed anew each time: registers are short.
       auto const comers = [&]() __attribute__((always_inline)) {
         asm volatile("" : "+r"(block));
-        return &params.progress[block].comers;
+        return params.progress + block;
       };
       constexpr std::uint32_t kBytes = Traits::kElementsQ * sizeof(float);
       // Asked early: the answer is there when the part is.
@@ -124,38 +123,7 @@ struct BwdLoad {
         await_bulk_arrival<0>();
         asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(comers()), "r"(kStored) : "memory");
       }
-      if (params.converts) {
-        await_bulk_arrival<1>();
-        announce(params, storage);
-        storage.on_its_way = block;
-      }
     });
-    await_bulk_arrival<0>();
-    if (params.converts) {
-      announce(params, storage);
-    }
-    storage.no_more_finished.arrive();
-  }
-
-  // A tile's part of a block has arrived; if it was the last one, the sums are complete.
-  CUTE_DEVICE static void announce(BwdKernelParams const& params, Storage& storage) {
-    int const block = storage.on_its_way;
-    if (block < 0) {
-      return;
-    }
-    int left;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], -1;"
-                 : "=r"(left)
-                 : "l"(&params.progress[block].left)
-                 : "memory");
-    if (left == 1) {
-      int const count = storage.finished_count;
-      storage.finished[count % kFinishedRing] = block;
-      asm volatile(
-          "st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&storage.finished_count)),
-          "r"(count + 1)
-          : "memory");
-    }
   }
 
   CUTE_DEVICE static int load_acquire(int const* address) {
@@ -181,7 +149,6 @@ struct BwdLoad {
       storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
       load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
                                                     tile.block * Traits::kTileN, tile.head, tile.batch);
-      drawn = scheduler.draw(++round);
       // V has one buffer, so that its laps change parity with every tile, as K's buffers alternate.
       storage.v_empty.wait(k.stage ^ 1);
       storage.v_full.arrive_expect_bytes(Traits::kBytesV);
@@ -189,6 +156,8 @@ struct BwdLoad {
       Tile const again = storage.tile[k.stage];
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                     again.block * Traits::kTileN, again.head, again.batch);
+      // Not before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are late.
+      drawn = scheduler.draw(++round);
     }
   }
 };

@@ -11,7 +11,6 @@
 
 #include "common/mask.hpp"
 #include "common/softmax.hpp"
-#include "sm90/bwd/convert.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -201,34 +200,6 @@ struct BwdMma {
       write_gradient(Int<kQK>{}, params.d_k, tile, params.head_dim_qk, tdK, params.scale);
     };
 
-    auto convert_finished = [&]() __attribute__((always_inline)) {
-      // Each warp does its part of each block when it comes to it; how far it is would be one register too many.
-      int& converted = storage.converted[consumer * 4 + anew(thread_in_group) / 32];
-      int count;
-      asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];"
-                   : "=r"(count)
-                   : "r"(cute::cast_smem_ptr_to_uint(&storage.finished_count))
-                   : "memory");
-      count = warp_value(count);
-      int i = warp_value(converted);
-      CUTE_NO_UNROLL
-      for (; i < count; ++i) {
-        convert_block<Traits>(params.d_q, params.d_q_out, params.heads_q, params.m_blocks, params.seqlen_q,
-                              params.head_dim_qk, params.scale, storage.finished[i % kFinishedRing], consumer,
-                              anew(thread_in_group));
-#ifdef HATTN_DISCARD
-        __syncwarp();
-        int const thread = anew(thread_in_group);
-        auto const line = reinterpret_cast<std::uint64_t>(params.d_q) +
-                          4 * (static_cast<std::int64_t>(storage.finished[i % kFinishedRing]) * Traits::kElementsQ +
-                               consumer * (Traits::kElementsQ / 2)) +
-                          thread % 32 / 4 * 2048 + thread / 32 * 512 + thread % 4 * 128;
-        asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
-#endif
-      }
-      converted = count;
-    };
-
     if (!await_tile()) {
       // The others drew them all before this CTA had a place. Nobody may wait for a first block's report then.
       release(storage.d_q_full);
@@ -312,7 +283,6 @@ struct BwdMma {
       warpgroup_fence_operand(tdQ);
       if constexpr (is_last) {
         hand_over(k_done);
-        convert_finished();
         clear(tdV);
         clear(tdK);
         if (more) {
@@ -331,8 +301,6 @@ struct BwdMma {
     }
 
     store_queries();
-    storage.no_more_finished.wait(0);
-    convert_finished();
   }
 };
 

@@ -100,11 +100,12 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
     TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
+    bool const seen = range.begin < range.end;
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<Progress*>(params.progress)[block] = {params.ordered ? kFresh + range.begin : 0,
-                                                             cute::max(0, range.end - range.begin)};
+      Progress const fresh = params.ordered ? kFresh + range.begin : 0;
+      reinterpret_cast<Progress*>(params.progress)[block] = seen ? fresh : kNobody;
     }
-    if (range.end <= range.begin) {
+    if (!seen) {
       // No tile will write its dQ.
       int const batch = batch_head / params.heads_q;
       int const head = batch_head - batch * params.heads_q;

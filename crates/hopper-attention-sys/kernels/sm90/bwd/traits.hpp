@@ -19,18 +19,13 @@ struct alignas(16) Statistics {
   cutlass::bfloat16_t zeros[2];
 };
 
-// The state of a block's sums.
-struct alignas(8) Progress {
-  int comers;  // tiles that have come to it, and kStored more once the first one's part is there; or whose turn it is
-  int left;    // tiles whose part has not arrived
-};
-constexpr int kStored = 1 << 30;
-// In turns it is the number of the tile whose turn it is, and kFresh more before the first one's.
-constexpr int kFresh = 1 << 30;
-
-// Where the kernel makes dQ of the sums itself, consumers do so between tiles. Till then a tile can finish as many
-// blocks as it has, which are 64 at most, and the producer is never further ahead than a block or two.
-constexpr int kFinishedRing = 80;
+// How far a block's sums are, as a count: the tiles that have come to it, and kStored more once the first one's part is
+// there. In turns, the number of the tile whose turn it is, and kFresh more before the first one's; kNobody where no
+// tile sees the block.
+using Progress = int;
+constexpr Progress kStored = 1 << 30;
+constexpr Progress kFresh = 1 << 30;
+constexpr Progress kNobody = -1;
 
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct BwdTraits {
@@ -137,11 +132,6 @@ struct BwdTraits {
     Mbarrier d_o_empty[kStages];
     Mbarrier d_q_full;
     Mbarrier d_q_empty;
-    Mbarrier no_more_finished;
-    int converted[kWarps];  // how many of them
-    int finished_count;
-    int on_its_way;               // the block whose part may not have arrived yet, or -1
-    int finished[kFinishedRing];  // blocks of queries whose sums are complete, for the consumers to convert
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
@@ -153,7 +143,6 @@ struct BwdKernelParams {
   float* d_q;          // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
   Progress* progress;  // [batch, heads_q, blocks of queries]
   bool ordered;        // tiles add in turns
-  bool converts;       // sums become dQ here, and not in a kernel of its own
   int batch;
   int heads_q;
   int heads_kv;
@@ -165,8 +154,8 @@ struct BwdKernelParams {
   int left_offset;
   int right_offset;
   int heads_per_group;
+  int groups;
   int* tile_counter;
-  TensorDesc d_q_out;
   TensorDesc d_k;
   TensorDesc d_v;
   int head_dim_qk;

@@ -69,6 +69,7 @@ Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
                                    params.diagonal_offset - params.window_left,
                                    params.diagonal_offset + params.window_right,
                                    params.heads_per_group,
+                                   params.groups,
                                    reinterpret_cast<int*>(params.tile_counter),
                                    params.softmax_scale * kLog2E};
   fwd_kernel<Traits>

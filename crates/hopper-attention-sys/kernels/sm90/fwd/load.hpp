@@ -84,8 +84,12 @@ struct Load {
     for (int buffer = 0; buffer < Traits::kBuffersQ; ++buffer) {
       announce(buffer, scheduler.draw(buffer));
     }
+#ifdef HATTN_LATE
+    int round = Traits::kBuffersQ - 1;
+#else
     int round = Traits::kBuffersQ;
     int drawn = scheduler.draw(round);
+#endif
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
       Tile const tile = storage.tile[q.stage];
@@ -101,11 +105,15 @@ struct Load {
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
+#ifdef HATTN_LATE
+      announce(q.stage, scheduler.draw(++round));
+#else
       announce(q.stage, drawn);
       // Drawn now and needed a tile later: the counter's latency is hidden.
       if (drawn < scheduler.total()) {
         drawn = scheduler.draw(++round);
       }
+#endif
     }
   }
 };

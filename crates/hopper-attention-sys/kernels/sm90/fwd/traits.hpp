@@ -119,6 +119,7 @@ struct KernelParams {
   int left_offset;
   int right_offset;
   int heads_per_group;
+  int groups;
   int* tile_counter;
   float scale_log2;  // softmax_scale * log2(e)
 };
