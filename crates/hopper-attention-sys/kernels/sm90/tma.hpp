@@ -47,13 +47,13 @@ CUTE_DEVICE void store_bulk(float* global, float const* shared, std::uint32_t by
   cute::tma_store_arrive();
 }
 
-// Waits until the calling thread's bulk groups have read shared memory.
-CUTE_DEVICE void await_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// Waits until all but the last kLater of them have arrived in global memory.
+// Waits until all but the last kLater of the calling thread's bulk groups have read shared memory.
 template <int kLater>
-CUTE_DEVICE void await_bulk_arrival() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLater) : "memory");
+CUTE_DEVICE void await_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLater) : "memory");
 }
+
+// Waits until all of them have arrived in global memory.
+CUTE_DEVICE void await_bulk_arrival() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace hattn::sm90

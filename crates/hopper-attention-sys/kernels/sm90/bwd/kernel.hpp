@@ -48,8 +48,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       storage.k_full[i].init(1);
       storage.k_empty[i].init(Traits::kWarps + 3);  // and three lanes that read the tile
     }
-    storage.d_q_full.init(Traits::kWarps);
-    storage.d_q_empty.init(1);
+    for (int i = 0; i < Traits::kSlotsQ; ++i) {
+      storage.d_q_full[i].init(4);
+      storage.d_q_empty[i].init(1);
+    }
     storage.v_full.init(1);
     storage.v_empty.init(Traits::kWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
@@ -71,8 +73,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.
-  BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch, params.heads_per_group,
-                               params.groups, params.tile_counter};
+  BwdScheduler const scheduler{params.n_blocks,        params.heads_kv, params.batch,
+                               params.heads_per_group, params.groups,   params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

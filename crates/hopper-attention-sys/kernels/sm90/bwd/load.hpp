@@ -85,42 +85,58 @@ struct BwdLoad {
   // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
   // waits only for tiles that began before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
-    // The consumers report what they stored before a block, which is nothing before the first one; only then they get
-    // the buffer.
-    storage.d_q_full.wait(0);
-    storage.d_q_empty.arrive();
-    stream(params, band, storage, [&](auto const& ring, int block, int, int, int, int n) {
+    RingPosition<Traits::kSlotsQ> slot;
+    // The consumers report what they stored before a block, which is nothing before the first one.
+    CUTE_NO_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      storage.d_q_full[slot.stage].wait(slot.parity);
+      storage.d_q_empty[slot.stage].arrive();
+      slot.advance();
+    }
+    stream(params, band, storage, [&](auto const&, int block, int, int, int, int n) {
       // Its address is computed anew each time: registers are short.
       auto const comers = [&]() __attribute__((always_inline)) {
         asm volatile("" : "+r"(block));
         return params.progress + block;
       };
-      constexpr std::uint32_t kBytes = Traits::kElementsQ * sizeof(float);
       // Asked early: the answer is there when the part is.
       int now = params.ordered ? 0 : atomicAdd(comers(), 1);
-      storage.d_q_full.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
+      bool first = false;
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        storage.d_q_full[slot.stage].wait(slot.parity);
+        if (half == 0) {
+          if (params.ordered) {
+            do {
+              now = load_acquire(comers());
+            } while (now % kFresh != n);
+          }
+          first = params.ordered ? now >= kFresh : now == 0;
+          while (!params.ordered && !first && now < kStored) {
+            now = load_acquire(comers());
+          }
+        }
+        constexpr int kHalf = Traits::kElementsQ / 2;
+        float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ + half * kHalf;
+        if (first) {
+          store_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
+        } else {
+          add_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
+        }
+        if (half == 0) {
+          slot.advance();
+        }
+      }
+      await_bulk_read<1>();
+      storage.d_q_empty[slot.stage == 0 ? Traits::kSlotsQ - 1 : slot.stage - 1].arrive();
+      await_bulk_read<0>();
+      storage.d_q_empty[slot.stage].arrive();
+      slot.advance();
       if (params.ordered) {
-        do {
-          now = load_acquire(comers());
-        } while (now % kFresh != n);
-      }
-      bool const first = params.ordered ? now >= kFresh : now == 0;
-      while (!params.ordered && !first && now < kStored) {
-        now = load_acquire(comers());
-      }
-      float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ;
-      if (first) {
-        store_bulk(sums, storage.d_q, kBytes);
-      } else {
-        add_bulk(sums, storage.d_q, kBytes);
-      }
-      await_bulk_read();
-      storage.d_q_empty.arrive();
-      if (params.ordered) {
-        await_bulk_arrival<0>();
+        await_bulk_arrival();
         asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(comers()), "r"(n + 1) : "memory");
       } else if (first) {
-        await_bulk_arrival<0>();
+        await_bulk_arrival();
         asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(comers()), "r"(kStored) : "memory");
       }
     });

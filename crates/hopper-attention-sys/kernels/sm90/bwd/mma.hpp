@@ -20,8 +20,12 @@ template <class Traits>
 struct BwdMma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
+#ifdef HATTN_LATER
+  static constexpr bool kStoresLate = HATTN_LATER;
+#else
+  static constexpr bool kStoresLate = Traits::kTileM == 128;
+#endif
 
   // A thread's place in its warpgroup, as a value that the compiler must take for a new one: what is derived from it is
   // computed where it is used, since registers are short. Where they are shortest it is even read again.
@@ -79,7 +83,7 @@ struct BwdMma {
         make_tensor(make_smem_ptr(storage.statistics[0][0].minus_lse), typename Traits::SmemStatistics{});
     Tensor sOnes = make_tensor(make_smem_ptr(storage.ones[0]), typename Traits::SmemOnes{});
     // Written [key][query], and read as [query][key].
-    Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
+    Tensor sdS = rows(storage.d_s, typename Traits::template SmemColumns<kN, kM, 2>{});
 
     Tensor sK_rows = local_tile(sK, Shape<_64, Int<kQK>>{}, make_coord(consumer, _0{}, _));
     Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
@@ -179,17 +183,27 @@ struct BwdMma {
                            });
     };
     // dQ of the block before, to shared memory. Before the first block it is whatever the registers hold, for nobody.
+    RingPosition<Traits::kSlotsQ> slot;
+    if (consumer != 0) {
+      slot.advance();
+    }
+    auto next_slot = [&]() __attribute__((always_inline)) {
+      slot.advance();
+      slot.advance();
+    };
     auto store_queries = [&]() __attribute__((always_inline)) {
-      storage.d_q_empty.wait(ring.stage ^ 1);  // one buffer: its laps are as long as stages
-      float4* const part =
-          reinterpret_cast<float4*>(storage.d_q) + consumer * (Traits::kElementsQ / 8) + anew(thread_in_group);
+      storage.d_q_empty[slot.stage].wait(slot.parity ^ 1);
+      float4* const half = reinterpret_cast<float4*>(storage.d_q[slot.stage]) + anew(thread_in_group);
       CUTE_UNROLL
       for (int i = 0; i < size(tdQ) / 4; ++i) {
-        part[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
+        half[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
       }
+    };
+    auto report_queries = [&]() __attribute__((always_inline)) {
       fence_proxy_async();
       __syncwarp();
-      release(storage.d_q_full);
+      release(storage.d_q_full[slot.stage]);
+      next_slot();
     };
     // A tile's dK and dV. Its name may be replaced then, and K as well.
     auto hand_over = [&](int buffer) __attribute__((always_inline)) {
@@ -202,7 +216,7 @@ struct BwdMma {
 
     if (!await_tile()) {
       // The others drew them all before this CTA had a place. Nobody may wait for a first block's report then.
-      release(storage.d_q_full);
+      release(storage.d_q_full[consumer]);
       return;
     }
     enter_tile();
@@ -221,7 +235,10 @@ struct BwdMma {
       // dP, and beside it what is left of the block before: dQ is on its way to shared memory.
       issue_sum(mma_statistics, tSrOnes(_, _, _, 1), tSrStatistics(_, _, _, ring.stage), mma_d_p,
                 tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
-      store_queries();
+      if constexpr (kStoresLate) {
+        store_queries();
+      }
+      report_queries();
       pack(tP, tS);
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
       warpgroup_wait<1>();
@@ -236,8 +253,8 @@ struct BwdMma {
       pack(tdS, tS);
       Tensor pairs = recast<std::uint32_t>(tdS);
       int const thread = anew(thread_in_group);
-      store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
-                          [&](int i, int j) { return pairs(4 * i + j); });
+      named_barrier_sync(2 + consumer, 256);  // the other warpgroup's dQ has read dS of the block before
+      store_pairs<kN, kM>(storage.d_s, warp_row(thread), thread % 32, [&](int i, int j) { return pairs(4 * i + j); });
       issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
       fence_proxy_async();
 
@@ -262,7 +279,7 @@ struct BwdMma {
       release(storage.d_o_empty[done]);
       issue_scores();
       named_barrier_sync(1, 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, done), tQrK(_, _, _, k_done), tdQ);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, opaque_zero()), tQrK(_, _, _, k_done), tdQ);
       if (!is_last || more) {
         storage.d_o_full[ring.stage].wait(ring.parity);
       }
@@ -281,6 +298,10 @@ struct BwdMma {
       exponentials();
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
+      named_barrier_arrive(3 - consumer, 256);
+      if constexpr (!kStoresLate) {
+        store_queries();
+      }
       if constexpr (is_last) {
         hand_over(k_done);
         clear(tdV);
@@ -293,6 +314,7 @@ struct BwdMma {
     clear(tdV);
     clear(tdK);
     clear(tdQ);
+    named_barrier_arrive(3 - consumer, 256);
     while (more) {
       while (remaining > 1) {
         step(false_type{});
@@ -300,7 +322,11 @@ struct BwdMma {
       step(true_type{});
     }
 
-    store_queries();
+    if constexpr (kStoresLate) {
+      store_queries();
+    }
+    report_queries();
+    named_barrier_sync(2 + consumer, 256);
   }
 };
 

@@ -29,74 +29,83 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
   constexpr int kTileM = Traits::kTileM;
+  constexpr int kRows = 32 / kLanes;    // that a warp reads at a time
+  constexpr int kRowsItem = 4 * kRows;  // and that it has in flight together
   int const m_blocks = (params.seqlen_q + kTileM - 1) / kTileM;
   int const padded = m_blocks * kTileM;
-  std::int64_t const rows = static_cast<std::int64_t>(params.batch) * params.heads_q * padded;
-  std::int64_t const threads = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  std::int64_t const thread = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  int const warps = static_cast<int>(gridDim.x * (blockDim.x / 32));
+  int const warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   int const lane = static_cast<int>(threadIdx.x) % kLanes;
+  // Neighbours in memory are neighbours here: an item is heads of one query, or queries of one head.
   bool const heads_first = params.o.stride_head < params.o.stride_seqlen;
+  int const inner = heads_first ? params.heads_q : padded;
+  int const outer = heads_first ? padded : params.heads_q;
+  int const chunks = (inner + kRowsItem - 1) / kRowsItem;
+  int const items = params.batch * outer * chunks;
 
-  // Whole warps go round the loop together: the shuffles need them.
-  std::int64_t const rounds = (rows + threads / kLanes - 1) / (threads / kLanes);
-  for (std::int64_t round = 0; round < rounds; ++round) {
-    std::int64_t const row = round * (threads / kLanes) + thread / kLanes;
-    // Neighbours in memory are neighbours here.
-    std::int64_t const rest = heads_first ? row / params.heads_q : row / padded;
-    int const first = static_cast<int>(heads_first ? row % params.heads_q : row % padded);
-    int const second = static_cast<int>(heads_first ? rest % padded : rest % params.heads_q);
-    int const head = heads_first ? first : second;
-    int const query = heads_first ? second : first;
-    std::int64_t const batch = heads_first ? rest / padded : rest / params.heads_q;
-    bool const there = row < rows && query < params.seqlen_q;
-
-    float sum = 0.0F;
-    if (there && lane * 8 < params.head_dim_vo) {
-      auto const load = [&](TensorDesc const& tensor) {
-        std::int64_t const at = batch * tensor.stride_batch + static_cast<std::int64_t>(query) * tensor.stride_seqlen +
-                                head * tensor.stride_head + lane * 8;
-        return *reinterpret_cast<uint4 const*>(tensor.address + 2 * at);
-      };
-      uint4 const o = load(params.o);
-      uint4 const d_o = load(params.d_o);
-      auto const* const a = reinterpret_cast<Element const*>(&o);
-      auto const* const b = reinterpret_cast<Element const*>(&d_o);
-      CUTE_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
-      }
-    }
+  for (int item = warp; item < items; item += warps) {
+    int const rest = item / chunks;
+    int const batch = rest / outer;
+    int const second = rest - batch * outer;
+    int const begin = (item - rest * chunks) * kRowsItem + static_cast<int>(threadIdx.x) % 32 / kLanes;
     CUTE_UNROLL
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      sum += __shfl_xor_sync(0xffffffffU, sum, step);
-    }
-    if (row < rows && lane == 0) {
-      constexpr float kFar = -3e38F;
-      Statistics statistics{};
-      float start = kFar;
-      if (there) {
-        float const lse = reinterpret_cast<float const*>(
+    for (int i = 0; i < kRowsItem; i += kRows) {
+      int const first = begin + i;
+      int const head = heads_first ? first : second;
+      int const query = heads_first ? second : first;
+      bool const there = first < inner && query < params.seqlen_q;
+      float lse = -INFINITY;
+      float d_lse = 0.0F;
+      if (there && lane == 0) {
+        lse = reinterpret_cast<float const*>(
             params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
-        if (lse != -INFINITY) {
-          start = __fdiv_rn(-lse, exponent_scale(params.softmax_scale));
-          start = start < kFar ? kFar : start;
-          if (params.d_lse_address != 0) {
-            sum -= reinterpret_cast<float const*>(
-                params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
-          }
-          split(-sum, statistics.minus_delta);
+        if (params.d_lse_address != 0) {
+          d_lse = reinterpret_cast<float const*>(
+              params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
         }
       }
-      split(start, statistics.minus_lse);
-      reinterpret_cast<Statistics*>(params.statistics)[(batch * params.heads_q + head) * padded + query] = statistics;
+      float sum = 0.0F;
+      if (there && lane * 8 < params.head_dim_vo) {
+        auto const load = [&](TensorDesc const& tensor) {
+          std::int64_t const at = batch * tensor.stride_batch +
+                                  static_cast<std::int64_t>(query) * tensor.stride_seqlen + head * tensor.stride_head +
+                                  lane * 8;
+          return *reinterpret_cast<uint4 const*>(tensor.address + 2 * at);
+        };
+        uint4 const o = load(params.o);
+        uint4 const d_o = load(params.d_o);
+        auto const* const a = reinterpret_cast<Element const*>(&o);
+        auto const* const b = reinterpret_cast<Element const*>(&d_o);
+        CUTE_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          sum = fmaf(static_cast<float>(a[j]), static_cast<float>(b[j]), sum);
+        }
+      }
+      CUTE_UNROLL
+      for (int step = kLanes / 2; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(0xffffffffU, sum, step);
+      }
+      if (first < inner && lane == 0) {
+        constexpr float kFar = -3e38F;
+        Statistics statistics{};
+        float start = kFar;
+        if (lse != -INFINITY) {
+          start = __fdiv_rn(-lse, exponent_scale(params.softmax_scale));
+          start = start < kFar ? kFar : start;  // which keeps a NaN
+          split(d_lse - sum, statistics.minus_delta);
+        }
+        split(start, statistics.minus_lse);
+        std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
+        reinterpret_cast<Statistics*>(params.statistics)[at] = statistics;
+      }
     }
   }
 
   // Nothing has been added to any block; in turns, the first of the tiles that see it begins. A warp a block.
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv};
-  auto const blocks = static_cast<int>(rows / kTileM);
-  for (int block = static_cast<int>(thread / 32); block < blocks; block += static_cast<int>(threads / 32)) {
+  int const blocks = params.batch * params.heads_q * m_blocks;
+  for (int block = warp; block < blocks; block += warps) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
     TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);

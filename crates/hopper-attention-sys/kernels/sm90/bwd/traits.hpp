@@ -48,6 +48,8 @@ struct BwdTraits {
 
   // K of a tile and of the next one; V is read for the last time early in a tile's last block.
   static constexpr int kBuffersK = 2;
+  // Of dQ's halves, one of each consumer warpgroup: what there is room for.
+  static constexpr int kSlotsQ = kHeadDimQK == 64 ? 4 : 3;
 
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
@@ -116,8 +118,8 @@ struct BwdTraits {
     alignas(1024) Element v[kElementsV];
     alignas(1024) Element q[kStages][kElementsQ];
     alignas(1024) Element d_o[kStages][kElementsO];
-    alignas(1024) Element d_s[2][kElementsS];
-    alignas(128) float d_q[kElementsQ];
+    alignas(1024) Element d_s[kElementsS];
+    alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];
     Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
@@ -130,8 +132,8 @@ struct BwdTraits {
     Mbarrier q_empty[kStages];
     Mbarrier d_o_full[kStages];
     Mbarrier d_o_empty[kStages];
-    Mbarrier d_q_full;
-    Mbarrier d_q_empty;
+    Mbarrier d_q_full[kSlotsQ];
+    Mbarrier d_q_empty[kSlotsQ];
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
