@@ -3,9 +3,10 @@
 // Tiles are listed group by group, a group being `heads_per_group` (batch, head) pairs whose other operands are meant
 // to stay in L2 together; inside a group the tiles with the most work come first: under a causal mask the last queries
 // and the first keys. The last group has all heads that are left, which may be many: the more tiles it has, the shorter
-// are those that the grid ends with. With a counter each CTA draws the next tile of the list when it can take one. Without, the grid
-// takes `grid` tiles a round in alternating direction, so that a CTA that had a long tile in one round has a short one
-// in the next: nothing to zero and nothing to fetch, but balanced only where a group is a whole number of rounds.
+// are those that the grid ends with. With a counter each CTA draws the next tile of the list when it can take one.
+// Without, the grid takes `grid` tiles a round in alternating direction, so that a CTA that had a long tile in one
+// round has a short one in the next: nothing to zero and nothing to fetch, but balanced only where a group is a whole
+// number of rounds.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -23,13 +24,14 @@ struct alignas(16) Tile {
 // kDrawsFirst: a CTA's first tile is drawn too. Where tiles wait for tiles before them that is needed: every tile
 // before a drawn one is in the hands of a CTA that runs, while one that follows from an index may belong to a CTA that
 // never finds a place.
-template <bool kLastFirst, bool kDrawsFirst>
+template <bool kDrawsFirst>
 struct TileScheduler {
   int blocks;
   int heads;
   int batch;
   int heads_per_group;
   int groups;
+  bool last_first;
   int* counter;
 
   CUTE_DEVICE int total() const { return blocks * heads * batch; }
@@ -55,7 +57,7 @@ struct TileScheduler {
     int const rank = within / group_heads;
     int const batch_head = group * heads_per_group + (within - rank * group_heads);
     Tile tile;
-    tile.block = kLastFirst ? blocks - 1 - rank : rank;
+    tile.block = last_first ? blocks - 1 - rank : rank;
     tile.batch = batch_head / heads;
     tile.head = batch_head - tile.batch * heads;
     return tile;

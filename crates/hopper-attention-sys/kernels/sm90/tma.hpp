@@ -53,7 +53,10 @@ CUTE_DEVICE void await_bulk_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLater) : "memory");
 }
 
-// Waits until all of them have arrived in global memory.
-CUTE_DEVICE void await_bulk_arrival() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until they have arrived in global memory.
+template <int kLater>
+CUTE_DEVICE void await_bulk_arrival() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLater) : "memory");
+}
 
 }  // namespace hattn::sm90

@@ -72,9 +72,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  // The first keys are seen by the most queries under a causal mask, so the order of the list is theirs.
-  BwdScheduler const scheduler{params.n_blocks,        params.heads_kv, params.batch,
-                               params.heads_per_group, params.groups,   params.tile_counter};
+  // The first keys are seen by the most queries under a causal mask, so they come first, with the most work. In turns
+  // the last ones come first: each reaches a block of queries after the tile of the keys behind its own.
+  BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch,       params.heads_per_group,
+                               params.groups,   params.ordered,  params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

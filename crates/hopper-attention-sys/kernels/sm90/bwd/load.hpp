@@ -11,7 +11,7 @@
 
 namespace hattn::sm90 {
 
-using BwdScheduler = TileScheduler<false, true>;
+using BwdScheduler = TileScheduler<true>;
 
 template <class Traits>
 struct BwdLoad {
@@ -82,8 +82,8 @@ struct BwdLoad {
   }
 
   // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
-  // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
-  // waits only for tiles that began before it.
+  // add theirs. In turns tiles come by their number, the last one first, so that the sums are the same on every run.
+  // Either way a tile waits only for tiles that began before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
     // The consumers report what they stored before a block, which is nothing before the first one.
@@ -93,53 +93,76 @@ struct BwdLoad {
       storage.d_q_empty[slot.stage].arrive();
       slot.advance();
     }
-    stream(params, band, storage, [&](auto const&, int block, int, int, int, int n) {
-      // Its address is computed anew each time: registers are short.
-      auto const comers = [&]() __attribute__((always_inline)) {
-        asm volatile("" : "+r"(block));
-        return params.progress + block;
-      };
-      // Asked early: the answer is there when the part is.
-      int now = params.ordered ? 0 : atomicAdd(comers(), 1);
-      bool first = false;
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        storage.d_q_full[slot.stage].wait(slot.parity);
-        if (half == 0) {
-          if (params.ordered) {
-            do {
-              now = load_acquire(comers());
-            } while (now % kFresh != n);
-          }
-          first = params.ordered ? now >= kFresh : now == 0;
-          while (!params.ordered && !first && now < kStored) {
-            now = load_acquire(comers());
-          }
-        }
-        constexpr int kHalf = Traits::kElementsQ / 2;
-        float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ + half * kHalf;
-        if (first) {
-          store_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
-        } else {
-          add_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
-        }
-        if (half == 0) {
-          slot.advance();
-        }
+    // Addresses are computed anew each time: registers are short.
+    auto const progress = [&](int block) __attribute__((always_inline)) {
+      asm volatile("" : "+r"(block));
+      return params.progress + block;
+    };
+    constexpr int kHalf = Traits::kElementsQ / 2;
+    auto const send_half = [&](int block, int half, bool first) __attribute__((always_inline)) {
+      float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ + half * kHalf;
+      if (first) {
+        store_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
+      } else {
+        add_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
       }
+    };
+    auto const await_half = [&]() __attribute__((always_inline)) { storage.d_q_full[slot.stage].wait(slot.parity); };
+    auto const free_halves = [&]() __attribute__((always_inline)) {
       await_bulk_read<1>();
       storage.d_q_empty[slot.stage == 0 ? Traits::kSlotsQ - 1 : slot.stage - 1].arrive();
       await_bulk_read<0>();
       storage.d_q_empty[slot.stage].arrive();
       slot.advance();
-      if (params.ordered) {
-        await_bulk_arrival();
-        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(comers()), "r"(n + 1) : "memory");
-      } else if (first) {
-        await_bulk_arrival();
-        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(comers()), "r"(kStored) : "memory");
+    };
+    if (!params.ordered) {
+      stream(params, band, storage, [&](auto const&, int block, int, int, int, int) {
+        // Asked early: the answer is there when the part is.
+        int now = atomicAdd(progress(block), 1);
+        await_half();
+        bool const first = now == 0;
+        while (!first && now < kStored) {
+          now = load_acquire(progress(block));
+        }
+        send_half(block, 0, first);
+        slot.advance();
+        await_half();
+        send_half(block, 1, first);
+        free_halves();
+        if (first) {
+          await_bulk_arrival<0>();
+          asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(progress(block)), "r"(kStored) : "memory");
+        }
+      });
+      return;
+    }
+    // A block's turn passes on when its part has arrived, which is while the next one's is on its way.
+    int before = -1;  // twice the block, and one more if it was the first to come
+    auto const pass_turn = [&]() __attribute__((always_inline)) {
+      if (before >= 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(progress(before / 2)),
+                     "r"(before % 2 == 0 ? -1 : -1 - kFresh)
+                     : "memory");
       }
+    };
+    stream(params, band, storage, [&](auto const&, int block, int, int, int, int n) {
+      int now;
+      do {
+        now = load_acquire(progress(block));
+      } while (now % kFresh != n);
+      bool const first = now >= kFresh;
+      await_half();
+      send_half(block, 0, first);
+      slot.advance();
+      await_half();
+      send_half(block, 1, first);
+      await_bulk_arrival<2>();
+      pass_turn();
+      before = 2 * block + (first ? 1 : 0);
+      free_halves();
     });
+    await_bulk_arrival<0>();
+    pass_turn();
   }
 
   CUTE_DEVICE static int load_acquire(int const* address) {

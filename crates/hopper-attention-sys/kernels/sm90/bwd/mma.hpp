@@ -71,6 +71,7 @@ struct BwdMma {
     constexpr int kVO = Traits::kHeadDimVO;
     constexpr int kStages = Traits::kStages;
     constexpr int kBuffers = Traits::kBuffersK;
+    constexpr int kBuffersS = Traits::kBuffersS;
     auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
     Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
     Tensor sV = rows(storage.v, typename Traits::template SmemRows<kN, kVO, 2>{});
@@ -83,7 +84,7 @@ struct BwdMma {
         make_tensor(make_smem_ptr(storage.statistics[0][0].minus_lse), typename Traits::SmemStatistics{});
     Tensor sOnes = make_tensor(make_smem_ptr(storage.ones[0]), typename Traits::SmemOnes{});
     // Written [key][query], and read as [query][key].
-    Tensor sdS = rows(storage.d_s, typename Traits::template SmemColumns<kN, kM, 2>{});
+    Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
 
     Tensor sK_rows = local_tile(sK, Shape<_64, Int<kQK>>{}, make_coord(consumer, _0{}, _));
     Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
@@ -238,9 +239,14 @@ struct BwdMma {
       if constexpr (kStoresLate) {
         store_queries();
       }
+#ifdef HATTN_EARLY_REPORT
       report_queries();
+#endif
       pack(tP, tS);
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
+#ifndef HATTN_EARLY_REPORT
+      report_queries();
+#endif
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
       if constexpr (is_last) {
@@ -253,8 +259,11 @@ struct BwdMma {
       pack(tdS, tS);
       Tensor pairs = recast<std::uint32_t>(tdS);
       int const thread = anew(thread_in_group);
-      named_barrier_sync(2 + consumer, 256);  // the other warpgroup's dQ has read dS of the block before
-      store_pairs<kN, kM>(storage.d_s, warp_row(thread), thread % 32, [&](int i, int j) { return pairs(4 * i + j); });
+      if constexpr (kBuffersS == 1) {
+        named_barrier_sync(2 + consumer, 256);  // the other warpgroup's dQ has read dS of the block before
+      }
+      store_pairs<kN, kM>(storage.d_s[kBuffersS == 2 ? ring.stage : 0], warp_row(thread), thread % 32,
+                          [&](int i, int j) { return pairs(4 * i + j); });
       issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
       fence_proxy_async();
 
@@ -279,10 +288,7 @@ struct BwdMma {
       release(storage.d_o_empty[done]);
       issue_scores();
       named_barrier_sync(1, 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, opaque_zero()), tQrK(_, _, _, k_done), tdQ);
-      if (!is_last || more) {
-        storage.d_o_full[ring.stage].wait(ring.parity);
-      }
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, kBuffersS == 2 ? done : opaque_zero()), tQrK(_, _, _, k_done), tdQ);
       warpgroup_wait<2>();
       warpgroup_fence_operand(tdK);
       release(storage.q_empty[done]);
@@ -296,9 +302,15 @@ struct BwdMma {
         next_block();
       }
       exponentials();
+      warpgroup_fence_operand(tS);
+      if (!is_last || more) {
+        storage.d_o_full[ring.stage].wait(ring.parity);
+      }
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
-      named_barrier_arrive(3 - consumer, 256);
+      if constexpr (kBuffersS == 1) {
+        named_barrier_arrive(3 - consumer, 256);
+      }
       if constexpr (!kStoresLate) {
         store_queries();
       }
@@ -314,7 +326,9 @@ struct BwdMma {
     clear(tdV);
     clear(tdK);
     clear(tdQ);
-    named_barrier_arrive(3 - consumer, 256);
+    if constexpr (kBuffersS == 1) {
+      named_barrier_arrive(3 - consumer, 256);
+    }
     while (more) {
       while (remaining > 1) {
         step(false_type{});
@@ -326,7 +340,9 @@ struct BwdMma {
       store_queries();
     }
     report_queries();
-    named_barrier_sync(2 + consumer, 256);
+    if constexpr (kBuffersS == 1) {
+      named_barrier_sync(2 + consumer, 256);
+    }
   }
 };
 

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
     bool const seen = range.begin < range.end;
     if (threadIdx.x % 32 == 0) {
-      Progress const fresh = params.ordered ? kFresh + range.begin : 0;
+      Progress const fresh = params.ordered ? kFresh + range.end - 1 : 0;
       reinterpret_cast<Progress*>(params.progress)[block] = seen ? fresh : kNobody;
     }
     if (!seen) {

@@ -25,7 +25,7 @@ struct alignas(16) Statistics {
 using Progress = int;
 constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
-constexpr Progress kNobody = -1;
+constexpr Progress kNobody = -kFresh;
 
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct BwdTraits {
@@ -49,7 +49,13 @@ struct BwdTraits {
   // K of a tile and of the next one; V is read for the last time early in a tile's last block.
   static constexpr int kBuffersK = 2;
   // Of dQ's halves, one of each consumer warpgroup: what there is room for.
+#ifdef HATTN_TWO
+  static constexpr int kBuffersS = kHeadDimQK == 64 ? 1 : 2;
+  static constexpr int kSlotsQ = kHeadDimQK == 64 ? 4 : 2;
+#else
+  static constexpr int kBuffersS = 1;
   static constexpr int kSlotsQ = kHeadDimQK == 64 ? 4 : 3;
+#endif
 
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
@@ -118,7 +124,7 @@ struct BwdTraits {
     alignas(1024) Element v[kElementsV];
     alignas(1024) Element q[kStages][kElementsQ];
     alignas(1024) Element d_o[kStages][kElementsO];
-    alignas(1024) Element d_s[kElementsS];
+    alignas(1024) Element d_s[kBuffersS][kElementsS];
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];

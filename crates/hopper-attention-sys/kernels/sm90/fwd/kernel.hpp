@@ -56,8 +56,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  FwdScheduler<Traits> const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM, params.heads_q,
-                                       params.batch, params.heads_per_group, params.groups, params.tile_counter};
+  FwdScheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                               params.heads_q,
+                               params.batch,
+                               params.heads_per_group,
+                               params.groups,
+                               Traits::kMask != MaskClass::Full,
+                               params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {

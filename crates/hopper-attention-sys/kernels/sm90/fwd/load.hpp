@@ -12,12 +12,11 @@ namespace hattn::sm90 {
 template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
-  using Scheduler = FwdScheduler<Traits>;
 
   // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
   // consumers take them.
   CUTE_DEVICE static void keys_and_values(KernelParams const& params, CUtensorMap const& map_k,
-                                          CUtensorMap const& map_v, Scheduler const& scheduler, Band const& band,
+                                          CUtensorMap const& map_v, FwdScheduler const& scheduler, Band const& band,
                                           Storage& storage) {
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStages> v;
@@ -68,7 +67,7 @@ struct Load {
   // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for, a whole tile
   // ahead. Where a tile lies is worked out once, here.
   CUTE_DEVICE static void queries_and_outputs(CUtensorMap const& map_q, CUtensorMap const& map_o,
-                                              Scheduler const& scheduler, Storage& storage) {
+                                              FwdScheduler const& scheduler, Storage& storage) {
     auto announce = [&](int buffer, int index) {
       Tile const tile = scheduler.tile(index);
       if (tile.valid()) {

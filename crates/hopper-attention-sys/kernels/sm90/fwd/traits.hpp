@@ -103,8 +103,7 @@ struct FwdTraits {
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
 };
 
-template <class Traits>
-using FwdScheduler = TileScheduler<Traits::kMask != MaskClass::Full, false>;
+using FwdScheduler = TileScheduler<false>;
 
 // What the kernel reads: maps for the copy engine and the plain numbers.
 struct KernelParams {
