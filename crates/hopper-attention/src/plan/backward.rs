@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{HEADS_PER_GROUP, bounds, fitting, small, unsupported, write_keys};
+use super::select::{bounds, fitting, groups, small, unsupported, write_keys};
 use super::{Gpu, Target};
 use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
@@ -38,6 +38,8 @@ pub struct BackwardChoice {
     pub grid: i32,
     /// Key heads whose tiles are walked together.
     pub heads_per_group: i32,
+    /// Such groups; the last one has all heads that are left.
+    pub groups: i32,
     /// Whether CUDA blocks draw tiles from a counter in the workspace.
     pub tile_counter: bool,
     /// Whether tiles take turns at the sums of dQ, which makes them the same on every run.
@@ -74,10 +76,11 @@ impl BackwardChoice {
 
 impl fmt::Display for BackwardChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, tiles, grid, heads_per_group, blocks, .. } = self;
+        let Self { kernel, tiles, grid, heads_per_group, groups, blocks, .. } = self;
         write!(
             f,
-            "{kernel}, grid {grid} for {tiles} tiles, {blocks} blocks of queries, heads a group {heads_per_group}, "
+            "{kernel}, grid {grid} for {tiles} tiles, {blocks} blocks of queries, heads a group {heads_per_group}, \
+             groups {groups}, "
         )?;
         write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
         write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
@@ -107,6 +110,10 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let grid = tiles.min(small(gpu.multiprocessors.max(1)));
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let full = kernel.mask == MaskClass::Full;
+    // What is read of a query head, and the sums of its dQ.
+    let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
+    let [heads_per_group, groups] =
+        groups(kernel.mask, heads_kv, dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width);
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
@@ -114,7 +121,8 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         window_right,
         tiles,
         grid,
-        heads_per_group: if full { 1 } else { small(HEADS_PER_GROUP.min(heads_kv.max(1))) },
+        heads_per_group,
+        groups,
         // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
         tile_counter: problem.is_deterministic() || (!full && tiles > grid),
         turns: problem.is_deterministic(),
@@ -251,18 +259,18 @@ mod tests {
         assert_eq!(
             chosen(&problem(DIMS, Mask::Full)).to_string(),
             "sm90 bwd bf16 full head_dim 64/64 tile 128x128 stages 2, grid 132 for 192 tiles, 256 blocks of queries, \
-             heads a group 1, fixed order"
+             heads a group 1, groups 8, fixed order"
         );
         let wide = Dims { head_dim_vo: 72, ..DIMS };
         assert_eq!(
             chosen(&problem(wide, Mask::causal()).deterministic(true)).to_string(),
             "sm90 bwd bf16 causal head_dim 128/128 tile 64x128 stages 2, grid 132 for 192 tiles, 512 blocks of queries, \
-             heads a group 8, drawn order, dQ in turns, keys to +2000+0"
+             heads a group 8, groups 1, drawn order, dQ in turns, keys to +2000+0"
         );
         assert_eq!(
             chosen(&problem(Dims { batch: 1, ..DIMS }, Mask::window(Some(5), None))).to_string(),
             "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 96 for 96 tiles, 128 blocks of queries, \
-             heads a group 4, fixed order, keys from +2000-5"
+             heads a group 4, groups 1, fixed order, keys from +2000-5"
         );
     }
 
