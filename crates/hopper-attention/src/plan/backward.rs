@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{HEADS_PER_GROUP, bounds, fitting, small, unsupported, write_keys};
+use super::select::{bounds, fitting, groups, small, unsupported, write_keys};
 use super::{Gpu, Target};
 use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
@@ -12,10 +12,6 @@ const COUNTER_BYTES: usize = 256;
 
 /// What the kernels keep of each query's LSE and delta.
 const STATISTICS_BYTES: usize = 16;
-
-/// Blocks of queries that a tile may have if the kernel is to make dQ of their sums between tiles (`bwd/traits.hpp` has room
-/// for a few more). With more, a kernel of its own costs no more than the last CUDA block's wait for the many it finishes.
-const CONVERTED_BLOCKS: usize = 64;
 
 /// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread
 /// and on any stream of the device. It holds no device memory, and prints itself.
@@ -45,12 +41,12 @@ pub struct BackwardChoice {
     pub grid: i32,
     /// Key heads whose tiles are walked together.
     pub heads_per_group: i32,
+    /// Such groups; the last one has all heads that are left.
+    pub groups: i32,
     /// Whether CUDA blocks draw tiles from a counter in the workspace.
     pub tile_counter: bool,
     /// Whether tiles take turns at the sums of dQ, which makes them the same on every run.
     pub turns: bool,
-    /// Whether the tile that completes a block's sums makes dQ of them; else a second kernel does.
-    pub converts: bool,
     /// Blocks of queries in all.
     pub blocks: usize,
 }
@@ -77,20 +73,20 @@ impl BackwardChoice {
         let statistics = COUNTER_BYTES;
         let sums = statistics + queries * STATISTICS_BYTES;
         let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
-        Parts { statistics, sums, progress: after, end: after + blocks * 2 * size_of::<i32>() }
+        Parts { statistics, sums, progress: after, end: after + blocks * size_of::<i32>() }
     }
 }
 
 impl fmt::Display for BackwardChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, tiles, grid, heads_per_group, blocks, .. } = self;
+        let Self { kernel, tiles, grid, heads_per_group, groups, blocks, .. } = self;
         write!(
             f,
-            "{kernel}, grid {grid} for {tiles} tiles, {blocks} blocks of queries, heads a group {heads_per_group}, "
+            "{kernel}, grid {grid} for {tiles} tiles, {blocks} blocks of queries, heads a group {heads_per_group}, \
+             groups {groups}, "
         )?;
         write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
         write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
-        write!(f, "{}", if self.converts { "" } else { ", dQ converted after" })?;
         write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
     }
 }
@@ -113,11 +109,14 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     };
     let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
     let heads_q = dims.batch * dims.heads_q;
-    let m_blocks = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
-    let blocks = count("blocks of queries", m_blocks, heads_q)?;
+    let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
     let grid = tiles.min(small(gpu.multiprocessors.max(1)));
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
-    let full = kernel.mask == MaskClass::Full;
+    // Tiles in turns: one starts when those before it are under way, so that they come evenly over many heads.
+    let even = kernel.mask == MaskClass::Full && !problem.is_deterministic();
+    // What is read of a query head, and the sums of its dQ.
+    let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
+    let [heads_per_group, groups] = groups(even, heads_kv, dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width);
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
@@ -125,11 +124,11 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         window_right,
         tiles,
         grid,
-        heads_per_group: if full { 1 } else { small(HEADS_PER_GROUP.min(heads_kv.max(1))) },
+        heads_per_group,
+        groups,
         // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
-        tile_counter: problem.is_deterministic() || (!full && tiles > grid),
+        tile_counter: problem.is_deterministic() || (!even && tiles > grid),
         turns: problem.is_deterministic(),
-        converts: !problem.is_deterministic() && m_blocks * (dims.heads_q / dims.heads_kv.max(1)) <= CONVERTED_BLOCKS,
         blocks: usize::try_from(blocks).unwrap_or(0),
     })
 }
@@ -263,18 +262,18 @@ mod tests {
         assert_eq!(
             chosen(&problem(DIMS, Mask::Full)).to_string(),
             "sm90 bwd bf16 full head_dim 64/64 tile 128x128 stages 2, grid 132 for 192 tiles, 256 blocks of queries, \
-             heads a group 1, fixed order"
+             heads a group 1, groups 8, fixed order"
         );
         let wide = Dims { head_dim_vo: 72, ..DIMS };
         assert_eq!(
             chosen(&problem(wide, Mask::causal()).deterministic(true)).to_string(),
             "sm90 bwd bf16 causal head_dim 128/128 tile 64x128 stages 2, grid 132 for 192 tiles, 512 blocks of queries, \
-             heads a group 8, drawn order, dQ in turns, dQ converted after, keys to +2000+0"
+             heads a group 8, groups 1, drawn order, dQ in turns, keys to +2000+0"
         );
         assert_eq!(
             chosen(&problem(Dims { batch: 1, ..DIMS }, Mask::window(Some(5), None))).to_string(),
             "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 96 for 96 tiles, 128 blocks of queries, \
-             heads a group 4, fixed order, keys from +2000-5"
+             heads a group 4, groups 1, fixed order, keys from +2000-5"
         );
     }
 
@@ -285,8 +284,8 @@ mod tests {
         let queries = 8 * 128 * 32;
         let sums = 256 + queries * 16;
         let end = sums + queries * 64 * 4;
-        assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 8 });
-        assert_eq!(choice.workspace_bytes(), end + 8 * 32 * 8);
+        assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 4 });
+        assert_eq!(choice.workspace_bytes(), end + 8 * 32 * 4);
         let in_turns = chosen(&problem(DIMS, Mask::Full).deterministic(true));
         assert_eq!(in_turns.parts(), choice.parts());
         assert!(in_turns.tile_counter && !choice.tile_counter);
@@ -295,18 +294,6 @@ mod tests {
             let Parts { statistics, sums, progress, .. } = choice.parts();
             assert!([statistics, sums, progress].iter().all(|at| at.is_multiple_of(16)), "{choice}");
         }
-    }
-
-    #[test]
-    fn a_tile_makes_d_q_of_few_blocks_only() {
-        let one_head = Dims { heads_q: DIMS.heads_kv, seqlen_q: 64 * 128, ..DIMS };
-        assert!(chosen(&problem(one_head, Mask::causal())).converts);
-        assert!(!chosen(&problem(one_head, Mask::causal()).deterministic(true)).converts);
-        assert!(!chosen(&problem(Dims { seqlen_q: 64 * 128 + 1, ..one_head }, Mask::causal())).converts);
-        // The blocks of all query heads of a group are one tile's.
-        let two_heads = Dims { heads_q: 2 * DIMS.heads_kv, ..one_head };
-        assert!(!chosen(&problem(two_heads, Mask::causal())).converts);
-        assert!(chosen(&problem(Dims { seqlen_q: 32 * 128, ..two_heads }, Mask::causal())).converts);
     }
 
     #[test]

@@ -9,9 +9,13 @@ use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, KernelInfo, MaskCla
 pub(crate) const UNBOUNDED: i32 = 1 << 30;
 /// TMA moves multiples of 16 bytes.
 const TMA_BYTES: usize = 16;
-/// Heads a group where tiles have unequal work: longest first over many heads balances better than the second-level
-/// cache saves with few (benches/LOG.md, 2).
-pub(super) const HEADS_PER_GROUP: usize = 16;
+/// Heads a group where tiles have unequal work. Their tiles come longest first, and what they share stays in the
+/// second-level cache meanwhile (benches/LOG.md, 2).
+const HEADS_PER_GROUP: usize = 16;
+/// The last group has more of them, since the grid ends as evenly as its last tiles are short, but no more than this
+/// nor than share so many bytes (benches/LOG.md, 14).
+const LAST_GROUP_HEADS: usize = 64;
+const LAST_GROUP_BYTES: usize = 32 << 20;
 /// The counter that blocks draw tiles from, in bytes.
 const TILE_COUNTER_BYTES: usize = size_of::<i32>();
 
@@ -37,6 +41,8 @@ pub struct Choice {
     /// Heads whose tiles are walked together, so that tiles of unequal work spread evenly over the blocks while their
     /// keys stay in the second-level cache.
     pub heads_per_group: i32,
+    /// Such groups; the last one has all heads that are left.
+    pub groups: i32,
     /// Whether blocks draw tiles from a counter in the workspace, whoever is free taking the next; otherwise a block's
     /// tiles follow from its index.
     pub tile_counter: bool,
@@ -199,7 +205,8 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         unsupported(per_head, "below 2^31 tiles in all".into())
     })?;
     let multiprocessors = gpu.multiprocessors.max(1);
-    let (heads_per_group, groups) = groups(kernel.mask, heads);
+    let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
+    let [heads_per_group, groups] = groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1));
     let [diagonal_offset, window_left, window_right] = bounds(problem);
     let grid = tiles.min(small(multiprocessors));
     Ok(Choice {
@@ -217,6 +224,17 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         tuned: false,
     })
+}
+
+/// Heads a group and the number of groups, where the tiles of one head share so many bytes: one by one where all tiles
+/// are `even`.
+pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
+    if even {
+        return [1, small(heads.max(1))];
+    }
+    let group = HEADS_PER_GROUP.min(heads.max(1));
+    let last = (LAST_GROUP_BYTES / bytes.max(1)).clamp(HEADS_PER_GROUP, LAST_GROUP_HEADS);
+    [small(group), small(heads.saturating_sub(last) / group + 1)]
 }
 
 /// The mask as kernels read it: the key at which query 0 stands, and the keys kept before and after a query's own.
@@ -256,10 +274,14 @@ impl Choice {
 
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, tiles, grid, heads_per_group, padding, m_tiles, .. } = self;
+        let Self { kernel, tiles, grid, heads_per_group, groups, padding, m_tiles, .. } = self;
         let tuned = if self.tuned { ", tuned" } else { "" };
         write!(f, "{kernel}{tuned}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
-        write!(f, "heads a group {heads_per_group}, {} order", if self.tile_counter { "drawn" } else { "fixed" })?;
+        write!(
+            f,
+            "heads a group {heads_per_group}, groups {groups}, {} order",
+            if self.tile_counter { "drawn" } else { "fixed" }
+        )?;
         write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
     }
 }

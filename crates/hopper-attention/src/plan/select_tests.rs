@@ -56,24 +56,24 @@ fn golden_plans() {
     assert_eq!(
         chosen(DIMS, Mask::Full),
         "sm90 fwd bf16 full head_dim 128/128 tile 128x128 stages 2, \
-         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 1, fixed order"
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 1, groups 32, fixed order"
     );
     assert_eq!(
         chosen(DIMS, Mask::causal()),
         "sm90 fwd bf16 causal head_dim 128/128 tile 128x128 stages 2, \
-         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 16, drawn order, keys to +2000+0"
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 16, groups 1, drawn order, keys to +2000+0"
     );
     assert_eq!(
         chosen(Dims { head_dim_qk: 64, head_dim_vo: 40, ..DIMS }, Mask::window(Some(256), Some(3))),
         "sm90 fwd bf16 window head_dim 64/64 tile 192x128 stages 2, \
-         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 16, drawn order, \
+         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 16, groups 1, drawn order, \
          keys from +2000-256 to +2000+3"
     );
     let top_left = Mask::Window { left: Some(5), right: None, corner: Corner::TopLeft };
     assert_eq!(
         chosen(Dims { batch: 1, heads_q: 4, ..DIMS }, top_left),
         "sm90 fwd bf16 window head_dim 128/128 tile 128x128 stages 2, \
-         grid 32 for 32 tiles (8 a head, 24 queries of padding), heads a group 4, fixed order, keys from +0-5"
+         grid 32 for 32 tiles (8 a head, 24 queries of padding), heads a group 4, groups 1, fixed order, keys from +0-5"
     );
 }
 
@@ -87,6 +87,25 @@ fn unequal_tiles_are_drawn_when_a_block_has_several() {
     assert_eq!(order(choice(2, Mask::Full)), (256, false, 0));
     let long = problem(Dims { seqlen_q: 20_000, seqlen_kv: 20_000, ..DIMS }, Mask::causal());
     assert_eq!(select(&long, &H100, &table()).unwrap().heads_per_group, 16);
+}
+
+#[test]
+fn the_last_group_has_the_heads_that_the_cache_holds() {
+    let groups = |batch, seqlen, heads_kv, mask| {
+        let dims = Dims { batch, seqlen_q: seqlen, seqlen_kv: seqlen, heads_q: 16, heads_kv, ..DIMS };
+        let choice = select(&problem(dims, mask), &H100, &table()).unwrap();
+        (choice.heads_per_group, choice.groups)
+    };
+    // 512 bytes a key: 32 heads of 2k keys, 64 of 1k and, being enough, of 512; all there are.
+    assert_eq!(groups(8, 2048, 16, Mask::causal()), (16, 7));
+    assert_eq!(groups(16, 1024, 16, Mask::causal()), (16, 13));
+    assert_eq!(groups(32, 512, 16, Mask::causal()), (16, 29));
+    assert_eq!(groups(2, 512, 16, Mask::causal()), (16, 1));
+    // Never fewer than the other groups.
+    assert_eq!(groups(2, 16384, 16, Mask::causal()), (16, 2));
+    // Query heads of a group share their keys.
+    assert_eq!(groups(8, 2048, 8, Mask::causal()), (16, 5));
+    assert_eq!(groups(8, 2048, 16, Mask::Full), (1, 128));
 }
 
 #[test]
@@ -261,6 +280,9 @@ proptest! {
         prop_assert!((choice.padding as usize) < kernel.tile_m);
         prop_assert_eq!(choice.tiles as usize, choice.m_tiles as usize * batch * dims.heads_q);
         prop_assert!(choice.grid as usize <= multiprocessors && (choice.grid > 0) == (choice.tiles > 0));
-        prop_assert!((1..=(batch * dims.heads_q).max(1) as i32).contains(&choice.heads_per_group));
+        let heads = (batch * dims.heads_q) as i32;
+        prop_assert!((1..=heads.max(1)).contains(&choice.heads_per_group));
+        // Every group but the last is whole, and that has as many heads at least, where there are any.
+        prop_assert!(choice.groups >= 1 && (choice.heads_per_group * choice.groups <= heads || heads == 0));
     }
 }

@@ -83,14 +83,9 @@ struct Load {
     for (int buffer = 0; buffer < Traits::kBuffersQ; ++buffer) {
       announce(buffer, scheduler.draw(buffer));
     }
-#ifdef HATTN_LATE
-    int round = Traits::kBuffersQ - 1;
-#else
     int round = Traits::kBuffersQ;
-    int drawn = scheduler.draw(round);
-#endif
     CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+    for (RingPosition<Traits::kBuffersQ> q;; q.advance(), ++round) {
       Tile const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
@@ -104,15 +99,8 @@ struct Load {
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
-#ifdef HATTN_LATE
-      announce(q.stage, scheduler.draw(++round));
-#else
-      announce(q.stage, drawn);
-      // Drawn now and needed a tile later: the counter's latency is hidden.
-      if (drawn < scheduler.total()) {
-        drawn = scheduler.draw(++round);
-      }
-#endif
+      // Not drawn before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are late.
+      announce(q.stage, scheduler.draw(round));
     }
   }
 };
