@@ -146,10 +146,16 @@ struct BwdLoad {
       }
     };
     stream(params, band, storage, [&](auto const&, int block, int, int, int, int n) {
-      int now;
-      do {
-        now = load_acquire(progress(block));
-      } while (now % kFresh != n);
+      int now = load_acquire(progress(block));
+      if (now % kFresh != n) {
+        // No turn is kept from others by who waits for one.
+        await_bulk_arrival<0>();
+        pass_turn();
+        before = -1;
+        do {
+          now = load_acquire(progress(block));
+        } while (now % kFresh != n);
+      }
       bool const first = now >= kFresh;
       await_half();
       send_half(block, 0, first);
