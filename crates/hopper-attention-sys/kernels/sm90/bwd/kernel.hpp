@@ -10,13 +10,13 @@
 // dK and dV straight for global memory. The grid is persistent.
 //
 // Barriers. Full barriers (one arrival and the bytes of a copy), empty ones (one arrival a consumer warp): q (with the
-// statistics) and d_o per stage, k per buffer, v. d_q_full (an arrival a consumer warp: its part is written) and
-// d_q_empty (one: the copy engine has read it). tile_full (one arrival): a buffer's tile is named. Named
-// barrier 1: both warpgroups' dS is written.
+// statistics) and d_o per stage, k per buffer, v. d_q_full of each consumer warpgroup's half (an arrival a warp: it is
+// written) and d_q_empty (one: the copy engine has read it). tile_full (one arrival): a buffer's tile is named. Named
+// barriers 1 to 4, for each buffer of dS and warpgroup: the other warpgroup's dS is written.
 //
 // Shared memory (head dim 128, 64x128): K 2 x 32 KB, V 32 KB, Q and dO 2 x 32 KB, dS 2 x 16 KB, dQ 32 KB, statistics
-// 1 KB: 225 KB. Head dim 64, 128x128: K 2 x 16 KB, V 16 KB, Q and dO 2 x 32 KB, dS 2 x 32 KB, dQ 32 KB, statistics 2
-// KB.
+// 2 KB: 226 KB. Head dim 64, 128x128: K 2 x 16 KB, V 16 KB, Q and dO 2 x 32 KB, dS 2 x 32 KB, dQ 32 KB, statistics 4
+// KB: 212 KB.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -86,13 +86,6 @@ struct BwdLoad {
   // Either way a tile waits only for tiles that began before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
-    // The consumers report what they stored before a block, which is nothing before the first one.
-    CUTE_NO_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      storage.d_q_full[slot.stage].wait(slot.parity);
-      storage.d_q_empty[slot.stage].arrive();
-      slot.advance();
-    }
     // Addresses are computed anew each time: registers are short.
     auto const progress = [&](int block) __attribute__((always_inline)) {
       asm volatile("" : "+r"(block));

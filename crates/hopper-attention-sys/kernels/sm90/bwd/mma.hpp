@@ -3,10 +3,10 @@
 //
 //   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
 //
-// All the blocks of a CTA's tiles form one stream, and the products are issued in the order dP, dV, dK, S of the next
-// block, dQ. So the tensor cores have work while the rest is done by hand: dS is computed under dV, and the next
-// block's exponentials under dQ. A step begins and ends with nothing in flight, which ptxas asks for: dP is issued when
-// dQ has left the registers that both use.
+// All the blocks of a CTA's tiles form one stream. For each, the products are issued in the order dQ of the block
+// before, dP, dV, dK, and S of the next block. dQ needs dS of both warpgroups, and comes a block late so that neither
+// waits for the other: while one does its exponentials, which stand alone, the tensor cores work for the other one. A
+// step begins and ends with nothing in flight, and dQ leaves its registers before dP, which shares them, is issued.
 #pragma once
 
 #include "common/mask.hpp"
@@ -20,12 +20,8 @@ template <class Traits>
 struct BwdMma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
+  static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
-#ifdef HATTN_LATER
-  static constexpr bool kStoresLate = HATTN_LATER;
-#else
-  static constexpr bool kStoresLate = Traits::kTileM == 128;
-#endif
 
   // A thread's place in its warpgroup, as a value that the compiler must take for a new one: what is derived from it is
   // computed where it is used, since registers are short. Where they are shortest it is even read again.
@@ -71,7 +67,6 @@ struct BwdMma {
     constexpr int kVO = Traits::kHeadDimVO;
     constexpr int kStages = Traits::kStages;
     constexpr int kBuffers = Traits::kBuffersK;
-    constexpr int kBuffersS = Traits::kBuffersS;
     auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
     Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
     Tensor sV = rows(storage.v, typename Traits::template SmemRows<kN, kVO, 2>{});
@@ -183,7 +178,7 @@ struct BwdMma {
                              return pack_pair<Element>(values(at) * scale, values(at + 1) * scale);
                            });
     };
-    // dQ of the block before, to shared memory. Before the first block it is whatever the registers hold, for nobody.
+    // dQ, to shared memory.
     RingPosition<Traits::kSlotsQ> slot;
     if (consumer != 0) {
       slot.advance();
@@ -216,9 +211,7 @@ struct BwdMma {
     };
 
     if (!await_tile()) {
-      // The others drew them all before this CTA had a place. Nobody may wait for a first block's report then.
-      release(storage.d_q_full[consumer]);
-      return;
+      return;  // the others drew them all before this CTA had a place
     }
     enter_tile();
     storage.k_full[0].wait(0);
@@ -226,32 +219,56 @@ struct BwdMma {
     issue_scores();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
-    exponentials();
-    storage.v_full.wait(0);
-    storage.d_o_full[0].wait(0);
 
-    bool more = true;
-    // One block: from its P to the next one's.
-    auto step = [&](auto is_last) __attribute__((always_inline)) {
-      // dP, and beside it what is left of the block before: dQ is on its way to shared memory.
+    // dQ of the block before, of both warpgroups' dS; `after` is what must have been computed by then.
+    auto finish_queries = [&](int k_stage, std::uint32_t after) __attribute__((always_inline)) {
+      int const stage = ring.stage ^ 1;
+      auto const nought = static_cast<std::uint32_t>(params.batch >> 31);  // which only we know
+      named_barrier_sync(1 + 2 * stage + consumer + (after & nought), 256);
+      issue_product<false>(mma_d_q, tQrdS(_, _, _, stage), tQrK(_, _, _, k_stage), tdQ);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tdQ);
+      store_queries();
+    };
+    bool more = true;    // whether there is a tile whose first scores are there
+    bool any = false;    // whether there was one before it
+    bool fresh = false;  // whether the scores are of a new tile
+    // One block: from its scores to the next one's.
+    auto step = [&](auto is_first) __attribute__((always_inline)) {
+      exponentials();
+      warpgroup_fence_operand(tS);
+      // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ depends
+      // on all of them.
+      std::uint32_t after = 0;
+      Tensor bits = recast<std::uint32_t>(tS);
+      CUTE_UNROLL
+      for (int i = 0; i < size(bits); ++i) {
+        after |= bits(i);
+      }
+      storage.d_o_full[ring.stage].wait(ring.parity);
+      if constexpr (is_first) {
+        if (any) {
+          finish_queries(k.stage ^ 1, after);
+          report_queries();
+          hand_over(k.stage ^ 1);
+        }
+        any = true;
+        clear(tdV);
+        clear(tdK);
+        storage.v_full.wait(k.stage);
+      } else {
+        finish_queries(k.stage, after);
+      }
       issue_sum(mma_statistics, tSrOnes(_, _, _, 1), tSrStatistics(_, _, _, ring.stage), mma_d_p,
                 tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
-      if constexpr (kStoresLate) {
-        store_queries();
-      }
-#ifdef HATTN_EARLY_REPORT
-      report_queries();
-#endif
       pack(tP, tS);
       issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
-#ifndef HATTN_EARLY_REPORT
-      report_queries();
-#endif
+      if constexpr (!is_first) {
+        report_queries();
+      }
+      fresh = remaining == 1;
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
-      if constexpr (is_last) {
-        release(storage.v_empty);
-      }
       CUTE_UNROLL
       for (int i = 0; i < size(tS); ++i) {
         tS(i) *= tdP(i);
@@ -259,90 +276,48 @@ struct BwdMma {
       pack(tdS, tS);
       Tensor pairs = recast<std::uint32_t>(tdS);
       int const thread = anew(thread_in_group);
-      if constexpr (kBuffersS == 1) {
-        named_barrier_sync(2 + consumer, 256);  // the other warpgroup's dQ has read dS of the block before
-      }
-      store_pairs<kN, kM>(storage.d_s[kBuffersS == 2 ? ring.stage : 0], warp_row(thread), thread % 32,
+      store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
                           [&](int i, int j) { return pairs(4 * i + j); });
       issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
       fence_proxy_async();
+      named_barrier_arrive(1 + 2 * ring.stage + 1 - consumer, 256);
 
-      int const done = ring.stage;
-      int const k_done = k.stage;
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tdV);
+      warpgroup_fence_operand(tdK);
+      release(storage.d_o_empty[ring.stage]);
+      release(storage.q_empty[ring.stage]);
       ring.advance();
-      if constexpr (is_last) {
+      if (fresh) {
+        release(storage.v_empty);
         k.advance();
         more = await_tile();
-        // After the last tile the scores are those of whatever lies in the buffers: a branch between the products and
-        // the wait for them would make ptxas serialise them.
         if (more) {
           storage.k_full[k.stage].wait(k.parity);
-          storage.q_full[ring.stage].wait(ring.parity);
         }
-      } else {
+      }
+      // After the last tile the scores are those of whatever lies in the buffers, for nobody.
+      if (more) {
         storage.q_full[ring.stage].wait(ring.parity);
       }
-      // P's registers are needed for the next scores, whose turn comes after dK anyway.
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tdV);
-      release(storage.d_o_empty[done]);
       issue_scores();
-      named_barrier_sync(1, 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, kBuffersS == 2 ? done : opaque_zero()), tQrK(_, _, _, k_done), tdQ);
-      warpgroup_wait<2>();
-      warpgroup_fence_operand(tdK);
-      release(storage.q_empty[done]);
-      warpgroup_wait<1>();
+      warpgroup_wait<0>();
       warpgroup_fence_operand(tS);
-
-      // The next block's P beside dQ.
-      if constexpr (is_last) {
+      if (fresh) {
         enter_tile();
       } else {
         next_block();
       }
-      exponentials();
-      warpgroup_fence_operand(tS);
-      if (!is_last || more) {
-        storage.d_o_full[ring.stage].wait(ring.parity);
-      }
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tdQ);
-      if constexpr (kBuffersS == 1) {
-        named_barrier_arrive(3 - consumer, 256);
-      }
-      if constexpr (!kStoresLate) {
-        store_queries();
-      }
-      if constexpr (is_last) {
-        hand_over(k_done);
-        clear(tdV);
-        clear(tdK);
-        if (more) {
-          storage.v_full.wait(k.stage);
-        }
-      }
     };
-    clear(tdV);
-    clear(tdK);
-    clear(tdQ);
-    if constexpr (kBuffersS == 1) {
-      named_barrier_arrive(3 - consumer, 256);
-    }
     while (more) {
-      while (remaining > 1) {
+      step(true_type{});
+      while (!fresh) {
         step(false_type{});
       }
-      step(true_type{});
     }
-
-    if constexpr (kStoresLate) {
-      store_queries();
-    }
+    finish_queries(k.stage ^ 1, 0);
     report_queries();
-    if constexpr (kBuffersS == 1) {
-      named_barrier_sync(2 + consumer, 256);
-    }
+    hand_over(k.stage ^ 1);
   }
 };
 

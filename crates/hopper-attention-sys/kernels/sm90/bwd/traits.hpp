@@ -48,14 +48,8 @@ struct BwdTraits {
 
   // K of a tile and of the next one; V is read for the last time early in a tile's last block.
   static constexpr int kBuffersK = 2;
-  // Of dQ's halves, one of each consumer warpgroup: what there is room for.
-#ifdef HATTN_TWO
-  static constexpr int kBuffersS = kHeadDimQK == 64 ? 1 : 2;
-  static constexpr int kSlotsQ = kHeadDimQK == 64 ? 4 : 2;
-#else
-  static constexpr int kBuffersS = 1;
-  static constexpr int kSlotsQ = kHeadDimQK == 64 ? 4 : 3;
-#endif
+  // Of dQ: a half of each consumer warpgroup.
+  static constexpr int kSlotsQ = 2;
 
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
@@ -124,7 +118,7 @@ struct BwdTraits {
     alignas(1024) Element v[kElementsV];
     alignas(1024) Element q[kStages][kElementsQ];
     alignas(1024) Element d_o[kStages][kElementsO];
-    alignas(1024) Element d_s[kBuffersS][kElementsS];
+    alignas(1024) Element d_s[2][kElementsS];
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];

@@ -99,7 +99,8 @@ struct Load {
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
-      // Not drawn before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are late.
+      // Not drawn before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are
+      // late.
       announce(q.stage, scheduler.draw(round));
     }
   }
