@@ -8,7 +8,7 @@ use hopper_attention::{
 };
 use hopper_attention_tests::backward::Prepared;
 use hopper_attention_tests::data::{Input, Poison, Values};
-use hopper_attention_tests::gpu::Gpu;
+use hopper_attention_tests::gpu::{Gpu, whole, whole_mut};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::say;
 use rayon::prelude::*;
@@ -104,18 +104,17 @@ fn large_batch(gpu: &Gpu, row: &KernelInfo) {
         let poison = vec![bf16::POISON; x.inner().len()];
         repeated(gpu, &poison, batch)
     });
-    let read = |slice, shape| TensorRef::cuda(CudaSlice::slice(slice, ..), Layout::contiguous(shape).unwrap()).unwrap();
     let args = BackwardArgs {
-        q: read(&q, forward.q_shape()),
-        k: read(&k, forward.k_shape()),
-        v: read(&v, forward.v_shape()),
-        o: read(&o, forward.o_shape()),
-        lse: TensorRef::cuda(lse.slice(..), Layout::contiguous(forward.lse_shape()).unwrap()).unwrap(),
-        d_o: read(&d_o, forward.o_shape()),
+        q: whole(&q, forward.q_shape()).unwrap(),
+        k: whole(&k, forward.k_shape()).unwrap(),
+        v: whole(&v, forward.v_shape()).unwrap(),
+        o: whole(&o, forward.o_shape()).unwrap(),
+        lse: whole(&lse, forward.lse_shape()).unwrap(),
+        d_o: whole(&d_o, forward.o_shape()).unwrap(),
         d_lse: None,
-        d_q: TensorMut::cuda(d_q.slice_mut(..), Layout::contiguous(problem.d_q_shape()).unwrap()).unwrap(),
-        d_k: TensorMut::cuda(d_k.slice_mut(..), Layout::contiguous(problem.d_k_shape()).unwrap()).unwrap(),
-        d_v: TensorMut::cuda(d_v.slice_mut(..), Layout::contiguous(problem.d_v_shape()).unwrap()).unwrap(),
+        d_q: whole_mut(&mut d_q, problem.d_q_shape()).unwrap(),
+        d_k: whole_mut(&mut d_k, problem.d_k_shape()).unwrap(),
+        d_v: whole_mut(&mut d_v, problem.d_v_shape()).unwrap(),
     };
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     gpu.stream.synchronize().unwrap();
