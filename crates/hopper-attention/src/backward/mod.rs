@@ -14,7 +14,8 @@ use crate::{
 ///
 /// A NaN in an input makes those gradients NaN that it reaches through a pair of query and key that the mask keeps; what
 /// an infinity leads to in these places is an infinity or a NaN. On the CPU it reaches no others; on a GPU also those of
-/// masked pairs that share a block with it, since the products take whole blocks.
+/// masked pairs that share a block with it, since the products take whole blocks, and what makes a query's
+/// `rowsum(d_o * o) - d_lse` infinite or NaN reaches dV as well, since it is one operand with the query's LSE.
 pub struct BackwardArgs<'a, T: Operand<Out = T>> {
     /// Queries, `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub q: TensorRef<'a, T, 4>,
