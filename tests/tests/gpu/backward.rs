@@ -281,7 +281,7 @@ fn late<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     };
 
     // More short tiles than multiprocessors, drawn.
-    let mut case = Case::new(row.tile_m, row.tile_n / 2, row.head_dim_qk, mask_of(row.mask)).heads(16, 16, 16);
+    let mut case = Case::new(row.tile_m, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(16, 16, 16);
     case.dims.head_dim_vo = row.head_dim_vo;
     let prepared = Prepared::<T>::new(&case);
     let (short, mut workspace) = planned(gpu, row, &prepared, true);
