@@ -119,9 +119,10 @@ struct BwdTraits {
     alignas(1024) Element q[kStages][kElementsQ];
     alignas(1024) Element d_o[kStages][kElementsO];
     alignas(1024) Element d_s[2][kElementsS];
-    alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
+    // Operands with strides of nought: memcheck takes them for as long as their shape says, so that more must follow.
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];
+    alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
     Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kBuffersK];
     Mbarrier k_full[kBuffersK];
