@@ -42,8 +42,9 @@ impl BackwardProblem {
         Self { d_lse: given, ..self }
     }
 
-    /// The same problem with or without the promise that the same inputs, plan and device give the same bits. It may
-    /// cost time on a GPU; the CPU keeps it in any case.
+    /// The same problem with or without the promise that the same inputs, plan and device give the same bits. On an H100
+    /// it makes the backward take 1.1 to 1.9 times as long at 8k and 16k tokens, and up to 2.4 times at 2k
+    /// (`benches/LOG.md`, 15); the CPU keeps it in any case.
     #[must_use]
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
