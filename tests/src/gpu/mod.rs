@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    CudaDevice, DType, Device, Element, ForwardArgs, ForwardPlan, KernelInfo, Layout, Operand, Result, Stream,
-    TensorMut, TensorRef, Workspace, backward_kernels, kernels,
+    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, ForwardArgs, ForwardPlan, KernelInfo, Layout,
+    Operand, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
 };
 
 use crate::c::{Memory, tensor};
@@ -95,6 +95,31 @@ pub fn whole_mut<T: Element, const R: usize>(
     shape: [usize; R],
 ) -> Result<TensorMut<'_, T, R>> {
     TensorMut::cuda(slice.slice_mut(..), Layout::contiguous(shape)?)
+}
+
+/// What a backward pass of dense tensors reads and writes: `q`, `k`, `v`, `o`, `d_o`, the LSE; `d_q`, `d_k`, `d_v`.
+///
+/// # Errors
+/// When one is too short.
+pub fn dense<'a, T: Operand<Out = T>>(
+    problem: &BackwardProblem,
+    [q, k, v, o, d_o]: [&'a CudaSlice<T>; 5],
+    lse: &'a CudaSlice<f32>,
+    [d_q, d_k, d_v]: [&'a mut CudaSlice<T>; 3],
+) -> Result<BackwardArgs<'a, T>> {
+    let forward = problem.forward();
+    Ok(BackwardArgs {
+        q: whole(q, forward.q_shape())?,
+        k: whole(k, forward.k_shape())?,
+        v: whole(v, forward.v_shape())?,
+        o: whole(o, forward.o_shape())?,
+        lse: whole(lse, forward.lse_shape())?,
+        d_o: whole(d_o, forward.o_shape())?,
+        d_lse: None,
+        d_q: whole_mut(d_q, problem.d_q_shape())?,
+        d_k: whole_mut(d_k, problem.d_k_shape())?,
+        d_v: whole_mut(d_v, problem.d_v_shape())?,
+    })
 }
 
 /// A case's tensors on the GPU, guard bands included.

@@ -1,11 +1,9 @@
 //! The library's attention on the GPU, for models that learn with it.
 
 use hopper_attention::cudarc::driver::CudaSlice;
-use hopper_attention::{
-    BackwardArgs, BackwardProblem, DType, Device, ForwardArgs, ForwardProblem, Result, Workspace, bf16,
-};
+use hopper_attention::{BackwardProblem, DType, Device, ForwardArgs, ForwardProblem, Result, Workspace, bf16};
 
-use crate::gpu::{Gpu, whole, whole_mut};
+use crate::gpu::{Gpu, dense, whole, whole_mut};
 use crate::training::{Attention, Setup, floats, halves};
 
 /// Ours in bf16 on the GPU.
@@ -71,18 +69,7 @@ impl Attention for OnGpu<'_> {
         plan.run(
             &stream,
             &mut workspace,
-            BackwardArgs {
-                q: whole(&q, forward.q_shape())?,
-                k: whole(&k, forward.k_shape())?,
-                v: whole(&v, forward.v_shape())?,
-                o: whole(&o, forward.o_shape())?,
-                lse: whole(&lse, forward.lse_shape())?,
-                d_o: whole(&d_o, forward.o_shape())?,
-                d_lse: None,
-                d_q: whole_mut(&mut d_q, problem.d_q_shape())?,
-                d_k: whole_mut(&mut d_k, problem.d_k_shape())?,
-                d_v: whole_mut(&mut d_v, problem.d_v_shape())?,
-            },
+            dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v])?,
         )?;
         Ok([&d_q, &d_k, &d_v].map(|x| self.down(x)))
     }

@@ -2,14 +2,14 @@
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Mask, Operand,
-    Stream, Workspace, bf16, f16,
+    BackwardPlan, BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Mask, Operand, Stream,
+    Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::mutations::{self, Subject};
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Image, Poison, Values};
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
-use hopper_attention_tests::gpu::{Gpu, whole, whole_mut};
+use hopper_attention_tests::gpu::{Gpu, dense};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use hopper_attention_tests::say;
@@ -267,18 +267,7 @@ fn late<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     let [o, d_o] = [forward.o_shape(); 2].map(zeros);
     let lse = stream.clone_htod(&vec![0.0f32; dims.seqlen_q]).unwrap();
     let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(zeros);
-    let args = BackwardArgs {
-        q: whole(&q, forward.q_shape()).unwrap(),
-        k: whole(&k, forward.k_shape()).unwrap(),
-        v: whole(&v, forward.v_shape()).unwrap(),
-        o: whole(&o, forward.o_shape()).unwrap(),
-        lse: whole(&lse, forward.lse_shape()).unwrap(),
-        d_o: whole(&d_o, forward.o_shape()).unwrap(),
-        d_lse: None,
-        d_q: whole_mut(&mut d_q, problem.d_q_shape()).unwrap(),
-        d_k: whole_mut(&mut d_k, problem.d_k_shape()).unwrap(),
-        d_v: whole_mut(&mut d_v, problem.d_v_shape()).unwrap(),
-    };
+    let args = dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap();
 
     // More short tiles than multiprocessors, drawn.
     let mut case = Case::new(row.tile_m, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(16, 16, 16);

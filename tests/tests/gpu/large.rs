@@ -3,12 +3,12 @@
 use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result};
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass,
-    Operand, TensorMut, TensorRef, Workspace, bf16,
+    BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass, Operand, TensorMut,
+    TensorRef, Workspace, bf16,
 };
 use hopper_attention_tests::backward::Prepared;
 use hopper_attention_tests::data::{Input, Poison, Values};
-use hopper_attention_tests::gpu::{Gpu, whole, whole_mut};
+use hopper_attention_tests::gpu::{Gpu, dense};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::say;
 use rayon::prelude::*;
@@ -104,18 +104,7 @@ fn large_batch(gpu: &Gpu, row: &KernelInfo) {
         let poison = vec![bf16::POISON; x.inner().len()];
         repeated(gpu, &poison, batch)
     });
-    let args = BackwardArgs {
-        q: whole(&q, forward.q_shape()).unwrap(),
-        k: whole(&k, forward.k_shape()).unwrap(),
-        v: whole(&v, forward.v_shape()).unwrap(),
-        o: whole(&o, forward.o_shape()).unwrap(),
-        lse: whole(&lse, forward.lse_shape()).unwrap(),
-        d_o: whole(&d_o, forward.o_shape()).unwrap(),
-        d_lse: None,
-        d_q: whole_mut(&mut d_q, problem.d_q_shape()).unwrap(),
-        d_k: whole_mut(&mut d_k, problem.d_k_shape()).unwrap(),
-        d_v: whole_mut(&mut d_v, problem.d_v_shape()).unwrap(),
-    };
+    let args = dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap();
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     gpu.stream.synchronize().unwrap();
 
