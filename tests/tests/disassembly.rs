@@ -19,6 +19,10 @@ const MAIN_KERNEL: &str = "wd_kernel";
 /// Registers of a multiprocessor.
 const REGISTERS: usize = 65_536;
 
+/// Waits for a warpgroup's products.
+const AWAIT_ALL: &str = "DEPBAR.LE gsb0, 0x0";
+const AWAIT_ALL_BUT_ONE: &str = "DEPBAR.LE gsb0, 0x1";
+
 /// The tools' words about one compiled row.
 struct Compiled {
     /// What nvcc and ptxas printed while compiling it.
@@ -46,15 +50,38 @@ impl Compiled {
 
     /// The opcodes, without modifiers and predicates.
     fn instructions(&self) -> impl Iterator<Item = &str> {
+        self.lines().filter_map(|line| {
+            let word = line.split_whitespace().find(|word| !word.starts_with('@'))?;
+            word.split(['.', ';']).next()
+        })
+    }
+
+    /// The instructions as they are printed.
+    fn lines(&self) -> impl Iterator<Item = &str> {
         // "        /*0420*/                   @!P0 LDL.64 R2, [R1] ;                     /* 0x... */"
         self.sass.lines().filter_map(|line| {
             let (address, rest) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
-            if !address.chars().all(|c| c.is_ascii_hexdigit()) {
-                return None;
-            }
-            let word = rest.split_whitespace().find(|word| !word.starts_with('@'))?;
-            word.split(['.', ';']).next()
+            address.chars().all(|c| c.is_ascii_hexdigit()).then_some(rest)
         })
+    }
+
+    /// The most exponentials that stand between an instruction and the next one of another kind, with no product between.
+    fn exponentials(&self, after: &str, before: &str) -> usize {
+        let mut most = 0;
+        let mut seen = None;
+        for line in self.lines() {
+            if line.contains(before) {
+                most = most.max(seen.take().unwrap_or(0));
+            }
+            if line.contains(after) {
+                seen = Some(0);
+            } else if line.contains("GMMA") {
+                seen = None;
+            } else if line.contains("MUFU.EX2") {
+                seen = seen.map(|n| n + 1);
+            }
+        }
+        most
     }
 
     /// The largest number of the resource usage under a key, over the kernels with this in their name.
@@ -97,6 +124,17 @@ fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
             0 => {}
             n => faults.push(format!("{n} {opcode}: something lives in local memory")),
         }
+    }
+    // Exponentials run beside a product only where they stand before the wait for it (forward), or before that for the
+    // other warpgroup, which multiplies meanwhile (backward). ptxas moves them behind where it can.
+    let (after, before, columns) = match row.pass {
+        Pass::Backward => (AWAIT_ALL, "BAR.SYNC", row.tile_m),
+        _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n),
+    };
+    // 64 rows on 128 threads
+    let (found, wanted) = (compiled.exponentials(after, before), columns / 2);
+    if found < wanted {
+        faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
     }
     let expected = (REGISTERS / row.threads) & !7;
     // Small kernels may stand before and after the main one, with registers of their own.
@@ -208,6 +246,9 @@ fn the_audit_sees_every_flaw() {
             .into_iter()
             .map(String::from)
             .chain([format!("@!P0 {matrix}.64x128x16.F32.BF16 R24, gdesc[UR12], RZ")])
+            .chain(["WARPGROUP.DEPBAR.LE gsb0, 0x1".into()])
+            .chain(std::iter::repeat_n("MUFU.EX2 R24, R24".into(), row.tile_n / 2))
+            .chain(["WARPGROUP.DEPBAR.LE gsb0, 0x0".into()])
             .map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"))
             .collect(),
         usage: format!(" Function _Z10fwd_kernel:\n  REG:{launch} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1152\n"),
@@ -215,11 +256,13 @@ fn the_audit_sees_every_flaw() {
     assert_eq!(faults(&row, &sound()), Vec::<String>::new());
 
     type Spoil<'a> = &'a dyn Fn(&mut Compiled);
-    let flaws: [(&str, Spoil<'_>); 9] = [
+    let flaws: [(&str, Spoil<'_>); 11] = [
         ("no UTMASTG", &|c| c.sass = c.sass.replace("UTMASTG", "STG")),
         ("no UTMALDG", &|c| c.sass = c.sass.replace("UTMALDG", "LDG")),
         ("no USETMAXREG", &|c| c.sass = c.sass.replace("USETMAXREG", "NOP")),
         ("STL", &|c| c.sass = c.sass.replace("UTMASTG.4D", "UTMASTG.4D ;\n /*0430*/ STL")),
+        ("63 exponentials of a block's 64", &|c| c.sass = c.sass.replacen("MUFU.EX2", "MUFU.RCP", 1)),
+        ("0 exponentials of a block's 64", &|c| c.sass = c.sass.replace("gsb0, 0x1", "gsb0, 0x0")),
         ("REG is", &|c| c.usage = c.usage.replace(&format!("REG:{launch}"), "REG:24")),
         ("STACK is", &|c| c.usage = c.usage.replace("STACK:0", "STACK:8")),
         ("of static shared memory", &|c| c.usage = c.usage.replace("SHARED:1024", "SHARED:240000")),

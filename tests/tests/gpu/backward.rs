@@ -195,6 +195,66 @@ fn reruns<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     }
 }
 
+/// In turns too where the sums are more than the second-level cache holds, so that a part which has been sent takes long
+/// to be there, and beside work that evicts them.
+#[test]
+fn turns_are_kept_out_of_the_cache() {
+    let Some(gpu) = Gpu::open("turns_are_kept_out_of_the_cache") else { return };
+    for row in gpu.backward_rows() {
+        with_dtype!(row.dtype, out_of_the_cache(&gpu, &row));
+    }
+}
+
+fn out_of_the_cache<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+    let seqlen = Grid::from_env().pick(500, 4096);
+    let dims = Dims {
+        batch: 3,
+        seqlen_q: seqlen,
+        seqlen_kv: seqlen,
+        heads_q: 16,
+        heads_kv: 16,
+        head_dim_qk: row.head_dim_qk,
+        head_dim_vo: row.head_dim_vo,
+    };
+    let forward = ForwardProblem::new(T::DTYPE, dims).unwrap().mask(mask_of(row.mask));
+    let problem = BackwardProblem::of(&forward).deterministic(true);
+    let plan = problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut state = 1_u64;
+    let mut noise = |shape: [usize; 4]| {
+        // Knuth's linear congruence; the upper bits, as numbers between -1 and 1.
+        let values: Vec<T> = (0..shape.iter().product())
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                T::from_f32(((state >> 40) as f32) / (1 << 23) as f32 - 1.0)
+            })
+            .collect();
+        gpu.stream.clone_htod(&values).unwrap()
+    };
+    let [q, k, v] = [forward.q_shape(), forward.k_shape(), forward.v_shape()].map(&mut noise);
+    let [o, d_o] = [forward.o_shape(); 2].map(&mut noise);
+    let lse = gpu.stream.clone_htod(&vec![(seqlen as f32).ln(); dims.batch * dims.heads_q * seqlen]).unwrap();
+    let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(&mut noise);
+    let beside = gpu.device.context().new_stream().unwrap();
+    let mut evicted = beside.alloc_zeros::<u8>(64 << 20).unwrap();
+    let mut first: Option<Vec<T>> = None;
+    for run in 0..Grid::from_env().pick(3, 40) {
+        if run % 2 == 1 {
+            beside.memset_zeros(&mut evicted).unwrap();
+        }
+        let args = dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap();
+        plan.run(&gpu.lane(), &mut workspace, args).unwrap();
+        let got = gpu.stream.clone_dtoh(&d_q).unwrap();
+        assert!(
+            got.iter().all(|x| x.to_f32().is_finite()) && got.iter().any(|x| x.to_f32() != 0.0),
+            "{row}: no gradient"
+        );
+        let first = first.get_or_insert_with(|| got.clone());
+        let moved = first.iter().zip(&got).filter(|(a, b)| a.bits() != b.bits()).count();
+        assert_eq!(moved, 0, "{row}: run {run}: so many elements of dQ differ from the first run's ({plan})");
+    }
+}
+
 /// On several streams at once, each with memory of its own, in turns: tiles of one launch wait only for each other.
 #[test]
 fn many_backward_streams_at_once() {

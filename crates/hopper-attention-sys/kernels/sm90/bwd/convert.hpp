@@ -13,7 +13,8 @@ template <class Traits>
 __global__ void __launch_bounds__(256) bwd_convert(BwdParams const params) {
   using Element = typename Traits::Element;
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  std::int64_t const block = blockIdx.x;
+  // From the last to the first: the sums that were written last are still in the second-level cache.
+  std::int64_t const block = gridDim.x - 1 - blockIdx.x;
   // What no tile of keys sees has no sums; prepare.hpp wrote its zeros.
   if (reinterpret_cast<Progress const*>(params.progress)[block] == kNobody) {
     return;

@@ -5,14 +5,15 @@
 // come out as the register operands of dV += P^T dO and dK += dS^T Q, and only dS goes through shared memory, for dQ =
 // dS K.
 //
-// Roles. One producer warpgroup (warp 0 streams Q and the statistics, warp 1 K and V, warp 2 dO; warp 3 adds dQ to its
-// sums; load.hpp) and two consumer warpgroups of 64 keys each (mma.hpp). dQ leaves the registers through shared memory,
-// dK and dV straight for global memory. The grid is persistent.
+// Roles. One producer warpgroup (warp 0 streams Q, the statistics and dO, warp 1 K and V; warp 3 adds dQ to its sums,
+// warp 2 passes on the turns to do so; load.hpp) and two consumer warpgroups of 64 keys each (mma.hpp). dQ leaves the
+// registers through shared memory, dK and dV straight for global memory. The grid is persistent.
 //
 // Barriers. Full barriers (one arrival and the bytes of a copy), empty ones (one arrival a consumer warp): q (with the
-// statistics) and d_o per stage, k per buffer, v. d_q_full of each consumer warpgroup's half (an arrival a warp: it is
-// written) and d_q_empty (one: the copy engine has read it). tile_full (one arrival): a buffer's tile is named. Named
-// barriers 1 to 4, for each buffer of dS and warpgroup: the other warpgroup's dS is written.
+// statistics) and d_o per stage, which empty together, k per buffer, v. d_q_full of each consumer warpgroup's half (an
+// arrival a warp: it is written) and d_q_empty (one: the copy engine has read it). With one arrival each: tile_full (a
+// buffer's tile is named), next_wanted (another should be), turn_full and turn_empty (a block's part has been added).
+// Named barriers 1 to 4, for each buffer of dS and warpgroup: the other warpgroup's dS is written.
 //
 // Shared memory (head dim 128, 64x128): K 2 x 32 KB, V 32 KB, Q and dO 2 x 32 KB, dS 2 x 16 KB, dQ 32 KB, statistics
 // 2 KB: 226 KB. Head dim 64, 128x128: K 2 x 16 KB, V 16 KB, Q and dO 2 x 32 KB, dS 2 x 32 KB, dQ 32 KB, statistics 4
@@ -46,19 +47,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kBuffersK; ++i) {
       storage.tile_full[i].init(1);
       storage.k_full[i].init(1);
-      storage.k_empty[i].init(Traits::kWarps + 3);  // and three lanes that read the tile
+      storage.k_empty[i].init(Traits::kWarps + (params.ordered ? 3 : 2));  // and the lanes that read the tile
     }
     for (int i = 0; i < Traits::kSlotsQ; ++i) {
       storage.d_q_full[i].init(4);
       storage.d_q_empty[i].init(1);
     }
+    for (int i = 0; i < 2; ++i) {
+      storage.turn_full[i].init(1);
+      storage.turn_empty[i].init(1);
+    }
+    storage.next_wanted.init(1);
     storage.v_full.init(1);
     storage.v_empty.init(Traits::kWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
       storage.q_full[i].init(1);
       storage.d_o_full[i].init(1);
-      storage.q_empty[i].init(Traits::kWarps);
-      storage.d_o_empty[i].init(Traits::kWarps);
+      storage.block_empty[i].init(Traits::kWarps);
     }
     fence_mbarrier_init();
   }
@@ -72,21 +77,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  // The first keys are seen by the most queries under a causal mask, so they come first, with the most work. In turns
-  // the last ones come first: each reaches a block of queries after the tile of the keys behind its own.
+  // The first keys are seen by the most queries under a causal mask, so they come first, with the most work.
   BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch,       params.heads_per_group,
-                               params.groups,   params.ordered,  params.tile_counter};
+                               params.groups,   false,           params.tile_counter};
   Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0 && cute::elect_one_sync()) {
-      BwdLoad<Traits>::queries(params, map_q, band, storage);
+      BwdLoad<Traits>::blocks(params, map_q, map_d_o, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
       BwdLoad<Traits>::tiles(map_k, map_v, scheduler, storage);
-    } else if (warp == 2 && cute::elect_one_sync()) {
-      BwdLoad<Traits>::output_gradients(params, map_d_o, band, storage);
+    } else if (warp == 2 && params.ordered && cute::elect_one_sync()) {
+      BwdLoad<Traits>::turns(params, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
       BwdLoad<Traits>::query_gradients(params, band, storage);
     }

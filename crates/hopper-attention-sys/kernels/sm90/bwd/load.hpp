@@ -1,5 +1,5 @@
-// The producer warpgroup of the backward, one lane of each warp: warp 0 streams Q with its statistics, warp 1 K and V,
-// warp 2 dO; warp 3 adds each block's dQ to the sums in global memory.
+// The producer warpgroup of the backward, one lane of each warp: warp 0 streams Q with its statistics and dO, warp 1 K
+// and V; warp 3 adds each block's dQ to the sums in global memory, and warp 2 passes on the turns to do so.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -24,11 +24,15 @@ struct BwdLoad {
                                                                : range.begin;
   }
 
+  struct Nothing {
+    CUTE_DEVICE void operator()() const {}
+  };
+
   // The blocks of queries of all tiles, in the order in which they are used; the ring runs on across heads of a group
-  // and across tiles.
-  template <class Visit>
-  CUTE_DEVICE static void stream(BwdKernelParams const& params, Band const& band, Storage& storage,
-                                 Visit const& visit) {
+  // and across tiles. `done` follows the last block of a tile.
+  template <class Visit, class Done = Nothing>
+  CUTE_DEVICE static void stream(BwdKernelParams const& params, Band const& band, Storage& storage, Visit const& visit,
+                                 Done const& done = {}) {
     RingPosition<Traits::kStages> ring;
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
@@ -54,36 +58,31 @@ struct BwdLoad {
           ring.advance();
         } while (m != start);
       }
+      done();
     }
   }
 
-  CUTE_DEVICE static void queries(BwdKernelParams const& params, CUtensorMap const& map_q, Band const& band,
-                                  Storage& storage) {
-    stream(params, band, storage, [&](auto const& ring, int block, int m, int head, int batch, int) {
-      Mbarrier& full = storage.q_full[ring.stage];
-      storage.q_empty[ring.stage].wait(ring.parity ^ 1);
-      full.arrive_expect_bytes(Traits::kBytesQ);
-      cute::SM90_BULK_COPY_G2S::copy(params.statistics + static_cast<std::int64_t>(block) * Traits::kTileM, &full.word,
-                                     storage.statistics[ring.stage], Traits::kBytesStatistics);
-      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, full, kEvictLast, storage.q[ring.stage], m * Traits::kTileM,
-                                                    head, batch);
-    });
-  }
-
-  CUTE_DEVICE static void output_gradients(BwdKernelParams const& params, CUtensorMap const& map_d_o, Band const& band,
-                                           Storage& storage) {
-    stream(params, band, storage, [&](auto const& ring, int, int m, int head, int batch, int) {
-      Mbarrier& full = storage.d_o_full[ring.stage];
-      storage.d_o_empty[ring.stage].wait(ring.parity ^ 1);
-      full.arrive_expect_bytes(Traits::kBytesO);
-      load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, full, kEvictLast, storage.d_o[ring.stage],
+  CUTE_DEVICE static void blocks(BwdKernelParams const& params, CUtensorMap const& map_q, CUtensorMap const& map_d_o,
+                                 Band const& band, Storage& storage) {
+    auto const load = [&](auto const& ring, int block, int m, int head, int batch, int) {
+      storage.block_empty[ring.stage].wait(ring.parity ^ 1);
+      Mbarrier& q_full = storage.q_full[ring.stage];
+      q_full.arrive_expect_bytes(Traits::kBytesQ);
+      cute::SM90_BULK_COPY_G2S::copy(params.statistics + static_cast<std::int64_t>(block) * Traits::kTileM,
+                                     &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
+      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, q_full, kEvictLast, storage.q[ring.stage],
                                                     m * Traits::kTileM, head, batch);
-    });
+      Mbarrier& d_o_full = storage.d_o_full[ring.stage];
+      d_o_full.arrive_expect_bytes(Traits::kBytesO);
+      load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
+                                                    m * Traits::kTileM, head, batch);
+    };
+    stream(params, band, storage, load, [&]() { storage.next_wanted.arrive(); });
   }
 
   // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
-  // add theirs. In turns tiles come by their number, the last one first, so that the sums are the same on every run.
-  // Either way a tile waits only for tiles that began before it.
+  // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile waits
+  // only for tiles that were drawn before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
     // Addresses are computed anew each time: registers are short.
@@ -129,25 +128,13 @@ struct BwdLoad {
       });
       return;
     }
-    // A block's turn passes on when its part has arrived, which is while the next one's is on its way.
-    int before = -1;  // twice the block, and one more if it was the first to come
-    auto const pass_turn = [&]() __attribute__((always_inline)) {
-      if (before >= 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(progress(before / 2)),
-                     "r"(before % 2 == 0 ? -1 : -1 - kFresh)
-                     : "memory");
-      }
-    };
-    stream(params, band, storage, [&](auto const&, int block, int, int, int, int n) {
-      int now = load_acquire(progress(block));
-      if (now % kFresh != n) {
-        // No turn is kept from others by who waits for one.
-        await_bulk_arrival<0>();
-        pass_turn();
-        before = -1;
-        do {
-          now = load_acquire(progress(block));
-        } while (now % kFresh != n);
+    RingPosition<2> turn;
+    int next = -1;  // a block whose progress was asked for early
+    int seen = 0;
+    stream(params, band, storage, [&](auto const&, int block, int m, int, int, int n) {
+      int now = block == next ? seen : load_relaxed(progress(block));
+      while (now % kFresh != n) {
+        now = load_relaxed(progress(block));
       }
       bool const first = now >= kFresh;
       await_half();
@@ -155,13 +142,40 @@ struct BwdLoad {
       slot.advance();
       await_half();
       send_half(block, 1, first);
-      await_bulk_arrival<2>();
-      pass_turn();
-      before = 2 * block + (first ? 1 : 0);
+      next = -1;
+      if (m + 1 < params.m_blocks) {
+        next = block + 1;
+        seen = load_relaxed(progress(next));
+      }
       free_halves();
+      await_bulk_arrival<0>();
+      storage.turn_empty[turn.stage].wait(turn.parity ^ 1);
+      storage.turn_step[turn.stage] = first ? 1 - kFresh : 1;
+      storage.turn_full[turn.stage].arrive();
+      turn.advance();
     });
-    await_bulk_arrival<0>();
-    pass_turn();
+  }
+
+  // Passes on each block's turn. Only a release makes a part that has been added visible to other multiprocessors (the
+  // copy engine's own wait does not: without, one run in 7000 had other bits, benches/LOG.md, 17), and it waits for the
+  // memory, so that it has a warp of its own.
+  CUTE_DEVICE static void turns(BwdKernelParams const& params, Band const& band, Storage& storage) {
+    RingPosition<2> turn;
+    stream(params, band, storage, [&](auto const&, int block, int, int, int, int) {
+      storage.turn_full[turn.stage].wait(turn.parity);
+      int const step = storage.turn_step[turn.stage];
+      storage.turn_empty[turn.stage].arrive();
+      turn.advance();
+      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(params.progress + block), "r"(step) : "memory");
+    });
+  }
+
+  // For turns: what comes after is only the copy engine's, which adds where the memory is coherent, and does not begin
+  // before it is asked to.
+  CUTE_DEVICE static int load_relaxed(int const* address) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
   }
 
   CUTE_DEVICE static int load_acquire(int const* address) {
@@ -170,7 +184,7 @@ struct BwdLoad {
     return value;
   }
 
-  // Also draws the tiles: one is announced to the others when its K is asked for, up to a tile ahead.
+  // Also draws the tiles: one is announced to the others when its K is asked for.
   CUTE_DEVICE static void tiles(CUtensorMap const& map_k, CUtensorMap const& map_v, BwdScheduler const& scheduler,
                                 Storage& storage) {
     int round = 0;
@@ -194,7 +208,9 @@ struct BwdLoad {
       Tile const again = storage.tile[k.stage];
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                     again.block * Traits::kTileN, again.head, again.batch);
-      // Not before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are late.
+      // Not before all blocks of this one have been asked for: what is drawn is kept from the others, and the grid ends
+      // as evenly as its draws are late. Where tiles wait for each other, they should begin in the order of the list.
+      storage.next_wanted.wait(k.stage);
       drawn = scheduler.draw(++round);
     }
   }

@@ -285,8 +285,7 @@ struct BwdMma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdV);
       warpgroup_fence_operand(tdK);
-      release(storage.d_o_empty[ring.stage]);
-      release(storage.q_empty[ring.stage]);
+      release(storage.block_empty[ring.stage]);
       ring.advance();
       if (fresh) {
         release(storage.v_empty);

@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   int const chunks = (inner + kRowsItem - 1) / kRowsItem;
   int const items = params.batch * outer * chunks;
 
-  for (int item = warp; item < items; item += warps) {
+  // From the last to the first, which the kernel begins with: its dO is then still in the second-level cache.
+  for (int item = items - 1 - warp; item >= 0; item -= warps) {
     int const rest = item / chunks;
     int const batch = rest / outer;
     int const second = rest - batch * outer;
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
     bool const seen = range.begin < range.end;
     if (threadIdx.x % 32 == 0) {
-      Progress const fresh = params.ordered ? kFresh + range.end - 1 : 0;
+      Progress const fresh = params.ordered ? kFresh + range.begin : 0;
       reinterpret_cast<Progress*>(params.progress)[block] = seen ? fresh : kNobody;
     }
     if (!seen) {

@@ -125,16 +125,19 @@ struct BwdTraits {
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
     Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kBuffersK];
+    Mbarrier next_wanted;
     Mbarrier k_full[kBuffersK];
     Mbarrier k_empty[kBuffersK];
     Mbarrier v_full;
     Mbarrier v_empty;
     Mbarrier q_full[kStages];
-    Mbarrier q_empty[kStages];
+    Mbarrier block_empty[kStages];
     Mbarrier d_o_full[kStages];
-    Mbarrier d_o_empty[kStages];
     Mbarrier d_q_full[kSlotsQ];
     Mbarrier d_q_empty[kSlotsQ];
+    Mbarrier turn_full[2];
+    Mbarrier turn_empty[2];
+    int turn_step[2];  // what the progress of a sent block changes by
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");

@@ -7,8 +7,8 @@
 // Barriers. Full barriers (one arrival and the bytes of a copy) hand a buffer to the consumers, empty ones (one arrival
 // a consumer warp, after its wgmma wait) hand it back: k_full/k_empty and v_full/v_empty per stage, so that V may
 // lag behind K by a block. q_full per Q buffer; its way back is o_full (one arrival a warp and consumer), after which
-// warp 1 stores O and only then loads the Q of the tile kBuffersQ later. Named barriers 1..3 pass the turn to issue
-// products around.
+// warp 1 stores O and only then loads the Q of the tile kBuffersQ later. tile_full names a buffer's tile; next_wanted
+// asks warp 1 for another. Named barriers 1..3 pass the turn to issue products around.
 //
 // Shared memory (head dim 128, 128x128, 2 stages): Q 2 x 32 KB, K 2 x 32 KB, V 2 x 32 KB, all as 64-column slabs of
 // 128-byte swizzled rows; barriers < 1 KB. O is staged over its own Q. Head dim 64, 192x128, 3 stages: Q 2 x 24 KB, K
@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         storage.o_full[i][consumer].init(4);
       }
     }
+    storage.next_wanted.init(1);
     for (int i = 0; i < Traits::kStages; ++i) {
       storage.k_full[i].init(1);
       storage.v_full[i].init(1);
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0 && cute::elect_one_sync()) {
       Load<Traits>::keys_and_values(params, map_k, map_v, scheduler, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
-      Load<Traits>::queries_and_outputs(map_q, map_o, scheduler, storage);
+      Load<Traits>::queries_and_outputs(params, map_q, map_o, scheduler, storage);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

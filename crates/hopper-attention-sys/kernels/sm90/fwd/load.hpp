@@ -45,6 +45,9 @@ struct Load {
       int const head = tile.head / params.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n) {
+        if (n == cute::min(range.begin + 1, range.end - 1)) {
+          storage.next_wanted.arrive();
+        }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
         load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
@@ -64,10 +67,11 @@ struct Load {
     }
   }
 
-  // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for, a whole tile
-  // ahead. Where a tile lies is worked out once, here.
-  CUTE_DEVICE static void queries_and_outputs(CUtensorMap const& map_q, CUtensorMap const& map_o,
-                                              FwdScheduler const& scheduler, Storage& storage) {
+  // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for. Where a tile
+  // lies is worked out once, here.
+  CUTE_DEVICE static void queries_and_outputs(KernelParams const& params, CUtensorMap const& map_q,
+                                              CUtensorMap const& map_o, FwdScheduler const& scheduler,
+                                              Storage& storage) {
     auto announce = [&](int buffer, int index) {
       Tile const tile = scheduler.tile(index);
       if (tile.valid()) {
@@ -79,16 +83,34 @@ struct Load {
       storage.tile_full[buffer].arrive();
     };
 
+    // What is drawn is kept from the others, and the grid ends as evenly as its draws are late: the next tile is drawn
+    // when the last keys but one of this one are asked for. Tiles of few blocks must come earlier, or their Q is
+    // waited for: as soon as there is a buffer (benches/LOG.md, 16).
+    constexpr int kFew = 4 * Traits::kTileN;
+    bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
+                      static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
+    int next = 0;
+    int round = 0;
+    auto announce_next = [&]() __attribute__((always_inline)) {
+      announce(next, scheduler.draw(round));
+      ++round;
+      next = next + 1 == Traits::kBuffersQ ? 0 : next + 1;
+    };
     CUTE_NO_UNROLL
-    for (int buffer = 0; buffer < Traits::kBuffersQ; ++buffer) {
-      announce(buffer, scheduler.draw(buffer));
-    }
-    int round = Traits::kBuffersQ;
+    do {
+      announce_next();
+    } while (!late && next != 0);
+    std::uint32_t parity = 0;
     CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance(), ++round) {
+    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
       Tile const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
+      }
+      if (late) {
+        storage.next_wanted.wait(parity);
+        parity ^= 1;
+        announce_next();
       }
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
@@ -99,9 +121,9 @@ struct Load {
       }
       // The buffer may be written again (or the block may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
-      // Not drawn before: what is drawn is kept from the others, and the grid ends as evenly as its last draws are
-      // late.
-      announce(q.stage, scheduler.draw(round));
+      if (!late) {
+        announce_next();
+      }
     }
   }
 };

@@ -92,6 +92,7 @@ struct FwdTraits {
     alignas(1024) Element v[kStages][kElementsV];
     Tile tile[kBuffersQ];  // whose Q is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kBuffersQ];
+    Mbarrier next_wanted;
     Mbarrier q_full[kBuffersQ];
     Mbarrier o_full[kBuffersQ][kConsumers];
     Mbarrier k_full[kStages];
