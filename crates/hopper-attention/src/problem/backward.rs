@@ -43,8 +43,8 @@ impl BackwardProblem {
     }
 
     /// The same problem with or without the promise that the same inputs, plan and device give the same bits. On an H100
-    /// it makes the backward take 1.1 to 1.9 times as long at 8k and 16k tokens, and up to 2.4 times at 2k
-    /// (`benches/LOG.md`, 15); the CPU keeps it in any case.
+    /// it costs nothing without a mask, and under a causal mask 5 to 10% at 8k and 16k tokens, 12 to 40% at 2k and 4k, and
+    /// up to 1.2 times the default's time more below (`benches/LOG.md`, 17); the CPU keeps it in any case.
     #[must_use]
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
