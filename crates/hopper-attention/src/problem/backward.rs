@@ -43,8 +43,9 @@ impl BackwardProblem {
     }
 
     /// The same problem with or without the promise that the same inputs, plan and device give the same bits. On an H100
-    /// it costs nothing without a mask, and under a causal mask 5 to 10% at 8k and 16k tokens, 12 to 40% at 2k and 4k, and
-    /// up to 1.2 times the default's time more below (`benches/LOG.md`, 17); the CPU keeps it in any case.
+    /// it costs next to nothing without a mask; under a causal mask 5 to 10% at 8k and 16k tokens, 12 to 40% at 2k and
+    /// 4k, and about as much again as the default takes at 512 and 1k (`benches/LOG.md`, 17). The CPU keeps it in any
+    /// case.
     #[must_use]
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
