@@ -81,8 +81,8 @@ struct BwdLoad {
   }
 
   // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
-  // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile waits
-  // only for tiles that were drawn before it.
+  // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
+  // waits only for tiles that were drawn before it.
   CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
     // Addresses are computed anew each time: registers are short.
