@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{bounds, fitting, groups, small, unsupported, write_keys};
+use super::select::{bounds, fitting, groups, groups_in_turns, small, unsupported, write_keys};
 use super::{Gpu, Target};
 use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
@@ -112,11 +112,13 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
     let grid = tiles.min(small(gpu.multiprocessors.max(1)));
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
-    // Tiles in turns: one starts when those before it are under way, so that they come evenly over many heads.
-    let even = kernel.mask == MaskClass::Full && !problem.is_deterministic();
+    let even = kernel.mask == MaskClass::Full;
+    let turns = problem.is_deterministic();
     // What is read of a query head, and the sums of its dQ.
     let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
-    let [heads_per_group, groups] = groups(even, heads_kv, dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width);
+    let bytes = dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width;
+    let [heads_per_group, groups] =
+        if turns { groups_in_turns(even, heads_kv, bytes) } else { groups(even, heads_kv, bytes) };
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
@@ -127,8 +129,8 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         heads_per_group,
         groups,
         // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
-        tile_counter: problem.is_deterministic() || (!even && tiles > grid),
-        turns: problem.is_deterministic(),
+        tile_counter: turns || (!even && tiles > grid),
+        turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
     })
 }
@@ -275,6 +277,24 @@ mod tests {
             "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 96 for 96 tiles, 128 blocks of queries, \
              heads a group 4, groups 1, fixed order, keys from +2000-5"
         );
+    }
+
+    #[test]
+    fn turns_are_taken_by_more_heads_the_less_they_share() {
+        let groups = |seqlen: usize, batch: usize, mask: Mask| {
+            let dims = Dims { batch, seqlen_q: seqlen, seqlen_kv: seqlen, heads_q: 32, heads_kv: 32, ..DIMS };
+            let choice = chosen(&problem(dims, mask).deterministic(true));
+            (choice.heads_per_group, choice.groups)
+        };
+        // 1024 heads of 256 KiB, 256 of 1 MiB, 128 of 2 MiB, 32 of 8 MiB.
+        assert_eq!(groups(512, 32, Mask::causal()), (64, 16));
+        assert_eq!(groups(2048, 8, Mask::causal()), (64, 4));
+        assert_eq!(groups(4096, 4, Mask::causal()), (32, 4));
+        assert_eq!(groups(16384, 1, Mask::causal()), (32, 1));
+        assert_eq!(groups(512, 32, Mask::Full), (64, 16));
+        assert_eq!(groups(2048, 8, Mask::Full), (16, 16));
+        // Whatever is left is the last group's.
+        assert_eq!(groups(2048, 3, Mask::causal()), (64, 2));
     }
 
     #[test]

@@ -16,6 +16,9 @@ const HEADS_PER_GROUP: usize = 16;
 /// nor than share so many bytes (benches/LOG.md, 14).
 const LAST_GROUP_HEADS: usize = 64;
 const LAST_GROUP_BYTES: usize = 32 << 20;
+/// Where tiles take turns: what the heads of a group share at most, and how many they are at least; first under a mask,
+/// then where all tiles have equal work.
+const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 /// The counter that blocks draw tiles from, in bytes.
 const TILE_COUNTER_BYTES: usize = size_of::<i32>();
 
@@ -235,6 +238,14 @@ pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
     let group = HEADS_PER_GROUP.min(heads.max(1));
     let last = (LAST_GROUP_BYTES / bytes.max(1)).clamp(HEADS_PER_GROUP, LAST_GROUP_HEADS);
     [small(group), small(heads.saturating_sub(last) / group + 1)]
+}
+
+/// The same where tiles take turns, so that a tile may begin when those before it are under way: the more heads at a time,
+/// the more tiles may, until what they share leaves the second-level cache (benches/LOG.md, 18).
+pub(super) fn groups_in_turns(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
+    let (room, least) = TURNS[usize::from(even)];
+    let group = (room / bytes.max(1)).clamp(least, LAST_GROUP_HEADS).min(heads.max(1));
+    [small(group), small(heads.max(1).div_ceil(group))]
 }
 
 /// The mask as kernels read it: the key at which query 0 stands, and the keys kept before and after a query's own.

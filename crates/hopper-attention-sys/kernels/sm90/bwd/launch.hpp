@@ -91,7 +91,7 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.softmax_scale,
                                       exponent_scale(params.softmax_scale) * kLog2E};
   int const blocks = params.batch * params.heads_q * m_blocks;
-  bwd_prepare<Traits><<<132 * 8, 256, 0, stream>>>(params);
+  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
       kernel_params, maps[0].map, maps[1].map, maps[2].map, maps[3].map);
   bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);

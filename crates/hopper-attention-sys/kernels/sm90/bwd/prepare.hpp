@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
   constexpr int kTileM = Traits::kTileM;
-  constexpr int kRows = 32 / kLanes;    // that a warp reads at a time
-  constexpr int kRowsItem = 4 * kRows;  // and that it has in flight together
+  constexpr int kRows = 32 / kLanes;  // that a warp reads at a time
+  constexpr int kPasses = 4;
+  constexpr int kRowsItem = kPasses * kRows;  // and that it has in flight together
   int const m_blocks = (params.seqlen_q + kTileM - 1) / kTileM;
   int const padded = m_blocks * kTileM;
   int const warps = static_cast<int>(gridDim.x * (blockDim.x / 32));
@@ -49,56 +50,73 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     int const batch = rest / outer;
     int const second = rest - batch * outer;
     int const begin = (item - rest * chunks) * kRowsItem + static_cast<int>(threadIdx.x) % 32 / kLanes;
+    // The rows that are there end here; those past the last query have statistics too.
+    int const end = heads_first ? (second < params.seqlen_q ? params.heads_q : 0) : params.seqlen_q;
+    auto const first_row = [&](TensorDesc const& tensor) {
+      std::int64_t const head = heads_first ? begin : second;
+      std::int64_t const query = heads_first ? second : begin;
+      return tensor.address +
+             2 * (batch * tensor.stride_batch + query * tensor.stride_seqlen + head * tensor.stride_head + lane * 8);
+    };
+    auto const step = [&](TensorDesc const& tensor) {
+      return 2 * kRows * (heads_first ? tensor.stride_head : tensor.stride_seqlen);
+    };
+    // Everything that is read is asked for before any of it is used.
+    uint4 o[kPasses] = {};
+    uint4 d_o[kPasses] = {};
+    std::uint64_t row_o = first_row(params.o);
+    std::uint64_t row_d_o = first_row(params.d_o);
     CUTE_UNROLL
-    for (int i = 0; i < kRowsItem; i += kRows) {
-      int const first = begin + i;
-      int const head = heads_first ? first : second;
-      int const query = heads_first ? second : first;
-      bool const there = first < inner && query < params.seqlen_q;
-      float lse = -INFINITY;
-      float d_lse = 0.0F;
-      if (there && lane == 0) {
-        lse = reinterpret_cast<float const*>(
-            params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
-        if (params.d_lse_address != 0) {
-          d_lse = reinterpret_cast<float const*>(
-              params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
-        }
+    for (int i = 0; i < kPasses; ++i) {
+      if (begin + i * kRows < end && lane * 8 < params.head_dim_vo) {
+        o[i] = __ldcs(reinterpret_cast<uint4 const*>(row_o));
+        d_o[i] = __ldg(reinterpret_cast<uint4 const*>(row_d_o));
       }
+      row_o += step(params.o);
+      row_d_o += step(params.d_o);
+    }
+    // Lane i of a row has to do with the row of pass i.
+    int const mine = begin + lane * kRows;
+    int const head = heads_first ? mine : second;
+    int const query = heads_first ? second : mine;
+    float lse = -INFINITY;
+    float d_lse = 0.0F;
+    if (lane < kPasses && mine < end) {
+      lse = reinterpret_cast<float const*>(
+          params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
+      if (params.d_lse_address != 0) {
+        d_lse = reinterpret_cast<float const*>(
+            params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
+      }
+    }
+    float delta = 0.0F;
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      auto const* const a = reinterpret_cast<Element const*>(&o[i]);
+      auto const* const b = reinterpret_cast<Element const*>(&d_o[i]);
       float sum = 0.0F;
-      if (there && lane * 8 < params.head_dim_vo) {
-        auto const load = [&](TensorDesc const& tensor) {
-          std::int64_t const at = batch * tensor.stride_batch +
-                                  static_cast<std::int64_t>(query) * tensor.stride_seqlen + head * tensor.stride_head +
-                                  lane * 8;
-          return *reinterpret_cast<uint4 const*>(tensor.address + 2 * at);
-        };
-        uint4 const o = load(params.o);
-        uint4 const d_o = load(params.d_o);
-        auto const* const a = reinterpret_cast<Element const*>(&o);
-        auto const* const b = reinterpret_cast<Element const*>(&d_o);
-        CUTE_UNROLL
-        for (int j = 0; j < 8; ++j) {
-          sum = fmaf(static_cast<float>(a[j]), static_cast<float>(b[j]), sum);
-        }
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        sum = fmaf(static_cast<float>(a[j]), static_cast<float>(b[j]), sum);
       }
       CUTE_UNROLL
       for (int step = kLanes / 2; step > 0; step /= 2) {
         sum += __shfl_xor_sync(0xffffffffU, sum, step);
       }
-      if (first < inner && lane == 0) {
-        constexpr float kFar = -3e38F;
-        Statistics statistics{};
-        float start = kFar;
-        if (lse != -INFINITY) {
-          start = __fdiv_rn(-lse, exponent_scale(params.softmax_scale));
-          start = start < kFar ? kFar : start;  // which keeps a NaN
-          split(d_lse - sum, statistics.minus_delta);
-        }
-        split(start, statistics.minus_lse);
-        std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
-        reinterpret_cast<Statistics*>(params.statistics)[at] = statistics;
+      delta = lane == i ? sum : delta;
+    }
+    if (lane < kPasses && mine < inner) {
+      constexpr float kFar = -3e38F;
+      Statistics statistics{};
+      float start = kFar;
+      if (lse != -INFINITY) {
+        start = __fdiv_rn(-lse, exponent_scale(params.softmax_scale));
+        start = start < kFar ? kFar : start;  // which keeps a NaN
+        split(d_lse - delta, statistics.minus_delta);
       }
+      split(start, statistics.minus_lse);
+      std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
+      reinterpret_cast<Statistics*>(params.statistics)[at] = statistics;
     }
   }
 
