@@ -42,10 +42,9 @@ impl BackwardProblem {
         Self { d_lse: given, ..self }
     }
 
-    /// The same problem with or without the promise that the same inputs, plan and device give the same bits. On an H100
-    /// it costs next to nothing without a mask; under a causal mask 5 to 10% at 8k and 16k tokens, 12 to 40% at 2k and
-    /// 4k, and about as much again as the default takes at 512 and 1k (`benches/LOG.md`, 17). The CPU keeps it in any
-    /// case.
+    /// The same problem with or without the promise that the same inputs, plan and device give the same bits. On an H200
+    /// it costs up to 4% without a mask and 3 to 11% under a causal one, from 512 to 16k tokens (`benches/LOG.md`, 18).
+    /// The CPU keeps it in any case.
     #[must_use]
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
