@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "common/fill.hpp"
+#include "common/status.hpp"
 
 namespace hattn {
 namespace {
@@ -38,16 +39,14 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
 Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim, Lse const& lse,
               CUstream_st* stream) noexcept {
   fill<<<1024, 256, 0, stream>>>(tensor, batch, seqlen, heads, head_dim, lse);
-  cudaError_t const error = cudaGetLastError();
-  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, error};
+  return to_status(cudaGetLastError());
 }
 
 }  // namespace
 
 Status prepare_fill() noexcept {
   cudaFuncAttributes attributes;
-  cudaError_t const error = cudaFuncGetAttributes(&attributes, fill);
-  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, error};
+  return to_status(cudaFuncGetAttributes(&attributes, fill));
 }
 
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept {

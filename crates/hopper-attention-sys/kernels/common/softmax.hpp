@@ -1,5 +1,5 @@
 // Online softmax over blocks of keys (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1), for a thread
-// that holds two rows of an m64 accumulator.
+// that holds two rows of an accumulator, or of several of them (strips), one after the other.
 //
 // P, the row sum and O share one reference per row (the subtrahend of the exponents), so any reference gives the same
 // quotient and only overflow, underflow and the rounding of P matter. A block in which keys are masked may be all that
@@ -42,25 +42,50 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
-template <int kTileN, int kSumLimitLog2>
+template <int kTileN, int kSumLimitLog2, int kStrips = 1>
 struct OnlineSoftmax {
+  static constexpr int kRows = 2 * kStrips;
+  // Where a thread's row has its element c of 8 columns.
+  CUTE_DEVICE static constexpr int at(int row, int i, int c) {
+    return row / 2 * (kTileN / 2) + 4 * i + 2 * (row % 2) + c;
+  }
+  // Whose row an element is of.
+  CUTE_DEVICE static constexpr int row_of(int i) { return i / (kTileN / 2) * 2 + i / 2 % 2; }
+  template <class Holds, int... kRow>
+  CUTE_DEVICE static bool all_of(Holds const& holds, cute::integer_sequence<int, kRow...>) {
+    return (holds(kRow) && ...);
+  }
+  template <class Holds, int... kRow>
+  CUTE_DEVICE static bool any_of(Holds const& holds, cute::integer_sequence<int, kRow...>) {
+    return (holds(kRow) || ...);
+  }
+  // Whether something holds of all (one) of the rows of all (one) of the warp's lanes.
+  template <class Holds>
+  CUTE_DEVICE static bool all_rows(Holds const& holds) {
+    return __all_sync(0xffffffffU, all_of(holds, cute::make_integer_sequence<int, kRows>{}));
+  }
+  template <class Holds>
+  CUTE_DEVICE static bool any_row(Holds const& holds) {
+    return __any_sync(0xffffffffU, any_of(holds, cute::make_integer_sequence<int, kRows>{}));
+  }
+
   // What one lane may add to a row in one block, and with it every element of P: far below the largest value of P's
   // type, with room for the products with V.
   static constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
   // What it must add in the first: P must not be too small for its type either.
   static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 0.25F;
 
-  float reference[2];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
-  float row_sum[2];    // this lane's part of the sum; the quad's parts are added once a tile
+  float reference[kRows];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
+  float row_sum[kRows];    // this lane's part of the sum; the quad's parts are added once a tile
 
   template <class Scores>
-  CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
+  CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[kRows]) {
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      max[r] = fmaxf(scores(2 * r), scores(2 * r + 1));
+    for (int r = 0; r < kRows; ++r) {
+      max[r] = fmaxf(scores(at(r, 0, 0)), scores(at(r, 0, 1)));
       CUTE_UNROLL
       for (int i = 1; i < kTileN / 8; ++i) {
-        max[r] = fmaxf(max[r], fmaxf(scores(4 * i + 2 * r), scores(4 * i + 2 * r + 1)));
+        max[r] = fmaxf(max[r], fmaxf(scores(at(r, i, 0)), scores(at(r, i, 1))));
       }
       max[r] = quad_max(max[r]);
     }
@@ -68,34 +93,37 @@ struct OnlineSoftmax {
 
   // scores <- exp2(scale_log2 * scores - shift), and their sums.
   template <class Scores>
-  CUTE_DEVICE static void exponentiate(Scores& scores, float scale_log2, float const (&shift)[2], float (&sums)[2]) {
+  CUTE_DEVICE static void exponentiate(Scores& scores, float scale_log2, float const (&shift)[kRows],
+                                       float (&sums)[kRows]) {
     // Two partial sums a row: the chain of dependent adds is half as long.
-    float partial[2][2] = {{0.0F, 0.0F}, {0.0F, 0.0F}};
+    float partial[kRows][2] = {};
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 8; ++i) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
-          float& score = scores(4 * i + 2 * r + c);
+          float& score = scores(at(r, i, c));
           score = exp2_approx(fmaf(score, scale_log2, -shift[r]));
           partial[r][c] += score;
         }
       }
     }
-    sums[0] = partial[0][0] + partial[0][1];
-    sums[1] = partial[1][0] + partial[1][1];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = partial[r][0] + partial[r][1];
+    }
   }
 
   // Exponentiates against the true maximum of this block and what came before; `rescale` is what the new reference
   // makes of the old sum and O. A row still without a key is taken against 0, so that its exponents are 0 and not NaN.
   template <class Scores>
-  CUTE_DEVICE void exact_block(Scores& scores, float scale_log2, float (&rescale)[2], float (&sums)[2]) {
-    float max[2];
+  CUTE_DEVICE void exact_block(Scores& scores, float scale_log2, float (&rescale)[kRows], float (&sums)[kRows]) {
+    float max[kRows];
     block_max(scores, max);
-    float shift[2];
+    float shift[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       float const moved = fmaxf(reference[r], max[r] * scale_log2);
       shift[r] = moved == -INFINITY ? 0.0F : moved;
       rescale[r] = exp2_approx(reference[r] - shift[r]);
@@ -104,12 +132,23 @@ struct OnlineSoftmax {
     exponentiate(scores, scale_log2, shift, sums);
   }
 
+  // Before the first block, where that may be a `masked_block`: no row has a key.
+  CUTE_DEVICE void clear() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      reference[r] = -INFINITY;
+      row_sum[r] = 0.0F;
+    }
+  }
+
   // A tile's first block where keys are masked.
   template <class Scores>
   CUTE_DEVICE void first_masked_block(Scores& scores, float scale_log2) {
-    reference[0] = -INFINITY;
-    reference[1] = -INFINITY;
-    float rescale[2];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      reference[r] = -INFINITY;
+    }
+    float rescale[kRows];
     exact_block(scores, scale_log2, rescale, row_sum);
   }
 
@@ -117,23 +156,26 @@ struct OnlineSoftmax {
   // power of two, its reference from then on; only a sum near the end of f32's range costs a recomputation.
   template <class Scores, class Recompute>
   CUTE_DEVICE void first_block(Scores& scores, float scale_log2, Recompute const& recompute) {
-    reference[0] = 0.0F;
-    reference[1] = 0.0F;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      reference[r] = 0.0F;
+    }
     exponentiate(scores, scale_log2, reference, row_sum);
-    auto const suits = [](float sum) { return sum >= kSumLeast && sum < kSumLimit; };
-    if (__all_sync(0xffffffffU, suits(row_sum[0]) && suits(row_sum[1]))) {
+    auto const suits = [&](int r) { return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit; };
+    if (all_rows(suits)) {
       return;
     }
-    float const total[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
-    auto const recoverable = [](float sum) { return sum > 0x1p-96F && sum < 0x1p96F; };
-    if (!__all_sync(0xffffffffU, recoverable(total[0]) && recoverable(total[1]))) {
+    float total[kRows];
+    finish(total);
+    auto const recoverable = [&](int r) { return total[r] > 0x1p-96F && total[r] < 0x1p96F; };
+    if (!all_rows(recoverable)) {
       recompute();
       first_masked_block(scores, scale_log2);
       return;
     }
-    float factor[2];
+    float factor[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       int const exponent = (__float_as_int(total[r]) >> 23) - 127;
       reference[r] = static_cast<float>(exponent);
       factor[r] = __int_as_float((127 - exponent) << 23);
@@ -141,14 +183,16 @@ struct OnlineSoftmax {
     }
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
-      scores(i) *= factor[i / 2 % 2];
+      scores(i) *= factor[row_of(i)];
     }
   }
 
   // The whole rows' sums.
-  CUTE_DEVICE void finish(float (&sums)[2]) const {
-    sums[0] = quad_sum(row_sum[0]);
-    sums[1] = quad_sum(row_sum[1]);
+  CUTE_DEVICE void finish(float (&sums)[kRows]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = quad_sum(row_sum[r]);
+    }
   }
 
   // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first. The
@@ -156,53 +200,59 @@ struct OnlineSoftmax {
   template <class Scores, class RescaleOutput>
   CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, RescaleOutput const& rescale_output) {
     constexpr float kHeadroom = 8.0F;
-    float max[2];
+    float max[kRows];
     block_max(scores, max);
-    bool moves[2];
+    bool moves[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       max[r] *= scale_log2;
       moves[r] = max[r] > reference[r] + kHeadroom;
     }
-    if (__any_sync(0xffffffffU, moves[0] || moves[1])) {
-      float rescale[2];
+    if (any_row([&](int r) { return moves[r]; })) {
+      float rescale[kRows];
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         rescale[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
         reference[r] = moves[r] ? max[r] : reference[r];
         row_sum[r] *= rescale[r];
       }
       rescale_output(rescale);
     }
-    float shift[2];
+    float shift[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       shift[r] = reference[r] == -INFINITY ? 0.0F : reference[r];
     }
-    float sums[2];
+    float sums[kRows];
     exponentiate(scores, scale_log2, shift, sums);
-    row_sum[0] += sums[0];
-    row_sum[1] += sums[1];
+    add(sums);
   }
 
   // Any other later block. `recompute` brings back the scores.
   template <class Scores, class Recompute, class RescaleOutput>
   CUTE_DEVICE void next_block(Scores& scores, float scale_log2, Recompute const& recompute,
                               RescaleOutput const& rescale_output) {
-    float sums[2];
+    float sums[kRows];
     // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
     exponentiate(scores, scale_log2, reference, sums);
-    bool const in_range = sums[0] < kSumLimit && sums[1] < kSumLimit;
-    if (!__all_sync(0xffffffffU, in_range)) {
-      float rescale[2];
+    if (!all_rows([&](int r) { return sums[r] < kSumLimit; })) {
+      float rescale[kRows];
       recompute();
       exact_block(scores, scale_log2, rescale, sums);
-      row_sum[0] *= rescale[0];
-      row_sum[1] *= rescale[1];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        row_sum[r] *= rescale[r];
+      }
       rescale_output(rescale);
     }
-    row_sum[0] += sums[0];
-    row_sum[1] += sums[1];
+    add(sums);
+  }
+
+  CUTE_DEVICE void add(float const (&sums)[kRows]) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] += sums[r];
+    }
   }
 };
 

@@ -7,13 +7,10 @@
 
 #include <cstdint>
 
+#include "common/status.hpp"
 #include "kernels.hpp"
 
 namespace hattn::sm90 {
-
-inline Status to_status(cudaError_t error) noexcept {
-  return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, static_cast<std::int32_t>(error)};
-}
 
 using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
 
