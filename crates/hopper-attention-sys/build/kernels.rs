@@ -35,6 +35,9 @@ pub fn build(vars: &Vars, toolkit: &Toolkit) -> Result<PathBuf> {
         .define("HATTN_HEAD_DIMS", vars.selection.head_dims.join(";"))
         .define("HATTN_NVCC_FLAGS", vars.nvcc_flags.as_deref().unwrap_or(""))
         .define("CMAKE_CUDA_RUNTIME_LIBRARY", if vars.cudart == Cudart::Static { "Static" } else { "Shared" });
+    if let Some(codes) = &vars.sm80_codes {
+        config.define("HATTN_SM80_CODES", codes);
+    }
     Ok(config.build().join("build"))
 }
 

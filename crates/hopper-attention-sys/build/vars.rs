@@ -23,6 +23,9 @@ pub struct Vars {
     pub jobs: Option<u32>,
     /// `HATTN_NVCC_FLAGS`: appended to nvcc's flags (`-lineinfo`, say).
     pub nvcc_flags: Option<String>,
+    /// `HATTN_SM80_CODES`: what the sm80 kernels are compiled to, between commas: of `sm_80` (runs on all of 8.x), `sm_86`,
+    /// `sm_87`, `sm_89`, `sm_90` and `compute_80` (PTX, for what comes later); `sm_80,sm_90,compute_80` by default.
+    pub sm80_codes: Option<String>,
     /// `HATTN_CUDART`: `static` (default) or `shared`.
     pub cudart: Cudart,
     /// `DOCS_RS` or `HATTN_NO_KERNELS`: compile no C++ at all. Enough for `cargo check`, clippy and documentation.
@@ -75,6 +78,7 @@ impl Vars {
             toolchain: path("HATTN_TOOLCHAIN_DIR").unwrap_or_else(|| default_toolchain(&crate_dir)),
             jobs,
             nvcc_flags: text("HATTN_NVCC_FLAGS"),
+            sm80_codes: sm80_codes()?,
             cudart,
             no_kernels: text("DOCS_RS").is_some() || text("HATTN_NO_KERNELS").is_some_and(|v| v != "0"),
             selection: Selection::read(),
@@ -94,7 +98,7 @@ impl Selection {
                 .collect()
         };
         Self {
-            archs: chosen(&[("SM90", "sm90")]),
+            archs: chosen(&[("SM90", "sm90"), ("SM80", "sm80")]),
             dtypes: chosen(&[("F16", "F16"), ("BF16", "BF16")]),
             head_dims: chosen(&[("HDIM64", "64"), ("HDIM128", "128")]),
         }
@@ -103,7 +107,7 @@ impl Selection {
     /// A selection that leaves nothing to compile is a mistake.
     pub fn check(&self) -> Result<()> {
         for (what, chosen, allowed) in [
-            ("architecture", &self.archs, "sm90"),
+            ("architecture", &self.archs, "sm90, sm80"),
             ("element type", &self.dtypes, "f16, bf16"),
             ("head dim", &self.head_dims, "hdim64, hdim128"),
         ] {
@@ -113,6 +117,17 @@ impl Selection {
         }
         Ok(())
     }
+}
+
+/// `HATTN_SM80_CODES` as CMake's list. What is not known would be an error of nvcc's, kernel by kernel.
+fn sm80_codes() -> Result<Option<String>> {
+    const KNOWN: [&str; 6] = ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "compute_80"];
+    let Some(codes) = text("HATTN_SM80_CODES") else { return Ok(None) };
+    let codes: Vec<&str> = codes.split(',').map(str::trim).collect();
+    if let Some(other) = codes.iter().find(|code| !KNOWN.contains(code)) {
+        bail!("HATTN_SM80_CODES has '{other}', expected some of {} between commas", KNOWN.join(", "));
+    }
+    Ok(Some(codes.join(";")))
 }
 
 /// The same rule as in `toolchain/bootstrap.sh`.

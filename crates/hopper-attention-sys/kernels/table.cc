@@ -1,20 +1,37 @@
-// The launch table of the sm_90a forward: the rows of fwd.def (as the build trimmed them) in their order. Each row's
-// translation unit describes itself; a row listed twice does not link.
+// The launch tables: the rows of every architecture's list (as the build trimmed them), list after list and in their
+// order. Each row's translation unit describes itself; a row listed twice does not link.
+#include "sm80/fwd/row.hpp"
+#include "sm90/bwd/row.hpp"
 #include "sm90/fwd/row.hpp"
 
 namespace hattn {
 
 #define HATTN_FWD_SM90(...) FwdRow HATTN_FWD_SM90_ROW(__VA_ARGS__)() noexcept;
+#define HATTN_FWD_SM80(...) FwdRow HATTN_FWD_SM80_ROW(__VA_ARGS__)() noexcept;
+#define HATTN_BWD_SM90(...) BwdRow HATTN_BWD_SM90_ROW(__VA_ARGS__)() noexcept;
+#include "bwd_rows.def"
 #include "fwd_rows.def"
 #undef HATTN_FWD_SM90
+#undef HATTN_FWD_SM80
+#undef HATTN_BWD_SM90
 
+#define HATTN_FWD_SM90(...) HATTN_FWD_SM90_ROW(__VA_ARGS__)(),
+#define HATTN_FWD_SM80(...) HATTN_FWD_SM80_ROW(__VA_ARGS__)(),
+#define HATTN_BWD_SM90(...) HATTN_BWD_SM90_ROW(__VA_ARGS__)(),
+
+// One element more than there are rows, which may be none.
 FwdTable fwd_table() noexcept {
   static FwdRow const rows[] = {
-#define HATTN_FWD_SM90(...) HATTN_FWD_SM90_ROW(__VA_ARGS__)(),
 #include "fwd_rows.def"
-#undef HATTN_FWD_SM90
-  };
-  return {rows, sizeof(rows) / sizeof(rows[0])};
+      {}};
+  return {rows, sizeof(rows) / sizeof(rows[0]) - 1};
+}
+
+BwdTable bwd_table() noexcept {
+  static BwdRow const rows[] = {
+#include "bwd_rows.def"
+      {}};
+  return {rows, sizeof(rows) / sizeof(rows[0]) - 1};
 }
 
 }  // namespace hattn

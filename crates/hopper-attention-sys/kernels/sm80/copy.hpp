@@ -1,0 +1,60 @@
+// Copies of tiles from global to shared memory without a detour through registers (cp.async).
+//
+// A tile is kept as slabs of 64 columns, as rows of 128 bytes in which the index of a 16-byte chunk is xor-ed with the
+// row's low three bits: eight rows of one chunk lie in eight different groups of banks, for the copies as for ldmatrix.
+#pragma once
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+namespace hattn::sm80 {
+
+// Columns of a slab, and bytes of its rows.
+constexpr int kSlabColumns = 64;
+constexpr int kSlabRowBytes = 128;
+
+// Copies `bytes` (0 or 16) and fills the rest of 16 with zeros; of 0 bytes the source is not looked at.
+CUTE_DEVICE void copy_chunk(std::uint32_t shared, std::uint64_t global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
+// Makes a group of the calling thread's copies since the last one.
+CUTE_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all of its groups but the last kLater. Other threads' copies need a barrier after it.
+template <int kLater>
+CUTE_DEVICE void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
+// Copies rows [first, first + kRows) of one head into a tile, every one of kThreads threads its share: the same chunk
+// of every kRowsAPass-th row. Columns from `columns` on become zeros; so do, where kRagged, rows from `rows` on, while
+// otherwise all of them are there.
+//
+// Where a thread's share begins is worked out at each call: nothing of it stays in registers between calls, of which
+// the products have use for all.
+template <int kRows, int kHeadDim, int kThreads, bool kRagged>
+CUTE_DEVICE void copy_tile(std::uint32_t tile, std::uint64_t head, std::int64_t row_bytes, int first, int rows,
+                           int columns) {
+  constexpr int kRowsAPass = kThreads / 8;
+  static_assert(kRowsAPass % 8 == 0 && kRows % kRowsAPass == 0, "a thread's rows have the same low bits");
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  int const chunk = thread % 8;
+  int const row = thread / 8;
+  std::uint32_t const target = tile + row * kSlabRowBytes + (chunk ^ row % 8) * 16;
+  std::uint64_t const source = head + first * row_bytes + row * row_bytes + chunk * 16;
+  CUTE_UNROLL
+  for (int pass = 0; pass < kRows / kRowsAPass; ++pass) {
+    bool const there = !kRagged || first + row + pass * kRowsAPass < rows;
+    CUTE_UNROLL
+    for (int slab = 0; slab < kHeadDim / kSlabColumns; ++slab) {
+      bool const wanted = there && slab * kSlabColumns + chunk * 8 < columns;
+      copy_chunk(target + (slab * kRows + pass * kRowsAPass) * kSlabRowBytes,
+                 source + pass * kRowsAPass * row_bytes + slab * kSlabRowBytes, wanted ? 16 : 0);
+    }
+  }
+}
+
+}  // namespace hattn::sm80

@@ -1,0 +1,225 @@
+// A warp's way through the key blocks of its tile: both products and the softmax between them.
+#pragma once
+
+#include "common/mask.hpp"
+#include "common/softmax.hpp"
+#include "sm80/fwd/epilogue.hpp"
+#include "sm80/fwd/load.hpp"
+#include "sm80/fwd/traits.hpp"
+#include "sm80/product.hpp"
+
+namespace hattn::sm80 {
+
+template <class Traits>
+struct Mma {
+  using Element = typename Traits::Element;
+  using Storage = typename Traits::SharedStorage;
+  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, Traits::kStrips>;
+  static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr int kTileM = Traits::kTileM;
+  static constexpr int kTileN = Traits::kTileN;
+  static constexpr int kStrips = Traits::kStrips;
+  static constexpr int kStages = Traits::kStages;
+  static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
+
+  // Where this lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, those of
+  // the first eight rows before those of the next. Its row has the low three bits of the lane, so that columns 16 i
+  // further in a slab are this address xor 32 i; other slabs and rows (by multiples of 8) are an offset.
+  CUTE_DEVICE static std::uint32_t lane_offset() {
+    int const lane = thread_index() % 32;
+    return (lane / 16 * 8 + lane % 8) * kSlabRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+  }
+
+  // One step's operand of Q: 16 columns of the warp's rows.
+  CUTE_DEVICE static void load_queries(std::uint32_t q, int step, std::uint32_t (&a)[kStrips][4]) {
+    CUTE_UNROLL
+    for (int strip = 0; strip < kStrips; ++strip) {
+      std::uint32_t r[4];
+      load_matrices((q ^ step % 4 * 32) + (step / 4 * kTileM + strip * 16) * kSlabRowBytes, r);
+      a[strip][0] = r[0];
+      a[strip][1] = r[2];
+      a[strip][2] = r[1];
+      a[strip][3] = r[3];
+    }
+  }
+
+  // scores += one step of Q K^T.
+  template <class Scores>
+  CUTE_DEVICE static void score_step(std::uint32_t (&a)[kStrips][4], std::uint32_t k, int step, Scores& scores) {
+    CUTE_UNROLL
+    for (int n = 0; n < kTileN / 16; ++n) {
+      std::uint32_t b[4];
+      load_matrices((k ^ step % 4 * 32) + (step / 4 * kTileN + n * 16) * kSlabRowBytes, b);
+      CUTE_UNROLL
+      for (int strip = 0; strip < kStrips; ++strip) {
+        int const at = strip * (kTileN / 2) + 8 * n;
+        multiply<Element>(scores, at, a[strip], b[0], b[1]);
+        multiply<Element>(scores, at + 4, a[strip], b[2], b[3]);
+      }
+    }
+  }
+
+  // output += P V, for 16 keys.
+  template <class Output>
+  CUTE_DEVICE static void output_step(std::uint32_t (&p)[kStrips][kTileN / 16][4], std::uint32_t v, int key,
+                                      Output& output) {
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
+      std::uint32_t b[4];
+      load_transposed((v ^ i % 4 * 32) + (i / 4 * kTileN + key * 16) * kSlabRowBytes, b);
+      CUTE_UNROLL
+      for (int strip = 0; strip < kStrips; ++strip) {
+        int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
+        multiply<Element>(output, at, p[strip][key], b[0], b[2]);
+        multiply<Element>(output, at + 4, p[strip][key], b[1], b[3]);
+      }
+    }
+  }
+
+  // This warp's first row of a tile.
+  CUTE_DEVICE static int first_row(Tile const& tile) {
+    return tile.block * kTileM + thread_index() / 32 * Traits::kWarpRows;
+  }
+
+  CUTE_DEVICE static void run(KernelParams const& params, FwdScheduler const& scheduler, Band const& band,
+                              Storage& storage) {
+    using namespace cute;
+
+    Tile const tile = scheduler.tile(block_index());
+    int const row = first_row(tile);
+    // The key blocks of the tile, and those of them that this warp's rows need.
+    BlockRange const range = block_range<kMask, kTileM, kTileN>(band, tile.block);
+    BlockRange own = range;
+    if constexpr (kMask != MaskClass::Full) {
+      own = within<kMask>(block_range<kMask, Traits::kWarpRows, kTileN>(band, row / Traits::kWarpRows), range);
+    }
+
+    Load<Traits> const load(params, storage, tile);
+    load.queries(tile);
+    load.template keys<true>(range.end - 1, 0);
+    commit_copies();
+    load.template values<true>(range.end - 1, 0);
+    commit_copies();
+
+    // Shared memory as this lane reads it.
+    std::uint32_t lane = cute::cast_smem_ptr_to_uint(&storage) + lane_offset();
+    std::uint32_t const warp_rows = thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
+
+    Tensor scores = make_tensor<float>(Shape<Int<kTileN / 2>, Int<kStrips>>{});
+    Tensor output = make_tensor<float>(Shape<Int<Traits::kHeadDimVO / 2>, Int<kStrips>>{});
+    // P as operand of the second product. For 16-bit types the accumulator's order is the operand's, so that making P
+    // is a conversion in place.
+    std::uint32_t p[kStrips][kTileN / 16][4];
+    std::uint32_t queries[Traits::kQueriesInRegisters ? kStepsQK : 1][kStrips][4];
+    clear(output);
+    Softmax softmax;
+    softmax.clear();
+
+    auto rescale_output = [&](float const(&rescale)[Softmax::kRows]) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(output); ++i) {
+        output(i) *= rescale[i / (Traits::kHeadDimVO / 2) * 2 + i / 2 % 2];
+      }
+    };
+
+    // What a block's loads wait for lies before its barrier, what they overwrite is dead after it. With two stages
+    // there is one, for both operands of the next block. With one, the next K is loaded after the softmax, which may
+    // need the scores again, and V after the product of the block before.
+    int stage = 0;
+    CUTE_NO_UNROLL
+    for (int n = range.end - 1; n >= range.begin; --n) {
+      bool const first = n == range.end - 1;
+      if (kStages == 1 && first) {
+        await_copies<1>();
+      } else {
+        await_copies<0>();
+      }
+      __syncthreads();
+      if (kStages == 1 && !first) {
+        load.template values<false>(n, 0);
+        commit_copies();
+      }
+      if (kStages == 2 && n > range.begin) {
+        load.template keys<false>(n - 1, stage ^ 1);
+        load.template values<false>(n - 1, stage ^ 1);
+        commit_copies();
+      }
+      // Opaque, or the addresses of all steps would be made before the loop and take registers in it.
+      asm volatile("" : "+r"(lane));
+      std::uint32_t const q = lane + warp_rows;
+      std::uint32_t const k = lane + offsetof(Storage, k) + stage * sizeof(storage.k[0]);
+      std::uint32_t const v = lane + offsetof(Storage, v) + stage * sizeof(storage.v[0]);
+      if (Traits::kQueriesInRegisters && first) {
+        CUTE_UNROLL
+        for (int step = 0; step < kStepsQK; ++step) {
+          load_queries(q, step, queries[Traits::kQueriesInRegisters ? step : 0]);
+        }
+      }
+
+      bool const needed = kMask == MaskClass::Full || (n < own.end && n >= own.begin);
+      if (needed) {
+        clear(scores);
+        CUTE_UNROLL
+        for (int step = 0; step < kStepsQK; ++step) {
+          if constexpr (Traits::kQueriesInRegisters) {
+            score_step(queries[step], k, step, scores);
+          } else {
+            load_queries(q, step, queries[0]);
+            score_step(queries[0], k, step, scores);
+          }
+        }
+        auto recompute = [&]() {
+          clear(scores);
+          CUTE_NO_UNROLL
+          for (int step = 0; step < kStepsQK; ++step) {
+            std::uint32_t again[kStrips][4];
+            load_queries(q, step, again);
+            score_step(again, k, step, scores);
+          }
+        };
+        // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
+        bool const masked = kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0
+                                                     : n == own.end - 1 || n >= own.free_end || n < own.free_begin;
+        if (masked) {
+          int const thread = thread_index();
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            Tensor part = scores(_, strip);
+            apply_mask<kMask, kTileN>(part, band, row + 16 * strip + thread % 32 / 4, 2 * (thread % 4), n);
+          }
+          softmax.masked_block(scores, params.scale_log2, rescale_output);
+        } else if (kMask == MaskClass::Full && first) {
+          softmax.first_block(scores, params.scale_log2, recompute);
+        } else {
+          softmax.next_block(scores, params.scale_log2, recompute, rescale_output);
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < size(scores) / 2; ++i) {
+          int const at = i % (kTileN / 4);
+          p[i / (kTileN / 4)][at / 4][at % 4] = pack_pair<Element>(scores(2 * i), scores(2 * i + 1));
+        }
+      }
+
+      if constexpr (kStages == 1) {
+        await_copies<0>();
+        __syncthreads();
+        if (n > range.begin) {
+          load.template keys<false>(n - 1, 0);
+          commit_copies();
+        }
+      }
+      if (needed) {
+        CUTE_UNROLL
+        for (int key = 0; key < kTileN / 16; ++key) {
+          output_step(p, v, key, output);
+        }
+      }
+      stage ^= kStages - 1;
+    }
+    // Worked out again, rather than kept.
+    Tile const done = scheduler.tile(block_index());
+    Epilogue<Traits>::run(params, done, first_row(done), softmax, output);
+  }
+};
+
+}  // namespace hattn::sm80

@@ -1,0 +1,91 @@
+// Everything that a row of fwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/element.hpp"
+#include "common/tile_scheduler.hpp"
+#include "kernels.hpp"
+#include "sm80/copy.hpp"
+
+namespace hattn::sm80 {
+
+template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+struct FwdTraits {
+  static constexpr DType kDType = kDTypeTag;
+  static constexpr MaskClass kMask = kMaskClass;
+  static constexpr int kHeadDimQK = kDimQK;
+  static constexpr int kHeadDimVO = kDimVO;
+  static constexpr int kTileM = kRows;
+  static constexpr int kTileN = kColumns;
+  static constexpr int kStages = kStageCount;
+  using Element = typename ElementOf<kDType>::type;
+
+  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory would
+  // be read as long as the products take.
+  static constexpr int kStrips = 2;
+  static constexpr int kWarpRows = 16 * kStrips;
+  static constexpr int kThreads = kTileM / kWarpRows * 32;
+  // A multiprocessor's registers, 65536, are two blocks of four warps with 255 each.
+  static constexpr int kBlocks = 65536 / 256 / kThreads;
+  static_assert(kTileM % kWarpRows == 0 && kThreads == 128, "four warps, two blocks a multiprocessor");
+  static_assert(kTileN % 16 == 0 && kTileN >= kWarpRows, "the edge of a mask lies in two blocks of a warp at most");
+  static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
+  static_assert(kStages == 1 || kStages == 2, "a stage is loaded while the other is used");
+
+  // Where O and the scores leave registers for it, Q is read from shared memory once.
+  static constexpr bool kQueriesInRegisters = kHeadDimQK + kHeadDimVO <= 128;
+
+  // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
+  static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
+
+  struct SharedStorage {
+    alignas(1024) Element q[kTileM * kHeadDimQK];
+    alignas(1024) Element k[kStages][kTileN * kHeadDimQK];
+    alignas(1024) Element v[kStages][kTileN * kHeadDimVO];
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 101376, "more shared memory than a block can have on compute capability 8.6 and 8.9");
+};
+
+using FwdScheduler = TileScheduler<false>;
+
+// What the kernel reads.
+struct KernelParams {
+  TensorDesc q, k, v, o;
+  float* lse;
+  std::int64_t lse_stride_batch;
+  std::int64_t lse_stride_head;
+  int batch;
+  int heads_q;
+  int heads_per_kv_head;
+  int seqlen_q;
+  int seqlen_kv;
+  int head_dim_qk;
+  int head_dim_vo;
+  int left_offset;
+  int right_offset;
+  int heads_per_group;
+  int groups;
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+// A thread's place in its block, and the block's in the grid, read anew at each call: what follows from them is not to
+// stay in registers while the products are under way.
+CUTE_DEVICE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+CUTE_DEVICE int block_index() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
+// Where a head of a tensor begins.
+CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int head) {
+  return tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head);
+}
+
+}  // namespace hattn::sm80
