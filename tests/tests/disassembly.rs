@@ -10,8 +10,9 @@ use std::process::Command;
 
 use hopper_attention::{Arch, DType, KernelInfo, Pass, backward_kernels, kernels};
 
-/// The most shared memory that a block of an sm_90 GPU may ask for.
+/// The most shared memory that a block may ask for of an sm_90 GPU, and of each that sm80 kernels run on.
 const SMEM_LIMIT: usize = 232_448;
+const SMEM_LIMIT_SM80: usize = 101_376;
 /// What the system reserves in every block, beside that limit; the resource usage counts it as static shared memory.
 const SMEM_RESERVED: usize = 1024;
 /// In the names of the kernels that rows are about: `fwd_kernel` and `bwd_kernel`.
@@ -41,6 +42,11 @@ impl Compiled {
             sass: cuobjdump("-sass", object),
             usage: cuobjdump("--dump-resource-usage", object),
         }
+    }
+
+    /// The GPUs that there is machine code for.
+    fn codes(&self) -> usize {
+        self.sass.matches("code for sm_").count()
     }
 
     /// How often an instruction occurs, whatever its modifiers.
@@ -103,51 +109,27 @@ impl Compiled {
 
 /// Everything that is wrong with a compiled row, in words.
 fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
-    let mut faults = Vec::new();
-    let matrix = if row.dtype == DType::E4M3 { "QGMMA" } else { "HGMMA" };
-    for (opcode, why) in [
-        (matrix, "matrix products do not use WGMMA"),
-        ("UTMALDG", "loads do not use TMA"),
-        if row.pass == Pass::Backward {
-            ("UBLKRED", "sums are not added to by the copy engine")
-        } else {
-            ("UTMASTG", "stores do not use TMA")
-        },
-        ("USETMAXREG", "registers are not handed from the producer to the consumers"),
-    ] {
-        if compiled.count(opcode) == 0 {
-            faults.push(format!("no {opcode}: {why}"));
-        }
-    }
+    let mut faults = match row.arch {
+        Arch::Sm80 => faults_of_sm80(row, compiled),
+        _ => faults_of_sm90(row, compiled),
+    };
     for opcode in ["LDL", "STL"] {
         match compiled.count(opcode) {
             0 => {}
             n => faults.push(format!("{n} {opcode}: something lives in local memory")),
         }
     }
-    // Exponentials run beside a product only where they stand before the wait for it (forward), or before that for the
-    // other warpgroup, which multiplies meanwhile (backward). ptxas moves them behind where it can.
-    let (after, before, columns) = match row.pass {
-        Pass::Backward => (AWAIT_ALL, "BAR.SYNC", row.tile_m),
-        _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n),
-    };
-    // 64 rows on 128 threads
-    let (found, wanted) = (compiled.exponentials(after, before), columns / 2);
-    if found < wanted {
-        faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
-    }
-    let expected = (REGISTERS / row.threads) & !7;
-    // Small kernels may stand before and after the main one, with registers of their own.
-    for (key, kernel, allowed) in [("REG", MAIN_KERNEL, expected), ("STACK", "", 0), ("LOCAL", "", 0)] {
-        match compiled.resource(key, kernel) {
-            Some(value) if value == allowed => {}
-            found => faults.push(format!("{key} is {found:?}, expected {allowed}")),
+    for key in ["STACK", "LOCAL"] {
+        match compiled.resource(key, "") {
+            Some(0) => {}
+            found => faults.push(format!("{key} is {found:?}, expected 0")),
         }
     }
+    let limit = if row.arch == Arch::Sm80 { SMEM_LIMIT_SM80 } else { SMEM_LIMIT };
     match compiled.resource("SHARED", MAIN_KERNEL) {
-        Some(fixed) if row.smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= SMEM_LIMIT => {}
+        Some(fixed) if row.smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= limit => {}
         fixed => faults.push(format!(
-            "{} bytes of dynamic and {fixed:?} of static shared memory, at most {SMEM_LIMIT} fit",
+            "{} bytes of dynamic and {fixed:?} of static shared memory, at most {limit} fit",
             row.smem_bytes
         )),
     }
@@ -164,8 +146,77 @@ fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
             }
         }
     }
-    if reports == 0 {
+    if reports < compiled.codes().max(1) {
         faults.push("the compiler's log does not say what ptxas did".into());
+    }
+    faults
+}
+
+/// What only an sm80 kernel can do wrong, in any of the codes that it was compiled to.
+fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
+    let mut faults = Vec::new();
+    for (opcode, why) in [
+        ("HMMA", "matrix products do not use the tensor cores"),
+        ("LDGSTS", "loads go through registers"),
+        ("LDSM", "operands are not read as matrices"),
+    ] {
+        if compiled.count(opcode) == 0 {
+            faults.push(format!("no {opcode}: {why}"));
+        }
+    }
+    // Each read of K or V serves two strips, with two products each; a read of Q serves more.
+    let (products, reads) = (compiled.count("HMMA"), compiled.count("LDSM"));
+    if products < 3 * reads {
+        faults.push(format!("{products} HMMA for {reads} LDSM, expected 3 for each at least"));
+    }
+    // One a block of keys with two stages, two with one.
+    let (found, wanted) = (compiled.count("BAR"), compiled.codes() * (3 - row.stages));
+    if found != wanted {
+        faults.push(format!("{found} BAR in {} codes, expected {wanted}", compiled.codes()));
+    }
+    // Two blocks share a multiprocessor.
+    let allowed = (REGISTERS / (2 * row.threads)).min(255);
+    match compiled.resource("REG", MAIN_KERNEL) {
+        Some(value) if value <= allowed => {}
+        found => faults.push(format!("REG is {found:?}, expected {allowed} at most")),
+    }
+    faults
+}
+
+/// What only an sm90 kernel can do wrong.
+fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
+    let mut faults = Vec::new();
+    let matrix = if row.dtype == DType::E4M3 { "QGMMA" } else { "HGMMA" };
+    for (opcode, why) in [
+        (matrix, "matrix products do not use WGMMA"),
+        ("UTMALDG", "loads do not use TMA"),
+        if row.pass == Pass::Backward {
+            ("UBLKRED", "sums are not added to by the copy engine")
+        } else {
+            ("UTMASTG", "stores do not use TMA")
+        },
+        ("USETMAXREG", "registers are not handed from the producer to the consumers"),
+    ] {
+        if compiled.count(opcode) == 0 {
+            faults.push(format!("no {opcode}: {why}"));
+        }
+    }
+    // Exponentials run beside a product only where they stand before the wait for it (forward), or before that for the
+    // other warpgroup, which multiplies meanwhile (backward). ptxas moves them behind where it can.
+    let (after, before, columns) = match row.pass {
+        Pass::Backward => (AWAIT_ALL, "BAR.SYNC", row.tile_m),
+        _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n),
+    };
+    // 64 rows on 128 threads
+    let (found, wanted) = (compiled.exponentials(after, before), columns / 2);
+    if found < wanted {
+        faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
+    }
+    let expected = (REGISTERS / row.threads) & !7;
+    // Small kernels may stand before and after the main one, with registers of their own.
+    match compiled.resource("REG", MAIN_KERNEL) {
+        Some(value) if value == expected => {}
+        found => faults.push(format!("REG is {found:?}, expected {expected}")),
     }
     faults
 }
@@ -194,10 +245,10 @@ fn cuobjdump(option: &str, object: &Path) -> String {
     String::from_utf8(output.stdout).expect("cuobjdump prints text")
 }
 
-/// The objects of the sm_90a rows of a pass, in the order of the table.
-fn objects(pass: Pass) -> Vec<PathBuf> {
+/// The objects of a pass's rows for one architecture, in the order of the table.
+fn objects(arch: Arch, pass: Pass) -> Vec<PathBuf> {
     let build = Path::new(BUILD_DIR.expect("the kernels were not built (HATTN_NO_KERNELS is set?)"));
-    let list = build.join(format!("rows/hattn_{pass}_sm90.objects"));
+    let list = build.join(format!("rows/hattn_{pass}_{arch}.objects"));
     let text = std::fs::read_to_string(&list).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
     text.lines().map(|line| build.join(line)).collect()
 }
@@ -207,12 +258,18 @@ fn every_row_is_compiled_as_planned() {
     let mut report = String::new();
     let mut all = Vec::new();
     for (pass, rows) in [(Pass::Forward, kernels()), (Pass::Backward, backward_kernels())] {
-        let rows: Vec<_> = rows.iter().filter(|row| row.arch == Arch::Sm90).collect();
-        let objects = objects(pass);
-        assert!(!rows.is_empty(), "the launch table is empty");
-        assert_eq!(rows.len(), objects.len(), "rows of the launch table and objects of the build");
-        all.extend(rows.into_iter().zip(objects));
+        for arch in [Arch::Sm90, Arch::Sm80] {
+            let rows: Vec<_> = rows.iter().filter(|row| row.arch == arch).collect();
+            if rows.is_empty() {
+                continue; // not selected, or without this pass
+            }
+            let objects = objects(arch, pass);
+            assert_eq!(rows.len(), objects.len(), "rows of the launch table and objects of the build");
+            all.extend(rows.into_iter().zip(objects));
+        }
     }
+    assert_eq!(all.len(), kernels().len() + backward_kernels().len(), "rows of an architecture that is not audited");
+    assert!(!all.is_empty(), "the launch table is empty");
     for (row, object) in &all {
         // The order is the same by construction; the name makes sure of it.
         let name = object.file_name().expect("a file").to_string_lossy().into_owned();
@@ -224,7 +281,7 @@ fn every_row_is_compiled_as_planned() {
             "{row}: {} registers, {} instructions, {} matrix instructions",
             compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
             compiled.instructions().count(),
-            compiled.count("HGMMA") + compiled.count("QGMMA"),
+            compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
         );
         for fault in faults(row, &compiled) {
             let _ = writeln!(report, "{row}: {fault}");
@@ -233,10 +290,31 @@ fn every_row_is_compiled_as_planned() {
     assert!(report.is_empty(), "\n{report}");
 }
 
+/// A row of an architecture; `None` in a build without it.
+fn first_row(arch: Arch) -> Option<KernelInfo> {
+    let row = kernels().iter().copied().find(|row| row.arch == arch);
+    if row.is_none() {
+        println!("skipped: no {arch} row in this build");
+    }
+    row
+}
+
+type Spoil<'a> = &'a dyn Fn(&mut Compiled);
+
+fn assert_each_is_named(row: &KernelInfo, sound: impl Fn() -> Compiled, flaws: &[(&str, Spoil<'_>)]) {
+    assert_eq!(faults(row, &sound()), Vec::<String>::new());
+    for (expected, spoil) in flaws {
+        let mut compiled = sound();
+        spoil(&mut compiled);
+        let found = faults(row, &compiled);
+        assert!(found.iter().any(|fault| fault.contains(expected)), "expected '{expected}', got {found:?}");
+    }
+}
+
 /// The audit would be worthless if it passed anything: a sound row passes, and each single flaw is named.
 #[test]
 fn the_audit_sees_every_flaw() {
-    let row = kernels().first().copied().expect("the launch table is empty");
+    let Some(row) = first_row(Arch::Sm90) else { return };
     let launch = (REGISTERS / row.threads) & !7;
     let matrix = if row.dtype == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     let sound = || Compiled {
@@ -253,9 +331,6 @@ fn the_audit_sees_every_flaw() {
             .collect(),
         usage: format!(" Function _Z10fwd_kernel:\n  REG:{launch} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1152\n"),
     };
-    assert_eq!(faults(&row, &sound()), Vec::<String>::new());
-
-    type Spoil<'a> = &'a dyn Fn(&mut Compiled);
     let flaws: [(&str, Spoil<'_>); 11] = [
         ("no UTMASTG", &|c| c.sass = c.sass.replace("UTMASTG", "STG")),
         ("no UTMALDG", &|c| c.sass = c.sass.replace("UTMALDG", "LDG")),
@@ -269,10 +344,43 @@ fn the_audit_sees_every_flaw() {
         ("the compiler says", &|c| c.log += "ptxas info : (C7510) Potential Performance Loss: wgmma serialized\n"),
         ("ptxas reports", &|c| c.log = c.log.replace("    0 bytes", "    80 bytes")),
     ];
-    for (expected, spoil) in flaws {
-        let mut compiled = sound();
-        spoil(&mut compiled);
-        let found = faults(&row, &compiled);
-        assert!(found.iter().any(|fault| fault.contains(expected)), "expected '{expected}', got {found:?}");
-    }
+    assert_each_is_named(&row, sound, &flaws);
+}
+
+#[test]
+fn the_audit_sees_every_flaw_of_an_sm80_row() {
+    let Some(row) = first_row(Arch::Sm80) else { return };
+    let code = |gpu: &str| {
+        let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.M88.4 R4, [R1]"]
+            .into_iter()
+            .chain(std::iter::repeat_n("@!P0 HMMA.16816.F32.BF16 R24, R4, R8, R24", 4))
+            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 - row.stages));
+        let lines =
+            lines.map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"));
+        format!("\t\tcode for {gpu}\n{}", lines.collect::<String>())
+    };
+    let sound = || Compiled {
+        log: "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n".repeat(2),
+        sass: code("sm_80") + &code("sm_90"),
+        usage: " Function _Z10fwd_kernel:\n  REG:250 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:552\n".repeat(2),
+    };
+    assert_each_is_named(
+        &row,
+        sound,
+        &[
+            ("no HMMA", &|c| c.sass = c.sass.replace("HMMA", "HFMA2")),
+            ("no LDGSTS", &|c| c.sass = c.sass.replace("LDGSTS", "LDG")),
+            ("no LDSM", &|c| c.sass = c.sass.replace("LDSM", "LDS")),
+            ("6 HMMA for 2 LDSM, expected 3", &|c| {
+                c.sass = c.sass.replacen("HMMA", "HFMA2", 3);
+            }),
+            ("BAR in 2 codes", &|c| c.sass = c.sass.replacen("BAR.SYNC", "NOP", 1)),
+            ("LDL", &|c| c.sass = c.sass.replacen("LDSM.16", "LDL.64 R1 ;\n /*0430*/ LDSM.16", 1)),
+            ("REG is", &|c| c.usage = c.usage.replacen("REG:250", "REG:256", 1)),
+            ("STACK is", &|c| c.usage = c.usage.replacen("STACK:0", "STACK:8", 1)),
+            ("of static shared memory", &|c| c.usage = c.usage.replacen("SHARED:1024", "SHARED:240000", 1)),
+            ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
+            ("does not say what ptxas did", &|c| c.log.truncate(70)),
+        ],
+    );
 }

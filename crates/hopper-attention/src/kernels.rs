@@ -4,11 +4,12 @@ use std::fmt::{self, Write as _};
 
 use crate::{ComputeCapability, DType, DeviceFacts};
 
-/// The instruction set that a kernel is written for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// The instruction set that a kernel is written for. Of those that a GPU runs, plans take the greatest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Arch {
-    /// Compute capability 8.x.
+    /// Compute capability 8.0 and later: from 8.0 to 9.0 as machine code where the build has it, else as PTX, which the
+    /// driver compiles when a plan loads it.
     Sm80,
     /// Compute capability 9.0 (sm_90a), and nothing else.
     Sm90,
@@ -18,7 +19,7 @@ impl Arch {
     /// Whether kernels of this kind run on a GPU.
     pub fn runs_on(self, gpu: ComputeCapability) -> bool {
         match self {
-            Self::Sm80 => gpu.major == 8,
+            Self::Sm80 => gpu.major >= 8,
             Self::Sm90 => (gpu.major, gpu.minor) == (9, 0),
         }
     }
@@ -187,11 +188,13 @@ mod tests {
         let h100 = DeviceFacts::h100_sxm();
         assert!(ROW.runs_on(&h100));
         assert!(!KernelInfo { smem_bytes: (227 << 10) + 1, ..ROW }.runs_on(&h100));
-        assert!(!KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&h100));
+        assert!(KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&h100));
         let blackwell = DeviceFacts { arch: ComputeCapability { major: 10, minor: 0 }, ..h100 };
-        assert!(!ROW.runs_on(&blackwell));
+        assert!(!ROW.runs_on(&blackwell) && KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&blackwell));
         let ada = DeviceFacts { arch: ComputeCapability { major: 8, minor: 9 }, ..h100 };
-        assert!(KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&ada));
+        assert!(!ROW.runs_on(&ada) && KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&ada));
+        let turing = DeviceFacts { arch: ComputeCapability { major: 7, minor: 5 }, ..h100 };
+        assert!(!ROW.runs_on(&turing) && !KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&turing));
     }
 
     #[test]

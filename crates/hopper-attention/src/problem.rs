@@ -4,7 +4,7 @@ mod backward;
 
 use std::fmt;
 
-use crate::{DType, Error, Mask, Result};
+use crate::{Arch, DType, Error, Mask, Result};
 
 pub use backward::BackwardProblem;
 
@@ -49,6 +49,7 @@ pub struct ForwardProblem {
     mask: Mask,
     softmax_scale: f32,
     lse: bool,
+    arch: Option<Arch>,
 }
 
 /// Both lengths together stay below this, so that kernels may count keys and mask bounds in 32 bits.
@@ -87,7 +88,7 @@ impl ForwardProblem {
             return value("batch * heads_q", format!("{batch} * {heads_q}"), "below 2^31");
         }
         let softmax_scale = (1.0 / (head_dim_qk as f64).sqrt()) as f32;
-        Ok(Self { dtype, dims, mask: Mask::Full, softmax_scale, lse: false })
+        Ok(Self { dtype, dims, mask: Mask::Full, softmax_scale, lse: false, arch: None })
     }
 
     /// The same problem with this mask.
@@ -117,6 +118,14 @@ impl ForwardProblem {
         Self { lse: wanted, ..self }
     }
 
+    /// The same problem for kernels of this instruction set alone, in place of the best that the GPU runs: plans find
+    /// those or refuse. It is no number of the problem, but where a problem is to be computed in one way, its gradients
+    /// are too.
+    #[must_use]
+    pub fn arch(self, arch: Arch) -> Self {
+        Self { arch: Some(arch), ..self }
+    }
+
     /// The element type of Q, K and V.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -140,6 +149,11 @@ impl ForwardProblem {
     /// Whether the log-sum-exp is an output.
     pub fn wants_lse(&self) -> bool {
         self.lse
+    }
+
+    /// The instruction set that was set with [`arch`](Self::arch).
+    pub fn arch_value(&self) -> Option<Arch> {
+        self.arch
     }
 
     /// Query heads that share a key head.
@@ -187,6 +201,11 @@ impl ForwardProblem {
         format!("forward {}", self.numbers())
     }
 
+    /// The instruction set, where one was asked for.
+    fn write_arch(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.arch.map_or(Ok(()), |arch| write!(f, " on {arch}"))
+    }
+
     /// What a forward and a backward problem print alike, but for the scale.
     fn numbers(&self) -> String {
         let d = &self.dims;
@@ -208,7 +227,8 @@ impl ForwardProblem {
 impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lse = if self.lse { " lse" } else { "" };
-        write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale)
+        write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale)?;
+        self.write_arch(f)
     }
 }
 
@@ -267,6 +287,7 @@ mod tests {
         let problem = ForwardProblem::new(DType::BF16, DIMS).unwrap().mask(Mask::causal()).lse(true);
         let text = "forward bf16 batch 2 seqlen 5x7 heads 6/2 head_dim 16/8 causal scale 0.25 lse";
         assert_eq!(problem.to_string(), text);
+        assert_eq!(problem.arch(Arch::Sm80).to_string(), format!("{text} on sm80"));
     }
 
     proptest! {

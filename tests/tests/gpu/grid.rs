@@ -1,7 +1,9 @@
 //! Every row against every case that it takes.
 
+use std::collections::BTreeSet;
+
 use hopper_attention::reference::Tensor;
-use hopper_attention::{DType, Device, Error, KernelInfo, Operand, Workspace, bf16, f16};
+use hopper_attention::{Arch, DType, Device, Error, KernelInfo, Operand, Workspace, bf16, f16};
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::gpu::{Gpu, OnDevice};
 use hopper_attention_tests::mutations::{self, Subject};
@@ -57,17 +59,25 @@ fn every_row_takes_the_grid() {
     runner.finish();
 }
 
-/// Every case of the grid has a kernel that plans find by themselves. (A row that is never found is dead weight, but not
+/// Every case of the grid has a kernel of each instruction set that plans find by themselves. (A row that is never found is dead weight, but not
 /// wrong: it is named, and the grid has run it.)
 #[test]
 fn every_case_has_a_plan() {
     let Some(gpu) = Gpu::open("every_case_has_a_plan") else { return };
     let device = Device::Cuda(gpu.device.clone());
+    let archs: BTreeSet<Arch> = gpu.rows().iter().map(|row| row.arch).collect();
     let mut picked = Vec::new();
     for case in cases(Grid::Full, &Tiles::of(&gpu.rows())) {
         for dtype in [DType::BF16, DType::F16] {
-            let plan = case.problem(dtype).plan(&device).unwrap_or_else(|error| panic!("{dtype} {case}: {error}"));
-            picked.push(plan.choice().unwrap().kernel.row);
+            for &arch in &archs {
+                let problem = case.problem(dtype).arch(arch);
+                let plan = problem.plan(&device).unwrap_or_else(|error| panic!("{arch} {dtype} {case}: {error}"));
+                let kernel = plan.choice().unwrap().kernel;
+                assert_eq!(kernel.arch, arch, "{plan}");
+                picked.push(kernel.row);
+            }
+            let plan = case.problem(dtype).plan(&device).unwrap();
+            assert_eq!(plan.choice().map(|choice| choice.kernel.arch), archs.last().copied(), "{plan}");
         }
     }
     for row in gpu.rows().iter().filter(|row| !picked.contains(&row.row)) {

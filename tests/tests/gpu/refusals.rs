@@ -2,8 +2,8 @@
 
 use hopper_attention::cudarc::driver::CudaContext;
 use hopper_attention::{
-    CudaDevice, DType, Device, Dims, Error, ForwardArgs, ForwardProblem, Layout, Mask, Stream, TensorMut, TensorRef,
-    Workspace, bf16, f16,
+    BackwardProblem, CudaDevice, DType, Device, Dims, Error, ForwardArgs, ForwardProblem, Layout, Mask, Stream,
+    TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::gpu::{Gpu, OnDevice};
 use hopper_attention_tests::problems::Case;
@@ -103,6 +103,23 @@ fn problems_without_a_kernel_are_refused_by_name() {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         assert!(error.to_string().contains("nearest: "), "{error}");
+    }
+}
+
+/// Where one instruction set is asked for, no other one answers: gradients that it has none of are refused.
+#[test]
+fn gradients_of_another_instruction_set_are_refused() {
+    let Some(gpu) = Gpu::open("gradients_of_another_instruction_set_are_refused") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    for row in gpu.rows() {
+        let problem = Case::new(64, 64, row.head_dim_qk, Mask::Full).problem(row.dtype).arch(row.arch);
+        let planned = BackwardProblem::of(&problem).plan(&device);
+        if gpu.backward_rows().iter().any(|backward| backward.arch == row.arch) {
+            assert_eq!(planned.unwrap().choice().unwrap().kernel.arch, row.arch);
+        } else {
+            let error = planned.unwrap_err();
+            assert!(error.to_string().starts_with(&format!("unsupported: backward {} kernels", row.arch)), "{error}");
+        }
     }
 }
 

@@ -140,11 +140,11 @@ impl BackwardProblem {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
-    /// has; the CPU computes every problem. [`Error::Driver`](crate::Error::Driver) and
+    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
     /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
         match device {
-            Device::Cpu => Ok(BackwardPlan { problem: self.clone(), target: Target::Cpu }),
+            Device::Cpu => Ok(BackwardPlan { problem: self.clone(), target: super::select::cpu(self.forward())? }),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => self.plan_among(device, backward_kernels()),
         }
@@ -326,6 +326,23 @@ mod tests {
         assert!(text.contains("blocks of queries for each of 16777216 heads") && text.contains("2^31"), "{text}");
         let half = BackwardProblem::of(&ForwardProblem::new(DType::F16, DIMS).unwrap());
         assert_eq!(refused(half), "unsupported: f16 operands on a GPU; nearest: bf16");
+    }
+
+    #[test]
+    fn gradients_are_of_the_same_instruction_set_or_refused() {
+        let of = |arch| {
+            let forward = ForwardProblem::new(DType::BF16, DIMS).unwrap().arch(arch);
+            select_backward(&BackwardProblem::of(&forward), &H100, &rows())
+        };
+        assert_eq!(of(Arch::Sm90), select_backward(&problem(DIMS, Mask::Full), &H100, &rows()));
+        let refusal = "unsupported: backward sm80 kernels on a GPU of sm_90; nearest: sm90";
+        assert_eq!(of(Arch::Sm80).unwrap_err().to_string(), refusal);
+        let a100 = crate::ComputeCapability { major: 8, minor: 0 };
+        let error = select_backward(&problem(DIMS, Mask::Full), &DeviceFacts { arch: a100, ..H100 }, &rows());
+        assert_eq!(error.unwrap_err().to_string(), "unsupported: backward kernels for a GPU of sm_80; nearest: sm_90");
+        let on_cpu = BackwardProblem::of(&ForwardProblem::new(DType::BF16, DIMS).unwrap().arch(Arch::Sm80));
+        let refusal = "unsupported: sm80 kernels on the CPU; nearest: a GPU of sm_80 and later";
+        assert_eq!(on_cpu.plan(&Device::cpu()).unwrap_err().to_string(), refusal);
     }
 
     #[test]

@@ -58,7 +58,7 @@ impl ForwardProblem {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
-    /// has; the CPU computes every problem. [`Error::Driver`](crate::Error::Driver) and
+    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
     /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
         self.plan_tuned(device, &Tuning::default())
@@ -70,7 +70,7 @@ impl ForwardProblem {
     /// As [`plan`](Self::plan).
     pub fn plan_tuned(&self, device: &Device, tuning: &Tuning) -> Result<ForwardPlan> {
         let target = match device {
-            Device::Cpu => Target::Cpu,
+            Device::Cpu => select::cpu(self)?,
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => return self.plan_among(device, kernels(), tuning),
         };

@@ -3,7 +3,8 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, KernelInfo, MaskClass, Result};
+use super::Target;
+use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Result};
 
 /// What kernels read as "without bound". Lengths together stay below it, so it excludes nothing.
 pub(crate) const UNBOUNDED: i32 = 1 << 30;
@@ -39,7 +40,8 @@ pub struct Choice {
     pub m_tiles: i32,
     /// Tiles in all.
     pub tiles: i32,
-    /// Blocks that walk them: one a multiprocessor, or one a tile where there are fewer.
+    /// Blocks that walk them: one a multiprocessor, or one a tile where there are fewer; on sm80, where a multiprocessor
+    /// has several at a time, one a tile, and the order is that in which the GPU starts them.
     pub grid: i32,
     /// Heads whose tiles are walked together, so that tiles of unequal work spread evenly over the blocks while their
     /// keys stay in the second-level cache.
@@ -67,14 +69,15 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 }
 
 /// Picks the kernel with the smallest head dims that fit, then the least time by `time_weight` (padding counts as work),
-/// then the larger tile.
+/// then the one of which more blocks share a multiprocessor, then the larger tile. A GPU's own instruction set comes
+/// before older ones that it runs too, unless the problem asks for one.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
     let kernel = fitting(problem, gpu, rows)?
         .into_iter()
-        .min_by_key(|row| rank(problem, row))
+        .min_by_key(|row| rank(problem, gpu, row))
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
     schedule(problem, gpu, *kernel)
 }
@@ -85,14 +88,35 @@ pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) 
 /// Those of [`select`] when there is none.
 pub fn candidates(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Vec<KernelInfo>> {
     let mut fitting: Vec<KernelInfo> = fitting(problem, gpu, rows)?.into_iter().copied().collect();
-    fitting.sort_by_key(|row| rank(problem, row));
+    fitting.sort_by_key(|row| rank(problem, gpu, row));
     Ok(fitting)
 }
 
 /// What the rule compares, the least first.
-fn rank(problem: &ForwardProblem, row: &KernelInfo) -> (usize, usize, Reverse<usize>, u32) {
+fn rank(
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    row: &KernelInfo,
+) -> (usize, usize, Reverse<usize>, Reverse<usize>, u32) {
     let padded = problem.dims().seqlen_q.next_multiple_of(row.tile_m.max(1));
-    (row.head_dim_qk + row.head_dim_vo, padded * time_weight(row), Reverse(row.tile_m), row.row)
+    let time = padded * time_weight(row);
+    (row.head_dim_qk + row.head_dim_vo, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
+}
+
+/// Whether a kernel has one block a multiprocessor, which walks over tiles; the others have several, each with its tile.
+fn is_persistent(kernel: &KernelInfo) -> bool {
+    kernel.arch != Arch::Sm80
+}
+
+/// Blocks of a kernel that share a multiprocessor: as many as its registers hold, a quarter of 1024 for each thread, and
+/// as find shared memory, of which the system keeps 1 KiB for each.
+fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
+    if is_persistent(row) {
+        return 1;
+    }
+    let by_registers = (64 << 10) / (256 * row.threads.max(1));
+    let by_memory = (gpu.smem_bytes_per_block + 1024) / (row.smem_bytes + 1024);
+    by_registers.min(by_memory)
 }
 
 /// Time for a query, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which took
@@ -117,7 +141,21 @@ pub(super) fn fitting<'a>(
     let rows = sieve(
         rows,
         |row| row.arch.runs_on(gpu.arch),
-        |rows| (format!("a GPU of {}", gpu.arch), list(rows, |row| arch_name(row.arch))),
+        |rows| {
+            // A GPU may have kernels for the forward alone.
+            let what = if is_backward(rows) { "backward kernels for a GPU" } else { "a GPU" };
+            (format!("{what} of {}", gpu.arch), list(rows, |row| arch_name(row.arch)))
+        },
+    )?;
+    let latest = rows.iter().map(|row| row.arch).max();
+    let rows = sieve(
+        rows,
+        |row| problem.arch_value().or(latest) == Some(row.arch),
+        |rows| {
+            let arch = problem.arch_value().map_or(String::new(), |arch| arch.to_string());
+            let pass = if is_backward(rows) { "backward " } else { "" };
+            (format!("{pass}{arch} kernels on a GPU of {}", gpu.arch), list(rows, |row| row.arch.to_string()))
+        },
     )?;
     let rows = sieve(
         rows,
@@ -157,6 +195,14 @@ pub(super) fn fitting<'a>(
     )
 }
 
+/// The CPU's plan, which has no instruction set to choose.
+pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
+    match problem.arch_value() {
+        None => Ok(Target::Cpu),
+        Some(arch) => Err(unsupported(format!("{arch} kernels on the CPU"), format!("a GPU of {}", arch_name(arch)))),
+    }
+}
+
 /// Keeps some rows; if none is left, an error from what was there before.
 fn sieve(
     rows: Vec<&KernelInfo>,
@@ -169,6 +215,10 @@ fn sieve(
         return Err(unsupported(wanted, nearest));
     }
     Ok(kept)
+}
+
+fn is_backward(rows: &[&KernelInfo]) -> bool {
+    rows.iter().all(|row| row.pass == Pass::Backward)
 }
 
 /// The distinct names of rows, in their order.
@@ -185,7 +235,7 @@ fn list(rows: &[&KernelInfo], name: impl Fn(&KernelInfo) -> String) -> String {
 
 fn arch_name(arch: Arch) -> String {
     match arch {
-        Arch::Sm80 => "sm_80 to sm_89".into(),
+        Arch::Sm80 => "sm_80 and later".into(),
         Arch::Sm90 => "sm_90".into(),
     }
 }
@@ -211,7 +261,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] = groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1));
     let [diagonal_offset, window_left, window_right] = bounds(problem);
-    let grid = tiles.min(small(multiprocessors));
+    let grid = if is_persistent(&kernel) { tiles.min(small(multiprocessors)) } else { tiles };
     Ok(Choice {
         kernel,
         diagonal_offset,

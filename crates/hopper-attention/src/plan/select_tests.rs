@@ -223,6 +223,74 @@ fn what_no_row_has_is_named_with_the_nearest() {
     );
 }
 
+const A100: DeviceFacts = gpu(8, 0, 108, 163);
+const A10: DeviceFacts = gpu(8, 6, 72, 99);
+const L40S: DeviceFacts = gpu(8, 9, 142, 99);
+const T4: DeviceFacts = gpu(7, 5, 40, 64);
+
+const fn gpu(major: u32, minor: u32, multiprocessors: usize, smem_kib: usize) -> DeviceFacts {
+    let arch = ComputeCapability { major, minor };
+    DeviceFacts { arch, multiprocessors, l2_bytes: 40 << 20, smem_bytes_per_block: smem_kib << 10 }
+}
+
+/// Rows for sm80 of the real sizes, after those of [`table`].
+fn both() -> Vec<KernelInfo> {
+    let mut rows = table();
+    for mask in [MaskClass::Full, MaskClass::Causal] {
+        for (head_dim, stages, kib) in [(64, 2, 48), (128, 2, 96), (128, 1, 64)] {
+            let sm80 = row(rows.len() as u32, mask, head_dim, 128);
+            rows.push(KernelInfo { arch: Arch::Sm80, tile_n: 64, stages, threads: 128, smem_bytes: kib << 10, ..sm80 });
+        }
+    }
+    rows
+}
+
+#[test]
+fn each_gpu_has_its_instruction_set_and_its_stages() {
+    let of = |gpu, head_dim| {
+        let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS };
+        let kernel = select(&problem(dims, Mask::causal()), gpu, &both()).unwrap().kernel;
+        (kernel.arch, kernel.stages)
+    };
+    assert_eq!([64, 128].map(|head_dim| of(&H100, head_dim)), [(Arch::Sm90, 2); 2]);
+    // Two blocks of one stage share an A100's multiprocessor; where there is room for one block only, it has two stages.
+    assert_eq!([64, 128].map(|head_dim| of(&A100, head_dim)), [(Arch::Sm80, 2), (Arch::Sm80, 1)]);
+    for gpu in [&A10, &L40S] {
+        assert_eq!([64, 128].map(|head_dim| of(gpu, head_dim)), [(Arch::Sm80, 2); 2]);
+    }
+    let blackwell = DeviceFacts { arch: ComputeCapability { major: 10, minor: 0 }, ..H100 };
+    assert_eq!([64, 128].map(|head_dim| of(&blackwell, head_dim)), [(Arch::Sm80, 2); 2]);
+    let refusal = "unsupported: a GPU of sm_75; nearest: sm_90, sm_80 and later";
+    assert_eq!(refused(&problem(DIMS, Mask::Full), &T4, &both()), refusal);
+}
+
+#[test]
+fn a_problem_may_ask_for_an_instruction_set() {
+    let asked = |arch| problem(DIMS, Mask::causal()).arch(arch);
+    assert_eq!(
+        select(&asked(Arch::Sm80), &H100, &both()).unwrap().to_string(),
+        "sm80 fwd bf16 causal head_dim 128/128 tile 128x64 stages 2, \
+         grid 256 for 256 tiles (8 a head, 24 queries of padding), heads a group 16, groups 1, fixed order, \
+         keys to +2000+0"
+    );
+    assert_eq!(select(&asked(Arch::Sm90), &H100, &both()), select(&problem(DIMS, Mask::causal()), &H100, &both()));
+    assert_eq!(candidates(&asked(Arch::Sm80), &H100, &both()).unwrap().len(), 2);
+    let refusal = "unsupported: sm80 kernels on a GPU of sm_90; nearest: sm90";
+    assert_eq!(refused(&asked(Arch::Sm80), &H100, &table()), refusal);
+    let refusal = "unsupported: sm90 kernels on a GPU of sm_80; nearest: sm80";
+    assert_eq!(refused(&asked(Arch::Sm90), &A100, &both()), refusal);
+    // Whoever names a row has chosen: it need not be the best.
+    let row = both().into_iter().find(|row| row.arch == Arch::Sm80 && row.mask == MaskClass::Causal).unwrap();
+    let narrow = problem(Dims { head_dim_qk: 64, head_dim_vo: 64, ..DIMS }, Mask::causal());
+    assert_eq!(select(&narrow, &H100, &[row]).unwrap().kernel, row);
+}
+
+#[test]
+fn the_cpu_has_no_instruction_set() {
+    let error = problem(DIMS, Mask::Full).arch(Arch::Sm80).plan(&crate::Device::cpu()).unwrap_err();
+    assert_eq!(error.to_string(), "unsupported: sm80 kernels on the CPU; nearest: a GPU of sm_80 and later");
+}
+
 #[test]
 fn more_tiles_than_a_kernel_counts_are_refused() {
     let dims = Dims { batch: 1 << 20, seqlen_q: 1 << 28, heads_q: 4, ..DIMS };

@@ -121,13 +121,15 @@ impl fmt::Display for BackwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let d_lse = if self.d_lse { " d_lse" } else { "" };
         let deterministic = if self.deterministic { " deterministic" } else { "" };
-        write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale_value())
+        write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale_value())?;
+        self.forward.write_arch(f)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Arch;
 
     const DIMS: Dims =
         Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 6, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
@@ -163,5 +165,6 @@ mod tests {
         let text = "backward bf16 batch 2 seqlen 5x7 heads 6/2 head_dim 16/8 causal scale 0.5";
         assert_eq!(backward.to_string(), text);
         assert_eq!(backward.d_lse(true).deterministic(true).to_string(), format!("{text} d_lse deterministic"));
+        assert_eq!(BackwardProblem::of(&forward().arch(Arch::Sm80)).to_string(), format!("{text} on sm80"));
     }
 }
