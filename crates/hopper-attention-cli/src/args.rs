@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hopper_attention::{Corner, DType, Mask};
+use hopper_attention::{Arch, Corner, DType, Mask};
 
 use crate::bench::args::{BenchArgs, PlotArgs};
 use crate::tune::TuneArgs;
@@ -79,6 +79,9 @@ pub struct ComputeArgs {
     /// auto, cpu or cuda:N. auto takes a GPU that supports the problem, else the CPU, and says why
     #[arg(long, default_value = "auto")]
     pub device: DeviceArg,
+    /// Compute with kernels for this instruction set alone [default: the GPU's own]
+    #[arg(long)]
+    pub arch: Option<ArchArg>,
     /// What `hattn tune` wrote: its choice of kernel where it knows the shape and the card, else the built-in rule
     #[arg(long, value_name = "FILE")]
     pub tuning: Option<PathBuf>,
@@ -178,6 +181,24 @@ impl From<DTypeArg> for DType {
             DTypeArg::Bf16 => Self::BF16,
             DTypeArg::F16 => Self::F16,
             DTypeArg::F32 => Self::F32,
+        }
+    }
+}
+
+/// Instruction sets that the command line may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ArchArg {
+    /// Ampere and later: cp.async and mma.sync
+    Sm80,
+    /// Hopper: TMA and WGMMA
+    Sm90,
+}
+
+impl From<ArchArg> for Arch {
+    fn from(arg: ArchArg) -> Self {
+        match arg {
+            ArchArg::Sm80 => Self::Sm80,
+            ArchArg::Sm90 => Self::Sm90,
         }
     }
 }

@@ -92,6 +92,9 @@ impl Request {
         if let Some(scale) = args.scale {
             problem = problem.softmax_scale(scale)?;
         }
+        if let Some(arch) = args.arch {
+            problem = problem.arch(arch.into());
+        }
         let mut request = Self { input, file_dtype, layout, layout_source, problem, backward: None };
         if args.backward {
             request.backward = Some(request.gradients(args)?);

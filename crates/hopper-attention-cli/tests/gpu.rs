@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::io::Write;
 
 use common::{Folder, Written, fixture, hattn, hattn_on};
@@ -30,6 +31,20 @@ fn check_passes_on_real_activations() {
         let line = format!("check --device cuda:0 {options}");
         let text = hattn_on(&line, &fixture(), None).fine();
         assert!(text.contains("median of 10 runs") && text.contains("passed: the largest error is 0."), "{text}");
+    }
+}
+
+#[test]
+fn check_passes_with_every_instruction_set() {
+    if !gpu("check_passes_with_every_instruction_set") {
+        return;
+    }
+    let facts = Device::cuda(0).unwrap().info().unwrap().facts;
+    let archs: BTreeSet<String> =
+        kernels().iter().filter(|kernel| kernel.runs_on(&facts)).map(|kernel| kernel.arch.to_string()).collect();
+    for arch in archs {
+        let text = hattn_on(&format!("check --device cuda:0 --mask causal --arch {arch}"), &fixture(), None).fine();
+        assert!(text.contains(&format!("{arch} fwd")) && text.contains("passed: "), "{text}");
     }
 }
 

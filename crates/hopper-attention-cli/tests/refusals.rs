@@ -244,6 +244,12 @@ fn a_device_that_cannot_do_it() {
     ran.refused(&["cuda:0: the GPU kernels do not compute f32; --dtype bf16 or f16 converts"]);
 }
 
+#[test]
+fn an_instruction_set_where_there_is_none() {
+    let ran = hattn(["check", "--input", FIXTURE, "--device", "cpu", "--arch", "sm80"]);
+    ran.refused(&["sm80 kernels on the CPU; nearest: a GPU of sm_80 and later"]);
+}
+
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn a_table_of_no_kernels() {
@@ -268,7 +274,7 @@ fn random_sizes_that_make_no_problem() {
 #[test]
 fn a_command_line_that_cannot_be_read() {
     let input = ["--input", FIXTURE];
-    let cases: [&[&str]; 9] = [
+    let cases: [&[&str]; 10] = [
         &[],
         &["walk"],
         &["run", input[0], input[1]],
@@ -276,6 +282,7 @@ fn a_command_line_that_cannot_be_read() {
         &["check", input[0], input[1], "--mask", "diagonal"],
         &["check", input[0], input[1], "--device", "tpu"],
         &["check", input[0], input[1], "--dtype", "f64"],
+        &["check", input[0], input[1], "--arch", "sm_80"],
         &["check", input[0], input[1], "--repeat", "0"],
         &["check", input[0], input[1], "--deterministic"],
     ];

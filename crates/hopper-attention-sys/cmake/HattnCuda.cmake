@@ -25,6 +25,8 @@ function(hattn_kernel_options target)
     list(APPEND codes "SHELL:-gencode arch=compute_90a,code=sm_90a")
   endif()
   if("sm80" IN_LIST ARGN)
+    # Several codes a kernel, of which a process loads one: packed as small as can be.
+    list(APPEND codes "--compress-mode=size")
     foreach(code IN LISTS HATTN_SM80_CODES)
       list(APPEND codes "SHELL:-gencode arch=compute_80,code=${code}")
     endforeach()

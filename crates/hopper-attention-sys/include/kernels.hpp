@@ -64,7 +64,8 @@ struct FwdParams {
   std::int32_t diagonal_offset = 0;
   std::int32_t window_left = 0;
   std::int32_t window_right = 0;
-  // The order in which the persistent grid walks the tiles (the plan chooses): CTAs, and heads taken together.
+  // The order in which the grid walks the tiles (the plan chooses): CTAs (sm80: one a tile, and no counter), and heads
+  // taken together.
   std::int32_t grid = 0;
   std::int32_t heads_per_group = 1;
   std::int32_t groups = 1;  // the last one has all heads that are left

@@ -94,12 +94,7 @@ struct Mma {
       own = within<kMask>(block_range<kMask, Traits::kWarpRows, kTileN>(band, row / Traits::kWarpRows), range);
     }
 
-    Load<Traits> const load(params, storage, tile);
-    load.queries(tile);
-    load.template keys<true>(range.end - 1, 0);
-    commit_copies();
-    load.template values<true>(range.end - 1, 0);
-    commit_copies();
+    Load<Traits>::first(params, storage, tile, range.end - 1);
 
     // Shared memory as this lane reads it.
     std::uint32_t lane = cute::cast_smem_ptr_to_uint(&storage) + lane_offset();
@@ -125,7 +120,6 @@ struct Mma {
     // What a block's loads wait for lies before its barrier, what they overwrite is dead after it. With two stages
     // there is one, for both operands of the next block. With one, the next K is loaded after the softmax, which may
     // need the scores again, and V after the product of the block before.
-    int stage = 0;
     CUTE_NO_UNROLL
     for (int n = range.end - 1; n >= range.begin; --n) {
       bool const first = n == range.end - 1;
@@ -136,19 +130,19 @@ struct Mma {
       }
       __syncthreads();
       if (kStages == 1 && !first) {
-        load.template values<false>(n, 0);
+        Load<Traits>::next_values(params, storage, n);
         commit_copies();
       }
       if (kStages == 2 && n > range.begin) {
-        load.template keys<false>(n - 1, stage ^ 1);
-        load.template values<false>(n - 1, stage ^ 1);
+        Load<Traits>::next_keys(params, storage, n - 1);
+        Load<Traits>::next_values(params, storage, n - 1);
         commit_copies();
       }
       // Opaque, or the addresses of all steps would be made before the loop and take registers in it.
       asm volatile("" : "+r"(lane));
       std::uint32_t const q = lane + warp_rows;
-      std::uint32_t const k = lane + offsetof(Storage, k) + stage * sizeof(storage.k[0]);
-      std::uint32_t const v = lane + offsetof(Storage, v) + stage * sizeof(storage.v[0]);
+      std::uint32_t const k = lane + offsetof(Storage, k) + Traits::stage(n) * sizeof(storage.k[0]);
+      std::uint32_t const v = lane + offsetof(Storage, v) + Traits::stage(n) * sizeof(storage.v[0]);
       if (Traits::kQueriesInRegisters && first) {
         CUTE_UNROLL
         for (int step = 0; step < kStepsQK; ++step) {
@@ -204,7 +198,7 @@ struct Mma {
         await_copies<0>();
         __syncthreads();
         if (n > range.begin) {
-          load.template keys<false>(n - 1, 0);
+          Load<Traits>::next_keys(params, storage, n - 1);
           commit_copies();
         }
       }
@@ -214,7 +208,6 @@ struct Mma {
           output_step(p, v, key, output);
         }
       }
-      stage ^= kStages - 1;
     }
     // Worked out again, rather than kept.
     Tile const done = scheduler.tile(block_index());

@@ -39,10 +39,16 @@ struct FwdTraits {
   // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
   static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
 
+  // Where a block of keys is kept.
+  CUTE_DEVICE static int stage(int n_block) { return n_block & (kStages - 1); }
+
   struct SharedStorage {
-    alignas(1024) Element q[kTileM * kHeadDimQK];
-    alignas(1024) Element k[kStages][kTileN * kHeadDimQK];
-    alignas(1024) Element v[kStages][kTileN * kHeadDimVO];
+    alignas(128) Element q[kTileM * kHeadDimQK];
+    alignas(128) Element k[kStages][kTileN * kHeadDimQK];
+    alignas(128) Element v[kStages][kTileN * kHeadDimVO];
+    // Where the tile's head of either operand begins: registers are short.
+    std::uint64_t k_head;
+    std::uint64_t v_head;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 101376, "more shared memory than a block can have on compute capability 8.6 and 8.9");
