@@ -16,10 +16,8 @@ struct Load {
     int const head = tile.head / params.heads_per_kv_head;
     std::uint64_t const k_head = head_address(params.k, tile.batch, head);
     std::uint64_t const v_head = head_address(params.v, tile.batch, head);
-    if (thread_index() == 0) {
-      storage.k_head = k_head;
-      storage.v_head = v_head;
-    }
+    storage.k_head = k_head;  // by every thread the same
+    storage.v_head = v_head;
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
         cute::cast_smem_ptr_to_uint(storage.q), head_address(params.q, tile.batch, tile.head),
         2 * params.q.stride_seqlen, tile.block * Traits::kTileM, params.seqlen_q, params.head_dim_qk);

@@ -22,10 +22,16 @@ struct Mma {
   static constexpr int kStages = Traits::kStages;
   static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
 
-  // Where this lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, those of
-  // the first eight rows before those of the next. Its row has the low three bits of the lane, so that columns 16 i
-  // further in a slab are this address xor 32 i; other slabs and rows (by multiples of 8) are an offset.
-  CUTE_DEVICE static std::uint32_t lane_offset() {
+  // Where this lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, in the
+  // order in which the product takes them as registers, so that none has to be moved. That is down the first 8 columns
+  // before the next for Q and V, and along the first 8 rows before the next for K. A lane's row has the low three bits
+  // of the lane, so that columns 16 i further in a slab are this address xor 32 i; other slabs and rows (by multiples
+  // of 8) are an offset.
+  CUTE_DEVICE static std::uint32_t lane_offset_down() {
+    int const lane = thread_index() % 32;
+    return lane % 16 * kSlabRowBytes + (lane / 16 ^ lane % 8) * 16;
+  }
+  CUTE_DEVICE static std::uint32_t lane_offset_along() {
     int const lane = thread_index() % 32;
     return (lane / 16 * 8 + lane % 8) * kSlabRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
   }
@@ -34,12 +40,7 @@ struct Mma {
   CUTE_DEVICE static void load_queries(std::uint32_t q, int step, std::uint32_t (&a)[kStrips][4]) {
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      std::uint32_t r[4];
-      load_matrices((q ^ step % 4 * 32) + (step / 4 * kTileM + strip * 16) * kSlabRowBytes, r);
-      a[strip][0] = r[0];
-      a[strip][1] = r[2];
-      a[strip][2] = r[1];
-      a[strip][3] = r[3];
+      load_matrices((q ^ step % 4 * 32) + (step / 4 * kTileM + strip * 16) * kSlabRowBytes, a[strip]);
     }
   }
 
@@ -70,8 +71,8 @@ struct Mma {
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
-        multiply<Element>(output, at, p[strip][key], b[0], b[2]);
-        multiply<Element>(output, at + 4, p[strip][key], b[1], b[3]);
+        multiply<Element>(output, at, p[strip][key], b[0], b[1]);
+        multiply<Element>(output, at + 4, p[strip][key], b[2], b[3]);
       }
     }
   }
@@ -85,26 +86,44 @@ struct Mma {
                               Storage& storage) {
     using namespace cute;
 
-    Tile const tile = scheduler.tile(block_index());
-    int const row = first_row(tile);
-    // The key blocks of the tile, and those of them that this warp's rows need.
+    Tile const tile = scheduler.tile(static_cast<int>(blockIdx.x));
     BlockRange const range = block_range<kMask, kTileM, kTileN>(band, tile.block);
-    BlockRange own = range;
+    storage.tile = tile;  // by every thread the same
     if constexpr (kMask != MaskClass::Full) {
-      own = within<kMask>(block_range<kMask, Traits::kWarpRows, kTileN>(band, row / Traits::kWarpRows), range);
+      storage.own[thread_index() / 32] = within<kMask>(
+          block_range<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows), range);
     }
-
     Load<Traits>::first(params, storage, tile, range.end - 1);
 
-    // Shared memory as this lane reads it.
-    std::uint32_t lane = cute::cast_smem_ptr_to_uint(&storage) + lane_offset();
-    std::uint32_t const warp_rows = thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
+    // This lane's first address in Q, K and V, worked out where it is needed: the compiler is not to see through it, or
+    // the addresses of all steps would be made before the loop and take registers in it. Without a mask there is one
+    // for K's to keep (opaque at the top of the loop); ptxas spills with it where there is one, and without it where
+    // not.
+    constexpr bool kKeepsLane = kMask == MaskClass::Full;
+    std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along() : 0;
+    auto q_lane = [&]() {
+      return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down() +
+             thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
+    };
+    auto k_lane = [&](int n) {
+      std::uint32_t const first = kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along();
+      return first + offsetof(Storage, k) + Traits::stage(n) * sizeof(storage.k[0]);
+    };
+    auto v_lane = [&](int n) { return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n)]) + lane_offset_down(); };
 
     Tensor scores = make_tensor<float>(Shape<Int<kTileN / 2>, Int<kStrips>>{});
     Tensor output = make_tensor<float>(Shape<Int<Traits::kHeadDimVO / 2>, Int<kStrips>>{});
-    // P as operand of the second product. For 16-bit types the accumulator's order is the operand's, so that making P
-    // is a conversion in place.
+    // P as operand of the second product: for 16-bit types the accumulator's order is the operand's.
     std::uint32_t p[kStrips][kTileN / 16][4];
+    // Before the ways through the softmax meet again: there the second product begins, whose first operands need the
+    // registers that the scores had.
+    auto make_p = [&]() {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores) / 2; ++i) {
+        int const at = i % (kTileN / 4);
+        p[i / (kTileN / 4)][at / 4][at % 4] = pack_pair<Element>(scores(2 * i), scores(2 * i + 1));
+      }
+    };
     std::uint32_t queries[Traits::kQueriesInRegisters ? kStepsQK : 1][kStrips][4];
     clear(output);
     Softmax softmax;
@@ -129,6 +148,9 @@ struct Mma {
         await_copies<0>();
       }
       __syncthreads();
+      if (kKeepsLane) {
+        asm volatile("" : "+r"(along));
+      }
       if (kStages == 1 && !first) {
         Load<Traits>::next_values(params, storage, n);
         commit_copies();
@@ -138,20 +160,22 @@ struct Mma {
         Load<Traits>::next_values(params, storage, n - 1);
         commit_copies();
       }
-      // Opaque, or the addresses of all steps would be made before the loop and take registers in it.
-      asm volatile("" : "+r"(lane));
-      std::uint32_t const q = lane + warp_rows;
-      std::uint32_t const k = lane + offsetof(Storage, k) + Traits::stage(n) * sizeof(storage.k[0]);
-      std::uint32_t const v = lane + offsetof(Storage, v) + Traits::stage(n) * sizeof(storage.v[0]);
       if (Traits::kQueriesInRegisters && first) {
+        std::uint32_t const q = q_lane();
         CUTE_UNROLL
         for (int step = 0; step < kStepsQK; ++step) {
           load_queries(q, step, queries[Traits::kQueriesInRegisters ? step : 0]);
         }
       }
 
+      BlockRange const own = kMask == MaskClass::Full ? range : storage.own[thread_index() / 32];
       bool const needed = kMask == MaskClass::Full || (n < own.end && n >= own.begin);
+      // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
+      bool const masked = kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0
+                                                   : n == own.end - 1 || n >= own.free_end || n < own.free_begin;
       if (needed) {
+        std::uint32_t const q = q_lane();
+        std::uint32_t const k = k_lane(n);
         clear(scores);
         CUTE_UNROLL
         for (int step = 0; step < kStepsQK; ++step) {
@@ -163,34 +187,32 @@ struct Mma {
           }
         }
         auto recompute = [&]() {
+          std::uint32_t const q_again = q_lane();
+          std::uint32_t const k_again = k_lane(n);
           clear(scores);
           CUTE_NO_UNROLL
           for (int step = 0; step < kStepsQK; ++step) {
             std::uint32_t again[kStrips][4];
-            load_queries(q, step, again);
-            score_step(again, k, step, scores);
+            load_queries(q_again, step, again);
+            score_step(again, k_again, step, scores);
           }
         };
-        // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
-        bool const masked = kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0
-                                                     : n == own.end - 1 || n >= own.free_end || n < own.free_begin;
         if (masked) {
           int const thread = thread_index();
+          int const row = first_row(storage.tile) + thread % 32 / 4;
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
             Tensor part = scores(_, strip);
-            apply_mask<kMask, kTileN>(part, band, row + 16 * strip + thread % 32 / 4, 2 * (thread % 4), n);
+            apply_mask<kMask, kTileN>(part, band, row + 16 * strip, 2 * (thread % 4), n);
           }
           softmax.masked_block(scores, params.scale_log2, rescale_output);
+          make_p();
         } else if (kMask == MaskClass::Full && first) {
           softmax.first_block(scores, params.scale_log2, recompute);
+          make_p();
         } else {
           softmax.next_block(scores, params.scale_log2, recompute, rescale_output);
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < size(scores) / 2; ++i) {
-          int const at = i % (kTileN / 4);
-          p[i / (kTileN / 4)][at / 4][at % 4] = pack_pair<Element>(scores(2 * i), scores(2 * i + 1));
+          make_p();
         }
       }
 
@@ -203,15 +225,14 @@ struct Mma {
         }
       }
       if (needed) {
+        std::uint32_t const v = v_lane(n);
         CUTE_UNROLL
         for (int key = 0; key < kTileN / 16; ++key) {
           output_step(p, v, key, output);
         }
       }
     }
-    // Worked out again, rather than kept.
-    Tile const done = scheduler.tile(block_index());
-    Epilogue<Traits>::run(params, done, first_row(done), softmax, output);
+    Epilogue<Traits>::run(params, storage.tile, first_row(storage.tile), softmax, output);
   }
 };
 

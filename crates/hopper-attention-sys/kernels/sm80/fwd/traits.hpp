@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.hpp"
+#include "common/mask.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
@@ -46,8 +47,10 @@ struct FwdTraits {
     alignas(128) Element q[kTileM * kHeadDimQK];
     alignas(128) Element k[kStages][kTileN * kHeadDimQK];
     alignas(128) Element v[kStages][kTileN * kHeadDimVO];
-    // Where the tile's head of either operand begins: registers are short.
-    std::uint64_t k_head;
+    // Registers are short: what is looked at once a block of keys waits here.
+    Tile tile;
+    BlockRange own[kThreads / 32];  // the key blocks that each warp's rows need
+    std::uint64_t k_head;           // where the tile's head of K and V begins
     std::uint64_t v_head;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
@@ -76,17 +79,12 @@ struct KernelParams {
   float scale_log2;  // softmax_scale * log2(e)
 };
 
-// A thread's place in its block, and the block's in the grid, read anew at each call: what follows from them is not to
-// stay in registers while the products are under way.
+// A thread's place in its block, read anew at each call: what follows from it is not to stay in registers while the
+// products are under way.
 CUTE_DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
-}
-CUTE_DEVICE int block_index() {
-  int block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
 }
 
 // Where a head of a tensor begins.
