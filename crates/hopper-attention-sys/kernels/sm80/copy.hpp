@@ -31,16 +31,12 @@ CUTE_DEVICE void await_copies() {
 // Copies rows [first, first + kRows) of one head into a tile, every one of kThreads threads its share: the same chunk
 // of every kRowsAPass-th row. Columns from `columns` on become zeros; so do, where kRagged, rows from `rows` on, while
 // otherwise all of them are there.
-//
-// Where a thread's share begins is worked out at each call: nothing of it stays in registers between calls, of which
-// the products have use for all.
+// `thread` is this one's index in the block.
 template <int kRows, int kHeadDim, int kThreads, bool kRagged>
 CUTE_DEVICE void copy_tile(std::uint32_t tile, std::uint64_t head, std::int64_t row_bytes, int first, int rows,
-                           int columns) {
+                           int columns, int thread) {
   constexpr int kRowsAPass = kThreads / 8;
   static_assert(kRowsAPass % 8 == 0 && kRows % kRowsAPass == 0, "a thread's rows have the same low bits");
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   int const chunk = thread % 8;
   int const row = thread / 8;
   std::uint32_t const target = tile + row * kSlabRowBytes + (chunk ^ row % 8) * 16;

@@ -28,11 +28,11 @@ struct Mma {
   // of the lane, so that columns 16 i further in a slab are this address xor 32 i; other slabs and rows (by multiples
   // of 8) are an offset.
   CUTE_DEVICE static std::uint32_t lane_offset_down() {
-    int const lane = thread_index() % 32;
+    int const lane = Traits::thread_index() % 32;
     return lane % 16 * kSlabRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
   CUTE_DEVICE static std::uint32_t lane_offset_along() {
-    int const lane = thread_index() % 32;
+    int const lane = Traits::thread_index() % 32;
     return (lane / 16 * 8 + lane % 8) * kSlabRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
   }
 
@@ -79,7 +79,7 @@ struct Mma {
 
   // This warp's first row of a tile.
   CUTE_DEVICE static int first_row(Tile const& tile) {
-    return tile.block * kTileM + thread_index() / 32 * Traits::kWarpRows;
+    return tile.block * kTileM + Traits::thread_index() / 32 * Traits::kWarpRows;
   }
 
   CUTE_DEVICE static void run(KernelParams const& params, FwdScheduler const& scheduler, Band const& band,
@@ -88,22 +88,25 @@ struct Mma {
 
     Tile const tile = scheduler.tile(static_cast<int>(blockIdx.x));
     BlockRange const range = block_range<kMask, kTileM, kTileN>(band, tile.block);
-    storage.tile = tile;  // by every thread the same
+    storage.tile = tile;     // by every thread the same
+    BlockRange own = range;  // the key blocks that this warp's rows need
     if constexpr (kMask != MaskClass::Full) {
-      storage.own[thread_index() / 32] = within<kMask>(
-          block_range<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows), range);
+      own = within<kMask>(block_range<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows),
+                          range);
+      storage.own[Traits::thread_index() / 32] = own;
     }
-    Load<Traits>::first(params, storage, tile, range.end - 1);
+    Load<Traits> const load(params, storage, tile);
+    load.first(tile, range.end - 1);
 
     // This lane's first address in Q, K and V, worked out where it is needed: the compiler is not to see through it, or
     // the addresses of all steps would be made before the loop and take registers in it. Without a mask there is one
     // for K's to keep (opaque at the top of the loop); ptxas spills with it where there is one, and without it where
     // not.
-    constexpr bool kKeepsLane = kMask == MaskClass::Full;
+    constexpr bool kKeepsLane = kMask == MaskClass::Full && Traits::kRegistersShort;
     std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along() : 0;
     auto q_lane = [&]() {
       return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down() +
-             thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
+             Traits::thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
     };
     auto k_lane = [&](int n) {
       std::uint32_t const first = kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along();
@@ -152,12 +155,12 @@ struct Mma {
         asm volatile("" : "+r"(along));
       }
       if (kStages == 1 && !first) {
-        Load<Traits>::next_values(params, storage, n);
+        load.next_values(n);
         commit_copies();
       }
       if (kStages == 2 && n > range.begin) {
-        Load<Traits>::next_keys(params, storage, n - 1);
-        Load<Traits>::next_values(params, storage, n - 1);
+        load.next_keys(n - 1);
+        load.next_values(n - 1);
         commit_copies();
       }
       if (Traits::kQueriesInRegisters && first) {
@@ -168,7 +171,9 @@ struct Mma {
         }
       }
 
-      BlockRange const own = kMask == MaskClass::Full ? range : storage.own[thread_index() / 32];
+      if constexpr (kMask != MaskClass::Full && Traits::kRegistersShort) {
+        own = storage.own[Traits::thread_index() / 32];
+      }
       bool const needed = kMask == MaskClass::Full || (n < own.end && n >= own.begin);
       // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
       bool const masked = kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0
@@ -198,7 +203,7 @@ struct Mma {
           }
         };
         if (masked) {
-          int const thread = thread_index();
+          int const thread = Traits::thread_index();
           int const row = first_row(storage.tile) + thread % 32 / 4;
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
@@ -220,7 +225,7 @@ struct Mma {
         await_copies<0>();
         __syncthreads();
         if (n > range.begin) {
-          Load<Traits>::next_keys(params, storage, n - 1);
+          load.next_keys(n - 1);
           commit_copies();
         }
       }

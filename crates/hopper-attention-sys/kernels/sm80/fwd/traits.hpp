@@ -36,6 +36,20 @@ struct FwdTraits {
 
   // Where O and the scores leave registers for it, Q is read from shared memory once.
   static constexpr bool kQueriesInRegisters = kHeadDimQK + kHeadDimVO <= 128;
+  // Elsewhere registers are short: what is looked at once a block of keys waits in shared memory or is worked out anew.
+  static constexpr bool kRegistersShort = !kQueriesInRegisters;
+
+  // This thread's place in the block, where registers are short read anew at each call, so that what follows from it
+  // does not stay in them.
+  CUTE_DEVICE static int thread_index() {
+    if constexpr (kRegistersShort) {
+      int thread;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+      return thread;
+    } else {
+      return static_cast<int>(threadIdx.x);
+    }
+  }
 
   // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
   static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
@@ -47,7 +61,6 @@ struct FwdTraits {
     alignas(128) Element q[kTileM * kHeadDimQK];
     alignas(128) Element k[kStages][kTileN * kHeadDimQK];
     alignas(128) Element v[kStages][kTileN * kHeadDimVO];
-    // Registers are short: what is looked at once a block of keys waits here.
     Tile tile;
     BlockRange own[kThreads / 32];  // the key blocks that each warp's rows need
     std::uint64_t k_head;           // where the tile's head of K and V begins
@@ -78,14 +91,6 @@ struct KernelParams {
   int groups;
   float scale_log2;  // softmax_scale * log2(e)
 };
-
-// A thread's place in its block, read anew at each call: what follows from it is not to stay in registers while the
-// products are under way.
-CUTE_DEVICE int thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
 
 // Where a head of a tensor begins.
 CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int head) {
