@@ -32,12 +32,10 @@ pub fn build(vars: &Vars, toolkit: &Toolkit) -> Result<PathBuf> {
         .define("HATTN_CUTLASS_INCLUDE", &toolkit.cutlass)
         .define("HATTN_ARCHS", vars.selection.archs.join(";"))
         .define("HATTN_DTYPES", vars.selection.dtypes.join(";"))
+        .define("HATTN_SM80_CODES", &vars.sm80_codes)
         .define("HATTN_HEAD_DIMS", vars.selection.head_dims.join(";"))
         .define("HATTN_NVCC_FLAGS", vars.nvcc_flags.as_deref().unwrap_or(""))
         .define("CMAKE_CUDA_RUNTIME_LIBRARY", if vars.cudart == Cudart::Static { "Static" } else { "Shared" });
-    if let Some(codes) = &vars.sm80_codes {
-        config.define("HATTN_SM80_CODES", codes);
-    }
     Ok(config.build().join("build"))
 }
 

@@ -25,7 +25,7 @@ pub struct Vars {
     pub nvcc_flags: Option<String>,
     /// `HATTN_SM80_CODES`: what the sm80 kernels are compiled to, between commas: of `sm_80` (runs on all of 8.x), `sm_86`,
     /// `sm_87`, `sm_89`, `sm_90` and `compute_80` (PTX, for what comes later); `sm_80,sm_90,compute_80` by default.
-    pub sm80_codes: Option<String>,
+    pub sm80_codes: String,
     /// `HATTN_CUDART`: `static` (default) or `shared`.
     pub cudart: Cudart,
     /// `DOCS_RS` or `HATTN_NO_KERNELS`: compile no C++ at all. Enough for `cargo check`, clippy and documentation.
@@ -120,14 +120,15 @@ impl Selection {
 }
 
 /// `HATTN_SM80_CODES` as CMake's list. What is not known would be an error of nvcc's, kernel by kernel.
-fn sm80_codes() -> Result<Option<String>> {
+fn sm80_codes() -> Result<String> {
     const KNOWN: [&str; 6] = ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "compute_80"];
-    let Some(codes) = text("HATTN_SM80_CODES") else { return Ok(None) };
+    // Always said, since CMake would remember what was said before.
+    let codes = text("HATTN_SM80_CODES").unwrap_or_else(|| "sm_80,sm_90,compute_80".into());
     let codes: Vec<&str> = codes.split(',').map(str::trim).collect();
     if let Some(other) = codes.iter().find(|code| !KNOWN.contains(code)) {
         bail!("HATTN_SM80_CODES has '{other}', expected some of {} between commas", KNOWN.join(", "));
     }
-    Ok(Some(codes.join(";")))
+    Ok(codes.join(";"))
 }
 
 /// The same rule as in `toolchain/bootstrap.sh`.

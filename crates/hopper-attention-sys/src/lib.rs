@@ -127,7 +127,7 @@ mod ffi {
         window_left: i32,
         /// Keys kept after the diagonal; 2^30: all.
         window_right: i32,
-        /// CTAs of the persistent grid.
+        /// CTAs of the grid, which is persistent but for sm80: there one a tile.
         grid: i32,
         /// Heads whose tiles are walked together.
         heads_per_group: i32,
