@@ -108,13 +108,17 @@ element! {
     E4M3 => E4M3, |x| E4M3::to_f32(&x), E4M3::from_f32;
 }
 
-macro_rules! operand {
-    ($($type:ty)*) => {$(
-        impl Operand for $type { type Out = $type; }
-    )*};
+impl Operand for f16 {
+    type Out = f16;
 }
 
-operand! { f16 bf16 f32 }
+impl Operand for bf16 {
+    type Out = bf16;
+}
+
+impl Operand for f32 {
+    type Out = f32;
+}
 
 #[cfg(test)]
 mod tests {

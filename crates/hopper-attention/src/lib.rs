@@ -156,6 +156,7 @@ pub mod plan;
 mod problem;
 pub mod raw;
 pub mod reference;
+mod scaling;
 #[cfg(feature = "cuda")]
 mod sys;
 mod tensor;
@@ -172,12 +173,13 @@ pub use cuda::CudaDevice;
 pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
 pub use dtype::{DType, E4M3, E4M3_MAX, Element, Fp8Output, Operand, bf16, f16};
 pub use error::{Error, Result};
-pub use forward::ForwardArgs;
+pub use forward::{ForwardArgs, Fp8ForwardArgs};
 pub use kernels::{Arch, KernelInfo, MaskClass, Pass, backward_kernels, kernels, support_table};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
 pub use plan::{BackwardPlan, ForwardPlan};
 pub use problem::{BackwardProblem, Dims, ForwardProblem};
+pub use scaling::{SCALE_BLOCK, Scaling};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
 

@@ -5,6 +5,7 @@
 
 mod backward;
 mod block;
+mod fp8;
 mod matmul;
 mod tile;
 
@@ -16,6 +17,7 @@ use crate::tensor::{HostMut, HostRef};
 use crate::{Element, ForwardProblem, Operand, Result};
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
+pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, forward as forward_fp8};
 
 /// Tokens in a task.
 const BLOCK: usize = 64;
