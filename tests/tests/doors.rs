@@ -116,7 +116,7 @@ fn reference_door(file: &Source, complaints: &mut Vec<String>) {
         return;
     }
     for (line, text) in numbered(&file.text) {
-        for module in ["plan", "kernels", "sys", "cpu", "forward", "backward", "raw"] {
+        for module in ["plan", "kernels", "sys", "cpu", "forward", "backward", "raw", "quantize"] {
             for way in ["crate::", "super::super::"] {
                 let needle = format!("{way}{module}");
                 let follows = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_');

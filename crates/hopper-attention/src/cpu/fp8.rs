@@ -105,7 +105,8 @@ pub(crate) fn forward<O: Fp8Output>(
     Ok(())
 }
 
-pub(super) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
+/// Whether every factor is one.
+pub(crate) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
     let [batch, heads, blocks] = factors.layout.shape();
     for index in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |i| [b, h, i]))) {
         check_factor(what, factors.at(index), || format!(" at {index:?}"))?;
