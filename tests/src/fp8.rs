@@ -80,7 +80,7 @@ impl Operands {
     }
 
     /// What the CPU makes of it: O, and the log-sum-exp.
-    pub fn run(&self) -> (Tensor, Vec<f64>) {
+    pub fn run(&self) -> Output {
         let problem = self.problem.clone().lse(true);
         let mut o = vec![<bf16 as Element>::from_f32(f32::NAN); problem.o_shape().iter().product()];
         let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
@@ -135,12 +135,15 @@ fn no_workspace() -> Workspace {
     Workspace::alloc(&Stream::Cpu, 0).expect("nothing to allocate")
 }
 
+/// An output and its log-sum-exp.
+pub type Output = (Tensor, Vec<f64>);
+
 /// A way of getting e4m3 operands wrong.
 pub struct Mutation {
     /// What is wrong.
     pub name: &'static str,
     /// The broken output and log-sum-exp; `None` where this cannot be told from an honest result.
-    pub apply: fn(&Operands) -> Option<(Tensor, Vec<f64>)>,
+    pub apply: fn(&Operands) -> Option<Output>,
 }
 
 /// All of them, beside [those of every type](crate::mutations).
@@ -157,7 +160,7 @@ pub const MUTATIONS: [Mutation; 9] = [
 ];
 
 impl Operands {
-    fn computed(&self, [q, k, v]: [Tensor; 3]) -> Option<(Tensor, Vec<f64>)> {
+    fn computed(&self, [q, k, v]: [Tensor; 3]) -> Option<Output> {
         let Plain { o, lse } = forward_plain(&self.problem, &q, &k, &v).expect("matching shapes");
         Some((o, lse))
     }
@@ -174,21 +177,21 @@ impl Operands {
         tensors
     }
 
-    fn next_block(&self, of: Input) -> Option<(Tensor, Vec<f64>)> {
+    fn next_block(&self, of: Input) -> Option<Output> {
         let moved = |input, [b, h, i]: [usize; 3]| if input == of { [b, h, i + 1] } else { [b, h, i] };
         self.differing(self.real_by(moved))
     }
 
-    fn next_head(&self) -> Option<(Tensor, Vec<f64>)> {
+    fn next_head(&self) -> Option<Output> {
         self.differing(self.real_by(|_, [b, h, i]| [b, h + 1, i]))
     }
 
-    fn differing(&self, tensors: [Tensor; 3]) -> Option<(Tensor, Vec<f64>)> {
+    fn differing(&self, tensors: [Tensor; 3]) -> Option<Output> {
         if tensors == self.real() { None } else { self.computed(tensors) }
     }
 
     /// What a kernel gives that sums weights after it has folded the factors of V into them.
-    fn wrong_sum(&self) -> Option<(Tensor, Vec<f64>)> {
+    fn wrong_sum(&self) -> Option<Output> {
         let dims = self.problem.dims();
         // The sum of the right weights, each times its block's factor, is an output of a value of 1.
         let [q, k, v] = self.real();

@@ -200,19 +200,22 @@ impl From<DTypeArg> for DType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ScalingArg {
     /// One factor for each of q, k and v
-    PerTensor,
+    #[value(name = "per-tensor")]
+    Tensor,
     /// One for each sequence and key head
-    PerHead,
+    #[value(name = "per-head")]
+    Head,
     /// One for each 128 rows of a head
-    PerBlock,
+    #[value(name = "per-block")]
+    Block,
 }
 
 impl From<ScalingArg> for Scaling {
     fn from(arg: ScalingArg) -> Self {
         match arg {
-            ScalingArg::PerTensor => Self::PerTensor,
-            ScalingArg::PerHead => Self::PerHead,
-            ScalingArg::PerBlock => Self::PerBlock,
+            ScalingArg::Tensor => Self::PerTensor,
+            ScalingArg::Head => Self::PerHead,
+            ScalingArg::Block => Self::PerBlock,
         }
     }
 }

@@ -19,12 +19,13 @@ struct Memory<T> {
 
 impl<T: Operand> Memory<T> {
     fn new(shape: [usize; 4], factors: [usize; 3], gap: usize, seed: u32) -> Self {
-        let layout = spread(shape, gap % 2 == 1, gap);
+        let heads_outside = gap.is_multiple_of(2);
+        let layout = spread(shape, !heads_outside, gap);
         // Of sizes that differ from place to place by some powers of ten.
         let sizes = values::<f32>(layout.span(), seed + 50);
         let data = values::<f32>(layout.span(), seed).into_iter().zip(sizes);
         let data = data.map(|(x, size)| T::from_f32(x * (3.0 * size).exp())).collect();
-        let stored = spread(shape, gap % 2 == 0, 1);
+        let stored = spread(shape, heads_outside, 1);
         let descale = Layout::contiguous(factors).unwrap();
         Self {
             values: (data, layout),
