@@ -236,6 +236,8 @@ fn sources() -> Vec<Source> {
                 if !made && !hidden && !path.is_symlink() {
                     walk(&path, root, found);
                 }
+            } else if name == ".git" {
+                // A worktree's, which says where its repository is; it is no part of this one.
             } else if let Ok(text) = fs::read_to_string(&path) {
                 let relative = path.strip_prefix(root).expect("below the root").to_string_lossy().replace('\\', "/");
                 found.push(Source { path: relative, text });
