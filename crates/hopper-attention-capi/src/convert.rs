@@ -133,6 +133,7 @@ pub(crate) unsafe fn forward(args: &hattn_forward_args) -> Outcome<RawForward> {
             v: tensor("v", args.v)?,
             o: tensor("o", args.o)?,
             lse: tensor_or_none("lse", args.lse)?,
+            fp8: None,
             workspace: workspace(args.workspace, args.workspace_bytes),
         })
     }

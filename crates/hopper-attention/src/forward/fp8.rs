@@ -58,16 +58,21 @@ impl ForwardPlan {
             }
             // No row of the launch table takes e4m3, so that no plan for a GPU comes here.
             #[cfg(feature = "cuda")]
-            (Target::Gpu(_), Stream::Cuda(_)) => Err(Error::Unsupported {
-                wanted: "e4m3 operands on a GPU".into(),
-                nearest: "Device::cpu(), or bf16 and f16 operands".into(),
-            }),
+            (Target::Gpu(_), Stream::Cuda(_)) => Err(fp8_on_a_gpu()),
             (target, stream) => Err(Error::Device {
                 what: "stream",
                 got: stream.to_string(),
                 allowed: format!("{target}, which the plan was made for"),
             }),
         }
+    }
+}
+
+/// What a GPU says of e4m3 operands.
+pub(crate) fn fp8_on_a_gpu() -> Error {
+    Error::Unsupported {
+        wanted: "e4m3 operands on a GPU".into(),
+        nearest: "Device::cpu(), or bf16 and f16 operands".into(),
     }
 }
 
@@ -104,7 +109,7 @@ fn check<O: Fp8Output>(problem: &ForwardProblem, args: &Fp8ForwardArgs<'_, O>) -
 }
 
 /// Layouts of the factors of q, k and v, and of scale_o and amax where they were given.
-fn check_factors(
+pub(crate) fn check_factors(
     problem: &ForwardProblem,
     factors: [Layout<3>; 3],
     scale_o: Option<Layout<1>>,
