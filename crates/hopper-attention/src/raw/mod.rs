@@ -117,9 +117,9 @@ pub struct RawFp8 {
 }
 
 impl ForwardPlan {
-    /// [`run`](Self::run), or [`run_fp8`](Self::run_fp8), by address. On a GPU it enqueues the forward pass on the stream and returns, without
-    /// allocating, waiting or loading anything, and leaves the thread's current CUDA context as it was. On the CPU it is
-    /// done on return, and the stream is not looked at.
+    /// [`run`](Self::run), or [`run_fp8`](Self::run_fp8), by address. On a GPU it enqueues the forward pass on the stream
+    /// and returns, without allocating, waiting or loading anything, and leaves the thread's current CUDA context as it
+    /// was. On the CPU it is done on return, and the stream is not looked at.
     ///
     /// # Errors
     /// As [`run`](Self::run); beyond that [`Error::Layout`] for an address that is not a multiple of the element's size
