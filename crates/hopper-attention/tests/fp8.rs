@@ -184,6 +184,23 @@ fn a_result_by_hand() {
     assert!((lse - (10.0 / 2f32.sqrt() + 2f32.ln())).abs() < 1e-5, "{lse}");
 }
 
+/// Whatever rounding does to the weights of a row, they sum to one; nearly so with factors per block.
+#[test]
+fn equal_values_give_themselves() {
+    let dims =
+        Dims { batch: 2, seqlen_q: 70, seqlen_kv: 333, heads_q: 2, heads_kv: 1, head_dim_qk: 24, head_dim_vo: 3 };
+    for (scaling, softmax_scale) in Scaling::ALL.into_iter().flat_map(|scaling| [0.003, 0.2, 3.0].map(|s| (scaling, s)))
+    {
+        let problem = problem(scaling, dims).mask(Mask::causal()).softmax_scale(softmax_scale).unwrap();
+        let mut memory = Memory::<bf16>::new(&problem, false, 0, 0);
+        memory.v.0.fill(<E4M3 as Element>::from_f32(-3.25));
+        memory.descale_v.0.fill(0.5);
+        run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+        let error = if scaling == Scaling::PerBlock { 0.03 } else { 0.0 };
+        assert!(memory.o.0.iter().all(|o| (o.to_f32() + 1.625).abs() <= error), "{scaling} {softmax_scale}");
+    }
+}
+
 #[test]
 fn an_output_beyond_448_saturates_and_amax_tells() {
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };

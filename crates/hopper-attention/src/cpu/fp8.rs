@@ -5,18 +5,23 @@
 //! of the head)`, 0 but for factors per block, the weight of a key is
 //!
 //! ```text
-//! p = 2^(x + fold - max + 8)      at most 2^8, since max is the largest x + fold so far
-//! O = the largest descale_v * sum of e4m3(p) * v / sum of p * 2^-fold
+//! p   = 2^(x + fold - max + 8)      at most 2^8, since max is the largest x + fold so far
+//! O   = the largest descale_v * sum of e4m3(p) * v / sum of e4m3(p)       per block: / sum of p * 2^-fold
+//! LSE = max * ln(2) + ln(sum of p * 2^-fold / 2^8)
 //! ```
 //!
 //! so that the factors of V cost no product, 448 is never reached, and weights keep their three bits down to 2^-14 of the
-//! largest. The sum is that of the weights before rounding: the LSE is as exact as that of other types.
+//! largest. O is divided by the sum of the rounded weights: what rounding does to all of them alike, as where a row is
+//! nearly even, cancels, and equal values give themselves. With factors per block it is that of the exact ones, since
+//! where a block's values are small its weights round to 0, and count all the same. The LSE is as exact as that of other
+//! types.
 
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
+use super::tile::lanes;
 use super::{BLOCK, Task, each_task, load, offset};
 use crate::tensor::{HostMut, HostRef};
 use crate::{E4M3, Element, Error, ForwardProblem, Fp8Output, Result, SCALE_BLOCK, Scaling};
@@ -71,7 +76,10 @@ struct Scratch {
 struct RowState {
     keys: Keys,
     max: f32,
+    /// Of the weights.
     sum: f32,
+    /// What O is divided by.
+    divisor: f32,
 }
 
 /// Computes `problem`, whose operands are e4m3; shapes and types were checked by the caller.
@@ -155,7 +163,7 @@ fn tile<O: Fp8Output>(
     let (dims, scaling) = (problem.dims(), problem.scaling_value().unwrap_or_default());
     let head_kv = task.head / problem.group_size();
     let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
-    let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0 }; BLOCK];
+    let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
         row.keys = block::kept(&band, query, dims.seqlen_kv);
@@ -189,7 +197,7 @@ fn tile<O: Fp8Output>(
         {
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
-            row.step(&mut scores[kept.clone()], unit, fold, sums);
+            row.step(&mut scores[kept.clone()], unit, fold, scaling == Scaling::PerBlock, sums);
         }
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
@@ -198,36 +206,35 @@ fn tile<O: Fp8Output>(
     let mut o = Vec::with_capacity(sums.len());
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
         for sum in sums {
-            let value = if row.sum == 0.0 { 0.0 } else { sum / row.sum * largest_v };
+            let value = if row.sum == 0.0 { 0.0 } else { sum / row.divisor * largest_v };
             amax = larger(amax, value.abs());
             o.push(O::from_f32(value * inputs.scale_o));
         }
     }
     // ln(0) is the -inf of a row without keys; its max is -inf too.
-    let lse = rows.iter().map(|row| (row.max - P_OFFSET) * LN_2 + row.sum.ln()).collect();
+    let lse = rows.iter().map(|row| row.max * LN_2 + (row.sum / P_OFFSET.exp2()).ln()).collect();
     Rows { o, lse, amax }
 }
 
 impl RowState {
     /// Takes a block's products of the kept keys: turns them into rounded weights relative to the largest so far, and
     /// what was summed before into the same terms.
-    fn step(&mut self, scores: &mut [f32], unit: f32, fold: f32, sums: &mut [f32]) {
+    fn step(&mut self, scores: &mut [f32], unit: f32, fold: f32, per_block: bool, sums: &mut [f32]) {
         if scores.is_empty() {
             return;
         }
         // A NaN is passed over here and comes back with its weight. The unit is above 0, so the largest product decides.
-        let max = self.max.max(scores.iter().copied().fold(f32::NEG_INFINITY, f32::max) * unit + fold);
+        let max = self.max.max(lanes(scores, f32::NEG_INFINITY, f32::max) * unit + fold);
         // Nothing but -inf or NaN: any finite shift will do.
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
         let correction = (self.max - shift).exp2();
         let block_shift = P_OFFSET - (shift - fold);
-        let mut sum = 0.0;
-        for score in scores.iter_mut() {
-            let weight = (*score * unit + block_shift).exp2();
-            sum += weight;
-            *score = Element::to_f32(<E4M3 as Element>::from_f32(weight));
-        }
-        self.sum = self.sum * correction + sum * (-fold).exp2();
+        scores.iter_mut().for_each(|score| *score = (*score * unit + block_shift).exp2());
+        let sum = lanes(scores, 0.0, |a, b| a + b) * (-fold).exp2();
+        scores.iter_mut().for_each(|p| *p = Element::to_f32(<E4M3 as Element>::from_f32(*p)));
+        let divisor = if per_block { sum } else { lanes(scores, 0.0, |a, b| a + b) };
+        self.sum = self.sum * correction + sum;
+        self.divisor = self.divisor * correction + divisor;
         self.max = max;
         if correction != 1.0 {
             sums.iter_mut().for_each(|sum| *sum *= correction);
