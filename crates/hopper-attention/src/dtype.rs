@@ -83,7 +83,7 @@ pub trait Operand: Element {
     type Out: Element;
 }
 
-/// What the output of a problem with [`E4M3`] operands may be: [`bf16`], [`f16`] or [`E4M3`].
+/// What the output of a problem with [`E4M3`] operands may be: `bf16`, `f16` or [`E4M3`].
 pub trait Fp8Output: Element {}
 impl Fp8Output for bf16 {}
 impl Fp8Output for f16 {}
