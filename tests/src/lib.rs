@@ -6,6 +6,7 @@
 pub mod backward;
 pub mod c;
 pub mod data;
+pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod layouts;

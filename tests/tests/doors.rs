@@ -116,7 +116,7 @@ fn reference_door(file: &Source, complaints: &mut Vec<String>) {
         return;
     }
     for (line, text) in numbered(&file.text) {
-        for module in ["plan", "kernels", "sys", "cpu", "forward", "backward", "raw"] {
+        for module in ["plan", "kernels", "sys", "cpu", "forward", "backward", "raw", "quantize"] {
             for way in ["crate::", "super::super::"] {
                 let needle = format!("{way}{module}");
                 let follows = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_');
@@ -236,6 +236,8 @@ fn sources() -> Vec<Source> {
                 if !made && !hidden && !path.is_symlink() {
                     walk(&path, root, found);
                 }
+            } else if name == ".git" {
+                // A worktree's, which says where its repository is; it is no part of this one.
             } else if let Ok(text) = fs::read_to_string(&path) {
                 let relative = path.strip_prefix(root).expect("below the root").to_string_lossy().replace('\\', "/");
                 found.push(Source { path: relative, text });

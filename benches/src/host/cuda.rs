@@ -121,7 +121,7 @@ impl Bench {
         let lse = Some(RawTensor { address, dtype: DType::F32, place, layout: self.lse });
         let workspace =
             RawWorkspace { address: self.workspace.device_ptr(&self.stream).0, bytes: self.workspace.len() };
-        RawForward { q, k, v, o, lse, workspace }
+        RawForward { q, k, v, o, lse, fp8: None, workspace }
     }
 
     /// The C ABI, its structs made once, as a C program would.

@@ -26,7 +26,13 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         head_dim_vo: size("head_dim_vo", given.head_dim_vo)?,
     };
     let lse = flag("lse", given.lse, "wanted")?;
-    let problem = ForwardProblem::new(dtype("dtype", given.dtype)?, dims)?.mask(mask(given)?).lse(lse);
+    let dtype = dtype("dtype", given.dtype)?;
+    if dtype == DType::E4M3 {
+        // Its factors have no place in this ABI yet.
+        let allowed = "f16, bf16, f32".into();
+        return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed }.into());
+    }
+    let problem = ForwardProblem::new(dtype, dims)?.mask(mask(given)?).lse(lse);
     // -0 is 0 too.
     Ok(if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? })
 }
@@ -127,6 +133,7 @@ pub(crate) unsafe fn forward(args: &hattn_forward_args) -> Outcome<RawForward> {
             v: tensor("v", args.v)?,
             o: tensor("o", args.o)?,
             lse: tensor_or_none("lse", args.lse)?,
+            fp8: None,
             workspace: workspace(args.workspace, args.workspace_bytes),
         })
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hopper_attention::{Arch, Corner, DType, Mask};
+use hopper_attention::{Arch, Corner, DType, Mask, Scaling};
 
 use crate::bench::args::{BenchArgs, PlotArgs};
 use crate::tune::TuneArgs;
@@ -88,6 +88,20 @@ pub struct ComputeArgs {
     /// Convert q, k, v and d_o to this type first [default: compute in the file's type]
     #[arg(long)]
     pub dtype: Option<DTypeArg>,
+    /// Quantise q, k and v (bf16 or f16) to e4m3 on the way and compute in FP8, with factors per-tensor (the default),
+    /// per-head (of k and v, for each sequence) or per-block (128 rows of a head); o has the type of the input. CPU only
+    #[arg(
+        long,
+        value_name = "SCALING",
+        num_args = 0..=1,
+        default_missing_value = "per-tensor",
+        conflicts_with = "backward"
+    )]
+    pub fp8: Option<ScalingArg>,
+    /// Before they are quantised, rotate q and k by the signs of this seed and a Hadamard transform, which leaves their
+    /// products as they are and spreads outliers
+    #[arg(long, value_name = "SEED", requires = "fp8")]
+    pub hadamard: Option<u64>,
     /// Runs to time, the median counts [default: 1 on a CPU, 10 on a GPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub repeat: Option<u32>,
@@ -199,6 +213,30 @@ impl From<ArchArg> for Arch {
         match arg {
             ArchArg::Sm80 => Self::Sm80,
             ArchArg::Sm90 => Self::Sm90,
+        }
+    }
+}
+
+/// How many elements share a factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScalingArg {
+    /// One factor for each of q, k and v
+    #[value(name = "per-tensor")]
+    Tensor,
+    /// One for each sequence and key head
+    #[value(name = "per-head")]
+    Head,
+    /// One for each 128 rows of a head
+    #[value(name = "per-block")]
+    Block,
+}
+
+impl From<ScalingArg> for Scaling {
+    fn from(arg: ScalingArg) -> Self {
+        match arg {
+            ScalingArg::Tensor => Self::PerTensor,
+            ScalingArg::Head => Self::PerHead,
+            ScalingArg::Block => Self::PerBlock,
         }
     }
 }

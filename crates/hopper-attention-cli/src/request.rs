@@ -4,7 +4,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::plan::Tuning;
-use hopper_attention::{BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Layout};
+use hopper_attention::{
+    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Layout, Quantizer,
+};
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
 use crate::input::TensorFile;
@@ -16,7 +18,7 @@ const OPTION: &str = "--layout";
 /// An input that has been found to be a problem, and how its tensors lie in the file.
 pub struct Request {
     pub input: TensorFile,
-    /// The element type in the file, which `problem.dtype()` may differ from when `--dtype` was given.
+    /// The element type in the file, which `problem.output_dtype()` may differ from when `--dtype` was given.
     pub file_dtype: DType,
     pub layout: FileLayout,
     /// Where the layout was stated, for the report.
@@ -24,6 +26,8 @@ pub struct Request {
     pub problem: ForwardProblem,
     /// The gradients, where they are wanted.
     pub backward: Option<BackwardProblem>,
+    /// The seed of the rotation before quantising, where one is wanted.
+    pub hadamard: Option<u64>,
 }
 
 impl Request {
@@ -87,7 +91,15 @@ impl Request {
             head_dim_vo: v[3],
         };
         let dtype = args.dtype.map_or(file_dtype, DType::from);
-        let problem = ForwardProblem::new(dtype, dims).with_context(|| format!("input {name}"))?;
+        let problem = match args.fp8 {
+            None => ForwardProblem::new(dtype, dims),
+            Some(_) if !matches!(dtype, DType::BF16 | DType::F16) => bail!(
+                "input {name}: --fp8 quantises what is converted to {dtype}; allowed: bf16, f16 (--dtype converts)"
+            ),
+            Some(scaling) => ForwardProblem::new(DType::E4M3, dims)
+                .and_then(|problem| problem.scaling(scaling.into())?.output(dtype)),
+        };
+        let problem = problem.with_context(|| format!("input {name}"))?;
         let mut problem = problem.mask(args.mask).lse(true);
         if let Some(scale) = args.scale {
             problem = problem.softmax_scale(scale)?;
@@ -95,11 +107,21 @@ impl Request {
         if let Some(arch) = args.arch {
             problem = problem.arch(arch.into());
         }
-        let mut request = Self { input, file_dtype, layout, layout_source, problem, backward: None };
+        let mut request =
+            Self { input, file_dtype, layout, layout_source, problem, backward: None, hadamard: args.hadamard };
         if args.backward {
             request.backward = Some(request.gradients(args)?);
         }
         Ok(request)
+    }
+
+    /// What quantises q, k and v, where the problem is of e4m3.
+    pub fn quantizer(&self) -> hopper_attention::Result<Quantizer> {
+        let quantizer = Quantizer::of(&self.problem, self.problem.output_dtype())?;
+        Ok(match self.hadamard {
+            Some(seed) => quantizer.hadamard(seed),
+            None => quantizer,
+        })
     }
 
     /// The backward problem, once d_o and d_lse have been found to fit.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use hopper_attention::reference::tolerance::Figures;
-use hopper_attention::reference::{BackwardExpected, Expected, Tensor};
+use hopper_attention::reference::{BackwardExpected, Expected, Tensor, forward as oracle};
 use hopper_attention::{BackwardProblem, DType, ForwardProblem, Mask, bf16, f16};
 
 use crate::args::{CheckArgs, ComputeArgs, FileLayout, RunArgs};
@@ -39,13 +39,18 @@ fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<(
         }
         None => None,
     };
-    match request.problem.dtype() {
-        DType::BF16 => execute::<bf16>(args, request, &choice, output, check),
-        DType::F16 => execute::<f16>(args, request, &choice, output, check),
-        DType::F32 => execute::<f32>(args, request, &choice, output, check),
-        other => bail!("dtype {other}; allowed: bf16, f16, f32"),
+    match (request.problem.output_dtype(), args.fp8) {
+        (DType::BF16, None) => execute::<bf16>(args, request, &choice, output, check, compute::forward),
+        (DType::F16, None) => execute::<f16>(args, request, &choice, output, check, compute::forward),
+        (DType::F32, None) => execute::<f32>(args, request, &choice, output, check, compute::forward),
+        (DType::BF16, Some(_)) => execute::<bf16>(args, request, &choice, output, check, compute::forward_fp8),
+        (DType::F16, Some(_)) => execute::<f16>(args, request, &choice, output, check, compute::forward_fp8),
+        (other, _) => bail!("dtype {other}; allowed: bf16, f16, f32"),
     }
 }
+
+/// Computes so many times.
+type Forward<T> = fn(&Choice, &Request, &Qkv<T>, u32) -> Result<Computed<T>>;
 
 fn execute<T: Value>(
     args: &ComputeArgs,
@@ -53,6 +58,7 @@ fn execute<T: Value>(
     choice: &Choice,
     output: Option<(&Path, AtomicFile)>,
     check: bool,
+    forward: Forward<T>,
 ) -> Result<()> {
     describe(args, &request, choice)?;
     let (qkv, given) = report::busy("reading", || read::<T>(&mut request))?;
@@ -66,7 +72,7 @@ fn execute<T: Value>(
 
     let Request { layout, problem, backward, .. } = &request;
     let repeat = args.repeat.unwrap_or(if compute::on_gpu(&choice.device) { 10 } else { 1 });
-    let computed = report::busy("computing", || compute::forward(choice, problem, *layout, &qkv, repeat))?;
+    let computed = report::busy("computing", || forward(choice, &request, &qkv, repeat))?;
     warn_nan("o", &computed.o);
     tell_speed("", computed.time, repeat, flops(problem))?;
     let gradients = match backward.as_ref().zip(given) {
@@ -88,13 +94,16 @@ fn execute<T: Value>(
         let written = gradients.as_ref().map(|(_, _, gradients)| gradients);
         report::busy("writing", || write(file, &request, &computed, written))?;
         let lse_shape = problem.lse_shape();
-        let (dtype, layout) = (problem.dtype(), layout.name());
+        let (dtype, layout) = (problem.output_dtype(), layout.name());
         let beside = if written.is_some() { ", d_q, d_k and d_v as q, k and v" } else { "" };
         let text = format!("{}: o {dtype} {o_shape:?} {layout}, lse f32 {lse_shape:?}{beside}", path.display());
         report::line("output", text)?;
     }
     if !check {
         return Ok(());
+    }
+    if computed.operands.is_some() {
+        tell_accuracy(problem, *layout, &qkv, &computed)?;
     }
     let mut figures = judge(problem, *layout, &qkv, &computed)?;
     if let Some((problem, given, gradients)) = &gradients {
@@ -125,10 +134,13 @@ fn tell_speed(pass: &str, time: Duration, repeat: u32, flops: f64) -> Result<()>
 fn describe(args: &ComputeArgs, request: &Request, choice: &Choice) -> Result<()> {
     let Request { file_dtype, layout, layout_source, problem, .. } = request;
     let mut input = format!("{}: {file_dtype} {} (from {layout_source})", args.input.display(), layout.name());
-    if *file_dtype != problem.dtype() {
-        input += &format!(", converted to {}", problem.dtype());
+    if *file_dtype != problem.output_dtype() {
+        input += &format!(", converted to {}", problem.output_dtype());
     }
     report::line("input", input)?;
+    if args.fp8.is_some() {
+        report::line("fp8", request.quantizer()?)?;
+    }
     report::line("problem", problem)?;
     report::line("plan", &choice.plan)?;
     if let Some(plan) = &choice.backward {
@@ -189,7 +201,7 @@ fn write<T: Value>(
         },
         NamedTensor {
             name: "o",
-            dtype: problem.dtype(),
+            dtype: problem.output_dtype(),
             shape: file_shape(request.layout, problem.o_shape()).to_vec(),
             bytes: bytemuck::cast_slice(&computed.o),
         },
@@ -205,11 +217,34 @@ fn judge<T: Value>(
     computed: &Computed<T>,
 ) -> Result<Vec<(&'static str, Figures)>> {
     let report = report::busy("checking against the f64 oracle", || {
-        let [q, k, v] = wide_qkv(problem, layout, qkv)?;
+        let [q, k, v] = match &computed.operands {
+            Some(operands) => operands.real(problem, layout)?,
+            None => wide_qkv(problem, layout, qkv)?,
+        };
         let lse = wide_lse(&computed.lse);
-        Expected::new(problem, &q, &k, &v)?.check(&wide(&computed.o, layout, problem.o_shape())?, Some(&lse))
+        let o = wide(&computed.o, layout, problem.o_shape())?;
+        anyhow::Ok(Expected::new(problem, &q, &k, &v)?.check(&o, Some(&lse))?)
     })?;
     Ok([("o", report.o)].into_iter().chain(report.lse.map(|lse| ("lse", lse))).collect())
+}
+
+/// How far the result is from the exact one of the input before it was quantised, which the law does not judge.
+fn tell_accuracy<T: Value>(
+    problem: &ForwardProblem,
+    layout: FileLayout,
+    qkv: &Qkv<T>,
+    computed: &Computed<T>,
+) -> Result<()> {
+    let error = report::busy("comparing with the f64 oracle on the input", || {
+        let [q, k, v] = wide_qkv(problem, layout, qkv)?;
+        let exact = oracle(problem, &q, &k, &v)?.o;
+        let o = wide(&computed.o, layout, problem.o_shape())?;
+        let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+        let errors = squares(&mut o.data().iter().zip(exact.data()).map(|(o, exact)| o - exact));
+        // Without an error there is none, be there nothing to compare.
+        anyhow::Ok(if errors == 0.0 { 0.0 } else { (errors / squares(&mut exact.data().iter().copied())).sqrt() })
+    })?;
+    report::line("accuracy", format!("relative RMSE of o, quantisation included: {}", report::digits(error)))
 }
 
 /// How far the gradients are from the f64 oracle, which computes o and lse anew.
@@ -311,7 +346,7 @@ mod tests {
     /// The output is the mean of the two values, the LSE ln 2.
     fn judged(o: Vec<f32>, lse: f32) -> Result<()> {
         let (problem, qkv) = problem();
-        let computed = Computed { o, lse: vec![lse], time: Duration::ZERO };
+        let computed = Computed { o, lse: vec![lse], time: Duration::ZERO, operands: None };
         verdict(&judge(&problem, FileLayout::Bshd, &qkv, &computed)?)
     }
 

@@ -13,10 +13,25 @@ pub(crate) fn dtype(what: &'static str, got: DType, want: DType, whose: &str) ->
 
 /// Whether a tensor has the problem's shape; three dimensions are those of a log-sum-exp.
 pub(crate) fn shape<const R: usize>(tensor: &'static str, got: [usize; R], want: [usize; R]) -> Result<()> {
+    let axes = if R == 3 { "[batch, heads, seqlen]" } else { "[batch, seqlen, heads, head_dim]" };
+    shape_of(tensor, got, want, axes)
+}
+
+/// Whether the factors of an operand have the shape that the problem's scaling gives.
+pub(crate) fn factors(tensor: &'static str, got: [usize; 3], want: [usize; 3]) -> Result<()> {
+    shape_of(tensor, got, want, "[batch, heads, blocks]")
+}
+
+/// Whether a tensor with these axes has the problem's shape.
+pub(crate) fn shape_of<const R: usize>(
+    tensor: &'static str,
+    got: [usize; R],
+    want: [usize; R],
+    axes: &'static str,
+) -> Result<()> {
     if got == want {
         return Ok(());
     }
-    let axes = if R == 3 { "[batch, heads, seqlen]" } else { "[batch, seqlen, heads, head_dim]" };
     Err(Error::Shape { tensor, got: got.into(), want: want.into(), axes })
 }
 

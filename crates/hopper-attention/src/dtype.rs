@@ -2,7 +2,11 @@
 
 use std::fmt;
 
+pub use float8::F8E4M3 as E4M3;
 pub use half::{bf16, f16};
+
+/// The largest value of [`E4M3`]. (Its crate's own constant is 416, which is wrong; nothing here reads that.)
+pub const E4M3_MAX: f32 = 448.0;
 
 /// The element types that tensors may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,15 +71,23 @@ pub trait Element: sealed::Sealed + sealed::Device + Copy + Default + Send + Syn
     /// The value as f32 (exact for every type here).
     fn to_f32(self) -> f32;
 
-    /// The nearest value of this type, ties to even.
+    /// The nearest value of this type, ties to even. [`E4M3`], which has no infinities, saturates: what is beyond 448
+    /// becomes 448, infinities included, as the hardware's conversion does. A NaN stays one.
     fn from_f32(value: f32) -> Self;
 }
 
-/// What Q, K and V may be, and what the output then is.
+/// What Q, K and V of [`ForwardArgs`](crate::ForwardArgs) may be, and what the output then is. ([`E4M3`] operands come with
+/// factors, and so with arguments of their own: [`Fp8ForwardArgs`](crate::Fp8ForwardArgs). They have no backward pass.)
 pub trait Operand: Element {
     /// The type of O.
     type Out: Element;
 }
+
+/// What the output of a problem with [`E4M3`] operands may be: `bf16`, `f16` or [`E4M3`].
+pub trait Fp8Output: Element {}
+impl Fp8Output for bf16 {}
+impl Fp8Output for f16 {}
+impl Fp8Output for E4M3 {}
 
 macro_rules! element {
     ($($type:ty => $dtype:ident, |$value:ident| $to:expr, $from:expr;)*) => {$(
@@ -85,7 +97,6 @@ macro_rules! element {
             fn to_f32(self) -> f32 { let $value = self; $to }
             fn from_f32(value: f32) -> Self { $from(value) }
         }
-        impl Operand for $type { type Out = $type; }
     )*};
 }
 
@@ -93,6 +104,20 @@ element! {
     f16 => F16, |x| x.to_f32(), f16::from_f32;
     bf16 => BF16, |x| x.to_f32(), bf16::from_f32;
     f32 => F32, |x| x, std::convert::identity;
+    // By path: its own takes a reference, so that `x.to_f32()` would be this one again.
+    E4M3 => E4M3, |x| E4M3::to_f32(&x), E4M3::from_f32;
+}
+
+impl Operand for f16 {
+    type Out = f16;
+}
+
+impl Operand for bf16 {
+    type Out = bf16;
+}
+
+impl Operand for f32 {
+    type Out = f32;
 }
 
 #[cfg(test)]
@@ -109,6 +134,49 @@ mod tests {
         check::<f16>("f16");
         check::<bf16>("bf16");
         check::<f32>("f32");
-        assert_eq!((DType::E4M3.bytes(), DType::E4M3.name()), (1, "e4m3"));
+        check::<E4M3>("e4m3");
+    }
+
+    /// e4m3 by its definition: 4 exponent bits of bias 7, 3 mantissa bits, no infinities, NaN where all of them are set.
+    fn defined(code: u8) -> f64 {
+        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+        let magnitude = match (exponent, code & 7) {
+            (15, 7) => f64::NAN,
+            (0, _) => mantissa * 2f64.powi(-9),
+            _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+        };
+        if code >> 7 == 1 { -magnitude } else { magnitude }
+    }
+
+    #[test]
+    fn every_code_of_e4m3_is_what_the_format_says() {
+        for code in 0..=u8::MAX {
+            let (got, want) = (E4M3::from_bits(code), defined(code));
+            assert!(f64::from(Element::to_f32(got)) == want || (got.is_nan() && want.is_nan()), "{code:#x}");
+            // And back, the sign of a zero included; one NaN is as good as the other.
+            let back = <E4M3 as Element>::from_f32(Element::to_f32(got));
+            assert!(back.to_bits() == code || (back.is_nan() && want.is_nan()), "{code:#x}");
+        }
+        assert_eq!((defined(0x7e), defined(0x08), defined(0x01)), (448.0, 2f64.powi(-6), 2f64.powi(-9)));
+        assert_eq!(f64::from(E4M3_MAX), defined(0x7e));
+    }
+
+    #[test]
+    fn e4m3_rounds_to_nearest_even_and_saturates() {
+        let round = |x: f32| <E4M3 as Element>::from_f32(x);
+        for code in 0..0x7e {
+            let (below, above) = (defined(code), defined(code + 1));
+            let middle = ((below + above) / 2.0) as f32; // exact: it has five significant bits
+            let even = if code % 2 == 0 { code } else { code + 1 };
+            for (value, want) in [(middle, even), (middle.next_down(), code), (middle.next_up(), code + 1)] {
+                assert_eq!(round(value).to_bits(), want, "{value}");
+                assert_eq!(round(-value).to_bits(), want | 0x80, "-{value}");
+            }
+        }
+        for beyond in [448.1, 463.9, 464.0, 480.0, 1e30, f32::MAX, f32::INFINITY] {
+            assert_eq!((round(beyond).to_bits(), round(-beyond).to_bits()), (0x7e, 0xfe), "{beyond}");
+        }
+        assert!(round(f32::NAN).is_nan() && round(-f32::NAN).is_nan());
+        assert_eq!(round(f32::MIN_POSITIVE).to_bits(), 0);
     }
 }

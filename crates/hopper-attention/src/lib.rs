@@ -96,6 +96,42 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # FP8
+//!
+//! [`E4M3`] operands come with f32 factors: a real value of Q, K or V is what is stored times its descale factor, shared per
+//! tensor, per head or per block of 128 rows as the problem's [`Scaling`] says. The output is bf16, f16, or e4m3 after a
+//! factor of its own. Such a problem runs with [`Fp8ForwardArgs`] and [`run_fp8`](ForwardPlan::run_fp8), and a [`Quantizer`]
+//! makes its operands. On the CPU products of stored values are summed in f32 and P is rounded to e4m3, as tensor cores
+//! will; there is no GPU kernel yet, so that a plan for a GPU is [`Error::Unsupported`]. There is no backward pass.
+//!
+//! ```
+//! use hopper_attention::*;
+//!
+//! # fn main() -> Result<()> {
+//! let dims = Dims { batch: 1, seqlen_q: 2, seqlen_kv: 4, heads_q: 2, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
+//! let problem = ForwardProblem::new(DType::E4M3, dims)?.scaling(Scaling::PerHead)?; // bf16 out
+//! let plan = problem.plan(&Device::cpu())?;
+//! let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+//!
+//! // Keys are alike, so O is the mean of the values, 2 stored times a half.
+//! let (q, k, v) = ([E4M3::ONE; 4], [E4M3::ONE; 4], [E4M3::from_f32(2.0); 4]);
+//! let mut o = [bf16::ZERO; 4];
+//! plan.run_fp8(&Stream::Cpu, &mut workspace, Fp8ForwardArgs {
+//!     q: TensorRef::host(&q, Layout::contiguous(problem.q_shape())?)?,
+//!     k: TensorRef::host(&k, Layout::contiguous(problem.k_shape())?)?,
+//!     v: TensorRef::host(&v, Layout::contiguous(problem.v_shape())?)?,
+//!     descale_q: TensorRef::host(&[1.0], Layout::contiguous(problem.descale_q_shape())?)?,
+//!     descale_k: TensorRef::host(&[1.0], Layout::contiguous(problem.descale_k_shape())?)?,
+//!     descale_v: TensorRef::host(&[0.5], Layout::contiguous(problem.descale_v_shape())?)?,
+//!     o: TensorMut::host(&mut o, Layout::contiguous(problem.o_shape())?)?,
+//!     lse: None,
+//!     scale_o: None,
+//!     amax: None,
+//! })?;
+//! assert_eq!(o, [bf16::ONE; 4]);
+//! # Ok(()) }
+//! ```
+//!
 //! # Sources
 //!
 //! Rows are computed block by block of keys with the online softmax of Milakov and Gimelshein, *Online normalizer
@@ -105,7 +141,8 @@
 //! WGMMA in the way of Shah et al., *FlashAttention-3* (2024). The backward pass, which computes P again from the
 //! log-sum-exp, is that of *FlashAttention-2*, section 3.1.2; that `rowsum(dO * O)` is the `rowsum(P * dP)` of the softmax's
 //! derivative is from Dao et al., *FlashAttention* (2022), appendix B. The LSE's derivative with respect to a score is P,
-//! so its gradient joins delta.
+//! so its gradient joins delta. Factors per block and the rotation of Q and K by random signs and a Hadamard transform before
+//! they are quantised are those of *FlashAttention-3*, section 3.3.
 //!
 //! # Errors
 //!
@@ -154,8 +191,10 @@ mod layout;
 mod mask;
 pub mod plan;
 mod problem;
+mod quantize;
 pub mod raw;
 pub mod reference;
+mod scaling;
 #[cfg(feature = "cuda")]
 mod sys;
 mod tensor;
@@ -170,14 +209,16 @@ pub use backward::BackwardArgs;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
-pub use dtype::{DType, Element, Operand, bf16, f16};
+pub use dtype::{DType, E4M3, E4M3_MAX, Element, Fp8Output, Operand, bf16, f16};
 pub use error::{Error, Result};
-pub use forward::ForwardArgs;
+pub use forward::{ForwardArgs, Fp8ForwardArgs};
 pub use kernels::{Arch, KernelInfo, MaskClass, Pass, backward_kernels, kernels, support_table};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
 pub use plan::{BackwardPlan, ForwardPlan};
 pub use problem::{BackwardProblem, Dims, ForwardProblem};
+pub use quantize::{Descale, Quantize, QuantizeArgs, QuantizePlan, Quantizer};
+pub use scaling::{SCALE_BLOCK, Scaling};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
 

@@ -1,12 +1,15 @@
 //! What is to be computed, as numbers: [`ForwardProblem`] and [`BackwardProblem`].
 
 mod backward;
+mod fp8;
 
 use std::fmt;
 
 use crate::{Arch, DType, Error, Mask, Result};
 
 pub use backward::BackwardProblem;
+
+use fp8::Fp8;
 
 /// The sizes of a problem.
 ///
@@ -50,6 +53,7 @@ pub struct ForwardProblem {
     softmax_scale: f32,
     lse: bool,
     arch: Option<Arch>,
+    fp8: Option<Fp8>,
 }
 
 /// Both lengths together stay below this, so that kernels may count keys and mask bounds in 32 bits.
@@ -59,12 +63,9 @@ impl ForwardProblem {
     /// A problem without a mask, with the scale `1 / sqrt(head_dim_qk)` and without the LSE.
     ///
     /// # Errors
-    /// [`Error::Dtype`] for operands that are not f16, bf16 or f32. [`Error::Value`] when a head count or head dim is 0,
-    /// `heads_q` is not a multiple of `heads_kv`, `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31.
+    /// [`Error::Value`] when a head count or head dim is 0, `heads_q` is not a multiple of
+    /// `heads_kv`, `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31.
     pub fn new(dtype: DType, dims: Dims) -> Result<Self> {
-        if !matches!(dtype, DType::F16 | DType::BF16 | DType::F32) {
-            return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed: "f16, bf16, f32".into() });
-        }
         let value = |what, got: String, allowed: &str| Err(Error::Value { what, got, allowed: allowed.into() });
         let Dims { batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo } = dims;
         for (what, got) in [("heads_q", heads_q), ("heads_kv", heads_kv)] {
@@ -88,7 +89,7 @@ impl ForwardProblem {
             return value("batch * heads_q", format!("{batch} * {heads_q}"), "below 2^31");
         }
         let softmax_scale = (1.0 / (head_dim_qk as f64).sqrt()) as f32;
-        Ok(Self { dtype, dims, mask: Mask::Full, softmax_scale, lse: false, arch: None })
+        Ok(Self { dtype, dims, mask: Mask::Full, softmax_scale, lse: false, arch: None, fp8: Fp8::of(dtype) })
     }
 
     /// The same problem with this mask.
@@ -210,8 +211,9 @@ impl ForwardProblem {
     fn numbers(&self) -> String {
         let d = &self.dims;
         format!(
-            "{} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            "{}{} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
             self.dtype,
+            self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
             d.seqlen_q,
             d.seqlen_kv,
@@ -262,8 +264,6 @@ mod tests {
         assert!(refused(Dims { seqlen_q: 1 << 29, seqlen_kv: 1 << 29, ..DIMS }).contains("below 2^30"));
         assert!(refused(Dims { seqlen_q: usize::MAX, ..DIMS }).contains("below 2^30"));
         assert!(refused(Dims { batch: 1 << 29, ..DIMS }).starts_with("batch * heads_q: 536870912 * 6"));
-        let text = ForwardProblem::new(DType::E4M3, DIMS).unwrap_err().to_string();
-        assert_eq!(text, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
     }
 
     #[test]

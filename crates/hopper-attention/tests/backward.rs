@@ -348,8 +348,10 @@ fn what_has_no_kernel_is_refused_by_name() {
             assert!(matches!(error, Error::Unsupported { .. }), "{dtype}: {error}");
         }
     }
-    let error = ForwardProblem::new(DType::E4M3, DIMS).unwrap_err();
-    assert!(matches!(error, Error::Dtype { .. }), "{error}");
+    let e4m3 = problem(DType::E4M3, DIMS, Mask::Full);
+    let text = e4m3.plan(&Device::cpu()).unwrap_err().to_string();
+    assert_eq!(text, "unsupported: gradients of e4m3 operands; nearest: of bf16, f16 and f32 operands");
+    assert!(matches!(e4m3.plan_for(&DeviceFacts::h100_sxm()), Err(Error::Unsupported { .. })));
 }
 
 const _: () = {

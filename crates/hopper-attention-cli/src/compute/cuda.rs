@@ -45,7 +45,7 @@ pub fn forward<T: Value>(
     download(stream, &device_o, &mut o)?;
     download(stream, &device_lse, &mut lse)?;
     handle.synchronize()?;
-    Ok(Computed { o, lse, time })
+    Ok(Computed { o, lse, time, operands: None })
 }
 
 /// As [`forward`], for the gradients: `data` holds what the device's copies begin with.

@@ -3,8 +3,10 @@
 mod backward;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod fp8;
 
 pub use backward::{Gradients, backward};
+pub use fp8::{Operands, forward as forward_fp8};
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +15,7 @@ use hopper_attention::{Device, ForwardArgs, ForwardProblem, Layout, Stream, Tens
 
 use crate::args::FileLayout;
 use crate::input::{Qkv, Value};
-use crate::request::{Choice, strided};
+use crate::request::{Choice, Request, strided};
 
 /// What came out, in the file's order of dimensions.
 pub struct Computed<T> {
@@ -23,6 +25,8 @@ pub struct Computed<T> {
     pub lse: Vec<f32>,
     /// The median over the runs: wall time on a CPU, time between CUDA events on a GPU; copies are not counted.
     pub time: Duration,
+    /// With `--fp8`, what q, k and v were quantised to.
+    pub operands: Option<Operands>,
 }
 
 /// Where the tensors of a problem lie; a gradient lies as what it is of.
@@ -47,14 +51,8 @@ impl Layouts {
 }
 
 /// Computes `repeat` times.
-pub fn forward<T: Value>(
-    choice: &Choice,
-    problem: &ForwardProblem,
-    layout: FileLayout,
-    qkv: &Qkv<T>,
-    repeat: u32,
-) -> Result<Computed<T>> {
-    let layouts = Layouts::new(problem, layout)?;
+pub fn forward<T: Value>(choice: &Choice, request: &Request, qkv: &Qkv<T>, repeat: u32) -> Result<Computed<T>> {
+    let layouts = Layouts::new(&request.problem, request.layout)?;
     // NaN, so that an element that is never written cannot pass for a result.
     let o = filled(T::from_f32(f32::NAN), layouts.o.span())?;
     let lse = filled(f32::NAN, layouts.lse.span())?;
@@ -89,7 +87,7 @@ fn on_cpu<T: Value>(
         choice.plan.run(&stream, &mut workspace, args)?;
         times.push(start.elapsed());
     }
-    Ok(Computed { o, lse, time: median(times) })
+    Ok(Computed { o, lse, time: median(times), operands: None })
 }
 
 /// Whether a device is a GPU.

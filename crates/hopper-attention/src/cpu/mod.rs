@@ -5,7 +5,10 @@
 
 mod backward;
 mod block;
+mod fp8;
+mod hadamard;
 mod matmul;
+mod quantize;
 mod tile;
 
 use std::ops::Range;
@@ -16,6 +19,8 @@ use crate::tensor::{HostMut, HostRef};
 use crate::{Element, ForwardProblem, Operand, Result};
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
+pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp8};
+pub(crate) use quantize::{Factors, QuantizeTask, quantize};
 
 /// Tokens in a task.
 const BLOCK: usize = 64;

@@ -122,7 +122,7 @@ impl RowState {
 
 /// Folds in sixteen lanes, in an order that depends on the length only; `start` is the operation's neutral element or
 /// may be taken in more than once.
-fn lanes(values: &[f32], start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
+pub(super) fn lanes(values: &[f32], start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [start; 16];
     let chunks = values.chunks_exact(16);
     let tail = chunks.remainder().iter().fold(start, |a, &b| fold(a, b));

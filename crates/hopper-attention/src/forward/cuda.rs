@@ -56,6 +56,7 @@ pub(super) fn run<T: Operand>(
             place,
             layout,
         }),
+        fp8: None,
         workspace: RawWorkspace { address: scratch_address.unwrap_or(0), bytes: workspace_bytes },
     };
     // SAFETY: views keep memory within the layouts (checked where tensors are made), outputs are injective and borrowed

@@ -2,11 +2,15 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod fp8;
 
 use crate::plan::Target;
 use crate::{
     Error, ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks, cpu,
 };
+
+pub use fp8::Fp8ForwardArgs;
+pub(crate) use fp8::{check_factors, fp8_on_a_gpu};
 
 /// What a forward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever
 /// its strides.

@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::select::{bounds, fitting, groups, groups_in_turns, small, unsupported, write_keys};
 use super::{Gpu, Target};
-use crate::{BackwardProblem, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
+use crate::{BackwardProblem, DType, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
 /// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
 const COUNTER_BYTES: usize = 256;
@@ -140,9 +140,13 @@ impl BackwardProblem {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
-    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
-    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
+    /// has, and everywhere for e4m3 operands; the CPU computes every other problem that asks for no instruction set of a
+    /// GPU. [`Error::Driver`](crate::Error::Driver) and [`Error::Launch`](crate::Error::Launch) when the kernel cannot be
+    /// loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
+        if self.dtype() == DType::E4M3 {
+            return Err(unsupported("gradients of e4m3 operands".into(), "of bf16, f16 and f32 operands".into()));
+        }
         match device {
             Device::Cpu => Ok(BackwardPlan { problem: self.clone(), target: super::select::cpu(self.forward())? }),
             #[cfg(feature = "cuda")]

@@ -8,7 +8,7 @@ use crate::{DType, Mask};
 /// The gradients of a forward pass with respect to Q, K and V: the forward problem itself, and options of its own.
 ///
 /// Of the forward pass it needs the output and the log-sum-exp, so [`forward`](Self::forward) always wants the latter.
-/// FP8 operands have no backward pass; a forward problem that can be made has one.
+/// FP8 operands have no backward pass: no plan is made of such a problem, and no arguments can be.
 ///
 /// ```
 /// use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask};

@@ -3,10 +3,10 @@
 
 use std::ops::Range;
 
-use super::{RawBackward, RawForward, RawTensor};
+use super::{RawBackward, RawForward, RawFp8, RawTensor};
 use crate::{
-    BackwardArgs, BackwardPlan, DType, Element, Error, ForwardArgs, ForwardPlan, Operand, Result, Stream, TensorMut,
-    TensorRef, Workspace, bf16, f16,
+    BackwardArgs, BackwardPlan, DType, E4M3, Element, Error, ForwardArgs, ForwardPlan, Fp8ForwardArgs, Fp8Output,
+    Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 
 /// Computes the plan's problem.
@@ -14,19 +14,35 @@ use crate::{
 /// # Safety
 /// As [`ForwardPlan::run_raw`], whose checks of types, shapes and places were made.
 pub(super) unsafe fn forward(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
-    let inputs = [("q", bytes("q", &args.q)?), ("k", bytes("k", &args.k)?), ("v", bytes("v", &args.v)?)];
+    let mut inputs = vec![("q", bytes("q", &args.q)?), ("k", bytes("k", &args.k)?), ("v", bytes("v", &args.v)?)];
     let mut outputs = vec![("o", bytes("o", &args.o)?)];
     if let Some(lse) = &args.lse {
         outputs.push(("lse", bytes("lse", lse)?));
     }
+    if let Some(RawFp8 { descale_q, descale_k, descale_v, scale_o, amax }) = &args.fp8 {
+        for (what, descale) in [("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)] {
+            inputs.push((what, bytes(what, descale)?));
+        }
+        if let Some(scale_o) = scale_o {
+            inputs.push(("scale_o", bytes("scale_o", scale_o)?));
+        }
+        if let Some(amax) = amax {
+            outputs.push(("amax", bytes("amax", amax)?));
+        }
+    }
     check_apart(&inputs, &outputs)?;
     // SAFETY: the caller's promise, and what was just checked: alignment, size and overlap; the type is the tensors' own.
     unsafe {
-        match plan.problem().dtype() {
-            DType::F16 => typed_forward::<f16>(plan, args),
-            DType::BF16 => typed_forward::<bf16>(plan, args),
-            DType::F32 => typed_forward::<f32>(plan, args),
-            got => Err(not_on_the_cpu(got)),
+        match (args.fp8, plan.problem().output_dtype()) {
+            (None, DType::F16) => typed_forward::<f16>(plan, args),
+            (None, DType::BF16) => typed_forward::<bf16>(plan, args),
+            (None, DType::F32) => typed_forward::<f32>(plan, args),
+            (Some(fp8), DType::F16) => fp8_forward::<f16>(plan, args, &fp8),
+            (Some(fp8), DType::BF16) => fp8_forward::<bf16>(plan, args, &fp8),
+            (Some(fp8), DType::E4M3) => fp8_forward::<E4M3>(plan, args, &fp8),
+            (_, got) => {
+                Err(Error::Dtype { what: "o", got, allowed: "f16, bf16, f32, or e4m3 of e4m3 operands".into() })
+            }
         }
     }
 }
@@ -83,6 +99,37 @@ unsafe fn typed_forward<T: Operand<Out = T>>(plan: &ForwardPlan, args: &RawForwa
     };
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
     plan.run(&Stream::Cpu, &mut workspace, args)
+}
+
+/// # Safety
+/// As [`forward`], with operands of e4m3 and an output of `O`.
+unsafe fn fp8_forward<O: Fp8Output>(plan: &ForwardPlan, args: &RawForward, fp8: &RawFp8) -> Result<()> {
+    // SAFETY: each is valid, aligned and of this type; what is written meets nothing else.
+    let args = unsafe {
+        Fp8ForwardArgs {
+            q: input::<E4M3, 4>(&args.q)?,
+            k: input::<E4M3, 4>(&args.k)?,
+            v: input::<E4M3, 4>(&args.v)?,
+            descale_q: input::<f32, 3>(&fp8.descale_q)?,
+            descale_k: input::<f32, 3>(&fp8.descale_k)?,
+            descale_v: input::<f32, 3>(&fp8.descale_v)?,
+            o: output::<O, 4>(&args.o)?,
+            lse: match &args.lse {
+                Some(lse) => Some(output::<f32, 3>(lse)?),
+                None => None,
+            },
+            scale_o: match &fp8.scale_o {
+                Some(scale_o) => Some(input::<f32, 1>(scale_o)?),
+                None => None,
+            },
+            amax: match &fp8.amax {
+                Some(amax) => Some(output::<f32, 1>(amax)?),
+                None => None,
+            },
+        }
+    };
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run_fp8(&Stream::Cpu, &mut workspace, args)
 }
 
 /// # Safety
@@ -214,6 +261,7 @@ mod tests {
                     place: Place::Cpu,
                     layout: Layout::contiguous(problem.lse_shape()).unwrap(),
                 }),
+                fp8: None,
                 workspace: RawWorkspace::default(),
             }
         }
@@ -266,6 +314,68 @@ mod tests {
             args.q.layout = Layout::with_strides([1, 2, 2, 2], [0, i64::MAX / 2, 2, 1]).unwrap();
         });
         assert!(text.ends_with("what fits the address space"), "{text}");
+    }
+
+    /// One query and two equal keys of e4m3; O is the mean of the values, 2 and -6, times 4.
+    #[test]
+    fn it_computes_e4m3_operands() {
+        let dims =
+            Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
+        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().output(DType::E4M3).unwrap().amax(true).unwrap();
+        let (kv, mut o) = ([2.0, -6.0].map(<E4M3 as Element>::from_f32), [E4M3::from_bits(0x7f)]);
+        let (ones, zeros, factor, mut amax) = ([1f32], [E4M3::from_bits(0); 2], [4f32], [f32::NAN]);
+        let one = |address: *const f32| RawTensor {
+            address: address as u64,
+            dtype: DType::F32,
+            place: Place::Cpu,
+            layout: Layout::contiguous([1, 1, 1]).unwrap(),
+        };
+        let scalar = |address: *const f32| RawTensor {
+            address: address as u64,
+            dtype: DType::F32,
+            place: Place::Cpu,
+            layout: Layout::contiguous([1]).unwrap(),
+        };
+        let tensor = |address: *const E4M3, shape| RawTensor {
+            address: address as u64,
+            dtype: DType::E4M3,
+            place: Place::Cpu,
+            layout: Layout::contiguous(shape).unwrap(),
+        };
+        let fp8 = RawFp8 {
+            descale_q: one(ones.as_ptr()),
+            descale_k: one(ones.as_ptr()),
+            descale_v: one(ones.as_ptr()),
+            scale_o: Some(scalar(factor.as_ptr())),
+            amax: Some(scalar(amax.as_mut_ptr())),
+        };
+        let args = RawForward {
+            q: tensor(zeros.as_ptr(), problem.q_shape()),
+            k: tensor(zeros.as_ptr(), problem.k_shape()),
+            v: tensor(kv.as_ptr(), problem.v_shape()),
+            o: tensor(o.as_mut_ptr(), problem.o_shape()),
+            lse: None,
+            fp8: Some(fp8),
+            workspace: RawWorkspace::default(),
+        };
+        let plan = problem.plan(&Device::cpu()).unwrap();
+        // SAFETY: the addresses are those of live arrays, or refused before they are used.
+        let run = |args: &RawForward| unsafe { plan.run_raw(args, std::ptr::null_mut()) };
+        let refused = |fp8| run(&RawForward { fp8, ..args }).unwrap_err().to_string();
+        assert_eq!(refused(None), "fp8: missing; allowed: the factors of e4m3 operands");
+        let half = Some(RawFp8 { descale_k: RawTensor { dtype: DType::F16, ..fp8.descale_k }, ..fp8 });
+        assert_eq!(refused(half), "descale_k: dtype f16; allowed: f32, as every factor and amax");
+        let elsewhere = Some(RawFp8 { descale_v: RawTensor { place: Place::Cuda(0), ..fp8.descale_v }, ..fp8 });
+        assert_eq!(refused(elsewhere), "descale_v: on cuda:0; allowed: cpu, the plan's");
+        assert!(refused(Some(RawFp8 { amax: None, ..fp8 })).starts_with("amax: missing"));
+        let meeting = Some(RawFp8 { amax: fp8.scale_o, ..fp8 });
+        assert!(refused(meeting).contains("which meet those of scale_o"));
+        run(&args).unwrap();
+        assert_eq!((Element::to_f32(o[0]), amax), (-8.0, [2.0]));
+
+        let mut memory = Memory::new();
+        let text = memory.refused(|args| args.fp8 = Some(fp8));
+        assert_eq!(text, "fp8: given; allowed: none, since the operands are not e4m3");
     }
 
     #[test]

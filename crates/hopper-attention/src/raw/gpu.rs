@@ -39,6 +39,10 @@ pub(crate) type RowValues = (u64, i64, i64);
 /// # Safety
 /// As [`ForwardPlan::run_raw`], whose checks of types, shapes and places were made.
 pub(super) unsafe fn run(plan: &ForwardPlan, gpu: &Gpu, args: &RawForward, stream: *mut c_void) -> Result<()> {
+    // No row of the launch table takes e4m3, so that no plan for a GPU comes here with factors.
+    if args.fp8.is_some() {
+        return Err(crate::forward::fp8_on_a_gpu());
+    }
     let args = kernel_args(args, plan.workspace_bytes())?;
     #[cfg(feature = "cuda")]
     {
@@ -165,6 +169,7 @@ mod tests {
             v: dense(problem.v_shape()),
             o: dense(problem.o_shape()),
             lse: None,
+            fp8: None,
             workspace: RawWorkspace::default(),
         }
     }

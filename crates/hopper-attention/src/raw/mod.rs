@@ -24,6 +24,7 @@
 //!         v: tensor(v, problem.v_shape())?,
 //!         o: tensor(o, problem.o_shape())?,
 //!         lse: None,
+//!         fp8: None,
 //!         workspace: RawWorkspace { address: scratch, bytes: plan.workspace_bytes() },
 //!     };
 //!     // SAFETY: the caller's promise.
@@ -89,18 +90,36 @@ pub struct RawForward {
     pub k: RawTensor<4>,
     /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub v: RawTensor<4>,
-    /// `[batch, seqlen_q, heads_q, head_dim_vo]`, written.
+    /// `[batch, seqlen_q, heads_q, head_dim_vo]`, written, of the problem's output type.
     pub o: RawTensor<4>,
     /// f32 `[batch, heads_q, seqlen_q]`, written; given exactly when the problem asks for it.
     pub lse: Option<RawTensor<3>>,
+    /// Given exactly when the operands are e4m3.
+    pub fp8: Option<RawFp8>,
     /// Scratch memory.
     pub workspace: RawWorkspace,
 }
 
+/// What a forward pass of e4m3 operands reads and writes beside them, by address: as
+/// [`Fp8ForwardArgs`](crate::Fp8ForwardArgs), all f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawFp8 {
+    /// `[batch, heads, blocks]`, the problem's `descale_q_shape()`.
+    pub descale_q: RawTensor<3>,
+    /// `[batch, heads, blocks]`, the problem's `descale_k_shape()`.
+    pub descale_k: RawTensor<3>,
+    /// `[batch, heads, blocks]`, the problem's `descale_v_shape()`.
+    pub descale_v: RawTensor<3>,
+    /// `[1]`; given exactly when the output is e4m3.
+    pub scale_o: Option<RawTensor<1>>,
+    /// `[1]`, written; given exactly when the problem asks for it.
+    pub amax: Option<RawTensor<1>>,
+}
+
 impl ForwardPlan {
-    /// [`run`](Self::run) by address. On a GPU it enqueues the forward pass on the stream and returns, without
-    /// allocating, waiting or loading anything, and leaves the thread's current CUDA context as it was. On the CPU it is
-    /// done on return, and the stream is not looked at.
+    /// [`run`](Self::run), or [`run_fp8`](Self::run_fp8), by address. On a GPU it enqueues the forward pass on the stream
+    /// and returns, without allocating, waiting or loading anything, and leaves the thread's current CUDA context as it
+    /// was. On the CPU it is done on return, and the stream is not looked at.
     ///
     /// # Errors
     /// As [`run`](Self::run); beyond that [`Error::Layout`] for an address that is not a multiple of the element's size
@@ -133,14 +152,44 @@ fn check(plan: &ForwardPlan, args: &RawForward) -> Result<()> {
     crate::forward::check_shapes(problem, layouts, args.lse.map(|lse| lse.layout))?;
     let tensors = [("q", args.q), ("k", args.k), ("v", args.v), ("o", args.o)];
     for (what, tensor) in tensors {
-        checks::dtype(what, tensor.dtype, problem.dtype(), "the problem's")?;
+        let want = if what == "o" { problem.output_dtype() } else { problem.dtype() };
+        checks::dtype(what, tensor.dtype, want, "the problem's")?;
     }
+    check_fp8(plan, args.fp8.as_ref())?;
     if let Some(lse) = args.lse {
         check_row_values(plan.target(), "lse", lse)?;
     }
     tensors.into_iter().try_for_each(|(what, tensor)| check_place(plan.target(), what, tensor.place))?;
     check_written("o", args.o.layout)?;
     args.lse.map_or(Ok(()), |lse| check_written("lse", lse.layout))
+}
+
+/// Whether what e4m3 operands need is there, as the problem has it, and nothing where it does not belong.
+fn check_fp8(plan: &ForwardPlan, fp8: Option<&RawFp8>) -> Result<()> {
+    let problem = plan.problem();
+    let refuse = |got: &str, allowed: &str| Err(Error::Value { what: "fp8", got: got.into(), allowed: allowed.into() });
+    let fp8 = match (problem.scaling_value(), fp8) {
+        (Some(_), Some(fp8)) => fp8,
+        (Some(_), None) => return refuse("missing", "the factors of e4m3 operands"),
+        (None, Some(_)) => return refuse("given", "none, since the operands are not e4m3"),
+        (None, None) => return Ok(()),
+    };
+    let RawFp8 { descale_q, descale_k, descale_v, scale_o, amax } = fp8;
+    let layouts = [descale_q.layout, descale_k.layout, descale_v.layout];
+    let (of_scale_o, of_amax) = (scale_o.map(|scale_o| scale_o.layout), amax.map(|amax| amax.layout));
+    crate::forward::check_factors(problem, layouts, of_scale_o, of_amax)?;
+    for (what, tensor) in [("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)] {
+        check_factor(plan.target(), what, tensor)?;
+    }
+    for (what, tensor) in [("scale_o", scale_o), ("amax", amax)] {
+        tensor.map_or(Ok(()), |tensor| check_factor(plan.target(), what, &tensor))?;
+    }
+    Ok(())
+}
+
+fn check_factor<C, const R: usize>(target: &Target<C>, what: &'static str, tensor: &RawTensor<R>) -> Result<()> {
+    checks::dtype(what, tensor.dtype, DType::F32, "as every factor and amax")?;
+    check_place(target, what, tensor.place)
 }
 
 /// A log-sum-exp, or its gradient: f32 where the plan is.

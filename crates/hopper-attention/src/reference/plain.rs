@@ -21,14 +21,29 @@ pub struct Plain {
 /// f32, `p = exp(score - row_max)` in f32, its sum in f32, `p` rounded to the input type before it meets V, products
 /// with V accumulated in f32, divided by the sum and rounded to the output type.
 ///
+/// For e4m3 operands, whose tensors hold real values (what is stored times its factor), it is what quantisation alone
+/// does: `256 p` is rounded to e4m3, and an output of e4m3 after `scale_o`, which [`Expected`](super::Expected) knows and
+/// which is 1 here.
+///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Plain> {
+    forward_plain_scaled(problem, q, k, v, 1.0)
+}
+
+/// As [`forward_plain`], with what an output of e4m3 is multiplied by while it is rounded.
+pub(super) fn forward_plain_scaled(
+    problem: &ForwardProblem,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale_o: f32,
+) -> Result<Plain> {
     check_inputs(problem, q, k, v)?;
-    let round = rounding(problem.dtype());
+    let rounding = Rounding::of(problem, scale_o);
     let [q, k, v] = [q, k, v].map(Narrow::new);
     let rows =
-        each_row(problem.lse_shape(), |[batch, head, query]| row(problem, round, &q, &k, &v, batch, head, query));
+        each_row(problem.lse_shape(), |[batch, head, query]| row(problem, &rounding, &q, &k, &v, batch, head, query));
     let o = gather(problem.o_shape(), &rows, |(row, _), out| widen(row, out));
     Ok(Plain { o, lse: rows.into_iter().map(|(_, lse)| f64::from(lse)).collect() })
 }
@@ -60,15 +75,44 @@ fn rounding(dtype: DType) -> fn(f32) -> f32 {
     match dtype {
         DType::F16 => |x| f16::from_f32(x).to_f32(),
         DType::BF16 => |x| <bf16 as Element>::from_f32(x).to_f32(),
-        // E4M3 inputs give P in the accumulator's precision: nothing is promised about its rounding yet.
-        DType::F32 | DType::E4M3 => |x| x,
+        DType::F32 => |x| x,
+        DType::E4M3 => |x| round_e4m3(f64::from(x)) as f32,
     }
+}
+
+/// To the nearest e4m3, ties to even, as the format is defined: steps of an eighth of the power of two below, at least of
+/// 2^-9, up to 448, where everything beyond ends.
+pub(super) fn round_e4m3(x: f64) -> f64 {
+    if x.is_nan() || x == 0.0 {
+        return x;
+    }
+    let power = x.abs().min(448.0).log2().floor().max(-6.0);
+    let step = (power - 3.0).exp2();
+    ((x / step).round_ties_even() * step).clamp(-448.0, 448.0)
+}
+
+/// What is multiplied, rounded and divided by what it was multiplied by.
+struct Rounding {
+    weight: (f32, fn(f32) -> f32),
+    output: (f32, fn(f32) -> f32),
+}
+
+impl Rounding {
+    fn of(problem: &ForwardProblem, scale_o: f32) -> Self {
+        // Weights are at most 1, and e4m3 has 448 as its largest value.
+        let headroom = if problem.dtype() == DType::E4M3 { 256.0 } else { 1.0 };
+        Self { weight: (headroom, rounding(problem.dtype())), output: (scale_o, rounding(problem.output_dtype())) }
+    }
+}
+
+fn rounded((scale, round): (f32, fn(f32) -> f32), x: f32) -> f32 {
+    round(x * scale) / scale
 }
 
 #[expect(clippy::too_many_arguments, reason = "one row of one problem")]
 fn row(
     problem: &ForwardProblem,
-    round: fn(f32) -> f32,
+    rounding: &Rounding,
     q: &Narrow,
     k: &Narrow,
     v: &Narrow,
@@ -96,13 +140,13 @@ fn row(
     for (&key, score) in keys.iter().zip(&scores) {
         let weight = (score - shift).exp();
         row_sum += weight;
-        let weight = round(weight);
+        let weight = rounded(rounding.weight, weight);
         for (o, v) in o.iter_mut().zip(v.row(batch, key, head_kv)) {
             *o += weight * v;
         }
     }
     for o in &mut o {
-        *o = round(*o / row_sum);
+        *o = rounded(rounding.output, *o / row_sum);
     }
     (o, shift + row_sum.ln())
 }
@@ -118,4 +162,25 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
         }
     }
     sums.iter().sum::<f32>() + tail
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::E4M3;
+
+    /// Two definitions that share nothing: this one, and that of the crate that the CPU backend rounds with.
+    #[test]
+    fn e4m3_is_rounded_as_its_type_does() {
+        for bits in (0..0x7f80_0000_u32).step_by(50_021).chain((0x3a00_0000..0x4400_0000).step_by(4_099)) {
+            for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                let want = Element::to_f32(<E4M3 as Element>::from_f32(x));
+                assert_eq!(round_e4m3(f64::from(x)) as f32, want, "{x}");
+            }
+        }
+        assert_eq!((round_e4m3(464.0), round_e4m3(f64::INFINITY), round_e4m3(-1e9)), (448.0, 448.0, -448.0));
+        // The definition's ties: between 16 and 18, and between 18 and 20.
+        assert_eq!((round_e4m3(17.0), round_e4m3(19.0)), (16.0, 20.0));
+        assert!(round_e4m3(f64::NAN).is_nan());
+    }
 }

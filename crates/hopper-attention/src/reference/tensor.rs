@@ -38,6 +38,13 @@ impl Tensor {
         })
     }
 
+    /// The real values of an e4m3 operand: each element times its factor, which `descale` says of
+    /// `[batch, seqlen, head]`. Exact.
+    #[must_use]
+    pub fn descaled(&self, descale: impl Fn([usize; 3]) -> f32) -> Self {
+        Self::from_fn(self.shape, |[b, s, h, d]| self.row(b, s, h)[d] * f64::from(descale([b, s, h])))
+    }
+
     /// `[batch, seqlen, heads, head_dim]`.
     pub fn shape(&self) -> [usize; 4] {
         self.shape

@@ -1,13 +1,14 @@
 //! The one tolerance law: how far a result may be from the oracle.
 //!
-//! For the output, with `u` the unit roundoff of its type (bf16: 2^-8, f16: 2^-11, f32: 2^-24):
+//! For the output, with `u` the unit roundoff of the operands' type (e4m3: 2^-4, bf16: 2^-8, f16: 2^-11, f32: 2^-24), and
+//! ulps those of the output's:
 //!
 //! ```text
 //! per row     max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the row
 //! on tensor   max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the tensor
 //! ```
 //!
-//! `plain` is [`forward_plain`], the same computation in the same precision without any tiling: a
+//! `plain` is [`forward_plain`](super::forward_plain), the same computation in the same precision without any tiling: a
 //! hard problem is allowed what it costs anybody, an easy one is not. Both lines must hold, and both bound a maximum:
 //! no mean can excuse a wrong row, and no large row a wrong small one.
 //!
@@ -19,6 +20,10 @@
 //! out: beyond the 10^9 elements that a long run looks at, and still no more than about an ulp of the output.
 //! What f32 accumulation adds (`sqrt(keys)` roundings of 2^-24, and scores that are off by 2^-24 times the magnitudes
 //! that were summed for them) matters for f32 only, and is there for the others' sake with logits in the thousands.
+//!
+//! With e4m3 operands, exact is the f64 computation on what the operands stand for, and plain rounds P to e4m3: a kernel's
+//! error is held against what quantisation alone costs, and not against a tolerance that zeros could pass. What was lost
+//! when the operands were quantised is no error of a kernel and not judged here.
 //!
 //! For the LSE, which is f32 whatever the operands are:
 //!
@@ -56,7 +61,8 @@ mod backward;
 
 use std::fmt;
 
-use super::{Oracle, Plain, Tensor, forward, forward_plain, place, shape_error};
+use super::plain::forward_plain_scaled;
+use super::{Oracle, Plain, Tensor, forward, place, shape_error};
 use crate::{DType, Error, ForwardProblem, Result};
 
 pub use backward::{BackwardExpected, BackwardReport};
@@ -79,8 +85,8 @@ pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
 /// Half an ulp of 1: the largest relative error of rounding to a type.
 pub(super) fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
-        // Outputs of E4M3 problems are bf16.
-        DType::BF16 | DType::E4M3 => 1.0 / 256.0,
+        DType::E4M3 => 1.0 / 16.0,
+        DType::BF16 => 1.0 / 256.0,
         DType::F16 => 1.0 / 2048.0,
         DType::F32 => U32,
     }
@@ -93,14 +99,20 @@ pub(super) const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
 pub(super) fn half_subnormal(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 1.0 / (1 << 25) as f64,
-        DType::BF16 | DType::E4M3 | DType::F32 => SMALLEST_NORMAL,
+        DType::E4M3 => 1.0 / 1024.0,
+        DType::BF16 | DType::F32 => SMALLEST_NORMAL,
     }
 }
 
 /// Everything needed to judge results of one problem on given inputs: the oracle and the plain computation.
 #[derive(Clone, Debug)]
 pub struct Expected {
+    /// Of the weights.
     unit_roundoff: f64,
+    /// Of the output.
+    output_roundoff: f64,
+    /// What an output of e4m3 is off by near 0.
+    output_least: f64,
     /// The LSE's.
     shape: [usize; 3],
     oracle: Oracle,
@@ -108,16 +120,29 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Computes the oracle and the plain computation. The tensors are as for [`forward`].
+    /// Computes the oracle and the plain computation. The tensors are as for [`forward`]; those of e4m3 operands hold
+    /// real values, what is stored times its factor ([`Tensor::descaled`]).
     ///
     /// # Errors
     /// [`Error::Shape`] when a tensor's shape is not the problem's.
     pub fn new(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
+        Self::with_scale_o(problem, q, k, v, 1.0)
+    }
+
+    /// As [`new`](Self::new), for an output of e4m3 that is stored times `scale_o`. Results to check are real values: what
+    /// is stored divided by `scale_o`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_scale_o(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, scale_o: f32) -> Result<Self> {
+        let of_e4m3 = problem.takes_scale_o();
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
+            output_roundoff: unit_roundoff(problem.output_dtype()),
+            output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
             shape: problem.lse_shape(),
             oracle: forward(problem, q, k, v)?,
-            plain: forward_plain(problem, q, k, v)?,
+            plain: forward_plain_scaled(problem, q, k, v, scale_o)?,
         })
     }
 
@@ -165,7 +190,7 @@ impl Expected {
                     exact,
                     plain: self.plain.o.row(batch, query, head),
                     floor,
-                    ulps: O_ULPS * 2.0 * self.unit_roundoff * magnitude,
+                    ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
                 },
                 |dim| vec![batch, query, head, dim],
             );

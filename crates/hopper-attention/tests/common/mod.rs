@@ -1,5 +1,7 @@
 //! What the tests of the public API share: sizes, numbers, layouts and masks.
 
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
 use hopper_attention::{Corner, Dims, Element, Layout, Mask};
 use proptest::prelude::*;
 

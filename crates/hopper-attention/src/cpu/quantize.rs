@@ -1,0 +1,92 @@
+//! Quantisation to e4m3: a pass for the factors where they are asked for, and one for the values.
+
+use super::hadamard::Rotation;
+use super::{Task, each_task, load, offset};
+use crate::tensor::{HostMut, HostRef};
+use crate::{E4M3, E4M3_MAX, Element, Operand, Scaling};
+
+/// Half a step beyond 448, where rounding to nearest would leave e4m3.
+const ROUNDS_TO_MAX: f32 = 464.0;
+/// The code of a NaN.
+const NAN: E4M3 = E4M3::from_bits(0x7f);
+
+/// One tensor to quantise; shapes were checked by the caller.
+pub(crate) struct QuantizeTask<'a, T> {
+    pub values: HostRef<'a, T, 4>,
+    pub stored: HostMut<'a, E4M3, 4>,
+    pub descale: Factors<'a>,
+    pub scaling: Scaling,
+    /// Heads to a key head.
+    pub group: usize,
+    /// The seed of the rotation before.
+    pub rotation: Option<u64>,
+}
+
+/// Factors to write, or to read.
+pub(crate) enum Factors<'a> {
+    FromAmax(HostMut<'a, f32, 3>),
+    Given(HostRef<'a, f32, 3>),
+}
+
+/// Quantises a tensor, and counts what was saturated and what was not finite.
+pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
+    let QuantizeTask { values, mut stored, descale, scaling, group, rotation } = task;
+    let [batch, seqlen, heads, dim] = values.layout.shape();
+    let rotation = rotation.map(|seed| Rotation::new(seed, dim));
+    let rows = |task: &Task, rows: &mut Vec<f32>| {
+        load(&values, task.batch, task.head, task.tokens.clone(), rows);
+        if let Some(rotation) = &rotation {
+            rows.chunks_exact_mut(dim).for_each(|row| rotation.apply(row));
+        }
+    };
+    // The tokens of a task share a factor.
+    let index = |task: &Task| scaling.index(task.batch, task.head, group, task.tokens.start);
+
+    let descale = match descale {
+        Factors::Given(descale) => descale,
+        Factors::FromAmax(descale) => {
+            let HostMut { data, layout } = descale;
+            let [batches, groups, blocks] = layout.shape();
+            let places = (0..batches).flat_map(|b| (0..groups).flat_map(move |h| (0..blocks).map(move |i| [b, h, i])));
+            let places = places.map(|index| offset(layout.stride(), index));
+            places.clone().for_each(|place| data[place] = 0.0);
+            let compute = |scratch: &mut Vec<f32>, task: &Task| {
+                rows(task, scratch);
+                scratch.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max)
+            };
+            each_task(batch, heads, seqlen, compute, |task, amax: f32| {
+                let place = offset(layout.stride(), index(task));
+                data[place] = data[place].max(amax);
+            });
+            places.for_each(|place| data[place] = (data[place] / E4M3_MAX).max(f32::MIN_POSITIVE));
+            HostRef { data, layout }
+        }
+    };
+
+    let mut counts = [0; 2];
+    let compute = |scratch: &mut Vec<f32>, task: &Task| {
+        rows(task, scratch);
+        let factor = 1.0 / descale.data[offset(descale.layout.stride(), index(task))];
+        let mut counts = [0; 2];
+        let rows: Vec<E4M3> = scratch.iter().map(|&x| one(x, factor, &mut counts)).collect();
+        (rows, counts)
+    };
+    each_task(batch, heads, seqlen, compute, |task, (rows, [saturated, not_finite])| {
+        stored.store(task, &rows);
+        counts[0] += saturated;
+        counts[1] += not_finite;
+    });
+    counts
+}
+
+fn one(x: f32, factor: f32, [saturated, not_finite]: &mut [u64; 2]) -> E4M3 {
+    if !x.is_finite() {
+        *not_finite += 1;
+        return NAN;
+    }
+    let scaled = x * factor;
+    if scaled.abs() > ROUNDS_TO_MAX {
+        *saturated += 1;
+    }
+    <E4M3 as Element>::from_f32(scaled)
+}

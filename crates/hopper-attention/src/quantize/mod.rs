@@ -1,0 +1,286 @@
+//! From 16-bit and 32-bit tensors to e4m3 operands: [`Quantizer`].
+
+use std::fmt;
+
+use crate::cpu::{self, Factors, QuantizeTask};
+use crate::{
+    DType, Device, E4M3, Error, ForwardProblem, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks,
+};
+
+/// Takes Q, K and V of a problem with e4m3 operands to e4m3, with the factors that its [`Scaling`](crate::Scaling) asks for.
+///
+/// ```text
+/// descale = max(amax / 448, the smallest normal f32)      amax: the largest finite magnitude that shares the factor
+/// stored  = e4m3(x * (1 / descale))                       to nearest even; both divisions and the product in f32
+/// ```
+///
+/// or with factors that are given. A magnitude that rounding would take beyond 448, as is possible with given ones only,
+/// is stored as 448. What is not finite becomes NaN, which attention carries on to the rows that it touches; e4m3 has no
+/// infinity. How often either happens can be [counted](QuantizeArgs::counts).
+///
+/// # Incoherent processing
+///
+/// With [`hadamard`](Self::hadamard), Q and K are rotated over the head dim before: signs of a seed, then a Hadamard
+/// transform. It leaves `Q K^T` as it is, since the same orthonormal matrix is on both sides, and spreads outliers over
+/// a vector, so that their rounding errors average out. V is not touched.
+///
+/// *Signs.* Element `d` of every query and key is negated where the top bit is set of output `d` (from 0) of SplitMix64
+/// started with the seed, in 64-bit integers that wrap:
+///
+/// ```text
+/// z = seed + (d + 1) * 0x9e3779b97f4a7c15
+/// z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;  z = (z ^ z >> 27) * 0x94d049bb133111eb;  z ^ z >> 31
+/// ```
+///
+/// *Transform.* A head dim is cut into blocks, the powers of two of its binary representation, largest first: 128 is one
+/// block, 80 is 64 and 16, 112 is 64, 32 and 16. Each block is multiplied by the Hadamard matrix of its size in Sylvester's
+/// order, `(-1)^popcount(i & j) / sqrt(size)`, in f32: for `h` = 1, 2, 4, .. the pairs `i`, `i + h` of each run of `2 h`
+/// elements that ends within the head dim become their sum and difference, and at the end each element is multiplied by
+/// its block's `size^-0.5`, rounded to f32.
+///
+/// ```
+/// use hopper_attention::*;
+///
+/// # fn main() -> Result<()> {
+/// let dims = Dims { batch: 1, seqlen_q: 2, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 4, head_dim_vo: 4 };
+/// let problem = ForwardProblem::new(DType::E4M3, dims)?;
+/// let plan = Quantizer::of(&problem, DType::BF16)?.plan(&Device::cpu())?;
+///
+/// let (v, layout) = ([-0.5, 0.0, 7.0, 1.0].map(bf16::from_f32).repeat(2), Layout::contiguous(problem.v_shape())?);
+/// let (mut stored, mut descale) = ([E4M3::from_bits(0); 8], [0.0]);
+/// let args = QuantizeArgs {
+///     q: None,
+///     k: None,
+///     v: Some(Quantize {
+///         values: TensorRef::host(&v, layout)?,
+///         stored: TensorMut::host(&mut stored, layout)?,
+///         descale: Descale::FromAmax(TensorMut::host(&mut descale, Layout::contiguous(problem.descale_v_shape())?)?),
+///     }),
+///     counts: None,
+/// };
+/// plan.run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?, args)?;
+/// assert_eq!((descale, stored[2].to_f64()), ([7.0 / 448.0], 448.0));
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Quantizer {
+    problem: ForwardProblem,
+    source: DType,
+    hadamard: Option<u64>,
+}
+
+impl Quantizer {
+    /// For the operands of this problem, from tensors of this type, without incoherent processing.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] for a problem whose operands are not e4m3, and for a source that is not bf16, f16 or f32.
+    pub fn of(problem: &ForwardProblem, source: DType) -> Result<Self> {
+        checks::dtype("problem", problem.dtype(), DType::E4M3, "which is what there is to quantise to")?;
+        if !matches!(source, DType::BF16 | DType::F16 | DType::F32) {
+            return Err(Error::Dtype { what: "source", got: source, allowed: "bf16, f16, f32".into() });
+        }
+        Ok(Self { problem: problem.clone(), source, hadamard: None })
+    }
+
+    /// The same with Q and K rotated by the signs of this seed and a Hadamard transform. Queries and keys that meet must
+    /// have been rotated with the same seed.
+    #[must_use]
+    pub fn hadamard(self, seed: u64) -> Self {
+        Self { hadamard: Some(seed), ..self }
+    }
+
+    /// The problem whose operands it makes.
+    pub fn problem(&self) -> &ForwardProblem {
+        &self.problem
+    }
+
+    /// The element type that it reads.
+    pub fn source(&self) -> DType {
+        self.source
+    }
+
+    /// The seed of the signs, where Q and K are rotated.
+    pub fn hadamard_value(&self) -> Option<u64> {
+        self.hadamard
+    }
+
+    /// Picks how the device does it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on a GPU: there is no kernel for it yet.
+    pub fn plan(&self, device: &Device) -> Result<QuantizePlan> {
+        match device {
+            Device::Cpu => Ok(QuantizePlan { quantizer: self.clone() }),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Err(Error::Unsupported {
+                wanted: format!("quantising {} to e4m3 on {device}", self.source),
+                nearest: "Device::cpu()".into(),
+            }),
+        }
+    }
+}
+
+impl fmt::Display for Quantizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scaling = self.problem.scaling_value().unwrap_or_default();
+        write!(f, "quantise {} to e4m3 {scaling}", self.source)?;
+        self.hadamard.map_or(Ok(()), |seed| write!(f, " hadamard {seed}"))
+    }
+}
+
+/// How tensors are quantised on one device.
+#[derive(Clone, Debug)]
+pub struct QuantizePlan {
+    quantizer: Quantizer,
+}
+
+/// What is quantised: any of Q, K and V.
+pub struct QuantizeArgs<'a, T: Operand> {
+    /// Queries.
+    pub q: Option<Quantize<'a, T>>,
+    /// Keys.
+    pub k: Option<Quantize<'a, T>>,
+    /// Values.
+    pub v: Option<Quantize<'a, T>>,
+    /// Where to count, `[3, 2]`: for q, k and v, the elements whose magnitude was too large and was stored as 448, and those
+    /// that were not finite and were stored as NaN (with incoherent processing, after the rotation). In f32, so exact up to
+    /// 2^24. 0 for what was not quantised.
+    pub counts: Option<TensorMut<'a, f32, 2>>,
+}
+
+/// One tensor: `[batch, seqlen, heads, head_dim]` in the shape that the problem has for it.
+pub struct Quantize<'a, T: Operand> {
+    /// What is read.
+    pub values: TensorRef<'a, T, 4>,
+    /// What is written.
+    pub stored: TensorMut<'a, E4M3, 4>,
+    /// Its factors, `[batch, heads, blocks]` as [`Scaling`](crate::Scaling) says.
+    pub descale: Descale<'a>,
+}
+
+/// Where factors come from.
+pub enum Descale<'a> {
+    /// From the largest finite magnitude that shares each: written.
+    FromAmax(TensorMut<'a, f32, 3>),
+    /// From the caller: read. Finite and above 0, which the CPU checks and a GPU will take for granted.
+    Given(TensorRef<'a, f32, 3>),
+}
+
+impl QuantizePlan {
+    /// What it does.
+    pub fn quantizer(&self) -> &Quantizer {
+        &self.quantizer
+    }
+
+    /// What a [`Workspace`] must hold, in bytes.
+    pub fn workspace_bytes(&self) -> usize {
+        0
+    }
+
+    /// Quantises; on the CPU it is done on return.
+    ///
+    /// # Errors
+    /// Before anything is written: [`Error::Dtype`] and [`Error::Shape`] for tensors that are not the problem's;
+    /// [`Error::Device`] for a stream, workspace or tensor that is not where the plan is; [`Error::Value`] for a given factor
+    /// that is not finite and above 0.
+    pub fn run<T: Operand>(&self, stream: &Stream, workspace: &mut Workspace, args: QuantizeArgs<'_, T>) -> Result<()> {
+        checks::dtype("q, k and v", T::DTYPE, self.quantizer.source, "the quantizer's source")?;
+        #[cfg(feature = "cuda")]
+        if !matches!(stream, Stream::Cpu) {
+            let allowed = "cpu, which the plan was made for".into();
+            return Err(Error::Device { what: "stream", got: stream.to_string(), allowed });
+        }
+        workspace.check(self.workspace_bytes(), stream)?;
+        let QuantizeArgs { mut q, mut k, mut v, mut counts } = args;
+        let tasks = [
+            q.as_mut().map(|q| self.task(&Q, q)).transpose()?,
+            k.as_mut().map(|k| self.task(&K, k)).transpose()?,
+            v.as_mut().map(|v| self.task(&V, v)).transpose()?,
+        ];
+        if let Some(counts) = &counts {
+            checks::shape_of("counts", counts.layout().shape(), [3, 2], "[q k v, saturated and not finite]")?;
+        }
+        let mut counts = counts.as_mut().map(|counts| checks::host_mut("counts", counts)).transpose()?;
+        for (row, task) in tasks.into_iter().enumerate() {
+            let found = task.map_or([0; 2], cpu::quantize);
+            if let Some(counts) = &mut counts {
+                for (column, found) in found.into_iter().enumerate() {
+                    // Checked above, so the place exists.
+                    if let Some(place) = counts.layout.offset([row, column]) {
+                        counts.data[place] = found as f32;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A tensor that was found to be the problem's.
+    fn task<'t, T: Operand>(&self, of: &Name, tensor: &'t mut Quantize<'_, T>) -> Result<QuantizeTask<'t, T>> {
+        let problem = &self.quantizer.problem;
+        let (shape, factors) = ((of.shape)(problem), (of.factors)(problem));
+        checks::shape(of.values, tensor.values.layout().shape(), shape)?;
+        checks::shape(of.stored, tensor.stored.layout().shape(), shape)?;
+        let descale = match &mut tensor.descale {
+            Descale::FromAmax(descale) => {
+                checks::factors(of.descale, descale.layout().shape(), factors)?;
+                Factors::FromAmax(checks::host_mut(of.descale, descale)?)
+            }
+            Descale::Given(descale) => {
+                checks::factors(of.descale, descale.layout().shape(), factors)?;
+                let descale = checks::host(of.descale, descale)?;
+                cpu::check_factors(of.descale, &descale)?;
+                Factors::Given(descale)
+            }
+        };
+        Ok(QuantizeTask {
+            values: checks::host(of.values, &tensor.values)?,
+            stored: checks::host_mut(of.stored, &mut tensor.stored)?,
+            descale,
+            scaling: problem.scaling_value().unwrap_or_default(),
+            group: shape[2] / problem.dims().heads_kv,
+            rotation: self.quantizer.hadamard.filter(|_| of.rotated),
+        })
+    }
+}
+
+impl fmt::Display for QuantizePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cpu, workspace {} bytes", self.workspace_bytes())
+    }
+}
+
+/// What errors call a tensor and its parts, and where its shapes are.
+struct Name {
+    values: &'static str,
+    stored: &'static str,
+    descale: &'static str,
+    shape: fn(&ForwardProblem) -> [usize; 4],
+    factors: fn(&ForwardProblem) -> [usize; 3],
+    rotated: bool,
+}
+
+const Q: Name = Name {
+    values: "q.values",
+    stored: "q.stored",
+    descale: "q.descale",
+    shape: ForwardProblem::q_shape,
+    factors: ForwardProblem::descale_q_shape,
+    rotated: true,
+};
+const K: Name = Name {
+    values: "k.values",
+    stored: "k.stored",
+    descale: "k.descale",
+    shape: ForwardProblem::k_shape,
+    factors: ForwardProblem::descale_k_shape,
+    rotated: true,
+};
+const V: Name = Name {
+    values: "v.values",
+    stored: "v.stored",
+    descale: "v.descale",
+    shape: ForwardProblem::v_shape,
+    factors: ForwardProblem::descale_v_shape,
+    rotated: false,
+};

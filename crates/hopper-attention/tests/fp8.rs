@@ -1,0 +1,343 @@
+//! Problems with e4m3 operands on the CPU through the public API: results against the oracle on what the operands stand
+//! for, and every refusal.
+
+use hopper_attention::reference::{Expected, Tensor};
+use hopper_attention::{
+    DType, Device, DeviceFacts, Dims, E4M3, Element, Error, ForwardArgs, ForwardPlan, ForwardProblem, Fp8ForwardArgs,
+    Fp8Output, Layout, Mask, Result, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+};
+use proptest::prelude::*;
+
+mod common;
+
+use common::{DIMS, masks, spread, values};
+
+/// Operands with their factors, and room for what comes out.
+struct Memory<O> {
+    q: (Vec<E4M3>, Layout<4>),
+    k: (Vec<E4M3>, Layout<4>),
+    v: (Vec<E4M3>, Layout<4>),
+    descale_q: (Vec<f32>, Layout<3>),
+    descale_k: (Vec<f32>, Layout<3>),
+    descale_v: (Vec<f32>, Layout<3>),
+    o: (Vec<O>, Layout<4>),
+    lse: Option<(Vec<f32>, Layout<3>)>,
+    scale_o: Option<[f32; 1]>,
+    amax: Option<[f32; 1]>,
+}
+
+/// Factors that differ by up to 2 to the `powers`, with a gap after each head's.
+fn factors(shape: [usize; 3], size: f32, powers: i32, seed: u32) -> (Vec<f32>, Layout<3>) {
+    let [_, heads, blocks] = shape.map(|size| size as i64);
+    let layout = Layout::with_strides(shape, [heads * (blocks + 2), blocks + 2, 1]).unwrap();
+    let drawn = values::<f32>(layout.span(), seed);
+    (drawn.iter().map(|x| size * (x * powers as f32 * 0.5).exp2()).collect(), layout)
+}
+
+impl<O: Fp8Output> Memory<O> {
+    fn new(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) -> Self {
+        let operand = |shape, seed| {
+            let layout = spread(shape, heads_outside, gap);
+            // Between -448 and 448.
+            let stored = values::<f32>(layout.span(), seed).into_iter();
+            (stored.map(|x| <E4M3 as Element>::from_f32(448.0 * x)).collect::<Vec<_>>(), layout)
+        };
+        let o = spread(problem.o_shape(), heads_outside, gap);
+        let lse = Layout::contiguous(problem.lse_shape()).unwrap();
+        Self {
+            q: operand(problem.q_shape(), 1),
+            k: operand(problem.k_shape(), 2),
+            v: operand(problem.v_shape(), 3),
+            descale_q: factors(problem.descale_q_shape(), 1.0 / 128.0, powers.min(2), 4),
+            descale_k: factors(problem.descale_k_shape(), 1.0 / 128.0, powers.min(2), 5),
+            descale_v: factors(problem.descale_v_shape(), 1.0 / 128.0, powers, 6),
+            o: (vec![O::from_f32(f32::NAN); o.span()], o),
+            lse: problem.wants_lse().then(|| (vec![f32::NAN; lse.span()], lse)),
+            scale_o: problem.takes_scale_o().then_some([90.0]),
+            amax: problem.wants_amax().then_some([f32::NAN]),
+        }
+    }
+
+    fn args(&mut self) -> Fp8ForwardArgs<'_, O> {
+        let one = Layout::contiguous([1]).unwrap();
+        Fp8ForwardArgs {
+            q: TensorRef::host(&self.q.0, self.q.1).unwrap(),
+            k: TensorRef::host(&self.k.0, self.k.1).unwrap(),
+            v: TensorRef::host(&self.v.0, self.v.1).unwrap(),
+            descale_q: TensorRef::host(&self.descale_q.0, self.descale_q.1).unwrap(),
+            descale_k: TensorRef::host(&self.descale_k.0, self.descale_k.1).unwrap(),
+            descale_v: TensorRef::host(&self.descale_v.0, self.descale_v.1).unwrap(),
+            o: TensorMut::host(&mut self.o.0, self.o.1).unwrap(),
+            lse: self.lse.as_mut().map(|(lse, layout)| TensorMut::host(lse, *layout).unwrap()),
+            scale_o: self.scale_o.as_ref().map(|scale_o| TensorRef::host(scale_o, one).unwrap()),
+            amax: self.amax.as_mut().map(|amax| TensorMut::host(amax, one).unwrap()),
+        }
+    }
+
+    /// What the operands stand for. The rule of the factors is written down here a second time.
+    fn real(&self, problem: &ForwardProblem) -> [Tensor; 3] {
+        let group = problem.group_size();
+        let real = |(data, layout): &(Vec<E4M3>, Layout<4>), (factors, of): &(Vec<f32>, Layout<3>), group: usize| {
+            Tensor::from_strided(data, layout).descaled(|[batch, token, head]| {
+                let index = match problem.scaling_value().unwrap() {
+                    Scaling::PerTensor => [0, 0, 0],
+                    Scaling::PerHead => [batch, head / group, 0],
+                    _ => [batch, head, token / SCALE_BLOCK],
+                };
+                factors[of.offset(index).unwrap()]
+            })
+        };
+        let (q, k) = (real(&self.q, &self.descale_q, group), real(&self.k, &self.descale_k, 1));
+        [q, k, real(&self.v, &self.descale_v, 1)]
+    }
+
+    /// The output's real values.
+    fn output(&self) -> Tensor {
+        let scale_o = f64::from(self.scale_o.map_or(1.0, |[scale_o]| scale_o));
+        let mut o = Tensor::from_strided(&self.o.0, &self.o.1);
+        o.data_mut().iter_mut().for_each(|o| *o /= scale_o);
+        o
+    }
+}
+
+fn run<O: Fp8Output>(plan: &ForwardPlan, args: Fp8ForwardArgs<'_, O>) -> Result<()> {
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run_fp8(&Stream::Cpu, &mut workspace, args)
+}
+
+/// Runs a problem with poisoned outputs and holds it against the law.
+fn check<O: Fp8Output>(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) {
+    let mut memory = Memory::<O>::new(problem, heads_outside, gap, powers);
+    run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+    let [q, k, v] = memory.real(problem);
+    let scale_o = memory.scale_o.map_or(1.0, |[scale_o]| scale_o);
+    let expected = Expected::with_scale_o(problem, &q, &k, &v, scale_o).unwrap();
+    let lse: Option<Vec<f64>> = memory.lse.as_ref().map(|(lse, _)| lse.iter().map(|&x| x.into()).collect());
+    let report = expected.check(&memory.output(), lse.as_deref()).unwrap();
+    assert!(report.passed(), "{problem}: {report}");
+    if let Some([amax]) = memory.amax {
+        let exact = expected.oracle().o.data().iter().fold(0.0, |amax: f64, o| amax.max(o.abs()));
+        let error = (f64::from(amax) - exact).abs();
+        assert!(error <= report.o.max + 0.07 * exact + 1e-6, "amax {amax}, exact {exact}");
+    }
+}
+
+fn problem(scaling: Scaling, dims: Dims) -> ForwardProblem {
+    ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(scaling).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn results_obey_the_law(
+        batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..400, heads_kv in 1usize..3,
+        group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
+        (heads_outside, gap, lse, amax) in (any::<bool>(), 0usize..5, any::<bool>(), any::<bool>()),
+        (scaling, output, powers) in (0..3usize, 0..3, 0..14),
+    ) {
+        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
+        let problem = problem(Scaling::ALL[scaling], dims).mask(mask).lse(lse).amax(amax).unwrap();
+        match output {
+            0 => check::<bf16>(&problem, heads_outside, gap, powers),
+            1 => check::<f16>(&problem.output(DType::F16).unwrap(), heads_outside, gap, powers),
+            _ => check::<E4M3>(&problem.output(DType::E4M3).unwrap(), heads_outside, gap, powers),
+        }
+    }
+}
+
+/// A block of V whose values are next to nothing beside another's, or beyond them, costs neither the normalisation nor the
+/// other's precision.
+#[test]
+fn factors_of_v_may_differ_by_any_power() {
+    let dims = Dims { batch: 1, seqlen_q: 3, seqlen_kv: 300, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
+    let problem = problem(Scaling::PerBlock, dims).lse(true);
+    for [a, b, c] in [[1e-38, 1.0, 1e30], [1e30, 1e-38, 1.0], [1.0, 1e-38, 1e-38], [1e-38; 3], [1e35, 1e35, 1e-3]] {
+        let mut memory = Memory::<bf16>::new(&problem, false, 0, 0);
+        memory.descale_v.0[..3].copy_from_slice(&[a, b, c]);
+        run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+        let [q, k, v] = memory.real(&problem);
+        let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+        let lse: Vec<f64> = memory.lse.as_ref().unwrap().0.iter().map(|&x| x.into()).collect();
+        let report = expected.check(&memory.output(), Some(&lse)).unwrap();
+        assert!(report.passed(), "{a} {b} {c}: {report}");
+    }
+}
+
+/// Equal keys give every value the same weight; factors multiply what is stored.
+#[test]
+fn a_result_by_hand() {
+    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 2, head_dim_vo: 1 };
+    let problem = problem(Scaling::PerTensor, dims).lse(true).amax(true).unwrap().output(DType::E4M3).unwrap();
+    let mut memory = Memory::<E4M3>::new(&problem, false, 0, 0);
+    let e4m3 = <E4M3 as Element>::from_f32;
+    memory.q.0 = [2.0, 1.0].map(e4m3).to_vec();
+    memory.k.0 = [1.0, 3.0, 1.0, 3.0].map(e4m3).to_vec();
+    memory.v.0 = [10.0, -30.0].map(e4m3).to_vec();
+    memory.descale_q.0[0] = 0.5;
+    memory.descale_k.0[0] = 4.0;
+    memory.descale_v.0[0] = 0.25;
+    memory.scale_o = Some([4.0]);
+    run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+    // The mean of 2.5 and -7.5; the score is 0.5 * 4 * (2 + 3) / sqrt(2).
+    assert_eq!((Element::to_f32(memory.o.0[0]), memory.amax), (-10.0, Some([2.5])));
+    let lse = memory.lse.unwrap().0[0];
+    assert!((lse - (10.0 / 2f32.sqrt() + 2f32.ln())).abs() < 1e-5, "{lse}");
+}
+
+/// Whatever rounding does to the weights of a row, they sum to one; nearly so with factors per block.
+#[test]
+fn equal_values_give_themselves() {
+    let dims =
+        Dims { batch: 2, seqlen_q: 70, seqlen_kv: 333, heads_q: 2, heads_kv: 1, head_dim_qk: 24, head_dim_vo: 3 };
+    for (scaling, softmax_scale) in Scaling::ALL.into_iter().flat_map(|scaling| [0.003, 0.2, 3.0].map(|s| (scaling, s)))
+    {
+        let problem = problem(scaling, dims).mask(Mask::causal()).softmax_scale(softmax_scale).unwrap();
+        let mut memory = Memory::<bf16>::new(&problem, false, 0, 0);
+        memory.v.0.fill(<E4M3 as Element>::from_f32(-3.25));
+        memory.descale_v.0.fill(0.5);
+        run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+        let error = if scaling == Scaling::PerBlock { 0.03 } else { 0.0 };
+        assert!(memory.o.0.iter().all(|o| (o.to_f32() + 1.625).abs() <= error), "{scaling} {softmax_scale}");
+    }
+}
+
+#[test]
+fn an_output_beyond_448_saturates_and_amax_tells() {
+    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
+    let problem = problem(Scaling::PerTensor, dims).amax(true).unwrap().output(DType::E4M3).unwrap();
+    let mut memory = Memory::<E4M3>::new(&problem, false, 0, 0);
+    memory.v.0[0] = <E4M3 as Element>::from_f32(-96.0);
+    memory.descale_v.0[0] = 1.0;
+    memory.scale_o = Some([5.0]);
+    run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+    assert_eq!((Element::to_f32(memory.o.0[0]), memory.amax), (-448.0, Some([96.0])));
+}
+
+#[test]
+fn a_nan_reaches_the_rows_that_it_touches_and_no_others() {
+    let problem = problem(Scaling::PerBlock, Dims { seqlen_q: 7, ..DIMS }).mask(Mask::causal()).lse(true);
+    let plan = problem.amax(true).unwrap().plan(&Device::cpu()).unwrap();
+    let nan = E4M3::from_bits(0x7f);
+    let result = |edit: fn(&mut Memory<bf16>, E4M3)| {
+        let mut memory = Memory::<bf16>::new(plan.problem(), false, 0, 4);
+        edit(&mut memory, nan);
+        run(&plan, memory.args()).unwrap();
+        let rows: Vec<bool> = memory.o.0.chunks(8).map(|row| row.iter().any(|o| o.is_nan())).collect();
+        assert_eq!(memory.amax.unwrap()[0].is_nan(), rows.contains(&true));
+        rows
+    };
+    assert!(result(|_, _| ()).iter().all(|&nan| !nan));
+    // Rows of O are [batch][query][head]: the second query's third head.
+    let rows = result(|memory, nan| memory.q.0[(4 + 2) * 16 + 3] = nan);
+    assert_eq!(rows.iter().enumerate().filter(|(_, nan)| **nan).map(|(i, _)| i).collect::<Vec<_>>(), [6]);
+    // The last key of the last batch element's second head: the last query keeps it, heads 2 and 3 read it.
+    for edit in [(|memory, nan| *memory.k.0.last_mut().unwrap() = nan) as fn(&mut Memory<bf16>, E4M3), |memory, nan| {
+        *memory.v.0.last_mut().unwrap() = nan
+    }] {
+        let rows = result(edit);
+        assert_eq!(rows.iter().enumerate().filter(|(_, nan)| **nan).map(|(i, _)| i).collect::<Vec<_>>(), [54, 55]);
+    }
+}
+
+#[test]
+fn what_does_not_fit_the_problem_is_refused() {
+    let problem = problem(Scaling::PerHead, DIMS).amax(true).unwrap().output(DType::E4M3).unwrap();
+    let plan = problem.plan(&Device::cpu()).unwrap();
+    let mut memory = Memory::<E4M3>::new(&problem, false, 0, 2);
+    run(&plan, memory.args()).unwrap();
+    fn refusal<O: Fp8Output>(plan: &ForwardPlan, args: Fp8ForwardArgs<'_, O>) -> String {
+        run(plan, args).unwrap_err().to_string()
+    }
+
+    let ones = [1f32; 64];
+    let wrong = |shape| TensorRef::host(&ones, Layout::contiguous(shape).unwrap()).unwrap();
+    assert_eq!(
+        refusal(&plan, Fp8ForwardArgs { descale_q: wrong([2, 4, 1]), ..memory.args() }),
+        "descale_q: shape [2, 4, 1], expected [2, 2, 1] [batch, heads, blocks]"
+    );
+    let text = refusal(&plan, Fp8ForwardArgs { descale_k: wrong([1, 1, 1]), ..memory.args() });
+    assert!(text.starts_with("descale_k: shape [1, 1, 1]"), "{text}");
+    let text = refusal(&plan, Fp8ForwardArgs { descale_v: wrong([2, 2, 2]), ..memory.args() });
+    assert!(text.starts_with("descale_v: shape [2, 2, 2]"), "{text}");
+    assert_eq!(
+        refusal(&plan, Fp8ForwardArgs { scale_o: None, ..memory.args() }),
+        "scale_o: missing; allowed: the factor of an output of e4m3"
+    );
+    let scale_o = TensorRef::host(&ones, Layout::contiguous([2]).unwrap()).unwrap();
+    assert_eq!(
+        refusal(&plan, Fp8ForwardArgs { scale_o: Some(scale_o), ..memory.args() }),
+        "scale_o: shape [2], expected [1] [1]"
+    );
+    assert!(refusal(&plan, Fp8ForwardArgs { amax: None, ..memory.args() }).starts_with("amax: missing"));
+
+    for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        memory.descale_v.0[3] = bad;
+        let text = refusal(&plan, memory.args());
+        assert_eq!(text, format!("descale_v: {bad} at [0, 1, 0]; allowed: finite and above 0"));
+        memory.descale_v.0[3] = 1.0;
+        memory.scale_o = Some([bad]);
+        assert_eq!(refusal(&plan, memory.args()), format!("scale_o: {bad}; allowed: finite and above 0"));
+        memory.scale_o = Some([1.0]);
+    }
+    run(&plan, memory.args()).unwrap();
+
+    let plain = problem.output(DType::BF16).unwrap().amax(false).unwrap();
+    let plan = plain.plan(&Device::cpu()).unwrap();
+    assert_eq!(refusal(&plan, memory.args()), "o: dtype e4m3; allowed: bf16, the problem's");
+    let mut memory = Memory::<bf16>::new(&plain, false, 0, 2);
+    memory.scale_o = Some([1.0]);
+    assert_eq!(refusal(&plan, memory.args()), "scale_o: given; allowed: none, since the output is bf16");
+    memory.scale_o = None;
+    memory.amax = Some([1.0]);
+    assert!(refusal(&plan, memory.args()).starts_with("amax: given"));
+}
+
+#[test]
+fn problems_and_arguments_of_other_types_do_not_mix() {
+    let fp8 = problem(Scaling::PerTensor, DIMS);
+    let bf16_plan = ForwardProblem::new(DType::BF16, DIMS).unwrap().plan(&Device::cpu()).unwrap();
+    let error = run(&bf16_plan, Memory::<bf16>::new(&fp8, false, 0, 0).args()).unwrap_err();
+    assert_eq!(error.to_string(), "q, k and v: dtype e4m3; allowed: bf16, the problem's");
+
+    let (q, kv, mut o) = (values::<bf16>(640, 1), values::<bf16>(640, 2), vec![bf16::ZERO; 640]);
+    let dense = |shape| Layout::contiguous(shape).unwrap();
+    let args = ForwardArgs {
+        q: TensorRef::host(&q, dense(fp8.q_shape())).unwrap(),
+        k: TensorRef::host(&kv, dense(fp8.k_shape())).unwrap(),
+        v: TensorRef::host(&kv, dense(fp8.v_shape())).unwrap(),
+        o: TensorMut::host(&mut o, dense(fp8.o_shape())).unwrap(),
+        lse: None,
+    };
+    let mut workspace = Workspace::alloc(&Stream::Cpu, 0).unwrap();
+    let error = fp8.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut workspace, args).unwrap_err();
+    assert_eq!(error.to_string(), "q, k and v: dtype bf16; allowed: e4m3, the problem's");
+}
+
+/// No kernel takes e4m3 yet; a plan says so, and what there is.
+#[test]
+fn a_gpu_is_refused_by_name() {
+    let error = problem(Scaling::PerBlock, DIMS).plan_for(&DeviceFacts::h100_sxm()).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    let text = error.to_string();
+    if hopper_attention::kernels().is_empty() {
+        assert!(text.contains("in a build without GPU kernels"), "{text}");
+    } else {
+        assert!(text.starts_with("unsupported: e4m3 operands on a GPU; nearest: bf16"), "{text}");
+    }
+}
+
+#[test]
+fn the_same_bits_on_any_number_of_threads() {
+    let dims =
+        Dims { batch: 2, seqlen_q: 200, seqlen_kv: 300, heads_q: 4, heads_kv: 2, head_dim_qk: 32, head_dim_vo: 16 };
+    let problem = problem(Scaling::PerBlock, dims).lse(true);
+    let plan = problem.plan(&Device::cpu()).unwrap();
+    let compute = || {
+        let mut memory = Memory::<bf16>::new(&problem, false, 0, 6);
+        run(&plan, memory.args()).unwrap();
+        (memory.o.0, memory.lse)
+    };
+    let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap().install(compute);
+    let three = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap().install(compute);
+    assert_eq!(one, three);
+}

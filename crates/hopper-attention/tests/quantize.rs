@@ -1,0 +1,273 @@
+//! The quantiser on the CPU through the public API, against the rule written down a second time, and its refusals.
+
+use hopper_attention::{
+    DType, Descale, Device, Dims, E4M3, Element, ForwardProblem, Layout, Operand, Quantize, QuantizeArgs, QuantizePlan,
+    Quantizer, Result, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+};
+use proptest::prelude::*;
+
+mod common;
+
+use common::{DIMS, spread, values};
+
+/// A tensor to quantise, with room for what comes out.
+struct Memory<T> {
+    values: (Vec<T>, Layout<4>),
+    stored: (Vec<E4M3>, Layout<4>),
+    descale: (Vec<f32>, Layout<3>),
+}
+
+impl<T: Operand> Memory<T> {
+    fn new(shape: [usize; 4], factors: [usize; 3], gap: usize, seed: u32) -> Self {
+        let heads_outside = gap.is_multiple_of(2);
+        let layout = spread(shape, !heads_outside, gap);
+        // Of sizes that differ from place to place by some powers of ten.
+        let sizes = values::<f32>(layout.span(), seed + 50);
+        let data = values::<f32>(layout.span(), seed).into_iter().zip(sizes);
+        let data = data.map(|(x, size)| T::from_f32(x * (3.0 * size).exp())).collect();
+        let stored = spread(shape, heads_outside, 1);
+        let descale = Layout::contiguous(factors).unwrap();
+        Self {
+            values: (data, layout),
+            stored: (vec![E4M3::from_bits(0x7f); stored.span()], stored),
+            descale: (vec![f32::NAN; descale.span()], descale),
+        }
+    }
+
+    fn computed(&mut self) -> Quantize<'_, T> {
+        let descale = TensorMut::host(&mut self.descale.0, self.descale.1).unwrap();
+        Quantize {
+            values: TensorRef::host(&self.values.0, self.values.1).unwrap(),
+            stored: TensorMut::host(&mut self.stored.0, self.stored.1).unwrap(),
+            descale: Descale::FromAmax(descale),
+        }
+    }
+
+    fn given(&mut self) -> Quantize<'_, T> {
+        Quantize {
+            values: TensorRef::host(&self.values.0, self.values.1).unwrap(),
+            stored: TensorMut::host(&mut self.stored.0, self.stored.1).unwrap(),
+            descale: Descale::Given(TensorRef::host(&self.descale.0, self.descale.1).unwrap()),
+        }
+    }
+
+    /// Every element in logical order: value, what is stored, and where its factor is.
+    fn elements(&self, scaling: Scaling, group: usize) -> Vec<(f32, E4M3, usize)> {
+        let [batch, seqlen, heads, dim] = self.values.1.shape();
+        let mut elements = Vec::new();
+        for (b, s, h, d) in (0..batch)
+            .flat_map(|b| (0..seqlen).map(move |s| (b, s)))
+            .flat_map(|(b, s)| (0..heads).flat_map(move |h| (0..dim).map(move |d| (b, s, h, d))))
+        {
+            let index = match scaling {
+                Scaling::PerTensor => [0, 0, 0],
+                Scaling::PerHead => [b, h / group, 0],
+                _ => [b, h, s / SCALE_BLOCK],
+            };
+            let at = |layout: &Layout<4>| layout.offset([b, s, h, d]).unwrap();
+            let (value, stored) = (self.values.0[at(&self.values.1)], self.stored.0[at(&self.stored.1)]);
+            elements.push((Element::to_f32(value), stored, self.descale.1.offset(index).unwrap()));
+        }
+        elements
+    }
+}
+
+fn run<T: Operand>(plan: &QuantizePlan, args: QuantizeArgs<'_, T>) -> Result<()> {
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run(&Stream::Cpu, &mut workspace, args)
+}
+
+fn plan(problem: &ForwardProblem, source: DType) -> QuantizePlan {
+    Quantizer::of(problem, source).unwrap().plan(&Device::cpu()).unwrap()
+}
+
+/// How far a number is from the nearest e4m3, of all 254 that are numbers.
+fn distance(x: f64) -> f64 {
+    let codes = (0..=u8::MAX).map(E4M3::from_bits).filter(|code| !code.is_nan());
+    codes.map(|code| (x - f64::from(Element::to_f32(code))).abs()).fold(f64::INFINITY, f64::min)
+}
+
+/// Factors are those of the largest magnitudes, and what is stored is the nearest there is.
+fn follows_the_rule<T: Operand>(memory: &Memory<T>, scaling: Scaling, group: usize) {
+    let elements = memory.elements(scaling, group);
+    let mut amax = vec![0.0_f32; memory.descale.0.len()];
+    for (value, _, place) in &elements {
+        amax[*place] = amax[*place].max(value.abs());
+    }
+    for (amax, descale) in amax.iter().zip(&memory.descale.0) {
+        assert_eq!((amax / 448.0).max(f32::MIN_POSITIVE), *descale);
+    }
+    for (value, stored, place) in elements {
+        let scaled = f64::from(value) / f64::from(memory.descale.0[place]);
+        let error = (scaled - f64::from(Element::to_f32(stored))).abs();
+        assert!(error <= distance(scaled) + 1e-6 * scaled.abs(), "{value} with {}: {stored}", memory.descale.0[place]);
+    }
+}
+
+fn check<T: Operand>(problem: &ForwardProblem, gap: usize) {
+    let plan = plan(problem, T::DTYPE);
+    let mut q = Memory::<T>::new(problem.q_shape(), problem.descale_q_shape(), gap, 1);
+    let mut k = Memory::<T>::new(problem.k_shape(), problem.descale_k_shape(), gap, 2);
+    let mut v = Memory::<T>::new(problem.v_shape(), problem.descale_v_shape(), gap, 3);
+    let mut counts = [f32::NAN; 6];
+    let args = QuantizeArgs {
+        q: Some(q.computed()),
+        k: Some(k.computed()),
+        v: Some(v.computed()),
+        counts: Some(TensorMut::host(&mut counts, Layout::contiguous([3, 2]).unwrap()).unwrap()),
+    };
+    run(&plan, args).unwrap();
+    assert_eq!(counts, [0.0; 6]);
+    let scaling = problem.scaling_value().unwrap();
+    follows_the_rule(&q, scaling, problem.group_size());
+    follows_the_rule(&k, scaling, 1);
+    follows_the_rule(&v, scaling, 1);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn what_is_stored_is_the_nearest(
+        batch in 0usize..3, seqlen_q in 0usize..140, seqlen_kv in 0usize..270, heads_kv in 1usize..3,
+        group in 1usize..4, head_dim_qk in 1usize..9, head_dim_vo in 1usize..9,
+        (scaling, source, gap) in (0..3usize, 0..3, 0usize..4),
+    ) {
+        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
+        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(Scaling::ALL[scaling]).unwrap();
+        match source {
+            0 => check::<bf16>(&problem, gap),
+            1 => check::<f16>(&problem, gap),
+            _ => check::<f32>(&problem, gap),
+        }
+    }
+}
+
+fn of_v<'a>(v: Quantize<'a, f32>, counts: &'a mut [f32; 6]) -> QuantizeArgs<'a, f32> {
+    let counts = TensorMut::host(counts, Layout::contiguous([3, 2]).unwrap()).unwrap();
+    QuantizeArgs { q: None, k: None, v: Some(v), counts: Some(counts) }
+}
+
+/// One head with one key and eight values.
+fn eight_values() -> ForwardProblem {
+    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 8 };
+    ForwardProblem::new(DType::E4M3, dims).unwrap()
+}
+
+#[test]
+fn what_is_too_large_saturates_and_is_counted() {
+    let problem = eight_values();
+    let mut v = Memory::<f32>::new(problem.v_shape(), [1; 3], 0, 1);
+    v.values.0 = vec![448.0, -464.0, 464.1, -1e30, 1.0, f32::MAX, 0.0, 449.0];
+    v.descale.0 = vec![1.0];
+    let mut counts = [f32::NAN; 6];
+    run(&plan(&problem, DType::F32), of_v(v.given(), &mut counts)).unwrap();
+    let stored: Vec<f32> = v.stored.0.iter().map(|&x| Element::to_f32(x)).collect();
+    assert_eq!(stored, [448.0, -448.0, 448.0, -448.0, 1.0, 448.0, 0.0, 448.0]);
+    assert_eq!(counts, [0.0, 0.0, 0.0, 0.0, 3.0, 0.0]);
+    // The largest magnitude takes care of itself, however large.
+    run(&plan(&problem, DType::F32), of_v(v.computed(), &mut counts)).unwrap();
+    assert_eq!((counts[4], v.descale.0[0]), (0.0, f32::MAX / 448.0));
+}
+
+#[test]
+fn what_is_not_finite_is_nan_and_no_part_of_the_factor() {
+    let problem = eight_values();
+    let mut v = Memory::<f32>::new(problem.v_shape(), [1; 3], 0, 1);
+    v.values.0 = vec![f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN, 7.0, -3.5, 0.0, 1e-30];
+    let mut counts = [f32::NAN; 6];
+    run(&plan(&problem, DType::F32), of_v(v.computed(), &mut counts)).unwrap();
+    assert_eq!(v.descale.0, [7.0 / 448.0]);
+    assert_eq!(counts, [0.0, 0.0, 0.0, 0.0, 0.0, 4.0]);
+    assert!(v.stored.0[..4].iter().all(|x| x.to_bits() == 0x7f));
+    assert_eq!(v.stored.0[4..].iter().map(|&x| Element::to_f32(x)).collect::<Vec<_>>(), [448.0, -224.0, 0.0, 0.0]);
+}
+
+#[test]
+fn zeros_and_the_smallest_numbers_have_a_factor() {
+    let problem = eight_values();
+    for value in [0.0, 1e-45, f32::MIN_POSITIVE] {
+        let mut v = Memory::<f32>::new(problem.v_shape(), [1; 3], 0, 1);
+        v.values.0 = vec![value; 8];
+        run(&plan(&problem, DType::F32), of_v(v.computed(), &mut [0.0; 6])).unwrap();
+        assert_eq!(v.descale.0, [f32::MIN_POSITIVE]);
+        assert!(v.stored.0.iter().all(|&x| Element::to_f32(x) == if value < 1e-40 { 0.0 } else { 1.0 }));
+    }
+}
+
+/// Products of rotated queries and keys are those of the originals, and an outlier no longer sets the factor.
+#[test]
+fn the_rotation_leaves_products_as_they_are() {
+    for head_dim in [16, 48, 80, 112, 128] {
+        let dims = Dims { seqlen_q: 9, seqlen_kv: 9, head_dim_qk: head_dim, ..DIMS };
+        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(Scaling::PerBlock).unwrap();
+        let stored = |seed: Option<u64>| {
+            let quantizer = Quantizer::of(&problem, DType::F32).unwrap();
+            let quantizer = seed.map_or(quantizer.clone(), |seed| quantizer.hadamard(seed));
+            let mut q = Memory::<f32>::new(problem.q_shape(), problem.descale_q_shape(), 0, 1);
+            let mut k = Memory::<f32>::new(problem.k_shape(), problem.descale_k_shape(), 0, 2);
+            q.values.0.iter_mut().step_by(97).for_each(|x| *x = 300.0);
+            let args = QuantizeArgs { q: Some(q.computed()), k: Some(k.computed()), v: None, counts: None };
+            run(&quantizer.plan(&Device::cpu()).unwrap(), args).unwrap();
+            let real = |memory: &Memory<f32>| -> (Vec<f32>, Vec<f64>) {
+                let elements = memory.elements(Scaling::PerBlock, 1);
+                let real = |stored: E4M3, place: usize| {
+                    f64::from(Element::to_f32(stored)) * f64::from(memory.descale.0[place])
+                };
+                elements.into_iter().map(|(value, stored, place)| (value, real(stored, place))).unzip()
+            };
+            (real(&q), real(&k), q.descale.0.iter().copied().fold(0.0, f32::max))
+        };
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let norm = |a: &[f64]| dot(a, a).sqrt();
+        let (plain_q, plain_k, plain_factor) = stored(None);
+        for seed in [0, 7, u64::MAX] {
+            let (q, k, factor) = stored(Some(seed));
+            let wide = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+            for (((q, exact_q), k), exact_k) in
+                q.1.chunks(head_dim)
+                    .zip(wide(&q.0).chunks(head_dim))
+                    .zip(k.1.chunks(head_dim))
+                    .zip(wide(&k.0).chunks(head_dim))
+            {
+                let error = (dot(q, k) - dot(exact_q, exact_k)).abs();
+                assert!(error < 0.08 * norm(exact_q) * norm(exact_k), "{head_dim}: {error}");
+            }
+            assert!(factor < 0.7 * plain_factor, "{head_dim}: {factor}, {plain_factor}");
+            assert_ne!(q.1, plain_q.1);
+            assert_ne!(k.1, plain_k.1);
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_nothing_is_written() {
+    let bf16_problem = ForwardProblem::new(DType::BF16, DIMS).unwrap();
+    let text = Quantizer::of(&bf16_problem, DType::BF16).unwrap_err().to_string();
+    assert_eq!(text, "problem: dtype bf16; allowed: e4m3, which is what there is to quantise to");
+    let problem = ForwardProblem::new(DType::E4M3, DIMS).unwrap().scaling(Scaling::PerHead).unwrap();
+    let text = Quantizer::of(&problem, DType::E4M3).unwrap_err().to_string();
+    assert_eq!(text, "source: dtype e4m3; allowed: bf16, f16, f32");
+    let quantizer = Quantizer::of(&problem, DType::F32).unwrap().hadamard(5);
+    assert_eq!(quantizer.to_string(), "quantise f32 to e4m3 per-head hadamard 5");
+
+    let plan = quantizer.plan(&Device::cpu()).unwrap();
+    let mut k = Memory::<f32>::new(problem.k_shape(), problem.descale_k_shape(), 0, 1);
+    let mut v = Memory::<f32>::new(problem.v_shape(), [1, 1, 1], 0, 1);
+    let args = QuantizeArgs { q: None, k: Some(k.computed()), v: Some(v.computed()), counts: None };
+    let text = run(&plan, args).unwrap_err().to_string();
+    assert_eq!(text, "v.descale: shape [1, 1, 1], expected [2, 2, 1] [batch, heads, blocks]");
+    let mut other = Memory::<f32>::new(problem.q_shape(), problem.descale_v_shape(), 0, 1);
+    let args = QuantizeArgs { q: None, k: Some(k.computed()), v: Some(other.computed()), counts: None };
+    let text = run(&plan, args).unwrap_err().to_string();
+    assert!(text.starts_with("v.values: shape [2, 5, 4, 16], expected [2, 7, 2, 8]"), "{text}");
+    let mut v = Memory::<f32>::new(problem.v_shape(), problem.descale_v_shape(), 0, 1);
+    v.descale.0 = vec![1.0, 1.0, -2.0, 1.0];
+    let args = QuantizeArgs { q: None, k: Some(k.computed()), v: Some(v.given()), counts: None };
+    let text = run(&plan, args).unwrap_err().to_string();
+    assert_eq!(text, "v.descale: -2 at [1, 0, 0]; allowed: finite and above 0");
+    let mut halves = Memory::<f16>::new(problem.k_shape(), problem.descale_k_shape(), 0, 1);
+    let args = QuantizeArgs { q: None, k: Some(halves.computed()), v: None, counts: None };
+    let text = run(&plan, args).unwrap_err().to_string();
+    assert_eq!(text, "q, k and v: dtype f16; allowed: f32, the quantizer's source");
+    assert!(k.stored.0.iter().all(|x| x.is_nan()) && k.descale.0.iter().all(|x| x.is_nan()));
+}

@@ -1,0 +1,215 @@
+//! Problems with e4m3 operands: quantised inputs, results of the CPU backend, and ways in which a kernel may get the
+//! factors wrong.
+
+use hopper_attention::reference::{Expected, Plain, Tensor, forward_plain};
+use hopper_attention::{
+    DType, Descale, Device, E4M3, Element, ForwardProblem, Fp8ForwardArgs, Layout, Quantize, QuantizeArgs, Quantizer,
+    SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16,
+};
+
+use crate::data::Input;
+
+/// Operands without gaps, and their factors.
+#[derive(Clone, Debug)]
+pub struct Operands {
+    problem: ForwardProblem,
+    /// Of q, k and v.
+    stored: [Vec<E4M3>; 3],
+    /// Likewise, `[batch, heads, blocks]`.
+    descale: [Vec<f32>; 3],
+}
+
+impl Operands {
+    /// Quantised from these values, rounded to bf16 before, Q and K rotated by the signs of a seed where there is one.
+    pub fn quantised(problem: &ForwardProblem, inputs: [&Tensor; 3], hadamard: Option<u64>) -> Self {
+        let values =
+            inputs.map(|x| x.data().iter().map(|&x| <bf16 as Element>::from_f32(x as f32)).collect::<Vec<_>>());
+        let shapes = shapes(problem);
+        let mut stored = inputs.map(|x| vec![E4M3::from_bits(0x7f); x.data().len()]);
+        let mut descale = shapes.map(|(_, factors)| vec![f32::NAN; factors.iter().product()]);
+        let quantizer = Quantizer::of(problem, DType::BF16).expect("e4m3 operands");
+        let quantizer = match hadamard {
+            Some(seed) => quantizer.hadamard(seed),
+            None => quantizer,
+        };
+        let plan = quantizer.plan(&Device::cpu()).expect("a plan for the CPU");
+        let mut tensors = values.iter().zip(&mut stored).zip(&mut descale).zip(shapes).map(
+            |(((values, stored), descale), (shape, factors))| {
+                let (layout, factors) = (dense(shape), dense(factors));
+                Some(Quantize {
+                    values: TensorRef::host(values, layout).expect("a fitting layout"),
+                    stored: TensorMut::host(stored, layout).expect("a fitting layout"),
+                    descale: Descale::FromAmax(TensorMut::host(descale, factors).expect("a fitting layout")),
+                })
+            },
+        );
+        let mut next = || tensors.next().flatten();
+        let args = QuantizeArgs { q: next(), k: next(), v: next(), counts: None };
+        plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("operands");
+        drop(tensors);
+        Self { problem: problem.clone(), stored, descale }
+    }
+
+    /// The real values that the operands stand for.
+    pub fn real(&self) -> [Tensor; 3] {
+        self.real_by(|_, index| index)
+    }
+
+    /// Real values with other factors than their own: `place` says which, by `[batch, head, block]`.
+    fn real_by(&self, place: impl Fn(Input, [usize; 3]) -> [usize; 3]) -> [Tensor; 3] {
+        let shapes = shapes(&self.problem);
+        [(0, Input::Q), (1, Input::K), (2, Input::V)].map(|(i, input)| {
+            let (shape, factors) = shapes[i];
+            let group = shape[2] / self.problem.dims().heads_kv;
+            Tensor::from_strided(&self.stored[i], &dense(shape)).descaled(|row| {
+                let mut index = place(input, self.place(row, group));
+                // Round about, so that a neighbour is always there.
+                index.iter_mut().zip(factors).for_each(|(i, size)| *i %= size);
+                self.descale[i][dense(factors).offset(index).expect("within the factors")]
+            })
+        })
+    }
+
+    /// Where the factor of a row `[batch, token, head]` is, with `group` heads to a key head.
+    fn place(&self, [batch, token, head]: [usize; 3], group: usize) -> [usize; 3] {
+        match self.problem.scaling_value().expect("e4m3 operands") {
+            Scaling::PerTensor => [0, 0, 0],
+            Scaling::PerHead => [batch, head / group, 0],
+            _ => [batch, head, token / SCALE_BLOCK],
+        }
+    }
+
+    /// What the CPU makes of it: O, and the log-sum-exp.
+    pub fn run(&self) -> Output {
+        let problem = self.problem.clone().lse(true);
+        let mut o = vec![<bf16 as Element>::from_f32(f32::NAN); problem.o_shape().iter().product()];
+        let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
+        let [q, k, v] = [0, 1, 2].map(|i| {
+            let (shape, factors) = shapes(&problem)[i];
+            let stored = TensorRef::host(&self.stored[i], dense(shape)).expect("a fitting layout");
+            (stored, TensorRef::host(&self.descale[i], dense(factors)).expect("a fitting layout"))
+        });
+        let args = Fp8ForwardArgs {
+            q: q.0,
+            k: k.0,
+            v: v.0,
+            descale_q: q.1,
+            descale_k: k.1,
+            descale_v: v.1,
+            o: TensorMut::host(&mut o, dense(problem.o_shape())).expect("a fitting layout"),
+            lse: Some(TensorMut::host(&mut lse, dense(problem.lse_shape())).expect("a fitting layout")),
+            scale_o: None,
+            amax: None,
+        };
+        let plan = problem.plan(&Device::cpu()).expect("a plan for the CPU");
+        plan.run_fp8(&Stream::Cpu, &mut no_workspace(), args).expect("a result");
+        (Tensor::from_strided(&o, &dense(problem.o_shape())), lse.into_iter().map(f64::from).collect())
+    }
+
+    /// What must come out.
+    pub fn expected(&self) -> Expected {
+        let [q, k, v] = self.real();
+        Expected::new(&self.problem, &q, &k, &v).expect("matching shapes")
+    }
+
+    /// The problem.
+    pub fn problem(&self) -> &ForwardProblem {
+        &self.problem
+    }
+}
+
+/// The shapes of q, k and v, and of their factors.
+fn shapes(problem: &ForwardProblem) -> [([usize; 4], [usize; 3]); 3] {
+    [
+        (problem.q_shape(), problem.descale_q_shape()),
+        (problem.k_shape(), problem.descale_k_shape()),
+        (problem.v_shape(), problem.descale_v_shape()),
+    ]
+}
+
+fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
+    Layout::contiguous(shape).expect("a legal layout")
+}
+
+fn no_workspace() -> Workspace {
+    Workspace::alloc(&Stream::Cpu, 0).expect("nothing to allocate")
+}
+
+/// An output and its log-sum-exp.
+pub type Output = (Tensor, Vec<f64>);
+
+/// A way of getting e4m3 operands wrong.
+pub struct Mutation {
+    /// What is wrong.
+    pub name: &'static str,
+    /// The broken output and log-sum-exp; `None` where this cannot be told from an honest result.
+    pub apply: fn(&Operands) -> Option<Output>,
+}
+
+/// All of them, beside [those of every type](crate::mutations).
+pub const MUTATIONS: [Mutation; 9] = [
+    Mutation { name: "stored values taken for real ones", apply: |o| o.computed(o.stored_as_real()) },
+    Mutation { name: "the factors of Q forgotten", apply: |o| o.computed(o.one_forgotten(0)) },
+    Mutation { name: "the factors of K forgotten", apply: |o| o.computed(o.one_forgotten(1)) },
+    Mutation { name: "the factors of V forgotten", apply: |o| o.computed(o.one_forgotten(2)) },
+    Mutation { name: "the factors of Q of the next block", apply: |o| o.next_block(Input::Q) },
+    Mutation { name: "the factors of K of the next block", apply: |o| o.next_block(Input::K) },
+    Mutation { name: "the factors of V of the next block", apply: |o| o.next_block(Input::V) },
+    Mutation { name: "the factors of the next head", apply: Operands::next_head },
+    Mutation { name: "the row sum with the factors of V in it", apply: Operands::wrong_sum },
+];
+
+impl Operands {
+    fn computed(&self, [q, k, v]: [Tensor; 3]) -> Option<Output> {
+        let Plain { o, lse } = forward_plain(&self.problem, &q, &k, &v).expect("matching shapes");
+        Some((o, lse))
+    }
+
+    fn stored_as_real(&self) -> [Tensor; 3] {
+        let shapes = shapes(&self.problem);
+        [0, 1, 2].map(|i| Tensor::from_strided(&self.stored[i], &dense(shapes[i].0)))
+    }
+
+    fn one_forgotten(&self, which: usize) -> [Tensor; 3] {
+        let mut tensors = self.real();
+        let [q, k, v] = self.stored_as_real();
+        tensors[which] = [q, k, v].into_iter().nth(which).expect("one of three");
+        tensors
+    }
+
+    fn next_block(&self, of: Input) -> Option<Output> {
+        let moved = |input, [b, h, i]: [usize; 3]| if input == of { [b, h, i + 1] } else { [b, h, i] };
+        self.differing(self.real_by(moved))
+    }
+
+    fn next_head(&self) -> Option<Output> {
+        self.differing(self.real_by(|_, [b, h, i]| [b, h + 1, i]))
+    }
+
+    fn differing(&self, tensors: [Tensor; 3]) -> Option<Output> {
+        if tensors == self.real() { None } else { self.computed(tensors) }
+    }
+
+    /// What a kernel gives that sums weights after it has folded the factors of V into them.
+    fn wrong_sum(&self) -> Option<Output> {
+        let dims = self.problem.dims();
+        // The sum of the right weights, each times its block's factor, is an output of a value of 1.
+        let [q, k, v] = self.real();
+        let Plain { mut o, lse } = forward_plain(&self.problem, &q, &k, &v).expect("matching shapes");
+        let factors = dense(self.problem.descale_v_shape());
+        let folded = Tensor::from_fn(v.shape(), |_| 1.0)
+            .descaled(|row| self.descale[2][factors.offset(self.place(row, 1)).expect("within the factors")]);
+        let sums = forward_plain(&self.problem, &q, &k, &folded).expect("matching shapes").o;
+        let largest = self.descale[2].iter().copied().fold(0.0, f32::max);
+        let mut differs = false;
+        for ((b, s), h) in (0..dims.batch)
+            .flat_map(|b| (0..dims.seqlen_q).map(move |s| (b, s)))
+            .flat_map(|bs| (0..dims.heads_q).map(move |h| (bs, h)))
+        {
+            let factor = f64::from(largest) / sums.row(b, s, h)[0];
+            differs |= factor > 1.5;
+            o.row_mut(b, s, h).iter_mut().for_each(|o| *o *= factor);
+        }
+        differs.then_some((o, lse))
+    }
+}

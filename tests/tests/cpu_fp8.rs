@@ -1,0 +1,109 @@
+//! e4m3 operands through the CPU backend, under the tolerance law; and what the law must notice.
+
+use hopper_attention::reference::Tensor;
+use hopper_attention::{DType, ForwardProblem, Mask, Scaling};
+use hopper_attention_tests::data::Input;
+use hopper_attention_tests::fp8::{MUTATIONS, Operands};
+use hopper_attention_tests::mutations::{self, Subject};
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
+use hopper_attention_tests::runner::{Runner, Verdict};
+use rayon::prelude::*;
+
+/// The problem of a case.
+fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
+    case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap()
+}
+
+/// The inputs of a case, of other sizes from block to block and head to head, so that factors differ.
+fn operands(case: &Case, scaling: Scaling, hadamard: Option<u64>) -> Operands {
+    let problem = problem(case, scaling);
+    let input = |input, shape| {
+        let tensor = case.values.tensor(input, shape, case.seed);
+        let power = |token: usize, head: usize| (token / 128 * 3 + head * 2 + input as usize) % 5;
+        let uneven = |[b, s, h, d]: [usize; 4]| tensor.row(b, s, h)[d] * [1.0, 0.4, 2.0, 0.7, 1.5][power(s, h)];
+        Tensor::from_fn(shape, uneven)
+    };
+    let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
+    Operands::quantised(&problem, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
+}
+
+#[test]
+fn every_case_obeys_the_law() {
+    let tiles = Tiles { m: vec![64, 128], n: vec![128] };
+    // The grid is that of every type; what e4m3 has of its own are the factors.
+    let some: Vec<Case> = cases(Grid::from_env(), &tiles).into_iter().step_by(7).collect();
+    let mut runner = Runner::new(Scaling::ALL.map(|scaling| format!("cpu e4m3 {scaling}")));
+    let scalings = || Scaling::ALL.into_iter().enumerate().cycle();
+    let verdicts: Vec<Verdict> = some
+        .par_iter()
+        .zip(scalings().take(some.len()).collect::<Vec<_>>())
+        .map(|(case, (_, scaling))| {
+            let operands = operands(case, scaling, (case.seed % 2 == 1).then_some(case.seed));
+            let (o, lse) = operands.run();
+            let report = operands.expected().check(&o, Some(&lse)).unwrap();
+            let wrong = (!report.passed()).then(|| report.to_string());
+            Verdict { worst_ratio: report.worst_ratio(), wrong }
+        })
+        .collect();
+    for ((case, (row, _)), verdict) in some.iter().zip(scalings()).zip(verdicts) {
+        runner.take(row, case, DType::E4M3, verdict);
+    }
+    runner.finish();
+}
+
+/// A broken kernel must fail the suite: every mutation of an honest result is caught, under every scaling.
+#[test]
+fn broken_results_are_caught() {
+    let (mut applied, mut applied_fp8) = (vec![0; mutations::ALL.len()], vec![0; MUTATIONS.len()]);
+    for mask in mutations::masks::ALL {
+        for scaling in Scaling::ALL {
+            for case in [Case::new(150, 200, 64, mask).heads(2, 4, 2), Case::new(150, 300, 128, mask).heads(1, 2, 2)] {
+                let operands = operands(&case, scaling, None);
+                let expected = operands.expected();
+                let (o, lse) = operands.run();
+                let [q, k, v] = operands.real();
+                let subject = Subject { problem: operands.problem(), q: &q, k: &k, v: &v, o: &o, lse: &lse };
+                assert!(expected.check(&o, Some(&lse)).unwrap().passed());
+                let caught = |name: &str, (o, lse): (Tensor, Vec<f64>)| {
+                    let report = expected.check(&o, Some(&lse)).unwrap();
+                    assert!(!report.passed(), "not caught: {name}, {scaling}, {case}: {report}");
+                };
+                for (mutation, applied) in mutations::ALL.iter().zip(&mut applied) {
+                    if let Some(broken) = (mutation.apply)(subject) {
+                        caught(mutation.name, broken);
+                        *applied += 1;
+                    }
+                }
+                for (mutation, applied) in MUTATIONS.iter().zip(&mut applied_fp8) {
+                    if let Some(broken) = (mutation.apply)(&operands) {
+                        caught(mutation.name, broken);
+                        *applied += 1;
+                    }
+                }
+            }
+        }
+    }
+    let names = mutations::ALL.iter().map(|m| m.name).chain(MUTATIONS.iter().map(|m| m.name));
+    for (name, applied) in names.zip(applied.into_iter().chain(applied_fp8)) {
+        assert!(applied >= 4, "{name} applied to {applied} cases only");
+    }
+}
+
+/// What the output alone, without the log-sum-exp, gives away: zeros, another mask's result, V's factors.
+#[test]
+fn a_wrong_output_is_caught_without_the_lse() {
+    let case = Case::new(150, 300, 64, Mask::causal()).heads(1, 2, 1);
+    let operands = operands(&case, Scaling::PerBlock, Some(3));
+    let expected = operands.expected();
+    let (o, _) = operands.run();
+    let report = expected.check(&o, None).unwrap();
+    assert!(report.passed() && report.worst_ratio() > 0.1, "{report}");
+    assert!(!expected.check(&Tensor::zeros(o.shape()), None).unwrap().passed());
+    let mut late = o.clone();
+    late.data_mut().rotate_right(64);
+    assert!(!expected.check(&late, None).unwrap().passed());
+    for mutation in MUTATIONS {
+        let (o, _) = (mutation.apply)(&operands).unwrap_or_else(|| panic!("{} does not apply", mutation.name));
+        assert!(!expected.check(&o, None).unwrap().passed(), "not caught: {}", mutation.name);
+    }
+}
