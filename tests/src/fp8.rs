@@ -8,6 +8,7 @@ use hopper_attention::{
 };
 
 use crate::data::Input;
+use crate::problems::Case;
 
 /// Operands without gaps, and their factors.
 #[derive(Clone, Debug)]
@@ -112,9 +113,33 @@ impl Operands {
         Expected::new(&self.problem, &q, &k, &v).expect("matching shapes")
     }
 
+    /// What q, k and v are stored as.
+    pub fn stored(&self) -> &[Vec<E4M3>; 3] {
+        &self.stored
+    }
+
+    /// Their factors.
+    pub fn descale(&self) -> &[Vec<f32>; 3] {
+        &self.descale
+    }
+
     /// The problem.
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem
+    }
+}
+
+impl Operands {
+    /// The operands of a case, of other sizes from block to block and head to head, so that factors differ.
+    pub fn of_case(case: &Case, problem: &ForwardProblem, hadamard: Option<u64>) -> Self {
+        let input = |input, shape| {
+            let tensor = case.values.tensor(input, shape, case.seed);
+            let power = |token: usize, head: usize| (token / 128 * 3 + head * 2 + input as usize) % 5;
+            let uneven = |[b, s, h, d]: [usize; 4]| tensor.row(b, s, h)[d] * [1.0, 0.4, 2.0, 0.7, 1.5][power(s, h)];
+            Tensor::from_fn(shape, uneven)
+        };
+        let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
+        Self::quantised(problem, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
     }
 }
 

@@ -2,7 +2,6 @@
 
 use hopper_attention::reference::Tensor;
 use hopper_attention::{DType, ForwardProblem, Mask, Scaling};
-use hopper_attention_tests::data::Input;
 use hopper_attention_tests::fp8::{MUTATIONS, Operands};
 use hopper_attention_tests::mutations::{self, Subject};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
@@ -14,17 +13,8 @@ fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
     case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap()
 }
 
-/// The inputs of a case, of other sizes from block to block and head to head, so that factors differ.
 fn operands(case: &Case, scaling: Scaling, hadamard: Option<u64>) -> Operands {
-    let problem = problem(case, scaling);
-    let input = |input, shape| {
-        let tensor = case.values.tensor(input, shape, case.seed);
-        let power = |token: usize, head: usize| (token / 128 * 3 + head * 2 + input as usize) % 5;
-        let uneven = |[b, s, h, d]: [usize; 4]| tensor.row(b, s, h)[d] * [1.0, 0.4, 2.0, 0.7, 1.5][power(s, h)];
-        Tensor::from_fn(shape, uneven)
-    };
-    let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
-    Operands::quantised(&problem, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
+    Operands::of_case(case, &problem(case, scaling), hadamard)
 }
 
 #[test]

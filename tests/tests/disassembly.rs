@@ -190,10 +190,10 @@ fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     for (opcode, why) in [
         (matrix, "matrix products do not use WGMMA"),
         ("UTMALDG", "loads do not use TMA"),
-        if row.pass == Pass::Backward {
-            ("UBLKRED", "sums are not added to by the copy engine")
-        } else {
-            ("UTMASTG", "stores do not use TMA")
+        match (row.pass, row.dtype) {
+            (Pass::Backward, _) => ("UBLKRED", "sums are not added to by the copy engine"),
+            (_, DType::E4M3) => ("LDSM", "V is not transposed as matrices"),
+            _ => ("UTMASTG", "stores do not use TMA"),
         },
         ("USETMAXREG", "registers are not handed from the producer to the consumers"),
     ] {
@@ -245,30 +245,36 @@ fn cuobjdump(option: &str, object: &Path) -> String {
     String::from_utf8(output.stdout).expect("cuobjdump prints text")
 }
 
-/// The objects of a pass's rows for one architecture, in the order of the table.
-fn objects(arch: Arch, pass: Pass) -> Vec<PathBuf> {
+/// The objects of a list's rows, in the order of the table.
+fn objects(list: &str) -> Vec<PathBuf> {
     let build = Path::new(BUILD_DIR.expect("the kernels were not built (HATTN_NO_KERNELS is set?)"));
-    let list = build.join(format!("rows/hattn_{pass}_{arch}.objects"));
+    let list = build.join(format!("rows/hattn_{list}.objects"));
     let text = std::fs::read_to_string(&list).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
     text.lines().map(|line| build.join(line)).collect()
+}
+
+/// The list of kernels that a row is from.
+fn list(row: &KernelInfo) -> String {
+    match row.dtype {
+        DType::E4M3 => format!("fp8_{}", row.arch),
+        _ => format!("{}_{}", row.pass, row.arch),
+    }
 }
 
 #[test]
 fn every_row_is_compiled_as_planned() {
     let mut report = String::new();
     let mut all = Vec::new();
-    for (pass, rows) in [(Pass::Forward, kernels()), (Pass::Backward, backward_kernels())] {
-        for arch in [Arch::Sm90, Arch::Sm80] {
-            let rows: Vec<_> = rows.iter().filter(|row| row.arch == arch).collect();
-            if rows.is_empty() {
-                continue; // not selected, or without this pass
-            }
-            let objects = objects(arch, pass);
-            assert_eq!(rows.len(), objects.len(), "rows of the launch table and objects of the build");
-            all.extend(rows.into_iter().zip(objects));
+    for name in ["fwd_sm90", "fp8_sm90", "fwd_sm80", "bwd_sm90"] {
+        let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| list(row) == name).collect();
+        if rows.is_empty() {
+            continue; // not selected
         }
+        let objects = objects(name);
+        assert_eq!(rows.len(), objects.len(), "rows of the launch table and objects of the build");
+        all.extend(rows.into_iter().zip(objects));
     }
-    assert_eq!(all.len(), kernels().len() + backward_kernels().len(), "rows of an architecture that is not audited");
+    assert_eq!(all.len(), kernels().len() + backward_kernels().len(), "rows of a list that is not audited");
     assert!(!all.is_empty(), "the launch table is empty");
     for (row, object) in &all {
         // The order is the same by construction; the name makes sure of it.

@@ -89,7 +89,8 @@ pub struct ComputeArgs {
     #[arg(long)]
     pub dtype: Option<DTypeArg>,
     /// Quantise q, k and v (bf16 or f16) to e4m3 on the way and compute in FP8, with factors per-tensor (the default),
-    /// per-head (of k and v, for each sequence) or per-block (128 rows of a head); o has the type of the input. CPU only
+    /// per-head (of k and v, for each sequence) or per-block (128 rows of a head); o has the type of the input.
+    /// They are quantised on the CPU
     #[arg(
         long,
         value_name = "SCALING",

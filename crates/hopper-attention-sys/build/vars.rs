@@ -99,7 +99,7 @@ impl Selection {
         };
         Self {
             archs: chosen(&[("SM90", "sm90"), ("SM80", "sm80")]),
-            dtypes: chosen(&[("F16", "F16"), ("BF16", "BF16")]),
+            dtypes: chosen(&[("F16", "F16"), ("BF16", "BF16"), ("E4M3", "E4M3")]),
             head_dims: chosen(&[("HDIM64", "64"), ("HDIM128", "128")]),
         }
     }
@@ -108,7 +108,7 @@ impl Selection {
     pub fn check(&self) -> Result<()> {
         for (what, chosen, allowed) in [
             ("architecture", &self.archs, "sm90, sm80"),
-            ("element type", &self.dtypes, "f16, bf16"),
+            ("element type", &self.dtypes, "f16, bf16, e4m3"),
             ("head dim", &self.head_dims, "hdim64, hdim128"),
         ] {
             if chosen.is_empty() {

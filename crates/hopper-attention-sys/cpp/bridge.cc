@@ -18,6 +18,7 @@ static_assert(std::is_same_v<std::underlying_type_t<hattn::Arch>, std::uint8_t>)
 static_assert(std::is_same_v<std::underlying_type_t<hattn::StatusCode>, std::int32_t>);
 // A field added on one side only changes one of the sizes: add it to src/lib.rs and to to_kernel() below.
 static_assert(sizeof(TensorDesc) == sizeof(hattn::TensorDesc));
+static_assert(sizeof(FactorsDesc) == sizeof(hattn::FactorsDesc));
 static_assert(sizeof(FwdParams) == sizeof(hattn::FwdParams));
 static_assert(sizeof(BwdParams) == sizeof(hattn::BwdParams));
 static_assert(sizeof(Status) == sizeof(hattn::Status));
@@ -30,6 +31,15 @@ hattn::TensorDesc to_kernel(TensorDesc const& tensor) noexcept {
   out.stride_batch = tensor.stride_batch;
   out.stride_seqlen = tensor.stride_seqlen;
   out.stride_head = tensor.stride_head;
+  return out;
+}
+
+hattn::FactorsDesc to_kernel(FactorsDesc const& factors) noexcept {
+  hattn::FactorsDesc out;
+  out.address = factors.address;
+  out.stride_batch = factors.stride_batch;
+  out.stride_head = factors.stride_head;
+  out.stride_block = factors.stride_block;
   return out;
 }
 
@@ -57,6 +67,13 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   out.heads_per_group = params.heads_per_group;
   out.groups = params.groups;
   out.tile_counter = params.tile_counter;
+  out.output = params.output;
+  out.descale_q = to_kernel(params.descale_q);
+  out.descale_k = to_kernel(params.descale_k);
+  out.descale_v = to_kernel(params.descale_v);
+  out.descale_q_group = params.descale_q_group;
+  out.scale_o = params.scale_o;
+  out.amax = params.amax;
   return out;
 }
 

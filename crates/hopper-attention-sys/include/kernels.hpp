@@ -41,6 +41,14 @@ struct TensorDesc {
   std::int64_t stride_head = 0;
 };
 
+// f32 descale factors [batch, heads, blocks of 128 rows]. Strides count elements, and are 0 where all share a factor.
+struct FactorsDesc {
+  std::uint64_t address = 0;
+  std::int64_t stride_batch = 0;
+  std::int64_t stride_head = 0;
+  std::int64_t stride_block = 0;
+};
+
 // One forward launch. Nothing here is checked: the safe crate has done so, and the kernel relies on it:
 //   addresses and strides are multiples of 16 bytes; head dims are multiples of 8, at least 8, at most the row's;
 //   batch, heads and seqlen_q are at least 1 (seqlen_kv may be 0); heads_q is a multiple of heads_kv;
@@ -72,6 +80,12 @@ struct FwdParams {
   // Address of 4 bytes of workspace for a counter from which CTAs draw their tiles (the launch zeroes it in stream
   // order); 0: each CTA's tiles follow from its index.
   std::uint64_t tile_counter = 0;
+  // Of e4m3 operands alone (others have an O of their own type): head dims are multiples of 16 then.
+  DType output = DType::BF16;  // of O: F16, BF16 or E4M3
+  FactorsDesc descale_q, descale_k, descale_v;
+  std::int32_t descale_q_group = 1;  // query heads that share a head of descale_q
+  std::uint64_t scale_o = 0;         // f32 [1], what an O of e4m3 is multiplied by before it is rounded
+  std::uint64_t amax = 0;            // f32 [1], written: the largest magnitude of O; 0: not wanted
 };
 
 // One backward launch; as for FwdParams nothing is checked here, and the same holds of what has the same name.

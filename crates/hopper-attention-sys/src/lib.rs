@@ -88,8 +88,21 @@ mod ffi {
         stride_head: i64,
     }
 
+    /// f32 factors `[batch, heads, blocks]` on the device. Strides count elements, and are 0 where all share a factor.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    struct FactorsDesc {
+        /// Device address of the first factor, a multiple of 4 bytes.
+        address: u64,
+        /// Elements from one batch entry to the next.
+        stride_batch: i64,
+        /// Elements from one head to the next.
+        stride_head: i64,
+        /// Elements from one block to the next.
+        stride_block: i64,
+    }
+
     /// One forward launch; `include/kernels.hpp` says what each field must satisfy.
-    #[derive(Debug, Clone, Copy, PartialEq, Default)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
     struct FwdParams {
         /// Queries.
         q: TensorDesc,
@@ -135,6 +148,20 @@ mod ffi {
         groups: i32,
         /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
         tile_counter: u64,
+        /// Of e4m3 operands alone: the type of O.
+        output: DType,
+        /// Descale factors of Q.
+        descale_q: FactorsDesc,
+        /// Descale factors of K.
+        descale_k: FactorsDesc,
+        /// Descale factors of V.
+        descale_v: FactorsDesc,
+        /// Query heads that share a head of `descale_q`.
+        descale_q_group: i32,
+        /// Device address of the f32 that an O of e4m3 is multiplied by.
+        scale_o: u64,
+        /// Device address of the f32 that the largest magnitude of O is written to; 0: not wanted.
+        amax: u64,
     }
 
     /// One backward launch; `include/kernels.hpp` says what each field must satisfy.
@@ -284,6 +311,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, CUstream_st, DType, FwdParams, MaskClass, RowInfo, Status, StatusCode, TensorDesc, bwd_launch,
-    bwd_prepare, bwd_rows, fwd_launch, fwd_prepare, fwd_rows, status_text,
+    Arch, BwdParams, CUstream_st, DType, FactorsDesc, FwdParams, MaskClass, RowInfo, Status, StatusCode, TensorDesc,
+    bwd_launch, bwd_prepare, bwd_rows, fwd_launch, fwd_prepare, fwd_rows, status_text,
 };

@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use hopper_attention_sys as ffi;
 
 use crate::plan::{BackwardChoice, Choice};
-use crate::raw::{BackwardKernelArgs, KernelArgs, KernelTensor, RowValues};
-use crate::{Arch, BackwardProblem, DType, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Result};
+use crate::raw::{BackwardKernelArgs, Factors, KernelArgs, KernelFp8, KernelTensor, RowValues};
+use crate::{Arch, BackwardProblem, DType, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Result, Scaling};
 
 /// The forward's launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out,
 /// which only hides it: rows carry their index.
@@ -78,6 +78,12 @@ pub(crate) unsafe fn launch(
 ) -> Result<()> {
     let dims = problem.dims();
     let (lse_address, lse_stride_batch, lse_stride_head) = args.lse.unwrap_or_default();
+    let KernelFp8 { descale: [descale_q, descale_k, descale_v], scale_o, amax } = args.fp8.unwrap_or_default();
+    let descale_q_group = match problem.scaling_value() {
+        // A key head's factor of Q is for all query heads that read it.
+        Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,
+        _ => 1,
+    };
     let params = ffi::FwdParams {
         q: tensor(&args.q),
         k: tensor(&args.k),
@@ -101,6 +107,18 @@ pub(crate) unsafe fn launch(
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
+        output: match problem.output_dtype() {
+            DType::F16 => ffi::DType::F16,
+            DType::BF16 => ffi::DType::BF16,
+            DType::E4M3 => ffi::DType::E4M3,
+            DType::F32 => ffi::DType::F32,
+        },
+        descale_q: factors(&descale_q),
+        descale_k: factors(&descale_k),
+        descale_v: factors(&descale_v),
+        descale_q_group,
+        scale_o,
+        amax,
     };
     // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
     // selection and the raw layer checked them.
@@ -168,6 +186,11 @@ pub(crate) unsafe fn launch_backward(
 fn tensor(tensor: &KernelTensor) -> ffi::TensorDesc {
     let KernelTensor { address, stride_batch, stride_seqlen, stride_head } = *tensor;
     ffi::TensorDesc { address, stride_batch, stride_seqlen, stride_head }
+}
+
+fn factors(factors: &Factors) -> ffi::FactorsDesc {
+    let Factors { address, stride_batch, stride_head, stride_block } = *factors;
+    ffi::FactorsDesc { address, stride_batch, stride_head, stride_block }
 }
 
 /// Problems are checked to be this small; an error all the same, since a wrapped number would address wild memory.

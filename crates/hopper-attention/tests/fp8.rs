@@ -313,17 +313,25 @@ fn problems_and_arguments_of_other_types_do_not_mix() {
     assert_eq!(error.to_string(), "q, k and v: dtype bf16; allowed: e4m3, the problem's");
 }
 
-/// No kernel takes e4m3 yet; a plan says so, and what there is.
+/// A build without kernels says so; one with them has rows for every head dim up to 128 that is a multiple of 16.
 #[test]
-fn a_gpu_is_refused_by_name() {
-    let error = problem(Scaling::PerBlock, DIMS).plan_for(&DeviceFacts::h100_sxm()).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    let text = error.to_string();
-    if hopper_attention::kernels().is_empty() {
-        assert!(text.contains("in a build without GPU kernels"), "{text}");
-    } else {
-        assert!(text.starts_with("unsupported: e4m3 operands on a GPU; nearest: bf16"), "{text}");
+fn a_gpu_is_planned_for_or_refused_by_name() {
+    let planned = |head_dim| {
+        let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS };
+        problem(Scaling::PerBlock, dims).plan_for(&DeviceFacts::h100_sxm())
+    };
+    if !hopper_attention::kernels().iter().any(|kernel| kernel.dtype == DType::E4M3) {
+        let error = planned(64).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        return;
     }
+    for head_dim in (16..=128).step_by(16) {
+        let kernel = planned(head_dim).unwrap().choice().unwrap().kernel;
+        let want = if head_dim <= 64 { 64 } else { 128 };
+        assert_eq!((kernel.dtype, kernel.head_dim_qk), (DType::E4M3, want), "{head_dim}: {kernel}");
+    }
+    let text = planned(24).unwrap_err().to_string();
+    assert!(text.contains("head_dim_qk 24 on a GPU; nearest: 32 (multiples of 16"), "{text}");
 }
 
 #[test]

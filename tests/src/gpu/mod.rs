@@ -1,6 +1,7 @@
 //! Cases in device memory.
 
 pub mod backward;
+pub mod fp8;
 pub mod training;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,9 +50,14 @@ impl Gpu {
         Stream::Cuda(self.stream.clone())
     }
 
-    /// The forward rows that this GPU runs.
+    /// The forward rows of 16-bit operands that this GPU runs.
     pub fn rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels())
+        self.running(kernels()).into_iter().filter(|row| row.dtype != DType::E4M3).collect()
+    }
+
+    /// Those of e4m3 operands.
+    pub fn fp8_rows(&self) -> Vec<KernelInfo> {
+        self.running(kernels()).into_iter().filter(|row| row.dtype == DType::E4M3).collect()
     }
 
     /// The backward rows that this GPU runs.

@@ -6,6 +6,7 @@ mod allocations;
 mod backward;
 mod capi;
 mod capture;
+mod fp8;
 mod grid;
 mod large;
 mod refusals;

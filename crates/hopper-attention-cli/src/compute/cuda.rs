@@ -7,11 +7,12 @@ use anyhow::{Context, Result, bail};
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, CudaDevice, Device, ForwardArgs, ForwardPlan, Stream, TensorMut, TensorRef, Workspace,
+    BackwardArgs, BackwardPlan, CudaDevice, Device, Element, ForwardArgs, ForwardPlan, Fp8ForwardArgs, Fp8Output,
+    Layout, Stream, TensorMut, TensorRef, Workspace,
 };
 
 use super::backward::{Gradients, Inputs};
-use super::{Computed, Layouts, median};
+use super::{Computed, Layouts, Operands, median};
 use crate::input::{Qkv, Value};
 
 /// Computes once to warm up, then `repeat` times between events. `o` and `lse` hold what the device's copies begin with.
@@ -40,6 +41,48 @@ pub fn forward<T: Value>(
             lse: Some(TensorMut::cuda(device_lse.slice_mut(..), layouts.lse)?),
         };
         Ok(plan.run(&handle, &mut workspace, args)?)
+    };
+    let time = timed(&handle, stream, repeat, &mut run)?;
+    download(stream, &device_o, &mut o)?;
+    download(stream, &device_lse, &mut lse)?;
+    handle.synchronize()?;
+    Ok(Computed { o, lse, time, operands: None })
+}
+
+/// As [`forward`], of quantised operands: those of q, k and v with their factors, which lie as `of_factors`.
+pub fn forward_fp8<T: Value + Fp8Output>(
+    device: &CudaDevice,
+    plan: &ForwardPlan,
+    layouts: &Layouts,
+    (operands, of_factors): (&Operands, [Layout<3>; 3]),
+    (mut o, mut lse): (Vec<T>, Vec<f32>),
+    repeat: u32,
+) -> Result<Computed<T>> {
+    let handle = Device::Cuda(device.clone()).new_stream()?;
+    let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
+    let [q, k, v] = &operands.stored;
+    let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
+    let [descale_q, descale_k, descale_v] = &operands.descale;
+    let (descale_q, descale_k, descale_v) =
+        (upload(stream, descale_q)?, upload(stream, descale_k)?, upload(stream, descale_v)?);
+    let (mut device_o, mut device_lse) = (upload(stream, &o)?, upload(stream, &lse)?);
+    let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
+
+    let [of_q, of_k, of_v] = of_factors;
+    let mut run = || -> Result<()> {
+        let args = Fp8ForwardArgs {
+            q: TensorRef::cuda(q.slice(..), layouts.q)?,
+            k: TensorRef::cuda(k.slice(..), layouts.k)?,
+            v: TensorRef::cuda(v.slice(..), layouts.v)?,
+            descale_q: TensorRef::cuda(descale_q.slice(..), of_q)?,
+            descale_k: TensorRef::cuda(descale_k.slice(..), of_k)?,
+            descale_v: TensorRef::cuda(descale_v.slice(..), of_v)?,
+            o: TensorMut::cuda(device_o.slice_mut(..), layouts.o)?,
+            lse: Some(TensorMut::cuda(device_lse.slice_mut(..), layouts.lse)?),
+            scale_o: None,
+            amax: None,
+        };
+        Ok(plan.run_fp8(&handle, &mut workspace, args)?)
     };
     let time = timed(&handle, stream, repeat, &mut run)?;
     download(stream, &device_o, &mut o)?;
@@ -126,7 +169,7 @@ fn download<T: Value>(stream: &Arc<CudaStream>, device: &CudaSlice<T>, host: &mu
 }
 
 /// Copies values to the device. An empty tensor has no memory there; one element stands in for it.
-fn upload<T: Value>(stream: &Arc<CudaStream>, values: &[T]) -> Result<CudaSlice<T>> {
-    let stand_in = [T::zeroed()];
+fn upload<T: Element>(stream: &Arc<CudaStream>, values: &[T]) -> Result<CudaSlice<T>> {
+    let stand_in = [T::from_f32(0.0)];
     stream.clone_htod(if values.is_empty() { &stand_in[..] } else { values }).context("copying to the GPU")
 }

@@ -5,8 +5,8 @@ use std::time::Instant;
 use anyhow::Result;
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    Descale, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, SCALE_BLOCK, Scaling,
-    Stream, TensorMut, TensorRef, Workspace,
+    Descale, Device, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, SCALE_BLOCK,
+    Scaling, Stream, TensorMut, TensorRef, Workspace,
 };
 
 use super::{Computed, Layouts, filled, median};
@@ -16,8 +16,8 @@ use crate::request::{Choice, Request};
 
 /// What q, k and v were quantised to, in the file's order of dimensions, with their factors `[batch, heads, blocks]`.
 pub struct Operands {
-    stored: [Vec<E4M3>; 3],
-    descale: [Vec<f32>; 3],
+    pub(super) stored: [Vec<E4M3>; 3],
+    pub(super) descale: [Vec<f32>; 3],
 }
 
 /// Quantises once, then computes `repeat` times.
@@ -29,13 +29,31 @@ pub fn forward<T: Value + Fp8Output>(
 ) -> Result<Computed<T>> {
     let problem = &request.problem;
     let layouts = Layouts::new(problem, request.layout)?;
-    let operands = quantised(choice, request, &layouts, qkv)?;
-    let (mut o, mut lse) = (filled(T::from_f32(f32::NAN), layouts.o.span())?, filled(f32::NAN, layouts.lse.span())?);
+    let operands = quantised(request, &layouts, qkv)?;
+    let (o, lse) = (filled(T::from_f32(f32::NAN), layouts.o.span())?, filled(f32::NAN, layouts.lse.span())?);
+    let of_factors = factors(problem)?;
+    let computed = match &choice.device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            super::cuda::forward_fp8(device, &choice.plan, &layouts, (&operands, of_factors), (o, lse), repeat)?
+        }
+        _ => on_cpu(choice, &layouts, (&operands, of_factors), (o, lse), repeat)?,
+    };
+    Ok(Computed { operands: Some(operands), ..computed })
+}
+
+fn on_cpu<T: Value + Fp8Output>(
+    choice: &Choice,
+    layouts: &Layouts,
+    (operands, of_factors): (&Operands, [Layout<3>; 3]),
+    (mut o, mut lse): (Vec<T>, Vec<f32>),
+    repeat: u32,
+) -> Result<Computed<T>> {
     let stream = Stream::Cpu;
     let mut workspace = Workspace::alloc(&stream, choice.plan.workspace_bytes())?;
     let [q, k, v] = &operands.stored;
     let [descale_q, descale_k, descale_v] = &operands.descale;
-    let [of_q, of_k, of_v] = factors(problem)?;
+    let [of_q, of_k, of_v] = of_factors;
     let mut times = Vec::new();
     for _ in 0..repeat {
         let args = Fp8ForwardArgs {
@@ -54,11 +72,12 @@ pub fn forward<T: Value + Fp8Output>(
         choice.plan.run_fp8(&stream, &mut workspace, args)?;
         times.push(start.elapsed());
     }
-    Ok(Computed { o, lse, time: median(times), operands: Some(operands) })
+    Ok(Computed { o, lse, time: median(times), operands: None })
 }
 
-fn quantised<T: Value>(choice: &Choice, request: &Request, layouts: &Layouts, qkv: &Qkv<T>) -> Result<Operands> {
-    let plan = request.quantizer()?.plan(&choice.device)?;
+/// On the CPU, wherever the attention is computed.
+fn quantised<T: Value>(request: &Request, layouts: &Layouts, qkv: &Qkv<T>) -> Result<Operands> {
+    let plan = request.quantizer()?.plan(&Device::cpu())?;
     let [of_q, of_k, of_v] = factors(&request.problem)?;
     let zero = E4M3::from_bits(0);
     let [q, k, v] = &qkv.data;

@@ -29,27 +29,31 @@ inline TensorMapEncoder tensor_map_encoder() noexcept {
   return encoder;
 }
 
-// A map over [batch, heads, seqlen, head_dim] (slowest first) whose box is `box_rows` rows of one head by 64 columns,
-// 128-byte swizzled. Reads beyond the tensor give zero, writes beyond it are dropped: that is what makes ragged
-// sequences and head dims exact.
+// A map over [batch, heads, seqlen, head_dim] (slowest first) whose box is `box_rows` rows of one head by `box_columns`
+// columns of 64 or 128 bytes, over which they are swizzled. Reads beyond the tensor give zero, writes beyond it are
+// dropped: that is what makes ragged sequences and head dims exact.
 inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const& tensor, int batch, int seqlen,
-                                int heads, int head_dim, int box_rows) noexcept {
+                                int heads, int head_dim, int box_rows, int box_columns = 64) noexcept {
   auto const encoder = tensor_map_encoder();
   if (encoder == nullptr) {
     return {StatusCode::DriverTooOld, 0};
   }
-  constexpr cuuint64_t kElementBytes = 2;
+  cuuint64_t const element_bytes = dtype == DType::E4M3 ? 1 : 2;
   cuuint64_t const sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(seqlen),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  cuuint64_t const strides[3] = {static_cast<cuuint64_t>(tensor.stride_seqlen) * kElementBytes,
-                                 static_cast<cuuint64_t>(tensor.stride_head) * kElementBytes,
-                                 static_cast<cuuint64_t>(tensor.stride_batch) * kElementBytes};
-  cuuint32_t const box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  cuuint64_t const strides[3] = {static_cast<cuuint64_t>(tensor.stride_seqlen) * element_bytes,
+                                 static_cast<cuuint64_t>(tensor.stride_head) * element_bytes,
+                                 static_cast<cuuint64_t>(tensor.stride_batch) * element_bytes};
+  cuuint32_t const box[4] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1};
   cuuint32_t const step[4] = {1, 1, 1, 1};
-  CUresult const result =
-      encoder(&map, dtype == DType::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-              reinterpret_cast<void*>(tensor.address), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUtensorMapDataType const type = dtype == DType::E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : dtype == DType::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  CUtensorMapSwizzle const swizzle =
+      box_columns * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  CUresult const result = encoder(&map, type, 4, reinterpret_cast<void*>(tensor.address), sizes, strides, box, step,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return {StatusCode::TensorMap, static_cast<std::int32_t>(result)};
   }

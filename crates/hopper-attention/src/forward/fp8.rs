@@ -56,23 +56,19 @@ impl ForwardPlan {
                 workspace.check(self.workspace_bytes(), stream)?;
                 run_cpu(self.problem(), args)
             }
-            // No row of the launch table takes e4m3, so that no plan for a GPU comes here.
             #[cfg(feature = "cuda")]
-            (Target::Gpu(_), Stream::Cuda(_)) => Err(fp8_on_a_gpu()),
+            (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
+                let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
+                crate::views::same_gpu(device, cuda)?;
+                workspace.check(self.workspace_bytes(), stream)?;
+                super::cuda::run_fp8(self, cuda, workspace, args)
+            }
             (target, stream) => Err(Error::Device {
                 what: "stream",
                 got: stream.to_string(),
                 allowed: format!("{target}, which the plan was made for"),
             }),
         }
-    }
-}
-
-/// What a GPU says of e4m3 operands.
-pub(crate) fn fp8_on_a_gpu() -> Error {
-    Error::Unsupported {
-        wanted: "e4m3 operands on a GPU".into(),
-        nearest: "Device::cpu(), or bf16 and f16 operands".into(),
     }
 }
 

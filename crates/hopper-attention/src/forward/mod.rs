@@ -10,7 +10,7 @@ use crate::{
 };
 
 pub use fp8::Fp8ForwardArgs;
-pub(crate) use fp8::{check_factors, fp8_on_a_gpu};
+pub(crate) use fp8::check_factors;
 
 /// What a forward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever
 /// its strides.

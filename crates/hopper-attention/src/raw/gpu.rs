@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use super::{RawForward, RawTensor, RawWorkspace};
+use super::{RawForward, RawFp8, RawTensor, RawWorkspace};
 use crate::plan::{Gpu, Target};
 use crate::{Error, ForwardPlan, Result};
 
@@ -19,7 +19,25 @@ pub(crate) struct KernelArgs {
     pub v: KernelTensor,
     pub o: KernelTensor,
     pub lse: Option<RowValues>,
+    pub fp8: Option<KernelFp8>,
     pub workspace: u64,
+}
+
+/// What e4m3 operands need beside them: the factors of Q, K and V, and the addresses of what there is one of, or 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct KernelFp8 {
+    pub descale: [Factors; 3],
+    pub scale_o: u64,
+    pub amax: u64,
+}
+
+/// Factors `[batch, heads, blocks]`; strides count elements, 0 where there is no second one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Factors {
+    pub address: u64,
+    pub stride_batch: i64,
+    pub stride_head: i64,
+    pub stride_block: i64,
 }
 
 /// Unit stride in `head_dim`; strides count elements.
@@ -39,15 +57,12 @@ pub(crate) type RowValues = (u64, i64, i64);
 /// # Safety
 /// As [`ForwardPlan::run_raw`], whose checks of types, shapes and places were made.
 pub(super) unsafe fn run(plan: &ForwardPlan, gpu: &Gpu, args: &RawForward, stream: *mut c_void) -> Result<()> {
-    // No row of the launch table takes e4m3, so that no plan for a GPU comes here with factors.
-    if args.fp8.is_some() {
-        return Err(crate::forward::fp8_on_a_gpu());
-    }
     let args = kernel_args(args, plan.workspace_bytes())?;
     #[cfg(feature = "cuda")]
     {
         let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(plan.target()))?;
-        if plan.problem().is_empty() {
+        // The largest magnitude of nothing is written, too.
+        if plan.problem().is_empty() && args.fp8.is_none_or(|fp8| fp8.amax == 0) {
             return Ok(());
         }
         // The CUDA runtime inside the kernels' launchers launches into the thread's current context.
@@ -74,6 +89,7 @@ fn kernel_args(args: &RawForward, workspace_bytes: usize) -> Result<KernelArgs> 
         v: tensor("v", &args.v)?,
         o: tensor("o", &args.o)?,
         lse: args.lse.as_ref().map(|lse| row_values("lse", lse)).transpose()?,
+        fp8: args.fp8.as_ref().map(kernel_fp8).transpose()?,
         workspace: workspace(args.workspace, workspace_bytes)?,
     })
 }
@@ -131,7 +147,27 @@ fn stride(tensor: &'static str, axis: &str, stride: i64, raw: &RawTensor<4>) -> 
     }
 }
 
-pub(super) fn row_values(tensor: &'static str, raw: &RawTensor<3>) -> Result<RowValues> {
+fn kernel_fp8(raw: &RawFp8) -> Result<KernelFp8> {
+    let one = |tensor, raw: Option<RawTensor<1>>| raw.map_or(Ok(0), |raw| f32_address(tensor, &raw));
+    Ok(KernelFp8 {
+        descale: [
+            factors("descale_q", &raw.descale_q)?,
+            factors("descale_k", &raw.descale_k)?,
+            factors("descale_v", &raw.descale_v)?,
+        ],
+        scale_o: one("scale_o", raw.scale_o)?,
+        amax: one("amax", raw.amax)?,
+    })
+}
+
+fn factors(tensor: &'static str, raw: &RawTensor<3>) -> Result<Factors> {
+    let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
+    let [stride_batch, stride_head, stride_block] =
+        [0, 1, 2].map(|axis| if shape[axis] > 1 { strides[axis] } else { 0 });
+    Ok(Factors { address: f32_address(tensor, raw)?, stride_batch, stride_head, stride_block })
+}
+
+fn f32_address<const R: usize>(tensor: &'static str, raw: &RawTensor<R>) -> Result<u64> {
     if !raw.layout.is_empty() && (raw.address == 0 || !raw.address.is_multiple_of(size_of::<f32>() as u64)) {
         return Err(Error::Layout {
             tensor,
@@ -139,8 +175,13 @@ pub(super) fn row_values(tensor: &'static str, raw: &RawTensor<3>) -> Result<Row
             allowed: "multiples of 4 bytes, not 0".into(),
         });
     }
+    Ok(raw.address)
+}
+
+pub(super) fn row_values(tensor: &'static str, raw: &RawTensor<3>) -> Result<RowValues> {
+    let address = f32_address(tensor, raw)?;
     let [stride_batch, stride_head, _] = raw.layout.stride();
-    Ok((raw.address, stride_batch, stride_head))
+    Ok((address, stride_batch, stride_head))
 }
 
 #[cfg(test)]

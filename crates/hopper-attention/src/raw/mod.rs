@@ -47,7 +47,7 @@ pub use backward::RawBackward;
 #[cfg(feature = "cuda")]
 pub(crate) use backward::BackwardKernelArgs;
 #[cfg(feature = "cuda")]
-pub(crate) use gpu::{KernelArgs, KernelTensor, RowValues, not_on_a_gpu};
+pub(crate) use gpu::{Factors, KernelArgs, KernelFp8, KernelTensor, RowValues, not_on_a_gpu};
 
 /// Where an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,0 +1,78 @@
+// The sm_90a forward kernel of e4m3 operands, for one mask class and tile shape.
+//
+// Roles. One producer warpgroup (warp 0 loads K and V with their factors, warp 1 draws tiles and loads Q, warps 2 and 3
+// transpose V, load.hpp) and two consumer warpgroups of 64 query rows each (mma.hpp; epilogue.hpp writes O itself). The
+// grid is persistent; tile_scheduler.hpp says which tiles a CTA takes, mask.hpp which key blocks a tile visits. A block
+// is 128 keys, which share their factors.
+//
+// Barriers. Full barriers of what is copied (one arrival and its bytes): q, k (with the block's factors) and v; empty
+// ones (an arrival a consumer warp; of v one a transposing warp). vt_full (an arrival a transposing warp) and vt_empty
+// hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand its Q back.
+//
+// Shared memory (head dim 128, 3 stages): Q 2 x 16 KB, K 3 x 16 KB, V^T 3 x 16 KB, V 2 x 16 KB: 160 KB. Head dim 64, 5
+// stages: Q 2 x 8 KB, K and V^T 5 x 8 KB, V 2 x 8 KB. Rows of Q, K and V are swizzled over their 128 or 64 bytes, those
+// of V^T hold the 128 keys of a column.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/fp8/load.hpp"
+#include "sm90/fp8/mma.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    fp8_fwd_kernel(__grid_constant__ Fp8KernelParams const params, __grid_constant__ CUtensorMap const map_q,
+                   __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
+  int const warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
+  if (threadIdx.x == 0) {
+    cute::prefetch_tma_descriptor(&map_q);
+    cute::prefetch_tma_descriptor(&map_k);
+    cute::prefetch_tma_descriptor(&map_v);
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    for (int i = 0; i < Traits::kBuffersQ; ++i) {
+      storage.tile_full[i].init(1);
+      storage.tile_empty[i].init(kConsumerWarps + 1 + Traits::kTransposers);
+      storage.q_full[i].init(1);
+    }
+    for (int i = 0; i < Traits::kStages; ++i) {
+      storage.k_full[i].init(1);
+      storage.k_empty[i].init(kConsumerWarps);
+      storage.vt_full[i].init(Traits::kTransposers);
+      storage.vt_empty[i].init(kConsumerWarps);
+    }
+    for (int i = 0; i < Traits::kStagesRaw; ++i) {
+      storage.v_full[i].init(1);
+      storage.v_empty[i].init(Traits::kTransposers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                               params.heads_q,
+                               params.batch,
+                               params.heads_per_group,
+                               params.groups,
+                               Traits::kMask != MaskClass::Full,
+                               params.tile_counter};
+  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 0 && cute::elect_one_sync()) {
+      Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
+    } else if (warp == 1 && cute::elect_one_sync()) {
+      Fp8Load<Traits>::queries(params, map_q, scheduler, storage);
+    } else if (warp >= 2) {
+      Fp8Load<Traits>::transpose(params, band, storage, warp - 2);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    Fp8Mma<Traits>::run(params, band, storage, warpgroup - 1);
+  }
+}
+
+}  // namespace hattn::sm90

@@ -1,0 +1,136 @@
+// Everything that a row of fp8.def fixes: tiles, register budget and the shared-memory plan.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/barrier.hpp"
+#include "common/tile_scheduler.hpp"
+#include "kernels.hpp"
+
+namespace hattn::sm90 {
+
+// Four f32 to e4m3, the first lowest.
+CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
+  std::uint32_t packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
+// The descale factors of a block of keys.
+struct alignas(8) BlockFactors {
+  float k;
+  float v;
+};
+
+template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+struct Fp8Traits {
+  static constexpr MaskClass kMask = kMaskClass;
+  static constexpr int kHeadDimQK = kDimQK;
+  static constexpr int kHeadDimVO = kDimVO;
+  static constexpr int kTileM = kRows;
+  static constexpr int kTileN = kColumns;
+  static constexpr int kStages = kStageCount;
+  using Element = cutlass::float_e4m3_t;
+
+  static constexpr int kConsumers = kTileM / 64;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static_assert(kConsumers == 2, "two consumer warpgroups");
+  static_assert(kTileN == 128, "a block of keys is a block of factors, and a row of V^T is 128 bytes");
+  static_assert(kDimQK == kDimVO && (kDimQK == 64 || kDimQK == 128), "rows of 64 or 128 bytes");
+
+  // The largest P is 2 to this power: below 448, so that none saturates (cpu/fp8.rs has the same).
+  static constexpr float kOffset = 8.0F;
+
+  static constexpr int kBuffersQ = 2;
+  static constexpr int kStagesRaw = 2;    // of V as it is loaded
+  static constexpr int kTransposers = 2;  // warps
+
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
+
+  using MmaQK = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
+  using MmaPV = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kHeadDimVO>, cute::Int<kTileN>>>()));
+  using AtomQK = cute::conditional_t<kDimQK == 64, cute::SM90::GMMA::Layout_K_SW64_Atom<Element>,
+                                     cute::SM90::GMMA::Layout_K_SW128_Atom<Element>>;
+  using AtomV = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
+  using SmemLayoutQ = decltype(cute::tile_to_shape(
+      AtomQK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::Int<kBuffersQ>>{}));
+  using SmemLayoutK = decltype(cute::tile_to_shape(
+      AtomQK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
+  using SmemLayoutVt = decltype(cute::tile_to_shape(
+      AtomV{}, cute::Shape<cute::Int<kHeadDimVO>, cute::Int<kTileN>, cute::Int<kStages>>{}));
+
+  static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
+  static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;
+  static constexpr std::uint32_t kBytesV = kTileN * kHeadDimVO;
+
+  struct SharedStorage {
+    alignas(1024) Element q[kBuffersQ][kBytesQ];
+    alignas(1024) Element k[kStages][kBytesK];
+    alignas(1024) Element vt[kStages][kBytesV];
+    alignas(1024) Element v[kStagesRaw][kBytesV];
+    Tile tile[kBuffersQ];
+    BlockFactors factors[kStages];  // with K
+    Mbarrier tile_full[kBuffersQ];
+    Mbarrier tile_empty[kBuffersQ];
+    Mbarrier q_full[kBuffersQ];
+    Mbarrier k_full[kStages];
+    Mbarrier k_empty[kStages];
+    Mbarrier v_full[kStagesRaw];
+    Mbarrier v_empty[kStagesRaw];
+    Mbarrier vt_full[kStages];
+    Mbarrier vt_empty[kStages];
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 232448);
+};
+
+using Fp8Scheduler = TileScheduler<false>;
+
+// What the kernel reads: maps for the copy engine and the plain numbers.
+struct Fp8KernelParams {
+  TensorDesc o;
+  DType output;          // of O
+  float const* scale_o;  // what O is multiplied by before it is rounded, or null
+  unsigned* amax;        // the bits of the largest magnitude of O, or null
+  float* lse;
+  std::int64_t lse_stride_batch;
+  std::int64_t lse_stride_head;
+  FactorsDesc descale_q;
+  FactorsDesc descale_k;
+  FactorsDesc descale_v;
+  int descale_q_group;
+  int batch;
+  int heads_q;
+  int heads_per_kv_head;
+  int seqlen_q;
+  int seqlen_kv;
+  int head_dim_vo;
+  int left_offset;
+  int right_offset;
+  int heads_per_group;
+  int groups;
+  int* tile_counter;
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+CUTE_DEVICE float factor(FactorsDesc const& factors, int batch, int head, int block) {
+  return reinterpret_cast<float const*>(
+      factors.address)[batch * factors.stride_batch + head * factors.stride_head + block * factors.stride_block];
+}
+
+}  // namespace hattn::sm90

@@ -1,0 +1,153 @@
+//! The rows of e4m3 operands.
+
+use hopper_attention::{DType, Device, E4M3, Element, ForwardProblem, Mask, Scaling, Workspace, bf16, f16};
+use hopper_attention_tests::fp8::Operands;
+use hopper_attention_tests::gpu::Gpu;
+use hopper_attention_tests::gpu::fp8::{OnDevice, Written, takes};
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
+use hopper_attention_tests::runner::{Runner, Verdict};
+use hopper_attention_tests::say;
+use rayon::prelude::*;
+
+/// Scratch for every plan of a test, never cleaned.
+const WORKSPACE_BYTES: usize = 1 << 12;
+
+fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
+    case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap()
+}
+
+#[test]
+fn every_e4m3_row_takes_the_grid() {
+    let Some(gpu) = Gpu::open("every_e4m3_row_takes_the_grid") else { return };
+    let rows = gpu.fp8_rows();
+    assert!(!rows.is_empty(), "no row of e4m3 operands runs here");
+    let all = cases(Grid::from_env(), &Tiles::of(&rows));
+    // The grid is that of every type; what e4m3 has of its own are the factors, which take turns.
+    let some: Vec<(usize, Case)> = all.into_iter().step_by(3).enumerate().collect();
+    let mut runner = Runner::new(&rows);
+    let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
+    let mut other_head_dims = 0;
+    for cases in some.chunks(64) {
+        let prepared: Vec<_> = cases
+            .par_iter()
+            .filter_map(|(i, case)| {
+                let problem = problem(case, Scaling::ALL[i % 3]);
+                let hadamard = (case.seed % 2 == 1).then_some(case.seed);
+                takes(&problem).then(|| {
+                    let operands = Operands::of_case(case, &problem, hadamard);
+                    let expected = operands.expected();
+                    (case, operands, expected)
+                })
+            })
+            .collect();
+        other_head_dims += cases.len() - prepared.len();
+        for (case, operands, expected) in &prepared {
+            let on_device = OnDevice::new(&gpu.stream, operands);
+            for (i, row) in rows.iter().enumerate() {
+                let Ok(plan) = operands.problem().plan_with_row(&gpu.device, row) else { continue };
+                assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
+                let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
+                    Ok(written) => {
+                        let (o, lse) = written.output(operands.problem());
+                        let report = expected.check(&o, Some(&lse)).unwrap();
+                        let wrong = (!report.passed()).then(|| report.to_string());
+                        Verdict { worst_ratio: report.worst_ratio(), wrong }
+                    }
+                    Err(why) => Verdict::failed(why),
+                };
+                runner.take(i, case, DType::E4M3, verdict);
+            }
+        }
+    }
+    say(&format!("{other_head_dims} cases have head dims that are no multiples of 16, which e4m3 kernels do not take"));
+    runner.record("forward of e4m3", Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+/// The problem of a case for a row, and its plan.
+fn of_row(scaling: Scaling, mask: Mask) -> (Case, ForwardProblem) {
+    let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
+    let problem = problem(&case, scaling);
+    (case, problem)
+}
+
+/// f16 and e4m3 outputs are the bf16 one's values in their own precision; amax is the largest of them.
+#[test]
+fn outputs_of_every_type_and_amax() {
+    let Some(gpu) = Gpu::open("outputs_of_every_type_and_amax") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
+    for (scaling, mask) in Scaling::ALL.into_iter().zip([Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))])
+    {
+        let (case, problem) = of_row(scaling, mask);
+        let operands = Operands::of_case(&case, &problem, None);
+        let on_device = OnDevice::new(&gpu.stream, &operands);
+        let exact = operands.expected().oracle().o.clone();
+        let largest = exact.data().iter().fold(0.0_f64, |most, o| most.max(o.abs()));
+        let plan = problem.clone().output(DType::F16).unwrap().amax(true).unwrap().plan(&device).unwrap();
+        let half: Written<f16> = on_device.run(&gpu.stream, &mut workspace, &plan, None).unwrap();
+        let amax = f64::from(half.amax.unwrap());
+        let of_half = half.o.iter().fold(0.0_f64, |most, o| most.max(f64::from(o.to_f32()).abs()));
+        assert!((amax - of_half).abs() <= amax / 2048.0, "{plan}: amax {amax}, largest of O {of_half}");
+        assert!((amax - largest).abs() <= largest / 8.0, "{plan}: amax {amax}, of the oracle {largest}");
+
+        let scale_o = 300.0 / half.amax.unwrap();
+        let plan = problem.clone().output(DType::E4M3).unwrap().plan(&device).unwrap();
+        let bytes: Written<E4M3> = on_device.run(&gpu.stream, &mut workspace, &plan, Some(scale_o)).unwrap();
+        for (stored, exact) in bytes.o.iter().zip(&half.o) {
+            let (got, want) = (Element::to_f32(*stored) / scale_o, exact.to_f32());
+            // Half an ulp of e4m3, that of f16, and the smallest step.
+            assert!(
+                (got - want).abs() <= want.abs() * (1.0 / 16.0 + 1e-3) + 1.0 / (512.0 * scale_o),
+                "{got} for {want}"
+            );
+        }
+        assert_eq!(bytes.lse, half.lse);
+        // Larger than e4m3's largest value saturates.
+        let bytes: Written<E4M3> = on_device.run(&gpu.stream, &mut workspace, &plan, Some(1e6)).unwrap();
+        assert!(bytes.o.iter().all(|o| Element::to_f32(*o).abs() <= 448.0), "{plan}");
+        assert!(bytes.o.iter().any(|o| Element::to_f32(*o).abs() == 448.0), "{plan}");
+    }
+}
+
+/// Without keys O is 0 in every type, without queries amax is 0.
+#[test]
+fn nothing_to_sum() {
+    let Some(gpu) = Gpu::open("nothing_to_sum (e4m3)") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
+    for (seqlen_q, seqlen_kv) in [(70, 0), (0, 70)] {
+        let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(2, 4, 2);
+        let problem = problem(&case, Scaling::PerBlock).output(DType::E4M3).unwrap().amax(true).unwrap();
+        let operands = Operands::of_case(&case, &problem, None);
+        let plan = problem.plan(&device).unwrap();
+        let on_device = OnDevice::new(&gpu.stream, &operands);
+        let written: Written<E4M3> = on_device.run(&gpu.stream, &mut workspace, &plan, Some(2.0)).unwrap();
+        assert!(written.o.iter().all(|o| Element::to_f32(*o) == 0.0), "{plan}");
+        assert!(written.lse.iter().all(|lse| *lse == f32::NEG_INFINITY), "{plan}");
+        assert_eq!(written.amax, Some(0.0), "{plan}");
+    }
+}
+
+/// The same bits on every run, whatever the workspace held.
+#[test]
+fn e4m3_runs_repeat() {
+    let Some(gpu) = Gpu::open("e4m3_runs_repeat") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(700), None)] {
+        for head_dim in [64, 128] {
+            let case = Case::new(1500, 1500, head_dim, mask).heads(4, 8, 4);
+            let problem = problem(&case, Scaling::PerBlock);
+            let operands = Operands::of_case(&case, &problem, None);
+            let plan = problem.plan(&device).unwrap();
+            let on_device = OnDevice::new(&gpu.stream, &operands);
+            let mut run = || on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
+            let first = run();
+            for _ in 0..20 {
+                let again = run();
+                assert!(again.o == first.o && again.lse == first.lse, "{plan}");
+            }
+        }
+    }
+}
