@@ -35,7 +35,7 @@
 //! and the same with maxima on the tensor. The magnitudes are those behind the dot product, since a tensor core that
 //! truncates while it accumulates is wrong by a few units of them, not of their sum; the ulps are those of the two
 //! terms that are added, and cover the hardware's approximate exp2 and log2 (2^-22 each). Scores of e4m3 operands are off by
-//! 2^-14 in place of 2^-24, here and in the floor above: that is what the tensor cores' sums of FP8 products keep.
+//! 2^-12 in place of 2^-24, here and in the floor above: the tensor cores' sums of FP8 products keep no more.
 //!
 //! For dQ, dK and dV the law is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
 //! is another, since they are sums over pairs of a query and a key in which more is rounded:
@@ -80,9 +80,10 @@ const LSE_ULPS: f64 = 4.0;
 const FLOOR: f64 = 1.5;
 /// Unit roundoffs that a score may be off by, as a multiple of the magnitudes summed for it.
 pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
-/// What a product of e4m3 operands is summed with: Hopper's tensor cores keep 13 to 14 bits of such a sum, relative to the
-/// largest magnitude in it.
-const U_SUM_E4M3: f64 = 1.0 / (1 << 14) as f64;
+/// The same of a sum of e4m3 products. Hopper's tensor cores add 32 of them at a time, each cut off (not rounded) at some
+/// 2^-13 of the largest magnitude among them and the sum so far: half of that 32 times is 2^-9 of the sum where all have one
+/// sign, which is what the law allows with this.
+const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
 /// The unit roundoff of f32.
 pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
 
