@@ -2,12 +2,12 @@
 //
 // Within a tile the scores of a block of keys are issued together with the product of the block before, and
 // exponentiated while that runs. A block's P V has accumulators of its own, which are added to O in f32: the tensor
-// cores' own sums carry some 14 bits, so that those of a long sequence would drift. The same addition corrects O for a
+// cores' own sums carry some 13 bits, so that those of a long sequence would drift. The same addition corrects O for a
 // maximum that has moved.
 //
-// With x = scale_log2 descale_q descale_k (q . k), fold = log2(descale_v / descale_v of the first block) and the
-// largest x + fold so far as `max`, P = 2^(x + fold - max + kOffset) is at most 2^kOffset and rounded to e4m3; its sum,
-// from before rounding, is taken times 2^-fold. So factors of V cost no product.
+// With x = scale_log2 descale_q descale_k (q . k), fold = log2(descale_v / the largest descale_v of the head) and
+// the largest x + fold so far as `max`, P = 2^(x + fold - max + kOffset) is at most 2^kOffset and rounded to e4m3; its
+// sum, from before rounding, is taken times 2^-fold. So factors of V cost no product.
 #pragma once
 
 #include "common/mask.hpp"
