@@ -153,10 +153,12 @@ pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> Stri
         let KernelInfo {
             arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, smem_bytes, ..
         } = row;
+        // Rows are moved in steps of 16 bytes.
+        let least = 16 / dtype.bytes();
         // Writing to a String cannot fail.
         let _ = writeln!(
             table,
-            "| {arch} | {pass} | {dtype} | {mask} | 8 to {head_dim_qk} | 8 to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
+            "| {arch} | {pass} | {dtype} | {mask} | {least} to {head_dim_qk} | {least} to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
              | {:.1} KiB |",
             *smem_bytes as f64 / 1024.0
         );
