@@ -13,6 +13,7 @@ use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::Prepared;
+use hopper_attention_tests::say;
 
 use crate::{mask_of, with_dtype};
 
@@ -145,23 +146,25 @@ fn runs_allocate_no_device_memory() {
     for row in &rows {
         lanes.push(with_dtype!(row.dtype, lane(&gpu, row)));
     }
-    // The driver may set something aside for the first launch of a kernel, and compute-sanitizer for as many as are under
-    // way at a time; after that nothing may grow.
-    let mut run_all = || {
-        for _ in 0..Grid::from_env().pick(10, 500) {
-            lanes.iter_mut().for_each(|run| run());
-        }
-    };
-    run_all();
+    // The driver may set something aside for the first launch of a kernel; after that nothing may grow.
+    lanes.iter_mut().for_each(|run| run());
     gpu.stream.synchronize().unwrap();
     let (before, total) = gpu.device.context().mem_get_info().unwrap();
     assert!(before > 0 && before < total);
-    run_all();
+    for _ in 0..Grid::from_env().pick(10, 500) {
+        lanes.iter_mut().for_each(|run| run());
+    }
     // Neither while they run nor when they are done.
     let during = gpu.device.context().mem_get_info().unwrap().0;
     gpu.stream.synchronize().unwrap();
     let after = gpu.device.context().mem_get_info().unwrap().0;
-    assert_eq!((during, after), (before, before), "bytes of device memory that are free");
+    assert_eq!(after, before, "bytes of device memory that are free");
+    // compute-sanitizer, which the small grid is for, sets memory aside for what is under way.
+    if Grid::from_env().pick(false, true) {
+        assert_eq!(during, before, "bytes of device memory that are free while kernels run");
+    } else {
+        say("skipped: the memory that is free while kernels run (HATTN_TEST_GRID=small)");
+    }
 }
 
 /// A case of a row, ready to be enqueued again and again.
