@@ -209,7 +209,8 @@ fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     };
     // 64 rows on 128 threads
     let (found, wanted) = (compiled.exponentials(after, before), columns / 2);
-    if found < wanted {
+    // Not of e4m3, which is faster with them behind the wait (benches/LOG.md, 20).
+    if found < wanted && row.dtype != DType::E4M3 {
         faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
     }
     let expected = (REGISTERS / row.threads) & !7;

@@ -152,12 +152,8 @@ struct Fp8Mma {
         storage.k_full[k.stage].wait(k.parity);
         return storage.factors[k.stage];
       };
-      // ptxas would move the exponentials behind the wait for the product that they should run beside: this stands
-      // before it, and depends on all of them.
       auto release_keys = [&]() __attribute__((always_inline)) {
-        auto const nought = static_cast<std::uint32_t>(params.batch >> 31);  // which only we know
-        std::uint32_t const after = __float_as_uint(row_sum[0]) | __float_as_uint(row_sum[1]);
-        release(storage.k_empty[k.stage + (after & nought)]);
+        release(storage.k_empty[k.stage]);
         k.advance();
       };
       // The block before's part of O, whose rows were corrected since.
@@ -177,8 +173,8 @@ struct Fp8Mma {
       issue_scores(q.stage);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      softmax(range.end - 1, unit_q * factors.k, factors.v / largest_v);
       release_keys();
+      softmax(range.end - 1, unit_q * factors.k, factors.v / largest_v);
       make_p();
       for (int n = range.end - 2; n >= range.begin; --n) {
         factors = await_keys();
@@ -186,9 +182,9 @@ struct Fp8Mma {
         issue_output();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
+        release_keys();
         float const correct[2] = {correction[0], correction[1]};
         softmax(n, unit_q * factors.k, factors.v / largest_v);
-        release_keys();
         add_output(correct);
         make_p();
       }
