@@ -1,4 +1,4 @@
-// Operands from shared memory to registers (ldmatrix) and the products of a warp (mma.sync).
+// The products of a warp (mma.sync).
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,6 @@
 #include "common/element.hpp"
 
 namespace hattn::sm80 {
-
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-CUTE_DEVICE void load_matrices(std::uint32_t address, std::uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-// The same, each matrix transposed.
-CUTE_DEVICE void load_transposed(std::uint32_t address, std::uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
 
 // c += a b: 16 rows by 16, 16 by 8 columns. Elements `at` to `at + 3` of `c` are columns 2 (lane % 4) and the next of
 // row lane / 4, and the same of the row 8 further.

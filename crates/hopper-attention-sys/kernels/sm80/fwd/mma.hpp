@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/matrices.hpp"
 #include "common/softmax.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"

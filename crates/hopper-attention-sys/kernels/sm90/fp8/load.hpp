@@ -5,6 +5,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/mask.hpp"
+#include "common/matrices.hpp"
+#include "sm90/element.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/tma.hpp"
 
@@ -74,19 +76,6 @@ struct Fp8Load {
         break;
       }
     }
-  }
-
-  CUTE_DEVICE static void load_transposed(std::uint32_t address, std::uint32_t (&r)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  CUTE_DEVICE static void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
-                                         std::uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
   }
 
   // Whole warps: V^T, since the FP8 product wants both operands with keys side by side. 16 tokens by 32 columns at a

@@ -2,6 +2,7 @@
 // rare block whose exponents ran away; wgmma would take the whole warpgroup's agreement in every block.
 #pragma once
 
+#include "common/matrices.hpp"
 #include "sm90/fwd/traits.hpp"
 
 namespace hattn::sm90 {
@@ -9,20 +10,6 @@ namespace hattn::sm90 {
 template <class Traits>
 struct Recompute {
   using Element = typename Traits::Element;
-
-  CUTE_DEVICE static void load_matrices(std::uint32_t address, std::uint32_t (&r)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-  }
-
-  CUTE_DEVICE static void load_matrices(std::uint32_t address, std::uint32_t (&r)[2]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1])
-                 : "r"(address)
-                 : "memory");
-  }
 
   // c += a b for a 16x16 (rows of Q) and 16x8 (keys as columns) fragment; c is laid out like 8 columns of an m64
   // accumulator.
