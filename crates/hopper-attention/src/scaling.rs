@@ -42,6 +42,16 @@ impl Scaling {
         }
     }
 
+    /// Where the factor of a row is, `[batch, head, block]`, in a tensor that has `group` heads to a key head: 1 for K and V,
+    /// `heads_q / heads_kv` for Q.
+    pub const fn index(self, batch: usize, head: usize, group: usize, token: usize) -> [usize; 3] {
+        match self {
+            Self::PerTensor => [0, 0, 0],
+            Self::PerHead => [batch, head / group, 0],
+            Self::PerBlock => [batch, head, token / SCALE_BLOCK],
+        }
+    }
+
     /// The shape of the factors of a tensor `[batch, seqlen, heads, head_dim]`.
     pub(crate) fn shape(self, [batch, seqlen, heads, _]: [usize; 4], heads_kv: usize) -> [usize; 3] {
         match self {

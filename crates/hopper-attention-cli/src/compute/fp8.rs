@@ -5,8 +5,8 @@ use std::time::Instant;
 use anyhow::Result;
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    Descale, Device, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, SCALE_BLOCK,
-    Scaling, Stream, TensorMut, TensorRef, Workspace,
+    Descale, Device, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, Stream,
+    TensorMut, TensorRef, Workspace,
 };
 
 use super::{Computed, Layouts, filled, median};
@@ -127,11 +127,7 @@ impl Operands {
         let scaling = problem.scaling_value().unwrap_or_default();
         let real = |stored: &[E4M3], layout: Layout<4>, descale: &[f32], of: Layout<3>, group: usize| {
             Tensor::from_strided(stored, &layout).descaled(|[batch, token, head]| {
-                let place = match scaling {
-                    Scaling::PerHead => of.offset([batch, head / group, 0]),
-                    Scaling::PerBlock => of.offset([batch, head, token / SCALE_BLOCK]),
-                    _ => Some(0),
-                };
+                let place = of.offset(scaling.index(batch, head, group, token));
                 place.map_or(f32::NAN, |place| descale[place])
             })
         };

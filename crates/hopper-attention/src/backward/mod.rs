@@ -4,10 +4,7 @@
 mod cuda;
 
 use crate::cpu::{self, BackwardInputs, BackwardOutputs};
-use crate::plan::Target;
-use crate::{
-    BackwardPlan, BackwardProblem, Error, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks,
-};
+use crate::{BackwardPlan, BackwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks};
 
 /// What a backward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever
 /// its strides.
@@ -56,23 +53,11 @@ impl BackwardPlan {
         args: BackwardArgs<'_, T>,
     ) -> Result<()> {
         check(self.problem(), &args)?;
-        match (self.target(), stream) {
-            (Target::Cpu, Stream::Cpu) => {
-                workspace.check(self.workspace_bytes(), stream)?;
-                run_cpu(self.problem(), args)
-            }
+        self.target().accept(stream, workspace, self.workspace_bytes())?;
+        match stream {
+            Stream::Cpu => run_cpu(self.problem(), args),
             #[cfg(feature = "cuda")]
-            (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
-                let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
-                crate::views::same_gpu(device, cuda)?;
-                workspace.check(self.workspace_bytes(), stream)?;
-                cuda::run(self, cuda, workspace, args)
-            }
-            (target, stream) => Err(Error::Device {
-                what: "stream",
-                got: stream.to_string(),
-                allowed: format!("{target}, which the plan was made for"),
-            }),
+            Stream::Cuda(stream) => cuda::run(self, stream, workspace, args),
         }
     }
 }

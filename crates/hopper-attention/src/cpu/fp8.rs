@@ -241,14 +241,3 @@ impl RowState {
         }
     }
 }
-
-impl Scaling {
-    /// Where the factor of a row is, for a tensor of which `group` heads are to a key head.
-    pub(super) fn index(self, batch: usize, head: usize, group: usize, token: usize) -> [usize; 3] {
-        match self {
-            Self::PerTensor => [0, 0, 0],
-            Self::PerHead => [batch, head / group, 0],
-            Self::PerBlock => [batch, head, token / SCALE_BLOCK],
-        }
-    }
-}

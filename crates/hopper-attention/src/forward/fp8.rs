@@ -2,7 +2,6 @@
 
 use super::check_shapes;
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs};
-use crate::plan::Target;
 use crate::{
     E4M3, Error, ForwardPlan, ForwardProblem, Fp8Output, Layout, Result, Stream, TensorMut, TensorRef, Workspace,
     checks,
@@ -51,23 +50,11 @@ impl ForwardPlan {
         args: Fp8ForwardArgs<'_, O>,
     ) -> Result<()> {
         check(self.problem(), &args)?;
-        match (self.target(), stream) {
-            (Target::Cpu, Stream::Cpu) => {
-                workspace.check(self.workspace_bytes(), stream)?;
-                run_cpu(self.problem(), args)
-            }
+        self.target().accept(stream, workspace, self.workspace_bytes())?;
+        match stream {
+            Stream::Cpu => run_cpu(self.problem(), args),
             #[cfg(feature = "cuda")]
-            (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
-                let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
-                crate::views::same_gpu(device, cuda)?;
-                workspace.check(self.workspace_bytes(), stream)?;
-                super::cuda::run_fp8(self, cuda, workspace, args)
-            }
-            (target, stream) => Err(Error::Device {
-                what: "stream",
-                got: stream.to_string(),
-                allowed: format!("{target}, which the plan was made for"),
-            }),
+            Stream::Cuda(stream) => super::cuda::run_fp8(self, stream, workspace, args),
         }
     }
 }

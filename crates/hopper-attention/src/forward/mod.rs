@@ -4,9 +4,8 @@
 mod cuda;
 mod fp8;
 
-use crate::plan::Target;
 use crate::{
-    Error, ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks, cpu,
+    ForwardPlan, ForwardProblem, Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks, cpu,
 };
 
 pub use fp8::Fp8ForwardArgs;
@@ -40,25 +39,23 @@ impl ForwardPlan {
     /// multiples of 16 bytes on a GPU; [`Error::Capture`] while the stream is captured and cudarc tracks events;
     /// [`Error::Driver`] for errors of the driver, including those of earlier work that surface now.
     /// [`Error::Launch`] when the launch itself fails.
+    ///
+    /// [`Error::Capture`]: crate::Error::Capture
+    /// [`Error::Device`]: crate::Error::Device
+    /// [`Error::Driver`]: crate::Error::Driver
+    /// [`Error::Dtype`]: crate::Error::Dtype
+    /// [`Error::Launch`]: crate::Error::Launch
+    /// [`Error::Layout`]: crate::Error::Layout
+    /// [`Error::Shape`]: crate::Error::Shape
+    /// [`Error::Value`]: crate::Error::Value
+    /// [`Error::Workspace`]: crate::Error::Workspace
     pub fn run<T: Operand>(&self, stream: &Stream, workspace: &mut Workspace, args: ForwardArgs<'_, T>) -> Result<()> {
         check(self.problem(), &args)?;
-        match (self.target(), stream) {
-            (Target::Cpu, Stream::Cpu) => {
-                workspace.check(self.workspace_bytes(), stream)?;
-                run_cpu(self.problem(), args)
-            }
+        self.target().accept(stream, workspace, self.workspace_bytes())?;
+        match stream {
+            Stream::Cpu => run_cpu(self.problem(), args),
             #[cfg(feature = "cuda")]
-            (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
-                let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self.target()))?;
-                crate::views::same_gpu(device, cuda)?;
-                workspace.check(self.workspace_bytes(), stream)?;
-                cuda::run(self, cuda, workspace, args)
-            }
-            (target, stream) => Err(Error::Device {
-                what: "stream",
-                got: stream.to_string(),
-                allowed: format!("{target}, which the plan was made for"),
-            }),
+            Stream::Cuda(stream) => cuda::run(self, stream, workspace, args),
         }
     }
 }

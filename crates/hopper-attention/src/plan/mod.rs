@@ -8,7 +8,7 @@ use std::fmt;
 
 #[cfg(feature = "cuda")]
 use crate::cuda::CudaDevice;
-use crate::{Device, DeviceFacts, ForwardProblem, Result, kernels};
+use crate::{Device, DeviceFacts, ForwardProblem, Result, Stream, kernels};
 
 pub use backward::{BackwardChoice, BackwardPlan, select_backward};
 pub use select::{Choice, candidates, mask_class, select};
@@ -142,6 +142,28 @@ impl ForwardPlan {
 
     pub(crate) fn target(&self) -> &Target {
         &self.target
+    }
+}
+
+impl<C> Target<C> {
+    /// Whether a stream is of the place that the plan was made for, and a workspace is there and holds as many bytes.
+    pub(crate) fn accept(&self, stream: &Stream, workspace: &crate::Workspace, bytes: usize) -> Result<()> {
+        match (self, stream) {
+            (Self::Cpu, Stream::Cpu) => {}
+            #[cfg(feature = "cuda")]
+            (Self::Gpu(gpu), Stream::Cuda(cuda)) => {
+                let device = gpu.device.as_ref().ok_or_else(|| crate::raw::not_on_a_gpu(self))?;
+                crate::views::same_gpu(device, cuda)?;
+            }
+            (target, stream) => {
+                return Err(crate::Error::Device {
+                    what: "stream",
+                    got: stream.to_string(),
+                    allowed: format!("{target}, which the plan was made for"),
+                });
+            }
+        }
+        workspace.check(bytes, stream)
     }
 }
 
