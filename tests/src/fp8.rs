@@ -127,9 +127,7 @@ impl Operands {
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem
     }
-}
 
-impl Operands {
     /// The operands of a case, of other sizes from block to block and head to head, so that factors differ.
     pub fn of_case(case: &Case, problem: &ForwardProblem, hadamard: Option<u64>) -> Self {
         let input = |input, shape| {
@@ -152,7 +150,7 @@ fn shapes(problem: &ForwardProblem) -> [([usize; 4], [usize; 3]); 3] {
     ]
 }
 
-fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
+pub(crate) fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
     Layout::contiguous(shape).expect("a legal layout")
 }
 

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use hopper_attention::{
-    BackwardArgs, BackwardPlan, DType, Element, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
-};
+use hopper_attention::{BackwardArgs, BackwardPlan, DType, Operand, Stream, Workspace};
 
+use super::{read, write};
 use crate::backward::{Outputs, Prepared};
 use crate::c::{BackwardMemory, tensor};
 use crate::data::{GUARD, Image, Poison};
@@ -27,15 +26,6 @@ fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
 
 fn up<T: Poison + Operand, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) -> CudaSlice<T> {
     stream.clone_htod(image.data()).expect("device memory")
-}
-
-fn read<T: Element, const R: usize>(slice: &CudaSlice<T>, layout: Layout<R>) -> TensorRef<'_, T, R> {
-    TensorRef::cuda(slice.slice(GUARD..slice.len() - GUARD), layout).expect("a fitting layout")
-}
-
-fn write<T: Element, const R: usize>(slice: &mut CudaSlice<T>, layout: Layout<R>) -> TensorMut<'_, T, R> {
-    let end = slice.len() - GUARD;
-    TensorMut::cuda(slice.slice_mut(GUARD..end), layout).expect("a fitting layout")
 }
 
 impl<T: Poison + Operand<Out = T>> OnDevice<T> {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    DType, E4M3, Element, ForwardPlan, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Stream, TensorMut, TensorRef,
-    Workspace,
+    DType, E4M3, Element, ForwardPlan, ForwardProblem, Fp8ForwardArgs, Fp8Output, Stream, Workspace,
 };
 
+use super::{read, write};
 use crate::data::GUARD;
-use crate::fp8::{Operands, Output};
+use crate::fp8::{Operands, Output, dense};
 
 /// A value that no kernel writes here, before and after what it may write.
 const BAND: f32 = -117.0;
@@ -36,13 +36,6 @@ fn banded<T: Element>(stream: &Arc<CudaStream>, values: &[T], band: T) -> CudaSl
     all.extend_from_slice(values);
     all.extend(std::iter::repeat_n(band, GUARD));
     stream.clone_htod(&all).expect("a copy")
-}
-
-fn inner<T, const R: usize>(slice: &CudaSlice<T>, layout: Layout<R>) -> TensorRef<'_, T, R>
-where
-    T: Element,
-{
-    TensorRef::cuda(slice.slice(GUARD..slice.len() - GUARD), layout).expect("a fitting layout")
 }
 
 /// What lies between the bands, if they are whole.
@@ -85,21 +78,17 @@ impl OnDevice {
         let scale_o = scale_o.map(|scale| banded(stream, &[scale], f32::NAN));
         let [q, k, v] = &self.stored;
         let [descale_q, descale_k, descale_v] = &self.descale;
-        let end = |len: usize| GUARD..len - GUARD;
-        let (of_o, of_lse) = (end(o.len()), end(lse.len()));
         let args = Fp8ForwardArgs {
-            q: inner(q, dense(problem.q_shape())),
-            k: inner(k, dense(problem.k_shape())),
-            v: inner(v, dense(problem.v_shape())),
-            descale_q: inner(descale_q, dense(problem.descale_q_shape())),
-            descale_k: inner(descale_k, dense(problem.descale_k_shape())),
-            descale_v: inner(descale_v, dense(problem.descale_v_shape())),
-            o: TensorMut::cuda(o.slice_mut(of_o), o_layout).expect("a fitting layout"),
-            lse: Some(TensorMut::cuda(lse.slice_mut(of_lse), lse_layout).expect("a fitting layout")),
-            scale_o: scale_o.as_ref().map(|scale_o| inner(scale_o, dense([1]))),
-            amax: amax
-                .as_mut()
-                .map(|amax| TensorMut::cuda(amax.slice_mut(GUARD..=GUARD), dense([1])).expect("a fitting layout")),
+            q: read(q, dense(problem.q_shape())),
+            k: read(k, dense(problem.k_shape())),
+            v: read(v, dense(problem.v_shape())),
+            descale_q: read(descale_q, dense(problem.descale_q_shape())),
+            descale_k: read(descale_k, dense(problem.descale_k_shape())),
+            descale_v: read(descale_v, dense(problem.descale_v_shape())),
+            o: write(&mut o, o_layout),
+            lse: Some(write(&mut lse, lse_layout)),
+            scale_o: scale_o.as_ref().map(|scale_o| read(scale_o, dense([1]))),
+            amax: amax.as_mut().map(|amax| write(amax, dense([1]))),
         };
         plan.run_fp8(&Stream::Cuda(stream.clone()), workspace, args).map_err(|error| error.to_string())?;
         if let Err(error) = stream.synchronize() {
@@ -126,8 +115,4 @@ pub fn takes(problem: &ForwardProblem) -> bool {
     let dims = problem.dims();
     let step = 16 / DType::E4M3.bytes();
     dims.head_dim_qk.is_multiple_of(step) && dims.head_dim_vo.is_multiple_of(step)
-}
-
-fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
-    Layout::contiguous(shape).expect("a legal layout")
 }

@@ -128,6 +128,17 @@ pub fn dense<'a, T: Operand<Out = T>>(
     })
 }
 
+/// The tensor between the guard bands.
+fn read<T: Element, const R: usize>(slice: &CudaSlice<T>, layout: Layout<R>) -> TensorRef<'_, T, R> {
+    TensorRef::cuda(slice.slice(GUARD..slice.len() - GUARD), layout).expect("a fitting layout")
+}
+
+/// The same to write to.
+fn write<T: Element, const R: usize>(slice: &mut CudaSlice<T>, layout: Layout<R>) -> TensorMut<'_, T, R> {
+    let end = slice.len() - GUARD;
+    TensorMut::cuda(slice.slice_mut(GUARD..end), layout).expect("a fitting layout")
+}
+
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
     q: CudaSlice<T>,
@@ -169,22 +180,14 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
 
     /// The arguments of a run.
     pub fn args(&mut self, prepared: &Prepared<T>) -> ForwardArgs<'_, T> {
-        let input = |slice, image: &Image<T, 4>| {
-            let slice: &CudaSlice<T> = slice;
-            TensorRef::cuda(slice.slice(GUARD..slice.len() - GUARD), image.layout()).expect("a fitting layout")
-        };
         let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
         let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
-        let o_end = self.o.len() - GUARD;
         ForwardArgs {
-            q: input(&self.q, &prepared.q),
-            k: input(&self.k, &prepared.k),
-            v: input(&self.v, &prepared.v),
-            o: TensorMut::cuda(self.o.slice_mut(GUARD..o_end), o_layout).expect("a fitting layout"),
-            lse: self.lse.as_mut().map(|lse| {
-                let end = lse.len() - GUARD;
-                TensorMut::cuda(lse.slice_mut(GUARD..end), lse_layout).expect("a fitting layout")
-            }),
+            q: read(&self.q, prepared.q.layout()),
+            k: read(&self.k, prepared.k.layout()),
+            v: read(&self.v, prepared.v.layout()),
+            o: write(&mut self.o, o_layout),
+            lse: self.lse.as_mut().map(|lse| write(lse, lse_layout)),
         }
     }
 

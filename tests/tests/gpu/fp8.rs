@@ -64,13 +64,6 @@ fn every_e4m3_row_takes_the_grid() {
     runner.finish();
 }
 
-/// The problem of a case for a row, and its plan.
-fn of_row(scaling: Scaling, mask: Mask) -> (Case, ForwardProblem) {
-    let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
-    let problem = problem(&case, scaling);
-    (case, problem)
-}
-
 /// f16 and e4m3 outputs are the bf16 one's values in their own precision; amax is the largest of them.
 #[test]
 fn outputs_of_every_type_and_amax() {
@@ -79,7 +72,8 @@ fn outputs_of_every_type_and_amax() {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     for (scaling, mask) in Scaling::ALL.into_iter().zip([Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))])
     {
-        let (case, problem) = of_row(scaling, mask);
+        let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
+        let problem = problem(&case, scaling);
         let operands = Operands::of_case(&case, &problem, None);
         let on_device = OnDevice::new(&gpu.stream, &operands);
         let exact = operands.expected().oracle().o.clone();
