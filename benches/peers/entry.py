@@ -5,13 +5,15 @@ import math
 import os
 
 STATUS = {0: "ok", 1: "invalid argument", 2: "unsupported problem", 3: "a CUDA call failed"}
-DTYPES = {"f16": 0, "bf16": 1}
+DTYPES = {"f16": 0, "bf16": 1, "e4m3": 2}
+SCALINGS = {"tensor": 0, "head": 1, "block": 2}
 MASKS = {"full": 0, "causal": 1, "window": 2}
 WORKSPACE_BYTES = 16 << 20
 
 
-def fields(addresses, tensors):
-    """The fields of an argument struct: the addresses, the strides of these tensors, and what both structs end with."""
+def fields(addresses, tensors, more=()):
+    """The fields of an argument struct: the addresses, the strides of these tensors, and what all structs end with, more
+    numbers in it."""
     ints = ["batch", "seqlen_q", "seqlen_kv", "heads_q", "heads_kv", "head_dim_qk", "head_dim_vo"]
     ints += ["dtype", "mask", "corner", "window_left", "window_right"]
     return [
@@ -21,6 +23,7 @@ def fields(addresses, tensors):
         *((name, ctypes.c_int32) for name in ints),
         ("softmax_scale", ctypes.c_float),
         ("reserved", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in more),
         ("stream", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_uint64),
@@ -39,6 +42,14 @@ class BackwardArgs(ctypes.Structure):
     _fields_ = fields(
         ["q", "k", "v", "o", "d_o", "lse", "d_q", "d_k", "d_v"],
         ["q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"],
+    )
+
+
+class Fp8Args(ctypes.Structure):
+    """hattn_peer_fwd_fp8_args, checked likewise."""
+
+    _fields_ = fields(
+        ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"], ["q", "k", "v", "o"], ["scaling", "o_dtype"]
     )
 
 
@@ -63,8 +74,8 @@ def filled(kind, p, tensors, lse, stream):
 
 
 class Library:
-    """A shared object that exports hattn_peer_fwd and hattn_peer_name, and the backward's functions where it computes
-    gradients. Raises OSError or AttributeError when it does not."""
+    """A shared object that exports hattn_peer_fwd and hattn_peer_name, the backward's functions where it computes
+    gradients, and hattn_peer_fwd_fp8 where it takes e4m3 operands. Raises OSError or AttributeError when it does not."""
 
     def __init__(self, path):
         self.path = os.path.abspath(path)
@@ -82,6 +93,9 @@ class Library:
         if self._scratch is not None:
             self._scratch.restype = ctypes.c_int
             self._scratch.argtypes = [ctypes.POINTER(BackwardArgs), ctypes.POINTER(ctypes.c_uint64)]
+        self._fp8 = getattr(self._handle, "hattn_peer_fwd_fp8", None)
+        if self._fp8 is not None:
+            self._fp8.restype, self._fp8.argtypes = ctypes.c_int, [ctypes.POINTER(Fp8Args)]
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
@@ -97,6 +111,14 @@ class Library:
     def backward(self, args):
         """Enqueues the backward that `args` describes; returns the status code."""
         return self._bwd(ctypes.byref(args))
+
+    @property
+    def has_fp8(self):
+        return self._fp8 is not None
+
+    def forward_fp8(self, args):
+        """Enqueues the forward of e4m3 operands that `args` describes; returns the status code."""
+        return self._fp8(ctypes.byref(args))
 
     def backward_workspace(self, args):
         """The status code, and the bytes of scratch that the backward needs."""

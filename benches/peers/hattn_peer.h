@@ -1,6 +1,7 @@
 /* The door through which `hattn bench` times attention: any shared object that exports the functions below. A library
-   takes part in forwards with hattn_peer_fwd, and in backwards if it has hattn_peer_bwd too.
-   Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or cudaStream_t). */
+   takes part in forwards with hattn_peer_fwd, in backwards if it has hattn_peer_bwd too, and in forwards of e4m3
+   operands if it has hattn_peer_fwd_fp8. Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or
+   cudaStream_t). */
 #ifndef HATTN_PEER_H
 #define HATTN_PEER_H
 
@@ -18,14 +19,23 @@ enum {
   HATTN_PEER_FAILED = 3       /* a CUDA call or a launch failed */
 };
 
-/* dtype: the type of Q, K, V, O and their gradients. */
-enum { HATTN_PEER_F16 = 0, HATTN_PEER_BF16 = 1 };
+/* dtype: the type of Q, K, V, O and their gradients. E4M3 is hattn_peer_fwd_fp8's alone, whose O has a type of its own.
+ */
+enum { HATTN_PEER_F16 = 0, HATTN_PEER_BF16 = 1, HATTN_PEER_E4M3 = 2 };
 
 /* mask. */
 enum {
   HATTN_PEER_FULL = 0,
   HATTN_PEER_CAUSAL = 1, /* query i keeps keys up to i + offset */
   HATTN_PEER_WINDOW = 2  /* ... from i + offset - window_left to i + offset + window_right; -1: without bound */
+};
+
+/* scaling: how many elements of e4m3 operands share a factor, and so the shape [batch, heads, blocks] of the factors.
+ */
+enum {
+  HATTN_PEER_PER_TENSOR = 0, /* [1, 1, 1] */
+  HATTN_PEER_PER_HEAD = 1,   /* [batch, heads_kv, 1], those of Q too */
+  HATTN_PEER_PER_BLOCK = 2   /* [batch, heads, ceil(seqlen / 128)], with the heads and the length of the tensor */
 };
 
 /* corner: the offset is seqlen_kv - seqlen_q, or 0. */
@@ -116,6 +126,46 @@ int hattn_peer_bwd(hattn_peer_bwd_args const* args);
 /* Optional: how many bytes of scratch hattn_peer_bwd needs for these arguments, of which pointers and workspace are not
    looked at. */
 int hattn_peer_bwd_workspace(hattn_peer_bwd_args const* args, uint64_t* bytes);
+
+/* One forward of e4m3 operands: hattn_peer_fwd_args, whose Q, K and V are e4m3 (the kind without infinities), each with
+   factors: a real value is `stored * descale`. O is of real values. */
+typedef struct hattn_peer_fwd_fp8_args {
+  uint64_t struct_bytes; /* sizeof(hattn_peer_fwd_fp8_args) of the caller: fields are only ever added at the end */
+  void const* q;
+  void const* k;
+  void const* v;
+  void* o;
+  float* lse;             /* [batch, heads_q, seqlen_q] contiguous, natural log */
+  float const* q_descale; /* contiguous, of the shape that `scaling` says */
+  float const* k_descale;
+  float const* v_descale;
+  int64_t q_stride[3];
+  int64_t k_stride[3];
+  int64_t v_stride[3];
+  int64_t o_stride[3];
+  int32_t batch;
+  int32_t seqlen_q;
+  int32_t seqlen_kv;
+  int32_t heads_q;
+  int32_t heads_kv; /* divides heads_q */
+  int32_t head_dim_qk;
+  int32_t head_dim_vo;
+  int32_t dtype; /* HATTN_PEER_E4M3 */
+  int32_t mask;
+  int32_t corner;
+  int32_t window_left;
+  int32_t window_right;
+  float softmax_scale;
+  int32_t reserved; /* 0 */
+  int32_t scaling;
+  int32_t o_dtype;          /* HATTN_PEER_BF16 or HATTN_PEER_F16 */
+  void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
+  void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
+  uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
+} hattn_peer_fwd_fp8_args;
+
+/* Optional: enqueues one forward of e4m3 operands on the current device, by the rules of hattn_peer_fwd. */
+int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args);
 
 /* Optional: why the last call of this thread failed, as text, valid until its next call. */
 char const* hattn_peer_last_error(void);

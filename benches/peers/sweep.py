@@ -18,6 +18,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import backward
 import entry
+import fp8
 
 # Bounds of the check: relative Frobenius error against f64 (whole slice), the worst row against f64, the worst row
 # against another library, and the LSE's absolute error. A wrong mask or a lost block is two orders above them.
@@ -151,6 +152,21 @@ def sentence(error, most=400):
     return " ".join(text.split())[:most]
 
 
+def dtypes(job):
+    return {p["dtype"] for p in job.get("points", ())}
+
+
+def load_frontend(job, missing):
+    """What cuDNN computes e4m3 operands with; None where nobody asks for it, and where it is missing, which is told."""
+    if not ("e4m3" in dtypes(job) and job["python_peers"]):
+        return None
+    try:
+        return fp8.Frontend()
+    except Exception as error:  # as of other packages
+        missing.append({"name": "cudnn", "role": "peer", "error": sentence(error)})
+        return None
+
+
 def load(job, torch):
     """Everybody who was asked for or is found here, and the names and reasons of those who would not load."""
     found, missing = [], []
@@ -170,16 +186,21 @@ def load(job, torch):
         for name, make in python_peers(torch).items():
             if any(x.name == name for x in found):
                 continue  # a shared object stands for it
+            if dtypes(job) == {"e4m3"} and name not in fp8.PEERS:
+                continue  # it could compute none of the points
             try:
                 found.append(make())
             except Exception as error:  # whatever a package does on import
                 missing.append({"name": name, "role": "peer", "error": sentence(error)})
+    if "e4m3" in dtypes(job):
+        found += [fp8.Blocks(x) for x in found if isinstance(x, Entry) and x.role == "ours"]
     return found, missing
 
 
 def drawn(p, heads, layout, torch):
     """A unit-variance normal tensor, logically [batch, seqlen, heads, head_dim], stored as the layout says."""
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[p["dtype"]]
+    # e4m3 operands are quantised from f32, in more than one way.
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float32}[p["dtype"]]
     b, s, d = p["batch"], p["seqlen"], p["head_dim"]
     shape = (b, s, heads, d) if layout == "bshd" else (b, heads, s, d)
     x = torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
@@ -326,8 +347,19 @@ def note_failure(run, who, error, torch):
         raise SystemExit(f"{who} lost the CUDA context ({sentence(error)})") from after
 
 
-def run_point(index, p, found, job, evict, tell, torch):
+def make_point(p, job, forwards, frontend, torch):
+    """What everybody computes at a point."""
+    if p["direction"] == "bwd":
+        return BackwardPoint(p, job["layout"], forwards, torch)
+    if p["dtype"] == "e4m3":
+        real = [drawn(p, heads, job["layout"], torch) for heads in (p["heads_q"], p["heads_kv"], p["heads_kv"])]
+        return fp8.Point(p, real, frontend, oracle, check, torch)
+    return ForwardPoint(p, job["layout"], torch)
+
+
+def run_point(index, p, found, job, evict, tell, torch, frontend=None):
     """Checks and times everybody at one point."""
+    found = [x for x in found if p["dtype"] == "e4m3" or not isinstance(x, fp8.Blocks)]
     runs = {x.name: {"name": x.name, "role": x.role, "status": "ok", "ms": [], "host": []} for x in found}
     runners, first, point = [], {}, None
     for name in job["banned"].keys() & runs.keys():
@@ -341,8 +373,7 @@ def run_point(index, p, found, job, evict, tell, torch):
                 yield x
 
     try:
-        bwd = p["direction"] == "bwd"
-        point = BackwardPoint(p, job["layout"], forwards(), torch) if bwd else ForwardPoint(p, job["layout"], torch)
+        point = make_point(p, job, forwards(), frontend, torch)
     except RuntimeError as error:  # no forward for the gradients, or no memory for the oracle
         for x in found:
             note_failure(runs[x.name], x.name, error, torch)
@@ -414,7 +445,7 @@ class Copy:
 
 def ceilings(job, evict, tell, torch):
     """What the card reaches, timed as the points are."""
-    names = sorted({p["dtype"] for p in job["points"]}) + ["e4m3"]
+    names = sorted(dtypes(job) | {"e4m3"})
     for what, make in [(f"product_{name}", lambda name=name: Product(name, torch)) for name in names] + [("copy", lambda: Copy(torch))]:
         try:
             x, ms = make(), []
@@ -448,12 +479,15 @@ def open_torch(ordinal):
     return torch
 
 
-def ready(job, found, missing, torch):
+def ready(job, found, missing, frontend, torch):
     properties = torch.cuda.get_device_properties(job["ordinal"])
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    if frontend is not None:
+        versions["cudnn_frontend"] = frontend.version
     return {
         "device": properties.name,
         "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
+        "versions": versions,
         "method": f"in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
         f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; {FLOPS}",
         "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
@@ -469,14 +503,15 @@ def run(job, tell):
         return tell("absent", error=str(error))
     with torch.cuda.stream(torch.cuda.Stream()):
         found, missing = load(job, torch)
+        frontend = load_frontend(job, missing)
         torch.manual_seed(job["seed"])
         buffer = torch.zeros(EVICT_BYTES // 4, dtype=torch.int32, device="cuda")
         if job["first"] == 0:
-            tell("ready", **ready(job, found, missing, torch))
+            tell("ready", **ready(job, found, missing, frontend, torch))
             ceilings(job, buffer.zero_, tell, torch)  # first: it also brings the clocks up
         for index, p in enumerate(job["points"]):
             if index >= job["first"]:
-                run_point(index, p, found, job, buffer.zero_, tell, torch)
+                run_point(index, p, found, job, buffer.zero_, tell, torch, frontend)
         ceilings(job, buffer.zero_, tell, torch)
 
 

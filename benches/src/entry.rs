@@ -1,10 +1,12 @@
-//! The C entry of `peers/hattn_peer.h`: ours, over the C ABI that callers link (the backward's over the raw layer), and
-//! that of a peer's shared object.
+//! The C entry of `peers/hattn_peer.h`: ours, over the C ABI that callers link (that of the backward and of e4m3 operands over
+//! the raw layer), and that of a peer's shared object.
 //!
 //! Our plans are made once a problem and device and kept for the life of the process.
 
 mod backward;
+mod fp8;
 mod library;
+mod problem;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,6 +18,7 @@ use hopper_attention::cudarc::driver::sys;
 use hopper_attention_capi as capi;
 
 pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
+pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
 pub use library::{Entry, Forward, Text};
 
 use crate::{Point, Precision};
@@ -41,7 +44,7 @@ pub struct Args {
     pub workspace_bytes: u64,
 }
 
-/// The fields that `hattn_peer_fwd_args` and `hattn_peer_bwd_args` have in common, in a row.
+/// The fields that all structs of arguments have in common, in a row.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 #[allow(missing_docs)]
@@ -80,6 +83,7 @@ impl Numbers {
             dtype: match point.dtype {
                 Precision::F16 => 0,
                 Precision::Bf16 => 1,
+                Precision::E4m3 => E4M3,
             },
             // The C ABI's masks, corners and "without bound".
             mask: if point.window.is_some() { 2 } else { point.causal.into() },
@@ -95,6 +99,9 @@ impl Numbers {
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
 const _: () = assert!(size_of::<Args>() == 224);
 const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
+
+/// `HATTN_PEER_E4M3`.
+const E4M3: i32 = 2;
 
 const OK: c_int = 0;
 const INVALID: c_int = 1;
@@ -194,7 +201,7 @@ unsafe fn read<A: Copy>(args: *const A) -> Result<A, Refused> {
 /// # Safety
 /// As for [`hattn_peer_fwd`].
 unsafe fn forward(args: &Args) -> Result<(), Refused> {
-    let key = key(&args.numbers, !args.lse.is_null())?;
+    let key = key(&args.numbers, sixteen_bits(&args.numbers)?, !args.lse.is_null())?;
     let known = PLANS.lock().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
     let plan = match known {
         Some(plan) => plan,
@@ -306,12 +313,16 @@ pub(crate) fn last_error() -> String {
     text.to_string_lossy().into_owned()
 }
 
-fn key(numbers: &Numbers, lse: bool) -> Result<Key, Refused> {
-    let dtype = match numbers.dtype {
-        0 => capi::HATTN_F16,
-        1 => capi::HATTN_BF16,
-        other => return Err((INVALID, format!("dtype: {other}; allowed: 0 (f16), 1 (bf16)"))),
-    };
+/// The C ABI's word for the type of a forward and a backward.
+fn sixteen_bits(numbers: &Numbers) -> Result<i32, Refused> {
+    match numbers.dtype {
+        0 => Ok(capi::HATTN_F16),
+        1 => Ok(capi::HATTN_BF16),
+        other => Err((INVALID, format!("dtype: {other}; allowed: 0 (f16), 1 (bf16)"))),
+    }
+}
+
+fn key(numbers: &Numbers, dtype: i32, lse: bool) -> Result<Key, Refused> {
     // cudarc panics on its first call where there is no driver.
     static DRIVER: LazyLock<bool> = LazyLock::new(|| !Device::available().is_empty());
     if !*DRIVER {

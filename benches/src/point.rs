@@ -45,7 +45,7 @@ impl fmt::Display for Direction {
     }
 }
 
-/// The element type of Q, K, V, O and the gradients.
+/// The element type of Q, K, V, O and the gradients; of e4m3 operands O is bf16, and there are no gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -53,6 +53,8 @@ pub enum Precision {
     Bf16,
     /// IEEE half precision.
     F16,
+    /// 4 exponent and 3 mantissa bits, with factors.
+    E4m3,
 }
 
 impl Precision {
@@ -61,6 +63,7 @@ impl Precision {
         match self {
             Self::Bf16 => DType::BF16,
             Self::F16 => DType::F16,
+            Self::E4m3 => DType::E4M3,
         }
     }
 }
@@ -191,7 +194,10 @@ impl Point {
         };
         let rows = self.batch * self.seqlen;
         let elements = tensors * rows * self.head_dim * (self.heads_q + self.heads_kv);
-        (elements * self.dtype.dtype().bytes() + rows * self.heads_q * size_of::<f32>()) as u64
+        let lse = rows * self.heads_q * size_of::<f32>();
+        // O of e4m3 operands has 16 bits; their few factors are not counted.
+        let wider = if self.dtype == Precision::E4m3 { rows * self.head_dim * self.heads_q } else { 0 };
+        (elements * self.dtype.dtype().bytes() + wider + lse) as u64
     }
 
     /// The forward problem, with the LSE: every training forward writes it, and so do the peers.
@@ -304,6 +310,10 @@ impl Sweep {
     /// # Errors
     /// When heads do not divide, or nothing is left to time.
     pub fn points(&self) -> Result<Vec<Point>> {
+        ensure!(
+            !(self.directions.contains(&Direction::Bwd) && self.dtypes.contains(&Precision::E4m3)),
+            "--directions bwd --dtypes e4m3: e4m3 operands have no gradients; allowed: --directions fwd, or --dtypes bf16,f16"
+        );
         let mut points = Vec::new();
         for &direction in &self.directions {
             for &dtype in &self.dtypes {
@@ -442,6 +452,23 @@ mod tests {
         assert_eq!(paper(512, 64).bytes(), 268_435_456 + lse);
         let grouped = Point { heads_kv: 8, ..paper(512, 64) };
         assert_eq!(grouped.bytes(), 268_435_456 * 40 / 64 + lse);
+    }
+
+    #[test]
+    fn e4m3_points_have_half_the_operands_and_no_backward() {
+        let sweep = Sweep { dtypes: vec![Precision::E4m3], ..Sweep::papers() };
+        let points = sweep.points().unwrap();
+        assert_eq!((points.len(), points[0].to_string().as_str()), (24, "fwd/e4m3/d64/full/s512/b32/h32/kv32"));
+        assert_eq!(points[0].flops(), paper(512, 64).flops());
+        // Q, K and V of 16384 x 2048 in 8 bits, O in 16, and the LSE.
+        assert_eq!(points[0].bytes(), 5 * 16384 * 2048 + 16384 * 32 * 4);
+        assert_eq!(
+            Point { heads_kv: 8, ..points[0].clone() }.bytes(),
+            3 * 16384 * 2048 + 16384 * 1024 + 16384 * 32 * 4
+        );
+        let refused = Sweep { directions: Direction::ALL.to_vec(), ..sweep }.points().unwrap_err().to_string();
+        assert!(refused.contains("e4m3 operands have no gradients"), "{refused}");
+        assert_eq!(serde_json::to_string(&Precision::E4m3).unwrap(), "\"e4m3\"");
     }
 
     #[test]

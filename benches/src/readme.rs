@@ -75,6 +75,10 @@ fn section(report: &Report, record: &str) -> Result<String> {
     ensure!(!tables.is_empty(), "the record has no peer that was timed: there is no ratio to show");
     text += "Our TFLOP/s over theirs: geometric mean over the lengths (least)\n\n";
     text += &tables.join("\n");
+    for name in report.variants() {
+        let over = |p: &PointReport| Some(1.0 / p.ratio(p.run(name))?);
+        writeln!(text, "\n{name} over ours: {}.", mean(report.points.iter().filter_map(over).collect()))?;
+    }
     for (name, why) in untimed(report) {
         writeln!(text, "\nNot timed: {name} ({why}).")?;
     }
@@ -209,6 +213,18 @@ mod tests {
         ] {
             assert!(new.contains(part), "{part}\n{new}");
         }
+    }
+
+    #[test]
+    fn variants_are_held_against_ours() {
+        let mut both = report();
+        for point in &mut both.points {
+            let run = crate::Run { name: "ours-block".into(), ..point.ours().expect("ours").clone() };
+            point.runs.push(run);
+        }
+        let new = update(README, &both, "benches/record/x/bench.json").unwrap();
+        assert!(new.contains("\nours-block over ours: 1.00 (1.00).\n"), "{new}");
+        assert!(!update(README, &report(), "benches/record/x/bench.json").unwrap().contains("over ours"));
     }
 
     #[test]

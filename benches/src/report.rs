@@ -259,6 +259,14 @@ impl Report {
         names.into_iter().map(|(_, name)| name).collect()
     }
 
+    /// The names of ours that are in no ratio to peers: other builds, and other factors of e4m3 operands.
+    pub fn variants(&self) -> Vec<&str> {
+        let varies = |p: &PointReport, name: &str| {
+            p.run(name).is_some_and(|run| run.role == Role::Ours) && p.ours().is_some_and(|ours| ours.name != name)
+        };
+        self.names().into_iter().filter(|name| self.points.iter().any(|p| varies(p, name))).collect()
+    }
+
     /// Reads a report.
     ///
     /// # Errors
@@ -430,6 +438,7 @@ pub(crate) mod tests {
     fn ratios_and_ceilings() {
         let report = report();
         assert_eq!(report.names(), ["ours", "fa3", "none"]);
+        assert!(report.variants().is_empty());
         let point = &report.points[0];
         assert_eq!(point.best_peer().unwrap().name, "fa3");
         assert!((point.ratio(point.best_peer()).unwrap() - 1.2).abs() < 1e-9);

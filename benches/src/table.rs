@@ -76,7 +76,7 @@ fn share(report: &Report, result: &PointReport) -> Cell {
     Cell::new(share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share)))
 }
 
-/// Ours over each peer and over the best of them, a pass at a time: minimum and geometric mean.
+/// Ours over each peer and over the best of them, and our variants over ours, a pass at a time: minimum and geometric mean.
 pub fn ratios(report: &Report) -> Vec<String> {
     Direction::ALL.into_iter().flat_map(|direction| ratios_of(report, direction)).collect()
 }
@@ -92,15 +92,17 @@ fn ratios_of(report: &Report, direction: Direction) -> Vec<String> {
         let least = values.iter().copied().fold(f64::INFINITY, f64::min);
         let Some(mean) = geometric_mean(&values) else { return };
         let (points, of) = (values.len(), all.len());
-        lines.push(format!(
-            "{pass}ours / {what}: geometric mean {mean:.3}, least {least:.3}, over {points} of {of} points"
-        ));
+        lines.push(format!("{pass}{what}: geometric mean {mean:.3}, least {least:.3}, over {points} of {of} points"));
     };
-    line("best peer".into(), all.iter().filter_map(|p| p.ratio(p.best_peer())).collect());
+    line("ours / best peer".into(), all.iter().filter_map(|p| p.ratio(p.best_peer())).collect());
     for name in report.names() {
         if all.iter().any(|p| p.run(name).is_some_and(|run| run.role == crate::Role::Peer)) {
-            line(name.into(), all.iter().filter_map(|p| p.ratio(p.run(name))).collect());
+            line(format!("ours / {name}"), all.iter().filter_map(|p| p.ratio(p.run(name))).collect());
         }
+    }
+    // The other way round: whoever reads of a variant asks what it loses.
+    for name in report.variants() {
+        line(format!("{name} / ours"), all.iter().filter_map(|p| Some(1.0 / p.ratio(p.run(name))?)).collect());
     }
     lines
 }
@@ -213,6 +215,11 @@ mod tests {
         assert_eq!(means[0], "ours / best peer: geometric mean 1.200, least 1.200, over 1 of 1 points");
         assert_eq!(means[2], "backward, ours / best peer: geometric mean 1.000, least 1.000, over 1 of 1 points");
         assert_eq!(means.len(), 4, "{means:?}");
+        let mut varied = report();
+        varied.points.iter_mut().for_each(|p| p.runs[0].role = crate::Role::Ours);
+        varied.points.iter_mut().for_each(|p| p.runs.swap(0, 1));
+        let means = ratios(&varied);
+        assert_eq!(means, ["fa3 / ours: geometric mean 0.913, least 0.833, over 2 of 2 points"]);
         let text = remarks(&report()).join("\n");
         assert!(text.contains("ceiling: product_bf16 790.0 TFLOP/s"), "{text}");
         assert!(

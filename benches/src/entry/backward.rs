@@ -5,12 +5,10 @@ use std::ffi::{c_int, c_void};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use hopper_attention::raw::{Place, RawBackward, RawTensor, RawWorkspace};
-use hopper_attention::{
-    BackwardPlan, BackwardProblem, Corner, DType, Device, Dims, Error, ForwardProblem, Layout, Mask,
-};
-use hopper_attention_capi as capi;
+use hopper_attention::{BackwardPlan, BackwardProblem, DType, Device, Error, Layout};
 
-use super::{FAILED, INVALID, Key, Numbers, Refused, UNSUPPORTED, answer, key, read};
+use super::problem::{self, told};
+use super::{INVALID, Key, Numbers, Refused, answer, key, read, sixteen_bits};
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +60,7 @@ pub unsafe extern "C" fn hattn_peer_bwd(args: *const BackwardArgs) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
         let args = unsafe { read(args) }?;
-        let key = key(&args.numbers, true)?;
+        let key = key(&args.numbers, sixteen_bits(&args.numbers)?, true)?;
         let plan = plan(&key)?;
         let raw = raw(&args, &plan, Place::Cuda(usize::try_from(key.ordinal).unwrap_or_default())).map_err(told)?;
         // SAFETY: the caller vouches for addresses, strides and sizes, for the workspace, and for the stream.
@@ -83,7 +81,7 @@ pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, byt
         if bytes.is_null() {
             return Err((INVALID, "bytes is null".to_owned()));
         }
-        let plan = plan(&key(&args.numbers, true)?)?;
+        let plan = plan(&key(&args.numbers, sixteen_bits(&args.numbers)?, true)?)?;
         // SAFETY: not null, and the caller lets it be written.
         unsafe { bytes.write(plan.workspace_bytes() as u64) };
         Ok(())
@@ -101,39 +99,7 @@ fn plan(key: &Key) -> Result<Arc<BackwardPlan>, Refused> {
 }
 
 fn problem(key: &Key) -> hopper_attention::Result<BackwardProblem> {
-    let value = |what, got: i32, allowed: &str| Error::Value { what, got: got.to_string(), allowed: allowed.into() };
-    let size = |what, at: usize| usize::try_from(key.sizes[at]).map_err(|_| value(what, key.sizes[at], "0 and above"));
-    let dims = Dims {
-        batch: size("batch", 0)?,
-        seqlen_q: size("seqlen_q", 1)?,
-        seqlen_kv: size("seqlen_kv", 2)?,
-        heads_q: size("heads_q", 3)?,
-        heads_kv: size("heads_kv", 4)?,
-        head_dim_qk: size("head_dim_qk", 5)?,
-        head_dim_vo: size("head_dim_vo", 6)?,
-    };
-    let dtype = if key.dtype == capi::HATTN_F16 { DType::F16 } else { DType::BF16 };
-    let [mask, corner, left, right] = key.mask;
-    let corner = match corner {
-        capi::HATTN_BOTTOM_RIGHT => Corner::BottomRight,
-        capi::HATTN_TOP_LEFT => Corner::TopLeft,
-        other => return Err(value("corner", other, "0 (bottom-right), 1 (top-left)")),
-    };
-    let bound = |what, keys: i32| match usize::try_from(keys) {
-        Ok(keys) => Ok(Some(keys)),
-        Err(_) if i64::from(keys) == capi::HATTN_UNBOUNDED => Ok(None),
-        Err(_) => Err(value(what, keys, "0 and above, -1 (without bound)")),
-    };
-    let mask = match mask {
-        capi::HATTN_MASK_FULL => Mask::Full,
-        capi::HATTN_MASK_CAUSAL => Mask::Causal { corner },
-        capi::HATTN_MASK_WINDOW => {
-            Mask::Window { left: bound("window_left", left)?, right: bound("window_right", right)?, corner }
-        }
-        other => return Err(value("mask", other, "0 (full), 1 (causal), 2 (window)")),
-    };
-    let forward = ForwardProblem::new(dtype, dims)?.mask(mask).softmax_scale(f32::from_bits(key.scale_bits))?;
-    Ok(BackwardProblem::of(&forward))
+    Ok(BackwardProblem::of(&problem::forward(key)?))
 }
 
 fn raw(args: &BackwardArgs, plan: &BackwardPlan, place: Place) -> hopper_attention::Result<RawBackward> {
@@ -162,23 +128,10 @@ fn raw(args: &BackwardArgs, plan: &BackwardPlan, place: Place) -> hopper_attenti
     })
 }
 
-/// The entry's status and words for an error of the library.
-fn told(error: Error) -> Refused {
-    let status = match error {
-        Error::Unsupported { .. } => UNSUPPORTED,
-        Error::Shape { .. }
-        | Error::Layout { .. }
-        | Error::Dtype { .. }
-        | Error::Value { .. }
-        | Error::Workspace { .. }
-        | Error::Device { .. } => INVALID,
-        _ => FAILED,
-    };
-    (status, error.to_string())
-}
-
 #[cfg(test)]
 mod tests {
+    use hopper_attention_capi as capi;
+
     use super::super::{Entry, OK};
     use super::*;
 

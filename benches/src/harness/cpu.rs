@@ -30,6 +30,7 @@ impl Harness for Cpu {
     }
 
     fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()> {
+        turns::sixteen_bits(job)?;
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let library = |name: &str, role, file: &str| Library {
             name: name.into(),

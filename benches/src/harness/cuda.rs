@@ -159,6 +159,7 @@ impl Harness for Cuda {
     }
 
     fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()> {
+        turns::sixteen_bits(job)?;
         let (libraries, missing) = self.load(job);
         sink(Event::Ready(self.ready(job, libraries, missing)))?;
         self.ceilings(job, sink)?;

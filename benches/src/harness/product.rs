@@ -35,6 +35,7 @@ pub(super) fn product(stream: &Arc<CudaStream>, dtype: Precision, clock: &mut Ev
     let ms = match dtype {
         Precision::Bf16 => multiply::<bf16>(stream, clock, bf16::ONE, bf16::ZERO),
         Precision::F16 => multiply::<f16>(stream, clock, f16::ONE, f16::ZERO),
+        Precision::E4m3 => return absent("without PyTorch there is no product of e4m3".into()),
     };
     match ms {
         Ok(ms) => Ok(Event::Ceiling { what, work: 2.0 * (SIZE as f64).powi(3), ms, error: None }),

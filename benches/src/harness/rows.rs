@@ -30,6 +30,7 @@ impl Harness for Rows {
     }
 
     fn run(&mut self, job: &Job, sink: Sink<'_>) -> Result<()> {
+        turns::sixteen_bits(job)?;
         sink(Event::Ready(self.0.ready(job, vec![], vec![])))?;
         turns::run(self, job, sink)
     }
