@@ -3,8 +3,8 @@
 
 use hopper_attention::reference::{Expected, Plain, Tensor, forward_plain};
 use hopper_attention::{
-    DType, Descale, Device, E4M3, Element, ForwardProblem, Fp8ForwardArgs, Layout, Quantize, QuantizeArgs, Quantizer,
-    SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16,
+    DType, Descale, Device, E4M3, Element, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs,
+    Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 
 use crate::data::Input;
@@ -82,8 +82,15 @@ impl Operands {
 
     /// What the CPU makes of it: O, and the log-sum-exp.
     pub fn run(&self) -> Output {
+        match self.problem.output_dtype() {
+            DType::F16 => self.run_as::<f16>(),
+            _ => self.run_as::<bf16>(),
+        }
+    }
+
+    fn run_as<O: Fp8Output>(&self) -> Output {
         let problem = self.problem.clone().lse(true);
-        let mut o = vec![<bf16 as Element>::from_f32(f32::NAN); problem.o_shape().iter().product()];
+        let mut o = vec![O::from_f32(f32::NAN); problem.o_shape().iter().product()];
         let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
         let [q, k, v] = [0, 1, 2].map(|i| {
             let (shape, factors) = shapes(&problem)[i];

@@ -10,6 +10,7 @@ pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod layouts;
+pub mod long;
 pub mod mutations;
 pub mod problems;
 pub mod runner;

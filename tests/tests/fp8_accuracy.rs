@@ -153,22 +153,6 @@ fn errors_are_those_of_the_readme() {
     assert_readme(&table);
 }
 
-/// At 16k keys the error is what it is at 1k, and so is that of quantisation alone.
-#[test]
-fn long_sequences_are_as_accurate_as_short_ones() {
-    let measured = [1024, 4096, 16384].map(|keys| {
-        let inputs = Inputs::normal([16, keys], [4, 2], 0.0);
-        let error = inputs.measure(Scaling::PerBlock, Some(SEED));
-        say(&format!("{keys} keys: {:.2}%, quantisation alone {:.2}%", 100.0 * error.backend, 100.0 * error.emulated));
-        error
-    });
-    let [short, .., long] = measured;
-    for Measured { backend, emulated } in measured {
-        assert!((backend / emulated - 1.0).abs() < 0.05, "{backend}, emulated {emulated}");
-    }
-    assert!(long.backend < 1.15 * short.backend, "{} at 1k, {} at 16k", short.backend, long.backend);
-}
-
 /// What finer factors are for: a head whose values are a millionth of the others' is lost under one factor for all, and
 /// as accurate as any under its own.
 #[test]

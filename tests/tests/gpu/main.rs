@@ -7,6 +7,7 @@ mod backward;
 mod capi;
 mod capture;
 mod fp8;
+mod fp8_long;
 mod grid;
 mod large;
 mod refusals;
