@@ -4,6 +4,8 @@
 # bench.json, bench.csv and the charts go to the target folder's bench/ unless --output says otherwise. On a machine with an
 # NVIDIA driver the kernels are built too (minutes, the first time); anywhere else, or with HATTN_BENCH_DEVICE=cpu, the sweep
 # runs small sizes on the CPU backend against the naive computation and needs neither CUDA nor a C++ compiler.
+# With --dtypes e4m3 and a Python that has PyTorch it fetches NVIDIA's cuDNN frontend, pinned in benches/peers/requirements.txt,
+# into the toolchain's folder: PyTorch calls no FP8 attention of cuDNN. Without it the sweep names cuDNN as missing.
 # HATTN_BENCH_PROGRAM=FILE skips the build: a hattn with libhopper_attention_benches.so beside it, on a machine without cargo.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,6 +18,27 @@ if [ -n "$commit" ]; then
   [ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || commit+=-dirty
   options+=(--commit "$commit")
 fi
+
+# fetch_frontend OPTION...: where the sweep has e4m3 points, and a PyTorch but no frontend.
+fetch_frontend() {
+  local python=python3 e4m3="" tag place
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --python) python=${2:-} ;;
+      --python=*) python=${1#*=} ;;
+      *e4m3*) e4m3=1 ;;
+    esac
+    shift
+  done
+  [ -n "$e4m3" ] && tag=$("$python" -c 'import sys, torch; print("cp%d%d" % sys.version_info[:2])' 2>/dev/null) || return 0
+  place=${HATTN_TOOLCHAIN_DIR:-$PWD/.toolchain}/python/$tag
+  export PYTHONPATH=$place${PYTHONPATH:+:$PYTHONPATH}
+  "$python" -c 'import cudnn' 2>/dev/null && return
+  say "fetching NVIDIA's cuDNN frontend into $place (12 MB)"
+  "$python" -m pip install --disable-pip-version-check --quiet --require-hashes --no-deps --only-binary :all: --target "$place" \
+    --requirement benches/peers/requirements.txt || say "pip could not fetch it: cuDNN will be missing at e4m3 points"
+}
+fetch_frontend "$@"
 
 program=${HATTN_BENCH_PROGRAM:-}
 if [ -z "$program" ]; then

@@ -16,6 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 import backward
 import entry
+import fp8
 import sweep
 
 # A peer that answers every call with the status that the batch says, and notes the stream that it was given.
@@ -31,6 +32,10 @@ BACKWARD = """
 int hattn_peer_bwd(hattn_peer_bwd_args const* args) { return args->struct_bytes == sizeof(*args) ? args->batch : HATTN_PEER_INVALID; }
 int hattn_peer_bwd_workspace(hattn_peer_bwd_args const* args, uint64_t* bytes) { *bytes = args->seqlen_q; return args->heads_q == 7 ? HATTN_PEER_UNSUPPORTED : 0; }
 """
+# Its forward of e4m3 operands answers with the scaling, if a factor came.
+FP8 = """
+int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args) { return args->struct_bytes == sizeof(*args) && args->v_descale ? args->scaling : HATTN_PEER_INVALID; }
+"""
 POINT = {"direction": "bwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 64, "causal": True, "seqlen": 512, "batch": 0}
 
 
@@ -42,7 +47,8 @@ def compiled(source, folder, *options):
 
 class Entry(unittest.TestCase):
     def test_structs_match_the_header(self):
-        for struct, kind in (("hattn_peer_fwd_args", entry.Args), ("hattn_peer_bwd_args", entry.BackwardArgs)):
+        structs = {"hattn_peer_fwd_args": entry.Args, "hattn_peer_bwd_args": entry.BackwardArgs, "hattn_peer_fwd_fp8_args": entry.Fp8Args}
+        for struct, kind in structs.items():
             names = [name for name, _ in kind._fields_]
             asked = [f"sizeof({struct})"] + [f"offsetof({struct}, {name})" for name in names]
             lines = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in asked)
@@ -57,6 +63,8 @@ class Entry(unittest.TestCase):
             header = dict(re.findall(r"HATTN_PEER_(\w+) = (\d+)", file.read()))
         for name, value in list(entry.DTYPES.items()) + list(entry.MASKS.items()):
             self.assertEqual(int(header[name.upper()]), value)
+        for name, value in entry.SCALINGS.items():
+            self.assertEqual(int(header[f"PER_{name.upper()}"]), value)
         self.assertEqual({int(header[x]) for x in ("OK", "INVALID", "UNSUPPORTED", "FAILED")}, set(entry.STATUS))
 
     def test_a_library_is_called_and_its_words_are_told(self):
@@ -124,7 +132,7 @@ class FakeTensor:
 class FakeTorch:
     """What the contestants ask of PyTorch: it notes what it is asked for."""
 
-    uint8 = "uint8"
+    uint8, bfloat16, float32 = "uint8", "bf16", "f32"
 
     def __init__(self):
         self.cuda = types.SimpleNamespace(
@@ -135,6 +143,9 @@ class FakeTorch:
 
     def empty_strided(self, size, stride, dtype, device):
         return FakeTensor(next(self.addresses), stride)
+
+    def full(self, size, value, dtype, device):
+        return FakeTensor(next(self.addresses), bytes=size).fill_(value)
 
     def empty(self, count, dtype, device):
         return FakeTensor(next(self.addresses), bytes=count)
@@ -242,6 +253,71 @@ class Backward(unittest.TestCase):
         for a, b in ((math.nan, 1.0), (1.0, math.nan)):
             self.assertTrue(math.isnan(backward.larger(a, b)))
         self.assertEqual((backward.larger(1.0, 2.0), backward.larger(2.0, 1.0)), (2.0, 2.0))
+
+
+class Fp8(unittest.TestCase):
+    def ours(self, source):
+        with tempfile.TemporaryDirectory() as folder:
+            library = entry.Library(compiled(source, folder, "-shared", "-fPIC"))
+        workspace = types.SimpleNamespace(data_ptr=lambda: 5, numel=lambda: 6)
+        return types.SimpleNamespace(name="x", role="ours", library=library, torch=FakeTorch(), workspace=workspace)
+
+    def operands(self):
+        stored = [FakeTensor(at, (at, 2 * at, 3 * at, 1)) for at in (1, 2, 3)]
+        p = {**POINT, "direction": "fwd", "dtype": "e4m3", "batch": 1}
+        return types.SimpleNamespace(p=p, stored=stored, factors=[FakeTensor(at) for at in (11, 12, 13)])
+
+    def test_a_library_gets_addresses_strides_and_factors(self):
+        for library, name, scaling in ((self.ours(PEER + FP8), "x", 0), (fp8.Blocks(self.ours(PEER + FP8)), "x-block", 2)):
+            x = fp8.contestant(library, None, None)
+            self.assertEqual((x.name, x.role), (name, "ours"))
+            x.prepare(self.operands())
+            args = x.args
+            self.assertEqual([getattr(args, field) for field in ("q", "k", "v", "q_descale", "k_descale", "v_descale")], [1, 2, 3, 11, 12, 13])
+            self.assertEqual((list(args.v_stride), args.stream, args.workspace, args.workspace_bytes), ([3, 6, 9], 77, 5, 6))
+            self.assertEqual((args.dtype, args.scaling, args.o_dtype, args.mask, args.heads_kv), (2, scaling, 1, 1, 2))
+            self.assertEqual((args.o, args.lse), (x.o.address, x.lse.address))
+            self.assertTrue(math.isnan(x.o.value) and math.isnan(x.lse.value))
+            args.scaling = 0
+            self.assertIs(x.call(), x.o)
+            args.scaling = 2
+            self.assertRaisesRegex(RuntimeError, "unsupported problem: too many heads", x.call)
+
+    def test_who_takes_no_e4m3_is_unsupported(self):
+        refused = lambda x, frontend=None: self.assertRaisesRegex(RuntimeError, entry.STATUS[2], fp8.contestant, x, frontend, None)
+        refused(self.ours(PEER))
+        refused(fp8.Blocks(self.ours(PEER)))
+        refused(types.SimpleNamespace(name="cudnn"))
+        refused(types.SimpleNamespace(name="fa2"), object())
+        self.assertIsInstance(fp8.contestant(types.SimpleNamespace(name="cudnn"), object(), None), fp8.CudnnFp8)
+
+    def test_cudnn_is_missing_where_its_frontend_is(self):
+        job, missing, before = {"points": [{"dtype": "e4m3"}], "python_peers": True}, [], sys.modules.get("cudnn")
+        sys.modules["cudnn"] = None  # what makes an import fail
+        try:
+            self.assertIsNone(sweep.load_frontend({**job, "points": [{"dtype": "bf16"}]}, missing))
+            self.assertIsNone(sweep.load_frontend({**job, "python_peers": False}, missing))
+            self.assertEqual(missing, [])
+            self.assertIsNone(sweep.load_frontend(job, missing))
+        finally:
+            del sys.modules["cudnn"]
+            if before is not None:
+                sys.modules["cudnn"] = before
+        [told] = missing
+        self.assertEqual((told["name"], told["role"]), ("cudnn", "peer"))
+        self.assertIn("e4m3 operands need nvidia-cudnn-frontend", told["error"])
+
+    def test_ours_run_twice_where_there_are_e4m3_points_and_at_these_alone(self):
+        library, told = self.ours(PEER + FP8), []
+        found = [library, fp8.Blocks(library)]
+        original, sweep.make_point = sweep.make_point, lambda *_: None
+        try:
+            for dtype in ("e4m3", "bf16"):
+                job = {"banned": {}, "layout": "bshd"}
+                sweep.run_point(0, {**POINT, "dtype": dtype}, found, job, None, lambda event, **fields: told.append(fields), FakeTorch())
+        finally:
+            sweep.make_point = original
+        self.assertEqual([[run["name"] for run in fields["runs"]] for fields in told], [["x", "x-block"], ["x"]])
 
 
 class Sweep(unittest.TestCase):

@@ -63,8 +63,8 @@ fn section(report: &Report, record: &str) -> Result<String> {
     text += &report.method;
     text += ".\n\n";
 
-    // The type that people train in, every query head with a key head of its own.
-    let shown = report.points.iter().filter(|p| p.point.dtype == Precision::Bf16 && p.point.group() == 1);
+    // The types that people train and serve in, every query head with a key head of its own.
+    let shown = report.points.iter().filter(|p| p.point.dtype != Precision::F16 && p.point.group() == 1);
     let families: Vec<String> = shown.map(|p| format!("{}.svg", p.point.family())).collect();
     for chart in charts(report)?.iter().filter(|chart| families.contains(&chart.file)) {
         writeln!(text, "<img src=\"{folder}/{}\" width=\"49%\" alt=\"{}\">", chart.file, chart.title)?;

@@ -240,6 +240,11 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
     refused(&["--compare", "nowhere.json"], "report nowhere.json");
+    refused(
+        &["--dtypes", "e4m3"],
+        "fwd/e4m3/d64/full/s64/b4/h4/kv4: e4m3 operands are timed by the harness in PyTorch alone",
+    );
+    refused(&["--dtypes", "e4m3", "--directions", "fwd,bwd"], "e4m3 operands have no gradients");
     let out = hattn(&["bench", "--device", "cuda:4096", "--harness", "rust", "--filter", "s512"]);
     assert!(!out.status.success(), "there is no such GPU");
     let out = hattn(&["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", "python-that-nobody-has"]);

@@ -28,7 +28,7 @@ pub struct BenchArgs {
     /// A peer's shared object with the C entry of benches/peers/README.md, repeatable
     #[arg(long, value_name = "[NAME=]FILE")]
     pub peer: Vec<String>,
-    /// Leave out the peers that live in Python: cuDNN, FlashAttention-2, -3 and -4
+    /// Leave out the peers that live in Python: cuDNN (its FP8 too), FlashAttention-2, -3 and -4
     #[arg(long)]
     pub no_python_peers: bool,
     /// Timings of each library at a point [default: 20 on a GPU, 12 with --quick, 5 on a CPU]
@@ -59,7 +59,7 @@ pub struct PointArgs {
     /// Passes: fwd, bwd
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Direction::Fwd])]
     pub directions: Vec<Direction>,
-    /// Types of Q, K, V, O and the gradients
+    /// Types of Q, K, V, O and the gradients; e4m3: FP8 operands, whose O is bf16, in forwards that the script in PyTorch times
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16])]
     pub dtypes: Vec<Precision>,
     /// Query heads that share a key head
