@@ -188,7 +188,9 @@ def contestant(x, frontend, torch):
         return EntryFp8(x.inner, "block", x.name)
     if hasattr(x, "library"):
         return EntryFp8(x, "tensor", x.name)
-    if x.name == "cudnn" and frontend is not None:
+    if x.name == "cudnn":
+        if frontend is None:
+            raise RuntimeError(f"{entry.STATUS[2]}: nvidia-cudnn-frontend is missing")
         return CudnnFp8(frontend, x.name, torch)
     raise RuntimeError(f"{entry.STATUS[2]}: the sweep knows no way to give {x.name} e4m3 operands")
 
