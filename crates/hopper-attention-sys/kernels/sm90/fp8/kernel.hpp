@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == 0 && cute::elect_one_sync()) {
+    if (warp == 0) {
       Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
       Fp8Load<Traits>::queries(params, map_q, scheduler, storage);

@@ -20,15 +20,17 @@ struct Fp8Load {
   // A factor of V below this part of the largest counts as it, which keeps sums in the range of f32.
   static constexpr float kLeastRatio = 0x1p-100F;
 
-  // Of a head's blocks.
+  // Of a head's blocks; the whole warp asks.
   CUTE_DEVICE static float largest_factor(FactorsDesc const& factors, int batch, int head, int seqlen_kv) {
-    float largest = factor(factors, batch, head, 0);
-    if (factors.stride_block != 0) {
-      for (int block = 1; block * Traits::kScaleBlock < seqlen_kv; ++block) {
-        largest = fmaxf(largest, factor(factors, batch, head, block));
-      }
+    if (factors.stride_block == 0) {
+      return factor(factors, batch, head, 0);
     }
-    return largest;
+    float largest = 0.0F;
+    CUTE_NO_UNROLL
+    for (int block = Traits::thread_index() % 32; block * Traits::kScaleBlock < seqlen_kv; block += 32) {
+      largest = fmaxf(largest, factor(factors, batch, head, block));
+    }
+    return __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest)));
   }
 
   // What each role does for every tile of the CTA.
@@ -45,20 +47,24 @@ struct Fp8Load {
     }
   }
 
+  // A whole warp, of which one lane copies.
   CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
                                           CUtensorMap const& map_v, Band const& band, Storage& storage) {
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStagesRaw> v;
+    bool const copies = cute::elect_one_sync() != 0;
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / params.heads_per_kv_head;
-      storage.tile_empty[q.stage].arrive();
       float const unit_q =
           params.scale_log2 * factor(params.descale_q, tile.batch, tile.head / params.descale_q_group, tile.block);
       float const largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv);
-      storage.largest_v[q.stage] = largest_v;
+      if (copies) {
+        storage.largest_v[q.stage] = largest_v;
+        storage.tile_empty[q.stage].arrive();
+      }
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n) {
+      for (int n = range.end - 1; copies && n >= range.begin; --n) {
         if (n == cute::min(range.begin + 1, range.end - 1)) {
           storage.next_wanted.arrive();
         }
@@ -79,6 +85,7 @@ struct Fp8Load {
                                      n * Traits::kTileN, head, tile.batch);
         v.advance();
       }
+      __syncwarp();
     });
   }
 
