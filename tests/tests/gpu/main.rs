@@ -5,6 +5,7 @@
 mod allocations;
 mod backward;
 mod capi;
+mod capi_fp8;
 mod capture;
 mod fp8;
 mod fp8_streams;
