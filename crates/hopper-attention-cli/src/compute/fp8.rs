@@ -3,10 +3,12 @@
 use std::time::Instant;
 
 use anyhow::{Result, bail};
+#[cfg(feature = "cuda")]
+use hopper_attention::Device;
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    Descale, Device, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, QuantizePlan,
-    Stream, TensorMut, TensorRef, Workspace,
+    Descale, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, QuantizePlan, Stream,
+    TensorMut, TensorRef, Workspace,
 };
 
 use super::{Computed, Layouts, filled, median};

@@ -152,6 +152,6 @@ pub struct Quantize<'a, T: Operand> {
 pub enum Descale<'a> {
     /// From the largest finite magnitude that shares each: written.
     FromAmax(TensorMut<'a, f32, 3>),
-    /// From the caller: read. Finite and above 0, which the CPU checks and a GPU will take for granted.
+    /// From the caller: read. Finite and above 0, which the CPU checks and a GPU takes for granted.
     Given(TensorRef<'a, f32, 3>),
 }
