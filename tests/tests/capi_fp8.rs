@@ -60,11 +60,8 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
     // SAFETY: the memory is that of the vectors above, which nothing else uses meanwhile.
     unsafe { quantise.run(&memory, null_mut()) }.unwrap();
     assert_eq!(counts, [0.0; 6]);
-    for i in 0..3 {
-        assert!(
-            stored[i].iter().zip(&expected.stored()[i]).all(|(a, b)| a.to_bits() == b.to_bits()),
-            "{quantizer}: {i}"
-        );
+    for (i, (stored, want)) in stored.iter().zip(expected.stored()).enumerate() {
+        assert!(stored.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{quantizer}: operand {i}");
     }
     assert_eq!(&descale, expected.descale(), "{quantizer}");
 

@@ -178,9 +178,9 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *descale_k;
   // As descale_q.
   const struct hattn_tensor *descale_v;
-  // What O is multiplied by before it is rounded, HATTN_F32 [1]: given exactly with an output of HATTN_E4M3, otherwise null.
+  // What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
   const struct hattn_tensor *scale_o;
-  // The largest magnitude of O before that, HATTN_F32 [1], written: given exactly when the problem says so, otherwise
+  // The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
   // null.
   const struct hattn_tensor *amax;
 } hattn_forward_args;

@@ -229,9 +229,9 @@ pub struct hattn_forward_args {
     pub descale_k: *const hattn_tensor,
     /// As descale_q.
     pub descale_v: *const hattn_tensor,
-    /// What O is multiplied by before it is rounded, HATTN_F32 [1]: given exactly with an output of HATTN_E4M3, otherwise null.
+    /// What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
     pub scale_o: *const hattn_tensor,
-    /// The largest magnitude of O before that, HATTN_F32 [1], written: given exactly when the problem says so, otherwise
+    /// The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
     /// null.
     pub amax: *const hattn_tensor,
 }
