@@ -71,6 +71,7 @@ install_tree() {
 ./include/hopper_attention.h
 ./include/hopper_attention.hpp
 ./include/hopper_attention_dlpack.hpp
+./include/hopper_attention_fp8.hpp
 ./lib/cmake/hopper_attention/hopper_attentionConfig.cmake
 ./lib/cmake/hopper_attention/hopper_attentionConfigVersion.cmake
 ./lib/libhopper_attention.a

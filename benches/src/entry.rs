@@ -236,6 +236,7 @@ unsafe fn forward(args: &Args) -> Result<(), Refused> {
         lse: if key.lse { &lse } else { std::ptr::null() },
         workspace: args.workspace,
         workspace_bytes: usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX),
+        ..Default::default()
     };
     // SAFETY: a live plan, since none is ever destroyed; the caller vouches for addresses, strides and sizes, for the
     // workspace, and for the stream.
@@ -283,7 +284,7 @@ fn make(key: &Key, softmax_scale: f32) -> Result<Plan, Refused> {
         window_left: window_left.into(),
         window_right: window_right.into(),
         softmax_scale,
-        reserved: 0,
+        ..Default::default()
     };
     let mut plan = Plan(std::ptr::null_mut());
     // SAFETY: both are live structs.

@@ -44,6 +44,8 @@ CPU = -1
 # hattn_mask, hattn_corner, and a window's bound that bounds nothing
 MASK_FULL, MASK_CAUSAL, MASK_WINDOW = 0, 1, 2
 BOTTOM_RIGHT, TOP_LEFT = 0, 1
+# hattn_scaling
+PER_TENSOR, PER_HEAD, PER_BLOCK = 0, 1, 2
 UNBOUNDED = -1
 
 # What the loader is asked for when nobody names a file: the soname carries the ABI's version.
@@ -91,6 +93,10 @@ class ForwardProblem(_Versioned):
         ("window_right", ctypes.c_int64),
         ("softmax_scale", ctypes.c_float),
         ("reserved", ctypes.c_uint32),
+        ("output", ctypes.c_int32),
+        ("scaling", ctypes.c_int32),
+        ("amax", ctypes.c_int32),
+        ("reserved_fp8", ctypes.c_uint32),
     ]
 
 
@@ -154,6 +160,11 @@ class ForwardArgs(_Versioned):
         ("lse", ctypes.POINTER(Tensor)),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_size_t),
+        ("descale_q", ctypes.POINTER(Tensor)),
+        ("descale_k", ctypes.POINTER(Tensor)),
+        ("descale_v", ctypes.POINTER(Tensor)),
+        ("scale_o", ctypes.POINTER(Tensor)),
+        ("amax", ctypes.POINTER(Tensor)),
     ]
 
 

@@ -171,7 +171,7 @@ class Problem:
 
 class Structs(unittest.TestCase):
     def test_sizes_and_places(self):
-        sizes = {hattn.ForwardProblem: 104, hattn.Tensor: 96, hattn.ForwardArgs: 64, hattn.BackwardProblem: 104, hattn.BackwardArgs: 104}
+        sizes = {hattn.ForwardProblem: 120, hattn.Tensor: 96, hattn.ForwardArgs: 104, hattn.BackwardProblem: 104, hattn.BackwardArgs: 104}
         for struct_type, size in sizes.items():
             self.assertEqual(ctypes.sizeof(struct_type), size)
             made = struct_type()
@@ -188,7 +188,7 @@ class Structs(unittest.TestCase):
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual((made.struct_size, made.abi_version, made.d_lse, made.deterministic), (104, hattn.ABI_VERSION, 1, 0))
         for name, _ in hattn.BackwardProblem._fields_:
-            if name not in ("d_lse", "deterministic"):
+            if name not in ("struct_size", "d_lse", "deterministic"):
                 self.assertEqual(getattr(made, name), getattr(forward, name), name)
 
     def test_misspelt_fields_are_refused(self):
@@ -319,7 +319,8 @@ class Refusals(unittest.TestCase):
 
         self.refused(hattn.ERROR_VALUE, ["heads_q", "3", "a multiple of heads_kv"], plan, heads_q=3)
         self.refused(hattn.ERROR_VALUE, ["softmax_scale", "-1", "above 0"], plan, softmax_scale=-1)
-        self.refused(hattn.ERROR_DTYPE, ["e4m3", "bf16"], plan, dtype=hattn.E4M3)
+        self.refused(hattn.ERROR_DTYPE, ["o: ", "f32", "bf16, f16, e4m3"], plan, dtype=hattn.E4M3, output=hattn.F32)
+        self.refused(hattn.ERROR_VALUE, ["scaling", "per-block", "e4m3 operands only"], plan, scaling=hattn.PER_BLOCK)
         self.refused(hattn.ERROR_ARGUMENT, ["dtype", "0"], plan, dtype=0)
         self.refused(hattn.ERROR_ARGUMENT, ["mask", "9"], plan, mask=9)
         self.refused(hattn.ERROR_ABI, ["struct_size", "103"], plan, struct_size=103)

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::null;
 
-use hopper_attention::{BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask};
+use hopper_attention::{BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling};
 use hopper_attention_capi::*;
 
 /// A status and the text that came with it.
@@ -33,6 +33,7 @@ fn dtype(dtype: DType) -> hattn_dtype {
         DType::F16 => HATTN_F16,
         DType::BF16 => HATTN_BF16,
         DType::F32 => HATTN_F32,
+        DType::E4M3 => HATTN_E4M3,
         other => panic!("no tests of {other}"),
     }
 }
@@ -65,7 +66,14 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         window_left: left.map_or(HATTN_UNBOUNDED, bound),
         window_right: right.map_or(HATTN_UNBOUNDED, bound),
         softmax_scale: problem.softmax_scale_value(),
-        reserved: 0,
+        output: dtype(problem.output_dtype()),
+        scaling: match problem.scaling_value() {
+            Some(Scaling::PerHead) => HATTN_PER_HEAD,
+            Some(Scaling::PerBlock) => HATTN_PER_BLOCK,
+            _ => HATTN_PER_TENSOR,
+        },
+        amax: i32::from(problem.wants_amax()),
+        ..Default::default()
     }
 }
 
@@ -179,6 +187,46 @@ impl Pass for hattn_backward_problem {
     const WORKSPACE_SIZE: WorkspaceSize<Self> = hattn_backward_plan_workspace_size;
 }
 
+impl Pass for hattn_quantize_problem {
+    type Plan = hattn_quantize_plan;
+    const CREATE: Create<Self> = hattn_quantize_plan_create;
+    const DESTROY: Destroy<Self> = hattn_quantize_plan_destroy;
+    const DESCRIBE: Describe<Self> = hattn_quantize_plan_describe;
+    const WORKSPACE_SIZE: WorkspaceSize<Self> = hattn_quantize_plan_workspace_size;
+}
+
+/// A quantiser in C's words, of a forward problem in them.
+pub fn quantize_problem(quantizer: &Quantizer, forward: &hattn_forward_problem) -> hattn_quantize_problem {
+    hattn_quantize_problem {
+        struct_size: size_of::<hattn_quantize_problem>() as u32,
+        abi_version: HATTN_ABI_VERSION,
+        forward,
+        source: dtype(quantizer.source()),
+        hadamard: i32::from(quantizer.hadamard_value().is_some()),
+        seed: quantizer.hadamard_value().unwrap_or(0),
+    }
+}
+
+/// What e4m3 operands have beside the tensors of [`Memory`].
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Fp8Memory {
+    pub descale: [hattn_tensor; 3],
+    pub scale_o: Option<hattn_tensor>,
+    pub amax: Option<hattn_tensor>,
+}
+
+/// The tensors and the workspace of a run of a quantiser.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct QuantizeMemory {
+    /// Of q, k and v: values, what is stored, factors, and whether these are given.
+    pub tensors: [Option<([hattn_tensor; 3], bool)>; 3],
+    pub counts: Option<hattn_tensor>,
+    pub workspace: u64,
+    pub workspace_bytes: usize,
+}
+
 /// A plan that frees itself.
 pub struct Plan<P: Pass = hattn_forward_problem>(*mut P::Plan);
 
@@ -237,12 +285,84 @@ impl Plan<hattn_forward_problem> {
             k: &raw const memory.k,
             v: &raw const memory.v,
             o: &raw const memory.o,
-            lse: memory.lse.as_ref().map_or(null(), |lse| &raw const *lse),
+            lse: address(memory.lse.as_ref()),
+            workspace: memory.workspace as *mut c_void,
+            workspace_bytes: memory.workspace_bytes,
+            ..Default::default()
+        };
+        // SAFETY: a live plan and live structs; the caller's promise for the rest.
+        checked(unsafe { hattn_forward_run(self.0, &args, stream.cast()) })
+    }
+}
+
+impl Plan<hattn_forward_problem> {
+    /// Runs the plan, of e4m3 operands.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_forward_run`], for what the tensors lead to.
+    pub unsafe fn run_fp8(&self, memory: &Memory, fp8: &Fp8Memory, stream: *mut c_void) -> Result<(), Refusal> {
+        let [descale_q, descale_k, descale_v] = &fp8.descale;
+        let args = hattn_forward_args {
+            struct_size: size_of::<hattn_forward_args>() as u32,
+            abi_version: HATTN_ABI_VERSION,
+            q: &raw const memory.q,
+            k: &raw const memory.k,
+            v: &raw const memory.v,
+            o: &raw const memory.o,
+            lse: address(memory.lse.as_ref()),
+            workspace: memory.workspace as *mut c_void,
+            workspace_bytes: memory.workspace_bytes,
+            descale_q,
+            descale_k,
+            descale_v,
+            scale_o: address(fp8.scale_o.as_ref()),
+            amax: address(fp8.amax.as_ref()),
+        };
+        // SAFETY: a live plan and live structs; the caller's promise for the rest.
+        checked(unsafe { hattn_forward_run(self.0, &args, stream.cast()) })
+    }
+}
+
+fn address<T>(place: Option<&T>) -> *const T {
+    place.map_or(null(), |place| &raw const *place)
+}
+
+impl Plan<hattn_quantize_problem> {
+    /// Runs the plan.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_quantize_run`], for what the tensors lead to.
+    pub unsafe fn run(&self, memory: &QuantizeMemory, stream: *mut c_void) -> Result<(), Refusal> {
+        let tensors = memory.tensors.each_ref().map(|tensor| {
+            tensor.as_ref().map(|([values, stored, descale], given)| hattn_quantize_tensor {
+                struct_size: size_of::<hattn_quantize_tensor>() as u32,
+                abi_version: HATTN_ABI_VERSION,
+                values,
+                stored,
+                descale,
+                given: i32::from(*given),
+                reserved: 0,
+            })
+        });
+        let [q, k, v] = &tensors;
+        let args = hattn_quantize_args {
+            struct_size: size_of::<hattn_quantize_args>() as u32,
+            abi_version: HATTN_ABI_VERSION,
+            q: address(q.as_ref()),
+            k: address(k.as_ref()),
+            v: address(v.as_ref()),
+            counts: address(memory.counts.as_ref()),
             workspace: memory.workspace as *mut c_void,
             workspace_bytes: memory.workspace_bytes,
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
-        checked(unsafe { hattn_forward_run(self.0, &args, stream.cast()) })
+        checked(unsafe { hattn_quantize_run(self.0, &args, stream.cast()) })
     }
 }
 

@@ -182,7 +182,17 @@ fn bad_problems_are_refused() {
         HATTN_ERROR_ARGUMENT,
         "dtype: dtype 0; allowed: HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3), HATTN_E4M3 (4)",
     );
-    refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
+    refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "o: dtype f32; allowed: bf16, f16, e4m3");
+    refused(
+        |p| p.scaling = 3,
+        HATTN_ERROR_ARGUMENT,
+        "scaling: 3; allowed: HATTN_PER_TENSOR (0), HATTN_PER_HEAD (1), HATTN_PER_BLOCK (2)",
+    );
+    refused(
+        |p| p.scaling = HATTN_PER_BLOCK,
+        HATTN_ERROR_VALUE,
+        "scaling: per-block, with f32 operands; allowed: with e4m3 operands only",
+    );
     refused(
         |p| p.mask = 3,
         HATTN_ERROR_ARGUMENT,

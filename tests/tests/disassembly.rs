@@ -25,6 +25,7 @@ const AWAIT_ALL: &str = "DEPBAR.LE gsb0, 0x0";
 const AWAIT_ALL_BUT_ONE: &str = "DEPBAR.LE gsb0, 0x1";
 
 /// The tools' words about one compiled row.
+#[derive(Clone)]
 struct Compiled {
     /// What nvcc and ptxas printed while compiling it.
     log: String,
@@ -295,6 +296,54 @@ fn every_row_is_compiled_as_planned() {
         }
     }
     assert!(report.is_empty(), "\n{report}");
+}
+
+/// What is wrong with the quantiser's kernels, which are bit for bit the CPU's: no flag may have touched their arithmetic.
+fn faults_of_quantiser(compiled: &Compiled) -> Vec<String> {
+    let mut faults = Vec::new();
+    for key in ["STACK", "LOCAL"] {
+        match compiled.resource(key, "quantize_kernel") {
+            Some(0) => {}
+            found => faults.push(format!("{key} is {found:?}, expected 0")),
+        }
+    }
+    for (opcode, why) in [("LDGSTS", "copies past the registers"), ("F2FP", "conversions to e4m3")] {
+        if compiled.count(opcode) == 0 {
+            faults.push(format!("no {opcode}: {why}"));
+        }
+    }
+    // ptxas has flushed additions of its own in a division, around numbers that are none.
+    let flushed = |line: &&str| ["FMUL.FTZ", "FFMA.FTZ"].iter().any(|opcode| line.contains(opcode));
+    if let Some(line) = compiled.lines().find(flushed) {
+        faults.push(format!("a subnormal would be flushed: {}", line.trim()));
+    }
+    faults
+}
+
+#[test]
+fn the_quantiser_is_compiled_as_written() {
+    if !kernels().iter().any(|row| row.dtype == DType::E4M3) {
+        println!("skipped: no rows of e4m3 operands in this build, and so no quantiser");
+        return;
+    }
+    let objects = objects("quantize");
+    assert_eq!(objects.len(), 2, "a source type each");
+    for object in &objects {
+        let compiled = Compiled::read(object);
+        assert_eq!(faults_of_quantiser(&compiled), Vec::<String>::new(), "{}", object.display());
+        // Worthless if it passed anything.
+        let broken = |edit: &dyn Fn(&mut Compiled)| {
+            let mut compiled = compiled.clone();
+            edit(&mut compiled);
+            faults_of_quantiser(&compiled).join("; ")
+        };
+        let fault = broken(&|compiled| compiled.sass = compiled.sass.replace("FMUL R", "FMUL.FTZ R"));
+        assert!(fault.contains("a subnormal would be flushed"), "{fault}");
+        let fault = broken(&|compiled| compiled.sass = compiled.sass.replace("LDGSTS", "LDG"));
+        assert!(fault.contains("no LDGSTS"), "{fault}");
+        let fault = broken(&|compiled| compiled.usage = compiled.usage.replace("STACK:0", "STACK:8"));
+        assert!(fault.contains("STACK is Some(8)"), "{fault}");
+    }
 }
 
 /// A row of an architecture; `None` in a build without it.

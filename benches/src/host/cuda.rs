@@ -160,7 +160,7 @@ impl Bench {
             window_left: capi::HATTN_UNBOUNDED,
             window_right: capi::HATTN_UNBOUNDED,
             softmax_scale: 0.0,
-            reserved: 0,
+            ..Default::default()
         };
         let mut plan = std::ptr::null_mut();
         // SAFETY: both are live structs.
@@ -175,6 +175,7 @@ impl Bench {
             lse: &lse,
             workspace: raw.workspace.address as *mut c_void,
             workspace_bytes: raw.workspace.bytes,
+            ..Default::default()
         };
         let stream = self.stream.cu_stream();
         // SAFETY: a live plan; the buffers live as long as `self`, and the stream is waited for before that.

@@ -143,6 +143,7 @@ inline hattn_status c_workspace_size(const hattn_backward_plan* plan, std::size_
 struct Destroy {
   void operator()(hattn_forward_plan* plan) const noexcept { hattn_forward_plan_destroy(plan); }
   void operator()(hattn_backward_plan* plan) const noexcept { hattn_backward_plan_destroy(plan); }
+  void operator()(hattn_quantize_plan* plan) const noexcept { hattn_quantize_plan_destroy(plan); }
   void operator()(hattn_tuning* tuning) const noexcept { hattn_tuning_destroy(tuning); }
 };
 
@@ -184,7 +185,7 @@ inline void check(Status status) {
 }  // namespace detail
 #endif
 
-// Element types. The GPU computes F16 and BF16, the CPU F32 as well.
+// Element types. The GPU computes F16, BF16 and E4M3, the CPU F32 as well.
 enum class DType : hattn_dtype { F16 = HATTN_F16, BF16 = HATTN_BF16, F32 = HATTN_F32, E4M3 = HATTN_E4M3 };
 
 // The DType of a C++ type. Specialise it for types of your own:
@@ -251,16 +252,23 @@ inline int device_count() {
 }
 #endif
 
-// Sizes or strides of three or four dimensions, outermost first.
+// Sizes or strides of up to four dimensions, outermost first.
 class Extents {
  public:
   // Of Q, K, V and O.
   constexpr Extents(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, std::int64_t head_dim) noexcept
       : size_(4), values_{batch, seqlen, heads, head_dim} {}
 
-  // Of the log-sum-exp.
+  // Of the log-sum-exp, and of factors: [batch, heads, blocks].
   constexpr Extents(std::int64_t batch, std::int64_t heads, std::int64_t seqlen) noexcept
       : size_(3), values_{batch, heads, seqlen, 0} {}
+
+  // Of counts, and of a single number.
+  constexpr Extents(std::int64_t rows, std::int64_t columns) noexcept : size_(2), values_{rows, columns, 0, 0} {}
+  explicit constexpr Extents(std::int64_t size) noexcept : size_(1), values_{size, 0, 0, 0} {}
+  // The first of these, at most 4.
+  constexpr Extents(std::int32_t count, const std::int64_t (&of)[4]) noexcept
+      : size_(count), values_{of[0], of[1], of[2], of[3]} {}
 
   constexpr std::int32_t size() const noexcept { return size_; }
   constexpr std::int64_t operator[](std::int32_t axis) const noexcept { return values_[axis]; }
@@ -329,8 +337,7 @@ class BasicTensorView {
       const bool fits = stride[axis] <= std::numeric_limits<std::int64_t>::max() / size;
       stride[axis - 1] = fits ? stride[axis] * size : std::numeric_limits<std::int64_t>::max();
     }
-    return shape.size() == 3 ? Extents(stride[0], stride[1], stride[2])
-                             : Extents(stride[0], stride[1], stride[2], stride[3]);
+    return {shape.size(), stride};
   }
 
   // The same memory with two dimensions exchanged: contiguous(p, device, {b, heads, seqlen, d}).transposed(1, 2) is
@@ -389,6 +396,13 @@ enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSA
 
 // Which ends of the two sequences meet when they differ in length: the last query and the last key, or the first ones.
 enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
+
+// How many elements of Q, K and V of E4M3 share a descale factor: all, those of a sequence and key head, or 128 rows.
+enum class Scaling : hattn_scaling {
+  PerTensor = HATTN_PER_TENSOR,
+  PerHead = HATTN_PER_HEAD,
+  PerBlock = HATTN_PER_BLOCK
+};
 
 // A window's bound that keeps all keys on its side.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
@@ -502,6 +516,20 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
     problem_.lse = wanted ? 1 : 0;
     return *this;
   }
+
+  // Of E4M3 operands (hopper_attention_fp8.hpp makes them): O's type, BF16 unless set; who shares a factor; O's amax.
+  constexpr ForwardProblem& output(DType dtype) noexcept {
+    problem_.output = static_cast<hattn_dtype>(dtype);
+    return *this;
+  }
+  constexpr ForwardProblem& scaling(Scaling scaling) noexcept {
+    problem_.scaling = static_cast<hattn_scaling>(scaling);
+    return *this;
+  }
+  constexpr ForwardProblem& amax(bool wanted) noexcept {
+    problem_.amax = wanted ? 1 : 0;
+    return *this;
+  }
 };
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask and scale. dQ, dK, dV
@@ -556,6 +584,10 @@ struct ForwardArgs {
   // f32 [batch, heads_q, seqlen_q]: given exactly when the problem says lse(true).
   std::optional<TensorView> lse{};
   Workspace workspace{};
+  // With E4M3 operands, and then always: f32 [batch, heads, blocks].
+  std::optional<ConstTensorView> descale_q{}, descale_k{}, descale_v{};
+  std::optional<ConstTensorView> scale_o{};  // f32 [1], on O before it is rounded: given exactly with an output of E4M3
+  std::optional<TensorView> amax{};          // f32 [1]: given exactly when the problem says amax(true)
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -576,6 +608,10 @@ struct BackwardArgs {
 
 namespace detail {
 
+template <class View>
+const hattn_tensor* c_tensor(const std::optional<View>& view) noexcept {
+  return view ? &view->c_tensor() : nullptr;
+}
 // A struct that the library made and frees; movable and not copyable.
 template <class Self, class C>
 class Owner {
@@ -701,9 +737,14 @@ class ForwardPlan : public detail::Plan<ForwardPlan, hattn_forward_plan> {
     c.k = &args.k.c_tensor();
     c.v = &args.v.c_tensor();
     c.o = &args.o.c_tensor();
-    c.lse = args.lse ? &args.lse->c_tensor() : nullptr;
+    c.lse = detail::c_tensor(args.lse);
     c.workspace = args.workspace.data;
     c.workspace_bytes = args.workspace.bytes;
+    c.descale_q = detail::c_tensor(args.descale_q);
+    c.descale_k = detail::c_tensor(args.descale_k);
+    c.descale_v = detail::c_tensor(args.descale_v);
+    c.scale_o = detail::c_tensor(args.scale_o);
+    c.amax = detail::c_tensor(args.amax);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
 
@@ -739,7 +780,7 @@ class BackwardPlan : public detail::Plan<BackwardPlan, hattn_backward_plan> {
     c.o = &args.o.c_tensor();
     c.lse = &args.lse.c_tensor();
     c.d_o = &args.d_o.c_tensor();
-    c.d_lse = args.d_lse ? &args.d_lse->c_tensor() : nullptr;
+    c.d_lse = detail::c_tensor(args.d_lse);
     c.d_q = &args.d_q.c_tensor();
     c.d_k = &args.d_k.c_tensor();
     c.d_v = &args.d_v.c_tensor();

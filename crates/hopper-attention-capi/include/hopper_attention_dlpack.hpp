@@ -110,10 +110,10 @@ Status dlpack_import(const DLTensor& from, const char* name, const std::optional
   Device device = Device::cpu();
   if (const Status status = dlpack_dtype(from.dtype, name, dtype); !ok(status)) return status;
   if (const Status status = dlpack_device(from.device, name, managed, device); !ok(status)) return status;
-  if (from.ndim != 3 && from.ndim != 4) {
+  if (from.ndim < 1 || from.ndim > 4) {
     return refuse(Status::Shape,
-                  "%s: %d dimensions; allowed: 4, [batch, seqlen, heads, head_dim], and 3 for the log-sum-exp, "
-                  "[batch, heads, seqlen]",
+                  "%s: %d dimensions; allowed: 4, [batch, seqlen, heads, head_dim], 3 for the log-sum-exp and factors, "
+                  "[batch, heads, ..], 2 for counts and 1 for a single number",
                   name, int{from.ndim});
   }
   if (from.shape == nullptr) {
@@ -130,17 +130,17 @@ Status dlpack_import(const DLTensor& from, const char* name, const std::optional
   void* data = nullptr;
   if (const Status status = dlpack_data(from, name, empty, data); !ok(status)) return status;
 
-  const std::int64_t* s = from.shape;
-  const Extents shape = from.ndim == 3 ? Extents(s[0], s[1], s[2]) : Extents(s[0], s[1], s[2], s[3]);
+  std::int64_t sizes[4] = {};
+  std::int64_t strides[4] = {};
+  for (int axis = 0; axis < from.ndim; ++axis) sizes[axis] = from.shape[axis];
+  const Extents shape(from.ndim, sizes);
   const Extents compact = View::compact(shape);
   // Null strides are compact ones (before DLPack 1.2). Where there is no second element a stride says nothing, and
   // producers put anything there.
-  const auto stride = [&](int axis) {
-    return from.strides == nullptr || shape[axis] < 2 ? compact[axis] : std::int64_t{from.strides[axis]};
-  };
-  const Extents strides =
-      from.ndim == 3 ? Extents(stride(0), stride(1), stride(2)) : Extents(stride(0), stride(1), stride(2), stride(3));
-  view = View::strided(data, dtype, device, shape, strides);
+  for (int axis = 0; axis < from.ndim; ++axis) {
+    strides[axis] = from.strides == nullptr || shape[axis] < 2 ? compact[axis] : std::int64_t{from.strides[axis]};
+  }
+  view = View::strided(data, dtype, device, shape, Extents(from.ndim, strides));
   return Status::Ok;
 }
 

@@ -39,6 +39,17 @@ pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
 /// The first query stands at the first key: query i at key i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
+/// How many elements of Q, K or V of HATTN_E4M3 share a descale factor: a real value is what is stored times its factor.
+/// Factors are HATTN_F32 [batch, heads, blocks].
+pub type hattn_scaling = i32;
+/// All of them: factors [1, 1, 1].
+pub const HATTN_PER_TENSOR: hattn_scaling = 0;
+/// Those of one sequence and key head, of Q those of all query heads that read it: factors [batch, heads_kv, 1].
+pub const HATTN_PER_HEAD: hattn_scaling = 1;
+/// 128 rows of one head, as far as they exist: factors [batch, heads, ceil(seqlen / 128)], of Q with heads_q and seqlen_q, of
+/// K and V with heads_kv and seqlen_kv.
+pub const HATTN_PER_BLOCK: hattn_scaling = 2;
+
 /// A window without a bound on this side.
 pub const HATTN_UNBOUNDED: i64 = -1;
 
@@ -58,7 +69,7 @@ pub struct hattn_forward_problem {
     pub struct_size: u32,
     /// HATTN_ABI_VERSION.
     pub abi_version: u32,
-    /// Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+    /// Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too. HATTN_E4M3: of Q, K and V, which have factors then.
     pub dtype: hattn_dtype,
     /// Which keys a query attends to.
     pub mask: hattn_mask,
@@ -88,6 +99,37 @@ pub struct hattn_forward_problem {
     pub softmax_scale: f32,
     /// 0.
     pub reserved: u32,
+    /// Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
+    pub output: hattn_dtype,
+    /// With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
+    pub scaling: hattn_scaling,
+    /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
+    pub amax: i32,
+    /// 0.
+    pub reserved_fp8: u32,
+}
+
+/// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
+///
+/// A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
+/// stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
+/// as NaN.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_quantize_problem {
+    /// sizeof(hattn_quantize_problem).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// What the operands are for: sizes, HATTN_E4M3 and the scaling.
+    pub forward: *const hattn_forward_problem,
+    /// Of the values: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+    pub source: hattn_dtype,
+    /// 1: Q and K are rotated before, by signs and a Hadamard transform over the head dim, which leaves Q K^T as it is and
+    /// spreads outliers; 0: they are not.
+    pub hadamard: i32,
+    /// With hadamard: of the signs; queries and keys that meet have the same. Otherwise not looked at.
+    pub seed: u64,
 }
 
 /// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -147,7 +189,8 @@ pub struct hattn_tensor {
     pub dtype: hattn_dtype,
     /// Where the memory is.
     pub device: hattn_device,
-    /// 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp.
+    /// 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp, or [batch, heads, blocks], factors.
+    /// 2: [3, 2], counts. 1: a single number.
     pub ndim: i32,
     /// 0.
     pub reserved: i32,
@@ -178,6 +221,69 @@ pub struct hattn_forward_args {
     /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
     pub workspace: *mut c_void,
     /// At least what hattn_forward_plan_workspace_size says.
+    pub workspace_bytes: usize,
+    /// The factors of Q, K and V, HATTN_F32, finite and above 0 (which the CPU checks): given exactly with HATTN_E4M3
+    /// operands, otherwise null.
+    pub descale_q: *const hattn_tensor,
+    /// As descale_q.
+    pub descale_k: *const hattn_tensor,
+    /// As descale_q.
+    pub descale_v: *const hattn_tensor,
+    /// What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
+    pub scale_o: *const hattn_tensor,
+    /// The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
+    /// null.
+    pub amax: *const hattn_tensor,
+}
+
+impl Default for hattn_forward_args {
+    /// Null pointers, and a header that is still to be filled in.
+    fn default() -> Self {
+        // SAFETY: integers and raw pointers, for which 0 is valid.
+        unsafe { std::mem::zeroed() }
+    }
+}
+
+/// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_quantize_tensor {
+    /// sizeof(hattn_quantize_tensor).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// What is read, of the source type.
+    pub values: *const hattn_tensor,
+    /// What is written, HATTN_E4M3.
+    pub stored: *const hattn_tensor,
+    /// Its factors, HATTN_F32 as the scaling says: written, or read.
+    pub descale: *const hattn_tensor,
+    /// 1: the factors are given, finite and above 0 (which the CPU checks); 0: they are made of the largest magnitudes.
+    pub given: i32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_quantize_args {
+    /// sizeof(hattn_quantize_args).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Queries; null where they are not quantised.
+    pub q: *const hattn_quantize_tensor,
+    /// Keys; null where they are not quantised.
+    pub k: *const hattn_quantize_tensor,
+    /// Values; null where they are not quantised.
+    pub v: *const hattn_quantize_tensor,
+    /// Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448, and those that were
+    /// not finite. Null where it is not wanted.
+    pub counts: *const hattn_tensor,
+    /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+    pub workspace: *mut c_void,
+    /// At least what hattn_quantize_plan_workspace_size says.
     pub workspace_bytes: usize,
 }
 
@@ -256,6 +362,24 @@ unsafe impl Versioned for hattn_backward_args {
     const LEAST: usize = 104;
 }
 
+// SAFETY: integers and raw pointers, with the header first.
+unsafe impl Versioned for hattn_quantize_problem {
+    const NAME: &'static str = "hattn_quantize_problem";
+    const LEAST: usize = 32;
+}
+
+// SAFETY: integers and raw pointers, with the header first.
+unsafe impl Versioned for hattn_quantize_tensor {
+    const NAME: &'static str = "hattn_quantize_tensor";
+    const LEAST: usize = 40;
+}
+
+// SAFETY: integers and raw pointers, with the header first.
+unsafe impl Versioned for hattn_quantize_args {
+    const NAME: &'static str = "hattn_quantize_args";
+    const LEAST: usize = 56;
+}
+
 /// No struct grows past this, so that a wild `struct_size` is refused instead of followed.
 const MOST: usize = 4096;
 
@@ -304,7 +428,7 @@ mod layout {
     use std::mem::offset_of;
 
     const _: () = {
-        assert!(size_of::<hattn_forward_problem>() == 104 && align_of::<hattn_forward_problem>() == 8);
+        assert!(size_of::<hattn_forward_problem>() == 120 && align_of::<hattn_forward_problem>() == 8);
         assert!(offset_of!(hattn_forward_problem, dtype) == 8);
         assert!(offset_of!(hattn_forward_problem, mask) == 12);
         assert!(offset_of!(hattn_forward_problem, corner) == 16);
@@ -320,6 +444,10 @@ mod layout {
         assert!(offset_of!(hattn_forward_problem, window_right) == 88);
         assert!(offset_of!(hattn_forward_problem, softmax_scale) == 96);
         assert!(offset_of!(hattn_forward_problem, reserved) == 100);
+        assert!(offset_of!(hattn_forward_problem, output) == 104);
+        assert!(offset_of!(hattn_forward_problem, scaling) == 108);
+        assert!(offset_of!(hattn_forward_problem, amax) == 112);
+        assert!(offset_of!(hattn_forward_problem, reserved_fp8) == 116);
 
         assert!(size_of::<hattn_backward_problem>() == 104 && align_of::<hattn_backward_problem>() == 8);
         assert!(offset_of!(hattn_backward_problem, dtype) == 8);
@@ -347,7 +475,7 @@ mod layout {
         assert!(offset_of!(hattn_tensor, shape) == 32);
         assert!(offset_of!(hattn_tensor, stride) == 64);
 
-        assert!(size_of::<hattn_forward_args>() == 64 && align_of::<hattn_forward_args>() == 8);
+        assert!(size_of::<hattn_forward_args>() == 104 && align_of::<hattn_forward_args>() == 8);
         assert!(offset_of!(hattn_forward_args, q) == 8);
         assert!(offset_of!(hattn_forward_args, k) == 16);
         assert!(offset_of!(hattn_forward_args, v) == 24);
@@ -355,6 +483,32 @@ mod layout {
         assert!(offset_of!(hattn_forward_args, lse) == 40);
         assert!(offset_of!(hattn_forward_args, workspace) == 48);
         assert!(offset_of!(hattn_forward_args, workspace_bytes) == 56);
+        assert!(offset_of!(hattn_forward_args, descale_q) == 64);
+        assert!(offset_of!(hattn_forward_args, descale_k) == 72);
+        assert!(offset_of!(hattn_forward_args, descale_v) == 80);
+        assert!(offset_of!(hattn_forward_args, scale_o) == 88);
+        assert!(offset_of!(hattn_forward_args, amax) == 96);
+
+        assert!(size_of::<hattn_quantize_problem>() == 32 && align_of::<hattn_quantize_problem>() == 8);
+        assert!(offset_of!(hattn_quantize_problem, forward) == 8);
+        assert!(offset_of!(hattn_quantize_problem, source) == 16);
+        assert!(offset_of!(hattn_quantize_problem, hadamard) == 20);
+        assert!(offset_of!(hattn_quantize_problem, seed) == 24);
+
+        assert!(size_of::<hattn_quantize_tensor>() == 40 && align_of::<hattn_quantize_tensor>() == 8);
+        assert!(offset_of!(hattn_quantize_tensor, values) == 8);
+        assert!(offset_of!(hattn_quantize_tensor, stored) == 16);
+        assert!(offset_of!(hattn_quantize_tensor, descale) == 24);
+        assert!(offset_of!(hattn_quantize_tensor, given) == 32);
+        assert!(offset_of!(hattn_quantize_tensor, reserved) == 36);
+
+        assert!(size_of::<hattn_quantize_args>() == 56 && align_of::<hattn_quantize_args>() == 8);
+        assert!(offset_of!(hattn_quantize_args, q) == 8);
+        assert!(offset_of!(hattn_quantize_args, k) == 16);
+        assert!(offset_of!(hattn_quantize_args, v) == 24);
+        assert!(offset_of!(hattn_quantize_args, counts) == 32);
+        assert!(offset_of!(hattn_quantize_args, workspace) == 40);
+        assert!(offset_of!(hattn_quantize_args, workspace_bytes) == 48);
 
         assert!(size_of::<hattn_backward_args>() == 104 && align_of::<hattn_backward_args>() == 8);
         assert!(offset_of!(hattn_backward_args, q) == 8);
@@ -408,15 +562,22 @@ mod tests {
 
     #[test]
     fn fields_of_a_newer_caller_must_be_zero() {
-        let mut newer = block(112, 1);
-        newer.0[104..].fill(0);
+        let mut newer = block(128, 1);
         newer.0[24] = 3;
         assert_eq!(text(&newer).unwrap().batch, 3);
-        newer.0[111] = 1;
-        assert!(text(&newer).unwrap_err().starts_with("problem: struct_size 112; allowed: 104, or more if"));
+        newer.0[127] = 1;
+        assert!(text(&newer).unwrap_err().starts_with("problem: struct_size 128; allowed: 120, or more if"));
         // Past what the caller says is not the struct's.
-        newer.0[111] = 0;
-        newer.0[112] = 1;
+        newer.0[127] = 0;
+        newer.0[128] = 1;
         assert!(text(&newer).is_ok());
+    }
+
+    #[test]
+    fn fields_that_an_older_caller_does_not_know_are_zero() {
+        let mut older = block(104, 1);
+        older.0[104..120].fill(1);
+        let read = text(&older).unwrap();
+        assert_eq!((read.output, read.scaling, read.amax, read.reserved_fp8), (0, 0, 0, 0));
     }
 }

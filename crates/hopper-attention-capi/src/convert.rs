@@ -2,8 +2,10 @@
 
 use std::ffi::c_void;
 
-use hopper_attention::raw::{Place, RawBackward, RawForward, RawTensor, RawWorkspace};
-use hopper_attention::{BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask};
+use hopper_attention::raw::{
+    Place, RawBackward, RawForward, RawFp8, RawQuantize, RawQuantizeTensor, RawTensor, RawWorkspace,
+};
+use hopper_attention::{BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Quantizer, Scaling};
 
 use crate::abi::*;
 use crate::devices::ordinal;
@@ -15,7 +17,7 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
         usize::try_from(got).map_err(refuse)
     };
-    reserved("problem", given.reserved != 0)?;
+    reserved("problem", given.reserved != 0 || given.reserved_fp8 != 0)?;
     let dims = Dims {
         batch: size("batch", given.batch)?,
         seqlen_q: size("seqlen_q", given.seqlen_q)?,
@@ -26,13 +28,17 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         head_dim_vo: size("head_dim_vo", given.head_dim_vo)?,
     };
     let lse = flag("lse", given.lse, "wanted")?;
-    let dtype = dtype("dtype", given.dtype)?;
-    if dtype == DType::E4M3 {
-        // Its factors have no place in this ABI yet.
-        let allowed = "f16, bf16, f32".into();
-        return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed }.into());
+    let mut problem = ForwardProblem::new(dtype("dtype", given.dtype)?, dims)?.mask(mask(given)?).lse(lse);
+    if given.output != 0 {
+        problem = problem.output(dtype("output", given.output)?)?;
     }
-    let problem = ForwardProblem::new(dtype, dims)?.mask(mask(given)?).lse(lse);
+    // 0 is what operands without factors have, too.
+    if given.scaling != HATTN_PER_TENSOR {
+        problem = problem.scaling(scaling(given.scaling)?)?;
+    }
+    if flag("amax", given.amax, "wanted")? {
+        problem = problem.amax(true)?;
+    }
     // -0 is 0 too.
     Ok(if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? })
 }
@@ -58,8 +64,13 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         window_left: given.window_left,
         window_right: given.window_right,
         softmax_scale: given.softmax_scale,
-        reserved: 0,
+        ..Default::default()
     };
+    if given.dtype == HATTN_E4M3 {
+        // Its problem would be one without gradients, whose scaling has no field here.
+        let allowed = "f16, bf16, f32".into();
+        return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed }.into());
+    }
     Ok(BackwardProblem::of(&forward_problem(&forward)?).d_lse(d_lse).deterministic(deterministic))
 }
 
@@ -116,15 +127,38 @@ fn dtype(what: &str, given: hattn_dtype) -> Outcome<DType> {
     }
 }
 
+fn scaling(given: hattn_scaling) -> Outcome<Scaling> {
+    match given {
+        HATTN_PER_TENSOR => Ok(Scaling::PerTensor),
+        HATTN_PER_HEAD => Ok(Scaling::PerHead),
+        HATTN_PER_BLOCK => Ok(Scaling::PerBlock),
+        other => {
+            let allowed = "HATTN_PER_TENSOR (0), HATTN_PER_HEAD (1), HATTN_PER_BLOCK (2)";
+            Err(Failure::argument("scaling", &other.to_string(), allowed))
+        }
+    }
+}
+
+/// A quantiser, with all of the safe crate's checks.
+///
+/// # Safety
+/// The forward problem is as [`read`] asks.
+pub(crate) unsafe fn quantizer(given: &hattn_quantize_problem) -> Outcome<Quantizer> {
+    // SAFETY: the caller's promise.
+    let forward = forward_problem(&unsafe { read("forward", given.forward) }?)?;
+    let quantizer = Quantizer::of(&forward, dtype("source", given.source)?)?;
+    Ok(if flag("hadamard", given.hadamard, "wanted")? { quantizer.hadamard(given.seed) } else { quantizer })
+}
+
 fn reserved(what: &str, set: bool) -> Outcome {
     if set { Err(Failure::argument(what, "a reserved field that is set", "0")) } else { Ok(()) }
 }
 
-/// What a forward pass reads and writes.
+/// What a forward pass of this problem reads and writes.
 ///
 /// # Safety
 /// The tensors are as [`read`] asks.
-pub(crate) unsafe fn forward(args: &hattn_forward_args) -> Outcome<RawForward> {
+pub(crate) unsafe fn forward(args: &hattn_forward_args, problem: &ForwardProblem) -> Outcome<RawForward> {
     // SAFETY: the caller's promise.
     unsafe {
         Ok(RawForward {
@@ -133,9 +167,82 @@ pub(crate) unsafe fn forward(args: &hattn_forward_args) -> Outcome<RawForward> {
             v: tensor("v", args.v)?,
             o: tensor("o", args.o)?,
             lse: tensor_or_none("lse", args.lse)?,
-            fp8: None,
+            fp8: fp8(args, problem)?,
             workspace: workspace(args.workspace, args.workspace_bytes),
         })
+    }
+}
+
+/// What e4m3 operands have beside them; nothing of it for others.
+///
+/// # Safety
+/// As [`forward`].
+unsafe fn fp8(args: &hattn_forward_args, problem: &ForwardProblem) -> Outcome<Option<RawFp8>> {
+    if problem.scaling_value().is_none() {
+        let given = [
+            ("descale_q", args.descale_q),
+            ("descale_k", args.descale_k),
+            ("descale_v", args.descale_v),
+            ("scale_o", args.scale_o),
+            ("amax", args.amax),
+        ];
+        return match given.into_iter().find(|(_, tensor)| !tensor.is_null()) {
+            None => Ok(None),
+            Some((what, _)) => {
+                let allowed = format!("null, since the operands are {}", problem.dtype());
+                Err(Error::Value { what, got: "given".into(), allowed }.into())
+            }
+        };
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(Some(RawFp8 {
+            descale_q: tensor("descale_q", args.descale_q)?,
+            descale_k: tensor("descale_k", args.descale_k)?,
+            descale_v: tensor("descale_v", args.descale_v)?,
+            scale_o: tensor_or_none("scale_o", args.scale_o)?,
+            amax: tensor_or_none("amax", args.amax)?,
+        }))
+    }
+}
+
+/// What a quantiser reads and writes.
+///
+/// # Safety
+/// The structs are as [`read`] asks.
+pub(crate) unsafe fn quantize(args: &hattn_quantize_args) -> Outcome<RawQuantize> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(RawQuantize {
+            q: quantize_tensor("q", ["q.values", "q.stored", "q.descale"], args.q)?,
+            k: quantize_tensor("k", ["k.values", "k.stored", "k.descale"], args.k)?,
+            v: quantize_tensor("v", ["v.values", "v.stored", "v.descale"], args.v)?,
+            counts: tensor_or_none("counts", args.counts)?,
+            workspace: workspace(args.workspace, args.workspace_bytes),
+        })
+    }
+}
+
+/// # Safety
+/// As [`quantize`].
+unsafe fn quantize_tensor(
+    name: &'static str,
+    [values, stored, descale]: [&'static str; 3],
+    given: *const hattn_quantize_tensor,
+) -> Outcome<Option<RawQuantizeTensor>> {
+    if given.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        let from = read(name, given)?;
+        reserved(name, from.reserved != 0)?;
+        Ok(Some(RawQuantizeTensor {
+            values: tensor(values, from.values)?,
+            stored: tensor(stored, from.stored)?,
+            descale: tensor(descale, from.descale)?,
+            given: flag("given", from.given, "given")?,
+        }))
     }
 }
 
@@ -182,7 +289,13 @@ unsafe fn tensor<const R: usize>(name: &'static str, given: *const hattn_tensor)
     // SAFETY: the caller's promise.
     let given = unsafe { read(name, given) }?;
     reserved(name, given.reserved != 0)?;
-    let axes = if R == 3 { "[batch, heads, seqlen]" } else { "[batch, seqlen, heads, head_dim]" };
+    let axes = match R {
+        1 => "[1]",
+        2 => "[q k v, saturated and not finite]",
+        3 if name.contains("descale") => "[batch, heads, blocks]",
+        3 => "[batch, heads, seqlen]",
+        _ => "[batch, seqlen, heads, head_dim]",
+    };
     if given.ndim != R as i32 {
         return Err(Failure::argument(name, &format!("ndim {}", given.ndim), format_args!("{R}, {axes}")));
     }

@@ -153,7 +153,8 @@ pub unsafe extern "C" fn hattn_forward_plan_workspace_size(
 /// must have a range of addresses of their own.
 ///
 /// # Safety
-/// `plan` is null, which is refused, or a live plan; `args` and its tensors are null, which is refused but for `lse`, or
+/// `plan` is null, which is refused, or a live plan; `args` and its tensors are null, which is refused but for `lse`, `scale_o`, `amax`
+/// and the factors, or
 /// point to structs of the sizes that they say. Each tensor's memory is valid where it says for every element that its
 /// shape and strides reach, and so is the workspace. Nothing writes the inputs, and nothing else uses outputs and
 /// workspace, until the work is done; outputs and workspace share no element with anything else. The stream is live.
@@ -167,7 +168,7 @@ pub unsafe extern "C" fn hattn_forward_run(
         // SAFETY: the caller's promise.
         unsafe {
             let plan = live(plan)?;
-            let args = convert::forward(&read("args", args)?)?;
+            let args = convert::forward(&read("args", args)?, plan.problem())?;
             Ok(plan.run_raw(&args, stream.cast())?)
         }
     })

@@ -21,6 +21,7 @@ mod convert;
 mod devices;
 mod forward;
 mod handle;
+mod quantize;
 mod status;
 mod tuning;
 
@@ -28,5 +29,6 @@ pub use abi::*;
 pub use backward::*;
 pub use devices::*;
 pub use forward::*;
+pub use quantize::*;
 pub use status::*;
 pub use tuning::*;

@@ -32,6 +32,7 @@ fn header() -> String {
         .with_src(root.join("src/tuning.rs"))
         .with_src(root.join("src/forward.rs"))
         .with_src(root.join("src/backward.rs"))
+        .with_src(root.join("src/quantize.rs"))
         .generate()
         .expect("cbindgen understands the sources");
     let mut text = Vec::new();

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::plan::Tuning;
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Layout, Quantizer,
+    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Layout, QuantizePlan, Quantizer,
 };
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
@@ -191,6 +191,8 @@ fn axes(layout: FileLayout) -> &'static str {
 pub struct Choice {
     pub device: Device,
     pub plan: ForwardPlan,
+    /// Where q, k and v are quantised on the way.
+    pub quantise: Option<QuantizePlan>,
     /// Where gradients are wanted.
     pub backward: Option<BackwardPlan>,
     pub why: Option<String>,
@@ -212,8 +214,12 @@ pub fn choose(asked: DeviceArg, request: &Request, tuning: &Tuning) -> Result<Ch
 
 fn on(device: Device, request: &Request, tuning: &Tuning, why: Option<String>) -> hopper_attention::Result<Choice> {
     let plan = request.problem.plan_tuned(&device, tuning)?;
+    let quantise = match request.problem.dtype() {
+        DType::E4M3 => Some(request.quantizer()?.plan(&device)?),
+        _ => None,
+    };
     let backward = request.backward.as_ref().map(|backward| backward.plan(&device)).transpose()?;
-    Ok(Choice { device, plan, backward, why })
+    Ok(Choice { device, plan, quantise, backward, why })
 }
 
 fn auto(request: &Request, tuning: &Tuning) -> Result<Choice> {

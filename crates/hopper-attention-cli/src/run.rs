@@ -138,8 +138,8 @@ fn describe(args: &ComputeArgs, request: &Request, choice: &Choice) -> Result<()
         input += &format!(", converted to {}", problem.output_dtype());
     }
     report::line("input", input)?;
-    if args.fp8.is_some() {
-        report::line("fp8", request.quantizer()?)?;
+    if let Some(plan) = &choice.quantise {
+        report::line("fp8", format!("{}: {plan}", plan.quantizer()))?;
     }
     report::line("problem", problem)?;
     report::line("plan", &choice.plan)?;

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::io::Write;
 
 use common::{Folder, Written, fixture, hattn, hattn_on};
-use hopper_attention::{Device, backward_kernels, kernels};
+use hopper_attention::{DType, Device, backward_kernels, kernels};
 
 /// Whether a GPU is here that some kernel of this build runs on.
 fn gpu(test: &str) -> bool {
@@ -58,6 +58,24 @@ fn check_passes_on_shapes_with_nothing_in_them() {
         let input = folder.random("qkv.safetensors", &format!("--heads-q 2 --head-dim 16 {sizes}"));
         let text = hattn_on("check --device cuda:0", &input, None).fine();
         assert!(text.contains("passed"), "{sizes}: {text}");
+    }
+}
+
+/// Quantised where the attention is computed.
+#[test]
+fn check_quantises_on_the_gpu() {
+    if !gpu("check_quantises_on_the_gpu") {
+        return;
+    }
+    if !kernels().iter().any(|kernel| kernel.dtype == DType::E4M3) {
+        let line = "skipped: no kernels of e4m3 operands (check_quantises_on_the_gpu)\n";
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+        return;
+    }
+    for options in ["--fp8", "--fp8 per-head --mask causal", "--fp8 per-block --hadamard 7 --dtype f16"] {
+        let text = hattn_on(&format!("check --device cuda:0 {options}"), &fixture(), None).fine();
+        let fp8 = text.lines().find(|line| line.starts_with("fp8 ")).expect("a line for the quantiser");
+        assert!(fp8.contains(": sm90 quantise ") && text.contains("passed: the largest error is 0."), "{text}");
     }
 }
 

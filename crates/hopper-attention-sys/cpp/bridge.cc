@@ -15,12 +15,15 @@ namespace {
 static_assert(std::is_same_v<std::underlying_type_t<hattn::DType>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::MaskClass>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::Arch>, std::uint8_t>);
+static_assert(std::is_same_v<std::underlying_type_t<hattn::Scaling>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::StatusCode>, std::int32_t>);
 // A field added on one side only changes one of the sizes: add it to src/lib.rs and to to_kernel() below.
 static_assert(sizeof(TensorDesc) == sizeof(hattn::TensorDesc));
 static_assert(sizeof(FactorsDesc) == sizeof(hattn::FactorsDesc));
 static_assert(sizeof(FwdParams) == sizeof(hattn::FwdParams));
 static_assert(sizeof(BwdParams) == sizeof(hattn::BwdParams));
+static_assert(sizeof(QuantizeTensor) == sizeof(hattn::QuantizeTensor));
+static_assert(sizeof(QuantizeParams) == sizeof(hattn::QuantizeParams));
 static_assert(sizeof(Status) == sizeof(hattn::Status));
 
 Status to_rust(hattn::Status status) noexcept { return Status{status.code, status.detail}; }
@@ -115,6 +118,38 @@ hattn::BwdParams to_kernel(BwdParams const& params) noexcept {
   return out;
 }
 
+hattn::QuantizeTensor to_kernel(QuantizeTensor const& tensor) noexcept {
+  hattn::QuantizeTensor out;
+  out.values = to_kernel(tensor.values);
+  out.stored = to_kernel(tensor.stored);
+  out.descale = to_kernel(tensor.descale);
+  out.given = tensor.given;
+  out.rotated = tensor.rotated;
+  out.wanted = tensor.wanted;
+  out.batch = tensor.batch;
+  out.seqlen = tensor.seqlen;
+  out.heads = tensor.heads;
+  out.head_dim = tensor.head_dim;
+  out.group = tensor.group;
+  out.state = tensor.state;
+  return out;
+}
+
+hattn::QuantizeParams to_kernel(QuantizeParams const& params) noexcept {
+  hattn::QuantizeParams out;
+  out.q = to_kernel(params.q);
+  out.k = to_kernel(params.k);
+  out.v = to_kernel(params.v);
+  out.scaling = params.scaling;
+  out.seed = params.seed;
+  out.counts = params.counts;
+  out.counts_stride = params.counts_stride;
+  out.workspace = params.workspace;
+  out.workspace_bytes = params.workspace_bytes;
+  out.multiprocessors = params.multiprocessors;
+  return out;
+}
+
 template <class Row>
 rust::Vec<RowInfo> describe(hattn::Table<Row> const& table) noexcept {
   rust::Vec<RowInfo> rows;
@@ -157,6 +192,24 @@ Status fwd_launch(std::uint32_t row, FwdParams const& params, CUstream_st* strea
 Status bwd_launch(std::uint32_t row, BwdParams const& params, CUstream_st* stream) noexcept {
   return with_row(hattn::bwd_table(), row,
                   [&](hattn::BwdRow const& found) { return found.launch(to_kernel(params), stream); });
+}
+
+rust::Vec<QuantizeRowInfo> quantize_rows() noexcept {
+  hattn::QuantizeTable const table = hattn::quantize_table();
+  rust::Vec<QuantizeRowInfo> rows;
+  for (std::size_t i = 0; i < table.size; ++i) {
+    rows.push_back(QuantizeRowInfo{table.rows[i].arch, table.rows[i].source});
+  }
+  return rows;
+}
+
+Status quantize_prepare(std::uint32_t row) noexcept {
+  return with_row(hattn::quantize_table(), row, [](hattn::QuantizeRow const& found) { return found.prepare(); });
+}
+
+Status quantize_launch(std::uint32_t row, QuantizeParams const& params, CUstream_st* stream) noexcept {
+  return with_row(hattn::quantize_table(), row,
+                  [&](hattn::QuantizeRow const& found) { return found.launch(to_kernel(params), stream); });
 }
 
 rust::String status_text(Status status) noexcept {

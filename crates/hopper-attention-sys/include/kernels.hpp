@@ -126,6 +126,46 @@ struct BwdParams {
   std::uint64_t tile_counter = 0;
 };
 
+// How many elements share a descale factor: all, those of one sequence and key head, or 128 rows of a head.
+enum class Scaling : std::uint8_t { PerTensor = 0, PerHead = 1, PerBlock = 2 };
+
+// A tensor [batch, seqlen, heads, head_dim] that is taken to e4m3.
+struct QuantizeTensor {
+  TensorDesc values, stored;  // of 16 bits, and e4m3
+  FactorsDesc descale;
+  bool given = false;  // factors are read; else they are written, from the largest magnitudes
+  bool rotated = false;
+  bool wanted = false;  // whether there is this tensor at all
+  std::int32_t batch = 0;
+  std::int32_t seqlen = 0;
+  std::int32_t heads = 0;
+  std::int32_t head_dim = 0;
+  std::int32_t group = 1;   // heads that share a head of `descale`
+  std::uint64_t state = 0;  // of the workspace: 16 + 8 * heads of `descale` bytes where `shares` below says so
+};
+
+// One launch that quantises any of Q, K and V. Nothing is checked here either:
+//   addresses and strides are multiples of 16 bytes; head dims are multiples of 16, at most 128; batch * heads *
+//   ceil(seqlen / 128) < 2^30.
+struct QuantizeParams {
+  QuantizeTensor q, k, v;
+  Scaling scaling = Scaling::PerTensor;
+  std::uint64_t seed = 0;  // of the signs, for what is rotated
+  // f32 [3, 2] with unit stride inside, written: how many elements of q, k and v were saturated and were not finite;
+  // address 0: not wanted.
+  std::uint64_t counts = 0;
+  std::int64_t counts_stride = 0;
+  // All of the workspace, zeroed by the launch in stream order; it begins with 48 bytes for the counts.
+  std::uint64_t workspace = 0;
+  std::uint64_t workspace_bytes = 0;
+  std::int32_t multiprocessors = 1;
+};
+
+// Whether tiles of several CTAs share a factor that is made of their values.
+inline bool shares_factors(QuantizeTensor const& tensor, Scaling scaling) noexcept {
+  return !tensor.given && scaling != Scaling::PerBlock;
+}
+
 // One line of a kernel list (fwd.def, bwd.def): what was compiled, and how to start it.
 template <class Params>
 struct Row {
@@ -148,6 +188,14 @@ struct Row {
 using FwdRow = Row<FwdParams>;
 using BwdRow = Row<BwdParams>;
 
+// The quantising kernels of one source type.
+struct QuantizeRow {
+  Arch arch;
+  DType source;
+  Status (*prepare)() noexcept;
+  Status (*launch)(QuantizeParams const& params, CUstream_st* stream) noexcept;
+};
+
 // Rows in the order of the lists; the pointer stays valid for the life of the process.
 template <class Row>
 struct Table {
@@ -156,7 +204,9 @@ struct Table {
 };
 using FwdTable = Table<FwdRow>;
 using BwdTable = Table<BwdRow>;
+using QuantizeTable = Table<QuantizeRow>;
 FwdTable fwd_table() noexcept;
 BwdTable bwd_table() noexcept;
+QuantizeTable quantize_table() noexcept;
 
 }  // namespace hattn

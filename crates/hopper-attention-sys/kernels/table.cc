@@ -1,5 +1,6 @@
 // The launch tables: the rows of every architecture's list (as the build trimmed them), list after list and in their
 // order. Each row's translation unit describes itself; a row listed twice does not link.
+#include "quantize/row.hpp"
 #include "sm80/fwd/row.hpp"
 #include "sm90/bwd/row.hpp"
 #include "sm90/fp8/row.hpp"
@@ -13,6 +14,9 @@ namespace hattn {
 #define HATTN_BWD_SM90(...) BwdRow HATTN_BWD_SM90_ROW(__VA_ARGS__)() noexcept;
 #include "bwd_rows.def"
 #include "fwd_rows.def"
+#define HATTN_QUANTIZE(source) QuantizeRow HATTN_QUANTIZE_ROW(source)() noexcept;
+#include "quantize_rows.def"
+#undef HATTN_QUANTIZE
 #undef HATTN_FWD_SM90
 #undef HATTN_FP8_SM90
 #undef HATTN_FWD_SM80
@@ -27,6 +31,14 @@ namespace hattn {
 FwdTable fwd_table() noexcept {
   static FwdRow const rows[] = {
 #include "fwd_rows.def"
+      {}};
+  return {rows, sizeof(rows) / sizeof(rows[0]) - 1};
+}
+
+#define HATTN_QUANTIZE(source) HATTN_QUANTIZE_ROW(source)(),
+QuantizeTable quantize_table() noexcept {
+  static QuantizeRow const rows[] = {
+#include "quantize_rows.def"
       {}};
   return {rows, sizeof(rows) / sizeof(rows[0]) - 1};
 }

@@ -49,6 +49,19 @@ mod ffi {
         Sm90 = 1,
     }
 
+    /// How many elements share a descale factor.
+    #[namespace = "hattn"]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum Scaling {
+        /// All of a tensor.
+        PerTensor = 0,
+        /// Those of one sequence and key head.
+        PerHead = 1,
+        /// 128 rows of a head.
+        PerBlock = 2,
+    }
+
     /// What became of a call.
     #[namespace = "hattn"]
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -235,6 +248,69 @@ mod ffi {
         tile_counter: u64,
     }
 
+    /// A tensor `[batch, seqlen, heads, head_dim]` that is taken to e4m3.
+    #[derive(Debug, Clone, Copy, PartialEq, Default)]
+    struct QuantizeTensor {
+        /// Of 16-bit elements.
+        values: TensorDesc,
+        /// Of e4m3.
+        stored: TensorDesc,
+        /// Its factors.
+        descale: FactorsDesc,
+        /// Whether factors are read; else they are written.
+        given: bool,
+        /// Whether it is rotated before.
+        rotated: bool,
+        /// Whether there is this tensor at all.
+        wanted: bool,
+        /// Batch entries.
+        batch: i32,
+        /// Rows a batch entry.
+        seqlen: i32,
+        /// Heads.
+        heads: i32,
+        /// Head dim.
+        head_dim: i32,
+        /// Heads that share a head of the factors.
+        group: i32,
+        /// Device address of what its tiles share, in the workspace.
+        state: u64,
+    }
+
+    /// One launch that quantises any of Q, K and V; `include/kernels.hpp` says what each field must satisfy.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    struct QuantizeParams {
+        /// Queries.
+        q: QuantizeTensor,
+        /// Keys.
+        k: QuantizeTensor,
+        /// Values.
+        v: QuantizeTensor,
+        /// How many elements share a factor.
+        scaling: Scaling,
+        /// Of the signs, for what is rotated.
+        seed: u64,
+        /// Device address of the f32 counts `[3, 2]`; 0: not wanted.
+        counts: u64,
+        /// Elements from one tensor's counts to the next.
+        counts_stride: i64,
+        /// Device address of the workspace.
+        workspace: u64,
+        /// Its size.
+        workspace_bytes: u64,
+        /// Multiprocessors of the GPU.
+        multiprocessors: i32,
+    }
+
+    /// A row of the quantiser's table: its kernels for one source type.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    struct QuantizeRowInfo {
+        /// Instruction set.
+        arch: Arch,
+        /// Element type that they read.
+        source: DType,
+    }
+
     /// A row of a table: one compiled kernel.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     struct RowInfo {
@@ -271,6 +347,8 @@ mod ffi {
         #[namespace = "hattn"]
         type Arch;
         #[namespace = "hattn"]
+        type Scaling;
+        #[namespace = "hattn"]
         type StatusCode;
 
         /// CUDA's stream; a `CUstream` or `cudaStream_t` points to one.
@@ -305,12 +383,26 @@ mod ffi {
         /// As [`fwd_launch`], of `BwdParams`.
         unsafe fn bwd_launch(row: u32, params: &BwdParams, stream: *mut CUstream_st) -> Status;
 
+        /// The quantising kernels, by source type.
+        fn quantize_rows() -> Vec<QuantizeRowInfo>;
+
+        /// As [`fwd_prepare`], of all kernels of a quantising row.
+        fn quantize_prepare(row: u32) -> Status;
+
+        /// Enqueues the quantisation of up to three tensors on a stream of the current context and returns.
+        ///
+        /// # Safety
+        ///
+        /// As [`fwd_launch`], of `QuantizeParams`.
+        unsafe fn quantize_launch(row: u32, params: &QuantizeParams, stream: *mut CUstream_st) -> Status;
+
         /// A status in words.
         fn status_text(status: Status) -> String;
     }
 }
 
 pub use ffi::{
-    Arch, BwdParams, CUstream_st, DType, FactorsDesc, FwdParams, MaskClass, RowInfo, Status, StatusCode, TensorDesc,
-    bwd_launch, bwd_prepare, bwd_rows, fwd_launch, fwd_prepare, fwd_rows, status_text,
+    Arch, BwdParams, CUstream_st, DType, FactorsDesc, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo,
+    QuantizeTensor, RowInfo, Scaling, Status, StatusCode, TensorDesc, bwd_launch, bwd_prepare, bwd_rows, fwd_launch,
+    fwd_prepare, fwd_rows, quantize_launch, quantize_prepare, quantize_rows, status_text,
 };

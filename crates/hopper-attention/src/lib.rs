@@ -101,9 +101,9 @@
 //! [`E4M3`] operands come with f32 factors: a real value of Q, K or V is what is stored times its descale factor, shared per
 //! tensor, per head or per block of 128 rows as the problem's [`Scaling`] says. The output is bf16, f16, or e4m3 after a
 //! factor of its own. Such a problem runs with [`Fp8ForwardArgs`] and [`run_fp8`](ForwardPlan::run_fp8), and a [`Quantizer`]
-//! makes its operands, on the CPU. Products of stored values are summed in f32 (on a GPU as its tensor cores do it, who cut
-//! such sums off at some 13 bits) and P is rounded to e4m3. GPU kernels take head dims that are multiples of 16. There is no backward
-//! pass.
+//! makes its operands, the same bytes on the CPU and on a GPU. Products of stored values are summed in f32 (on a GPU as its
+//! tensor cores do it, who cut such sums off at some 13 bits) and P is rounded to e4m3. GPU kernels take head dims that are
+//! multiples of 16. There is no backward pass.
 //!
 //! ```
 //! use hopper_attention::*;

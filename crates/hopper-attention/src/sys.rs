@@ -5,8 +5,14 @@ use std::ffi::c_void;
 use hopper_attention_sys as ffi;
 
 use crate::plan::{BackwardChoice, Choice};
-use crate::raw::{BackwardKernelArgs, Factors, KernelArgs, KernelFp8, KernelTensor, RowValues};
-use crate::{Arch, BackwardProblem, DType, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Result, Scaling};
+use crate::quantize::{self, NAMES};
+use crate::raw::{
+    BackwardKernelArgs, Factors, KernelArgs, KernelFp8, KernelTensor, QuantizeKernelArgs, QuantizeKernelTensor,
+    RowValues,
+};
+use crate::{
+    Arch, BackwardProblem, DType, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Quantizer, Result, Scaling,
+};
 
 /// The forward's launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out,
 /// which only hides it: rows carry their index.
@@ -28,18 +34,8 @@ fn kernel_info(row: u32, pass: Pass, info: &ffi::RowInfo) -> Option<KernelInfo> 
     Some(KernelInfo {
         row,
         pass,
-        arch: match info.arch {
-            ffi::Arch::Sm80 => Arch::Sm80,
-            ffi::Arch::Sm90 => Arch::Sm90,
-            _ => return None,
-        },
-        dtype: match info.dtype {
-            ffi::DType::F16 => DType::F16,
-            ffi::DType::BF16 => DType::BF16,
-            ffi::DType::E4M3 => DType::E4M3,
-            ffi::DType::F32 => DType::F32,
-            _ => return None,
-        },
+        arch: arch(info.arch)?,
+        dtype: dtype(info.dtype)?,
         mask: match info.mask {
             ffi::MaskClass::Full => MaskClass::Full,
             ffi::MaskClass::Causal => MaskClass::Causal,
@@ -54,6 +50,37 @@ fn kernel_info(row: u32, pass: Pass, info: &ffi::RowInfo) -> Option<KernelInfo> 
         threads: count(info.threads)?,
         smem_bytes: count(info.smem_bytes)?,
     })
+}
+
+fn arch(arch: ffi::Arch) -> Option<Arch> {
+    match arch {
+        ffi::Arch::Sm80 => Some(Arch::Sm80),
+        ffi::Arch::Sm90 => Some(Arch::Sm90),
+        _ => None,
+    }
+}
+
+fn dtype(dtype: ffi::DType) -> Option<DType> {
+    match dtype {
+        ffi::DType::F16 => Some(DType::F16),
+        ffi::DType::BF16 => Some(DType::BF16),
+        ffi::DType::E4M3 => Some(DType::E4M3),
+        ffi::DType::F32 => Some(DType::F32),
+        _ => None,
+    }
+}
+
+/// The quantiser's table, likewise.
+pub(crate) fn quantize_rows() -> Vec<quantize::Row> {
+    let row = |(row, info): (u32, ffi::QuantizeRowInfo)| {
+        Some(quantize::Row { row, arch: arch(info.arch)?, source: dtype(info.source)? })
+    };
+    (0..).zip(ffi::quantize_rows()).filter_map(row).collect()
+}
+
+/// Loads a row's kernels on the thread's current context.
+pub(crate) fn prepare_quantize(row: &quantize::Row) -> Result<()> {
+    status("prepare", row, ffi::quantize_prepare(row.row))
 }
 
 /// Loads a kernel on the thread's current context, so that launching it loads nothing.
@@ -183,6 +210,63 @@ pub(crate) unsafe fn launch_backward(
     status("launch", &choice.kernel, result)
 }
 
+/// Enqueues the quantisation of what there is in the thread's current context.
+///
+/// # Safety
+/// As [`QuantizePlan::run_raw`](crate::QuantizePlan::run_raw), with `args` checked as it does and a choice that was made
+/// for the quantizer.
+pub(crate) unsafe fn quantize(
+    quantizer: &Quantizer,
+    choice: &quantize::Choice,
+    args: &QuantizeKernelArgs,
+    stream: *mut c_void,
+) -> Result<()> {
+    let problem = quantizer.problem();
+    let scaling = problem.scaling_value().unwrap_or_default();
+    let one = |index: usize| -> Result<ffi::QuantizeTensor> {
+        let (of, Some(QuantizeKernelTensor { values, stored, descale, given })) = (&NAMES[index], &args.tensors[index])
+        else {
+            return Ok(ffi::QuantizeTensor::default());
+        };
+        let [batch, seqlen, heads, head_dim] = (of.shape)(problem);
+        let group = if scaling == Scaling::PerHead { heads / problem.dims().heads_kv } else { 1 };
+        Ok(ffi::QuantizeTensor {
+            values: tensor(values),
+            stored: tensor(stored),
+            descale: factors(descale),
+            given: *given,
+            rotated: of.rotated && quantizer.hadamard_value().is_some(),
+            wanted: true,
+            batch: small("batch", batch)?,
+            seqlen: small("seqlen", seqlen)?,
+            heads: small("heads", heads)?,
+            head_dim: small("head_dim", head_dim)?,
+            group: small("heads_q / heads_kv", group)?,
+            state: args.workspace + choice.state[index] as u64,
+        })
+    };
+    let params = ffi::QuantizeParams {
+        q: one(0)?,
+        k: one(1)?,
+        v: one(2)?,
+        scaling: match scaling {
+            Scaling::PerTensor => ffi::Scaling::PerTensor,
+            Scaling::PerHead => ffi::Scaling::PerHead,
+            Scaling::PerBlock => ffi::Scaling::PerBlock,
+        },
+        seed: quantizer.hadamard_value().unwrap_or(0),
+        counts: args.counts.0,
+        counts_stride: args.counts.1,
+        workspace: args.workspace,
+        workspace_bytes: choice.workspace_bytes as u64,
+        multiprocessors: small("multiprocessors", choice.multiprocessors)?,
+    };
+    // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+    // selection and the raw layer checked them.
+    let result = unsafe { ffi::quantize_launch(choice.row.row, &params, stream.cast()) };
+    status("launch", &choice.row, result)
+}
+
 fn tensor(tensor: &KernelTensor) -> ffi::TensorDesc {
     let KernelTensor { address, stride_batch, stride_seqlen, stride_head } = *tensor;
     ffi::TensorDesc { address, stride_batch, stride_seqlen, stride_head }
@@ -198,7 +282,7 @@ fn small(what: &'static str, value: usize) -> Result<i32> {
     i32::try_from(value).map_err(|_| Error::Value { what, got: value.to_string(), allowed: "below 2^31".into() })
 }
 
-fn status(what: &'static str, kernel: &KernelInfo, status: ffi::Status) -> Result<()> {
+fn status(what: &'static str, kernel: &impl std::fmt::Display, status: ffi::Status) -> Result<()> {
     match status.code {
         ffi::StatusCode::Ok => Ok(()),
         _ => Err(Error::Launch { what, kernel: kernel.to_string(), text: ffi::status_text(status) }),

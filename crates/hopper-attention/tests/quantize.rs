@@ -169,6 +169,20 @@ fn what_is_too_large_saturates_and_is_counted() {
     assert_eq!((counts[4], v.descale.0[0]), (0.0, f32::MAX / 448.0));
 }
 
+/// The inverse of such a factor is infinite: what is not 0 saturates, and 0 times it is a NaN, the one that a GPU stores.
+#[test]
+fn a_given_factor_that_is_next_to_nothing() {
+    let problem = eight_values();
+    let mut v = Memory::<f32>::new(problem.v_shape(), [1; 3], 0, 1);
+    v.values.0 = vec![0.0, -0.0, 1e-30, -1.0, f32::NAN, 1e-45, 7.0, -7.0];
+    v.descale.0 = vec![1e-40];
+    let mut counts = [f32::NAN; 6];
+    run(&plan(&problem, DType::F32), of_v(v.given(), &mut counts)).unwrap();
+    let bits: Vec<u8> = v.stored.0.iter().map(|x| x.to_bits()).collect();
+    assert_eq!(bits, [0x7f, 0x7f, 0x7e, 0xfe, 0x7f, 0x7e, 0x7e, 0xfe]);
+    assert_eq!(counts[4..], [5.0, 1.0]);
+}
+
 #[test]
 fn what_is_not_finite_is_nan_and_no_part_of_the_factor() {
     let problem = eight_values();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    DType, E4M3, Element, ForwardPlan, ForwardProblem, Fp8ForwardArgs, Fp8Output, Stream, Workspace,
+    DType, E4M3, Element, ForwardPlan, ForwardProblem, Fp8ForwardArgs, Fp8Output, Stream, TensorRef, Workspace,
 };
 
 use super::{read, write};
@@ -68,41 +68,130 @@ impl OnDevice {
         plan: &ForwardPlan,
         scale_o: Option<f32>,
     ) -> Result<Written<O>, String> {
-        let problem = plan.problem();
-        let poisoned = |len: usize| vec![f32::NAN; len];
-        let (o_layout, lse_layout) = (dense(problem.o_shape()), dense(problem.lse_shape()));
-        let poison = vec![O::from_f32(f32::NAN); o_layout.span()];
-        let mut o = banded(stream, &poison, O::from_f32(BAND));
-        let mut lse = banded(stream, &poisoned(lse_layout.span()), BAND);
-        let mut amax = problem.wants_amax().then(|| banded(stream, &poisoned(1), BAND));
-        let scale_o = scale_o.map(|scale| banded(stream, &[scale], f32::NAN));
-        let [q, k, v] = &self.stored;
-        let [descale_q, descale_k, descale_v] = &self.descale;
-        let args = Fp8ForwardArgs {
-            q: read(q, dense(problem.q_shape())),
-            k: read(k, dense(problem.k_shape())),
-            v: read(v, dense(problem.v_shape())),
-            descale_q: read(descale_q, dense(problem.descale_q_shape())),
-            descale_k: read(descale_k, dense(problem.descale_k_shape())),
-            descale_v: read(descale_v, dense(problem.descale_v_shape())),
-            o: write(&mut o, o_layout),
-            lse: Some(write(&mut lse, lse_layout)),
-            scale_o: scale_o.as_ref().map(|scale_o| read(scale_o, dense([1]))),
-            amax: amax.as_mut().map(|amax| write(amax, dense([1]))),
-        };
+        let mut room = Room::new(stream, plan.problem(), scale_o);
+        let args = room.args(self.inputs(plan.problem()));
         plan.run_fp8(&Stream::Cuda(stream.clone()), workspace, args).map_err(|error| error.to_string())?;
         if let Err(error) = stream.synchronize() {
             panic!("the GPU failed on {plan}: {error}");
         }
+        room.written(stream)
+    }
+
+    /// The operands and their factors as a run reads them.
+    pub fn inputs(&self, problem: &ForwardProblem) -> Inputs<'_> {
+        let [q, k, v] = &self.stored;
+        let [descale_q, descale_k, descale_v] = &self.descale;
+        Inputs {
+            stored: [
+                read(q, dense(problem.q_shape())),
+                read(k, dense(problem.k_shape())),
+                read(v, dense(problem.v_shape())),
+            ],
+            descale: [
+                read(descale_q, dense(problem.descale_q_shape())),
+                read(descale_k, dense(problem.descale_k_shape())),
+                read(descale_v, dense(problem.descale_v_shape())),
+            ],
+        }
+    }
+
+    /// Writes other operands of the same sizes into the same memory.
+    pub fn write(&mut self, stream: &Arc<CudaStream>, operands: &Operands) {
+        let other = Self::new(stream, operands);
+        for (to, from) in self.stored.iter_mut().zip(&other.stored) {
+            stream.memcpy_dtod(from, to).expect("a copy");
+        }
+        for (to, from) in self.descale.iter_mut().zip(&other.descale) {
+            stream.memcpy_dtod(from, to).expect("a copy");
+        }
+    }
+}
+
+/// What a run reads: q, k and v, and their factors.
+pub struct Inputs<'a> {
+    /// Operands.
+    pub stored: [TensorRef<'a, E4M3, 4>; 3],
+    /// Factors.
+    pub descale: [TensorRef<'a, f32, 3>; 3],
+}
+
+/// Memory for what runs write, with bands around it.
+pub struct Room<O> {
+    problem: ForwardProblem,
+    o: CudaSlice<O>,
+    lse: CudaSlice<f32>,
+    amax: Option<CudaSlice<f32>>,
+    scale_o: Option<CudaSlice<f32>>,
+}
+
+impl<O: Fp8Output> Room<O> {
+    /// Outputs of NaN.
+    pub fn new(stream: &Arc<CudaStream>, problem: &ForwardProblem, scale_o: Option<f32>) -> Self {
+        let poisoned = |len: usize| vec![f32::NAN; len];
+        let poison = vec![O::from_f32(f32::NAN); dense(problem.o_shape()).span()];
+        Self {
+            problem: problem.clone(),
+            o: banded(stream, &poison, O::from_f32(BAND)),
+            lse: banded(stream, &poisoned(dense(problem.lse_shape()).span()), BAND),
+            amax: problem.wants_amax().then(|| banded(stream, &poisoned(1), BAND)),
+            scale_o: scale_o.map(|scale| banded(stream, &[scale], f32::NAN)),
+        }
+    }
+
+    /// NaN again.
+    pub fn poison(&mut self, stream: &Arc<CudaStream>) {
+        let fresh = Self::new(stream, &self.problem, None);
+        stream.memcpy_dtod(&fresh.o, &mut self.o).expect("a copy");
+        stream.memcpy_dtod(&fresh.lse, &mut self.lse).expect("a copy");
+        if let (Some(to), Some(from)) = (&mut self.amax, &fresh.amax) {
+            stream.memcpy_dtod(from, to).expect("a copy");
+        }
+    }
+
+    /// The arguments of a run.
+    pub fn args<'a>(&'a mut self, Inputs { stored, descale }: Inputs<'a>) -> Fp8ForwardArgs<'a, O> {
+        let ([q, k, v], [descale_q, descale_k, descale_v]) = (stored, descale);
+        Fp8ForwardArgs {
+            q,
+            k,
+            v,
+            descale_q,
+            descale_k,
+            descale_v,
+            o: write(&mut self.o, dense(self.problem.o_shape())),
+            lse: Some(write(&mut self.lse, dense(self.problem.lse_shape()))),
+            scale_o: self.scale_o.as_ref().map(|scale_o| read(scale_o, dense([1]))),
+            amax: self.amax.as_mut().map(|amax| write(amax, dense([1]))),
+        }
+    }
+
+    /// What was written, after what is enqueued on the stream.
+    ///
+    /// # Errors
+    /// What was written beside it.
+    pub fn written(&self, stream: &Arc<CudaStream>) -> Result<Written<O>, String> {
         Ok(Written {
-            o: taken(stream, "o", &o)?,
-            lse: taken(stream, "lse", &lse)?,
-            amax: amax.map(|amax| taken(stream, "amax", &amax)).transpose()?.map(|amax| amax[0]),
+            o: taken(stream, "o", &self.o)?,
+            lse: taken(stream, "lse", &self.lse)?,
+            amax: self.amax.as_ref().map(|amax| taken(stream, "amax", amax)).transpose()?.map(|amax| amax[0]),
         })
     }
 }
 
 impl<O: Fp8Output> Written<O> {
+    /// Whether two runs wrote the same bits.
+    pub fn same_bits(&self, other: &Self) -> bool {
+        let bits = |written: &Self| -> (Vec<u32>, Vec<u32>, Option<u32>) {
+            // As f32, which is exact.
+            (
+                written.o.iter().map(|o| o.to_f32().to_bits()).collect(),
+                written.lse.iter().map(|lse| lse.to_bits()).collect(),
+                written.amax.map(f32::to_bits),
+            )
+        };
+        bits(self) == bits(other)
+    }
+
     /// As the law takes it.
     pub fn output(&self, problem: &ForwardProblem) -> Output {
         let o = Tensor::from_strided(&self.o, &dense(problem.o_shape()));

@@ -67,7 +67,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// What a call returns, and how often it called the allocator.
-fn counted<R>(call: impl FnOnce() -> R) -> (R, u64) {
+pub fn counted<R>(call: impl FnOnce() -> R) -> (R, u64) {
     let before = CALLS.get();
     let returned = call();
     (returned, CALLS.get() - before)

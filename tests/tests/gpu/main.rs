@@ -5,11 +5,14 @@
 mod allocations;
 mod backward;
 mod capi;
+mod capi_fp8;
 mod capture;
 mod fp8;
 mod fp8_long;
+mod fp8_streams;
 mod grid;
 mod large;
+mod quantize;
 mod refusals;
 mod streams;
 mod training;

@@ -20,7 +20,7 @@
   HOLDS(type##_##field##_at, offsetof(type, field) == (offset)); \
   HOLDS(type##_##field##_size, sizeof(((type*)0)->field) == (size))
 
-STRUCT(hattn_forward_problem, 104);
+STRUCT(hattn_forward_problem, 120);
 FIELD(hattn_forward_problem, struct_size, 0, 4);
 FIELD(hattn_forward_problem, abi_version, 4, 4);
 FIELD(hattn_forward_problem, dtype, 8, 4);
@@ -38,6 +38,10 @@ FIELD(hattn_forward_problem, window_left, 80, 8);
 FIELD(hattn_forward_problem, window_right, 88, 8);
 FIELD(hattn_forward_problem, softmax_scale, 96, 4);
 FIELD(hattn_forward_problem, reserved, 100, 4);
+FIELD(hattn_forward_problem, output, 104, 4);
+FIELD(hattn_forward_problem, scaling, 108, 4);
+FIELD(hattn_forward_problem, amax, 112, 4);
+FIELD(hattn_forward_problem, reserved_fp8, 116, 4);
 
 STRUCT(hattn_backward_problem, 104);
 FIELD(hattn_backward_problem, struct_size, 0, 4);
@@ -69,7 +73,7 @@ FIELD(hattn_tensor, reserved, 28, 4);
 FIELD(hattn_tensor, shape, 32, 32);
 FIELD(hattn_tensor, stride, 64, 32);
 
-STRUCT(hattn_forward_args, 64);
+STRUCT(hattn_forward_args, 104);
 FIELD(hattn_forward_args, struct_size, 0, 4);
 FIELD(hattn_forward_args, abi_version, 4, 4);
 FIELD(hattn_forward_args, q, 8, 8);
@@ -79,6 +83,38 @@ FIELD(hattn_forward_args, o, 32, 8);
 FIELD(hattn_forward_args, lse, 40, 8);
 FIELD(hattn_forward_args, workspace, 48, 8);
 FIELD(hattn_forward_args, workspace_bytes, 56, 8);
+FIELD(hattn_forward_args, descale_q, 64, 8);
+FIELD(hattn_forward_args, descale_k, 72, 8);
+FIELD(hattn_forward_args, descale_v, 80, 8);
+FIELD(hattn_forward_args, scale_o, 88, 8);
+FIELD(hattn_forward_args, amax, 96, 8);
+
+STRUCT(hattn_quantize_problem, 32);
+FIELD(hattn_quantize_problem, struct_size, 0, 4);
+FIELD(hattn_quantize_problem, abi_version, 4, 4);
+FIELD(hattn_quantize_problem, forward, 8, 8);
+FIELD(hattn_quantize_problem, source, 16, 4);
+FIELD(hattn_quantize_problem, hadamard, 20, 4);
+FIELD(hattn_quantize_problem, seed, 24, 8);
+
+STRUCT(hattn_quantize_tensor, 40);
+FIELD(hattn_quantize_tensor, struct_size, 0, 4);
+FIELD(hattn_quantize_tensor, abi_version, 4, 4);
+FIELD(hattn_quantize_tensor, values, 8, 8);
+FIELD(hattn_quantize_tensor, stored, 16, 8);
+FIELD(hattn_quantize_tensor, descale, 24, 8);
+FIELD(hattn_quantize_tensor, given, 32, 4);
+FIELD(hattn_quantize_tensor, reserved, 36, 4);
+
+STRUCT(hattn_quantize_args, 56);
+FIELD(hattn_quantize_args, struct_size, 0, 4);
+FIELD(hattn_quantize_args, abi_version, 4, 4);
+FIELD(hattn_quantize_args, q, 8, 8);
+FIELD(hattn_quantize_args, k, 16, 8);
+FIELD(hattn_quantize_args, v, 24, 8);
+FIELD(hattn_quantize_args, counts, 32, 8);
+FIELD(hattn_quantize_args, workspace, 40, 8);
+FIELD(hattn_quantize_args, workspace_bytes, 48, 8);
 
 STRUCT(hattn_backward_args, 104);
 FIELD(hattn_backward_args, struct_size, 0, 4);
@@ -105,6 +141,7 @@ HOLDS(statuses, HATTN_OK == 0 && HATTN_ERROR_ARGUMENT == 1 && HATTN_ERROR_ABI ==
 HOLDS(dtypes, HATTN_F16 == 1 && HATTN_BF16 == 2 && HATTN_F32 == 3 && HATTN_E4M3 == 4);
 HOLDS(devices, HATTN_CPU == -1);
 HOLDS(masks, HATTN_MASK_FULL == 0 && HATTN_MASK_CAUSAL == 1 && HATTN_MASK_WINDOW == 2);
+HOLDS(scalings, HATTN_PER_TENSOR == 0 && HATTN_PER_HEAD == 1 && HATTN_PER_BLOCK == 2);
 HOLDS(corners, HATTN_BOTTOM_RIGHT == 0 && HATTN_TOP_LEFT == 1 && HATTN_UNBOUNDED == -1);
 HOLDS(enums, sizeof(hattn_status) == 4 && sizeof(hattn_dtype) == 4 && sizeof(hattn_device) == 4 &&
                  sizeof(hattn_mask) == 4 && sizeof(hattn_corner) == 4 && (hattn_status)-1 < 0);
@@ -131,6 +168,12 @@ typedef struct functions {
   int32_t (*backward_describe)(const hattn_backward_plan*, char*, size_t, size_t*);
   int32_t (*backward_workspace_size)(const hattn_backward_plan*, size_t*);
   int32_t (*backward_run)(const hattn_backward_plan*, const hattn_backward_args*, struct CUstream_st*);
+  int32_t (*quantize_supported)(const hattn_quantize_problem*, int32_t);
+  int32_t (*quantize_create)(const hattn_quantize_problem*, int32_t, hattn_quantize_plan**);
+  void (*quantize_destroy)(hattn_quantize_plan*);
+  int32_t (*quantize_describe)(const hattn_quantize_plan*, char*, size_t, size_t*);
+  int32_t (*quantize_workspace_size)(const hattn_quantize_plan*, size_t*);
+  int32_t (*quantize_run)(const hattn_quantize_plan*, const hattn_quantize_args*, struct CUstream_st*);
 } functions;
 
 static void functions_have_their_types(void) {
@@ -153,7 +196,13 @@ static void functions_have_their_types(void) {
                          hattn_backward_plan_destroy,
                          hattn_backward_plan_describe,
                          hattn_backward_plan_workspace_size,
-                         hattn_backward_run};
+                         hattn_backward_run,
+                         hattn_quantize_supported,
+                         hattn_quantize_plan_create,
+                         hattn_quantize_plan_destroy,
+                         hattn_quantize_plan_describe,
+                         hattn_quantize_plan_workspace_size,
+                         hattn_quantize_run};
   CHECK(all.abi_version() == HATTN_ABI_VERSION);
   CHECK(strcmp(all.status_name(HATTN_ERROR_WORKSPACE), "HATTN_ERROR_WORKSPACE") == 0);
   CHECK(strcmp(all.status_name(15), "HATTN_ERROR_?") == 0);
@@ -176,9 +225,16 @@ static void initialisers_fill_the_header_only(void) {
   const hattn_forward_args args = HATTN_FORWARD_ARGS_INIT;
   const hattn_backward_problem gradients = HATTN_BACKWARD_PROBLEM_INIT;
   const hattn_backward_args gradient_args = HATTN_BACKWARD_ARGS_INIT;
-  CHECK(problem.struct_size == 104 && problem.abi_version == 1 && empty(&problem, sizeof(problem)));
+  const hattn_quantize_problem quantising = HATTN_QUANTIZE_PROBLEM_INIT;
+  const hattn_quantize_tensor quantised = HATTN_QUANTIZE_TENSOR_INIT;
+  const hattn_quantize_args quantise_args = HATTN_QUANTIZE_ARGS_INIT;
+  CHECK(quantising.struct_size == 32 && quantising.abi_version == 1 && empty(&quantising, sizeof(quantising)));
+  CHECK(quantised.struct_size == 40 && quantised.abi_version == 1 && empty(&quantised, sizeof(quantised)));
+  CHECK(quantise_args.struct_size == 56 && quantise_args.abi_version == 1);
+  CHECK(empty(&quantise_args, sizeof(quantise_args)));
+  CHECK(problem.struct_size == 120 && problem.abi_version == 1 && empty(&problem, sizeof(problem)));
   CHECK(tensor.struct_size == 96 && tensor.abi_version == 1 && empty(&tensor, sizeof(tensor)));
-  CHECK(args.struct_size == 64 && args.abi_version == 1 && empty(&args, sizeof(args)));
+  CHECK(args.struct_size == 104 && args.abi_version == 1 && empty(&args, sizeof(args)));
   CHECK(gradients.struct_size == 104 && gradients.abi_version == 1 && empty(&gradients, sizeof(gradients)));
   CHECK(gradient_args.struct_size == 104 && gradient_args.abi_version == 1);
   CHECK(empty(&gradient_args, sizeof(gradient_args)));

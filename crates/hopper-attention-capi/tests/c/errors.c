@@ -122,7 +122,7 @@ static void a_newer_struct_is_taken_while_its_new_fields_are_0(void) {
   CHECK(hattn_forward_supported(&newer.known, HATTN_CPU) == HATTN_OK);
   newer.unknown = 1;
   CHECK(hattn_forward_supported(&newer.known, HATTN_CPU) == HATTN_ERROR_ABI);
-  SAYS("problem", "struct_size 112", "104");
+  SAYS("problem", "struct_size 128", "120");
 }
 
 static void null_pointers_are_refused(void) {
@@ -248,8 +248,16 @@ static void dtypes_are_refused(void) {
   REFUSED(HATTN_ERROR_ARGUMENT, "v", "dtype 0", "HATTN_F16 (1)");
   k.dtype = 5;
   REFUSED(HATTN_ERROR_ARGUMENT, "k", "dtype 5", "HATTN_F16 (1)");
-  problem.dtype = HATTN_E4M3;
-  NO_PLAN(HATTN_ERROR_DTYPE, "q, k and v", "e4m3", "f16, bf16, f32");
+  problem.scaling = HATTN_PER_HEAD;
+  NO_PLAN(HATTN_ERROR_VALUE, "scaling", "per-head, with f32 operands", "with e4m3 operands only");
+  problem.output = HATTN_F16;
+  NO_PLAN(HATTN_ERROR_DTYPE, "o", "f16", "f32, the operands'");
+  problem.amax = 1;
+  NO_PLAN(HATTN_ERROR_VALUE, "amax", "f32 operands", "with e4m3 operands only");
+  args.amax = &lse;
+  REFUSED(HATTN_ERROR_VALUE, "amax", "given", "null, since the operands are f32");
+  args.descale_v = &v;
+  REFUSED(HATTN_ERROR_VALUE, "descale_v", "given", "null, since the operands are f32");
   problem.dtype = 0;
   NO_PLAN(HATTN_ERROR_ARGUMENT, "dtype", "0", "HATTN_F16 (1)");
 }

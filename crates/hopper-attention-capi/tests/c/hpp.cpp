@@ -159,7 +159,7 @@ void problems_hold_what_was_set() {
                                          .lse(true);
   static_assert(problem.dtype() == DType::BF16 && problem.k_shape()[2] == 2 && problem.lse_shape().size() == 3);
   const hattn_forward_problem& c = problem.c_problem();
-  CHECK(c.struct_size == 104 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.lse == 1);
+  CHECK(c.struct_size == 120 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.lse == 1);
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
   CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.reserved == 0);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);

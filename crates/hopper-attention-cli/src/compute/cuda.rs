@@ -7,12 +7,12 @@ use anyhow::{Context, Result, bail};
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, CudaDevice, Device, Element, ForwardArgs, ForwardPlan, Fp8ForwardArgs, Fp8Output,
-    Layout, Stream, TensorMut, TensorRef, Workspace,
+    BackwardArgs, BackwardPlan, CudaDevice, Descale, Device, E4M3, Element, ForwardArgs, ForwardPlan, Fp8ForwardArgs,
+    Fp8Output, Layout, Quantize, QuantizeArgs, QuantizePlan, Stream, TensorMut, TensorRef, Workspace,
 };
 
 use super::backward::{Gradients, Inputs};
-use super::{Computed, Layouts, Operands, median};
+use super::{Computed, Layouts, Operands, filled, median};
 use crate::input::{Qkv, Value};
 
 /// Computes once to warm up, then `repeat` times between events. `o` and `lse` hold what the device's copies begin with.
@@ -49,26 +49,49 @@ pub fn forward<T: Value>(
     Ok(Computed { o, lse, time, operands: None })
 }
 
-/// As [`forward`], of quantised operands: those of q, k and v with their factors, which lie as `of_factors`.
+/// As [`forward`], of operands that are quantised here first; their factors lie as `of_factors`.
 pub fn forward_fp8<T: Value + Fp8Output>(
     device: &CudaDevice,
-    plan: &ForwardPlan,
+    (quantise, plan): (&QuantizePlan, &ForwardPlan),
     layouts: &Layouts,
-    (operands, of_factors): (&Operands, [Layout<3>; 3]),
+    of_factors: [Layout<3>; 3],
+    qkv: &Qkv<T>,
     (mut o, mut lse): (Vec<T>, Vec<f32>),
     repeat: u32,
 ) -> Result<Computed<T>> {
     let handle = Device::Cuda(device.clone()).new_stream()?;
     let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
+    let zero = E4M3::from_bits(0);
+    let mut operands = Operands {
+        stored: [filled(zero, qkv.data[0].len())?, filled(zero, qkv.data[1].len())?, filled(zero, qkv.data[2].len())?],
+        descale: [
+            filled(0.0, of_factors[0].span())?,
+            filled(0.0, of_factors[1].span())?,
+            filled(0.0, of_factors[2].span())?,
+        ],
+    };
     let [q, k, v] = &operands.stored;
-    let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
+    let (mut q, mut k, mut v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
     let [descale_q, descale_k, descale_v] = &operands.descale;
-    let (descale_q, descale_k, descale_v) =
+    let (mut descale_q, mut descale_k, mut descale_v) =
         (upload(stream, descale_q)?, upload(stream, descale_k)?, upload(stream, descale_v)?);
+    let [of_q, of_k, of_v] = of_factors;
+    {
+        let [values_q, values_k, values_v] = &qkv.data;
+        let (values_q, values_k, values_v) =
+            (upload(stream, values_q)?, upload(stream, values_k)?, upload(stream, values_v)?);
+        let mut workspace = Workspace::alloc(&handle, quantise.workspace_bytes())?;
+        let args = QuantizeArgs {
+            q: Some(quantize(&values_q, &mut q, layouts.q, &mut descale_q, of_q)?),
+            k: Some(quantize(&values_k, &mut k, layouts.k, &mut descale_k, of_k)?),
+            v: Some(quantize(&values_v, &mut v, layouts.v, &mut descale_v, of_v)?),
+            counts: None,
+        };
+        quantise.run(&handle, &mut workspace, args)?;
+    }
     let (mut device_o, mut device_lse) = (upload(stream, &o)?, upload(stream, &lse)?);
     let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
 
-    let [of_q, of_k, of_v] = of_factors;
     let mut run = || -> Result<()> {
         let args = Fp8ForwardArgs {
             q: TensorRef::cuda(q.slice(..), layouts.q)?,
@@ -87,8 +110,28 @@ pub fn forward_fp8<T: Value + Fp8Output>(
     let time = timed(&handle, stream, repeat, &mut run)?;
     download(stream, &device_o, &mut o)?;
     download(stream, &device_lse, &mut lse)?;
+    for (device, host) in [&q, &k, &v].into_iter().zip(&mut operands.stored) {
+        download(stream, device, host)?;
+    }
+    for (device, host) in [&descale_q, &descale_k, &descale_v].into_iter().zip(&mut operands.descale) {
+        download(stream, device, host)?;
+    }
     handle.synchronize()?;
-    Ok(Computed { o, lse, time, operands: None })
+    Ok(Computed { o, lse, time, operands: Some(operands) })
+}
+
+fn quantize<'a, T: Value>(
+    values: &'a CudaSlice<T>,
+    stored: &'a mut CudaSlice<E4M3>,
+    layout: Layout<4>,
+    descale: &'a mut CudaSlice<f32>,
+    of_descale: Layout<3>,
+) -> Result<Quantize<'a, T>> {
+    Ok(Quantize {
+        values: TensorRef::cuda(values.slice(..), layout)?,
+        stored: TensorMut::cuda(stored.slice_mut(..), layout)?,
+        descale: Descale::FromAmax(TensorMut::cuda(descale.slice_mut(..), of_descale)?),
+    })
 }
 
 /// As [`forward`], for the gradients: `data` holds what the device's copies begin with.
@@ -161,7 +204,7 @@ fn timed(
 }
 
 /// Enqueues a copy to the host.
-fn download<T: Value>(stream: &Arc<CudaStream>, device: &CudaSlice<T>, host: &mut [T]) -> Result<()> {
+fn download<T: Element>(stream: &Arc<CudaStream>, device: &CudaSlice<T>, host: &mut [T]) -> Result<()> {
     if host.is_empty() {
         return Ok(());
     }

@@ -2,10 +2,12 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+#[cfg(feature = "cuda")]
+use hopper_attention::Device;
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    Descale, Device, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, Stream,
+    Descale, E4M3, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs, QuantizePlan, Stream,
     TensorMut, TensorRef, Workspace,
 };
 
@@ -29,17 +31,20 @@ pub fn forward<T: Value + Fp8Output>(
 ) -> Result<Computed<T>> {
     let problem = &request.problem;
     let layouts = Layouts::new(problem, request.layout)?;
-    let operands = quantised(request, &layouts, qkv)?;
+    let Some(quantise) = &choice.quantise else { bail!("a problem of {} without a quantiser", problem.dtype()) };
     let (o, lse) = (filled(T::from_f32(f32::NAN), layouts.o.span())?, filled(f32::NAN, layouts.lse.span())?);
     let of_factors = factors(problem)?;
-    let computed = match &choice.device {
+    match &choice.device {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            super::cuda::forward_fp8(device, &choice.plan, &layouts, (&operands, of_factors), (o, lse), repeat)?
+            super::cuda::forward_fp8(device, (quantise, &choice.plan), &layouts, of_factors, qkv, (o, lse), repeat)
         }
-        _ => on_cpu(choice, &layouts, (&operands, of_factors), (o, lse), repeat)?,
-    };
-    Ok(Computed { operands: Some(operands), ..computed })
+        _ => {
+            let operands = quantised(quantise, &layouts, of_factors, qkv)?;
+            let computed = on_cpu(choice, &layouts, (&operands, of_factors), (o, lse), repeat)?;
+            Ok(Computed { operands: Some(operands), ..computed })
+        }
+    }
 }
 
 fn on_cpu<T: Value + Fp8Output>(
@@ -75,10 +80,12 @@ fn on_cpu<T: Value + Fp8Output>(
     Ok(Computed { o, lse, time: median(times), operands: None })
 }
 
-/// On the CPU, wherever the attention is computed.
-fn quantised<T: Value>(request: &Request, layouts: &Layouts, qkv: &Qkv<T>) -> Result<Operands> {
-    let plan = request.quantizer()?.plan(&Device::cpu())?;
-    let [of_q, of_k, of_v] = factors(&request.problem)?;
+fn quantised<T: Value>(
+    plan: &QuantizePlan,
+    layouts: &Layouts,
+    [of_q, of_k, of_v]: [Layout<3>; 3],
+    qkv: &Qkv<T>,
+) -> Result<Operands> {
     let zero = E4M3::from_bits(0);
     let [q, k, v] = &qkv.data;
     let [mut stored_q, mut stored_k, mut stored_v] =

@@ -85,6 +85,10 @@ fn one(x: f32, factor: f32, [saturated, not_finite]: &mut [u64; 2]) -> E4M3 {
         return NAN;
     }
     let scaled = x * factor;
+    if scaled.is_nan() {
+        // 0 times the infinite inverse of a given factor that is next to nothing: a NaN whose sign differs by machine.
+        return NAN;
+    }
     if scaled.abs() > ROUNDS_TO_MAX {
         *saturated += 1;
     }

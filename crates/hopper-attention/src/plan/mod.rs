@@ -39,7 +39,21 @@ pub(crate) struct Gpu<C = Choice> {
 }
 
 impl<C> Gpu<C> {
+    /// On a GPU, where the choice's kernels were loaded.
     #[cfg(feature = "cuda")]
+    pub fn loaded(choice: C, device: CudaDevice) -> Self {
+        Self { choice, device: Some(device) }
+    }
+
+    /// From a GPU's facts alone.
+    pub fn described(choice: C) -> Self {
+        Self {
+            choice,
+            #[cfg(feature = "cuda")]
+            device: None,
+        }
+    }
+
     pub fn choice(&self) -> &C {
         &self.choice
     }
@@ -93,7 +107,7 @@ impl ForwardProblem {
     fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo], tuning: &Tuning) -> Result<ForwardPlan> {
         let choice = tuning.select(self, &device.info().name, &device.info().facts, rows)?;
         load(device, &choice.kernel)?;
-        let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
+        let target = Target::Gpu(Gpu::loaded(choice, device.clone()));
         Ok(ForwardPlan { problem: self.clone(), target })
     }
 
@@ -104,12 +118,7 @@ impl ForwardProblem {
     /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<ForwardPlan> {
         let choice = select(self, facts, kernels())?;
-        let gpu = Gpu {
-            choice,
-            #[cfg(feature = "cuda")]
-            device: None,
-        };
-        Ok(ForwardPlan { problem: self.clone(), target: Target::Gpu(gpu) })
+        Ok(ForwardPlan { problem: self.clone(), target: Target::Gpu(Gpu::described(choice)) })
     }
 }
 

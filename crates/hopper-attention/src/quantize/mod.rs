@@ -1,11 +1,19 @@
 //! From 16-bit and 32-bit tensors to e4m3 operands: [`Quantizer`].
 
+#[cfg(feature = "cuda")]
+mod cuda;
+mod plan;
+mod select;
+
 use std::fmt;
 
-use crate::cpu::{self, Factors, QuantizeTask};
-use crate::{
-    DType, Device, E4M3, Error, ForwardProblem, Operand, Result, Stream, TensorMut, TensorRef, Workspace, checks,
-};
+use crate::{DType, E4M3, Error, ForwardProblem, Operand, Result, TensorMut, TensorRef, checks};
+
+pub use plan::QuantizePlan;
+pub(crate) use plan::check_counts;
+#[cfg(feature = "cuda")]
+pub(crate) use select::Row;
+pub(crate) use select::{Choice, NAMES, Name, check_tensor};
 
 /// Takes Q, K and V of a problem with e4m3 operands to e4m3, with the factors that its [`Scaling`](crate::Scaling) asks for.
 ///
@@ -17,6 +25,9 @@ use crate::{
 /// or with factors that are given. A magnitude that rounding would take beyond 448, as is possible with given ones only,
 /// is stored as 448. What is not finite becomes NaN, which attention carries on to the rows that it touches; e4m3 has no
 /// infinity. How often either happens can be [counted](QuantizeArgs::counts).
+///
+/// A GPU does the same, bit for bit: one pass over a tensor for factors per block and given ones, two where more tiles than
+/// one share a factor. Its kernels read bf16 and f16 and take head dims that are multiples of 16 up to 128.
 ///
 /// # Incoherent processing
 ///
@@ -103,21 +114,6 @@ impl Quantizer {
     pub fn hadamard_value(&self) -> Option<u64> {
         self.hadamard
     }
-
-    /// Picks how the device does it.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] on a GPU: there is no kernel for it yet.
-    pub fn plan(&self, device: &Device) -> Result<QuantizePlan> {
-        match device {
-            Device::Cpu => Ok(QuantizePlan { quantizer: self.clone() }),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Err(Error::Unsupported {
-                wanted: format!("quantising {} to e4m3 on {device}", self.source),
-                nearest: "Device::cpu()".into(),
-            }),
-        }
-    }
 }
 
 impl fmt::Display for Quantizer {
@@ -126,12 +122,6 @@ impl fmt::Display for Quantizer {
         write!(f, "quantise {} to e4m3 {scaling}", self.source)?;
         self.hadamard.map_or(Ok(()), |seed| write!(f, " hadamard {seed}"))
     }
-}
-
-/// How tensors are quantised on one device.
-#[derive(Clone, Debug)]
-pub struct QuantizePlan {
-    quantizer: Quantizer,
 }
 
 /// What is quantised: any of Q, K and V.
@@ -162,125 +152,6 @@ pub struct Quantize<'a, T: Operand> {
 pub enum Descale<'a> {
     /// From the largest finite magnitude that shares each: written.
     FromAmax(TensorMut<'a, f32, 3>),
-    /// From the caller: read. Finite and above 0, which the CPU checks and a GPU will take for granted.
+    /// From the caller: read. Finite and above 0, which the CPU checks and a GPU takes for granted.
     Given(TensorRef<'a, f32, 3>),
 }
-
-impl QuantizePlan {
-    /// What it does.
-    pub fn quantizer(&self) -> &Quantizer {
-        &self.quantizer
-    }
-
-    /// What a [`Workspace`] must hold, in bytes.
-    pub fn workspace_bytes(&self) -> usize {
-        0
-    }
-
-    /// Quantises; on the CPU it is done on return.
-    ///
-    /// # Errors
-    /// Before anything is written: [`Error::Dtype`] and [`Error::Shape`] for tensors that are not the problem's;
-    /// [`Error::Device`] for a stream, workspace or tensor that is not where the plan is; [`Error::Value`] for a given factor
-    /// that is not finite and above 0.
-    pub fn run<T: Operand>(&self, stream: &Stream, workspace: &mut Workspace, args: QuantizeArgs<'_, T>) -> Result<()> {
-        checks::dtype("q, k and v", T::DTYPE, self.quantizer.source, "the quantizer's source")?;
-        #[cfg(feature = "cuda")]
-        if !matches!(stream, Stream::Cpu) {
-            let allowed = "cpu, which the plan was made for".into();
-            return Err(Error::Device { what: "stream", got: stream.to_string(), allowed });
-        }
-        workspace.check(self.workspace_bytes(), stream)?;
-        let QuantizeArgs { mut q, mut k, mut v, mut counts } = args;
-        let tasks = [
-            q.as_mut().map(|q| self.task(&Q, q)).transpose()?,
-            k.as_mut().map(|k| self.task(&K, k)).transpose()?,
-            v.as_mut().map(|v| self.task(&V, v)).transpose()?,
-        ];
-        if let Some(counts) = &counts {
-            checks::shape_of("counts", counts.layout().shape(), [3, 2], "[q k v, saturated and not finite]")?;
-        }
-        let mut counts = counts.as_mut().map(|counts| checks::host_mut("counts", counts)).transpose()?;
-        for (row, task) in tasks.into_iter().enumerate() {
-            let found = task.map_or([0; 2], cpu::quantize);
-            if let Some(counts) = &mut counts {
-                for (column, found) in found.into_iter().enumerate() {
-                    // Checked above, so the place exists.
-                    if let Some(place) = counts.layout.offset([row, column]) {
-                        counts.data[place] = found as f32;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// A tensor that was found to be the problem's.
-    fn task<'t, T: Operand>(&self, of: &Name, tensor: &'t mut Quantize<'_, T>) -> Result<QuantizeTask<'t, T>> {
-        let problem = &self.quantizer.problem;
-        let (shape, factors) = ((of.shape)(problem), (of.factors)(problem));
-        checks::shape(of.values, tensor.values.layout().shape(), shape)?;
-        checks::shape(of.stored, tensor.stored.layout().shape(), shape)?;
-        let descale = match &mut tensor.descale {
-            Descale::FromAmax(descale) => {
-                checks::factors(of.descale, descale.layout().shape(), factors)?;
-                Factors::FromAmax(checks::host_mut(of.descale, descale)?)
-            }
-            Descale::Given(descale) => {
-                checks::factors(of.descale, descale.layout().shape(), factors)?;
-                let descale = checks::host(of.descale, descale)?;
-                cpu::check_factors(of.descale, &descale)?;
-                Factors::Given(descale)
-            }
-        };
-        Ok(QuantizeTask {
-            values: checks::host(of.values, &tensor.values)?,
-            stored: checks::host_mut(of.stored, &mut tensor.stored)?,
-            descale,
-            scaling: problem.scaling_value().unwrap_or_default(),
-            group: shape[2] / problem.dims().heads_kv,
-            rotation: self.quantizer.hadamard.filter(|_| of.rotated),
-        })
-    }
-}
-
-impl fmt::Display for QuantizePlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cpu, workspace {} bytes", self.workspace_bytes())
-    }
-}
-
-/// What errors call a tensor and its parts, and where its shapes are.
-struct Name {
-    values: &'static str,
-    stored: &'static str,
-    descale: &'static str,
-    shape: fn(&ForwardProblem) -> [usize; 4],
-    factors: fn(&ForwardProblem) -> [usize; 3],
-    rotated: bool,
-}
-
-const Q: Name = Name {
-    values: "q.values",
-    stored: "q.stored",
-    descale: "q.descale",
-    shape: ForwardProblem::q_shape,
-    factors: ForwardProblem::descale_q_shape,
-    rotated: true,
-};
-const K: Name = Name {
-    values: "k.values",
-    stored: "k.stored",
-    descale: "k.descale",
-    shape: ForwardProblem::k_shape,
-    factors: ForwardProblem::descale_k_shape,
-    rotated: true,
-};
-const V: Name = Name {
-    values: "v.values",
-    stored: "v.stored",
-    descale: "v.descale",
-    shape: ForwardProblem::v_shape,
-    factors: ForwardProblem::descale_v_shape,
-    rotated: false,
-};

@@ -3,10 +3,12 @@
 
 use std::ops::Range;
 
-use super::{RawBackward, RawForward, RawFp8, RawTensor};
+use super::{RawBackward, RawForward, RawFp8, RawQuantize, RawQuantizeTensor, RawTensor};
+use crate::quantize::NAMES;
 use crate::{
-    BackwardArgs, BackwardPlan, DType, E4M3, Element, Error, ForwardArgs, ForwardPlan, Fp8ForwardArgs, Fp8Output,
-    Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    BackwardArgs, BackwardPlan, DType, Descale, E4M3, Element, Error, ForwardArgs, ForwardPlan, Fp8ForwardArgs,
+    Fp8Output, Operand, Quantize, QuantizeArgs, QuantizePlan, Result, Stream, TensorMut, TensorRef, Workspace, bf16,
+    f16,
 };
 
 /// Computes the plan's problem.
@@ -72,6 +74,35 @@ pub(super) unsafe fn backward(plan: &BackwardPlan, args: &RawBackward) -> Result
             DType::F16 => typed_backward::<f16>(plan, args),
             DType::BF16 => typed_backward::<bf16>(plan, args),
             DType::F32 => typed_backward::<f32>(plan, args),
+            got => Err(not_on_the_cpu(got)),
+        }
+    }
+}
+
+/// Quantises what there is.
+///
+/// # Safety
+/// As [`QuantizePlan::run_raw`], whose checks of types, shapes and places were made.
+pub(super) unsafe fn quantize(plan: &QuantizePlan, args: &RawQuantize) -> Result<()> {
+    let mut inputs = Vec::new();
+    let mut outputs = Vec::new();
+    for (of, tensor) in NAMES.iter().zip([&args.q, &args.k, &args.v]) {
+        let Some(RawQuantizeTensor { values, stored, descale, given }) = tensor else { continue };
+        inputs.push((of.values, bytes(of.values, values)?));
+        outputs.push((of.stored, bytes(of.stored, stored)?));
+        let factors = if *given { &mut inputs } else { &mut outputs };
+        factors.push((of.descale, bytes(of.descale, descale)?));
+    }
+    if let Some(counts) = &args.counts {
+        outputs.push(("counts", bytes("counts", counts)?));
+    }
+    check_apart(&inputs, &outputs)?;
+    // SAFETY: the caller's promise, and what was just checked: alignment, size and overlap; the type is the source's.
+    unsafe {
+        match plan.quantizer().source() {
+            DType::F16 => typed_quantize::<f16>(plan, args),
+            DType::BF16 => typed_quantize::<bf16>(plan, args),
+            DType::F32 => typed_quantize::<f32>(plan, args),
             got => Err(not_on_the_cpu(got)),
         }
     }
@@ -152,6 +183,38 @@ unsafe fn typed_backward<T: Operand<Out = T>>(plan: &BackwardPlan, args: &RawBac
             d_k: output::<T, 4>(&args.d_k)?,
             d_v: output::<T, 4>(&args.d_v)?,
         }
+    };
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+    plan.run(&Stream::Cpu, &mut workspace, args)
+}
+
+/// # Safety
+/// As [`quantize`], with values of `T`.
+unsafe fn typed_quantize<T: Operand>(plan: &QuantizePlan, args: &RawQuantize) -> Result<()> {
+    let tensor = |raw: &Option<RawQuantizeTensor>| -> Result<Option<Quantize<'_, T>>> {
+        let Some(RawQuantizeTensor { values, stored, descale, given }) = raw else { return Ok(None) };
+        // SAFETY: each is valid, aligned and of this type; what is written meets nothing else.
+        unsafe {
+            Ok(Some(Quantize {
+                values: input::<T, 4>(values)?,
+                stored: output::<E4M3, 4>(stored)?,
+                descale: if *given {
+                    Descale::Given(input::<f32, 3>(descale)?)
+                } else {
+                    Descale::FromAmax(output::<f32, 3>(descale)?)
+                },
+            }))
+        }
+    };
+    let args = QuantizeArgs {
+        q: tensor(&args.q)?,
+        k: tensor(&args.k)?,
+        v: tensor(&args.v)?,
+        counts: match &args.counts {
+            // SAFETY: as above.
+            Some(counts) => Some(unsafe { output::<f32, 2>(counts) }?),
+            None => None,
+        },
     };
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
     plan.run(&Stream::Cpu, &mut workspace, args)

@@ -160,14 +160,14 @@ fn kernel_fp8(raw: &RawFp8) -> Result<KernelFp8> {
     })
 }
 
-fn factors(tensor: &'static str, raw: &RawTensor<3>) -> Result<Factors> {
+pub(super) fn factors(tensor: &'static str, raw: &RawTensor<3>) -> Result<Factors> {
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
     let [stride_batch, stride_head, stride_block] =
         [0, 1, 2].map(|axis| if shape[axis] > 1 { strides[axis] } else { 0 });
     Ok(Factors { address: f32_address(tensor, raw)?, stride_batch, stride_head, stride_block })
 }
 
-fn f32_address<const R: usize>(tensor: &'static str, raw: &RawTensor<R>) -> Result<u64> {
+pub(super) fn f32_address<const R: usize>(tensor: &'static str, raw: &RawTensor<R>) -> Result<u64> {
     if !raw.layout.is_empty() && (raw.address == 0 || !raw.address.is_multiple_of(size_of::<f32>() as u64)) {
         return Err(Error::Layout {
             tensor,

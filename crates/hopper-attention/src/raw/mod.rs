@@ -35,6 +35,7 @@
 mod backward;
 mod cpu;
 mod gpu;
+mod quantize;
 
 use std::ffi::c_void;
 use std::fmt;
@@ -43,11 +44,14 @@ use crate::plan::Target;
 use crate::{DType, Error, ForwardPlan, Layout, Result, checks};
 
 pub use backward::RawBackward;
+pub use quantize::{RawQuantize, RawQuantizeTensor};
 
 #[cfg(feature = "cuda")]
 pub(crate) use backward::BackwardKernelArgs;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::{Factors, KernelArgs, KernelFp8, KernelTensor, RowValues, not_on_a_gpu};
+#[cfg(feature = "cuda")]
+pub(crate) use quantize::{QuantizeKernelArgs, QuantizeKernelTensor};
 
 /// Where an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

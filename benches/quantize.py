@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""How fast the quantiser is, beside a copy within the device that moves as many bytes as it must: two read and one written an element.
+
+    benches/quantize.py [--library libhopper_attention.so] [--seqlen N] [--batch N] [--heads N] [--head-dim N] [--layout bshd|bhsd]
+
+Through the C ABI (examples/pytorch/hopper_attention.py finds the library) on PyTorch's memory and stream. Medians of --iters calls between
+CUDA events, 256 MB written before each, which empties L2; the copy takes turns with the quantiser. Factors that tiles share need a second
+reading, which is not counted as needed: the last column has what share of the copy's rate all that is moved comes to without L2's help.
+"""
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+
+sys.path.insert(0, os.environ.get("HATTN_PYTORCH", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../examples/pytorch")))
+import hopper_attention as hattn  # noqa: E402
+import torch  # noqa: E402
+
+
+class QuantizeProblem(hattn._Versioned):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("abi_version", ctypes.c_uint32), ("forward", ctypes.POINTER(hattn.ForwardProblem)),
+                ("source", ctypes.c_int32), ("hadamard", ctypes.c_int32), ("seed", ctypes.c_uint64)]
+
+
+class QuantizeTensor(hattn._Versioned):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("abi_version", ctypes.c_uint32), ("values", ctypes.POINTER(hattn.Tensor)),
+                ("stored", ctypes.POINTER(hattn.Tensor)), ("descale", ctypes.POINTER(hattn.Tensor)), ("given", ctypes.c_int32),
+                ("reserved", ctypes.c_uint32)]
+
+
+class QuantizeArgs(hattn._Versioned):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("abi_version", ctypes.c_uint32), ("q", ctypes.POINTER(QuantizeTensor)),
+                ("k", ctypes.POINTER(QuantizeTensor)), ("v", ctypes.POINTER(QuantizeTensor)), ("counts", ctypes.POINTER(hattn.Tensor)),
+                ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_size_t)]
+
+
+DTYPES = {torch.bfloat16: hattn.BF16, torch.float16: hattn.F16, torch.uint8: hattn.E4M3, torch.float32: hattn.F32}
+
+
+def described(tensor):
+    made = hattn.Tensor(data=tensor.data_ptr(), dtype=DTYPES[tensor.dtype], device=0, ndim=tensor.dim())
+    for axis in range(tensor.dim()):
+        made.shape[axis], made.stride[axis] = tensor.shape[axis], tensor.stride(axis)
+    return made
+
+
+class Quantiser:
+    """One tensor, as keys; ready to be called again and again."""
+
+    def __init__(self, library, values, stored, scaling, hadamard, given):
+        batch, seqlen, heads, head_dim = values.shape
+        forward = hattn.ForwardProblem(dtype=hattn.E4M3, scaling=scaling, batch=batch, seqlen_q=seqlen, seqlen_kv=seqlen, heads_q=heads,
+                                       heads_kv=heads, head_dim_qk=head_dim, head_dim_vo=head_dim)
+        problem = QuantizeProblem(forward=ctypes.pointer(forward), source=DTYPES[values.dtype], hadamard=int(hadamard), seed=7)
+        self.library, self.plan, size = library, ctypes.c_void_p(), ctypes.c_size_t()
+        self.check(library.hattn_quantize_plan_create(ctypes.byref(problem), 0, ctypes.byref(self.plan)))
+        self.check(library.hattn_quantize_plan_workspace_size(self.plan, ctypes.byref(size)))
+        shape = {hattn.PER_TENSOR: (1, 1, 1), hattn.PER_HEAD: (batch, heads, 1), hattn.PER_BLOCK: (batch, heads, -(-seqlen // 128))}[scaling]
+        self.descale = torch.full(shape, 0.01, device="cuda")
+        self.workspace = torch.empty(size.value, dtype=torch.uint8, device="cuda")
+        self.tensors = [described(tensor) for tensor in (values, stored, self.descale)]
+        self.one = QuantizeTensor(**dict(zip(("values", "stored", "descale"), map(ctypes.pointer, self.tensors))), given=int(given))
+        self.args = QuantizeArgs(k=ctypes.pointer(self.one), workspace=self.workspace.data_ptr(), workspace_bytes=size.value)
+
+    def check(self, status):
+        if status:
+            raise RuntimeError(self.library.hattn_last_error().decode())
+
+    def __call__(self):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.check(self.library.hattn_quantize_run(self.plan, ctypes.byref(self.args), stream))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default=os.environ.get(hattn.VARIABLE, hattn.SONAME))
+    for name, value in (("batch", 16), ("seqlen", 8192), ("heads", 16), ("head-dim", 128), ("iters", 15)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--layout", choices=("bshd", "bhsd"), default="bshd")
+    args = parser.parse_args()
+    library = ctypes.CDLL(args.library)
+    library.hattn_last_error.restype = ctypes.c_char_p
+    batch, seqlen, heads, head_dim = args.batch, args.seqlen, args.heads, args.head_dim
+
+    def memory(dtype):
+        shape = (batch, seqlen, heads, head_dim) if args.layout == "bshd" else (batch, heads, seqlen, head_dim)
+        made = torch.randn(shape, device="cuda").to(dtype) if dtype.is_floating_point else torch.empty(shape, dtype=dtype, device="cuda")
+        return made if args.layout == "bshd" else made.transpose(1, 2)
+
+    values, stored = memory(torch.bfloat16), memory(torch.uint8)
+    needed = 3 * values.numel()
+    source = torch.empty(needed // 2, dtype=torch.uint8, device="cuda")
+    target, flushed = torch.empty_like(source), torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    calls = {"copy": (lambda: target.copy_(source), needed)}
+    for scaling, name, read in ((hattn.PER_BLOCK, "per-block", 2), (hattn.PER_HEAD, "per-head", 4), (hattn.PER_TENSOR, "per-tensor", 4)):
+        for hadamard in (False, True):
+            moved = (read + 1) * values.numel()
+            calls[name + " hadamard" * hadamard] = (Quantiser(library, values, stored, scaling, hadamard, False), moved)
+    calls["per-block given"] = (Quantiser(library, values, stored, hattn.PER_BLOCK, False, True), needed)
+    times = {name: [] for name in calls}
+    for _ in range(args.iters + 2):
+        for name, (call, _) in calls.items():
+            flushed.fill_(1)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3)
+    copy = statistics.median(times["copy"][2:])
+    print(f"{torch.cuda.get_device_name()}: bf16 [{batch}, {seqlen}, {heads}, {head_dim}] {args.layout}, {needed / 1e6:.0f} MB needed")
+    print(f"{'':22} {'us':>8} {'GB/s':>8} {'of copy':>8} {'moved':>8}")
+    for name, (_, moved) in calls.items():
+        time = statistics.median(times[name][2:])
+        print(f"{name:22} {time:8.1f} {needed / time / 1e3:8.0f} {copy / time:8.3f} {moved / needed * copy / time:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+// FP8 operands for Hopper Attention: the shapes of their factors, and the quantiser that makes them of 16-bit tensors.
+// Header-only, over hopper_attention.hpp, whose rules for errors and ownership hold here too.
+//
+//   hattn::ForwardProblem problem(hattn::DType::E4M3);
+//   problem.batch(2).seqlens(512, 512).heads(8, 2).head_dims(64, 64).scaling(hattn::Scaling::PerBlock);
+//   hattn::QuantizePlan quantise(hattn::QuantizeProblem(problem, hattn::DType::BF16).hadamard(7), device);
+//
+//   hattn::QuantizeArgs args;
+//   args.q = hattn::QuantizeTensor{q, stored_q, descale_q};   // views; k and v likewise
+//   args.workspace = {memory, bytes};                         // quantise.workspace_bytes()
+//   quantise.run(args, stream);                               // and then ForwardPlan(problem, device).run(.., stream)
+#ifndef HOPPER_ATTENTION_FP8_HPP
+#define HOPPER_ATTENTION_FP8_HPP
+
+#include "hopper_attention.hpp"
+
+namespace hattn {
+#ifdef HATTN_NO_EXCEPTIONS
+inline namespace v1_noexcept {
+#else
+inline namespace v1 {
+#endif
+
+// Rows that share a factor under Scaling::PerBlock.
+inline constexpr std::int64_t kScaleBlock = 128;
+
+namespace detail {
+constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64_t seqlen,
+                                std::int64_t heads) noexcept {
+  switch (problem.scaling) {
+    case HATTN_PER_HEAD:
+      return {problem.batch, problem.heads_kv, 1};
+    case HATTN_PER_BLOCK:
+      return {problem.batch, heads, seqlen / kScaleBlock + (seqlen % kScaleBlock != 0 ? 1 : 0)};
+    default:
+      return {1, 1, 1};
+  }
+}
+}  // namespace detail
+
+// [batch, heads, blocks] of the factors of Q, and of those of K and V.
+constexpr Extents descale_q_shape(const ForwardProblem& problem) noexcept {
+  return detail::descale_shape(problem.c_problem(), problem.c_problem().seqlen_q, problem.c_problem().heads_q);
+}
+constexpr Extents descale_kv_shape(const ForwardProblem& problem) noexcept {
+  return detail::descale_shape(problem.c_problem(), problem.c_problem().seqlen_kv, problem.c_problem().heads_kv);
+}
+
+// Taking Q, K and V to the operands of a problem of E4M3, as numbers. It refers to the problem by value.
+class QuantizeProblem {
+ public:
+  // From tensors of this type: F16 or BF16, on the CPU F32 too. Without incoherent processing.
+  constexpr QuantizeProblem(const ForwardProblem& problem, DType source) noexcept : forward_(problem.c_problem()) {
+    problem_.source = static_cast<hattn_dtype>(source);
+  }
+
+  // Q and K are rotated before, by the signs of this seed and a Hadamard transform. Queries and keys that meet have the
+  // same seed.
+  constexpr QuantizeProblem& hadamard(std::uint64_t seed) noexcept {
+    problem_.hadamard = 1;
+    problem_.seed = seed;
+    return *this;
+  }
+
+  // As Problem::supported.
+  [[nodiscard]] Status supported(Device device) const noexcept {
+    if (const Status status = detail::check_abi(); !ok(status)) return status;
+    const hattn_quantize_problem problem = c_problem();
+    return detail::from_library(hattn_quantize_supported(&problem, device.c_value()));
+  }
+
+  // What the C functions take, valid as long as this.
+  constexpr hattn_quantize_problem c_problem() const noexcept {
+    hattn_quantize_problem problem = problem_;
+    problem.forward = &forward_;
+    return problem;
+  }
+
+ private:
+  hattn_forward_problem forward_;
+  hattn_quantize_problem problem_ = detail::tagged<hattn_quantize_problem>();
+};
+
+// One tensor to quantise.
+struct QuantizeTensor {
+  ConstTensorView values{};  // of the source type
+  TensorView stored{};       // of E4M3
+  TensorView descale{};      // f32 [batch, heads, blocks]: written, or read where they are given
+  bool given = false;
+};
+
+// What a quantiser reads and writes: any of Q, K and V.
+struct QuantizeArgs {
+  std::optional<QuantizeTensor> q{}, k{}, v{};
+  // f32 [3, 2], written: elements of q, k and v that were too large and stored as 448, and that were not finite.
+  std::optional<TensorView> counts{};
+  Workspace workspace{};
+};
+
+// How tensors are quantised on a device; otherwise as ForwardPlan.
+class QuantizePlan : public detail::Owner<QuantizePlan, hattn_quantize_plan> {
+ public:
+  QuantizePlan() noexcept = default;
+
+#ifndef HATTN_NO_EXCEPTIONS
+  // Chooses the kernels and, on a GPU, loads them.
+  QuantizePlan(const QuantizeProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
+#endif
+
+  // The same; plan stays as it was on failure.
+  [[nodiscard]] static Status create(const QuantizeProblem& problem, Device device, QuantizePlan& plan) noexcept {
+    const auto make = [&](hattn_quantize_plan** made) {
+      const hattn_quantize_problem c = problem.c_problem();
+      return hattn_quantize_plan_create(&c, device.c_value(), made);
+    };
+    return create_by(make, plan);
+  }
+
+  // The workspace that each run in flight needs.
+  [[nodiscard]] Status try_workspace_bytes(std::size_t& bytes) const noexcept {
+    return detail::from_library(hattn_quantize_plan_workspace_size(get(), &bytes));
+  }
+
+  // As Plan::try_describe.
+  [[nodiscard]] Status try_describe(char* text, std::size_t capacity, std::size_t& length) const noexcept {
+    return detail::from_library(hattn_quantize_plan_describe(get(), text, capacity, &length));
+  }
+
+  // Quantises, under the rules of ForwardPlan::try_run.
+  [[nodiscard]] Status try_run(const QuantizeArgs& args, CUstream_st* stream) const noexcept {
+    const auto tensor = [](const std::optional<QuantizeTensor>& from) {
+      auto c = detail::tagged<hattn_quantize_tensor>();
+      if (from) {
+        c.values = &from->values.c_tensor();
+        c.stored = &from->stored.c_tensor();
+        c.descale = &from->descale.c_tensor();
+        c.given = from->given ? 1 : 0;
+      }
+      return c;
+    };
+    const hattn_quantize_tensor q = tensor(args.q);
+    const hattn_quantize_tensor k = tensor(args.k);
+    const hattn_quantize_tensor v = tensor(args.v);
+    auto c = detail::tagged<hattn_quantize_args>();
+    c.q = args.q ? &q : nullptr;
+    c.k = args.k ? &k : nullptr;
+    c.v = args.v ? &v : nullptr;
+    c.counts = detail::c_tensor(args.counts);
+    c.workspace = args.workspace.data;
+    c.workspace_bytes = args.workspace.bytes;
+    return detail::from_library(hattn_quantize_run(get(), &c, stream));
+  }
+
+#ifndef HATTN_NO_EXCEPTIONS
+  std::size_t workspace_bytes() const {
+    std::size_t bytes = 0;
+    detail::check(try_workspace_bytes(bytes));
+    return bytes;
+  }
+
+  std::string describe() const {
+    std::size_t length = 0;
+    detail::check(try_describe(nullptr, 0, length));
+    std::string text(length, '\0');
+    detail::check(try_describe(text.data(), length + 1, length));
+    return text;
+  }
+
+  void run(const QuantizeArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
+#endif
+};
+
+}  // namespace v1 or v1_noexcept
+}  // namespace hattn
+
+#endif  // HOPPER_ATTENTION_FP8_HPP

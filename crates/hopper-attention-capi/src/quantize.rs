@@ -1,0 +1,132 @@
+//! The quantiser: is it supported, plan, describe, run.
+
+use std::ffi::c_char;
+
+use hopper_attention::QuantizePlan;
+
+use crate::abi::{CUstream_st, hattn_device, hattn_quantize_args, hattn_quantize_problem, read};
+use crate::handle::{self, Handle, live};
+use crate::status::{entry, hattn_status};
+use crate::{convert, devices};
+
+/// How Q, K and V are taken to HATTN_E4M3 on one device. Made once and run as often as wanted, by any threads and on any
+/// streams of the device at once. Holds no device memory.
+pub struct hattn_quantize_plan {
+    plan: QuantizePlan,
+}
+
+impl Handle for hattn_quantize_plan {
+    type Held = QuantizePlan;
+    const WHAT: &'static str = "plan";
+    const MADE_BY: &'static str = "hattn_quantize_plan_create";
+
+    fn held(&self) -> &QuantizePlan {
+        &self.plan
+    }
+}
+
+/// Whether hattn_quantize_plan_create would find kernels for the problem on the device; as hattn_forward_supported.
+///
+/// # Safety
+/// `problem` is null, which is refused, or points to a struct of the size that it says, and so does its `forward`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_quantize_supported(
+    problem: *const hattn_quantize_problem,
+    device: hattn_device,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        let quantizer = unsafe { convert::quantizer(&read("problem", problem)?) }?;
+        if let Some(facts) = devices::facts(device)? {
+            quantizer.plan_for(&facts)?;
+        }
+        Ok(())
+    })
+}
+
+/// Picks kernels and loads them, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
+/// context, as hattn_forward_plan_create does.
+///
+/// # Safety
+/// `problem` is as for hattn_quantize_supported; `plan` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_quantize_plan_create(
+    problem: *const hattn_quantize_problem,
+    device: hattn_device,
+    plan: *mut *mut hattn_quantize_plan,
+) -> hattn_status {
+    let make = || {
+        // SAFETY: the caller's promise.
+        let quantizer = unsafe { convert::quantizer(&read("problem", problem)?) }?;
+        Ok(hattn_quantize_plan { plan: quantizer.plan(&devices::open(device)?)? })
+    };
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { handle::create(plan, make) })
+}
+
+/// Frees a plan; null is fine. Work that was enqueued with it goes on.
+///
+/// # Safety
+/// `plan` is null, or came from hattn_quantize_plan_create and is used nowhere, now or later.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_quantize_plan_destroy(plan: *mut hattn_quantize_plan) {
+    // SAFETY: the caller's promise.
+    unsafe { handle::destroy(plan) };
+}
+
+/// Says in words what the plan does and how, as hattn_forward_plan_describe.
+///
+/// # Safety
+/// As for hattn_forward_plan_describe, with a plan of quantising.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_quantize_plan_describe(
+    plan: *const hattn_quantize_plan,
+    text: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let plan = live(plan)?;
+            handle::put_text(&format!("{}: {plan}", plan.quantizer()), text, capacity, length)
+        }
+    })
+}
+
+/// Writes to `*bytes` how large a workspace the plan needs: none on the CPU.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_quantize_plan_workspace_size(
+    plan: *const hattn_quantize_plan,
+    bytes: *mut usize,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
+    })
+}
+
+/// Quantises what is given, under the rules of hattn_forward_run. What it writes may be read by a forward pass that is
+/// enqueued on the same stream afterwards.
+///
+/// # Safety
+/// `plan` is null, which is refused, or a live plan; `args` points to a struct of the size that it says or is null, which is
+/// refused, and so do q, k, v, counts (where null is fine) and their tensors. Otherwise as for hattn_forward_run.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hattn_quantize_run(
+    plan: *const hattn_quantize_plan,
+    args: *const hattn_quantize_args,
+    stream: *mut CUstream_st,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let plan = live(plan)?;
+            let args = convert::quantize(&read("args", args)?)?;
+            Ok(plan.run_raw(&args, stream.cast())?)
+        }
+    })
+}

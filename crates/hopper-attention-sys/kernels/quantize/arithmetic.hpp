@@ -1,0 +1,108 @@
+// The quantiser's arithmetic, a rounding at a time: sums, products and quotients by name, so that no flag of the
+// compiler fuses two of them, flushes a subnormal or divides nearly. The CPU backend does the same ones in the same
+// order.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "kernels.hpp"
+
+namespace hattn::quantize {
+
+CUTE_DEVICE float add(float a, float b) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+
+CUTE_DEVICE float subtract(float a, float b) {
+  float difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+}
+
+CUTE_DEVICE float multiply(float a, float b) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+// a * b + c, rounded once.
+CUTE_DEVICE float multiply_add(float a, float b, float c) {
+  float sum;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+  return sum;
+}
+
+CUTE_DEVICE float divide(float a, float b) {
+  float quotient;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
+
+CUTE_DEVICE float reciprocal(float a) {
+  float quotient;
+  asm("rcp.rn.f32 %0, %1;" : "=f"(quotient) : "f"(a));
+  return quotient;
+}
+
+// The larger of a and |b|, and a where b is a NaN.
+CUTE_DEVICE float larger_magnitude(float a, float b) {
+  float larger;
+  asm("{\n"
+      ".reg .f32 magnitude;\n"
+      "abs.f32 magnitude, %2;\n"
+      "max.f32 %0, %1, magnitude;\n"
+      "}\n"
+      : "=f"(larger)
+      : "f"(a), "f"(b));
+  return larger;
+}
+
+constexpr std::uint32_t kMagnitude = 0x7fffffffU;
+constexpr std::uint32_t kInfinity = 0x7f800000U;
+
+CUTE_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & kMagnitude) == kInfinity; }
+CUTE_DEVICE bool is_nan(float x) { return (__float_as_uint(x) & kMagnitude) > kInfinity; }
+
+// The descale factor of a largest magnitude.
+CUTE_DEVICE float descale_of(float amax) {
+  constexpr float kSmallestNormal = 0x1p-126F;
+  float const quotient = divide(amax, 448.0F);
+  return quotient > kSmallestNormal ? quotient : kSmallestNormal;
+}
+
+// Four f32 to e4m3, the first lowest: to nearest even, 448 for what is larger, 0x7f for a NaN.
+CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
+  std::uint32_t packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
+// A pair of the source type as f32, which is exact.
+template <DType kSource>
+CUTE_DEVICE void unpack(std::uint32_t pair, float& low, float& high) {
+  if constexpr (kSource == DType::BF16) {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000U);
+  } else {
+    asm("{\n"
+        ".reg .b16 first, second;\n"
+        "mov.b32 {first, second}, %2;\n"
+        "cvt.f32.f16 %0, first;\n"
+        "cvt.f32.f16 %1, second;\n"
+        "}\n"
+        : "=f"(low), "=f"(high)
+        : "r"(pair));
+  }
+}
+
+}  // namespace hattn::quantize

@@ -1,0 +1,260 @@
+// A 16-bit tensor to e4m3: the kernel.
+//
+// Bound by memory, so that everything serves to keep loads in flight. A CTA walks tiles of up to 128 rows of one head
+// (schedule.hpp). Its warps are alike: each copies its own rows of a tile to shared memory with cp.async, kStages tiles
+// ahead, and stores them itself (tile.hpp), so that no barrier stands between a copy and its use. A lane has 32
+// elements of one row: rotated (rotate.hpp), measured and converted in registers.
+//
+// Shared memory: kStages tiles, 4 KB a warp, where the e4m3 bytes take the place of what they were made of on their way
+// out; the signs as masks of packed pairs; a ring of Work, which thread 0 makes for all, kStages tiles ahead, with a
+// place for the largest magnitude of each tile and for a factor that was awaited.
+//
+// One barrier a tile, between measuring and converting. Before it every warp has put its largest magnitude into the
+// tile's place, and thread 0 has made a later tile's Work and, where tiles share a factor, awaited it. Behind it thread
+// 0 zeroes the place of the tile before, which all have read; the next one to use that is two barriers away, since the
+// ring has two places more than there are stages.
+#pragma once
+
+#include "quantize/tile.hpp"
+
+namespace hattn::quantize {
+
+// What is done before the conversion.
+enum class Rotation : int {
+  None,
+  Whole,  // of head dims that fill kHeadDim
+  Parts   // of others, which are blocks of several sizes
+};
+
+struct Signs {
+  std::uint32_t bits[4];  // of element 32 i + j the j-th of bits[i]
+};
+
+template <int kHeadDim>
+struct Traits {
+  static constexpr int kThreads = kTileRows / WarpTile<kHeadDim>::kRows * 32;
+  static constexpr int kCtas = 512 / kThreads;  // a multiprocessor
+  static constexpr int kStages = 2;             // three keep no more loads in flight than the memory takes
+  static constexpr int kPlaces = kStages + 2;
+
+  struct Storage {
+    alignas(256) char tiles[kStages][kThreads / 32][WarpTile<kHeadDim>::kBytes];
+    uint4 signs[16];
+    Work work[kPlaces];
+    unsigned largest[kPlaces];
+    float awaited[kPlaces];
+  };
+  static constexpr int kSmemBytes = sizeof(Storage);
+  static_assert(kCtas * (kSmemBytes + 1024) <= 228 * 1024, "so many CTAs share a multiprocessor");
+};
+
+// Makes NaN of infinities, which have no place in e4m3; rare. Returns the largest magnitude of what is finite.
+template <int kRows>
+CUTE_DEVICE float largest_magnitude(float (&x)[kRows][kValues]) {
+  auto const largest = [&] {
+    float parts[4] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kRows * kValues; ++i) {
+      parts[i % 4] = larger_magnitude(parts[i % 4], x[i / kValues][i % kValues]);
+    }
+    return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+  };
+  float most = largest();
+  if (is_infinite(most)) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows * kValues; ++i) {
+      float& one = x[i / kValues][i % kValues];
+      one = is_infinite(one) ? __uint_as_float(kMagnitude) : one;
+    }
+    most = largest();
+  }
+  return most;
+}
+
+template <DType kSource, int kHeadDim, Rotation kRotation>
+__global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::kCtas)
+    quantize_kernel(__grid_constant__ Params const params, __grid_constant__ Norms const norms,
+                    __grid_constant__ Signs const signs) {
+  using Traits = Traits<kHeadDim>;
+  using WarpTile = WarpTile<kHeadDim>;
+  constexpr int kStages = Traits::kStages;
+  extern __shared__ char memory[];
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(memory);
+  // Read anew where they are needed: what follows from them would else stay in registers that the elements need.
+  auto const thread_index = [] {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+  };
+  int const chunks = static_cast<int>(params.chunks);
+  auto const tile_address = [&](int stage, int warp) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(storage.tiles[stage][warp]));
+  };
+
+  // The number of the next job: by turns, or from the counter, which is asked a tile before the answer is needed.
+  bool const drawn = params.jobs != params.tiles;
+  unsigned next = 0;
+  auto const draw = [&] {
+    unsigned const number = next;
+    next = drawn ? atomicAdd(params.shared.counter, 1U) : next + gridDim.x;
+    return work_of(params, number);
+  };
+  auto const begin_copy = [&](Work const& work, int stage) {
+    std::uint64_t const row_bytes = 2 * params.values.stride_seqlen;
+    int const thread = thread_index();
+    int const warp = thread / 32;
+    unsigned const first = warp * WarpTile::kRows;
+    WarpTile::copy(tile_address(stage, warp), work.values + first * row_bytes, row_bytes,
+                   work.rows - static_cast<int>(first), chunks, thread % 32);
+  };
+
+  int const thread = thread_index();
+  if (thread == 0) {
+    unsigned const first = drawn ? atomicAdd(params.shared.counter, kStages + 1U) : blockIdx.x;
+    unsigned const step = drawn ? 1 : gridDim.x;
+    CUTE_NO_UNROLL
+    for (int i = 0; i < kStages; ++i) {
+      storage.work[i] = work_of(params, first + i * step);
+    }
+    next = first + kStages * step;
+    for (unsigned& largest : storage.largest) {
+      largest = 0;
+    }
+  }
+  if (kRotation != Rotation::None && thread < 64) {
+    // Of a pair of elements the signs, where a packed pair has them.
+    unsigned const pair = signs.bits[thread / 16] >> (thread % 16 * 2);
+    reinterpret_cast<std::uint32_t*>(storage.signs)[thread] = (pair & 1U) << 15 | (pair & 2U) << 30;
+  }
+  __syncthreads();
+  CUTE_UNROLL
+  for (int i = 0; i < kStages; ++i) {
+    begin_copy(storage.work[i], i);
+  }
+
+  unsigned saturated = 0;
+  unsigned not_finite = 0;
+  int stage = 0;
+  int place = 0;
+  while (true) {
+    Job const job = storage.work[place].job;
+    if (job == Job::None) {
+      break;
+    }
+    int const later = place + kStages < Traits::kPlaces ? place + kStages : place - 2;
+    int const before = thread_index();
+    int const row_lane = before % kLanes<kHeadDim>;  // among those of a row
+    if (before == 0) {
+      storage.work[later] = draw();
+    }
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    __syncwarp();
+    float x[WarpTile::kRowsALane][kValues];
+    std::uint32_t const first_chunk = WarpTile::first_chunk(tile_address(stage, before / 32), before % 32);
+    CUTE_UNROLL
+    for (int j = 0; j < kChunksALane; ++j) {
+      uint4 mask{};
+      if constexpr (kRotation != Rotation::None) {
+        mask = storage.signs[j * kLanes<kHeadDim> + row_lane];
+      }
+      CUTE_UNROLL
+      for (int r = 0; r < WarpTile::kRowsALane; ++r) {
+        uint4 const chunk = WarpTile::read_chunk(first_chunk, r, j);
+        std::uint32_t const pairs[4] = {chunk.x ^ mask.x, chunk.y ^ mask.y, chunk.z ^ mask.z, chunk.w ^ mask.w};
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          unpack<kSource>(pairs[i], x[r][j * kChunk + 2 * i], x[r][j * kChunk + 2 * i + 1]);
+        }
+      }
+    }
+    if constexpr (kRotation != Rotation::None) {
+      CUTE_UNROLL
+      for (int r = 0; r < WarpTile::kRowsALane; ++r) {
+        rotate<kHeadDim, kRotation == Rotation::Whole>(x[r], row_lane, chunks, norms);
+      }
+    }
+    float const largest = largest_magnitude(x);
+    if (job == Job::Both || job == Job::Measure) {
+      // Magnitudes compare as their bits do.
+      unsigned const of_warp = __reduce_max_sync(0xffffffffU, __float_as_uint(largest));
+      if (before % 32 == 0) {
+        atomicMax(&storage.largest[place], of_warp);
+      }
+    } else if (job == Job::Await && before == 0) {
+      storage.awaited[place] = await(params, storage.work[place].shared);
+    }
+    __syncthreads();
+
+    int const after = thread_index();
+    int const warp = after / 32;
+    int const lane = after % 32;
+    Work const& work = storage.work[place];
+    if (after == 0) {
+      storage.largest[place == 0 ? Traits::kPlaces - 1 : place - 1] = 0;
+    }
+    if (job == Job::Measure) {
+      if (after == 0) {
+        publish(params, work.shared, storage.largest[place]);
+      }
+    } else {
+      float factor = work.factor;
+      if (job != Job::Convert) {
+        float const descale =
+            descale_of(job == Job::Both ? __uint_as_float(storage.largest[place]) : storage.awaited[place]);
+        factor = reciprocal(descale);
+        if (after == 0 && (job == Job::Both || work.first)) {
+          *work.descale = descale;
+        }
+      }
+      int const rows = work.rows - warp * WarpTile::kRows;
+      std::uint32_t const first_bytes = WarpTile::first_bytes(tile_address(stage, warp), lane);
+      bool const counts = params.counts != nullptr;
+      CUTE_UNROLL
+      for (int r = 0; r < WarpTile::kRowsALane; ++r) {
+        CUTE_UNROLL
+        for (int j = 0; j < kChunksALane; ++j) {
+          float scaled[kChunk];
+          CUTE_UNROLL
+          for (int i = 0; i < kChunk; ++i) {
+            scaled[i] = multiply(x[r][j * kChunk + i], factor);
+          }
+          WarpTile::write_bytes(first_bytes, r, j, pack_e4m3(scaled[0], scaled[1], scaled[2], scaled[3]),
+                                pack_e4m3(scaled[4], scaled[5], scaled[6], scaled[7]));
+          if (counts) {
+            int const row = thread_index() % 32 / kLanes<kHeadDim> + r * WarpTile::kRowsApart;
+            int const chunk = thread_index() % kLanes<kHeadDim> + j * kLanes<kHeadDim>;
+            if (row < rows && chunk < chunks) {
+              CUTE_UNROLL
+              for (int i = 0; i < kChunk; ++i) {
+                bool const number = !is_nan(x[r][j * kChunk + i]);
+                not_finite += number ? 0 : 1;
+                // Half a step beyond 448; a NaN that the product made is none of either.
+                unsigned const bits = __float_as_uint(scaled[i]) & kMagnitude;
+                saturated += number && bits > __float_as_uint(464.0F) && bits <= kInfinity ? 1 : 0;
+              }
+            }
+          }
+        }
+      }
+      __syncwarp();
+      std::uint64_t const row_bytes = params.stored.stride_seqlen;
+      unsigned const first = warp * WarpTile::kRows;
+      WarpTile::store(tile_address(stage, warp), work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
+      __syncwarp();
+    }
+    begin_copy(storage.work[later], stage);
+    stage = stage + 1 < kStages ? stage + 1 : 0;
+    place = place + 1 < Traits::kPlaces ? place + 1 : 0;
+  }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (params.counts != nullptr) {
+    saturated = __reduce_add_sync(0xffffffffU, saturated);
+    not_finite = __reduce_add_sync(0xffffffffU, not_finite);
+    if (thread % 32 == 0) {
+      atomicAdd(&params.counts[0], static_cast<unsigned long long>(saturated));
+      atomicAdd(&params.counts[1], static_cast<unsigned long long>(not_finite));
+    }
+  }
+}
+
+}  // namespace hattn::quantize

@@ -1,0 +1,163 @@
+// Which tile a CTA takes next, and what it does with it.
+//
+// Tiles are numbered as they lie in memory. Where a tile has its factor to itself, or it is given, a CTA takes every
+// gridDim-th. Where tiles share factors, each is taken twice: measured, and converted once all that share its factor
+// were measured. Measuring runs ahead by as many tiles as must be measured first and as many more as CTAs are at work,
+// so that the second reading finds them in the second-level cache (up to what that holds) and seldom waits. CTAs draw
+// those jobs by number from a counter: a job waits for lower numbers only, and each CTA does its own in their order, so
+// that of the jobs drawn the lowest never waits, however many CTAs the GPU runs at a time.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "quantize/arithmetic.hpp"
+
+namespace hattn::quantize {
+
+constexpr int kTileRows = 128;  // those that share a factor where it is per block
+
+// Division of numbers below 2^31 by one that the host knows: its reciprocal, rounded up, has 31 bits and as many more
+// as make the error too small to matter (Granlund and Montgomery, Division by invariant integers using multiplication).
+struct Divisor {
+  unsigned value = 1;
+  unsigned reciprocal = 0;
+  unsigned shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(unsigned divisor) : value{divisor} {
+    if (divisor > 1) {
+      while ((2U << shift) < divisor) {
+        ++shift;
+      }
+      reciprocal = static_cast<unsigned>(((std::uint64_t{1} << (32 + shift)) + divisor - 1) / divisor);
+    }
+  }
+
+  CUTE_DEVICE unsigned quotient(unsigned n) const { return value == 1 ? n : __umulhi(n, reciprocal) >> shift; }
+};
+
+// Per batch entry and head of the factors, as many as there are.
+struct Shared {
+  unsigned* counter;   // jobs that were drawn
+  unsigned* amax;      // bits of the largest magnitude, for each factor
+  unsigned* measured;  // tiles that went into it
+};
+
+struct Params {
+  TensorDesc values, stored;
+  FactorsDesc descale;
+  Scaling scaling;
+  bool given;
+  bool heads_first;  // heads are nearer in memory than rows
+  unsigned tiles, jobs, ahead;
+  Divisor blocks, heads, group;
+  unsigned factor_heads, seqlen, chunks;
+  unsigned tiles_a_factor;
+  Shared shared;
+  unsigned long long* counts;  // two, or null
+};
+
+enum class Job : int {
+  Convert,  // with a factor that is known
+  Both,     // with a factor of its own values
+  Measure,
+  Await,  // convert, once all that share the factor were measured
+  None    // there are no more
+};
+
+struct Work {
+  Job job;
+  int rows;
+  std::uint64_t values, stored;  // addresses of the first row
+  float* descale;
+  float factor;     // for Convert
+  unsigned shared;  // which of the shared factors
+  bool first;       // of the tiles that share it: writes it
+};
+
+// Job number `number`; thread 0 alone asks, some tiles before all need it.
+CUTE_DEVICE Work work_of(Params const& params, unsigned number) {
+  Work work{};
+  if (number >= params.jobs) {
+    work.job = Job::None;
+    return work;
+  }
+  unsigned tile = number;
+  if (params.jobs == params.tiles) {
+    work.job = params.given ? Job::Convert : Job::Both;
+  } else {
+    // The first `ahead` are measured, then one is converted and one measured in turn, then the rest is converted.
+    unsigned const pairs = params.tiles - params.ahead;
+    work.job = Job::Measure;
+    if (number >= params.ahead) {
+      unsigned const after = number - params.ahead;
+      bool const paired = after < 2 * pairs;
+      if (!paired || after % 2 == 0) {
+        work.job = Job::Await;
+        tile = paired ? after / 2 : after - pairs;
+        // Where all are measured first, from the last, which the cache still holds.
+        tile = pairs == 0 ? params.tiles - 1 - tile : tile;
+      } else {
+        tile = params.ahead + after / 2;
+      }
+    }
+  }
+  unsigned head, block, entry;
+  if (params.heads_first) {
+    unsigned const rest = params.heads.quotient(tile);
+    head = tile - rest * params.heads.value;
+    entry = params.blocks.quotient(rest);
+    block = rest - entry * params.blocks.value;
+  } else {
+    unsigned const rest = params.blocks.quotient(tile);
+    block = tile - rest * params.blocks.value;
+    entry = params.heads.quotient(rest);
+    head = rest - entry * params.heads.value;
+  }
+  unsigned const factor_head = params.group.quotient(head);
+  unsigned const row = block * kTileRows;
+  auto const address = [&](TensorDesc const& tensor, int bytes) {
+    return tensor.address +
+           bytes * (entry * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seqlen);
+  };
+  work.rows = static_cast<int>(min(params.seqlen - row, static_cast<unsigned>(kTileRows)));
+  work.values = address(params.values, 2);
+  work.stored = address(params.stored, 1);
+  FactorsDesc const& descale = params.descale;
+  work.descale = reinterpret_cast<float*>(descale.address) + entry * descale.stride_batch +
+                 factor_head * descale.stride_head + block * descale.stride_block;
+  bool const one = params.scaling == Scaling::PerTensor;
+  work.shared = one ? 0 : entry * params.factor_heads + factor_head;
+  work.first = block == 0 && head == factor_head * params.group.value && (!one || tile == 0);
+  if (work.job == Job::Convert) {
+    work.factor = reciprocal(*work.descale);
+  }
+  return work;
+}
+
+// Adds a tile's largest magnitude to its factor's.
+CUTE_DEVICE void publish(Params const& params, unsigned shared, unsigned amax) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(params.shared.amax + shared), "r"(amax) : "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(params.shared.measured + shared) : "memory");
+}
+
+// Waits until every tile has done so, and returns the largest.
+CUTE_DEVICE float await(Params const& params, unsigned shared) {
+  unsigned measured;
+  while (true) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(measured)
+                 : "l"(params.shared.measured + shared)
+                 : "memory");
+    if (measured == params.tiles_a_factor) {
+      break;
+    }
+    __nanosleep(64);
+  }
+  unsigned amax;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(amax) : "l"(params.shared.amax + shared) : "memory");
+  return __uint_as_float(amax);
+}
+
+}  // namespace hattn::quantize

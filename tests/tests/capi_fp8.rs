@@ -1,0 +1,100 @@
+//! FP8 through the C ABI on the CPU: the bits that Rust gives, of the quantiser as of the forward pass.
+
+use std::ptr::null_mut;
+
+use hopper_attention::reference::Tensor;
+use hopper_attention::{DType, E4M3, Element, ForwardProblem, Layout, Mask, Quantizer, Scaling, bf16};
+use hopper_attention_capi::{HATTN_CPU, HATTN_ERROR_ARGUMENT, HATTN_ERROR_VALUE};
+use hopper_attention_tests::c::{Fp8Memory, Memory, Plan, QuantizeMemory, problem, quantize_problem, tensor};
+use hopper_attention_tests::fp8::Operands;
+use hopper_attention_tests::problems::Case;
+
+/// Of a tensor in host memory.
+fn host<T: Element, const R: usize>(data: &[T], shape: [usize; R]) -> hopper_attention_capi::hattn_tensor {
+    tensor(data.as_ptr() as u64, T::DTYPE, HATTN_CPU, Layout::contiguous(shape).unwrap())
+}
+
+/// The same of memory that is written.
+fn host_mut<T: Element, const R: usize>(data: &mut [T], shape: [usize; R]) -> hopper_attention_capi::hattn_tensor {
+    tensor(data.as_mut_ptr() as u64, T::DTYPE, HATTN_CPU, Layout::contiguous(shape).unwrap())
+}
+
+#[test]
+fn c_gives_the_bits_of_rust() {
+    for (scaling, hadamard) in
+        [(Scaling::PerTensor, None), (Scaling::PerHead, Some(5)), (Scaling::PerBlock, Some(u64::MAX))]
+    {
+        let case = Case::new(150, 131, 48, Mask::causal()).heads(2, 4, 2);
+        let given = case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap();
+        same_bits(&given, hadamard);
+    }
+}
+
+fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
+    let shapes = [given.q_shape(), given.k_shape(), given.v_shape()];
+    let of_factors = [given.descale_q_shape(), given.descale_k_shape(), given.descale_v_shape()];
+    let inputs = [0, 1, 2].map(|i| {
+        Tensor::from_fn(shapes[i], |[b, s, h, d]| ((b * 31 + s * 7 + h * 13 + d * 3 + i) % 29) as f64 / 7.0 - 2.0)
+    });
+    let expected = Operands::quantised(given, inputs.each_ref(), hadamard);
+
+    let values = inputs.each_ref().map(|x| x.data().iter().map(|&x| bf16::from_f64(x)).collect::<Vec<_>>());
+    let mut stored = inputs.each_ref().map(|x| vec![E4M3::from_bits(0x55); x.data().len()]);
+    let mut descale = of_factors.map(|shape| vec![f32::NAN; shape.iter().product()]);
+    let mut counts = [f32::NAN; 6];
+    let quantizer = Quantizer::of(given, DType::BF16).unwrap();
+    let quantizer = hadamard.map_or(quantizer.clone(), |seed| quantizer.hadamard(seed));
+    let forward = problem(given);
+    let quantise = Plan::new(&quantize_problem(&quantizer, &forward), HATTN_CPU).unwrap();
+    assert_eq!((quantise.describe(), quantise.workspace_bytes()), (format!("{quantizer}: cpu, workspace 0 bytes"), 0));
+    let mut memory = QuantizeMemory { tensors: [None; 3], counts: None, workspace: 0, workspace_bytes: 0 };
+    for i in 0..3 {
+        let one = [
+            host(&values[i], shapes[i]),
+            host_mut(&mut stored[i], shapes[i]),
+            host_mut(&mut descale[i], of_factors[i]),
+        ];
+        memory.tensors[i] = Some((one, false));
+    }
+    memory.counts = Some(host_mut(&mut counts, [3, 2]));
+    // SAFETY: the memory is that of the vectors above, which nothing else uses meanwhile.
+    unsafe { quantise.run(&memory, null_mut()) }.unwrap();
+    assert_eq!(counts, [0.0; 6]);
+    for (i, (stored, want)) in stored.iter().zip(expected.stored()).enumerate() {
+        assert!(stored.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{quantizer}: operand {i}");
+    }
+    assert_eq!(&descale, expected.descale(), "{quantizer}");
+
+    let plan = Plan::new(&forward, HATTN_CPU).unwrap();
+    let mut o = vec![bf16::from_f32(f32::NAN); given.o_shape().iter().product()];
+    let mut lse = vec![f32::NAN; given.lse_shape().iter().product()];
+    let memory = Memory {
+        q: host(&stored[0], shapes[0]),
+        k: host(&stored[1], shapes[1]),
+        v: host(&stored[2], shapes[2]),
+        o: host_mut(&mut o, given.o_shape()),
+        lse: Some(host_mut(&mut lse, given.lse_shape())),
+        workspace: 0,
+        workspace_bytes: 0,
+    };
+    let fp8 = Fp8Memory { descale: [0, 1, 2].map(|i| host(&descale[i], of_factors[i])), scale_o: None, amax: None };
+    // SAFETY: as above.
+    unsafe { plan.run_fp8(&memory, &fp8, null_mut()) }.unwrap();
+    let (want_o, want_lse) = expected.run();
+    assert_eq!(o.iter().map(|&o| f64::from(o.to_f32())).collect::<Vec<_>>(), want_o.data(), "{given}");
+    assert_eq!(lse.iter().map(|&lse| f64::from(lse)).collect::<Vec<_>>(), want_lse, "{given}");
+
+    // Without its factors it is refused, and so are factors that were not asked for.
+    // SAFETY: refused before any address is used.
+    let (status, text) = unsafe { plan.run(&memory, null_mut()) }.unwrap_err();
+    assert_eq!((status, text.starts_with("descale_q: a null pointer")), (HATTN_ERROR_ARGUMENT, true), "{text}");
+    let surplus = Fp8Memory { amax: Some(fp8.descale[0]), ..fp8 };
+    // SAFETY: as above.
+    let (status, text) = unsafe { plan.run_fp8(&memory, &surplus, null_mut()) }.unwrap_err();
+    assert!(status == HATTN_ERROR_ARGUMENT && text.starts_with("amax: ndim 3"), "{text}");
+    let mut one = [0.0];
+    let surplus = Fp8Memory { amax: Some(host_mut(&mut one, [1])), ..fp8 };
+    // SAFETY: as above.
+    let (status, text) = unsafe { plan.run_fp8(&memory, &surplus, null_mut()) }.unwrap_err();
+    assert!(status == HATTN_ERROR_VALUE && text.starts_with("amax: given"), "{text}");
+}
