@@ -276,7 +276,7 @@ fn make(key: &Key, softmax_scale: f32) -> Result<Plan, Refused> {
         window_left: window_left.into(),
         window_right: window_right.into(),
         softmax_scale,
-        reserved: 0,
+        arch: capi::HATTN_ARCH_OWN,
     };
     let mut plan = Plan(std::ptr::null_mut());
     // SAFETY: both are live structs.

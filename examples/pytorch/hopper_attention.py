@@ -90,7 +90,7 @@ class ForwardProblem(_Versioned):
         ("window_left", ctypes.c_int64),
         ("window_right", ctypes.c_int64),
         ("softmax_scale", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
+        ("arch", ctypes.c_int32),
     ]
 
 
@@ -115,6 +115,8 @@ class BackwardProblem(_Versioned):
         ("window_right", ctypes.c_int64),
         ("softmax_scale", ctypes.c_float),
         ("deterministic", ctypes.c_int32),
+        ("arch", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
     ]
 
     @classmethod

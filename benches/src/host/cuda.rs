@@ -160,7 +160,7 @@ impl Bench {
             window_left: capi::HATTN_UNBOUNDED,
             window_right: capi::HATTN_UNBOUNDED,
             softmax_scale: 0.0,
-            reserved: 0,
+            arch: capi::HATTN_ARCH_OWN,
         };
         let mut plan = std::ptr::null_mut();
         // SAFETY: both are live structs.

@@ -27,7 +27,7 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
 #define HATTN_FORWARD_ARGS_INIT \
   { sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
-  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0 }
+  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
   { sizeof(hattn_backward_args), HATTN_ABI_VERSION, \
     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
@@ -79,6 +79,11 @@ typedef int32_t hattn_mask;
  Where the diagonal of a causal mask or window lies when seqlen_q and seqlen_kv differ.
  */
 typedef int32_t hattn_corner;
+
+/*
+ The instruction set that kernels are written for.
+ */
+typedef int32_t hattn_arch;
 
 /*
  The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
@@ -152,9 +157,9 @@ typedef struct hattn_forward_problem {
    */
   float softmax_scale;
   /*
-   0.
+   Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
    */
-  uint32_t reserved;
+  hattn_arch arch;
 } hattn_forward_problem;
 
 /*
@@ -321,6 +326,14 @@ typedef struct hattn_backward_problem {
    there.
    */
   int32_t deterministic;
+  /*
+   Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+   */
+  hattn_arch arch;
+  /*
+   0.
+   */
+  uint32_t reserved;
 } hattn_backward_problem;
 
 /*
@@ -434,6 +447,21 @@ typedef struct hattn_backward_args {
  The first query stands at the first key: query i at key i.
  */
 #define HATTN_TOP_LEFT 1
+
+/*
+ The GPU's own. The CPU takes no other.
+ */
+#define HATTN_ARCH_OWN 0
+
+/*
+ Compute capability 8.0 and later.
+ */
+#define HATTN_ARCH_SM80 80
+
+/*
+ Compute capability 9.0.
+ */
+#define HATTN_ARCH_SM90 90
 
 /*
  It was done, or enqueued.

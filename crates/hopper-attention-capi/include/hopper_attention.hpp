@@ -390,6 +390,9 @@ enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSA
 // Which ends of the two sequences meet when they differ in length: the last query and the last key, or the first ones.
 enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
 
+// The instruction set of the kernels that compute a problem: a GPU's own, or one by name.
+enum class Arch : hattn_arch { Own = HATTN_ARCH_OWN, Sm80 = HATTN_ARCH_SM80, Sm90 = HATTN_ARCH_SM90 };
+
 // A window's bound that keeps all keys on its side.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 
@@ -497,6 +500,12 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
     return *this;
   }
 
+  // Unsupported where the GPU does not run such kernels or the build has none, and on the CPU but for Arch::Own.
+  constexpr ForwardProblem& arch(Arch arch) noexcept {
+    problem_.arch = static_cast<hattn_arch>(arch);
+    return *this;
+  }
+
   // Whether the log-sum-exp of each row is an output: natural log, f32, [batch, heads_q, seqlen_q].
   constexpr ForwardProblem& lse(bool wanted) noexcept {
     problem_.lse = wanted ? 1 : 0;
@@ -504,8 +513,8 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
   }
 };
 
-// The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask and scale. dQ, dK, dV
-// and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
+// The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask, scale and arch. dQ,
+// dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
 class BackwardProblem : public detail::Problem<hattn_backward_problem> {
  public:
   // Of this forward pass, whether or not it was made with its log-sum-exp, which is an input here. Without a gradient
@@ -525,6 +534,7 @@ class BackwardProblem : public detail::Problem<hattn_backward_problem> {
     problem_.window_left = of.window_left;
     problem_.window_right = of.window_right;
     problem_.softmax_scale = of.softmax_scale;
+    problem_.arch = of.arch;
   }
 
   // Whether a gradient of the log-sum-exp is an input: f32, [batch, heads_q, seqlen_q].

@@ -39,6 +39,15 @@ pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
 /// The first query stands at the first key: query i at key i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
+/// The instruction set that kernels are written for.
+pub type hattn_arch = i32;
+/// The GPU's own. The CPU takes no other.
+pub const HATTN_ARCH_OWN: hattn_arch = 0;
+/// Compute capability 8.0 and later.
+pub const HATTN_ARCH_SM80: hattn_arch = 80;
+/// Compute capability 9.0.
+pub const HATTN_ARCH_SM90: hattn_arch = 90;
+
 /// A window without a bound on this side.
 pub const HATTN_UNBOUNDED: i64 = -1;
 
@@ -86,8 +95,8 @@ pub struct hattn_forward_problem {
     pub window_right: i64,
     /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
     pub softmax_scale: f32,
-    /// 0.
-    pub reserved: u32,
+    /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+    pub arch: hattn_arch,
 }
 
 /// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -131,6 +140,10 @@ pub struct hattn_backward_problem {
     /// 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
     /// there.
     pub deterministic: i32,
+    /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+    pub arch: hattn_arch,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// Borrowed memory. Begin with HATTN_TENSOR_INIT.
@@ -319,9 +332,9 @@ mod layout {
         assert!(offset_of!(hattn_forward_problem, window_left) == 80);
         assert!(offset_of!(hattn_forward_problem, window_right) == 88);
         assert!(offset_of!(hattn_forward_problem, softmax_scale) == 96);
-        assert!(offset_of!(hattn_forward_problem, reserved) == 100);
+        assert!(offset_of!(hattn_forward_problem, arch) == 100);
 
-        assert!(size_of::<hattn_backward_problem>() == 104 && align_of::<hattn_backward_problem>() == 8);
+        assert!(size_of::<hattn_backward_problem>() == 112 && align_of::<hattn_backward_problem>() == 8);
         assert!(offset_of!(hattn_backward_problem, dtype) == 8);
         assert!(offset_of!(hattn_backward_problem, mask) == 12);
         assert!(offset_of!(hattn_backward_problem, corner) == 16);
@@ -337,6 +350,8 @@ mod layout {
         assert!(offset_of!(hattn_backward_problem, window_right) == 88);
         assert!(offset_of!(hattn_backward_problem, softmax_scale) == 96);
         assert!(offset_of!(hattn_backward_problem, deterministic) == 100);
+        assert!(offset_of!(hattn_backward_problem, arch) == 104);
+        assert!(offset_of!(hattn_backward_problem, reserved) == 108);
 
         assert!(size_of::<hattn_tensor>() == 96 && align_of::<hattn_tensor>() == 8);
         assert!(offset_of!(hattn_tensor, data) == 8);
