@@ -10,7 +10,7 @@ use hopper_attention::{
 };
 use hopper_attention_capi as capi;
 
-use super::{FAILED, INVALID, Key, Numbers, Refused, UNSUPPORTED, answer, key, read};
+use super::{FAILED, INVALID, Key, Numbers, Refused, UNSUPPORTED, answer, arch, key, read};
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -95,7 +95,12 @@ fn plan(key: &Key) -> Result<Arc<BackwardPlan>, Refused> {
         return Ok(plan.clone());
     }
     let device = Device::cuda(usize::try_from(key.ordinal).unwrap_or_default()).map_err(told)?;
-    let plan = Arc::new(problem(key).and_then(|problem| problem.plan(&device)).map_err(told)?);
+    let problem = problem(key).map_err(told)?;
+    let problem = match arch()? {
+        Some(arch) => BackwardProblem::of(&problem.forward().clone().arch(arch)),
+        None => problem,
+    };
+    let plan = Arc::new(problem.plan(&device).map_err(told)?);
     PLANS.lock().unwrap_or_else(PoisonError::into_inner).insert(*key, plan.clone());
     Ok(plan)
 }
