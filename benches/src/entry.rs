@@ -10,18 +10,18 @@ mod problem;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-use hopper_attention::Device;
 use hopper_attention::cudarc::driver::sys;
+use hopper_attention::{Arch, Device};
 use hopper_attention_capi as capi;
 
 pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
 pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
 pub use library::{Entry, Forward, Text};
 
-use crate::{Point, Precision};
+use crate::{ARCH_VARIABLE, Point, Precision};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +116,22 @@ pub fn status_text(status: c_int) -> String {
         UNSUPPORTED => "unsupported problem".into(),
         FAILED => "a CUDA call failed".into(),
         other => format!("status {other}"),
+    }
+}
+
+/// What [`ARCH_VARIABLE`] asks for; `None` without it.
+fn arch() -> Result<Option<Arch>, Refused> {
+    named_arch(std::env::var_os(ARCH_VARIABLE).as_deref())
+}
+
+fn named_arch(name: Option<&OsStr>) -> Result<Option<Arch>, Refused> {
+    match name {
+        None => Ok(None),
+        Some(name) => [Arch::Sm80, Arch::Sm90]
+            .into_iter()
+            .find(|arch| *name == *arch.to_string())
+            .map(Some)
+            .ok_or_else(|| (INVALID, format!("{ARCH_VARIABLE} is {name:?}; allowed: sm80, sm90"))),
     }
 }
 
@@ -284,6 +300,12 @@ fn make(key: &Key, softmax_scale: f32) -> Result<Plan, Refused> {
         window_left: window_left.into(),
         window_right: window_right.into(),
         softmax_scale,
+        arch: match arch()? {
+            None => capi::HATTN_ARCH_OWN,
+            Some(Arch::Sm80) => capi::HATTN_ARCH_SM80,
+            Some(Arch::Sm90) => capi::HATTN_ARCH_SM90,
+            Some(other) => return Err((INVALID, format!("no number for {other}"))),
+        },
         ..Default::default()
     };
     let mut plan = Plan(std::ptr::null_mut());
@@ -380,6 +402,18 @@ mod tests {
         assert_eq!(refused(std::ptr::null()), "invalid argument: args is null");
         assert!(refused(&Args { struct_bytes: 8, ..args() }).ends_with("struct_bytes 8; allowed: 224 and above"));
         assert!(refused(&Args { numbers: Numbers { dtype: 3, ..args().numbers }, ..args() }).contains("dtype: 3"));
+    }
+
+    #[test]
+    fn an_instruction_set_is_one_of_ours() {
+        let named = |name: Option<&str>| named_arch(name.map(OsStr::new));
+        assert_eq!(named(None), Ok(None));
+        assert_eq!((named(Some("sm80")), named(Some("sm90"))), (Ok(Some(Arch::Sm80)), Ok(Some(Arch::Sm90))));
+        for wrong in ["", "sm70", "SM80"] {
+            let (status, text) = named(Some(wrong)).unwrap_err();
+            assert_eq!(status, INVALID);
+            assert!(text.ends_with("allowed: sm80, sm90"), "{text}");
+        }
     }
 
     #[test]

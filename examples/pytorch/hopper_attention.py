@@ -92,11 +92,11 @@ class ForwardProblem(_Versioned):
         ("window_left", ctypes.c_int64),
         ("window_right", ctypes.c_int64),
         ("softmax_scale", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
+        ("arch", ctypes.c_int32),
         ("output", ctypes.c_int32),
         ("scaling", ctypes.c_int32),
         ("amax", ctypes.c_int32),
-        ("reserved_fp8", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -121,6 +121,8 @@ class BackwardProblem(_Versioned):
         ("window_right", ctypes.c_int64),
         ("softmax_scale", ctypes.c_float),
         ("deterministic", ctypes.c_int32),
+        ("arch", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
     ]
 
     @classmethod

@@ -171,7 +171,7 @@ class Problem:
 
 class Structs(unittest.TestCase):
     def test_sizes_and_places(self):
-        sizes = {hattn.ForwardProblem: 120, hattn.Tensor: 96, hattn.ForwardArgs: 104, hattn.BackwardProblem: 104, hattn.BackwardArgs: 104}
+        sizes = {hattn.ForwardProblem: 120, hattn.Tensor: 96, hattn.ForwardArgs: 104, hattn.BackwardProblem: 112, hattn.BackwardArgs: 104}
         for struct_type, size in sizes.items():
             self.assertEqual(ctypes.sizeof(struct_type), size)
             made = struct_type()
@@ -186,9 +186,9 @@ class Structs(unittest.TestCase):
     def test_a_backward_problem_is_of_a_forward_one(self):
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
-        self.assertEqual((made.struct_size, made.abi_version, made.d_lse, made.deterministic), (104, hattn.ABI_VERSION, 1, 0))
+        self.assertEqual((made.struct_size, made.abi_version, made.d_lse, made.deterministic), (112, hattn.ABI_VERSION, 1, 0))
         for name, _ in hattn.BackwardProblem._fields_:
-            if name not in ("struct_size", "d_lse", "deterministic"):
+            if name not in ("struct_size", "d_lse", "deterministic", "reserved"):
                 self.assertEqual(getattr(made, name), getattr(forward, name), name)
 
     def test_misspelt_fields_are_refused(self):

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::null;
 
-use hopper_attention::{BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling};
+use hopper_attention::{Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling};
 use hopper_attention_capi::*;
 
 /// A status and the text that came with it.
@@ -66,6 +66,12 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         window_left: left.map_or(HATTN_UNBOUNDED, bound),
         window_right: right.map_or(HATTN_UNBOUNDED, bound),
         softmax_scale: problem.softmax_scale_value(),
+        arch: match problem.arch_value() {
+            None => HATTN_ARCH_OWN,
+            Some(Arch::Sm80) => HATTN_ARCH_SM80,
+            Some(Arch::Sm90) => HATTN_ARCH_SM90,
+            Some(other) => panic!("no number for {other}"),
+        },
         output: dtype(problem.output_dtype()),
         scaling: match problem.scaling_value() {
             Some(Scaling::PerHead) => HATTN_PER_HEAD,
@@ -98,6 +104,8 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         window_right: forward.window_right,
         softmax_scale: forward.softmax_scale,
         deterministic: i32::from(problem.is_deterministic()),
+        arch: forward.arch,
+        reserved: 0,
     }
 }
 

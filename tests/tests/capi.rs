@@ -200,7 +200,10 @@ fn bad_problems_are_refused() {
     );
     refused(|p| p.corner = -1, HATTN_ERROR_ARGUMENT, "corner: -1; allowed: HATTN_BOTTOM_RIGHT (0), HATTN_TOP_LEFT (1)");
     refused(|p| p.lse = 2, HATTN_ERROR_ARGUMENT, "lse: 2; allowed: 0 (not wanted), 1 (wanted)");
-    refused(|p| p.reserved = 1, HATTN_ERROR_ARGUMENT, "problem: a reserved field that is set; allowed: 0");
+    let archs = "arch: 70; allowed: HATTN_ARCH_OWN (0), HATTN_ARCH_SM80 (80), HATTN_ARCH_SM90 (90)";
+    refused(|p| p.arch = 70, HATTN_ERROR_ARGUMENT, archs);
+    let on_cpu = "unsupported: sm90 kernels on the CPU; nearest: a GPU of sm_90";
+    refused(|p| p.arch = HATTN_ARCH_SM90, HATTN_ERROR_UNSUPPORTED, on_cpu);
     refused(|p| p.batch = -1, HATTN_ERROR_VALUE, "batch: -1; allowed: 0 and above");
     refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
     refused(|p| p.softmax_scale = f32::NAN, HATTN_ERROR_VALUE, "softmax_scale: NaN; allowed: finite and above 0");

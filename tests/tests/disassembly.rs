@@ -10,8 +10,9 @@ use std::process::Command;
 
 use hopper_attention::{Arch, DType, KernelInfo, Pass, backward_kernels, kernels};
 
-/// The most shared memory that a block may ask for of an sm_90 GPU, and of each that sm80 kernels run on.
+/// The most shared memory that a block may ask for of an sm_90 GPU, of one of 8.0, and of each that sm80 kernels run on.
 const SMEM_LIMIT: usize = 232_448;
+const SMEM_LIMIT_A100: usize = 166_912;
 const SMEM_LIMIT_SM80: usize = 101_376;
 /// What the system reserves in every block, beside that limit; the resource usage counts it as static shared memory.
 const SMEM_RESERVED: usize = 1024;
@@ -126,7 +127,11 @@ fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
             found => faults.push(format!("{key} is {found:?}, expected 0")),
         }
     }
-    let limit = if row.arch == Arch::Sm80 { SMEM_LIMIT_SM80 } else { SMEM_LIMIT };
+    let limit = match (row.arch, row.pass) {
+        (Arch::Sm80, Pass::Backward) => SMEM_LIMIT_A100,
+        (Arch::Sm80, _) => SMEM_LIMIT_SM80,
+        _ => SMEM_LIMIT,
+    };
     match compiled.resource("SHARED", MAIN_KERNEL) {
         Some(fixed) if row.smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= limit => {}
         fixed => faults.push(format!(
@@ -165,23 +170,47 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
             faults.push(format!("no {opcode}: {why}"));
         }
     }
-    // Each read of K or V serves two strips, with two products each; a read of Q serves more.
+    // Forward: each read of K or V serves two strips, with two products each; a read of Q serves more. In the backward
+    // dQ has but one for each read.
     let (products, reads) = (compiled.count("HMMA"), compiled.count("LDSM"));
-    if products < 3 * reads {
-        faults.push(format!("{products} HMMA for {reads} LDSM, expected 3 for each at least"));
+    let least = if row.pass == Pass::Backward { 2 } else { 3 };
+    if products < least * reads {
+        faults.push(format!("{products} HMMA for {reads} LDSM, expected {least} for each at least"));
     }
-    // One a block of keys with two stages, two with one.
-    let (found, wanted) = (compiled.count("BAR"), compiled.codes() * (3 - row.stages));
+    let barriers = match row.pass {
+        // One after a tile was drawn, one a block of queries and one before the last dQ; and where P is handed over, in
+        // each chunk of a block, one that arrives and one that waits.
+        Pass::Backward => 3 + 2 * chunks(row),
+        // One a block of keys with two stages, two with one.
+        _ => 3 - row.stages,
+    };
+    let (found, wanted) = (compiled.count("BAR"), compiled.codes() * barriers);
     if found != wanted {
         faults.push(format!("{found} BAR in {} codes, expected {wanted}", compiled.codes()));
     }
-    // Two blocks share a multiprocessor.
-    let allowed = (REGISTERS / (2 * row.threads)).min(255);
+    if row.pass == Pass::Backward {
+        // Each lane has as many values of dQ as its warp has columns, added in three places: by the warps of P, by those
+        // of dS, and after the last block.
+        let sums = row.tile_m * row.head_dim_qk / row.threads;
+        let added = compiled.lines().filter(|line| line.contains("RED") && line.contains("ADD.F32")).count();
+        let wanted = compiled.codes() * 3 * sums;
+        if added != wanted {
+            faults
+                .push(format!("{added} additions to the sums of dQ in {} codes, expected {wanted}", compiled.codes()));
+        }
+    }
+    // Eight warps share a multiprocessor.
+    let allowed = (REGISTERS / 256).min(255);
     match compiled.resource("REG", MAIN_KERNEL) {
         Some(value) if value <= allowed => {}
         found => faults.push(format!("REG is {found:?}, expected {allowed} at most")),
     }
     faults
+}
+
+/// In how many chunks an sm80 backward takes a block of queries: as many as keep the scores in a quarter of its registers.
+fn chunks(row: &KernelInfo) -> usize {
+    (row.tile_m * 2).div_ceil(row.head_dim_qk)
 }
 
 /// What only an sm90 kernel can do wrong.
@@ -267,7 +296,7 @@ fn list(row: &KernelInfo) -> String {
 fn every_row_is_compiled_as_planned() {
     let mut report = String::new();
     let mut all = Vec::new();
-    for name in ["fwd_sm90", "fp8_sm90", "fwd_sm80", "bwd_sm90"] {
+    for name in ["fwd_sm90", "fp8_sm90", "fwd_sm80", "bwd_sm90", "bwd_sm80"] {
         let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| list(row) == name).collect();
         if rows.is_empty() {
             continue; // not selected
@@ -346,13 +375,27 @@ fn the_quantiser_is_compiled_as_written() {
     }
 }
 
-/// A row of an architecture; `None` in a build without it.
-fn first_row(arch: Arch) -> Option<KernelInfo> {
-    let row = kernels().iter().copied().find(|row| row.arch == arch);
+/// A row of an architecture and pass; `None` in a build without it.
+fn first_row(arch: Arch, pass: Pass) -> Option<KernelInfo> {
+    let row = kernels().iter().chain(backward_kernels()).copied().find(|row| row.arch == arch && row.pass == pass);
     if row.is_none() {
-        println!("skipped: no {arch} row in this build");
+        println!("skipped: no {arch} {pass} row in this build");
     }
     row
+}
+
+/// Whatever an sm80 row computes, some row computes on the GPUs with the least shared memory.
+#[test]
+fn sm80_rows_leave_no_gpu_out() {
+    let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| row.arch == Arch::Sm80).collect();
+    if rows.is_empty() {
+        println!("skipped: no sm80 row in this build");
+    }
+    for row in &rows {
+        let computes = |row: &KernelInfo| (row.pass, row.dtype, row.mask, row.head_dim_qk, row.head_dim_vo);
+        let fits = |other: &&&KernelInfo| computes(other) == computes(row) && other.smem_bytes <= SMEM_LIMIT_SM80;
+        assert!(rows.iter().any(|other| fits(&other)), "nothing for 8.6 and 8.9 in place of {row}");
+    }
 }
 
 type Spoil<'a> = &'a dyn Fn(&mut Compiled);
@@ -370,7 +413,7 @@ fn assert_each_is_named(row: &KernelInfo, sound: impl Fn() -> Compiled, flaws: &
 /// The audit would be worthless if it passed anything: a sound row passes, and each single flaw is named.
 #[test]
 fn the_audit_sees_every_flaw() {
-    let Some(row) = first_row(Arch::Sm90) else { return };
+    let Some(row) = first_row(Arch::Sm90, Pass::Forward) else { return };
     let launch = (REGISTERS / row.threads) & !7;
     let matrix = if row.dtype == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     let sound = || Compiled {
@@ -405,7 +448,7 @@ fn the_audit_sees_every_flaw() {
 
 #[test]
 fn the_audit_sees_every_flaw_of_an_sm80_row() {
-    let Some(row) = first_row(Arch::Sm80) else { return };
+    let Some(row) = first_row(Arch::Sm80, Pass::Forward) else { return };
     let code = |gpu: &str| {
         let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.M88.4 R4, [R1]"]
             .into_iter()
@@ -437,6 +480,42 @@ fn the_audit_sees_every_flaw_of_an_sm80_row() {
             ("of static shared memory", &|c| c.usage = c.usage.replacen("SHARED:1024", "SHARED:240000", 1)),
             ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
             ("does not say what ptxas did", &|c| c.log.truncate(70)),
+        ],
+    );
+}
+
+#[test]
+fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
+    let Some(row) = first_row(Arch::Sm80, Pass::Backward) else { return };
+    let sums = 3 * row.tile_m * row.head_dim_qk / row.threads;
+    let code = |gpu: &str, red: &str| {
+        let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.MT88.4 R4, [R1]"]
+            .into_iter()
+            .chain(std::iter::repeat_n("HMMA.16816.F32.BF16 R24, R4, R8, R24", 2))
+            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 + chunks(&row)))
+            .chain(std::iter::repeat_n("BAR.ARV R3, 0x40", chunks(&row)));
+        let lines =
+            lines.map(String::from).chain(std::iter::repeat_n(format!("{red}.E.ADD.F32.FTZ.RN [R2.64], R1"), sums));
+        let lines =
+            lines.map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"));
+        format!("\t\tcode for {gpu}\n{}", lines.collect::<String>())
+    };
+    let sound = || Compiled {
+        log: "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n".repeat(2),
+        sass: code("sm_80", "RED") + &code("sm_90", "REDG"),
+        usage: " Function _Z10bwd_kernel:\n  REG:255 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:648\n".repeat(2),
+    };
+    assert_each_is_named(
+        &row,
+        sound,
+        &[
+            ("no LDGSTS", &|c| c.sass = c.sass.replace("LDGSTS", "LDG")),
+            ("3 HMMA for 2 LDSM, expected 2", &|c| c.sass = c.sass.replacen("HMMA", "HFMA2", 1)),
+            ("BAR in 2 codes", &|c| c.sass = c.sass.replacen("BAR.ARV", "NOP", 1)),
+            ("additions to the sums of dQ in 2 codes", &|c| c.sass = c.sass.replacen("REDG", "ATOMG", 1)),
+            ("of static shared memory", &|c| c.usage = c.usage.replacen("SHARED:1024", "SHARED:168960", 1)),
+            ("REG is", &|c| c.usage = c.usage.replacen("REG:255", "REG:256", 1)),
+            ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
         ],
     );
 }

@@ -29,7 +29,7 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
   { sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0, \
     NULL, NULL, NULL, NULL, NULL }
 #define HATTN_BACKWARD_PROBLEM_INIT \
-  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0 }
+  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
   { sizeof(hattn_backward_args), HATTN_ABI_VERSION, \
     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
@@ -72,6 +72,9 @@ typedef int32_t hattn_mask;
 // Where the diagonal of a causal mask or window lies when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
 
+// The instruction set that kernels are written for.
+typedef int32_t hattn_arch;
+
 // How many elements of Q, K or V of HATTN_E4M3 share a descale factor: a real value is what is stored times its factor.
 // Factors are HATTN_F32 [batch, heads, blocks].
 typedef int32_t hattn_scaling;
@@ -113,8 +116,8 @@ typedef struct hattn_forward_problem {
   int64_t window_right;
   // The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
   float softmax_scale;
-  // 0.
-  uint32_t reserved;
+  // Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+  hattn_arch arch;
   // Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
   hattn_dtype output;
   // With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
@@ -122,7 +125,7 @@ typedef struct hattn_forward_problem {
   // With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
   int32_t amax;
   // 0.
-  uint32_t reserved_fp8;
+  uint32_t reserved;
 } hattn_forward_problem;
 
 // Where something is: HATTN_CPU, or the ordinal of a GPU (0 and above) in the CUDA driver's order.
@@ -224,6 +227,10 @@ typedef struct hattn_backward_problem {
   // 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
   // there.
   int32_t deterministic;
+  // Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+  hattn_arch arch;
+  // 0.
+  uint32_t reserved;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -347,6 +354,15 @@ typedef struct hattn_quantize_args {
 
 // The first query stands at the first key: query i at key i.
 #define HATTN_TOP_LEFT 1
+
+// The GPU's own. The CPU takes no other.
+#define HATTN_ARCH_OWN 0
+
+// Compute capability 8.0 and later.
+#define HATTN_ARCH_SM80 80
+
+// Compute capability 9.0.
+#define HATTN_ARCH_SM90 90
 
 // All of them: factors [1, 1, 1].
 #define HATTN_PER_TENSOR 0

@@ -397,6 +397,9 @@ enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSA
 // Which ends of the two sequences meet when they differ in length: the last query and the last key, or the first ones.
 enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
 
+// The instruction set of the kernels that compute a problem: a GPU's own, or one by name.
+enum class Arch : hattn_arch { Own = HATTN_ARCH_OWN, Sm80 = HATTN_ARCH_SM80, Sm90 = HATTN_ARCH_SM90 };
+
 // How many elements of Q, K and V of E4M3 share a descale factor: all, those of a sequence and key head, or 128 rows.
 enum class Scaling : hattn_scaling {
   PerTensor = HATTN_PER_TENSOR,
@@ -456,10 +459,7 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
     problem_.batch = 1;
   }
 
-  constexpr ForwardProblem& batch(std::int64_t sequences) noexcept {
-    problem_.batch = sequences;
-    return *this;
-  }
+  constexpr ForwardProblem& batch(std::int64_t sequences) noexcept { return set(problem_.batch, sequences); }
 
   constexpr ForwardProblem& seqlens(std::int64_t q, std::int64_t kv) noexcept {
     problem_.seqlen_q = q;
@@ -482,10 +482,7 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
   }
 
   // Mask::Window takes its bounds from window().
-  constexpr ForwardProblem& mask(Mask mask) noexcept {
-    problem_.mask = static_cast<hattn_mask>(mask);
-    return *this;
-  }
+  constexpr ForwardProblem& mask(Mask mask) noexcept { return set(problem_.mask, static_cast<hattn_mask>(mask)); }
 
   // The keys up to the one where the query stands.
   constexpr ForwardProblem& causal(Corner corner = Corner::BottomRight) noexcept {
@@ -501,39 +498,37 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
   }
 
   constexpr ForwardProblem& corner(Corner corner) noexcept {
-    problem_.corner = static_cast<hattn_corner>(corner);
-    return *this;
+    return set(problem_.corner, static_cast<hattn_corner>(corner));
   }
 
   // Finite and above 0; 0 stands for 1 / sqrt(head_dim_qk).
-  constexpr ForwardProblem& softmax_scale(float scale) noexcept {
-    problem_.softmax_scale = scale;
-    return *this;
-  }
+  constexpr ForwardProblem& softmax_scale(float scale) noexcept { return set(problem_.softmax_scale, scale); }
+
+  // Unsupported where the GPU does not run such kernels or the build has none, and on the CPU but for Arch::Own.
+  constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, static_cast<hattn_arch>(arch)); }
 
   // Whether the log-sum-exp of each row is an output: natural log, f32, [batch, heads_q, seqlen_q].
-  constexpr ForwardProblem& lse(bool wanted) noexcept {
-    problem_.lse = wanted ? 1 : 0;
-    return *this;
-  }
+  constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted ? 1 : 0); }
 
   // Of E4M3 operands (hopper_attention_fp8.hpp makes them): O's type, BF16 unless set; who shares a factor; O's amax.
   constexpr ForwardProblem& output(DType dtype) noexcept {
-    problem_.output = static_cast<hattn_dtype>(dtype);
-    return *this;
+    return set(problem_.output, static_cast<hattn_dtype>(dtype));
   }
   constexpr ForwardProblem& scaling(Scaling scaling) noexcept {
-    problem_.scaling = static_cast<hattn_scaling>(scaling);
-    return *this;
+    return set(problem_.scaling, static_cast<hattn_scaling>(scaling));
   }
-  constexpr ForwardProblem& amax(bool wanted) noexcept {
-    problem_.amax = wanted ? 1 : 0;
+  constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted ? 1 : 0); }
+
+ private:
+  template <class T>
+  constexpr ForwardProblem& set(T& field, T value) noexcept {
+    field = value;
     return *this;
   }
 };
 
-// The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask and scale. dQ, dK, dV
-// and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
+// The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask, scale and arch. dQ,
+// dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
 class BackwardProblem : public detail::Problem<hattn_backward_problem> {
  public:
   // Of this forward pass, whether or not it was made with its log-sum-exp, which is an input here. Without a gradient
@@ -553,18 +548,20 @@ class BackwardProblem : public detail::Problem<hattn_backward_problem> {
     problem_.window_left = of.window_left;
     problem_.window_right = of.window_right;
     problem_.softmax_scale = of.softmax_scale;
+    problem_.arch = of.arch;
   }
 
   // Whether a gradient of the log-sum-exp is an input: f32, [batch, heads_q, seqlen_q].
-  constexpr BackwardProblem& d_lse(bool given) noexcept {
-    problem_.d_lse = given ? 1 : 0;
-    return *this;
-  }
+  constexpr BackwardProblem& d_lse(bool given) noexcept { return set(problem_.d_lse, given ? 1 : 0); }
 
   // Whether the same inputs, plan and device give the same bits. It may cost time on a GPU; the CPU does so in any
   // case.
-  constexpr BackwardProblem& deterministic(bool wanted) noexcept {
-    problem_.deterministic = wanted ? 1 : 0;
+  constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted ? 1 : 0); }
+
+ private:
+  template <class T>
+  constexpr BackwardProblem& set(T& field, T value) noexcept {
+    field = value;
     return *this;
   }
 };

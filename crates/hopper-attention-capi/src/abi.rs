@@ -39,6 +39,15 @@ pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
 /// The first query stands at the first key: query i at key i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
+/// The instruction set that kernels are written for.
+pub type hattn_arch = i32;
+/// The GPU's own. The CPU takes no other.
+pub const HATTN_ARCH_OWN: hattn_arch = 0;
+/// Compute capability 8.0 and later.
+pub const HATTN_ARCH_SM80: hattn_arch = 80;
+/// Compute capability 9.0.
+pub const HATTN_ARCH_SM90: hattn_arch = 90;
+
 /// How many elements of Q, K or V of HATTN_E4M3 share a descale factor: a real value is what is stored times its factor.
 /// Factors are HATTN_F32 [batch, heads, blocks].
 pub type hattn_scaling = i32;
@@ -97,8 +106,8 @@ pub struct hattn_forward_problem {
     pub window_right: i64,
     /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
     pub softmax_scale: f32,
-    /// 0.
-    pub reserved: u32,
+    /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+    pub arch: hattn_arch,
     /// Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
     pub output: hattn_dtype,
     /// With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
@@ -106,7 +115,7 @@ pub struct hattn_forward_problem {
     /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
     pub amax: i32,
     /// 0.
-    pub reserved_fp8: u32,
+    pub reserved: u32,
 }
 
 /// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -173,6 +182,10 @@ pub struct hattn_backward_problem {
     /// 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
     /// there.
     pub deterministic: i32,
+    /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+    pub arch: hattn_arch,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// Borrowed memory. Begin with HATTN_TENSOR_INIT.
@@ -443,13 +456,13 @@ mod layout {
         assert!(offset_of!(hattn_forward_problem, window_left) == 80);
         assert!(offset_of!(hattn_forward_problem, window_right) == 88);
         assert!(offset_of!(hattn_forward_problem, softmax_scale) == 96);
-        assert!(offset_of!(hattn_forward_problem, reserved) == 100);
+        assert!(offset_of!(hattn_forward_problem, arch) == 100);
         assert!(offset_of!(hattn_forward_problem, output) == 104);
         assert!(offset_of!(hattn_forward_problem, scaling) == 108);
         assert!(offset_of!(hattn_forward_problem, amax) == 112);
-        assert!(offset_of!(hattn_forward_problem, reserved_fp8) == 116);
+        assert!(offset_of!(hattn_forward_problem, reserved) == 116);
 
-        assert!(size_of::<hattn_backward_problem>() == 104 && align_of::<hattn_backward_problem>() == 8);
+        assert!(size_of::<hattn_backward_problem>() == 112 && align_of::<hattn_backward_problem>() == 8);
         assert!(offset_of!(hattn_backward_problem, dtype) == 8);
         assert!(offset_of!(hattn_backward_problem, mask) == 12);
         assert!(offset_of!(hattn_backward_problem, corner) == 16);
@@ -465,6 +478,8 @@ mod layout {
         assert!(offset_of!(hattn_backward_problem, window_right) == 88);
         assert!(offset_of!(hattn_backward_problem, softmax_scale) == 96);
         assert!(offset_of!(hattn_backward_problem, deterministic) == 100);
+        assert!(offset_of!(hattn_backward_problem, arch) == 104);
+        assert!(offset_of!(hattn_backward_problem, reserved) == 108);
 
         assert!(size_of::<hattn_tensor>() == 96 && align_of::<hattn_tensor>() == 8);
         assert!(offset_of!(hattn_tensor, data) == 8);
@@ -578,6 +593,6 @@ mod tests {
         let mut older = block(104, 1);
         older.0[104..120].fill(1);
         let read = text(&older).unwrap();
-        assert_eq!((read.output, read.scaling, read.amax, read.reserved_fp8), (0, 0, 0, 0));
+        assert_eq!((read.output, read.scaling, read.amax, read.reserved), (0, 0, 0, 0));
     }
 }

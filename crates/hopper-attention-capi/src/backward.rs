@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::BackwardPlan;
+use hopper_attention::{BackwardPlan, Device};
 
 use crate::abi::{CUstream_st, hattn_backward_args, hattn_backward_problem, hattn_device, read};
 use crate::handle::{self, Handle, live};
@@ -37,9 +37,11 @@ pub unsafe extern "C" fn hattn_backward_supported(
     entry(|| {
         // SAFETY: the caller's promise.
         let problem = convert::backward_problem(&unsafe { read("problem", problem) }?)?;
-        if let Some(facts) = devices::facts(device)? {
-            problem.plan_for(&facts)?;
-        }
+        match devices::facts(device)? {
+            Some(facts) => problem.plan_for(&facts)?,
+            // Loads nothing.
+            None => problem.plan(&Device::cpu())?,
+        };
         Ok(())
     })
 }

@@ -5,7 +5,9 @@ use std::ffi::c_void;
 use hopper_attention::raw::{
     Place, RawBackward, RawForward, RawFp8, RawQuantize, RawQuantizeTensor, RawTensor, RawWorkspace,
 };
-use hopper_attention::{BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Quantizer, Scaling};
+use hopper_attention::{
+    Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Quantizer, Scaling,
+};
 
 use crate::abi::*;
 use crate::devices::ordinal;
@@ -17,7 +19,7 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
         usize::try_from(got).map_err(refuse)
     };
-    reserved("problem", given.reserved != 0 || given.reserved_fp8 != 0)?;
+    reserved("problem", given.reserved != 0)?;
     let dims = Dims {
         batch: size("batch", given.batch)?,
         seqlen_q: size("seqlen_q", given.seqlen_q)?,
@@ -40,11 +42,16 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         problem = problem.amax(true)?;
     }
     // -0 is 0 too.
-    Ok(if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? })
+    let problem = if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? };
+    Ok(match arch(given.arch)? {
+        Some(arch) => problem.arch(arch),
+        None => problem,
+    })
 }
 
 /// A backward problem, with all of the safe crate's checks: but for two fields the forward problem that it is of.
 pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<BackwardProblem> {
+    reserved("problem", given.reserved != 0)?;
     let d_lse = flag("d_lse", given.d_lse, "given")?;
     let deterministic = flag("deterministic", given.deterministic, "wanted")?;
     let forward = hattn_forward_problem {
@@ -64,6 +71,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         window_left: given.window_left,
         window_right: given.window_right,
         softmax_scale: given.softmax_scale,
+        arch: given.arch,
         ..Default::default()
     };
     if given.dtype == HATTN_E4M3 {
@@ -110,6 +118,18 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
         other => {
             let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)";
             Err(Failure::argument("mask", &other.to_string(), allowed))
+        }
+    }
+}
+
+fn arch(given: hattn_arch) -> Outcome<Option<Arch>> {
+    match given {
+        HATTN_ARCH_OWN => Ok(None),
+        HATTN_ARCH_SM80 => Ok(Some(Arch::Sm80)),
+        HATTN_ARCH_SM90 => Ok(Some(Arch::Sm90)),
+        other => {
+            let allowed = "HATTN_ARCH_OWN (0), HATTN_ARCH_SM80 (80), HATTN_ARCH_SM90 (90)";
+            Err(Failure::argument("arch", &other.to_string(), allowed))
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::ForwardPlan;
 use hopper_attention::plan::Tuning;
+use hopper_attention::{Device, ForwardPlan};
 
 use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem, read};
 use crate::handle::{self, Handle, live};
@@ -40,9 +40,11 @@ pub unsafe extern "C" fn hattn_forward_supported(
     entry(|| {
         // SAFETY: the caller's promise.
         let problem = convert::forward_problem(&unsafe { read("problem", problem) }?)?;
-        if let Some(facts) = devices::facts(device)? {
-            problem.plan_for(&facts)?;
-        }
+        match devices::facts(device)? {
+            Some(facts) => problem.plan_for(&facts)?,
+            // Loads nothing.
+            None => problem.plan(&Device::cpu())?,
+        };
         Ok(())
     })
 }

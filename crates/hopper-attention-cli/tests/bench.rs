@@ -239,6 +239,8 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--seqlens", "0"], "0 is not in 1..");
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
+    refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");
+    refused(&["--arch", "sm70"], "invalid value 'sm70' for '--arch");
     refused(&["--compare", "nowhere.json"], "report nowhere.json");
     refused(
         &["--dtypes", "e4m3"],

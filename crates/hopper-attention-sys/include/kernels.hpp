@@ -114,8 +114,8 @@ struct BwdParams {
   std::int32_t grid = 0;
   std::int32_t heads_per_group = 1;
   std::int32_t groups = 1;  // the last one has all heads that are left
-  // Of the workspace, with `blocks` = batch * heads_q * ceil(seqlen_q / tile_m): 16 bytes [blocks][tile_m] of
-  // statistics of the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
+  // Of the workspace, with `blocks` = batch * heads_q * ceil(seqlen_q / tile_m): 16 bytes (sm80: 8) [blocks][tile_m]
+  // of statistics of the queries, f32 [blocks][tile_m * head_dim_qk of the row] sums of dQ, both aligned to 16 bytes.
   std::uint64_t statistics = 0;
   std::uint64_t sums = 0;
   // i32 [blocks]: how far the sums of each block are.

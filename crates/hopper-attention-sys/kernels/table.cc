@@ -1,6 +1,7 @@
 // The launch tables: the rows of every architecture's list (as the build trimmed them), list after list and in their
 // order. Each row's translation unit describes itself; a row listed twice does not link.
 #include "quantize/row.hpp"
+#include "sm80/bwd/row.hpp"
 #include "sm80/fwd/row.hpp"
 #include "sm90/bwd/row.hpp"
 #include "sm90/fp8/row.hpp"
@@ -12,6 +13,7 @@ namespace hattn {
 #define HATTN_FP8_SM90(...) FwdRow HATTN_FP8_SM90_ROW(__VA_ARGS__)() noexcept;
 #define HATTN_FWD_SM80(...) FwdRow HATTN_FWD_SM80_ROW(__VA_ARGS__)() noexcept;
 #define HATTN_BWD_SM90(...) BwdRow HATTN_BWD_SM90_ROW(__VA_ARGS__)() noexcept;
+#define HATTN_BWD_SM80(...) BwdRow HATTN_BWD_SM80_ROW(__VA_ARGS__)() noexcept;
 #include "bwd_rows.def"
 #include "fwd_rows.def"
 #define HATTN_QUANTIZE(source) QuantizeRow HATTN_QUANTIZE_ROW(source)() noexcept;
@@ -21,11 +23,13 @@ namespace hattn {
 #undef HATTN_FP8_SM90
 #undef HATTN_FWD_SM80
 #undef HATTN_BWD_SM90
+#undef HATTN_BWD_SM80
 
 #define HATTN_FWD_SM90(...) HATTN_FWD_SM90_ROW(__VA_ARGS__)(),
 #define HATTN_FP8_SM90(...) HATTN_FP8_SM90_ROW(__VA_ARGS__)(),
 #define HATTN_FWD_SM80(...) HATTN_FWD_SM80_ROW(__VA_ARGS__)(),
 #define HATTN_BWD_SM90(...) HATTN_BWD_SM90_ROW(__VA_ARGS__)(),
+#define HATTN_BWD_SM80(...) HATTN_BWD_SM80_ROW(__VA_ARGS__)(),
 
 // One element more than there are rows, which may be none.
 FwdTable fwd_table() noexcept {

@@ -37,13 +37,13 @@ FIELD(hattn_forward_problem, head_dim_vo, 72, 8);
 FIELD(hattn_forward_problem, window_left, 80, 8);
 FIELD(hattn_forward_problem, window_right, 88, 8);
 FIELD(hattn_forward_problem, softmax_scale, 96, 4);
-FIELD(hattn_forward_problem, reserved, 100, 4);
+FIELD(hattn_forward_problem, arch, 100, 4);
 FIELD(hattn_forward_problem, output, 104, 4);
 FIELD(hattn_forward_problem, scaling, 108, 4);
 FIELD(hattn_forward_problem, amax, 112, 4);
-FIELD(hattn_forward_problem, reserved_fp8, 116, 4);
+FIELD(hattn_forward_problem, reserved, 116, 4);
 
-STRUCT(hattn_backward_problem, 104);
+STRUCT(hattn_backward_problem, 112);
 FIELD(hattn_backward_problem, struct_size, 0, 4);
 FIELD(hattn_backward_problem, abi_version, 4, 4);
 FIELD(hattn_backward_problem, dtype, 8, 4);
@@ -61,6 +61,8 @@ FIELD(hattn_backward_problem, window_left, 80, 8);
 FIELD(hattn_backward_problem, window_right, 88, 8);
 FIELD(hattn_backward_problem, softmax_scale, 96, 4);
 FIELD(hattn_backward_problem, deterministic, 100, 4);
+FIELD(hattn_backward_problem, arch, 104, 4);
+FIELD(hattn_backward_problem, reserved, 108, 4);
 
 STRUCT(hattn_tensor, 96);
 FIELD(hattn_tensor, struct_size, 0, 4);
@@ -235,7 +237,7 @@ static void initialisers_fill_the_header_only(void) {
   CHECK(problem.struct_size == 120 && problem.abi_version == 1 && empty(&problem, sizeof(problem)));
   CHECK(tensor.struct_size == 96 && tensor.abi_version == 1 && empty(&tensor, sizeof(tensor)));
   CHECK(args.struct_size == 104 && args.abi_version == 1 && empty(&args, sizeof(args)));
-  CHECK(gradients.struct_size == 104 && gradients.abi_version == 1 && empty(&gradients, sizeof(gradients)));
+  CHECK(gradients.struct_size == 112 && gradients.abi_version == 1 && empty(&gradients, sizeof(gradients)));
   CHECK(gradient_args.struct_size == 104 && gradient_args.abi_version == 1);
   CHECK(empty(&gradient_args, sizeof(gradient_args)));
 }

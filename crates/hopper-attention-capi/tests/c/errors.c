@@ -287,13 +287,15 @@ static void the_lse_is_given_exactly_when_it_was_asked_for(void) {
 }
 
 static void reserved_fields_are_0(void) {
-  problem.reserved = 1;
-  NO_PLAN(HATTN_ERROR_ARGUMENT, "problem", "reserved", "0");
   o.reserved = -1;
   REFUSED(HATTN_ERROR_ARGUMENT, "o", "reserved", "0");
 }
 
 static void numbers_of_a_problem_are_refused(void) {
+  problem.arch = 70;
+  NO_PLAN(HATTN_ERROR_ARGUMENT, "arch", "70", "HATTN_ARCH_SM80 (80)");
+  problem.arch = HATTN_ARCH_SM80;
+  NO_PLAN(HATTN_ERROR_UNSUPPORTED, "unsupported", "sm80 kernels on the CPU", "sm_80 and later");
   problem.mask = 3;
   NO_PLAN(HATTN_ERROR_ARGUMENT, "mask", "3", "HATTN_MASK_FULL (0)");
   problem.corner = -1;

@@ -149,6 +149,14 @@ static void a_struct_has_a_size_and_a_version(void) {
   REFUSED(HATTN_ERROR_ABI, "d_lse", "abi_version 0", "allowed: 1");
 }
 
+/* A caller of the first header knows of no arch: what lies behind its struct is not looked at. */
+static void older_structs_are_taken(void) {
+  problem.struct_size = 104;
+  problem.arch = 70;
+  CHECK(hattn_backward_supported(&problem, HATTN_CPU) == HATTN_OK);
+  reset();
+}
+
 /* A caller of a newer header hands in more than this library knows. */
 static void newer_structs_are_taken_while_their_new_fields_are_0(void) {
   struct {
@@ -165,7 +173,7 @@ static void newer_structs_are_taken_while_their_new_fields_are_0(void) {
   CHECK(hattn_backward_supported(&newer.known, HATTN_CPU) == HATTN_OK);
   newer.unknown = 1;
   CHECK(hattn_backward_supported(&newer.known, HATTN_CPU) == HATTN_ERROR_ABI);
-  SAYS("problem", "struct_size 112", "104");
+  SAYS("problem", "struct_size 120", "112");
   newer_args.known = args;
   newer_args.known.struct_size = (uint32_t)sizeof(newer_args);
   newer_args.unknown = 1;
@@ -332,11 +340,17 @@ static void the_gradient_of_the_lse_is_given_exactly_when_it_was_announced(void)
 }
 
 static void reserved_fields_are_0(void) {
+  problem.reserved = 1;
+  NO_PLAN(HATTN_ERROR_ARGUMENT, "problem", "reserved", "0");
   d_q.reserved = -1;
   REFUSED(HATTN_ERROR_ARGUMENT, "d_q", "reserved", "0");
 }
 
 static void numbers_of_a_problem_are_refused(void) {
+  problem.arch = 70;
+  NO_PLAN(HATTN_ERROR_ARGUMENT, "arch", "70", "HATTN_ARCH_SM80 (80)");
+  problem.arch = HATTN_ARCH_SM80;
+  NO_PLAN(HATTN_ERROR_UNSUPPORTED, "unsupported", "sm80 kernels on the CPU", "sm_80 and later");
   problem.mask = 3;
   NO_PLAN(HATTN_ERROR_ARGUMENT, "mask", "3", "HATTN_MASK_FULL (0)");
   problem.corner = -1;
@@ -427,6 +441,7 @@ int main(void) {
   FRESH(dtypes_are_refused);
   FRESH(outputs_have_memory_of_their_own);
   FRESH(the_gradient_of_the_lse_is_given_exactly_when_it_was_announced);
+  FRESH(older_structs_are_taken);
   FRESH(reserved_fields_are_0);
   FRESH(numbers_of_a_problem_are_refused);
   FRESH(a_plan_describes_itself_into_any_room);

@@ -255,7 +255,7 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "scaling", "3", "HATTN_PER_BLOCK (2)");
   problem.amax = 2;
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "amax", "2", "1 (wanted)");
-  problem.reserved_fp8 = 1;
+  problem.reserved = 1;
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "problem", "a reserved field that is set", "0");
   descale[1].dtype = HATTN_F16;
   NO_FORWARD(HATTN_ERROR_DTYPE, "descale_k", "f16", "f32");

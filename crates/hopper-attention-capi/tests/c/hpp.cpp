@@ -156,16 +156,18 @@ void problems_hold_what_was_set() {
                                          .head_dims(6, 7)
                                          .window(8, hattn::kUnbounded, Corner::TopLeft)
                                          .softmax_scale(0.5F)
+                                         .arch(hattn::Arch::Sm80)
                                          .lse(true);
   static_assert(problem.dtype() == DType::BF16 && problem.k_shape()[2] == 2 && problem.lse_shape().size() == 3);
   const hattn_forward_problem& c = problem.c_problem();
   CHECK(c.struct_size == 120 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.lse == 1);
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
-  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.reserved == 0);
+  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.arch == HATTN_ARCH_SM80);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
   CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED);
   const hattn_forward_problem causal = ForwardProblem(DType::F16).causal().c_problem();
   CHECK(causal.mask == HATTN_MASK_CAUSAL && causal.corner == HATTN_BOTTOM_RIGHT && causal.lse == 0);
+  CHECK(causal.arch == HATTN_ARCH_OWN);
   const hattn_forward_problem full = ForwardProblem(problem).mask(hattn::Mask::Full).lse(false).c_problem();
   CHECK(full.mask == HATTN_MASK_FULL && full.lse == 0 && full.batch == 1);
 }
@@ -177,13 +179,14 @@ void backward_problems_hold_the_forward_one() {
                                          .heads(4, 2)
                                          .head_dims(6, 7)
                                          .window(8, hattn::kUnbounded, Corner::TopLeft)
-                                         .softmax_scale(0.5F);
+                                         .softmax_scale(0.5F)
+                                         .arch(hattn::Arch::Sm90);
   constexpr BackwardProblem problem = BackwardProblem(forward).d_lse(true).deterministic(true);
   static_assert(problem.dtype() == DType::BF16 && problem.v_shape()[3] == 7 && problem.lse_shape().size() == 3);
   const hattn_backward_problem& c = problem.c_problem();
-  CHECK(c.struct_size == 104 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.d_lse == 1 && c.deterministic == 1);
+  CHECK(c.struct_size == 112 && c.abi_version == 1 && c.dtype == HATTN_BF16 && c.d_lse == 1 && c.deterministic == 1);
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
-  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F);
+  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.arch == HATTN_ARCH_SM90);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
   CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED);
   const hattn_backward_problem plain = BackwardProblem(ForwardProblem(forward).lse(true)).c_problem();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use hopper_attention_benches::{Direction, Order, PointMask, Precision, Sweep};
 
-use crate::args::DeviceArg;
+use crate::args::{ArchArg, DeviceArg};
 
 #[derive(Debug, Args)]
 pub struct BenchArgs {
@@ -15,6 +15,9 @@ pub struct BenchArgs {
     /// against the naive computation
     #[arg(long, default_value = "auto")]
     pub device: DeviceArg,
+    /// Time our kernels for this instruction set [default: the GPU's own]
+    #[arg(long)]
+    pub arch: Option<ArchArg>,
     /// Who times on a GPU: the script in PyTorch, which alone can call peers that live in Python, or the Rust harness
     #[arg(long, value_enum, default_value_t = HarnessArg::Auto)]
     pub harness: HarnessArg,

@@ -106,6 +106,7 @@ fn on_cpu(
     length: &mut dyn FnMut(usize),
     progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Measured> {
+    ensure!(args.arch.is_none(), "--arch is for a GPU, and this would run on the CPU");
     let job = job(args, true, 0, vec![])?;
     length(job.points.len());
     let harness: &mut dyn Harness = &mut Cpu;

@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use hopper_attention::Arch;
 use hopper_attention_benches::compare::Comparison;
-use hopper_attention_benches::{Progress, Report, Role, RunStatus, chart, csv, host, readme, table};
+use hopper_attention_benches::{ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, readme, table};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::AtomicFile;
@@ -39,6 +40,10 @@ pub fn bench(args: &BenchArgs) -> Result<()> {
 
 /// Times everything, keeping what there is after every point.
 fn measure(args: &BenchArgs) -> Result<Report> {
+    if let Some(arch) = args.arch {
+        // SAFETY: this is the only thread so far. The harnesses, in this process and in Python's, find it later.
+        unsafe { std::env::set_var(ARCH_VARIABLE, Arch::from(arch).to_string()) };
+    }
     if let Some(folder) = &args.output {
         std::fs::create_dir_all(folder).with_context(|| format!("folder {}", folder.display()))?;
     }
@@ -54,6 +59,9 @@ fn measure(args: &BenchArgs) -> Result<Report> {
     };
     let (mut report, host) = harness::run(args, &mut |length| bar.0.set_length(length as u64), &mut progress)?;
     bar.clear();
+    if let Some(arch) = args.arch {
+        report.notes.push(format!("ours computed with {} kernels", Arch::from(arch)));
+    }
     match host {
         Ok(host) => report.host = Some(host),
         Err(error) => report.notes.push(format!("host cost was not measured: {error:#}")),

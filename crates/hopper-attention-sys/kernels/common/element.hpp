@@ -33,6 +33,25 @@ CUTE_DEVICE std::uint32_t pack_pair(float low, float high) {
   return packed;
 }
 
+// And back.
+template <class Element>
+CUTE_DEVICE float2 unpack_pair(std::uint32_t packed) {
+  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000U)};
+  } else {
+    float2 pair;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}\n"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+    return pair;
+  }
+}
+
 // Swaps the 4 x 4 words of a quad of lanes: word j of lane q becomes word q of lane j.
 CUTE_DEVICE void transpose_quad(std::uint32_t (&words)[4], int quad) {
   CUTE_UNROLL
@@ -52,7 +71,7 @@ CUTE_DEVICE void transpose_quad(std::uint32_t (&words)[4], int quad) {
 
 // Writes a warp's 16 rows of an m64 accumulator to global memory, 16 bytes a lane, without a detour through shared
 // memory. `first` is column 0 of row 0 and `row` the warp's first; what lies past `rows` or `columns` is dropped.
-// `pair` as for store_pairs.
+// `pair(i, j)` is pair j of columns 16 i to 16 i + 15, in the order of the accumulator.
 template <int kColumns, class Pair>
 CUTE_DEVICE void write_pairs(std::uint64_t first, std::int64_t row_bytes, int row, int rows, int columns, int lane,
                              Pair const& pair) {
@@ -70,6 +89,19 @@ CUTE_DEVICE void write_pairs(std::uint64_t first, std::int64_t row_bytes, int ro
                      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                      : "memory");
       }
+    }
+  }
+  if constexpr (kColumns % 32 == 16) {
+    // Both rows of the last 16 columns at once.
+    constexpr int i = kColumns / 16 - 1;
+    std::uint32_t words[4] = {pair(i, 0), pair(i, 2), pair(i, 1), pair(i, 3)};
+    transpose_quad(words, quad);
+    int const at = row + lane / 4 + quad / 2 * 8;
+    int const column = 16 * i + quad % 2 * 8;
+    if (at < rows && column < columns) {
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(first + at * row_bytes + column * 2), "r"(words[0]),
+                   "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
     }
   }
 }

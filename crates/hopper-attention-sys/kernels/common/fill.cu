@@ -54,9 +54,16 @@ Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept 
   return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, lse, stream);
 }
 
-Status launch_fill_zero(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim,
-                        CUstream_st* stream) noexcept {
-  return launch(tensor, batch, seqlen, heads, head_dim, {nullptr, 0, 0}, stream);
+Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexcept {
+  auto const zero = [&](TensorDesc const& tensor, int seqlen, int heads, int head_dim) {
+    return launch(tensor, params.batch, seqlen, heads, head_dim, {nullptr, 0, 0}, stream);
+  };
+  if (params.seqlen_kv == 0) {
+    return zero(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk);
+  }
+  Status const status = zero(params.d_k, params.seqlen_kv, params.heads_kv, params.head_dim_qk);
+  return status.code != StatusCode::Ok ? status
+                                       : zero(params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo);
 }
 
 }  // namespace hattn

@@ -11,8 +11,7 @@ Status prepare_fill() noexcept;
 // O = 0 and LSE = -inf.
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept;
 
-// Zeros.
-Status launch_fill_zero(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim,
-                        CUstream_st* stream) noexcept;
+// Gradients where one of the sequences is empty: zeros, of the sequence that is there.
+Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexcept;
 
 }  // namespace hattn

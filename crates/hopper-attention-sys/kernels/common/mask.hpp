@@ -115,6 +115,20 @@ CUTE_DEVICE bool is_free(Band const& band, int m_block, int n_block) {
   return free;
 }
 
+// Whether a block of queries sees none of a tile of keys, of those that the mask is for: keys past the end count as
+// seen.
+template <MaskClass kMask, int kTileM, int kTileN>
+CUTE_DEVICE bool is_hidden(Band const& band, int m_block, int n_block) {
+  bool hidden = false;
+  if constexpr (kMask != MaskClass::Full) {
+    hidden = n_block * kTileN > (m_block + 1) * kTileM - 1 + band.right_offset;
+  }
+  if constexpr (kMask == MaskClass::Window) {
+    hidden = hidden || (n_block + 1) * kTileN - 1 < m_block * kTileM + band.left_offset;
+  }
+  return hidden;
+}
+
 // The blocks that some of a tile's rows visit, kept inside the tile's own range and never empty.
 template <MaskClass kMask>
 CUTE_DEVICE BlockRange within(BlockRange part, BlockRange const& tile) {

@@ -7,11 +7,28 @@
 #include <cstdint>
 #include <cute/tensor.hpp>
 
+#include "kernels.hpp"
+
 namespace hattn::sm80 {
 
 // Columns of a slab, and bytes of its rows.
 constexpr int kSlabColumns = 64;
 constexpr int kSlabRowBytes = 128;
+
+// Where a head of a tensor of 16-bit elements begins.
+CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int head) {
+  return tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head);
+}
+
+// Where a lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, in the order in
+// which the product takes them as registers, so that none has to be moved. That is down the first 8 columns before the
+// next for A and for B transposed, and along the first 8 rows before the next for B and for A transposed. A lane's row
+// has the low three bits of the lane, so that columns 16 i further in a slab are this address xor 32 i; other slabs and
+// rows (by multiples of 8) are an offset.
+CUTE_DEVICE std::uint32_t lane_offset_down(int lane) { return lane % 16 * kSlabRowBytes + (lane / 16 ^ lane % 8) * 16; }
+CUTE_DEVICE std::uint32_t lane_offset_along(int lane) {
+  return (lane / 16 * 8 + lane % 8) * kSlabRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+}
 
 // Copies `bytes` (0 or 16) and fills the rest of 16 with zeros; of 0 bytes the source is not looked at.
 CUTE_DEVICE void copy_chunk(std::uint32_t shared, std::uint64_t global, int bytes) {

@@ -3,15 +3,22 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{bounds, fitting, groups, groups_in_turns, small, unsupported, write_keys};
+use super::select::{
+    bounds, fitting, groups, groups_in_turns, is_persistent, resident, small, unsupported, write_keys,
+};
 use super::{Gpu, Target};
-use crate::{BackwardProblem, DType, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
+use crate::{Arch, BackwardProblem, DType, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
 
 /// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
 const COUNTER_BYTES: usize = 256;
 
-/// What the kernels keep of each query's LSE and delta.
-const STATISTICS_BYTES: usize = 16;
+/// What the kernels of an architecture keep of each query's LSE and delta: two numbers in f32, or as terms of a product.
+fn statistics_bytes(arch: Arch) -> usize {
+    match arch {
+        Arch::Sm80 => 8,
+        Arch::Sm90 => 16,
+    }
+}
 
 /// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread
 /// and on any stream of the device. It holds no device memory, and prints itself.
@@ -23,8 +30,8 @@ pub struct BackwardPlan {
 
 /// A backward kernel for a problem and the schedule of its tiles.
 ///
-/// A tile is `tile_n` keys of one key head; a CUDA block takes tile after tile, and walks the blocks of `tile_m` queries
-/// that see it, of every query head of the group. Each tile adds to the sums of dQ of these blocks, in f32.
+/// A tile is `tile_n` keys of one key head; a CUDA block takes tile after tile (sm80: one), and walks the blocks of `tile_m`
+/// queries that see it, of every query head of the group. Each tile adds to the sums of dQ of these blocks, in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardChoice {
     /// The kernel.
@@ -37,7 +44,7 @@ pub struct BackwardChoice {
     pub window_right: i32,
     /// Tiles in all.
     pub tiles: i32,
-    /// CUDA blocks that walk them.
+    /// CUDA blocks that walk them: one a multiprocessor, or on sm80 one a tile.
     pub grid: i32,
     /// Key heads whose tiles are walked together.
     pub heads_per_group: i32,
@@ -61,8 +68,8 @@ pub(crate) struct Parts {
 }
 
 impl BackwardChoice {
-    /// What the kernel needs of a workspace, in bytes: for every query `4 * (4 + head_dim_qk of the kernel)`, with lengths
-    /// rounded up to whole blocks, and a little more.
+    /// What the kernel needs of a workspace, in bytes: for every query `4 * (4 + head_dim_qk of the kernel)` (sm80: 2 in
+    /// place of 4), with lengths rounded up to whole blocks, and a little more.
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
     }
@@ -71,7 +78,7 @@ impl BackwardChoice {
         let Self { kernel, blocks, .. } = self;
         let queries = blocks * kernel.tile_m;
         let statistics = COUNTER_BYTES;
-        let sums = statistics + queries * STATISTICS_BYTES;
+        let sums = statistics + queries * statistics_bytes(kernel.arch);
         let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
         Parts { statistics, sums, progress: after, end: after + blocks * size_of::<i32>() }
     }
@@ -91,7 +98,9 @@ impl fmt::Display for BackwardChoice {
     }
 }
 
-/// Picks the kernel with the smallest head dims that fit, then the one with the largest block of queries.
+/// Picks the kernel with the smallest head dims that fit, then the one of which more threads share a multiprocessor, then
+/// the one with the largest block of queries. A GPU's own instruction set comes before older ones that it runs too, unless
+/// the problem asks for one.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) naming what no row has, and the nearest that one has.
@@ -99,7 +108,10 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let dims = problem.dims();
     let kernel = *fitting(problem.forward(), gpu, rows)?
         .into_iter()
-        .min_by_key(|row| (row.head_dim_qk + row.head_dim_vo, Reverse(row.tile_m), row.row))
+        .min_by_key(|row| {
+            let threads = resident(row, gpu) * row.threads;
+            (row.head_dim_qk + row.head_dim_vo, Reverse(threads), Reverse(row.tile_m), row.row)
+        })
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
     let heads_kv = dims.batch * dims.heads_kv; // below 2^31: the problem was checked
     let count = |what: &str, per_head: usize, heads: usize| {
@@ -110,7 +122,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
     let heads_q = dims.batch * dims.heads_q;
     let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
-    let grid = tiles.min(small(gpu.multiprocessors.max(1)));
+    let grid = if is_persistent(&kernel) { tiles.min(small(gpu.multiprocessors.max(1))) } else { tiles };
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
@@ -255,6 +267,26 @@ mod tests {
         rows
     }
 
+    /// The tiles of sm80, of one mask class.
+    fn sm80_rows() -> Vec<KernelInfo> {
+        let tiles = [(64, 64, 128, 128, 98), (64, 32, 128, 128, 81), (128, 64, 128, 256, 162), (128, 32, 64, 128, 81)];
+        let row = |(i, &(head_dim, tile_m, tile_n, threads, kib)): (usize, &(usize, usize, usize, usize, usize))| {
+            let like = rows()[0];
+            KernelInfo {
+                row: i as u32,
+                arch: Arch::Sm80,
+                head_dim_qk: head_dim,
+                head_dim_vo: head_dim,
+                tile_m,
+                tile_n,
+                threads,
+                smem_bytes: kib << 10,
+                ..like
+            }
+        };
+        tiles.iter().enumerate().map(row).collect()
+    }
+
     fn problem(dims: Dims, mask: Mask) -> BackwardProblem {
         BackwardProblem::of(&ForwardProblem::new(DType::BF16, dims).unwrap().mask(mask))
     }
@@ -281,6 +313,43 @@ mod tests {
             "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 96 for 96 tiles, 128 blocks of queries, \
              heads a group 4, groups 1, fixed order, keys from +2000-5"
         );
+    }
+
+    #[test]
+    fn sm80_tiles_are_those_that_fill_a_multiprocessor() {
+        let facts = |major, minor, kib: usize| DeviceFacts {
+            arch: crate::ComputeCapability { major, minor },
+            smem_bytes_per_block: kib << 10,
+            ..H100
+        };
+        let tile = |head_dim: usize, facts: &DeviceFacts| {
+            let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS };
+            let kernel = select_backward(&problem(dims, Mask::Full), facts, &sm80_rows()).unwrap().kernel;
+            (kernel.tile_m, kernel.tile_n)
+        };
+        for (major, minor, kib, narrow, wide) in [
+            (8, 0, 163, (32, 128), (64, 128)),
+            (8, 6, 99, (64, 128), (32, 64)),
+            (8, 9, 99, (64, 128), (32, 64)),
+            (9, 0, 227, (64, 128), (64, 128)),
+        ] {
+            let facts = facts(major, minor, kib);
+            assert_eq!((tile(64, &facts), tile(128, &facts)), (narrow, wide), "{major}.{minor}");
+            // A head dim between takes the next row, of the same tiles.
+            assert_eq!((tile(8, &facts), tile(72, &facts)), (narrow, wide), "{major}.{minor}");
+        }
+        // A block for each tile, drawn where they take turns, and 8 bytes of statistics.
+        let a100 = facts(8, 0, 163);
+        let choice = select_backward(&problem(DIMS, Mask::Full), &a100, &sm80_rows()).unwrap();
+        assert_eq!((choice.grid, choice.tiles, choice.tile_counter), (192, 192, false));
+        let queries = choice.blocks * 32;
+        assert_eq!(choice.parts().sums, 256 + queries * 8);
+        assert_eq!(choice.parts().progress, 256 + queries * (8 + 64 * 4));
+        let in_turns = select_backward(&problem(DIMS, Mask::Full).deterministic(true), &a100, &sm80_rows()).unwrap();
+        assert_eq!((in_turns.grid, in_turns.tile_counter, in_turns.turns), (192, true, true));
+        let little = facts(8, 0, 48);
+        let refusal = select_backward(&problem(DIMS, Mask::Full), &little, &sm80_rows()).unwrap_err().to_string();
+        assert!(refusal.contains("82944 bytes of shared memory a block"), "{refusal}");
     }
 
     #[test]
@@ -339,11 +408,24 @@ mod tests {
             select_backward(&BackwardProblem::of(&forward), &H100, &rows())
         };
         assert_eq!(of(Arch::Sm90), select_backward(&problem(DIMS, Mask::Full), &H100, &rows()));
+        // A build without them.
         let refusal = "unsupported: backward sm80 kernels on a GPU of sm_90; nearest: sm90";
         assert_eq!(of(Arch::Sm80).unwrap_err().to_string(), refusal);
-        let a100 = crate::ComputeCapability { major: 8, minor: 0 };
-        let error = select_backward(&problem(DIMS, Mask::Full), &DeviceFacts { arch: a100, ..H100 }, &rows());
+        let a100 = DeviceFacts { arch: crate::ComputeCapability { major: 8, minor: 0 }, ..H100 };
+        let error = select_backward(&problem(DIMS, Mask::Full), &a100, &rows());
         assert_eq!(error.unwrap_err().to_string(), "unsupported: backward kernels for a GPU of sm_80; nearest: sm_90");
+        // One with both: a GPU's own, or what the forward asks for.
+        let both: Vec<_> = rows().into_iter().chain(sm80_rows()).collect();
+        let arch = |asked: Option<Arch>, gpu| {
+            let forward = ForwardProblem::new(DType::BF16, DIMS).unwrap();
+            let forward = asked.map_or(forward.clone(), |arch| forward.arch(arch));
+            select_backward(&BackwardProblem::of(&forward), gpu, &both).map(|choice| choice.kernel.arch)
+        };
+        assert_eq!(arch(None, &H100), Ok(Arch::Sm90));
+        assert_eq!(arch(Some(Arch::Sm80), &H100), Ok(Arch::Sm80));
+        assert_eq!(arch(None, &a100), Ok(Arch::Sm80));
+        let refusal = "unsupported: backward sm90 kernels on a GPU of sm_80; nearest: sm80";
+        assert_eq!(arch(Some(Arch::Sm90), &a100).unwrap_err().to_string(), refusal);
         let on_cpu = BackwardProblem::of(&ForwardProblem::new(DType::BF16, DIMS).unwrap().arch(Arch::Sm80));
         let refusal = "unsupported: sm80 kernels on the CPU; nearest: a GPU of sm_80 and later";
         assert_eq!(on_cpu.plan(&Device::cpu()).unwrap_err().to_string(), refusal);

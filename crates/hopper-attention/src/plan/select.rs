@@ -103,14 +103,14 @@ fn rank(
     (row.head_dim_qk + row.head_dim_vo, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
-/// Whether a kernel has one block a multiprocessor, which walks over tiles; the others have several, each with its tile.
-fn is_persistent(kernel: &KernelInfo) -> bool {
+/// Whether a kernel has one block a multiprocessor, which walks over tiles; the others have a block for each tile.
+pub(super) fn is_persistent(kernel: &KernelInfo) -> bool {
     kernel.arch != Arch::Sm80
 }
 
 /// Blocks of a kernel that share a multiprocessor: as many as its registers hold, a quarter of 1024 for each thread, and
 /// as find shared memory, of which the system keeps 1 KiB for each.
-fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
+pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
     if is_persistent(row) {
         return 1;
     }

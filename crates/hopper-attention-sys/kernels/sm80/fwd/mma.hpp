@@ -23,19 +23,7 @@ struct Mma {
   static constexpr int kStages = Traits::kStages;
   static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
 
-  // Where this lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, in the
-  // order in which the product takes them as registers, so that none has to be moved. That is down the first 8 columns
-  // before the next for Q and V, and along the first 8 rows before the next for K. A lane's row has the low three bits
-  // of the lane, so that columns 16 i further in a slab are this address xor 32 i; other slabs and rows (by multiples
-  // of 8) are an offset.
-  CUTE_DEVICE static std::uint32_t lane_offset_down() {
-    int const lane = Traits::thread_index() % 32;
-    return lane % 16 * kSlabRowBytes + (lane / 16 ^ lane % 8) * 16;
-  }
-  CUTE_DEVICE static std::uint32_t lane_offset_along() {
-    int const lane = Traits::thread_index() % 32;
-    return (lane / 16 * 8 + lane % 8) * kSlabRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
-  }
+  CUTE_DEVICE static int lane() { return Traits::thread_index() % 32; }
 
   // One step's operand of Q: 16 columns of the warp's rows.
   CUTE_DEVICE static void load_queries(std::uint32_t q, int step, std::uint32_t (&a)[kStrips][4]) {
@@ -104,16 +92,19 @@ struct Mma {
     // for K's to keep (opaque at the top of the loop); ptxas spills with it where there is one, and without it where
     // not.
     constexpr bool kKeepsLane = kMask == MaskClass::Full && Traits::kRegistersShort;
-    std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along() : 0;
+    std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) : 0;
     auto q_lane = [&]() {
-      return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down() +
+      return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down(lane()) +
              Traits::thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
     };
     auto k_lane = [&](int n) {
-      std::uint32_t const first = kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along();
+      std::uint32_t const first =
+          kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane());
       return first + offsetof(Storage, k) + Traits::stage(n) * sizeof(storage.k[0]);
     };
-    auto v_lane = [&](int n) { return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n)]) + lane_offset_down(); };
+    auto v_lane = [&](int n) {
+      return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n)]) + lane_offset_down(lane());
+    };
 
     Tensor scores = make_tensor<float>(Shape<Int<kTileN / 2>, Int<kStrips>>{});
     Tensor output = make_tensor<float>(Shape<Int<Traits::kHeadDimVO / 2>, Int<kStrips>>{});

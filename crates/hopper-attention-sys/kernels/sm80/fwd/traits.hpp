@@ -92,9 +92,4 @@ struct KernelParams {
   float scale_log2;  // softmax_scale * log2(e)
 };
 
-// Where a head of a tensor begins.
-CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int head) {
-  return tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head);
-}
-
 }  // namespace hattn::sm80

@@ -1,10 +1,10 @@
 // From plain parameters to started kernels: what a row of bwd.def becomes.
 #pragma once
 
+#include "common/convert.hpp"
 #include "common/fill.hpp"
-#include "sm90/bwd/convert.hpp"
+#include "common/prepare.hpp"
 #include "sm90/bwd/kernel.hpp"
-#include "sm90/bwd/prepare.hpp"
 #include "sm90/bwd/row.hpp"
 #include "sm90/tensor_map.hpp"
 
@@ -30,15 +30,7 @@ Status bwd_prepare_module() noexcept {
 template <class Traits>
 Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
-    // No pair, no gradient; those of the sequence that is there are zeros.
-    if (params.seqlen_kv == 0) {
-      return launch_fill_zero(params.d_q, params.batch, params.seqlen_q, params.heads_q, params.head_dim_qk, stream);
-    }
-    Status const status =
-        launch_fill_zero(params.d_k, params.batch, params.seqlen_kv, params.heads_kv, params.head_dim_qk, stream);
-    return status.code != StatusCode::Ok ? status
-                                         : launch_fill_zero(params.d_v, params.batch, params.seqlen_kv, params.heads_kv,
-                                                            params.head_dim_vo, stream);
+    return launch_fill_gradients(params, stream);
   }
 
   struct Map {

@@ -6,17 +6,41 @@
 #include <cute/tensor.hpp>
 
 #include "common/barrier.hpp"
+#include "common/prepare.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
 
 namespace hattn::sm90 {
 
-// What the scores of a query begin with, -LSE over the scale, and what dP begins with, -delta: sums of three terms.
+// x as a sum of three terms, each half an ulp of the one before at most: 24 bits.
+CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
+  CUTE_UNROLL
+  for (cutlass::bfloat16_t& term : terms) {
+    term = cutlass::bfloat16_t{x};
+    x -= static_cast<float>(term);
+  }
+}
+
+// What the scores of a query begin with, -LSE over the scale, and what dP begins with, -delta: sums of three terms. A
+// query without keys gets a number so low that its P is 0: not -inf, which would make NaN of the zeros that it meets.
 struct alignas(16) Statistics {
   cutlass::bfloat16_t minus_lse[3];
   cutlass::bfloat16_t minus_delta[3];
   cutlass::bfloat16_t zeros[2];
+
+  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale) {
+    constexpr float kFar = -3e38F;
+    Statistics statistics{};
+    float start = kFar;
+    if (lse != -INFINITY) {
+      start = __fdiv_rn(-lse, exponent_scale(softmax_scale));
+      start = start < kFar ? kFar : start;  // which keeps a NaN
+      split(d_lse - delta, statistics.minus_delta);
+    }
+    split(start, statistics.minus_lse);
+    return statistics;
+  }
 };
 
 // How far a block's sums are, as a count: the tiles that have come to it, and kStored more once the first one's part is
@@ -25,7 +49,7 @@ struct alignas(16) Statistics {
 using Progress = int;
 constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
-constexpr Progress kNobody = -kFresh;
+static_assert(kNobody == -kFresh);
 
 template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
 struct BwdTraits {
@@ -37,6 +61,11 @@ struct BwdTraits {
   static constexpr int kTileN = kColumns;  // keys a tile
   static constexpr int kStages = kStageCount;
   using Element = typename ElementOf<kDType>::type;
+  using Statistics = sm90::Statistics;
+
+  // The first part of a block's sums is stored, not added.
+  static constexpr bool kAddsToZeros = false;
+  CUTE_DEVICE static Progress fresh(bool ordered, int first_tile) { return ordered ? kFresh + first_tile : 0; }
 
   // A consumer warpgroup owns 64 keys of the tile; one more warpgroup feeds them.
   static constexpr int kConsumers = kTileN / 64;
@@ -112,6 +141,31 @@ struct BwdTraits {
   static constexpr std::uint32_t kBytesO = kElementsO * sizeof(Element);
   static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
   static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
+
+  // A thread's share of a block's sums, as a thread of the consumers had it.
+  struct SumsPart {
+    static constexpr int kThreads = 256;
+    static constexpr int kStrips = 1;
+    static constexpr int kWidth = kColumnsQ;
+    float4 fours[kElementsQ / 256 / 4];
+
+    CUTE_DEVICE static int consumer() { return static_cast<int>(threadIdx.x) / 128; }
+    CUTE_DEVICE static int row() {
+      return (kSplitsColumns ? 0 : consumer() * 64) + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+    }
+    CUTE_DEVICE static int column() { return kSplitsColumns ? consumer() * kColumnsQ : 0; }
+    CUTE_DEVICE void load(float const* sums, std::int64_t block) {
+      CUTE_UNROLL
+      for (int i = 0; i < kElementsQ / 256 / 4; ++i) {
+        fours[i] = reinterpret_cast<float4 const*>(
+            sums)[block * (kElementsQ / 4) + consumer() * (kElementsQ / 8) + i * 128 + threadIdx.x % 128];
+      }
+    }
+    CUTE_DEVICE float2 pair(int, int i, int j) const {
+      float4 const four = fours[2 * i + j / 2];
+      return j % 2 == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
+    }
+  };
 
   struct SharedStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];

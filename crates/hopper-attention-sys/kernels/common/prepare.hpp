@@ -1,29 +1,23 @@
-// The kernel before the backward: what it needs of each query, and how far the sums of dQ are.
+// The kernel before the backward: what it needs of each query, and how far the sums of dQ are. What differs between
+// architectures is the Traits': the form of the statistics, the count that a block begins with, and whether its sums
+// have to begin as zeros.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/mask.hpp"
 #include "kernels.hpp"
-#include "sm90/bwd/traits.hpp"
 
-namespace hattn::sm90 {
+namespace hattn {
+
+// The progress of a block of queries that no tile of keys sees.
+constexpr int kNobody = -(1 << 30);
 
 // The softmax scale where it is divided by: no float that a problem may have makes the quotient overflow.
 CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
 
-// x as a sum of three terms, each half an ulp of the one before at most: 24 bits.
-CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
-  CUTE_UNROLL
-  for (cutlass::bfloat16_t& term : terms) {
-    term = cutlass::bfloat16_t{x};
-    x -= static_cast<float>(term);
-  }
-}
-
 // Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
-// appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, gets a number so low
-// that its P is 0: not -inf, which would make NaN of the zeros that it meets.
+// appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
 template <class Traits>
 __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   using Element = typename Traits::Element;
@@ -106,17 +100,9 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
       delta = lane == i ? sum : delta;
     }
     if (lane < kPasses && mine < inner) {
-      constexpr float kFar = -3e38F;
-      Statistics statistics{};
-      float start = kFar;
-      if (lse != -INFINITY) {
-        start = __fdiv_rn(-lse, exponent_scale(params.softmax_scale));
-        start = start < kFar ? kFar : start;  // which keeps a NaN
-        split(d_lse - delta, statistics.minus_delta);
-      }
-      split(start, statistics.minus_lse);
+      auto const statistics = Traits::Statistics::of(lse, d_lse, delta, params.softmax_scale);
       std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
-      reinterpret_cast<Statistics*>(params.statistics)[at] = statistics;
+      reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = statistics;
     }
   }
 
@@ -130,8 +116,16 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
     bool const seen = range.begin < range.end;
     if (threadIdx.x % 32 == 0) {
-      Progress const fresh = params.ordered ? kFresh + range.begin : 0;
-      reinterpret_cast<Progress*>(params.progress)[block] = seen ? fresh : kNobody;
+      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, range.begin) : kNobody;
+    }
+    if constexpr (Traits::kAddsToZeros) {
+      if (seen) {
+        auto* const sums =
+            reinterpret_cast<float4*>(params.sums) + static_cast<std::int64_t>(block) * (Traits::kElementsQ / 4);
+        for (int i = static_cast<int>(threadIdx.x) % 32; i < Traits::kElementsQ / 4; i += 32) {
+          sums[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
+        }
+      }
     }
     if (!seen) {
       // No tile will write its dQ.
@@ -149,4 +143,4 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   }
 }
 
-}  // namespace hattn::sm90
+}  // namespace hattn

@@ -1,0 +1,45 @@
+// The kernel after the backward: dQ from its sums.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/element.hpp"
+#include "common/prepare.hpp"
+#include "kernels.hpp"
+
+namespace hattn {
+
+// The sums of a block of queries lie as the accumulators of the warps that made them did: Traits::SumsPart is a
+// thread's share, strips of 16 queries a warp.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::SumsPart::kThreads) bwd_convert(BwdParams const params) {
+  using Element = typename Traits::Element;
+  using Part = typename Traits::SumsPart;
+  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  // From the last to the first: the sums that were written last are still in the second-level cache.
+  std::int64_t const block = gridDim.x - 1 - blockIdx.x;
+  // What no tile of keys sees has no sums; prepare.hpp wrote its zeros.
+  if (reinterpret_cast<int const*>(params.progress)[block] == kNobody) {
+    return;
+  }
+  std::int64_t const batch_head = block / m_blocks;
+  int const m_block = static_cast<int>(block % m_blocks);
+  std::int64_t const batch = batch_head / params.heads_q;
+  std::int64_t const head = batch_head % params.heads_q;
+  Part part;
+  part.load(reinterpret_cast<float const*>(params.sums), block);
+  int const column = Part::column();
+  std::uint64_t const first =
+      params.d_q.address + 2 * (batch * params.d_q.stride_batch + head * params.d_q.stride_head + column);
+  CUTE_UNROLL
+  for (int strip = 0; strip < Part::kStrips; ++strip) {
+    write_pairs<Part::kWidth>(first, 2 * params.d_q.stride_seqlen, m_block * Traits::kTileM + Part::row() + 16 * strip,
+                              params.seqlen_q, params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32,
+                              [&](int i, int j) {
+                                float2 const pair = part.pair(strip, i, j);
+                                return pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale);
+                              });
+  }
+}
+
+}  // namespace hattn

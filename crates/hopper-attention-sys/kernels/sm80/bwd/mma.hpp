@@ -1,0 +1,325 @@
+// A warp's way through the blocks of queries of its tile (Dao 2023, FlashAttention-2, algorithm 2, with keys outside
+// and queries inside).
+//
+//   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
+//
+// The two warps of a pair have the same keys. One makes S, P and dV, the other dP, dS and dK: of the same instructions,
+// on other tiles. Scores are transposed, so that P and dS are operands as they lie in registers. The second warp gets P
+// through the place in shared memory where it puts dS, rounded as dV has it: f16 would be closer to P of bf16 operands,
+// but ends at 2^-24, and a key that no query looks at has gradients, too.
+#pragma once
+
+#include "common/barrier.hpp"
+#include "common/mask.hpp"
+#include "common/matrices.hpp"
+#include "common/softmax.hpp"
+#include "sm80/bwd/load.hpp"
+#include "sm80/bwd/traits.hpp"
+#include "sm80/product.hpp"
+
+namespace hattn::sm80 {
+
+template <class Traits>
+struct BwdMma {
+  using Element = typename Traits::Element;
+  using Storage = typename Traits::SharedStorage;
+  using Load = BwdLoad<Traits>;
+  static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr int kTileM = Traits::kTileM;
+  static constexpr int kTileN = Traits::kTileN;
+  static constexpr int kHeadDim = Traits::kHeadDimQK;
+  static constexpr int kStrips = Traits::kStrips;
+  static constexpr int kChunk = Traits::kChunk;
+
+  // scores = X Y^T, of the warp's keys of K or V and a chunk of Q or dO.
+  template <class Scores>
+  CUTE_DEVICE static void make_scores(std::uint32_t x, std::uint32_t y, Scores& scores) {
+    cute::clear(scores);
+    CUTE_UNROLL
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      std::uint32_t a[kStrips][4];
+      CUTE_UNROLL
+      for (int strip = 0; strip < kStrips; ++strip) {
+        load_matrices((x ^ step % 4 * 32) + (step / 4 * kTileN + strip * 16) * kSlabRowBytes, a[strip]);
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < kChunk / 16; ++n) {
+        std::uint32_t b[4];
+        load_matrices((y ^ step % 4 * 32) + (step / 4 * kTileM + n * 16) * kSlabRowBytes, b);
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStrips; ++strip) {
+          int const at = strip * (kChunk / 2) + 8 * n;
+          multiply<Element>(scores, at, a[strip], b[0], b[1]);
+          multiply<Element>(scores, at + 4, a[strip], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // gradient += F Z, of P^T or dS^T and a chunk of dO or Q.
+  template <class Gradient>
+  CUTE_DEVICE static void add_product(std::uint32_t (&f)[kStrips][kChunk / 16][4], std::uint32_t z,
+                                      Gradient& gradient) {
+    CUTE_UNROLL
+    for (int step = 0; step < kChunk / 16; ++step) {
+      CUTE_UNROLL
+      for (int i = 0; i < kHeadDim / 16; ++i) {
+        std::uint32_t b[4];
+        load_transposed((z ^ i % 4 * 32) + (i / 4 * kTileM + step * 16) * kSlabRowBytes, b);
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStrips; ++strip) {
+          int const at = strip * (kHeadDim / 2) + 8 * i;
+          multiply<Element>(gradient, at, f[strip][step], b[0], b[1]);
+          multiply<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  CUTE_DEVICE static int load_acquire(int const* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+  }
+
+  // Which warp of a pair a thread is in, and of which pair. Under a causal mask the two have different quarters of the
+  // multiprocessor, so that what it hides is work that every quarter is spared.
+  CUTE_DEVICE static bool makes_p(int thread) { return thread / 32 < Traits::kPairs; }
+  CUTE_DEVICE static int pair_of(int thread) {
+    int const warp = thread / 32;
+    int const away = kMask == MaskClass::Causal ? Traits::kPairs / 2 : 0;
+    return (warp < Traits::kPairs ? warp : warp + away) % Traits::kPairs;
+  }
+
+  // The warp's part of a block's dQ, from all keys of the tile. In turns it is added after those of the tiles before.
+  CUTE_DEVICE static void add_queries(BwdKernelParams const& params, Storage& storage, int stage, int block) {
+    using namespace cute;
+    int const thread = Traits::thread_index();
+    int const lane = thread % 32;
+    int const query = thread / 32 % Traits::kWarpsQueries * 32;
+    int const column = thread / 32 / Traits::kWarpsQueries * Traits::kColumnsQ;
+    std::uint32_t const d_s =
+        (cast_smem_ptr_to_uint(storage.d_s[stage]) + lane_offset_along(lane) ^ query % kSlabColumns * 2) +
+        query / kSlabColumns * (kTileN * kSlabRowBytes);
+    std::uint32_t const k = (cast_smem_ptr_to_uint(storage.k) + lane_offset_down(lane) ^ column % kSlabColumns * 2) +
+                            column / kSlabColumns * (kTileN * kSlabRowBytes);
+    Tensor d_q = make_tensor<float>(Shape<Int<Traits::kValuesQ>>{});
+    clear(d_q);
+    CUTE_UNROLL
+    for (int step = 0; step < kTileN / 16; ++step) {
+      std::uint32_t a[2][4];
+      load_transposed(d_s + step * 16 * kSlabRowBytes, a[0]);
+      load_transposed((d_s ^ 32) + step * 16 * kSlabRowBytes, a[1]);
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kColumnsQ / 16; ++i) {
+        std::uint32_t b[4];
+        load_transposed((k ^ i * 32) + step * 16 * kSlabRowBytes, b);
+        CUTE_UNROLL
+        for (int strip = 0; strip < 2; ++strip) {
+          int const at = strip * (Traits::kValuesQ / 2) + 8 * i;
+          multiply<Element>(d_q, at, a[strip], b[0], b[1]);
+          multiply<Element>(d_q, at + 4, a[strip], b[2], b[3]);
+        }
+      }
+    }
+    if (params.ordered) {
+      int const turn = storage.tile.block * Traits::kWarps;
+      while (load_acquire(params.progress + block) < turn) {
+      }
+    }
+    float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ +
+                        Traits::SumsPart::offset(Traits::thread_index());
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kValuesQ; ++i) {
+      asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sums + 32 * i), "f"(d_q(i)) : "memory");
+    }
+    if (params.ordered) {
+      __syncwarp();  // after it the release is of what all lanes have added
+      if (lane == 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(params.progress + block) : "memory");
+      }
+    }
+  }
+
+  // One chunk of a block of queries: its part of dV or dK.
+  template <class Gradient>
+  CUTE_DEVICE static void add_chunk(BwdKernelParams const& params, Band const& band, Storage& storage, int stage,
+                                    int m_block, int chunk, Gradient& gradient) {
+    using namespace cute;
+    int const lane = Traits::thread_index() % 32;
+    // Where this lane has P, or dS, of its first key and queries.
+    std::uint32_t const place = cast_smem_ptr_to_uint(storage.d_s[stage]) +
+                                (pair_of(Traits::thread_index()) * Traits::kKeys + lane / 4) * kSlabRowBytes +
+                                lane / 4 * 16 + lane % 4 * 4;
+    auto const at = [&](int strip, int i, int r) {
+      int const column = chunk * kChunk + i * 8;
+      return (place ^ column % kSlabColumns * 2) +
+             (column / kSlabColumns * kTileN + strip * 16 + r * 8) * kSlabRowBytes;
+    };
+    if constexpr (Traits::kSkipsHidden) {
+      if (is_hidden<kMask, kChunk, Traits::kKeys>(
+              band, m_block * Traits::kChunks + chunk,
+              storage.tile.block * Traits::kPairs + pair_of(Traits::thread_index()))) {
+        if (!makes_p(Traits::thread_index())) {
+          CUTE_UNROLL
+          for (int i = 0; i < kChunk / 8; ++i) {
+            CUTE_UNROLL
+            for (int row = 0; row < 2 * kStrips; ++row) {
+              store_word(at(row / 2, i, row % 2), 0);
+            }
+          }
+        }
+        return;
+      }
+    }
+
+    Tensor scores = make_tensor<float>(Shape<Int<kChunk / 2>, Int<kStrips>>{});
+    {
+      std::uint32_t const x = cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.k : storage.v);
+      std::uint32_t const y =
+          cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.q[stage] : storage.d_o[stage]);
+      make_scores(x + lane_offset_down(lane) + pair_of(Traits::thread_index()) * (Traits::kKeys * kSlabRowBytes),
+                  y + lane_offset_along(lane) + chunk * (kChunk * kSlabRowBytes), scores);
+    }
+    std::uint32_t operand[kStrips][kChunk / 16][4];
+    auto const word = [&](int strip, int i, int r) -> std::uint32_t& { return operand[strip][i / 2][i % 2 * 2 + r]; };
+    auto const statistics = [&](int i) {
+      return *reinterpret_cast<float4 const*>(&storage.statistics[stage][chunk * kChunk + i * 8 + lane % 4 * 2]);
+    };
+    int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + chunk % 2;
+    if (makes_p(Traits::thread_index())) {
+      int const m_chunk = m_block * Traits::kChunks + chunk;
+      int const n_pair = storage.tile.block * Traits::kPairs + pair_of(Traits::thread_index());
+      if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStrips; ++strip) {
+          Tensor part = scores(_, strip);
+          apply_mask_transposed<kMask, kChunk>(part, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
+                                               m_chunk * kChunk + lane % 4 * 2);
+        }
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kChunk / 8; ++i) {
+        float4 const s = statistics(i);
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStrips; ++strip) {
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), params.scale_log2, s.x));
+            float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), params.scale_log2, s.z));
+            word(strip, i, r) = pack_pair<Element>(p0, p1);
+            store_word(at(strip, i, r), word(strip, i, r));
+          }
+        }
+      }
+      named_barrier_arrive(barrier, 64);
+    } else {
+      named_barrier_sync(barrier, 64);
+      CUTE_UNROLL
+      for (int i = 0; i < kChunk / 8; ++i) {
+        float4 const s = statistics(i);
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStrips; ++strip) {
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            float2 const p = unpack_pair<Element>(load_word(at(strip, i, r)));
+            word(strip, i, r) = pack_pair<Element>((scores(4 * i + 2 * r, strip) + s.y) * p.x,
+                                                   (scores(4 * i + 2 * r + 1, strip) + s.w) * p.y);
+            store_word(at(strip, i, r), word(strip, i, r));
+          }
+        }
+      }
+    }
+    std::uint32_t const z =
+        cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.d_o[stage] : storage.q[stage]);
+    add_product(operand, z + lane_offset_down(Traits::thread_index() % 32) + chunk * (kChunk * kSlabRowBytes),
+                gradient);
+  }
+
+  CUTE_DEVICE static void run(BwdKernelParams const& params, Tile const& tile, Band const& band, Storage& storage) {
+    using namespace cute;
+    QueryRange const range = query_range<kMask, kTileM, kTileN>(band, tile.block);
+    storage.tile = tile;  // by every thread the same, as what follows
+    storage.range = range;
+    int m = Load::first_block(params, range, tile.block);
+    int head = tile.head * params.heads_per_kv_head;
+    int remaining = params.heads_per_kv_head * (range.end - range.begin);
+    int stage = remaining % 2;
+    storage.start = m;
+    storage.m_block[stage] = m;
+    storage.head[stage] = head;
+    Load::keys(params, tile, storage);
+    Load::queries(params, tile.batch, head, m, stage, storage);
+    commit_copies();
+
+    // dV or dK.
+    Tensor gradient = make_tensor<float>(Shape<Int<kHeadDim / 2>, Int<kStrips>>{});
+    clear(gradient);
+    int before = -1;  // the block whose dQ is still to be made
+    CUTE_NO_UNROLL
+    while (true) {
+      await_copies<0>();
+      __syncthreads();
+      if constexpr (Traits::kRegistersShort) {
+        m = storage.m_block[stage];
+        head = storage.head[stage];
+      }
+      int const m_block = m;
+      int const block = (storage.tile.batch * params.heads_q + head) * params.m_blocks + m;
+      if (remaining > 1) {
+        m = m + 1 == storage.range.end ? storage.range.begin : m + 1;
+        head += m == storage.start ? 1 : 0;  // the group's next one
+        if constexpr (Traits::kRegistersShort) {
+          storage.m_block[stage ^ 1] = m;
+          storage.head[stage ^ 1] = head;
+        }
+        Load::queries(params, storage.tile.batch, head, m, stage ^ 1, storage);
+      }
+      commit_copies();
+      if (!makes_p(Traits::thread_index()) && before >= 0) {
+        add_queries(params, storage, stage ^ 1, before);
+      }
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+        add_chunk(params, band, storage, stage, Traits::kRegistersShort ? storage.m_block[stage] : m_block, chunk,
+                  gradient);
+      }
+      if (makes_p(Traits::thread_index()) && before >= 0) {
+        add_queries(params, storage, stage ^ 1, before);
+      }
+      before = block;
+      stage ^= 1;
+      if (--remaining == 0) {
+        break;
+      }
+    }
+    __syncthreads();
+    add_queries(params, storage, stage ^ 1, before);
+
+    // Both warps at once, each its own.
+    TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;
+    float const scale = makes_p(Traits::thread_index()) ? 1.0F : params.scale;
+    int const head_dim = makes_p(Traits::thread_index()) ? params.head_dim_vo : params.head_dim_qk;
+    CUTE_UNROLL
+    for (int strip = 0; strip < kStrips; ++strip) {
+      write_pairs<kHeadDim>(head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_seqlen,
+                            storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16,
+                            params.seqlen_kv, head_dim, Traits::thread_index() % 32, [&](int i, int j) {
+                              int const first = 8 * i + 2 * j;
+                              return pack_pair<Element>(gradient(first, strip) * scale,
+                                                        gradient(first + 1, strip) * scale);
+                            });
+    }
+  }
+
+  CUTE_DEVICE static void store_word(std::uint32_t address, std::uint32_t word) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+  }
+  CUTE_DEVICE static std::uint32_t load_word(std::uint32_t address) {
+    std::uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+  }
+};
+
+}  // namespace hattn::sm80

@@ -1,0 +1,154 @@
+// Everything that a row of bwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/element.hpp"
+#include "common/mask.hpp"
+#include "common/prepare.hpp"
+#include "common/tile_scheduler.hpp"
+#include "kernels.hpp"
+#include "sm80/copy.hpp"
+
+namespace hattn::sm80 {
+
+// -LSE as a power of two and -delta of a query. One without keys has an infinite LSE here, which makes its P nought.
+struct alignas(8) Statistics {
+  float minus_lse;
+  float minus_delta;
+
+  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float) {
+    constexpr float kLog2E = 1.44269504088896341F;
+    return lse == -INFINITY ? Statistics{-INFINITY, 0.0F} : Statistics{-lse * kLog2E, d_lse - delta};
+  }
+};
+
+template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+struct BwdTraits {
+  static constexpr DType kDType = kDTypeTag;
+  static constexpr MaskClass kMask = kMaskClass;
+  static constexpr int kHeadDimQK = kDimQK;
+  static constexpr int kHeadDimVO = kDimVO;
+  static constexpr int kTileM = kRows;     // queries a block
+  static constexpr int kTileN = kColumns;  // keys a tile
+  static constexpr int kStages = kStageCount;
+  using Element = typename ElementOf<kDType>::type;
+  using Statistics = sm80::Statistics;
+  static_assert(kHeadDimQK == kHeadDimVO, "both warps of a pair have the same products");
+  static_assert(kHeadDimQK == 64 || kHeadDimQK == 128, "tiles are made of slabs");
+  static_assert(kStages == 2, "a block of queries is loaded while the other is used");
+
+  // A pair of warps has as many keys as dV, or dK, of them fills half of a warp's registers, in strips of 16. The
+  // scores of them with a chunk of queries fill a quarter.
+  static constexpr int kStrips = 256 / kHeadDimQK;
+  static constexpr int kKeys = 16 * kStrips;
+  static constexpr int kChunk = kTileM < 128 / kStrips ? kTileM : 128 / kStrips;
+  static constexpr int kChunks = kTileM / kChunk;
+  static constexpr int kPairs = kTileN / kKeys;
+  static constexpr int kWarps = 2 * kPairs;
+  static constexpr int kThreads = 32 * kWarps;
+  // A multiprocessor's registers, 65536, are eight warps with 255 for each thread.
+  static constexpr int kBlocks = 8 / kWarps;
+  static_assert(kTileN % kKeys == 0 && 8 % kWarps == 0, "four or eight warps");
+  static_assert(kTileM % kChunk == 0 && kChunk % 16 == 0);
+
+  // dQ of a block: a warp has 32 queries and some columns.
+  static constexpr int kWarpsQueries = kTileM / 32;
+  static constexpr int kColumnsQ = kHeadDimQK / (kWarps / kWarpsQueries);
+  static constexpr int kValuesQ = kColumnsQ;  // of a lane
+  static constexpr int kElementsQ = kTileM * kHeadDimQK;
+  static_assert(kTileM % 32 == 0 && kWarps % kWarpsQueries == 0 && kColumnsQ % 16 == 0, "16 bytes a lane");
+
+  // Where a mask hides a pair's keys from a whole chunk, the pair passes over it. With several chunks a block that cost
+  // more than it saved (benches/LOG.md, 21).
+  static constexpr bool kSkipsHidden = kMask != MaskClass::Full && kChunks == 1;
+
+  // Every part is added. In turns, by each warp: the count of a block is that of the warps that have come to it.
+  static constexpr bool kAddsToZeros = true;
+  CUTE_DEVICE static int fresh(bool ordered, int first_tile) { return ordered ? kWarps * first_tile : 0; }
+
+  // A thread's share of a block's sums, as a thread of the kernel had it.
+  struct SumsPart {
+    static constexpr int kThreads = BwdTraits::kThreads;
+    static constexpr int kStrips = 2;
+    static constexpr int kWidth = kColumnsQ;
+    float values[kValuesQ];
+
+    CUTE_DEVICE static int row() { return static_cast<int>(threadIdx.x) / 32 % kWarpsQueries * 32; }
+    CUTE_DEVICE static int column() { return static_cast<int>(threadIdx.x) / 32 / kWarpsQueries * kColumnsQ; }
+    CUTE_DEVICE static int offset(int thread) { return thread / 32 * (32 * kValuesQ) + thread % 32; }
+    CUTE_DEVICE void load(float const* sums, std::int64_t block) {
+      CUTE_UNROLL
+      for (int i = 0; i < kValuesQ; ++i) {
+        values[i] = sums[block * kElementsQ + offset(static_cast<int>(threadIdx.x)) + 32 * i];
+      }
+    }
+    CUTE_DEVICE float2 pair(int strip, int i, int j) const {
+      int const at = strip * (kValuesQ / 2) + 8 * i + 2 * j;
+      return {values[at], values[at + 1]};
+    }
+  };
+
+  // With one chunk a block ptxas runs out of registers: what is looked at once a block waits in shared memory, and this
+  // thread's place in the block is read anew at each call, so that what follows from it does not stay in registers.
+  // With several, each profits from what the one before made.
+  static constexpr bool kRegistersShort = kChunks == 1;
+  CUTE_DEVICE static int thread_index() {
+    if constexpr (kRegistersShort) {
+      int thread;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+      return thread;
+    } else {
+      return static_cast<int>(threadIdx.x);
+    }
+  }
+
+  // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
+  static constexpr int kSlabsS = (kTileM + kSlabColumns - 1) / kSlabColumns;
+  struct SharedStorage {
+    alignas(128) Element k[kTileN * kHeadDimQK];
+    alignas(128) Element v[kTileN * kHeadDimVO];
+    alignas(128) Element q[kStages][kTileM * kHeadDimQK];
+    alignas(128) Element d_o[kStages][kTileM * kHeadDimVO];
+    alignas(128) Element d_s[2][kTileN * kSlabsS * kSlabColumns];
+    alignas(128) Statistics statistics[kStages][kTileM];
+    Tile tile;
+    QueryRange range;  // the blocks of queries that see it
+    int start;         // the first of them visited
+    int m_block[2];    // of the block of queries in each stage
+    int head[2];
+    int drawn;  // the tile's place in the list
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 166912, "more shared memory than a block can have on compute capability 8.0");
+};
+
+using BwdScheduler = TileScheduler<true>;
+
+// What the kernel reads.
+struct BwdKernelParams {
+  TensorDesc q, k, v, d_o, d_k, d_v;
+  Statistics const* statistics;  // [batch, heads_q, blocks of queries][kTileM]
+  float* d_q;                    // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK], see SumsPart
+  int* progress;                 // [batch, heads_q, blocks of queries]
+  bool ordered;                  // tiles add in turns
+  int batch;
+  int heads_q;
+  int heads_kv;
+  int heads_per_kv_head;
+  int seqlen_q;
+  int seqlen_kv;
+  int m_blocks;  // of kTileM queries
+  int n_blocks;  // of kTileN keys
+  int left_offset;
+  int right_offset;
+  int heads_per_group;
+  int groups;
+  int* tile_counter;
+  int head_dim_qk;
+  int head_dim_vo;
+  float scale;       // softmax_scale
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+}  // namespace hattn::sm80
