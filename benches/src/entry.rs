@@ -119,9 +119,11 @@ pub fn status_text(status: c_int) -> String {
     }
 }
 
-/// What [`ARCH_VARIABLE`] asks for; `None` without it.
+/// What [`ARCH_VARIABLE`] asks for; `None` without it. Looked at once: calls are timed.
 fn arch() -> Result<Option<Arch>, Refused> {
-    named_arch(std::env::var_os(ARCH_VARIABLE).as_deref())
+    static ASKED: LazyLock<Result<Option<Arch>, Refused>> =
+        LazyLock::new(|| named_arch(std::env::var_os(ARCH_VARIABLE).as_deref()));
+    ASKED.clone()
 }
 
 fn named_arch(name: Option<&OsStr>) -> Result<Option<Arch>, Refused> {
@@ -144,6 +146,7 @@ struct Key {
     mask: [i32; 4],
     scale_bits: u32,
     lse: bool,
+    arch: Option<Arch>,
 }
 
 /// A plan of the C ABI, which any threads may run at once.
@@ -300,7 +303,7 @@ fn make(key: &Key, softmax_scale: f32) -> Result<Plan, Refused> {
         window_left: window_left.into(),
         window_right: window_right.into(),
         softmax_scale,
-        arch: match arch()? {
+        arch: match key.arch {
             None => capi::HATTN_ARCH_OWN,
             Some(Arch::Sm80) => capi::HATTN_ARCH_SM80,
             Some(Arch::Sm90) => capi::HATTN_ARCH_SM90,
@@ -373,6 +376,7 @@ fn key(numbers: &Numbers, dtype: i32, lse: bool) -> Result<Key, Refused> {
         mask: [numbers.mask, numbers.corner, numbers.window_left, numbers.window_right],
         scale_bits: numbers.softmax_scale.to_bits(),
         lse,
+        arch: arch()?,
     })
 }
 
@@ -418,7 +422,15 @@ mod tests {
 
     #[test]
     fn the_problem_goes_through_the_c_abi() {
-        let key = Key { ordinal: -1, sizes: [1, 1, 1, 3, 2, 8, 8], dtype: 2, mask: [0; 4], scale_bits: 0, lse: true };
+        let key = Key {
+            ordinal: -1,
+            sizes: [1, 1, 1, 3, 2, 8, 8],
+            dtype: 2,
+            mask: [0; 4],
+            scale_bits: 0,
+            lse: true,
+            arch: None,
+        };
         let Err((status, text)) = make(&key, 0.0) else { panic!("three heads do not share two") };
         assert!(status == INVALID && text.contains("heads_q"), "{text}");
         // The CPU has a plan for the same with heads that divide, as the C ABI says.

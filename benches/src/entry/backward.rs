@@ -8,7 +8,7 @@ use hopper_attention::raw::{Place, RawBackward, RawTensor, RawWorkspace};
 use hopper_attention::{BackwardPlan, BackwardProblem, DType, Device, Error, Layout};
 
 use super::problem::{self, told};
-use super::{INVALID, Key, Numbers, Refused, answer, arch, key, read, sixteen_bits};
+use super::{INVALID, Key, Numbers, Refused, answer, key, read, sixteen_bits};
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -93,12 +93,7 @@ fn plan(key: &Key) -> Result<Arc<BackwardPlan>, Refused> {
         return Ok(plan.clone());
     }
     let device = Device::cuda(usize::try_from(key.ordinal).unwrap_or_default()).map_err(told)?;
-    let problem = problem(key).map_err(told)?;
-    let problem = match arch()? {
-        Some(arch) => BackwardProblem::of(&problem.forward().clone().arch(arch)),
-        None => problem,
-    };
-    let plan = Arc::new(problem.plan(&device).map_err(told)?);
+    let plan = Arc::new(problem(key).and_then(|problem| problem.plan(&device)).map_err(told)?);
     PLANS.lock().unwrap_or_else(PoisonError::into_inner).insert(*key, plan.clone());
     Ok(plan)
 }
@@ -177,6 +172,7 @@ mod tests {
             mask: [2, 1, 3, -1],
             scale_bits: 0.5f32.to_bits(),
             lse: true,
+            arch: None,
         }
     }
 

@@ -147,6 +147,7 @@ mod tests {
             mask: [0; 4],
             scale_bits: 0.25f32.to_bits(),
             lse: true,
+            arch: None,
         };
         Fp8Key { forward, scaling, o_dtype }
     }

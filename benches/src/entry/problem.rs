@@ -43,7 +43,11 @@ pub(super) fn forward(key: &Key) -> hopper_attention::Result<ForwardProblem> {
         }
         other => return Err(value("mask", other, "0 (full), 1 (causal), 2 (window)")),
     };
-    ForwardProblem::new(dtype, dims)?.mask(mask).softmax_scale(f32::from_bits(key.scale_bits))
+    let problem = ForwardProblem::new(dtype, dims)?.mask(mask).softmax_scale(f32::from_bits(key.scale_bits))?;
+    Ok(match key.arch {
+        Some(arch) => problem.arch(arch),
+        None => problem,
+    })
 }
 
 /// The entry's status and words for an error of the library.
