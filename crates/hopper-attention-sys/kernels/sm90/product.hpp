@@ -18,20 +18,6 @@ CUTE_DEVICE void multiply(Mma& mma, A const& a, B const& b, C& c) {
   }
 }
 
-// The same, where it is known only when the product is issued whether it is added to what is there.
-template <class Mma, class A, class B, class C>
-CUTE_DEVICE void issue_product(Mma& mma, A const& a, B const& b, C& c, bool accumulate) {
-  cute::warpgroup_fence_operand(c);
-  cute::warpgroup_arrive();
-  mma.accumulate_ = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
-  CUTE_UNROLL
-  for (int k = 0; k < cute::size<2>(a); ++k) {
-    cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), c);
-    mma.accumulate_ = cute::SM90::GMMA::ScaleOut::One;
-  }
-  cute::warpgroup_commit_batch();
-}
-
 // Issues one product and commits it; the result may be read after a `warpgroup_wait`.
 template <bool kAccumulate, class Mma, class A, class B, class C>
 CUTE_DEVICE void issue_product(Mma& mma, A const& a, B const& b, C& c) {

@@ -4,10 +4,12 @@
 // issues S = Q K_j^T together with P_{j-1} V_{j-1}, and exponentiates S while the second product runs. At a tile's
 // border the last product hides the look at the next tile, and the next tile's first S hides the epilogue.
 //
-// The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of at most kFlush
-// blocks is summed there, in accumulators of its own, and added to O in f32. V^T has rows of ones, so that the rounded
-// weights are summed beside O, with the same losses: O is divided by that, and equal values give themselves. With
-// factors of V per block O is divided by the sum of the exact weights instead (softmax.hpp), of which the LSE is.
+// The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
+// accumulators of its own, which are added to O in f32. V^T has rows of ones, so that the rounded weights are summed
+// beside O: O is divided by that, and equal values give themselves. With factors of V per block O is divided by the sum
+// of the exact weights instead (softmax.hpp), of which the LSE is.
+//
+// A warp alone decides to move a reference: nothing that the warpgroup's products depend on may follow from that.
 #pragma once
 
 #include "common/mask.hpp"
@@ -55,7 +57,7 @@ struct Fp8Mma {
     Tensor tSrK = slice_qk.make_fragment_B(slice_qk.partition_B(sK));
     Tensor tOrV = slice_pv.make_fragment_B(slice_pv.partition_B(sVt));
     Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, Int<kTileN>>{});
-    // P V of some blocks, and in its last four elements the sums of P.
+    // P V of a block, and in its last four elements the sums of P.
     Tensor tOrT = partition_fragment_C(mma_pv, Shape<_64, Int<Traits::kRowsVt>>{});
     constexpr int kElementsO = Traits::kHeadDimVO / 2;
     Tensor tOrO = make_tensor<float>(Int<kElementsO>{});
@@ -67,7 +69,6 @@ struct Fp8Mma {
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStages> v;
     RingPosition<Traits::kBuffersQ> q;
-    int pending = 0;  // blocks in tOrT
     int m_block = -1;
     BlockRange range{0, 0, 0, 0};
 
@@ -90,7 +91,7 @@ struct Fp8Mma {
     auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
     auto issue_output = [&]() {
       storage.vt_full[v.stage].wait(v.parity);
-      issue_product(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrT, pending != 0);
+      issue_product<false>(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrT);
     };
     auto await_keys = [&]() __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
@@ -104,16 +105,14 @@ struct Fp8Mma {
       warpgroup_fence_operand(tOrT);
       release(storage.vt_empty[v.stage]);
       v.advance();
-      ++pending;
     };
-    auto flush = [&]() __attribute__((always_inline)) {
+    auto add_output = [&]() __attribute__((always_inline)) {
       CUTE_UNROLL
       for (int i = 0; i < kElementsO; ++i) {
         tOrO(i) += tOrT(i);
       }
       divisor[0] += tOrT(kElementsO);
       divisor[1] += tOrT(kElementsO + 2);
-      pending = 0;
     };
     auto mask_block = [&](int n) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
@@ -124,12 +123,12 @@ struct Fp8Mma {
     auto recompute_scores = [&]() {
       Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kHeadDimQK, storage.k[k.stage]);
     };
-    // Around what the softmax does rarely: O gets what is still on its way first, which leaves registers.
+    // Around what the softmax does rarely: O gets what is on its way first, which leaves registers; what is added
+    // afterwards is nothing.
     auto rarely = [&](auto const& body) __attribute__((always_inline)) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tOrT);
-      flush();
-      pending = -1;  // what release_v counts is in O
+      add_output();
       body();
       clear(tOrT);
     };
@@ -159,7 +158,7 @@ struct Fp8Mma {
         release_k();
       }
       clear(tOrO);
-      clear(tOrT);  // not for the product, but so that its registers are free until here
+      clear(tOrT);  // for no reason but that ptxas spills in one row without
       divisor[0] = divisor[1] = 0.0F;
     };
 
@@ -184,9 +183,7 @@ struct Fp8Mma {
       release_k();
       warpgroup_wait<0>();
       release_v();
-      if (pending == Traits::kFlush) {
-        flush();
-      }
+      add_output();
     };
 
     // The first turn is the first warpgroup's.
@@ -246,7 +243,7 @@ struct Fp8Mma {
       turn_pass();
       warpgroup_wait<1>();
       release_v();
-      flush();
+      add_output();
       if (params.descale_v.stride_block != 0) {
         divisor[0] = sums[0];
         divisor[1] = sums[1];

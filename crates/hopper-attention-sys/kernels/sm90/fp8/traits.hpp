@@ -54,9 +54,6 @@ struct Fp8Traits {
 
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
   static constexpr int kRowsVt = kDimVO + 8;
-  // Blocks whose P V is summed by the tensor cores alone.
-  static constexpr int kFlush = 4;
-
   // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
   // many 8 columns ahead of their multiply-adds (softmax.hpp), 0 leaves it to ptxas; loads of V before the first store
   // of V^T.
