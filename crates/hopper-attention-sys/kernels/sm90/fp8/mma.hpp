@@ -65,7 +65,7 @@ struct Fp8Mma {
     static_assert(size(tOrP) == size(tSrS) && size(tOrT) == kElementsO + 4);
 
     Softmax softmax;
-    float divisor[2];  // sums of rounded weights, as far as O goes
+    float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStages> v;
     RingPosition<Traits::kBuffersQ> q;
