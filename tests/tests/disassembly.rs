@@ -14,6 +14,8 @@ use hopper_attention::{Arch, DType, KernelInfo, Pass, backward_kernels, kernels}
 const SMEM_LIMIT: usize = 232_448;
 const SMEM_LIMIT_A100: usize = 166_912;
 const SMEM_LIMIT_SM80: usize = 101_376;
+/// Those which have no more than that, as HATTN_SM80_CODES names them.
+const SMALL_GPUS: [&str; 2] = ["sm_86", "sm_89"];
 /// What the system reserves in every block, beside that limit; the resource usage counts it as static shared memory.
 const SMEM_RESERVED: usize = 1024;
 /// In the names of the kernels that rows are about: `fwd_kernel` and `bwd_kernel`.
@@ -43,6 +45,27 @@ impl Compiled {
             log: std::fs::read_to_string(&log).unwrap_or_else(|e| panic!("{}: {e}", log.display())),
             sass: cuobjdump("-sass", object),
             usage: cuobjdump("--dump-resource-usage", object),
+        }
+    }
+
+    /// Without the code for GPUs that have too little shared memory for the row, where no plan chooses it. Each text goes
+    /// from GPU to GPU; the log names them function by function.
+    fn where_it_runs(&self, row: &KernelInfo) -> Self {
+        let without = |text: &str, heading: &str, names: fn(&str) -> &str| -> String {
+            let mut sections = text.split(heading);
+            let first = sections.next().unwrap_or_default().to_string();
+            sections
+                .filter(|section| {
+                    let gpu = names(section.lines().next().unwrap_or_default());
+                    row.smem_bytes <= SMEM_LIMIT_SM80 || !SMALL_GPUS.contains(&gpu)
+                })
+                .fold(first, |all, section| all + heading + section)
+        };
+        Self {
+            // "Compiling entry function 'NAME' for 'sm_86'"
+            log: without(&self.log, "Compiling entry function", |line| line.rsplit('\'').nth(1).unwrap_or_default()),
+            sass: without(&self.sass, "code for ", str::trim),
+            usage: without(&self.usage, "arch = ", str::trim),
         }
     }
 
@@ -111,6 +134,7 @@ impl Compiled {
 
 /// Everything that is wrong with a compiled row, in words.
 fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
+    let compiled = &compiled.where_it_runs(row);
     let mut faults = match row.arch {
         Arch::Sm80 => faults_of_sm80(row, compiled),
         _ => faults_of_sm90(row, compiled),
@@ -518,4 +542,24 @@ fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
             ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
         ],
     );
+
+    // Code for a GPU that cannot run the row may be anything; where it can, it may not.
+    let with_flaws = |gpu: &str| {
+        let mut compiled = sound();
+        compiled.sass += &(code(gpu, "RED") + "        /*0430*/                   STL [R1], R2 ;\n");
+        let (heading, usage) = (format!("Fatbin elf code:\narch = {gpu}\n"), sound().usage);
+        compiled.usage += &(heading + &usage.replace("STACK:0", "STACK:8"));
+        compiled.log += &format!(
+            "ptxas info : Compiling entry function '_Z10bwd_kernel' for '{gpu}'\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
+        );
+        compiled
+    };
+    let large = KernelInfo { smem_bytes: SMEM_LIMIT_A100, ..row };
+    assert_eq!(faults(&large, &with_flaws("sm_86")), Vec::<String>::new());
+    for (row, gpu) in [(row, "sm_86"), (large, "sm_87")] {
+        let found = faults(&row, &with_flaws(gpu)).join("\n");
+        for flaw in ["STL", "STACK is", "ptxas reports"] {
+            assert!(found.contains(flaw), "{gpu}: {flaw} is not in\n{found}");
+        }
+    }
 }
