@@ -146,6 +146,12 @@ impl Operands {
         let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
         Self::quantised(problem, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
     }
+
+    /// Those of a case, but for Q and K of zeros, which have the smallest factors.
+    pub fn of_zeros(case: &Case, problem: &ForwardProblem) -> Self {
+        let [q, k] = [problem.q_shape(), problem.k_shape()].map(Tensor::zeros);
+        Self::quantised(problem, [&q, &k, &case.values.tensor(Input::V, problem.v_shape(), case.seed)], None)
+    }
 }
 
 /// The shapes of q, k and v, and of their factors.

@@ -41,6 +41,20 @@ fn every_case_obeys_the_law() {
     runner.finish();
 }
 
+/// Zeros have the smallest factors, whose product is nought: every key weighs the same, masked ones nothing.
+#[test]
+fn keys_of_zeros_weigh_the_same() {
+    for (mask, scaling) in [Mask::Full, Mask::causal(), Mask::window(Some(150), Some(3))].into_iter().zip(Scaling::ALL)
+    {
+        let case = Case::new(300, 333, 64, mask).heads(2, 4, 2);
+        let operands = Operands::of_zeros(&case, &problem(&case, scaling));
+        let (o, lse) = operands.run();
+        let report = operands.expected().check(&o, Some(&lse)).unwrap();
+        assert!(report.passed(), "{mask} {scaling}: {report}");
+        assert!(lse.iter().all(|lse| *lse <= 333.0_f64.ln() + 1e-6), "{mask} {scaling}: {lse:?}");
+    }
+}
+
 /// A broken kernel must fail the suite: every mutation of an honest result is caught, under every scaling.
 #[test]
 fn broken_results_are_caught() {

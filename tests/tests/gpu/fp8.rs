@@ -1,6 +1,6 @@
 //! The rows of e4m3 operands.
 
-use hopper_attention::{DType, Device, E4M3, Element, ForwardProblem, Mask, Scaling, Workspace, bf16, f16};
+use hopper_attention::{DType, Device, E4M3, Element, ForwardProblem, Mask, MaskClass, Scaling, Workspace, bf16, f16};
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Written, takes};
@@ -121,6 +121,35 @@ fn nothing_to_sum() {
         assert!(written.lse.iter().all(|lse| *lse == f32::NEG_INFINITY), "{plan}");
         assert_eq!(written.amax, Some(0.0), "{plan}");
     }
+}
+
+/// Zeros have the smallest factors, whose product is nought: every key weighs the same, masked ones nothing.
+#[test]
+fn keys_of_zeros_weigh_the_same() {
+    let Some(gpu) = Gpu::open("keys_of_zeros_weigh_the_same (e4m3)") else { return };
+    let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
+    let mut taken = 0;
+    for row in gpu.fp8_rows() {
+        let mask = match row.mask {
+            MaskClass::Full => Mask::Full,
+            MaskClass::Causal => Mask::causal(),
+            _ => Mask::window(Some(150), Some(3)),
+        };
+        for (scaling, head_dim) in
+            Scaling::ALL.into_iter().zip([row.head_dim_qk, row.head_dim_qk - 16, row.head_dim_qk])
+        {
+            let case = Case::new(300, 333, head_dim, mask).heads(2, 4, 2);
+            let problem = problem(&case, scaling);
+            let operands = Operands::of_zeros(&case, &problem);
+            let Ok(plan) = problem.plan_with_row(&gpu.device, &row) else { continue };
+            let on_device = OnDevice::new(&gpu.stream, &operands);
+            let (o, lse) = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap().output(&problem);
+            let report = operands.expected().check(&o, Some(&lse)).unwrap();
+            assert!(report.passed(), "{plan}: {report}");
+            taken += 1;
+        }
+    }
+    assert!(taken > 0, "no row took a case");
 }
 
 /// The same bits on every run, whatever the workspace held.

@@ -111,7 +111,9 @@ struct Fp8Mma {
       clear(tOrO);
 
       // P of a block and its sums, which are of the weights before rounding.
-      auto softmax = [&](int n, float unit, float ratio) __attribute__((always_inline)) {
+      auto softmax = [&](int n, float product, float ratio) __attribute__((always_inline)) {
+        // Factors of zeros are so small that their product is nought, which would make NaN of a masked score.
+        float const unit = product == 0.0F ? 0x1p-126F : product;
         bool free;
         if constexpr (kMask == MaskClass::Full) {
           free = (n + 1) * kTileN <= band.seqlen_kv;
