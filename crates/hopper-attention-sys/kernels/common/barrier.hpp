@@ -76,6 +76,12 @@ struct RingPosition {
     }
   }
 
+  // The position before this one.
+  CUTE_DEVICE RingPosition before() const {
+    bool const first = stage == 0;
+    return {first ? kStages - 1 : stage - 1, first ? parity ^ 1 : parity};
+  }
+
   // The same in the whole warp already, but after a loop of run-time length ptxas no longer knows, and would move every
   // descriptor that depends on it from ordinary registers to uniform ones, in every block.
   CUTE_DEVICE void make_uniform() {

@@ -9,6 +9,7 @@
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/traits.hpp"
+#include "sm90/fp8/weights.hpp"
 #include "sm90/tma.hpp"
 
 namespace hattn::sm90 {
@@ -31,6 +32,16 @@ struct Fp8Load {
       largest = fmaxf(largest, factor(factors, batch, head, block));
     }
     return __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest)));
+  }
+
+  // As scores are multiplied by it. Nought, which the product of the smallest factors is, would make NaN of a masked
+  // score.
+  CUTE_DEVICE static float unit(float product) {
+    if constexpr (Traits::kScores == Scores::F16) {
+      return __uint_as_float(half_pair(product < 0x1p-24F ? 0x1p-24F : product));
+    } else {
+      return product == 0.0F ? 0x1p-126F : product;
+    }
   }
 
   // What each role does for every tile of the CTA.
@@ -56,8 +67,13 @@ struct Fp8Load {
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / params.heads_per_kv_head;
-      float const unit_q =
-          params.scale_log2 * factor(params.descale_q, tile.batch, tile.head / params.descale_q_group, tile.block);
+      float unit_q[Traits::kConsumers];
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kConsumers; ++i) {
+        int const row = cute::min(tile.block * Traits::kTileM + 64 * i, params.seqlen_q - 1);
+        unit_q[i] = params.scale_log2 * factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+                                               row / Traits::kScaleBlock);
+      }
       float const largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv);
       if (copies) {
         storage.largest_v[q.stage] = largest_v;
@@ -71,12 +87,14 @@ struct Fp8Load {
         // Asked for before the wait, which hides them.
         float const ratio = fmaxf(factor(params.descale_v, tile.batch, head, n) / largest_v, kLeastRatio);
         bool const folds = params.descale_v.stride_block != 0;
-        // Factors of zeros are so small that their product is nought, which would make NaN of a masked score.
-        float const unit = unit_q * factor(params.descale_k, tile.batch, head, n);
-        BlockFactors const factors{unit == 0.0F ? 0x1p-126F : unit, folds ? log2_approx(ratio) : 0.0F,
-                                   folds ? reciprocal_approx(ratio) : 1.0F, 0.0F};
+        float const fold = folds ? log2_approx(ratio) : 0.0F;
+        float const unfold = folds ? reciprocal_approx(ratio) : 1.0F;
+        float const descale_k = factor(params.descale_k, tile.batch, head, n);
         storage.k_empty[k.stage].wait(k.parity ^ 1);
-        storage.factors[k.stage] = factors;
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kConsumers; ++i) {
+          storage.factors[k.stage][i] = {unit(unit_q[i] * descale_k), fold, unfold, 0.0F};
+        }
         storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
         cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,
                                      n * Traits::kTileN, head, tile.batch);

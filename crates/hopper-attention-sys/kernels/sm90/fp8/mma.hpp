@@ -25,7 +25,9 @@ template <class Traits>
 struct Fp8Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = Fp8Softmax<Traits::kTileN, Traits::kColumnsAhead>;
+  using Weights = cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN>,
+                                      WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
+  using Softmax = Fp8Softmax<Weights>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
@@ -67,7 +69,6 @@ struct Fp8Mma {
     Softmax softmax;
     float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
     RingPosition<Traits::kStages> k;
-    RingPosition<Traits::kStages> v;
     RingPosition<Traits::kBuffersQ> q;
     int m_block = -1;
     BlockRange range{0, 0, 0, 0};
@@ -79,32 +80,27 @@ struct Fp8Mma {
     };
     auto make_p = [&]() __attribute__((always_inline)) {
       Tensor packed = recast<std::uint32_t>(tOrP);
-      CUTE_UNROLL
-      for (int step = 0; step < kTileN / 32; ++step) {
-        CUTE_UNROLL
-        for (int part = 0; part < 4; ++part) {  // upper or lower row, first or second 16 keys
-          int const at = 16 * step + 8 * (part / 2) + 2 * (part % 2);
-          packed(4 * step + part) = pack_e4m3(tSrS(at), tSrS(at + 1), tSrS(at + 4), tSrS(at + 5));
-        }
-      }
+      Weights::pack(tSrS, packed);
     };
     auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
+    // V's block is the one before K's. Returns where it lies.
     auto issue_output = [&]() {
+      auto const v = k.before();
       storage.vt_full[v.stage].wait(v.parity);
       issue_product<false>(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrT);
+      return v.stage;
     };
     auto await_keys = [&]() __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
-      return storage.factors[k.stage];
+      return storage.factors[k.stage][consumer];
     };
     auto release_k = [&]() __attribute__((always_inline)) {
       release(storage.k_empty[k.stage]);
       k.advance();
     };
-    auto release_v = [&]() __attribute__((always_inline)) {
+    auto release_v = [&](std::uint32_t stage) __attribute__((always_inline)) {
       warpgroup_fence_operand(tOrT);
-      release(storage.vt_empty[v.stage]);
-      v.advance();
+      release(storage.vt_empty[stage]);
     };
     auto add_output = [&]() __attribute__((always_inline)) {
       CUTE_UNROLL
@@ -122,15 +118,6 @@ struct Fp8Mma {
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
       Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kHeadDimQK, storage.k[k.stage]);
-    };
-    // Around what the softmax does rarely: O gets what is on its way first, which leaves registers; what is added
-    // afterwards is nothing.
-    auto rarely = [&](auto const& body) __attribute__((always_inline)) {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tOrT);
-      add_output();
-      body();
-      clear(tOrT);
     };
     auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
       CUTE_UNROLL
@@ -158,32 +145,45 @@ struct Fp8Mma {
         release_k();
       }
       clear(tOrO);
-      clear(tOrT);  // for no reason but that ptxas spills in one row without
       divisor[0] = divisor[1] = 0.0F;
+      make_p();
     };
 
-    // One key block: on entry S has the weights of the block before.
+    // One key block: on entry P has the weights of the block before. Exponentials keep their unit busy and leave issue
+    // slots between them, which the additions to O and the conversions fill; so both products are awaited first, and the
+    // other warpgroups' products run meanwhile.
     auto step = [&](auto masked, int n) __attribute__((always_inline)) {
-      make_p();
       BlockFactors const factors = await_keys();
       turn_wait();
       issue_scores();
-      issue_output();
+      std::uint32_t const v = issue_output();
       turn_pass();
+#if X_B == 2
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
+      warpgroup_wait<0>();
+      release_v(v);
+#else
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+      release_v(v);
+#endif
       if constexpr (decltype(masked)::value) {
+        add_output();
         mask_block(n);
-        softmax.masked_block(tSrS, factors, rarely, rescale_output);
+        softmax.masked_block(tSrS, factors, rescale_output);
+        make_p();
       } else {
-        // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
-        // the exponentials behind that wait, so they run while the product does.
-        softmax.next_block(tSrS, factors, rarely, recompute_scores, rescale_output);
+        auto block = softmax.unseen_block(tSrS, factors);
+        add_output();
+        make_p();
+        if (!softmax.suits(block)) {
+          softmax.move_block(tSrS, factors, block, recompute_scores, rescale_output);
+          make_p();
+        }
+        softmax.add(block);
       }
       release_k();
-      warpgroup_wait<0>();
-      release_v();
-      add_output();
     };
 
     // The first turn is the first warpgroup's.
@@ -207,8 +207,13 @@ struct Fp8Mma {
     while (true) {
       int n = range.end - 2;
       if constexpr (kMask != MaskClass::Full) {
-        // The right edge of a tile lies in two blocks at most, of which the first is behind us.
-        if (n >= cute::max(range.begin, range.free_end)) {
+        // The right edge of a tile lies in two blocks at most, or three where a tile has more rows than a block has
+        // keys; the first is behind us.
+        if constexpr (kTileM > kTileN) {
+          for (; n >= cute::max(range.begin, range.free_end); --n) {
+            step(true_type{}, n);
+          }
+        } else if (n >= cute::max(range.begin, range.free_end)) {
           step(true_type{}, n);
           --n;
         }
@@ -222,9 +227,8 @@ struct Fp8Mma {
         }
       }
 
-      make_p();
       turn_wait();
-      issue_output();
+      std::uint32_t const v = issue_output();
       float sums[2];
       softmax.finish(sums);
       Tile const tile = storage.tile[q.stage];
@@ -242,7 +246,7 @@ struct Fp8Mma {
       issue_scores();
       turn_pass();
       warpgroup_wait<1>();
-      release_v();
+      release_v(v);
       add_output();
       if (params.descale_v.stride_block != 0) {
         divisor[0] = sums[0];

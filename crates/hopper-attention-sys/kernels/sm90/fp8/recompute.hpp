@@ -10,8 +10,8 @@ template <class Traits>
 struct Fp8Recompute {
   // `q` is the warpgroup's first row, `k` the block. The index of a row's 16-byte chunk is xor-ed with bits of the
   // row's: three of them in rows of 128 bytes, two of every other row's in rows of 64.
-  template <class Scores, class Element>
-  CUTE_DEVICE static void scores(Scores& scores, Element const* q, Element const* k) {
+  template <class Tensor, class Element>
+  CUTE_DEVICE static void scores(Tensor& scores, Element const* q, Element const* k) {
     constexpr int kRowBytes = Traits::kHeadDimQK;
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
@@ -30,11 +30,21 @@ struct Fp8Recompute {
       for (int i = 0; i < Traits::kTileN / 8; ++i) {
         std::uint32_t b[2];
         load_matrices((k_address ^ bytes) + i * (8 * kRowBytes), b);
+        // Where scores are of f16, sums are rounded to it after every 32 bytes, as by wgmma.
+        float sums[4];
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          sums[j] = scores(4 * i + j);
+        }
         asm volatile(
             "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
-            : "+f"(scores(4 * i)), "+f"(scores(4 * i + 1)), "+f"(scores(4 * i + 2)), "+f"(scores(4 * i + 3))
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          scores(4 * i + j) = static_cast<typename Traits::Score>(sums[j]);
+        }
       }
     }
     // The copy engine may write the K buffer next: these reads come before.

@@ -9,6 +9,12 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
+#ifndef X_B
+#define X_B 1
+#endif
+#ifndef X_TURNS
+#define X_TURNS 0
+#endif
 namespace hattn::sm90 {
 
 // Four f32 to e4m3, the first lowest.
@@ -25,15 +31,17 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
-// What the factors of a block of keys come to for a tile of queries, once for all who use it.
+// What the factors of a block of keys come to for a warpgroup's queries, once for all its threads.
 struct alignas(16) BlockFactors {
-  float unit;    // what a product of stored values is multiplied by to be a score, in powers of two
+  float unit;    // what a product of stored values is multiplied by to be a score, in powers of two; or as a pair of f16
   float fold;    // log2(descale_v / the largest descale_v of the head), 0 where that is one for the head
   float unfold;  // 2^-fold
   float unused;
+
+  CUTE_DEVICE std::uint32_t unit_pair() const { return __float_as_uint(unit); }
 };
 
-template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount, Scores kScoresType>
 struct Fp8Traits {
   static constexpr MaskClass kMask = kMaskClass;
   static constexpr int kHeadDimQK = kDimQK;
@@ -41,15 +49,15 @@ struct Fp8Traits {
   static constexpr int kTileM = kRows;
   static constexpr int kTileN = kColumns;
   static constexpr int kStages = kStageCount;
+  static constexpr Scores kScores = kScoresType;  // what the tensor cores sum scores in
   using Element = cutlass::float_e4m3_t;
 
   static constexpr int kConsumers = kTileM / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static_assert(kConsumers == 2, "two consumer warpgroups");
+  static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kDimQK == kDimVO && (kDimQK == 64 || kDimQK == 128), "rows of 64 or 128 bytes");
 
   static constexpr int kScaleBlock = 128;  // rows that share a factor where factors are of blocks
-  static_assert(kTileM <= kScaleBlock);
   static_assert(kTileN == kScaleBlock, "a block of keys has one factor, and a row of V^T is 128 bytes");
 
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
@@ -57,7 +65,7 @@ struct Fp8Traits {
   // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
   // many 8 columns ahead of their multiply-adds (softmax.hpp), 0 leaves it to ptxas; loads of V before the first store
   // of V^T.
-  static constexpr bool kTurns = kMask == MaskClass::Full;
+  static constexpr bool kTurns = kConsumers == 2 && (kMask == MaskClass::Full) != (X_TURNS == 1);
   static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;
   static constexpr int kTransposeBatch = kDimQK == 128 && !kTurns ? 2 : 1;
 
@@ -65,8 +73,8 @@ struct Fp8Traits {
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
   static constexpr int kTransposers = 2;  // warps
 
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // This thread's place in its warpgroup, read anew at each call: what depends on it is needed seldom, and registers
@@ -77,8 +85,9 @@ struct Fp8Traits {
     return thread % 128;
   }
 
+  using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
   using MmaQK = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+      cute::SM90::GMMA::ss_op_selector<Element, Element, Score,
                                        cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float,
@@ -104,8 +113,8 @@ struct Fp8Traits {
     alignas(1024) Element vt[kStages][kBytesVt];
     alignas(1024) Element v[kStagesRaw][kBytesV];
     Tile tile[kBuffersQ];
-    BlockFactors factors[kStages];  // with K
-    float largest_v[kBuffersQ];     // factor of V of the tile's head
+    BlockFactors factors[kStages][kConsumers];  // with K
+    float largest_v[kBuffersQ];                 // factor of V of the tile's head
     Mbarrier tile_full[kBuffersQ];
     Mbarrier tile_empty[kBuffersQ];
     Mbarrier next_wanted;
