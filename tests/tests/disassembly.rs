@@ -334,8 +334,10 @@ fn every_row_is_compiled_as_planned() {
     for (row, object) in &all {
         // The order is the same by construction; the name makes sure of it.
         let name = object.file_name().expect("a file").to_string_lossy().into_owned();
-        let KernelInfo { dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, .. } = row;
-        let expected = format!("_{dtype}_{mask}_qk{head_dim_qk}_vo{head_dim_vo}_m{tile_m}_n{tile_n}_s{stages}.cu.o");
+        let KernelInfo { dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, scores, .. } = row;
+        let scores = if *dtype == DType::E4M3 { format!("_{scores}") } else { String::new() };
+        let expected =
+            format!("_{dtype}_{mask}_qk{head_dim_qk}_vo{head_dim_vo}_m{tile_m}_n{tile_n}_s{stages}{scores}.cu.o");
         assert!(name.ends_with(&expected), "row {row} stands where the build has {name}");
         let compiled = Compiled::read(object);
         println!(
