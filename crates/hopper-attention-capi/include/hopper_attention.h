@@ -318,8 +318,8 @@ typedef struct hattn_quantize_args {
   const struct hattn_quantize_tensor *k;
   // Values; null where they are not quantised.
   const struct hattn_quantize_tensor *v;
-  // Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that were
-  // not finite. Null where it is not wanted.
+  // Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
+  // were not finite. Null where it is not wanted.
   const struct hattn_tensor *counts;
   // Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
   void *workspace;
