@@ -44,6 +44,7 @@ struct alignas(16) BlockFactors {
 template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount, Scores kScoresType>
 struct Fp8Traits {
   static constexpr MaskClass kMask = kMaskClass;
+  static constexpr Scores kScores = kScoresType;
   static constexpr int kHeadDimQK = kDimQK;
   static constexpr int kHeadDimVO = kDimVO;
   static constexpr int kTileM = kRows;
