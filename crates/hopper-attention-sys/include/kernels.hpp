@@ -18,9 +18,6 @@ enum class DType : std::uint8_t { F16 = 0, BF16 = 1, E4M3 = 2, F32 = 3 };
 //   Window  a band of keys: blocks on either edge are masked, those between are not
 enum class MaskClass : std::uint8_t { Full = 0, Causal = 1, Window = 2 };
 
-// What the tensor cores sum scores in: f16 is for e4m3 operands whose products are bounded (half scores).
-enum class Scores : std::uint8_t { F32 = 0, F16 = 1 };
-
 enum class Arch : std::uint8_t { Sm80 = 0, Sm90 = 1 };
 
 // What a kernel of e4m3 operands sums scores in; of other operands it is F32.

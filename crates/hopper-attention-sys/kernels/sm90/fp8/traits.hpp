@@ -50,7 +50,6 @@ struct Fp8Traits {
   static constexpr int kTileM = kRows;
   static constexpr int kTileN = kColumns;
   static constexpr int kStages = kStageCount;
-  static constexpr Scores kScores = kScoresType;  // what the tensor cores sum scores in
   using Element = cutlass::float_e4m3_t;
 
   static constexpr int kConsumers = kTileM / 64;
