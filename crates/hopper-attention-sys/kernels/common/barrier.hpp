@@ -63,6 +63,9 @@ struct RingPosition {
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
 
+  // The position of buffer `count` of all that pass through the ring.
+  CUTE_DEVICE static RingPosition of(std::uint32_t count) { return {count % kStages, count / kStages % 2}; }
+
   CUTE_DEVICE void advance() {
     if constexpr (kStages == 2) {
       parity ^= stage;

@@ -48,7 +48,8 @@ struct Fp8Load {
   template <class Visit>
   CUTE_DEVICE static void tiles(Storage& storage, Visit const& visit) {
     CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+    for (std::uint32_t count = 0;; ++count) {
+      auto const q = RingPosition<Traits::kBuffersQ>::of(count);
       storage.tile_full[q.stage].wait(q.parity);
       Tile const tile = storage.tile[q.stage];
       if (!tile.valid()) {
@@ -71,8 +72,8 @@ struct Fp8Load {
       CUTE_UNROLL
       for (int i = 0; i < Traits::kConsumers; ++i) {
         int const row = cute::min(tile.block * Traits::kTileM + 64 * i, params.seqlen_q - 1);
-        unit_q[i] = params.scale_log2 * factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
-                                               row / Traits::kScaleBlock);
+        unit_q[i] = params.scale_log2 *
+                    factor(params.descale_q, tile.batch, tile.head / params.descale_q_group, row / Traits::kScaleBlock);
       }
       float const largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv);
       if (copies) {
@@ -159,16 +160,17 @@ struct Fp8Load {
     int const swizzle_from = kRowBytes == 128 ? key % 8 : key / 2 % 4;
     int const lane_from = key * kRowBytes + (lane / 16 ^ swizzle_from) * 16;
     int const lane_to = lane * Traits::kTileN + (transposer ^ lane % 8) * 16;
-    RingPosition<Traits::kStagesRaw> v;
-    RingPosition<Traits::kStages> vt;
+    std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       __syncwarp();
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {
         storage.tile_empty[q.stage].arrive();
       }
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n) {
+        auto const v = RingPosition<Traits::kStagesRaw>::of(count);
+        auto const vt = RingPosition<Traits::kStages>::of(count);
         storage.v_full[v.stage].wait(v.parity);
         storage.vt_empty[vt.stage].wait(vt.parity ^ 1);
         std::uint32_t const from = cute::cast_smem_ptr_to_uint(storage.v[v.stage]) + lane_from;
@@ -176,10 +178,11 @@ struct Fp8Load {
         // Loads come before the first of their stores, or their latency would be what a block takes.
         constexpr int kBatch = Traits::kTransposeBatch;
         constexpr int kKeySteps = Traits::kTileN / (16 * Traits::kTransposers);
-        constexpr int kSteps = kRowBytes / 32 * kKeySteps;
+        constexpr int kColumnSteps = kRowBytes / 32;
+        constexpr int kSteps = kColumnSteps * kKeySteps;
         static_assert(kSteps % kBatch == 0);
-        auto const columns = [](int step) { return step / kKeySteps * 32; };
-        auto const keys = [](int step) { return step % kKeySteps * 16 * Traits::kTransposers; };
+        auto const columns = [](int step) { return step % kColumnSteps * 32; };
+        auto const keys = [](int step) { return step / kColumnSteps * 16 * Traits::kTransposers; };
         CUTE_UNROLL
         for (int step = 0; step < kSteps; step += kBatch) {
           std::uint32_t r[kBatch][4];
@@ -196,12 +199,11 @@ struct Fp8Load {
         }
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) {
+        if (cute::elect_one_sync()) {
           storage.v_empty[v.stage].arrive();
           storage.vt_full[vt.stage].arrive();
         }
-        v.advance();
-        vt.advance();
+        ++count;
       }
     });
   }

@@ -150,24 +150,19 @@ struct Fp8Mma {
     };
 
     // One key block: on entry P has the weights of the block before. Exponentials keep their unit busy and leave issue
-    // slots between them, which the additions to O and the conversions fill; so both products are awaited first, and the
-    // other warpgroups' products run meanwhile.
+    // slots between them, which the additions to O and the conversions fill: so nothing pins exponentials before the
+    // wait for the second product. (ptxas puts a quarter of them there; all, half or none were slower,
+    // benches/LOG.md, 25.)
     auto step = [&](auto masked, int n) __attribute__((always_inline)) {
       BlockFactors const factors = await_keys();
       turn_wait();
       issue_scores();
       std::uint32_t const v = issue_output();
       turn_pass();
-#if X_B == 2
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       warpgroup_wait<0>();
       release_v(v);
-#else
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tSrS);
-      release_v(v);
-#endif
       if constexpr (decltype(masked)::value) {
         add_output();
         mask_block(n);

@@ -9,12 +9,6 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
-#ifndef X_B
-#define X_B 1
-#endif
-#ifndef X_TURNS
-#define X_TURNS 0
-#endif
 namespace hattn::sm90 {
 
 // Four f32 to e4m3, the first lowest.
@@ -33,8 +27,8 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
 
 // What the factors of a block of keys come to for a warpgroup's queries, once for all its threads.
 struct alignas(16) BlockFactors {
-  float unit;    // what a product of stored values is multiplied by to be a score, in powers of two; or as a pair of f16
-  float fold;    // log2(descale_v / the largest descale_v of the head), 0 where that is one for the head
+  float unit;  // what a product of stored values is multiplied by to be a score, in powers of two; or as a pair of f16
+  float fold;  // log2(descale_v / the largest descale_v of the head), 0 where that is one for the head
   float unfold;  // 2^-fold
   float unused;
 
@@ -65,7 +59,7 @@ struct Fp8Traits {
   // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
   // many 8 columns ahead of their multiply-adds (softmax.hpp), 0 leaves it to ptxas; loads of V before the first store
   // of V^T.
-  static constexpr bool kTurns = kConsumers == 2 && (kMask == MaskClass::Full) != (X_TURNS == 1);
+  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
   static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;
   static constexpr int kTransposeBatch = kDimQK == 128 && !kTurns ? 2 : 1;
 
