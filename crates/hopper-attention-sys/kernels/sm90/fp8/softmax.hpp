@@ -146,11 +146,9 @@ struct Fp8Softmax {
       }
       Weights::multiply(scores, factor);
     }
-    if (!all(factor[0] == 1.0F, factor[1] == 1.0F)) {
-      row_sum[0] *= factor[0];
-      row_sum[1] *= factor[1];
-      rescale_output(factor);
-    }
+    row_sum[0] *= factor[0];
+    row_sum[1] *= factor[1];
+    rescale_output(factor);
   }
 
   // The whole rows' sums.
