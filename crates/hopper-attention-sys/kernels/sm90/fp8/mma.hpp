@@ -1,8 +1,8 @@
 // The consumer warpgroups of the FP8 forward: both products and the softmax between them.
 //
-// A CTA's tiles and their key blocks form one stream. In each step a warpgroup packs the weights of the block before,
-// issues S = Q K_j^T together with P_{j-1} V_{j-1}, and exponentiates S while the second product runs. At a tile's
-// border the last product hides the look at the next tile, and the next tile's first S hides the epilogue.
+// A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
+// P_{j-1} V_{j-1}, exponentiates S, adds the second product to O meanwhile and makes P_j. At a tile's border the last
+// product hides the look at the next tile, and the next tile's first S hides the epilogue.
 //
 // The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
 // accumulators of its own, which are added to O in f32. V^T has rows of ones, so that the rounded weights are summed
@@ -149,10 +149,9 @@ struct Fp8Mma {
       make_p();
     };
 
-    // One key block: on entry P has the weights of the block before. Exponentials keep their unit busy and leave issue
-    // slots between them, which the additions to O and the conversions fill: so nothing pins exponentials before the
-    // wait for the second product. (ptxas puts a quarter of them there; all, half or none were slower,
-    // benches/LOG.md, 25.)
+    // One key block: on entry P has the weights of the block before. Exponentials leave issue slots between them, which
+    // the additions to O and the conversions fill: so nothing pins exponentials before the wait for the second product.
+    // (ptxas puts a quarter of them there; all, half or none were slower, benches/LOG.md, 24.)
     auto step = [&](auto masked, int n) __attribute__((always_inline)) {
       BlockFactors const factors = await_keys();
       turn_wait();

@@ -7,8 +7,8 @@
 // e4m3 has weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen,
 // against the reference that they find. It is moved up where a lane's sum says that a weight may be past 448, and down
 // where weights come out so small that they lose bits, unless they are nothing beside what the row has already. Both
-// moves are whole powers of two by which everything is multiplied: only where f32 has lost the weights too are the
-// scores computed again.
+// moves are whole powers of two by which everything is multiplied: only where the weights' own type (weights.hpp) has
+// lost them too are the scores computed again.
 #pragma once
 
 #include "sm90/fp8/weights.hpp"
