@@ -38,7 +38,7 @@
 //! 2^-12 in place of 2^-24, here and in the floor above: the tensor cores' sums of FP8 products keep no more. That is as
 //! true where a problem promises that they fit f16 ([`half_scores`](ForwardProblem::half_scores)): a head dim of 128 is four
 //! steps of 32 products, each of which rounds the sum so far by up to 2^-11 of it, and four times 2^-11 are the 2^-9 that
-//! the law allows of the magnitudes. What such scores come to is of 11 bits, and so their LSE is allowed 2^-10 at least.
+//! the law allows of the magnitudes. Their exponentials are of f16 too, and so their LSE is allowed 2.5e-3 at least.
 //!
 //! For dQ, dK and dV the law is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
 //! is another, since they are sums over pairs of a query and a key in which more is rounded:
@@ -87,8 +87,9 @@ pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
 /// 2^-13 of the largest magnitude among them and the sum so far: half of that 32 times is 2^-9 of the sum where all have one
 /// sign, which is what the law allows with this.
 const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
-/// The least that an LSE of scores in f16 may be off by, in the law's `max`: half of what it allows then.
-const LSE_LEAST_HALF_SCORES: f64 = 1.0 / 2048.0;
+/// The least that an LSE of scores in f16 may be off by, in the law's `max`: half of what it allows then. Exponentials of f16 are
+/// good to 2^-9.9 (PTX ISA, `ex2`), and exponents of up to 8 are rounded to f16, by 2^-9 in powers of two: together 2.4e-3.
+const LSE_LEAST_HALF_SCORES: f64 = 1.25e-3;
 /// The unit roundoff of f32.
 pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
 

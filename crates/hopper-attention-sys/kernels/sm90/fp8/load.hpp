@@ -34,14 +34,14 @@ struct Fp8Load {
     return __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest)));
   }
 
-  // As scores are multiplied by it. Nought, which the product of the smallest factors is, would make NaN of a masked
-  // score.
-  CUTE_DEVICE static float unit(float product) {
+  // Nought, which the product of the smallest factors is, would make NaN of a masked score.
+  CUTE_DEVICE static BlockFactors block_factors(float product, float ratio_v) {
+    float const unit = product == 0.0F ? 0x1p-126F : product;
+    std::uint32_t pair = 0;
     if constexpr (Traits::kScores == Scores::F16) {
-      return __uint_as_float(half_pair(product < 0x1p-24F ? 0x1p-24F : product));
-    } else {
-      return product == 0.0F ? 0x1p-126F : product;
+      pair = unit <= 65504.0F ? half_pair(fmaxf(unit, 0x1p-24F)) : kNoPair;
     }
+    return {unit, pair, ratio_v, 0.0F};
   }
 
   // What each role does for every tile of the CTA.
@@ -86,15 +86,14 @@ struct Fp8Load {
           storage.next_wanted.arrive();
         }
         // Asked for before the wait, which hides them.
-        float const ratio = fmaxf(factor(params.descale_v, tile.batch, head, n) / largest_v, kLeastRatio);
-        bool const folds = params.descale_v.stride_block != 0;
-        float const fold = folds ? log2_approx(ratio) : 0.0F;
-        float const unfold = folds ? reciprocal_approx(ratio) : 1.0F;
+        bool const differ = params.descale_v.stride_block != 0;
+        float const descale_v = factor(params.descale_v, tile.batch, head, n);
+        float const ratio_v = differ ? fmaxf(descale_v / largest_v, kLeastRatio) : 1.0F;
         float const descale_k = factor(params.descale_k, tile.batch, head, n);
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         CUTE_UNROLL
         for (int i = 0; i < Traits::kConsumers; ++i) {
-          storage.factors[k.stage][i] = {unit(unit_q[i] * descale_k), fold, unfold, 0.0F};
+          storage.factors[k.stage][i] = block_factors(unit_q[i] * descale_k, ratio_v);
         }
         storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
         cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,

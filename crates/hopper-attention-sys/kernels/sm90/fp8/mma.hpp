@@ -5,9 +5,9 @@
 // product hides the look at the next tile, and the next tile's first S hides the epilogue.
 //
 // The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
-// accumulators of its own, which are added to O in f32. V^T has rows of ones, so that the rounded weights are summed
-// beside O: O is divided by that, and equal values give themselves. With factors of V per block O is divided by the sum
-// of the exact weights instead (softmax.hpp), of which the LSE is.
+// accumulators of its own, which are added to O in f32, times the factor of the block's V. V^T has rows of ones, so
+// that the rounded weights are summed beside O: O is divided by that, and equal values give themselves. The LSE is of
+// the weights before rounding (softmax.hpp).
 //
 // A warp alone decides to move a reference: nothing that the warpgroup's products depend on may follow from that.
 #pragma once
@@ -68,6 +68,7 @@ struct Fp8Mma {
 
     Softmax softmax;
     float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
+    float ratio_v = 1.0F;             // of the block whose weights P has
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kBuffersQ> q;
     int m_block = -1;
@@ -102,10 +103,10 @@ struct Fp8Mma {
       warpgroup_fence_operand(tOrT);
       release(storage.vt_empty[stage]);
     };
-    auto add_output = [&]() __attribute__((always_inline)) {
+    auto add_output = [&](float ratio_v) __attribute__((always_inline)) {
       CUTE_UNROLL
       for (int i = 0; i < kElementsO; ++i) {
-        tOrO(i) += tOrT(i);
+        tOrO(i) = fmaf(tOrT(i), ratio_v, tOrO(i));
       }
       divisor[0] += tOrT(kElementsO);
       divisor[1] += tOrT(kElementsO + 2);
@@ -146,6 +147,7 @@ struct Fp8Mma {
       }
       clear(tOrO);
       divisor[0] = divisor[1] = 0.0F;
+      ratio_v = factors.ratio_v;
       make_p();
     };
 
@@ -163,19 +165,22 @@ struct Fp8Mma {
       warpgroup_wait<0>();
       release_v(v);
       if constexpr (decltype(masked)::value) {
-        add_output();
+        add_output(ratio_v);
+        ratio_v = factors.ratio_v;
         mask_block(n);
         softmax.masked_block(tSrS, factors, rescale_output);
         make_p();
       } else {
-        auto block = softmax.unseen_block(tSrS, factors);
-        add_output();
+        float sums[2];
+        softmax.unseen_block(tSrS, factors, sums);
+        add_output(ratio_v);
+        ratio_v = factors.ratio_v;
         make_p();
-        if (!softmax.suits(block)) {
-          softmax.move_block(tSrS, factors, block, recompute_scores, rescale_output);
+        if (!softmax.suits(sums)) {
+          softmax.move_block(tSrS, factors, sums, recompute_scores, rescale_output);
           make_p();
         }
-        softmax.add(block);
+        softmax.add(sums);
       }
       release_k();
     };
@@ -241,11 +246,7 @@ struct Fp8Mma {
       turn_pass();
       warpgroup_wait<1>();
       release_v(v);
-      add_output();
-      if (params.descale_v.stride_block != 0) {
-        divisor[0] = sums[0];
-        divisor[1] = sums[1];
-      }
+      add_output(ratio_v);
       Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);

@@ -1,8 +1,7 @@
 // The online softmax of e4m3 weights, for a thread that holds two rows of an accumulator: that of common/softmax.hpp
 // with factors per block and limits of its own.
 //
-// With x = unit (q . k) and fold = log2(descale_v / the largest descale_v of the head), a weight is
-// P = 2^(x + fold - reference). So factors of V cost no product; `row_sum` is of P times 2^-fold, before rounding.
+// With x = unit (q . k), a weight is P = 2^(x - reference).
 //
 // e4m3 has weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen,
 // against the reference that they find. It is moved up where a lane's sum says that a weight may be past 448, and down
@@ -30,7 +29,8 @@ struct Fp8Softmax {
   static constexpr int kTotalLog2 = 5;
 
   float reference[2];  // -inf while a row has no key
-  float row_sum[2];    // this lane's part of the sum; the quad's parts are added once a tile
+  typename Weights::Offset offset[2];
+  float row_sum[2];  // this lane's part of the sum, of weights before rounding; the quad's parts are added once a tile
 
   CUTE_DEVICE static bool all(bool first, bool second) {
     return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
@@ -47,14 +47,14 @@ struct Fp8Softmax {
   // A tile's first block otherwise: against 0.
   template <class Scores, class Recompute>
   CUTE_DEVICE void first_block(Scores& scores, BlockFactors const& factors, Recompute const& recompute) {
-    reference[0] = reference[1] = 0.0F;
-    float weights[2];
-    Weights::exponentiate(scores, factors, reference, weights, row_sum);
+    set_reference(0, 0.0F);
+    set_reference(1, 0.0F);
+    Weights::exponentiate(scores, factors, reference, offset, row_sum);
     auto const suits = [&](float sum) { return (sum >= 4.0F * kLeast) & (sum < 0.5F * kMost); };
-    if (all(suits(weights[0]), suits(weights[1]))) {
+    if (all(suits(row_sum[0]), suits(row_sum[1]))) {
       return;
     }
-    float const total[2] = {quad_sum(weights[0]), quad_sum(weights[1])};
+    float const total[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
     if (!all(kept(total[0]), kept(total[1]))) {
       recompute();
       first_masked_block(scores, factors);
@@ -71,78 +71,72 @@ struct Fp8Softmax {
   template <class Scores, class RescaleOutput>
   CUTE_DEVICE void masked_block(Scores& scores, BlockFactors const& factors, RescaleOutput const& rescale_output) {
     float max[2];
-    Weights::block_max(scores, factors, max);
-    bool const moves[2] = {max[0] > reference[0] + kPeakLog2 + kHeadroom,
-                           max[1] > reference[1] + kPeakLog2 + kHeadroom};
-    if (__any_sync(0xffffffffU, static_cast<int>(moves[0]) | static_cast<int>(moves[1])) != 0) {
+    Weights::block_max(scores, max);
+    auto const moves = [&](int r) { return max[r] * factors.unit > reference[r] + kPeakLog2 + kHeadroom; };
+    if (!all(!moves(0), !moves(1))) {
       float rescale[2];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float const moved = moves[r] ? Weights::reference_above(max[r] - kPeakLog2) : reference[r];
-        rescale[r] = moves[r] ? exp2_approx(reference[r] - moved) : 1.0F;
-        reference[r] = moved;
+        float const before = reference[r];
+        if (moves(r)) {
+          set_reference(r, Weights::reference_above(max[r] * factors.unit - kPeakLog2));
+        }
+        rescale[r] = exp2_approx(before - shift_of(r));
         row_sum[r] *= rescale[r];
       }
       rescale_output(rescale);
     }
-    float const shift[2] = {shift_of(0), shift_of(1)};
-    float weights[2];
-    float exact[2];
-    Weights::exponentiate(scores, factors, shift, weights, exact);
-    row_sum[0] += exact[0];
-    row_sum[1] += exact[1];
+    float sums[2];
+    exponentiate_below(scores, factors, max, sums);
+    add(sums);
   }
 
   // Any other later block, against the references that it finds. Where those do not suit it, `move_block` follows.
-  struct Unseen {
-    float weights[2];
-    float exact[2];
-  };
   template <class Scores>
-  CUTE_DEVICE Unseen unseen_block(Scores& scores, BlockFactors const& factors) {
-    Unseen block;
-    Weights::exponentiate(scores, factors, reference, block.weights, block.exact);
-    return block;
+  CUTE_DEVICE void unseen_block(Scores& scores, BlockFactors const& factors, float (&sums)[2]) {
+    Weights::exponentiate(scores, factors, reference, offset, sums);
   }
   // A NaN does not suit, nor what a reference of -inf makes.
-  CUTE_DEVICE bool suits(Unseen const& block) const {
+  CUTE_DEVICE bool suits(float const (&sums)[2]) const {
     auto const row = [&](int r) {
       return static_cast<bool>(
-          static_cast<int>(block.weights[r] < kMost) &
-          (static_cast<int>(block.weights[r] >= kLeast) | static_cast<int>(block.weights[r] <= row_sum[r] * kNothing)));
+          static_cast<int>(sums[r] < kMost) &
+          (static_cast<int>(sums[r] >= kLeast) | static_cast<int>(sums[r] <= row_sum[r] * kNothing)));
     };
     return all(row(0), row(1));
   }
-  CUTE_DEVICE void add(Unseen const& block) {
-    row_sum[0] += block.exact[0];
-    row_sum[1] += block.exact[1];
+  CUTE_DEVICE void add(float const (&sums)[2]) {
+    row_sum[0] += sums[0];
+    row_sum[1] += sums[1];
   }
 
   // `recompute` brings back the scores.
   template <class Scores, class Recompute, class RescaleOutput>
-  CUTE_DEVICE void move_block(Scores& scores, BlockFactors const& factors, Unseen& block, Recompute const& recompute,
+  CUTE_DEVICE void move_block(Scores& scores, BlockFactors const& factors, float (&sums)[2], Recompute const& recompute,
                               RescaleOutput const& rescale_output) {
+    cute::array<bool, 2> small;
     cute::array<bool, 2> moves;
     float total[2];
     float factor[2] = {1.0F, 1.0F};
     bool suffices = true;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      total[r] = quad_sum(block.weights[r]);
+      total[r] = quad_sum(sums[r]);
       float const nothing = quad_sum(row_sum[r]) * kNothing;
-      moves[r] = !(total[r] < kMost) | ((total[r] < 4.0F * kLeast) & (total[r] > nothing));  // a NaN, too
+      small[r] = (total[r] < 4.0F * kLeast) & (total[r] > nothing);
+      moves[r] = small[r] | !(total[r] < kMost);  // a NaN, too
       suffices = suffices & (!moves[r] | kept(total[r]));
     }
     if (!all(suffices, true)) {
       recompute();
-      exact_block(scores, factors, moves, factor, block.exact);
+      exact_block(scores, factors, small, factor, sums);
     } else {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         if (moves[r]) {
           factor[r] = move(r, total[r]);
         }
-        block.exact[r] *= factor[r];
+        sums[r] *= factor[r];
       }
       Weights::multiply(scores, factor);
     }
@@ -160,32 +154,43 @@ struct Fp8Softmax {
  private:
   CUTE_DEVICE static bool kept(float sum) { return (sum > Weights::kLeastKept) & (sum < Weights::kMostKept); }
 
+  CUTE_DEVICE void set_reference(int r, float moved) {
+    reference[r] = moved;
+    offset[r] = Weights::offset_of(moved);
+  }
+
   CUTE_DEVICE float shift_of(int r) const { return reference[r] == -INFINITY ? 0.0F : reference[r]; }
 
-  // Rows that move take the true maximum of this block for their reference; `rescale` is what that makes of the old sum
-  // and O. A row still without a key is taken against 0, so that its weights are 0 and not NaN.
+  // A row still without a key is taken against 0, so that its weights are 0 and not NaN.
   template <class Scores>
-  CUTE_DEVICE void exact_block(Scores& scores, BlockFactors const& factors, cute::array<bool, 2> const& moves,
-                               float (&rescale)[2], float (&exact)[2]) {
+  CUTE_DEVICE void exponentiate_below(Scores& scores, BlockFactors const& factors, float const (&max)[2],
+                                      float (&sums)[2]) {
+    float const shift[2] = {shift_of(0), shift_of(1)};
+    typename Weights::Offset const shift_offset[2] = {Weights::offset_of(shift[0]), Weights::offset_of(shift[1])};
+    Weights::exponentiate_below(scores, factors, max, shift, shift_offset, sums);
+  }
+
+  // Against the true maximum of this block, or the reference where that is larger and is not to go `down`; `rescale` is
+  // what that makes of the old sum and O.
+  template <class Scores>
+  CUTE_DEVICE void exact_block(Scores& scores, BlockFactors const& factors, cute::array<bool, 2> const& down,
+                               float (&rescale)[2], float (&sums)[2]) {
     float max[2];
-    Weights::block_max(scores, factors, max);
+    Weights::block_max(scores, max);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float const before = reference[r];
-      reference[r] = moves[r] ? Weights::reference_above(max[r] - kPeakLog2) : before;
-      rescale[r] = moves[r] ? exp2_approx(before - shift_of(r)) : 1.0F;
+      float const above = Weights::reference_above(max[r] * factors.unit - kPeakLog2);
+      set_reference(r, down[r] ? above : fmaxf(before, above));
+      rescale[r] = exp2_approx(before - shift_of(r));
     }
-    float const shift[2] = {shift_of(0), shift_of(1)};
-    float weights[2];
-    Weights::exponentiate(scores, factors, shift, weights, exact);
+    exponentiate_below(scores, factors, max, sums);
   }
 
   // Moves a row's reference by the power of two that `total` calls for, and returns what that makes of 1.
   CUTE_DEVICE float move(int r, float total) {
-    int const wanted = (__float_as_int(total) >> 23) - 127 - kTotalLog2;
-    float const moved = Weights::reference_above(reference[r] + static_cast<float>(wanted));
-    int const exponent = __float2int_rn(moved - reference[r]);
-    reference[r] = moved;
+    int const exponent = (__float_as_int(total) >> 23) - 127 - kTotalLog2;
+    set_reference(r, reference[r] + static_cast<float>(exponent));
     return __int_as_float((127 - exponent) << 23);
   }
 };

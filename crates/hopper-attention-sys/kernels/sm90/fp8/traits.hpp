@@ -25,14 +25,15 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
+// No number in either half.
+constexpr std::uint32_t kNoPair = 0x7fff7fffU;
+
 // What the factors of a block of keys come to for a warpgroup's queries, once for all its threads.
 struct alignas(16) BlockFactors {
-  float unit;  // what a product of stored values is multiplied by to be a score, in powers of two; or as a pair of f16
-  float fold;  // log2(descale_v / the largest descale_v of the head), 0 where that is one for the head
-  float unfold;  // 2^-fold
+  float unit;               // what a product of stored values is multiplied by to be a score, in powers of two
+  std::uint32_t unit_pair;  // the same as a pair of f16, kNoPair where f16 is too small for it
+  float ratio_v;            // descale_v / the largest descale_v of the head
   float unused;
-
-  CUTE_DEVICE std::uint32_t unit_pair() const { return __float_as_uint(unit); }
 };
 
 template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount, Scores kScoresType>

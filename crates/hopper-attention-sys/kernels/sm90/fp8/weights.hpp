@@ -1,5 +1,5 @@
 // How a block's scores become weights and those become P, for a thread that holds two rows of an accumulator: scores
-// of f32, or of f16 in pairs of columns. `unit`, `fold` and `unfold` are the block's (BlockFactors).
+// of f32, or of f16 in pairs of columns. Row r's reference, in powers of two, is what its exponents are taken against.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -16,7 +16,7 @@ CUTE_DEVICE std::uint32_t half_pair(float x) {
   return pair;
 }
 
-// Both halves of a pair as f32.
+// Both halves of a pair as f32, and back.
 CUTE_DEVICE float low_half(std::uint32_t pair) {
   float x;
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(pair));
@@ -27,6 +27,11 @@ CUTE_DEVICE float high_half(std::uint32_t pair) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "r"(pair));
   return x;
 }
+CUTE_DEVICE std::uint32_t half_pair(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(low), "f"(high));
+  return pair;
+}
 
 template <int kTileN, int kColumnsAhead>
 struct WeightsF32 {
@@ -36,11 +41,15 @@ struct WeightsF32 {
 
   CUTE_DEVICE static constexpr int at(int row, int i, int c) { return 4 * i + 2 * row + c; }
 
-  // A reference that the offset of a block can express.
+  // What follows from a reference and is kept beside it.
+  struct Offset {};
+  CUTE_DEVICE static Offset offset_of(float) { return {}; }
+  // The least reference from x on that there may be.
   CUTE_DEVICE static float reference_above(float x) { return x; }
 
+  // Rows' largest stored scores.
   template <class Scores>
-  CUTE_DEVICE static void block_max(Scores const& scores, BlockFactors const& factors, float (&max)[2]) {
+  CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       max[r] = fmaxf(scores(at(r, 0, 0)), scores(at(r, 0, 1)));
@@ -48,15 +57,15 @@ struct WeightsF32 {
       for (int i = 1; i < kTileN / 8; ++i) {
         max[r] = fmaxf(max[r], fmaxf(scores(at(r, i, 0)), scores(at(r, i, 1))));
       }
-      max[r] = fmaf(quad_max(max[r]), factors.unit, factors.fold);
+      max[r] = quad_max(max[r]);
     }
   }
 
-  // scores <- weights, `weights` their sums, `exact` those without V's factors.
+  // scores <- weights against the references that are there, and this lane's sums of them.
   template <class Scores>
-  CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&shift)[2],
-                                       float (&weights)[2], float (&exact)[2]) {
-    float offset[2] = {factors.fold - shift[0], factors.fold - shift[1]};
+  CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&reference)[2],
+                                       Offset const (&)[2], float (&sums)[2]) {
+    float offset[2] = {-reference[0], -reference[1]};
     // Two partial sums a row: the chain of dependent adds is half as long.
     float partial[2][2] = {};
     CUTE_UNROLL
@@ -67,7 +76,7 @@ struct WeightsF32 {
         // so the offset waits for an earlier weight now and then. (Where that is no number, neither is the sum.)
         if constexpr (kColumnsAhead > 0) {
           if (i % kColumnsAhead == 0 && i >= 2 * kColumnsAhead) {
-            offset[r] = after(factors.fold - shift[r], scores(at(r, i - 2 * kColumnsAhead, 0)));
+            offset[r] = after(-reference[r], scores(at(r, i - 2 * kColumnsAhead, 0)));
           }
         }
         CUTE_UNROLL
@@ -80,9 +89,15 @@ struct WeightsF32 {
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      weights[r] = partial[r][0] + partial[r][1];
-      exact[r] = weights[r] * factors.unfold;
+      sums[r] = partial[r][0] + partial[r][1];
     }
+  }
+
+  // The same with the largest scores known.
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate_below(Scores& scores, BlockFactors const& factors, float const (&)[2],
+                                             float const (&reference)[2], Offset const (&offset)[2], float (&sums)[2]) {
+    exponentiate(scores, factors, reference, offset, sums);
   }
 
   // By powers of two.
@@ -116,19 +131,25 @@ struct WeightsF32 {
   }
 };
 
-// Pairs are two columns of a row side by side. References are whole numbers that f16 has, so that offsets are exact
-// where V has one factor.
+// A pair is two columns of a row side by side. References are whole numbers, which f16 has up to kMostReference. Rows
+// with larger ones, and factors that f16 does not have, make no numbers of pairs: they show in the sum, and such a
+// block's weights are taken in f32, one by one.
 template <int kTileN>
 struct WeightsF16 {
   static constexpr float kLeastKept = 0x1p-8F;
   static constexpr float kMostKept = 0x1p16F;
+  static constexpr float kMostReference = 2048.0F;
 
   CUTE_DEVICE static constexpr int at(int row, int i) { return 2 * i + row; }
 
-  CUTE_DEVICE static float reference_above(float x) { return low_half(half_pair(ceilf(x))); }
+  using Offset = std::uint32_t;
+  CUTE_DEVICE static Offset offset_of(float reference) {
+    return fabsf(reference) <= kMostReference ? half_pair(-reference) : kNoPair;
+  }
+  CUTE_DEVICE static float reference_above(float x) { return ceilf(x); }
 
   template <class Scores>
-  CUTE_DEVICE static void block_max(Scores const& scores, BlockFactors const& factors, float (&max)[2]) {
+  CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
     auto const pairs = cute::recast<std::uint32_t>(scores);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -137,16 +158,15 @@ struct WeightsF16 {
       for (int i = 1; i < kTileN / 8; ++i) {
         asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs(at(r, i))));
       }
-      max[r] = fmaf(quad_max(fmaxf(low_half(most), high_half(most))), low_half(factors.unit_pair()), factors.fold);
+      max[r] = quad_max(fmaxf(low_half(most), high_half(most)));
     }
   }
 
   template <class Scores>
-  CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&shift)[2],
-                                       float (&weights)[2], float (&exact)[2]) {
+  CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&)[2],
+                                       Offset const (&offset)[2], float (&sums)[2]) {
     auto pairs = cute::recast<std::uint32_t>(scores);
-    std::uint32_t const offset[2] = {half_pair(factors.fold - shift[0]), half_pair(factors.fold - shift[1])};
-    std::uint32_t sums[2] = {0, 0};
+    std::uint32_t partial[2] = {0, 0};
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 8; ++i) {
       CUTE_UNROLL
@@ -165,15 +185,40 @@ struct WeightsF16 {
             "mad.lo.u32 %0, high, 65536, low;\n"
             "}\n"
             : "+r"(pair)
-            : "r"(factors.unit_pair()), "r"(offset[r]));
-        asm("add.rn.f16x2 %0, %0, %1;" : "+r"(sums[r]) : "r"(pair));
+            : "r"(factors.unit_pair), "r"(offset[r]));
+        asm("add.rn.f16x2 %0, %0, %1;" : "+r"(partial[r]) : "r"(pair));
       }
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      weights[r] = low_half(sums[r]) + high_half(sums[r]);
-      // What the offset added to the exponents besides the reference, rounding and all.
-      exact[r] = weights[r] * exp2_approx(-shift[r] - low_half(offset[r]));
+      sums[r] = low_half(partial[r]) + high_half(partial[r]);
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate_below(Scores& scores, BlockFactors const& factors, float const (&max)[2],
+                                             float const (&reference)[2], Offset const (&offset)[2], float (&sums)[2]) {
+    int const in_f16 = static_cast<int>(offset[0] != kNoPair) & static_cast<int>(offset[1] != kNoPair) &
+                       static_cast<int>(factors.unit_pair != kNoPair);
+    if (__all_sync(0xffffffffU, in_f16) != 0) {
+      exponentiate(scores, factors, reference, offset, sums);
+      return;
+    }
+    auto pairs = cute::recast<std::uint32_t>(scores);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      // Differences first: products with the factor may be far beyond what they differ by.
+      float const top = max[r] == -INFINITY ? 0.0F : max[r];
+      float const rest = fmaf(top, factors.unit, -reference[r]);
+      sums[r] = 0.0F;
+      CUTE_UNROLL
+      for (int i = 0; i < kTileN / 8; ++i) {
+        std::uint32_t& pair = pairs(at(r, i));
+        float const low = exp2_approx(fmaf(low_half(pair) - top, factors.unit, rest));
+        float const high = exp2_approx(fmaf(high_half(pair) - top, factors.unit, rest));
+        sums[r] += low + high;
+        pair = half_pair(low, high);
+      }
     }
   }
 
