@@ -137,14 +137,11 @@ struct Fp8Mma {
       range = block_range<kMask, kTileM, kTileN>(band, m_block);
     };
     auto first_softmax = [&](BlockFactors const& factors) __attribute__((always_inline)) {
+      release_k();
       if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
-        release_k();
         mask_block(range.end - 1);
-        softmax.first_masked_block(tSrS, factors);
-      } else {
-        softmax.first_block(tSrS, factors, recompute_scores);
-        release_k();
       }
+      softmax.first_block(tSrS, factors);
       clear(tOrO);
       divisor[0] = divisor[1] = 0.0F;
       ratio_v = factors.ratio_v;

@@ -18,8 +18,6 @@ template <class Weights>
 struct Fp8Softmax {
   // Of a row's largest weight where the true maximum is taken: a lane's sum of 32 weights is then below kMost.
   static constexpr float kPeakLog2 = 3.0F;
-  // How far above that later maxima may be.
-  static constexpr float kHeadroom = 5.0F;
   // What a lane may add in one block, and what it should add.
   static constexpr float kMost = 448.0F;
   static constexpr float kLeast = 0.5F;
@@ -36,43 +34,21 @@ struct Fp8Softmax {
     return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
   }
 
-  // A tile's first block where keys are masked: against the true maximum.
+  // A tile's first block, against its true maximum: where that is a row's one large weight, e4m3 has it exactly.
   template <class Scores>
-  CUTE_DEVICE void first_masked_block(Scores& scores, BlockFactors const& factors) {
+  CUTE_DEVICE void first_block(Scores& scores, BlockFactors const& factors) {
     reference[0] = reference[1] = -INFINITY;
     float rescale[2];
     exact_block(scores, factors, {true, true}, rescale, row_sum);
   }
 
-  // A tile's first block otherwise: against 0.
-  template <class Scores, class Recompute>
-  CUTE_DEVICE void first_block(Scores& scores, BlockFactors const& factors, Recompute const& recompute) {
-    set_reference(0, 0.0F);
-    set_reference(1, 0.0F);
-    Weights::exponentiate(scores, factors, reference, offset, row_sum);
-    auto const suits = [&](float sum) { return (sum >= 4.0F * kLeast) & (sum < 0.5F * kMost); };
-    if (all(suits(row_sum[0]), suits(row_sum[1]))) {
-      return;
-    }
-    float const total[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
-    if (!all(kept(total[0]), kept(total[1]))) {
-      recompute();
-      first_masked_block(scores, factors);
-      return;
-    }
-    float const factor[2] = {move(0, total[0]), move(1, total[1])};
-    Weights::multiply(scores, factor);
-    row_sum[0] *= factor[0];
-    row_sum[1] *= factor[1];
-  }
-
-  // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first.
-  // `rescale_output` multiplies the rows of O, which share the reference.
+  // A later block in which keys are masked, so that a row may have had none before: against its maximum where that is
+  // larger. `rescale_output` multiplies the rows of O, which share the reference.
   template <class Scores, class RescaleOutput>
   CUTE_DEVICE void masked_block(Scores& scores, BlockFactors const& factors, RescaleOutput const& rescale_output) {
     float max[2];
     Weights::block_max(scores, max);
-    auto const moves = [&](int r) { return max[r] * factors.unit > reference[r] + kPeakLog2 + kHeadroom; };
+    auto const moves = [&](int r) { return max[r] * factors.unit > reference[r] + kPeakLog2; };
     if (!all(!moves(0), !moves(1))) {
       float rescale[2];
       CUTE_UNROLL
