@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     } else {
       float factor = work.factor;
       if (job != Job::Convert) {
-        float const descale =
-            descale_of(job == Job::Both ? __uint_as_float(storage.largest[place]) : storage.awaited[place], params.most);
+        float const descale = descale_of(
+            job == Job::Both ? __uint_as_float(storage.largest[place]) : storage.awaited[place], params.most);
         factor = reciprocal(descale);
         if (after == 0 && (job == Job::Both || work.first)) {
           *work.descale = descale;

@@ -10,8 +10,7 @@
 namespace hattn::quantize {
 
 // Factors of a tensor without elements, which are written all the same.
-static __global__ void fill_factors(FactorsDesc const descale, int heads, int factors,
-                                    float most) {
+static __global__ void fill_factors(FactorsDesc const descale, int heads, int factors, float most) {
   for (int i = static_cast<int>(threadIdx.x); i < factors; i += static_cast<int>(blockDim.x)) {
     reinterpret_cast<float*>(descale.address)[i / heads * descale.stride_batch + i % heads * descale.stride_head] =
         descale_of(0.0F, most);
