@@ -50,7 +50,7 @@ class Fp8Args(ctypes.Structure):
 
     _fields_ = fields(
         ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"], ["q", "k", "v", "o"], ["scaling", "o_dtype"]
-    )
+    ) + [("half_scores", ctypes.c_int32), ("reserved_1", ctypes.c_int32)]
 
 
 def filled(kind, p, tensors, lse, stream):

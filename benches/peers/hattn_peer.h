@@ -162,6 +162,9 @@ typedef struct hattn_peer_fwd_fp8_args {
   void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
   void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
   uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
+  int32_t half_scores;      /* 1: no stored element of Q and K is larger than 14 in magnitude, so that f16 holds their
+                               products' sums; 0: they may be. A caller whose struct ends before this promises nothing */
+  int32_t reserved_1;       /* 0 */
 } hattn_peer_fwd_fp8_args;
 
 /* Optional: enqueues one forward of e4m3 operands on the current device, by the rules of hattn_peer_fwd. */

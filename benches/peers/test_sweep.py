@@ -58,6 +58,15 @@ class Entry(unittest.TestCase):
             self.assertEqual(told[0], entry.ctypes.sizeof(kind))
             self.assertEqual(told[1:], [getattr(kind, name).offset for name in names])
 
+    def test_fp8_args_only_grew(self):
+        # An adapter that was compiled with the older header reads what it knows where it always was.
+        self.assertEqual((entry.Fp8Args.stream.offset, entry.Fp8Args.workspace_bytes.offset, entry.Fp8Args.half_scores.offset), (232, 248, 256))
+        old = FP8.replace("sizeof(*args)", "256").replace("==", ">=", 1)
+        with tempfile.TemporaryDirectory() as folder:
+            library = entry.Library(compiled(PEER + old, folder, "-shared", "-fPIC"))
+        args = entry.Fp8Args(struct_bytes=264, v_descale=1, scaling=2, half_scores=1)
+        self.assertEqual(library.forward_fp8(args), 2)
+
     def test_constants_match_the_header(self):
         with open(os.path.join(HERE, "hattn_peer.h")) as file:
             header = dict(re.findall(r"HATTN_PEER_(\w+) = (\d+)", file.read()))
@@ -276,6 +285,7 @@ class Fp8(unittest.TestCase):
             self.assertEqual([getattr(args, field) for field in ("q", "k", "v", "q_descale", "k_descale", "v_descale")], [1, 2, 3, 11, 12, 13])
             self.assertEqual((list(args.v_stride), args.stream, args.workspace, args.workspace_bytes), ([3, 6, 9], 77, 5, 6))
             self.assertEqual((args.dtype, args.scaling, args.o_dtype, args.mask, args.heads_kv), (2, scaling, 1, 1, 2))
+            self.assertEqual((args.half_scores, args.reserved_1, args.struct_bytes), (1, 0, 264))
             self.assertEqual((args.o, args.lse), (x.o.address, x.lse.address))
             self.assertTrue(math.isnan(x.o.value) and math.isnan(x.lse.value))
             args.scaling = 0

@@ -96,7 +96,7 @@ class ForwardProblem(_Versioned):
         ("output", ctypes.c_int32),
         ("scaling", ctypes.c_int32),
         ("amax", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("half_scores", ctypes.c_int32),
     ]
 
 

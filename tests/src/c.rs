@@ -79,7 +79,7 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
             _ => HATTN_PER_TENSOR,
         },
         amax: i32::from(problem.wants_amax()),
-        ..Default::default()
+        half_scores: i32::from(problem.half_scores_value()),
     }
 }
 

@@ -3,8 +3,8 @@
 
 use hopper_attention::reference::{Expected, Plain, Tensor, forward_plain};
 use hopper_attention::{
-    DType, Descale, Device, E4M3, Element, ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Quantize, QuantizeArgs,
-    Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    DType, Descale, Device, E4M3, Element, ForwardProblem, Fp8ForwardArgs, Fp8Output, KernelInfo, Layout, Quantize,
+    QuantizeArgs, Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 
 use crate::data::Input;
@@ -152,6 +152,17 @@ impl Operands {
         let [q, k] = [problem.q_shape(), problem.k_shape()].map(Tensor::zeros);
         Self::quantised(problem, [&q, &k, &case.values.tensor(Input::V, problem.v_shape(), case.seed)], None)
     }
+}
+
+/// The problem that a row is for: one whose scores are in f16 takes Q and K that are promised to be small.
+pub fn for_row(problem: ForwardProblem, row: &KernelInfo) -> ForwardProblem {
+    problem.half_scores(row.scores == DType::F16).expect("e4m3 operands")
+}
+
+/// Whether rows want the promise: both, where there are rows of both kinds.
+pub fn promises(rows: &[KernelInfo]) -> Vec<bool> {
+    let of_rows = |promised: &bool| rows.iter().any(|row| (row.scores == DType::F16) == *promised);
+    [false, true].into_iter().filter(of_rows).collect()
 }
 
 /// The shapes of q, k and v, and of their factors.

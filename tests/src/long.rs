@@ -88,12 +88,13 @@ impl Long {
         Self { dims, qkv, values }
     }
 
-    /// With a mask and factors of a scaling.
-    pub fn quantised(&self, mask: Mask, scaling: Scaling) -> Quantised {
+    /// With a mask and factors of a scaling, Q and K small enough for scores in f16 where that is promised.
+    pub fn quantised(&self, mask: Mask, scaling: Scaling, promised: bool) -> Quantised {
         let problem = |dtype| ForwardProblem::new(dtype, self.dims).expect("legal sizes").mask(mask);
         let [q, k, v] = &self.qkv;
         let exact = forward(&problem(DType::BF16), q, k, v).expect("matching shapes").o;
         let of_e4m3 = problem(DType::E4M3).scaling(scaling).and_then(|problem| problem.output(DType::F16));
+        let of_e4m3 = of_e4m3.and_then(|problem| problem.half_scores(promised));
         let operands = Operands::quantised(&of_e4m3.expect("e4m3 operands").lse(true), [q, k, v], None);
         let [q, k, v] = operands.real();
         let emulated = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes").o;
@@ -120,12 +121,13 @@ impl Quantised {
         let (got, emulated) = (Error::of(o, &self.exact), self.emulated);
         let problem = self.operands.problem();
         let figures = format!(
-            "{:?} V, {} keys, head dim {}, {}, {}: error {:.3}% (quantisation alone {:.3}%), bias {:+.3}% ({:+.3}%)",
+            "{:?} V, {} keys, head dim {}, {}, {}{}: error {:.3}% (quantisation alone {:.3}%), bias {:+.3}% ({:+.3}%)",
             self.values,
             problem.dims().seqlen_kv,
             problem.dims().head_dim_vo,
             problem.mask_value(),
             problem.scaling_value().unwrap_or_default(),
+            if problem.half_scores_value() { ", half scores" } else { "" },
             100.0 * got.rmse,
             100.0 * emulated.rmse,
             100.0 * got.bias,

@@ -267,6 +267,12 @@ fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     if found < wanted && row.dtype != DType::E4M3 {
         faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
     }
+    // Nothing but scores is summed in f16, and by the rows of such alone.
+    let in_f16 = compiled.lines().any(|line| line.contains("QGMMA") && line.contains(".F16.E4M3"));
+    if in_f16 != (row.scores == DType::F16) {
+        let found = if in_f16 { "there are" } else { "there are no" };
+        faults.push(format!("{found} sums in f16, of a row with scores in {}", row.scores));
+    }
     let expected = (REGISTERS / row.threads) & !7;
     // Small kernels may stand before and after the main one, with registers of their own.
     match compiled.resource("REG", MAIN_KERNEL) {
@@ -334,8 +340,10 @@ fn every_row_is_compiled_as_planned() {
     for (row, object) in &all {
         // The order is the same by construction; the name makes sure of it.
         let name = object.file_name().expect("a file").to_string_lossy().into_owned();
-        let KernelInfo { dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, .. } = row;
-        let expected = format!("_{dtype}_{mask}_qk{head_dim_qk}_vo{head_dim_vo}_m{tile_m}_n{tile_n}_s{stages}.cu.o");
+        let KernelInfo { dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, scores, .. } = row;
+        let scores = if *dtype == DType::E4M3 { format!("_{scores}") } else { String::new() };
+        let expected =
+            format!("_{dtype}_{mask}_qk{head_dim_qk}_vo{head_dim_vo}_m{tile_m}_n{tile_n}_s{stages}{scores}.cu.o");
         assert!(name.ends_with(&expected), "row {row} stands where the build has {name}");
         let compiled = Compiled::read(object);
         println!(
@@ -454,7 +462,10 @@ fn the_audit_sees_every_flaw() {
             .collect(),
         usage: format!(" Function _Z10fwd_kernel:\n  REG:{launch} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1152\n"),
     };
-    let flaws: [(&str, Spoil<'_>); 11] = [
+    let flaws: [(&str, Spoil<'_>); 12] = [
+        ("there are sums in f16", &|c| {
+            c.sass += "        /*0440*/                   QGMMA.64x8x32.F16.E4M3.E4M3 R24, gdesc[UR4] ;\n"
+        }),
         ("no UTMASTG", &|c| c.sass = c.sass.replace("UTMASTG", "STG")),
         ("no UTMALDG", &|c| c.sass = c.sass.replace("UTMALDG", "LDG")),
         ("no USETMAXREG", &|c| c.sass = c.sass.replace("USETMAXREG", "NOP")),

@@ -35,11 +35,16 @@ pub struct Fp8Args {
     pub stream: *mut c_void,
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
+    pub half_scores: i32,
+    pub reserved_1: i32,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<Fp8Args>() == 256);
+const _: () = assert!(size_of::<Fp8Args>() == 264 && std::mem::offset_of!(Fp8Args, half_scores) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Fp8Args, numbers) == 168 && std::mem::offset_of!(Fp8Args, stream) == 232);
+
+/// The size that the struct came with; what a caller does not know is 0.
+const OLDER_BYTES: usize = 256;
 
 /// A plan's key: that of any forward, the scaling and the type of O as the entry numbers them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,6 +52,7 @@ struct Fp8Key {
     forward: Key,
     scaling: i32,
     o_dtype: i32,
+    half_scores: i32,
 }
 
 static PLANS: LazyLock<Mutex<HashMap<Fp8Key, Arc<ForwardPlan>>>> = LazyLock::new(Default::default);
@@ -59,16 +65,38 @@ static PLANS: LazyLock<Mutex<HashMap<Fp8Key, Arc<ForwardPlan>>>> = LazyLock::new
 pub unsafe extern "C" fn hattn_peer_fwd_fp8(args: *const Fp8Args) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
-        let args = unsafe { read(args) }?;
+        let args = unsafe { read_grown(args) }?;
         if args.numbers.dtype != E4M3 {
             return Err((INVALID, format!("dtype: {}; allowed: 2 (e4m3)", args.numbers.dtype)));
         }
         let forward = key(&args.numbers, capi::HATTN_E4M3, !args.lse.is_null())?;
-        let plan = plan(&Fp8Key { forward, scaling: args.scaling, o_dtype: args.o_dtype })?;
+        let plan =
+            plan(&Fp8Key { forward, scaling: args.scaling, o_dtype: args.o_dtype, half_scores: args.half_scores })?;
         let raw = raw(&args, &plan, Place::Cuda(usize::try_from(forward.ordinal).unwrap_or_default())).map_err(told)?;
         // SAFETY: the caller vouches for addresses, strides and sizes, for the workspace, and for the stream.
         unsafe { plan.run_raw(&raw, args.stream) }.map_err(told)
     })
+}
+
+/// A caller's struct of either size.
+///
+/// # Safety
+/// As [`read`].
+unsafe fn read_grown(args: *const Fp8Args) -> Result<Fp8Args, Refused> {
+    /// All of it that was there at first.
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct Older([u64; OLDER_BYTES / 8]);
+    // SAFETY: the caller's promise; integers take any bits.
+    let older = unsafe { read(args.cast::<Older>()) }?;
+    if older.0[0] >= size_of::<Fp8Args>() as u64 {
+        // SAFETY: the caller's promise; its fields take any bits.
+        return unsafe { read(args) };
+    }
+    let mut grown = [0; size_of::<Fp8Args>() / 8];
+    grown[..older.0.len()].copy_from_slice(&older.0);
+    // SAFETY: as many bytes, which are valid for fields that take any; what the caller did not have is 0.
+    Ok(unsafe { std::mem::transmute::<[u64; size_of::<Fp8Args>() / 8], Fp8Args>(grown) })
 }
 
 fn plan(key: &Fp8Key) -> Result<Arc<ForwardPlan>, Refused> {
@@ -94,7 +122,12 @@ fn problem(key: &Fp8Key) -> hopper_attention::Result<ForwardProblem> {
         1 => DType::BF16,
         other => return Err(value("o_dtype", other, "0 (f16), 1 (bf16)")),
     };
-    problem::forward(&key.forward)?.lse(key.forward.lse).scaling(scaling)?.output(output)
+    let half_scores = match key.half_scores {
+        0 => false,
+        1 => true,
+        other => return Err(value("half_scores", other, "0 (nothing promised), 1 (Q and K are 14 at most)")),
+    };
+    problem::forward(&key.forward)?.lse(key.forward.lse).scaling(scaling)?.half_scores(half_scores)?.output(output)
 }
 
 fn raw(args: &Fp8Args, plan: &ForwardPlan, place: Place) -> hopper_attention::Result<RawForward> {
@@ -149,7 +182,7 @@ mod tests {
             lse: true,
             arch: None,
         };
-        Fp8Key { forward, scaling, o_dtype }
+        Fp8Key { forward, scaling, o_dtype, half_scores: 0 }
     }
 
     #[test]
@@ -174,7 +207,23 @@ mod tests {
         assert_eq!(text(&key(1, 0)), of("per-head", "f16"));
         assert_eq!(text(&key(2, 1)), of("per-block", "bf16"));
         assert_eq!(text(&key(3, 1)), "scaling: 3; allowed: 0 (per tensor), 1 (per head), 2 (per block)");
+        let promised = |half_scores| Fp8Key { half_scores, ..key(2, 1) };
+        assert_eq!(text(&promised(1)), of("per-block half-scores", "bf16"));
+        assert_eq!(text(&promised(2)), "half_scores: 2; allowed: 0 (nothing promised), 1 (Q and K are 14 at most)");
         assert_eq!(text(&key(0, 2)), "o_dtype: 2; allowed: 0 (f16), 1 (bf16)");
+    }
+
+    #[test]
+    fn an_older_callers_struct_promises_nothing() {
+        let given = |struct_bytes| Fp8Args { struct_bytes, scaling: 2, workspace_bytes: 9, half_scores: 1, ..args() };
+        let read = |args: &Fp8Args| {
+            // SAFETY: a live struct that is at least as large as it says.
+            unsafe { read_grown(args) }.map(|read| (read.scaling, read.workspace_bytes, read.half_scores))
+        };
+        assert_eq!(read(&given(256)), Ok((2, 9, 0)));
+        assert_eq!(read(&given(264)), Ok((2, 9, 1)));
+        assert_eq!(read(&given(272)), Ok((2, 9, 1)));
+        assert!(read(&given(255)).is_err_and(|(_, text)| text == "struct_bytes 255; allowed: 256 and above"));
     }
 
     /// Values of one and factors that tell blocks apart: what reaches the CPU backend through the raw layer.

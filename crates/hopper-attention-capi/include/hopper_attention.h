@@ -124,8 +124,10 @@ typedef struct hattn_forward_problem {
   hattn_scaling scaling;
   // With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
   int32_t amax;
-  // 0.
-  uint32_t reserved;
+  // With HATTN_E4M3 operands, 1: no stored element of Q and K is larger than 14 in magnitude, so that their products may be
+  // summed in half precision, which is faster on a GPU; hattn_quantize_run of this problem makes such operands. The CPU
+  // checks it. On a GPU rows that a larger one has a part in hold any numbers. 0: they may be. Otherwise 0.
+  int32_t half_scores;
 } hattn_forward_problem;
 
 // Where something is: HATTN_CPU, or the ordinal of a GPU (0 and above) in the CUDA driver's order.
@@ -269,7 +271,7 @@ typedef struct hattn_backward_args {
 //
 // A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
 // stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
-// as NaN.
+// as NaN. Of Q and K it is 14 in place of 448 where the forward problem has half_scores.
 typedef struct hattn_quantize_problem {
   // sizeof(hattn_quantize_problem).
   uint32_t struct_size;
@@ -316,8 +318,8 @@ typedef struct hattn_quantize_args {
   const struct hattn_quantize_tensor *k;
   // Values; null where they are not quantised.
   const struct hattn_quantize_tensor *v;
-  // Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448, and those that were
-  // not finite. Null where it is not wanted.
+  // Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
+  // were not finite. Null where it is not wanted.
   const struct hattn_tensor *counts;
   // Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
   void *workspace;

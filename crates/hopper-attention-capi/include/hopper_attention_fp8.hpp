@@ -92,7 +92,8 @@ struct QuantizeTensor {
 // What a quantiser reads and writes: any of Q, K and V.
 struct QuantizeArgs {
   std::optional<QuantizeTensor> q{}, k{}, v{};
-  // f32 [3, 2], written: elements of q, k and v that were too large and stored as 448, and that were not finite.
+  // f32 [3, 2], written: elements of q, k and v that were too large and stored as 448 (or 14), and that were not
+  // finite.
   std::optional<TensorView> counts{};
   Workspace workspace{};
 };

@@ -114,15 +114,17 @@ pub struct hattn_forward_problem {
     pub scaling: hattn_scaling,
     /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
     pub amax: i32,
-    /// 0.
-    pub reserved: u32,
+    /// With HATTN_E4M3 operands, 1: no stored element of Q and K is larger than 14 in magnitude, so that their products may be
+    /// summed in half precision, which is faster on a GPU; hattn_quantize_run of this problem makes such operands. The CPU
+    /// checks it. On a GPU rows that a larger one has a part in hold any numbers. 0: they may be. Otherwise 0.
+    pub half_scores: i32,
 }
 
 /// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
 ///
 /// A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
 /// stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
-/// as NaN.
+/// as NaN. Of Q and K it is 14 in place of 448 where the forward problem has half_scores.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_problem {
@@ -291,8 +293,8 @@ pub struct hattn_quantize_args {
     pub k: *const hattn_quantize_tensor,
     /// Values; null where they are not quantised.
     pub v: *const hattn_quantize_tensor,
-    /// Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448, and those that were
-    /// not finite. Null where it is not wanted.
+    /// Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
+    /// were not finite. Null where it is not wanted.
     pub counts: *const hattn_tensor,
     /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
     pub workspace: *mut c_void,
@@ -460,7 +462,7 @@ mod layout {
         assert!(offset_of!(hattn_forward_problem, output) == 104);
         assert!(offset_of!(hattn_forward_problem, scaling) == 108);
         assert!(offset_of!(hattn_forward_problem, amax) == 112);
-        assert!(offset_of!(hattn_forward_problem, reserved) == 116);
+        assert!(offset_of!(hattn_forward_problem, half_scores) == 116);
 
         assert!(size_of::<hattn_backward_problem>() == 112 && align_of::<hattn_backward_problem>() == 8);
         assert!(offset_of!(hattn_backward_problem, dtype) == 8);
@@ -593,6 +595,6 @@ mod tests {
         let mut older = block(104, 1);
         older.0[104..120].fill(1);
         let read = text(&older).unwrap();
-        assert_eq!((read.output, read.scaling, read.amax, read.reserved), (0, 0, 0, 0));
+        assert_eq!((read.output, read.scaling, read.amax, read.half_scores), (0, 0, 0, 0));
     }
 }

@@ -19,7 +19,6 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
         usize::try_from(got).map_err(refuse)
     };
-    reserved("problem", given.reserved != 0)?;
     let dims = Dims {
         batch: size("batch", given.batch)?,
         seqlen_q: size("seqlen_q", given.seqlen_q)?,
@@ -40,6 +39,9 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
     }
     if flag("amax", given.amax, "wanted")? {
         problem = problem.amax(true)?;
+    }
+    if flag("half_scores", given.half_scores, "promised")? {
+        problem = problem.half_scores(true)?;
     }
     // -0 is 0 too.
     let problem = if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? };

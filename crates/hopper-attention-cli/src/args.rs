@@ -103,6 +103,9 @@ pub struct ComputeArgs {
     /// products as they are and spreads outliers
     #[arg(long, value_name = "SEED", requires = "fp8")]
     pub hadamard: Option<u64>,
+    /// Quantise q and k to 14 in magnitude at most, in place of 448, so that a GPU may sum scores in f16, which is faster
+    #[arg(long, requires = "fp8")]
+    pub half_scores: bool,
     /// Runs to time, the median counts [default: 1 on a CPU, 10 on a GPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub repeat: Option<u32>,

@@ -97,7 +97,7 @@ impl Request {
                 "input {name}: --fp8 quantises what is converted to {dtype}; allowed: bf16, f16 (--dtype converts)"
             ),
             Some(scaling) => ForwardProblem::new(DType::E4M3, dims)
-                .and_then(|problem| problem.scaling(scaling.into())?.output(dtype)),
+                .and_then(|problem| problem.scaling(scaling.into())?.half_scores(args.half_scores)?.output(dtype)),
         };
         let problem = problem.with_context(|| format!("input {name}"))?;
         let mut problem = problem.mask(args.mask).lse(true);

@@ -20,6 +20,8 @@ fn check_passes_on_real_activations() {
         ("--fp8", "quantise bf16 to e4m3 per-tensor"),
         ("--fp8 per-head --mask causal", "quantise bf16 to e4m3 per-head"),
         ("--fp8 per-block --hadamard 7 --mask window:64,0", "quantise bf16 to e4m3 per-block hadamard 7"),
+        ("--fp8 --half-scores", "quantise bf16 to e4m3 per-tensor half-scores"),
+        ("--half-scores --fp8 per-block --hadamard 7 --mask causal", "e4m3 per-block half-scores hadamard 7"),
         ("--hadamard 18446744073709551615 --fp8 --dtype f16", "quantise f16 to e4m3 per-tensor hadamard"),
     ] {
         let text = hattn_on(&format!("check --device cpu {line}"), Path::new(FIXTURE), None).fine();
@@ -45,7 +47,7 @@ fn check_passes_on_other_shapes() {
     ];
     for shape in shapes {
         let input = folder.random("qkv.safetensors", shape);
-        for fp8 in ["per-tensor", "per-head --hadamard 1", "per-block --hadamard 1"] {
+        for fp8 in ["per-tensor", "per-head --hadamard 1", "per-block --hadamard 1", "per-head --half-scores"] {
             let text = hattn_on(&format!("check --device cpu --mask causal --fp8 {fp8}"), &input, None).fine();
             assert!(text.contains("passed"), "{shape} {fp8}: {text}");
         }
@@ -85,6 +87,7 @@ fn what_cannot_be_quantised_is_refused() {
     for (line, part) in [
         ("--fp8 --backward", "cannot be used with '--backward'"),
         ("--hadamard 3", "--fp8"),
+        ("--half-scores", "--fp8"),
         ("--fp8 per-row", "per-tensor, per-head, per-block"),
         ("--fp8 --hadamard -1", "unexpected argument '-1'"),
     ] {

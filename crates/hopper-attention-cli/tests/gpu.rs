@@ -72,7 +72,13 @@ fn check_quantises_on_the_gpu() {
         std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
         return;
     }
-    for options in ["--fp8", "--fp8 per-head --mask causal", "--fp8 per-block --hadamard 7 --dtype f16"] {
+    for options in [
+        "--fp8",
+        "--fp8 per-head --mask causal",
+        "--fp8 per-block --hadamard 7 --dtype f16",
+        "--fp8 --half-scores",
+        "--fp8 per-block --half-scores --mask causal",
+    ] {
         let text = hattn_on(&format!("check --device cuda:0 {options}"), &fixture(), None).fine();
         let fp8 = text.lines().find(|line| line.starts_with("fp8 ")).expect("a line for the quantiser");
         assert!(fp8.contains(": sm90 quantise ") && text.contains("passed: the largest error is 0."), "{text}");

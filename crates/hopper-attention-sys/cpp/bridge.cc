@@ -16,6 +16,7 @@ static_assert(std::is_same_v<std::underlying_type_t<hattn::DType>, std::uint8_t>
 static_assert(std::is_same_v<std::underlying_type_t<hattn::MaskClass>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::Arch>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::Scaling>, std::uint8_t>);
+static_assert(std::is_same_v<std::underlying_type_t<hattn::Scores>, std::uint8_t>);
 static_assert(std::is_same_v<std::underlying_type_t<hattn::StatusCode>, std::int32_t>);
 // A field added on one side only changes one of the sizes: add it to src/lib.rs and to to_kernel() below.
 static_assert(sizeof(TensorDesc) == sizeof(hattn::TensorDesc));
@@ -126,6 +127,7 @@ hattn::QuantizeTensor to_kernel(QuantizeTensor const& tensor) noexcept {
   out.given = tensor.given;
   out.rotated = tensor.rotated;
   out.wanted = tensor.wanted;
+  out.most = tensor.most;
   out.batch = tensor.batch;
   out.seqlen = tensor.seqlen;
   out.heads = tensor.heads;
@@ -157,7 +159,7 @@ rust::Vec<RowInfo> describe(hattn::Table<Row> const& table) noexcept {
   for (std::size_t i = 0; i < table.size; ++i) {
     Row const& row = table.rows[i];
     rows.push_back(RowInfo{row.arch, row.dtype, row.mask, row.head_dim_qk, row.head_dim_vo, row.tile_m, row.tile_n,
-                           row.stages, row.threads, row.smem_bytes});
+                           row.stages, row.threads, row.smem_bytes, row.scores});
   }
   return rows;
 }

@@ -20,6 +20,11 @@ enum class MaskClass : std::uint8_t { Full = 0, Causal = 1, Window = 2 };
 
 enum class Arch : std::uint8_t { Sm80 = 0, Sm90 = 1 };
 
+// What a kernel of e4m3 operands sums scores in; of other operands it is F32.
+//   F32  what the tensor cores keep of such sums
+//   F16  sums that fit it, since no element of Q and K is larger than 14 in magnitude (448 / 32): 128 * 14^2 = 25088
+enum class Scores : std::uint8_t { F32 = 0, F16 = 1 };
+
 enum class StatusCode : std::int32_t {
   Ok = 0,
   Cuda = 1,          // a CUDA runtime call failed: `detail` is the cudaError_t
@@ -52,7 +57,8 @@ struct FactorsDesc {
 // One forward launch. Nothing here is checked: the safe crate has done so, and the kernel relies on it:
 //   addresses and strides are multiples of 16 bytes; head dims are multiples of 8, at least 8, at most the row's;
 //   batch, heads and seqlen_q are at least 1 (seqlen_kv may be 0); heads_q is a multiple of heads_kv;
-//   seqlen_q + seqlen_kv < 2^30; softmax_scale is finite and above 0; 0 <= window_* <= 2^30.
+//   seqlen_q + seqlen_kv < 2^30; softmax_scale is finite and above 0; 0 <= window_* <= 2^30;
+//   of a row whose scores are F16, no element of Q and K is larger than 14 in magnitude: what is may give any numbers.
 struct FwdParams {
   TensorDesc q, k, v, o;
   // Natural-log sum-exp, f32 [batch, heads_q, seqlen_q] with unit stride in seqlen_q; address 0: not wanted.
@@ -136,6 +142,7 @@ struct QuantizeTensor {
   bool given = false;  // factors are read; else they are written, from the largest magnitudes
   bool rotated = false;
   bool wanted = false;  // whether there is this tensor at all
+  float most = 448.0F;  // the largest magnitude that is stored: 448, or that divided by a power of two
   std::int32_t batch = 0;
   std::int32_t seqlen = 0;
   std::int32_t heads = 0;
@@ -184,6 +191,7 @@ struct Row {
   Status (*prepare)() noexcept;
   // Enqueues on the stream and returns. Takes no memory and does not synchronise.
   Status (*launch)(Params const& params, CUstream_st* stream) noexcept;
+  Scores scores = Scores::F32;  // the last, since few lists have it as a column
 };
 using FwdRow = Row<FwdParams>;
 using BwdRow = Row<BwdParams>;

@@ -62,6 +62,17 @@ mod ffi {
         PerBlock = 2,
     }
 
+    /// What a kernel of e4m3 operands sums scores in.
+    #[namespace = "hattn"]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum Scores {
+        /// Single precision; of other operands too.
+        F32 = 0,
+        /// Half precision, for Q and K that are 14 in magnitude at most.
+        F16 = 1,
+    }
+
     /// What became of a call.
     #[namespace = "hattn"]
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -263,6 +274,8 @@ mod ffi {
         rotated: bool,
         /// Whether there is this tensor at all.
         wanted: bool,
+        /// The largest magnitude that is stored: 448, or that divided by a power of two.
+        most: f32,
         /// Batch entries.
         batch: i32,
         /// Rows a batch entry.
@@ -334,6 +347,8 @@ mod ffi {
         threads: i32,
         /// Dynamic shared memory a CTA, in bytes.
         smem_bytes: i32,
+        /// What scores are summed in.
+        scores: Scores,
     }
 
     unsafe extern "C++" {
@@ -348,6 +363,8 @@ mod ffi {
         type Arch;
         #[namespace = "hattn"]
         type Scaling;
+        #[namespace = "hattn"]
+        type Scores;
         #[namespace = "hattn"]
         type StatusCode;
 
@@ -403,6 +420,6 @@ mod ffi {
 
 pub use ffi::{
     Arch, BwdParams, CUstream_st, DType, FactorsDesc, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo,
-    QuantizeTensor, RowInfo, Scaling, Status, StatusCode, TensorDesc, bwd_launch, bwd_prepare, bwd_rows, fwd_launch,
-    fwd_prepare, fwd_rows, quantize_launch, quantize_prepare, quantize_rows, status_text,
+    QuantizeTensor, RowInfo, Scaling, Scores, Status, StatusCode, TensorDesc, bwd_launch, bwd_prepare, bwd_rows,
+    fwd_launch, fwd_prepare, fwd_rows, quantize_launch, quantize_prepare, quantize_rows, status_text,
 };

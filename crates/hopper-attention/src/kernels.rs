@@ -102,6 +102,9 @@ pub struct KernelInfo {
     pub threads: usize,
     /// Shared memory that a CUDA block asks for, in bytes.
     pub smem_bytes: usize,
+    /// What scores are summed in: f32, or, of e4m3 operands that are
+    /// [promised](crate::ForwardProblem::half_scores) to be small enough, f16.
+    pub scores: DType,
 }
 
 impl KernelInfo {
@@ -113,10 +116,11 @@ impl KernelInfo {
 
 impl fmt::Display for KernelInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, .. } = self;
+        let Self { arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, scores, .. } = self;
+        let scores = if *scores == DType::F16 { " scores f16" } else { "" };
         write!(
             f,
-            "{arch} {pass} {dtype} {mask} head_dim {head_dim_qk}/{head_dim_vo} tile {tile_m}x{tile_n} stages {stages}"
+            "{arch} {pass} {dtype} {mask} head_dim {head_dim_qk}/{head_dim_vo} tile {tile_m}x{tile_n} stages {stages}{scores}"
         )
     }
 }
@@ -151,14 +155,26 @@ pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> Stri
     );
     for row in rows {
         let KernelInfo {
-            arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, smem_bytes, ..
+            arch,
+            pass,
+            dtype,
+            mask,
+            head_dim_qk,
+            head_dim_vo,
+            tile_m,
+            tile_n,
+            stages,
+            smem_bytes,
+            scores,
+            ..
         } = row;
         // Rows are moved in steps of 16 bytes.
         let least = 16 / dtype.bytes();
+        let scores = if *scores == DType::F16 { ", f16 scores" } else { "" };
         // Writing to a String cannot fail.
         let _ = writeln!(
             table,
-            "| {arch} | {pass} | {dtype} | {mask} | {least} to {head_dim_qk} | {least} to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
+            "| {arch} | {pass} | {dtype}{scores} | {mask} | {least} to {head_dim_qk} | {least} to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
              | {:.1} KiB |",
             *smem_bytes as f64 / 1024.0
         );
@@ -183,6 +199,7 @@ mod tests {
         stages: 2,
         threads: 384,
         smem_bytes: 213 << 10,
+        scores: DType::F32,
     };
 
     #[test]
@@ -204,6 +221,10 @@ mod tests {
         assert_eq!(ROW.to_string(), "sm90 fwd bf16 causal head_dim 128/128 tile 128x176 stages 2");
         let line = "| sm90 | fwd | bf16 | causal | 8 to 128 | 8 to 128 | 128 x 176 | 2 | 213.0 KiB |";
         assert_eq!(support_table(&[ROW]).lines().last(), Some(line));
+        let row = KernelInfo { dtype: DType::E4M3, scores: DType::F16, ..ROW };
+        assert_eq!(row.to_string(), "sm90 fwd e4m3 causal head_dim 128/128 tile 128x176 stages 2 scores f16");
+        let line = "| sm90 | fwd | e4m3, f16 scores | causal | 16 to 128 | 16 to 128 | 128 x 176 | 2 | 213.0 KiB |";
+        assert_eq!(support_table(&[row]).lines().last(), Some(line));
     }
 
     #[test]

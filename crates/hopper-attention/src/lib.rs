@@ -210,7 +210,7 @@ pub use backward::BackwardArgs;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
-pub use dtype::{DType, E4M3, E4M3_MAX, Element, Fp8Output, Operand, bf16, f16};
+pub use dtype::{DType, E4M3, E4M3_HALF_SCORES_MAX, E4M3_MAX, Element, Fp8Output, Operand, bf16, f16};
 pub use error::{Error, Result};
 pub use forward::{ForwardArgs, Fp8ForwardArgs};
 pub use kernels::{Arch, KernelInfo, MaskClass, Pass, backward_kernels, kernels, support_table};

@@ -49,6 +49,11 @@ fn kernel_info(row: u32, pass: Pass, info: &ffi::RowInfo) -> Option<KernelInfo> 
         stages: count(info.stages)?,
         threads: count(info.threads)?,
         smem_bytes: count(info.smem_bytes)?,
+        scores: match info.scores {
+            ffi::Scores::F32 => DType::F32,
+            ffi::Scores::F16 => DType::F16,
+            _ => return None,
+        },
     })
 }
 
@@ -235,8 +240,9 @@ pub(crate) unsafe fn quantize(
             stored: tensor(stored),
             descale: factors(descale),
             given: *given,
-            rotated: of.rotated && quantizer.hadamard_value().is_some(),
+            rotated: of.scored && quantizer.hadamard_value().is_some(),
             wanted: true,
+            most: quantizer.most(of),
             batch: small("batch", batch)?,
             seqlen: small("seqlen", seqlen)?,
             heads: small("heads", heads)?,

@@ -3,8 +3,9 @@
 
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    DType, Device, DeviceFacts, Dims, E4M3, Element, Error, ForwardArgs, ForwardPlan, ForwardProblem, Fp8ForwardArgs,
-    Fp8Output, Layout, Mask, Result, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    DType, Device, DeviceFacts, Dims, E4M3, E4M3_HALF_SCORES_MAX, Element, Error, ForwardArgs, ForwardPlan,
+    ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Mask, Result, SCALE_BLOCK, Scaling, Stream, TensorMut,
+    TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
 
@@ -38,18 +39,20 @@ impl<O: Fp8Output> Memory<O> {
     fn new(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) -> Self {
         let operand = |shape, seed| {
             let layout = spread(shape, heads_outside, gap);
-            // Between -448 and 448.
+            // Between -448 and 448, or as small as was promised.
             let stored = values::<f32>(layout.span(), seed).into_iter();
-            (stored.map(|x| <E4M3 as Element>::from_f32(448.0 * x)).collect::<Vec<_>>(), layout)
+            let most = if seed < 3 && problem.half_scores_value() { E4M3_HALF_SCORES_MAX } else { 448.0 };
+            (stored.map(|x| <E4M3 as Element>::from_f32(most * x)).collect::<Vec<_>>(), layout)
         };
+        let size = if problem.half_scores_value() { 1.0 / 4.0 } else { 1.0 / 128.0 };
         let o = spread(problem.o_shape(), heads_outside, gap);
         let lse = Layout::contiguous(problem.lse_shape()).unwrap();
         Self {
             q: operand(problem.q_shape(), 1),
             k: operand(problem.k_shape(), 2),
             v: operand(problem.v_shape(), 3),
-            descale_q: factors(problem.descale_q_shape(), 1.0 / 128.0, powers.min(2), 4),
-            descale_k: factors(problem.descale_k_shape(), 1.0 / 128.0, powers.min(2), 5),
+            descale_q: factors(problem.descale_q_shape(), size, powers.min(2), 4),
+            descale_k: factors(problem.descale_k_shape(), size, powers.min(2), 5),
             descale_v: factors(problem.descale_v_shape(), 1.0 / 128.0, powers, 6),
             o: (vec![O::from_f32(f32::NAN); o.span()], o),
             lse: problem.wants_lse().then(|| (vec![f32::NAN; lse.span()], lse)),
@@ -133,10 +136,11 @@ proptest! {
         batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..400, heads_kv in 1usize..3,
         group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
         (heads_outside, gap, lse, amax) in (any::<bool>(), 0usize..5, any::<bool>(), any::<bool>()),
-        (scaling, output, powers) in (0..3usize, 0..3, 0..14),
+        (scaling, output, powers, half_scores) in (0..3usize, 0..3, 0..14, any::<bool>()),
     ) {
         let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
         let problem = problem(Scaling::ALL[scaling], dims).mask(mask).lse(lse).amax(amax).unwrap();
+        let problem = problem.half_scores(half_scores).unwrap();
         match output {
             0 => check::<bf16>(&problem, heads_outside, gap, powers),
             1 => check::<f16>(&problem.output(DType::F16).unwrap(), heads_outside, gap, powers),
@@ -290,6 +294,52 @@ fn what_does_not_fit_the_problem_is_refused() {
     memory.scale_o = None;
     memory.amax = Some([1.0]);
     assert!(refusal(&plan, memory.args()).starts_with("amax: given"));
+}
+
+/// What was promised of Q and K is looked at before anything is written; and it changes no bit of a result.
+#[test]
+fn a_broken_promise_is_refused() {
+    let plain = problem(Scaling::PerBlock, DIMS).lse(true);
+    let promised = plain.clone().half_scores(true).unwrap();
+    let plan = promised.plan(&Device::cpu()).unwrap();
+    let mut memory = Memory::<bf16>::new(&promised, true, 3, 2);
+    run(&plan, memory.args()).unwrap();
+    let bits = |memory: &Memory<bf16>| {
+        (
+            memory.output().data().to_vec(),
+            memory.lse.as_ref().unwrap().0.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+        )
+    };
+    let first = bits(&memory);
+    run(&plain.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+    assert_eq!(bits(&memory), first);
+
+    let allowed = "at most 14 in magnitude, since the problem was made with half_scores(true)";
+    let (last_q, last_k) = (memory.q.1.offset([1, 4, 3, 15]).unwrap(), memory.k.1.offset([1, 6, 1, 0]).unwrap());
+    let e4m3 = <E4M3 as Element>::from_f32;
+    memory.o.0.fill(bf16::from_f32(-7.0));
+    memory.lse.as_mut().unwrap().0.fill(-7.0);
+    for (value, text) in [(15.0, "15"), (-448.0, "-448")] {
+        let kept = std::mem::replace(&mut memory.q.0[last_q], e4m3(value));
+        let refused = run(&plan, memory.args()).unwrap_err();
+        assert!(matches!(refused, Error::Value { what: "q", .. }), "{refused}");
+        assert_eq!(refused.to_string(), format!("q: {text} at [1, 4, 3, 15]; allowed: {allowed}"));
+        memory.q.0[last_q] = kept;
+        let kept = std::mem::replace(&mut memory.k.0[last_k], e4m3(value));
+        let refused = run(&plan, memory.args()).unwrap_err().to_string();
+        assert_eq!(refused, format!("k: {text} at [1, 6, 1, 0]; allowed: {allowed}"));
+        memory.k.0[last_k] = kept;
+    }
+    assert!(memory.o.0.iter().all(|o| o.to_f32() == -7.0) && memory.lse.as_ref().unwrap().0.iter().all(|x| *x == -7.0));
+    // What is as large as it may be, a large V, and a NaN, which is none of either.
+    memory.q.0[last_q] = e4m3(-14.0);
+    memory.k.0[last_k] = E4M3::from_bits(0x7f);
+    memory.v.0.fill(e4m3(448.0));
+    run(&plan, memory.args()).unwrap();
+    assert!(memory.o.0.iter().any(|o| o.is_nan()));
+    // Without the promise anything goes.
+    memory.q.0.fill(e4m3(448.0));
+    run(&plain.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
 }
 
 #[test]

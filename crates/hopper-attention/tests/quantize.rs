@@ -1,8 +1,9 @@
 //! The quantiser on the CPU through the public API, against the rule written down a second time, and its refusals.
 
 use hopper_attention::{
-    DType, Descale, Device, Dims, E4M3, Element, ForwardProblem, Layout, Operand, Quantize, QuantizeArgs, QuantizePlan,
-    Quantizer, Result, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    DType, Descale, Device, Dims, E4M3, E4M3_HALF_SCORES_MAX, Element, ForwardProblem, Layout, Operand, Quantize,
+    QuantizeArgs, QuantizePlan, Quantizer, Result, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16,
+    f16,
 };
 use proptest::prelude::*;
 
@@ -81,26 +82,33 @@ fn plan(problem: &ForwardProblem, source: DType) -> QuantizePlan {
     Quantizer::of(problem, source).unwrap().plan(&Device::cpu()).unwrap()
 }
 
-/// How far a number is from the nearest e4m3, of all 254 that are numbers.
-fn distance(x: f64) -> f64 {
+/// How far a number is from the nearest e4m3 up to a magnitude (of all 254 that are numbers).
+fn distance(x: f64, most: f32) -> f64 {
     let codes = (0..=u8::MAX).map(E4M3::from_bits).filter(|code| !code.is_nan());
-    codes.map(|code| (x - f64::from(Element::to_f32(code))).abs()).fold(f64::INFINITY, f64::min)
+    codes
+        .filter(|code| Element::to_f32(*code).abs() <= most)
+        .map(|code| (x - f64::from(Element::to_f32(code))).abs())
+        .fold(f64::INFINITY, f64::min)
 }
 
 /// Factors are those of the largest magnitudes, and what is stored is the nearest there is.
-fn follows_the_rule<T: Operand>(memory: &Memory<T>, scaling: Scaling, group: usize) {
+fn follows_the_rule<T: Operand>(memory: &Memory<T>, scaling: Scaling, group: usize, most: f32) {
     let elements = memory.elements(scaling, group);
     let mut amax = vec![0.0_f32; memory.descale.0.len()];
     for (value, _, place) in &elements {
         amax[*place] = amax[*place].max(value.abs());
     }
     for (amax, descale) in amax.iter().zip(&memory.descale.0) {
-        assert_eq!((amax / 448.0).max(f32::MIN_POSITIVE), *descale);
+        assert_eq!((amax / most).max(f32::MIN_POSITIVE), *descale);
     }
     for (value, stored, place) in elements {
         let scaled = f64::from(value) / f64::from(memory.descale.0[place]);
         let error = (scaled - f64::from(Element::to_f32(stored))).abs();
-        assert!(error <= distance(scaled) + 1e-6 * scaled.abs(), "{value} with {}: {stored}", memory.descale.0[place]);
+        assert!(
+            error <= distance(scaled, most) + 1e-6 * scaled.abs(),
+            "{value} with {}: {stored}",
+            memory.descale.0[place]
+        );
     }
 }
 
@@ -119,9 +127,10 @@ fn check<T: Operand>(problem: &ForwardProblem, gap: usize) {
     run(&plan, args).unwrap();
     assert_eq!(counts, [0.0; 6]);
     let scaling = problem.scaling_value().unwrap();
-    follows_the_rule(&q, scaling, problem.group_size());
-    follows_the_rule(&k, scaling, 1);
-    follows_the_rule(&v, scaling, 1);
+    let most = if problem.half_scores_value() { E4M3_HALF_SCORES_MAX } else { 448.0 };
+    follows_the_rule(&q, scaling, problem.group_size(), most);
+    follows_the_rule(&k, scaling, 1, most);
+    follows_the_rule(&v, scaling, 1, 448.0);
 }
 
 proptest! {
@@ -130,10 +139,11 @@ proptest! {
     fn what_is_stored_is_the_nearest(
         batch in 0usize..3, seqlen_q in 0usize..140, seqlen_kv in 0usize..270, heads_kv in 1usize..3,
         group in 1usize..4, head_dim_qk in 1usize..9, head_dim_vo in 1usize..9,
-        (scaling, source, gap) in (0..3usize, 0..3, 0usize..4),
+        (scaling, source, gap, half_scores) in (0..3usize, 0..3, 0usize..4, any::<bool>()),
     ) {
         let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
         let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(Scaling::ALL[scaling]).unwrap();
+        let problem = problem.half_scores(half_scores).unwrap();
         match source {
             0 => check::<bf16>(&problem, gap),
             1 => check::<f16>(&problem, gap),
@@ -167,6 +177,55 @@ fn what_is_too_large_saturates_and_is_counted() {
     // The largest magnitude takes care of itself, however large.
     run(&plan(&problem, DType::F32), of_v(v.computed(), &mut counts)).unwrap();
     assert_eq!((counts[4], v.descale.0[0]), (0.0, f32::MAX / 448.0));
+}
+
+/// With scores in f16 Q and K end at 14, a power of two below 448, and V does not: the same bits but for the exponent.
+#[test]
+fn half_scores_end_at_14() {
+    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
+    let plain = ForwardProblem::new(DType::E4M3, dims).unwrap();
+    let half = plain.clone().half_scores(true).unwrap();
+    assert_eq!(E4M3_HALF_SCORES_MAX, 448.0 / 32.0);
+    assert_eq!(Quantizer::of(&half, DType::F32).unwrap().to_string(), "quantise f32 to e4m3 per-tensor half-scores");
+    let all = |problem: &ForwardProblem, values: [f32; 8], descale: Option<f32>| {
+        let mut memory = [1, 2, 3].map(|seed| Memory::<f32>::new([1, 1, 1, 8], [1; 3], 0, seed));
+        for memory in &mut memory {
+            memory.values.0 = values.to_vec();
+            memory.descale.0 = vec![descale.unwrap_or(f32::NAN)];
+        }
+        let mut counts = [f32::NAN; 6];
+        let mut next =
+            memory.iter_mut().map(|memory| Some(if descale.is_some() { memory.given() } else { memory.computed() }));
+        let args = QuantizeArgs {
+            q: next.next().flatten(),
+            k: next.next().flatten(),
+            v: next.next().flatten(),
+            counts: Some(TensorMut::host(&mut counts, Layout::contiguous([3, 2]).unwrap()).unwrap()),
+        };
+        run(&plan(problem, DType::F32), args).unwrap();
+        drop(next);
+        let stored = |memory: &Memory<f32>| memory.stored.0.iter().map(|&x| Element::to_f32(x)).collect::<Vec<_>>();
+        (memory.each_ref().map(stored), memory.map(|memory| memory.descale.0[0]), counts)
+    };
+    let values = [14.0, -14.5, 14.6, -1e30, 1.0, f32::MAX, 0.0, 15.0];
+    let ([q, k, v], _, counts) = all(&half, values, Some(1.0));
+    assert_eq!(q, [14.0, -14.0, 14.0, -14.0, 1.0, 14.0, 0.0, 14.0]);
+    assert_eq!((k, v[2], v[3]), (q, 15.0, -448.0));
+    assert_eq!(counts, [4.0, 0.0, 4.0, 0.0, 2.0, 0.0]);
+    // The inverse of such a factor is infinite: 0 times it is a NaN, and what is not 0 the largest there is.
+    let ([q, ..], _, counts) = all(&half, [0.0, 1e-30, -2.0, f32::NAN, f32::INFINITY, 1.0, 1.0, 1.0], Some(1e-40));
+    assert!([0, 3, 4].iter().all(|&i| q[i].is_nan()) && q[1..3] == [14.0, -14.0], "{q:?}");
+    assert_eq!(counts[..2], [5.0, 2.0]);
+
+    let values = [3.0, -7.0, 0.1, 1.25, 6.9, -0.77, 0.0, 5.5];
+    let (of_half, descale_half, counts) = all(&half, values, None);
+    let (of_plain, descale_plain, _) = all(&plain, values, None);
+    assert_eq!((descale_half, counts), ([0.5, 0.5, 7.0 / 448.0], [0.0; 6]));
+    for i in 0..2 {
+        assert_eq!(descale_half[i], 32.0 * descale_plain[i]);
+        assert!(of_half[i].iter().zip(&of_plain[i]).all(|(half, plain)| 32.0 * half == *plain), "{of_half:?}");
+    }
+    assert_eq!((&of_half[2], descale_half[2]), (&of_plain[2], descale_plain[2]));
 }
 
 /// The inverse of such a factor is infinite: what is not 0 saturates, and 0 times it is a NaN, the one that a GPU stores.

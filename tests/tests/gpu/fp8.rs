@@ -1,7 +1,7 @@
 //! The rows of e4m3 operands.
 
 use hopper_attention::{DType, Device, E4M3, Element, ForwardProblem, Mask, MaskClass, Scaling, Workspace, bf16, f16};
-use hopper_attention_tests::fp8::Operands;
+use hopper_attention_tests::fp8::{Operands, for_row, promises};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Written, takes};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
@@ -27,23 +27,26 @@ fn every_e4m3_row_takes_the_grid() {
     let mut runner = Runner::new(&rows);
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut other_head_dims = 0;
+    // Rows with scores in f16 have operands of their own, up to 14; the others' go up to 448.
+    let promises = promises(&rows);
     for cases in some.chunks(64) {
-        let prepared: Vec<_> = cases
+        let taken: Vec<_> = cases.iter().filter(|(_, case)| takes(&problem(case, Scaling::PerTensor))).collect();
+        other_head_dims += cases.len() - taken.len();
+        let prepared: Vec<_> = taken
             .par_iter()
-            .filter_map(|(i, case)| {
-                let problem = problem(case, Scaling::ALL[i % 3]);
-                let hadamard = (case.seed % 2 == 1).then_some(case.seed);
-                takes(&problem).then(|| {
+            .flat_map(|(i, case)| {
+                promises.par_iter().map(move |&promised| {
+                    let problem = problem(case, Scaling::ALL[i % 3]).half_scores(promised).unwrap();
+                    let hadamard = (case.seed % 2 == 1).then_some(case.seed);
                     let operands = Operands::of_case(case, &problem, hadamard);
                     let expected = operands.expected();
-                    (case, operands, expected)
+                    (case, promised, operands, expected)
                 })
             })
             .collect();
-        other_head_dims += cases.len() - prepared.len();
-        for (case, operands, expected) in &prepared {
+        for (case, promised, operands, expected) in &prepared {
             let on_device = OnDevice::new(&gpu.stream, operands);
-            for (i, row) in rows.iter().enumerate() {
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| (row.scores == DType::F16) == *promised) {
                 let Ok(plan) = operands.problem().plan_with_row(&gpu.device, row) else { continue };
                 assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
                 let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
@@ -70,10 +73,11 @@ fn outputs_of_every_type_and_amax() {
     let Some(gpu) = Gpu::open("outputs_of_every_type_and_amax") else { return };
     let device = Device::Cuda(gpu.device.clone());
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
-    for (scaling, mask) in Scaling::ALL.into_iter().zip([Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))])
-    {
+    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
+    let settings = Scaling::ALL.into_iter().zip(masks).flat_map(|setting| [(setting, false), (setting, true)]);
+    for ((scaling, mask), promised) in settings {
         let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
-        let problem = problem(&case, scaling);
+        let problem = problem(&case, scaling).half_scores(promised).unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let on_device = OnDevice::new(&gpu.stream, &operands);
         let exact = operands.expected().oracle().o.clone();
@@ -110,9 +114,10 @@ fn nothing_to_sum() {
     let Some(gpu) = Gpu::open("nothing_to_sum (e4m3)") else { return };
     let device = Device::Cuda(gpu.device.clone());
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
-    for (seqlen_q, seqlen_kv) in [(70, 0), (0, 70)] {
+    for (seqlen_q, seqlen_kv, promised) in [(70, 0, false), (0, 70, false), (70, 0, true), (0, 70, true)] {
         let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(2, 4, 2);
         let problem = problem(&case, Scaling::PerBlock).output(DType::E4M3).unwrap().amax(true).unwrap();
+        let problem = problem.half_scores(promised).unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let plan = problem.plan(&device).unwrap();
         let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -139,7 +144,7 @@ fn keys_of_zeros_weigh_the_same() {
             Scaling::ALL.into_iter().zip([row.head_dim_qk, row.head_dim_qk - 16, row.head_dim_qk])
         {
             let case = Case::new(300, 333, head_dim, mask).heads(2, 4, 2);
-            let problem = problem(&case, scaling);
+            let problem = for_row(problem(&case, scaling), &row);
             let operands = Operands::of_zeros(&case, &problem);
             let Ok(plan) = problem.plan_with_row(&gpu.device, &row) else { continue };
             let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -159,9 +164,9 @@ fn e4m3_runs_repeat() {
     let device = Device::Cuda(gpu.device.clone());
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(700), None)] {
-        for head_dim in [64, 128] {
+        for (head_dim, promised) in [(64, false), (128, false), (64, true), (128, true)] {
             let case = Case::new(1500, 1500, head_dim, mask).heads(4, 8, 4);
-            let problem = problem(&case, Scaling::PerBlock);
+            let problem = problem(&case, Scaling::PerBlock).half_scores(promised).unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan(&device).unwrap();
             let on_device = OnDevice::new(&gpu.stream, &operands);

@@ -2,7 +2,7 @@
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{DType, E4M3, ForwardPlan, ForwardProblem, KernelInfo, Scaling, Stream, Workspace, bf16};
-use hopper_attention_tests::fp8::Operands;
+use hopper_attention_tests::fp8::{Operands, for_row};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Room};
 use hopper_attention_tests::problems::{Case, Grid};
@@ -24,7 +24,7 @@ fn operands(row: &KernelInfo, seed: u64) -> Operands {
     let case = case(row, seed);
     let scaling = Scaling::ALL[row.row as usize % 3];
     let problem: ForwardProblem = case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap().amax(true).unwrap();
-    Operands::of_case(&case, &problem, None)
+    Operands::of_case(&case, &for_row(problem, row), None)
 }
 
 fn ready(gpu: &Gpu, row: &KernelInfo) -> (Operands, ForwardPlan) {

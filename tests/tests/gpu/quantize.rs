@@ -104,7 +104,8 @@ fn random<T: Operand>(gpu: &Gpu, seed: u64) {
     let kinds = [kind(), kind(), kind()];
     let counts = rng.random_bool(0.5);
     let scaling = Scaling::ALL[rng.random_range(0..3)];
-    let quantizer = quantizer(&problem(dims, scaling), T::DTYPE, hadamard);
+    let problem = problem(dims, scaling).half_scores(rng.random_bool(0.5)).unwrap();
+    let quantizer = quantizer(&problem, T::DTYPE, hadamard);
     follows_the_cpu(
         gpu,
         &Sample::<T>::new(quantizer, kinds, counts, seed),
@@ -130,7 +131,8 @@ fn many_tiles_share_a_factor() {
     for scaling in Scaling::ALL {
         for values in [Placement::Bshd, Placement::Bhsd] {
             let kinds = [Some(Kind { values, stored: values, given: false, like: Like::Uneven }); 3];
-            let quantizer = quantizer(&several_rounds(scaling), DType::BF16, Some(3));
+            let problem = several_rounds(scaling).half_scores(values == Placement::Bhsd).unwrap();
+            let quantizer = quantizer(&problem, DType::BF16, Some(3));
             follows_the_cpu(&gpu, &Sample::<bf16>::new(quantizer, kinds, true, 5), &format!("{values:?}"));
         }
     }
@@ -234,10 +236,10 @@ fn a_chain_of_quantiser_and_forward() {
     // The default stream cannot be captured.
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
-    for scaling in Scaling::ALL {
+    for (scaling, promised) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
         let dims =
             Dims { batch: 2, seqlen_q: 517, seqlen_kv: 300, heads_q: 4, heads_kv: 2, head_dim_qk: 96, head_dim_vo: 96 };
-        let problem = problem(dims, scaling).mask(Mask::causal()).lse(true);
+        let problem = problem(dims, scaling).mask(Mask::causal()).lse(true).half_scores(promised).unwrap();
         let quantizer = quantizer(&problem, DType::BF16, Some(11));
         let sample = |seed| Sample::<bf16>::new(quantizer.clone(), dense(Like::Uneven), true, seed);
         let first = sample(1);

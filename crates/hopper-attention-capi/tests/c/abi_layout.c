@@ -41,7 +41,7 @@ FIELD(hattn_forward_problem, arch, 100, 4);
 FIELD(hattn_forward_problem, output, 104, 4);
 FIELD(hattn_forward_problem, scaling, 108, 4);
 FIELD(hattn_forward_problem, amax, 112, 4);
-FIELD(hattn_forward_problem, reserved, 116, 4);
+FIELD(hattn_forward_problem, half_scores, 116, 4);
 
 STRUCT(hattn_backward_problem, 112);
 FIELD(hattn_backward_problem, struct_size, 0, 4);

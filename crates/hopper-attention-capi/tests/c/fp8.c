@@ -177,6 +177,30 @@ static void what_is_given_saturates_and_is_counted(void) {
   reset();
 }
 
+/* 14 is 448 with an exponent that is less by 5, which is what the largest magnitude of Q and K then is; V keeps 448. */
+static void half_scores_make_q_and_k_small(void) {
+  static uint8_t plain[ROWS_Q * DIM];
+  const float* of_q = q_descale;
+  float largest[2] = {0.0F, 0.0F};
+  float before;
+  int i;
+  CHECK(quantise() == HATTN_OK);
+  memcpy(plain, q_stored, sizeof(plain));
+  before = of_q[0];
+  problem.half_scores = 1;
+  CHECK(quantise() == HATTN_OK);
+  CHECK(of_q[0] == 32.0F * before);
+  for (i = 0; i < ROWS_Q * DIM; ++i) {
+    /* But for those that are too small for three bits. */
+    CHECK(fabsf(e4m3(plain[i]) - 32.0F * e4m3(q_stored[i])) <= 0.03125F);
+    largest[0] = fmaxf(largest[0], fabsf(e4m3(q_stored[i])));
+  }
+  for (i = 0; i < ROWS_KV * DIM; ++i) largest[1] = fmaxf(largest[1], fabsf(e4m3(v_stored[i])));
+  CHECK(largest[0] == 14.0F && largest[1] == 448.0F);
+  CHECK(attend() == HATTN_OK);
+  reset();
+}
+
 static void outputs_are_those_of_what_operands_stand_for(void) {
   /* The same problem in f32, of the operands' real values: rotated ones, whose products are those of the values. */
   static float exact[ROWS_Q * DIM], real_q[ROWS_Q * DIM], real_k[ROWS_KV * DIM], real_v[ROWS_KV * DIM];
@@ -198,7 +222,7 @@ static void outputs_are_those_of_what_operands_stand_for(void) {
     const hattn_tensor wide_v = tensor(real_v, BATCH, SEQLEN_KV, HEADS_KV, DIM);
     const hattn_tensor wide_o = tensor(exact, BATCH, SEQLEN_Q, HEADS_Q, DIM);
     const hattn_tensor of_lse = row_values(wide_lse);
-    wide.dtype = HATTN_F32, wide.output = 0, wide.scaling = 0, wide.amax = 0;
+    wide.dtype = HATTN_F32, wide.output = 0, wide.scaling = 0, wide.amax = 0, wide.half_scores = 0;
     wide_args.q = &wide_q, wide_args.k = &wide_k, wide_args.v = &wide_v, wide_args.o = &wide_o;
     wide_args.lse = &of_lse;
     CHECK(hattn_forward_plan_create(&wide, HATTN_CPU, &plan) == HATTN_OK);
@@ -255,8 +279,11 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "scaling", "3", "HATTN_PER_BLOCK (2)");
   problem.amax = 2;
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "amax", "2", "1 (wanted)");
-  problem.reserved = 1;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "problem", "a reserved field that is set", "0");
+  problem.half_scores = -1;
+  NO_FORWARD(HATTN_ERROR_ARGUMENT, "half_scores", "-1", "1 (promised)");
+  problem.half_scores = 1;
+  q_stored[DIM + 1] = 0x57; /* 15 */
+  NO_FORWARD(HATTN_ERROR_VALUE, "q", "half_scores(true)", "at most 14 in magnitude");
   descale[1].dtype = HATTN_F16;
   NO_FORWARD(HATTN_ERROR_DTYPE, "descale_k", "f16", "f32");
   descale[2].ndim = 4;
@@ -335,6 +362,7 @@ int main(void) {
   reset();
   RUN("fp8", operands_stand_for_the_values);
   RUN("fp8", what_is_given_saturates_and_is_counted);
+  RUN("fp8", half_scores_make_q_and_k_small);
   RUN("fp8", outputs_are_those_of_what_operands_stand_for);
   RUN("fp8", what_does_not_fit_e4m3_operands_is_refused);
   RUN("fp8", what_cannot_be_quantised_is_refused);

@@ -75,7 +75,9 @@ struct Operand {
 
 void quantised_and_attended_to() {
   for (const Scaling scaling : {Scaling::PerTensor, Scaling::PerHead, Scaling::PerBlock}) {
-    const ForwardProblem forward = problem(scaling);
+    const bool half_scores = scaling == Scaling::PerHead;
+    const ForwardProblem forward = problem(scaling).half_scores(half_scores);
+    CHECK(forward.c_problem().half_scores == (half_scores ? 1 : 0));
     Operand q(forward.q_shape(), descale_q_shape(forward), 1);
     Operand k(forward.k_shape(), descale_kv_shape(forward), 2);
     Operand v(forward.v_shape(), descale_kv_shape(forward), 3);
@@ -93,6 +95,7 @@ void quantised_and_attended_to() {
     CHECK(quantise.try_workspace_bytes(bytes) == Status::Ok && bytes == 0);
     CHECK(quantise.try_run(args, nullptr) == Status::Ok);
     for (const float counted : counts) CHECK(counted == 0.0F);
+    for (const std::uint8_t code : q.stored) CHECK(!half_scores || (code & 0x7fU) <= 0x56U);  // 14
     for (const float factor : q.descale) CHECK(factor > 0.0F && std::isfinite(factor));
 
     std::vector<std::uint16_t> o(count(forward.o_shape()), 0x7fff);

@@ -63,6 +63,9 @@ struct RingPosition {
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
 
+  // The position of buffer `count` of all that pass through the ring.
+  CUTE_DEVICE static RingPosition of(std::uint32_t count) { return {count % kStages, count / kStages % 2}; }
+
   CUTE_DEVICE void advance() {
     if constexpr (kStages == 2) {
       parity ^= stage;
@@ -74,6 +77,12 @@ struct RingPosition {
         parity ^= 1;
       }
     }
+  }
+
+  // The position before this one.
+  CUTE_DEVICE RingPosition before() const {
+    bool const first = stage == 0;
+    return {first ? kStages - 1 : stage - 1, first ? parity ^ 1 : parity};
   }
 
   // The same in the whole warp already, but after a loop of run-time length ptxas no longer knows, and would move every

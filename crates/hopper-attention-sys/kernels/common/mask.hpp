@@ -163,8 +163,8 @@ CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int colum
         if constexpr (kMask == MaskClass::Window) {
           drop = drop || at < first;
         }
-        float& score = scores(4 * i + 2 * r + c);
-        score = drop ? -INFINITY : score;
+        auto& score = scores(4 * i + 2 * r + c);
+        score = drop ? static_cast<cute::remove_cvref_t<decltype(score)>>(-INFINITY) : score;
       }
     }
   }

@@ -60,17 +60,32 @@ CUTE_DEVICE float larger_magnitude(float a, float b) {
   return larger;
 }
 
+constexpr float kLargestE4m3 = 448.0F;
 constexpr std::uint32_t kMagnitude = 0x7fffffffU;
 constexpr std::uint32_t kInfinity = 0x7f800000U;
 
 CUTE_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & kMagnitude) == kInfinity; }
 CUTE_DEVICE bool is_nan(float x) { return (__float_as_uint(x) & kMagnitude) > kInfinity; }
 
-// The descale factor of a largest magnitude.
-CUTE_DEVICE float descale_of(float amax) {
+// The descale factor of a largest magnitude, which becomes `most`.
+CUTE_DEVICE float descale_of(float amax, float most) {
   constexpr float kSmallestNormal = 0x1p-126F;
-  float const quotient = divide(amax, 448.0F);
+  float const quotient = divide(amax, most);
   return quotient > kSmallestNormal ? quotient : kSmallestNormal;
+}
+
+// x between -most and most; a NaN stays one.
+CUTE_DEVICE float clamp(float x, float most) {
+  float clamped;
+  asm("{\n"
+      ".reg .f32 least;\n"
+      "neg.f32 least, %2;\n"
+      "max.NaN.f32 %0, %1, least;\n"
+      "min.NaN.f32 %0, %0, %2;\n"
+      "}\n"
+      : "=f"(clamped)
+      : "f"(x), "f"(most));
+  return clamped;
 }
 
 // Four f32 to e4m3, the first lowest: to nearest even, 448 for what is larger, 0x7f for a NaN.

@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     } else {
       float factor = work.factor;
       if (job != Job::Convert) {
-        float const descale =
-            descale_of(job == Job::Both ? __uint_as_float(storage.largest[place]) : storage.awaited[place]);
+        float const descale = descale_of(
+            job == Job::Both ? __uint_as_float(storage.largest[place]) : storage.awaited[place], params.most);
         factor = reciprocal(descale);
         if (after == 0 && (job == Job::Both || work.first)) {
           *work.descale = descale;
@@ -209,6 +209,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
       int const rows = work.rows - warp * WarpTile::kRows;
       std::uint32_t const first_bytes = WarpTile::first_bytes(tile_address(stage, warp), lane);
       bool const counts = params.counts != nullptr;
+      // Factors of their own leave no value beyond the most, and the conversion ends at 448 by itself.
+      bool const clamps = job == Job::Convert && params.most < kLargestE4m3;
       CUTE_UNROLL
       for (int r = 0; r < WarpTile::kRowsALane; ++r) {
         CUTE_UNROLL
@@ -218,8 +220,19 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
           for (int i = 0; i < kChunk; ++i) {
             scaled[i] = multiply(x[r][j * kChunk + i], factor);
           }
-          WarpTile::write_bytes(first_bytes, r, j, pack_e4m3(scaled[0], scaled[1], scaled[2], scaled[3]),
-                                pack_e4m3(scaled[4], scaled[5], scaled[6], scaled[7]));
+          float ended[kChunk];
+          CUTE_UNROLL
+          for (int i = 0; i < kChunk; ++i) {
+            ended[i] = scaled[i];
+          }
+          if (clamps) {
+            CUTE_UNROLL
+            for (int i = 0; i < kChunk; ++i) {
+              ended[i] = clamp(scaled[i], params.most);
+            }
+          }
+          WarpTile::write_bytes(first_bytes, r, j, pack_e4m3(ended[0], ended[1], ended[2], ended[3]),
+                                pack_e4m3(ended[4], ended[5], ended[6], ended[7]));
           if (counts) {
             int const row = thread_index() % 32 / kLanes<kHeadDim> + r * WarpTile::kRowsApart;
             int const chunk = thread_index() % kLanes<kHeadDim> + j * kLanes<kHeadDim>;
@@ -228,9 +241,9 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
               for (int i = 0; i < kChunk; ++i) {
                 bool const number = !is_nan(x[r][j * kChunk + i]);
                 not_finite += number ? 0 : 1;
-                // Half a step beyond 448; a NaN that the product made is none of either.
+                // More than half a step beyond the most; a NaN that the product made is none of either.
                 unsigned const bits = __float_as_uint(scaled[i]) & kMagnitude;
-                saturated += number && bits > __float_as_uint(464.0F) && bits <= kInfinity ? 1 : 0;
+                saturated += number && bits > __float_as_uint(params.rounds_to_most) && bits <= kInfinity ? 1 : 0;
               }
             }
           }

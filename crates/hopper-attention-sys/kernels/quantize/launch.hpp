@@ -10,10 +10,10 @@
 namespace hattn::quantize {
 
 // Factors of a tensor without elements, which are written all the same.
-static __global__ void fill_factors(FactorsDesc const descale, int heads, int factors) {
+static __global__ void fill_factors(FactorsDesc const descale, int heads, int factors, float most) {
   for (int i = static_cast<int>(threadIdx.x); i < factors; i += static_cast<int>(blockDim.x)) {
     reinterpret_cast<float*>(descale.address)[i / heads * descale.stride_batch + i % heads * descale.stride_head] =
-        descale_of(0.0F);
+        descale_of(0.0F, most);
   }
 }
 
@@ -78,7 +78,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   int const factors = one ? 1 : tensor.batch * heads;
   if (tiles == 0) {
     if (shares && factors > 0) {
-      fill_factors<<<1, 128, 0, stream>>>(tensor.descale, heads, factors);
+      fill_factors<<<1, 128, 0, stream>>>(tensor.descale, heads, factors, tensor.most);
     }
     return to_status(cudaGetLastError());
   }
@@ -104,6 +104,8 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   // All of a factor's tiles must be measured before the first is converted, with the others that lie between them.
   unsigned const first = one ? tiles : (params.heads_first ? tensor.heads : tensor.group) * blocks;
   params.ahead = first + ctas < tiles ? first + ctas : tiles;
+  params.most = tensor.most;
+  params.rounds_to_most = tensor.most + tensor.most / 28.0F;  // 464 of 448, 14.5 of 14
   auto* const state = reinterpret_cast<unsigned*>(tensor.state);
   params.shared = {state, state + 4, state + 4 + factors};
   params.counts = counts;

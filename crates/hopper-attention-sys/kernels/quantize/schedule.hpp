@@ -54,6 +54,8 @@ struct Params {
   Divisor blocks, heads, group;
   unsigned factor_heads, seqlen, chunks;
   unsigned tiles_a_factor;
+  float most;            // the largest magnitude that is stored
+  float rounds_to_most;  // the largest that rounds to it: half a step of e4m3 beyond
   Shared shared;
   unsigned long long* counts;  // two, or null
 };

@@ -3,10 +3,11 @@
 use super::hadamard::Rotation;
 use super::{Task, each_task, load, offset};
 use crate::tensor::{HostMut, HostRef};
-use crate::{E4M3, E4M3_MAX, Element, Operand, Scaling};
+use crate::{E4M3, Element, Operand, Scaling};
 
-/// Half a step beyond 448, where rounding to nearest would leave e4m3.
-const ROUNDS_TO_MAX: f32 = 464.0;
+/// How many half steps of e4m3 the largest magnitude that is stored is: 448 ones of 16, and 14, a power of two below, ones
+/// of 0.5.
+const HALF_STEPS: f32 = 28.0;
 /// The code of a NaN.
 const NAN: E4M3 = E4M3::from_bits(0x7f);
 
@@ -20,6 +21,8 @@ pub(crate) struct QuantizeTask<'a, T> {
     pub group: usize,
     /// The seed of the rotation before.
     pub rotation: Option<u64>,
+    /// The largest magnitude that is stored: 448, or that divided by a power of two.
+    pub most: f32,
 }
 
 /// Factors to write, or to read.
@@ -30,7 +33,7 @@ pub(crate) enum Factors<'a> {
 
 /// Quantises a tensor, and counts what was saturated and what was not finite.
 pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
-    let QuantizeTask { values, mut stored, descale, scaling, group, rotation } = task;
+    let QuantizeTask { values, mut stored, descale, scaling, group, rotation, most } = task;
     let [batch, seqlen, heads, dim] = values.layout.shape();
     let rotation = rotation.map(|seed| Rotation::new(seed, dim));
     let rows = |task: &Task, rows: &mut Vec<f32>| {
@@ -58,7 +61,7 @@ pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
                 let place = offset(layout.stride(), index(task));
                 data[place] = data[place].max(amax);
             });
-            places.for_each(|place| data[place] = (data[place] / E4M3_MAX).max(f32::MIN_POSITIVE));
+            places.for_each(|place| data[place] = (data[place] / most).max(f32::MIN_POSITIVE));
             HostRef { data, layout }
         }
     };
@@ -68,7 +71,7 @@ pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
         rows(task, scratch);
         let factor = 1.0 / descale.data[offset(descale.layout.stride(), index(task))];
         let mut counts = [0; 2];
-        let rows: Vec<E4M3> = scratch.iter().map(|&x| one(x, factor, &mut counts)).collect();
+        let rows: Vec<E4M3> = scratch.iter().map(|&x| one(x, factor, most, &mut counts)).collect();
         (rows, counts)
     };
     each_task(batch, heads, seqlen, compute, |task, (rows, [saturated, not_finite])| {
@@ -79,7 +82,7 @@ pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
     counts
 }
 
-fn one(x: f32, factor: f32, [saturated, not_finite]: &mut [u64; 2]) -> E4M3 {
+fn one(x: f32, factor: f32, most: f32, [saturated, not_finite]: &mut [u64; 2]) -> E4M3 {
     if !x.is_finite() {
         *not_finite += 1;
         return NAN;
@@ -89,8 +92,9 @@ fn one(x: f32, factor: f32, [saturated, not_finite]: &mut [u64; 2]) -> E4M3 {
         // 0 times the infinite inverse of a given factor that is next to nothing: a NaN whose sign differs by machine.
         return NAN;
     }
-    if scaled.abs() > ROUNDS_TO_MAX {
+    // Rounding to nearest would leave what may be stored.
+    if scaled.abs() > most + most / HALF_STEPS {
         *saturated += 1;
     }
-    <E4M3 as Element>::from_f32(scaled)
+    <E4M3 as Element>::from_f32(scaled.clamp(-most, most))
 }

@@ -261,6 +261,7 @@ mod tests {
                     stages: 2,
                     threads: 384,
                     smem_bytes: 200 << 10,
+                    scores: DType::F32,
                 });
             }
         }

@@ -68,7 +68,8 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     }
 }
 
-/// Picks the kernel with the smallest head dims that fit, then the least time by `time_weight` (padding counts as work),
+/// Picks the kernel with the smallest head dims that fit, then sums of scores in f16 (of which there are none without
+/// [`half_scores`](ForwardProblem::half_scores)), then the least time by `time_weight` (padding counts as work),
 /// then the one of which more blocks share a multiprocessor, then the larger tile. A GPU's own instruction set comes
 /// before older ones that it runs too, unless the problem asks for one.
 ///
@@ -97,10 +98,11 @@ fn rank(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     row: &KernelInfo,
-) -> (usize, usize, Reverse<usize>, Reverse<usize>, u32) {
+) -> (usize, bool, usize, Reverse<usize>, Reverse<usize>, u32) {
     let padded = problem.dims().seqlen_q.next_multiple_of(row.tile_m.max(1));
     let time = padded * time_weight(row);
-    (row.head_dim_qk + row.head_dim_vo, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
+    let in_f32 = row.scores != DType::F16;
+    (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
 /// Whether a kernel has one block a multiprocessor, which walks over tiles; the others have a block for each tile.
@@ -161,6 +163,12 @@ pub(super) fn fitting<'a>(
         rows,
         |row| row.dtype == dtype,
         |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
+    )?;
+    // Sums in f16 are for those who promised that they fit; who did is as well served by sums in f32.
+    let rows = sieve(
+        rows,
+        |row| row.scores != DType::F16 || problem.half_scores_value(),
+        |_| (format!("{dtype} operands without half_scores(true) on a GPU"), "with half_scores(true)".into()),
     )?;
     let rows = sieve(
         rows,

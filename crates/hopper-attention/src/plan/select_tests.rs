@@ -18,6 +18,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         stages: 2,
         threads: 128 + tile_m * 2,
         smem_bytes: 200 << 10,
+        scores: DType::F32,
     }
 }
 
@@ -134,6 +135,61 @@ fn candidates_come_in_the_rules_order() {
     }
     let full = problem(DIMS, Mask::Full);
     assert_eq!(candidates(&full, &H100, &[]).unwrap_err(), select(&full, &H100, &[]).unwrap_err());
+}
+
+/// Rows of e4m3 operands: scores in f32 of every class and head dim, and in f16 of some, in tiles of two sizes at head dim 64.
+fn fp8_rows() -> Vec<KernelInfo> {
+    let (f32, f16) = (DType::F32, DType::F16);
+    let rows = [
+        (MaskClass::Full, 64, 128, f32),
+        (MaskClass::Full, 128, 128, f32),
+        (MaskClass::Causal, 64, 128, f32),
+        (MaskClass::Causal, 128, 128, f32),
+        (MaskClass::Window, 64, 128, f32),
+        (MaskClass::Full, 64, 192, f16),
+        (MaskClass::Full, 64, 128, f16),
+        (MaskClass::Causal, 64, 192, f16),
+        (MaskClass::Causal, 64, 128, f16),
+        (MaskClass::Full, 128, 128, f16),
+    ];
+    let made = |(i, (mask, head_dim, tile_m, scores))| KernelInfo {
+        dtype: DType::E4M3,
+        scores,
+        ..row(i as u32, mask, head_dim, tile_m)
+    };
+    rows.into_iter().enumerate().map(made).collect()
+}
+
+#[test]
+fn scores_in_f16_are_for_those_who_promise() {
+    let of = |mask, head_dim, seqlen, promised| {
+        let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
+        ForwardProblem::new(DType::E4M3, dims).unwrap().mask(mask).half_scores(promised).unwrap()
+    };
+    let taken = |mask, head_dim, seqlen, promised| {
+        let kernel = select(&of(mask, head_dim, seqlen, promised), &H100, &fp8_rows()).unwrap().kernel;
+        (kernel.scores, kernel.head_dim_qk, kernel.tile_m)
+    };
+    for (mask, head_dim) in [(Mask::Full, 64), (Mask::Full, 128), (Mask::causal(), 32), (Mask::causal(), 80)] {
+        assert_eq!(taken(mask, head_dim, 4096, false), (DType::F32, if head_dim > 64 { 128 } else { 64 }, 128));
+    }
+    assert_eq!(taken(Mask::Full, 128, 4096, true), (DType::F16, 128, 128));
+    // Of tiles of two sizes as for other types: the larger one where it is worth the padding.
+    let tile = |seqlen| taken(Mask::causal(), 64, seqlen, true);
+    assert_eq!([512, 1024, 2048, 16384].map(tile), [128, 128, 192, 192].map(|tile| (DType::F16, 64, tile)));
+    // Where there are none: of a mask, of a head dim.
+    assert_eq!(taken(Mask::window(Some(7), Some(0)), 64, 4096, true), (DType::F32, 64, 128));
+    assert_eq!(taken(Mask::causal(), 128, 4096, true), (DType::F32, 128, 128));
+    // Sums in f32 are no worse, so that they are candidates, the last.
+    let problem = of(Mask::Full, 64, 4096, true);
+    let scores: Vec<_> = candidates(&problem, &H100, &fp8_rows()).unwrap().iter().map(|row| row.scores).collect();
+    assert_eq!(scores[..3], [DType::F16, DType::F16, DType::F32]);
+    assert!(candidates(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap().iter().all(|row| row.row < 5));
+    assert!(select(&problem, &H100, &fp8_rows()[..1]).is_ok());
+    assert_eq!(
+        refused(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()[5..]),
+        "unsupported: e4m3 operands without half_scores(true) on a GPU; nearest: with half_scores(true)"
+    );
 }
 
 #[test]

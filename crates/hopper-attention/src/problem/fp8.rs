@@ -10,19 +10,22 @@ use crate::{DType, Error, Result, Scaling};
 pub(super) struct Fp8 {
     output: DType,
     scaling: Scaling,
+    half_scores: bool,
     amax: bool,
 }
 
 impl Fp8 {
     /// Of operands of this type: none where they are not e4m3.
     pub fn of(dtype: DType) -> Option<Self> {
-        (dtype == DType::E4M3).then_some(Self { output: DType::BF16, scaling: Scaling::PerTensor, amax: false })
+        let fp8 = Self { output: DType::BF16, scaling: Scaling::PerTensor, half_scores: false, amax: false };
+        (dtype == DType::E4M3).then_some(fp8)
     }
 }
 
 impl fmt::Display for Fp8 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, " {} to {}{}", self.scaling, self.output, if self.amax { " amax" } else { "" })
+        let half_scores = if self.half_scores { " half-scores" } else { "" };
+        write!(f, " {}{half_scores} to {}{}", self.scaling, self.output, if self.amax { " amax" } else { "" })
     }
 }
 
@@ -74,6 +77,20 @@ impl ForwardProblem {
         Ok(Self { fp8: Some(Fp8 { amax: wanted, ..fp8 }), ..self })
     }
 
+    /// The same problem with or without a promise: that no stored element of Q or K is larger in magnitude than
+    /// [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), 14. Sums of their products then fit f16, in which the tensor
+    /// cores of a GPU may sum them, and that is faster. A [`Quantizer`](crate::Quantizer) of such a problem makes operands that keep it.
+    ///
+    /// The CPU checks it, and sums in f32 either way. A GPU takes it for granted: where it is broken, rows of O and of the
+    /// LSE that an element beyond 14 has a part in may hold any numbers, NaN among them, and nothing else comes of it.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for operands that are not e4m3.
+    pub fn half_scores(self, promised: bool) -> Result<Self> {
+        let fp8 = self.e4m3("half_scores", "promised")?;
+        Ok(Self { fp8: Some(Fp8 { half_scores: promised, ..fp8 }), ..self })
+    }
+
     fn e4m3(&self, what: &'static str, got: &str) -> Result<Fp8> {
         self.fp8.ok_or_else(|| Error::Value {
             what,
@@ -95,6 +112,11 @@ impl ForwardProblem {
     /// Whether the largest magnitude of O is an output.
     pub fn wants_amax(&self) -> bool {
         self.fp8.is_some_and(|fp8| fp8.amax)
+    }
+
+    /// Whether Q and K are promised to be small enough for scores in f16.
+    pub fn half_scores_value(&self) -> bool {
+        self.fp8.is_some_and(|fp8| fp8.half_scores)
     }
 
     /// Whether the factor of a stored O is an input: where the output is e4m3.
@@ -164,7 +186,12 @@ mod tests {
         assert_eq!(text, "o: dtype f16; allowed: bf16, the operands'");
         let text = bf16.clone().scaling(Scaling::PerHead).unwrap_err().to_string();
         assert_eq!(text, "scaling: per-head, with bf16 operands; allowed: with e4m3 operands only");
-        assert!(bf16.amax(true).unwrap_err().to_string().starts_with("amax: asked for"));
+        assert!(bf16.clone().amax(true).unwrap_err().to_string().starts_with("amax: asked for"));
+        for promised in [true, false] {
+            let text = bf16.clone().half_scores(promised).unwrap_err().to_string();
+            assert_eq!(text, "half_scores: promised, with bf16 operands; allowed: with e4m3 operands only");
+        }
+        assert!(!bf16.half_scores_value());
     }
 
     #[test]
@@ -172,5 +199,18 @@ mod tests {
         let text = problem(DType::E4M3).scaling(Scaling::PerBlock).unwrap().amax(true).unwrap().to_string();
         let want = "forward e4m3 per-block to bf16 amax batch 2 seqlen 129x256 heads 6/2 head_dim 16/8 full scale 0.25";
         assert_eq!(text, want);
+    }
+
+    #[test]
+    fn a_promise_makes_another_problem() {
+        let plain = problem(DType::E4M3).scaling(Scaling::PerHead).unwrap();
+        let promised = plain.clone().half_scores(true).unwrap();
+        assert!(promised.half_scores_value() && !plain.half_scores_value() && promised != plain);
+        let want =
+            "forward e4m3 per-head half-scores to f16 batch 2 seqlen 129x256 heads 6/2 head_dim 16/8 full scale 0.25";
+        assert_eq!(promised.clone().output(DType::F16).unwrap().to_string(), want);
+        // What is measured to be the fastest is noted by shape.
+        assert_ne!(promised.shape(), plain.shape());
+        assert_eq!(promised.half_scores(false).unwrap(), plain);
     }
 }

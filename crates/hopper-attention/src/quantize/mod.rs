@@ -7,7 +7,9 @@ mod select;
 
 use std::fmt;
 
-use crate::{DType, E4M3, Error, ForwardProblem, Operand, Result, TensorMut, TensorRef, checks};
+use crate::{
+    DType, E4M3, E4M3_HALF_SCORES_MAX, E4M3_MAX, Error, ForwardProblem, Operand, Result, TensorMut, TensorRef, checks,
+};
 
 pub use plan::QuantizePlan;
 pub(crate) use plan::check_counts;
@@ -18,13 +20,15 @@ pub(crate) use select::{Choice, NAMES, Name, check_tensor};
 /// Takes Q, K and V of a problem with e4m3 operands to e4m3, with the factors that its [`Scaling`](crate::Scaling) asks for.
 ///
 /// ```text
-/// descale = max(amax / 448, the smallest normal f32)      amax: the largest finite magnitude that shares the factor
+/// descale = max(amax / most, the smallest normal f32)     amax: the largest finite magnitude that shares the factor
 /// stored  = e4m3(x * (1 / descale))                       to nearest even; both divisions and the product in f32
 /// ```
 ///
-/// or with factors that are given. A magnitude that rounding would take beyond 448, as is possible with given ones only,
-/// is stored as 448. What is not finite becomes NaN, which attention carries on to the rows that it touches; e4m3 has no
-/// infinity. How often either happens can be [counted](QuantizeArgs::counts).
+/// or with factors that are given. `most` is 448, but 14 for Q and K of a problem with
+/// [`half_scores`](ForwardProblem::half_scores), whose promise the operands keep with any factors. A magnitude that rounding
+/// would take beyond `most`, as is possible with given ones only, is stored as `most`. What is not finite becomes NaN, which
+/// attention carries on to the rows that it touches; e4m3 has no infinity. How often either happens can be
+/// [counted](QuantizeArgs::counts).
 ///
 /// A GPU does the same, bit for bit: one pass over a tensor for factors per block and given ones, two where more tiles than
 /// one share a factor. Its kernels read bf16 and f16 and take head dims that are multiples of 16 up to 128.
@@ -100,6 +104,11 @@ impl Quantizer {
         Self { hadamard: Some(seed), ..self }
     }
 
+    /// The largest magnitude that it stores of an operand.
+    pub(crate) fn most(&self, of: &Name) -> f32 {
+        if of.scored && self.problem.half_scores_value() { E4M3_HALF_SCORES_MAX } else { E4M3_MAX }
+    }
+
     /// The problem whose operands it makes.
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem
@@ -119,7 +128,8 @@ impl Quantizer {
 impl fmt::Display for Quantizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scaling = self.problem.scaling_value().unwrap_or_default();
-        write!(f, "quantise {} to e4m3 {scaling}", self.source)?;
+        let half_scores = if self.problem.half_scores_value() { " half-scores" } else { "" };
+        write!(f, "quantise {} to e4m3 {scaling}{half_scores}", self.source)?;
         self.hadamard.map_or(Ok(()), |seed| write!(f, " hadamard {seed}"))
     }
 }
@@ -132,8 +142,8 @@ pub struct QuantizeArgs<'a, T: Operand> {
     pub k: Option<Quantize<'a, T>>,
     /// Values.
     pub v: Option<Quantize<'a, T>>,
-    /// Where to count, `[3, 2]`: for q, k and v, the elements whose magnitude was too large and was stored as 448, and those
-    /// that were not finite and were stored as NaN (with incoherent processing, after the rotation). In f32, so exact up to
+    /// Where to count, `[3, 2]`: for q, k and v, the elements whose magnitude was too large and was stored as 448 (or 14, see
+    /// [`Quantizer`]), and those that were not finite and were stored as NaN (with incoherent processing, after the rotation). In f32, so exact up to
     /// 2^24. 0 for what was not quantised.
     pub counts: Option<TensorMut<'a, f32, 2>>,
 }

@@ -157,7 +157,8 @@ impl QuantizePlan {
             descale,
             scaling: problem.scaling_value().unwrap_or_default(),
             group: (of.shape)(problem)[2] / problem.dims().heads_kv,
-            rotation: self.quantizer.hadamard.filter(|_| of.rotated),
+            rotation: self.quantizer.hadamard.filter(|_| of.scored),
+            most: self.quantizer.most(of),
         })
     }
 }

@@ -96,7 +96,8 @@ pub(crate) struct Name {
     pub descale: &'static str,
     pub shape: fn(&ForwardProblem) -> [usize; 4],
     pub factors: fn(&ForwardProblem) -> [usize; 3],
-    pub rotated: bool,
+    /// Whether scores are made of it: Q and K, which are rotated, and smaller for scores in f16.
+    pub scored: bool,
 }
 
 /// Of q, k and v.
@@ -107,7 +108,7 @@ pub(crate) const NAMES: [Name; 3] = [
         descale: "q.descale",
         shape: ForwardProblem::q_shape,
         factors: ForwardProblem::descale_q_shape,
-        rotated: true,
+        scored: true,
     },
     Name {
         values: "k.values",
@@ -115,7 +116,7 @@ pub(crate) const NAMES: [Name; 3] = [
         descale: "k.descale",
         shape: ForwardProblem::k_shape,
         factors: ForwardProblem::descale_k_shape,
-        rotated: true,
+        scored: true,
     },
     Name {
         values: "v.values",
@@ -123,7 +124,7 @@ pub(crate) const NAMES: [Name; 3] = [
         descale: "v.descale",
         shape: ForwardProblem::v_shape,
         factors: ForwardProblem::descale_v_shape,
-        rotated: false,
+        scored: false,
     },
 ];
 

@@ -5,8 +5,8 @@
 //
 // The two warps of a pair have the same keys. One makes S, P and dV, the other dP, dS and dK: of the same instructions,
 // on other tiles. Scores are transposed, so that P and dS are operands as they lie in registers. The second warp gets P
-// through the place in shared memory where it puts dS, rounded as dV has it: f16 would be closer to P of bf16 operands,
-// but ends at 2^-24, and a key that no query looks at has gradients, too.
+// through the place in shared memory where it puts dS, rounded as dV has it, and where that is f16 lifted (traits.hpp):
+// what P loses there is multiplied by dP.
 #pragma once
 
 #include "common/barrier.hpp"
@@ -223,8 +223,8 @@ struct BwdMma {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
             float2 const p = unpack_pair<Element>(load_word(at(strip, i, r)));
-            word(strip, i, r) = pack_pair<Element>((scores(4 * i + 2 * r, strip) + s.y) * p.x,
-                                                   (scores(4 * i + 2 * r + 1, strip) + s.w) * p.y);
+            word(strip, i, r) = pack_pair<Element>(fmaf(scores(4 * i + 2 * r, strip), Traits::kDrop, s.y) * p.x,
+                                                   fmaf(scores(4 * i + 2 * r + 1, strip), Traits::kDrop, s.w) * p.y);
             store_word(at(strip, i, r), word(strip, i, r));
           }
         }
@@ -298,7 +298,7 @@ struct BwdMma {
 
     // Both warps at once, each its own.
     TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;
-    float const scale = makes_p(Traits::thread_index()) ? 1.0F : params.scale;
+    float const scale = makes_p(Traits::thread_index()) ? Traits::kDrop : params.scale;
     int const head_dim = makes_p(Traits::thread_index()) ? params.head_dim_vo : params.head_dim_qk;
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {

@@ -12,14 +12,22 @@
 
 namespace hattn::sm80 {
 
-// -LSE as a power of two and -delta of a query. One without keys has an infinite LSE here, which makes its P nought.
+// -LSE as a power of two and -delta of a query, as P lifted by a power of two wants them. A query without keys has an
+// infinite LSE here, which makes its P nought.
 struct alignas(8) Statistics {
   float minus_lse;
   float minus_delta;
+};
 
-  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float) {
+template <int kLift>
+struct LiftedStatistics : Statistics {
+  CUTE_DEVICE static LiftedStatistics of(float lse, float d_lse, float delta, float) {
     constexpr float kLog2E = 1.44269504088896341F;
-    return lse == -INFINITY ? Statistics{-INFINITY, 0.0F} : Statistics{-lse * kLog2E, d_lse - delta};
+    constexpr float kDrop = 1.0F / (1 << kLift);
+    if (lse == -INFINITY) {
+      return {{-INFINITY, 0.0F}};
+    }
+    return {{fmaf(-lse, kLog2E, static_cast<float>(kLift)), (d_lse - delta) * kDrop}};
   }
 };
 
@@ -33,7 +41,11 @@ struct BwdTraits {
   static constexpr int kTileN = kColumns;  // keys a tile
   static constexpr int kStages = kStageCount;
   using Element = typename ElementOf<kDType>::type;
-  using Statistics = sm80::Statistics;
+  // P is 2 to this power larger than it should be as dV has it and the partner gets it: f16 ends at 2^-24, and a key
+  // that hardly a query looks at has gradients, too. Weights are 1 at most, so that 4 times that fits.
+  static constexpr int kLift = kDType == DType::F16 ? 14 : 0;
+  static constexpr float kDrop = 1.0F / (1 << kLift);
+  using Statistics = LiftedStatistics<kLift>;
   static_assert(kHeadDimQK == kHeadDimVO, "both warps of a pair have the same products");
   static_assert(kHeadDimQK == 64 || kHeadDimQK == 128, "tiles are made of slabs");
   static_assert(kStages == 2, "a block of queries is loaded while the other is used");
@@ -111,7 +123,7 @@ struct BwdTraits {
     alignas(128) Element q[kStages][kTileM * kHeadDimQK];
     alignas(128) Element d_o[kStages][kTileM * kHeadDimVO];
     alignas(128) Element d_s[2][kTileN * kSlabsS * kSlabColumns];
-    alignas(128) Statistics statistics[kStages][kTileM];
+    alignas(128) sm80::Statistics statistics[kStages][kTileM];
     Tile tile;
     QueryRange range;  // the blocks of queries that see it
     int start;         // the first of them visited

@@ -10,25 +10,24 @@ namespace hattn::sm90 {
 
 template <class Traits>
 struct Fp8Epilogue {
-  // `max` and `row_sum` as in mma.hpp, `output` the sums of P V, whose V has the factor `largest_v`.
+  // `reference` and `row_sum` as the softmax left them, `divisor` what O is divided by, `output` the sums of P V.
   template <class Output>
-  CUTE_DEVICE static void run(Fp8KernelParams const& params, Tile const& tile, int consumer, float const (&max)[2],
-                              float const (&row_sum)[2], float largest_v, Output& output) {
-    int const thread = static_cast<int>(threadIdx.x) % 128;
+  CUTE_DEVICE static void run(Fp8KernelParams const& params, Tile const& tile, int consumer,
+                              float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
+                              float largest_v, Output& output) {
+    int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const row = tile.block * Traits::kTileM + consumer * 64 + thread / 32 * 16;
     float factors[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float const sum = quad_sum(row_sum[r]);
-      bool const empty = sum == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
-      factors[r] = empty ? 0.0F : reciprocal_approx(sum) * largest_v;
+      bool const empty = row_sum[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
+      factors[r] = empty ? 0.0F : reciprocal_approx(divisor[r]) * largest_v;
       int const query = row + lane / 4 + 8 * r;
       if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
         constexpr float kLn2 = 0.693147180559945309F;
-        constexpr float kSmallest = 1.0F / (1 << static_cast<int>(Traits::kOffset));
         params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] =
-            empty ? -INFINITY : (max[r] + log2_approx(sum * kSmallest)) * kLn2;
+            empty ? -INFINITY : (reference[r] + log2_approx(row_sum[r])) * kLn2;
       }
     }
     CUTE_UNROLL
@@ -48,42 +47,57 @@ struct Fp8Epilogue {
         atomicMax(params.amax, largest);
       }
     }
-    auto const write = [&](auto element) __attribute__((always_inline)) {
-      write_pairs<Traits::kHeadDimVO>(
-          params.o.address + 2 * (tile.batch * params.o.stride_batch + tile.head * params.o.stride_head),
-          2 * params.o.stride_seqlen, row, params.seqlen_q, params.head_dim_vo, lane, [&](int i, int j) {
-            int const at = 8 * i + 2 * j;
-            return pack_pair<decltype(element)>(output(at), output(at + 1));
-          });
-    };
     if (params.output == DType::E4M3) {
-      write_bytes(params, tile, row, lane, output);
-    } else if (params.output == DType::F16) {
-      write(cutlass::half_t{});
+      float const scale = *params.scale_o;
+      write<1>(params, tile, row, lane, [&](int i) {
+        return cute::array<std::uint32_t, 1>{
+            pack_e4m3(output(i) * scale, output(i + 4) * scale, output(i + 1) * scale, output(i + 5) * scale)};
+      });
     } else {
-      write(cutlass::bfloat16_t{});
+      auto const pairs = [&](auto element) __attribute__((always_inline)) {
+        using Element = decltype(element);
+        write<2>(params, tile, row, lane, [&](int i) {
+          return cute::array<std::uint32_t, 2>{pack_pair<Element>(output(i), output(i + 4)),
+                                               pack_pair<Element>(output(i + 1), output(i + 5))};
+        });
+      };
+      if (params.output == DType::F16) {
+        pairs(cutlass::half_t{});
+      } else {
+        pairs(cutlass::bfloat16_t{});
+      }
     }
   }
 
-  // O in e4m3, a pair of columns at a time.
-  template <class Output>
-  CUTE_DEVICE static void write_bytes(Fp8KernelParams const& params, Tile const& tile, int row, int lane,
-                                      Output const& output) {
-    float const scale = *params.scale_o;
-    std::uint64_t const head = params.o.address + tile.batch * params.o.stride_batch + tile.head * params.o.stride_head;
+  // Four columns side by side at a time, which a lane has since V^T lists the even columns of 16 before the odd ones:
+  // those of accumulator elements i, i + 4, i + 1, i + 5 are `words(i)`.
+  template <int kElementBytes, class Words>
+  CUTE_DEVICE static void write(Fp8KernelParams const& params, Tile const& tile, int row, int lane,
+                                Words const& words) {
+    std::uint64_t const head =
+        params.o.address + kElementBytes * (tile.batch * params.o.stride_batch + tile.head * params.o.stride_head);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const query = row + lane / 4 + 8 * r;
+      std::uint64_t const first = head + kElementBytes * (query * params.o.stride_seqlen + 4 * (lane % 4));
       CUTE_UNROLL
-      for (int i = 0; i < Traits::kHeadDimVO / 8; ++i) {
-        int const column = 8 * i + 2 * (lane % 4);
-        if (query < params.seqlen_q && column < params.head_dim_vo) {
-          int const at = 4 * i + 2 * r;
-          *reinterpret_cast<unsigned short*>(head + query * params.o.stride_seqlen + column) =
-              static_cast<unsigned short>(pack_e4m3(output(at) * scale, output(at + 1) * scale, 0.0F, 0.0F));
-        }
+      for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
+        store_if(query < params.seqlen_q && 16 * i < params.head_dim_vo, first + kElementBytes * 16 * i,
+                 words(8 * i + 2 * r));
       }
     }
+  }
+
+  // Without a branch: words that only a branch makes would keep their registers all through the kernel.
+  CUTE_DEVICE static void store_if(bool condition, std::uint64_t address, cute::array<std::uint32_t, 1> const& words) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(address), "r"(words[0]),
+                 "r"(static_cast<int>(condition))
+                 : "memory");
+  }
+  CUTE_DEVICE static void store_if(bool condition, std::uint64_t address, cute::array<std::uint32_t, 2> const& words) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(address),
+                 "r"(words[0]), "r"(words[1]), "r"(static_cast<int>(condition))
+                 : "memory");
   }
 };
 

@@ -1,17 +1,19 @@
 // The sm_90a forward kernel of e4m3 operands, for one mask class and tile shape.
 //
-// Roles. One producer warpgroup (warp 0 loads K and V with their factors, warp 1 draws tiles and loads Q, warps 2 and 3
-// transpose V, load.hpp) and two consumer warpgroups of 64 query rows each (mma.hpp; epilogue.hpp writes O itself). The
-// grid is persistent; tile_scheduler.hpp says which tiles a CTA takes, mask.hpp which key blocks a tile visits. A block
-// is 128 keys, which share their factors.
+// Roles. One producer warpgroup (warp 0 loads K and V and works out their factors, warp 1 draws tiles and loads Q,
+// warps 2 and 3 transpose V, load.hpp) and two consumer warpgroups of 64 query rows each, or three where registers
+// allow (mma.hpp, softmax.hpp, weights.hpp; epilogue.hpp writes O itself). The grid is persistent; tile_scheduler.hpp
+// says which tiles a CTA takes, mask.hpp which key blocks a tile visits. A block is 128 keys, which share their
+// factors.
 //
 // Barriers. Full barriers of what is copied (one arrival and its bytes): q, k (with the block's factors) and v; empty
 // ones (an arrival a consumer warp; of v one a transposing warp). vt_full (an arrival a transposing warp) and vt_empty
-// hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand its Q back.
+// hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand its Q back; next_wanted asks
+// warp 1 for another. Named barriers 1 and 2 pass the turn to issue products between two consumers.
 //
-// Shared memory (head dim 128, 3 stages): Q 2 x 16 KB, K 3 x 16 KB, V^T 3 x 16 KB, V 2 x 16 KB: 160 KB. Head dim 64, 5
-// stages: Q 2 x 8 KB, K and V^T 5 x 8 KB, V 2 x 8 KB. Rows of Q, K and V are swizzled over their 128 or 64 bytes, those
-// of V^T hold the 128 keys of a column.
+// Shared memory (head dim 128, 3 stages): Q 2 x 16 KB, K 3 x 16 KB, V^T 3 x 17 KB, V 2 x 16 KB: 163 KB. Head dim 64, 4
+// stages: Q 2 x 8 KB (12 KB of three consumers), K 4 x 8 KB, V^T 4 x 9 KB, V 2 x 8 KB. Rows of Q, K and V are swizzled
+// over their 128 or 64 bytes, those of V^T hold the 128 keys of a column; eight more of each stage hold ones.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -48,8 +50,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       storage.v_full[i].init(1);
       storage.v_empty[i].init(Traits::kTransposers);
     }
+    storage.next_wanted.init(1);
     fence_mbarrier_init();
   }
+  Fp8Load<Traits>::ones(storage);
   __syncthreads();
   Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
                                params.heads_q,
@@ -62,7 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == 0 && cute::elect_one_sync()) {
+    if (warp == 0) {
       Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
       Fp8Load<Traits>::queries(params, map_q, scheduler, storage);

@@ -92,17 +92,17 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
 
 template <class Traits>
 constexpr FwdRow fp8_describe() noexcept {
-  return {Arch::Sm90,         DType::E4M3,        Traits::kMask,       Traits::kHeadDimQK,
-          Traits::kHeadDimVO, Traits::kTileM,     Traits::kTileN,      Traits::kStages,
-          Traits::kThreads,   Traits::kSmemBytes, fp8_prepare<Traits>, fp8_launch<Traits>};
+  return {Arch::Sm90,          DType::E4M3,        Traits::kMask,   Traits::kHeadDimQK, Traits::kHeadDimVO,
+          Traits::kTileM,      Traits::kTileN,     Traits::kStages, Traits::kThreads,   Traits::kSmemBytes,
+          fp8_prepare<Traits>, fp8_launch<Traits>, Traits::kScores};
 }
 
 }  // namespace hattn::sm90
 
 // Defines the row that the table lists.
-#define HATTN_FP8_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages)                       \
-  namespace hattn {                                                                                  \
-  FwdRow HATTN_FP8_SM90_ROW(dtype, mask, dqk, dvo, tile_m, tile_n, stages)() noexcept {              \
-    return sm90::fp8_describe<sm90::Fp8Traits<MaskClass::mask, dqk, dvo, tile_m, tile_n, stages>>(); \
-  }                                                                                                  \
+#define HATTN_FP8_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, scores)                               \
+  namespace hattn {                                                                                                  \
+  FwdRow HATTN_FP8_SM90_ROW(dtype, mask, dqk, dvo, tile_m, tile_n, stages, scores)() noexcept {                      \
+    return sm90::fp8_describe<sm90::Fp8Traits<MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, Scores::scores>>(); \
+  }                                                                                                                  \
   }

@@ -6,8 +6,10 @@
 
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/softmax.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/traits.hpp"
+#include "sm90/fp8/weights.hpp"
 #include "sm90/tma.hpp"
 
 namespace hattn::sm90 {
@@ -16,11 +18,38 @@ template <class Traits>
 struct Fp8Load {
   using Storage = typename Traits::SharedStorage;
 
+  // A factor of V below this part of the largest counts as it, which keeps sums in the range of f32.
+  static constexpr float kLeastRatio = 0x1p-100F;
+
+  // Of a head's blocks; the whole warp asks.
+  CUTE_DEVICE static float largest_factor(FactorsDesc const& factors, int batch, int head, int seqlen_kv) {
+    if (factors.stride_block == 0) {
+      return factor(factors, batch, head, 0);
+    }
+    float largest = 0.0F;
+    CUTE_NO_UNROLL
+    for (int block = Traits::thread_index() % 32; block * Traits::kScaleBlock < seqlen_kv; block += 32) {
+      largest = fmaxf(largest, factor(factors, batch, head, block));
+    }
+    return __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest)));
+  }
+
+  // Nought, which the product of the smallest factors is, would make NaN of a masked score.
+  CUTE_DEVICE static BlockFactors block_factors(float product, float ratio_v) {
+    float const unit = product == 0.0F ? 0x1p-126F : product;
+    std::uint32_t pair = 0;
+    if constexpr (Traits::kScores == Scores::F16) {
+      pair = unit <= 65504.0F ? half_pair(fmaxf(unit, 0x1p-24F)) : kNoPair;
+    }
+    return {unit, pair, ratio_v, 0.0F};
+  }
+
   // What each role does for every tile of the CTA.
   template <class Visit>
   CUTE_DEVICE static void tiles(Storage& storage, Visit const& visit) {
     CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+    for (std::uint32_t count = 0;; ++count) {
+      auto const q = RingPosition<Traits::kBuffersQ>::of(count);
       storage.tile_full[q.stage].wait(q.parity);
       Tile const tile = storage.tile[q.stage];
       if (!tile.valid()) {
@@ -30,21 +59,42 @@ struct Fp8Load {
     }
   }
 
+  // A whole warp, of which one lane copies.
   CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
                                           CUtensorMap const& map_v, Band const& band, Storage& storage) {
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStagesRaw> v;
+    bool const copies = cute::elect_one_sync() != 0;
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / params.heads_per_kv_head;
-      storage.tile_empty[q.stage].arrive();
+      float unit_q[Traits::kConsumers];
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kConsumers; ++i) {
+        int const row = cute::min(tile.block * Traits::kTileM + 64 * i, params.seqlen_q - 1);
+        unit_q[i] = params.scale_log2 *
+                    factor(params.descale_q, tile.batch, tile.head / params.descale_q_group, row / Traits::kScaleBlock);
+      }
+      float const largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv);
+      if (copies) {
+        storage.largest_v[q.stage] = largest_v;
+        storage.tile_empty[q.stage].arrive();
+      }
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n) {
+      for (int n = range.end - 1; copies && n >= range.begin; --n) {
+        if (n == cute::min(range.begin + 1, range.end - 1)) {
+          storage.next_wanted.arrive();
+        }
         // Asked for before the wait, which hides them.
-        BlockFactors const factors{factor(params.descale_k, tile.batch, head, n),
-                                   factor(params.descale_v, tile.batch, head, n)};
+        bool const differ = params.descale_v.stride_block != 0;
+        float const descale_v = factor(params.descale_v, tile.batch, head, n);
+        float const ratio_v = differ ? fmaxf(descale_v / largest_v, kLeastRatio) : 1.0F;
+        float const descale_k = factor(params.descale_k, tile.batch, head, n);
         storage.k_empty[k.stage].wait(k.parity ^ 1);
-        storage.factors[k.stage] = factors;
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kConsumers; ++i) {
+          storage.factors[k.stage][i] = block_factors(unit_q[i] * descale_k, ratio_v);
+        }
         storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
         cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,
                                      n * Traits::kTileN, head, tile.batch);
@@ -55,15 +105,23 @@ struct Fp8Load {
                                      n * Traits::kTileN, head, tile.batch);
         v.advance();
       }
+      __syncwarp();
     });
   }
 
   CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q,
                                   Fp8Scheduler const& scheduler, Storage& storage) {
+    // As in sm90/fwd/load.hpp.
+    constexpr int kFew = 4 * Traits::kTileN;
+    bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
+                      static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
     int round = 0;
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
       storage.tile_empty[q.stage].wait(q.parity ^ 1);
+      if (late && round > 0) {
+        storage.next_wanted.wait((round - 1) % 2);
+      }
       Tile const tile = scheduler.tile(scheduler.draw(round++));
       storage.tile[q.stage] = tile;
       if (tile.valid()) {
@@ -78,53 +136,73 @@ struct Fp8Load {
     }
   }
 
-  // Whole warps: V^T, since the FP8 product wants both operands with keys side by side. 16 tokens by 32 columns at a
-  // time: pairs of columns move as 16-bit elements, and a byte permutation parts them. It leaves the tokens of each 16
-  // in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, which is the order in which a lane has its P.
+  // The rows of ones below V^T, which nothing writes over.
+  CUTE_DEVICE static void ones(Storage& storage) {
+    constexpr int kWords = 8 * Traits::kTileN / 4;
+    for (int i = static_cast<int>(threadIdx.x); i < Traits::kStages * kWords; i += Traits::kThreads) {
+      auto* const ones = reinterpret_cast<std::uint32_t*>(storage.vt[i / kWords] + Traits::kBytesV);
+      ones[i % kWords] = 0x38383838U;
+    }
+    fence_proxy_async();
+  }
+
+  // Whole warps: V^T, since the FP8 product wants both operands with keys side by side. 16 keys by 32 columns at a
+  // time: pairs of columns move as 16-bit elements, and a byte permutation parts them. It leaves the keys of each 16
+  // in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, which is the order in which a lane has its P, and of each 16
+  // columns the even ones before the odd ones, so that eight rows lie in as many banks (epilogue.hpp undoes it).
   CUTE_DEVICE static void transpose(Fp8KernelParams const& params, Band const& band, Storage& storage, int transposer) {
     constexpr int kRowBytes = Traits::kHeadDimVO;
     int const lane = static_cast<int>(threadIdx.x) % 32;
-    // Where the lane reads of the first 16 tokens and 32 columns (a token's row, 16 columns of it), and where it
-    // writes: even columns, then odd ones. Other columns and tokens are those addresses with bits flipped, or an offset
-    // away.
-    int const token = transposer * 16 + lane % 16;
-    int const swizzle_from = kRowBytes == 128 ? token % 8 : token / 2 % 4;
-    int const lane_from = token * kRowBytes + (lane / 16 ^ swizzle_from) * 16;
-    int const column = lane / 16 * 16 + 2 * (lane % 8) + lane / 8 % 2;
-    int const lane_to = column * 128 + (transposer ^ column % 8) * 16;
-    RingPosition<Traits::kStagesRaw> v;
-    RingPosition<Traits::kStages> vt;
+    // Where the lane reads of the first 16 keys and 32 columns (a key's row, 16 columns of it), and where it writes: a
+    // column's 16 keys. Other columns and keys are those addresses with bits flipped, or an offset away.
+    int const key = transposer * 16 + lane % 16;
+    int const swizzle_from = kRowBytes == 128 ? key % 8 : key / 2 % 4;
+    int const lane_from = key * kRowBytes + (lane / 16 ^ swizzle_from) * 16;
+    int const lane_to = lane * Traits::kTileN + (transposer ^ lane % 8) * 16;
+    std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       __syncwarp();
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {
         storage.tile_empty[q.stage].arrive();
       }
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n) {
+        auto const v = RingPosition<Traits::kStagesRaw>::of(count);
+        auto const vt = RingPosition<Traits::kStages>::of(count);
         storage.v_full[v.stage].wait(v.parity);
         storage.vt_empty[vt.stage].wait(vt.parity ^ 1);
         std::uint32_t const from = cute::cast_smem_ptr_to_uint(storage.v[v.stage]) + lane_from;
         std::uint32_t const to = cute::cast_smem_ptr_to_uint(storage.vt[vt.stage]) + lane_to;
+        // Loads come before the first of their stores, or their latency would be what a block takes.
+        constexpr int kBatch = Traits::kTransposeBatch;
+        constexpr int kKeySteps = Traits::kTileN / (16 * Traits::kTransposers);
+        constexpr int kColumnSteps = kRowBytes / 32;
+        constexpr int kSteps = kColumnSteps * kKeySteps;
+        static_assert(kSteps % kBatch == 0);
+        auto const columns = [](int step) { return step % kColumnSteps * 32; };
+        auto const keys = [](int step) { return step / kColumnSteps * 16 * Traits::kTransposers; };
         CUTE_UNROLL
-        for (int columns = 0; columns < kRowBytes; columns += 32) {
+        for (int step = 0; step < kSteps; step += kBatch) {
+          std::uint32_t r[kBatch][4];
           CUTE_UNROLL
-          for (int tokens = 0; tokens < Traits::kTileN; tokens += 16 * Traits::kTransposers) {
-            std::uint32_t r[4];
-            load_transposed((from ^ columns) + tokens * kRowBytes, r);
-            store_matrices((to ^ tokens) + columns * 128, __byte_perm(r[0], r[1], 0x6420),
-                           __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x6420),
-                           __byte_perm(r[2], r[3], 0x7531));
+          for (int i = 0; i < kBatch; ++i) {
+            load_transposed((from ^ columns(step + i)) + keys(step + i) * kRowBytes, r[i]);
+          }
+          CUTE_UNROLL
+          for (int i = 0; i < kBatch; ++i) {
+            store_matrices((to ^ keys(step + i)) + columns(step + i) * Traits::kTileN,
+                           __byte_perm(r[i][0], r[i][1], 0x6420), __byte_perm(r[i][0], r[i][1], 0x7531),
+                           __byte_perm(r[i][2], r[i][3], 0x6420), __byte_perm(r[i][2], r[i][3], 0x7531));
           }
         }
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) {
+        if (cute::elect_one_sync()) {
           storage.v_empty[v.stage].arrive();
           storage.vt_full[vt.stage].arrive();
         }
-        v.advance();
-        vt.advance();
+        ++count;
       }
     });
   }

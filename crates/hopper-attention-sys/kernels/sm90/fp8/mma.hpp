@@ -1,18 +1,21 @@
 // The consumer warpgroups of the FP8 forward: both products and the softmax between them.
 //
-// Within a tile the scores of a block of keys are issued together with the product of the block before, and
-// exponentiated while that runs. A block's P V has accumulators of its own, which are added to O in f32: the tensor
-// cores' own sums carry some 13 bits, so that those of a long sequence would drift. The same addition corrects O for a
-// maximum that has moved.
+// A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
+// P_{j-1} V_{j-1}, exponentiates S, adds the second product to O meanwhile and makes P_j. At a tile's border the last
+// product hides the look at the next tile, and the next tile's first S hides the epilogue.
 //
-// With x = scale_log2 descale_q descale_k (q . k), fold = log2(descale_v / the largest descale_v of the head) and
-// the largest x + fold so far as `max`, P = 2^(x + fold - max + kOffset) is at most 2^kOffset and rounded to e4m3; its
-// sum, from before rounding, is taken times 2^-fold. So factors of V cost no product.
+// The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
+// accumulators of its own, which are added to O in f32, times the factor of the block's V. V^T has rows of ones, so
+// that the rounded weights are summed beside O: O is divided by that, and equal values give themselves. The LSE is of
+// the weights before rounding (softmax.hpp).
+//
+// A warp alone decides to move a reference: nothing that the warpgroup's products depend on may follow from that.
 #pragma once
 
 #include "common/mask.hpp"
-#include "common/softmax.hpp"
 #include "sm90/fp8/epilogue.hpp"
+#include "sm90/fp8/recompute.hpp"
+#include "sm90/fp8/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -22,23 +25,24 @@ template <class Traits>
 struct Fp8Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
+  using Weights = cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN>,
+                                      WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
+  using Softmax = Fp8Softmax<Weights>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
-  // A factor of V below this part of the largest counts as it, which keeps sums in the range of f32.
-  static constexpr float kLeastRatio = 0x1p-100F;
-
-  // Of a head's blocks; the whole warp asks.
-  CUTE_DEVICE static float largest_factor(FactorsDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
-    if (factors.stride_block == 0) {
-      return factor(factors, batch, head, 0);
+  // Named barriers 1 and 2: a warpgroup waits for its turn to issue products at its own number, where the other
+  // arrives.
+  CUTE_DEVICE static int turn_number() { return static_cast<int>(threadIdx.x) / 128; }
+  CUTE_DEVICE static void turn_wait() {
+    if constexpr (Traits::kTurns) {
+      named_barrier_sync(turn_number(), 256);
     }
-    float largest = 0.0F;
-    CUTE_NO_UNROLL
-    for (int block = lane; block * kTileN < seqlen_kv; block += 32) {
-      largest = fmaxf(largest, factor(factors, batch, head, block));
+  }
+  CUTE_DEVICE static void turn_pass() {
+    if constexpr (Traits::kTurns) {
+      named_barrier_arrive(3 - turn_number(), 256);
     }
-    return __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest)));
   }
 
   CUTE_DEVICE static void run(Fp8KernelParams const& params, Band const& band, Storage& storage, int consumer) {
@@ -55,147 +59,198 @@ struct Fp8Mma {
     Tensor tSrK = slice_qk.make_fragment_B(slice_qk.partition_B(sK));
     Tensor tOrV = slice_pv.make_fragment_B(slice_pv.partition_B(sVt));
     Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, Int<kTileN>>{});
-    Tensor tOrT = partition_fragment_C(mma_pv, Shape<_64, Int<Traits::kHeadDimVO>>{});
-    Tensor tOrO = partition_fragment_C(mma_pv, Shape<_64, Int<Traits::kHeadDimVO>>{});
+    // P V of a block, and in its last four elements the sums of P.
+    Tensor tOrT = partition_fragment_C(mma_pv, Shape<_64, Int<Traits::kRowsVt>>{});
+    constexpr int kElementsO = Traits::kHeadDimVO / 2;
+    Tensor tOrO = make_tensor<float>(Int<kElementsO>{});
     Tensor tOrP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<_64, Int<kTileN>>{}));
-    static_assert(size(tOrP) == size(tSrS));
+    static_assert(size(tOrP) == size(tSrS) && size(tOrT) == kElementsO + 4);
 
-    int const thread = static_cast<int>(threadIdx.x) % 128;
-    int const lane = thread % 32;
-    int const row_in_tile = consumer * 64 + thread / 32 * 16 + lane / 4;
-
+    Softmax softmax;
+    float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
+    float ratio_v = 1.0F;             // of the block whose weights P has
     RingPosition<Traits::kStages> k;
-    RingPosition<Traits::kStages> v;
+    RingPosition<Traits::kBuffersQ> q;
+    int m_block = -1;
+    BlockRange range{0, 0, 0, 0};
+
     auto release = [&](Mbarrier& barrier) {
       if (elect_one_sync()) {
         barrier.arrive();
       }
     };
-    auto make_p = [&]() {
+    auto make_p = [&]() __attribute__((always_inline)) {
       Tensor packed = recast<std::uint32_t>(tOrP);
-      CUTE_UNROLL
-      for (int step = 0; step < kTileN / 32; ++step) {
-        CUTE_UNROLL
-        for (int part = 0; part < 4; ++part) {  // upper or lower row, first or second 16 keys
-          int const r = part % 2;
-          int const at = 16 * step + 8 * (part / 2) + 2 * r;
-          packed(4 * step + part) = pack_e4m3(tSrS(at), tSrS(at + 1), tSrS(at + 4), tSrS(at + 5));
-        }
-      }
+      Weights::pack(tSrS, packed);
     };
-    auto issue_scores = [&](int q) { issue_product<false>(mma_qk, tSrQ(_, _, _, q), tSrK(_, _, _, k.stage), tSrS); };
+    auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
+    // V's block is the one before K's. Returns where it lies.
     auto issue_output = [&]() {
+      auto const v = k.before();
       storage.vt_full[v.stage].wait(v.parity);
       issue_product<false>(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrT);
+      return v.stage;
+    };
+    auto await_keys = [&]() __attribute__((always_inline)) {
+      storage.k_full[k.stage].wait(k.parity);
+      return storage.factors[k.stage][consumer];
+    };
+    auto release_k = [&]() __attribute__((always_inline)) {
+      release(storage.k_empty[k.stage]);
+      k.advance();
+    };
+    auto release_v = [&](std::uint32_t stage) __attribute__((always_inline)) {
+      warpgroup_fence_operand(tOrT);
+      release(storage.vt_empty[stage]);
+    };
+    auto add_output = [&](float ratio_v) __attribute__((always_inline)) {
+      CUTE_UNROLL
+      for (int i = 0; i < kElementsO; ++i) {
+        tOrO(i) = fmaf(tOrT(i), ratio_v, tOrO(i));
+      }
+      divisor[0] += tOrT(kElementsO);
+      divisor[1] += tOrT(kElementsO + 2);
+    };
+    auto mask_block = [&](int n) __attribute__((always_inline)) {
+      int const thread = Traits::thread_index();
+      int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
+      apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), n);
+    };
+    // The K that it reads must not have been released.
+    auto recompute_scores = [&]() {
+      Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kHeadDimQK, storage.k[k.stage]);
+    };
+    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
+      CUTE_UNROLL
+      for (int i = 0; i < kElementsO; ++i) {
+        tOrO(i) *= rescale[i / 2 % 2];
+      }
+      divisor[0] *= rescale[0];
+      divisor[1] *= rescale[1];
     };
 
-    CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+    // The tile in a buffer. The shuffle tells the compiler that the block is the same in the whole warp. -1: no more.
+    auto enter_tile = [&]() __attribute__((always_inline)) {
       storage.tile_full[q.stage].wait(q.parity);
-      int const m_block = __shfl_sync(0xffffffffU, storage.tile[q.stage].valid() ? storage.tile[q.stage].block : -1, 0);
+      Tile const tile = storage.tile[q.stage];
+      m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
+      range = block_range<kMask, kTileM, kTileN>(band, m_block);
+    };
+    auto first_softmax = [&](BlockFactors const& factors) __attribute__((always_inline)) {
+      release_k();
+      if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
+        mask_block(range.end - 1);
+      }
+      softmax.first_block(tSrS, factors);
+      clear(tOrO);
+      divisor[0] = divisor[1] = 0.0F;
+      ratio_v = factors.ratio_v;
+      make_p();
+    };
+
+    // One key block: on entry P has the weights of the block before. Exponentials leave issue slots between them, which
+    // the additions to O and the conversions fill: so nothing pins exponentials before the wait for the second product.
+    // (ptxas puts a quarter of them there; all, half or none were slower, benches/LOG.md, 24.)
+    auto step = [&](auto masked, int n) __attribute__((always_inline)) {
+      BlockFactors const factors = await_keys();
+      turn_wait();
+      issue_scores();
+      std::uint32_t const v = issue_output();
+      turn_pass();
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tSrS);
+      warpgroup_wait<0>();
+      release_v(v);
+      if constexpr (decltype(masked)::value) {
+        add_output(ratio_v);
+        ratio_v = factors.ratio_v;
+        mask_block(n);
+        softmax.masked_block(tSrS, factors, rescale_output);
+        make_p();
+      } else {
+        float sums[2];
+        softmax.unseen_block(tSrS, factors, sums);
+        add_output(ratio_v);
+        ratio_v = factors.ratio_v;
+        make_p();
+        if (!softmax.suits(sums)) {
+          softmax.move_block(tSrS, factors, sums, recompute_scores, rescale_output);
+          make_p();
+        }
+        softmax.add(sums);
+      }
+      release_k();
+    };
+
+    // The first turn is the first warpgroup's.
+    if (consumer == 1) {
+      turn_pass();
+    }
+
+    enter_tile();
+    if (m_block < 0) {
+      return;
+    }
+    storage.q_full[0].wait(0);
+    BlockFactors factors = await_keys();
+    turn_wait();
+    issue_scores();
+    turn_pass();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tSrS);
+    first_softmax(factors);
+
+    while (true) {
+      int n = range.end - 2;
+      if constexpr (kMask != MaskClass::Full) {
+        // The right edge of a tile lies in two blocks at most, or three where a tile has more rows than a block has
+        // keys; the first is behind us.
+        if constexpr (kTileM > kTileN) {
+          for (; n >= cute::max(range.begin, range.free_end); --n) {
+            step(true_type{}, n);
+          }
+        } else if (n >= cute::max(range.begin, range.free_end)) {
+          step(true_type{}, n);
+          --n;
+        }
+      }
+      for (; n >= cute::max(range.begin, range.free_begin); --n) {
+        step(false_type{}, n);
+      }
+      if constexpr (kMask == MaskClass::Window) {
+        for (; n >= range.begin; --n) {
+          step(true_type{}, n);
+        }
+      }
+
+      turn_wait();
+      std::uint32_t const v = issue_output();
+      float sums[2];
+      softmax.finish(sums);
+      Tile const tile = storage.tile[q.stage];
+      float const largest_v = storage.largest_v[q.stage];
+      __syncwarp();
+      release(storage.tile_empty[q.stage]);
+      q.advance();
+      enter_tile();
+      // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
+      // the wait for the first would make ptxas serialise them.
+      if (m_block >= 0) {
+        storage.q_full[q.stage].wait(q.parity);
+        factors = await_keys();
+      }
+      issue_scores();
+      turn_pass();
+      warpgroup_wait<1>();
+      release_v(v);
+      add_output(ratio_v);
+      Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
       if (m_block < 0) {
         break;
       }
-      BlockRange const range = block_range<kMask, kTileM, kTileN>(band, m_block);
-      float unit_q;     // what a product of stored values is multiplied by, without K's factor
-      float largest_v;  // factor of V
-      {
-        Tile const tile = storage.tile[q.stage];
-        unit_q = params.scale_log2 * factor(params.descale_q, tile.batch, tile.head / params.descale_q_group, m_block);
-        largest_v =
-            largest_factor(params.descale_v, tile.batch, tile.head / params.heads_per_kv_head, band.seqlen_kv, lane);
-      }
-      float max[2] = {-INFINITY, -INFINITY};
-      float row_sum[2] = {0.0F, 0.0F};
-      float correction[2];
-      clear(tOrO);
-
-      // P of a block and its sums, which are of the weights before rounding.
-      auto softmax = [&](int n, float product, float ratio) __attribute__((always_inline)) {
-        // Factors of zeros are so small that their product is nought, which would make NaN of a masked score.
-        float const unit = product == 0.0F ? 0x1p-126F : product;
-        bool free;
-        if constexpr (kMask == MaskClass::Full) {
-          free = (n + 1) * kTileN <= band.seqlen_kv;
-        } else {
-          free = n >= range.free_begin && n < range.free_end;
-        }
-        if (!free) {
-          apply_mask<kMask, kTileN>(tSrS, band, m_block * kTileM + row_in_tile, 2 * (lane % 4), n);
-        }
-        float const fold = log2_approx(fmaxf(ratio, kLeastRatio));
-        float const unfold = reciprocal_approx(fmaxf(ratio, kLeastRatio));
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          float block_max = fmaxf(tSrS(2 * r), tSrS(2 * r + 1));
-          CUTE_UNROLL
-          for (int i = 1; i < kTileN / 8; ++i) {
-            block_max = fmaxf(block_max, fmaxf(tSrS(4 * i + 2 * r), tSrS(4 * i + 2 * r + 1)));
-          }
-          float const moved = fmaxf(max[r], fmaf(quad_max(block_max), unit, fold));
-          float const shift = moved == -INFINITY ? 0.0F : moved;  // any will do where no key is kept
-          correction[r] = exp2_approx(max[r] - shift);
-          max[r] = moved;
-          float const offset = Traits::kOffset + fold - shift;
-          float sums[2] = {0.0F, 0.0F};
-          CUTE_UNROLL
-          for (int i = 0; i < kTileN / 8; ++i) {
-            CUTE_UNROLL
-            for (int c = 0; c < 2; ++c) {
-              float& score = tSrS(4 * i + 2 * r + c);
-              score = exp2_approx(fmaf(score, unit, offset));
-              sums[c] += score;
-            }
-          }
-          row_sum[r] = fmaf(row_sum[r], correction[r], (sums[0] + sums[1]) * unfold);
-        }
-      };
-      auto await_keys = [&]() __attribute__((always_inline)) {
-        storage.k_full[k.stage].wait(k.parity);
-        return storage.factors[k.stage];
-      };
-      auto release_keys = [&]() __attribute__((always_inline)) {
-        release(storage.k_empty[k.stage]);
-        k.advance();
-      };
-      // The block before's part of O, whose rows were corrected since.
-      auto add_output = [&](float const(&correct)[2]) __attribute__((always_inline)) {
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tOrT);
-        release(storage.vt_empty[v.stage]);
-        v.advance();
-        CUTE_UNROLL
-        for (int i = 0; i < size(tOrO); ++i) {
-          tOrO(i) = fmaf(tOrO(i), correct[i / 2 % 2], tOrT(i));
-        }
-      };
-
-      storage.q_full[q.stage].wait(q.parity);
-      BlockFactors factors = await_keys();
-      issue_scores(q.stage);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tSrS);
-      release_keys();
-      softmax(range.end - 1, unit_q * factors.k, factors.v / largest_v);
-      make_p();
-      for (int n = range.end - 2; n >= range.begin; --n) {
-        factors = await_keys();
-        issue_scores(q.stage);
-        issue_output();
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(tSrS);
-        release_keys();
-        float const correct[2] = {correction[0], correction[1]};
-        softmax(n, unit_q * factors.k, factors.v / largest_v);
-        add_output(correct);
-        make_p();
-      }
-      issue_output();
-      add_output(correction);
-      Tile const tile = storage.tile[q.stage];
-      __syncwarp();
-      release(storage.tile_empty[q.stage]);
-      Fp8Epilogue<Traits>::run(params, tile, consumer, max, row_sum, largest_v, tOrO);
+      first_softmax(factors);
     }
   }
 };

@@ -25,15 +25,21 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
-// The descale factors of a block of keys.
-struct alignas(8) BlockFactors {
-  float k;
-  float v;
+// No number in either half.
+constexpr std::uint32_t kNoPair = 0x7fff7fffU;
+
+// What the factors of a block of keys come to for a warpgroup's queries, once for all its threads.
+struct alignas(16) BlockFactors {
+  float unit;               // what a product of stored values is multiplied by to be a score, in powers of two
+  std::uint32_t unit_pair;  // the same as a pair of f16, kNoPair where f16 is too small for it
+  float ratio_v;            // descale_v / the largest descale_v of the head
+  float unused;
 };
 
-template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
+template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount, Scores kScoresType>
 struct Fp8Traits {
   static constexpr MaskClass kMask = kMaskClass;
+  static constexpr Scores kScores = kScoresType;
   static constexpr int kHeadDimQK = kDimQK;
   static constexpr int kHeadDimVO = kDimVO;
   static constexpr int kTileM = kRows;
@@ -43,27 +49,44 @@ struct Fp8Traits {
 
   static constexpr int kConsumers = kTileM / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static_assert(kConsumers == 2, "two consumer warpgroups");
-  static_assert(kTileN == 128, "a block of keys is a block of factors, and a row of V^T is 128 bytes");
+  static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kDimQK == kDimVO && (kDimQK == 64 || kDimQK == 128), "rows of 64 or 128 bytes");
 
-  // The largest P is 2 to this power: below 448, so that none saturates (cpu/fp8.rs has the same).
-  static constexpr float kOffset = 8.0F;
+  static constexpr int kScaleBlock = 128;  // rows that share a factor where factors are of blocks
+  static_assert(kTileN == kScaleBlock, "a block of keys has one factor, and a row of V^T is 128 bytes");
+
+  // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
+  static constexpr int kRowsVt = kDimVO + 8;
+  // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
+  // many 8 columns ahead of their multiply-adds (softmax.hpp), 0 leaves it to ptxas; loads of V before the first store
+  // of V^T.
+  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
+  static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;
+  static constexpr int kTransposeBatch = kDimQK == 128 && !kTurns ? 2 : 1;
 
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
   static constexpr int kTransposers = 2;  // warps
 
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
+  // This thread's place in its warpgroup, read anew at each call: what depends on it is needed seldom, and registers
+  // are short in between.
+  CUTE_DEVICE static int thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % 128;
+  }
+
+  using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
   using MmaQK = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+      cute::SM90::GMMA::ss_op_selector<Element, Element, Score,
                                        cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kHeadDimVO>, cute::Int<kTileN>>>()));
+                                       cute::Shape<cute::_64, cute::Int<kRowsVt>, cute::Int<kTileN>>>()));
   using AtomQK = cute::conditional_t<kDimQK == 64, cute::SM90::GMMA::Layout_K_SW64_Atom<Element>,
                                      cute::SM90::GMMA::Layout_K_SW128_Atom<Element>>;
   using AtomV = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
@@ -71,22 +94,25 @@ struct Fp8Traits {
       AtomQK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::Int<kBuffersQ>>{}));
   using SmemLayoutK = decltype(cute::tile_to_shape(
       AtomQK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
-  using SmemLayoutVt = decltype(cute::tile_to_shape(
-      AtomV{}, cute::Shape<cute::Int<kHeadDimVO>, cute::Int<kTileN>, cute::Int<kStages>>{}));
+  using SmemLayoutVt =
+      decltype(cute::tile_to_shape(AtomV{}, cute::Shape<cute::Int<kRowsVt>, cute::Int<kTileN>, cute::Int<kStages>>{}));
 
   static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
   static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;
   static constexpr std::uint32_t kBytesV = kTileN * kHeadDimVO;
+  static constexpr std::uint32_t kBytesVt = kTileN * kRowsVt;
 
   struct SharedStorage {
     alignas(1024) Element q[kBuffersQ][kBytesQ];
     alignas(1024) Element k[kStages][kBytesK];
-    alignas(1024) Element vt[kStages][kBytesV];
+    alignas(1024) Element vt[kStages][kBytesVt];
     alignas(1024) Element v[kStagesRaw][kBytesV];
     Tile tile[kBuffersQ];
-    BlockFactors factors[kStages];  // with K
+    BlockFactors factors[kStages][kConsumers];  // with K
+    float largest_v[kBuffersQ];                 // factor of V of the tile's head
     Mbarrier tile_full[kBuffersQ];
     Mbarrier tile_empty[kBuffersQ];
+    Mbarrier next_wanted;
     Mbarrier q_full[kBuffersQ];
     Mbarrier k_full[kStages];
     Mbarrier k_empty[kStages];

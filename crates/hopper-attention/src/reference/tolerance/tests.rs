@@ -4,7 +4,7 @@ mod backward;
 
 use super::super::sample::{inputs, normal, round};
 use super::*;
-use crate::{Corner, Dims, Mask};
+use crate::{Corner, Dims, E4M3, Element, Mask};
 
 const DIMS: Dims =
     Dims { batch: 2, seqlen_q: 70, seqlen_kv: 131, heads_q: 4, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64 };
@@ -287,6 +287,64 @@ fn by_hand() {
     let oracle = forward(&problem, &q, &k, &v).unwrap();
     assert!((oracle.o.data()[0] - 3.0).abs() < 1e-6 && (oracle.o.data()[1] - 8.0).abs() < 1e-12);
     assert!((oracle.lse[0] - 4.0_f64.ln()).abs() < 1e-6);
+}
+
+/// Stored queries and keys of up to 14, all of one sign or not, whose products are summed 32 at a time and rounded to f16.
+#[test]
+fn scores_in_f16_are_as_honest_as_fp8_sums() {
+    let dims = Dims { batch: 1, head_dim_qk: 128, ..DIMS };
+    let e4m3 = |x: f64| f64::from(Element::to_f32(<E4M3 as Element>::from_f32(x as f32)));
+    for (positive, scale) in [(false, 0.005), (true, 0.0002), (true, 0.005)] {
+        let problem = problem(DType::E4M3, dims, Mask::Full).half_scores(true).unwrap();
+        let problem = problem.softmax_scale(scale).unwrap();
+        let stored = |shape, seed| {
+            let drawn = normal(DType::F32, shape, 4.0, seed);
+            let sign = |x: f64| if positive { x.abs() } else { x };
+            Tensor::from_fn(shape, |[b, s, h, d]| e4m3(sign(drawn.row(b, s, h)[d]).clamp(-14.0, 14.0)))
+        };
+        let (q, k, v) = (stored(problem.q_shape(), 1), stored(problem.k_shape(), 2), stored(problem.v_shape(), 3));
+        let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+        let (mut o, mut lse) = (Tensor::zeros(problem.o_shape()), Vec::new());
+        for (head, query) in (0..dims.heads_q).flat_map(|head| (0..dims.seqlen_q).map(move |query| (head, query))) {
+            let (queries, head_kv) = (q.row(0, query, head), head / problem.group_size());
+            let scores: Vec<f64> = (0..dims.seqlen_kv)
+                .map(|key| {
+                    let steps = queries.chunks(32).zip(k.row(0, key, head_kv).chunks(32));
+                    let sum = steps.fold(0.0, |sum, (q, k)| {
+                        round(DType::F16, sum + q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>())
+                    });
+                    f64::from(scale) * sum
+                })
+                .collect();
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+            let rounded: Vec<f64> = weights.iter().map(|p| e4m3(256.0 * p)).collect();
+            let (sum, divisor) = (weights.iter().sum::<f64>(), rounded.iter().sum::<f64>());
+            for (d, o) in o.row_mut(0, query, head).iter_mut().enumerate() {
+                let products = rounded.iter().enumerate().map(|(key, p)| p * v.row(0, key, head_kv)[d]);
+                *o = round(DType::BF16, products.sum::<f64>() / divisor);
+            }
+            lse.push(max + sum.ln());
+        }
+        let report = expected.check(&o, Some(&lse)).unwrap();
+        assert!(report.passed(), "{positive} {scale}: {report}");
+    }
+}
+
+/// What f16 leaves of an LSE is allowed where scores may be summed in it, and there alone.
+#[test]
+fn an_lse_of_scores_in_f16_has_a_least_bound() {
+    let of = |promised| problem(DType::E4M3, DIMS, Mask::Full).half_scores(promised).unwrap();
+    let (q, k, v) =
+        (Tensor::zeros(of(true).q_shape()), inputs(&of(true), 1)[1].clone(), inputs(&of(true), 1)[2].clone());
+    for (off, with_promise, without) in [(1e-7, true, true), (0.0024, true, false), (0.0026, false, false)] {
+        for (promised, passes) in [(true, with_promise), (false, without)] {
+            let expected = Expected::new(&of(promised), &q, &k, &v).unwrap();
+            let lse: Vec<f64> = expected.oracle().lse.iter().map(|lse| lse + off).collect();
+            let report = expected.check(&expected.plain().o, Some(&lse)).unwrap();
+            assert_eq!(report.passed(), passes, "{off} {promised}: {report}");
+        }
+    }
 }
 
 #[test]

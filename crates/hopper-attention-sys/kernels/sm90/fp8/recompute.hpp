@@ -1,0 +1,55 @@
+// One warp's scores of one key block, computed again from shared memory with mma.sync (see sm90/fwd/recompute.hpp).
+#pragma once
+
+#include "common/matrices.hpp"
+#include "sm90/fp8/traits.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+struct Fp8Recompute {
+  // `q` is the warpgroup's first row, `k` the block. The index of a row's 16-byte chunk is xor-ed with bits of the
+  // row's: three of them in rows of 128 bytes, two of every other row's in rows of 64.
+  template <class Tensor, class Element>
+  CUTE_DEVICE static void scores(Tensor& scores, Element const* q, Element const* k) {
+    constexpr int kRowBytes = Traits::kHeadDimQK;
+    int const thread = Traits::thread_index();
+    int const lane = thread % 32;
+    int const q_row = thread / 32 * 16 + lane % 16;
+    auto const swizzle = [](int row) { return kRowBytes == 128 ? row % 8 : row / 2 % 4; };
+    std::uint32_t const q_address =
+        cute::cast_smem_ptr_to_uint(q) + q_row * kRowBytes + (lane / 16 ^ swizzle(lane % 16)) * 16;
+    std::uint32_t const k_address =
+        cute::cast_smem_ptr_to_uint(k) + lane % 8 * kRowBytes + (lane / 8 % 2 ^ swizzle(lane % 8)) * 16;
+    cute::clear(scores);
+    CUTE_NO_UNROLL
+    for (int bytes = 0; bytes < kRowBytes; bytes += 32) {
+      std::uint32_t a[4];
+      load_matrices(q_address ^ bytes, a);
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kTileN / 8; ++i) {
+        std::uint32_t b[2];
+        load_matrices((k_address ^ bytes) + i * (8 * kRowBytes), b);
+        // Where scores are of f16, sums are rounded to it after every 32 bytes, as by wgmma.
+        float sums[4];
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          sums[j] = scores(4 * i + j);
+        }
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          scores(4 * i + j) = static_cast<typename Traits::Score>(sums[j]);
+        }
+      }
+    }
+    // The copy engine may write the K buffer next: these reads come before.
+    fence_proxy_async();
+  }
+};
+
+}  // namespace hattn::sm90

@@ -1,0 +1,174 @@
+// The online softmax of e4m3 weights, for a thread that holds two rows of an accumulator: that of common/softmax.hpp
+// with factors per block and limits of its own.
+//
+// With x = unit (q . k), a weight is P = 2^(x - reference).
+//
+// e4m3 has weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen,
+// against the reference that they find. It is moved up where a lane's sum says that a weight may be past 448, and down
+// where weights come out so small that they lose bits, unless they are nothing beside what the row has already. Both
+// moves are whole powers of two by which everything is multiplied: only where the weights' own type (weights.hpp) has
+// lost them too are the scores computed again.
+#pragma once
+
+#include "sm90/fp8/weights.hpp"
+
+namespace hattn::sm90 {
+
+template <class Weights>
+struct Fp8Softmax {
+  // Of a row's largest weight where the true maximum is taken: a lane's sum of 32 weights is then below kMost.
+  static constexpr float kPeakLog2 = 3.0F;
+  // What a lane may add in one block, and what it should add.
+  static constexpr float kMost = 448.0F;
+  static constexpr float kLeast = 0.5F;
+  // A block of a part of the row's sum as small as this may lose its bits.
+  static constexpr float kNothing = 0x1p-20F;
+  // A whole row's sum of a block after a move is 2 to this power, or up to twice that.
+  static constexpr int kTotalLog2 = 5;
+
+  float reference[2];  // -inf while a row has no key
+  typename Weights::Offset offset[2];
+  float row_sum[2];  // this lane's part of the sum, of weights before rounding; the quad's parts are added once a tile
+
+  CUTE_DEVICE static bool all(bool first, bool second) {
+    return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
+  }
+
+  // A tile's first block, against its true maximum: where that is a row's one large weight, e4m3 has it exactly.
+  template <class Scores>
+  CUTE_DEVICE void first_block(Scores& scores, BlockFactors const& factors) {
+    reference[0] = reference[1] = -INFINITY;
+    float rescale[2];
+    exact_block(scores, factors, {true, true}, rescale, row_sum);
+  }
+
+  // A later block in which keys are masked, so that a row may have had none before: against its maximum where that is
+  // larger. `rescale_output` multiplies the rows of O, which share the reference.
+  template <class Scores, class RescaleOutput>
+  CUTE_DEVICE void masked_block(Scores& scores, BlockFactors const& factors, RescaleOutput const& rescale_output) {
+    float max[2];
+    Weights::block_max(scores, max);
+    auto const moves = [&](int r) { return max[r] * factors.unit > reference[r] + kPeakLog2; };
+    if (!all(!moves(0), !moves(1))) {
+      float rescale[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const before = reference[r];
+        if (moves(r)) {
+          set_reference(r, Weights::reference_above(max[r] * factors.unit - kPeakLog2));
+        }
+        rescale[r] = exp2_approx(before - shift_of(r));
+        row_sum[r] *= rescale[r];
+      }
+      rescale_output(rescale);
+    }
+    float sums[2];
+    exponentiate_below(scores, factors, max, sums);
+    add(sums);
+  }
+
+  // Any other later block, against the references that it finds. Where those do not suit it, `move_block` follows.
+  template <class Scores>
+  CUTE_DEVICE void unseen_block(Scores& scores, BlockFactors const& factors, float (&sums)[2]) {
+    Weights::exponentiate(scores, factors, reference, offset, sums);
+  }
+  // A NaN does not suit, nor what a reference of -inf makes.
+  CUTE_DEVICE bool suits(float const (&sums)[2]) const {
+    auto const row = [&](int r) {
+      return static_cast<bool>(
+          static_cast<int>(sums[r] < kMost) &
+          (static_cast<int>(sums[r] >= kLeast) | static_cast<int>(sums[r] <= row_sum[r] * kNothing)));
+    };
+    return all(row(0), row(1));
+  }
+  CUTE_DEVICE void add(float const (&sums)[2]) {
+    row_sum[0] += sums[0];
+    row_sum[1] += sums[1];
+  }
+
+  // `recompute` brings back the scores.
+  template <class Scores, class Recompute, class RescaleOutput>
+  CUTE_DEVICE void move_block(Scores& scores, BlockFactors const& factors, float (&sums)[2], Recompute const& recompute,
+                              RescaleOutput const& rescale_output) {
+    cute::array<bool, 2> small;
+    cute::array<bool, 2> moves;
+    float total[2];
+    float factor[2] = {1.0F, 1.0F};
+    bool suffices = true;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      total[r] = quad_sum(sums[r]);
+      float const nothing = quad_sum(row_sum[r]) * kNothing;
+      small[r] = (total[r] < 4.0F * kLeast) & (total[r] > nothing);
+      moves[r] = small[r] | !(total[r] < kMost);  // a NaN, too
+      suffices = suffices & (!moves[r] | kept(total[r]));
+    }
+    if (!all(suffices, true)) {
+      recompute();
+      exact_block(scores, factors, small, factor, sums);
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        if (moves[r]) {
+          factor[r] = move(r, total[r]);
+        }
+        sums[r] *= factor[r];
+      }
+      Weights::multiply(scores, factor);
+    }
+    row_sum[0] *= factor[0];
+    row_sum[1] *= factor[1];
+    rescale_output(factor);
+  }
+
+  // The whole rows' sums.
+  CUTE_DEVICE void finish(float (&sums)[2]) const {
+    sums[0] = quad_sum(row_sum[0]);
+    sums[1] = quad_sum(row_sum[1]);
+  }
+
+ private:
+  CUTE_DEVICE static bool kept(float sum) { return (sum > Weights::kLeastKept) & (sum < Weights::kMostKept); }
+
+  CUTE_DEVICE void set_reference(int r, float moved) {
+    reference[r] = moved;
+    offset[r] = Weights::offset_of(moved);
+  }
+
+  CUTE_DEVICE float shift_of(int r) const { return reference[r] == -INFINITY ? 0.0F : reference[r]; }
+
+  // A row still without a key is taken against 0, so that its weights are 0 and not NaN.
+  template <class Scores>
+  CUTE_DEVICE void exponentiate_below(Scores& scores, BlockFactors const& factors, float const (&max)[2],
+                                      float (&sums)[2]) {
+    float const shift[2] = {shift_of(0), shift_of(1)};
+    typename Weights::Offset const shift_offset[2] = {Weights::offset_of(shift[0]), Weights::offset_of(shift[1])};
+    Weights::exponentiate_below(scores, factors, max, shift, shift_offset, sums);
+  }
+
+  // Against the true maximum of this block, or the reference where that is larger and is not to go `down`; `rescale` is
+  // what that makes of the old sum and O.
+  template <class Scores>
+  CUTE_DEVICE void exact_block(Scores& scores, BlockFactors const& factors, cute::array<bool, 2> const& down,
+                               float (&rescale)[2], float (&sums)[2]) {
+    float max[2];
+    Weights::block_max(scores, max);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const before = reference[r];
+      float const above = Weights::reference_above(max[r] * factors.unit - kPeakLog2);
+      set_reference(r, down[r] ? above : fmaxf(before, above));
+      rescale[r] = exp2_approx(before - shift_of(r));
+    }
+    exponentiate_below(scores, factors, max, sums);
+  }
+
+  // Moves a row's reference by the power of two that `total` calls for, and returns what that makes of 1.
+  CUTE_DEVICE float move(int r, float total) {
+    int const exponent = (__float_as_int(total) >> 23) - 127 - kTotalLog2;
+    set_reference(r, reference[r] + static_cast<float>(exponent));
+    return __int_as_float((127 - exponent) << 23);
+  }
+};
+
+}  // namespace hattn::sm90

@@ -1,0 +1,256 @@
+// How a block's scores become weights and those become P, for a thread that holds two rows of an accumulator: scores
+// of f32, or of f16 in pairs of columns. Row r's reference, in powers of two, is what its exponents are taken against.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/softmax.hpp"
+#include "sm90/fp8/traits.hpp"
+
+namespace hattn::sm90 {
+
+// A float as both halves of a pair of f16.
+CUTE_DEVICE std::uint32_t half_pair(float x) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(pair) : "f"(x));
+  return pair;
+}
+
+// Both halves of a pair as f32, and back.
+CUTE_DEVICE float low_half(std::uint32_t pair) {
+  float x;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(pair));
+  return x;
+}
+CUTE_DEVICE float high_half(std::uint32_t pair) {
+  float x;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "r"(pair));
+  return x;
+}
+CUTE_DEVICE std::uint32_t half_pair(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(low), "f"(high));
+  return pair;
+}
+
+template <int kTileN, int kColumnsAhead>
+struct WeightsF32 {
+  // The range of a row's sum in which its weights have kept their bits: they need not be computed again.
+  static constexpr float kLeastKept = 0x1p-96F;
+  static constexpr float kMostKept = 0x1p96F;
+
+  CUTE_DEVICE static constexpr int at(int row, int i, int c) { return 4 * i + 2 * row + c; }
+
+  // What follows from a reference and is kept beside it.
+  struct Offset {};
+  CUTE_DEVICE static Offset offset_of(float) { return {}; }
+  // The least reference from x on that there may be.
+  CUTE_DEVICE static float reference_above(float x) { return x; }
+
+  // Rows' largest stored scores.
+  template <class Scores>
+  CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      max[r] = fmaxf(scores(at(r, 0, 0)), scores(at(r, 0, 1)));
+      CUTE_UNROLL
+      for (int i = 1; i < kTileN / 8; ++i) {
+        max[r] = fmaxf(max[r], fmaxf(scores(at(r, i, 0)), scores(at(r, i, 1))));
+      }
+      max[r] = quad_max(max[r]);
+    }
+  }
+
+  // scores <- weights against the references that are there, and this lane's sums of them.
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&reference)[2],
+                                       Offset const (&)[2], float (&sums)[2]) {
+    float offset[2] = {-reference[0], -reference[1]};
+    // Two partial sums a row: the chain of dependent adds is half as long.
+    float partial[2][2] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kTileN / 8; ++i) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        // ptxas would begin with all the multiply-adds of the block, and the exponentials' unit stand idle meanwhile:
+        // so the offset waits for an earlier weight now and then. (Where that is no number, neither is the sum.)
+        if constexpr (kColumnsAhead > 0) {
+          if (i % kColumnsAhead == 0 && i >= 2 * kColumnsAhead) {
+            offset[r] = after(-reference[r], scores(at(r, i - 2 * kColumnsAhead, 0)));
+          }
+        }
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores(at(r, i, c));
+          score = exp2_approx(fmaf(score, factors.unit, offset[r]));
+          partial[r][c] += score;
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      sums[r] = partial[r][0] + partial[r][1];
+    }
+  }
+
+  // The same with the largest scores known.
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate_below(Scores& scores, BlockFactors const& factors, float const (&)[2],
+                                             float const (&reference)[2], Offset const (&offset)[2], float (&sums)[2]) {
+    exponentiate(scores, factors, reference, offset, sums);
+  }
+
+  // By powers of two.
+  template <class Scores>
+  CUTE_DEVICE static void multiply(Scores& scores, float const (&factor)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) *= factor[i / 2 % 2];
+    }
+  }
+
+  // 32 keys a step, of which a word has four: of the upper or lower row, of the first or second 16 keys.
+  template <class Scores, class Packed>
+  CUTE_DEVICE static void pack(Scores const& scores, Packed& packed) {
+    CUTE_UNROLL
+    for (int step = 0; step < kTileN / 32; ++step) {
+      CUTE_UNROLL
+      for (int part = 0; part < 4; ++part) {
+        int const i = 16 * step + 8 * (part / 2) + 2 * (part % 2);
+        packed(4 * step + part) = pack_e4m3(scores(i), scores(i + 1), scores(i + 4), scores(i + 5));
+      }
+    }
+  }
+
+ private:
+  // x, but not before y is known.
+  CUTE_DEVICE static float after(float x, float y) {
+    float z;
+    asm("fma.rn.ftz.f32 %0, %1, 0f00000000, %2;" : "=f"(z) : "f"(y), "f"(x));
+    return z;
+  }
+};
+
+// A pair is two columns of a row side by side. References are whole numbers, which f16 has up to kMostReference. Rows
+// with larger ones, and factors that f16 does not have, make no numbers of pairs: they show in the sum, and such a
+// block's weights are taken in f32, one by one.
+template <int kTileN>
+struct WeightsF16 {
+  static constexpr float kLeastKept = 0x1p-8F;
+  static constexpr float kMostKept = 0x1p16F;
+  static constexpr float kMostReference = 2048.0F;
+
+  CUTE_DEVICE static constexpr int at(int row, int i) { return 2 * i + row; }
+
+  using Offset = std::uint32_t;
+  CUTE_DEVICE static Offset offset_of(float reference) {
+    return fabsf(reference) <= kMostReference ? half_pair(-reference) : kNoPair;
+  }
+  CUTE_DEVICE static float reference_above(float x) { return ceilf(x); }
+
+  template <class Scores>
+  CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
+    auto const pairs = cute::recast<std::uint32_t>(scores);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      std::uint32_t most = pairs(at(r, 0));
+      CUTE_UNROLL
+      for (int i = 1; i < kTileN / 8; ++i) {
+        asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs(at(r, i))));
+      }
+      max[r] = quad_max(fmaxf(low_half(most), high_half(most)));
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&)[2],
+                                       Offset const (&offset)[2], float (&sums)[2]) {
+    auto pairs = cute::recast<std::uint32_t>(scores);
+    std::uint32_t partial[2] = {0, 0};
+    CUTE_UNROLL
+    for (int i = 0; i < kTileN / 8; ++i) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        std::uint32_t& pair = pairs(at(r, i));
+        // The halves of an ex2 of a pair are put together anew for each use of it; a sum is made once.
+        asm("{\n"
+            ".reg .b32 x, low, high;\n"
+            ".reg .b16 first, second;\n"
+            "fma.rn.f16x2 x, %0, %1, %2;\n"
+            "mov.b32 {first, second}, x;\n"
+            "ex2.approx.f16 first, first;\n"
+            "ex2.approx.f16 second, second;\n"
+            "cvt.u32.u16 low, first;\n"
+            "cvt.u32.u16 high, second;\n"
+            "mad.lo.u32 %0, high, 65536, low;\n"
+            "}\n"
+            : "+r"(pair)
+            : "r"(factors.unit_pair), "r"(offset[r]));
+        asm("add.rn.f16x2 %0, %0, %1;" : "+r"(partial[r]) : "r"(pair));
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      sums[r] = low_half(partial[r]) + high_half(partial[r]);
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate_below(Scores& scores, BlockFactors const& factors, float const (&max)[2],
+                                             float const (&reference)[2], Offset const (&offset)[2], float (&sums)[2]) {
+    int const in_f16 = static_cast<int>(offset[0] != kNoPair) & static_cast<int>(offset[1] != kNoPair) &
+                       static_cast<int>(factors.unit_pair != kNoPair);
+    if (__all_sync(0xffffffffU, in_f16) != 0) {
+      exponentiate(scores, factors, reference, offset, sums);
+      return;
+    }
+    auto pairs = cute::recast<std::uint32_t>(scores);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      // Differences first: products with the factor may be far beyond what they differ by.
+      float const top = max[r] == -INFINITY ? 0.0F : max[r];
+      float const rest = fmaf(top, factors.unit, -reference[r]);
+      sums[r] = 0.0F;
+      CUTE_UNROLL
+      for (int i = 0; i < kTileN / 8; ++i) {
+        std::uint32_t& pair = pairs(at(r, i));
+        float const low = exp2_approx(fmaf(low_half(pair) - top, factors.unit, rest));
+        float const high = exp2_approx(fmaf(high_half(pair) - top, factors.unit, rest));
+        sums[r] += low + high;
+        pair = half_pair(low, high);
+      }
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void multiply(Scores& scores, float const (&factor)[2]) {
+    auto pairs = cute::recast<std::uint32_t>(scores);
+    std::uint32_t const by[2] = {half_pair(factor[0]), half_pair(factor[1])};
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(pairs); ++i) {
+      asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pairs(i)) : "r"(by[i % 2]));
+    }
+  }
+
+  template <class Scores, class Packed>
+  CUTE_DEVICE static void pack(Scores const& scores, Packed& packed) {
+    auto const pairs = cute::recast<std::uint32_t>(scores);
+    CUTE_UNROLL
+    for (int step = 0; step < kTileN / 32; ++step) {
+      CUTE_UNROLL
+      for (int part = 0; part < 4; ++part) {
+        int const i = 8 * step + 4 * (part / 2) + part % 2;
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+            "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+            "mov.b32 %0, {low, high};\n"
+            "}\n"
+            : "=r"(packed(4 * step + part))
+            : "r"(pairs(i)), "r"(pairs(i + 2)));
+      }
+    }
+  }
+};
+
+}  // namespace hattn::sm90
