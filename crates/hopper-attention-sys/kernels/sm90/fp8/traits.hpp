@@ -31,7 +31,7 @@ constexpr std::uint32_t kNoPair = 0x7fff7fffU;
 // What the factors of a block of keys come to for a warpgroup's queries, once for all its threads.
 struct alignas(16) BlockFactors {
   float unit;               // what a product of stored values is multiplied by to be a score, in powers of two
-  std::uint32_t unit_pair;  // the same as a pair of f16, kNoPair where f16 is too small for it
+  std::uint32_t unit_pair;  // the same as a pair of f16, kNoPair where f16 does not go so far
   float ratio_v;            // descale_v / the largest descale_v of the head
   float unused;
 };
@@ -58,7 +58,7 @@ struct Fp8Traits {
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
   static constexpr int kRowsVt = kDimVO + 8;
   // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
-  // many 8 columns ahead of their multiply-adds (softmax.hpp), 0 leaves it to ptxas; loads of V before the first store
+  // many 8 columns ahead of their multiply-adds (weights.hpp), 0 leaves it to ptxas; loads of V before the first store
   // of V^T.
   static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
   static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;

@@ -50,15 +50,7 @@ struct WeightsF32 {
   // Rows' largest stored scores.
   template <class Scores>
   CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      max[r] = fmaxf(scores(at(r, 0, 0)), scores(at(r, 0, 1)));
-      CUTE_UNROLL
-      for (int i = 1; i < kTileN / 8; ++i) {
-        max[r] = fmaxf(max[r], fmaxf(scores(at(r, i, 0)), scores(at(r, i, 1))));
-      }
-      max[r] = quad_max(max[r]);
-    }
+    OnlineSoftmax<kTileN, 0>::block_max(scores, max);
   }
 
   // scores <- weights against the references that are there, and this lane's sums of them.
