@@ -8,8 +8,9 @@ import entry
 # As the 16-bit bounds of sweep.py, with the error of rounding the softmax's weights to e4m3 in them: at most 2^-4 of a
 # weight, 2.5% of it on average, and that is the error of a row too, however many keys it has. A peer that writes O as e4m3
 # adds as much (5% were measured of a row then, 4% without). 128 lost keys of 16384 are 9% of a row, a wrong mask or factor more. An LSE
-# whose exponentials are of f16 is off by up to 2.4e-3 (crates/hopper-attention/src/reference/tolerance.rs).
-BOUNDS = {"slice": 4.5e-2, "row": 7e-2, "cross": 1.1e-1, "lse": 2.5e-3}
+# whose exponentials are of f16 is off by up to 2.4e-3 (crates/hopper-attention/src/reference/tolerance.rs), and a score of 5,
+# the largest here, by 5 * 2^-11 more once it is rounded to f16 (2.9e-3 were measured); 128 lost keys of 16384 are 7.8e-3.
+BOUNDS = {"slice": 4.5e-2, "row": 7e-2, "cross": 1.1e-1, "lse": 5e-3}
 LARGEST = 448.0
 # Of Q and K, a power of two less, so that f16 holds sums of their products: the same operands for everybody, who may make
 # use of it. It costs e4m3 nothing but what is below a thousandth of the largest.

@@ -23,7 +23,10 @@
 //!
 //! With e4m3 operands, exact is the f64 computation on what the operands stand for, and plain rounds P to e4m3: a kernel's
 //! error is held against what quantisation alone costs, and not against a tolerance that zeros could pass. What was lost
-//! when the operands were quantised is no error of a kernel and not judged here.
+//! when the operands were quantised is no error of a kernel and not judged here. A kernel may divide by the sum of the
+//! rounded weights instead of the exact one, which costs less where weights are large (what all their roundings share
+//! cancels) and more for a key whose value is small beside the output: the noise of P is then `0.42 u * sqrt(sum (p (v -
+//! o))^2)`, and the floor takes the larger of the two.
 //!
 //! For the LSE, which is f32 whatever the operands are:
 //!
@@ -122,6 +125,8 @@ pub struct Expected {
     unit_roundoff: f64,
     /// Of the sums that are scores.
     sum_roundoff: f64,
+    /// Whether the output may be divided by the sum of rounded weights.
+    sums_rounded: bool,
     /// In the LSE's floor.
     lse_least: f64,
     /// Of the output.
@@ -154,6 +159,7 @@ impl Expected {
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
             sum_roundoff: if problem.dtype() == DType::E4M3 { U_SUM_E4M3 } else { U32 },
+            sums_rounded: problem.dtype() == DType::E4M3,
             lse_least: if problem.half_scores_value() { LSE_LEAST_HALF_SCORES } else { 0.0 },
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
@@ -198,8 +204,9 @@ impl Expected {
             let [batch, head, query] = place(self.shape, row);
             let exact = self.oracle.o.row(batch, query, head);
             let magnitude = largest(exact.iter().copied());
+            let noise = if self.sums_rounded { scale.weighted.max(scale.centred) } else { scale.weighted };
             let floor = FLOOR
-                * ((self.unit_roundoff + SCORE_ROUNDOFFS * self.sum_roundoff * scale.score) * scale.weighted
+                * ((self.unit_roundoff + SCORE_ROUNDOFFS * self.sum_roundoff * scale.score) * noise
                     + U32 * (scale.keys as f64).sqrt() * scale.weighted.max(magnitude));
             tally.row(
                 Row {

@@ -6,10 +6,10 @@
 // says which tiles a CTA takes, mask.hpp which key blocks a tile visits. A block is 128 keys, which share their
 // factors.
 //
-// Barriers. Full barriers of what is copied (one arrival and its bytes): q, k (with the block's factors) and v; empty
-// ones (an arrival a consumer warp; of v one a transposing warp). vt_full (an arrival a transposing warp) and vt_empty
-// hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand its Q back; next_wanted asks
-// warp 1 for another. Named barriers 1 and 2 pass the turn to issue products between two consumers.
+// Barriers. Full barriers of what is copied (one arrival and its bytes): q, k (another for the block's factors) and v;
+// empty ones (an arrival a consumer warp; of v one a transposing warp). vt_full (an arrival a transposing warp) and
+// vt_empty hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand its Q back;
+// next_wanted asks warp 1 for another. Named barriers 1 and 2 pass the turn to issue products between two consumers.
 //
 // Shared memory (head dim 128, 3 stages): Q 2 x 16 KB, K 3 x 16 KB, V^T 3 x 17 KB, V 2 x 16 KB: 163 KB. Head dim 64, 4
 // stages: Q 2 x 8 KB (12 KB of three consumers), K 4 x 8 KB, V^T 4 x 9 KB, V 2 x 8 KB. Rows of Q, K and V are swizzled
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       storage.q_full[i].init(1);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      storage.k_full[i].init(1);
+      storage.k_full[i].init(2);
       storage.k_empty[i].init(kConsumerWarps);
       storage.vt_full[i].init(Traits::kTransposers);
       storage.vt_empty[i].init(kConsumerWarps);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0) {
       Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
-      Fp8Load<Traits>::queries(params, map_q, scheduler, storage);
+      Fp8Load<Traits>::queries(params, map_q, band, scheduler, storage);
     } else if (warp >= 2) {
       Fp8Load<Traits>::transpose(params, band, storage, warp - 2);
     }

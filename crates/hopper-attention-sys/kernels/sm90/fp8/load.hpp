@@ -21,17 +21,15 @@ struct Fp8Load {
   // A factor of V below this part of the largest counts as it, which keeps sums in the range of f32.
   static constexpr float kLeastRatio = 0x1p-100F;
 
-  // Of a head's blocks; the whole warp asks.
-  CUTE_DEVICE static float largest_factor(FactorsDesc const& factors, int batch, int head, int seqlen_kv) {
-    if (factors.stride_block == 0) {
-      return factor(factors, batch, head, 0);
-    }
-    float largest = 0.0F;
+  // A lane's part of a head's blocks; the first 32 are not waited for.
+  CUTE_DEVICE static float largest_factor(FactorsDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
+    int const blocks = factors.stride_block == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
+    float largest = factor(factors, batch, head, cute::min(lane, blocks - 1));
     CUTE_NO_UNROLL
-    for (int block = Traits::thread_index() % 32; block * Traits::kScaleBlock < seqlen_kv; block += 32) {
+    for (int block = lane + 32; block < blocks; block += 32) {
       largest = fmaxf(largest, factor(factors, batch, head, block));
     }
-    return __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest)));
+    return largest;
   }
 
   // Nought, which the product of the smallest factors is, would make NaN of a masked score.
@@ -59,57 +57,78 @@ struct Fp8Load {
     }
   }
 
-  // A whole warp, of which one lane copies.
+  // A whole warp, of which one lane copies. The lower lanes work out scores' factors, each for a consumer, and the
+  // upper ones V's ratio. K is asked for before any factor, so that their latencies, which are memory's at a head's
+  // first block, pass side by side.
   CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
                                           CUtensorMap const& map_v, Band const& band, Storage& storage) {
-    RingPosition<Traits::kStages> k;
-    RingPosition<Traits::kStagesRaw> v;
-    bool const copies = cute::elect_one_sync() != 0;
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    bool const of_keys = lane < 16;
+    int const consumer = cute::min(lane % 16, Traits::kConsumers - 1);
+    std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / params.heads_per_kv_head;
-      float unit_q[Traits::kConsumers];
-      CUTE_UNROLL
-      for (int i = 0; i < Traits::kConsumers; ++i) {
-        int const row = cute::min(tile.block * Traits::kTileM + 64 * i, params.seqlen_q - 1);
-        unit_q[i] = params.scale_log2 *
-                    factor(params.descale_q, tile.batch, tile.head / params.descale_q_group, row / Traits::kScaleBlock);
-      }
-      float const largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv);
-      if (copies) {
-        storage.largest_v[q.stage] = largest_v;
-        storage.tile_empty[q.stage].arrive();
-      }
+      int const before_last = cute::min(range.begin + 1, range.end - 1);
+      FactorsDesc const& descale = of_keys ? params.descale_k : params.descale_v;
+      float const* own = &factor(descale, tile.batch, head, range.end - 1);
+      float largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv, lane);
+      // What a block's own factor is multiplied by, once V's largest is known.
+      float other =
+          factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+                 cute::min(tile.block * Traits::kTileM + 64 * consumer, params.seqlen_q - 1) / Traits::kScaleBlock);
+      bool first = true;
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; copies && n >= range.begin; --n) {
-        if (n == cute::min(range.begin + 1, range.end - 1)) {
-          storage.next_wanted.arrive();
-        }
-        // Asked for before the wait, which hides them.
-        bool const differ = params.descale_v.stride_block != 0;
-        float const descale_v = factor(params.descale_v, tile.batch, head, n);
-        float const ratio_v = differ ? fmaxf(descale_v / largest_v, kLeastRatio) : 1.0F;
-        float const descale_k = factor(params.descale_k, tile.batch, head, n);
+      for (int n = range.end - 1; n >= range.begin; --n, ++count) {
+        auto const k = RingPosition<Traits::kStages>::of(count);
+        auto const v = RingPosition<Traits::kStagesRaw>::of(count);
+        float const factor = *own;
+        own -= descale.stride_block;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
-        CUTE_UNROLL
-        for (int i = 0; i < Traits::kConsumers; ++i) {
-          storage.factors[k.stage][i] = block_factors(unit_q[i] * descale_k, ratio_v);
+        if (cute::elect_one_sync()) {
+          storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
+          cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,
+                                       n * Traits::kTileN, head, tile.batch);
         }
-        storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
-        cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,
-                                     n * Traits::kTileN, head, tile.batch);
-        k.advance();
-        storage.v_empty[v.stage].wait(v.parity ^ 1);
-        storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
-        cute::SM90_TMA_LOAD_4D::copy(&map_v, &storage.v_full[v.stage].word, kEvictLast, storage.v[v.stage], 0,
-                                     n * Traits::kTileN, head, tile.batch);
-        v.advance();
+        if (first) {
+          first = false;
+          largest_v = __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest_v)));
+          other = of_keys ? other * params.scale_log2 : 1.0F / largest_v;
+          if (cute::elect_one_sync()) {
+            storage.largest_v[q.stage] = largest_v;
+            storage.tile_empty[q.stage].arrive();
+          }
+        }
+        float const product = factor * other;
+        float const ratio_v =
+            __shfl_sync(0xffffffffU, params.descale_v.stride_block != 0 ? fmaxf(product, kLeastRatio) : 1.0F, 16);
+        if (of_keys) {
+          // (The lanes beyond the last consumer's write what that one does.)
+          storage.factors[k.stage][consumer] = block_factors(product, ratio_v);
+        }
+        __syncwarp();
+        if (cute::elect_one_sync()) {
+          storage.k_full[k.stage].arrive();
+          if (n == before_last) {
+            storage.next_wanted.arrive();
+          }
+          storage.v_empty[v.stage].wait(v.parity ^ 1);
+          storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
+          cute::SM90_TMA_LOAD_4D::copy(&map_v, &storage.v_full[v.stage].word, kEvictLast, storage.v[v.stage], 0,
+                                       n * Traits::kTileN, head, tile.batch);
+        }
+        __syncwarp();
       }
-      __syncwarp();
     });
   }
 
-  CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q,
+  CUTE_DEVICE static void prefetch_factor(FactorsDesc const& factors, int batch, int head, int block) {
+    if (factors.stride_block != 0) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(&factor(factors, batch, head, block)));
+    }
+  }
+
+  CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                   Fp8Scheduler const& scheduler, Storage& storage) {
     // As in sm90/fwd/load.hpp.
     constexpr int kFew = 4 * Traits::kTileN;
@@ -125,6 +144,10 @@ struct Fp8Load {
       Tile const tile = scheduler.tile(scheduler.draw(round++));
       storage.tile[q.stage] = tile;
       if (tile.valid()) {
+        // Of a tile that is still to come: its first factors are in L2 when they are asked for.
+        BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+        prefetch_factor(params.descale_k, tile.batch, tile.head / params.heads_per_kv_head, range.end - 1);
+        prefetch_factor(params.descale_v, tile.batch, tile.head / params.heads_per_kv_head, range.end - 1);
         storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
         cute::SM90_TMA_LOAD_4D::copy(&map_q, &storage.q_full[q.stage].word, kEvictFirst, storage.q[q.stage], 0,
                                      tile.block * Traits::kTileM, tile.head, tile.batch);

@@ -154,7 +154,7 @@ struct Fp8KernelParams {
   float scale_log2;  // softmax_scale * log2(e)
 };
 
-CUTE_DEVICE float factor(FactorsDesc const& factors, int batch, int head, int block) {
+CUTE_DEVICE float const& factor(FactorsDesc const& factors, int batch, int head, int block) {
   return reinterpret_cast<float const*>(
       factors.address)[batch * factors.stride_batch + head * factors.stride_head + block * factors.stride_block];
 }

@@ -2,6 +2,7 @@
 
 mod backward;
 
+use super::super::plain::round_e4m3;
 use super::super::sample::{inputs, normal, round};
 use super::*;
 use crate::{Corner, Dims, E4M3, Element, Mask};
@@ -345,6 +346,30 @@ fn an_lse_of_scores_in_f16_has_a_least_bound() {
             assert_eq!(report.passed(), passes, "{off} {promised}: {report}");
         }
     }
+}
+
+/// A key of value nought takes almost half of the row's weight, 1.25 is a weight that e4m3 has, and all are multiplied by
+/// what rounds the one down and the others up: honest, where the sum of rounded weights divides.
+#[test]
+fn a_divisor_of_rounded_weights_is_honest() {
+    let dims = Dims { batch: 1, heads_q: 1, heads_kv: 1, ..DIMS };
+    let scale = (128.0_f32 / 1.25).ln();
+    let problem = problem(DType::E4M3, dims, Mask::Full).softmax_scale(scale).unwrap();
+    let q = Tensor::from_fn(problem.q_shape(), |[_, _, _, d]| f64::from(d == 0));
+    let k = Tensor::from_fn(problem.k_shape(), |[_, s, _, d]| f64::from(s == 0 && d == 0));
+    let v = Tensor::from_fn(problem.v_shape(), |[_, s, _, _]| f64::from(s > 0));
+    let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+    let others = (dims.seqlen_kv - 1) as f64;
+    let of_weights = |heavy: f64, other: f64| {
+        let o = round(DType::BF16, others * other / (heavy + others * other));
+        expected.check(&Tensor::from_fn(problem.o_shape(), |_| o), None).unwrap()
+    };
+    let [heavy, other] = [128.0, 1.25].map(|weight| round_e4m3(1.062 * weight));
+    assert_eq!([heavy, other], [128.0, 1.375]);
+    let report = of_weights(heavy, other);
+    assert!(report.passed() && report.worst_ratio() > 0.3, "{report}");
+    // A quarter of a weight is not what rounding costs, nor is an output of nought.
+    assert!(!of_weights(0.75 * 128.0, 1.25).passed() && !of_weights(1.0, 0.0).passed());
 }
 
 #[test]
