@@ -203,15 +203,9 @@ struct Fp8Mma {
     while (true) {
       int n = range.end - 2;
       if constexpr (kMask != MaskClass::Full) {
-        // The right edge of a tile lies in two blocks at most, or three where a tile has more rows than a block has
-        // keys; the first is behind us.
-        if constexpr (kTileM > kTileN) {
-          for (; n >= cute::max(range.begin, range.free_end); --n) {
-            step(true_type{}, n);
-          }
-        } else if (n >= cute::max(range.begin, range.free_end)) {
+        // The right edge of a tile; its first block is behind us.
+        for (; n >= cute::max(range.begin, range.free_end); --n) {
           step(true_type{}, n);
-          --n;
         }
       }
       for (; n >= cute::max(range.begin, range.free_begin); --n) {

@@ -46,24 +46,14 @@ struct Fp8Softmax {
   // larger. `rescale_output` multiplies the rows of O, which share the reference.
   template <class Scores, class RescaleOutput>
   CUTE_DEVICE void masked_block(Scores& scores, BlockFactors const& factors, RescaleOutput const& rescale_output) {
-    float max[2];
-    Weights::block_max(scores, max);
-    auto const moves = [&](int r) { return max[r] * factors.unit > reference[r] + kPeakLog2; };
-    if (!all(!moves(0), !moves(1))) {
-      float rescale[2];
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        float const before = reference[r];
-        if (moves(r)) {
-          set_reference(r, Weights::reference_above(max[r] * factors.unit - kPeakLog2));
-        }
-        rescale[r] = exp2_approx(before - shift_of(r));
-        row_sum[r] *= rescale[r];
-      }
+    float rescale[2];
+    float sums[2];
+    exact_block(scores, factors, {false, false}, rescale, sums);
+    if (!all(rescale[0] == 1.0F, rescale[1] == 1.0F)) {
+      row_sum[0] *= rescale[0];
+      row_sum[1] *= rescale[1];
       rescale_output(rescale);
     }
-    float sums[2];
-    exponentiate_below(scores, factors, max, sums);
     add(sums);
   }
 
