@@ -146,8 +146,6 @@ struct Fp8Load {
       if (tile.valid()) {
         // Of a tile that is still to come: its first factors are in L2 when they are asked for.
         BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-        prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
-                        tile.block * Traits::kTileM / Traits::kScaleBlock);
         prefetch_factor(params.descale_k, tile.batch, tile.head / params.heads_per_kv_head, range.end - 1);
         prefetch_factor(params.descale_v, tile.batch, tile.head / params.heads_per_kv_head, range.end - 1);
         storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
