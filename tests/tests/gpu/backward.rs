@@ -266,8 +266,8 @@ fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     // Streams share operands three by three, and so their bits: most of the time is the oracle's, once for each.
     let prepared = [100, 101].map(|seed| prepared::<T>(row, seed));
     let mut lanes: Vec<_> = (0..6)
-        .map(|lane| {
-            let of = lane % prepared.len();
+        .map(|i| {
+            let of = i % prepared.len();
             let stream = gpu.device.context().new_stream().unwrap();
             let lane = Stream::Cuda(stream.clone());
             let plan = prepared[of].problem.clone().deterministic(true).plan_with_row(&gpu.device, row).unwrap();
@@ -276,7 +276,7 @@ fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
             (of, plan, stream, workspace, on_device)
         })
         .collect();
-    let mut first: [Option<Outputs<T>>; 2] = [None, None];
+    let mut first = prepared.each_ref().map(|_| None::<Outputs<T>>);
     for _ in 0..rounds {
         for (of, plan, stream, workspace, on_device) in &mut lanes {
             plan.run(&Stream::Cuda(stream.clone()), workspace, on_device.args(&prepared[*of])).unwrap();

@@ -3,7 +3,7 @@
 mod backward;
 
 use super::{Tensor, check_inputs, each_row, gather};
-use crate::{ForwardProblem, Result};
+use crate::{DType, ForwardProblem, Result};
 
 pub use backward::{BackwardOracle, GradientScale, backward};
 
@@ -25,7 +25,7 @@ pub struct RowScale {
     /// probability move the output by, as a standard deviation.
     pub weighted: f64,
     /// `max over d of sqrt(sum over keys of (p * (v[d] - o[d]))^2)`: the same where the output is divided by the sum of the
-    /// rounded probabilities, so that what all of them share cancels.
+    /// rounded probabilities, so that what all of them share cancels. Of e4m3 operands; 0 of others, where nobody does that.
     pub centred: f64,
     /// `softmax_scale * |q| * sum over keys of p * |k|`: an upper bound of the sums of magnitudes behind the scores
     /// that matter, so a unit roundoff times this is the size of a score's error.
@@ -79,23 +79,29 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
     let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
     let row_sum: f64 = weights.iter().sum();
 
-    let (mut squares, mut mixed) = (vec![0.0; dims.head_dim_vo], vec![0.0; dims.head_dim_vo]);
-    let (mut key_norm, mut weight_squares) = (0.0, 0.0);
+    let mut squares = vec![0.0; dims.head_dim_vo];
+    let mut key_norm = 0.0;
     for (&key, weight) in keys.iter().zip(&weights) {
         let (p, v_row, k_row) = (weight / row_sum, v.row(batch, key, head_kv), k.row(batch, key, head_kv));
-        for (((o, square), mixed), &v) in o.iter_mut().zip(&mut squares).zip(&mut mixed).zip(v_row) {
+        for ((o, square), &v) in o.iter_mut().zip(&mut squares).zip(v_row) {
             let term = p * v;
             *o += term;
             *square += term * term;
-            *mixed += p * term;
         }
-        weight_squares += p * p;
         key_norm += p * dot(k_row, k_row).sqrt();
     }
-    let centred = squares.iter().zip(&mixed).zip(&o).map(|((s, m), o)| s - 2.0 * o * m + o * o * weight_squares);
+    let mut centred = vec![0.0; dims.head_dim_vo];
+    if problem.dtype() == DType::E4M3 {
+        for (&key, weight) in keys.iter().zip(&weights) {
+            for ((square, &o), &v) in centred.iter_mut().zip(&o).zip(v.row(batch, key, head_kv)) {
+                *square += (weight / row_sum * (v - o)).powi(2);
+            }
+        }
+    }
+    let largest_root = |squares: &[f64]| squares.iter().copied().fold(0.0, f64::max).sqrt();
     let scale = RowScale {
-        weighted: squares.iter().copied().fold(0.0, f64::max).sqrt(),
-        centred: centred.fold(0.0, f64::max).sqrt(),
+        weighted: largest_root(&squares),
+        centred: largest_root(&centred),
         score: softmax_scale * dot(q_row, q_row).sqrt() * key_norm,
         row_max,
         keys: keys.len(),

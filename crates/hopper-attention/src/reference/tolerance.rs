@@ -125,8 +125,6 @@ pub struct Expected {
     unit_roundoff: f64,
     /// Of the sums that are scores.
     sum_roundoff: f64,
-    /// Whether the output may be divided by the sum of rounded weights.
-    sums_rounded: bool,
     /// In the LSE's floor.
     lse_least: f64,
     /// Of the output.
@@ -159,7 +157,6 @@ impl Expected {
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
             sum_roundoff: if problem.dtype() == DType::E4M3 { U_SUM_E4M3 } else { U32 },
-            sums_rounded: problem.dtype() == DType::E4M3,
             lse_least: if problem.half_scores_value() { LSE_LEAST_HALF_SCORES } else { 0.0 },
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
@@ -204,9 +201,9 @@ impl Expected {
             let [batch, head, query] = place(self.shape, row);
             let exact = self.oracle.o.row(batch, query, head);
             let magnitude = largest(exact.iter().copied());
-            let noise = if self.sums_rounded { scale.weighted.max(scale.centred) } else { scale.weighted };
             let floor = FLOOR
-                * ((self.unit_roundoff + SCORE_ROUNDOFFS * self.sum_roundoff * scale.score) * noise
+                * ((self.unit_roundoff + SCORE_ROUNDOFFS * self.sum_roundoff * scale.score)
+                    * scale.weighted.max(scale.centred)
                     + U32 * (scale.keys as f64).sqrt() * scale.weighted.max(magnitude));
             tally.row(
                 Row {

@@ -146,8 +146,9 @@ struct Fp8Load {
       if (tile.valid()) {
         // Of a tile that is still to come: its first factors are in L2 when they are asked for.
         BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-        prefetch_factor(params.descale_k, tile.batch, tile.head / params.heads_per_kv_head, range.end - 1);
-        prefetch_factor(params.descale_v, tile.batch, tile.head / params.heads_per_kv_head, range.end - 1);
+        int const head = tile.head / params.heads_per_kv_head;
+        prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
+        prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
         storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
         cute::SM90_TMA_LOAD_4D::copy(&map_q, &storage.q_full[q.stage].word, kEvictFirst, storage.q[q.stage], 0,
                                      tile.block * Traits::kTileM, tile.head, tile.batch);
