@@ -98,9 +98,10 @@ fn rank(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     row: &KernelInfo,
-) -> (usize, bool, usize, Reverse<usize>, Reverse<usize>, u32) {
-    let padded = problem.dims().seqlen_q.next_multiple_of(row.tile_m.max(1));
-    let time = padded * time_weight(row);
+) -> (usize, bool, u128, Reverse<usize>, Reverse<usize>, u32) {
+    let dims = problem.dims();
+    let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
+    let time = (padded * time_weight(row)) as u128 * (dims.seqlen_kv + border_keys(row)) as u128;
     let in_f32 = row.scores != DType::F16;
     (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
@@ -121,10 +122,21 @@ pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
     by_registers.min(by_memory)
 }
 
-/// Time for a query, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which took
-/// 9% longer on an H100 at head dim 64 and long sequences (benches/LOG.md, 3).
+/// Time for a query and a key, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which
+/// took 9% longer on an H100 at head dim 64 and long sequences, and 6% at 128 (benches/LOG.md, 3 and 26).
 fn time_weight(row: &KernelInfo) -> usize {
-    if row.tile_m < 192 { 109 } else { 100 }
+    match row.tile_m {
+        192.. => 100,
+        _ if row.head_dim_vo > 64 => 106,
+        _ => 109,
+    }
+}
+
+/// What a tile's masked blocks cost beside the others, in keys: of e4m3 at head dim 128 three warpgroups are slower there
+/// (benches/LOG.md, 26).
+fn border_keys(row: &KernelInfo) -> usize {
+    let counts = row.dtype == DType::E4M3 && row.mask != MaskClass::Full && row.head_dim_vo > 64;
+    if counts { 4 * row.tile_m } else { 0 }
 }
 
 /// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.

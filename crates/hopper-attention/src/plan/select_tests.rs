@@ -137,7 +137,7 @@ fn candidates_come_in_the_rules_order() {
     assert_eq!(candidates(&full, &H100, &[]).unwrap_err(), select(&full, &H100, &[]).unwrap_err());
 }
 
-/// Rows of e4m3 operands: scores in f32 of every class and head dim, and in f16 of some, in tiles of two sizes at head dim 64.
+/// Rows of e4m3 operands: scores in f32 of every class and head dim, and in f16 of some, in tiles of two sizes.
 fn fp8_rows() -> Vec<KernelInfo> {
     let (f32, f16) = (DType::F32, DType::F16);
     let rows = [
@@ -151,6 +151,9 @@ fn fp8_rows() -> Vec<KernelInfo> {
         (MaskClass::Causal, 64, 192, f16),
         (MaskClass::Causal, 64, 128, f16),
         (MaskClass::Full, 128, 128, f16),
+        (MaskClass::Full, 128, 192, f16),
+        (MaskClass::Causal, 128, 128, f16),
+        (MaskClass::Causal, 128, 192, f16),
     ];
     let made = |(i, (mask, head_dim, tile_m, scores))| KernelInfo {
         dtype: DType::E4M3,
@@ -173,13 +176,16 @@ fn scores_in_f16_are_for_those_who_promise() {
     for (mask, head_dim) in [(Mask::Full, 64), (Mask::Full, 128), (Mask::causal(), 32), (Mask::causal(), 80)] {
         assert_eq!(taken(mask, head_dim, 4096, false), (DType::F32, if head_dim > 64 { 128 } else { 64 }, 128));
     }
-    assert_eq!(taken(Mask::Full, 128, 4096, true), (DType::F16, 128, 128));
     // Of tiles of two sizes as for other types: the larger one where it is worth the padding.
-    let tile = |seqlen| taken(Mask::causal(), 64, seqlen, true);
-    assert_eq!([512, 1024, 2048, 16384].map(tile), [128, 128, 192, 192].map(|tile| (DType::F16, 64, tile)));
+    let tiles = |mask, head_dim, tiles: [usize; 5]| {
+        let taken = [512, 1024, 2048, 4096, 8192].map(|seqlen| taken(mask, head_dim, seqlen, true));
+        assert_eq!(taken, tiles.map(|tile| (DType::F16, head_dim, tile)));
+    };
+    tiles(Mask::causal(), 64, [128, 128, 192, 192, 192]);
+    tiles(Mask::Full, 128, [128, 128, 192, 192, 192]);
+    tiles(Mask::causal(), 128, [128, 128, 128, 128, 192]);
     // Where there are none: of a mask, of a head dim.
     assert_eq!(taken(Mask::window(Some(7), Some(0)), 64, 4096, true), (DType::F32, 64, 128));
-    assert_eq!(taken(Mask::causal(), 128, 4096, true), (DType::F32, 128, 128));
     // Sums in f32 are no worse, so that they are candidates, the last.
     let problem = of(Mask::Full, 64, 4096, true);
     let scores: Vec<_> = candidates(&problem, &H100, &fp8_rows()).unwrap().iter().map(|row| row.scores).collect();

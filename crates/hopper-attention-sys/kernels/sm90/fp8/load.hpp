@@ -147,6 +147,8 @@ struct Fp8Load {
         // Of a tile that is still to come: its first factors are in L2 when they are asked for.
         BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
         int const head = tile.head / params.heads_per_kv_head;
+        prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+                        tile.block * Traits::kTileM / Traits::kScaleBlock);
         prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
         prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
         storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);

@@ -9,6 +9,9 @@
 // that the rounded weights are summed beside O: O is divided by that, and equal values give themselves. The LSE is of
 // the weights before rounding (softmax.hpp).
 //
+// Three consumers at head dim 128 have no registers for all columns of P V: it comes in parts, each added to O before
+// the next is issued, and S goes with the last of them, so that exponentials have the warpgroup to themselves.
+//
 // A warp alone decides to move a reference: nothing that the warpgroup's products depend on may follow from that.
 #pragma once
 
@@ -48,7 +51,7 @@ struct Fp8Mma {
   CUTE_DEVICE static void run(Fp8KernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
     typename Traits::MmaQK mma_qk;
-    typename Traits::MmaPV mma_pv;
+    typename Traits::template MmaPV<0> mma_pv;
     auto const slice_qk = mma_qk.get_slice(0);
     auto const slice_pv = mma_pv.get_slice(0);
     Tensor sQ = make_tensor(make_smem_ptr(storage.q[0]), typename Traits::SmemLayoutQ{});
@@ -59,12 +62,13 @@ struct Fp8Mma {
     Tensor tSrK = slice_qk.make_fragment_B(slice_qk.partition_B(sK));
     Tensor tOrV = slice_pv.make_fragment_B(slice_pv.partition_B(sVt));
     Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, Int<kTileN>>{});
-    // P V of a block, and in its last four elements the sums of P.
-    Tensor tOrT = partition_fragment_C(mma_pv, Shape<_64, Int<Traits::kRowsVt>>{});
+    // A part of P V of a block, and after the columns of the last part, in four elements, the sums of P.
+    Tensor tOrT = make_tensor<float>(Int<Traits::kElementsPart>{});
     constexpr int kElementsO = Traits::kHeadDimVO / 2;
+    constexpr auto kLastPart = Int<Traits::kParts - 1>{};
     Tensor tOrO = make_tensor<float>(Int<kElementsO>{});
     Tensor tOrP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<_64, Int<kTileN>>{}));
-    static_assert(size(tOrP) == size(tSrS) && size(tOrT) == kElementsO + 4);
+    static_assert(size(tOrP) == size(tSrS));
 
     Softmax softmax;
     float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
@@ -84,11 +88,21 @@ struct Fp8Mma {
       Weights::pack(tSrS, packed);
     };
     auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
-    // V's block is the one before K's. Returns where it lies.
-    auto issue_output = [&]() {
+    // Where a part's rows of V^T begin follows from where the first part's do: ptxas would make each anew.
+    auto issue_part = [&](auto part, std::uint32_t stage) __attribute__((always_inline)) {
+      typename Traits::template MmaPV<part> mma_pv;
+      Tensor tOrV_first = tOrV(_, _, _, stage);
+      Tensor tOrV_part =
+          make_tensor(tOrV_first.data() + part * (Traits::kPartColumns * kTileN / 16), tOrV_first.layout());
+      constexpr auto kShape = Shape<_64, Int<Traits::template kPartRows<part>>>{};
+      Tensor sums = make_tensor(tOrT.data(), partition_fragment_C(mma_pv, kShape).layout());
+      issue_product<false>(mma_pv, tOrP, tOrV_part, sums);
+    };
+    // P V's first part. V's block is the one before K's. Returns where it lies.
+    auto issue_output = [&]() __attribute__((always_inline)) {
       auto const v = k.before();
       storage.vt_full[v.stage].wait(v.parity);
-      issue_product<false>(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrT);
+      issue_part(Int<0>{}, v.stage);
       return v.stage;
     };
     auto await_keys = [&]() __attribute__((always_inline)) {
@@ -103,13 +117,27 @@ struct Fp8Mma {
       warpgroup_fence_operand(tOrT);
       release(storage.vt_empty[stage]);
     };
-    auto add_output = [&](float ratio_v) __attribute__((always_inline)) {
+    auto add_part = [&](auto part, float ratio_v) __attribute__((always_inline)) {
+      constexpr int kFirst = part * Traits::kPartColumns / 2;
+      constexpr int kCount = cute::min(Traits::kPartColumns / 2, kElementsO - kFirst);
       CUTE_UNROLL
-      for (int i = 0; i < kElementsO; ++i) {
-        tOrO(i) = fmaf(tOrT(i), ratio_v, tOrO(i));
+      for (int i = 0; i < kCount; ++i) {
+        tOrO(kFirst + i) = fmaf(tOrT(i), ratio_v, tOrO(kFirst + i));
       }
-      divisor[0] += tOrT(kElementsO);
-      divisor[1] += tOrT(kElementsO + 2);
+      if constexpr (part == kLastPart) {
+        divisor[0] += tOrT(kCount);
+        divisor[1] += tOrT(kCount + 2);
+      }
+    };
+    // Awaits and adds all parts but the last, which is then on its way.
+    auto add_first_parts = [&](std::uint32_t stage, float ratio_v) __attribute__((always_inline)) {
+      for_each(
+          make_int_sequence<kLastPart>{}, [&](auto part) __attribute__((always_inline)) {
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(tOrT);
+            add_part(part, ratio_v);
+            issue_part(Int<part + 1>{}, stage);
+          });
     };
     auto mask_block = [&](int n) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
@@ -153,25 +181,43 @@ struct Fp8Mma {
     // (ptxas puts a quarter of them there; all, half or none were slower, benches/LOG.md, 24.)
     auto step = [&](auto masked, int n) __attribute__((always_inline)) {
       BlockFactors const factors = await_keys();
-      turn_wait();
-      issue_scores();
-      std::uint32_t const v = issue_output();
-      turn_pass();
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tSrS);
-      warpgroup_wait<0>();
-      release_v(v);
-      if constexpr (decltype(masked)::value) {
-        add_output(ratio_v);
+      std::uint32_t v;
+      if constexpr (Traits::kParts == 1) {
+        turn_wait();
+        issue_scores();
+        v = issue_output();
+        turn_pass();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tSrS);
+        warpgroup_wait<0>();
+        release_v(v);
+      } else {
+        // Products first, then exponentials: ptxas would put these between the instructions that issue those, for which
+        // the whole warpgroup waits (benches/LOG.md, 26).
+        v = issue_output();
+        add_first_parts(v, ratio_v);
+        issue_scores();
+        warpgroup_wait<1>();
+        release_v(v);
+        add_part(kLastPart, ratio_v);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tSrS);
+      }
+      auto add_output = [&]() __attribute__((always_inline)) {
+        if constexpr (Traits::kParts == 1) {
+          add_part(kLastPart, ratio_v);
+        }
         ratio_v = factors.ratio_v;
+      };
+      if constexpr (decltype(masked)::value) {
+        add_output();
         mask_block(n);
         softmax.masked_block(tSrS, factors, rescale_output);
         make_p();
       } else {
         float sums[2];
         softmax.unseen_block(tSrS, factors, sums);
-        add_output(ratio_v);
-        ratio_v = factors.ratio_v;
+        add_output();
         make_p();
         if (!softmax.suits(sums)) {
           softmax.move_block(tSrS, factors, sums, recompute_scores, rescale_output);
@@ -233,11 +279,19 @@ struct Fp8Mma {
         storage.q_full[q.stage].wait(q.parity);
         factors = await_keys();
       }
-      issue_scores();
-      turn_pass();
-      warpgroup_wait<1>();
-      release_v(v);
-      add_output(ratio_v);
+      if constexpr (Traits::kParts == 1) {
+        issue_scores();
+        turn_pass();
+        warpgroup_wait<1>();
+        release_v(v);
+        add_part(kLastPart, ratio_v);
+      } else {
+        add_first_parts(v, ratio_v);
+        warpgroup_wait<0>();
+        release_v(v);
+        add_part(kLastPart, ratio_v);
+        issue_scores();
+      }
       Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);

@@ -28,7 +28,8 @@ struct Fp8Softmax {
 
   float reference[2];  // -inf while a row has no key
   typename Weights::Offset offset[2];
-  float row_sum[2];  // this lane's part of the sum, of weights before rounding; the quad's parts are added once a tile
+  // kNothing times this lane's part of the sum, of weights before rounding; the quad's parts are added once a tile.
+  float nothing[2];
 
   CUTE_DEVICE static bool all(bool first, bool second) {
     return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
@@ -39,7 +40,10 @@ struct Fp8Softmax {
   CUTE_DEVICE void first_block(Scores& scores, BlockFactors const& factors) {
     reference[0] = reference[1] = -INFINITY;
     float rescale[2];
-    exact_block(scores, factors, {true, true}, rescale, row_sum);
+    float sums[2];
+    exact_block(scores, factors, {true, true}, rescale, sums);
+    nothing[0] = sums[0] * kNothing;
+    nothing[1] = sums[1] * kNothing;
   }
 
   // A later block in which keys are masked, so that a row may have had none before: against its maximum where that is
@@ -50,8 +54,8 @@ struct Fp8Softmax {
     float sums[2];
     exact_block(scores, factors, {false, false}, rescale, sums);
     if (!all(rescale[0] == 1.0F, rescale[1] == 1.0F)) {
-      row_sum[0] *= rescale[0];
-      row_sum[1] *= rescale[1];
+      nothing[0] *= rescale[0];
+      nothing[1] *= rescale[1];
       rescale_output(rescale);
     }
     add(sums);
@@ -64,16 +68,26 @@ struct Fp8Softmax {
   }
   // A NaN does not suit, nor what a reference of -inf makes.
   CUTE_DEVICE bool suits(float const (&sums)[2]) const {
-    auto const row = [&](int r) {
-      return static_cast<bool>(
-          static_cast<int>(sums[r] < kMost) &
-          (static_cast<int>(sums[r] >= kLeast) | static_cast<int>(sums[r] <= row_sum[r] * kNothing)));
-    };
-    return all(row(0), row(1));
+    // As instructions that combine predicates as they compare.
+    int rows;
+    asm("{\n"
+        ".reg .pred a, b;\n"
+        "setp.ge.f32 a, %1, %5;\n"
+        "setp.ge.f32 b, %2, %5;\n"
+        "setp.le.or.f32 a, %1, %3, a;\n"
+        "setp.le.or.f32 b, %2, %4, b;\n"
+        "setp.lt.and.f32 a, %1, %6, a;\n"
+        "setp.lt.and.f32 b, %2, %6, b;\n"
+        "and.pred a, a, b;\n"
+        "selp.s32 %0, 1, 0, a;\n"
+        "}\n"
+        : "=r"(rows)
+        : "f"(sums[0]), "f"(sums[1]), "f"(nothing[0]), "f"(nothing[1]), "f"(kLeast), "f"(kMost));
+    return __all_sync(0xffffffffU, rows) != 0;
   }
   CUTE_DEVICE void add(float const (&sums)[2]) {
-    row_sum[0] += sums[0];
-    row_sum[1] += sums[1];
+    nothing[0] = fmaf(sums[0], kNothing, nothing[0]);
+    nothing[1] = fmaf(sums[1], kNothing, nothing[1]);
   }
 
   // `recompute` brings back the scores.
@@ -88,8 +102,7 @@ struct Fp8Softmax {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       total[r] = quad_sum(sums[r]);
-      float const nothing = quad_sum(row_sum[r]) * kNothing;
-      small[r] = (total[r] < 4.0F * kLeast) & (total[r] > nothing);
+      small[r] = (total[r] < 4.0F * kLeast) & (total[r] > quad_sum(nothing[r]));
       moves[r] = small[r] | !(total[r] < kMost);  // a NaN, too
       suffices = suffices & (!moves[r] | kept(total[r]));
     }
@@ -106,15 +119,15 @@ struct Fp8Softmax {
       }
       Weights::multiply(scores, factor);
     }
-    row_sum[0] *= factor[0];
-    row_sum[1] *= factor[1];
+    nothing[0] *= factor[0];
+    nothing[1] *= factor[1];
     rescale_output(factor);
   }
 
   // The whole rows' sums.
   CUTE_DEVICE void finish(float (&sums)[2]) const {
-    sums[0] = quad_sum(row_sum[0]);
-    sums[1] = quad_sum(row_sum[1]);
+    sums[0] = quad_sum(nothing[0]) * (1.0F / kNothing);
+    sums[1] = quad_sum(nothing[1]) * (1.0F / kNothing);
   }
 
  private:

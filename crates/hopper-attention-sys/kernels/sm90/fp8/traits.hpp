@@ -62,7 +62,7 @@ struct Fp8Traits {
   // of V^T.
   static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
   static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;
-  static constexpr int kTransposeBatch = kDimQK == 128 && !kTurns ? 2 : 1;
+  static constexpr int kTransposeBatch = kDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
 
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
@@ -84,9 +84,17 @@ struct Fp8Traits {
   using MmaQK = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, Score,
                                        cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
+  // P V in so many parts of columns, one after the other, whose sums share registers: three consumers have 160 each.
+  // The last part has the rows of ones.
+  static constexpr int kParts = kConsumers == 3 && kDimVO == 128 ? 3 : 1;
+  static constexpr int kPartColumns = (kDimVO / kParts + 15) / 16 * 16;
+  template <int kPart>
+  static constexpr int kPartRows = kPart == kParts - 1 ? kRowsVt - kPart* kPartColumns : kPartColumns;
+  static constexpr int kElementsPart = cute::max(kPartRows<0>, kPartRows<kParts - 1>) / 2;
+  template <int kPart>
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kRowsVt>, cute::Int<kTileN>>>()));
+                                       cute::Shape<cute::_64, cute::Int<kPartRows<kPart>>, cute::Int<kTileN>>>()));
   using AtomQK = cute::conditional_t<kDimQK == 64, cute::SM90::GMMA::Layout_K_SW64_Atom<Element>,
                                      cute::SM90::GMMA::Layout_K_SW128_Atom<Element>>;
   using AtomV = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
@@ -94,8 +102,12 @@ struct Fp8Traits {
       AtomQK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::Int<kBuffersQ>>{}));
   using SmemLayoutK = decltype(cute::tile_to_shape(
       AtomQK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
-  using SmemLayoutVt =
-      decltype(cute::tile_to_shape(AtomV{}, cute::Shape<cute::Int<kRowsVt>, cute::Int<kTileN>, cute::Int<kStages>>{}));
+  // The first part's rows of each stage.
+  using SmemLayoutVtStage =
+      decltype(cute::tile_to_shape(AtomV{}, cute::Shape<cute::Int<kPartRows<0>>, cute::Int<kTileN>>{}));
+  using SmemLayoutVt = decltype(cute::make_composed_layout(
+      SmemLayoutVtStage{}.layout_a(), SmemLayoutVtStage{}.offset(),
+      cute::append(SmemLayoutVtStage{}.layout_b(), cute::Layout<cute::Int<kStages>, cute::Int<kRowsVt * kTileN>>{})));
 
   static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
   static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;

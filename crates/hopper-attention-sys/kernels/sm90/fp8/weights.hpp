@@ -183,7 +183,10 @@ struct WeightsF16 {
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      sums[r] = low_half(partial[r]) + high_half(partial[r]);
+      // The rounding to f16 is nothing beside that of the exponentials.
+      asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; add.rn.f16 l, l, h; cvt.f32.f16 %0, l;}"
+          : "=f"(sums[r])
+          : "r"(partial[r]));
     }
   }
 
@@ -205,6 +208,10 @@ struct WeightsF16 {
       sums[r] = 0.0F;
       CUTE_UNROLL
       for (int i = 0; i < kTileN / 8; ++i) {
+        // No sum is: a branch now and then, or ptxas would begin with all the halves in registers of their own.
+        if (i % 4 == 0 && sums[r] == -1.0F) {
+          break;
+        }
         std::uint32_t& pair = pairs(at(r, i));
         float const low = exp2_approx(fmaf(low_half(pair) - top, factors.unit, rest));
         float const high = exp2_approx(fmaf(high_half(pair) - top, factors.unit, rest));

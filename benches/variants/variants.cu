@@ -1,0 +1,237 @@
+// Times variants of one e4m3 row in turn (build.sh makes them), and compares each with the first: O relative, LSE
+// absolute.
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+using namespace hattn;
+#define CK(x)                                                        \
+  do {                                                               \
+    cudaError_t e_ = (x);                                            \
+    if (e_ != cudaSuccess) {                                         \
+      printf("cuda %s line %d\n", cudaGetErrorString(e_), __LINE__); \
+      exit(1);                                                       \
+    }                                                                \
+  } while (0)
+__device__ unsigned hash_(unsigned x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+__global__ void fill(__nv_fp8_e4m3* p, size_t n, unsigned seed, float outlier) {
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+    unsigned a = hash_((unsigned)i * 2 + seed), b = hash_((unsigned)i * 2 + 1 + seed * 7919),
+             c = hash_(a ^ (b * 3 + 5));
+    float u = (a + 1.0f) * 2.3283e-10f, v = b * 2.3283e-10f;
+    float z = sqrtf(-2 * logf(u)) * cospif(2 * v);
+    if (outlier > 0 && (c % 1000) == 0) z *= outlier;
+    z = fminf(fmaxf(z, -14.f), 14.f);
+    p[i] = __nv_fp8_e4m3(z);
+  }
+}
+__global__ void fillf(float* p, int n, unsigned seed) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) p[i] = 0.5f + (hash_(i + seed) % 1000) * 0.001f;
+}
+__global__ void diff(const __nv_bfloat16* a, const __nv_bfloat16* b, size_t n, double* out) {
+  double s = 0, t = 0;
+  unsigned bad = 0;
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+    float x = a[i], y = b[i];
+    if (!isfinite(x))
+      bad++;
+    else {
+      s += (double)(x - y) * (x - y);
+      t += (double)y * y;
+    }
+  }
+  atomicAdd(out, s);
+  atomicAdd(out + 1, t);
+  atomicAdd(out + 2, (double)bad);
+}
+__global__ void difff(const float* a, const float* b, size_t n, float* out) {
+  float m = 0;
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+    float d = fabsf(a[i] - b[i]);
+    if (!(d <= m)) m = d;
+  }
+  atomicMax((int*)out, __float_as_int(m));
+}
+struct V {
+  std::string name;
+  FwdRow row;
+};
+int main(int argc, char** argv) {
+  int dim = atoi(argv[1]), iters = atoi(argv[2]);
+  bool blocks = getenv("BLOCKS") != nullptr;
+  std::vector<V> vs[2];
+  for (int i = 3; i < argc; ++i) {
+    int m = argv[i][0] == 'c';
+    void* h = dlopen(argv[i] + 2, RTLD_NOW | RTLD_LOCAL);
+    if (!h) {
+      printf("%s\n", dlerror());
+      return 1;
+    }
+    auto get = (FwdRow(*)())dlsym(h, "variant_row");
+    FwdRow r = get();
+    Status s = r.prepare();
+    if ((int)s.code) {
+      printf("prepare %s %d %d\n", argv[i], (int)s.code, s.detail);
+      return 1;
+    }
+    std::string n = argv[i];
+    n = n.substr(n.rfind('/') + 1);
+    vs[m].push_back({n, r});
+  }
+  int dev_sms;
+  CK(cudaDeviceGetAttribute(&dev_sms, cudaDevAttrMultiProcessorCount, 0));
+  int heads = 2048 / dim;
+  size_t tokens = 16384, n = tokens * heads * dim;
+  __nv_fp8_e4m3 *q, *k, *v;
+  __nv_bfloat16 *o, *ref;
+  float *lse, *lref, *f;
+  int* counter;
+  char* flush;
+  double* acc;
+  CK(cudaMalloc(&q, n));
+  CK(cudaMalloc(&k, n));
+  CK(cudaMalloc(&v, n));
+  CK(cudaMalloc(&o, 2 * n));
+  CK(cudaMalloc(&ref, 2 * n));
+  CK(cudaMalloc(&lse, tokens * heads * 4));
+  CK(cudaMalloc(&lref, tokens * heads * 4));
+  CK(cudaMalloc(&f, 1 << 20));
+  CK(cudaMalloc(&counter, 4));
+  CK(cudaMalloc(&flush, 256 << 20));
+  CK(cudaMalloc(&acc, 64));
+  fill<<<1024, 256>>>(q, n, 1, 0);
+  fill<<<1024, 256>>>(k, n, 2, 0);
+  fill<<<1024, 256>>>(v, n, 3, 0);
+  fillf<<<1024, 256>>>(f, 1 << 18, 4);
+  if (!blocks) {
+    float one[1] = {1.0f};
+    CK(cudaMemcpy(f, one, 4, cudaMemcpyHostToDevice));
+  }
+  CK(cudaDeviceSynchronize());
+  cudaEvent_t a, b;
+  cudaEventCreate(&a);
+  cudaEventCreate(&b);
+  std::vector<int> lens;
+  {
+    const char* e = getenv("LENS");
+    std::string s = e ? e : "512,1024,2048,4096,8192,16384";
+    for (size_t p = 0; p < s.size();) {
+      lens.push_back(atoi(s.c_str() + p));
+      p = s.find(',', p);
+      if (p == std::string::npos) break;
+      ++p;
+    }
+  }
+  for (int m = 0; m < 2; ++m)
+    for (int len : lens) {
+      if (vs[m].empty()) continue;
+      int batch = tokens / len;
+      auto params = [&](FwdRow const& r) {
+        FwdParams p;
+        auto d = [&](void* x) {
+          return TensorDesc{(uint64_t)x, (int64_t)len * heads * dim, (int64_t)heads * dim, dim};
+        };
+        p.q = d(q);
+        p.k = d(k);
+        p.v = d(v);
+        p.o = d(o);
+        p.lse_address = (uint64_t)lse;
+        p.lse_stride_batch = (int64_t)heads * len;
+        p.lse_stride_head = len;
+        p.batch = batch;
+        p.heads_q = p.heads_kv = heads;
+        p.seqlen_q = p.seqlen_kv = len;
+        p.head_dim_qk = p.head_dim_vo = dim;
+        p.softmax_scale = 1 / sqrtf(dim);
+        p.window_left = 1 << 30;
+        p.window_right = m ? 0 : 1 << 30;
+        int tiles = (len + r.tile_m - 1) / r.tile_m * heads * batch;
+        p.grid = std::min(tiles, dev_sms);
+        int bh = heads * batch;
+        long bytes = (long)len * 2 * dim;
+        if (m == 0) {
+          p.heads_per_group = 1;
+          p.groups = bh;
+        } else {
+          int g = std::min(16, bh);
+          int last = (int)std::min(64L, std::max(16L, (32L << 20) / bytes));
+          p.heads_per_group = g;
+          p.groups = std::max(0, bh - last) / g + 1;
+          if (tiles > p.grid) p.tile_counter = (uint64_t)counter;
+        }
+        FactorsDesc fd{(uint64_t)f, 0, 0, 0};
+        if (blocks) {
+          int nb = (len + 127) / 128;
+          fd = {(uint64_t)f, (int64_t)nb * heads, nb, 1};
+        }
+        p.descale_q = p.descale_k = p.descale_v = fd;
+        return p;
+      };
+      std::vector<std::vector<float>> ms(vs[m].size());
+      std::vector<std::string> checks;
+      for (size_t i = 0; i < vs[m].size(); ++i) {
+        CK(cudaMemset(o, 0xff, 2 * n));
+        CK(cudaMemset(lse, 0xff, tokens * heads * 4));
+        Status s = vs[m][i].row.launch(params(vs[m][i].row), nullptr);
+        if ((int)s.code) {
+          printf("launch %d %d\n", (int)s.code, s.detail);
+          return 1;
+        }
+        CK(cudaDeviceSynchronize());
+        if (i == 0) {
+          CK(cudaMemcpy(ref, o, 2 * n, cudaMemcpyDeviceToDevice));
+          CK(cudaMemcpy(lref, lse, tokens * heads * 4, cudaMemcpyDeviceToDevice));
+        }
+        CK(cudaMemset(acc, 0, 64));
+        diff<<<1024, 256>>>(o, ref, n, acc);
+        difff<<<1024, 256>>>(lse, lref, tokens * heads, (float*)(acc + 4));
+        double h[8];
+        CK(cudaMemcpy(h, acc, 64, cudaMemcpyDeviceToHost));
+        float l;
+        memcpy(&l, h + 4, 4);
+        char t[99];
+        snprintf(t, 99, "rms %.4f bad %.0f lse %.1e", sqrt(h[0] / h[1]), h[2], l);
+        checks.push_back(t);
+      }
+      for (int it = 0; it < iters; ++it)
+        for (size_t i = 0; i < vs[m].size(); ++i) {
+          auto p = params(vs[m][i].row);
+          CK(cudaMemset(flush, it, 256 << 20));
+          CK(cudaDeviceSynchronize());
+          usleep(600);
+          cudaEventRecord(a);
+          vs[m][i].row.launch(p, nullptr);
+          cudaEventRecord(b);
+          CK(cudaDeviceSynchronize());
+          float t;
+          cudaEventElapsedTime(&t, a, b);
+          ms[i].push_back(t);
+        }
+      double flops = 4.0 * len * (double)len * dim * heads * batch * (m ? 0.5 : 1);
+      for (size_t i = 0; i < vs[m].size(); ++i) {
+        std::sort(ms[i].begin(), ms[i].end());
+        float t = ms[i][iters / 2];
+        printf("%s %5d d%d %-34s %8.4f ms %6.0f TFLOP/s  %s\n", m ? "causal" : "full  ", len, dim,
+               vs[m][i].name.c_str(), t, flops / t / 1e9, checks[i].c_str());
+      }
+      fflush(stdout);
+    }
+}
