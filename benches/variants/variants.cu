@@ -73,6 +73,7 @@ __global__ void difff(const float* a, const float* b, size_t n, float* out) {
 struct V {
   std::string name;
   FwdRow row;
+  bool drawn;  // tiles in drawn order, as causal ones are
 };
 int main(int argc, char** argv) {
   int dim = atoi(argv[1]), iters = atoi(argv[2]);
@@ -94,7 +95,8 @@ int main(int argc, char** argv) {
     }
     std::string n = argv[i];
     n = n.substr(n.rfind('/') + 1);
-    vs[m].push_back({n, r});
+    bool drawn = argv[i][0] != 'f';
+    vs[m].push_back({n + (argv[i][0] == 'd' ? " drawn" : ""), r, drawn});
   }
   int dev_sms;
   CK(cudaDeviceGetAttribute(&dev_sms, cudaDevAttrMultiProcessorCount, 0));
@@ -144,7 +146,7 @@ int main(int argc, char** argv) {
     for (int len : lens) {
       if (vs[m].empty()) continue;
       int batch = tokens / len;
-      auto params = [&](FwdRow const& r) {
+      auto params = [&](FwdRow const& r, bool drawn) {
         FwdParams p;
         auto d = [&](void* x) {
           return TensorDesc{(uint64_t)x, (int64_t)len * heads * dim, (int64_t)heads * dim, dim};
@@ -175,8 +177,8 @@ int main(int argc, char** argv) {
           int last = (int)std::min(64L, std::max(16L, (32L << 20) / bytes));
           p.heads_per_group = g;
           p.groups = std::max(0, bh - last) / g + 1;
-          if (tiles > p.grid) p.tile_counter = (uint64_t)counter;
         }
+        if (drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter;
         FactorsDesc fd{(uint64_t)f, 0, 0, 0};
         if (blocks) {
           int nb = (len + 127) / 128;
@@ -190,7 +192,7 @@ int main(int argc, char** argv) {
       for (size_t i = 0; i < vs[m].size(); ++i) {
         CK(cudaMemset(o, 0xff, 2 * n));
         CK(cudaMemset(lse, 0xff, tokens * heads * 4));
-        Status s = vs[m][i].row.launch(params(vs[m][i].row), nullptr);
+        Status s = vs[m][i].row.launch(params(vs[m][i].row, vs[m][i].drawn), nullptr);
         if ((int)s.code) {
           printf("launch %d %d\n", (int)s.code, s.detail);
           return 1;
@@ -213,7 +215,7 @@ int main(int argc, char** argv) {
       }
       for (int it = 0; it < iters; ++it)
         for (size_t i = 0; i < vs[m].size(); ++i) {
-          auto p = params(vs[m][i].row);
+          auto p = params(vs[m][i].row, vs[m][i].drawn);
           CK(cudaMemset(flush, it, 256 << 20));
           CK(cudaDeviceSynchronize());
           usleep(600);

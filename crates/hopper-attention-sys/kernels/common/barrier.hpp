@@ -40,6 +40,38 @@ struct Mbarrier {
         "r"(parity)
         : "memory");
   }
+
+  // Whether it has completed by now: asked early, the answer is there when it is wanted, and `wait_unless` need not
+  // ask.
+  CUTE_DEVICE bool test(std::uint32_t parity) {
+    std::uint32_t passed;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(passed)
+        : "r"(cute::cast_smem_ptr_to_uint(&word)), "r"(parity)
+        : "memory");
+    return passed != 0;
+  }
+
+  // `wait`, with nothing to wait for where `test` said so.
+  CUTE_DEVICE void wait_unless(bool passed, std::uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "setp.ne.u32 done, %2, 0;\n"
+        "again:\n"
+        "@done bra passed;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "bra again;\n"
+        "passed:\n"
+        "}\n" ::"r"(cute::cast_smem_ptr_to_uint(&word)),
+        "r"(parity), "r"(static_cast<std::uint32_t>(passed))
+        : "memory");
+  }
 };
 
 // Makes the initialised barriers visible to the copy engine.

@@ -292,8 +292,10 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         grid,
         heads_per_group,
         groups,
-        // Equal tiles are balanced by any order, and a single round by none.
-        tile_counter: kernel.mask != MaskClass::Full && tiles > grid,
+        // A single round is balanced by no order, and equal tiles by any, where they take equally long: those of e4m3 with
+        // many keys differ by a tenth between multiprocessors (benches/LOG.md, 27).
+        tile_counter: tiles > grid
+            && (kernel.mask != MaskClass::Full || (kernel.dtype == DType::E4M3 && dims.seqlen_kv > 512)),
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         tuned: false,
     })

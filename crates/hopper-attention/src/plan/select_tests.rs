@@ -164,6 +164,17 @@ fn fp8_rows() -> Vec<KernelInfo> {
 }
 
 #[test]
+fn long_tiles_of_e4m3_are_drawn_though_they_are_equal() {
+    let drawn = |batch, seqlen| {
+        let dims = Dims { batch, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
+        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().half_scores(true).unwrap();
+        select(&problem, &H100, &fp8_rows()).unwrap().tile_counter
+    };
+    assert_eq!([512, 1024, 4096].map(|seqlen| drawn(8, seqlen)), [false, true, true]);
+    assert!(!drawn(1, 1024), "there is one round");
+}
+
+#[test]
 fn scores_in_f16_are_for_those_who_promise() {
     let of = |mask, head_dim, seqlen, promised| {
         let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };

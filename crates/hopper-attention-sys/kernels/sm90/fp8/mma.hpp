@@ -28,8 +28,9 @@ template <class Traits>
 struct Fp8Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Weights = cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN>,
-                                      WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
+  using Weights =
+      cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN, Traits::kPolynomialEvery>,
+                          WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
   using Softmax = Fp8Softmax<Weights>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
@@ -75,6 +76,7 @@ struct Fp8Mma {
     float ratio_v = 1.0F;             // of the block whose weights P has
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kBuffersQ> q;
+    bool v_ready = false;  // the block's V^T, whose barrier was asked while its scores were waited for
     int m_block = -1;
     BlockRange range{0, 0, 0, 0};
 
@@ -101,7 +103,11 @@ struct Fp8Mma {
     // P V's first part. V's block is the one before K's. Returns where it lies.
     auto issue_output = [&]() __attribute__((always_inline)) {
       auto const v = k.before();
-      storage.vt_full[v.stage].wait(v.parity);
+      if constexpr (Traits::kParts == 1) {
+        storage.vt_full[v.stage].wait(v.parity);
+      } else {
+        storage.vt_full[v.stage].wait_unless(v_ready, v.parity);
+      }
       issue_part(Int<0>{}, v.stage);
       return v.stage;
     };
@@ -180,9 +186,10 @@ struct Fp8Mma {
     // the additions to O and the conversions fill: so nothing pins exponentials before the wait for the second product.
     // (ptxas puts a quarter of them there; all, half or none were slower, benches/LOG.md, 24.)
     auto step = [&](auto masked, int n) __attribute__((always_inline)) {
-      BlockFactors const factors = await_keys();
+      BlockFactors factors;
       std::uint32_t v;
       if constexpr (Traits::kParts == 1) {
+        factors = await_keys();
         turn_wait();
         issue_scores();
         v = issue_output();
@@ -193,13 +200,16 @@ struct Fp8Mma {
         release_v(v);
       } else {
         // Products first, then exponentials: ptxas would put these between the instructions that issue those, for which
-        // the whole warpgroup waits (benches/LOG.md, 26).
+        // the whole warpgroup waits (benches/LOG.md, 26). Barriers take their time to answer: they are asked beside
+        // products.
         v = issue_output();
+        factors = await_keys();
         add_first_parts(v, ratio_v);
         issue_scores();
         warpgroup_wait<1>();
         release_v(v);
         add_part(kLastPart, ratio_v);
+        v_ready = storage.vt_full[k.stage].test(k.parity);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
       }
@@ -219,7 +229,8 @@ struct Fp8Mma {
         softmax.unseen_block(tSrS, factors, sums);
         add_output();
         make_p();
-        if (!softmax.suits(sums)) {
+        // (What is rare lies elsewhere then, and the loop in one piece.)
+        if (__builtin_expect(static_cast<long>(!softmax.suits(sums)), 0L) != 0L) {
           softmax.move_block(tSrS, factors, sums, recompute_scores, rescale_output);
           make_p();
         }
@@ -293,6 +304,7 @@ struct Fp8Mma {
         issue_scores();
       }
       Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+      v_ready = false;
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
       if (m_block < 0) {

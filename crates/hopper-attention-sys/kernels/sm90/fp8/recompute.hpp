@@ -25,7 +25,7 @@ struct Fp8Recompute {
     cute::clear(scores);
     auto pairs = cute::recast<std::uint32_t>(scores);
     // Where registers are short a few columns at a time: ptxas begins all products of a round before it ends one.
-    constexpr int kColumns = Traits::kTileN / (Traits::kParts == 1 ? 8 : 32);
+    constexpr int kColumns = Traits::kTileN / (Traits::kParts == 1 ? 8 : 64);
     CUTE_UNROLL
     for (int first = 0; first < Traits::kTileN / 8; first += kColumns) {
       CUTE_NO_UNROLL

@@ -125,8 +125,9 @@ struct WeightsF32 {
 
 // A pair is two columns of a row side by side. References are whole numbers, which f16 has up to kMostReference. Rows
 // with larger ones, and factors that f16 does not have, make no numbers of pairs: they show in the sum, and such a
-// block's weights are taken in f32, one by one.
-template <int kTileN>
+// block's weights are taken in f32, one by one. Of kPolynomialEvery times 8 columns the last 8 are exponentiated by a
+// polynomial, unless all are to be by the exponentials' unit.
+template <int kTileN, int kPolynomialEvery>
 struct WeightsF16 {
   static constexpr float kLeastKept = 0x1p-8F;
   static constexpr float kMostKept = 0x1p16F;
@@ -154,7 +155,7 @@ struct WeightsF16 {
     }
   }
 
-  template <class Scores>
+  template <bool kAllByUnit = false, class Scores>
   CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&)[2],
                                        Offset const (&offset)[2], float (&sums)[2]) {
     auto pairs = cute::recast<std::uint32_t>(scores);
@@ -164,6 +165,13 @@ struct WeightsF16 {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         std::uint32_t& pair = pairs(at(r, i));
+        bool const by_polynomial =
+            !kAllByUnit && kPolynomialEvery > 0 && i % cute::max(kPolynomialEvery, 1) == kPolynomialEvery - 1;
+        if (by_polynomial) {
+          pair = exp2_polynomial(pair, factors.unit_pair, offset[r]);
+          asm("add.rn.f16x2 %0, %0, %1;" : "+r"(partial[r]) : "r"(pair));
+          continue;
+        }
         // The halves of an ex2 of a pair are put together anew for each use of it; a sum is made once.
         asm("{\n"
             ".reg .b32 x, low, high;\n"
@@ -196,7 +204,8 @@ struct WeightsF16 {
     int const in_f16 = static_cast<int>(offset[0] != kNoPair) & static_cast<int>(offset[1] != kNoPair) &
                        static_cast<int>(factors.unit_pair != kNoPair);
     if (__all_sync(0xffffffffU, in_f16) != 0) {
-      exponentiate(scores, factors, reference, offset, sums);
+      // A polynomial makes no 0 of a masked score's -inf.
+      exponentiate<true>(scores, factors, reference, offset, sums);
       return;
     }
     auto pairs = cute::recast<std::uint32_t>(scores);
@@ -249,6 +258,36 @@ struct WeightsF16 {
             : "r"(pairs(i)), "r"(pairs(i + 2)));
       }
     }
+  }
+
+ private:
+  // 2^x of a pair x = score * unit + offset by ordinary arithmetic. With n the whole number nearest to x, 2^(x - n) is
+  // a cubic of least relative error, of which f16 leaves 2^-11, and 2^n is made of bits: n from -15, which makes 0, to
+  // 16, which makes inf. Where bits wrap (x from -3057 to -1536) the weight is inf too, or no number, as of a NaN or
+  // what is infinite: such a block does not suit, and is computed again.
+  CUTE_DEVICE static std::uint32_t exp2_polynomial(std::uint32_t score, std::uint32_t unit, std::uint32_t offset) {
+    constexpr std::uint32_t kWhole = 0x66006600U;  // 1536: sums with it are rounded to whole numbers
+    std::uint32_t sum;
+    std::uint32_t power;
+    asm("{\n"
+        ".reg .b32 x, n, f, y;\n"
+        "fma.rn.f16x2 x, %2, %3, %4;\n"
+        "add.rn.f16x2 %0, x, %5;\n"
+        "sub.rn.f16x2 n, %0, %5;\n"
+        "sub.rn.f16x2 f, x, n;\n"
+        "fma.rn.f16x2 y, f, %6, %7;\n"
+        "fma.rn.f16x2 y, y, f, %8;\n"
+        "fma.rn.f16x2 %1, y, f, %9;\n"
+        "}\n"
+        : "=&r"(sum), "=r"(power)
+        : "r"(score), "r"(unit), "r"(offset), "r"(kWhole), "r"(0x2ae92ae9U), "r"(0x33ba33baU), "r"(0x398c398cU),
+          "r"(0x3c003c00U));
+    constexpr std::uint32_t kToExponent = 0x10000U - (kWhole & 0xffffU) + 15U;
+    std::uint32_t const exponent = __viaddmin_s16x2_relu(sum, kToExponent * 0x10001U, 31U * 0x10001U);
+    std::uint32_t weight;
+    // (Where sums are far from whole numbers, beyond x of 6656, the cubic may be negative.)
+    asm("{.reg .b32 y; abs.f16x2 y, %1; mul.rn.f16x2 %0, y, %2;}" : "=r"(weight) : "r"(power), "r"(exponent << 10));
+    return weight;
   }
 };
 
