@@ -11,10 +11,10 @@
 // vt_empty hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand its Q back;
 // next_wanted asks warp 1 for another. Named barriers 1 and 2 pass the turn to issue products between two consumers.
 //
-// Shared memory (head dim 128, 3 stages, 4 of three consumers): Q 2 x 16 KB (24 KB of three consumers), K 3 x 16 KB,
-// V^T 3 x 17 KB, V 2 x 16 KB. Head dim 64, 4 stages: Q 2 x 8 KB (12 KB of three consumers), K 4 x 8 KB, V^T 4 x 9 KB, V
-// 2 x 8 KB. Rows of Q, K and V are swizzled over their 128 or 64 bytes, those of V^T hold the 128 keys of a column;
-// eight more of each stage hold ones.
+// Shared memory (head dim 128, 3 stages, 4 of three consumers and no mask): Q 2 x 16 KB (24 KB of three consumers), K 3
+// x 16 KB, V^T 3 x 17 KB, V 2 x 16 KB. Head dim 64, 4 stages: Q 2 x 8 KB (12 KB of three consumers), K 4 x 8 KB, V^T 4
+// x 9 KB, V 2 x 8 KB. Rows of Q, K and V are swizzled over their 128 or 64 bytes, those of V^T hold the 128 keys of a
+// column; eight more of each stage hold ones.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -230,7 +230,7 @@ struct Fp8Mma {
         add_output();
         make_p();
         // (What is rare lies elsewhere then, and the loop in one piece.)
-        if (__builtin_expect(static_cast<long>(!softmax.suits(sums)), 0L) != 0L) {
+        if (__builtin_expect(!softmax.suits(sums), 0)) {
           softmax.move_block(tSrS, factors, sums, recompute_scores, rescale_output);
           make_p();
         }

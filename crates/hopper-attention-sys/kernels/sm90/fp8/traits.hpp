@@ -62,10 +62,10 @@ struct Fp8Traits {
   // of V^T.
   static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
   static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;
-  // Of so many 8 columns the last are exponentiated by a polynomial (weights.hpp), 0: none. Where three consumers have
-  // little else to do, the exponentials' unit is what a block takes; elsewhere instructions are (benches/LOG.md, 27).
-  static constexpr int kPolynomialEvery = kDimQK == 64 && kConsumers == 3 ? 4 : 0;
   static constexpr int kTransposeBatch = kDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
+  // Of so many times 8 columns the last 8 are exponentiated by a polynomial (weights.hpp), 0: none. The exponentials'
+  // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
+  static constexpr int kPolynomialEvery = kDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded

@@ -165,27 +165,11 @@ struct WeightsF16 {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         std::uint32_t& pair = pairs(at(r, i));
-        bool const by_polynomial =
-            !kAllByUnit && kPolynomialEvery > 0 && i % cute::max(kPolynomialEvery, 1) == kPolynomialEvery - 1;
-        if (by_polynomial) {
-          pair = exp2_polynomial(pair, factors.unit_pair, offset[r]);
-          asm("add.rn.f16x2 %0, %0, %1;" : "+r"(partial[r]) : "r"(pair));
-          continue;
+        if (!kAllByUnit && by_polynomial(i)) {
+          exp2_polynomial(pair, factors.unit_pair, offset[r]);
+        } else {
+          exp2_unit(pair, factors.unit_pair, offset[r]);
         }
-        // The halves of an ex2 of a pair are put together anew for each use of it; a sum is made once.
-        asm("{\n"
-            ".reg .b32 x, low, high;\n"
-            ".reg .b16 first, second;\n"
-            "fma.rn.f16x2 x, %0, %1, %2;\n"
-            "mov.b32 {first, second}, x;\n"
-            "ex2.approx.f16 first, first;\n"
-            "ex2.approx.f16 second, second;\n"
-            "cvt.u32.u16 low, first;\n"
-            "cvt.u32.u16 high, second;\n"
-            "mad.lo.u32 %0, high, 65536, low;\n"
-            "}\n"
-            : "+r"(pair)
-            : "r"(factors.unit_pair), "r"(offset[r]));
         asm("add.rn.f16x2 %0, %0, %1;" : "+r"(partial[r]) : "r"(pair));
       }
     }
@@ -261,11 +245,35 @@ struct WeightsF16 {
   }
 
  private:
-  // 2^x of a pair x = score * unit + offset by ordinary arithmetic. With n the whole number nearest to x, 2^(x - n) is
-  // a cubic of least relative error, of which f16 leaves 2^-11, and 2^n is made of bits: n from -15, which makes 0, to
-  // 16, which makes inf. Where bits wrap (x from -3057 to -1536) the weight is inf too, or no number, as of a NaN or
-  // what is infinite: such a block does not suit, and is computed again.
-  CUTE_DEVICE static std::uint32_t exp2_polynomial(std::uint32_t score, std::uint32_t unit, std::uint32_t offset) {
+  // Of the columns 8 i to 8 i + 7.
+  CUTE_DEVICE static constexpr bool by_polynomial(int i) {
+    return kPolynomialEvery > 0 && i % cute::max(kPolynomialEvery, 1) == kPolynomialEvery - 1;
+  }
+
+  // A pair of scores becomes 2^x, x = score * unit + offset, by the exponentials' unit. The halves of an ex2 of a pair
+  // are put together anew for each use of it; a sum is made once. (In place: with a result of its own ptxas makes other
+  // code of most rows, and serialises the products of some.)
+  CUTE_DEVICE static void exp2_unit(std::uint32_t& pair, std::uint32_t unit, std::uint32_t offset) {
+    asm("{\n"
+        ".reg .b32 x, low, high;\n"
+        ".reg .b16 first, second;\n"
+        "fma.rn.f16x2 x, %0, %1, %2;\n"
+        "mov.b32 {first, second}, x;\n"
+        "ex2.approx.f16 first, first;\n"
+        "ex2.approx.f16 second, second;\n"
+        "cvt.u32.u16 low, first;\n"
+        "cvt.u32.u16 high, second;\n"
+        "mad.lo.u32 %0, high, 65536, low;\n"
+        "}\n"
+        : "+r"(pair)
+        : "r"(unit), "r"(offset));
+  }
+
+  // The same by ordinary arithmetic. With n the whole number nearest to x, 2^(x - n) is a cubic of least relative
+  // error, of which f16 leaves 2^-11, and 2^n is made of bits: n from -15, which makes 0, to 16, which makes inf. Where
+  // bits wrap (x from -3056 to -1537) the weight is inf too, or no number, as of a NaN or what is infinite: such a
+  // block does not suit, and is computed again.
+  CUTE_DEVICE static void exp2_polynomial(std::uint32_t& pair, std::uint32_t unit, std::uint32_t offset) {
     constexpr std::uint32_t kWhole = 0x66006600U;  // 1536: sums with it are rounded to whole numbers
     std::uint32_t sum;
     std::uint32_t power;
@@ -280,14 +288,12 @@ struct WeightsF16 {
         "fma.rn.f16x2 %1, y, f, %9;\n"
         "}\n"
         : "=&r"(sum), "=r"(power)
-        : "r"(score), "r"(unit), "r"(offset), "r"(kWhole), "r"(0x2ae92ae9U), "r"(0x33ba33baU), "r"(0x398c398cU),
+        : "r"(pair), "r"(unit), "r"(offset), "r"(kWhole), "r"(0x2ae92ae9U), "r"(0x33ba33baU), "r"(0x398c398cU),
           "r"(0x3c003c00U));
     constexpr std::uint32_t kToExponent = 0x10000U - (kWhole & 0xffffU) + 15U;
     std::uint32_t const exponent = __viaddmin_s16x2_relu(sum, kToExponent * 0x10001U, 31U * 0x10001U);
-    std::uint32_t weight;
     // (Where sums are far from whole numbers, beyond x of 6656, the cubic may be negative.)
-    asm("{.reg .b32 y; abs.f16x2 y, %1; mul.rn.f16x2 %0, y, %2;}" : "=r"(weight) : "r"(power), "r"(exponent << 10));
-    return weight;
+    asm("{.reg .b32 y; abs.f16x2 y, %1; mul.rn.f16x2 %0, y, %2;}" : "=r"(pair) : "r"(power), "r"(exponent << 10));
   }
 };
 
