@@ -271,22 +271,24 @@ def time_once(x, evict, torch):
     return start, end, (after - before) * 1e6
 
 
-def apart(runners):
-    """The order of a round: a library's second run is not next to its first, wherever two peers can stand between. The SMs'
-    instruction caches would still hold its kernel, and no peer's: 8 of 82 us were measured (benches/LOG.md, 25)."""
-    first = [x for x in runners if not x.name.endswith(fp8.SUFFIX)]
-    for second in (x for x in runners if x.name.endswith(fp8.SUFFIX)):
-        names = [x.name for x in first]
-        of = second.name.removesuffix(fp8.SUFFIX)
-        first.insert(names.index(of) + 2 if of in names else len(first), second)
-    return first
+def turns(runners, i):
+    """The order of round i. It rotates, unless a library has a second run, with other operands: that takes the place of its
+    first in a second lap of the round, so that both follow the same neighbours. The SMs' instruction caches hold the
+    kernel of either when few have run since: 6 of 82 us were measured where one peer stood between, and not two
+    (benches/LOG.md, 28)."""
+    seconds = {x.name.removesuffix(fp8.SUFFIX): x for x in runners if x.name.endswith(fp8.SUFFIX)}
+    firsts = [x for x in runners if x not in seconds.values()]
+    if not seconds:
+        at = i % len(runners)
+        return runners[at:] + runners[:at]
+    failed = [second for name, second in seconds.items() if name not in [x.name for x in firsts]]
+    return firsts + [seconds.get(x.name, x) for x in firsts] + failed
 
 
 def time_point(runners, runs, evict, iters, torch):
-    """`iters` timings of each runner, in turn, the order rotating, put into the runs."""
+    """`iters` rounds, put into the runs."""
     for i in range(WARM_UPS + iters):
-        at = i % len(runners)
-        pending = [(x.name, *time_once(x, evict, torch)) for x in runners[at:] + runners[:at]]
+        pending = [(x.name, *time_once(x, evict, torch)) for x in turns(runners, i)]
         torch.cuda.synchronize()
         if i >= WARM_UPS:
             for name, start, end, host_us in pending:
@@ -408,7 +410,7 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
         runners.append(runner)
     if runners:
         tell("timing", index=index)
-        time_point(apart(runners), runs, evict, job["iters"], torch)
+        time_point(runners, runs, evict, job["iters"], torch)
     for x in runners:
         moved = point.changed(x, first[x.name], called(x))
         if moved:
@@ -499,7 +501,7 @@ def ready(job, found, missing, frontend, torch):
         "device": properties.name,
         "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
         "versions": versions,
-        "method": f"in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
+        "method": f"in turn, iteration by iteration, one process, order rotating unless a library runs twice; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
         f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; {FLOPS}",
         "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
         "missing": missing,

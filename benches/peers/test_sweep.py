@@ -331,12 +331,13 @@ class Fp8(unittest.TestCase):
 
 
 class Sweep(unittest.TestCase):
-    def test_a_librarys_second_run_is_apart_from_its_first(self):
-        order = lambda *names: [x.name for x in sweep.apart([types.SimpleNamespace(name=name) for name in names])]
-        self.assertEqual(order("us", "fa3", "cudnn", "us-block"), ["us", "fa3", "us-block", "cudnn"])
-        self.assertEqual(order("us", "fa3", "us-block"), ["us", "fa3", "us-block"])
-        self.assertEqual(order("fa3", "us-block"), ["fa3", "us-block"])
-        self.assertEqual(order("us", "fa3", "cudnn"), ["us", "fa3", "cudnn"])
+    def test_a_librarys_second_run_follows_the_same_neighbours_as_its_first(self):
+        order = lambda i, *names: [x.name for x in sweep.turns([types.SimpleNamespace(name=name) for name in names], i)]
+        for i in range(4):
+            self.assertEqual(order(i, "us", "fa3", "cudnn", "us-block"), ["us", "fa3", "cudnn", "us-block", "fa3", "cudnn"])
+            self.assertEqual(order(i, "fa3", "us-block"), ["fa3", "fa3", "us-block"])
+        self.assertEqual(order(0, "us", "fa3", "cudnn"), ["us", "fa3", "cudnn"])
+        self.assertEqual(order(4, "us", "fa3", "cudnn"), ["fa3", "cudnn", "us"])
 
     def test_missing_libraries_are_named(self):
         job = {"ours": ["hopper-attention=nowhere/lib.so"], "peers": ["libm.so.6"], "python_peers": False}

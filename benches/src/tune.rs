@@ -103,6 +103,7 @@ mod tests {
             threads: 384,
             smem_bytes: 200 << 10,
             scores: DType::F32,
+            share_bytes: 0,
         };
         vec![row(0, 192, MaskClass::Causal), row(1, 128, MaskClass::Causal), row(2, 128, MaskClass::Full)]
     }

@@ -40,7 +40,7 @@ __global__ void fill(__nv_fp8_e4m3* p, size_t n, unsigned seed) {
 }
 __global__ void fillf(float* p, int n, unsigned seed) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) p[i] = 0.5f + (hash_(i + seed) % 1000) * 0.001f;
+  if (i < n) p[i] = 0.9f + (hash_(i + seed) % 1000) * 0.0002f;
 }
 __global__ void diff(const __nv_bfloat16* a, const __nv_bfloat16* b, size_t n, double* out) {
   double s = 0, t = 0;
@@ -69,14 +69,15 @@ __global__ void difff(const float* a, const float* b, size_t n, float* out) {
 struct Variant {
   std::string name;
   FwdRow row;
-  bool drawn;  // tiles in drawn order, as causal ones are
+  bool drawn;   // tiles in drawn order, as causal ones are
+  bool blocks;  // factors per block
 };
 int main(int argc, char** argv) {
   int dim = atoi(argv[1]), iters = atoi(argv[2]);
-  bool blocks = getenv("BLOCKS") != nullptr;
   std::vector<Variant> vs[2];
   for (int i = 3; i < argc; ++i) {
-    int m = argv[i][0] == 'c';
+    char order = (char)tolower(argv[i][0]);
+    int m = order == 'c';
     void* h = dlopen(argv[i] + 2, RTLD_NOW | RTLD_LOCAL);
     if (!h) {
       printf("%s\n", dlerror());
@@ -91,8 +92,9 @@ int main(int argc, char** argv) {
     }
     std::string n = argv[i];
     n = n.substr(n.rfind('/') + 1);
-    bool drawn = argv[i][0] != 'f';
-    vs[m].push_back({n + (argv[i][0] == 'd' ? " drawn" : ""), r, drawn});
+    bool blocks = order != argv[i][0];
+    n += std::string(order == 'd' ? " drawn" : "") + (blocks ? " blocks" : "");
+    vs[m].push_back({n, r, order != 'f', blocks});
   }
   int dev_sms;
   CK(cudaDeviceGetAttribute(&dev_sms, cudaDevAttrMultiProcessorCount, 0));
@@ -111,18 +113,16 @@ int main(int argc, char** argv) {
   CK(cudaMalloc(&ref, 2 * n));
   CK(cudaMalloc(&lse, tokens * heads * 4));
   CK(cudaMalloc(&lref, tokens * heads * 4));
-  CK(cudaMalloc(&f, 1 << 20));
-  CK(cudaMalloc(&counter, 4));
+  CK(cudaMalloc(&f, 4 << 20));
+  CK(cudaMalloc(&counter, 32 << 20));
   CK(cudaMalloc(&flush, 256 << 20));
   CK(cudaMalloc(&acc, 64));
   fill<<<1024, 256>>>(q, n, 1);
   fill<<<1024, 256>>>(k, n, 2);
   fill<<<1024, 256>>>(v, n, 3);
-  fillf<<<1024, 256>>>(f, 1 << 18, 4);
-  if (!blocks) {
-    float one[1] = {1.0f};
-    CK(cudaMemcpy(f, one, 4, cudaMemcpyHostToDevice));
-  }
+  fillf<<<1024, 256>>>(f, 1 << 20, 4);
+  float one[1] = {1.0f};
+  CK(cudaMemcpy(f, one, 4, cudaMemcpyHostToDevice));
   CK(cudaDeviceSynchronize());
   cudaEvent_t a, b;
   cudaEventCreate(&a);
@@ -142,7 +142,8 @@ int main(int argc, char** argv) {
     for (int len : lens) {
       if (vs[m].empty()) continue;
       int batch = tokens / len;
-      auto params = [&](FwdRow const& r, bool drawn) {
+      auto params = [&](Variant const& variant) {
+        FwdRow const& r = variant.row;
         FwdParams p;
         auto d = [&](void* x) {
           return TensorDesc{(uint64_t)x, (int64_t)len * heads * dim, (int64_t)heads * dim, dim};
@@ -175,13 +176,20 @@ int main(int argc, char** argv) {
           p.heads_per_group = g;
           p.groups = std::max(0, bh - last) / g + 1;
         }
-        if (drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter;
-        FactorsDesc fd{(uint64_t)f, 0, 0, 0};
-        if (blocks) {
-          int nb = (len + 127) / 128;
-          fd = {(uint64_t)f, (int64_t)nb * heads, nb, 1};
+        if (variant.drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter;
+        int rest = tiles % p.grid;
+        if (m == 0 && p.tile_counter && r.share_bytes && rest && tiles / 2 >= p.grid &&
+            (p.grid - rest) * ((len + 127) / 128) >= p.grid * 20) {
+          p.shared_tiles = p.grid + rest;
         }
-        p.descale_q = p.descale_k = p.descale_v = fd;
+        FactorsDesc* all[] = {&p.descale_q, &p.descale_k, &p.descale_v};
+        for (int i = 0; i < 3; ++i) {
+          *all[i] = {(uint64_t)f, 0, 0, 0};
+          if (variant.blocks) {
+            int nb = (len + 127) / 128;
+            *all[i] = {(uint64_t)(f + (i + 1) * (1 << 16)), (int64_t)nb * heads, nb, 1};
+          }
+        }
         return p;
       };
       std::vector<std::vector<float>> ms(vs[m].size());
@@ -189,7 +197,7 @@ int main(int argc, char** argv) {
       for (size_t i = 0; i < vs[m].size(); ++i) {
         CK(cudaMemset(o, 0xff, 2 * n));
         CK(cudaMemset(lse, 0xff, tokens * heads * 4));
-        Status s = vs[m][i].row.launch(params(vs[m][i].row, vs[m][i].drawn), nullptr);
+        Status s = vs[m][i].row.launch(params(vs[m][i]), nullptr);
         if ((int)s.code) {
           printf("launch %d %d\n", (int)s.code, s.detail);
           return 1;
@@ -212,7 +220,7 @@ int main(int argc, char** argv) {
       }
       for (int it = 0; it < iters; ++it)
         for (size_t i = 0; i < vs[m].size(); ++i) {
-          auto p = params(vs[m][i].row, vs[m][i].drawn);
+          auto p = params(vs[m][i]);
           CK(cudaMemset(flush, it, 256 << 20));
           CK(cudaDeviceSynchronize());
           usleep(600);

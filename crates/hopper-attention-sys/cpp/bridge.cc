@@ -71,6 +71,7 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   out.heads_per_group = params.heads_per_group;
   out.groups = params.groups;
   out.tile_counter = params.tile_counter;
+  out.shared_tiles = params.shared_tiles;
   out.output = params.output;
   out.descale_q = to_kernel(params.descale_q);
   out.descale_k = to_kernel(params.descale_k);
@@ -159,7 +160,7 @@ rust::Vec<RowInfo> describe(hattn::Table<Row> const& table) noexcept {
   for (std::size_t i = 0; i < table.size; ++i) {
     Row const& row = table.rows[i];
     rows.push_back(RowInfo{row.arch, row.dtype, row.mask, row.head_dim_qk, row.head_dim_vo, row.tile_m, row.tile_n,
-                           row.stages, row.threads, row.smem_bytes, row.scores});
+                           row.stages, row.threads, row.smem_bytes, row.scores, row.share_bytes});
   }
   return rows;
 }

@@ -86,6 +86,10 @@ struct FwdParams {
   // Address of 4 bytes of workspace for a counter from which CTAs draw their tiles (the launch zeroes it in stream
   // order); 0: each CTA's tiles follow from its index.
   std::uint64_t tile_counter = 0;
+  // So many tiles at the end of the list are shared out, each CTA computing as many of their blocks: 0, or at least
+  // `grid` and less than twice that, of at least twice that in all, of a row with `share_bytes` and with a counter.
+  // That is then the beginning, of 16 bytes, of a workspace with room for `grid` times the row's share_bytes.
+  std::int32_t shared_tiles = 0;
   // Of e4m3 operands alone (others have an O of their own type): head dims are multiples of 16 then.
   DType output = DType::BF16;  // of O: F16, BF16 or E4M3
   FactorsDesc descale_q, descale_k, descale_v;
@@ -191,7 +195,9 @@ struct Row {
   Status (*prepare)() noexcept;
   // Enqueues on the stream and returns. Takes no memory and does not synchronise.
   Status (*launch)(Params const& params, CUstream_st* stream) noexcept;
-  Scores scores = Scores::F32;  // the last, since few lists have it as a column
+  // The last, since few rows have them.
+  Scores scores = Scores::F32;
+  std::int32_t share_bytes = 0;  // of workspace that a CTA needs where tiles are shared out; 0: they are not
 };
 using FwdRow = Row<FwdParams>;
 using BwdRow = Row<BwdParams>;

@@ -172,6 +172,9 @@ mod ffi {
         groups: i32,
         /// Device address of 4 bytes of workspace for the counter that CTAs draw their tiles from; 0: a fixed order.
         tile_counter: u64,
+        /// Tiles at the end of the list that are shared out: 0, or at least `grid` and less than twice that, of at least
+        /// twice that in all, with a counter, at which there is workspace for `grid` times the row's `share_bytes` more.
+        shared_tiles: i32,
         /// Of e4m3 operands alone: the type of O.
         output: DType,
         /// Descale factors of Q.
@@ -349,6 +352,8 @@ mod ffi {
         smem_bytes: i32,
         /// What scores are summed in.
         scores: Scores,
+        /// Workspace that a CTA needs where the last tiles are shared out, in bytes; 0: they are not.
+        share_bytes: i32,
     }
 
     unsafe extern "C++" {

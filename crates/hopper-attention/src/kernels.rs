@@ -105,6 +105,9 @@ pub struct KernelInfo {
     /// What scores are summed in: f32, or, of e4m3 operands that are
     /// [promised](crate::ForwardProblem::half_scores) to be small enough, f16.
     pub scores: DType,
+    /// Workspace that a CUDA block needs where the last tiles are
+    /// [shared out](crate::plan::Choice::shared_tiles), in bytes; 0: they are not.
+    pub share_bytes: usize,
 }
 
 impl KernelInfo {
@@ -200,6 +203,7 @@ mod tests {
         threads: 384,
         smem_bytes: 213 << 10,
         scores: DType::F32,
+        share_bytes: 0,
     };
 
     #[test]

@@ -54,6 +54,7 @@ fn kernel_info(row: u32, pass: Pass, info: &ffi::RowInfo) -> Option<KernelInfo> 
             ffi::Scores::F16 => DType::F16,
             _ => return None,
         },
+        share_bytes: count(info.share_bytes)?,
     })
 }
 
@@ -139,6 +140,7 @@ pub(crate) unsafe fn launch(
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
+        shared_tiles: choice.shared_tiles,
         output: match problem.output_dtype() {
             DType::F16 => ffi::DType::F16,
             DType::BF16 => ffi::DType::BF16,

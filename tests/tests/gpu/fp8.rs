@@ -1,9 +1,11 @@
 //! The rows of e4m3 operands.
 
-use hopper_attention::{DType, Device, E4M3, Element, ForwardProblem, Mask, MaskClass, Scaling, Workspace, bf16, f16};
+use hopper_attention::{
+    DType, Device, E4M3, Element, ForwardProblem, Mask, MaskClass, Scaling, Stream, Workspace, bf16, f16,
+};
 use hopper_attention_tests::fp8::{Operands, for_row, promises};
 use hopper_attention_tests::gpu::Gpu;
-use hopper_attention_tests::gpu::fp8::{OnDevice, Written, takes};
+use hopper_attention_tests::gpu::fp8::{OnDevice, Room, Written, takes};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use hopper_attention_tests::say;
@@ -178,4 +180,66 @@ fn e4m3_runs_repeat() {
             }
         }
     }
+}
+
+/// Tiles of which two CUDA blocks compute a part each: against the oracle, the same bits on every run, and with half of the
+/// multiprocessors taken by another launch, so that blocks come late.
+#[test]
+fn tiles_that_blocks_share() {
+    let Some(gpu) = Gpu::open("tiles_that_blocks_share") else { return };
+    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| row.share_bytes > 0).collect();
+    assert!(!rows.is_empty(), "no row shares tiles out");
+    let multiprocessors = gpu.device.info().facts.multiprocessors;
+    let other = gpu.device.context().new_stream().unwrap();
+    let mut shared = 0;
+    for row in rows {
+        let (busy, held) = {
+            // A tile for each of half the multiprocessors, some of a millisecond long.
+            let case = Case::new(row.tile_m, 1 << 16, row.head_dim_qk, Mask::Full).heads(1, multiprocessors / 2, 1);
+            let problem = for_row(problem(&case, Scaling::PerTensor), &row);
+            let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
+            (OnDevice::new(&other, &Operands::of_zeros(&case, &problem)), plan)
+        };
+        let lane = Stream::Cuda(other.clone());
+        let mut scratch = Workspace::alloc(&lane, held.workspace_bytes()).unwrap();
+        // Few queries make a tile as long as any. One tile left over, and half a round; a part of a block of keys, and of a
+        // unit of blocks.
+        let cases = [
+            (1, 1, 3072, Scaling::PerTensor),
+            (3, multiprocessors / 2, 6003, Scaling::PerBlock),
+            (row.tile_m + 1, multiprocessors / 4, 5120 + 129, Scaling::PerHead),
+            (5, 17, 4999, Scaling::PerBlock),
+        ];
+        for (i, (seqlen_q, rest, seqlen_kv, scaling)) in cases.into_iter().enumerate() {
+            let heads = ((2 * multiprocessors + rest) / seqlen_q.div_ceil(row.tile_m)).next_multiple_of(2);
+            let case = Case::new(seqlen_q, seqlen_kv, row.head_dim_qk - 16 * (i % 2), Mask::Full).heads(1, heads, 2);
+            let problem = for_row(problem(&Case { seed: i as u64, ..case }, scaling), &row).amax(true).unwrap();
+            let operands = Operands::of_case(&case, &problem, None);
+            let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
+            shared += usize::from(plan.choice().is_some_and(|choice| choice.shared_tiles > 0));
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let on_device = OnDevice::new(&gpu.stream, &operands);
+            let first = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
+            let (o, lse) = first.output(&problem);
+            let report = operands.expected().check(&o, Some(&lse)).unwrap();
+            assert!(report.passed(), "{plan}: {report}");
+            let largest = first.o.iter().fold(0.0_f32, |most, o| most.max(o.to_f32().abs()));
+            assert!(
+                (first.amax.unwrap() - largest).abs() <= largest / 256.0,
+                "{plan}: amax {:?}, {largest}",
+                first.amax
+            );
+            for run in 0..Grid::from_env().pick(2, 10) {
+                let mut room = Room::<bf16>::new(&other, held.problem(), None);
+                if run % 2 == 1 {
+                    held.run_fp8(&lane, &mut scratch, room.args(busy.inputs(held.problem()))).unwrap();
+                    std::thread::sleep(std::time::Duration::from_micros(100));
+                }
+                let again = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
+                assert!(again.same_bits(&first), "{plan}: run {run} gives other bits");
+                other.synchronize().unwrap();
+            }
+        }
+    }
+    assert!(shared >= 4, "plans that share tiles: {shared}");
 }

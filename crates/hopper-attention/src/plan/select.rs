@@ -22,6 +22,11 @@ const LAST_GROUP_BYTES: usize = 32 << 20;
 const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 /// The counter that blocks draw tiles from, in bytes.
 const TILE_COUNTER_BYTES: usize = size_of::<i32>();
+/// The same, where what blocks share comes after it.
+const ALIGNED_COUNTER_BYTES: usize = 16;
+/// The last tiles are shared out where a block then computes so many fewer blocks of keys. To leave sums, to find them and
+/// to begin a tile twice take ten (benches/LOG.md, 28).
+const SHARING_SAVES: usize = 20;
 
 /// A kernel for a problem and the schedule of its tiles.
 ///
@@ -51,6 +56,9 @@ pub struct Choice {
     /// Whether blocks draw tiles from a counter in the workspace, whoever is free taking the next; otherwise a block's
     /// tiles follow from its index.
     pub tile_counter: bool,
+    /// Tiles at the end of the list that are shared out, so that each block computes as many of their keys: of some tiles two
+    /// blocks compute a part each. 0: none are.
+    pub shared_tiles: i32,
     /// Queries of the last tile of each head that are not there.
     pub padding: i32,
     /// Whether a measurement named the kernel, and not the built-in rule: see [`Tuning`](super::Tuning).
@@ -282,6 +290,10 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
     let [heads_per_group, groups] = groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1));
     let [diagonal_offset, window_left, window_right] = bounds(problem);
     let grid = if is_persistent(&kernel) { tiles.min(small(multiprocessors)) } else { tiles };
+    // A single round is balanced by no order, and equal tiles by any, where they take equally long: those of e4m3 with
+    // many keys differ between multiprocessors (benches/LOG.md, 27).
+    let tile_counter =
+        tiles > grid && (kernel.mask != MaskClass::Full || (kernel.dtype == DType::E4M3 && dims.seqlen_kv > 512));
     Ok(Choice {
         kernel,
         diagonal_offset,
@@ -292,13 +304,21 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         grid,
         heads_per_group,
         groups,
-        // A single round is balanced by no order, and equal tiles by any, where they take equally long: those of e4m3 with
-        // many keys differ by a tenth between multiprocessors (benches/LOG.md, 27).
-        tile_counter: tiles > grid
-            && (kernel.mask != MaskClass::Full || (kernel.dtype == DType::E4M3 && dims.seqlen_kv > 512)),
+        tile_counter,
+        shared_tiles: if tile_counter { shared_tiles(&kernel, tiles, grid, dims.seqlen_kv) } else { 0 },
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         tuned: false,
     })
+}
+
+/// The last tiles, between one and two for each block of the grid, where it would end with a round for few of its blocks.
+fn shared_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> i32 {
+    let rest = tiles % grid.max(1);
+    if kernel.share_bytes == 0 || rest == 0 || tiles / 2 < grid {
+        return 0;
+    }
+    let idle = (grid - rest) as usize * seqlen_kv.div_ceil(kernel.tile_n.max(1));
+    if idle >= grid as usize * SHARING_SAVES { grid + rest } else { 0 }
 }
 
 /// Heads a group and the number of groups, where the tiles of one head share so many bytes: one by one where all tiles
@@ -349,9 +369,14 @@ impl Choice {
         self.kernel.dtype
     }
 
-    /// What the kernel needs of a workspace, in bytes; the counter is all of it.
+    /// What the kernel needs of a workspace, in bytes: nothing, 4 for the counter, or, where tiles are shared out, 16 and the
+    /// kernel's `share_bytes` for each block (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
-        if self.tile_counter { TILE_COUNTER_BYTES } else { 0 }
+        match self.tile_counter {
+            true if self.shared_tiles > 0 => ALIGNED_COUNTER_BYTES + self.grid as usize * self.kernel.share_bytes,
+            true => TILE_COUNTER_BYTES,
+            false => 0,
+        }
     }
 }
 
@@ -365,6 +390,9 @@ impl fmt::Display for Choice {
             "heads a group {heads_per_group}, groups {groups}, {} order",
             if self.tile_counter { "drawn" } else { "fixed" }
         )?;
+        if self.shared_tiles > 0 {
+            write!(f, ", the last {} shared out", self.shared_tiles)?;
+        }
         write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
     }
 }

@@ -130,6 +130,7 @@ mod tests {
             threads: 384,
             smem_bytes: 200 << 10,
             scores: DType::F32,
+            share_bytes: 0,
         })
     }
 

@@ -20,9 +20,15 @@ Status fp8_prepare() noexcept {
 
 template <class Traits>
 Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
-  for (std::uint64_t const zeroed : {params.tile_counter, params.amax}) {
-    if (zeroed != 0) {
-      cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(zeroed), 0, sizeof(int), stream);
+  using Share = Fp8Share<Traits>;
+  struct Zeroed {
+    std::uint64_t address;
+    std::size_t bytes;
+  };
+  for (Zeroed const zeroed : {Zeroed{params.tile_counter, Share::zeroed_bytes(params.shared_tiles, params.grid)},
+                              Zeroed{params.amax, sizeof(float)}}) {
+    if (zeroed.address != 0) {
+      cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(zeroed.address), 0, zeroed.bytes, stream);
       if (error != cudaSuccess) {
         return to_status(error);
       }
@@ -61,6 +67,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
     }
   }
 
+  int const shared_units = params.shared_tiles * Share::units_of(params.seqlen_kv);
   constexpr float kLog2E = 1.44269504088896341F;
   Fp8KernelParams const kernel_params{params.o,
                                       params.output,
@@ -84,6 +91,9 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
                                       params.heads_per_group,
                                       params.groups,
                                       reinterpret_cast<int*>(params.tile_counter),
+                                      params.shared_tiles,
+                                      shared_units / params.grid,
+                                      shared_units % params.grid,
                                       params.softmax_scale * kLog2E};
   fp8_fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(kernel_params, maps[0].map,
                                                                                         maps[1].map, maps[2].map);
@@ -92,9 +102,9 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
 
 template <class Traits>
 constexpr FwdRow fp8_describe() noexcept {
-  return {Arch::Sm90,          DType::E4M3,        Traits::kMask,   Traits::kHeadDimQK, Traits::kHeadDimVO,
-          Traits::kTileM,      Traits::kTileN,     Traits::kStages, Traits::kThreads,   Traits::kSmemBytes,
-          fp8_prepare<Traits>, fp8_launch<Traits>, Traits::kScores};
+  return {Arch::Sm90,          DType::E4M3,        Traits::kMask,   Traits::kHeadDimQK,      Traits::kHeadDimVO,
+          Traits::kTileM,      Traits::kTileN,     Traits::kStages, Traits::kThreads,        Traits::kSmemBytes,
+          fp8_prepare<Traits>, fp8_launch<Traits>, Traits::kScores, Fp8Share<Traits>::kBytes};
 }
 
 }  // namespace hattn::sm90

@@ -8,6 +8,7 @@
 #include "common/matrices.hpp"
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
+#include "sm90/fp8/share.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/fp8/weights.hpp"
 #include "sm90/tma.hpp"
@@ -67,9 +68,8 @@ struct Fp8Load {
     int const consumer = cute::min(lane % 16, Traits::kConsumers - 1);
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
       int const head = tile.head / params.heads_per_kv_head;
-      int const before_last = cute::min(range.begin + 1, range.end - 1);
       FactorsDesc const& descale = of_keys ? params.descale_k : params.descale_v;
       float const* own = &factor(descale, tile.batch, head, range.end - 1);
       float largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv, lane);
@@ -109,7 +109,7 @@ struct Fp8Load {
         __syncwarp();
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive();
-          if (n == before_last) {
+          if (n == range.begin + 1 || range.begin + 1 == range.end) {
             storage.next_wanted.arrive();
           }
           storage.v_empty[v.stage].wait(v.parity ^ 1);
@@ -135,17 +135,20 @@ struct Fp8Load {
     bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
                       static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
     int round = 0;
+    storage.stretch.left = 0;
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
       storage.tile_empty[q.stage].wait(q.parity ^ 1);
       if (late && round > 0) {
         storage.next_wanted.wait((round - 1) % 2);
       }
-      Tile const tile = scheduler.tile(scheduler.draw(round++));
+      Part part;
+      Tile const tile = Fp8Share<Traits>::next(params, scheduler, round++, storage.stretch, part);
       storage.tile[q.stage] = tile;
+      storage.part[q.stage] = part;
       if (tile.valid()) {
         // Of a tile that is still to come: its first factors are in L2 when they are asked for.
-        BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+        BlockRange const range = Traits::blocks_of(band, tile.block, part);
         int const head = tile.head / params.heads_per_kv_head;
         prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                         tile.block * Traits::kTileM / Traits::kScaleBlock);
@@ -187,13 +190,13 @@ struct Fp8Load {
     int const lane_to = lane * Traits::kTileN + (transposer ^ lane % 8) * 16;
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
       __syncwarp();
       if (cute::elect_one_sync()) {
         storage.tile_empty[q.stage].arrive();
       }
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n) {
+      for (int left = range.end - range.begin; left > 0; --left) {
         auto const v = RingPosition<Traits::kStagesRaw>::of(count);
         auto const vt = RingPosition<Traits::kStages>::of(count);
         storage.v_full[v.stage].wait(v.parity);

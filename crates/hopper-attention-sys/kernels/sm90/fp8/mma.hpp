@@ -18,6 +18,7 @@
 #include "common/mask.hpp"
 #include "sm90/fp8/epilogue.hpp"
 #include "sm90/fp8/recompute.hpp"
+#include "sm90/fp8/share.hpp"
 #include "sm90/fp8/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/product.hpp"
@@ -32,6 +33,7 @@ struct Fp8Mma {
       cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN, Traits::kPolynomialEvery>,
                           WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
   using Softmax = Fp8Softmax<Weights>;
+  using Share = Fp8Share<Traits>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
@@ -168,7 +170,7 @@ struct Fp8Mma {
       storage.tile_full[q.stage].wait(q.parity);
       Tile const tile = storage.tile[q.stage];
       m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
-      range = block_range<kMask, kTileM, kTileN>(band, m_block);
+      range = Traits::blocks_of(band, m_block, storage.part[q.stage]);
     };
     auto first_softmax = [&](BlockFactors const& factors) __attribute__((always_inline)) {
       release_k();
@@ -279,6 +281,7 @@ struct Fp8Mma {
       float sums[2];
       softmax.finish(sums);
       Tile const tile = storage.tile[q.stage];
+      int const others = storage.part[q.stage].sums;
       float const largest_v = storage.largest_v[q.stage];
       __syncwarp();
       release(storage.tile_empty[q.stage]);
@@ -290,20 +293,41 @@ struct Fp8Mma {
         storage.q_full[q.stage].wait(q.parity);
         factors = await_keys();
       }
+      auto write_output = [&]() __attribute__((always_inline)) {
+        Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+      };
       if constexpr (Traits::kParts == 1) {
         issue_scores();
         turn_pass();
         warpgroup_wait<1>();
         release_v(v);
         add_part(kLastPart, ratio_v);
+        write_output();
       } else {
         add_first_parts(v, ratio_v);
         warpgroup_wait<0>();
         release_v(v);
         add_part(kLastPart, ratio_v);
-        issue_scores();
+        if constexpr (Traits::kShares) {
+          // Scores have to wait: what two CTAs share passes through more registers than are left beside them.
+          int const place = Traits::consumer_thread_index();
+          if (others < 0) {
+            Share::leave(params, -1 - others, place, softmax.reference, sums, divisor, tOrO);
+          } else {
+            if (others > 0) {
+              Share::join(params, others - 1, place, softmax.reference, sums, divisor, tOrO);
+            }
+            write_output();
+          }
+          if (m_block < 0) {
+            break;
+          }
+          issue_scores();
+        } else {
+          issue_scores();
+          write_output();
+        }
       }
-      Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
       v_ready = false;
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);

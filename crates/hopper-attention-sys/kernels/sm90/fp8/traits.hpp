@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/barrier.hpp"
+#include "common/mask.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
@@ -34,6 +35,19 @@ struct alignas(16) BlockFactors {
   std::uint32_t unit_pair;  // the same as a pair of f16, kNoPair where f16 does not go so far
   float ratio_v;            // descale_v / the largest descale_v of the head
   float unused;
+};
+
+// What a CTA computes of a tile (share.hpp).
+struct alignas(8) Part {
+  int cut;   // 0: all keys; above 0: those from that block on; below 0: those before block -cut
+  int sums;  // 0: nobody has others; 1 + the slot where those below are found; -1 - the slot where they are left
+};
+
+// What a CTA has still to compute of the tiles that are shared out.
+struct Stretch {
+  std::uint32_t position;  // in units, from the first of those tiles
+  std::uint32_t left;
+  int slot;
 };
 
 template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount, Scores kScoresType>
@@ -67,6 +81,9 @@ struct Fp8Traits {
   // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
   static constexpr int kPolynomialEvery = kDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
+  // Whether the last tiles are shared out (share.hpp): where a tile takes long beside what that costs.
+  static constexpr bool kShares = kMask == MaskClass::Full && kConsumers == 3 && kDimVO == 128;
+
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
   static constexpr int kTransposers = 2;  // warps
@@ -75,12 +92,28 @@ struct Fp8Traits {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
+  // The key blocks of a part of a tile.
+  CUTE_DEVICE static BlockRange blocks_of(Band const& band, int m_block, Part const& part) {
+    BlockRange range = block_range<kMask, kTileM, kTileN>(band, m_block);
+    if constexpr (kShares) {
+      range.begin = cute::max(part.cut, 0);
+      range.end = part.cut < 0 ? -part.cut : range.end;
+    }
+    return range;
+  }
+
   // This thread's place in its warpgroup, read anew at each call: what depends on it is needed seldom, and registers
   // are short in between.
   CUTE_DEVICE static int thread_index() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread % 128;
+  }
+  // Likewise among all consumers.
+  CUTE_DEVICE static int consumer_thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread - 128;
   }
 
   using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
@@ -123,6 +156,8 @@ struct Fp8Traits {
     alignas(1024) Element vt[kStages][kBytesVt];
     alignas(1024) Element v[kStagesRaw][kBytesV];
     Tile tile[kBuffersQ];
+    Part part[kBuffersQ];                       // of that tile
+    Stretch stretch;                            // warp 1's alone
     BlockFactors factors[kStages][kConsumers];  // with K
     float largest_v[kBuffersQ];                 // factor of V of the tile's head
     Mbarrier tile_full[kBuffersQ];
@@ -166,7 +201,10 @@ struct Fp8KernelParams {
   int heads_per_group;
   int groups;
   int* tile_counter;
-  float scale_log2;  // softmax_scale * log2(e)
+  int shared_tiles;   // at the end of the list, which CTAs share out (share.hpp); 0: none
+  int shared_units;   // that each takes of them
+  int shared_longer;  // so many of the first stretches are of one unit more
+  float scale_log2;   // softmax_scale * log2(e)
 };
 
 CUTE_DEVICE float const& factor(FactorsDesc const& factors, int batch, int head, int block) {
