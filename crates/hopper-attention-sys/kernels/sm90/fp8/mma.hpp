@@ -293,8 +293,16 @@ struct Fp8Mma {
         storage.q_full[q.stage].wait(q.parity);
         factors = await_keys();
       }
-      auto write_output = [&]() __attribute__((always_inline)) {
-        Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+      auto finish_tile = [&]() __attribute__((always_inline)) {
+        int const place = Traits::consumer_thread_index();
+        if (Traits::kShares && others < 0) {
+          Share::leave(params, -1 - others, place, softmax.reference, sums, divisor, tOrO);
+        } else {
+          if (Traits::kShares && others > 0) {
+            Share::join(params, others - 1, place, softmax.reference, sums, divisor, tOrO);
+          }
+          Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+        }
       };
       if constexpr (Traits::kParts == 1) {
         issue_scores();
@@ -302,7 +310,7 @@ struct Fp8Mma {
         warpgroup_wait<1>();
         release_v(v);
         add_part(kLastPart, ratio_v);
-        write_output();
+        finish_tile();
       } else {
         add_first_parts(v, ratio_v);
         warpgroup_wait<0>();
@@ -310,22 +318,14 @@ struct Fp8Mma {
         add_part(kLastPart, ratio_v);
         if constexpr (Traits::kShares) {
           // Scores have to wait: what two CTAs share passes through more registers than are left beside them.
-          int const place = Traits::consumer_thread_index();
-          if (others < 0) {
-            Share::leave(params, -1 - others, place, softmax.reference, sums, divisor, tOrO);
-          } else {
-            if (others > 0) {
-              Share::join(params, others - 1, place, softmax.reference, sums, divisor, tOrO);
-            }
-            write_output();
-          }
+          finish_tile();
           if (m_block < 0) {
             break;
           }
           issue_scores();
         } else {
           issue_scores();
-          write_output();
+          finish_tile();
         }
       }
       v_ready = false;

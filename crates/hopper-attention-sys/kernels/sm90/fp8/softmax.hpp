@@ -68,7 +68,8 @@ struct Fp8Softmax {
   }
   // A NaN does not suit, nor what a reference of -inf makes.
   CUTE_DEVICE bool suits(float const (&sums)[2]) const {
-    // As instructions that combine predicates as they compare.
+    // As instructions that combine predicates as they compare: in other words it takes a register more, for which ptxas
+    // serialises the row that shares tiles out.
     int rows;
     asm("{\n"
         ".reg .pred a, b;\n"

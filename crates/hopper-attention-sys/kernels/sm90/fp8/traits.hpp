@@ -81,8 +81,10 @@ struct Fp8Traits {
   // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
   static constexpr int kPolynomialEvery = kDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
-  // Whether the last tiles are shared out (share.hpp): where a tile takes long beside what that costs.
-  static constexpr bool kShares = kMask == MaskClass::Full && kConsumers == 3 && kDimVO == 128;
+  // Whether the last tiles are shared out (share.hpp): where a tile takes long beside what that costs, in rows that
+  // plans choose for long sequences.
+  static constexpr bool kShares =
+      kMask == MaskClass::Full && kDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
 
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
