@@ -281,8 +281,8 @@ def turns(runners, i):
     if not seconds:
         at = i % len(runners)
         return runners[at:] + runners[:at]
-    failed = [second for name, second in seconds.items() if name not in [x.name for x in firsts]]
-    return firsts + [seconds.get(x.name, x) for x in firsts] + failed
+    lap = [seconds.pop(x.name, x) for x in firsts]
+    return firsts + lap + list(seconds.values())  # the last: second runs whose first has failed
 
 
 def time_point(runners, runs, evict, iters, torch):

@@ -372,10 +372,12 @@ impl Choice {
     /// What the kernel needs of a workspace, in bytes: nothing, 4 for the counter, or, where tiles are shared out, 16 and the
     /// kernel's `share_bytes` for each block (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
-        match self.tile_counter {
-            true if self.shared_tiles > 0 => ALIGNED_COUNTER_BYTES + self.grid as usize * self.kernel.share_bytes,
-            true => TILE_COUNTER_BYTES,
-            false => 0,
+        if self.shared_tiles > 0 {
+            ALIGNED_COUNTER_BYTES + self.grid as usize * self.kernel.share_bytes
+        } else if self.tile_counter {
+            TILE_COUNTER_BYTES
+        } else {
+            0
         }
     }
 }
