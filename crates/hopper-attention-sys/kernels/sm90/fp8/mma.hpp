@@ -2,7 +2,7 @@
 //
 // A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
 // P_{j-1} V_{j-1}, exponentiates S, adds the second product to O meanwhile and makes P_j. At a tile's border the last
-// product hides the look at the next tile, and the next tile's first S the epilogue, but where tiles are shared out.
+// product hides the look at the next tile, and the next tile's first S the epilogue, where registers allow it.
 //
 // The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
 // accumulators of its own, which are added to O in f32, times the factor of the block's V. V^T has rows of ones, so
