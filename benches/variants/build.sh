@@ -3,7 +3,7 @@
 #   benches/variants/build.sh OUT.so MASK HEAD_DIM TILE_M STAGES SCORES [nvcc's options]   (TREE=DIR: another worktree)
 #   benches/variants/build.sh variants                                                     the program that times them
 # There: LENS=512,16384 ./variants HEAD_DIM ROUNDS f:./a.so d:./b.so c:./causal.so C:./causal.so
-# (f: full, d: full in drawn order, c: causal, F, D and C with factors per block; the first of a mask is compared with)
+# (a.so+b.so: with b.so launched behind it; f: full, d: full in drawn order, c: causal, F, D and C with factors per block; the first of a mask is compared with)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 tools=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}

@@ -69,32 +69,42 @@ __global__ void difff(const float* a, const float* b, size_t n, float* out) {
 struct Variant {
   std::string name;
   FwdRow row;
-  bool drawn;   // tiles in drawn order, as causal ones are
-  bool blocks;  // factors per block
+  bool drawn;     // tiles in drawn order, as causal ones are
+  bool blocks;    // factors per block
+  FwdRow behind;  // launched behind it, where there is one
 };
+FwdRow row_of(std::string const& path) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    printf("%s\n", dlerror());
+    exit(1);
+  }
+  FwdRow row = ((FwdRow(*)())dlsym(library, "variant_row"))();
+  Status s = row.prepare();
+  if ((int)s.code) {
+    printf("prepare %s %d %d\n", path.c_str(), (int)s.code, s.detail);
+    exit(1);
+  }
+  return row;
+}
 int main(int argc, char** argv) {
   int dim = atoi(argv[1]), iters = atoi(argv[2]);
   std::vector<Variant> vs[2];
   for (int i = 3; i < argc; ++i) {
     char order = (char)tolower(argv[i][0]);
     int m = order == 'c';
-    void* h = dlopen(argv[i] + 2, RTLD_NOW | RTLD_LOCAL);
-    if (!h) {
-      printf("%s\n", dlerror());
-      return 1;
+    std::string n = argv[i] + 2;
+    size_t plus = n.find('+');
+    FwdRow behind{};
+    if (plus != std::string::npos) {
+      behind = row_of(n.substr(plus + 1));
+      n.resize(plus);
     }
-    auto get = (FwdRow(*)())dlsym(h, "variant_row");
-    FwdRow r = get();
-    Status s = r.prepare();
-    if ((int)s.code) {
-      printf("prepare %s %d %d\n", argv[i], (int)s.code, s.detail);
-      return 1;
-    }
-    std::string n = argv[i];
-    n = n.substr(n.rfind('/') + 1);
+    FwdRow r = row_of(n);
+    n = n.substr(n.rfind('/') + 1) + (behind.launch ? " +" : "");
     bool blocks = order != argv[i][0];
     n += std::string(order == 'd' ? " drawn" : "") + (blocks ? " blocks" : "");
-    vs[m].push_back({n, r, order != 'f', blocks});
+    vs[m].push_back({n, r, order != 'f', blocks, behind});
   }
   int dev_sms;
   CK(cudaDeviceGetAttribute(&dev_sms, cudaDevAttrMultiProcessorCount, 0));
@@ -103,8 +113,7 @@ int main(int argc, char** argv) {
   __nv_fp8_e4m3 *q, *k, *v;
   __nv_bfloat16 *o, *ref;
   float *lse, *lref, *f;
-  int* counter;
-  char* flush;
+  char *counter, *flush;
   double* acc;
   CK(cudaMalloc(&q, n));
   CK(cudaMalloc(&k, n));
@@ -142,8 +151,7 @@ int main(int argc, char** argv) {
     for (int len : lens) {
       if (vs[m].empty()) continue;
       int batch = tokens / len;
-      auto params = [&](Variant const& variant) {
-        FwdRow const& r = variant.row;
+      auto params = [&](Variant const& variant, FwdRow const& r) {
         FwdParams p;
         auto d = [&](void* x) {
           return TensorDesc{(uint64_t)x, (int64_t)len * heads * dim, (int64_t)heads * dim, dim};
@@ -176,9 +184,11 @@ int main(int argc, char** argv) {
           p.heads_per_group = g;
           p.groups = std::max(0, bh - last) / g + 1;
         }
-        if (variant.drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter;
+        bool behind = &r == &variant.behind;
+        if (r.scores == Scores::F16 || behind) p.range_check = (uint64_t)counter;
+        if (variant.drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter + (behind ? 4 : 0);
         int rest = tiles % p.grid;
-        if (m == 0 && p.tile_counter && r.share_bytes && rest && tiles / 2 >= p.grid &&
+        if (m == 0 && !behind && p.tile_counter && r.share_bytes && rest && tiles / 2 >= p.grid &&
             (p.grid - rest) * ((len + 127) / 128) >= p.grid * 20) {
           p.shared_tiles = p.grid + rest;
         }
@@ -192,16 +202,22 @@ int main(int argc, char** argv) {
         }
         return p;
       };
+      auto launch = [&](Variant const& variant) {
+        Status s = variant.row.launch(params(variant, variant.row), nullptr);
+        if ((int)s.code == 0 && variant.behind.launch) {
+          s = variant.behind.launch(params(variant, variant.behind), nullptr);
+        }
+        if ((int)s.code) {
+          printf("launch %d %d\n", (int)s.code, s.detail);
+          exit(1);
+        }
+      };
       std::vector<std::vector<float>> ms(vs[m].size());
       std::vector<std::string> checks;
       for (size_t i = 0; i < vs[m].size(); ++i) {
         CK(cudaMemset(o, 0xff, 2 * n));
         CK(cudaMemset(lse, 0xff, tokens * heads * 4));
-        Status s = vs[m][i].row.launch(params(vs[m][i]), nullptr);
-        if ((int)s.code) {
-          printf("launch %d %d\n", (int)s.code, s.detail);
-          return 1;
-        }
+        launch(vs[m][i]);
         CK(cudaDeviceSynchronize());
         if (i == 0) {
           CK(cudaMemcpy(ref, o, 2 * n, cudaMemcpyDeviceToDevice));
@@ -220,12 +236,11 @@ int main(int argc, char** argv) {
       }
       for (int it = 0; it < iters; ++it)
         for (size_t i = 0; i < vs[m].size(); ++i) {
-          auto p = params(vs[m][i]);
           CK(cudaMemset(flush, it, 256 << 20));
           CK(cudaDeviceSynchronize());
           usleep(600);
           cudaEventRecord(a);
-          vs[m][i].row.launch(p, nullptr);
+          launch(vs[m][i]);
           cudaEventRecord(b);
           CK(cudaDeviceSynchronize());
           float t;

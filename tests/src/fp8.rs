@@ -130,6 +130,12 @@ impl Operands {
         &self.descale
     }
 
+    /// Puts another element of Q (0), K (1) or V (2) in its place.
+    pub fn put(&mut self, which: usize, index: [usize; 4], element: E4M3) {
+        let at = dense(shapes(&self.problem)[which].0).offset(index).expect("within the tensor");
+        self.stored[which][at] = element;
+    }
+
     /// The problem.
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem
@@ -154,14 +160,14 @@ impl Operands {
     }
 }
 
-/// The problem that a row is for: one whose scores are in f16 takes Q and K that are promised to be small.
+/// The problem that a row is for: with scores in f16 where its are.
 pub fn for_row(problem: ForwardProblem, row: &KernelInfo) -> ForwardProblem {
     problem.half_scores(row.scores == DType::F16).expect("e4m3 operands")
 }
 
-/// Whether rows want the promise: both, where there are rows of both kinds.
-pub fn promises(rows: &[KernelInfo]) -> Vec<bool> {
-    let of_rows = |promised: &bool| rows.iter().any(|row| (row.scores == DType::F16) == *promised);
+/// Whether rows have scores in f16: both, where there are rows of both kinds.
+pub fn half_scores_of(rows: &[KernelInfo]) -> Vec<bool> {
+    let of_rows = |half: &bool| rows.iter().any(|row| (row.scores == DType::F16) == *half);
     [false, true].into_iter().filter(of_rows).collect()
 }
 

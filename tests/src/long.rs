@@ -88,13 +88,13 @@ impl Long {
         Self { dims, qkv, values }
     }
 
-    /// With a mask and factors of a scaling, Q and K small enough for scores in f16 where that is promised.
-    pub fn quantised(&self, mask: Mask, scaling: Scaling, promised: bool) -> Quantised {
+    /// With a mask and factors of a scaling, Q and K small enough for scores in f16 where it is for them.
+    pub fn quantised(&self, mask: Mask, scaling: Scaling, half: bool) -> Quantised {
         let problem = |dtype| ForwardProblem::new(dtype, self.dims).expect("legal sizes").mask(mask);
         let [q, k, v] = &self.qkv;
         let exact = forward(&problem(DType::BF16), q, k, v).expect("matching shapes").o;
         let of_e4m3 = problem(DType::E4M3).scaling(scaling).and_then(|problem| problem.output(DType::F16));
-        let of_e4m3 = of_e4m3.and_then(|problem| problem.half_scores(promised));
+        let of_e4m3 = of_e4m3.and_then(|problem| problem.half_scores(half));
         let operands = Operands::quantised(&of_e4m3.expect("e4m3 operands").lse(true), [q, k, v], None);
         let [q, k, v] = operands.real();
         let emulated = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes").o;

@@ -64,8 +64,8 @@ fn half_scores_are_as_accurate() {
     for (mask, scaling) in [Mask::Full, Mask::causal(), Mask::window(Some(150), Some(3))].into_iter().zip(Scaling::ALL)
     {
         let case = Case::new(200, 333, 64, mask).heads(1, 4, 2);
-        let of = |promised| {
-            let operands = Operands::of_case(&case, &problem(&case, scaling).half_scores(promised).unwrap(), Some(5));
+        let of = |half| {
+            let operands = Operands::of_case(&case, &problem(&case, scaling).half_scores(half).unwrap(), Some(5));
             let (o, lse) = operands.run();
             assert!(operands.expected().check(&o, Some(&lse)).unwrap().passed());
             (operands, o, lse)
@@ -92,9 +92,9 @@ fn half_scores_are_as_accurate() {
 fn broken_results_are_caught() {
     let (mut applied, mut applied_fp8) = (vec![0; mutations::ALL.len()], vec![0; MUTATIONS.len()]);
     for mask in mutations::masks::ALL {
-        for (scaling, promised) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
+        for (scaling, half) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
             for case in [Case::new(150, 200, 64, mask).heads(2, 4, 2), Case::new(150, 300, 128, mask).heads(1, 2, 2)] {
-                let problem = problem(&case, scaling).half_scores(promised).unwrap();
+                let problem = problem(&case, scaling).half_scores(half).unwrap();
                 let operands = Operands::of_case(&case, &problem, None);
                 let expected = operands.expected();
                 let (o, lse) = operands.run();

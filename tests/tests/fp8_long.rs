@@ -11,9 +11,9 @@ fn long_sequences_are_as_accurate_as_quantisation_allows() {
         for keys in KEYS {
             let long = Long::new(keys, 128, values);
             for (mask, scaling) in SETTINGS {
-                // What the promise costs, if anything, does not wait for many keys.
-                for promised in [false, true].into_iter().take(if keys == KEYS[0] { 2 } else { 1 }) {
-                    let quantised = long.quantised(mask, scaling, promised);
+                // What smaller operands cost, if anything, does not wait for many keys.
+                for half in [false, true].into_iter().take(if keys == KEYS[0] { 2 } else { 1 }) {
+                    let quantised = long.quantised(mask, scaling, half);
                     let (figures, complaint) = quantised.judge(&quantised.operands.run().0);
                     say(&format!("cpu: {figures}"));
                     assert_eq!(complaint, None);

@@ -511,7 +511,7 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
   constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted ? 1 : 0); }
 
   // Of E4M3 operands (hopper_attention_fp8.hpp makes them): O's type, BF16 unless set; who shares a factor; O's amax;
-  // whether Q and K as stored are promised to be 14 in magnitude at most, so that scores may be summed in f16.
+  // whether scores may be summed in f16, which is faster where no stored Q and K is beyond 14 in magnitude.
   constexpr ForwardProblem& output(DType dtype) noexcept {
     return set(problem_.output, static_cast<hattn_dtype>(dtype));
   }
@@ -519,7 +519,7 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
     return set(problem_.scaling, static_cast<hattn_scaling>(scaling));
   }
   constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted ? 1 : 0); }
-  constexpr ForwardProblem& half_scores(bool kept) noexcept { return set(problem_.half_scores, kept ? 1 : 0); }
+  constexpr ForwardProblem& half_scores(bool wanted) noexcept { return set(problem_.half_scores, wanted ? 1 : 0); }
 
  private:
   template <class T>

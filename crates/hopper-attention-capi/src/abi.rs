@@ -114,9 +114,9 @@ pub struct hattn_forward_problem {
     pub scaling: hattn_scaling,
     /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
     pub amax: i32,
-    /// With HATTN_E4M3 operands, 1: no stored element of Q and K is larger than 14 in magnitude, so that their products may be
-    /// summed in half precision, which is faster on a GPU; hattn_quantize_run of this problem makes such operands. The CPU
-    /// checks it. On a GPU rows that a larger one has a part in hold any numbers. 0: they may be. Otherwise 0.
+    /// With HATTN_E4M3 operands, 1: scores may be summed in half precision, which is faster on a GPU where no stored element of
+    /// Q and K is larger than 14 in magnitude, and hattn_quantize_run of this problem makes none. The kernel looks: where one is
+    /// larger, or a NaN, another kernel computes all again, and it takes twice as long and more. 0: single precision. Otherwise 0.
     pub half_scores: i32,
 }
 

@@ -40,7 +40,7 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
     if flag("amax", given.amax, "wanted")? {
         problem = problem.amax(true)?;
     }
-    if flag("half_scores", given.half_scores, "promised")? {
+    if flag("half_scores", given.half_scores, "wanted")? {
         problem = problem.half_scores(true)?;
     }
     // -0 is 0 too.

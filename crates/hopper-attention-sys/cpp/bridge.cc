@@ -79,6 +79,7 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   out.descale_q_group = params.descale_q_group;
   out.scale_o = params.scale_o;
   out.amax = params.amax;
+  out.range_check = params.range_check;
   return out;
 }
 

@@ -22,7 +22,8 @@ enum class Arch : std::uint8_t { Sm80 = 0, Sm90 = 1 };
 
 // What a kernel of e4m3 operands sums scores in; of other operands it is F32.
 //   F32  what the tensor cores keep of such sums
-//   F16  sums that fit it, since no element of Q and K is larger than 14 in magnitude (448 / 32): 128 * 14^2 = 25088
+//   F16  sums that fit it where no element of Q and K is larger than 14 in magnitude (448 / 32): 128 * 14^2 = 25088.
+//        The kernel looks at them, and what is too large sets `beyond` in a RangeCheck
 enum class Scores : std::uint8_t { F32 = 0, F16 = 1 };
 
 enum class StatusCode : std::int32_t {
@@ -54,11 +55,20 @@ struct FactorsDesc {
   std::int64_t stride_block = 0;
 };
 
+// The beginning of the workspace of a row whose scores are F16, and of the row that is launched behind it with the same
+// problem, whose scores are F32, and which computes it again if, and only if, `beyond` is set.
+struct RangeCheck {
+  std::int32_t tile_counter;
+  std::int32_t tile_counter_behind;
+  std::uint32_t beyond;
+  std::uint32_t amax;  // the bits of what the first row found
+};
+
 // One forward launch. Nothing here is checked: the safe crate has done so, and the kernel relies on it:
 //   addresses and strides are multiples of 16 bytes; head dims are multiples of 8, at least 8, at most the row's;
 //   batch, heads and seqlen_q are at least 1 (seqlen_kv may be 0); heads_q is a multiple of heads_kv;
 //   seqlen_q + seqlen_kv < 2^30; softmax_scale is finite and above 0; 0 <= window_* <= 2^30;
-//   of a row whose scores are F16, no element of Q and K is larger than 14 in magnitude: what is may give any numbers.
+//   a row whose scores are F16 has a `range_check`, and a row whose scores are F32 is launched behind it.
 struct FwdParams {
   TensorDesc q, k, v, o;
   // Natural-log sum-exp, f32 [batch, heads_q, seqlen_q] with unit stride in seqlen_q; address 0: not wanted.
@@ -88,7 +98,8 @@ struct FwdParams {
   std::uint64_t tile_counter = 0;
   // So many tiles at the end of the list are shared out, each CTA computing as many of their blocks: 0, or at least
   // `grid` and less than twice that, of at least twice that in all, of a row with `share_bytes` and with a counter.
-  // That is then the beginning, of 16 bytes, of a workspace with room for `grid` times the row's share_bytes.
+  // That is then the beginning, of 16 bytes, of a workspace with room for `grid` times the row's share_bytes. (A row
+  // behind another one has 0.)
   std::int32_t shared_tiles = 0;
   // Of e4m3 operands alone (others have an O of their own type): head dims are multiples of 16 then.
   DType output = DType::BF16;  // of O: F16, BF16 or E4M3
@@ -96,6 +107,8 @@ struct FwdParams {
   std::int32_t descale_q_group = 1;  // query heads that share a head of descale_q
   std::uint64_t scale_o = 0;         // f32 [1], what an O of e4m3 is multiplied by before it is rounded
   std::uint64_t amax = 0;            // f32 [1], written: the largest magnitude of O; 0: not wanted
+  // Address of a RangeCheck, which the launch of the first row zeroes in stream order; 0: there is none.
+  std::uint64_t range_check = 0;
 };
 
 // One backward launch; as for FwdParams nothing is checked here, and the same holds of what has the same name.

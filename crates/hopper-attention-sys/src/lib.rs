@@ -69,7 +69,7 @@ mod ffi {
     enum Scores {
         /// Single precision; of other operands too.
         F32 = 0,
-        /// Half precision, for Q and K that are 14 in magnitude at most.
+        /// Half precision, which holds for Q and K of 14 in magnitude at most: the kernel looks.
         F16 = 1,
     }
 
@@ -189,6 +189,8 @@ mod ffi {
         scale_o: u64,
         /// Device address of the f32 that the largest magnitude of O is written to; 0: not wanted.
         amax: u64,
+        /// Device address of the 16 bytes in which a row with scores in f16 says whether the one behind it is needed; 0: none.
+        range_check: u64,
     }
 
     /// One backward launch; `include/kernels.hpp` says what each field must satisfy.

@@ -102,8 +102,8 @@ pub struct KernelInfo {
     pub threads: usize,
     /// Shared memory that a CUDA block asks for, in bytes.
     pub smem_bytes: usize,
-    /// What scores are summed in: f32, or, of e4m3 operands that are
-    /// [promised](crate::ForwardProblem::half_scores) to be small enough, f16.
+    /// What scores are summed in: f32, or, of e4m3 operands whose problem
+    /// [asks for it](crate::ForwardProblem::half_scores), f16.
     pub scores: DType,
     /// Workspace that a CUDA block needs where the last tiles are
     /// [shared out](crate::plan::Choice::shared_tiles), in bytes; 0: they are not.

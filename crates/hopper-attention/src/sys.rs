@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use hopper_attention_sys as ffi;
 
-use crate::plan::{BackwardChoice, Choice};
+use crate::plan::{BackwardChoice, Choice, FALLBACK_COUNTER_OFFSET};
 use crate::quantize::{self, NAMES};
 use crate::raw::{
     BackwardKernelArgs, Factors, KernelArgs, KernelFp8, KernelTensor, QuantizeKernelArgs, QuantizeKernelTensor,
@@ -98,7 +98,7 @@ pub(crate) fn prepare(kernel: &KernelInfo) -> Result<()> {
     status("prepare", kernel, prepared)
 }
 
-/// Enqueues the chosen kernel in the thread's current context.
+/// Enqueues the chosen kernel in the thread's current context, and its fallback behind it.
 ///
 /// # Safety
 /// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw), with `args` checked as it does, a problem that has rows,
@@ -153,11 +153,23 @@ pub(crate) unsafe fn launch(
         descale_q_group,
         scale_o,
         amax,
+        range_check: if choice.fallback.is_some() { args.workspace } else { 0 },
     };
-    // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-    // selection and the raw layer checked them.
-    let result = unsafe { ffi::fwd_launch(choice.kernel.row, &params, stream.cast()) };
-    status("launch", &choice.kernel, result)
+    let launch = |kernel: &KernelInfo, params: &ffi::FwdParams| {
+        // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+        // selection and the raw layer checked them.
+        let result = unsafe { ffi::fwd_launch(kernel.row, params, stream.cast()) };
+        status("launch", kernel, result)
+    };
+    launch(&choice.kernel, &params)?;
+    let Some(fallback) = &choice.fallback else { return Ok(()) };
+    let behind = ffi::FwdParams {
+        grid: fallback.grid,
+        tile_counter: if fallback.tile_counter { args.workspace + FALLBACK_COUNTER_OFFSET } else { 0 },
+        shared_tiles: 0,
+        ..params
+    };
+    launch(&fallback.kernel, &behind)
 }
 
 /// Enqueues the chosen backward kernels in the thread's current context.

@@ -39,7 +39,7 @@ impl<O: Fp8Output> Memory<O> {
     fn new(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) -> Self {
         let operand = |shape, seed| {
             let layout = spread(shape, heads_outside, gap);
-            // Between -448 and 448, or as small as was promised.
+            // Between -448 and 448, or small enough for scores in f16.
             let stored = values::<f32>(layout.span(), seed).into_iter();
             let most = if seed < 3 && problem.half_scores_value() { E4M3_HALF_SCORES_MAX } else { 448.0 };
             (stored.map(|x| <E4M3 as Element>::from_f32(most * x)).collect::<Vec<_>>(), layout)
@@ -296,50 +296,23 @@ fn what_does_not_fit_the_problem_is_refused() {
     assert!(refusal(&plan, memory.args()).starts_with("amax: given"));
 }
 
-/// What was promised of Q and K is looked at before anything is written; and it changes no bit of a result.
+/// Scores that may be in f16 change no bit of the CPU's results, however large Q and K are.
 #[test]
-fn a_broken_promise_is_refused() {
+fn half_scores_change_nothing_on_the_cpu() {
     let plain = problem(Scaling::PerBlock, DIMS).lse(true);
-    let promised = plain.clone().half_scores(true).unwrap();
-    let plan = promised.plan(&Device::cpu()).unwrap();
-    let mut memory = Memory::<bf16>::new(&promised, true, 3, 2);
-    run(&plan, memory.args()).unwrap();
-    let bits = |memory: &Memory<bf16>| {
-        (
-            memory.output().data().to_vec(),
-            memory.lse.as_ref().unwrap().0.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
-        )
-    };
-    let first = bits(&memory);
-    run(&plain.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
-    assert_eq!(bits(&memory), first);
-
-    let allowed = "at most 14 in magnitude, since the problem was made with half_scores(true)";
+    let half = plain.clone().half_scores(true).unwrap();
+    let mut memory = Memory::<bf16>::new(&half, true, 3, 2);
     let (last_q, last_k) = (memory.q.1.offset([1, 4, 3, 15]).unwrap(), memory.k.1.offset([1, 6, 1, 0]).unwrap());
-    let e4m3 = <E4M3 as Element>::from_f32;
-    memory.o.0.fill(bf16::from_f32(-7.0));
-    memory.lse.as_mut().unwrap().0.fill(-7.0);
-    for (value, text) in [(15.0, "15"), (-448.0, "-448")] {
-        let kept = std::mem::replace(&mut memory.q.0[last_q], e4m3(value));
-        let refused = run(&plan, memory.args()).unwrap_err();
-        assert!(matches!(refused, Error::Value { what: "q", .. }), "{refused}");
-        assert_eq!(refused.to_string(), format!("q: {text} at [1, 4, 3, 15]; allowed: {allowed}"));
-        memory.q.0[last_q] = kept;
-        let kept = std::mem::replace(&mut memory.k.0[last_k], e4m3(value));
-        let refused = run(&plan, memory.args()).unwrap_err().to_string();
-        assert_eq!(refused, format!("k: {text} at [1, 6, 1, 0]; allowed: {allowed}"));
-        memory.k.0[last_k] = kept;
+    for bits in [0x56, 0x57, 0xfe, 0x7f] {
+        memory.q.0[last_q] = E4M3::from_bits(bits);
+        memory.k.0[last_k] = E4M3::from_bits(bits);
+        let [of_half, of_plain] = [&half, &plain].map(|problem| {
+            run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+            let lse: Vec<u32> = memory.lse.as_ref().unwrap().0.iter().map(|x| x.to_bits()).collect();
+            (memory.output().data().iter().map(|x| x.to_bits()).collect::<Vec<_>>(), lse)
+        });
+        assert_eq!(of_half, of_plain, "{bits:#x}");
     }
-    assert!(memory.o.0.iter().all(|o| o.to_f32() == -7.0) && memory.lse.as_ref().unwrap().0.iter().all(|x| *x == -7.0));
-    // What is as large as it may be, a large V, and a NaN, which is none of either.
-    memory.q.0[last_q] = e4m3(-14.0);
-    memory.k.0[last_k] = E4M3::from_bits(0x7f);
-    memory.v.0.fill(e4m3(448.0));
-    run(&plan, memory.args()).unwrap();
-    assert!(memory.o.0.iter().any(|o| o.is_nan()));
-    // Without the promise anything goes.
-    memory.q.0.fill(e4m3(448.0));
-    run(&plain.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
 }
 
 #[test]

@@ -1,14 +1,16 @@
 //! The rows of e4m3 operands.
 
 use hopper_attention::{
-    DType, Device, E4M3, Element, ForwardProblem, Mask, MaskClass, Scaling, Stream, Workspace, bf16, f16,
+    DType, Device, E4M3, Element, ForwardPlan, ForwardProblem, Mask, MaskClass, Scaling, Stream, Workspace, bf16, f16,
 };
-use hopper_attention_tests::fp8::{Operands, for_row, promises};
+use hopper_attention_tests::fp8::{Operands, for_row, half_scores_of};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Room, Written, takes};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use hopper_attention_tests::say;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use rayon::prelude::*;
 
 /// Scratch for every plan of a test, never cleaned.
@@ -30,25 +32,25 @@ fn every_e4m3_row_takes_the_grid() {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut other_head_dims = 0;
     // Rows with scores in f16 have operands of their own, up to 14; the others' go up to 448.
-    let promises = promises(&rows);
+    let halves = half_scores_of(&rows);
     for cases in some.chunks(64) {
         let taken: Vec<_> = cases.iter().filter(|(_, case)| takes(&problem(case, Scaling::PerTensor))).collect();
         other_head_dims += cases.len() - taken.len();
         let prepared: Vec<_> = taken
             .par_iter()
             .flat_map(|(i, case)| {
-                promises.par_iter().map(move |&promised| {
-                    let problem = problem(case, Scaling::ALL[i % 3]).half_scores(promised).unwrap();
+                halves.par_iter().map(move |&half| {
+                    let problem = problem(case, Scaling::ALL[i % 3]).half_scores(half).unwrap();
                     let hadamard = (case.seed % 2 == 1).then_some(case.seed);
                     let operands = Operands::of_case(case, &problem, hadamard);
                     let expected = operands.expected();
-                    (case, promised, operands, expected)
+                    (case, half, operands, expected)
                 })
             })
             .collect();
-        for (case, promised, operands, expected) in &prepared {
+        for (case, half, operands, expected) in &prepared {
             let on_device = OnDevice::new(&gpu.stream, operands);
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| (row.scores == DType::F16) == *promised) {
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| (row.scores == DType::F16) == *half) {
                 let Ok(plan) = operands.problem().plan_with_row(&gpu.device, row) else { continue };
                 assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
                 let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
@@ -77,9 +79,9 @@ fn outputs_of_every_type_and_amax() {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
     let settings = Scaling::ALL.into_iter().zip(masks).flat_map(|setting| [(setting, false), (setting, true)]);
-    for ((scaling, mask), promised) in settings {
+    for ((scaling, mask), half) in settings {
         let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
-        let problem = problem(&case, scaling).half_scores(promised).unwrap();
+        let problem = problem(&case, scaling).half_scores(half).unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let on_device = OnDevice::new(&gpu.stream, &operands);
         let exact = operands.expected().oracle().o.clone();
@@ -116,10 +118,10 @@ fn nothing_to_sum() {
     let Some(gpu) = Gpu::open("nothing_to_sum (e4m3)") else { return };
     let device = Device::Cuda(gpu.device.clone());
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
-    for (seqlen_q, seqlen_kv, promised) in [(70, 0, false), (0, 70, false), (70, 0, true), (0, 70, true)] {
+    for (seqlen_q, seqlen_kv, half) in [(70, 0, false), (0, 70, false), (70, 0, true), (0, 70, true)] {
         let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(2, 4, 2);
         let problem = problem(&case, Scaling::PerBlock).output(DType::E4M3).unwrap().amax(true).unwrap();
-        let problem = problem.half_scores(promised).unwrap();
+        let problem = problem.half_scores(half).unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let plan = problem.plan(&device).unwrap();
         let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -166,9 +168,9 @@ fn e4m3_runs_repeat() {
     let device = Device::Cuda(gpu.device.clone());
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(700), None)] {
-        for (head_dim, promised) in [(64, false), (128, false), (64, true), (128, true)] {
+        for (head_dim, half) in [(64, false), (128, false), (64, true), (128, true)] {
             let case = Case::new(1500, 1500, head_dim, mask).heads(4, 8, 4);
-            let problem = problem(&case, Scaling::PerBlock).half_scores(promised).unwrap();
+            let problem = problem(&case, Scaling::PerBlock).half_scores(half).unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan(&device).unwrap();
             let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -242,4 +244,84 @@ fn tiles_that_blocks_share() {
         }
     }
     assert!(shared >= 4, "plans that share tiles: {shared}");
+}
+
+/// Where an element of Q or K, wherever it is, is too large for scores in f16, the kernel behind computes all of it: its bits
+/// come out. Where none is, they do not.
+#[test]
+fn what_is_too_large_for_f16_is_computed_in_f32() {
+    let Some(gpu) = Gpu::open("what_is_too_large_for_f16_is_computed_in_f32") else { return };
+    let multiprocessors = gpu.device.info().facts.multiprocessors;
+    let (mut found, mut shared) = (0, 0);
+    for row in gpu.fp8_rows().into_iter().filter(|row| row.scores == DType::F16) {
+        let mask = match row.mask {
+            MaskClass::Full => Mask::Full,
+            MaskClass::Causal => Mask::causal(),
+            _ => Mask::window(Some(150), Some(3)),
+        };
+        let narrow = row.head_dim_qk - 16;
+        let mut cases = vec![
+            Case::new(700, 700, row.head_dim_qk, mask).heads(2, 4, 4),
+            Case::new(1000, 1000, narrow, mask).heads(1, 6, 2),
+            Case::new(130, 130, row.head_dim_qk, mask).heads(30, 8, 2),
+        ];
+        if mask == Mask::Full {
+            // More tiles than blocks of keys, and fewer.
+            cases.push(Case::new(1500, 150, row.head_dim_qk, mask).heads(1, 2, 1));
+            cases.push(Case::new(1, 3000, row.head_dim_qk, mask).heads(1, 4, 4));
+        }
+        if row.share_bytes > 0 {
+            // Tiles of 192 queries make two rounds and a half, those of 128 five.
+            let heads = 2 * multiprocessors + multiprocessors / 2;
+            cases.push(Case::new(150, 6003, row.head_dim_qk, mask).heads(1, heads, 2));
+        }
+        for case in cases {
+            let half = problem(&case, Scaling::PerBlock).half_scores(true).unwrap().amax(true).unwrap();
+            let plan = half.plan_with_row(&gpu.device, &row).unwrap();
+            let choice = *plan.choice().unwrap();
+            let behind = half.plan_with_row(&gpu.device, &choice.fallback.unwrap().kernel).unwrap();
+            assert_eq!(behind.choice().unwrap().shared_tiles, 0, "{behind}");
+            shared += usize::from(choice.shared_tiles > 0);
+            let bytes = plan.workspace_bytes().max(behind.workspace_bytes());
+            let mut workspace = Workspace::alloc(&gpu.lane(), bytes).unwrap();
+            let mut run = |plan: &ForwardPlan, operands: &Operands| {
+                let on_device = OnDevice::new(&gpu.stream, operands);
+                on_device.run::<bf16>(&gpu.stream, &mut workspace, plan, None).unwrap()
+            };
+            let fits = Operands::of_case(&case, &half, None);
+            assert!(!run(&plan, &fits).same_bits(&run(&behind, &fits)), "{plan}: computed twice");
+
+            let mut rng = StdRng::seed_from_u64(case.seed + u64::from(row.row));
+            let shapes = [half.q_shape(), half.k_shape()];
+            for i in 0..Grid::from_env().pick(12, 60) {
+                let which = i % 2;
+                // The first and the last element of each, then any.
+                let index = shapes[which].map(|size| match i / 2 {
+                    0 => 0,
+                    1 => size - 1,
+                    _ => rng.random_range(0..size),
+                });
+                let mut operands = fits.clone();
+                // 14 fits, 15 does not, -448 does not, and a NaN is of none.
+                operands.put(which, index, E4M3::from_bits([0x56, 0x57, 0xfe, 0x7f][i / 2 % 4]));
+                let same = run(&plan, &operands).same_bits(&run(&behind, &operands));
+                assert_eq!(same, i / 2 % 4 > 0, "{plan}: tensor {which} at {index:?}, number {i}");
+                found += 1;
+            }
+            // Sums that f16 does not hold.
+            let mut operands = fits.clone();
+            for i in 0..half.dims().head_dim_qk {
+                let index = |size: [usize; 4]| [size[0] - 1, size[1] / 2, size[2] - 1, i];
+                operands.put(0, index(shapes[0]), E4M3::from_bits(0x7e));
+                operands.put(1, index(shapes[1]), E4M3::from_bits(0xfe));
+            }
+            let written = run(&plan, &operands);
+            let (o, lse) = written.output(&half);
+            let report = operands.expected().check(&o, Some(&lse)).unwrap();
+            assert!(report.passed(), "{plan}: {report}");
+            let largest = written.o.iter().fold(0.0_f32, |most, o| most.max(o.to_f32().abs()));
+            assert!((written.amax.unwrap() - largest).abs() <= largest / 256.0, "{plan}: amax {:?}", written.amax);
+        }
+    }
+    assert!(found > 0 && shared > 0, "elements {found}, plans that share tiles {shared}");
 }

@@ -1,7 +1,7 @@
 //! Long sequences through every row of e4m3 operands: the figures are in the log.
 
 use hopper_attention::{DType, KernelInfo, MaskClass, Workspace, f16};
-use hopper_attention_tests::fp8::promises;
+use hopper_attention_tests::fp8::half_scores_of;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::OnDevice;
 use hopper_attention_tests::long::{KEYS, Long, SETTINGS, Values};
@@ -21,12 +21,13 @@ fn long_sequences_are_as_accurate_as_quantisation_allows() {
             // compute-sanitizer sees all there is to see in a short one.
             for &keys in &KEYS[..Grid::from_env().pick(1, KEYS.len())] {
                 let long = Long::new(keys, head_dim, values);
-                let settings = SETTINGS.into_iter().flat_map(|s| promises(&rows).into_iter().map(move |p| (s, p)));
-                for ((mask, scaling), promised) in settings {
-                    let quantised = long.quantised(mask, scaling, promised);
+                let settings =
+                    SETTINGS.into_iter().flat_map(|s| half_scores_of(&rows).into_iter().map(move |p| (s, p)));
+                for ((mask, scaling), half) in settings {
+                    let quantised = long.quantised(mask, scaling, half);
                     let problem = quantised.operands.problem();
                     let on_device = OnDevice::new(&gpu.stream, &quantised.operands);
-                    let fits = |row: &KernelInfo| row.head_dim_qk == head_dim && (row.scores == DType::F16) == promised;
+                    let fits = |row: &KernelInfo| row.head_dim_qk == head_dim && (row.scores == DType::F16) == half;
                     for (row, taken) in rows.iter().zip(&mut taken).filter(|(row, _)| fits(row)) {
                         let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
                         let written = on_device.run::<f16>(&gpu.stream, &mut workspace, &plan, None).unwrap();

@@ -236,10 +236,10 @@ fn a_chain_of_quantiser_and_forward() {
     // The default stream cannot be captured.
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
-    for (scaling, promised) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
+    for (scaling, half) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
         let dims =
             Dims { batch: 2, seqlen_q: 517, seqlen_kv: 300, heads_q: 4, heads_kv: 2, head_dim_qk: 96, head_dim_vo: 96 };
-        let problem = problem(dims, scaling).mask(Mask::causal()).lse(true).half_scores(promised).unwrap();
+        let problem = problem(dims, scaling).mask(Mask::causal()).lse(true).half_scores(half).unwrap();
         let quantizer = quantizer(&problem, DType::BF16, Some(11));
         let sample = |seed| Sample::<bf16>::new(quantizer.clone(), dense(Like::Uneven), true, seed);
         let first = sample(1);

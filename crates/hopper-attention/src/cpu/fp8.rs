@@ -24,7 +24,7 @@ use super::matmul::{Matrix, matmul};
 use super::tile::lanes;
 use super::{BLOCK, Task, each_task, load, offset};
 use crate::tensor::{HostMut, HostRef};
-use crate::{E4M3, E4M3_HALF_SCORES_MAX, Element, Error, ForwardProblem, Fp8Output, Result, SCALE_BLOCK, Scaling};
+use crate::{E4M3, Element, Error, ForwardProblem, Fp8Output, Result, SCALE_BLOCK, Scaling};
 
 /// The largest weight before rounding is 2 to this power: below 448, so that none saturates.
 const P_OFFSET: f32 = 8.0;
@@ -85,7 +85,7 @@ struct RowState {
 /// Computes `problem`, whose operands are e4m3; shapes and types were checked by the caller.
 ///
 /// # Errors
-/// [`Error::Value`] for a factor that is not finite and above 0, and for an element that breaks the problem's promise.
+/// [`Error::Value`] for a factor that is not finite and above 0.
 pub(crate) fn forward<O: Fp8Output>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
@@ -96,10 +96,6 @@ pub(crate) fn forward<O: Fp8Output>(
         check_factors(what, factors)?;
     }
     check_factor("scale_o", *scale_o, || "".into())?;
-    if problem.half_scores_value() {
-        check_promise("q", &inputs.q)?;
-        check_promise("k", &inputs.k)?;
-    }
     let dims = problem.dims();
     let largest_v = largest_of_heads(problem, descale_v);
     let compute = |scratch: &mut _, task: &Task| tile::<O>(problem, inputs, &largest_v, task, scratch);
@@ -131,26 +127,6 @@ fn check_factor(what: &'static str, factor: f32, place: impl Fn() -> String) -> 
         return Ok(());
     }
     Err(Error::Value { what, got: format!("{factor}{}", place()), allowed: "finite and above 0".into() })
-}
-
-/// Whether no element is too large for scores in f16; a NaN is not, whose rows are NaN in any type.
-fn check_promise(what: &'static str, tensor: &HostRef<'_, E4M3, 4>) -> Result<()> {
-    let [batch, seqlen, heads, _] = tensor.layout.shape();
-    let rows = (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| [b, s, h])));
-    for [b, s, h] in rows {
-        let beyond = |x: &E4M3| Element::to_f32(*x).abs() > E4M3_HALF_SCORES_MAX;
-        let row = tensor.row(b, s, h);
-        if let Some(d) = row.iter().position(beyond) {
-            return Err(Error::Value {
-                what,
-                got: format!("{} at {:?}", Element::to_f32(row[d]), [b, s, h, d]),
-                allowed: format!(
-                    "at most {E4M3_HALF_SCORES_MAX} in magnitude, since the problem was made with half_scores(true)"
-                ),
-            });
-        }
-    }
-    Ok(())
 }
 
 /// The larger of two magnitudes, or NaN where there is one.

@@ -11,8 +11,7 @@ use crate::{
 /// `[batch, seqlen, heads, head_dim]`, whatever its strides; factors are `[batch, heads, blocks]` in the shapes that
 /// [`Scaling`](crate::Scaling) gives. They are finite and above 0, which the CPU checks and a GPU takes for granted.
 pub struct Fp8ForwardArgs<'a, O: Fp8Output> {
-    /// Queries, `[batch, seqlen_q, heads_q, head_dim_qk]`. Those and keys are at most 14 in magnitude where the problem
-    /// [promised it](ForwardProblem::half_scores), which the CPU checks and a GPU takes for granted.
+    /// Queries, `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub q: TensorRef<'a, E4M3, 4>,
     /// Keys, `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub k: TensorRef<'a, E4M3, 4>,
@@ -43,8 +42,7 @@ impl ForwardPlan {
     /// [`run`](Self::run) of a problem with e4m3 operands.
     ///
     /// # Errors
-    /// As [`run`](Self::run), and on the CPU [`Error::Value`] for a factor that is not finite and above 0, and for an element of Q or K
-    /// beyond what the problem [promised](ForwardProblem::half_scores).
+    /// As [`run`](Self::run), and on the CPU [`Error::Value`] for a factor that is not finite and above 0.
     pub fn run_fp8<O: Fp8Output>(
         &self,
         stream: &Stream,

@@ -11,7 +11,9 @@ use crate::cuda::CudaDevice;
 use crate::{Device, DeviceFacts, ForwardProblem, Result, Stream, kernels};
 
 pub use backward::{BackwardChoice, BackwardPlan, select_backward};
-pub use select::{Choice, candidates, mask_class, select};
+#[cfg(feature = "cuda")]
+pub(crate) use select::FALLBACK_COUNTER_OFFSET;
+pub use select::{Choice, Fallback, candidates, mask_class, select};
 pub use tuning::Tuning;
 
 /// How one problem is computed on one device: made once, and run as often as wanted, from any thread and on any stream
@@ -86,7 +88,10 @@ impl ForwardProblem {
         let target = match device {
             Device::Cpu => select::cpu(self)?,
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => return self.plan_among(device, kernels(), tuning),
+            Device::Cuda(device) => {
+                let info = device.info();
+                return self.plan_chosen(device, tuning.select(self, &info.name, &info.facts, kernels())?);
+            }
         };
         #[cfg(not(feature = "cuda"))]
         let _ = tuning; // the CPU has one way
@@ -100,13 +105,15 @@ impl ForwardProblem {
     /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem.
     #[cfg(feature = "cuda")]
     pub fn plan_with_row(&self, device: &CudaDevice, row: &crate::KernelInfo) -> Result<ForwardPlan> {
-        self.plan_among(device, std::slice::from_ref(row), &Tuning::default())
+        self.plan_chosen(device, select::select_row(self, &device.info().facts, row, kernels())?)
     }
 
     #[cfg(feature = "cuda")]
-    fn plan_among(&self, device: &CudaDevice, rows: &[crate::KernelInfo], tuning: &Tuning) -> Result<ForwardPlan> {
-        let choice = tuning.select(self, &device.info().name, &device.info().facts, rows)?;
+    fn plan_chosen(&self, device: &CudaDevice, choice: Choice) -> Result<ForwardPlan> {
         load(device, &choice.kernel)?;
+        if let Some(fallback) = &choice.fallback {
+            load(device, &fallback.kernel)?;
+        }
         let target = Target::Gpu(Gpu::loaded(choice, device.clone()));
         Ok(ForwardPlan { problem: self.clone(), target })
     }

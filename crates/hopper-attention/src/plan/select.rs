@@ -22,11 +22,28 @@ const LAST_GROUP_BYTES: usize = 32 << 20;
 const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 /// The counter that blocks draw tiles from, in bytes.
 const TILE_COUNTER_BYTES: usize = size_of::<i32>();
-/// The same, where what blocks share comes after it.
-const ALIGNED_COUNTER_BYTES: usize = 16;
+/// The same with what a kernel whose scores are in f16 says of their range (RangeCheck in kernels.hpp), and where what blocks
+/// share comes after it.
+const HEADER_BYTES: usize = 16;
 /// The last tiles are shared out where a block then computes so many fewer blocks of keys. To leave sums, to find them and
 /// to begin a tile twice take ten (benches/LOG.md, 28).
 const SHARING_SAVES: usize = 20;
+
+/// Where in that header the counter of the fallback is.
+#[cfg(feature = "cuda")]
+pub(crate) const FALLBACK_COUNTER_OFFSET: u64 = 4;
+
+/// The kernel that computes a problem where the chosen one, whose scores are in f16, finds that they do not fit: it is
+/// launched behind that one, and returns at once where they do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fallback {
+    /// The kernel, whose scores are in f32.
+    pub kernel: KernelInfo,
+    /// Blocks that walk its tiles.
+    pub grid: i32,
+    /// Whether they draw them from a counter.
+    pub tile_counter: bool,
+}
 
 /// A kernel for a problem and the schedule of its tiles.
 ///
@@ -63,6 +80,8 @@ pub struct Choice {
     pub padding: i32,
     /// Whether a measurement named the kernel, and not the built-in rule: see [`Tuning`](super::Tuning).
     pub tuned: bool,
+    /// The kernel behind one whose scores are in f16; `None` behind others.
+    pub fallback: Option<Fallback>,
 }
 
 /// The mask class that computes a problem: what its mask keeps, not how it was spelled.
@@ -84,11 +103,25 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// # Errors
 /// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
-    let kernel = fitting(problem, gpu, rows)?
-        .into_iter()
-        .min_by_key(|row| rank(problem, gpu, row))
-        .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
-    schedule(problem, gpu, *kernel)
+    schedule(problem, gpu, best(problem, gpu, rows)?, rows)
+}
+
+/// As [`select`], but this kernel; a fallback comes from `rows`.
+///
+/// # Errors
+/// [`Error::Unsupported`] where it does not compute the problem.
+pub(super) fn select_row(
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    row: &KernelInfo,
+    rows: &[KernelInfo],
+) -> Result<Choice> {
+    schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, rows)
+}
+
+fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<KernelInfo> {
+    let best = fitting(problem, gpu, rows)?.into_iter().min_by_key(|row| rank(problem, gpu, row));
+    best.copied().ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))
 }
 
 /// The rows that compute the problem, in the order in which [`select`] would take them.
@@ -184,7 +217,7 @@ pub(super) fn fitting<'a>(
         |row| row.dtype == dtype,
         |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
     )?;
-    // Sums in f16 are for those who promised that they fit; who did is as well served by sums in f32.
+    // Sums in f16 are for those who asked for them; who did is as well served by sums in f32.
     let rows = sieve(
         rows,
         |row| row.scores != DType::F16 || problem.half_scores_value(),
@@ -277,7 +310,15 @@ pub(super) fn unsupported(wanted: String, nearest: String) -> Error {
     Error::Unsupported { wanted, nearest }
 }
 
-fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<Choice> {
+/// How a kernel's tiles are walked, and what is behind it among `rows`.
+fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, rows: &[KernelInfo]) -> Result<Choice> {
+    let fallback = if kernel.scores == DType::F16 {
+        let in_f32: Vec<KernelInfo> = rows.iter().filter(|row| row.scores != DType::F16).copied().collect();
+        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, &[])?;
+        Some(Fallback { kernel: behind.kernel, grid: behind.grid, tile_counter: behind.tile_counter })
+    } else {
+        None
+    };
     let dims = problem.dims();
     let heads = dims.batch * dims.heads_q; // below 2^31: the problem was checked
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
@@ -308,6 +349,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> 
         shared_tiles: if tile_counter { shared_tiles(&kernel, tiles, grid, dims.seqlen_kv) } else { 0 },
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         tuned: false,
+        fallback,
     })
 }
 
@@ -369,11 +411,13 @@ impl Choice {
         self.kernel.dtype
     }
 
-    /// What the kernel needs of a workspace, in bytes: nothing, 4 for the counter, or, where tiles are shared out, 16 and the
-    /// kernel's `share_bytes` for each block (14 MB on an H100).
+    /// What the kernels need of a workspace, in bytes: nothing, 4 for the counter, 16 with a fallback, or, where tiles are
+    /// shared out, 16 and the kernel's `share_bytes` for each block (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         if self.shared_tiles > 0 {
-            ALIGNED_COUNTER_BYTES + self.grid as usize * self.kernel.share_bytes
+            HEADER_BYTES + self.grid as usize * self.kernel.share_bytes
+        } else if self.fallback.is_some() {
+            HEADER_BYTES
         } else if self.tile_counter {
             TILE_COUNTER_BYTES
         } else {
@@ -395,7 +439,13 @@ impl fmt::Display for Choice {
         if self.shared_tiles > 0 {
             write!(f, ", the last {} shared out", self.shared_tiles)?;
         }
-        write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
+        write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])?;
+        match &self.fallback {
+            Some(fallback) => {
+                write!(f, ", and where scores do not fit f16 {}, grid {}", fallback.kernel, fallback.grid)
+            }
+            None => Ok(()),
+        }
     }
 }
 

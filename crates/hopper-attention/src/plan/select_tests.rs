@@ -198,13 +198,13 @@ fn the_last_tiles_are_shared_out_where_blocks_would_idle() {
 }
 
 #[test]
-fn scores_in_f16_are_for_those_who_promise() {
-    let of = |mask, head_dim, seqlen, promised| {
+fn scores_in_f16_are_for_those_who_ask() {
+    let of = |mask, head_dim, seqlen, half| {
         let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
-        ForwardProblem::new(DType::E4M3, dims).unwrap().mask(mask).half_scores(promised).unwrap()
+        ForwardProblem::new(DType::E4M3, dims).unwrap().mask(mask).half_scores(half).unwrap()
     };
-    let taken = |mask, head_dim, seqlen, promised| {
-        let kernel = select(&of(mask, head_dim, seqlen, promised), &H100, &fp8_rows()).unwrap().kernel;
+    let taken = |mask, head_dim, seqlen, half| {
+        let kernel = select(&of(mask, head_dim, seqlen, half), &H100, &fp8_rows()).unwrap().kernel;
         (kernel.scores, kernel.head_dim_qk, kernel.tile_m)
     };
     for (mask, head_dim) in [(Mask::Full, 64), (Mask::Full, 128), (Mask::causal(), 32), (Mask::causal(), 80)] {
@@ -226,6 +226,18 @@ fn scores_in_f16_are_for_those_who_promise() {
     assert_eq!(scores[..3], [DType::F16, DType::F16, DType::F32]);
     assert!(candidates(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap().iter().all(|row| row.row < 5));
     assert!(select(&problem, &H100, &fp8_rows()[..1]).is_ok());
+    // Behind sums in f16 there is a kernel with sums in f32, of which none is behind others.
+    let choice = select(&problem, &H100, &fp8_rows()).unwrap();
+    let behind = choice.fallback.unwrap();
+    assert_eq!((behind.kernel, behind.grid, behind.tile_counter), (fp8_rows()[0], 132, true));
+    assert_eq!(choice.workspace_bytes(), 16);
+    let words = format!("drawn order, and where scores do not fit f16 {}, grid 132", fp8_rows()[0]);
+    assert!(choice.to_string().ends_with(&words), "{choice}");
+    let in_f32 = select(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap();
+    assert_eq!((in_f32.kernel, in_f32.fallback, in_f32.workspace_bytes()), (behind.kernel, None, 4));
+    let named = select_row(&problem, &H100, &fp8_rows()[6], &fp8_rows()).unwrap();
+    assert_eq!((named.kernel, named.fallback), (fp8_rows()[6], choice.fallback));
+    assert!(refused(&problem, &H100, &fp8_rows()[5..7]).starts_with("unsupported: "));
     assert_eq!(
         refused(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()[5..]),
         "unsupported: e4m3 operands without half_scores(true) on a GPU; nearest: with half_scores(true)"

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-use super::select::{Choice, select};
+use super::select::{Choice, select, select_row};
 use crate::{DeviceFacts, Error, ForwardProblem, KernelInfo, Result};
 
 /// The rows that were measured to be the fastest, by version of this library, card and shape: what `hattn tune` writes,
@@ -66,7 +66,7 @@ impl Tuning {
         rows: &[KernelInfo],
     ) -> Result<Choice> {
         let noted = self.row(card, problem).and_then(|name| rows.iter().find(|row| row.to_string() == name));
-        let tuned = noted.and_then(|row| select(problem, gpu, std::slice::from_ref(row)).ok());
+        let tuned = noted.and_then(|row| select_row(problem, gpu, row, rows).ok());
         match tuned {
             Some(choice) => Ok(Choice { tuned: true, ..choice }),
             None => select(problem, gpu, rows),

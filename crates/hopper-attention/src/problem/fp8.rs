@@ -77,18 +77,20 @@ impl ForwardProblem {
         Ok(Self { fp8: Some(Fp8 { amax: wanted, ..fp8 }), ..self })
     }
 
-    /// The same problem with or without a promise: that no stored element of Q or K is larger in magnitude than
-    /// [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), 14. Sums of their products then fit f16, in which the tensor
-    /// cores of a GPU may sum them, and that is faster. A [`Quantizer`](crate::Quantizer) of such a problem makes operands that keep it.
+    /// The same problem with or without scores in f16, which the tensor cores of a GPU sum faster than in f32. They hold
+    /// where no stored element of Q or K is larger in magnitude than
+    /// [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), 14, and a [`Quantizer`](crate::Quantizer) of such a problem makes
+    /// no larger ones.
     ///
-    /// The CPU checks it, and sums in f32 either way. A GPU takes it for granted: where it is broken, rows of O and of the
-    /// LSE that an element beyond 14 has a part in may hold any numbers, NaN among them, and nothing else comes of it.
+    /// Results are right either way: the kernel looks at every element of Q and K that it reads, and where one is larger, or
+    /// a NaN, the kernel with scores in f32 that is launched behind it, [`Choice::fallback`](crate::plan::Choice::fallback), computes
+    /// all again, and the problem takes twice as long and more. The CPU sums in f32 anyway.
     ///
     /// # Errors
     /// [`Error::Value`] for operands that are not e4m3.
-    pub fn half_scores(self, promised: bool) -> Result<Self> {
-        let fp8 = self.e4m3("half_scores", "promised")?;
-        Ok(Self { fp8: Some(Fp8 { half_scores: promised, ..fp8 }), ..self })
+    pub fn half_scores(self, wanted: bool) -> Result<Self> {
+        let fp8 = self.e4m3("half_scores", "asked for")?;
+        Ok(Self { fp8: Some(Fp8 { half_scores: wanted, ..fp8 }), ..self })
     }
 
     fn e4m3(&self, what: &'static str, got: &str) -> Result<Fp8> {
@@ -114,7 +116,7 @@ impl ForwardProblem {
         self.fp8.is_some_and(|fp8| fp8.amax)
     }
 
-    /// Whether Q and K are promised to be small enough for scores in f16.
+    /// Whether scores may be in f16.
     pub fn half_scores_value(&self) -> bool {
         self.fp8.is_some_and(|fp8| fp8.half_scores)
     }
@@ -187,9 +189,9 @@ mod tests {
         let text = bf16.clone().scaling(Scaling::PerHead).unwrap_err().to_string();
         assert_eq!(text, "scaling: per-head, with bf16 operands; allowed: with e4m3 operands only");
         assert!(bf16.clone().amax(true).unwrap_err().to_string().starts_with("amax: asked for"));
-        for promised in [true, false] {
-            let text = bf16.clone().half_scores(promised).unwrap_err().to_string();
-            assert_eq!(text, "half_scores: promised, with bf16 operands; allowed: with e4m3 operands only");
+        for wanted in [true, false] {
+            let text = bf16.clone().half_scores(wanted).unwrap_err().to_string();
+            assert_eq!(text, "half_scores: asked for, with bf16 operands; allowed: with e4m3 operands only");
         }
         assert!(!bf16.half_scores_value());
     }
@@ -202,15 +204,15 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_makes_another_problem() {
+    fn half_scores_make_another_problem() {
         let plain = problem(DType::E4M3).scaling(Scaling::PerHead).unwrap();
-        let promised = plain.clone().half_scores(true).unwrap();
-        assert!(promised.half_scores_value() && !plain.half_scores_value() && promised != plain);
+        let half = plain.clone().half_scores(true).unwrap();
+        assert!(half.half_scores_value() && !plain.half_scores_value() && half != plain);
         let want =
             "forward e4m3 per-head half-scores to f16 batch 2 seqlen 129x256 heads 6/2 head_dim 16/8 full scale 0.25";
-        assert_eq!(promised.clone().output(DType::F16).unwrap().to_string(), want);
+        assert_eq!(half.clone().output(DType::F16).unwrap().to_string(), want);
         // What is measured to be the fastest is noted by shape.
-        assert_ne!(promised.shape(), plain.shape());
-        assert_eq!(promised.half_scores(false).unwrap(), plain);
+        assert_ne!(half.shape(), plain.shape());
+        assert_eq!(half.half_scores(false).unwrap(), plain);
     }
 }

@@ -25,7 +25,7 @@ pub(crate) use select::{Choice, NAMES, Name, check_tensor};
 /// ```
 ///
 /// or with factors that are given. `most` is 448, but 14 for Q and K of a problem with
-/// [`half_scores`](ForwardProblem::half_scores), whose promise the operands keep with any factors. A magnitude that rounding
+/// [`half_scores`](ForwardProblem::half_scores), for which the operands are small enough with any factors. A magnitude that rounding
 /// would take beyond `most`, as is possible with given ones only, is stored as `most`. What is not finite becomes NaN, which
 /// attention carries on to the rows that it touches; e4m3 has no infinity. How often either happens can be
 /// [counted](QuantizeArgs::counts).

@@ -39,7 +39,7 @@
 //! truncates while it accumulates is wrong by a few units of them, not of their sum; the ulps are those of the two
 //! terms that are added, and cover the hardware's approximate exp2 and log2 (2^-22 each). Scores of e4m3 operands are off by
 //! 2^-12 in place of 2^-24, here and in the floor above: the tensor cores' sums of FP8 products keep no more. That is as
-//! true where a problem promises that they fit f16 ([`half_scores`](ForwardProblem::half_scores)): a head dim of 128 is four
+//! true where a problem has them in f16 ([`half_scores`](ForwardProblem::half_scores)): a head dim of 128 is four
 //! steps of 32 products, each of which rounds the sum so far by up to 2^-11 of it, and four times 2^-11 are the 2^-9 that
 //! the law allows of the magnitudes. Their exponentials are of f16 too, and so their LSE is allowed 2.5e-3 at least.
 //!

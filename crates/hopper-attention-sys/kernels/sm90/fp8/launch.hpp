@@ -21,13 +21,16 @@ Status fp8_prepare() noexcept {
 template <class Traits>
 Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   using Share = Fp8Share<Traits>;
+  bool const looks = Traits::kScores == Scores::F16;
+  bool const behind = !looks && params.range_check != 0;
   struct Zeroed {
     std::uint64_t address;
     std::size_t bytes;
   };
-  for (Zeroed const zeroed : {Zeroed{params.tile_counter, Share::zeroed_bytes(params.shared_tiles, params.grid)},
-                              Zeroed{params.amax, sizeof(float)}}) {
-    if (zeroed.address != 0) {
+  std::uint64_t const header = looks ? params.range_check : params.tile_counter;
+  for (Zeroed const zeroed :
+       {Zeroed{header, Share::zeroed_bytes(params.shared_tiles, params.grid)}, Zeroed{params.amax, sizeof(float)}}) {
+    if (zeroed.address != 0 && !behind) {
       cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(zeroed.address), 0, zeroed.bytes, stream);
       if (error != cudaSuccess) {
         return to_status(error);
@@ -36,6 +39,9 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   }
   if (params.batch == 0 || params.heads_q == 0 || params.seqlen_q == 0) {
     return {};  // amax was all that was wanted
+  }
+  if (params.seqlen_kv == 0 && behind) {
+    return {};
   }
   if (params.seqlen_kv == 0) {
     FwdParams empty = params;
@@ -69,10 +75,12 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
 
   int const shared_units = params.shared_tiles * Share::units_of(params.seqlen_kv);
   constexpr float kLog2E = 1.44269504088896341F;
+  auto* const range_check = reinterpret_cast<RangeCheck*>(params.range_check);
+  auto* const amax = reinterpret_cast<unsigned*>(params.amax);
   Fp8KernelParams const kernel_params{params.o,
                                       params.output,
                                       reinterpret_cast<float const*>(params.scale_o),
-                                      reinterpret_cast<unsigned*>(params.amax),
+                                      looks && params.amax != 0 ? &range_check->amax : amax,
                                       reinterpret_cast<float*>(params.lse_address),
                                       params.lse_stride_batch,
                                       params.lse_stride_head,
@@ -91,13 +99,24 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
                                       params.heads_per_group,
                                       params.groups,
                                       reinterpret_cast<int*>(params.tile_counter),
+                                      range_check,
                                       params.shared_tiles,
                                       shared_units / params.grid,
                                       shared_units % params.grid,
                                       params.softmax_scale * kLog2E};
-  fp8_fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(kernel_params, maps[0].map,
-                                                                                        maps[1].map, maps[2].map);
-  return to_status(cudaGetLastError());
+  // A row behind another one may be started while that one's last blocks run.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = params.grid;
+  config.blockDim = Traits::kThreads;
+  config.dynamicSmemBytes = Traits::kSmemBytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = behind ? 1 : 0;
+  return to_status(
+      cudaLaunchKernelEx(&config, fp8_fwd_kernel<Traits>, kernel_params, maps[0].map, maps[1].map, maps[2].map));
 }
 
 template <class Traits>

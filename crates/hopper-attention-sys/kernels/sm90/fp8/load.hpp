@@ -1,5 +1,5 @@
-// The producer warpgroup of the FP8 forward: warp 0 streams K and V, warp 1 draws tiles and loads Q, warps 2 and 3
-// transpose V.
+// The producer warpgroup of the FP8 forward: warp 0 streams K and V, warp 1 draws tiles, loads Q and looks at what
+// scores are made of, warps 2 and 3 transpose V.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -8,6 +8,7 @@
 #include "common/matrices.hpp"
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
+#include "sm90/fp8/range.hpp"
 #include "sm90/fp8/share.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/fp8/weights.hpp"
@@ -109,9 +110,6 @@ struct Fp8Load {
         __syncwarp();
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive();
-          if (n == range.begin + 1 || range.begin + 1 == range.end) {
-            storage.next_wanted.arrive();
-          }
           storage.v_empty[v.stage].wait(v.parity ^ 1);
           storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
           cute::SM90_TMA_LOAD_4D::copy(&map_v, &storage.v_full[v.stage].word, kEvictLast, storage.v[v.stage], 0,
@@ -128,41 +126,74 @@ struct Fp8Load {
     }
   }
 
+  // A whole warp, of which one lane draws and copies. It follows the blocks of K, to look at those that are its tile's
+  // to look at, and draws the next tile meanwhile: when the last block but one is there, as in sm90/fwd/load.hpp, or
+  // the first.
   CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                   Fp8Scheduler const& scheduler, Storage& storage) {
-    // As in sm90/fwd/load.hpp.
     constexpr int kFew = 4 * Traits::kTileN;
     bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
                       static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
-    int round = 0;
-    storage.stretch.left = 0;
-    CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+    std::uint32_t drawn = 0;  // tiles
+    auto draw = [&]() __attribute__((always_inline)) {
+      auto const q = RingPosition<Traits::kBuffersQ>::of(drawn);
       storage.tile_empty[q.stage].wait(q.parity ^ 1);
-      if (late && round > 0) {
-        storage.next_wanted.wait((round - 1) % 2);
+      if (cute::elect_one_sync()) {
+        draw_tile(params, map_q, band, scheduler, storage, q.stage, drawn);
       }
-      Part part;
-      Tile const tile = Fp8Share<Traits>::next(params, scheduler, round++, storage.stretch, part);
-      storage.tile[q.stage] = tile;
-      storage.part[q.stage] = part;
-      if (tile.valid()) {
-        // Of a tile that is still to come: its first factors are in L2 when they are asked for.
-        BlockRange const range = Traits::blocks_of(band, tile.block, part);
-        int const head = tile.head / params.heads_per_kv_head;
-        prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
-                        tile.block * Traits::kTileM / Traits::kScaleBlock);
-        prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
-        prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
-        storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
-        cute::SM90_TMA_LOAD_4D::copy(&map_q, &storage.q_full[q.stage].word, kEvictFirst, storage.q[q.stage], 0,
-                                     tile.block * Traits::kTileM, tile.head, tile.batch);
-      }
-      storage.tile_full[q.stage].arrive();
-      if (!tile.valid()) {
-        break;
-      }
+      __syncwarp();
+      ++drawn;
+    };
+    if (cute::elect_one_sync()) {
+      storage.stretch.left = 0;
     }
+    draw();
+    Fp8Range<Traits> range_check;
+    std::uint32_t count = 0;  // of blocks
+    tiles(storage, [&](Tile const& tile, auto const& q) {
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      range_check.enter_tile(params, band, scheduler, tile);
+      int const draws_at = late ? cute::min(range.begin + 1, range.end - 1) : range.end - 1;
+      CUTE_NO_UNROLL
+      for (int n = range.end - 1; n >= range.begin; --n, ++count) {
+        auto const k = RingPosition<Traits::kStages>::of(count);
+        storage.k_full[k.stage].wait(k.parity);
+        if (n == draws_at) {
+          draw();
+        }
+        range_check.look_at_keys(storage.k[k.stage], n);
+        if (cute::elect_one_sync()) {
+          storage.k_empty[k.stage].arrive();
+        }
+      }
+      range_check.look_at_queries(storage.q_full[q.stage], q.parity, storage.q[q.stage]);
+      __syncwarp();
+      if (cute::elect_one_sync()) {
+        storage.tile_empty[q.stage].arrive();
+      }
+    });
+    range_check.report(params);
+  }
+
+  CUTE_DEVICE static void draw_tile(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
+                                    Fp8Scheduler const& scheduler, Storage& storage, std::uint32_t stage, int round) {
+    Part part;
+    Tile const tile = Fp8Share<Traits>::next(params, scheduler, round, storage.stretch, part);
+    storage.tile[stage] = tile;
+    storage.part[stage] = part;
+    if (tile.valid()) {
+      // Of a tile that is still to come: its first factors are in L2 when they are asked for.
+      BlockRange const range = Traits::blocks_of(band, tile.block, part);
+      int const head = tile.head / params.heads_per_kv_head;
+      prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+                      tile.block * Traits::kTileM / Traits::kScaleBlock);
+      prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
+      prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
+      storage.q_full[stage].arrive_expect_bytes(Traits::kBytesQ);
+      cute::SM90_TMA_LOAD_4D::copy(&map_q, &storage.q_full[stage].word, kEvictFirst, storage.q[stage], 0,
+                                   tile.block * Traits::kTileM, tile.head, tile.batch);
+    }
+    storage.tile_full[stage].arrive();
   }
 
   // The rows of ones below V^T, which nothing writes over.

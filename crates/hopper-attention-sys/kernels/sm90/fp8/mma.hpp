@@ -267,6 +267,8 @@ struct Fp8Mma {
           step(true_type{}, n);
         }
       }
+      // (ptxas would begin the loop with some of O elsewhere, and move it in each round.)
+      warpgroup_fence_operand(tOrO);
       for (; n >= cute::max(range.begin, range.free_begin); --n) {
         step(false_type{}, n);
       }

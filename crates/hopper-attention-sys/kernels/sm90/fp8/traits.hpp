@@ -164,7 +164,6 @@ struct Fp8Traits {
     float largest_v[kBuffersQ];                 // factor of V of the tile's head
     Mbarrier tile_full[kBuffersQ];
     Mbarrier tile_empty[kBuffersQ];
-    Mbarrier next_wanted;
     Mbarrier q_full[kBuffersQ];
     Mbarrier k_full[kStages];
     Mbarrier k_empty[kStages];
@@ -203,10 +202,11 @@ struct Fp8KernelParams {
   int heads_per_group;
   int groups;
   int* tile_counter;
-  int shared_tiles;   // at the end of the list, which CTAs share out (share.hpp); 0: none
-  int shared_units;   // that each takes of them
-  int shared_longer;  // so many of the first stretches are of one unit more
-  float scale_log2;   // softmax_scale * log2(e)
+  RangeCheck* range_check;  // or null
+  int shared_tiles;         // at the end of the list, which CTAs share out (share.hpp); 0: none
+  int shared_units;         // that each takes of them
+  int shared_longer;        // so many of the first stretches are of one unit more
+  float scale_log2;         // softmax_scale * log2(e)
 };
 
 CUTE_DEVICE float const& factor(FactorsDesc const& factors, int batch, int head, int block) {

@@ -335,15 +335,15 @@ fn scores_in_f16_are_as_honest_as_fp8_sums() {
 /// What f16 leaves of an LSE is allowed where scores may be summed in it, and there alone.
 #[test]
 fn an_lse_of_scores_in_f16_has_a_least_bound() {
-    let of = |promised| problem(DType::E4M3, DIMS, Mask::Full).half_scores(promised).unwrap();
+    let of = |half| problem(DType::E4M3, DIMS, Mask::Full).half_scores(half).unwrap();
     let (q, k, v) =
         (Tensor::zeros(of(true).q_shape()), inputs(&of(true), 1)[1].clone(), inputs(&of(true), 1)[2].clone());
-    for (off, with_promise, without) in [(1e-7, true, true), (0.0024, true, false), (0.0026, false, false)] {
-        for (promised, passes) in [(true, with_promise), (false, without)] {
-            let expected = Expected::new(&of(promised), &q, &k, &v).unwrap();
+    for (off, with_half, without) in [(1e-7, true, true), (0.0024, true, false), (0.0026, false, false)] {
+        for (half, passes) in [(true, with_half), (false, without)] {
+            let expected = Expected::new(&of(half), &q, &k, &v).unwrap();
             let lse: Vec<f64> = expected.oracle().lse.iter().map(|lse| lse + off).collect();
             let report = expected.check(&expected.plain().o, Some(&lse)).unwrap();
-            assert_eq!(report.passed(), passes, "{off} {promised}: {report}");
+            assert_eq!(report.passed(), passes, "{off} {half}: {report}");
         }
     }
 }
