@@ -165,7 +165,9 @@ struct QuantizeTensor {
   std::int32_t heads = 0;
   std::int32_t head_dim = 0;
   std::int32_t group = 1;   // heads that share a head of `descale`
-  std::uint64_t state = 0;  // of the workspace: 16 + 8 * heads of `descale` bytes where `shares` below says so
+  // Of the workspace where shares_factors says so: 16 + 8 * heads of `descale` bytes, or 4 * batch * heads *
+  // ceil(seqlen / 128) where that is more.
+  std::uint64_t state = 0;
 };
 
 // One launch that quantises any of Q, K and V. Nothing is checked here either:

@@ -102,6 +102,12 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
+// 16 of them.
+CUTE_DEVICE uint4 pack_e4m3(float const (&x)[16]) {
+  return {pack_e4m3(x[0], x[1], x[2], x[3]), pack_e4m3(x[4], x[5], x[6], x[7]), pack_e4m3(x[8], x[9], x[10], x[11]),
+          pack_e4m3(x[12], x[13], x[14], x[15])};
+}
+
 // A pair of the source type as f32, which is exact.
 template <DType kSource>
 CUTE_DEVICE void unpack(std::uint32_t pair, float& low, float& high) {

@@ -2,7 +2,7 @@
 //
 // Bound by memory, so that everything serves to keep loads in flight. A CTA walks tiles of up to 128 rows of one head
 // (schedule.hpp). Its warps are alike: each copies its own rows of a tile to shared memory with cp.async, kStages tiles
-// ahead, and stores them itself (tile.hpp), so that no barrier stands between a copy and its use. A lane has 32
+// ahead, and stores them itself (tile.hpp), so that no barrier stands between a copy and its use. A lane has 64
 // elements of one row: rotated (rotate.hpp), measured and converted in registers.
 //
 // Shared memory: kStages tiles, 4 KB a warp, where the e4m3 bytes take the place of what they were made of on their way
@@ -19,17 +19,6 @@
 
 namespace hattn::quantize {
 
-// What is done before the conversion.
-enum class Rotation : int {
-  None,
-  Whole,  // of head dims that fill kHeadDim
-  Parts   // of others, which are blocks of several sizes
-};
-
-struct Signs {
-  std::uint32_t bits[4];  // of element 32 i + j the j-th of bits[i]
-};
-
 template <int kHeadDim>
 struct Traits {
   static constexpr int kThreads = kTileRows / WarpTile<kHeadDim>::kRows * 32;
@@ -39,7 +28,7 @@ struct Traits {
 
   struct Storage {
     alignas(256) char tiles[kStages][kThreads / 32][WarpTile<kHeadDim>::kBytes];
-    uint4 signs[16];
+    uint4 masks[16];
     Work work[kPlaces];
     unsigned largest[kPlaces];
     float awaited[kPlaces];
@@ -47,29 +36,6 @@ struct Traits {
   static constexpr int kSmemBytes = sizeof(Storage);
   static_assert(kCtas * (kSmemBytes + 1024) <= 228 * 1024, "so many CTAs share a multiprocessor");
 };
-
-// Makes NaN of infinities, which have no place in e4m3; rare. Returns the largest magnitude of what is finite.
-template <int kRows>
-CUTE_DEVICE float largest_magnitude(float (&x)[kRows][kValues]) {
-  auto const largest = [&] {
-    float parts[4] = {};
-    CUTE_UNROLL
-    for (int i = 0; i < kRows * kValues; ++i) {
-      parts[i % 4] = larger_magnitude(parts[i % 4], x[i / kValues][i % kValues]);
-    }
-    return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
-  };
-  float most = largest();
-  if (is_infinite(most)) {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows * kValues; ++i) {
-      float& one = x[i / kValues][i % kValues];
-      one = is_infinite(one) ? __uint_as_float(kMagnitude) : one;
-    }
-    most = largest();
-  }
-  return most;
-}
 
 template <DType kSource, int kHeadDim, Rotation kRotation>
 __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::kCtas)
@@ -80,12 +46,6 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
   constexpr int kStages = Traits::kStages;
   extern __shared__ char memory[];
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(memory);
-  // Read anew where they are needed: what follows from them would else stay in registers that the elements need.
-  auto const thread_index = [] {
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-  };
   int const chunks = static_cast<int>(params.chunks);
   auto const tile_address = [&](int stage, int warp) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(storage.tiles[stage][warp]));
@@ -121,10 +81,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
       largest = 0;
     }
   }
-  if (kRotation != Rotation::None && thread < 64) {
-    // Of a pair of elements the signs, where a packed pair has them.
-    unsigned const pair = signs.bits[thread / 16] >> (thread % 16 * 2);
-    reinterpret_cast<std::uint32_t*>(storage.signs)[thread] = (pair & 1U) << 15 | (pair & 2U) << 30;
+  if (kRotation != Rotation::None) {
+    write_masks(storage.masks, signs, thread);
   }
   __syncthreads();
   CUTE_UNROLL
@@ -143,37 +101,28 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     }
     int const later = place + kStages < Traits::kPlaces ? place + kStages : place - 2;
     int const before = thread_index();
-    int const row_lane = before % kLanes<kHeadDim>;  // among those of a row
     if (before == 0) {
       storage.work[later] = draw();
     }
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
     __syncwarp();
-    float x[WarpTile::kRowsALane][kValues];
-    std::uint32_t const first_chunk = WarpTile::first_chunk(tile_address(stage, before / 32), before % 32);
-    CUTE_UNROLL
-    for (int j = 0; j < kChunksALane; ++j) {
-      uint4 mask{};
-      if constexpr (kRotation != Rotation::None) {
-        mask = storage.signs[j * kLanes<kHeadDim> + row_lane];
-      }
-      CUTE_UNROLL
-      for (int r = 0; r < WarpTile::kRowsALane; ++r) {
-        uint4 const chunk = WarpTile::read_chunk(first_chunk, r, j);
-        std::uint32_t const pairs[4] = {chunk.x ^ mask.x, chunk.y ^ mask.y, chunk.z ^ mask.z, chunk.w ^ mask.w};
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          unpack<kSource>(pairs[i], x[r][j * kChunk + 2 * i], x[r][j * kChunk + 2 * i + 1]);
-        }
-      }
-    }
+    float x[kValues];
+    WarpTile::template read<kSource, kRotation != Rotation::None>(x, tile_address(stage, before / 32), storage.masks,
+                                                                  before % 32);
+    // Where all elements have the same norm, which rounds no two values out of their order, the product of the largest
+    // will do for what is measured alone.
+    bool const norm_of_largest = kRotation == Rotation::Whole && job == Job::Measure;
     if constexpr (kRotation != Rotation::None) {
-      CUTE_UNROLL
-      for (int r = 0; r < WarpTile::kRowsALane; ++r) {
-        rotate<kHeadDim, kRotation == Rotation::Whole>(x[r], row_lane, chunks, norms);
+      int const row_lane = before % kLanes<kHeadDim>;  // among those of a row
+      rotate<kHeadDim, kRotation>(x, row_lane, chunks);
+      if (!norm_of_largest) {
+        normalize<kHeadDim, kRotation>(x, row_lane, norms);
       }
     }
-    float const largest = largest_magnitude(x);
+    float largest = largest_magnitude(x);
+    if (norm_of_largest) {
+      largest = multiply(largest, norms.of_chunk[0]);
+    }
     if (job == Job::Both || job == Job::Measure) {
       // Magnitudes compare as their bits do.
       unsigned const of_warp = __reduce_max_sync(0xffffffffU, __float_as_uint(largest));
@@ -207,44 +156,37 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
         }
       }
       int const rows = work.rows - warp * WarpTile::kRows;
-      std::uint32_t const first_bytes = WarpTile::first_bytes(tile_address(stage, warp), lane);
+      std::uint32_t const first_unit = WarpTile::first_unit(tile_address(stage, warp), lane);
       bool const counts = params.counts != nullptr;
       // Factors of their own leave no value beyond the most, and the conversion ends at 448 by itself.
       bool const clamps = job == Job::Convert && params.most < kLargestE4m3;
       CUTE_UNROLL
-      for (int r = 0; r < WarpTile::kRowsALane; ++r) {
+      for (int u = 0; u < WarpTile::kUnitsALane; ++u) {
+        constexpr int kUnit = WarpTile::kUnit;
+        float scaled[kUnit], ended[kUnit];
         CUTE_UNROLL
-        for (int j = 0; j < kChunksALane; ++j) {
-          float scaled[kChunk];
+        for (int i = 0; i < kUnit; ++i) {
+          scaled[i] = multiply(x[u * kUnit + i], factor);
+          ended[i] = scaled[i];
+        }
+        if (clamps) {
           CUTE_UNROLL
-          for (int i = 0; i < kChunk; ++i) {
-            scaled[i] = multiply(x[r][j * kChunk + i], factor);
+          for (int i = 0; i < kUnit; ++i) {
+            ended[i] = clamp(scaled[i], params.most);
           }
-          float ended[kChunk];
-          CUTE_UNROLL
-          for (int i = 0; i < kChunk; ++i) {
-            ended[i] = scaled[i];
-          }
-          if (clamps) {
+        }
+        write_shared(first_unit ^ u * 16, pack_e4m3(ended));
+        if (counts) {
+          int const row = thread_index() % 32 / kLanes<kHeadDim>;
+          int const chunk = thread_index() % kLanes<kHeadDim> * kChunksALane + 2 * u;
+          if (row < rows && chunk < chunks) {
             CUTE_UNROLL
-            for (int i = 0; i < kChunk; ++i) {
-              ended[i] = clamp(scaled[i], params.most);
-            }
-          }
-          WarpTile::write_bytes(first_bytes, r, j, pack_e4m3(ended[0], ended[1], ended[2], ended[3]),
-                                pack_e4m3(ended[4], ended[5], ended[6], ended[7]));
-          if (counts) {
-            int const row = thread_index() % 32 / kLanes<kHeadDim> + r * WarpTile::kRowsApart;
-            int const chunk = thread_index() % kLanes<kHeadDim> + j * kLanes<kHeadDim>;
-            if (row < rows && chunk < chunks) {
-              CUTE_UNROLL
-              for (int i = 0; i < kChunk; ++i) {
-                bool const number = !is_nan(x[r][j * kChunk + i]);
-                not_finite += number ? 0 : 1;
-                // More than half a step beyond the most; a NaN that the product made is none of either.
-                unsigned const bits = __float_as_uint(scaled[i]) & kMagnitude;
-                saturated += number && bits > __float_as_uint(params.rounds_to_most) && bits <= kInfinity ? 1 : 0;
-              }
+            for (int i = 0; i < kUnit; ++i) {
+              bool const number = !is_nan(x[u * kUnit + i]);
+              not_finite += number ? 0 : 1;
+              // More than half a step beyond the most; a NaN that the product made is none of either.
+              unsigned const bits = __float_as_uint(scaled[i]) & kMagnitude;
+              saturated += number && bits > __float_as_uint(params.rounds_to_most) && bits <= kInfinity ? 1 : 0;
             }
           }
         }

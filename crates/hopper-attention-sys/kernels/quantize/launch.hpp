@@ -5,6 +5,7 @@
 
 #include "common/status.hpp"
 #include "quantize/kernel.hpp"
+#include "quantize/once.hpp"
 #include "quantize/row.hpp"
 
 namespace hattn::quantize {
@@ -24,31 +25,45 @@ static __global__ void publish_counts(unsigned long long const* counted, float* 
   }
 }
 
-using Kernel = void (*)(Params, Norms, Signs);
+// A kernel for one kind of rotation, and what it is started with.
+struct Kernel {
+  void (*function)(Params, Norms, Signs);
+  int threads, smem_bytes;
+};
 
-template <DType kSource, int kHeadDim>
-Kernel kernel_of(Rotation rotation) noexcept {
+template <DType kSource, int kHeadDim, Rotation kRotation>
+Kernel kernel_of(bool once) noexcept {
+  return once ? Kernel{quantize_once_kernel<kSource, kHeadDim, kRotation>, OnceTraits<kHeadDim>::kThreads,
+                       OnceTraits<kHeadDim>::kSmemBytes}
+              : Kernel{quantize_kernel<kSource, kHeadDim, kRotation>, Traits<kHeadDim>::kThreads,
+                       Traits<kHeadDim>::kSmemBytes};
+}
+
+template <DType kSource>
+Kernel kernel_of(int head_dim, Rotation rotation, bool once) noexcept {
+  bool const small = head_dim <= 64;
   switch (rotation) {
     case Rotation::Whole:
-      return quantize_kernel<kSource, kHeadDim, Rotation::Whole>;
+      return small ? kernel_of<kSource, 64, Rotation::Whole>(once) : kernel_of<kSource, 128, Rotation::Whole>(once);
     case Rotation::Parts:
-      return quantize_kernel<kSource, kHeadDim, Rotation::Parts>;
+      return small ? kernel_of<kSource, 64, Rotation::Parts>(once) : kernel_of<kSource, 128, Rotation::Parts>(once);
     default:
-      return quantize_kernel<kSource, kHeadDim, Rotation::None>;
+      return small ? kernel_of<kSource, 64, Rotation::None>(once) : kernel_of<kSource, 128, Rotation::None>(once);
   }
 }
 
 template <DType kSource>
 Status prepare() noexcept {
   for (Rotation const rotation : {Rotation::None, Rotation::Whole, Rotation::Parts}) {
-    cudaError_t error = cudaFuncSetAttribute(kernel_of<kSource, 64>(rotation),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, Traits<64>::kSmemBytes);
-    if (error == cudaSuccess) {
-      error = cudaFuncSetAttribute(kernel_of<kSource, 128>(rotation), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   Traits<128>::kSmemBytes);
-    }
-    if (error != cudaSuccess) {
-      return to_status(error);
+    for (int const head_dim : {64, 128}) {
+      for (bool const once : {false, true}) {
+        Kernel const kernel = kernel_of<kSource>(head_dim, rotation, once);
+        cudaError_t const error =
+            cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
+        if (error != cudaSuccess) {
+          return to_status(error);
+        }
+      }
     }
   }
   cudaFuncAttributes attributes;
@@ -62,6 +77,15 @@ inline bool negative(std::uint64_t seed, std::uint64_t number) noexcept {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
   return ((z ^ (z >> 31)) >> 63) != 0;
+}
+
+// How many neighbouring heads have their tiles numbered together: those that share a factor, so that as few tiles as may
+// be lie between them (whole rows of memory gain nothing over that, benches/LOG.md, 30), or all.
+inline unsigned span_of(QuantizeTensor const& tensor, bool by_head) noexcept {
+  if (tensor.values.stride_head >= tensor.values.stride_seqlen) {
+    return 1;
+  }
+  return by_head ? tensor.group : tensor.heads;
 }
 
 template <DType kSource>
@@ -84,6 +108,10 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   }
   int const head_dim = tensor.head_dim <= 64 ? 64 : 128;
   unsigned const ctas = given.multiprocessors * (head_dim == 64 ? Traits<64>::kCtas : Traits<128>::kCtas);
+  unsigned const span = span_of(tensor, shares && !one);
+  // Those of a factor must be measured before the first of them can be converted.
+  unsigned const together = one ? tiles : tensor.group * blocks;
+  unsigned const grid = tiles < ctas ? tiles : ctas;
 
   Params params{};
   params.values = tensor.values;
@@ -91,23 +119,20 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   params.descale = tensor.descale;
   params.scaling = given.scaling;
   params.given = tensor.given;
-  params.heads_first = tensor.values.stride_head < tensor.values.stride_seqlen;
   params.tiles = tiles;
-  params.jobs = shares ? 2 * tiles : tiles;
   params.blocks = Divisor{blocks};
-  params.heads = Divisor{static_cast<unsigned>(tensor.heads)};
+  params.span = Divisor{span};
+  params.spans = Divisor{tensor.heads / span};
   params.group = Divisor{static_cast<unsigned>(tensor.group)};
   params.factor_heads = heads;
   params.seqlen = tensor.seqlen;
   params.chunks = tensor.head_dim / kChunk;
-  params.tiles_a_factor = one ? tiles : tensor.group * blocks;
-  // All of a factor's tiles must be measured before the first is converted, with the others that lie between them.
-  unsigned const first = one ? tiles : (params.heads_first ? tensor.heads : tensor.group) * blocks;
-  params.ahead = first + ctas < tiles ? first + ctas : tiles;
+  params.tiles_a_factor = together;
+  params.ahead = together + ctas < tiles ? together + ctas : tiles;
   params.most = tensor.most;
   params.rounds_to_most = tensor.most + tensor.most / 28.0F;  // 464 of 448, 14.5 of 14
   auto* const state = reinterpret_cast<unsigned*>(tensor.state);
-  params.shared = {state, state + 4, state + 4 + factors};
+  params.shared = {state, state, state + 4, state + 4 + factors};
   params.counts = counts;
 
   Norms norms{};
@@ -126,15 +151,30 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   Rotation const rotation = !tensor.rotated               ? Rotation::None
                             : tensor.head_dim == head_dim ? Rotation::Whole
                                                           : Rotation::Parts;
-  unsigned const grid = tiles < ctas ? tiles : ctas;
-  if (head_dim == 64) {
-    kernel_of<kSource, 64>(rotation)<<<grid, Traits<64>::kThreads, Traits<64>::kSmemBytes, stream>>>(params, norms,
-                                                                                                     signs);
-  } else {
-    kernel_of<kSource, 128>(rotation)<<<grid, Traits<128>::kThreads, Traits<128>::kSmemBytes, stream>>>(params, norms,
-                                                                                                        signs);
+  auto const start = [&](bool once) {
+    params.jobs = shares && !once ? 2 * tiles : tiles;
+    Kernel const kernel = kernel_of<kSource>(head_dim, rotation, once);
+    // CTAs that keep tiles wait for each other, so that all must run at once.
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = kernel.threads;
+    config.dynamicSmemBytes = kernel.smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = once ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel.function, params, norms, signs);
+  };
+  bool const once = shares && together <= ctas;
+  cudaError_t error = start(once);
+  if (once && error == cudaErrorCooperativeLaunchTooLarge) {
+    // This context has fewer multiprocessors than the device. Nothing was started.
+    cudaGetLastError();
+    error = start(false);
   }
-  return to_status(cudaGetLastError());
+  return to_status(error);
 }
 
 template <DType kSource>

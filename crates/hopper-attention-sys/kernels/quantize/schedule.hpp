@@ -1,11 +1,18 @@
 // Which tile a CTA takes next, and what it does with it.
 //
-// Tiles are numbered as they lie in memory. Where a tile has its factor to itself, or it is given, a CTA takes every
-// gridDim-th. Where tiles share factors, each is taken twice: measured, and converted once all that share its factor
-// were measured. Measuring runs ahead by as many tiles as must be measured first and as many more as CTAs are at work,
-// so that the second reading finds them in the second-level cache (up to what that holds) and seldom waits. CTAs draw
-// those jobs by number from a counter: a job waits for lower numbers only, and each CTA does its own in their order, so
-// that of the jobs drawn the lowest never waits, however many CTAs the GPU runs at a time.
+// Tiles are numbered as they lie in memory: where heads are nearer than rows, those of some neighbouring heads (`span`)
+// block by block, then those of the next heads. Where a tile has its factor to itself, or it is given, a CTA takes
+// every gridDim-th.
+//
+// Where tiles share factors, a tile can be converted once all that share its factor were measured. If no more do, with
+// those numbered between them, than CTAs are at work, every gridDim-th is still what a CTA takes, and it keeps each
+// until it has measured its next one (once.hpp).
+//
+// Else each tile is taken twice (kernel.hpp): measured, and converted later. Measuring runs ahead by as many tiles as
+// must be measured first and as many more as CTAs are at work, so that the second reading finds them in the
+// second-level cache (up to what that holds) and seldom waits. CTAs draw those jobs by number from a counter: a job
+// waits for lower numbers only, and each CTA does its own in their order, so that of the jobs drawn the lowest never
+// waits, however many CTAs the GPU runs at a time.
 #pragma once
 
 #include <cstdint>
@@ -37,21 +44,24 @@ struct Divisor {
   CUTE_DEVICE unsigned quotient(unsigned n) const { return value == 1 ? n : __umulhi(n, reciprocal) >> shift; }
 };
 
-// Per batch entry and head of the factors, as many as there are.
+// What CTAs tell each other, all zeros at first. Tiles that are taken once use `largest` alone, those that are taken
+// twice the others.
 struct Shared {
+  unsigned* largest;   // of each tile the bits of its largest magnitude, with kMeasured; those of a factor together
   unsigned* counter;   // jobs that were drawn
-  unsigned* amax;      // bits of the largest magnitude, for each factor
+  unsigned* amax;      // of each factor the bits of the largest magnitude
   unsigned* measured;  // tiles that went into it
 };
+
+constexpr unsigned kMeasured = 0x80000000U;
 
 struct Params {
   TensorDesc values, stored;
   FactorsDesc descale;
   Scaling scaling;
   bool given;
-  bool heads_first;  // heads are nearer in memory than rows
   unsigned tiles, jobs, ahead;
-  Divisor blocks, heads, group;
+  Divisor blocks, span, spans, group;  // spans: of a batch entry
   unsigned factor_heads, seqlen, chunks;
   unsigned tiles_a_factor;
   float most;            // the largest magnitude that is stored
@@ -75,54 +85,25 @@ struct Work {
   float* descale;
   float factor;     // for Convert
   unsigned shared;  // which of the shared factors
+  unsigned slot;    // which of Shared::largest
   bool first;       // of the tiles that share it: writes it
 };
 
-// Job number `number`; thread 0 alone asks, some tiles before all need it.
-CUTE_DEVICE Work work_of(Params const& params, unsigned number) {
-  Work work{};
-  if (number >= params.jobs) {
-    work.job = Job::None;
-    return work;
-  }
-  unsigned tile = number;
-  if (params.jobs == params.tiles) {
-    work.job = params.given ? Job::Convert : Job::Both;
-  } else {
-    // The first `ahead` are measured, then one is converted and one measured in turn, then the rest is converted.
-    unsigned const pairs = params.tiles - params.ahead;
-    work.job = Job::Measure;
-    if (number >= params.ahead) {
-      unsigned const after = number - params.ahead;
-      bool const paired = after < 2 * pairs;
-      if (!paired || after % 2 == 0) {
-        work.job = Job::Await;
-        tile = paired ? after / 2 : after - pairs;
-        // Where all are measured first, from the last, which the cache still holds.
-        tile = pairs == 0 ? params.tiles - 1 - tile : tile;
-      } else {
-        tile = params.ahead + after / 2;
-      }
-    }
-  }
-  unsigned head, block, entry;
-  if (params.heads_first) {
-    unsigned const rest = params.heads.quotient(tile);
-    head = tile - rest * params.heads.value;
-    entry = params.blocks.quotient(rest);
-    block = rest - entry * params.blocks.value;
-  } else {
-    unsigned const rest = params.blocks.quotient(tile);
-    block = tile - rest * params.blocks.value;
-    entry = params.heads.quotient(rest);
-    head = rest - entry * params.heads.value;
-  }
+// Where tile number `tile` is.
+CUTE_DEVICE Work work_at(Params const& params, unsigned tile) {
+  unsigned const rows_of_tiles = params.span.quotient(tile);
+  unsigned const outer = params.blocks.quotient(rows_of_tiles);
+  unsigned const entry = params.spans.quotient(outer);
+  unsigned const block = rows_of_tiles - outer * params.blocks.value;
+  unsigned const head = (outer - entry * params.spans.value) * params.span.value + tile -
+                        rows_of_tiles * params.span.value;
   unsigned const factor_head = params.group.quotient(head);
   unsigned const row = block * kTileRows;
   auto const address = [&](TensorDesc const& tensor, int bytes) {
     return tensor.address +
            bytes * (entry * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seqlen);
   };
+  Work work{};
   work.rows = static_cast<int>(min(params.seqlen - row, static_cast<unsigned>(kTileRows)));
   work.values = address(params.values, 2);
   work.stored = address(params.stored, 1);
@@ -131,8 +112,39 @@ CUTE_DEVICE Work work_of(Params const& params, unsigned number) {
                  factor_head * descale.stride_head + block * descale.stride_block;
   bool const one = params.scaling == Scaling::PerTensor;
   work.shared = one ? 0 : entry * params.factor_heads + factor_head;
+  work.slot = (entry * params.spans.value * params.span.value + head) * params.blocks.value + block;
   work.first = block == 0 && head == factor_head * params.group.value && (!one || tile == 0);
-  if (work.job == Job::Convert) {
+  return work;
+}
+
+// Job number `number`; thread 0 alone asks, some tiles before all need it.
+CUTE_DEVICE Work work_of(Params const& params, unsigned number) {
+  if (number >= params.jobs) {
+    Work work{};
+    work.job = Job::None;
+    return work;
+  }
+  unsigned tile = number;
+  Job job = Job::Measure;
+  if (params.jobs == params.tiles) {
+    job = params.given ? Job::Convert : Job::Both;
+  } else if (number >= params.ahead) {
+    // The first `ahead` are measured, then one is converted and one measured in turn, then the rest is converted.
+    unsigned const pairs = params.tiles - params.ahead;
+    unsigned const after = number - params.ahead;
+    bool const paired = after < 2 * pairs;
+    if (!paired || after % 2 == 0) {
+      job = Job::Await;
+      tile = paired ? after / 2 : after - pairs;
+      // Where all are measured first, from the last, which the cache still holds.
+      tile = pairs == 0 ? params.tiles - 1 - tile : tile;
+    } else {
+      tile = params.ahead + after / 2;
+    }
+  }
+  Work work = work_at(params, tile);
+  work.job = job;
+  if (job == Job::Convert) {
     work.factor = reciprocal(*work.descale);
   }
   return work;

@@ -1,8 +1,8 @@
 // How a tile's rows come into registers and leave them.
 //
 // A row belongs to kLanes lanes (rotate.hpp), while memory wants neighbouring lanes on neighbouring bytes. Shared
-// memory is between the two, and only within a warp: its 8 or 16 rows are copied by itself and stored by itself, so
-// that a __syncwarp is all it takes. Rows lie side by side, their 16-byte chunks permuted by the row's low bits, so
+// memory is between the two, and only within a warp: its 16 or 32 rows are copied by itself and stored by itself, so
+// that a __syncwarp is all it takes. Rows lie side by side, their 16-byte pieces permuted by the row's low bits, so
 // that the eight lanes that read or write together meet all banks.
 #pragma once
 
@@ -11,24 +11,48 @@
 
 namespace hattn::quantize {
 
+// Read anew where it is needed: what follows from it would else stay in registers that the elements need.
+CUTE_DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  __builtin_assume(index >= 0 && index < 1024);
+  return index;
+}
+
+CUTE_DEVICE uint4 read_shared(std::uint32_t address) {
+  uint4 piece;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+               : "r"(address)
+               : "memory");
+  return piece;
+}
+
+CUTE_DEVICE void write_shared(std::uint32_t address, uint4 piece) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z),
+               "r"(piece.w)
+               : "memory");
+}
+
 template <int kHeadDim>
 struct WarpTile {
-  static constexpr int kRowsALane = 2;
-  static constexpr int kRowsApart = 32 / kLanes<kHeadDim>;  // a lane's
-  static constexpr int kRows = kRowsALane * kRowsApart;
+  static constexpr int kRows = 32 / kLanes<kHeadDim>;
   static constexpr int kRowBytes = 2 * kHeadDim;     // of the source
   static constexpr int kBytes = kRows * kRowBytes;   // 4 KB
   static constexpr int kChunks = kHeadDim / kChunk;  // of a row, 16 bytes each
   static constexpr int kRowsACopy = 32 / kChunks;
-  static constexpr int kUnits = kHeadDim / 16;  // of a stored row, 16 bytes each
+  static constexpr int kUnit = 16;                        // elements that are 16 bytes of e4m3
+  static constexpr int kUnits = kHeadDim / kUnit;         // of a row
+  static constexpr int kUnitsALane = kValues / kUnit;
   static constexpr int kRowsAStore = 32 / kUnits;
-  // Whose rows have the same permutation.
-  static_assert(kRowsACopy % 2 == 0 && kRowsApart % 8 == 0 && kRowsAStore % 4 == 0 &&
-                (kHeadDim == 128 || kRowsACopy == 4));
+  static constexpr int kRowsApart = 8 / kLanes<kHeadDim>;  // those with the same permutation of chunks
+  static_assert(kRowsApart % kRowsACopy == 0 && kRowsAStore == kRowsApart, "a store's rows have the same one of units");
 
-  // What is added to a chunk's index in the row, without carry.
-  CUTE_DEVICE static int chunk_permutation(int row) { return kHeadDim == 128 ? row % 2 * 4 : row % 4 * 2; }
-  CUTE_DEVICE static int unit_permutation(int row) { return kHeadDim == 128 ? row % 4 * 2 : row / 2 % 4; }
+  // Flipped in a chunk's or a unit's index in the row.
+  CUTE_DEVICE static int chunk_flips(int row, int chunk) {
+    return row % kRowsApart * kLanes<kHeadDim> + chunk / kChunksALane;
+  }
+  CUTE_DEVICE static int unit_flips(int row) { return row * kLanes<kHeadDim> / 2 % 4; }
 
   // Copies the rows that are there, and zeros for the rest. `values` is the address of the warp's first row, `rows` how
   // many there are from it on.
@@ -37,22 +61,21 @@ struct WarpTile {
     int const chunk = lane % kChunks;
     int const row = lane / kChunks;
     std::uint64_t source = values + static_cast<unsigned>(row) * row_bytes + chunk * 16;
-    std::uint32_t const target = shared + row * kRowBytes + (chunk ^ chunk_permutation(row)) * 16;
+    std::uint32_t const target = shared + row * kRowBytes + (chunk ^ chunk_flips(row, chunk)) * 16;
+    auto const target_of = [&](int i) { return (target ^ chunk_flips(i, 0) * 16) + i * kRowBytes; };
     std::uint64_t const step = kRowsACopy * row_bytes;
     if (rows >= kRows && chunks == kChunks) {
       CUTE_UNROLL
-      for (int i = 0; i < kRows / kRowsACopy; ++i) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target + i * kRowsACopy * kRowBytes),
-                     "l"(source)
-                     : "memory");
+      for (int i = 0; i < kRows; i += kRowsACopy) {
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target_of(i)), "l"(source) : "memory");
         source += step;
       }
     } else {
       int const there = chunk < chunks ? rows - row : 0;
       CUTE_NO_UNROLL
       for (int i = 0; i < kRows; i += kRowsACopy) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target + i * kRowBytes),
-                     "l"(source), "r"(i < there ? 16 : 0)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target_of(i)), "l"(source),
+                     "r"(i < there ? 16 : 0)
                      : "memory");
         source += step;
       }
@@ -60,48 +83,44 @@ struct WarpTile {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Where a lane reads its chunk j is this address with j * kLanes * 16 flipped; its second row is kRowsApart later.
-  CUTE_DEVICE static std::uint32_t first_chunk(std::uint32_t shared, int lane) {
+  // A lane's elements, with the signs of `masks` where they are rotated.
+  template <DType kSource, bool kSigned>
+  CUTE_DEVICE static void read(float (&x)[kValues], std::uint32_t shared, uint4 const* masks, int lane) {
     int const row = lane / kLanes<kHeadDim>;
-    return shared + row * kRowBytes + ((lane % kLanes<kHeadDim>)^chunk_permutation(row)) * 16;
+    int const chunk = lane % kLanes<kHeadDim> * kChunksALane;
+    std::uint32_t const first = shared + row * kRowBytes + (chunk ^ chunk_flips(row, chunk)) * 16;
+    CUTE_UNROLL
+    for (int j = 0; j < kChunksALane; ++j) {
+      uint4 const piece = read_shared(first ^ j * 16);
+      uint4 mask{};
+      if constexpr (kSigned) {
+        mask = masks[chunk + j];
+      }
+      std::uint32_t const pairs[4] = {piece.x ^ mask.x, piece.y ^ mask.y, piece.z ^ mask.z, piece.w ^ mask.w};
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        unpack<kSource>(pairs[i], x[j * kChunk + 2 * i], x[j * kChunk + 2 * i + 1]);
+      }
+    }
   }
 
-  CUTE_DEVICE static uint4 read_chunk(std::uint32_t first, int r, int j) {
-    uint4 chunk;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
-                 : "r"((first ^ j * kLanes<kHeadDim> * 16) + r * kRowsApart * kRowBytes)
-                 : "memory");
-    return chunk;
-  }
-
-  // Where a lane writes the e4m3 bytes of its chunk j, on their way out, is this address with j * kLanes * 8 flipped.
-  CUTE_DEVICE static std::uint32_t first_bytes(std::uint32_t shared, int lane) {
+  // Where a lane writes the e4m3 bytes of its unit u, on their way out, is this address with u * 16 flipped.
+  CUTE_DEVICE static std::uint32_t first_unit(std::uint32_t shared, int lane) {
     int const row = lane / kLanes<kHeadDim>;
-    int const chunk = lane % kLanes<kHeadDim>;
-    return shared + row * kHeadDim + (chunk / 2 ^ unit_permutation(row)) * 16 + chunk % 2 * kChunk;
-  }
-
-  CUTE_DEVICE static void write_bytes(std::uint32_t first, int r, int j, std::uint32_t low, std::uint32_t high) {
-    std::uint32_t const target = (first ^ j * kLanes<kHeadDim> * kChunk) + r * kRowsApart * kHeadDim;
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(target), "r"(low), "r"(high) : "memory");
+    return shared + row * kHeadDim + (lane % kLanes<kHeadDim> * kUnitsALane + unit_flips(row)) * 16;
   }
 
   // Stores the rows that are there, after all lanes have written.
   CUTE_DEVICE static void store(std::uint32_t shared, std::uint64_t stored, std::uint64_t row_bytes, int rows,
                                 int chunks, int lane) {
     int const row = lane / kUnits;
-    int const unit = lane % kUnits ^ unit_permutation(row);
+    int const unit = lane % kUnits ^ unit_flips(row);
     std::uint64_t target = stored + static_cast<unsigned>(row) * row_bytes + unit * 16;
     std::uint64_t const step = kRowsAStore * row_bytes;
     int const there = 2 * unit < chunks ? rows - row : 0;
     CUTE_UNROLL
     for (int i = 0; i < kRows; i += kRowsAStore) {
-      uint4 bytes;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
-                   : "r"(shared + lane * 16 + i * kHeadDim)
-                   : "memory");
+      uint4 const bytes = read_shared(shared + lane * 16 + i * kHeadDim);
       if (i < there) {
         __stcs(reinterpret_cast<uint4*>(target), bytes);
       }
@@ -109,5 +128,34 @@ struct WarpTile {
     }
   }
 };
+
+// Of pairs of elements the signs, where a packed pair has them: 64 threads write them.
+CUTE_DEVICE void write_masks(uint4* masks, Signs const& signs, int thread) {
+  if (thread < 64) {
+    unsigned const pair = signs.bits[thread / 16] >> (thread % 16 * 2);
+    reinterpret_cast<std::uint32_t*>(masks)[thread] = (pair & 1U) << 15 | (pair & 2U) << 30;
+  }
+}
+
+// Makes NaN of infinities, which have no place in e4m3; rare. Returns the largest magnitude of what is finite.
+CUTE_DEVICE float largest_magnitude(float (&x)[kValues]) {
+  auto const largest = [&] {
+    float parts[4] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      parts[i % 4] = larger_magnitude(parts[i % 4], x[i]);
+    }
+    return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+  };
+  float most = largest();
+  if (is_infinite(most)) {
+    CUTE_UNROLL
+    for (float& one : x) {
+      one = is_infinite(one) ? __uint_as_float(kMagnitude) : one;
+    }
+    most = largest();
+  }
+  return most;
+}
 
 }  // namespace hattn::quantize

@@ -30,8 +30,8 @@ pub(crate) use select::{Choice, NAMES, Name, check_tensor};
 /// attention carries on to the rows that it touches; e4m3 has no infinity. How often either happens can be
 /// [counted](QuantizeArgs::counts).
 ///
-/// A GPU does the same, bit for bit: one pass over a tensor for factors per block and given ones, two where more tiles than
-/// one share a factor. Its kernels read bf16 and f16 and take head dims that are multiples of 16 up to 128.
+/// A GPU does the same, bit for bit: one pass over a tensor, but two where a factor is of more rows than the GPU
+/// takes at a time: some 33,000 of a head. Its kernels read bf16 and f16 and take head dims that are multiples of 16 up to 128.
 ///
 /// # Incoherent processing
 ///

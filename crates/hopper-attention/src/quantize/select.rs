@@ -7,11 +7,14 @@ use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, Layout, Quantizer, 
 /// E4m3 rows are stored 16 bytes at a time, and a row of this many elements is what a few lanes hold.
 const HEAD_DIM_STEP: usize = 16;
 const LARGEST_HEAD_DIM: usize = 128;
-/// Of the workspace: counts as integers, and before the factors of a tensor its counter of tiles.
+/// Of the workspace: counts as integers.
 const COUNTS_BYTES: usize = 64;
+/// Of a tensor whose tiles are read twice: a counter of tiles, and for each factor the largest magnitude and how many tiles
+/// went into it.
 const COUNTER_BYTES: usize = 16;
-/// The largest magnitude, and how many tiles went into it.
 const SHARED_FACTOR_BYTES: usize = 8;
+/// Of one whose tiles are read once: each tile's largest magnitude.
+const TILE_BYTES: usize = 4;
 
 /// The kernels for one source type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,13 +80,13 @@ pub(crate) fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[Row]) -> 
     for (of, state) in NAMES.iter().zip(&mut state) {
         let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
         let tiles = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
-        if tiles.is_none_or(|tiles| tiles >= 1 << 30) {
+        let Some(tiles) = tiles.filter(|&tiles| tiles < 1 << 30) else {
             return Err(refuse(format!("below 2^30 blocks of {SCALE_BLOCK} rows in {}", of.values)));
-        }
+        };
         *state = workspace_bytes;
         if problem.scaling_value() != Some(Scaling::PerBlock) {
-            let factors = batches * factor_heads;
-            workspace_bytes += (COUNTER_BYTES + SHARED_FACTOR_BYTES * factors).next_multiple_of(16);
+            let twice = COUNTER_BYTES + SHARED_FACTOR_BYTES * batches * factor_heads;
+            workspace_bytes += twice.max(TILE_BYTES * tiles).next_multiple_of(16);
         }
     }
     Ok(Choice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, workspace_bytes })
@@ -163,9 +166,9 @@ mod tests {
         let choice = |scaling| select(&quantizer(DIMS, scaling, DType::F16), &h100, &ROWS).unwrap();
         let block = choice(Scaling::PerBlock);
         assert_eq!((block.row.row, block.workspace_bytes, block.state), (1, 64, [64; 3]));
-        // A counter and one factor, and a counter and four.
-        assert_eq!((choice(Scaling::PerTensor).workspace_bytes, choice(Scaling::PerTensor).state[1]), (160, 96));
-        assert_eq!((choice(Scaling::PerHead).workspace_bytes, choice(Scaling::PerHead).state[1]), (208, 112));
+        // Of q 36 tiles. Of k and v eight, or a counter and one factor, or a counter and four.
+        assert_eq!((choice(Scaling::PerTensor).workspace_bytes, choice(Scaling::PerTensor).state[1]), (272, 208));
+        assert_eq!((choice(Scaling::PerHead).workspace_bytes, choice(Scaling::PerHead).state[1]), (304, 208));
         assert_eq!(block.to_string(), "sm90 quantise f16 to e4m3");
     }
 
