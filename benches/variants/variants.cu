@@ -185,7 +185,10 @@ int main(int argc, char** argv) {
           p.groups = std::max(0, bh - last) / g + 1;
         }
         bool behind = &r == &variant.behind;
-        if (r.scores == Scores::F16 || behind) p.range_check = (uint64_t)counter;
+        if (r.scores == Scores::F16 || behind) {
+          p.range_check = (uint64_t)counter;
+          p.range_grid = std::min((len + variant.row.tile_m - 1) / variant.row.tile_m * heads * batch, dev_sms);
+        }
         if (variant.drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter + (behind ? 4 : 0);
         int rest = tiles % p.grid;
         if (m == 0 && !behind && p.tile_counter && r.share_bytes && rest && tiles / 2 >= p.grid &&

@@ -80,6 +80,7 @@ hattn::FwdParams to_kernel(FwdParams const& params) noexcept {
   out.scale_o = params.scale_o;
   out.amax = params.amax;
   out.range_check = params.range_check;
+  out.range_grid = params.range_grid;
   return out;
 }
 

@@ -23,7 +23,7 @@ enum class Arch : std::uint8_t { Sm80 = 0, Sm90 = 1 };
 // What a kernel of e4m3 operands sums scores in; of other operands it is F32.
 //   F32  what the tensor cores keep of such sums
 //   F16  sums that fit it where no element of Q and K is larger than 14 in magnitude (448 / 32): 128 * 14^2 = 25088.
-//        The kernel looks at them, and what is too large sets `beyond` in a RangeCheck
+//        The kernel looks at them (RangeCheck)
 enum class Scores : std::uint8_t { F32 = 0, F16 = 1 };
 
 enum class StatusCode : std::int32_t {
@@ -56,13 +56,17 @@ struct FactorsDesc {
 };
 
 // The beginning of the workspace of a row whose scores are F16, and of the row that is launched behind it with the same
-// problem, whose scores are F32, and which computes it again if, and only if, `beyond` is set.
+// problem, whose scores are F32, and which computes all again if, and only if, a CTA of the first has found what is too
+// large. It goes on with a word for each of those CTAs, which is written in any case.
 struct RangeCheck {
   std::int32_t tile_counter;
-  std::int32_t tile_counter_behind;
-  std::uint32_t beyond;
-  std::uint32_t amax;  // the bits of what the first row found
+  std::int32_t tile_counter_behind;  // the first row's kernel zeroes it
+  std::uint32_t amax;                // the bits of what the first row found
+  std::uint32_t unused;
 };
+constexpr std::size_t range_check_bytes(std::int32_t grid) {
+  return sizeof(RangeCheck) + (sizeof(std::uint32_t) * grid + 15) / 16 * 16;
+}
 
 // One forward launch. Nothing here is checked: the safe crate has done so, and the kernel relies on it:
 //   addresses and strides are multiples of 16 bytes; head dims are multiples of 8, at least 8, at most the row's;
@@ -98,8 +102,8 @@ struct FwdParams {
   std::uint64_t tile_counter = 0;
   // So many tiles at the end of the list are shared out, each CTA computing as many of their blocks: 0, or at least
   // `grid` and less than twice that, of at least twice that in all, of a row with `share_bytes` and with a counter.
-  // That is then the beginning, of 16 bytes, of a workspace with room for `grid` times the row's share_bytes. (A row
-  // behind another one has 0.)
+  // That is then the beginning, of 16 bytes or range_check_bytes, of a workspace with room for `grid` times the row's
+  // share_bytes. (A row behind another one has 0.)
   std::int32_t shared_tiles = 0;
   // Of e4m3 operands alone (others have an O of their own type): head dims are multiples of 16 then.
   DType output = DType::BF16;  // of O: F16, BF16 or E4M3
@@ -107,8 +111,9 @@ struct FwdParams {
   std::int32_t descale_q_group = 1;  // query heads that share a head of descale_q
   std::uint64_t scale_o = 0;         // f32 [1], what an O of e4m3 is multiplied by before it is rounded
   std::uint64_t amax = 0;            // f32 [1], written: the largest magnitude of O; 0: not wanted
-  // Address of a RangeCheck, which the launch of the first row zeroes in stream order; 0: there is none.
+  // Address of range_check_bytes of the grid of the row whose scores are F16, and that grid; 0: there is none.
   std::uint64_t range_check = 0;
+  std::int32_t range_grid = 0;
 };
 
 // One backward launch; as for FwdParams nothing is checked here, and the same holds of what has the same name.
@@ -164,7 +169,7 @@ struct QuantizeTensor {
   std::int32_t seqlen = 0;
   std::int32_t heads = 0;
   std::int32_t head_dim = 0;
-  std::int32_t group = 1;   // heads that share a head of `descale`
+  std::int32_t group = 1;  // heads that share a head of `descale`
   // Of the workspace where shares_factors says so: 16 + 8 * heads of `descale` bytes, or 4 * batch * heads *
   // ceil(seqlen / 128) where that is more.
   std::uint64_t state = 0;

@@ -189,8 +189,10 @@ mod ffi {
         scale_o: u64,
         /// Device address of the f32 that the largest magnitude of O is written to; 0: not wanted.
         amax: u64,
-        /// Device address of the 16 bytes in which a row with scores in f16 says whether the one behind it is needed; 0: none.
+        /// Device address of where a row with scores in f16 says whether the one behind it is needed; 0: there are no such rows.
         range_check: u64,
+        /// CTAs of the row with scores in f16.
+        range_grid: i32,
     }
 
     /// One backward launch; `include/kernels.hpp` says what each field must satisfy.

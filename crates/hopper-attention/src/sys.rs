@@ -154,6 +154,7 @@ pub(crate) unsafe fn launch(
         scale_o,
         amax,
         range_check: if choice.fallback.is_some() { args.workspace } else { 0 },
+        range_grid: choice.grid,
     };
     let launch = |kernel: &KernelInfo, params: &ffi::FwdParams| {
         // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the

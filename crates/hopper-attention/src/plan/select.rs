@@ -22,9 +22,10 @@ const LAST_GROUP_BYTES: usize = 32 << 20;
 const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 /// The counter that blocks draw tiles from, in bytes.
 const TILE_COUNTER_BYTES: usize = size_of::<i32>();
-/// The same with what a kernel whose scores are in f16 says of their range (RangeCheck in kernels.hpp), and where what blocks
-/// share comes after it.
+/// The same where something comes after it: what blocks share, or, of a kernel whose scores are in f16, what each block has
+/// found of their range (RangeCheck in kernels.hpp), in so many bytes.
 const HEADER_BYTES: usize = 16;
+const FOUND_BYTES: usize = 4;
 /// The last tiles are shared out where a block then computes so many fewer blocks of keys. To leave sums, to find them and
 /// to begin a tile twice take ten (benches/LOG.md, 28).
 const SHARING_SAVES: usize = 20;
@@ -411,18 +412,15 @@ impl Choice {
         self.kernel.dtype
     }
 
-    /// What the kernels need of a workspace, in bytes: nothing, 4 for the counter, 16 with a fallback, or, where tiles are
-    /// shared out, 16 and the kernel's `share_bytes` for each block (14 MB on an H100).
+    /// What the kernels need of a workspace, in bytes: nothing, 4 for the counter, 544 on an H100 where there is a fallback,
+    /// and, where tiles are shared out, the kernel's `share_bytes` for each block (14 MB there).
     pub fn workspace_bytes(&self) -> usize {
-        if self.shared_tiles > 0 {
-            HEADER_BYTES + self.grid as usize * self.kernel.share_bytes
-        } else if self.fallback.is_some() {
-            HEADER_BYTES
-        } else if self.tile_counter {
-            TILE_COUNTER_BYTES
-        } else {
-            0
+        let grid = self.grid as usize; // never below 0
+        if self.fallback.is_none() && self.shared_tiles == 0 {
+            return if self.tile_counter { TILE_COUNTER_BYTES } else { 0 };
         }
+        let found = if self.fallback.is_some() { (FOUND_BYTES * grid).next_multiple_of(16) } else { 0 };
+        HEADER_BYTES + found + if self.shared_tiles > 0 { grid * self.kernel.share_bytes } else { 0 }
     }
 }
 

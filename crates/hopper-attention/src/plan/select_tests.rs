@@ -230,7 +230,7 @@ fn scores_in_f16_are_for_those_who_ask() {
     let choice = select(&problem, &H100, &fp8_rows()).unwrap();
     let behind = choice.fallback.unwrap();
     assert_eq!((behind.kernel, behind.grid, behind.tile_counter), (fp8_rows()[0], 132, true));
-    assert_eq!(choice.workspace_bytes(), 16);
+    assert_eq!(choice.workspace_bytes(), 16 + 4 * 132);
     let words = format!("drawn order, and where scores do not fit f16 {}, grid 132", fp8_rows()[0]);
     assert!(choice.to_string().ends_with(&words), "{choice}");
     let in_f32 = select(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap();

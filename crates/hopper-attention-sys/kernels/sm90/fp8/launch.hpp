@@ -27,9 +27,13 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
     std::uint64_t address;
     std::size_t bytes;
   };
-  std::uint64_t const header = looks ? params.range_check : params.tile_counter;
-  for (Zeroed const zeroed :
-       {Zeroed{header, Share::zeroed_bytes(params.shared_tiles, params.grid)}, Zeroed{params.amax, sizeof(float)}}) {
+  Zeroed const counters = {
+      looks && params.amax != 0 ? params.range_check : params.tile_counter,
+      params.shared_tiles != 0 ? Share::header_bytes(params.grid) + std::size_t{Share::kSignBytes} * params.grid
+      : looks                  ? sizeof(RangeCheck)
+                               : sizeof(int),
+  };
+  for (Zeroed const zeroed : {counters, Zeroed{params.amax, sizeof(float)}}) {
     if (zeroed.address != 0 && !behind) {
       cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(zeroed.address), 0, zeroed.bytes, stream);
       if (error != cudaSuccess) {
@@ -100,6 +104,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
                                       params.groups,
                                       reinterpret_cast<int*>(params.tile_counter),
                                       range_check,
+                                      params.range_grid,
                                       params.shared_tiles,
                                       shared_units / params.grid,
                                       shared_units % params.grid,

@@ -267,8 +267,10 @@ struct Fp8Mma {
           step(true_type{}, n);
         }
       }
-      // (ptxas would begin the loop with some of O elsewhere, and move it in each round.)
-      warpgroup_fence_operand(tOrO);
+      if constexpr (Traits::kParts > 1) {
+        // ptxas would begin the loop with some of O elsewhere, and move it in each round.
+        warpgroup_fence_operand(tOrO);
+      }
       for (; n >= cute::max(range.begin, range.free_begin); --n) {
         step(false_type{}, n);
       }

@@ -3,8 +3,9 @@
 //
 // No element of Q and K that is larger than 14 in magnitude, no NaN: then no sum of products leaves f16. Each tile's Q
 // is looked at in shared memory by the CTA that has loaded it, and each block of K by one of those that load it, so
-// that all is looked at about once. What is too large sets a sign in the workspace, and what was written counts for
-// nothing: the row that follows computes all of it again, where else its CTAs return at once.
+// that all is looked at about once. A CTA leaves a sign in the workspace that it has found what is too large, or has
+// not: where one has, what was written counts for nothing, and the row that follows computes all of it again; else its
+// CTAs return at once.
 #pragma once
 
 #include "common/mask.hpp"
@@ -24,7 +25,11 @@ struct Fp8Range {
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     } else if (params.range_check != nullptr) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      if (__ldcg(&params.range_check->beyond) == 0) {
+      std::uint32_t found = 0;
+      for (int i = static_cast<int>(threadIdx.x); i < params.range_grid; i += Traits::kThreads) {
+        found |= __ldcg(signs(params) + i);
+      }
+      if (__syncthreads_or(static_cast<int>(found)) == 0) {
         if (params.amax != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
           *params.amax = __ldcg(&params.range_check->amax);
         }
@@ -71,13 +76,21 @@ struct Fp8Range {
 
   CUTE_DEVICE void report(Fp8KernelParams const& params) const {
     if constexpr (kLooks) {
-      if ((found & 0x80808080U) != 0) {
-        __stcg(&params.range_check->beyond, 1U);
+      std::uint32_t const all = __reduce_or_sync(0xffffffffU, found);
+      if (cute::elect_one_sync()) {
+        __stcg(signs(params) + blockIdx.x, all & 0x80808080U);
+        if (blockIdx.x == 0) {
+          params.range_check->tile_counter_behind = 0;
+        }
       }
     }
   }
 
  private:
+  CUTE_DEVICE static std::uint32_t* signs(Fp8KernelParams const& params) {
+    return reinterpret_cast<std::uint32_t*>(params.range_check + 1);
+  }
+
   unsigned turns = 1;
   unsigned own = 0;
   std::uint32_t found = 0;  // the upper bit of any byte: an element beyond 14

@@ -7,8 +7,8 @@
 // as the last thing it does: so that nobody waits long. Stretches are given out from the last one on, so that who waits
 // does so for a CTA that has drawn its stretch before, and runs.
 //
-// The workspace: the counter of tiles (in 16 bytes, which may be a RangeCheck), a sign of each consumer warp of each
-// CTA that it has left its sums, and those sums.
+// The workspace: the counter of tiles (in 16 bytes, or a RangeCheck and what belongs to it), a sign of each consumer
+// warp of each CTA that it has left its sums, and those sums.
 #pragma once
 
 #include "common/softmax.hpp"
@@ -23,7 +23,6 @@ struct Fp8Share {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kElements = Traits::kHeadDimVO / 2;  // of O, a thread's
   static constexpr int kFloats = kElements + 6;
-  static constexpr int kCounterBytes = sizeof(RangeCheck);
   static constexpr int kSignBytes = 4 * kWarps;  // a CTA's
   static constexpr int kBytes = Traits::kShares ? kSignBytes + 4 * kFloats * kThreads : 0;
   // Stretches are whole numbers of so many blocks: a part of a tile that is shorter does not hide the look at the next.
@@ -33,10 +32,9 @@ struct Fp8Share {
     return (seqlen_kv + Traits::kTileN * kUnit - 1) / (Traits::kTileN * kUnit);
   }
 
-  // What the launch zeroes of the workspace.
-  static constexpr std::size_t zeroed_bytes(int shared_tiles, int grid) {
-    bool const whole = Traits::kScores == Scores::F16 || shared_tiles != 0;
-    return (whole ? kCounterBytes : sizeof(int)) + std::size_t{kSignBytes} * (shared_tiles != 0 ? grid : 0);
+  // What is before the signs.
+  CUTE_HOST_DEVICE static constexpr int header_bytes(int grid) {
+    return static_cast<int>(Traits::kScores == Scores::F16 ? range_check_bytes(grid) : sizeof(RangeCheck));
   }
 
   // The CTA's next tile, and the part of it. `stretch` is what is left of the one that it has drawn.
@@ -139,10 +137,10 @@ struct Fp8Share {
 
  private:
   CUTE_DEVICE static int* sign_of(Fp8KernelParams const& params, int slot, int place) {
-    return params.tile_counter + kCounterBytes / 4 + slot * kWarps + place / 32;
+    return params.tile_counter + header_bytes(gridDim.x) / 4 + slot * kWarps + place / 32;
   }
   CUTE_DEVICE static float* sums_of(Fp8KernelParams const& params, int slot, int place) {
-    auto* const sums = reinterpret_cast<float*>(params.tile_counter) + kCounterBytes / 4 + gridDim.x * kWarps;
+    auto* const sums = reinterpret_cast<float*>(params.tile_counter) + header_bytes(gridDim.x) / 4 + gridDim.x * kWarps;
     return sums + slot * (kFloats * kThreads) + place;
   }
 };

@@ -203,10 +203,11 @@ struct Fp8KernelParams {
   int groups;
   int* tile_counter;
   RangeCheck* range_check;  // or null
-  int shared_tiles;         // at the end of the list, which CTAs share out (share.hpp); 0: none
-  int shared_units;         // that each takes of them
-  int shared_longer;        // so many of the first stretches are of one unit more
-  float scale_log2;         // softmax_scale * log2(e)
+  int range_grid;
+  int shared_tiles;   // at the end of the list, which CTAs share out (share.hpp); 0: none
+  int shared_units;   // that each takes of them
+  int shared_longer;  // so many of the first stretches are of one unit more
+  float scale_log2;   // softmax_scale * log2(e)
 };
 
 CUTE_DEVICE float const& factor(FactorsDesc const& factors, int batch, int head, int block) {
