@@ -79,8 +79,8 @@ inline bool negative(std::uint64_t seed, std::uint64_t number) noexcept {
   return ((z ^ (z >> 31)) >> 63) != 0;
 }
 
-// How many neighbouring heads have their tiles numbered together: those that share a factor, so that as few tiles as may
-// be lie between them (whole rows of memory gain nothing over that, benches/LOG.md, 30), or all.
+// How many neighbouring heads have their tiles numbered together: those that share a factor, so that as few tiles as
+// may be lie between them (whole rows of memory gain nothing over that, benches/LOG.md, 30), or all.
 inline unsigned span_of(QuantizeTensor const& tensor, bool by_head) noexcept {
   if (tensor.values.stride_head >= tensor.values.stride_seqlen) {
     return 1;

@@ -95,8 +95,8 @@ CUTE_DEVICE Work work_at(Params const& params, unsigned tile) {
   unsigned const outer = params.blocks.quotient(rows_of_tiles);
   unsigned const entry = params.spans.quotient(outer);
   unsigned const block = rows_of_tiles - outer * params.blocks.value;
-  unsigned const head = (outer - entry * params.spans.value) * params.span.value + tile -
-                        rows_of_tiles * params.span.value;
+  unsigned const head =
+      (outer - entry * params.spans.value) * params.span.value + tile - rows_of_tiles * params.span.value;
   unsigned const factor_head = params.group.quotient(head);
   unsigned const row = block * kTileRows;
   auto const address = [&](TensorDesc const& tensor, int bytes) {

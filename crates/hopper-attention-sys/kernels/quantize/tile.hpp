@@ -41,8 +41,8 @@ struct WarpTile {
   static constexpr int kBytes = kRows * kRowBytes;   // 4 KB
   static constexpr int kChunks = kHeadDim / kChunk;  // of a row, 16 bytes each
   static constexpr int kRowsACopy = 32 / kChunks;
-  static constexpr int kUnit = 16;                        // elements that are 16 bytes of e4m3
-  static constexpr int kUnits = kHeadDim / kUnit;         // of a row
+  static constexpr int kUnit = 16;                 // elements that are 16 bytes of e4m3
+  static constexpr int kUnits = kHeadDim / kUnit;  // of a row
   static constexpr int kUnitsALane = kValues / kUnit;
   static constexpr int kRowsAStore = 32 / kUnits;
   static constexpr int kRowsApart = 8 / kLanes<kHeadDim>;  // those with the same permutation of chunks
