@@ -170,7 +170,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   bool const once = shares && together <= ctas;
   cudaError_t error = start(once);
   if (once && error == cudaErrorCooperativeLaunchTooLarge) {
-    // This context has fewer multiprocessors than the device. Nothing was started.
+    // This context has fewer multiprocessors than the device. Nothing was started. (A capture ends in an error here.)
     cudaGetLastError();
     error = start(false);
   }
