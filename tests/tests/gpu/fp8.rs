@@ -1,7 +1,8 @@
 //! The rows of e4m3 operands.
 
 use hopper_attention::{
-    DType, Device, E4M3, Element, ForwardPlan, ForwardProblem, Mask, MaskClass, Scaling, Stream, Workspace, bf16, f16,
+    DType, Device, E4M3, Element, ForwardPlan, ForwardProblem, KernelInfo, Mask, MaskClass, Scaling, Stream, Workspace,
+    bf16, f16,
 };
 use hopper_attention_tests::fp8::{Operands, for_row, half_scores_of};
 use hopper_attention_tests::gpu::Gpu;
@@ -18,6 +19,15 @@ const WORKSPACE_BYTES: usize = 1 << 12;
 
 fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
     case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap()
+}
+
+/// A mask that a row computes: of a window so many keys before a query's own.
+fn mask_for(row: &KernelInfo, before: usize) -> Mask {
+    match row.mask {
+        MaskClass::Full => Mask::Full,
+        MaskClass::Causal => Mask::causal(),
+        _ => Mask::window(Some(before), Some(3)),
+    }
 }
 
 #[test]
@@ -139,11 +149,7 @@ fn keys_of_zeros_weigh_the_same() {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut taken = 0;
     for row in gpu.fp8_rows() {
-        let mask = match row.mask {
-            MaskClass::Full => Mask::Full,
-            MaskClass::Causal => Mask::causal(),
-            _ => Mask::window(Some(150), Some(3)),
-        };
+        let mask = mask_for(&row, 150);
         for (scaling, head_dim) in
             Scaling::ALL.into_iter().zip([row.head_dim_qk, row.head_dim_qk - 16, row.head_dim_qk])
         {
@@ -254,11 +260,7 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
     let multiprocessors = gpu.device.info().facts.multiprocessors;
     let (mut found, mut shared) = (0, 0);
     for row in gpu.fp8_rows().into_iter().filter(|row| row.scores == DType::F16) {
-        let mask = match row.mask {
-            MaskClass::Full => Mask::Full,
-            MaskClass::Causal => Mask::causal(),
-            _ => Mask::window(Some(100), Some(3)),
-        };
+        let mask = mask_for(&row, 100);
         let narrow = row.head_dim_qk - 16;
         let mut cases = vec![
             Case::new(700, 700, row.head_dim_qk, mask).heads(2, 4, 4),

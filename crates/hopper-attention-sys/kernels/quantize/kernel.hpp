@@ -60,12 +60,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     return work_of(params, number);
   };
   auto const begin_copy = [&](Work const& work, int stage) {
-    std::uint64_t const row_bytes = 2 * params.values.stride_seqlen;
     int const thread = thread_index();
-    int const warp = thread / 32;
-    unsigned const first = warp * WarpTile::kRows;
-    WarpTile::copy(tile_address(stage, warp), work.values + first * row_bytes, row_bytes,
-                   work.rows - static_cast<int>(first), chunks, thread % 32);
+    WarpTile::copy(tile_address(stage, thread / 32), params, work, thread);
   };
 
   int const thread = thread_index();

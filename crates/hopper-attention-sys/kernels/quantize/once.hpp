@@ -109,12 +109,8 @@ __global__ void __launch_bounds__(OnceTraits<kHeadDim>::kThreads, OnceTraits<kHe
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
   };
   auto const begin_copy = [&](Work const& work) {
-    std::uint64_t const row_bytes = 2 * params.values.stride_seqlen;
     int const thread = thread_index();
-    int const warp = thread / 32;
-    unsigned const first = warp * WarpTile::kRows;
-    WarpTile::copy(address_of(storage.tiles[warp]), work.values + first * row_bytes, row_bytes,
-                   work.rows - static_cast<int>(first), chunks, thread % 32);
+    WarpTile::copy(address_of(storage.tiles[thread / 32]), params, work, thread);
   };
 
   {

@@ -83,6 +83,14 @@ struct WarpTile {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
+  // Begins to copy the calling warp's rows of a tile.
+  CUTE_DEVICE static void copy(std::uint32_t shared, Params const& params, Work const& work, int thread) {
+    std::uint64_t const row_bytes = 2 * params.values.stride_seqlen;
+    unsigned const first = thread / 32 * kRows;
+    copy(shared, work.values + first * row_bytes, row_bytes, work.rows - static_cast<int>(first),
+         static_cast<int>(params.chunks), thread % 32);
+  }
+
   // A lane's elements, with the signs of `masks` where they are rotated.
   template <DType kSource, bool kSigned>
   CUTE_DEVICE static void read(float (&x)[kValues], std::uint32_t shared, uint4 const* masks, int lane) {
