@@ -171,7 +171,7 @@ struct QuantizeTensor {
   std::int32_t head_dim = 0;
   std::int32_t group = 1;  // heads that share a head of `descale`
   // Of the workspace where shares_factors says so: 16 + 8 * heads of `descale` bytes, or 4 * batch * heads *
-  // ceil(seqlen / 128) where that is more.
+  // ceil(seqlen / 64) where that is more.
   std::uint64_t state = 0;
 };
 

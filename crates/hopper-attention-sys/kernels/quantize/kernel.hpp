@@ -6,8 +6,8 @@
 // elements of one row: rotated (rotate.hpp), measured and converted in registers.
 //
 // Shared memory: kStages tiles, 4 KB a warp, where the e4m3 bytes take the place of what they were made of on their way
-// out; the signs as masks of packed pairs; a ring of Work, which thread 0 makes for all, kStages tiles ahead, with a
-// place for the largest magnitude of each tile and for a factor that was awaited.
+// out; a ring of Work, which thread 0 makes for all, kStages tiles ahead, with a place for the largest magnitude of
+// each tile and for a factor that was awaited.
 //
 // One barrier a tile, between measuring and converting. Before it every warp has put its largest magnitude into the
 // tile's place, and thread 0 has made a later tile's Work and, where tiles share a factor, awaited it. Behind it thread
@@ -28,7 +28,6 @@ struct Traits {
 
   struct Storage {
     alignas(256) char tiles[kStages][kThreads / 32][WarpTile<kHeadDim>::kBytes];
-    uint4 masks[16];
     Work work[kPlaces];
     unsigned largest[kPlaces];
     float awaited[kPlaces];
@@ -77,9 +76,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
       largest = 0;
     }
   }
-  if (kRotation != Rotation::None) {
-    write_masks(storage.masks, signs, thread);
-  }
+  LaneSigns const lane_signs = signs_of<kHeadDim>(signs, thread);
   __syncthreads();
   CUTE_UNROLL
   for (int i = 0; i < kStages; ++i) {
@@ -103,7 +100,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
     __syncwarp();
     float x[kValues];
-    WarpTile::template read<kSource, kRotation != Rotation::None>(x, tile_address(stage, before / 32), storage.masks,
+    WarpTile::template read<kSource, kRotation != Rotation::None>(x, tile_address(stage, before / 32), lane_signs,
                                                                   before % 32);
     // Where all elements have the same norm, which rounds no two values out of their order, the product of the largest
     // will do for what is measured alone.
@@ -152,40 +149,39 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
         }
       }
       int const rows = work.rows - warp * WarpTile::kRows;
-      std::uint32_t const first_unit = WarpTile::first_unit(tile_address(stage, warp), lane);
-      bool const counts = params.counts != nullptr;
-      // Factors of their own leave no value beyond the most, and the conversion ends at 448 by itself.
-      bool const clamps = job == Job::Convert && params.most < kLargestE4m3;
-      CUTE_UNROLL
-      for (int u = 0; u < WarpTile::kUnitsALane; ++u) {
-        constexpr int kUnit = WarpTile::kUnit;
-        float scaled[kUnit], ended[kUnit];
+      std::uint32_t const first_unit = WarpTile::template first_unit<kRotation>(tile_address(stage, warp), lane);
+      if (params.counts != nullptr) {
         CUTE_UNROLL
-        for (int i = 0; i < kUnit; ++i) {
-          scaled[i] = multiply(x[u * kUnit + i], factor);
-          ended[i] = scaled[i];
-        }
-        if (clamps) {
-          CUTE_UNROLL
-          for (int i = 0; i < kUnit; ++i) {
-            ended[i] = clamp(scaled[i], params.most);
-          }
-        }
-        write_shared(first_unit ^ u * 16, pack_e4m3(ended));
-        if (counts) {
-          int const row = thread_index() % 32 / kLanes<kHeadDim>;
-          int const chunk = thread_index() % kLanes<kHeadDim> * kChunksALane + 2 * u;
-          if (row < rows && chunk < chunks) {
+        for (int u = 0; u < kUnitsALane; ++u) {
+          if (WarpTile::template has<kRotation>(u, rows, chunks, lane)) {
             CUTE_UNROLL
             for (int i = 0; i < kUnit; ++i) {
-              bool const number = !is_nan(x[u * kUnit + i]);
+              float const one = x[u * kUnit + i];
+              bool const number = !is_nan(one);
               not_finite += number ? 0 : 1;
               // More than half a step beyond the most; a NaN that the product made is none of either.
-              unsigned const bits = __float_as_uint(scaled[i]) & kMagnitude;
+              unsigned const bits = __float_as_uint(multiply(one, factor)) & kMagnitude;
               saturated += number && bits > __float_as_uint(params.rounds_to_most) && bits <= kInfinity ? 1 : 0;
             }
           }
         }
+      }
+      // Factors of their own leave no value beyond the most, and the conversion ends at 448 by itself.
+      bool const clamps = job == Job::Convert && params.most < kLargestE4m3;
+      CUTE_UNROLL
+      for (int u = 0; u < kUnitsALane; ++u) {
+        float scaled[kUnit];
+        CUTE_UNROLL
+        for (int i = 0; i < kUnit; ++i) {
+          scaled[i] = multiply(x[u * kUnit + i], factor);
+        }
+        if (clamps) {
+          CUTE_UNROLL
+          for (int i = 0; i < kUnit; ++i) {
+            scaled[i] = clamp(scaled[i], params.most);
+          }
+        }
+        write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_e4m3(scaled));
       }
       __syncwarp();
       std::uint64_t const row_bytes = params.stored.stride_seqlen;

@@ -29,14 +29,27 @@ static __global__ void publish_counts(unsigned long long const* counted, float* 
 struct Kernel {
   void (*function)(Params, Norms, Signs);
   int threads, smem_bytes;
+  unsigned ctas;  // a multiprocessor
+  unsigned tile_rows;
+  unsigned tiles;  // that a CTA can hold
 };
 
 template <DType kSource, int kHeadDim, Rotation kRotation>
 Kernel kernel_of(bool once) noexcept {
-  return once ? Kernel{quantize_once_kernel<kSource, kHeadDim, kRotation>, OnceTraits<kHeadDim>::kThreads,
-                       OnceTraits<kHeadDim>::kSmemBytes}
-              : Kernel{quantize_kernel<kSource, kHeadDim, kRotation>, Traits<kHeadDim>::kThreads,
-                       Traits<kHeadDim>::kSmemBytes};
+  using Once = OnceTraits<kHeadDim, kRotation>;
+  using Traits = Traits<kHeadDim>;
+  return once ? Kernel{quantize_once_kernel<kSource, kHeadDim, kRotation>,
+                       Once::kThreads,
+                       Once::kSmemBytes,
+                       Once::kCtas,
+                       Once::kTileRows,
+                       Once::kTiles}
+              : Kernel{quantize_kernel<kSource, kHeadDim, kRotation>,
+                       Traits::kThreads,
+                       Traits::kSmemBytes,
+                       Traits::kCtas,
+                       kTileRows,
+                       0};
 }
 
 template <DType kSource>
@@ -95,23 +108,17 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
     return {};
   }
   bool const shares = shares_factors(tensor, given.scaling);
-  unsigned const blocks = (tensor.seqlen + kTileRows - 1) / kTileRows;
-  unsigned const tiles = tensor.batch * tensor.heads * blocks;
   bool const one = given.scaling == Scaling::PerTensor;
   int const heads = one ? 1 : tensor.heads / tensor.group;
   int const factors = one ? 1 : tensor.batch * heads;
-  if (tiles == 0) {
+  if (tensor.batch == 0 || tensor.heads == 0 || tensor.seqlen == 0) {
     if (shares && factors > 0) {
       fill_factors<<<1, 128, 0, stream>>>(tensor.descale, heads, factors, tensor.most);
     }
     return to_status(cudaGetLastError());
   }
   int const head_dim = tensor.head_dim <= 64 ? 64 : 128;
-  unsigned const ctas = given.multiprocessors * (head_dim == 64 ? Traits<64>::kCtas : Traits<128>::kCtas);
   unsigned const span = span_of(tensor, shares && !one);
-  // Those of a factor must be measured before the first of them can be converted.
-  unsigned const together = one ? tiles : tensor.group * blocks;
-  unsigned const grid = tiles < ctas ? tiles : ctas;
 
   Params params{};
   params.values = tensor.values;
@@ -119,16 +126,12 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   params.descale = tensor.descale;
   params.scaling = given.scaling;
   params.given = tensor.given;
-  params.tiles = tiles;
-  params.blocks = Divisor{blocks};
   params.span = Divisor{span};
   params.spans = Divisor{tensor.heads / span};
   params.group = Divisor{static_cast<unsigned>(tensor.group)};
   params.factor_heads = heads;
   params.seqlen = tensor.seqlen;
   params.chunks = tensor.head_dim / kChunk;
-  params.tiles_a_factor = together;
-  params.ahead = together + ctas < tiles ? together + ctas : tiles;
   params.most = tensor.most;
   params.rounds_to_most = tensor.most + tensor.most / 28.0F;  // 464 of 448, 14.5 of 14
   auto* const state = reinterpret_cast<unsigned*>(tensor.state);
@@ -146,14 +149,30 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
     }
   }
   for (int element = 0; element < 128; ++element) {
-    signs.bits[element / 32] |= negative(given.seed, element) ? 1U << (element % 32) : 0U;
+    int const bit = (element % 2 == 0 ? 15 : 31) - element % 32 / 2;
+    signs.bits[element / 32] |= negative(given.seed, element) ? 1U << bit : 0U;
   }
   Rotation const rotation = !tensor.rotated               ? Rotation::None
                             : tensor.head_dim == head_dim ? Rotation::Whole
                                                           : Rotation::Parts;
   auto const start = [&](bool once) {
-    params.jobs = shares && !once ? 2 * tiles : tiles;
     Kernel const kernel = kernel_of<kSource>(head_dim, rotation, once);
+    unsigned const ctas = given.multiprocessors * kernel.ctas;
+    unsigned const blocks = (tensor.seqlen + kernel.tile_rows - 1) / kernel.tile_rows;
+    unsigned const tiles = tensor.batch * tensor.heads * blocks;
+    unsigned const grid = tiles < ctas ? tiles : ctas;
+    // Those of a factor must be measured before the first of them can be converted.
+    unsigned const together = one ? tiles : tensor.group * blocks;
+    // Up to kernel.tiles of them to a CTA would do, but then each waits for all others.
+    if (once && together > 3 * kernel.tiles * grid / 4) {
+      return cudaErrorCooperativeLaunchTooLarge;
+    }
+    params.tile_rows = kernel.tile_rows;
+    params.tiles = tiles;
+    params.blocks = Divisor{blocks};
+    params.jobs = shares && !once ? 2 * tiles : tiles;
+    params.tiles_a_factor = together;
+    params.ahead = together + ctas < tiles ? together + ctas : tiles;
     // CTAs that keep tiles wait for each other, so that all must run at once.
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
@@ -167,10 +186,10 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
     config.numAttrs = once ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel.function, params, norms, signs);
   };
-  bool const once = shares && together <= ctas;
-  cudaError_t error = start(once);
-  if (once && error == cudaErrorCooperativeLaunchTooLarge) {
-    // This context has fewer multiprocessors than the device. Nothing was started. (A capture ends in an error here.)
+  cudaError_t error = start(shares);
+  if (shares && error == cudaErrorCooperativeLaunchTooLarge) {
+    // Too many tiles share a factor, or this context has fewer multiprocessors than the device. Nothing was started.
+    // (A capture ends in an error in the second case.)
     cudaGetLastError();
     error = start(false);
   }

@@ -1,41 +1,47 @@
 // A 16-bit tensor to e4m3 whose tiles share factors, with one reading: the kernel.
 //
-// A tile is converted as late as its CTA has measured its next one: by then the others have measured theirs, of which
-// the factor is made. In between it stays in shared memory as f32, rotated. All CTAs run at once (launch.hpp), and
-// none waits before what it has measured is known to all, so that the tile of the lowest number that is kept never
-// waits for one that is not measured: no more lie between those of a factor than there are CTAs.
+// A tile is converted some tiles later than it is measured: by then other CTAs have measured theirs, of which the
+// factor is made. In between it stays in registers, as it came where it is not rotated, else as f32. All CTAs run at
+// once (launch.hpp), and none waits before what it has measured is known to all. So a CTA measures kTiles tiles from
+// the lowest that waits on, and that one never waits for a tile that is not measured, if its factor has no more than
+// kTiles for each CTA.
 //
-// As in kernel.hpp a CTA walks tiles of up to 128 rows of one head, a lane has 64 elements of one row, and each warp
+// A CTA walks tiles of kTileRows rows of one head. As in kernel.hpp a lane has 64 elements of one row, and each warp
 // copies its own rows with cp.async and stores them itself. The next tile's copy starts when a tile has come into
-// registers, so that one stage is enough.
+// registers, so that one stage is enough; more of them would only make every answer of the memory later.
 //
-// Shared memory, of each warp: 4 KB where its rows of the next tile arrive; 8 KB where those of the kept one are, each
-// lane's in a place of its own, of which the first 2 KB serve the e4m3 bytes on their way out. Of all: the signs as
-// masks; a ring of Work, which thread 0 makes two tiles ahead, with places for a tile's largest magnitude, for how
-// many warps have added theirs, and for its factor.
+// Shared memory, of each warp: 4 KB where its rows of the next tile arrive, 2 KB for e4m3 bytes on their way out. Of
+// all: a ring of Work, which thread 0 makes two tiles ahead, with the factor of each; each warp's largest magnitude of
+// a tile.
 //
-// One barrier a tile, between measuring and converting the one before. Ahead of it each warp has added its largest
-// magnitude, the last to do so telling all CTAs, and one warp has then awaited the factor of the tile before.
+// Barriers: one that the last warp waits at until all have measured a tile, to tell all CTAs and await an earlier
+// tile's factor; then one of all warps, ahead of converting that one. No fence is needed, which would wait for copies
+// too.
 #pragma once
 
+#include "common/barrier.hpp"
 #include "quantize/tile.hpp"
 
 namespace hattn::quantize {
 
-template <int kHeadDim>
+constexpr int kMeasuredBarrier = 1;
+
+template <int kHeadDim, Rotation kRotation>
 struct OnceTraits {
-  static constexpr int kThreads = kTileRows / WarpTile<kHeadDim>::kRows * 32;
-  static constexpr int kWarps = kThreads / 32;
-  static constexpr int kCtas = 512 / kThreads;  // a multiprocessor
-  static constexpr int kPlaces = 8;             // five would do: the numbers wrap by themselves
+  static constexpr bool kPacked = kRotation == Rotation::None;
+  static constexpr int kTiles = kPacked ? 3 : 2;                  // in registers: the last one measured and before
+  static constexpr int kWords = kPacked ? kValues / 2 : kValues;  // of a tile, a lane
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kTileRows = kWarps * WarpTile<kHeadDim>::kRows;
+  static constexpr int kCtas = 3;    // a multiprocessor
+  static constexpr int kPlaces = 8;  // five would do: the numbers wrap by themselves
 
   struct Storage {
     alignas(256) char tiles[kWarps][WarpTile<kHeadDim>::kBytes];
-    alignas(256) char kept[kWarps][2 * WarpTile<kHeadDim>::kBytes];
-    uint4 masks[16];
+    alignas(256) char stored[kWarps][WarpTile<kHeadDim>::kBytes / 2];
     Work work[kPlaces];
-    unsigned largest[kPlaces];
-    unsigned warps[kPlaces];
+    unsigned largest[2][kWarps];
     float factor[kPlaces];
   };
   static constexpr int kSmemBytes = sizeof(Storage);
@@ -58,128 +64,161 @@ CUTE_DEVICE void tell(Params const& params, unsigned slot, unsigned largest) {
                : "memory");
 }
 
-// Waits until all tiles of a factor were measured, and returns the largest magnitude. A whole warp asks: each word says
-// itself whether it is there, so that no other order is needed.
-CUTE_DEVICE float await_all(Params const& params, unsigned shared, int lane) {
-  unsigned const* const first = params.shared.largest + shared * params.tiles_a_factor;
+// What was told of so many tiles of a factor, from a number on: a lane has every 32nd.
+constexpr unsigned kAnswer = 128;
+struct Answer {
+  unsigned words[kAnswer / 32];
+};
+
+CUTE_DEVICE Answer ask(Params const& params, unsigned shared, unsigned from, int lane) {
+  Answer answer;
+  CUTE_UNROLL
+  for (unsigned i = 0; i < kAnswer / 32; ++i) {
+    unsigned const tile = from + lane + 32 * i;
+    asm volatile(
+        "{\n"
+        ".reg .pred there;\n"
+        "setp.lt.u32 there, %2, %3;\n"
+        "mov.b32 %0, %4;\n"
+        "@there ld.relaxed.gpu.global.u32 %0, [%1];\n"
+        "}\n"
+        : "=&r"(answer.words[i])
+        : "l"(params.shared.largest + shared * params.tiles_a_factor + tile), "r"(tile), "r"(params.tiles_a_factor),
+          "n"(kMeasured)
+        : "memory");
+  }
+  return answer;
+}
+
+// Waits until all tiles of a factor were measured, and returns the largest magnitude. A whole warp asks, or has asked
+// for the first ones already: each word says itself whether it is there, so that no other order is needed.
+template <bool kAsked>
+CUTE_DEVICE float await_all(Params const& params, unsigned shared, int lane, Answer const& first) {
+  unsigned largest = 0;
+  unsigned all = kMeasured;
+  auto const take = [&](Answer const& answer) {
+    CUTE_UNROLL
+    for (unsigned const word : answer.words) {
+      largest = max(largest, word);
+      all &= word;
+    }
+  };
+  unsigned from = 0;
+  if (kAsked) {
+    take(first);
+    from = kAnswer;
+  }
   while (true) {
-    unsigned largest = 0;
-    unsigned all = kMeasured;
     CUTE_NO_UNROLL
-    for (unsigned from = lane; from < params.tiles_a_factor + lane; from += 128) {
-      unsigned some[4];
-      CUTE_UNROLL
-      for (unsigned i = 0; i < 4; ++i) {
-        asm volatile(
-            "{\n"
-            ".reg .pred there;\n"
-            "setp.lt.u32 there, %2, %3;\n"
-            "mov.b32 %0, %4;\n"
-            "@there ld.relaxed.gpu.global.u32 %0, [%1];\n"
-            "}\n"
-            : "=r"(some[i])
-            : "l"(first + from + 32 * i), "r"(from + 32 * i), "r"(params.tiles_a_factor), "n"(kMeasured)
-            : "memory");
-      }
-      CUTE_UNROLL
-      for (unsigned const one : some) {
-        largest = max(largest, one);
-        all &= one;
-      }
+    for (; from < params.tiles_a_factor; from += kAnswer) {
+      take(ask(params, shared, from, lane));
     }
     if (__all_sync(0xffffffffU, all != 0)) {
       return __uint_as_float(__reduce_max_sync(0xffffffffU, largest) & kMagnitude);
     }
     __nanosleep(64);
+    largest = 0;
+    all = kMeasured;
+    from = 0;
   }
 }
 
 template <DType kSource, int kHeadDim, Rotation kRotation>
-__global__ void __launch_bounds__(OnceTraits<kHeadDim>::kThreads, OnceTraits<kHeadDim>::kCtas)
+__global__ void __launch_bounds__(OnceTraits<kHeadDim, kRotation>::kThreads, OnceTraits<kHeadDim, kRotation>::kCtas)
     quantize_once_kernel(__grid_constant__ Params const params, __grid_constant__ Norms const norms,
                          __grid_constant__ Signs const signs) {
-  using Traits = OnceTraits<kHeadDim>;
+  using Traits = OnceTraits<kHeadDim, kRotation>;
   using WarpTile = WarpTile<kHeadDim>;
   constexpr unsigned kPlaces = Traits::kPlaces;
-  constexpr int kUnit = WarpTile::kUnit;
+  constexpr unsigned kBehind = Traits::kTiles - 1;
   extern __shared__ char memory[];
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(memory);
   int const chunks = static_cast<int>(params.chunks);
   auto const address_of = [](char const* shared) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
   };
-  auto const begin_copy = [&](Work const& work) {
+  auto const begin_copy = [&](unsigned n) {
     int const thread = thread_index();
-    WarpTile::copy(address_of(storage.tiles[thread / 32]), params, work, thread);
+    WarpTile::copy(address_of(storage.tiles[thread / 32]), params, storage.work[n % kPlaces], thread);
   };
+  auto const make_work = [&](unsigned n) { storage.work[n % kPlaces] = work_once(params, blockIdx.x + n * gridDim.x); };
 
-  {
-    int const thread = thread_index();
-    if (thread == 0) {
-      // Before the first there is one without rows.
-      storage.work[kPlaces - 1] = Work{};
-      storage.factor[kPlaces - 1] = 0;
-      for (unsigned i = 0; i < 2; ++i) {
-        storage.work[i] = work_once(params, blockIdx.x + i * gridDim.x);
-        storage.largest[i] = 0;
-        storage.warps[i] = 0;
-      }
-    }
-    if (kRotation != Rotation::None) {
-      write_masks(storage.masks, signs, thread);
-    }
+  if (thread_index() == 0) {
+    make_work(0);
+    make_work(1);
   }
+  LaneSigns const lane_signs = signs_of<kHeadDim>(signs, thread_index());
   __syncthreads();
-  begin_copy(storage.work[0]);
+  begin_copy(0);
 
   unsigned not_finite = 0;
-  CUTE_NO_UNROLL
-  for (unsigned n = 0;; ++n) {
+  // Measures tile n, if there is one, and converts the one kBehind before, which is `kept`. Returns whether there is
+  // one to convert after that.
+  auto const step = [&](unsigned n, std::uint32_t(&words)[Traits::kWords], std::uint32_t const(&kept)[Traits::kWords]) {
     unsigned const place = n % kPlaces;
-    unsigned const before = (n - 1) % kPlaces;
+    unsigned const before = (n - kBehind) % kPlaces;
     bool const there = storage.work[place].job != Job::None;
-    float x[kValues];
+    bool const converts = n >= kBehind;
+    bool const asks = converts && thread_index() / 32 == Traits::kWarps - 1;
+    Answer answer;
+    // Where more than one tile lies between, the answer is likely to be yes; that it takes long is hidden then.
+    constexpr bool kAsksAhead = kBehind > 1;
+    if (kAsksAhead && asks) {
+      answer = ask(params, storage.work[before].shared, 0, thread_index() % 32);
+    }
     if (there) {
       int const thread = thread_index();
       int const warp = thread / 32;
       int const lane = thread % 32;
-      if (thread == 0) {
-        unsigned const later = (n + 2) % kPlaces;
-        storage.work[later] = work_once(params, blockIdx.x + (n + 2) * gridDim.x);
-        storage.largest[later] = 0;
-        storage.warps[later] = 0;
-      }
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       __syncwarp();
-      WarpTile::template read<kSource, kRotation != Rotation::None>(x, address_of(storage.tiles[warp]), storage.masks,
-                                                                    lane);
-      __syncwarp();
-      begin_copy(storage.work[(n + 1) % kPlaces]);
-      if constexpr (kRotation != Rotation::None) {
+      float largest;
+      if constexpr (Traits::kPacked) {
+        WarpTile::read(words, address_of(storage.tiles[warp]), lane);
+        __syncwarp();
+        begin_copy(n + 1);
+        largest = largest_magnitude<kSource>(words);
+      } else {
+        float x[kValues];
+        WarpTile::template read<kSource, true>(x, address_of(storage.tiles[warp]), lane_signs, lane);
+        __syncwarp();
+        begin_copy(n + 1);
         int const row_lane = thread_index() % kLanes<kHeadDim>;  // among those of a row
         rotate<kHeadDim, kRotation>(x, row_lane, chunks);
         normalize<kHeadDim, kRotation>(x, row_lane, norms);
-      }
-      // Magnitudes compare as their bits do.
-      unsigned const of_warp = __reduce_max_sync(0xffffffffU, __float_as_uint(largest_magnitude(x)));
-      if (thread_index() % 32 == 0) {
-        atomicMax(&storage.largest[place], of_warp);
-        __threadfence_block();
-        if (atomicAdd(&storage.warps[place], 1U) == Traits::kWarps - 1) {
-          __threadfence_block();
-          tell(params, storage.work[place].slot, atomicMax(&storage.largest[place], 0U));
+        largest = largest_magnitude(x);
+        CUTE_UNROLL
+        for (int i = 0; i < kValues; ++i) {
+          words[i] = __float_as_uint(x[i]);
         }
       }
-    } else {
-      CUTE_UNROLL
-      for (float& one : x) {
-        one = 0;
+      // Magnitudes compare as their bits do.
+      unsigned const of_warp = __reduce_max_sync(0xffffffffU, __float_as_uint(largest));
+      if (thread_index() % 32 == 0) {
+        storage.largest[n % 2][thread_index() / 32] = of_warp;
+      }
+      if (thread_index() / 32 != Traits::kWarps - 1) {
+        named_barrier_arrive(kMeasuredBarrier, Traits::kThreads);
+      } else {
+        named_barrier_sync(kMeasuredBarrier, Traits::kThreads);
+        unsigned of_tile = 0;
+        CUTE_UNROLL
+        for (unsigned const one : storage.largest[n % 2]) {
+          of_tile = max(of_tile, one);
+        }
+        if (thread_index() % 32 == 0) {
+          tell(params, storage.work[place].slot, of_tile);
+        }
       }
     }
-    if (n > 0 && thread_index() / 32 == Traits::kWarps - 1) {
+    if (thread_index() == 0) {
+      make_work(n + 2);
+    }
+    if (asks) {
       int const lane = thread_index() % 32;
       Work const& work = storage.work[before];
-      float const descale = descale_of(await_all(params, work.shared, lane), params.most);
+      float const amax = await_all<kAsksAhead>(params, work.shared, lane, answer);
+      float const descale = descale_of(amax, params.most);
       if (lane == 0) {
         storage.factor[before] = reciprocal(descale);
         if (work.first) {
@@ -189,65 +228,64 @@ __global__ void __launch_bounds__(OnceTraits<kHeadDim>::kThreads, OnceTraits<kHe
     }
     __syncthreads();
 
-    int const warp = thread_index() / 32;
-    int const lane = thread_index() % 32;
-    Work const& work = storage.work[before];
-    float const factor = storage.factor[before];
-    int const rows = work.rows - warp * WarpTile::kRows;
-    std::uint32_t const kept = address_of(storage.kept[warp]);
-    std::uint32_t const first_unit = WarpTile::first_unit(kept, lane);
-    // Of a unit the part of 4 elements that a lane keeps.
-    auto const part = [&](int u, int i) { return kept + lane * 16 + (u * 4 + i) * 512; };
-    auto const keep = [&](int u) {
+    if (converts) {
+      int const warp = thread_index() / 32;
+      int const lane = thread_index() % 32;
+      Work const& work = storage.work[before];
+      float const factor = storage.factor[before];
+      int const rows = work.rows - warp * WarpTile::kRows;
+      std::uint32_t const stored = address_of(storage.stored[warp]);
+      std::uint32_t const first_unit = WarpTile::template first_unit<kRotation>(stored, lane);
+      auto const unit = [&](int u, float(&x)[kUnit]) {
+        CUTE_UNROLL
+        for (int i = 0; i < kUnit; i += 2) {
+          if constexpr (Traits::kPacked) {
+            unpack<kSource>(kept[(u * kUnit + i) / 2], x[i], x[i + 1]);
+          } else {
+            x[i] = __uint_as_float(kept[u * kUnit + i]);
+            x[i + 1] = __uint_as_float(kept[u * kUnit + i + 1]);
+          }
+        }
+      };
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float const(&from)[4] = reinterpret_cast<float const(&)[4]>(x[u * kUnit + 4 * i]);
-        write_shared(part(u, i), {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]),
-                                  __float_as_uint(from[3])});
+      for (int u = 0; u < kUnitsALane; ++u) {
+        float x[kUnit];
+        unit(u, x);
+        CUTE_UNROLL
+        for (float& one : x) {
+          one = multiply(one, factor);
+        }
+        write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_e4m3(x));
       }
-    };
-    CUTE_UNROLL
-    for (int u = 0; u < WarpTile::kUnitsALane; ++u) {
-      float old[kUnit];
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        uint4 const four = read_shared(part(u, i));
-        old[4 * i] = __uint_as_float(four.x);
-        old[4 * i + 1] = __uint_as_float(four.y);
-        old[4 * i + 2] = __uint_as_float(four.z);
-        old[4 * i + 3] = __uint_as_float(four.w);
-      }
-      if (u == 0) {
-        __syncwarp();  // from here on the bytes are where the first unit was
-      } else {
-        keep(u);
-      }
-      float scaled[kUnit];
-      CUTE_UNROLL
-      for (int i = 0; i < kUnit; ++i) {
-        scaled[i] = multiply(old[i], factor);
-      }
-      write_shared(first_unit ^ u * 16, pack_e4m3(scaled));
       if (params.counts != nullptr) {
-        int const row = thread_index() % 32 / kLanes<kHeadDim>;
-        int const chunk = thread_index() % kLanes<kHeadDim> * kChunksALane + 2 * u;
-        if (row < rows && chunk < chunks) {
-          CUTE_UNROLL
-          for (int i = 0; i < kUnit; ++i) {
-            not_finite += is_nan(old[i]) ? 1 : 0;
+        CUTE_UNROLL
+        for (int u = 0; u < kUnitsALane; ++u) {
+          if (WarpTile::template has<kRotation>(u, rows, chunks, lane)) {
+            float x[kUnit];
+            unit(u, x);
+            CUTE_UNROLL
+            for (float const one : x) {
+              not_finite += is_nan(one) ? 1 : 0;
+            }
           }
         }
       }
+      __syncwarp();
+      std::uint64_t const row_bytes = params.stored.stride_seqlen;
+      unsigned const first = warp * WarpTile::kRows;
+      WarpTile::store(stored, work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
+      __syncwarp();
     }
-    __syncwarp();
-    std::uint64_t const row_bytes = params.stored.stride_seqlen;
-    unsigned const first = warp * WarpTile::kRows;
-    WarpTile::store(kept, work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
-    if (!there) {
-      break;
+    return n + 1 < kBehind || storage.work[(before + 1) % kPlaces].job != Job::None;
+  };
+  std::uint32_t tiles[Traits::kTiles][Traits::kWords] = {};
+  bool more = true;
+  CUTE_NO_UNROLL
+  for (unsigned n = 0; more; n += Traits::kTiles) {
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTiles; ++i) {
+      more = more && step(n + i, tiles[i], tiles[(i + 1) % Traits::kTiles]);
     }
-    __syncwarp();
-    keep(0);
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   // None was saturated: the factor takes the largest to the most, but for rounding.

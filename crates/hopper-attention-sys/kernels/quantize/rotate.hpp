@@ -1,7 +1,8 @@
 // The Hadamard transform of rows, of which a lane holds half or all.
 //
 // A row is kHeadDim / 8 chunks of 8 elements; lane `l` of the row's kLanes has chunks 8 l to 8 l + 7. So all steps are
-// within a lane, but the last of head dim 128: a shuffle an element at most.
+// within a lane, but the last of head dim 128. There each lane takes both results of half of the pairs, so that only
+// half of its elements are shuffled, and what it has then is units (unit_of) of both halves of the row.
 #pragma once
 
 #include "quantize/arithmetic.hpp"
@@ -11,6 +12,8 @@ namespace hattn::quantize {
 constexpr int kChunk = 8;        // elements that are 16 bytes of a source
 constexpr int kChunksALane = 8;  // of a row
 constexpr int kValues = kChunk * kChunksALane;
+constexpr int kUnit = 16;  // elements that are 16 bytes of e4m3
+constexpr int kUnitsALane = kValues / kUnit;
 
 template <int kHeadDim>
 constexpr int kLanes = kHeadDim / kValues;
@@ -22,8 +25,18 @@ enum class Rotation : int {
   Parts   // of others, which are blocks of several sizes
 };
 
+// Of the 32 elements from 32 i on: of the p-th pair of them the first one's is bit 15 - p of bits[i], the second one's
+// bit 31 - p, so that a shift takes them to where a packed pair has its own.
 struct Signs {
-  std::uint32_t bits[4];  // of element 32 i + j the j-th of bits[i]
+  std::uint32_t bits[4];
+};
+
+// Those of a lane's elements.
+struct LaneSigns {
+  std::uint32_t bits[2];
+
+  // What flips them in the pair of elements 2 p and 2 p + 1.
+  CUTE_DEVICE std::uint32_t mask(int p) const { return bits[p / 16] << (p % 16) & 0x80008000U; }
 };
 
 // The factor at the end, of each chunk.
@@ -52,6 +65,30 @@ CUTE_DEVICE void rotate_chunks(float (&x)[kValues], int chunks) {
   }
 }
 
+// Whether the last step is between lanes.
+template <int kHeadDim, Rotation kRotation>
+constexpr bool kCrosses = kRotation == Rotation::Whole&& kLanes<kHeadDim> == 2;
+
+// The unit of the row that a lane's elements from kUnit * u on are, after the rotation.
+template <int kHeadDim, Rotation kRotation>
+CUTE_DEVICE int unit_of(int lane, int u) {
+  return kCrosses<kHeadDim, kRotation> ? 2 * lane + u % 2 + u / 2 * kUnitsALane : lane * kUnitsALane + u;
+}
+
+// a - b in the lower lane, b - a in the upper one.
+CUTE_DEVICE float subtract_by_lane(int lane, float a, float b) {
+  float difference;
+  asm("{\n"
+      ".reg .pred upper;\n"
+      "setp.ne.s32 upper, %3, 0;\n"
+      "sub.rn.f32 %0, %1, %2;\n"
+      "@upper sub.rn.f32 %0, %2, %1;\n"
+      "}\n"
+      : "=&f"(difference)
+      : "f"(a), "f"(b), "r"(lane));
+  return difference;
+}
+
 // Everything between the signs and the norms. `lane` is the one among those of the row.
 template <int kHeadDim, Rotation kRotation>
 CUTE_DEVICE void rotate(float (&x)[kValues], int lane, int chunks) {
@@ -70,15 +107,20 @@ CUTE_DEVICE void rotate(float (&x)[kValues], int lane, int chunks) {
   int const from_here = chunks - lane * kChunksALane;
   rotate_chunks<1, kWhole>(x, from_here);
   rotate_chunks<2, kWhole>(x, from_here);
-  rotate_chunks<4, kWhole>(x, from_here);
-  if constexpr (kLanes<kHeadDim> == 2 && kWhole) {
-    // The sum for the lower lane; the difference for the upper one, which is the partner's value less its own. A
-    // product with 1 or -1 is exact.
+  if constexpr (kCrosses<kHeadDim, kRotation>) {
+    // Of the step of 4 chunks the lower lane stays with the sums and the upper one with the differences, which come
+    // first by a product with 1 or -1, which is exact. The others change lanes for the last step.
     float const sign = lane == 0 ? 1.0F : -1.0F;
     CUTE_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      x[i] = multiply_add(sign, x[i], __shfl_xor_sync(0xffffffffU, x[i], 1));
+    for (int i = 0; i < kValues / 2; ++i) {
+      float const stays = multiply_add(sign, x[i + kValues / 2], x[i]);
+      float const goes = multiply_add(-sign, x[i + kValues / 2], x[i]);
+      float const comes = __shfl_xor_sync(0xffffffffU, goes, 1);
+      x[i] = add(stays, comes);
+      x[i + kValues / 2] = subtract_by_lane(lane, stays, comes);
     }
+  } else {
+    rotate_chunks<4, kWhole>(x, from_here);
   }
 }
 

@@ -4,9 +4,9 @@
 // block by block, then those of the next heads. Where a tile has its factor to itself, or it is given, a CTA takes
 // every gridDim-th.
 //
-// Where tiles share factors, a tile can be converted once all that share its factor were measured. If no more do, with
-// those numbered between them, than CTAs are at work, every gridDim-th is still what a CTA takes, and it keeps each
-// until it has measured its next one (once.hpp).
+// Where tiles share factors, a tile can be converted once all that share its factor were measured. If no more do than
+// the CTAs at work can hold, every gridDim-th is still what a CTA takes, and it keeps each until it has measured one or
+// two more (once.hpp).
 //
 // Else each tile is taken twice (kernel.hpp): measured, and converted later. Measuring runs ahead by as many tiles as
 // must be measured first and as many more as CTAs are at work, so that the second reading finds them in the
@@ -62,7 +62,7 @@ struct Params {
   bool given;
   unsigned tiles, jobs, ahead;
   Divisor blocks, span, spans, group;  // spans: of a batch entry
-  unsigned factor_heads, seqlen, chunks;
+  unsigned factor_heads, seqlen, chunks, tile_rows;
   unsigned tiles_a_factor;
   float most;            // the largest magnitude that is stored
   float rounds_to_most;  // the largest that rounds to it: half a step of e4m3 beyond
@@ -98,13 +98,13 @@ CUTE_DEVICE Work work_at(Params const& params, unsigned tile) {
   unsigned const head =
       (outer - entry * params.spans.value) * params.span.value + tile - rows_of_tiles * params.span.value;
   unsigned const factor_head = params.group.quotient(head);
-  unsigned const row = block * kTileRows;
+  unsigned const row = block * params.tile_rows;
   auto const address = [&](TensorDesc const& tensor, int bytes) {
     return tensor.address +
            bytes * (entry * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seqlen);
   };
   Work work{};
-  work.rows = static_cast<int>(min(params.seqlen - row, static_cast<unsigned>(kTileRows)));
+  work.rows = static_cast<int>(min(params.seqlen - row, params.tile_rows));
   work.values = address(params.values, 2);
   work.stored = address(params.stored, 1);
   FactorsDesc const& descale = params.descale;

@@ -41,9 +41,7 @@ struct WarpTile {
   static constexpr int kBytes = kRows * kRowBytes;   // 4 KB
   static constexpr int kChunks = kHeadDim / kChunk;  // of a row, 16 bytes each
   static constexpr int kRowsACopy = 32 / kChunks;
-  static constexpr int kUnit = 16;                 // elements that are 16 bytes of e4m3
-  static constexpr int kUnits = kHeadDim / kUnit;  // of a row
-  static constexpr int kUnitsALane = kValues / kUnit;
+  static constexpr int kUnits = kHeadDim / kUnit;  // of a row, 16 bytes of e4m3 each
   static constexpr int kRowsAStore = 32 / kUnits;
   static constexpr int kRowsApart = 8 / kLanes<kHeadDim>;  // those with the same permutation of chunks
   static_assert(kRowsApart % kRowsACopy == 0 && kRowsAStore == kRowsApart, "a store's rows have the same one of units");
@@ -52,7 +50,10 @@ struct WarpTile {
   CUTE_DEVICE static int chunk_flips(int row, int chunk) {
     return row % kRowsApart * kLanes<kHeadDim> + chunk / kChunksALane;
   }
-  CUTE_DEVICE static int unit_flips(int row) { return row * kLanes<kHeadDim> / 2 % 4; }
+  CUTE_DEVICE static int unit_flips(int row) {
+    int const flips = row * kLanes<kHeadDim> / 2 % 4;
+    return kLanes<kHeadDim> == 2 ? flips | (flips & 2) * 2 : flips;  // serves both of what unit_of says
+  }
 
   // Copies the rows that are there, and zeros for the rest. `values` is the address of the warp's first row, `rows` how
   // many there are from it on.
@@ -91,31 +92,55 @@ struct WarpTile {
          static_cast<int>(params.chunks), thread % 32);
   }
 
-  // A lane's elements, with the signs of `masks` where they are rotated.
+  // A lane's elements, with `signs` where they are rotated.
   template <DType kSource, bool kSigned>
-  CUTE_DEVICE static void read(float (&x)[kValues], std::uint32_t shared, uint4 const* masks, int lane) {
+  CUTE_DEVICE static void read(float (&x)[kValues], std::uint32_t shared, LaneSigns signs, int lane) {
+    if constexpr (kSigned) {
+      // Not known to be those of the tile before, or all that is made of them would stay in registers.
+      asm volatile("" : "+r"(signs.bits[0]), "+r"(signs.bits[1]));
+    }
     int const row = lane / kLanes<kHeadDim>;
     int const chunk = lane % kLanes<kHeadDim> * kChunksALane;
     std::uint32_t const first = shared + row * kRowBytes + (chunk ^ chunk_flips(row, chunk)) * 16;
     CUTE_UNROLL
     for (int j = 0; j < kChunksALane; ++j) {
       uint4 const piece = read_shared(first ^ j * 16);
-      uint4 mask{};
-      if constexpr (kSigned) {
-        mask = masks[chunk + j];
-      }
-      std::uint32_t const pairs[4] = {piece.x ^ mask.x, piece.y ^ mask.y, piece.z ^ mask.z, piece.w ^ mask.w};
+      std::uint32_t const pairs[4] = {piece.x, piece.y, piece.z, piece.w};
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        unpack<kSource>(pairs[i], x[j * kChunk + 2 * i], x[j * kChunk + 2 * i + 1]);
+        std::uint32_t const mask = kSigned ? signs.mask(j * 4 + i) : 0;
+        unpack<kSource>(pairs[i] ^ mask, x[j * kChunk + 2 * i], x[j * kChunk + 2 * i + 1]);
       }
     }
   }
 
-  // Where a lane writes the e4m3 bytes of its unit u, on their way out, is this address with u * 16 flipped.
+  // The same as they came, in pairs.
+  CUTE_DEVICE static void read(std::uint32_t (&pairs)[kValues / 2], std::uint32_t shared, int lane) {
+    int const row = lane / kLanes<kHeadDim>;
+    int const chunk = lane % kLanes<kHeadDim> * kChunksALane;
+    std::uint32_t const first = shared + row * kRowBytes + (chunk ^ chunk_flips(row, chunk)) * 16;
+    CUTE_UNROLL
+    for (int j = 0; j < kChunksALane; ++j) {
+      uint4 const piece = read_shared(first ^ j * 16);
+      pairs[4 * j] = piece.x;
+      pairs[4 * j + 1] = piece.y;
+      pairs[4 * j + 2] = piece.z;
+      pairs[4 * j + 3] = piece.w;
+    }
+  }
+
+  // Where a lane writes the e4m3 bytes of its first unit, on their way out; those of its unit u come to this address
+  // with 16 * unit_of(0, u) flipped.
+  template <Rotation kRotation>
   CUTE_DEVICE static std::uint32_t first_unit(std::uint32_t shared, int lane) {
     int const row = lane / kLanes<kHeadDim>;
-    return shared + row * kHeadDim + (lane % kLanes<kHeadDim> * kUnitsALane + unit_flips(row)) * 16;
+    return shared + row * kHeadDim + (unit_of<kHeadDim, kRotation>(lane % kLanes<kHeadDim>, 0) ^ unit_flips(row)) * 16;
+  }
+
+  // Whether the elements of a lane's unit u are there.
+  template <Rotation kRotation>
+  CUTE_DEVICE static bool has(int u, int rows, int chunks, int lane) {
+    return lane / kLanes<kHeadDim> < rows && 2 * unit_of<kHeadDim, kRotation>(lane % kLanes<kHeadDim>, u) < chunks;
   }
 
   // Stores the rows that are there, after all lanes have written.
@@ -137,12 +162,11 @@ struct WarpTile {
   }
 };
 
-// Of pairs of elements the signs, where a packed pair has them: 64 threads write them.
-CUTE_DEVICE void write_masks(uint4* masks, Signs const& signs, int thread) {
-  if (thread < 64) {
-    unsigned const pair = signs.bits[thread / 16] >> (thread % 16 * 2);
-    reinterpret_cast<std::uint32_t*>(masks)[thread] = (pair & 1U) << 15 | (pair & 2U) << 30;
-  }
+// Those of the lane's elements, before the rotation.
+template <int kHeadDim>
+CUTE_DEVICE LaneSigns signs_of(Signs const& signs, int lane) {
+  bool const upper = lane % kLanes<kHeadDim> != 0;
+  return {{upper ? signs.bits[2] : signs.bits[0], upper ? signs.bits[3] : signs.bits[1]}};
 }
 
 // Makes NaN of infinities, which have no place in e4m3; rare. Returns the largest magnitude of what is finite.
@@ -160,6 +184,34 @@ CUTE_DEVICE float largest_magnitude(float (&x)[kValues]) {
     CUTE_UNROLL
     for (float& one : x) {
       one = is_infinite(one) ? __uint_as_float(kMagnitude) : one;
+    }
+    most = largest();
+  }
+  return most;
+}
+
+// The same of pairs of the source type.
+template <DType kSource>
+CUTE_DEVICE float largest_magnitude(std::uint32_t (&pairs)[kValues / 2]) {
+  auto const largest = [&] {
+    float parts[4] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kValues / 2; ++i) {
+      float low, high;
+      unpack<kSource>(pairs[i], low, high);
+      parts[i % 2 * 2] = larger_magnitude(parts[i % 2 * 2], low);
+      parts[i % 2 * 2 + 1] = larger_magnitude(parts[i % 2 * 2 + 1], high);
+    }
+    return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+  };
+  float most = largest();
+  if (is_infinite(most)) {
+    CUTE_UNROLL
+    for (std::uint32_t& pair : pairs) {
+      float low, high;
+      unpack<kSource>(pair, low, high);
+      pair |= is_infinite(low) ? 0x00007fffU : 0;
+      pair |= is_infinite(high) ? 0x7fff0000U : 0;
     }
     most = largest();
   }

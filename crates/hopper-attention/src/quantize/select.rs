@@ -13,8 +13,9 @@ const COUNTS_BYTES: usize = 64;
 /// went into it.
 const COUNTER_BYTES: usize = 16;
 const SHARED_FACTOR_BYTES: usize = 8;
-/// Of one whose tiles are read once: each tile's largest magnitude.
+/// Of one whose tiles are read once: the largest magnitude of each, which has so many rows or more.
 const TILE_BYTES: usize = 4;
+const TILE_ROWS: usize = 64;
 
 /// The kernels for one source type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,13 +80,14 @@ pub(crate) fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[Row]) -> 
     let mut state = [0; 3];
     for (of, state) in NAMES.iter().zip(&mut state) {
         let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
-        let tiles = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
-        let Some(tiles) = tiles.filter(|&tiles| tiles < 1 << 30) else {
+        let blocks = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
+        if !blocks.is_some_and(|blocks| blocks < 1 << 30) {
             return Err(refuse(format!("below 2^30 blocks of {SCALE_BLOCK} rows in {}", of.values)));
-        };
+        }
         *state = workspace_bytes;
         if problem.scaling_value() != Some(Scaling::PerBlock) {
             let twice = COUNTER_BYTES + SHARED_FACTOR_BYTES * batches * factor_heads;
+            let tiles = batch * heads * seqlen.div_ceil(TILE_ROWS);
             workspace_bytes += twice.max(TILE_BYTES * tiles).next_multiple_of(16);
         }
     }
@@ -166,9 +168,13 @@ mod tests {
         let choice = |scaling| select(&quantizer(DIMS, scaling, DType::F16), &h100, &ROWS).unwrap();
         let block = choice(Scaling::PerBlock);
         assert_eq!((block.row.row, block.workspace_bytes, block.state), (1, 64, [64; 3]));
-        // Of q 36 tiles. Of k and v eight, or a counter and one factor, or a counter and four.
-        assert_eq!((choice(Scaling::PerTensor).workspace_bytes, choice(Scaling::PerTensor).state[1]), (272, 208));
-        assert_eq!((choice(Scaling::PerHead).workspace_bytes, choice(Scaling::PerHead).state[1]), (304, 208));
+        // Of q 60 tiles, of k and v twelve, which is as much as a counter and four factors.
+        assert_eq!((choice(Scaling::PerTensor).workspace_bytes, choice(Scaling::PerTensor).state[1]), (400, 304));
+        assert_eq!((choice(Scaling::PerHead).workspace_bytes, choice(Scaling::PerHead).state[1]), (400, 304));
+        // Of each a counter and four factors, or two tiles a head.
+        let short = Dims { seqlen_q: 65, seqlen_kv: 64, heads_q: 2, ..DIMS };
+        let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
+        assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));
         assert_eq!(block.to_string(), "sm90 quantise f16 to e4m3");
     }
 
