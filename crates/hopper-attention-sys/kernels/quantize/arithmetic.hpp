@@ -28,6 +28,19 @@ CUTE_DEVICE float multiply(float a, float b) {
   return product;
 }
 
+CUTE_DEVICE float add_magnitudes(float a, float b) {
+  float sum;
+  asm("{\n"
+      ".reg .f32 of_a, of_b;\n"
+      "abs.f32 of_a, %1;\n"
+      "abs.f32 of_b, %2;\n"
+      "add.rn.f32 %0, of_a, of_b;\n"
+      "}\n"
+      : "=f"(sum)
+      : "f"(a), "f"(b));
+  return sum;
+}
+
 // a * b + c, rounded once.
 CUTE_DEVICE float multiply_add(float a, float b, float c) {
   float sum;

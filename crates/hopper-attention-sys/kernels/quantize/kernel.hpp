@@ -83,6 +83,13 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     begin_copy(storage.work[i], i);
   }
 
+  // What thread 0 has measured and not told, and the factor that it last awaited: to tell waits for all that the thread
+  // has asked of the memory, and an answer takes long.
+  constexpr unsigned kNoFactor = 0xffffffffU;
+  Measured measured{kNoFactor, 0, 0};
+  unsigned awaited = kNoFactor;
+  float largest_awaited = 0;
+
   unsigned saturated = 0;
   unsigned not_finite = 0;
   int stage = 0;
@@ -102,19 +109,32 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     float x[kValues];
     WarpTile::template read<kSource, kRotation != Rotation::None>(x, tile_address(stage, before / 32), lane_signs,
                                                                   before % 32);
-    // Where all elements have the same norm, which rounds no two values out of their order, the product of the largest
-    // will do for what is measured alone.
-    bool const norm_of_largest = kRotation == Rotation::Whole && job == Job::Measure;
+    float largest;
+    int const row_lane = before % kLanes<kHeadDim>;  // among those of a row
     if constexpr (kRotation != Rotation::None) {
-      int const row_lane = before % kLanes<kHeadDim>;  // among those of a row
-      rotate<kHeadDim, kRotation>(x, row_lane, chunks);
-      if (!norm_of_largest) {
+      rotate_within<kHeadDim, kRotation>(x, row_lane, chunks);
+    }
+    if (kRotation == Rotation::Whole && job == Job::Measure) {
+      // All elements have the same norm, which rounds no two values out of their order: the product of the largest will
+      // do for what is measured alone.
+      if constexpr (kCrosses<kHeadDim, kRotation>) {
+        largest = largest_across(x, row_lane);
+        if (__any_sync(0xffffffffU, is_infinite(largest))) {
+          rotate_across(x, row_lane);
+          largest = largest_magnitude(x);
+        }
+      } else {
+        largest = largest_magnitude(x);
+      }
+      largest = multiply(largest, norms.of_chunk[0]);
+    } else {
+      if constexpr (kCrosses<kHeadDim, kRotation>) {
+        rotate_across(x, row_lane);
+      }
+      if constexpr (kRotation != Rotation::None) {
         normalize<kHeadDim, kRotation>(x, row_lane, norms);
       }
-    }
-    float largest = largest_magnitude(x);
-    if (norm_of_largest) {
-      largest = multiply(largest, norms.of_chunk[0]);
+      largest = largest_magnitude(x);
     }
     if (job == Job::Both || job == Job::Measure) {
       // Magnitudes compare as their bits do.
@@ -123,7 +143,13 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
         atomicMax(&storage.largest[place], of_warp);
       }
     } else if (job == Job::Await && before == 0) {
-      storage.awaited[place] = await(params, storage.work[place].shared);
+      unsigned const shared = storage.work[place].shared;
+      if (shared != awaited) {
+        publish(params, measured);
+        awaited = shared;
+        largest_awaited = await(params, shared);
+      }
+      storage.awaited[place] = largest_awaited;
     }
     __syncthreads();
 
@@ -136,7 +162,15 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     }
     if (job == Job::Measure) {
       if (after == 0) {
-        publish(params, work.shared, storage.largest[place]);
+        if (work.shared != measured.shared) {
+          publish(params, measured);
+          measured.shared = work.shared;
+        }
+        measured.largest = max(measured.largest, storage.largest[place]);
+        ++measured.tiles;
+        if (params.ahead < params.tiles) {
+          publish(params, measured);  // others may wait for it soon
+        }
       }
     } else {
       float factor = work.factor;
@@ -192,6 +226,9 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     begin_copy(storage.work[later], stage);
     stage = stage + 1 < kStages ? stage + 1 : 0;
     place = place + 1 < Traits::kPlaces ? place + 1 : 0;
+  }
+  if (thread == 0) {
+    publish(params, measured);
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (params.counts != nullptr) {

@@ -89,9 +89,10 @@ CUTE_DEVICE float subtract_by_lane(int lane, float a, float b) {
   return difference;
 }
 
-// Everything between the signs and the norms. `lane` is the one among those of the row.
+// All steps that are within a lane, but for the last of these where one between lanes follows, which is part of that.
+// `lane` is the one among those of the row.
 template <int kHeadDim, Rotation kRotation>
-CUTE_DEVICE void rotate(float (&x)[kValues], int lane, int chunks) {
+CUTE_DEVICE void rotate_within(float (&x)[kValues], int lane, int chunks) {
   constexpr bool kWhole = kRotation == Rotation::Whole;
   CUTE_UNROLL
   for (int step = 1; step < kChunk; step *= 2) {
@@ -107,20 +108,51 @@ CUTE_DEVICE void rotate(float (&x)[kValues], int lane, int chunks) {
   int const from_here = chunks - lane * kChunksALane;
   rotate_chunks<1, kWhole>(x, from_here);
   rotate_chunks<2, kWhole>(x, from_here);
-  if constexpr (kCrosses<kHeadDim, kRotation>) {
-    // Of the step of 4 chunks the lower lane stays with the sums and the upper one with the differences, which come
-    // first by a product with 1 or -1, which is exact. The others change lanes for the last step.
-    float const sign = lane == 0 ? 1.0F : -1.0F;
-    CUTE_UNROLL
-    for (int i = 0; i < kValues / 2; ++i) {
-      float const stays = multiply_add(sign, x[i + kValues / 2], x[i]);
-      float const goes = multiply_add(-sign, x[i + kValues / 2], x[i]);
-      float const comes = __shfl_xor_sync(0xffffffffU, goes, 1);
-      x[i] = add(stays, comes);
-      x[i + kValues / 2] = subtract_by_lane(lane, stays, comes);
-    }
-  } else {
+  if constexpr (!kCrosses<kHeadDim, kRotation>) {
     rotate_chunks<4, kWhole>(x, from_here);
+  }
+}
+
+// Of the step of 4 chunks, of a lane's i-th pair: the lower lane stays with sums, the upper one with differences, which
+// come of a product with 1 or -1, which is exact. The others change lanes for the last step.
+struct Crossing {
+  float stays, comes;
+};
+
+CUTE_DEVICE Crossing cross(float const (&x)[kValues], int lane, int i) {
+  float const sign = lane == 0 ? 1.0F : -1.0F;
+  float const goes = multiply_add(-sign, x[i + kValues / 2], x[i]);
+  return {multiply_add(sign, x[i + kValues / 2], x[i]), __shfl_xor_sync(0xffffffffU, goes, 1)};
+}
+
+// The last two steps where they cross.
+CUTE_DEVICE void rotate_across(float (&x)[kValues], int lane) {
+  CUTE_UNROLL
+  for (int i = 0; i < kValues / 2; ++i) {
+    auto const [stays, comes] = cross(x, lane, i);
+    x[i] = add(stays, comes);
+    x[i + kValues / 2] = subtract_by_lane(lane, stays, comes);
+  }
+}
+
+// The largest magnitude of what they would give, where that is finite: of a sum and a difference the larger magnitude
+// is the sum of magnitudes.
+CUTE_DEVICE float largest_across(float const (&x)[kValues], int lane) {
+  float parts[4] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < kValues / 2; ++i) {
+    auto const [stays, comes] = cross(x, lane, i);
+    parts[i % 4] = larger_magnitude(parts[i % 4], add_magnitudes(stays, comes));
+  }
+  return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+}
+
+// Everything between the signs and the norms.
+template <int kHeadDim, Rotation kRotation>
+CUTE_DEVICE void rotate(float (&x)[kValues], int lane, int chunks) {
+  rotate_within<kHeadDim, kRotation>(x, lane, chunks);
+  if constexpr (kCrosses<kHeadDim, kRotation>) {
+    rotate_across(x, lane);
   }
 }
 

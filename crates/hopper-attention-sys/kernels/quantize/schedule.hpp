@@ -11,8 +11,8 @@
 // Else each tile is taken twice (kernel.hpp): measured, and converted later. Measuring runs ahead by as many tiles as
 // must be measured first and as many more as CTAs are at work, so that the second reading finds them in the
 // second-level cache (up to what that holds) and seldom waits. CTAs draw those jobs by number from a counter: a job
-// waits for lower numbers only, and each CTA does its own in their order, so that of the jobs drawn the lowest never
-// waits, however many CTAs the GPU runs at a time.
+// waits for lower numbers only, and each CTA does its own in their order and tells what it has measured before it
+// waits, so that of the jobs drawn the lowest never waits, however many CTAs the GPU runs at a time.
 #pragma once
 
 #include <cstdint>
@@ -150,10 +150,25 @@ CUTE_DEVICE Work work_of(Params const& params, unsigned number) {
   return work;
 }
 
-// Adds a tile's largest magnitude to its factor's.
-CUTE_DEVICE void publish(Params const& params, unsigned shared, unsigned amax) {
-  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(params.shared.amax + shared), "r"(amax) : "memory");
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(params.shared.measured + shared) : "memory");
+// What a CTA has measured of tiles that share a factor.
+struct Measured {
+  unsigned shared;
+  unsigned largest;
+  unsigned tiles;
+};
+
+// Adds it to the factor's, once.
+CUTE_DEVICE void publish(Params const& params, Measured& measured) {
+  if (measured.tiles != 0) {
+    asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(params.shared.amax + measured.shared),
+                 "r"(measured.largest)
+                 : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(params.shared.measured + measured.shared),
+                 "r"(measured.tiles)
+                 : "memory");
+    measured.largest = 0;
+    measured.tiles = 0;
+  }
 }
 
 // Waits until every tile has done so, and returns the largest.
