@@ -138,6 +138,21 @@ fn many_tiles_share_a_factor() {
     }
 }
 
+/// More tiles to a factor than all multiprocessors can hold, for several factors: some are read the second time while others
+/// are read the first time.
+#[test]
+fn more_tiles_share_a_factor_than_are_held() {
+    let Some(gpu) = Gpu::open("more_tiles_share_a_factor_than_are_held") else { return };
+    let dims =
+        Dims { batch: 2, seqlen_q: 60000, seqlen_kv: 300, heads_q: 2, heads_kv: 2, head_dim_qk: 128, head_dim_vo: 64 };
+    let problem = problem(Grid::from_env().pick(Dims { seqlen_q: 600, ..dims }, dims), Scaling::PerHead);
+    for hadamard in [Some(7), None] {
+        let quantizer = quantizer(&problem, DType::BF16, hadamard);
+        let sample = Sample::<bf16>::new(quantizer, dense(Like::Uneven), true, 6);
+        follows_the_cpu(&gpu, &sample, &format!("{hadamard:?}"));
+    }
+}
+
 /// Sequences of a batch that lie further apart than 32 bits count.
 #[test]
 fn strides_are_of_64_bits() {
