@@ -81,7 +81,7 @@ pub(crate) fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[Row]) -> 
     for (of, state) in NAMES.iter().zip(&mut state) {
         let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
         let blocks = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
-        if !blocks.is_some_and(|blocks| blocks < 1 << 30) {
+        if blocks.is_none_or(|blocks| blocks >= 1 << 30) {
             return Err(refuse(format!("below 2^30 blocks of {SCALE_BLOCK} rows in {}", of.values)));
         }
         *state = workspace_bytes;
