@@ -73,6 +73,17 @@ CUTE_DEVICE float larger_magnitude(float a, float b) {
   return larger;
 }
 
+// The largest magnitude of value(0) to value(kCount - 1).
+template <int kCount, class Value>
+CUTE_DEVICE float largest_of(Value const& value) {
+  float parts[4] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    parts[i % 4] = larger_magnitude(parts[i % 4], value(i));
+  }
+  return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+}
+
 constexpr float kLargestE4m3 = 448.0F;
 constexpr std::uint32_t kMagnitude = 0x7fffffffU;
 constexpr std::uint32_t kInfinity = 0x7f800000U;

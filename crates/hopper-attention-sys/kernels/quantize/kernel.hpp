@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
       if constexpr (kCrosses<kHeadDim, kRotation>) {
         largest = largest_across(x, row_lane);
         if (__any_sync(0xffffffffU, is_infinite(largest))) {
-          rotate_across(x, row_lane);
+          rotate_across<kHeadDim, kRotation>(x, row_lane);
           largest = largest_magnitude(x);
         }
       } else {
@@ -128,10 +128,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
       }
       largest = multiply(largest, norms.of_chunk[0]);
     } else {
-      if constexpr (kCrosses<kHeadDim, kRotation>) {
-        rotate_across(x, row_lane);
-      }
       if constexpr (kRotation != Rotation::None) {
+        rotate_across<kHeadDim, kRotation>(x, row_lane);
         normalize<kHeadDim, kRotation>(x, row_lane, norms);
       }
       largest = largest_magnitude(x);

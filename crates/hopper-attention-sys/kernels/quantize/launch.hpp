@@ -155,24 +155,22 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   Rotation const rotation = !tensor.rotated               ? Rotation::None
                             : tensor.head_dim == head_dim ? Rotation::Whole
                                                           : Rotation::Parts;
-  auto const start = [&](bool once) {
-    Kernel const kernel = kernel_of<kSource>(head_dim, rotation, once);
+  // Returns the grid.
+  auto const divide = [&](Kernel const& kernel, bool once) {
     unsigned const ctas = given.multiprocessors * kernel.ctas;
     unsigned const blocks = (tensor.seqlen + kernel.tile_rows - 1) / kernel.tile_rows;
     unsigned const tiles = tensor.batch * tensor.heads * blocks;
-    unsigned const grid = tiles < ctas ? tiles : ctas;
     // Those of a factor must be measured before the first of them can be converted.
     unsigned const together = one ? tiles : tensor.group * blocks;
-    // Up to kernel.tiles of them to a CTA would do, but then each waits for all others.
-    if (once && together > 3 * kernel.tiles * grid / 4) {
-      return cudaErrorCooperativeLaunchTooLarge;
-    }
     params.tile_rows = kernel.tile_rows;
     params.tiles = tiles;
     params.blocks = Divisor{blocks};
     params.jobs = shares && !once ? 2 * tiles : tiles;
     params.tiles_a_factor = together;
     params.ahead = together + ctas < tiles ? together + ctas : tiles;
+    return tiles < ctas ? tiles : ctas;
+  };
+  auto const start = [&](Kernel const& kernel, unsigned grid, bool once) {
     // CTAs that keep tiles wait for each other, so that all must run at once.
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
@@ -186,14 +184,21 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
     config.numAttrs = once ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel.function, params, norms, signs);
   };
-  cudaError_t error = start(shares);
-  if (shares && error == cudaErrorCooperativeLaunchTooLarge) {
-    // Too many tiles share a factor, or this context has fewer multiprocessors than the device. Nothing was started.
-    // (A capture ends in an error in the second case.)
-    cudaGetLastError();
-    error = start(false);
+  if (shares) {
+    Kernel const kernel = kernel_of<kSource>(head_dim, rotation, true);
+    unsigned const grid = divide(kernel, true);
+    // Up to kernel.tiles of a factor to a CTA would do, but then each waits for all others.
+    if (params.tiles_a_factor <= 3 * kernel.tiles * grid / 4) {
+      cudaError_t const error = start(kernel, grid, true);
+      if (error != cudaErrorCooperativeLaunchTooLarge) {
+        return to_status(error);
+      }
+      // This context has fewer multiprocessors than the device. Nothing was started. (A capture ends in an error here.)
+      cudaGetLastError();
+    }
   }
-  return to_status(error);
+  Kernel const kernel = kernel_of<kSource>(head_dim, rotation, false);
+  return to_status(start(kernel, divide(kernel, false), false));
 }
 
 template <DType kSource>

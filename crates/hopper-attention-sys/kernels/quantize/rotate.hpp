@@ -125,35 +125,33 @@ CUTE_DEVICE Crossing cross(float const (&x)[kValues], int lane, int i) {
   return {multiply_add(sign, x[i + kValues / 2], x[i]), __shfl_xor_sync(0xffffffffU, goes, 1)};
 }
 
-// The last two steps where they cross.
+// The last two steps where they cross; else nothing is left.
+template <int kHeadDim, Rotation kRotation>
 CUTE_DEVICE void rotate_across(float (&x)[kValues], int lane) {
-  CUTE_UNROLL
-  for (int i = 0; i < kValues / 2; ++i) {
-    auto const [stays, comes] = cross(x, lane, i);
-    x[i] = add(stays, comes);
-    x[i + kValues / 2] = subtract_by_lane(lane, stays, comes);
+  if constexpr (kCrosses<kHeadDim, kRotation>) {
+    CUTE_UNROLL
+    for (int i = 0; i < kValues / 2; ++i) {
+      auto const [stays, comes] = cross(x, lane, i);
+      x[i] = add(stays, comes);
+      x[i + kValues / 2] = subtract_by_lane(lane, stays, comes);
+    }
   }
 }
 
 // The largest magnitude of what they would give, where that is finite: of a sum and a difference the larger magnitude
 // is the sum of magnitudes.
 CUTE_DEVICE float largest_across(float const (&x)[kValues], int lane) {
-  float parts[4] = {};
-  CUTE_UNROLL
-  for (int i = 0; i < kValues / 2; ++i) {
+  return largest_of<kValues / 2>([&](int i) {
     auto const [stays, comes] = cross(x, lane, i);
-    parts[i % 4] = larger_magnitude(parts[i % 4], add_magnitudes(stays, comes));
-  }
-  return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+    return add_magnitudes(stays, comes);
+  });
 }
 
 // Everything between the signs and the norms.
 template <int kHeadDim, Rotation kRotation>
 CUTE_DEVICE void rotate(float (&x)[kValues], int lane, int chunks) {
   rotate_within<kHeadDim, kRotation>(x, lane, chunks);
-  if constexpr (kCrosses<kHeadDim, kRotation>) {
-    rotate_across(x, lane);
-  }
+  rotate_across<kHeadDim, kRotation>(x, lane);
 }
 
 template <int kHeadDim, Rotation kRotation>

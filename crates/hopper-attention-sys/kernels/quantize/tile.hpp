@@ -92,29 +92,7 @@ struct WarpTile {
          static_cast<int>(params.chunks), thread % 32);
   }
 
-  // A lane's elements, with `signs` where they are rotated.
-  template <DType kSource, bool kSigned>
-  CUTE_DEVICE static void read(float (&x)[kValues], std::uint32_t shared, LaneSigns signs, int lane) {
-    if constexpr (kSigned) {
-      // Not known to be those of the tile before, or all that is made of them would stay in registers.
-      asm volatile("" : "+r"(signs.bits[0]), "+r"(signs.bits[1]));
-    }
-    int const row = lane / kLanes<kHeadDim>;
-    int const chunk = lane % kLanes<kHeadDim> * kChunksALane;
-    std::uint32_t const first = shared + row * kRowBytes + (chunk ^ chunk_flips(row, chunk)) * 16;
-    CUTE_UNROLL
-    for (int j = 0; j < kChunksALane; ++j) {
-      uint4 const piece = read_shared(first ^ j * 16);
-      std::uint32_t const pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        std::uint32_t const mask = kSigned ? signs.mask(j * 4 + i) : 0;
-        unpack<kSource>(pairs[i] ^ mask, x[j * kChunk + 2 * i], x[j * kChunk + 2 * i + 1]);
-      }
-    }
-  }
-
-  // The same as they came, in pairs.
+  // A lane's elements as they came, in pairs.
   CUTE_DEVICE static void read(std::uint32_t (&pairs)[kValues / 2], std::uint32_t shared, int lane) {
     int const row = lane / kLanes<kHeadDim>;
     int const chunk = lane % kLanes<kHeadDim> * kChunksALane;
@@ -126,6 +104,21 @@ struct WarpTile {
       pairs[4 * j + 1] = piece.y;
       pairs[4 * j + 2] = piece.z;
       pairs[4 * j + 3] = piece.w;
+    }
+  }
+
+  // The same as f32, with `signs` where they are rotated.
+  template <DType kSource, bool kSigned>
+  CUTE_DEVICE static void read(float (&x)[kValues], std::uint32_t shared, LaneSigns signs, int lane) {
+    if constexpr (kSigned) {
+      // Not known to be those of the tile before, or all that is made of them would stay in registers.
+      asm volatile("" : "+r"(signs.bits[0]), "+r"(signs.bits[1]));
+    }
+    std::uint32_t pairs[kValues / 2];
+    read(pairs, shared, lane);
+    CUTE_UNROLL
+    for (int i = 0; i < kValues / 2; ++i) {
+      unpack<kSource>(pairs[i] ^ (kSigned ? signs.mask(i) : 0), x[2 * i], x[2 * i + 1]);
     }
   }
 
@@ -171,14 +164,7 @@ CUTE_DEVICE LaneSigns signs_of(Signs const& signs, int lane) {
 
 // Makes NaN of infinities, which have no place in e4m3; rare. Returns the largest magnitude of what is finite.
 CUTE_DEVICE float largest_magnitude(float (&x)[kValues]) {
-  auto const largest = [&] {
-    float parts[4] = {};
-    CUTE_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      parts[i % 4] = larger_magnitude(parts[i % 4], x[i]);
-    }
-    return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
-  };
+  auto const largest = [&] { return largest_of<kValues>([&](int i) { return x[i]; }); };
   float most = largest();
   if (is_infinite(most)) {
     CUTE_UNROLL
@@ -194,15 +180,11 @@ CUTE_DEVICE float largest_magnitude(float (&x)[kValues]) {
 template <DType kSource>
 CUTE_DEVICE float largest_magnitude(std::uint32_t (&pairs)[kValues / 2]) {
   auto const largest = [&] {
-    float parts[4] = {};
-    CUTE_UNROLL
-    for (int i = 0; i < kValues / 2; ++i) {
+    return largest_of<kValues>([&](int i) {
       float low, high;
-      unpack<kSource>(pairs[i], low, high);
-      parts[i % 2 * 2] = larger_magnitude(parts[i % 2 * 2], low);
-      parts[i % 2 * 2 + 1] = larger_magnitude(parts[i % 2 * 2 + 1], high);
-    }
-    return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+      unpack<kSource>(pairs[i / 2], low, high);
+      return i % 2 == 0 ? low : high;
+    });
   };
   float most = largest();
   if (is_infinite(most)) {

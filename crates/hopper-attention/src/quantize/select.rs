@@ -171,7 +171,7 @@ mod tests {
         // Of q 60 tiles, of k and v twelve, which is as much as a counter and four factors.
         assert_eq!((choice(Scaling::PerTensor).workspace_bytes, choice(Scaling::PerTensor).state[1]), (400, 304));
         assert_eq!((choice(Scaling::PerHead).workspace_bytes, choice(Scaling::PerHead).state[1]), (400, 304));
-        // Of each a counter and four factors, or two tiles a head.
+        // Of q eight tiles, of k and v four, which is less than a counter and a factor; a counter and four factors.
         let short = Dims { seqlen_q: 65, seqlen_kv: 64, heads_q: 2, ..DIMS };
         let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
         assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));
