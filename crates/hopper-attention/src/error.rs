@@ -1,6 +1,9 @@
 //! What can go wrong, as data: what was wrong, what it was, and what is allowed.
 
-use crate::DType;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::dtype::DType;
 
 /// Why a call was refused or failed.
 ///
@@ -12,7 +15,7 @@ pub enum Error {
     /// A tensor's shape is not the one that the problem asks for.
     #[error("{tensor}: shape {got:?}, expected {want:?} {axes}")]
     Shape {
-        /// The tensor's name: `q`, `k`, `v`, `o` or `lse`, or that of a gradient, such as `d_q`.
+        /// The tensor's name, as [`Slot::name`](crate::Slot::name) has it.
         tensor: &'static str,
         /// Its shape.
         got: Vec<usize>,
@@ -87,6 +90,7 @@ pub enum Error {
     },
     /// The CUDA driver returned an error, from this call or from earlier work that only now reports it.
     #[error("CUDA driver, {what}: {text} (CUresult {code})")]
+    #[non_exhaustive]
     Driver {
         /// What was being done.
         what: &'static str,
@@ -94,9 +98,12 @@ pub enum Error {
         code: u32,
         /// The driver's own words.
         text: String,
+        /// The error as cudarc gave it.
+        source: Option<ErrorSource>,
     },
     /// The kernel could not be loaded or launched.
     #[error("{what} of {kernel}: {text}")]
+    #[non_exhaustive]
     Launch {
         /// `prepare` (load the module) or `launch`.
         what: &'static str,
@@ -107,13 +114,55 @@ pub enum Error {
     },
     /// The device that was asked for is not there.
     #[error("no device: {wanted}; {found}")]
+    #[non_exhaustive]
     NoDevice {
         /// The device that was asked for.
         wanted: String,
         /// What was found instead.
         found: String,
+        /// The driver's error, where there is a driver and it does not start.
+        source: Option<ErrorSource>,
     },
 }
+
+/// The error of another library that led to an [`Error`]: what [`std::error::Error::source`] returns.
+///
+/// Two of them are equal when they say the same.
+#[derive(Clone)]
+pub struct ErrorSource(Arc<dyn std::error::Error + Send + Sync>);
+
+impl ErrorSource {
+    /// Keeps an error.
+    pub fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(Arc::new(error))
+    }
+}
+
+impl std::error::Error for ErrorSource {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
+}
+
+impl fmt::Display for ErrorSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for ErrorSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl PartialEq for ErrorSource {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for ErrorSource {}
 
 /// [`std::result::Result`] with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -128,6 +177,18 @@ mod tests {
         assert_eq!(text, "k: shape [1, 2], expected [1, 3] [batch, seqlen]");
         let text = Error::Workspace { need: 8, have: 4 }.to_string();
         assert_eq!(text, "workspace: have 4 bytes, need 8");
+    }
+
+    #[test]
+    fn an_error_keeps_its_source() {
+        use std::error::Error as _;
+        let parse = |text: &str| ErrorSource::new(text.parse::<i32>().unwrap_err());
+        let driver = |source| Error::Driver { what: "opening", code: 1, text: "no".into(), source };
+        let error = driver(Some(parse("x")));
+        assert_eq!(error.source().unwrap().to_string(), "invalid digit found in string");
+        assert_eq!(error, driver(Some(parse("y"))));
+        assert_ne!(error, driver(Some(parse(""))));
+        assert!(driver(None).source().is_none());
     }
 
     const _: () = {

@@ -1,6 +1,7 @@
 //! Shapes and strides.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
+use crate::operand::MAX_RANK;
 
 /// The shape of a tensor and how many elements lie between neighbours of each dimension.
 ///
@@ -115,6 +116,69 @@ impl<const R: usize> Layout<R> {
     }
 }
 
+/// A layout whose number of dimensions is known at run time: tensors of any rank in one list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DynLayout {
+    /// Padded with dimensions of size 1 and stride 1 at the end.
+    padded: Layout<MAX_RANK>,
+    rank: usize,
+}
+
+impl DynLayout {
+    /// The size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        &self.padded.shape[..self.rank]
+    }
+
+    /// Elements between neighbours of each dimension.
+    pub fn stride(&self) -> &[i64] {
+        &self.padded.stride[..self.rank]
+    }
+
+    /// As [`Layout::span`].
+    pub fn span(&self) -> usize {
+        self.padded.span
+    }
+
+    /// Whether some dimension has size 0.
+    pub fn is_empty(&self) -> bool {
+        self.padded.is_empty()
+    }
+
+    /// As [`Layout::injective`].
+    fn injective(&self) -> bool {
+        self.padded.injective()
+    }
+
+    /// Refuses a layout that uses an element twice, for a tensor that is written.
+    pub fn check_written(&self, tensor: &'static str) -> Result<()> {
+        if self.injective() {
+            return Ok(());
+        }
+        Err(Error::Layout {
+            tensor,
+            got: format!("shape {:?} with strides {:?} uses elements twice", self.shape(), self.stride()),
+            allowed: "for a tensor that is written, dimensions that step over each other".into(),
+        })
+    }
+
+    /// The same layout with its rank as a type; `None` where the rank is another.
+    pub fn typed<const R: usize>(&self) -> Option<Layout<R>> {
+        let (shape, stride) = (self.shape().try_into().ok()?, self.stride().try_into().ok()?);
+        Some(Layout { shape, stride, span: self.padded.span })
+    }
+}
+
+impl<const R: usize> From<Layout<R>> for DynLayout {
+    fn from(layout: Layout<R>) -> Self {
+        const { assert!(R <= MAX_RANK) };
+        let (mut shape, mut stride) = ([1; MAX_RANK], [1; MAX_RANK]);
+        shape[..R].copy_from_slice(&layout.shape);
+        stride[..R].copy_from_slice(&layout.stride);
+        Self { padded: Layout { shape, stride, span: layout.span }, rank: R }
+    }
+}
+
 /// `None` when the last offset, or the count up to it, does not fit.
 fn span(shape: &[usize], stride: &[i64]) -> Option<usize> {
     if shape.contains(&0) {
@@ -152,6 +216,18 @@ mod tests {
         assert!(text([usize::MAX, 2], [1, 1]).contains("below 2^63"));
         assert!(Layout::contiguous([1 << 32, 1 << 31]).is_err());
         assert!(Layout::contiguous([1 << 31, 1 << 31]).is_ok());
+    }
+
+    #[test]
+    fn a_layout_of_any_rank_is_what_it_was() {
+        let layout = Layout::with_strides([2, 3], [9, 1]).unwrap();
+        let erased = DynLayout::from(layout);
+        assert_eq!((erased.shape(), erased.stride(), erased.span()), (&[2, 3][..], &[9, 1][..], 12));
+        assert_eq!((erased.typed::<2>(), erased.typed::<3>()), (Some(layout), None));
+        let broadcast = DynLayout::from(Layout::with_strides([2, 3], [0, 1]).unwrap());
+        assert!(erased.check_written("view").is_ok() && !erased.is_empty());
+        let text = broadcast.check_written("o").unwrap_err().to_string();
+        assert!(text.starts_with("o: shape [2, 3] with strides [0, 1] uses elements twice"), "{text}");
     }
 
     #[test]

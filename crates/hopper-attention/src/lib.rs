@@ -6,8 +6,8 @@
 //! use hopper_attention::*;
 //!
 //! # fn main() -> Result<()> {
-//! let dims = Dims { batch: 1, seqlen_q: 4, seqlen_kv: 6, heads_q: 2, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-//! let problem = ForwardProblem::new(DType::BF16, dims)?.mask(Mask::causal()).lse(true);
+//! let dims = Dims::new(1, 4, 2, 8).with_seqlen_kv(6).with_heads_kv(1); // one sequence of 4 queries and 6 keys
+//! let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).lse(true).build()?;
 //! let device = Device::cpu(); // or Device::cuda(0)?
 //! let plan = problem.plan(&device)?; // once for many runs
 //! let stream = device.default_stream();
@@ -15,13 +15,14 @@
 //!
 //! let (q, k, v) = (vec![bf16::ONE; 64], vec![bf16::ONE; 48], vec![bf16::from_f32(0.5); 48]);
 //! let (mut o, mut lse) = (vec![bf16::ZERO; 64], vec![0.0; 8]);
-//! plan.run(&stream, &mut workspace, ForwardArgs {
-//!     q: TensorRef::host(&q, Layout::contiguous(problem.q_shape())?)?,
-//!     k: TensorRef::host(&k, Layout::contiguous(problem.k_shape())?)?,
-//!     v: TensorRef::host(&v, Layout::contiguous(problem.v_shape())?)?,
-//!     o: TensorMut::host(&mut o, Layout::contiguous(problem.o_shape())?)?,
-//!     lse: Some(TensorMut::host(&mut lse, Layout::contiguous(problem.lse_shape())?)?),
-//! })?;
+//! let args = ForwardArgs::new(
+//!     TensorRef::host(&q, Layout::contiguous(problem.q_shape())?)?,
+//!     TensorRef::host(&k, Layout::contiguous(problem.k_shape())?)?,
+//!     TensorRef::host(&v, Layout::contiguous(problem.v_shape())?)?,
+//!     TensorMut::host(&mut o, Layout::contiguous(problem.o_shape())?)?,
+//! );
+//! let args = args.lse(TensorMut::host(&mut lse, Layout::contiguous(problem.lse_shape())?)?);
+//! plan.run(&stream, &mut workspace, args)?;
 //! assert!(o.iter().all(|x| x.to_f32() == 0.5)); // the mean of equal values
 //! # Ok(()) }
 //! ```
@@ -47,7 +48,7 @@
 //! - A row that keeps no key has output 0 and log-sum-exp -inf, and no part in any gradient. Sequences may be empty.
 //! - Products of 16-bit inputs and the softmax are accumulated in f32; the output has the type of the input.
 //! - The same inputs, plan and device give the same bits; for gradients on a GPU, where a problem asks for it with
-//!   [`deterministic(true)`](BackwardProblem::deterministic).
+//!   [`deterministic(true)`](BackwardProblemBuilder::deterministic).
 //!
 //! # Gradients
 //!
@@ -66,9 +67,9 @@
 //! use hopper_attention::*;
 //!
 //! # fn main() -> Result<()> {
-//! let dims = Dims { batch: 1, seqlen_q: 2, seqlen_kv: 4, heads_q: 2, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
-//! let forward = ForwardProblem::new(DType::F32, dims)?;
-//! let problem = BackwardProblem::of(&forward).deterministic(true);
+//! let dims = Dims::new(1, 2, 2, 1).with_seqlen_kv(4).with_heads_kv(1);
+//! let forward = ForwardProblem::builder(DType::F32, dims).build()?;
+//! let problem = BackwardProblem::builder(&forward).deterministic(true).build()?;
 //! let device = Device::cpu();
 //! let plan = problem.plan(&device)?; // on a GPU: bf16 or f16
 //! let stream = device.default_stream();
@@ -79,18 +80,14 @@
 //! let d_o = [1.0; 4];
 //! let (mut d_q, mut d_k, mut d_v) = ([f32::NAN; 4], [f32::NAN; 4], [f32::NAN; 4]);
 //! let (of_q, of_kv) = (Layout::contiguous(forward.q_shape())?, Layout::contiguous(forward.k_shape())?);
-//! plan.run(&stream, &mut workspace, BackwardArgs {
-//!     q: TensorRef::host(&q, of_q)?,
-//!     k: TensorRef::host(&k, of_kv)?,
-//!     v: TensorRef::host(&v, of_kv)?,
-//!     o: TensorRef::host(&o, of_q)?,
-//!     lse: TensorRef::host(&lse, Layout::contiguous(forward.lse_shape())?)?,
-//!     d_o: TensorRef::host(&d_o, of_q)?,
-//!     d_lse: None,
-//!     d_q: TensorMut::host(&mut d_q, of_q)?,
-//!     d_k: TensorMut::host(&mut d_k, of_kv)?,
-//!     d_v: TensorMut::host(&mut d_v, of_kv)?,
-//! })?;
+//! let args = BackwardArgs::new(
+//!     [TensorRef::host(&q, of_q)?, TensorRef::host(&k, of_kv)?, TensorRef::host(&v, of_kv)?],
+//!     TensorRef::host(&o, of_q)?,
+//!     TensorRef::host(&lse, Layout::contiguous(forward.lse_shape())?)?,
+//!     TensorRef::host(&d_o, of_q)?,
+//!     [TensorMut::host(&mut d_q, of_q)?, TensorMut::host(&mut d_k, of_kv)?, TensorMut::host(&mut d_v, of_kv)?],
+//! );
+//! plan.run(&stream, &mut workspace, args)?;
 //! assert_eq!((d_q, d_k), ([0.0; 4], [0.0; 4])); // the mean of equal values stays what it is
 //! assert!(d_v.iter().all(|d_v| (d_v - 1.0).abs() < 1e-6)); // four rows, a quarter of each
 //! # Ok(()) }
@@ -100,8 +97,8 @@
 //!
 //! [`E4M3`] operands come with f32 factors: a real value of Q, K or V is what is stored times its descale factor, shared per
 //! tensor, per head or per block of 128 rows as the problem's [`Scaling`] says. The output is bf16, f16, or e4m3 after a
-//! factor of its own. Such a problem runs with [`Fp8ForwardArgs`] and [`run_fp8`](ForwardPlan::run_fp8), and a [`Quantizer`]
-//! makes its operands, the same bytes on the CPU and on a GPU. Products of stored values are summed in f32 (on a GPU as its
+//! factor of its own. A [`Quantizer`] makes its operands, the same bytes on the CPU and on a GPU. Products of stored values
+//! are summed in f32 (on a GPU as its
 //! tensor cores do it, who cut such sums off at some 13 bits) and P is rounded to e4m3. GPU kernels take head dims that are
 //! multiples of 16. There is no backward pass.
 //!
@@ -109,26 +106,26 @@
 //! use hopper_attention::*;
 //!
 //! # fn main() -> Result<()> {
-//! let dims = Dims { batch: 1, seqlen_q: 2, seqlen_kv: 4, heads_q: 2, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
-//! let problem = ForwardProblem::new(DType::E4M3, dims)?.scaling(Scaling::PerHead)?; // bf16 out
+//! let dims = Dims::new(1, 2, 2, 1).with_seqlen_kv(4).with_heads_kv(1);
+//! let problem = ForwardProblem::builder(DType::E4M3, dims).scaling(Scaling::PerHead).build()?; // bf16 out
 //! let plan = problem.plan(&Device::cpu())?;
 //! let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
 //!
 //! // Keys are alike, so O is the mean of the values, 2 stored times a half.
 //! let (q, k, v) = ([E4M3::ONE; 4], [E4M3::ONE; 4], [E4M3::from_f32(2.0); 4]);
 //! let mut o = [bf16::ZERO; 4];
-//! plan.run_fp8(&Stream::Cpu, &mut workspace, Fp8ForwardArgs {
-//!     q: TensorRef::host(&q, Layout::contiguous(problem.q_shape())?)?,
-//!     k: TensorRef::host(&k, Layout::contiguous(problem.k_shape())?)?,
-//!     v: TensorRef::host(&v, Layout::contiguous(problem.v_shape())?)?,
-//!     descale_q: TensorRef::host(&[1.0], Layout::contiguous(problem.descale_q_shape())?)?,
-//!     descale_k: TensorRef::host(&[1.0], Layout::contiguous(problem.descale_k_shape())?)?,
-//!     descale_v: TensorRef::host(&[0.5], Layout::contiguous(problem.descale_v_shape())?)?,
-//!     o: TensorMut::host(&mut o, Layout::contiguous(problem.o_shape())?)?,
-//!     lse: None,
-//!     scale_o: None,
-//!     amax: None,
-//! })?;
+//! let args = ForwardArgs::new(
+//!     TensorRef::host(&q, Layout::contiguous(problem.q_shape())?)?,
+//!     TensorRef::host(&k, Layout::contiguous(problem.k_shape())?)?,
+//!     TensorRef::host(&v, Layout::contiguous(problem.v_shape())?)?,
+//!     TensorMut::host(&mut o, Layout::contiguous(problem.o_shape())?)?,
+//! );
+//! let args = args.descale(
+//!     TensorRef::host(&[1.0], Layout::contiguous(problem.descale_q_shape())?)?,
+//!     TensorRef::host(&[1.0], Layout::contiguous(problem.descale_k_shape())?)?,
+//!     TensorRef::host(&[0.5], Layout::contiguous(problem.descale_v_shape())?)?,
+//! );
+//! plan.run(&Stream::Cpu, &mut workspace, args)?;
 //! assert_eq!(o, [bf16::ONE; 4]);
 //! # Ok(()) }
 //! ```
@@ -178,50 +175,65 @@
 
 #![deny(missing_docs)]
 
-mod backward;
-mod checks;
+// In the order in which they depend on each other: a module uses those above it alone (tests/tests/dependencies.rs).
+mod arch;
 mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod device;
 mod dtype;
 mod error;
-mod forward;
-mod kernels;
+mod launch;
 mod layout;
 mod mask;
-pub mod plan;
+mod operand;
+mod plan;
 mod problem;
-mod quantize;
 pub mod raw;
 pub mod reference;
+mod run;
 mod scaling;
 #[cfg(feature = "cuda")]
 mod sys;
+mod table;
 mod tensor;
-#[cfg(feature = "cuda")]
-mod views;
 mod workspace;
 
 #[cfg(feature = "cuda")]
 pub use cudarc;
 
-pub use backward::BackwardArgs;
+pub use arch::{Arch, ComputeCapability, DeviceFacts, DeviceInfo, MaskClass, Pass};
 #[cfg(feature = "cuda")]
-pub use cuda::CudaDevice;
-pub use device::{ComputeCapability, Device, DeviceFacts, DeviceInfo, Stream};
-pub use dtype::{DType, E4M3, E4M3_HALF_SCORES_MAX, E4M3_MAX, Element, Fp8Output, Operand, bf16, f16};
-pub use error::{Error, Result};
-pub use forward::{ForwardArgs, Fp8ForwardArgs};
-pub use kernels::{Arch, KernelInfo, MaskClass, Pass, backward_kernels, kernels, support_table};
+pub use device::CudaDevice;
+pub use device::{Device, Stream};
+pub use dtype::{DType, E4M3, E4M3_HALF_SCORES_MAX, E4M3_MAX, Element, Float, OutputOf, bf16, f16};
+pub use error::{Error, ErrorSource, Result};
 pub use layout::Layout;
 pub use mask::{Band, Corner, Mask};
-pub use plan::{BackwardPlan, ForwardPlan};
-pub use problem::{BackwardProblem, Dims, ForwardProblem};
-pub use quantize::{Descale, Quantize, QuantizeArgs, QuantizePlan, Quantizer};
+pub use operand::{Access, Operand, Operands, Presence, Slot};
+pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
+pub use problem::{
+    BackwardProblem, BackwardProblemBuilder, Dims, ForwardProblem, ForwardProblemBuilder, Quantizer, QuantizerBuilder,
+};
+pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs};
 pub use scaling::{SCALE_BLOCK, Scaling};
+pub use table::{KernelInfo, backward_kernels, kernels, support_table};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
+
+/// What the tests, benches and tools of this repository look at. No part of the public API: it changes without notice.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::plan::{BackwardChoice, Choice, Fallback, candidates, mask_class, select, select_backward};
+
+    /// How a plan's kernel is scheduled; `None` on the CPU.
+    pub fn choice(plan: &crate::ForwardPlan) -> Option<&Choice> {
+        plan.choice()
+    }
+
+    /// How a backward plan's kernel is scheduled; `None` on the CPU.
+    pub fn backward_choice(plan: &crate::BackwardPlan) -> Option<&BackwardChoice> {
+        plan.choice()
+    }
+}
 
 /// The README's example is compiled and run with the documentation's.
 #[cfg(doctest)]

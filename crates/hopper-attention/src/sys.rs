@@ -1,64 +1,22 @@
-//! The only file that names `hopper_attention_sys`: its table rows as [`KernelInfo`], and a launch from checked numbers.
+//! The only file that names `hopper_attention_sys`: its parameters and rows, and launches that return our errors.
 
 use std::ffi::c_void;
+use std::fmt::Display;
 
 use hopper_attention_sys as ffi;
 
-use crate::plan::{BackwardChoice, Choice, FALLBACK_COUNTER_OFFSET};
-use crate::quantize::{self, NAMES};
-use crate::raw::{
-    BackwardKernelArgs, Factors, KernelArgs, KernelFp8, KernelTensor, QuantizeKernelArgs, QuantizeKernelTensor,
-    RowValues,
+use crate::arch::{Arch, MaskClass, Pass};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::scaling::Scaling;
+
+pub(crate) use ffi::{
+    BwdParams, FwdParams, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, TensorDesc, bwd_rows, fwd_rows,
+    quantize_rows,
 };
-use crate::{
-    Arch, BackwardProblem, DType, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Quantizer, Result, Scaling,
-};
 
-/// The forward's launch table. A row of a kind that is not known here (the enums of the bridge are open) is left out,
-/// which only hides it: rows carry their index.
-pub(crate) fn forward_rows() -> Vec<KernelInfo> {
-    rows(Pass::Forward, ffi::fwd_rows())
-}
-
-/// The backward's, likewise.
-pub(crate) fn backward_rows() -> Vec<KernelInfo> {
-    rows(Pass::Backward, ffi::bwd_rows())
-}
-
-fn rows(pass: Pass, table: Vec<ffi::RowInfo>) -> Vec<KernelInfo> {
-    (0..).zip(table).filter_map(|(index, row)| kernel_info(index, pass, &row)).collect()
-}
-
-fn kernel_info(row: u32, pass: Pass, info: &ffi::RowInfo) -> Option<KernelInfo> {
-    let count = |value: i32| usize::try_from(value).ok();
-    Some(KernelInfo {
-        row,
-        pass,
-        arch: arch(info.arch)?,
-        dtype: dtype(info.dtype)?,
-        mask: match info.mask {
-            ffi::MaskClass::Full => MaskClass::Full,
-            ffi::MaskClass::Causal => MaskClass::Causal,
-            ffi::MaskClass::Window => MaskClass::Window,
-            _ => return None,
-        },
-        head_dim_qk: count(info.head_dim_qk)?,
-        head_dim_vo: count(info.head_dim_vo)?,
-        tile_m: count(info.tile_m)?,
-        tile_n: count(info.tile_n)?,
-        stages: count(info.stages)?,
-        threads: count(info.threads)?,
-        smem_bytes: count(info.smem_bytes)?,
-        scores: match info.scores {
-            ffi::Scores::F32 => DType::F32,
-            ffi::Scores::F16 => DType::F16,
-            _ => return None,
-        },
-        share_bytes: count(info.share_bytes)?,
-    })
-}
-
-fn arch(arch: ffi::Arch) -> Option<Arch> {
+/// `None` for an instruction set that is not known here.
+pub(crate) fn arch(arch: ffi::Arch) -> Option<Arch> {
     match arch {
         ffi::Arch::Sm80 => Some(Arch::Sm80),
         ffi::Arch::Sm90 => Some(Arch::Sm90),
@@ -66,7 +24,8 @@ fn arch(arch: ffi::Arch) -> Option<Arch> {
     }
 }
 
-fn dtype(dtype: ffi::DType) -> Option<DType> {
+/// `None` for a type that is not known here.
+pub(crate) fn dtype(dtype: ffi::DType) -> Option<DType> {
     match dtype {
         ffi::DType::F16 => Some(DType::F16),
         ffi::DType::BF16 => Some(DType::BF16),
@@ -76,234 +35,100 @@ fn dtype(dtype: ffi::DType) -> Option<DType> {
     }
 }
 
-/// The quantiser's table, likewise.
-pub(crate) fn quantize_rows() -> Vec<quantize::Row> {
-    let row = |(row, info): (u32, ffi::QuantizeRowInfo)| {
-        Some(quantize::Row { row, arch: arch(info.arch)?, source: dtype(info.source)? })
-    };
-    (0..).zip(ffi::quantize_rows()).filter_map(row).collect()
+/// `None` for a class that is not known here.
+pub(crate) fn mask_class(mask: ffi::MaskClass) -> Option<MaskClass> {
+    match mask {
+        ffi::MaskClass::Full => Some(MaskClass::Full),
+        ffi::MaskClass::Causal => Some(MaskClass::Causal),
+        ffi::MaskClass::Window => Some(MaskClass::Window),
+        _ => None,
+    }
 }
 
-/// Loads a row's kernels on the thread's current context.
-pub(crate) fn prepare_quantize(row: &quantize::Row) -> Result<()> {
-    status("prepare", row, ffi::quantize_prepare(row.row))
+/// `None` for sums that are not known here.
+pub(crate) fn scores(scores: ffi::Scores) -> Option<DType> {
+    match scores {
+        ffi::Scores::F32 => Some(DType::F32),
+        ffi::Scores::F16 => Some(DType::F16),
+        _ => None,
+    }
+}
+
+pub(crate) fn to_dtype(dtype: DType) -> ffi::DType {
+    match dtype {
+        DType::F16 => ffi::DType::F16,
+        DType::BF16 => ffi::DType::BF16,
+        DType::E4M3 => ffi::DType::E4M3,
+        DType::F32 => ffi::DType::F32,
+    }
+}
+
+pub(crate) fn to_scaling(scaling: Scaling) -> ffi::Scaling {
+    match scaling {
+        Scaling::PerTensor => ffi::Scaling::PerTensor,
+        Scaling::PerHead => ffi::Scaling::PerHead,
+        Scaling::PerBlock => ffi::Scaling::PerBlock,
+    }
 }
 
 /// Loads a kernel on the thread's current context, so that launching it loads nothing.
-pub(crate) fn prepare(kernel: &KernelInfo) -> Result<()> {
-    let prepared = match kernel.pass {
-        Pass::Forward => ffi::fwd_prepare(kernel.row),
-        Pass::Backward => ffi::bwd_prepare(kernel.row),
+pub(crate) fn prepare(pass: Pass, row: u32, kernel: &impl Display) -> Result<()> {
+    let status = match pass {
+        Pass::Forward => ffi::fwd_prepare(row),
+        Pass::Backward => ffi::bwd_prepare(row),
     };
-    status("prepare", kernel, prepared)
+    check("prepare", kernel, status)
 }
 
-/// Enqueues the chosen kernel in the thread's current context, and its fallback behind it.
+/// The same of all kernels of a quantising row.
+pub(crate) fn prepare_quantize(row: u32, kernel: &impl Display) -> Result<()> {
+    check("prepare", kernel, ffi::quantize_prepare(row))
+}
+
+/// Enqueues a forward kernel in the thread's current context.
 ///
 /// # Safety
-/// As [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw), with `args` checked as it does, a problem that has rows,
-/// and a choice that was made for it.
-pub(crate) unsafe fn launch(
-    problem: &ForwardProblem,
-    choice: &Choice,
-    args: &KernelArgs,
+/// `params` satisfies what `kernels.hpp` says for this row. Its addresses are device memory of the current context that is
+/// valid until the kernel has run. `stream` is a live stream of that context, or null.
+pub(crate) unsafe fn launch_forward(
+    row: u32,
+    kernel: &impl Display,
+    params: &FwdParams,
     stream: *mut c_void,
 ) -> Result<()> {
-    let dims = problem.dims();
-    let (lse_address, lse_stride_batch, lse_stride_head) = args.lse.unwrap_or_default();
-    let KernelFp8 { descale: [descale_q, descale_k, descale_v], scale_o, amax } = args.fp8.unwrap_or_default();
-    let descale_q_group = match problem.scaling_value() {
-        // A key head's factor of Q is for all query heads that read it.
-        Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,
-        _ => 1,
-    };
-    let params = ffi::FwdParams {
-        q: tensor(&args.q),
-        k: tensor(&args.k),
-        v: tensor(&args.v),
-        o: tensor(&args.o),
-        lse_address,
-        lse_stride_batch,
-        lse_stride_head,
-        batch: small("batch", dims.batch)?,
-        heads_q: small("heads_q", dims.heads_q)?,
-        heads_kv: small("heads_kv", dims.heads_kv)?,
-        seqlen_q: small("seqlen_q", dims.seqlen_q)?,
-        seqlen_kv: small("seqlen_kv", dims.seqlen_kv)?,
-        head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
-        head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
-        softmax_scale: problem.softmax_scale_value(),
-        diagonal_offset: choice.diagonal_offset,
-        window_left: choice.window_left,
-        window_right: choice.window_right,
-        grid: choice.grid,
-        heads_per_group: choice.heads_per_group,
-        groups: choice.groups,
-        tile_counter: if choice.tile_counter { args.workspace } else { 0 },
-        shared_tiles: choice.shared_tiles,
-        output: match problem.output_dtype() {
-            DType::F16 => ffi::DType::F16,
-            DType::BF16 => ffi::DType::BF16,
-            DType::E4M3 => ffi::DType::E4M3,
-            DType::F32 => ffi::DType::F32,
-        },
-        descale_q: factors(&descale_q),
-        descale_k: factors(&descale_k),
-        descale_v: factors(&descale_v),
-        descale_q_group,
-        scale_o,
-        amax,
-        range_check: if choice.fallback.is_some() { args.workspace } else { 0 },
-        range_grid: choice.grid,
-    };
-    let launch = |kernel: &KernelInfo, params: &ffi::FwdParams| {
-        // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-        // selection and the raw layer checked them.
-        let result = unsafe { ffi::fwd_launch(kernel.row, params, stream.cast()) };
-        status("launch", kernel, result)
-    };
-    launch(&choice.kernel, &params)?;
-    let Some(fallback) = &choice.fallback else { return Ok(()) };
-    let behind = ffi::FwdParams {
-        grid: fallback.grid,
-        tile_counter: if fallback.tile_counter { args.workspace + FALLBACK_COUNTER_OFFSET } else { 0 },
-        shared_tiles: 0,
-        ..params
-    };
-    launch(&fallback.kernel, &behind)
+    // SAFETY: the caller's promise.
+    check("launch", kernel, unsafe { ffi::fwd_launch(row, params, stream.cast()) })
 }
 
-/// Enqueues the chosen backward kernels in the thread's current context.
+/// Enqueues a backward pass in the thread's current context.
 ///
 /// # Safety
-/// As [`BackwardPlan::run_raw`](crate::BackwardPlan::run_raw), with `args` checked as it does, a problem that has
-/// gradients, and a choice that was made for it.
+/// As [`launch_forward`].
 pub(crate) unsafe fn launch_backward(
-    problem: &BackwardProblem,
-    choice: &BackwardChoice,
-    args: &BackwardKernelArgs,
+    row: u32,
+    kernel: &impl Display,
+    params: &BwdParams,
     stream: *mut c_void,
 ) -> Result<()> {
-    let dims = problem.dims();
-    let parts = choice.parts();
-    let part = |offset: usize| args.workspace + offset as u64;
-    let (lse_address, lse_stride_batch, lse_stride_head): RowValues = args.lse;
-    let (d_lse_address, d_lse_stride_batch, d_lse_stride_head) = args.d_lse.unwrap_or_default();
-    let params = ffi::BwdParams {
-        q: tensor(&args.q),
-        k: tensor(&args.k),
-        v: tensor(&args.v),
-        o: tensor(&args.o),
-        d_o: tensor(&args.d_o),
-        d_q: tensor(&args.d_q),
-        d_k: tensor(&args.d_k),
-        d_v: tensor(&args.d_v),
-        lse_address,
-        lse_stride_batch,
-        lse_stride_head,
-        d_lse_address,
-        d_lse_stride_batch,
-        d_lse_stride_head,
-        batch: small("batch", dims.batch)?,
-        heads_q: small("heads_q", dims.heads_q)?,
-        heads_kv: small("heads_kv", dims.heads_kv)?,
-        seqlen_q: small("seqlen_q", dims.seqlen_q)?,
-        seqlen_kv: small("seqlen_kv", dims.seqlen_kv)?,
-        head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
-        head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
-        softmax_scale: problem.softmax_scale_value(),
-        diagonal_offset: choice.diagonal_offset,
-        window_left: choice.window_left,
-        window_right: choice.window_right,
-        grid: choice.grid,
-        heads_per_group: choice.heads_per_group,
-        groups: choice.groups,
-        statistics: part(parts.statistics),
-        sums: part(parts.sums),
-        progress: part(parts.progress),
-        ordered: choice.turns,
-        tile_counter: if choice.tile_counter { args.workspace } else { 0 },
-    };
-    // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-    // selection and the raw layer checked them.
-    let result = unsafe { ffi::bwd_launch(choice.kernel.row, &params, stream.cast()) };
-    status("launch", &choice.kernel, result)
+    // SAFETY: the caller's promise.
+    check("launch", kernel, unsafe { ffi::bwd_launch(row, params, stream.cast()) })
 }
 
-/// Enqueues the quantisation of what there is in the thread's current context.
+/// Enqueues the quantisation of up to three tensors in the thread's current context.
 ///
 /// # Safety
-/// As [`QuantizePlan::run_raw`](crate::QuantizePlan::run_raw), with `args` checked as it does and a choice that was made
-/// for the quantizer.
-pub(crate) unsafe fn quantize(
-    quantizer: &Quantizer,
-    choice: &quantize::Choice,
-    args: &QuantizeKernelArgs,
+/// As [`launch_forward`].
+pub(crate) unsafe fn launch_quantize(
+    row: u32,
+    kernel: &impl Display,
+    params: &QuantizeParams,
     stream: *mut c_void,
 ) -> Result<()> {
-    let problem = quantizer.problem();
-    let scaling = problem.scaling_value().unwrap_or_default();
-    let one = |index: usize| -> Result<ffi::QuantizeTensor> {
-        let (of, Some(QuantizeKernelTensor { values, stored, descale, given })) = (&NAMES[index], &args.tensors[index])
-        else {
-            return Ok(ffi::QuantizeTensor::default());
-        };
-        let [batch, seqlen, heads, head_dim] = (of.shape)(problem);
-        let group = if scaling == Scaling::PerHead { heads / problem.dims().heads_kv } else { 1 };
-        Ok(ffi::QuantizeTensor {
-            values: tensor(values),
-            stored: tensor(stored),
-            descale: factors(descale),
-            given: *given,
-            rotated: of.scored && quantizer.hadamard_value().is_some(),
-            wanted: true,
-            most: quantizer.most(of),
-            batch: small("batch", batch)?,
-            seqlen: small("seqlen", seqlen)?,
-            heads: small("heads", heads)?,
-            head_dim: small("head_dim", head_dim)?,
-            group: small("heads_q / heads_kv", group)?,
-            state: args.workspace + choice.state[index] as u64,
-        })
-    };
-    let params = ffi::QuantizeParams {
-        q: one(0)?,
-        k: one(1)?,
-        v: one(2)?,
-        scaling: match scaling {
-            Scaling::PerTensor => ffi::Scaling::PerTensor,
-            Scaling::PerHead => ffi::Scaling::PerHead,
-            Scaling::PerBlock => ffi::Scaling::PerBlock,
-        },
-        seed: quantizer.hadamard_value().unwrap_or(0),
-        counts: args.counts.0,
-        counts_stride: args.counts.1,
-        workspace: args.workspace,
-        workspace_bytes: choice.workspace_bytes as u64,
-        multiprocessors: small("multiprocessors", choice.multiprocessors)?,
-    };
-    // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-    // selection and the raw layer checked them.
-    let result = unsafe { ffi::quantize_launch(choice.row.row, &params, stream.cast()) };
-    status("launch", &choice.row, result)
+    // SAFETY: the caller's promise.
+    check("launch", kernel, unsafe { ffi::quantize_launch(row, params, stream.cast()) })
 }
 
-fn tensor(tensor: &KernelTensor) -> ffi::TensorDesc {
-    let KernelTensor { address, stride_batch, stride_seqlen, stride_head } = *tensor;
-    ffi::TensorDesc { address, stride_batch, stride_seqlen, stride_head }
-}
-
-fn factors(factors: &Factors) -> ffi::FactorsDesc {
-    let Factors { address, stride_batch, stride_head, stride_block } = *factors;
-    ffi::FactorsDesc { address, stride_batch, stride_head, stride_block }
-}
-
-/// Problems are checked to be this small; an error all the same, since a wrapped number would address wild memory.
-fn small(what: &'static str, value: usize) -> Result<i32> {
-    i32::try_from(value).map_err(|_| Error::Value { what, got: value.to_string(), allowed: "below 2^31".into() })
-}
-
-fn status(what: &'static str, kernel: &impl std::fmt::Display, status: ffi::Status) -> Result<()> {
+fn check(what: &'static str, kernel: &impl Display, status: ffi::Status) -> Result<()> {
     match status.code {
         ffi::StatusCode::Ok => Ok(()),
         _ => Err(Error::Launch { what, kernel: kernel.to_string(), text: ffi::status_text(status) }),

@@ -1,9 +1,16 @@
 //! Borrowed tensors: memory on the host or on a GPU, and a [`Layout`] that was checked against it.
 
-use crate::{Element, Error, Layout, Result};
+use std::fmt;
+use std::marker::PhantomData;
 
 #[cfg(feature = "cuda")]
 use cudarc::driver::{CudaView, CudaViewMut};
+
+#[cfg(feature = "cuda")]
+use crate::dtype::{AnyView, AnyViewMut};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::layout::{DynLayout, Layout};
 
 /// A tensor that is only read, such as Q, K and V. Its layout lies within its memory; it may repeat elements (stride 0).
 pub struct TensorRef<'a, T, const R: usize> {
@@ -17,30 +24,33 @@ pub struct TensorMut<'a, T, const R: usize> {
     layout: Layout<R>,
 }
 
-pub(crate) enum Ref<'a, T> {
+enum Ref<'a, T> {
     Host(&'a [T]),
     #[cfg(feature = "cuda")]
     Cuda(CudaView<'a, T>),
 }
 
-pub(crate) enum Mut<'a, T> {
+enum Mut<'a, T> {
     Host(&'a mut [T]),
     #[cfg(feature = "cuda")]
     Cuda(CudaViewMut<'a, T>),
 }
 
-/// A checked tensor in host memory: `layout` lies within `data`.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HostRef<'a, T, const R: usize> {
-    pub data: &'a [T],
-    pub layout: Layout<R>,
+/// A tensor of any type and rank, with its memory still borrowed.
+pub(crate) struct AnyTensor<'a> {
+    pub memory: Memory<'a>,
+    pub dtype: DType,
+    pub layout: DynLayout,
 }
 
-/// A checked tensor in host memory: `layout` lies within `data` and is injective.
-#[derive(Debug)]
-pub(crate) struct HostMut<'a, T, const R: usize> {
-    pub data: &'a mut [T],
-    pub layout: Layout<R>,
+/// Borrowed memory of any type.
+pub(crate) enum Memory<'a> {
+    /// The address of the first element, on the host.
+    Host(u64, PhantomData<&'a mut [u8]>),
+    #[cfg(feature = "cuda")]
+    Cuda(AnyView<'a>),
+    #[cfg(feature = "cuda")]
+    CudaMut(AnyViewMut<'a>),
 }
 
 impl<'a, T: Element, const R: usize> TensorRef<'a, T, R> {
@@ -70,23 +80,22 @@ impl<'a, T: Element, const R: usize> TensorRef<'a, T, R> {
 
     /// Memory and layout when the tensor is on the host.
     pub fn host_parts(&self) -> Option<(&'a [T], Layout<R>)> {
-        self.as_host().map(|host| (host.data, host.layout))
-    }
-
-    pub(crate) fn as_host(&self) -> Option<HostRef<'a, T, R>> {
         match self.memory {
-            Ref::Host(data) => Some(HostRef { data, layout: self.layout }),
+            Ref::Host(data) => Some((data, self.layout)),
             #[cfg(feature = "cuda")]
             Ref::Cuda(_) => None,
         }
     }
+}
 
-    #[cfg(feature = "cuda")]
-    pub(crate) fn as_cuda(&self) -> Option<&CudaView<'a, T>> {
-        match &self.memory {
-            Ref::Host(_) => None,
-            Ref::Cuda(view) => Some(view),
-        }
+impl<'a, T: Element, const R: usize> From<TensorRef<'a, T, R>> for AnyTensor<'a> {
+    fn from(tensor: TensorRef<'a, T, R>) -> Self {
+        let memory = match tensor.memory {
+            Ref::Host(data) => Memory::Host(data.as_ptr() as u64, PhantomData),
+            #[cfg(feature = "cuda")]
+            Ref::Cuda(view) => Memory::Cuda(T::any_view(view)),
+        };
+        Self { memory, dtype: T::DTYPE, layout: tensor.layout.into() }
     }
 }
 
@@ -108,7 +117,7 @@ impl<'a, T: Element, const R: usize> TensorMut<'a, T, R> {
     /// [`Error::Layout`] when the layout reaches past the end of `data` or uses an element twice.
     pub fn host(data: &'a mut [T], layout: Layout<R>) -> Result<Self> {
         within(layout, data.len())?;
-        without_overlap(layout)?;
+        DynLayout::from(layout).check_written("view")?;
         Ok(Self { memory: Mut::Host(data), layout })
     }
 
@@ -119,7 +128,7 @@ impl<'a, T: Element, const R: usize> TensorMut<'a, T, R> {
     #[cfg(feature = "cuda")]
     pub fn cuda(data: CudaViewMut<'a, T>, layout: Layout<R>) -> Result<Self> {
         within(layout, data.len())?;
-        without_overlap(layout)?;
+        DynLayout::from(layout).check_written("view")?;
         Ok(Self { memory: Mut::Cuda(data), layout })
     }
 
@@ -137,22 +146,69 @@ impl<'a, T: Element, const R: usize> TensorMut<'a, T, R> {
         };
         TensorMut { memory, layout: self.layout }
     }
+}
 
-    pub(crate) fn as_host(&mut self) -> Option<HostMut<'_, T, R>> {
-        match &mut self.memory {
-            Mut::Host(data) => Some(HostMut { data, layout: self.layout }),
+impl<'a, T: Element, const R: usize> From<TensorMut<'a, T, R>> for AnyTensor<'a> {
+    fn from(tensor: TensorMut<'a, T, R>) -> Self {
+        let memory = match tensor.memory {
+            Mut::Host(data) => Memory::Host(data.as_mut_ptr() as u64, PhantomData),
             #[cfg(feature = "cuda")]
-            Mut::Cuda(_) => None,
-        }
+            Mut::Cuda(view) => Memory::CudaMut(T::any_view_mut(view)),
+        };
+        Self { memory, dtype: T::DTYPE, layout: tensor.layout.into() }
     }
+}
 
-    #[cfg(feature = "cuda")]
-    pub(crate) fn as_cuda(&mut self) -> Option<&mut CudaViewMut<'a, T>> {
-        match &mut self.memory {
-            Mut::Host(_) => None,
-            Mut::Cuda(view) => Some(view),
-        }
+impl<T: Element, const R: usize> fmt::Debug for TensorRef<'_, T, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = match &self.memory {
+            Ref::Host(_) => "host".into(),
+            #[cfg(feature = "cuda")]
+            Ref::Cuda(view) => format!("cuda:{}", view.stream().context().ordinal()),
+        };
+        write_tensor(f, "TensorRef", T::DTYPE, &self.layout.into(), &place)
     }
+}
+
+impl<T: Element, const R: usize> fmt::Debug for TensorMut<'_, T, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = match &self.memory {
+            Mut::Host(_) => "host".into(),
+            #[cfg(feature = "cuda")]
+            Mut::Cuda(view) => format!("cuda:{}", view.stream().context().ordinal()),
+        };
+        write_tensor(f, "TensorMut", T::DTYPE, &self.layout.into(), &place)
+    }
+}
+
+impl fmt::Debug for AnyTensor<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, place) = match &self.memory {
+            Memory::Host(..) => ("Tensor", "host".into()),
+            #[cfg(feature = "cuda")]
+            Memory::Cuda(view) => ("TensorRef", format!("cuda:{}", view.context().ordinal())),
+            #[cfg(feature = "cuda")]
+            Memory::CudaMut(view) => ("TensorMut", format!("cuda:{}", view.context().ordinal())),
+        };
+        write_tensor(f, name, self.dtype, &self.layout, &place)
+    }
+}
+
+/// A tensor's metadata: its elements may be on a GPU, and many.
+fn write_tensor(
+    f: &mut fmt::Formatter<'_>,
+    name: &str,
+    dtype: DType,
+    layout: &DynLayout,
+    place: &String,
+) -> fmt::Result {
+    let (shape, stride) = (layout.shape(), layout.stride());
+    f.debug_struct(name)
+        .field("dtype", &dtype)
+        .field("shape", &shape)
+        .field("stride", &stride)
+        .field("place", place)
+        .finish()
 }
 
 fn within<const R: usize>(layout: Layout<R>, elements: usize) -> Result<()> {
@@ -163,17 +219,6 @@ fn within<const R: usize>(layout: Layout<R>, elements: usize) -> Result<()> {
         tensor: "view",
         got: format!("shape {:?} with strides {:?} spans {} elements", layout.shape(), layout.stride(), layout.span()),
         allowed: format!("up to the {elements} of its memory"),
-    })
-}
-
-pub(crate) fn without_overlap<const R: usize>(layout: Layout<R>) -> Result<()> {
-    if layout.injective() {
-        return Ok(());
-    }
-    Err(Error::Layout {
-        tensor: "view",
-        got: format!("shape {:?} with strides {:?} uses elements twice", layout.shape(), layout.stride()),
-        allowed: "for a tensor that is written, dimensions that step over each other".into(),
     })
 }
 
@@ -203,10 +248,19 @@ mod tests {
     }
 
     #[test]
+    fn tensors_print_what_they_are() {
+        let mut data = [0f32; 6];
+        let layout = Layout::contiguous([2, 3]).unwrap();
+        let want = r#"{ dtype: F32, shape: [2, 3], stride: [3, 1], place: "host" }"#;
+        assert_eq!(format!("{:?}", TensorRef::host(&data, layout).unwrap()), format!("TensorRef {want}"));
+        assert_eq!(format!("{:?}", TensorMut::host(&mut data, layout).unwrap()), format!("TensorMut {want}"));
+    }
+
+    #[test]
     fn a_reborrow_leaves_the_tensor_usable() {
         let mut data = [1f32, 2.0];
         let mut tensor = TensorMut::host(&mut data, Layout::contiguous([2]).unwrap()).unwrap();
-        tensor.reborrow().as_host().unwrap().data[0] = 5.0;
-        assert_eq!(tensor.as_host().unwrap().data, [5.0, 2.0]);
+        let first = AnyTensor::from(tensor.reborrow()).layout;
+        assert_eq!(AnyTensor::from(tensor).layout, first);
     }
 }

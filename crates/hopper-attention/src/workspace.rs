@@ -1,25 +1,36 @@
 //! Scratch memory that the caller owns.
 
-use crate::{Error, Result, Stream};
+#[cfg(feature = "cuda")]
+use cudarc::driver::{CudaSlice, CudaViewMut};
+
+use crate::device::Stream;
+#[cfg(feature = "cuda")]
+use crate::device::{driver, refuse_capture, same_context};
+use crate::error::{Error, Result};
 
 /// Scratch memory for plans, made once and lent to every [`run`](crate::ForwardPlan::run). It may be larger than a plan
-/// needs, so that the largest of several plans decides. It is the only thing of this crate that allocates device memory.
+/// needs, so that the largest of several plans decides. [`alloc`](Self::alloc) is the only thing of this crate that allocates
+/// device memory; [`host`](Self::host) and [`cuda`](Self::cuda) use the caller's own.
 #[derive(Debug)]
-pub struct Workspace {
-    memory: Memory,
+pub struct Workspace<'a> {
+    memory: Memory<'a>,
     bytes: usize,
 }
 
+/// What a host workspace holds is not read: no CPU plan needs one yet.
 #[derive(Debug)]
-enum Memory {
+enum Memory<'a> {
     /// Of no device, since there is nothing to be anywhere.
     Nothing,
     Host(#[allow(dead_code, reason = "held for what will use it")] Vec<u8>),
+    BorrowedHost(#[allow(dead_code, reason = "held for what will use it")] &'a mut [u8]),
     #[cfg(feature = "cuda")]
-    Cuda(cudarc::driver::CudaSlice<u8>),
+    Cuda(CudaSlice<u8>),
+    #[cfg(feature = "cuda")]
+    BorrowedCuda(CudaViewMut<'a, u8>),
 }
 
-impl Workspace {
+impl Workspace<'static> {
     /// Zeroed memory on the stream's device. With 0 bytes nothing is allocated, and it serves every device.
     ///
     /// # Errors
@@ -36,11 +47,27 @@ impl Workspace {
             }
             #[cfg(feature = "cuda")]
             Stream::Cuda(stream) => {
-                crate::views::refuse_capture(stream, "allocating a workspace", "allocating before the capture begins")?;
-                Memory::Cuda(stream.alloc_zeros(bytes).map_err(crate::cuda::driver("allocating a workspace"))?)
+                refuse_capture(stream, "allocating a workspace", "allocating before the capture begins")?;
+                Memory::Cuda(stream.alloc_zeros(bytes).map_err(driver("allocating a workspace"))?)
             }
         };
         Ok(Self { memory, bytes })
+    }
+}
+
+impl<'a> Workspace<'a> {
+    /// The caller's own memory on the host. Its contents are overwritten.
+    pub fn host(memory: &'a mut [u8]) -> Self {
+        let bytes = memory.len();
+        Self { memory: if bytes == 0 { Memory::Nothing } else { Memory::BorrowedHost(memory) }, bytes }
+    }
+
+    /// The caller's own memory on a GPU, such as a part of a pool. Its contents are overwritten. It must begin at a multiple of
+    /// 16 bytes, which [`run`](crate::ForwardPlan::run) checks.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(memory: CudaViewMut<'a, u8>) -> Self {
+        let bytes = memory.len();
+        Self { memory: if bytes == 0 { Memory::Nothing } else { Memory::BorrowedCuda(memory) }, bytes }
     }
 
     /// How large it is.
@@ -50,10 +77,11 @@ impl Workspace {
 
     /// Its memory when it is on a GPU.
     #[cfg(feature = "cuda")]
-    pub(crate) fn as_cuda(&mut self) -> Option<&mut cudarc::driver::CudaSlice<u8>> {
+    pub(crate) fn as_cuda(&mut self) -> Option<CudaViewMut<'_, u8>> {
         match &mut self.memory {
-            Memory::Nothing | Memory::Host(_) => None,
-            Memory::Cuda(slice) => Some(slice),
+            Memory::Nothing | Memory::Host(_) | Memory::BorrowedHost(_) => None,
+            Memory::Cuda(slice) => Some(slice.as_view_mut()),
+            Memory::BorrowedCuda(view) => Some(view.slice_mut(..)),
         }
     }
 
@@ -66,15 +94,21 @@ impl Workspace {
         let elsewhere =
             |got: String| Error::Device { what: "workspace", got, allowed: format!("{stream}, the stream's") };
         match (&self.memory, stream) {
-            (Memory::Nothing, _) | (Memory::Host(_), Stream::Cpu) => Ok(()),
+            (Memory::Nothing, _) | (Memory::Host(_) | Memory::BorrowedHost(_), Stream::Cpu) => Ok(()),
             #[cfg(feature = "cuda")]
-            (Memory::Cuda(slice), Stream::Cuda(stream)) => {
-                crate::views::same_context("workspace", slice.context(), stream)
-            }
+            (Memory::Host(_) | Memory::BorrowedHost(_), Stream::Cuda(_)) => Err(elsewhere("cpu".into())),
             #[cfg(feature = "cuda")]
-            (Memory::Host(_), Stream::Cuda(_)) => Err(elsewhere("cpu".into())),
+            (Memory::Cuda(slice), Stream::Cuda(stream)) => same_context("workspace", slice.context(), stream),
             #[cfg(feature = "cuda")]
             (Memory::Cuda(slice), Stream::Cpu) => Err(elsewhere(format!("cuda:{}", slice.ordinal()))),
+            #[cfg(feature = "cuda")]
+            (Memory::BorrowedCuda(view), Stream::Cuda(stream)) => {
+                same_context("workspace", view.stream().context(), stream)
+            }
+            #[cfg(feature = "cuda")]
+            (Memory::BorrowedCuda(view), Stream::Cpu) => {
+                Err(elsewhere(format!("cuda:{}", view.stream().context().ordinal())))
+            }
         }
     }
 }
@@ -91,6 +125,15 @@ mod tests {
         assert_eq!(workspace.check(17, &Stream::Cpu).unwrap_err(), Error::Workspace { need: 17, have: 16 });
         let nothing = Workspace::alloc(&Stream::Cpu, 0).unwrap();
         assert!(nothing.check(0, &Stream::Cpu).is_ok() && nothing.check(1, &Stream::Cpu).is_err());
+    }
+
+    #[test]
+    fn the_callers_own_memory_serves_too() {
+        let mut memory = [7u8; 16];
+        let workspace = Workspace::host(&mut memory);
+        assert_eq!(workspace.bytes(), 16);
+        assert!(workspace.check(16, &Stream::Cpu).is_ok() && workspace.check(17, &Stream::Cpu).is_err());
+        assert!(Workspace::host(&mut []).check(0, &Stream::Cpu).is_ok());
     }
 
     #[test]

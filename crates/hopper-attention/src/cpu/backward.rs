@@ -9,9 +9,11 @@ use std::ops::Range;
 
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
-use super::{Task, WALKED, each_task, load};
-use crate::tensor::{HostMut, HostRef};
-use crate::{BackwardProblem, Element, Layout, Operand, Result};
+use super::{HostMut, HostRef, Task, WALKED, each_task, load};
+use crate::dtype::{Element, Float};
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::problem::BackwardProblem;
 
 /// What a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
@@ -32,7 +34,7 @@ pub(crate) struct BackwardOutputs<'a, T> {
 }
 
 /// Computes `problem` into the outputs; shapes and dtypes were checked by the caller.
-pub(crate) fn backward<T: Operand<Out = T>>(
+pub(crate) fn backward<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     mut outputs: BackwardOutputs<'_, T>,
@@ -40,14 +42,14 @@ pub(crate) fn backward<T: Operand<Out = T>>(
     let dims = problem.dims();
     let layout = Layout::contiguous(problem.d_lse_shape())?;
     let mut delta = vec![0.0; layout.span()];
-    let mut of_rows = HostMut { data: &mut delta, layout };
+    let mut of_rows = HostMut::of(&mut delta, layout);
     let compute = |scratch: &mut _, task: &Task| of_queries(problem, inputs, task, scratch);
     each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, queries| {
         outputs.d_q.store(task, &queries.d_q);
         of_rows.part_mut(task).copy_from_slice(&queries.delta);
     });
 
-    let delta = HostRef { data: &delta, layout };
+    let delta = HostRef::of(&delta, layout);
     let compute = |scratch: &mut _, task: &Task| of_keys(problem, inputs, &delta, task, scratch);
     each_task(dims.batch, dims.heads_kv, dims.seqlen_kv, compute, |task, keys| {
         outputs.d_k.store(task, &keys.d_k);
@@ -98,7 +100,7 @@ struct Row {
 /// The rows of some queries. One whose LSE is -inf has no weights, whatever its mask keeps.
 fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta: &[f32], rows: &mut Vec<Row>) {
     let dims = problem.dims();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
     rows.clear();
     rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
         let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { block::kept(&band, query, dims.seqlen_kv) };
@@ -107,7 +109,7 @@ fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta:
 }
 
 /// dQ, and delta, of some queries.
-fn of_queries<T: Operand<Out = T>>(
+fn of_queries<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     task: &Task,
@@ -140,11 +142,11 @@ fn of_queries<T: Operand<Out = T>>(
         weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
-    OfQueries { d_q: rounded(d_q, problem.softmax_scale_value()), delta }
+    OfQueries { d_q: rounded(d_q, problem.softmax_scale()), delta }
 }
 
 /// dK and dV of some keys.
-fn of_keys<T: Operand<Out = T>>(
+fn of_keys<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     delta: &HostRef<'_, f32, 3>,
@@ -177,7 +179,7 @@ fn of_keys<T: Operand<Out = T>>(
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
     }
-    OfKeys { d_k: rounded(d_k, problem.softmax_scale_value()), d_v: rounded(d_v, 1.0) }
+    OfKeys { d_k: rounded(d_k, problem.softmax_scale()), d_v: rounded(d_v, 1.0) }
 }
 
 /// `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block, 0 where masked.
@@ -192,7 +194,7 @@ fn weights(
     let dims = problem.dims();
     let (queries, keys) = (rows.len(), k.len() / dims.head_dim_qk);
     for (scale, a, b, dim, out) in
-        [(problem.softmax_scale_value(), q, k, dims.head_dim_qk, &mut *p), (1.0, d_o, v, dims.head_dim_vo, &mut *d_s)]
+        [(problem.softmax_scale(), q, k, dims.head_dim_qk, &mut *p), (1.0, d_o, v, dims.head_dim_vo, &mut *d_s)]
     {
         out.resize(queries * keys, 0.0);
         matmul(scale, Matrix::new(a, queries, dim), Matrix::new(b, keys, dim).transposed(), 0.0, out);

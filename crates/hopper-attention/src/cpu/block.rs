@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::matmul::{Matrix, matmul};
-use crate::Band;
+use crate::mask::Band;
 
 /// The keys that a query keeps, from the first to the one after the last; empty ones have `start >= end`.
 pub(super) type Keys = (usize, usize);

@@ -22,9 +22,11 @@ use std::ops::Range;
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
 use super::tile::lanes;
-use super::{BLOCK, Task, each_task, load, offset};
-use crate::tensor::{HostMut, HostRef};
-use crate::{E4M3, Element, Error, ForwardProblem, Fp8Output, Result, SCALE_BLOCK, Scaling};
+use super::{BLOCK, HostMut, HostRef, Task, each_task, load};
+use crate::dtype::{E4M3, Element, OutputOf};
+use crate::error::{Error, Result};
+use crate::problem::ForwardProblem;
+use crate::scaling::{SCALE_BLOCK, Scaling};
 
 /// The largest weight before rounding is 2 to this power: below 448, so that none saturates.
 const P_OFFSET: f32 = 8.0;
@@ -86,7 +88,7 @@ struct RowState {
 ///
 /// # Errors
 /// [`Error::Value`] for a factor that is not finite and above 0.
-pub(crate) fn forward<O: Fp8Output>(
+pub(crate) fn forward<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
     mut outputs: Fp8Outputs<'_, O>,
@@ -108,14 +110,14 @@ pub(crate) fn forward<O: Fp8Output>(
         amax = larger(amax, rows.amax);
     });
     if let Some(out) = &mut outputs.amax {
-        out.data[0] = amax;
+        *out.at_mut([0]) = amax;
     }
     Ok(())
 }
 
 /// Whether every factor is one.
 pub(crate) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
-    let [batch, heads, blocks] = factors.layout.shape();
+    let [batch, heads, blocks] = factors.layout().shape();
     for index in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |i| [b, h, i]))) {
         check_factor(what, factors.at(index), || format!(" at {index:?}"))?;
     }
@@ -136,7 +138,7 @@ fn larger(a: f32, b: f32) -> f32 {
 
 /// The largest factor of V of each head, `[batch, heads_kv]`.
 fn largest_of_heads(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>) -> Vec<f32> {
-    let (dims, scaling) = (problem.dims(), problem.scaling_value().unwrap_or_default());
+    let (dims, scaling) = (problem.dims(), problem.scaling().unwrap_or_default());
     let heads = (0..dims.batch).flat_map(|batch| (0..dims.heads_kv).map(move |head| (batch, head)));
     let blocks = (0..dims.seqlen_kv).step_by(SCALE_BLOCK);
     heads
@@ -146,23 +148,16 @@ fn largest_of_heads(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>) -> 
         .collect()
 }
 
-impl HostRef<'_, f32, 3> {
-    /// One number.
-    fn at(&self, index: [usize; 3]) -> f32 {
-        self.data[offset(self.layout.stride(), index)]
-    }
-}
-
-fn tile<O: Fp8Output>(
+fn tile<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
     largest_v: &[f32],
     task: &Task,
     scratch: &mut Scratch,
 ) -> Rows<O> {
-    let (dims, scaling) = (problem.dims(), problem.scaling_value().unwrap_or_default());
+    let (dims, scaling) = (problem.dims(), problem.scaling().unwrap_or_default());
     let head_kv = task.head / problem.group_size();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
     let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
@@ -181,7 +176,7 @@ fn tile<O: Fp8Output>(
     for first in (start / SCALE_BLOCK * SCALE_BLOCK..end).step_by(SCALE_BLOCK) {
         let keys = SCALE_BLOCK.min(end - first);
         let of = scaling.index(task.batch, head_kv, 1, first);
-        let unit = problem.softmax_scale_value() * LOG2_E * descale_q * inputs.descale_k.at(of);
+        let unit = problem.softmax_scale() * LOG2_E * descale_q * inputs.descale_k.at(of);
         let fold = (inputs.descale_v.at(of) / largest_v).log2().max(LEAST_FOLD);
         load(&inputs.k, task.batch, head_kv, first..first + keys, k);
         load(&inputs.v, task.batch, head_kv, first..first + keys, v);

@@ -1,9 +1,9 @@
 //! Quantisation to e4m3: a pass for the factors where they are asked for, and one for the values.
 
 use super::hadamard::Rotation;
-use super::{Task, each_task, load, offset};
-use crate::tensor::{HostMut, HostRef};
-use crate::{E4M3, Element, Operand, Scaling};
+use super::{HostMut, HostRef, Task, each_task, load};
+use crate::dtype::{E4M3, Element, Float};
+use crate::scaling::Scaling;
 
 /// How many half steps of e4m3 the largest magnitude that is stored is: 448 ones of 16, and 14, a power of two below, ones
 /// of 0.5.
@@ -32,9 +32,9 @@ pub(crate) enum Factors<'a> {
 }
 
 /// Quantises a tensor, and counts what was saturated and what was not finite.
-pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
+pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
     let QuantizeTask { values, mut stored, descale, scaling, group, rotation, most } = task;
-    let [batch, seqlen, heads, dim] = values.layout.shape();
+    let [batch, seqlen, heads, dim] = values.layout().shape();
     let rotation = rotation.map(|seed| Rotation::new(seed, dim));
     let rows = |task: &Task, rows: &mut Vec<f32>| {
         load(&values, task.batch, task.head, task.tokens.clone(), rows);
@@ -45,31 +45,34 @@ pub(crate) fn quantize<T: Operand>(task: QuantizeTask<'_, T>) -> [u64; 2] {
     // The tokens of a task share a factor.
     let index = |task: &Task| scaling.index(task.batch, task.head, group, task.tokens.start);
 
+    let mut written;
     let descale = match descale {
         Factors::Given(descale) => descale,
         Factors::FromAmax(descale) => {
-            let HostMut { data, layout } = descale;
-            let [batches, groups, blocks] = layout.shape();
+            written = descale;
+            let [batches, groups, blocks] = written.layout().shape();
             let places = (0..batches).flat_map(|b| (0..groups).flat_map(move |h| (0..blocks).map(move |i| [b, h, i])));
-            let places = places.map(|index| offset(layout.stride(), index));
-            places.clone().for_each(|place| data[place] = 0.0);
+            places.clone().for_each(|place| *written.at_mut(place) = 0.0);
             let compute = |scratch: &mut Vec<f32>, task: &Task| {
                 rows(task, scratch);
                 scratch.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max)
             };
             each_task(batch, heads, seqlen, compute, |task, amax: f32| {
-                let place = offset(layout.stride(), index(task));
-                data[place] = data[place].max(amax);
+                let largest = written.at_mut(index(task));
+                *largest = largest.max(amax);
             });
-            places.for_each(|place| data[place] = (data[place] / most).max(f32::MIN_POSITIVE));
-            HostRef { data, layout }
+            for place in places {
+                let factor = written.at_mut(place);
+                *factor = (*factor / most).max(f32::MIN_POSITIVE);
+            }
+            written.as_ref()
         }
     };
 
     let mut counts = [0; 2];
     let compute = |scratch: &mut Vec<f32>, task: &Task| {
         rows(task, scratch);
-        let factor = 1.0 / descale.data[offset(descale.layout.stride(), index(task))];
+        let factor = 1.0 / descale.at(index(task));
         let mut counts = [0; 2];
         let rows: Vec<E4M3> = scratch.iter().map(|&x| one(x, factor, most, &mut counts)).collect();
         (rows, counts)

@@ -5,8 +5,11 @@ use proptest::prelude::*;
 mod backward;
 
 use super::*;
+use crate::dtype::{DType, Element, bf16, f16};
+use crate::layout::Layout;
+use crate::mask::{Corner, Mask};
+use crate::problem::Dims;
 use crate::reference::{Expected, Report, Tensor, sample};
-use crate::{Corner, DType, Dims, Element, Layout, Mask, bf16, f16};
 
 const DIMS: Dims =
     Dims { batch: 1, seqlen_q: 3, seqlen_kv: 3, heads_q: 2, heads_kv: 1, head_dim_qk: 16, head_dim_vo: 16 };
@@ -48,22 +51,17 @@ fn place<T: Element>(values: &Tensor, layout: &Layout<4>) -> Vec<T> {
 }
 
 /// Runs a problem with gaps of NaN and outputs of NaN; gives O, the LSE and whether the gaps kept their NaN.
-fn run<T: Operand>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) -> (Tensor, Vec<f64>, bool) {
+fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) -> (Tensor, Vec<f64>, bool) {
     let layouts = [q, k, v].map(|t| gaps.layout(t.shape()));
     let [q, k, v] = [(q, layouts[0]), (k, layouts[1]), (v, layouts[2])].map(|(t, layout)| place::<T>(t, &layout));
     let o_layout = gaps.layout(problem.o_shape());
     let lse_layout = Layout::contiguous(problem.lse_shape()).unwrap();
-    let mut o = vec![T::Out::from_f32(f32::NAN); o_layout.span()];
+    let mut o = vec![T::from_f32(f32::NAN); o_layout.span()];
     let mut lse = vec![f32::NAN; lse_layout.span()];
-    forward::<T>(
-        problem,
-        HostRef { data: &q, layout: layouts[0] },
-        HostRef { data: &k, layout: layouts[1] },
-        HostRef { data: &v, layout: layouts[2] },
-        HostMut { data: &mut o, layout: o_layout },
-        Some(HostMut { data: &mut lse, layout: lse_layout }),
-    )
-    .unwrap();
+    let inputs =
+        Inputs { q: HostRef::of(&q, layouts[0]), k: HostRef::of(&k, layouts[1]), v: HostRef::of(&v, layouts[2]) };
+    let outputs = Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)) };
+    forward::<T>(problem, &inputs, outputs);
     let values = Tensor::from_strided(&o, &o_layout);
     let written = values.data().len();
     let gaps_kept = o.iter().filter(|x| x.to_f32().is_nan()).count()
@@ -83,7 +81,7 @@ fn check(problem: &ForwardProblem, inputs: [&Tensor; 3], gaps: Gaps) -> Report {
 }
 
 fn problem(dtype: DType, dims: Dims, mask: Mask) -> ForwardProblem {
-    ForwardProblem::new(dtype, dims).unwrap().mask(mask).lse(true)
+    ForwardProblem::builder(dtype, dims).mask(mask).lse(true).build().unwrap()
 }
 
 #[test]
@@ -154,15 +152,9 @@ fn broadcast_inputs() {
     let dense = |heads| Layout::contiguous([1, 3, heads, 16]).unwrap();
     let repeat = Layout::with_strides([1, 3, 1, 16], [0, 0, 16, 1]).unwrap();
     let mut o = [f32::NAN; 96];
-    forward::<f32>(
-        &problem,
-        HostRef { data: &q, layout: dense(2) },
-        HostRef { data: &k[..16], layout: repeat },
-        HostRef { data: &v[..16], layout: repeat },
-        HostMut { data: &mut o, layout: dense(2) },
-        None,
-    )
-    .unwrap();
+    let inputs =
+        Inputs { q: HostRef::of(&q, dense(2)), k: HostRef::of(&k[..16], repeat), v: HostRef::of(&v[..16], repeat) };
+    forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None });
     for (i, o) in o.iter().enumerate() {
         assert!((o - (i % 16) as f32).abs() < 1e-5, "{i}: {o}");
     }
@@ -194,7 +186,7 @@ proptest! {
         let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
         let mut problem = problem(dtype, dims, mask);
         if let Some(scale) = scale {
-            problem = problem.softmax_scale(scale).unwrap();
+            problem = problem.to_builder().softmax_scale(scale).build().unwrap();
         }
         let [q, k, v] = sample::inputs(&problem, seed);
         let gaps = Gaps { heads_first: gaps.0, dim: gaps.1, outer: gaps.2 };

@@ -5,7 +5,8 @@ use std::ops::Range;
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
 use super::{BLOCK, Inputs, Task, WALKED, load};
-use crate::{Element, ForwardProblem, Operand};
+use crate::dtype::Float;
+use crate::problem::ForwardProblem;
 
 /// What a task computes.
 pub(super) struct Rows<Out> {
@@ -36,15 +37,15 @@ struct RowState {
     sum: f32,
 }
 
-pub(super) fn forward<T: Operand>(
+pub(super) fn forward<T: Float>(
     problem: &ForwardProblem,
     inputs: &Inputs<'_, T>,
     task: &Task,
     scratch: &mut Scratch,
-) -> Rows<T::Out> {
+) -> Rows<T> {
     let dims = problem.dims();
     let head_kv = task.head / problem.group_size();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
+    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
     let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
@@ -63,13 +64,7 @@ pub(super) fn forward<T: Operand>(
         load(&inputs.v, task.batch, head_kv, first..first + keys, v);
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
-        matmul(
-            problem.softmax_scale_value(),
-            queries,
-            Matrix::new(k, keys, dims.head_dim_qk).transposed(),
-            0.0,
-            scores,
-        );
+        matmul(problem.softmax_scale(), queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept);
         for (((row, kept), scores), sums) in rows
             .iter_mut()
@@ -87,9 +82,9 @@ pub(super) fn forward<T: Operand>(
     let mut o = Vec::with_capacity(sums.len());
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
         if row.sum == 0.0 {
-            o.extend(sums.iter().map(|_| T::Out::from_f32(0.0)));
+            o.extend(sums.iter().map(|_| T::from_f32(0.0)));
         } else {
-            o.extend(sums.iter().map(|sum| T::Out::from_f32(sum / row.sum)));
+            o.extend(sums.iter().map(|sum| T::from_f32(sum / row.sum)));
         }
     }
     // ln(0) is the -inf of a row without keys; its max is -inf too.

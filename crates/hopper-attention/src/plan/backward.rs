@@ -3,11 +3,19 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::select::{
-    bounds, fitting, groups, groups_in_turns, is_persistent, resident, small, unsupported, write_keys,
-};
-use super::{Gpu, Target};
-use crate::{Arch, BackwardProblem, DType, Device, DeviceFacts, KernelInfo, MaskClass, Result, backward_kernels};
+use super::fitting::{self, fitting, unsupported};
+use super::schedule::{bounds, groups, groups_in_turns, is_persistent, resident, small, write_keys};
+use super::target::Target;
+use crate::arch::{Arch, DeviceFacts, MaskClass};
+#[cfg(feature = "cuda")]
+use crate::device::CudaDevice;
+use crate::device::Device;
+use crate::error::Result;
+use crate::operand::Operands;
+use crate::problem::BackwardProblem;
+#[cfg(feature = "cuda")]
+use crate::sys;
+use crate::table::{KernelInfo, backward_kernels};
 
 /// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
 const COUNTER_BYTES: usize = 256;
@@ -25,6 +33,7 @@ fn statistics_bytes(arch: Arch) -> usize {
 #[derive(Clone, Debug)]
 pub struct BackwardPlan {
     problem: BackwardProblem,
+    operands: Operands,
     target: Target<BackwardChoice>,
 }
 
@@ -152,15 +161,11 @@ impl BackwardProblem {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
-    /// has, and everywhere for e4m3 operands; the CPU computes every other problem that asks for no instruction set of a
-    /// GPU. [`Error::Driver`](crate::Error::Driver) and [`Error::Launch`](crate::Error::Launch) when the kernel cannot be
-    /// loaded.
+    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
+    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
-        if self.dtype() == DType::E4M3 {
-            return Err(unsupported("gradients of e4m3 operands".into(), "of bf16, f16 and f32 operands".into()));
-        }
         match device {
-            Device::Cpu => Ok(BackwardPlan { problem: self.clone(), target: super::select::cpu(self.forward())? }),
+            Device::Cpu => Ok(self.planned(fitting::cpu(self.forward())?)),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => self.plan_among(device, backward_kernels()),
         }
@@ -170,18 +175,22 @@ impl BackwardProblem {
     /// benches, which want every row to work.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem.
+    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem;
+    /// [`Error::Value`](crate::Error::Value) for a row that is not one of [`backward_kernels()`].
     #[cfg(feature = "cuda")]
-    pub fn plan_with_row(&self, device: &crate::CudaDevice, row: &KernelInfo) -> Result<BackwardPlan> {
+    pub fn plan_with_row(&self, device: &CudaDevice, row: &KernelInfo) -> Result<BackwardPlan> {
         self.plan_among(device, std::slice::from_ref(row))
     }
 
     #[cfg(feature = "cuda")]
-    fn plan_among(&self, device: &crate::CudaDevice, rows: &[KernelInfo]) -> Result<BackwardPlan> {
+    fn plan_among(&self, device: &CudaDevice, rows: &[KernelInfo]) -> Result<BackwardPlan> {
         let choice = select_backward(self, &device.info().facts, rows)?;
-        super::load(device, &choice.kernel)?;
-        let target = Target::Gpu(Gpu { choice, device: Some(device.clone()) });
-        Ok(BackwardPlan { problem: self.clone(), target })
+        let prepare = |choice: &BackwardChoice| {
+            let kernel = &choice.kernel;
+            fitting::check_row(kernel, crate::arch::Pass::Backward)?;
+            sys::prepare(kernel.pass, kernel.row, kernel)
+        };
+        Ok(self.planned(Target::loaded(choice, device, prepare)?))
     }
 
     /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
@@ -190,12 +199,11 @@ impl BackwardProblem {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<BackwardPlan> {
-        let gpu = Gpu {
-            choice: select_backward(self, facts, backward_kernels())?,
-            #[cfg(feature = "cuda")]
-            device: None,
-        };
-        Ok(BackwardPlan { problem: self.clone(), target: Target::Gpu(gpu) })
+        Ok(self.planned(Target::described(select_backward(self, facts, backward_kernels())?)))
+    }
+
+    fn planned(&self, target: Target<BackwardChoice>) -> BackwardPlan {
+        BackwardPlan { problem: self.clone(), operands: self.operands(), target }
     }
 }
 
@@ -205,16 +213,23 @@ impl BackwardPlan {
         &self.problem
     }
 
-    /// The kernel and its schedule; `None` on the CPU.
-    pub fn choice(&self) -> Option<&BackwardChoice> {
-        match &self.target {
-            Target::Cpu => None,
-            Target::Gpu(gpu) => Some(&gpu.choice),
-        }
+    /// What a run reads and writes.
+    pub fn operands(&self) -> &Operands {
+        &self.operands
     }
 
-    /// What a [`Workspace`](crate::Workspace) must hold, in bytes: exact. 0 on the CPU; on a GPU see
-    /// [`BackwardChoice::workspace_bytes`].
+    /// The kernel that computes it; `None` on the CPU.
+    pub fn kernel(&self) -> Option<&KernelInfo> {
+        self.choice().map(|choice| &choice.kernel)
+    }
+
+    /// The kernel and its schedule; `None` on the CPU.
+    pub(crate) fn choice(&self) -> Option<&BackwardChoice> {
+        self.target.choice()
+    }
+
+    /// What a [`Workspace`](crate::Workspace) must hold, in bytes: exact. 0 on the CPU. On a GPU it holds for every query
+    /// `4 * (4 + head_dim_qk of the kernel)` (sm80: 2 in place of 4), with lengths rounded up to whole blocks, and a little more.
     pub fn workspace_bytes(&self) -> usize {
         self.choice().map_or(0, BackwardChoice::workspace_bytes)
     }
@@ -226,9 +241,9 @@ impl BackwardPlan {
 
 impl fmt::Display for BackwardPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.target {
-            Target::Cpu => f.write_str("cpu, tiled recomputation in two passes")?,
-            Target::Gpu(gpu) => write!(f, "{}", gpu.choice)?,
+        match self.choice() {
+            None => f.write_str("cpu, tiled recomputation in two passes")?,
+            Some(choice) => write!(f, "{choice}")?,
         }
         write!(f, ", workspace {} bytes", self.workspace_bytes())
     }
@@ -237,7 +252,10 @@ impl fmt::Display for BackwardPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Arch, DType, Dims, ForwardProblem, Mask, Pass};
+    use crate::arch::{ComputeCapability, Pass};
+    use crate::dtype::DType;
+    use crate::mask::Mask;
+    use crate::problem::{Dims, ForwardProblem};
 
     const H100: DeviceFacts = DeviceFacts::h100_sxm();
     const DIMS: Dims =
@@ -289,8 +307,21 @@ mod tests {
         tiles.iter().enumerate().map(row).collect()
     }
 
+    fn of(forward: &ForwardProblem) -> BackwardProblem {
+        BackwardProblem::builder(forward).build().unwrap()
+    }
+
     fn problem(dims: Dims, mask: Mask) -> BackwardProblem {
-        BackwardProblem::of(&ForwardProblem::new(DType::BF16, dims).unwrap().mask(mask))
+        of(&ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap())
+    }
+
+    fn deterministic(problem: &BackwardProblem) -> BackwardProblem {
+        problem.to_builder().deterministic(true).build().unwrap()
+    }
+
+    fn with_arch(arch: Option<Arch>) -> BackwardProblem {
+        let forward = ForwardProblem::builder(DType::BF16, DIMS);
+        of(&arch.map_or(forward.clone(), |arch| forward.arch(arch)).build().unwrap())
     }
 
     fn chosen(problem: &BackwardProblem) -> BackwardChoice {
@@ -306,7 +337,7 @@ mod tests {
         );
         let wide = Dims { head_dim_vo: 72, ..DIMS };
         assert_eq!(
-            chosen(&problem(wide, Mask::causal()).deterministic(true)).to_string(),
+            chosen(&deterministic(&problem(wide, Mask::causal()))).to_string(),
             "sm90 bwd bf16 causal head_dim 128/128 tile 64x128 stages 2, grid 132 for 192 tiles, 512 blocks of queries, \
              heads a group 8, groups 1, drawn order, dQ in turns, keys to +2000+0"
         );
@@ -320,7 +351,7 @@ mod tests {
     #[test]
     fn sm80_tiles_are_those_that_fill_a_multiprocessor() {
         let facts = |major, minor, kib: usize| DeviceFacts {
-            arch: crate::ComputeCapability { major, minor },
+            arch: ComputeCapability { major, minor },
             smem_bytes_per_block: kib << 10,
             ..H100
         };
@@ -347,7 +378,7 @@ mod tests {
         let queries = choice.blocks * 32;
         assert_eq!(choice.parts().sums, 256 + queries * 8);
         assert_eq!(choice.parts().progress, 256 + queries * (8 + 64 * 4));
-        let in_turns = select_backward(&problem(DIMS, Mask::Full).deterministic(true), &a100, &sm80_rows()).unwrap();
+        let in_turns = select_backward(&deterministic(&problem(DIMS, Mask::Full)), &a100, &sm80_rows()).unwrap();
         assert_eq!((in_turns.grid, in_turns.tile_counter, in_turns.turns), (192, true, true));
         let little = facts(8, 0, 48);
         let refusal = select_backward(&problem(DIMS, Mask::Full), &little, &sm80_rows()).unwrap_err().to_string();
@@ -358,7 +389,7 @@ mod tests {
     fn turns_are_taken_by_more_heads_the_less_they_share() {
         let groups = |seqlen: usize, batch: usize, mask: Mask| {
             let dims = Dims { batch, seqlen_q: seqlen, seqlen_kv: seqlen, heads_q: 32, heads_kv: 32, ..DIMS };
-            let choice = chosen(&problem(dims, mask).deterministic(true));
+            let choice = chosen(&deterministic(&problem(dims, mask)));
             (choice.heads_per_group, choice.groups)
         };
         // 1024 heads of 256 KiB, 256 of 1 MiB, 128 of 2 MiB, 32 of 8 MiB.
@@ -381,7 +412,7 @@ mod tests {
         let end = sums + queries * 64 * 4;
         assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 4 });
         assert_eq!(choice.workspace_bytes(), end + 8 * 32 * 4);
-        let in_turns = chosen(&problem(DIMS, Mask::Full).deterministic(true));
+        let in_turns = chosen(&deterministic(&problem(DIMS, Mask::Full)));
         assert_eq!(in_turns.parts(), choice.parts());
         assert!(in_turns.tile_counter && !choice.tile_counter);
         // Copies and additions of 16 bytes.
@@ -399,36 +430,30 @@ mod tests {
         let many = Dims { batch: 1 << 20, seqlen_q: 1 << 28, ..DIMS };
         let text = refused(problem(many, Mask::Full));
         assert!(text.contains("blocks of queries for each of 16777216 heads") && text.contains("2^31"), "{text}");
-        let half = BackwardProblem::of(&ForwardProblem::new(DType::F16, DIMS).unwrap());
+        let half = of(&ForwardProblem::builder(DType::F16, DIMS).build().unwrap());
         assert_eq!(refused(half), "unsupported: f16 operands on a GPU; nearest: bf16");
     }
 
     #[test]
     fn gradients_are_of_the_same_instruction_set_or_refused() {
-        let of = |arch| {
-            let forward = ForwardProblem::new(DType::BF16, DIMS).unwrap().arch(arch);
-            select_backward(&BackwardProblem::of(&forward), &H100, &rows())
-        };
-        assert_eq!(of(Arch::Sm90), select_backward(&problem(DIMS, Mask::Full), &H100, &rows()));
+        let chosen = |arch| select_backward(&with_arch(Some(arch)), &H100, &rows());
+        assert_eq!(chosen(Arch::Sm90), select_backward(&problem(DIMS, Mask::Full), &H100, &rows()));
         // A build without them.
         let refusal = "unsupported: backward sm80 kernels on a GPU of sm_90; nearest: sm90";
-        assert_eq!(of(Arch::Sm80).unwrap_err().to_string(), refusal);
-        let a100 = DeviceFacts { arch: crate::ComputeCapability { major: 8, minor: 0 }, ..H100 };
+        assert_eq!(chosen(Arch::Sm80).unwrap_err().to_string(), refusal);
+        let a100 = DeviceFacts { arch: ComputeCapability { major: 8, minor: 0 }, ..H100 };
         let error = select_backward(&problem(DIMS, Mask::Full), &a100, &rows());
         assert_eq!(error.unwrap_err().to_string(), "unsupported: backward kernels for a GPU of sm_80; nearest: sm_90");
         // One with both: a GPU's own, or what the forward asks for.
         let both: Vec<_> = rows().into_iter().chain(sm80_rows()).collect();
-        let arch = |asked: Option<Arch>, gpu| {
-            let forward = ForwardProblem::new(DType::BF16, DIMS).unwrap();
-            let forward = asked.map_or(forward.clone(), |arch| forward.arch(arch));
-            select_backward(&BackwardProblem::of(&forward), gpu, &both).map(|choice| choice.kernel.arch)
-        };
+        let arch =
+            |asked: Option<Arch>, gpu| select_backward(&with_arch(asked), gpu, &both).map(|choice| choice.kernel.arch);
         assert_eq!(arch(None, &H100), Ok(Arch::Sm90));
         assert_eq!(arch(Some(Arch::Sm80), &H100), Ok(Arch::Sm80));
         assert_eq!(arch(None, &a100), Ok(Arch::Sm80));
         let refusal = "unsupported: backward sm90 kernels on a GPU of sm_80; nearest: sm80";
         assert_eq!(arch(Some(Arch::Sm90), &a100).unwrap_err().to_string(), refusal);
-        let on_cpu = BackwardProblem::of(&ForwardProblem::new(DType::BF16, DIMS).unwrap().arch(Arch::Sm80));
+        let on_cpu = with_arch(Some(Arch::Sm80));
         let refusal = "unsupported: sm80 kernels on the CPU; nearest: a GPU of sm_80 and later";
         assert_eq!(on_cpu.plan(&Device::cpu()).unwrap_err().to_string(), refusal);
     }
@@ -436,8 +461,8 @@ mod tests {
     #[test]
     fn the_cpu_takes_every_problem() {
         for dtype in [DType::F16, DType::BF16, DType::F32] {
-            let forward = ForwardProblem::new(dtype, DIMS).unwrap().mask(Mask::causal());
-            let problem = BackwardProblem::of(&forward).d_lse(true).deterministic(true);
+            let forward = ForwardProblem::builder(dtype, DIMS).mask(Mask::causal()).build().unwrap();
+            let problem = BackwardProblem::builder(&forward).d_lse(true).deterministic(true).build().unwrap();
             let plan = problem.plan(&Device::cpu()).unwrap();
             assert_eq!(plan.to_string(), "cpu, tiled recomputation in two passes, workspace 0 bytes");
             assert_eq!((plan.problem(), plan.workspace_bytes(), plan.choice()), (&problem, 0, None));

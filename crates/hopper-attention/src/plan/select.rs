@@ -1,38 +1,26 @@
-//! Which kernel computes a problem, and in which order its tiles are walked: pure functions of numbers.
+//! Which forward kernel computes a problem, and in which order its tiles are walked: pure functions of numbers.
 
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::Target;
-use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, KernelInfo, MaskClass, Pass, Result};
+use super::fitting::{fitting, unsupported};
+use super::schedule::{bounds, groups, is_persistent, resident, small, write_keys};
+use crate::arch::{DeviceFacts, MaskClass};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::problem::ForwardProblem;
+use crate::table::KernelInfo;
 
-/// What kernels read as "without bound". Lengths together stay below it, so it excludes nothing.
-pub(crate) const UNBOUNDED: i32 = 1 << 30;
-/// TMA moves multiples of 16 bytes.
-const TMA_BYTES: usize = 16;
-/// Heads a group where tiles have unequal work. Their tiles come longest first, and what they share stays in the
-/// second-level cache meanwhile (benches/LOG.md, 2).
-const HEADS_PER_GROUP: usize = 16;
-/// The last group has more of them, since the grid ends as evenly as its last tiles are short, but no more than this
-/// nor than share so many bytes (benches/LOG.md, 14).
-const LAST_GROUP_HEADS: usize = 64;
-const LAST_GROUP_BYTES: usize = 32 << 20;
-/// Where tiles take turns: what the heads of a group share at most, and how many they are at least; first under a mask,
-/// then where all tiles have equal work.
-const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
-/// The counter that blocks draw tiles from, in bytes.
-const TILE_COUNTER_BYTES: usize = size_of::<i32>();
-/// The same where something comes after it: what blocks share, or, of a kernel whose scores are in f16, what each block has
-/// found of their range (RangeCheck in kernels.hpp), in so many bytes.
+/// The counter that CUDA blocks draw tiles from, in bytes.
+const COUNTER_BYTES: usize = size_of::<i32>();
+/// The same where something comes after it: partial sums of shared tiles, or the range check (`RangeCheck` of the kernels'
+/// parameters), whose second word is the fallback's counter.
 const HEADER_BYTES: usize = 16;
-const FOUND_BYTES: usize = 4;
+/// What each CUDA block notes of the range of its scores.
+const RANGE_WORD_BYTES: usize = size_of::<u32>();
 /// The last tiles are shared out where a block then computes so many fewer blocks of keys. To leave sums, to find them and
 /// to begin a tile twice take ten (benches/LOG.md, 28).
 const SHARING_SAVES: usize = 20;
-
-/// Where in that header the counter of the fallback is.
-#[cfg(feature = "cuda")]
-pub(crate) const FALLBACK_COUNTER_OFFSET: u64 = 4;
 
 /// The kernel that computes a problem where the chosen one, whose scores are in f16, finds that they do not fit: it is
 /// launched behind that one, and returns at once where they do.
@@ -85,17 +73,6 @@ pub struct Choice {
     pub fallback: Option<Fallback>,
 }
 
-/// The mask class that computes a problem: what its mask keeps, not how it was spelled.
-pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
-    let dims = problem.dims();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
-    match (band.left, band.right) {
-        (None, None) => MaskClass::Full,
-        (None, Some(_)) => MaskClass::Causal,
-        (Some(_), _) => MaskClass::Window,
-    }
-}
-
 /// Picks the kernel with the smallest head dims that fit, then sums of scores in f16 (of which there are none without
 /// [`half_scores`](ForwardProblem::half_scores)), then the least time by `time_weight` (padding counts as work),
 /// then the one of which more blocks share a multiprocessor, then the larger tile. A GPU's own instruction set comes
@@ -111,6 +88,7 @@ pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) 
 ///
 /// # Errors
 /// [`Error::Unsupported`] where it does not compute the problem.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs have rows to choose from"))]
 pub(super) fn select_row(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
@@ -148,22 +126,6 @@ fn rank(
     (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
-/// Whether a kernel has one block a multiprocessor, which walks over tiles; the others have a block for each tile.
-pub(super) fn is_persistent(kernel: &KernelInfo) -> bool {
-    kernel.arch != Arch::Sm80
-}
-
-/// Blocks of a kernel that share a multiprocessor: as many as its registers hold, a quarter of 1024 for each thread, and
-/// as find shared memory, of which the system keeps 1 KiB for each.
-pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
-    if is_persistent(row) {
-        return 1;
-    }
-    let by_registers = (64 << 10) / (256 * row.threads.max(1));
-    let by_memory = (gpu.smem_bytes_per_block + 1024) / (row.smem_bytes + 1024);
-    by_registers.min(by_memory)
-}
-
 /// Time for a query and a key, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which
 /// took 9% longer on an H100 at head dim 64 and long sequences, and 6% at 128 (benches/LOG.md, 3 and 26).
 fn time_weight(row: &KernelInfo) -> usize {
@@ -179,136 +141,6 @@ fn time_weight(row: &KernelInfo) -> usize {
 fn border_keys(row: &KernelInfo) -> usize {
     let counts = row.dtype == DType::E4M3 && row.mask != MaskClass::Full && row.head_dim_vo > 64;
     if counts { 4 * row.tile_m } else { 0 }
-}
-
-/// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.
-pub(super) fn fitting<'a>(
-    problem: &ForwardProblem,
-    gpu: &DeviceFacts,
-    rows: &'a [KernelInfo],
-) -> Result<Vec<&'a KernelInfo>> {
-    let dims = problem.dims();
-    let (dtype, class) = (problem.dtype(), mask_class(problem));
-    if rows.is_empty() {
-        let wanted = format!("{gpu}, in a build without GPU kernels");
-        return Err(unsupported(wanted, "Device::cpu(), or a build with the feature `cuda`".into()));
-    }
-    let rows: Vec<_> = rows.iter().collect();
-    let rows = sieve(
-        rows,
-        |row| row.arch.runs_on(gpu.arch),
-        |rows| {
-            // A GPU may have kernels for the forward alone.
-            let what = if is_backward(rows) { "backward kernels for a GPU" } else { "a GPU" };
-            (format!("{what} of {}", gpu.arch), list(rows, |row| arch_name(row.arch)))
-        },
-    )?;
-    let latest = rows.iter().map(|row| row.arch).max();
-    let rows = sieve(
-        rows,
-        |row| problem.arch_value().or(latest) == Some(row.arch),
-        |rows| {
-            let arch = problem.arch_value().map_or(String::new(), |arch| arch.to_string());
-            let pass = if is_backward(rows) { "backward " } else { "" };
-            (format!("{pass}{arch} kernels on a GPU of {}", gpu.arch), list(rows, |row| row.arch.to_string()))
-        },
-    )?;
-    let rows = sieve(
-        rows,
-        |row| row.dtype == dtype,
-        |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
-    )?;
-    // Sums in f16 are for those who asked for them; who did is as well served by sums in f32.
-    let rows = sieve(
-        rows,
-        |row| row.scores != DType::F16 || problem.half_scores_value(),
-        |_| (format!("{dtype} operands without half_scores(true) on a GPU"), "with half_scores(true)".into()),
-    )?;
-    let rows = sieve(
-        rows,
-        |row| row.mask == class,
-        |rows| (format!("mask class {class} for {dtype}"), list(rows, |row| row.mask.to_string())),
-    )?;
-    let (qk, vo) = (dims.head_dim_qk, dims.head_dim_vo);
-    let rows = sieve(
-        rows,
-        |row| row.head_dim_qk >= qk && row.head_dim_vo >= vo,
-        |rows| {
-            let wanted = format!("head_dim_qk {qk} with head_dim_vo {vo} for {dtype}, {class}");
-            (wanted, list(rows, |row| format!("up to {} with {}", row.head_dim_qk, row.head_dim_vo)))
-        },
-    )?;
-    let step = TMA_BYTES / dtype.bytes();
-    for (what, got) in [("head_dim_qk", qk), ("head_dim_vo", vo)] {
-        if !got.is_multiple_of(step) {
-            let nearest =
-                format!("{} (multiples of {step}: GPU rows are moved in 16-byte steps)", nearest_step(got, step));
-            return Err(unsupported(format!("{what} {got} on a GPU"), nearest));
-        }
-    }
-    sieve(
-        rows,
-        |row| row.runs_on(gpu),
-        |rows| {
-            let least = rows.iter().map(|row| row.smem_bytes).min().unwrap_or(0);
-            let wanted = format!("{least} bytes of shared memory a block, which the smallest kernel for this asks for");
-            (wanted, format!("{} bytes on this GPU", gpu.smem_bytes_per_block))
-        },
-    )
-}
-
-/// The CPU's plan, which has no instruction set to choose.
-pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
-    match problem.arch_value() {
-        None => Ok(Target::Cpu),
-        Some(arch) => Err(unsupported(format!("{arch} kernels on the CPU"), format!("a GPU of {}", arch_name(arch)))),
-    }
-}
-
-/// Keeps some rows; if none is left, an error from what was there before.
-fn sieve(
-    rows: Vec<&KernelInfo>,
-    keep: impl Fn(&KernelInfo) -> bool,
-    name: impl FnOnce(&[&KernelInfo]) -> (String, String),
-) -> Result<Vec<&KernelInfo>> {
-    let kept: Vec<_> = rows.iter().copied().filter(|row| keep(row)).collect();
-    if kept.is_empty() {
-        let (wanted, nearest) = name(&rows);
-        return Err(unsupported(wanted, nearest));
-    }
-    Ok(kept)
-}
-
-fn is_backward(rows: &[&KernelInfo]) -> bool {
-    rows.iter().all(|row| row.pass == Pass::Backward)
-}
-
-/// The distinct names of rows, in their order.
-fn list(rows: &[&KernelInfo], name: impl Fn(&KernelInfo) -> String) -> String {
-    let mut names: Vec<String> = Vec::new();
-    for row in rows {
-        let name = name(row);
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    names.join(", ")
-}
-
-fn arch_name(arch: Arch) -> String {
-    match arch {
-        Arch::Sm80 => "sm_80 and later".into(),
-        Arch::Sm90 => "sm_90".into(),
-    }
-}
-
-fn nearest_step(got: usize, step: usize) -> usize {
-    let below = got / step * step;
-    if below > 0 && got - below < step.div_ceil(2) { below } else { below.saturating_add(step) }
-}
-
-pub(super) fn unsupported(wanted: String, nearest: String) -> Error {
-    Error::Unsupported { wanted, nearest }
 }
 
 /// How a kernel's tiles are walked, and what is behind it among `rows`.
@@ -364,46 +196,16 @@ fn shared_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) ->
     if idle >= grid as usize * SHARING_SAVES { grid + rest } else { 0 }
 }
 
-/// Heads a group and the number of groups, where the tiles of one head share so many bytes: one by one where all tiles
-/// are `even`.
-pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
-    if even {
-        return [1, small(heads.max(1))];
-    }
-    let group = HEADS_PER_GROUP.min(heads.max(1));
-    let last = (LAST_GROUP_BYTES / bytes.max(1)).clamp(HEADS_PER_GROUP, LAST_GROUP_HEADS);
-    [small(group), small(heads.saturating_sub(last) / group + 1)]
-}
-
-/// The same where tiles take turns, so that a tile may begin when those before it are under way: the more heads at a time,
-/// the more tiles may, until what they share leaves the second-level cache (benches/LOG.md, 18).
-pub(super) fn groups_in_turns(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
-    let (room, least) = TURNS[usize::from(even)];
-    let group = (room / bytes.max(1)).clamp(least, LAST_GROUP_HEADS).min(heads.max(1));
-    [small(group), small(heads.max(1).div_ceil(group))]
-}
-
-/// The mask as kernels read it: the key at which query 0 stands, and the keys kept before and after a query's own.
-pub(super) fn bounds(problem: &ForwardProblem) -> [i32; 3] {
-    let dims = problem.dims();
-    let band = problem.mask_value().band(dims.seqlen_q, dims.seqlen_kv);
-    let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
-    // |offset| < 2^30: the problem was checked
-    [i32::try_from(band.offset).unwrap_or(0), bound(band.left), bound(band.right)]
-}
-
-pub(super) fn small(count: usize) -> i32 {
-    i32::try_from(count).unwrap_or(i32::MAX)
-}
-
-/// The keys that a mask keeps, in a plan's words.
-pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, [offset, left, right]: [i32; 3]) -> fmt::Result {
-    match mask {
-        MaskClass::Full => Ok(()),
-        MaskClass::Causal => write!(f, ", keys to {offset:+}{right:+}"),
-        MaskClass::Window if right == UNBOUNDED => write!(f, ", keys from {offset:+}{:+}", -left),
-        MaskClass::Window => write!(f, ", keys from {offset:+}{:+} to {offset:+}{right:+}", -left),
-    }
+/// Where the parts of a forward workspace are, in bytes from its start, and where it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// The counter of the kernel.
+    pub tile_counter: Option<usize>,
+    /// The counter of the fallback.
+    pub fallback_counter: Option<usize>,
+    /// The range check, whose first words are those counters.
+    pub range_check: Option<usize>,
+    pub end: usize,
 }
 
 impl Choice {
@@ -412,15 +214,30 @@ impl Choice {
         self.kernel.dtype
     }
 
-    /// What the kernels need of a workspace, in bytes: nothing, 4 for the counter, 544 on an H100 where there is a fallback,
-    /// and, where tiles are shared out, the kernel's `share_bytes` for each block (14 MB there).
+    /// What the kernels need of a workspace, in bytes: nothing; 4 for the counter; 544 on an H100 where there is a fallback;
+    /// and, where tiles are shared out, the kernel's `share_bytes` for each CUDA block besides (14 MB there).
     pub fn workspace_bytes(&self) -> usize {
+        self.parts().end
+    }
+
+    pub(crate) fn parts(&self) -> Parts {
         let grid = self.grid as usize; // never below 0
-        if self.fallback.is_none() && self.shared_tiles == 0 {
-            return if self.tile_counter { TILE_COUNTER_BYTES } else { 0 };
+        let tile_counter = self.tile_counter.then_some(0);
+        let Some(fallback) = &self.fallback else {
+            let end = match (self.tile_counter, self.shared_tiles) {
+                (false, 0) => 0,
+                (true, 0) => COUNTER_BYTES,
+                _ => HEADER_BYTES + grid * self.kernel.share_bytes,
+            };
+            return Parts { tile_counter, fallback_counter: None, range_check: None, end };
+        };
+        let range_check = HEADER_BYTES + (RANGE_WORD_BYTES * grid).next_multiple_of(16);
+        Parts {
+            tile_counter,
+            fallback_counter: fallback.tile_counter.then_some(COUNTER_BYTES),
+            range_check: Some(0),
+            end: range_check + if self.shared_tiles > 0 { grid * self.kernel.share_bytes } else { 0 },
         }
-        let found = if self.fallback.is_some() { (FOUND_BYTES * grid).next_multiple_of(16) } else { 0 };
-        HEADER_BYTES + found + if self.shared_tiles > 0 { grid * self.kernel.share_bytes } else { 0 }
     }
 }
 

@@ -1,5 +1,10 @@
 use super::*;
-use crate::{ComputeCapability, Corner, Dims, Mask};
+use crate::arch::{Arch, ComputeCapability, Pass};
+use crate::device::Device;
+use crate::mask::{Corner, Mask};
+use crate::plan::fitting::mask_class;
+use crate::plan::schedule::UNBOUNDED;
+use crate::problem::Dims;
 use proptest::prelude::*;
 
 const H100: DeviceFacts = DeviceFacts::h100_sxm();
@@ -7,7 +12,7 @@ const H100: DeviceFacts = DeviceFacts::h100_sxm();
 fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo {
     KernelInfo {
         row,
-        pass: crate::Pass::Forward,
+        pass: Pass::Forward,
         arch: Arch::Sm90,
         dtype: DType::BF16,
         mask,
@@ -42,7 +47,7 @@ const DIMS: Dims =
     Dims { batch: 2, seqlen_q: 1000, seqlen_kv: 3000, heads_q: 16, heads_kv: 4, head_dim_qk: 128, head_dim_vo: 128 };
 
 fn problem(dims: Dims, mask: Mask) -> ForwardProblem {
-    ForwardProblem::new(DType::BF16, dims).unwrap().mask(mask)
+    ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap()
 }
 
 fn chosen(dims: Dims, mask: Mask) -> String {
@@ -168,7 +173,7 @@ fn fp8_rows() -> Vec<KernelInfo> {
 fn long_tiles_of_e4m3_are_drawn_though_they_are_equal() {
     let drawn = |batch, seqlen| {
         let dims = Dims { batch, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
-        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().half_scores(true).unwrap();
+        let problem = ForwardProblem::builder(DType::E4M3, dims).half_scores(true).build().unwrap();
         select(&problem, &H100, &fp8_rows()).unwrap().tile_counter
     };
     assert_eq!([512, 1024, 4096].map(|seqlen| drawn(8, seqlen)), [false, true, true]);
@@ -180,7 +185,7 @@ fn the_last_tiles_are_shared_out_where_blocks_would_idle() {
     let row = KernelInfo { dtype: DType::E4M3, share_bytes: 1000, ..row(0, MaskClass::Full, 128, 192) };
     let shared = |row, [batch, heads_q, seqlen_q, seqlen_kv]: [usize; 4]| {
         let dims = Dims { batch, heads_q, heads_kv: heads_q, seqlen_q, seqlen_kv, ..DIMS };
-        let choice = select(&ForwardProblem::new(DType::E4M3, dims).unwrap(), &H100, &[row]).unwrap();
+        let choice = select(&ForwardProblem::builder(DType::E4M3, dims).build().unwrap(), &H100, &[row]).unwrap();
         (choice.tiles, choice.shared_tiles, choice.workspace_bytes())
     };
     // 76 of 132 blocks would have no eleventh tile, of 128 or 64 blocks of keys.
@@ -193,7 +198,7 @@ fn the_last_tiles_are_shared_out_where_blocks_would_idle() {
     assert_eq!(shared(row, [1, 140, 192, 16384]), (140, 0, 4));
     assert_eq!(shared(row, [1, 265, 192, 16384]), (265, 133, 16 + 132 * 1000));
     let dims = Dims { batch: 1, seqlen_q: 16384, seqlen_kv: 16384, ..DIMS };
-    let choice = select(&ForwardProblem::new(DType::E4M3, dims).unwrap(), &H100, &[row]).unwrap();
+    let choice = select(&ForwardProblem::builder(DType::E4M3, dims).build().unwrap(), &H100, &[row]).unwrap();
     assert!(choice.to_string().ends_with(", drawn order, the last 188 shared out"), "{choice}");
 }
 
@@ -201,7 +206,7 @@ fn the_last_tiles_are_shared_out_where_blocks_would_idle() {
 fn scores_in_f16_are_for_those_who_ask() {
     let of = |mask, head_dim, seqlen, half| {
         let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
-        ForwardProblem::new(DType::E4M3, dims).unwrap().mask(mask).half_scores(half).unwrap()
+        ForwardProblem::builder(DType::E4M3, dims).mask(mask).half_scores(half).build().unwrap()
     };
     let taken = |mask, head_dim, seqlen, half| {
         let kernel = select(&of(mask, head_dim, seqlen, half), &H100, &fp8_rows()).unwrap().kernel;
@@ -307,7 +312,7 @@ fn what_no_row_has_is_named_with_the_nearest() {
     );
     let blackwell = DeviceFacts { arch: ComputeCapability { major: 10, minor: 0 }, ..H100 };
     assert_eq!(refused(&full, &blackwell, &table()), "unsupported: a GPU of sm_100; nearest: sm_90");
-    let single = ForwardProblem::new(DType::F32, DIMS).unwrap();
+    let single = ForwardProblem::builder(DType::F32, DIMS).build().unwrap();
     assert_eq!(refused(&single, &H100, &table()), "unsupported: f32 operands on a GPU; nearest: bf16, f16");
     assert_eq!(
         refused(&problem(DIMS, Mask::causal()), &H100, &[row(0, MaskClass::Full, 64, 128)]),
@@ -374,7 +379,7 @@ fn each_gpu_has_its_instruction_set_and_its_stages() {
 
 #[test]
 fn a_problem_may_ask_for_an_instruction_set() {
-    let asked = |arch| problem(DIMS, Mask::causal()).arch(arch);
+    let asked = |arch| problem(DIMS, Mask::causal()).to_builder().arch(arch).build().unwrap();
     assert_eq!(
         select(&asked(Arch::Sm80), &H100, &both()).unwrap().to_string(),
         "sm80 fwd bf16 causal head_dim 128/128 tile 128x64 stages 2, \
@@ -395,7 +400,8 @@ fn a_problem_may_ask_for_an_instruction_set() {
 
 #[test]
 fn the_cpu_has_no_instruction_set() {
-    let error = problem(DIMS, Mask::Full).arch(Arch::Sm80).plan(&crate::Device::cpu()).unwrap_err();
+    let error =
+        problem(DIMS, Mask::Full).to_builder().arch(Arch::Sm80).build().unwrap().plan(&Device::cpu()).unwrap_err();
     assert_eq!(error.to_string(), "unsupported: sm80 kernels on the CPU; nearest: a GPU of sm_80 and later");
 }
 

@@ -5,7 +5,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::select::{Choice, select, select_row};
-use crate::{DeviceFacts, Error, ForwardProblem, KernelInfo, Result};
+use crate::arch::DeviceFacts;
+use crate::error::{Error, Result};
+use crate::problem::ForwardProblem;
+use crate::table::KernelInfo;
 
 /// The rows that were measured to be the fastest, by version of this library, card and shape: what `hattn tune` writes,
 /// and [`plan_tuned`](ForwardProblem::plan_tuned) reads. Where it knows nothing, or names a row that is no longer there,
@@ -15,12 +18,12 @@ use crate::{DeviceFacts, Error, ForwardProblem, KernelInfo, Result};
 /// row as [`KernelInfo`] prints itself. Empty lines and lines that begin with `#` mean nothing.
 ///
 /// ```
-/// use hopper_attention::{DType, Device, Dims, ForwardProblem, plan::Tuning};
+/// use hopper_attention::{DType, Device, Dims, ForwardProblem, Tuning};
 /// # fn main() -> hopper_attention::Result<()> {
-/// let text = "0.1.0\tNVIDIA H100 80GB HBM3\tforward bf16 batch 1 seqlen 8x8 heads 1/1 head_dim 8/8 full\tsm90 fwd ...\n";
+/// let text = "0.2.0\tNVIDIA H100 80GB HBM3\tforward bf16 batch 1 seqlen 8x8 heads 1/1 head_dim 8/8 full\tsm90 fwd ...\n";
 /// let tuning: Tuning = text.parse()?;
-/// let dims = Dims { batch: 1, seqlen_q: 8, seqlen_kv: 8, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-/// let plan = ForwardProblem::new(DType::BF16, dims)?.plan_tuned(&Device::cpu(), &tuning)?; // the CPU has one way
+/// let problem = ForwardProblem::builder(DType::BF16, Dims::new(1, 8, 1, 8)).build()?;
+/// let plan = problem.plan_tuned(&Device::cpu(), &tuning)?; // the CPU has one way
 /// # Ok(()) }
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -58,7 +61,8 @@ impl Tuning {
     ///
     /// # Errors
     /// Those of [`select`].
-    pub fn select(
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs have rows to choose from"))]
+    pub(crate) fn select(
         &self,
         problem: &ForwardProblem,
         card: &str,
@@ -110,7 +114,10 @@ impl fmt::Display for Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Arch, DType, Dims, Mask, MaskClass};
+    use crate::arch::{Arch, MaskClass, Pass};
+    use crate::dtype::DType;
+    use crate::mask::Mask;
+    use crate::problem::Dims;
 
     const H100: DeviceFacts = DeviceFacts::h100_sxm();
     const CARD: &str = "NVIDIA H100 80GB HBM3";
@@ -118,7 +125,7 @@ mod tests {
     fn rows() -> [KernelInfo; 3] {
         [(192, MaskClass::Causal), (128, MaskClass::Causal), (128, MaskClass::Full)].map(|(tile_m, mask)| KernelInfo {
             row: 0,
-            pass: crate::Pass::Forward,
+            pass: Pass::Forward,
             arch: Arch::Sm90,
             dtype: DType::BF16,
             mask,
@@ -135,16 +142,8 @@ mod tests {
     }
 
     fn problem(seqlen: usize) -> ForwardProblem {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: seqlen,
-            seqlen_kv: seqlen,
-            heads_q: 2,
-            heads_kv: 1,
-            head_dim_qk: 64,
-            head_dim_vo: 64,
-        };
-        ForwardProblem::new(DType::BF16, dims).unwrap().mask(Mask::causal())
+        let dims = Dims::new(1, seqlen, 2, 64).with_heads_kv(1);
+        ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).build().unwrap()
     }
 
     #[test]
@@ -158,7 +157,10 @@ mod tests {
         tuning.set(CARD, &problem(4096), &rows()[1]);
         assert_eq!(tile(&tuning, CARD, &problem(4096)), (128, true));
         // Neither changes which kernel is the fastest.
-        assert_eq!(tile(&tuning, CARD, &problem(4096).lse(true).softmax_scale(2.0).unwrap()), (128, true));
+        assert_eq!(
+            tile(&tuning, CARD, &problem(4096).to_builder().lse(true).softmax_scale(2.0).build().unwrap()),
+            (128, true)
+        );
         assert_eq!(tile(&tuning, CARD, &problem(8192)), (192, false));
         assert_eq!(tile(&tuning, "another card", &problem(4096)), (192, false));
         let choice = tuning.select(&problem(4096), CARD, &H100, &rows()).unwrap();

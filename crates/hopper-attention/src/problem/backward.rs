@@ -2,52 +2,98 @@
 
 use std::fmt;
 
-use super::{Dims, ForwardProblem};
-use crate::{DType, Mask};
+use super::dims::Dims;
+use super::forward::ForwardProblem;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::mask::Mask;
+use crate::operand::{Operand, Operands, Slot};
 
 /// The gradients of a forward pass with respect to Q, K and V: the forward problem itself, and options of its own.
 ///
 /// Of the forward pass it needs the output and the log-sum-exp, so [`forward`](Self::forward) always wants the latter.
-/// FP8 operands have no backward pass: no plan is made of such a problem, and no arguments can be.
 ///
 /// ```
 /// use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask};
 /// # fn main() -> hopper_attention::Result<()> {
-/// let dims = Dims { batch: 2, seqlen_q: 512, seqlen_kv: 512, heads_q: 8, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64 };
-/// let forward = ForwardProblem::new(DType::BF16, dims)?.mask(Mask::causal());
-/// let backward = BackwardProblem::of(&forward).deterministic(true);
+/// let dims = Dims::new(2, 512, 8, 64).with_heads_kv(2);
+/// let forward = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).build()?;
+/// let backward = BackwardProblem::builder(&forward).deterministic(true).build()?;
 /// assert!(backward.forward().wants_lse());
 /// assert_eq!((backward.d_q_shape(), backward.d_k_shape()), (forward.q_shape(), forward.k_shape()));
 /// # Ok(()) }
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardProblem {
     forward: ForwardProblem,
     d_lse: bool,
     deterministic: bool,
 }
 
-impl BackwardProblem {
-    /// The gradients of this forward pass, whether or not it was made with its LSE: without a gradient of the LSE, and
-    /// in whatever order of summation is fastest.
-    #[must_use]
-    pub fn of(forward: &ForwardProblem) -> Self {
-        Self { forward: forward.clone().lse(true), d_lse: false, deterministic: false }
-    }
+/// The options of a [`BackwardProblem`], which [`build`](Self::build) checks.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct BackwardProblemBuilder {
+    forward: ForwardProblem,
+    d_lse: bool,
+    deterministic: bool,
+}
 
-    /// The same problem with or without a gradient of the LSE as an input, f32, `[batch, heads_q, seqlen_q]`: for what
-    /// uses the LSE itself, such as ring attention and auxiliary losses.
-    #[must_use]
+impl BackwardProblemBuilder {
+    /// Whether a gradient of the LSE is an input, f32, `[batch, heads_q, seqlen_q]` (default: no). It is for what uses the
+    /// LSE itself, such as ring attention and auxiliary losses.
     pub fn d_lse(self, given: bool) -> Self {
         Self { d_lse: given, ..self }
     }
 
-    /// The same problem with or without the promise that the same inputs, plan and device give the same bits. On an H200
-    /// it costs up to 4% without a mask and 3 to 11% under a causal one, from 512 to 16k tokens (`benches/LOG.md`, 18).
-    /// The CPU keeps it in any case.
-    #[must_use]
+    /// Whether the same inputs, plan and device must give the same bits (default: no). On an H200 it costs up to 4% without a
+    /// mask and 3 to 11% under a causal one, from 512 to 16k tokens (`benches/LOG.md`, 18). The CPU keeps it in any case.
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
+    }
+
+    /// Checks everything.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] for a forward pass of e4m3 operands, which has no gradients.
+    pub fn build(self) -> Result<BackwardProblem> {
+        let Self { forward, d_lse, deterministic } = self;
+        if forward.dtype() == DType::E4M3 {
+            let allowed = "f16, bf16, f32".into();
+            return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed });
+        }
+        let forward = forward.to_builder().lse(true).build()?;
+        Ok(BackwardProblem { forward, d_lse, deterministic })
+    }
+}
+
+impl BackwardProblem {
+    /// The gradients of this forward pass, whether or not it was made with its LSE.
+    pub fn builder(forward: &ForwardProblem) -> BackwardProblemBuilder {
+        BackwardProblemBuilder { forward: forward.clone(), d_lse: false, deterministic: false }
+    }
+
+    /// The options of this problem, to make another one of them.
+    pub fn to_builder(&self) -> BackwardProblemBuilder {
+        let Self { forward, d_lse, deterministic } = self.clone();
+        BackwardProblemBuilder { forward, d_lse, deterministic }
+    }
+
+    /// What it reads and writes. Gradients are overwritten, not added to.
+    pub fn operands(&self) -> Operands {
+        let dtype = self.dtype();
+        Operands::of([
+            Operand::read(Slot::Q, dtype, self.forward.q_shape()),
+            Operand::read(Slot::K, dtype, self.forward.k_shape()),
+            Operand::read(Slot::V, dtype, self.forward.v_shape()),
+            Operand::read(Slot::O, dtype, self.forward.o_shape()),
+            Operand::read(Slot::Lse, DType::F32, self.forward.lse_shape()),
+            Operand::read(Slot::DO, dtype, self.d_o_shape()),
+            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).when(self.d_lse, "d_lse(true)"),
+            Operand::write(Slot::DQ, dtype, self.d_q_shape()),
+            Operand::write(Slot::DK, dtype, self.d_k_shape()),
+            Operand::write(Slot::DV, dtype, self.d_v_shape()),
+        ])
     }
 
     /// The forward pass that leaves what this one reads.
@@ -76,13 +122,13 @@ impl BackwardProblem {
     }
 
     /// The forward pass's mask.
-    pub fn mask_value(&self) -> Mask {
-        self.forward.mask_value()
+    pub fn mask(&self) -> Mask {
+        self.forward.mask()
     }
 
     /// The factor on `Q K^T`.
-    pub fn softmax_scale_value(&self) -> f32 {
-        self.forward.softmax_scale_value()
+    pub fn softmax_scale(&self) -> f32 {
+        self.forward.softmax_scale()
     }
 
     /// Whether there is no gradient to compute. (A problem with keys and no queries has some: zeros.)
@@ -121,7 +167,7 @@ impl fmt::Display for BackwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let d_lse = if self.d_lse { " d_lse" } else { "" };
         let deterministic = if self.deterministic { " deterministic" } else { "" };
-        write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale_value())?;
+        write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale())?;
         self.forward.write_arch(f)
     }
 }
@@ -129,42 +175,58 @@ impl fmt::Display for BackwardProblem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Arch;
+    use crate::arch::Arch;
 
     const DIMS: Dims =
         Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 6, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
 
     fn forward() -> ForwardProblem {
-        ForwardProblem::new(DType::BF16, DIMS).unwrap().mask(Mask::causal()).softmax_scale(0.5).unwrap()
+        ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).softmax_scale(0.5).build().unwrap()
+    }
+
+    fn of(forward: &ForwardProblem) -> BackwardProblem {
+        BackwardProblem::builder(forward).build().unwrap()
     }
 
     #[test]
     fn it_holds_the_forward_problem_with_its_lse() {
-        let backward = BackwardProblem::of(&forward());
-        assert_eq!(backward.forward(), &forward().lse(true));
-        assert_eq!(backward, BackwardProblem::of(&forward().lse(true)));
-        assert_eq!((backward.dtype(), backward.dims(), backward.mask_value()), (DType::BF16, DIMS, Mask::causal()));
-        assert_eq!((backward.softmax_scale_value(), backward.takes_d_lse()), (0.5, false));
-        assert!(!backward.is_deterministic() && backward.d_lse(true).deterministic(true).is_deterministic());
+        let backward = of(&forward());
+        let with_lse = forward().to_builder().lse(true).build().unwrap();
+        assert_eq!(backward.forward(), &with_lse);
+        assert_eq!(backward, of(&with_lse));
+        assert_eq!((backward.dtype(), backward.dims(), backward.mask()), (DType::BF16, DIMS, Mask::causal()));
+        assert_eq!((backward.softmax_scale(), backward.takes_d_lse()), (0.5, false));
+        let other = backward.to_builder().d_lse(true).deterministic(true).build().unwrap();
+        assert!(!backward.is_deterministic() && other.is_deterministic() && other.takes_d_lse());
+        assert_eq!(other.to_builder().d_lse(false).deterministic(false).build().unwrap(), backward);
+    }
+
+    #[test]
+    fn e4m3_operands_have_no_gradients() {
+        let forward = ForwardProblem::builder(DType::E4M3, DIMS).build().unwrap();
+        let error = BackwardProblem::builder(&forward).build().unwrap_err();
+        assert_eq!(error.to_string(), "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
     }
 
     #[test]
     fn gradients_have_the_shapes_of_what_they_are_gradients_of() {
-        let backward = BackwardProblem::of(&forward());
+        let backward = of(&forward());
         assert_eq!((backward.d_q_shape(), backward.d_k_shape()), ([2, 5, 6, 16], [2, 7, 2, 16]));
         assert_eq!((backward.d_v_shape(), backward.d_o_shape()), ([2, 7, 2, 8], [2, 5, 6, 8]));
         assert_eq!(backward.d_lse_shape(), [2, 6, 5]);
-        let of = |dims| BackwardProblem::of(&ForwardProblem::new(DType::BF16, dims).unwrap()).is_empty();
-        assert!(!of(DIMS) && !of(Dims { seqlen_q: 0, ..DIMS }) && !of(Dims { seqlen_kv: 0, ..DIMS }));
-        assert!(of(Dims { batch: 0, ..DIMS }) && of(Dims { seqlen_q: 0, seqlen_kv: 0, ..DIMS }));
+        let empty = |dims| of(&ForwardProblem::builder(DType::BF16, dims).build().unwrap()).is_empty();
+        assert!(!empty(DIMS) && !empty(Dims { seqlen_q: 0, ..DIMS }) && !empty(Dims { seqlen_kv: 0, ..DIMS }));
+        assert!(empty(Dims { batch: 0, ..DIMS }) && empty(Dims { seqlen_q: 0, seqlen_kv: 0, ..DIMS }));
     }
 
     #[test]
     fn display() {
-        let backward = BackwardProblem::of(&forward());
+        let backward = of(&forward());
         let text = "backward bf16 batch 2 seqlen 5x7 heads 6/2 head_dim 16/8 causal scale 0.5";
         assert_eq!(backward.to_string(), text);
-        assert_eq!(backward.d_lse(true).deterministic(true).to_string(), format!("{text} d_lse deterministic"));
-        assert_eq!(BackwardProblem::of(&forward().arch(Arch::Sm80)).to_string(), format!("{text} on sm80"));
+        let other = backward.to_builder().d_lse(true).deterministic(true).build().unwrap();
+        assert_eq!(other.to_string(), format!("{text} d_lse deterministic"));
+        let sm80 = forward().to_builder().arch(Arch::Sm80).build().unwrap();
+        assert_eq!(of(&sm80).to_string(), format!("{text} on sm80"));
     }
 }

@@ -40,7 +40,8 @@ pub use tolerance::{BackwardExpected, BackwardReport, Expected, Report};
 
 use rayon::prelude::*;
 
-use crate::{BackwardProblem, Error, ForwardProblem, Result, checks};
+use crate::error::{Error, Result};
+use crate::problem::{BackwardProblem, ForwardProblem};
 
 /// Tokens that one task computes at least; neighbours share what they read in the cache.
 const ROWS_PER_TASK: usize = 32;
@@ -92,7 +93,13 @@ fn check_backward_inputs(problem: &BackwardProblem, inputs: [&Tensor; 4], d_lse:
         let axes = "[batch, heads_q, seqlen_q]";
         return Err(Error::Shape { tensor: "d_lse", got: vec![d_lse.len()], want: want.into(), axes });
     }
-    checks::presence("d_lse", problem.takes_d_lse(), d_lse.is_some(), "reads")
+    let refuse =
+        |got: &str, allowed: &str| Err(Error::Value { what: "d_lse", got: got.into(), allowed: allowed.into() });
+    match (problem.takes_d_lse(), d_lse.is_some()) {
+        (true, false) => refuse("missing", "the gradient that the problem, made with d_lse(true), reads"),
+        (false, true) => refuse("given", "none, since the problem was made without d_lse(true)"),
+        _ => Ok(()),
+    }
 }
 
 fn shape_error(tensor: &'static str, got: [usize; 4], want: [usize; 4]) -> Error {

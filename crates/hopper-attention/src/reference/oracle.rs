@@ -3,7 +3,9 @@
 mod backward;
 
 use super::{Tensor, check_inputs, each_row, gather};
-use crate::{DType, ForwardProblem, Result};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::problem::ForwardProblem;
 
 pub use backward::{BackwardOracle, GradientScale, backward};
 
@@ -61,7 +63,7 @@ pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> 
 
 fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usize, head: usize, query: usize) -> Row {
     let dims = problem.dims();
-    let (mask, softmax_scale) = (problem.mask_value(), f64::from(problem.softmax_scale_value()));
+    let (mask, softmax_scale) = (problem.mask(), f64::from(problem.softmax_scale()));
     let head_kv = head / (dims.heads_q / dims.heads_kv);
     let q_row = q.row(batch, query, head);
 

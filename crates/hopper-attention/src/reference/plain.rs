@@ -4,7 +4,9 @@
 mod backward;
 
 use super::{Tensor, check_inputs, each_row, gather};
-use crate::{DType, Element, ForwardProblem, Result, bf16, f16};
+use crate::dtype::{DType, Element, bf16, f16};
+use crate::error::Result;
+use crate::problem::ForwardProblem;
 
 pub use backward::{BackwardPlain, backward_plain};
 
@@ -121,14 +123,14 @@ fn row(
     query: usize,
 ) -> (Vec<f32>, f32) {
     let dims = problem.dims();
-    let mask = problem.mask_value();
+    let mask = problem.mask();
     let head_kv = head / (dims.heads_q / dims.heads_kv);
     let q_row = q.row(batch, query, head);
 
     let keys: Vec<usize> =
         (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv)).collect();
     let scores: Vec<f32> =
-        keys.iter().map(|&key| problem.softmax_scale_value() * dot(q_row, k.row(batch, key, head_kv))).collect();
+        keys.iter().map(|&key| problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv))).collect();
 
     let mut o = vec![0.0_f32; dims.head_dim_vo];
     let row_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -167,7 +169,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::E4M3;
+    use crate::dtype::E4M3;
 
     /// Two definitions that share nothing: this one, and that of the crate that the CPU backend rounds with.
     #[test]

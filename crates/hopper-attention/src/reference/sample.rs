@@ -5,7 +5,8 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
 use super::{BackwardExpected, BackwardPlain, Tensor, backward_plain};
-use crate::{BackwardProblem, DType, Element, ForwardProblem, bf16, f16};
+use crate::dtype::{DType, Element, bf16, f16};
+use crate::problem::{BackwardProblem, ForwardProblem};
 
 /// To the nearest value of a type, and back.
 pub(crate) fn round(dtype: DType, value: f64) -> f64 {

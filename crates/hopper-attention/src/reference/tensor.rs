@@ -1,6 +1,7 @@
 //! Dense f64 tensors: what the oracle reads and writes.
 
-use crate::{Element, Layout};
+use crate::dtype::Element;
+use crate::layout::Layout;
 
 /// A dense f64 tensor in the logical order of every 4-d tensor here: `[batch, seqlen, heads, head_dim]`.
 #[derive(Clone, Debug, PartialEq)]

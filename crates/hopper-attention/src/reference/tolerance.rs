@@ -70,7 +70,9 @@ use std::fmt;
 
 use super::plain::forward_plain_scaled;
 use super::{Oracle, Plain, Tensor, forward, place, shape_error};
-use crate::{DType, Error, ForwardProblem, Result};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::problem::ForwardProblem;
 
 pub use backward::{BackwardExpected, BackwardReport};
 
@@ -157,7 +159,7 @@ impl Expected {
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
             sum_roundoff: if problem.dtype() == DType::E4M3 { U_SUM_E4M3 } else { U32 },
-            lse_least: if problem.half_scores_value() { LSE_LEAST_HALF_SCORES } else { 0.0 },
+            lse_least: if problem.allows_half_scores() { LSE_LEAST_HALF_SCORES } else { 0.0 },
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
             shape: problem.lse_shape(),

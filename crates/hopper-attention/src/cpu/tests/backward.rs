@@ -1,7 +1,7 @@
 //! The gradients against the oracle, under the tolerance law, from the O and LSE that the forward pass gives.
 
 use super::*;
-use crate::BackwardProblem;
+use crate::problem::BackwardProblem;
 use crate::reference::BackwardReport;
 use crate::reference::sample::Given;
 
@@ -14,7 +14,7 @@ struct Gradients {
 }
 
 /// Runs a problem with gaps of NaN and outputs of NaN, which must be what the gaps still hold afterwards.
-fn run<T: Operand<Out = T>>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradients {
+fn run<T: Float>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradients {
     let forward = problem.forward();
     let (o, lse, _) = super::run::<T>(forward, [&given.q, &given.k, &given.v], gaps);
     let input = |tensor: &Tensor| {
@@ -31,19 +31,19 @@ fn run<T: Operand<Out = T>>(problem: &BackwardProblem, given: &Given, gaps: Gaps
     };
     let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(poisoned);
     fn host<T>((data, layout): &(Vec<T>, Layout<4>)) -> HostRef<'_, T, 4> {
-        HostRef { data, layout: *layout }
+        HostRef::of(data, *layout)
     }
     fn host_mut<T>((data, layout): &mut (Vec<T>, Layout<4>)) -> HostMut<'_, T, 4> {
-        HostMut { data, layout: *layout }
+        HostMut::of(data, *layout)
     }
     let inputs = BackwardInputs {
         q: host(&q),
         k: host(&k),
         v: host(&v),
         o: host(&o),
-        lse: HostRef { data: &lse, layout: rows },
+        lse: HostRef::of(&lse, rows),
         d_o: host(&d_o),
-        d_lse: d_lse.as_deref().map(|data| HostRef { data, layout: rows }),
+        d_lse: d_lse.as_deref().map(|data| HostRef::of(data, rows)),
     };
     let outputs = BackwardOutputs { d_q: host_mut(&mut d_q), d_k: host_mut(&mut d_k), d_v: host_mut(&mut d_v) };
     backward::<T>(problem, &inputs, outputs).unwrap();
@@ -68,7 +68,7 @@ fn check(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> BackwardReport
 }
 
 fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
-    BackwardProblem::of(&super::problem(dtype, dims, mask))
+    BackwardProblem::builder(&super::problem(dtype, dims, mask)).build().unwrap()
 }
 
 #[test]
@@ -79,7 +79,11 @@ fn block_edges() {
             for mask in
                 [Mask::Full, Mask::causal(), Mask::Causal { corner: Corner::TopLeft }, Mask::window(Some(70), Some(9))]
             {
-                let problem = problem(dtype, Dims { seqlen_q, seqlen_kv, ..DIMS }, mask).d_lse(seqlen_q % 2 == 1);
+                let problem = problem(dtype, Dims { seqlen_q, seqlen_kv, ..DIMS }, mask)
+                    .to_builder()
+                    .d_lse(seqlen_q % 2 == 1)
+                    .build()
+                    .unwrap();
                 let report = check(&problem, &Given::normal(&problem, 21), Gaps::default());
                 assert!(report.passed(), "{problem}: {report}");
             }
@@ -91,7 +95,7 @@ fn block_edges() {
 fn nan_stays_in_the_gradients_that_it_reaches() {
     let dims = Dims { seqlen_q: 150, seqlen_kv: 150, ..DIMS };
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(20), Some(4))] {
-        let problem = problem(DType::F32, dims, mask).d_lse(true);
+        let problem = problem(DType::F32, dims, mask).to_builder().d_lse(true).build().unwrap();
         let clean = Given::normal(&problem, 22);
         for which in 0..5 {
             let mut given = clean.clone();
@@ -111,7 +115,11 @@ fn nan_stays_in_the_gradients_that_it_reaches() {
 #[test]
 fn rows_without_keys_have_no_part_whatever_their_gradient() {
     // The first five queries stand before the first key.
-    let problem = problem(DType::BF16, Dims { seqlen_q: 9, seqlen_kv: 4, ..DIMS }, Mask::causal()).d_lse(true);
+    let problem = problem(DType::BF16, Dims { seqlen_q: 9, seqlen_kv: 4, ..DIMS }, Mask::causal())
+        .to_builder()
+        .d_lse(true)
+        .build()
+        .unwrap();
     let mut given = Given::normal(&problem, 23);
     let clean = run::<bf16>(&problem, &given, Gaps::default());
     for query in 0..5 {
@@ -143,7 +151,7 @@ fn the_same_inputs_give_the_same_bits_on_any_number_of_threads() {
 #[test]
 fn no_keys_and_no_queries() {
     for dims in [Dims { seqlen_kv: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { batch: 0, ..DIMS }] {
-        let problem = problem(DType::BF16, dims, Mask::causal()).d_lse(true);
+        let problem = problem(DType::BF16, dims, Mask::causal()).to_builder().d_lse(true).build().unwrap();
         let report = check(&problem, &Given::normal(&problem, 25), Gaps::default());
         assert_eq!(report.worst_ratio(), 0.0, "{report}");
     }
@@ -166,9 +174,9 @@ proptest! {
         let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
         let mut forward = super::problem(dtype, dims, mask);
         if let Some(scale) = scale {
-            forward = forward.softmax_scale(scale).unwrap();
+            forward = forward.to_builder().softmax_scale(scale).build().unwrap();
         }
-        let problem = BackwardProblem::of(&forward).d_lse(d_lse);
+        let problem = BackwardProblem::builder(&forward).d_lse(d_lse).build().unwrap();
         let gaps = Gaps { heads_first: gaps.0, dim: gaps.1, outer: gaps.2 };
         let report = check(&problem, &Given::normal(&problem, seed), gaps);
         prop_assert!(report.passed(), "{}: {}", problem, report);

@@ -3,7 +3,8 @@
 use super::super::tolerance::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::{Tensor, check_backward_inputs, each_row, gather};
 use super::dot;
-use crate::{BackwardProblem, Result};
+use crate::error::Result;
+use crate::problem::BackwardProblem;
 
 /// What the exact computation gives: gradients, and for each of their rows, in the order `[batch, head, token]`, how much
 /// rounding it has to bear.
@@ -209,7 +210,7 @@ impl Exact<'_> {
     }
 
     fn scale(&self) -> f64 {
-        f64::from(self.problem.softmax_scale_value())
+        f64::from(self.problem.softmax_scale())
     }
 
     fn score(&self, batch: usize, head: usize, query: usize, key: usize) -> f64 {
@@ -219,7 +220,7 @@ impl Exact<'_> {
 
     fn keep(&self, query: usize, key: usize) -> bool {
         let dims = self.problem.dims();
-        self.problem.mask_value().keep(query, key, dims.seqlen_q, dims.seqlen_kv)
+        self.problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv)
     }
 
     fn token(&self, batch: usize, head_kv: usize, key: usize) -> usize {

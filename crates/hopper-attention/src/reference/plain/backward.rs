@@ -2,7 +2,8 @@
 
 use super::super::{Tensor, check_backward_inputs, each_row, gather, place};
 use super::{Narrow, dot, forward_plain, rounding, widen};
-use crate::{BackwardProblem, Result};
+use crate::error::Result;
+use crate::problem::BackwardProblem;
 
 /// What the plain computation gives, its values widened to f64.
 #[derive(Clone, Debug)]
@@ -89,7 +90,7 @@ impl Backward<'_> {
                 add(d_s, self.k.row(batch, key, head_kv), &mut d_q);
             }
         }
-        self.finished(d_q, self.problem.softmax_scale_value())
+        self.finished(d_q, self.problem.softmax_scale())
     }
 
     /// A row of dK and one of dV.
@@ -105,7 +106,7 @@ impl Backward<'_> {
                 }
             }
         }
-        (self.finished(d_k, self.problem.softmax_scale_value()), self.finished(d_v, 1.0))
+        (self.finished(d_k, self.problem.softmax_scale()), self.finished(d_v, 1.0))
     }
 
     /// P and dS, rounded; `None` for a pair that has no part in any gradient.
@@ -113,11 +114,11 @@ impl Backward<'_> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let row = &self.rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
-        let kept = self.problem.mask_value().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
+        let kept = self.problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
         if !kept || row.lse == f32::NEG_INFINITY {
             return None;
         }
-        let scale = self.problem.softmax_scale_value();
+        let scale = self.problem.softmax_scale();
         let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
         let p = (score - row.lse).exp();

@@ -6,7 +6,9 @@ use super::super::{
     BackwardOracle, BackwardPlain, GradientScale, Tensor, backward, backward_plain, place, shape_error,
 };
 use super::{FLOOR, Figures, GRADIENT_ULPS, Row, Tally, U32, half_subnormal, largest, unit_roundoff};
-use crate::{BackwardProblem, DType, Result};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::problem::BackwardProblem;
 
 /// Everything needed to judge gradients of one problem on given inputs: the oracle and the plain computation.
 #[derive(Clone, Debug)]

@@ -5,20 +5,22 @@ mod backward;
 use super::super::plain::round_e4m3;
 use super::super::sample::{inputs, normal, round};
 use super::*;
-use crate::{Corner, Dims, E4M3, Element, Mask};
+use crate::dtype::{E4M3, Element};
+use crate::mask::{Corner, Mask};
+use crate::problem::Dims;
 
 const DIMS: Dims =
     Dims { batch: 2, seqlen_q: 70, seqlen_kv: 131, heads_q: 4, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64 };
 
 fn problem(dtype: DType, dims: Dims, mask: Mask) -> ForwardProblem {
-    ForwardProblem::new(dtype, dims).unwrap().mask(mask).lse(true)
+    ForwardProblem::builder(dtype, dims).mask(mask).lse(true).build().unwrap()
 }
 
 /// What a tensor-core kernel does, in scalar code: blocks of keys, exp2 with the scale folded in, P rounded while it is
 /// still relative to the running maximum, scores accumulated 16 products at a time with truncation.
 fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: usize) -> (Tensor, Vec<f64>) {
     let d = problem.dims();
-    let scale_log2 = problem.softmax_scale_value() * std::f32::consts::LOG2_E;
+    let scale_log2 = problem.softmax_scale() * std::f32::consts::LOG2_E;
     let (mut o, mut lse) = (Tensor::zeros(problem.o_shape()), Vec::new());
     for row in 0..d.batch * d.heads_q * d.seqlen_q {
         let (batch, head, query) = (row / d.seqlen_q / d.heads_q, row / d.seqlen_q % d.heads_q, row % d.seqlen_q);
@@ -26,7 +28,7 @@ fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: 
         let (mut max, mut sum, mut acc) = (f32::NEG_INFINITY, 0.0_f32, vec![0.0_f32; d.head_dim_vo]);
         for block in (0..d.seqlen_kv).step_by(tile_n) {
             let keys: Vec<usize> = (block..d.seqlen_kv.min(block + tile_n))
-                .filter(|&key| problem.mask_value().keep(query, key, d.seqlen_q, d.seqlen_kv))
+                .filter(|&key| problem.mask().keep(query, key, d.seqlen_q, d.seqlen_kv))
                 .collect();
             let scores: Vec<f32> = keys
                 .iter()
@@ -57,7 +59,7 @@ fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: 
         for (o, acc) in o.row_mut(batch, query, head).iter_mut().zip(acc) {
             *o = if sum == 0.0 { 0.0 } else { round(problem.dtype(), f64::from(acc / sum)) };
         }
-        let row_lse = max * problem.softmax_scale_value() + sum.ln();
+        let row_lse = max * problem.softmax_scale() + sum.ln();
         lse.push(f64::from(if sum == 0.0 { f32::NEG_INFINITY } else { row_lse }));
     }
     (o, lse)
@@ -143,12 +145,13 @@ fn wrong_results_fail() {
             let [batch, seqlen, heads, dim] = t.shape();
             Tensor::from_fn([batch, seqlen - 1, heads, dim], |[b, s, h, d]| t.row(b, s, h)[d])
         };
-        let top_left = right.clone().mask(Mask::Causal { corner: Corner::TopLeft });
-        let one_more = right.clone().mask(Mask::window(None, Some(1)));
-        let one_key_less = ForwardProblem::new(dtype, Dims { seqlen_kv: DIMS.seqlen_kv - 1, ..DIMS }).unwrap();
-        let full = right.clone().mask(Mask::Full);
-        let unscaled = right.clone().softmax_scale(1.0).unwrap();
-        let nearly_scaled = right.clone().softmax_scale(0.125 * 1.01).unwrap();
+        let top_left = right.to_builder().mask(Mask::Causal { corner: Corner::TopLeft }).build().unwrap();
+        let one_more = right.to_builder().mask(Mask::window(None, Some(1))).build().unwrap();
+        let one_key_less =
+            ForwardProblem::builder(dtype, Dims { seqlen_kv: DIMS.seqlen_kv - 1, ..DIMS }).build().unwrap();
+        let full = right.to_builder().mask(Mask::Full).build().unwrap();
+        let unscaled = right.to_builder().softmax_scale(1.0).build().unwrap();
+        let nearly_scaled = right.to_builder().softmax_scale(0.125 * 1.01).build().unwrap();
         let zeros = (Tensor::zeros(right.o_shape()), vec![0.0; honest.1.len()]);
         let base_2 = honest.1.iter().map(|lse| lse * std::f64::consts::LOG2_E).collect();
         let without_max = |(o, lse): (Tensor, Vec<f64>)| (o, lse.iter().map(|lse| lse - 1.0).collect());
@@ -163,7 +166,13 @@ fn wrong_results_fail() {
             ("diagonal off by one", kernel(&one_more, &q, &k, &v, 64)),
             (
                 "last key dropped",
-                kernel(&one_key_less.mask(Mask::window(None, Some(1))), &q, &drop_last(&k), &drop_last(&v), 64),
+                kernel(
+                    &one_key_less.to_builder().mask(Mask::window(None, Some(1))).build().unwrap(),
+                    &q,
+                    &drop_last(&k),
+                    &drop_last(&v),
+                    64,
+                ),
             ),
             ("key heads swapped", kernel(&right, &q, &swap_heads(&k), &swap_heads(&v), 64)),
             ("output heads swapped", (swap_heads(&honest.0), honest.1.clone())),
@@ -280,7 +289,7 @@ fn nan_reaches_the_rows_that_see_it_and_no_others() {
 fn by_hand() {
     // Two keys with scores 0 and ln 3 under scale 1: weights 1/4 and 3/4.
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 2 };
-    let problem = problem(DType::F32, dims, Mask::Full).softmax_scale(1.0).unwrap();
+    let problem = problem(DType::F32, dims, Mask::Full).to_builder().softmax_scale(1.0).build().unwrap();
     let ln_3 = f64::from(3.0_f32.ln());
     let q = Tensor::from_fn([1, 1, 1, 1], |_| 1.0);
     let k = Tensor::from_fn([1, 2, 1, 1], |[_, s, _, _]| s as f64 * ln_3);
@@ -296,8 +305,8 @@ fn scores_in_f16_are_as_honest_as_fp8_sums() {
     let dims = Dims { batch: 1, head_dim_qk: 128, ..DIMS };
     let e4m3 = |x: f64| f64::from(Element::to_f32(<E4M3 as Element>::from_f32(x as f32)));
     for (positive, scale) in [(false, 0.005), (true, 0.0002), (true, 0.005)] {
-        let problem = problem(DType::E4M3, dims, Mask::Full).half_scores(true).unwrap();
-        let problem = problem.softmax_scale(scale).unwrap();
+        let problem = problem(DType::E4M3, dims, Mask::Full).to_builder().half_scores(true).build().unwrap();
+        let problem = problem.to_builder().softmax_scale(scale).build().unwrap();
         let stored = |shape, seed| {
             let drawn = normal(DType::F32, shape, 4.0, seed);
             let sign = |x: f64| if positive { x.abs() } else { x };
@@ -335,7 +344,7 @@ fn scores_in_f16_are_as_honest_as_fp8_sums() {
 /// What f16 leaves of an LSE is allowed where scores may be summed in it, and there alone.
 #[test]
 fn an_lse_of_scores_in_f16_has_a_least_bound() {
-    let of = |half| problem(DType::E4M3, DIMS, Mask::Full).half_scores(half).unwrap();
+    let of = |half| problem(DType::E4M3, DIMS, Mask::Full).to_builder().half_scores(half).build().unwrap();
     let (q, k, v) =
         (Tensor::zeros(of(true).q_shape()), inputs(&of(true), 1)[1].clone(), inputs(&of(true), 1)[2].clone());
     for (off, with_half, without) in [(1e-7, true, true), (0.0024, true, false), (0.0026, false, false)] {
@@ -354,7 +363,7 @@ fn an_lse_of_scores_in_f16_has_a_least_bound() {
 fn a_divisor_of_rounded_weights_is_honest() {
     let dims = Dims { batch: 1, heads_q: 1, heads_kv: 1, ..DIMS };
     let scale = (128.0_f32 / 1.25).ln();
-    let problem = problem(DType::E4M3, dims, Mask::Full).softmax_scale(scale).unwrap();
+    let problem = problem(DType::E4M3, dims, Mask::Full).to_builder().softmax_scale(scale).build().unwrap();
     let q = Tensor::from_fn(problem.q_shape(), |[_, _, _, d]| f64::from(d == 0));
     let k = Tensor::from_fn(problem.k_shape(), |[_, s, _, d]| f64::from(s == 0 && d == 0));
     let v = Tensor::from_fn(problem.v_shape(), |[_, s, _, _]| f64::from(s > 0));

@@ -9,7 +9,7 @@ const SMALL: Dims =
     Dims { batch: 2, seqlen_q: 7, seqlen_kv: 9, heads_q: 4, heads_kv: 2, head_dim_qk: 5, head_dim_vo: 3 };
 
 fn backward_problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
-    BackwardProblem::of(&problem(dtype, dims, mask)).d_lse(true)
+    BackwardProblem::builder(&problem(dtype, dims, mask)).d_lse(true).build().unwrap()
 }
 
 /// What a tensor-core kernel does, in scalar code: the forward's O and LSE, exp2 with the scale folded in, P and dS rounded
@@ -18,7 +18,7 @@ fn backward_kernel(problem: &BackwardProblem, given: &Given, tile: usize) -> Bac
     let d = problem.dims();
     let Given { q, k, v, d_o, d_lse } = given;
     let (o, lse) = kernel(problem.forward(), q, k, v, tile);
-    let (scale, log2_e) = (problem.softmax_scale_value(), std::f32::consts::LOG2_E);
+    let (scale, log2_e) = (problem.softmax_scale(), std::f32::consts::LOG2_E);
     let to_type = |x: f32| round(problem.dtype(), f64::from(x)) as f32;
     let product = |a: &[f64], b: &[f64]| {
         a.chunks(16)
@@ -40,7 +40,7 @@ fn backward_kernel(problem: &BackwardProblem, given: &Given, tile: usize) -> Bac
                 let delta = o.row(batch, query, head).iter().zip(d_o_row).map(|(o, d_o)| (o * d_o) as f32).sum::<f32>()
                     - d_lse.as_ref().map_or(0.0, |d_lse| d_lse[row] as f32);
                 for key in first_k..d.seqlen_kv.min(first_k + tile) {
-                    if row_lse == f32::NEG_INFINITY || !problem.mask_value().keep(query, key, d.seqlen_q, d.seqlen_kv) {
+                    if row_lse == f32::NEG_INFINITY || !problem.mask().keep(query, key, d.seqlen_q, d.seqlen_kv) {
                         continue;
                     }
                     let (k_row, v_row) = (k.row(batch, key, head_kv), v.row(batch, key, head_kv));
@@ -83,7 +83,7 @@ fn finite_differences() {
     const STEP: f64 = 1e-5;
     for (mask, d_lse) in masks().into_iter().flat_map(|mask| [(mask, false), (mask, true)]) {
         for dims in [SMALL, Dims { seqlen_q: 9, seqlen_kv: 4, ..SMALL }] {
-            let problem = backward_problem(DType::F32, dims, mask).d_lse(d_lse);
+            let problem = backward_problem(DType::F32, dims, mask).to_builder().d_lse(d_lse).build().unwrap();
             let given = Given::normal(&problem, 31);
             let loss = |q: &Tensor, k: &Tensor, v: &Tensor| {
                 let oracle = forward(problem.forward(), q, k, v).unwrap();
@@ -113,8 +113,8 @@ fn finite_differences() {
 fn gradients_by_hand() {
     // Two keys with scores 0 and ln 3 under scale 1, weights 1/4 and 3/4; values 0 and 4, so O is 3.
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
-    let forward = problem(DType::F32, dims, Mask::Full).softmax_scale(1.0).unwrap();
-    let problem = BackwardProblem::of(&forward).d_lse(true);
+    let forward = problem(DType::F32, dims, Mask::Full).to_builder().softmax_scale(1.0).build().unwrap();
+    let problem = BackwardProblem::builder(&forward).d_lse(true).build().unwrap();
     let ln_3 = f64::from(3.0_f32.ln());
     let one = Tensor::from_fn([1, 1, 1, 1], |_| 1.0);
     let k = Tensor::from_fn([1, 2, 1, 1], |[_, s, _, _]| s as f64 * ln_3);
@@ -139,7 +139,7 @@ fn honest_gradients_pass_and_are_not_far_from_the_bound() {
                 Dims { batch: 1, seqlen_q: 33, seqlen_kv: 400, heads_q: 3, heads_kv: 1, head_dim_qk: 8, ..DIMS },
                 Dims { seqlen_q: 300, seqlen_kv: 3, head_dim_qk: 8, head_dim_vo: 8, ..DIMS },
             ] {
-                let problem = backward_problem(dtype, dims, mask).d_lse(i % 2 == 0);
+                let problem = backward_problem(dtype, dims, mask).to_builder().d_lse(i % 2 == 0).build().unwrap();
                 let given = Given::normal(&problem, 40 + i as u64);
                 let report = judged(&given.expected(&problem), &backward_kernel(&problem, &given, 64));
                 assert!(report.passed(), "{problem}: {report}");
@@ -186,7 +186,12 @@ fn wrong_gradients_fail() {
         let honest = given.plain(&right);
         assert!(judged(&expected, &honest).passed());
 
-        let other = |mask: Mask| BackwardProblem::of(&right.forward().clone().mask(mask)).d_lse(true);
+        let other = |mask: Mask| {
+            BackwardProblem::builder(&right.forward().to_builder().mask(mask).build().unwrap())
+                .d_lse(true)
+                .build()
+                .unwrap()
+        };
         let scaled = |tensor: &Tensor, factor: f64| {
             let mut tensor = tensor.clone();
             tensor.data_mut().iter_mut().for_each(|x| *x *= factor);

@@ -1,13 +1,15 @@
-//! What the driver is asked about GPUs. Nothing here panics where there is no driver.
+//! What the driver is asked about GPUs and streams. Nothing here panics where there is no driver.
 
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdevice_attribute};
-use cudarc::driver::{CudaContext, DriverError, result};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use once_cell::sync::OnceCell;
 
-use crate::{ComputeCapability, DeviceFacts, DeviceInfo, Error, Result};
+use crate::arch::{ComputeCapability, DeviceFacts, DeviceInfo};
+use crate::error::{Error, ErrorSource, Result};
 
 /// A GPU, its context, and what is known of it. Clones share the context.
 #[derive(Clone)]
@@ -22,15 +24,18 @@ impl CudaDevice {
     /// # Errors
     /// As [`Device::cuda`](crate::Device::cuda).
     pub fn open(ordinal: usize) -> Result<Self> {
-        let wanted = || format!("cuda:{ordinal}");
-        let count = device_count().map_err(|found| Error::NoDevice { wanted: wanted(), found })?;
-        if ordinal >= count {
-            let found = if count == 1 { "there is 1 GPU".into() } else { format!("there are {count} GPUs") };
-            return Err(Error::NoDevice { wanted: wanted(), found });
-        }
+        known(ordinal)?;
         // Opening makes the context current, which is the caller's to decide.
         let _current = Current::keep()?;
         Self::from_context(CudaContext::new(ordinal).map_err(driver("opening the GPU"))?)
+    }
+
+    /// As [`open`](Self::open), but opened once and kept for the life of the process.
+    ///
+    /// # Errors
+    /// As [`Device::cuda`](crate::Device::cuda).
+    pub fn shared(ordinal: usize) -> Result<Self> {
+        known(ordinal)?.opened.get_or_try_init(|| Self::open(ordinal)).cloned()
     }
 
     /// The GPU of a context that exists already, so that its streams and memory can be used.
@@ -38,8 +43,8 @@ impl CudaDevice {
     /// # Errors
     /// [`Error::Driver`] when the GPU cannot be asked for its properties.
     pub fn from_context(context: Arc<CudaContext>) -> Result<Self> {
-        let info = Arc::new(describe(context.ordinal()).map_err(driver("asking for a GPU's properties"))?);
-        Ok(Self { context, info })
+        let ordinal = context.ordinal();
+        Ok(Self { context, info: known(ordinal)?.info(ordinal)? })
     }
 
     /// The context, from which streams are made and memory is allocated.
@@ -84,6 +89,18 @@ impl CudaDevice {
         })
     }
 
+    /// Whether a stream is of the context for which the plan's kernels were loaded.
+    pub(crate) fn check_context(&self, stream: &CudaStream) -> Result<()> {
+        if *self.context == **stream.context() {
+            return Ok(());
+        }
+        Err(Error::Device {
+            what: "stream",
+            got: format!("cuda:{}", stream.context().ordinal()),
+            allowed: format!("{self}, and the context that the plan was made with"),
+        })
+    }
+
     /// What is known of the GPU.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
@@ -124,28 +141,69 @@ impl fmt::Display for CudaDevice {
     }
 }
 
-/// The GPUs that answer.
-pub(crate) fn devices() -> Vec<DeviceInfo> {
-    (0..device_count().unwrap_or(0)).filter_map(|ordinal| describe(ordinal).ok()).collect()
+/// What is kept of each GPU. What fails is not kept: it is tried again at the next call.
+#[derive(Default)]
+struct Known {
+    info: OnceCell<Arc<DeviceInfo>>,
+    opened: OnceCell<CudaDevice>,
 }
 
-/// How many GPUs there are, or why that cannot be known.
-fn device_count() -> std::result::Result<usize, String> {
+impl Known {
+    fn info(&self, ordinal: usize) -> Result<Arc<DeviceInfo>> {
+        let info = self.info.get_or_try_init(|| describe(ordinal).map(Arc::new));
+        info.cloned().map_err(driver("asking for a GPU's properties"))
+    }
+}
+
+/// The GPUs of this machine, by ordinal.
+fn all() -> std::result::Result<&'static [Known], NoDriver> {
+    static ALL: OnceCell<Box<[Known]>> = OnceCell::new();
+    ALL.get_or_try_init(|| Ok((0..device_count()?).map(|_| Known::default()).collect())).map(|all| &**all)
+}
+
+/// The GPU with this ordinal.
+fn known(ordinal: usize) -> Result<&'static Known> {
+    let wanted = || format!("cuda:{ordinal}");
+    let all = all().map_err(|NoDriver { found, source }| Error::NoDevice { wanted: wanted(), found, source })?;
+    all.get(ordinal).ok_or_else(|| {
+        let count = all.len();
+        let found = if count == 1 { "there is 1 GPU".into() } else { format!("there are {count} GPUs") };
+        Error::NoDevice { wanted: wanted(), found, source: None }
+    })
+}
+
+/// The GPUs that answer.
+pub(crate) fn devices() -> Vec<DeviceInfo> {
+    let all = all().unwrap_or_default();
+    all.iter().enumerate().filter_map(|(ordinal, known)| Some(DeviceInfo::clone(&*known.info(ordinal).ok()?))).collect()
+}
+
+/// Why it cannot be known how many GPUs there are.
+struct NoDriver {
+    found: String,
+    source: Option<ErrorSource>,
+}
+
+fn device_count() -> std::result::Result<usize, NoDriver> {
     if !driver_is_present() {
-        return Err("this machine has no CUDA driver (libcuda.so.1 was not found)".into());
+        let found = "this machine has no CUDA driver (libcuda.so.1 was not found)".into();
+        return Err(NoDriver { found, source: None });
     }
     let count = result::init().and_then(|()| result::device::get_count());
     match count {
         Ok(count) => Ok(usize::try_from(count).unwrap_or(0)),
         Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
-        Err(error) => Err(format!("the driver does not start: {}", text(error))),
+        Err(error) => {
+            let found = format!("the driver does not start: {}", text(error));
+            Err(NoDriver { found, source: Some(ErrorSource::new(error)) })
+        }
     }
 }
 
 /// cudarc panics on its first call where the driver's library is missing, and its own check for it exists in only one of
 /// its linking modes, which another crate of the program may have changed.
 fn driver_is_present() -> bool {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
+    static PRESENT: OnceCell<bool> = OnceCell::new();
     let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
     // SAFETY: the driver's library may be loaded from any thread at any time; cudarc loads the same one.
     *PRESENT.get_or_init(|| unsafe { libloading::Library::new(name) }.is_ok())
@@ -186,7 +244,31 @@ fn describe(ordinal: usize) -> std::result::Result<DeviceInfo, DriverError> {
 
 /// A driver's error as ours, for `map_err`.
 pub(crate) fn driver(what: &'static str) -> impl FnOnce(DriverError) -> Error {
-    move |error| Error::Driver { what, code: error.0 as u32, text: text(error) }
+    move |error| Error::Driver { what, code: error.0 as u32, text: text(error), source: Some(ErrorSource::new(error)) }
+}
+
+/// Whether memory and stream are ordered by one context object. Two objects of one GPU's primary context are equal, but
+/// each counts its own streams and so decides alone whether to record events: a kernel on a stream of one would not be
+/// seen when memory of the other is freed.
+pub(crate) fn same_context(what: &'static str, context: &Arc<CudaContext>, stream: &CudaStream) -> Result<()> {
+    if Arc::ptr_eq(context, stream.context()) {
+        return Ok(());
+    }
+    let of = |ordinal: usize| format!("cuda:{ordinal}");
+    let same_gpu = **context == **stream.context();
+    Err(Error::Device {
+        what,
+        got: of(context.ordinal()) + if same_gpu { " of another CudaContext" } else { "" },
+        allowed: of(stream.context().ordinal()) + ", with the stream's own CudaContext",
+    })
+}
+
+/// Refuses what would break a capture, or what a capture would break.
+pub(crate) fn refuse_capture(stream: &CudaStream, what: &str, allowed: &str) -> Result<()> {
+    match stream.capture_status().map_err(driver("asking whether the stream is captured"))? {
+        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
+        _ => Err(Error::Capture { got: what.into(), allowed: allowed.into() }),
+    }
 }
 
 fn text(error: DriverError) -> String {

@@ -1,8 +1,17 @@
-//! What a quantiser's plan decides, as pure functions of numbers, and what it knows of each operand.
+//! How tensors are quantised on one device: [`QuantizePlan`].
 
 use std::fmt;
 
-use crate::{Arch, DType, DeviceFacts, Error, ForwardProblem, Layout, Quantizer, Result, SCALE_BLOCK, Scaling, checks};
+use super::target::Target;
+use crate::arch::DeviceFacts;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::operand::Operands;
+use crate::problem::{Quantizer, TENSORS};
+use crate::scaling::{SCALE_BLOCK, Scaling};
+#[cfg(feature = "cuda")]
+use crate::sys;
+use crate::table::{QuantizeInfo, quantize_kernels};
 
 /// E4m3 rows are stored 16 bytes at a time, and a row of this many elements is what a few lanes hold.
 const HEAD_DIM_STEP: usize = 16;
@@ -17,52 +26,20 @@ const SHARED_FACTOR_BYTES: usize = 8;
 const TILE_BYTES: usize = 4;
 const TILE_ROWS: usize = 64;
 
-/// The kernels for one source type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
-    /// The index in the table.
-    pub row: u32,
-    pub arch: Arch,
-    pub source: DType,
-}
-
-impl fmt::Display for Row {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} quantise {} to e4m3", self.arch, self.source)
-    }
-}
-
-/// The rows of this build. Empty without the feature `cuda`.
-pub(crate) fn rows() -> &'static [Row] {
-    #[cfg(feature = "cuda")]
-    {
-        static ROWS: std::sync::OnceLock<Vec<Row>> = std::sync::OnceLock::new();
-        ROWS.get_or_init(crate::sys::quantize_rows)
-    }
-    #[cfg(not(feature = "cuda"))]
-    &[]
-}
-
 /// How a GPU quantises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Choice {
-    pub row: Row,
+pub(crate) struct QuantizeChoice {
+    pub row: QuantizeInfo,
     pub multiprocessors: usize,
     /// Where in the workspace the shared factors of q, k and v are.
     pub state: [usize; 3],
     pub workspace_bytes: usize,
 }
 
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.row.fmt(f)
-    }
-}
-
 /// The row that does it, with the workspace that it needs.
-pub(crate) fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[Row]) -> Result<Choice> {
+fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Result<QuantizeChoice> {
     let refuse = |nearest: String| Error::Unsupported { wanted: format!("{quantizer} on {}", gpu.arch), nearest };
-    let here: Vec<&Row> = rows.iter().filter(|row| row.arch.runs_on(gpu.arch)).collect();
+    let here: Vec<&QuantizeInfo> = rows.iter().filter(|row| row.arch.runs_on(gpu.arch)).collect();
     let Some(row) = here.iter().find(|row| row.source == quantizer.source()) else {
         let sources: Vec<&str> = here.iter().map(|row| row.source.name()).collect();
         return Err(refuse(if sources.is_empty() { "Device::cpu()".into() } else { sources.join(", ") }));
@@ -78,88 +55,112 @@ pub(crate) fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[Row]) -> 
     }
     let mut workspace_bytes = COUNTS_BYTES;
     let mut state = [0; 3];
-    for (of, state) in NAMES.iter().zip(&mut state) {
+    for (of, state) in TENSORS.iter().zip(&mut state) {
         let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
         let blocks = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
         if blocks.is_none_or(|blocks| blocks >= 1 << 30) {
             return Err(refuse(format!("below 2^30 blocks of {SCALE_BLOCK} rows in {}", of.values)));
         }
         *state = workspace_bytes;
-        if problem.scaling_value() != Some(Scaling::PerBlock) {
+        if problem.scaling() != Some(Scaling::PerBlock) {
             let twice = COUNTER_BYTES + SHARED_FACTOR_BYTES * batches * factor_heads;
             let tiles = batch * heads * seqlen.div_ceil(TILE_ROWS);
             workspace_bytes += twice.max(TILE_BYTES * tiles).next_multiple_of(16);
         }
     }
-    Ok(Choice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, workspace_bytes })
+    Ok(QuantizeChoice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, workspace_bytes })
 }
 
-/// What errors call a tensor and its parts, and where its shapes are.
-pub(crate) struct Name {
-    pub values: &'static str,
-    pub stored: &'static str,
-    pub descale: &'static str,
-    pub shape: fn(&ForwardProblem) -> [usize; 4],
-    pub factors: fn(&ForwardProblem) -> [usize; 3],
-    /// Whether scores are made of it: Q and K, which are rotated, and smaller for scores in f16.
-    pub scored: bool,
+/// How tensors are quantised on one device: made once, and run as often as wanted, from any thread and on any stream of the
+/// device. It holds no device memory, and prints itself.
+#[derive(Clone, Debug)]
+pub struct QuantizePlan {
+    quantizer: Quantizer,
+    operands: Operands,
+    target: Target<QuantizeChoice>,
 }
 
-/// Of q, k and v.
-pub(crate) const NAMES: [Name; 3] = [
-    Name {
-        values: "q.values",
-        stored: "q.stored",
-        descale: "q.descale",
-        shape: ForwardProblem::q_shape,
-        factors: ForwardProblem::descale_q_shape,
-        scored: true,
-    },
-    Name {
-        values: "k.values",
-        stored: "k.stored",
-        descale: "k.descale",
-        shape: ForwardProblem::k_shape,
-        factors: ForwardProblem::descale_k_shape,
-        scored: true,
-    },
-    Name {
-        values: "v.values",
-        stored: "v.stored",
-        descale: "v.descale",
-        shape: ForwardProblem::v_shape,
-        factors: ForwardProblem::descale_v_shape,
-        scored: false,
-    },
-];
+impl Quantizer {
+    /// Picks how the device does it, and loads its kernels, so that a later run loads nothing.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when the GPU has no kernel for it, with what it has; [`Error::Driver`] and [`Error::Launch`]
+    /// when one cannot be loaded.
+    pub fn plan(&self, device: &Device) -> Result<QuantizePlan> {
+        let target = match device {
+            Device::Cpu => Target::Cpu,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                let choice = select(self, &device.info().facts, quantize_kernels())?;
+                Target::loaded(choice, device, |choice| sys::prepare_quantize(choice.row.row, &choice.row))?
+            }
+        };
+        Ok(self.planned(target))
+    }
 
-/// Whether a tensor and its parts have the problem's shapes.
-pub(crate) fn check_tensor(
-    of: &Name,
-    problem: &ForwardProblem,
-    values: Layout<4>,
-    stored: Layout<4>,
-    descale: Layout<3>,
-) -> Result<()> {
-    let shape = (of.shape)(problem);
-    checks::shape(of.values, values.shape(), shape)?;
-    checks::shape(of.stored, stored.shape(), shape)?;
-    checks::factors(of.descale, descale.shape(), (of.factors)(problem))
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
+    /// GPU; running it is refused, since it was loaded nowhere.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] as for [`plan`](Self::plan).
+    pub fn plan_for(&self, facts: &DeviceFacts) -> Result<QuantizePlan> {
+        Ok(self.planned(Target::described(select(self, facts, quantize_kernels())?)))
+    }
+
+    fn planned(&self, target: Target<QuantizeChoice>) -> QuantizePlan {
+        QuantizePlan { quantizer: self.clone(), operands: self.operands(), target }
+    }
+}
+
+impl QuantizePlan {
+    /// What it does.
+    pub fn quantizer(&self) -> &Quantizer {
+        &self.quantizer
+    }
+
+    /// What a run reads and writes.
+    pub fn operands(&self) -> &Operands {
+        &self.operands
+    }
+
+    /// What a [`Workspace`](crate::Workspace) must hold, in bytes: none on the CPU; on a GPU enough for factors of all three
+    /// operands that tiles share, and for counts.
+    pub fn workspace_bytes(&self) -> usize {
+        self.target.choice().map_or(0, |choice| choice.workspace_bytes)
+    }
+
+    pub(crate) fn target(&self) -> &Target<QuantizeChoice> {
+        &self.target
+    }
+}
+
+impl fmt::Display for QuantizePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.target.choice() {
+            None => f.write_str("cpu")?,
+            Some(choice) => write!(f, "{}", choice.row)?,
+        }
+        write!(f, ", workspace {} bytes", self.workspace_bytes())
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{ComputeCapability, Dims};
+    use crate::arch::{Arch, ComputeCapability};
+    use crate::dtype::DType;
+    use crate::problem::{Dims, ForwardProblem};
 
     const DIMS: Dims =
         Dims { batch: 2, seqlen_q: 300, seqlen_kv: 129, heads_q: 6, heads_kv: 2, head_dim_qk: 80, head_dim_vo: 16 };
-    const ROWS: [Row; 2] =
-        [Row { row: 0, arch: Arch::Sm90, source: DType::BF16 }, Row { row: 1, arch: Arch::Sm90, source: DType::F16 }];
+    const ROWS: [QuantizeInfo; 2] = [
+        QuantizeInfo { row: 0, arch: Arch::Sm90, source: DType::BF16 },
+        QuantizeInfo { row: 1, arch: Arch::Sm90, source: DType::F16 },
+    ];
 
     fn quantizer(dims: Dims, scaling: Scaling, source: DType) -> Quantizer {
-        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(scaling).unwrap();
-        Quantizer::of(&problem, source).unwrap()
+        let problem = ForwardProblem::builder(DType::E4M3, dims).scaling(scaling).build().unwrap();
+        Quantizer::builder(&problem, source).build().unwrap()
     }
 
     #[test]
@@ -175,13 +176,13 @@ mod tests {
         let short = Dims { seqlen_q: 65, seqlen_kv: 64, heads_q: 2, ..DIMS };
         let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
         assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));
-        assert_eq!(block.to_string(), "sm90 quantise f16 to e4m3");
+        assert_eq!(block.row.to_string(), "sm90 quantise f16 to e4m3");
     }
 
     #[test]
     fn what_no_kernel_does_is_refused_by_name() {
         let h100 = DeviceFacts::h100_sxm();
-        let text = |dims, source, gpu: &DeviceFacts, rows: &[Row]| {
+        let text = |dims, source, gpu: &DeviceFacts, rows: &[QuantizeInfo]| {
             select(&quantizer(dims, Scaling::PerHead, source), gpu, rows).unwrap_err().to_string()
         };
         assert_eq!(

@@ -1,7 +1,12 @@
 //! Element types: the run-time tag [`DType`] and the sealed traits that tie it to Rust types.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::fmt;
 
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{AnyView, AnyViewMut};
 pub use float8::F8E4M3 as E4M3;
 pub use half::{bf16, f16};
 
@@ -9,7 +14,7 @@ pub use half::{bf16, f16};
 pub const E4M3_MAX: f32 = 448.0;
 
 /// The largest magnitude of Q and K, as they are stored, of a problem with
-/// [`half_scores`](crate::ForwardProblem::half_scores): 448 / 32. A sum of 128 products of two such numbers is at most 25088,
+/// [`half_scores`](crate::ForwardProblemBuilder::half_scores): 448 / 32. A sum of 128 products of two such numbers is at most 25088,
 /// within f16, whose largest value is 65504. It costs next to nothing, since the precision of [`E4M3`] is relative: it is
 /// what is below 1/896 of the largest magnitude that shares a factor, in place of 1/28672, that keeps less than three bits.
 pub const E4M3_HALF_SCORES_MAX: f32 = 14.0;
@@ -60,9 +65,7 @@ mod sealed {
 
     /// What the GPU side asks of an element; nothing when there is no GPU side.
     #[cfg(feature = "cuda")]
-    pub trait Device: cudarc::driver::DeviceRepr {}
-    #[cfg(feature = "cuda")]
-    impl<T: cudarc::driver::DeviceRepr> Device for T {}
+    pub use super::cuda::Device;
     #[cfg(not(feature = "cuda"))]
     pub trait Device {}
     #[cfg(not(feature = "cuda"))]
@@ -82,18 +85,24 @@ pub trait Element: sealed::Sealed + sealed::Device + Copy + Default + Send + Syn
     fn from_f32(value: f32) -> Self;
 }
 
-/// What Q, K and V of [`ForwardArgs`](crate::ForwardArgs) may be, and what the output then is. ([`E4M3`] operands come with
-/// factors, and so with arguments of their own: [`Fp8ForwardArgs`](crate::Fp8ForwardArgs). They have no backward pass.)
-pub trait Operand: Element {
-    /// The type of O.
-    type Out: Element;
+/// The types of Q, K and V that have gradients: `f16`, `bf16`, and on the CPU `f32`. ([`E4M3`] operands have none.)
+pub trait Float: Element {}
+
+/// What O may be where Q, K and V are of type `T`: of [`E4M3`] operands `bf16`, `f16` or [`E4M3`], of others their own type.
+pub trait OutputOf<T: Element>: Element {}
+
+macro_rules! float {
+    ($($type:ty),*) => {$(
+        impl Float for $type {}
+        impl OutputOf<$type> for $type {}
+    )*};
 }
 
-/// What the output of a problem with [`E4M3`] operands may be: `bf16`, `f16` or [`E4M3`].
-pub trait Fp8Output: Element {}
-impl Fp8Output for bf16 {}
-impl Fp8Output for f16 {}
-impl Fp8Output for E4M3 {}
+float!(f16, bf16, f32);
+
+impl OutputOf<E4M3> for bf16 {}
+impl OutputOf<E4M3> for f16 {}
+impl OutputOf<E4M3> for E4M3 {}
 
 macro_rules! element {
     ($($type:ty => $dtype:ident, |$value:ident| $to:expr, $from:expr;)*) => {$(
@@ -112,18 +121,6 @@ element! {
     f32 => F32, |x| x, std::convert::identity;
     // By path: its own takes a reference, so that `x.to_f32()` would be this one again.
     E4M3 => E4M3, |x| E4M3::to_f32(&x), E4M3::from_f32;
-}
-
-impl Operand for f16 {
-    type Out = f16;
-}
-
-impl Operand for bf16 {
-    type Out = bf16;
-}
-
-impl Operand for f32 {
-    type Out = f32;
 }
 
 #[cfg(test)]

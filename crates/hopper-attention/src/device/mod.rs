@@ -1,13 +1,21 @@
-//! Where a problem is computed: devices, what plans need to know of them, and streams.
+//! Where a problem is computed: devices and streams.
+
+#[cfg(feature = "cuda")]
+mod cuda;
 
 use std::fmt;
 
-use crate::Result;
+use crate::arch::DeviceInfo;
+use crate::error::Result;
+
 #[cfg(feature = "cuda")]
-use crate::cuda::CudaDevice;
+pub use cuda::CudaDevice;
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{driver, refuse_capture, same_context};
 
 /// A device that plans are made for.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Device {
     /// The cores of this machine. Always there.
     Cpu,
@@ -27,29 +35,30 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) when this build has no GPU side, the machine has no driver or no
     /// such GPU; [`Error::Driver`](crate::Error::Driver) when the GPU cannot be opened.
-    #[cfg(feature = "cuda")]
     pub fn cuda(ordinal: usize) -> Result<Self> {
-        CudaDevice::open(ordinal).map(Self::Cuda)
+        #[cfg(feature = "cuda")]
+        return CudaDevice::open(ordinal).map(Self::Cuda);
+        #[cfg(not(feature = "cuda"))]
+        Err(without_cuda(ordinal))
     }
 
-    /// The GPU with this ordinal, in the driver's order; opens its primary context, which PyTorch and candle share.
+    /// As [`cuda`](Self::cuda), but opened once and kept for the life of the process: every caller gets the same context
+    /// object, so that tensors and streams of one caller may be used with plans of another.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) when this build has no GPU side, the machine has no driver or no
-    /// such GPU; [`Error::Driver`](crate::Error::Driver) when the GPU cannot be opened.
-    #[cfg(not(feature = "cuda"))]
-    pub fn cuda(ordinal: usize) -> Result<Self> {
-        Err(crate::Error::NoDevice {
-            wanted: format!("cuda:{ordinal}"),
-            found: "this build is without the feature `cuda`".into(),
-        })
+    /// As [`cuda`](Self::cuda).
+    pub fn shared_cuda(ordinal: usize) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        return CudaDevice::shared(ordinal).map(Self::Cuda);
+        #[cfg(not(feature = "cuda"))]
+        Err(without_cuda(ordinal))
     }
 
     /// The GPUs of this machine, by ordinal, whether or not there is a kernel for them. Empty without a GPU, without a
     /// driver and without the feature `cuda`; [`Device::cuda`] says which. Opens no context.
     pub fn available() -> Vec<DeviceInfo> {
         #[cfg(feature = "cuda")]
-        return crate::cuda::devices();
+        return cuda::devices();
         #[cfg(not(feature = "cuda"))]
         Vec::new()
     }
@@ -81,10 +90,18 @@ impl Device {
         match self {
             Self::Cpu => Ok(Stream::Cpu),
             #[cfg(feature = "cuda")]
-            Self::Cuda(device) => {
-                device.context().new_stream().map(Stream::Cuda).map_err(crate::cuda::driver("making a stream"))
-            }
+            Self::Cuda(device) => device.context().new_stream().map(Stream::Cuda).map_err(driver("making a stream")),
         }
+    }
+}
+
+/// Why there is no GPU in a build for the CPU alone.
+#[cfg(not(feature = "cuda"))]
+fn without_cuda(ordinal: usize) -> crate::error::Error {
+    crate::error::Error::NoDevice {
+        wanted: format!("cuda:{ordinal}"),
+        found: "this build is without the feature `cuda`".into(),
+        source: None,
     }
 }
 
@@ -100,6 +117,7 @@ impl fmt::Display for Device {
 
 /// The order in which work is done. Work on the CPU is done when the call returns; a GPU's stream takes it in order.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Stream {
     /// Synchronous, on the cores of this machine.
     Cpu,
@@ -117,7 +135,7 @@ impl Stream {
         match self {
             Self::Cpu => Ok(()),
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream) => stream.synchronize().map_err(crate::cuda::driver("waiting for a stream")),
+            Self::Cuda(stream) => stream.synchronize().map_err(driver("waiting for a stream")),
         }
     }
 }
@@ -139,77 +157,6 @@ impl fmt::Display for Stream {
     }
 }
 
-/// A GPU's compute capability, printed as `sm_90`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ComputeCapability {
-    /// 9 for Hopper.
-    pub major: u32,
-    /// 0 for Hopper.
-    pub minor: u32,
-}
-
-impl fmt::Display for ComputeCapability {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sm_{}{}", self.major, self.minor)
-    }
-}
-
-/// All that a plan takes into account of a GPU. The same facts give the same plan, with or without a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct DeviceFacts {
-    /// The compute capability, which decides the kernels that run.
-    pub arch: ComputeCapability,
-    /// Streaming multiprocessors.
-    pub multiprocessors: usize,
-    /// Second-level cache, in bytes.
-    pub l2_bytes: usize,
-    /// The most shared memory a block may ask for, in bytes.
-    pub smem_bytes_per_block: usize,
-}
-
-impl DeviceFacts {
-    /// An H100 SXM: 132 multiprocessors, 50 MiB of second-level cache, 227 KiB of shared memory a block.
-    pub const fn h100_sxm() -> Self {
-        Self {
-            arch: ComputeCapability { major: 9, minor: 0 },
-            multiprocessors: 132,
-            l2_bytes: 50 << 20,
-            smem_bytes_per_block: 227 << 10,
-        }
-    }
-}
-
-impl fmt::Display for DeviceFacts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { arch, multiprocessors, l2_bytes, smem_bytes_per_block } = self;
-        let (l2, smem) = (l2_bytes >> 20, smem_bytes_per_block >> 10);
-        write!(f, "{arch}, {multiprocessors} multiprocessors, {l2} MiB L2, {smem} KiB shared memory a block")
-    }
-}
-
-/// A GPU of this machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceInfo {
-    /// What [`Device::cuda`] takes.
-    pub ordinal: usize,
-    /// The driver's name for it.
-    pub name: String,
-    /// What plans take into account.
-    pub facts: DeviceFacts,
-    /// Device memory, in bytes.
-    pub memory_bytes: usize,
-    /// The newest CUDA version that the driver supports: major, minor.
-    pub driver: (u32, u32),
-}
-
-impl fmt::Display for DeviceInfo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { ordinal, name, facts, memory_bytes, driver: (major, minor) } = self;
-        write!(f, "cuda:{ordinal} {name}: {facts}, {} MiB, driver for CUDA {major}.{minor}", memory_bytes >> 20)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -227,11 +174,5 @@ mod tests {
         let device = Device::cpu();
         assert_eq!((device.to_string(), device.info().is_none()), ("cpu".into(), true));
         device.new_stream().unwrap().synchronize().unwrap();
-    }
-
-    #[test]
-    fn facts_print_themselves() {
-        let text = "sm_90, 132 multiprocessors, 50 MiB L2, 227 KiB shared memory a block";
-        assert_eq!(DeviceFacts::h100_sxm().to_string(), text);
     }
 }

@@ -1,0 +1,160 @@
+//! Which GPUs there are, and what kinds of kernels: the words in which plans and the kernel table speak.
+
+use std::fmt;
+
+/// A GPU's compute capability, printed as `sm_90`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ComputeCapability {
+    /// 9 for Hopper.
+    pub major: u32,
+    /// 0 for Hopper.
+    pub minor: u32,
+}
+
+impl fmt::Display for ComputeCapability {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}", self.major, self.minor)
+    }
+}
+
+/// All that a plan takes into account of a GPU. The same facts give the same plan, with or without a GPU.
+///
+/// A GPU that is not there is described by starting from one that is known, such as [`h100_sxm`](Self::h100_sxm), and setting
+/// fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct DeviceFacts {
+    /// The compute capability, which decides the kernels that run.
+    pub arch: ComputeCapability,
+    /// Streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// Second-level cache, in bytes.
+    pub l2_bytes: usize,
+    /// The most shared memory a block may ask for, in bytes.
+    pub smem_bytes_per_block: usize,
+}
+
+impl DeviceFacts {
+    /// An H100 SXM: 132 multiprocessors, 50 MiB of second-level cache, 227 KiB of shared memory a block.
+    pub const fn h100_sxm() -> Self {
+        Self {
+            arch: ComputeCapability { major: 9, minor: 0 },
+            multiprocessors: 132,
+            l2_bytes: 50 << 20,
+            smem_bytes_per_block: 227 << 10,
+        }
+    }
+}
+
+impl fmt::Display for DeviceFacts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { arch, multiprocessors, l2_bytes, smem_bytes_per_block } = self;
+        let (l2, smem) = (l2_bytes >> 20, smem_bytes_per_block >> 10);
+        write!(f, "{arch}, {multiprocessors} multiprocessors, {l2} MiB L2, {smem} KiB shared memory a block")
+    }
+}
+
+/// A GPU of this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceInfo {
+    /// What [`Device::cuda`](crate::Device::cuda) takes.
+    pub ordinal: usize,
+    /// The driver's name for it.
+    pub name: String,
+    /// What plans take into account.
+    pub facts: DeviceFacts,
+    /// Device memory, in bytes.
+    pub memory_bytes: usize,
+    /// The newest CUDA version that the driver supports: major, minor.
+    pub driver: (u32, u32),
+}
+
+impl fmt::Display for DeviceInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ordinal, name, facts, memory_bytes, driver: (major, minor) } = self;
+        write!(f, "cuda:{ordinal} {name}: {facts}, {} MiB, driver for CUDA {major}.{minor}", memory_bytes >> 20)
+    }
+}
+
+/// The instruction set that a kernel is written for. Of those that a GPU runs, plans take the greatest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Arch {
+    /// Compute capability 8.0 and later: from 8.0 to 9.0 as machine code where the build has it, else as PTX, which the
+    /// driver compiles when a plan loads it.
+    Sm80,
+    /// Compute capability 9.0 (sm_90a), and nothing else.
+    Sm90,
+}
+
+impl Arch {
+    /// Whether kernels of this kind run on a GPU.
+    pub fn runs_on(self, gpu: ComputeCapability) -> bool {
+        match self {
+            Self::Sm80 => gpu.major >= 8,
+            Self::Sm90 => (gpu.major, gpu.minor) == (9, 0),
+        }
+    }
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Sm80 => "sm80",
+            Self::Sm90 => "sm90",
+        })
+    }
+}
+
+/// How a kernel's loop over blocks of keys is shaped; the bounds themselves are run-time values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MaskClass {
+    /// Every key.
+    Full,
+    /// Keys up to a diagonal, wherever it lies.
+    Causal,
+    /// A band of keys around a diagonal.
+    Window,
+}
+
+impl fmt::Display for MaskClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Full => "full",
+            Self::Causal => "causal",
+            Self::Window => "window",
+        })
+    }
+}
+
+/// What a kernel computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Pass {
+    /// O and the log-sum-exp.
+    Forward,
+    /// The gradients of Q, K and V.
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Forward => "fwd",
+            Self::Backward => "bwd",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_print_themselves() {
+        let text = "sm_90, 132 multiprocessors, 50 MiB L2, 227 KiB shared memory a block";
+        assert_eq!(DeviceFacts::h100_sxm().to_string(), text);
+    }
+}

@@ -1,0 +1,187 @@
+//! Tensors in host memory, by address. Elements are reached a run at a time, along the innermost dimension, and never a
+//! whole buffer: what lies in the gaps of a layout may belong to somebody else, who may be writing it.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::Task;
+use crate::layout::Layout;
+
+/// A tensor that is read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostRef<'a, T, const R: usize> {
+    data: *const T,
+    layout: Layout<R>,
+    borrowed: PhantomData<&'a [T]>,
+}
+
+/// A tensor that is written.
+#[derive(Debug)]
+pub(crate) struct HostMut<'a, T, const R: usize> {
+    data: *mut T,
+    layout: Layout<R>,
+    borrowed: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it stands for shared references to its elements.
+unsafe impl<T: Sync, const R: usize> Send for HostRef<'_, T, R> {}
+// SAFETY: as above.
+unsafe impl<T: Sync, const R: usize> Sync for HostRef<'_, T, R> {}
+// SAFETY: it stands for exclusive references to its elements.
+unsafe impl<T: Send, const R: usize> Send for HostMut<'_, T, R> {}
+// SAFETY: a shared reference to it gives nothing but the layout.
+unsafe impl<T: Sync, const R: usize> Sync for HostMut<'_, T, R> {}
+
+impl<'a, T, const R: usize> HostRef<'a, T, R> {
+    /// The tensor whose first element is at `data`.
+    ///
+    /// # Safety
+    /// For `'a` every element that the layout reaches is initialised, aligned memory of one allocation, which nobody writes.
+    /// Where there is no element, `data` may be anything.
+    pub unsafe fn new(data: *const T, layout: Layout<R>) -> Self {
+        Self { data, layout, borrowed: PhantomData }
+    }
+
+    /// A tensor within `data`, which must be as long as the layout reaches.
+    pub fn of(data: &'a [T], layout: Layout<R>) -> Self {
+        assert!(layout.span() <= data.len(), "a layout of {} elements in {}", layout.span(), data.len());
+        // SAFETY: all of it lies within the borrowed slice.
+        unsafe { Self::new(data.as_ptr(), layout) }
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> Layout<R> {
+        self.layout
+    }
+
+    /// `len` neighbours along the innermost dimension, from an index on.
+    fn run(&self, index: [usize; R], len: usize) -> &'a [T] {
+        let start = start_of(&self.layout, index, len);
+        // SAFETY: `start_of` found all of them within the shape, and so within what `new` was promised.
+        start.map_or(&[], |start| unsafe { std::slice::from_raw_parts(self.data.add(start), len) })
+    }
+}
+
+impl<'a, T, const R: usize> HostMut<'a, T, R> {
+    /// The tensor whose first element is at `data`.
+    ///
+    /// # Safety
+    /// For `'a` every element that the layout reaches is aligned memory of one allocation, which nobody else reads or writes,
+    /// and no two indices share one. Where there is no element, `data` may be anything.
+    pub unsafe fn new(data: *mut T, layout: Layout<R>) -> Self {
+        Self { data, layout, borrowed: PhantomData }
+    }
+
+    /// A tensor within `data`, which must be as long as the layout reaches.
+    pub fn of(data: &'a mut [T], layout: Layout<R>) -> Self {
+        assert!(layout.span() <= data.len(), "a layout of {} elements in {}", layout.span(), data.len());
+        // SAFETY: all of it lies within the exclusively borrowed slice.
+        unsafe { Self::new(data.as_mut_ptr(), layout) }
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> Layout<R> {
+        self.layout
+    }
+
+    /// `len` neighbours along the innermost dimension, from an index on.
+    fn run_mut(&mut self, index: [usize; R], len: usize) -> &mut [T] {
+        let start = start_of(&self.layout, index, len);
+        // SAFETY: `start_of` found all of them within the shape, and so within what `new` was promised.
+        start.map_or(&mut [], |start| unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) })
+    }
+
+    /// The element at an index.
+    pub fn at_mut(&mut self, index: [usize; R]) -> &mut T {
+        &mut self.run_mut(index, 1)[0]
+    }
+
+    /// The same tensor, to be read while this one is not written.
+    pub fn as_ref(&self) -> HostRef<'_, T, R> {
+        HostRef { data: self.data, layout: self.layout, borrowed: PhantomData }
+    }
+}
+
+/// The offset of an index from which `len` elements along the innermost dimension are within the shape; `None` for none.
+fn start_of<const R: usize>(layout: &Layout<R>, index: [usize; R], len: usize) -> Option<usize> {
+    if len == 0 {
+        return None;
+    }
+    let mut last = index;
+    last[R - 1] += len - 1;
+    assert!(layout.offset(last).is_some(), "{len} elements from {index:?} of {:?}", layout.shape());
+    layout.offset(index)
+}
+
+impl<'a, T> HostRef<'a, T, 4> {
+    /// The vector of one batch element, token and head.
+    pub fn row(&self, batch: usize, token: usize, head: usize) -> &'a [T] {
+        self.run([batch, token, head, 0], self.layout.shape()[3])
+    }
+}
+
+impl<T: Copy> HostMut<'_, T, 4> {
+    /// Copies in a task's vectors, which lie without gaps.
+    pub(super) fn store(&mut self, task: &Task, rows: &[T]) {
+        let [_, _, _, dim] = self.layout.shape();
+        for (token, row) in task.tokens.clone().zip(rows.chunks_exact(dim)) {
+            self.run_mut([task.batch, token, task.head, 0], dim).copy_from_slice(row);
+        }
+    }
+}
+
+impl<'a> HostRef<'a, f32, 3> {
+    /// The numbers of some tokens of one head.
+    pub fn part(&self, batch: usize, head: usize, tokens: Range<usize>) -> &'a [f32] {
+        self.run([batch, head, tokens.start], tokens.len())
+    }
+}
+
+impl HostMut<'_, f32, 3> {
+    /// The numbers of a task's tokens.
+    pub(super) fn part_mut(&mut self, task: &Task) -> &mut [f32] {
+        self.run_mut([task.batch, task.head, task.tokens.start], task.tokens.len())
+    }
+}
+
+impl<T: Copy, const R: usize> HostRef<'_, T, R> {
+    /// The element at an index.
+    pub fn at(&self, index: [usize; R]) -> T {
+        self.run(index, 1)[0]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_found_by_the_strides() {
+        let data: Vec<f32> = (0..24).map(|x| x as f32).collect();
+        // Two heads of three tokens, of a buffer whose rows are six elements apart.
+        let layout = Layout::with_strides([1, 3, 2, 2], [24, 6, 3, 1]).unwrap();
+        let tensor = HostRef::of(&data, layout);
+        assert_eq!((tensor.row(0, 0, 0), tensor.row(0, 2, 1)), (&[0.0, 1.0][..], &[15.0, 16.0][..]));
+        let rows = HostRef::of(&data, Layout::contiguous([2, 2, 3]).unwrap());
+        assert_eq!((rows.part(1, 0, 1..3), rows.part(1, 1, 2..2)), (&[7.0, 8.0][..], &[][..]));
+        assert_eq!(rows.at([0, 1, 2]), 5.0);
+    }
+
+    #[test]
+    fn only_what_the_layout_reaches_is_written() {
+        let mut data = [7f32; 12];
+        let layout = Layout::with_strides([1, 2, 1, 2], [12, 6, 3, 1]).unwrap();
+        let mut tensor = HostMut::of(&mut data, layout);
+        tensor.store(&Task { batch: 0, head: 0, tokens: 0..2 }, &[1.0, 2.0, 3.0, 4.0]);
+        *tensor.at_mut([0, 1, 0, 1]) = 5.0;
+        assert_eq!(tensor.as_ref().row(0, 1, 0), [3.0, 5.0]);
+        assert_eq!(data, [1.0, 2.0, 7.0, 7.0, 7.0, 7.0, 3.0, 5.0, 7.0, 7.0, 7.0, 7.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "3 elements from [0, 0] of [2, 2]")]
+    fn what_is_outside_of_the_shape_is_not_reached() {
+        let data = [0f32; 4];
+        HostRef::of(&data, Layout::contiguous([2, 2]).unwrap()).run([0, 0], 3);
+    }
+}

@@ -1,0 +1,121 @@
+//! The backward pass.
+
+#[cfg(feature = "cuda")]
+use std::ffi::c_void;
+
+#[cfg(feature = "cuda")]
+use super::{KernelArgs, small};
+use super::{Launch, RawArgs, not_on_the_cpu, required};
+use crate::cpu::{self, BackwardInputs, BackwardOutputs};
+use crate::dtype::{DType, Float, bf16, f16};
+use crate::error::Result;
+use crate::operand::{Operands, Slot};
+use crate::plan::{BackwardChoice, BackwardPlan, Target};
+#[cfg(feature = "cuda")]
+use crate::sys;
+
+impl Launch for BackwardPlan {
+    type Choice = BackwardChoice;
+
+    fn target(&self) -> &Target<BackwardChoice> {
+        self.target()
+    }
+
+    fn operands(&self) -> &Operands {
+        self.operands()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes()
+    }
+
+    fn has_nothing_to_do(&self) -> bool {
+        self.problem().is_empty()
+    }
+
+    unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
+        // SAFETY: the caller's promise; the type is the operands' own.
+        unsafe {
+            match self.problem().dtype() {
+                DType::F16 => backward::<f16>(self, args),
+                DType::BF16 => backward::<bf16>(self, args),
+                DType::F32 => backward::<f32>(self, args),
+                got => Err(not_on_the_cpu(got)),
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    unsafe fn on_gpu(&self, choice: &BackwardChoice, args: &KernelArgs, stream: *mut c_void) -> Result<()> {
+        let params = params(self, choice, args)?;
+        // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+        // selection and the checks of the operands saw to it.
+        unsafe { sys::launch_backward(choice.kernel.row, &choice.kernel, &params, stream) }
+    }
+}
+
+/// # Safety
+/// As [`Launch::on_cpu`], with operands of `T`.
+unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (inputs, outputs) = unsafe {
+        (
+            BackwardInputs::<T> {
+                q: required(Slot::Q, args.read(Slot::Q))?,
+                k: required(Slot::K, args.read(Slot::K))?,
+                v: required(Slot::V, args.read(Slot::V))?,
+                o: required(Slot::O, args.read(Slot::O))?,
+                lse: required(Slot::Lse, args.read(Slot::Lse))?,
+                d_o: required(Slot::DO, args.read(Slot::DO))?,
+                d_lse: args.read(Slot::DLse),
+            },
+            BackwardOutputs::<T> {
+                d_q: required(Slot::DQ, args.write(Slot::DQ))?,
+                d_k: required(Slot::DK, args.write(Slot::DK))?,
+                d_v: required(Slot::DV, args.write(Slot::DV))?,
+            },
+        )
+    };
+    cpu::backward(plan.problem(), &inputs, outputs)
+}
+
+/// What the kernels read.
+#[cfg(feature = "cuda")]
+fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Result<sys::BwdParams> {
+    let problem = plan.problem();
+    let dims = problem.dims();
+    let parts = choice.parts();
+    let part = |offset: usize| args.workspace + offset as u64;
+    let operand = |slot| args.get(slot).into();
+    Ok(sys::BwdParams {
+        q: operand(Slot::Q),
+        k: operand(Slot::K),
+        v: operand(Slot::V),
+        o: operand(Slot::O),
+        lse: operand(Slot::Lse),
+        d_o: operand(Slot::DO),
+        d_lse: operand(Slot::DLse),
+        d_q: operand(Slot::DQ),
+        d_k: operand(Slot::DK),
+        d_v: operand(Slot::DV),
+        batch: small("batch", dims.batch)?,
+        heads_q: small("heads_q", dims.heads_q)?,
+        heads_kv: small("heads_kv", dims.heads_kv)?,
+        seqlen_q: small("seqlen_q", dims.seqlen_q)?,
+        seqlen_kv: small("seqlen_kv", dims.seqlen_kv)?,
+        head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
+        head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
+        softmax_scale: problem.softmax_scale(),
+        diagonal_offset: choice.diagonal_offset,
+        window_left: choice.window_left,
+        window_right: choice.window_right,
+        grid: choice.grid,
+        heads_per_group: choice.heads_per_group,
+        groups: choice.groups,
+        statistics: part(parts.statistics),
+        sums: part(parts.sums),
+        progress: part(parts.progress),
+        ordered: choice.turns,
+        tile_counter: if choice.tile_counter { args.workspace } else { 0 },
+    })
+}

@@ -1,0 +1,216 @@
+//! From checked tensors to what kernels read: aligned addresses, and strides that are regular where a dimension has no
+//! second element.
+
+use arrayvec::ArrayVec;
+
+use super::raw::{RawArgs, RawTensor, RawWorkspace};
+use crate::error::{Error, Result};
+use crate::operand::{MAX_OPERANDS, MAX_RANK, Slot};
+
+/// Tensor maps and their moves count in units of this many bytes.
+const ALIGNMENT: u64 = 16;
+/// A tensor map's strides end here, in bytes.
+const STRIDE_END: i64 = 1 << 40;
+
+/// What a kernel reads and writes: a descriptor for each tensor that was given.
+#[derive(Clone, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read by the launch"))]
+pub(crate) struct KernelArgs {
+    descriptors: ArrayVec<(Slot, Descriptor), MAX_OPERANDS>,
+    /// The address of the workspace.
+    pub workspace: u64,
+}
+
+/// A tensor as kernels read it. Strides count elements. A row is a token of Q, K, V and O, a query of a log-sum-exp, a block of
+/// a tensor of factors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    /// 0: the tensor is not there.
+    pub address: u64,
+    pub stride_batch: i64,
+    pub stride_row: i64,
+    pub stride_head: i64,
+}
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read by the launch"))]
+impl KernelArgs {
+    /// Whether an operand was given.
+    pub fn has(&self, slot: Slot) -> bool {
+        self.descriptors.iter().any(|(given, _)| *given == slot)
+    }
+
+    /// The descriptor of an operand; all zeros where it was not given.
+    pub fn get(&self, slot: Slot) -> Descriptor {
+        let found = self.descriptors.iter().find(|(given, _)| *given == slot);
+        found.map_or_else(Descriptor::default, |(_, descriptor)| *descriptor)
+    }
+}
+
+/// Describes what was given, for a plan that needs a workspace of so many bytes.
+pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelArgs> {
+    let mut descriptors = ArrayVec::new();
+    for (slot, tensor) in args.tensors() {
+        descriptors.push((*slot, descriptor(*slot, tensor)?));
+    }
+    Ok(KernelArgs { descriptors, workspace: workspace(args.workspace, workspace_bytes)? })
+}
+
+fn descriptor(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
+    match raw.layout.shape().len() {
+        MAX_RANK => moved_by_tma(slot, raw),
+        _ => read_by_element(slot, raw),
+    }
+}
+
+/// `[batch, seqlen, heads, head_dim]`: moved by the copy engine, in units of 16 bytes.
+fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
+    let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
+    // Where there is no second element any stride is right; this one is always a legal one.
+    let mut regular = [i64::try_from(shape[3]).unwrap_or(i64::MAX); 3];
+    if !raw.layout.is_empty() {
+        check_address(slot, raw, ALIGNMENT)?;
+        for (axis, name) in ["batch", "seqlen", "heads"].into_iter().enumerate() {
+            if shape[axis] > 1 {
+                regular[axis] = check_stride(slot, name, strides[axis], raw)?;
+            }
+        }
+    }
+    let [stride_batch, stride_row, stride_head] = regular;
+    Ok(Descriptor { address: raw.address, stride_batch, stride_row, stride_head })
+}
+
+/// `[batch, heads, rows]` and smaller ones, read an element at a time. A stride is 0 where there is no second element: all
+/// share the first.
+fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
+    if !raw.layout.is_empty() {
+        check_address(slot, raw, raw.dtype.bytes() as u64)?;
+    }
+    let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
+    let stride = |axis: usize| match shape.get(axis) {
+        Some(&size) if size > 1 => strides[axis],
+        _ => 0,
+    };
+    Ok(Descriptor { address: raw.address, stride_batch: stride(0), stride_head: stride(1), stride_row: stride(2) })
+}
+
+fn check_address(slot: Slot, raw: &RawTensor, alignment: u64) -> Result<()> {
+    if raw.address != 0 && raw.address.is_multiple_of(alignment) {
+        return Ok(());
+    }
+    Err(Error::Layout {
+        tensor: slot.name(),
+        got: format!("address {:#x}", raw.address),
+        allowed: format!("multiples of {alignment} bytes, not 0"),
+    })
+}
+
+fn check_stride(slot: Slot, axis: &str, stride: i64, raw: &RawTensor) -> Result<i64> {
+    let bytes = stride.checked_mul(raw.dtype.bytes() as i64);
+    match bytes {
+        Some(bytes) if (0..STRIDE_END).contains(&bytes) && bytes % ALIGNMENT as i64 == 0 => Ok(stride),
+        _ => Err(Error::Layout {
+            tensor: slot.name(),
+            got: format!("stride {stride} in {axis}, of {} elements", raw.dtype),
+            allowed: format!(
+                "on a GPU, multiples of {} elements (16 bytes) from 0 to below 2^40 bytes",
+                ALIGNMENT as usize / raw.dtype.bytes()
+            ),
+        }),
+    }
+}
+
+fn workspace(workspace: RawWorkspace, need: usize) -> Result<u64> {
+    let RawWorkspace { address, bytes } = workspace;
+    if bytes < need || (need > 0 && address == 0) {
+        return Err(Error::Workspace { need, have: if address == 0 { 0 } else { bytes } });
+    }
+    if need > 0 && !address.is_multiple_of(ALIGNMENT) {
+        return Err(Error::Layout {
+            tensor: "workspace",
+            got: format!("address {address:#x}"),
+            allowed: "multiples of 16 bytes".into(),
+        });
+    }
+    Ok(address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::launch::raw::Place;
+    use crate::layout::Layout;
+
+    fn raw<const R: usize>(address: u64, dtype: DType, layout: Layout<R>) -> RawTensor {
+        RawTensor::new(address, dtype, Place::Cuda(0), layout)
+    }
+
+    fn dense(address: u64, shape: [usize; 4]) -> RawTensor {
+        raw(address, DType::BF16, Layout::contiguous(shape).unwrap())
+    }
+
+    fn described(slot: Slot, raw: RawTensor) -> Result<Descriptor> {
+        describe(&RawArgs::new().with(slot, raw), 0).map(|args| args.get(slot))
+    }
+
+    fn refused(slot: Slot, raw: RawTensor) -> String {
+        described(slot, raw).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn dense_tensors_pass_unchanged() {
+        let q = described(Slot::Q, dense(0x1000, [2, 3, 4, 64])).unwrap();
+        assert_eq!(q, Descriptor { address: 0x1000, stride_batch: 768, stride_row: 256, stride_head: 64 });
+        let args = describe(&RawArgs::new(), 0).unwrap();
+        assert_eq!(args.get(Slot::Q), Descriptor::default());
+    }
+
+    #[test]
+    fn addresses_are_aligned() {
+        let text = refused(Slot::K, dense(0x1008, [2, 5, 1, 64]));
+        assert_eq!(text, "k: address 0x1008; allowed: multiples of 16 bytes, not 0");
+        assert!(refused(Slot::K, dense(0, [2, 5, 1, 64])).starts_with("k: address 0x0"));
+        // Without keys there is nothing at the address.
+        assert!(described(Slot::K, dense(0, [2, 0, 1, 64])).is_ok());
+    }
+
+    #[test]
+    fn strides_are_aligned_where_they_are_used() {
+        let strided = |stride| raw(0x1000, DType::BF16, Layout::with_strides([2, 5, 1, 64], stride).unwrap());
+        assert_eq!(
+            refused(Slot::V, strided([340, 68, 64, 1])),
+            "v: stride 340 in batch, of bf16 elements; allowed: on a GPU, multiples of 8 elements (16 bytes) \
+             from 0 to below 2^40 bytes"
+        );
+        // Every key has the same value, which is legal to read; one head has no second one to step to.
+        assert_eq!(described(Slot::V, strided([320, 0, 3, 1])).unwrap().stride_head, 64);
+        let text = refused(Slot::V, strided([1 << 39, 64, 64, 1]));
+        assert!(text.starts_with("v: stride 549755813888 in batch"), "{text}");
+    }
+
+    #[test]
+    fn what_is_read_by_element_is_aligned_to_it() {
+        let lse = Layout::contiguous([2, 4, 3]).unwrap();
+        let found = described(Slot::Lse, raw(0x104, DType::F32, lse)).unwrap();
+        assert_eq!(found, Descriptor { address: 0x104, stride_batch: 12, stride_head: 3, stride_row: 1 });
+        let text = refused(Slot::Lse, raw(0x102, DType::F32, lse));
+        assert_eq!(text, "lse: address 0x102; allowed: multiples of 4 bytes, not 0");
+        // One factor for all.
+        let factor = raw(0x104, DType::F32, Layout::contiguous([1, 1, 1]).unwrap());
+        assert_eq!(described(Slot::DescaleQ, factor).unwrap(), Descriptor { address: 0x104, ..Default::default() });
+        let counts = raw(0x104, DType::F32, Layout::with_strides([3, 2], [5, 1]).unwrap());
+        let found = described(Slot::Counts, counts).unwrap();
+        assert_eq!((found.stride_batch, found.stride_head, found.stride_row), (5, 1, 0));
+    }
+
+    #[test]
+    fn a_workspace_is_there_aligned_and_large_enough() {
+        let at = |address, bytes| RawWorkspace { address, bytes };
+        assert_eq!(workspace(at(0, 0), 0), Ok(0));
+        assert_eq!(workspace(at(0x100, 8), 4), Ok(0x100));
+        assert_eq!(workspace(at(0, 4), 4), Err(Error::Workspace { need: 4, have: 0 }));
+        assert_eq!(workspace(at(0x100, 3), 4), Err(Error::Workspace { need: 4, have: 3 }));
+        let text = workspace(at(0x104, 4), 4).unwrap_err().to_string();
+        assert_eq!(text, "workspace: address 0x104; allowed: multiples of 16 bytes");
+    }
+}

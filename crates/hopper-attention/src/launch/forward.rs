@@ -1,0 +1,160 @@
+//! The forward pass.
+
+#[cfg(feature = "cuda")]
+use std::ffi::c_void;
+
+#[cfg(feature = "cuda")]
+use super::{KernelArgs, small};
+use super::{Launch, RawArgs, not_on_the_cpu, required};
+use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
+use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
+use crate::error::Result;
+use crate::operand::{Operands, Slot};
+use crate::plan::{Choice, ForwardPlan, Target};
+#[cfg(feature = "cuda")]
+use crate::{scaling::Scaling, sys};
+
+impl Launch for ForwardPlan {
+    type Choice = Choice;
+
+    fn target(&self) -> &Target<Choice> {
+        self.target()
+    }
+
+    fn operands(&self) -> &Operands {
+        self.operands()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes()
+    }
+
+    fn has_nothing_to_do(&self) -> bool {
+        // The largest magnitude of nothing is written, too.
+        self.problem().is_empty() && !self.problem().wants_amax()
+    }
+
+    unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
+        // SAFETY: the caller's promise; the type is the operands' own.
+        unsafe {
+            match (self.problem().dtype(), self.problem().output_dtype()) {
+                (DType::F16, _) => forward::<f16>(self, args),
+                (DType::BF16, _) => forward::<bf16>(self, args),
+                (DType::F32, _) => forward::<f32>(self, args),
+                (DType::E4M3, DType::F16) => forward_fp8::<f16>(self, args),
+                (DType::E4M3, DType::BF16) => forward_fp8::<bf16>(self, args),
+                (DType::E4M3, DType::E4M3) => forward_fp8::<E4M3>(self, args),
+                (DType::E4M3, got) => Err(not_on_the_cpu(got)),
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    unsafe fn on_gpu(&self, choice: &Choice, args: &KernelArgs, stream: *mut c_void) -> Result<()> {
+        let params = params(self, choice, args)?;
+        let launch = |kernel: &crate::table::KernelInfo, params: &sys::FwdParams| {
+            // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+            // selection and the checks of the operands saw to it.
+            unsafe { sys::launch_forward(kernel.row, kernel, params, stream) }
+        };
+        launch(&choice.kernel, &params)?;
+        let Some(fallback) = &choice.fallback else { return Ok(()) };
+        let counter = choice.parts().fallback_counter;
+        let behind = sys::FwdParams {
+            grid: fallback.grid,
+            tile_counter: counter.map_or(0, |offset| args.workspace + offset as u64),
+            shared_tiles: 0,
+            ..params
+        };
+        launch(&fallback.kernel, &behind)
+    }
+}
+
+/// # Safety
+/// As [`Launch::on_cpu`], with operands of `T`.
+unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (inputs, outputs) = unsafe {
+        (
+            Inputs::<T> {
+                q: required(Slot::Q, args.read(Slot::Q))?,
+                k: required(Slot::K, args.read(Slot::K))?,
+                v: required(Slot::V, args.read(Slot::V))?,
+            },
+            Outputs::<T> { o: required(Slot::O, args.write(Slot::O))?, lse: args.write(Slot::Lse) },
+        )
+    };
+    cpu::forward(plan.problem(), &inputs, outputs);
+    Ok(())
+}
+
+/// # Safety
+/// As [`Launch::on_cpu`], with operands of e4m3 and an output of `O`.
+unsafe fn forward_fp8<O: OutputOf<E4M3>>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (inputs, outputs) = unsafe {
+        (
+            Fp8Inputs {
+                q: required(Slot::Q, args.read(Slot::Q))?,
+                k: required(Slot::K, args.read(Slot::K))?,
+                v: required(Slot::V, args.read(Slot::V))?,
+                descale_q: required(Slot::DescaleQ, args.read(Slot::DescaleQ))?,
+                descale_k: required(Slot::DescaleK, args.read(Slot::DescaleK))?,
+                descale_v: required(Slot::DescaleV, args.read(Slot::DescaleV))?,
+                scale_o: args.read::<f32, 1>(Slot::ScaleO).map_or(1.0, |scale_o| scale_o.at([0])),
+            },
+            Fp8Outputs::<O> {
+                o: required(Slot::O, args.write(Slot::O))?,
+                lse: args.write(Slot::Lse),
+                amax: args.write(Slot::Amax),
+            },
+        )
+    };
+    cpu::forward_fp8(plan.problem(), &inputs, outputs)
+}
+
+/// What the kernels read.
+#[cfg(feature = "cuda")]
+fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys::FwdParams> {
+    let problem = plan.problem();
+    let dims = problem.dims();
+    let parts = choice.parts();
+    let part = |offset: Option<usize>| offset.map_or(0, |offset| args.workspace + offset as u64);
+    let operand = |slot| args.get(slot).into();
+    Ok(sys::FwdParams {
+        q: operand(Slot::Q),
+        k: operand(Slot::K),
+        v: operand(Slot::V),
+        o: operand(Slot::O),
+        lse: operand(Slot::Lse),
+        descale_q: operand(Slot::DescaleQ),
+        descale_k: operand(Slot::DescaleK),
+        descale_v: operand(Slot::DescaleV),
+        scale_o: operand(Slot::ScaleO),
+        amax: operand(Slot::Amax),
+        batch: small("batch", dims.batch)?,
+        heads_q: small("heads_q", dims.heads_q)?,
+        heads_kv: small("heads_kv", dims.heads_kv)?,
+        seqlen_q: small("seqlen_q", dims.seqlen_q)?,
+        seqlen_kv: small("seqlen_kv", dims.seqlen_kv)?,
+        head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
+        head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
+        softmax_scale: problem.softmax_scale(),
+        diagonal_offset: choice.diagonal_offset,
+        window_left: choice.window_left,
+        window_right: choice.window_right,
+        grid: choice.grid,
+        heads_per_group: choice.heads_per_group,
+        groups: choice.groups,
+        tile_counter: part(parts.tile_counter),
+        shared_tiles: choice.shared_tiles,
+        output: sys::to_dtype(problem.output_dtype()),
+        descale_q_group: match problem.scaling() {
+            // A key head's factor of Q is for all query heads that read it.
+            Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,
+            _ => 1,
+        },
+        range_check: part(parts.range_check),
+        range_grid: choice.grid,
+    })
+}

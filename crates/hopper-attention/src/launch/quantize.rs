@@ -1,0 +1,173 @@
+//! Quantisation.
+
+#[cfg(feature = "cuda")]
+use std::ffi::c_void;
+
+#[cfg(feature = "cuda")]
+use super::{KernelArgs, small};
+use super::{Launch, RawArgs, not_on_the_cpu, required};
+use crate::cpu::{self, Factors, QuantizeTask};
+use crate::dtype::{DType, Float, bf16, f16};
+use crate::error::{Error, Result};
+use crate::operand::{Operands, Slot};
+use crate::plan::{QuantizeChoice, QuantizePlan, Target};
+use crate::problem::{Source, TENSORS};
+#[cfg(feature = "cuda")]
+use crate::{scaling::Scaling, sys};
+
+impl Launch for QuantizePlan {
+    type Choice = QuantizeChoice;
+
+    fn target(&self) -> &Target<QuantizeChoice> {
+        self.target()
+    }
+
+    fn operands(&self) -> &Operands {
+        self.operands()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes()
+    }
+
+    /// Counts of nothing are written, too.
+    fn has_nothing_to_do(&self) -> bool {
+        false
+    }
+
+    /// Of a tensor that is quantised its values, what is stored and its factors are given, the latter either to be written or to
+    /// be read; of another one nothing.
+    fn check_together(&self, is_given: &dyn Fn(Slot) -> bool) -> Result<()> {
+        for Source { values, stored, descale, given, .. } in TENSORS {
+            let factors = [descale, given].into_iter().filter(|&slot| is_given(slot)).count();
+            let [has_values, has_stored] = [values, stored].map(is_given);
+            let refuse = |slot: Slot, got: &str, allowed: String| {
+                Err(Error::Value { what: slot.name(), got: got.into(), allowed })
+            };
+            match (has_values, has_stored, factors) {
+                (false, false, 0) | (true, true, 1) => {}
+                (_, _, 2) => return refuse(given, "given twice", "factors to be written, or to be read".into()),
+                (false, ..) => return refuse(values, "missing", format!("what {stored} and {descale} are made of")),
+                (_, false, _) => return refuse(stored, "missing", format!("where {values} is stored")),
+                _ => return refuse(descale, "missing", format!("the factors of {values}")),
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
+        // SAFETY: the caller's promise; the type is the source's.
+        unsafe {
+            match self.quantizer().source() {
+                DType::F16 => quantize::<f16>(self, args),
+                DType::BF16 => quantize::<bf16>(self, args),
+                DType::F32 => quantize::<f32>(self, args),
+                got => Err(not_on_the_cpu(got)),
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    unsafe fn on_gpu(&self, choice: &QuantizeChoice, args: &KernelArgs, stream: *mut c_void) -> Result<()> {
+        let params = params(self, choice, args)?;
+        // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
+        // selection and the checks of the operands saw to it.
+        unsafe { sys::launch_quantize(choice.row.row, &choice.row, &params, stream) }
+    }
+}
+
+/// # Safety
+/// As [`Launch::on_cpu`], with values of `T`.
+unsafe fn quantize<T: Float>(plan: &QuantizePlan, args: &RawArgs) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (tasks, mut counts) = unsafe {
+        let [q, k, v] = &TENSORS;
+        ([task::<T>(plan, args, q)?, task::<T>(plan, args, k)?, task::<T>(plan, args, v)?], args.write(Slot::Counts))
+    };
+    for (row, task) in tasks.into_iter().enumerate() {
+        let found = task.map_or([0; 2], cpu::quantize);
+        if let Some(counts) = &mut counts {
+            for (column, found) in found.into_iter().enumerate() {
+                *counts.at_mut([row, column]) = found as f32;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A tensor that is quantised; `None` where it is not given.
+///
+/// # Safety
+/// As [`Launch::on_cpu`], with values of `T`.
+unsafe fn task<'a, T: Float>(
+    plan: &QuantizePlan,
+    args: &RawArgs,
+    tensor: &Source,
+) -> Result<Option<QuantizeTask<'a, T>>> {
+    // SAFETY: the caller's promise, here and below.
+    let Some(values) = (unsafe { args.read(tensor.values) }) else { return Ok(None) };
+    let (quantizer, problem) = (plan.quantizer(), plan.quantizer().problem());
+    // SAFETY: as above.
+    let descale = match unsafe { args.read(tensor.given) } {
+        Some(descale) => {
+            cpu::check_factors(tensor.given.name(), &descale)?;
+            Factors::Given(descale)
+        }
+        // SAFETY: as above.
+        None => Factors::FromAmax(required(tensor.descale, unsafe { args.write(tensor.descale) })?),
+    };
+    Ok(Some(QuantizeTask {
+        values,
+        // SAFETY: as above.
+        stored: required(tensor.stored, unsafe { args.write(tensor.stored) })?,
+        descale,
+        scaling: problem.scaling().unwrap_or_default(),
+        group: (tensor.shape)(problem)[2] / problem.dims().heads_kv,
+        rotation: quantizer.hadamard().filter(|_| tensor.scored),
+        most: quantizer.largest_stored(tensor),
+    }))
+}
+
+/// What the kernels read.
+#[cfg(feature = "cuda")]
+fn params(plan: &QuantizePlan, choice: &QuantizeChoice, args: &KernelArgs) -> Result<sys::QuantizeParams> {
+    let (quantizer, problem) = (plan.quantizer(), plan.quantizer().problem());
+    let scaling = problem.scaling().unwrap_or_default();
+    let one = |index: usize| -> Result<sys::QuantizeTensor> {
+        let tensor = &TENSORS[index];
+        let values = args.get(tensor.values);
+        let given = args.get(tensor.given);
+        let is_given = args.has(tensor.given);
+        if !args.has(tensor.values) {
+            return Ok(sys::QuantizeTensor::default());
+        }
+        let [batch, seqlen, heads, head_dim] = (tensor.shape)(problem);
+        let group = if scaling == Scaling::PerHead { heads / problem.dims().heads_kv } else { 1 };
+        Ok(sys::QuantizeTensor {
+            values: values.into(),
+            stored: args.get(tensor.stored).into(),
+            descale: if is_given { given.into() } else { args.get(tensor.descale).into() },
+            given: is_given,
+            rotated: tensor.scored && quantizer.hadamard().is_some(),
+            wanted: true,
+            most: quantizer.largest_stored(tensor),
+            batch: small("batch", batch)?,
+            seqlen: small("seqlen", seqlen)?,
+            heads: small("heads", heads)?,
+            head_dim: small("head_dim", head_dim)?,
+            group: small("heads_q / heads_kv", group)?,
+            state: args.workspace + choice.state[index] as u64,
+        })
+    };
+    Ok(sys::QuantizeParams {
+        q: one(0)?,
+        k: one(1)?,
+        v: one(2)?,
+        scaling: sys::to_scaling(scaling),
+        seed: quantizer.hadamard().unwrap_or(0),
+        counts: args.get(Slot::Counts).into(),
+        workspace: args.workspace,
+        workspace_bytes: choice.workspace_bytes as u64,
+        multiprocessors: small("multiprocessors", choice.multiprocessors)?,
+    })
+}

@@ -1,0 +1,111 @@
+//! What a run is given by address.
+
+use std::fmt;
+
+use arrayvec::ArrayVec;
+
+use crate::dtype::DType;
+use crate::layout::{DynLayout, Layout};
+use crate::operand::{MAX_OPERANDS, Slot};
+
+/// Where an address leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Place {
+    /// Memory that the cores of this machine read.
+    Cpu,
+    /// Memory that the GPU with this ordinal reads.
+    Cuda(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// A tensor by the address of its first element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawTensor {
+    pub(crate) address: u64,
+    pub(crate) dtype: DType,
+    pub(crate) place: Place,
+    pub(crate) layout: DynLayout,
+}
+
+impl RawTensor {
+    /// The tensor whose first element is at `address`, which may be anything where there is no element. The dimensions of
+    /// `layout` are in the order that the operand's [`axes`](Slot::axes) give.
+    pub fn new<const R: usize>(address: u64, dtype: DType, place: Place, layout: Layout<R>) -> Self {
+        Self { address, dtype, place, layout: layout.into() }
+    }
+}
+
+/// What a run reads and writes, by address: tensors by the names of their operands, and scratch memory.
+///
+/// ```
+/// use hopper_attention::raw::{Place, RawArgs, RawTensor};
+/// use hopper_attention::{DType, Layout, Slot};
+/// # fn main() -> hopper_attention::Result<()> {
+/// let q = RawTensor::new(0x1000, DType::BF16, Place::Cuda(0), Layout::contiguous([1, 128, 8, 64])?);
+/// let args = RawArgs::new().with(Slot::Q, q).with_workspace(0x8000, 4);
+/// assert_eq!(args.get(Slot::Q), Some(&q));
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct RawArgs {
+    tensors: ArrayVec<(Slot, RawTensor), MAX_OPERANDS>,
+    pub(crate) workspace: RawWorkspace,
+}
+
+/// Scratch memory by address.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RawWorkspace {
+    pub address: u64,
+    pub bytes: usize,
+}
+
+const _: () = assert!(Slot::ALL.len() <= MAX_OPERANDS, "every operand finds room in RawArgs");
+
+impl RawArgs {
+    /// Without any tensor.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With a tensor as this operand, in place of one that was given before.
+    #[must_use]
+    pub fn with(mut self, slot: Slot, tensor: RawTensor) -> Self {
+        self.set(slot, tensor);
+        self
+    }
+
+    /// With scratch memory where the plan is: the address of its first byte (of 16-byte alignment on a GPU; 0 where the plan
+    /// needs none), and at least the plan's `workspace_bytes()`.
+    #[must_use]
+    pub fn with_workspace(mut self, address: u64, bytes: usize) -> Self {
+        self.workspace = RawWorkspace { address, bytes };
+        self
+    }
+
+    /// The tensor that was given as an operand.
+    pub fn get(&self, slot: Slot) -> Option<&RawTensor> {
+        self.tensors.iter().find(|(given, _)| *given == slot).map(|(_, tensor)| tensor)
+    }
+
+    /// The tensors that were given.
+    pub(crate) fn tensors(&self) -> &[(Slot, RawTensor)] {
+        &self.tensors
+    }
+
+    pub(crate) fn set(&mut self, slot: Slot, tensor: RawTensor) {
+        match self.tensors.iter_mut().find(|(given, _)| *given == slot) {
+            Some((_, place)) => *place = tensor,
+            // There is room for every slot once.
+            None => self.tensors.push((slot, tensor)),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Which kernels compute a problem on a GPU: one sieve a reason, so that a refusal names the first that leaves nothing.
+
+use super::target::Target;
+use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::problem::ForwardProblem;
+use crate::table::KernelInfo;
+
+/// TMA moves multiples of 16 bytes.
+const TMA_BYTES: usize = 16;
+
+/// The mask class that computes a problem: what its mask keeps, not how it was spelled.
+pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
+    let dims = problem.dims();
+    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
+    match (band.left, band.right) {
+        (None, None) => MaskClass::Full,
+        (None, Some(_)) => MaskClass::Causal,
+        (Some(_), _) => MaskClass::Window,
+    }
+}
+
+/// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.
+pub(super) fn fitting<'a>(
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    rows: &'a [KernelInfo],
+) -> Result<Vec<&'a KernelInfo>> {
+    let dims = problem.dims();
+    let (dtype, class) = (problem.dtype(), mask_class(problem));
+    if rows.is_empty() {
+        let wanted = format!("{gpu}, in a build without GPU kernels");
+        return Err(unsupported(wanted, "Device::cpu(), or a build with the feature `cuda`".into()));
+    }
+    let rows: Vec<_> = rows.iter().collect();
+    let rows = sieve(
+        rows,
+        |row| row.arch.runs_on(gpu.arch),
+        |rows| {
+            // A GPU may have kernels for the forward alone.
+            let what = if is_backward(rows) { "backward kernels for a GPU" } else { "a GPU" };
+            (format!("{what} of {}", gpu.arch), list(rows, |row| arch_name(row.arch)))
+        },
+    )?;
+    let latest = rows.iter().map(|row| row.arch).max();
+    let rows = sieve(
+        rows,
+        |row| problem.arch().or(latest) == Some(row.arch),
+        |rows| {
+            let arch = problem.arch().map_or(String::new(), |arch| arch.to_string());
+            let pass = if is_backward(rows) { "backward " } else { "" };
+            (format!("{pass}{arch} kernels on a GPU of {}", gpu.arch), list(rows, |row| row.arch.to_string()))
+        },
+    )?;
+    let rows = sieve(
+        rows,
+        |row| row.dtype == dtype,
+        |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
+    )?;
+    // Sums in f16 are for those who asked for them; who did is as well served by sums in f32.
+    let rows = sieve(
+        rows,
+        |row| row.scores != DType::F16 || problem.allows_half_scores(),
+        |_| (format!("{dtype} operands without half_scores(true) on a GPU"), "with half_scores(true)".into()),
+    )?;
+    let rows = sieve(
+        rows,
+        |row| row.mask == class,
+        |rows| (format!("mask class {class} for {dtype}"), list(rows, |row| row.mask.to_string())),
+    )?;
+    let (qk, vo) = (dims.head_dim_qk, dims.head_dim_vo);
+    let rows = sieve(
+        rows,
+        |row| row.head_dim_qk >= qk && row.head_dim_vo >= vo,
+        |rows| {
+            let wanted = format!("head_dim_qk {qk} with head_dim_vo {vo} for {dtype}, {class}");
+            (wanted, list(rows, |row| format!("up to {} with {}", row.head_dim_qk, row.head_dim_vo)))
+        },
+    )?;
+    let step = TMA_BYTES / dtype.bytes();
+    for (what, got) in [("head_dim_qk", qk), ("head_dim_vo", vo)] {
+        if !got.is_multiple_of(step) {
+            let nearest =
+                format!("{} (multiples of {step}: GPU rows are moved in 16-byte steps)", nearest_step(got, step));
+            return Err(unsupported(format!("{what} {got} on a GPU"), nearest));
+        }
+    }
+    sieve(
+        rows,
+        |row| row.runs_on(gpu),
+        |rows| {
+            let least = rows.iter().map(|row| row.smem_bytes).min().unwrap_or(0);
+            let wanted = format!("{least} bytes of shared memory a block, which the smallest kernel for this asks for");
+            (wanted, format!("{} bytes on this GPU", gpu.smem_bytes_per_block))
+        },
+    )
+}
+
+/// The CPU's plan, which has no instruction set to choose.
+pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
+    match problem.arch() {
+        None => Ok(Target::Cpu),
+        Some(arch) => Err(unsupported(format!("{arch} kernels on the CPU"), format!("a GPU of {}", arch_name(arch)))),
+    }
+}
+
+/// Refuses a kernel that is not a row of its pass's table: a launch goes by the row's index alone.
+#[cfg(feature = "cuda")]
+pub(super) fn check_row(row: &KernelInfo, pass: Pass) -> Result<()> {
+    if row.pass == pass && row.is_in_table() {
+        return Ok(());
+    }
+    let table = match pass {
+        Pass::Forward => "kernels()",
+        Pass::Backward => "backward_kernels()",
+    };
+    Err(Error::Value { what: "row", got: row.to_string(), allowed: format!("a row of {table}") })
+}
+
+/// Keeps some rows; if none is left, an error from what was there before.
+fn sieve(
+    rows: Vec<&KernelInfo>,
+    keep: impl Fn(&KernelInfo) -> bool,
+    name: impl FnOnce(&[&KernelInfo]) -> (String, String),
+) -> Result<Vec<&KernelInfo>> {
+    let kept: Vec<_> = rows.iter().copied().filter(|row| keep(row)).collect();
+    if kept.is_empty() {
+        let (wanted, nearest) = name(&rows);
+        return Err(unsupported(wanted, nearest));
+    }
+    Ok(kept)
+}
+
+fn is_backward(rows: &[&KernelInfo]) -> bool {
+    rows.iter().all(|row| row.pass == Pass::Backward)
+}
+
+/// The distinct names of rows, in their order.
+fn list(rows: &[&KernelInfo], name: impl Fn(&KernelInfo) -> String) -> String {
+    let mut names: Vec<String> = Vec::new();
+    for row in rows {
+        let name = name(row);
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names.join(", ")
+}
+
+fn arch_name(arch: Arch) -> String {
+    match arch {
+        Arch::Sm80 => "sm_80 and later".into(),
+        Arch::Sm90 => "sm_90".into(),
+    }
+}
+
+fn nearest_step(got: usize, step: usize) -> usize {
+    let below = got / step * step;
+    if below > 0 && got - below < step.div_ceil(2) { below } else { below.saturating_add(step) }
+}
+
+pub(super) fn unsupported(wanted: String, nearest: String) -> Error {
+    Error::Unsupported { wanted, nearest }
+}

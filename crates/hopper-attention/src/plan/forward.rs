@@ -1,0 +1,162 @@
+//! How a forward pass is computed on one device: [`ForwardPlan`].
+
+use std::fmt;
+
+use super::fitting;
+use super::select::{Choice, select};
+use super::target::Target;
+use super::tuning::Tuning;
+use crate::arch::DeviceFacts;
+#[cfg(feature = "cuda")]
+use crate::device::CudaDevice;
+use crate::device::Device;
+use crate::error::Result;
+use crate::operand::Operands;
+use crate::problem::ForwardProblem;
+#[cfg(feature = "cuda")]
+use crate::sys;
+use crate::table::{KernelInfo, kernels};
+#[cfg(feature = "cuda")]
+use crate::{arch::Pass, plan::select::select_row};
+
+/// How one problem is computed on one device: made once, and run as often as wanted, from any thread and on any stream
+/// of the device. It holds no device memory, and prints itself.
+#[derive(Clone, Debug)]
+pub struct ForwardPlan {
+    problem: ForwardProblem,
+    operands: Operands,
+    target: Target<Choice>,
+}
+
+impl ForwardProblem {
+    /// Picks how the device computes this problem, and loads the kernel, so that a later run loads nothing.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
+    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
+    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
+    pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
+        self.plan_tuned(device, &Tuning::default())
+    }
+
+    /// As [`plan`](Self::plan), but with the kernel that `tuning` holds for this problem on this card, where it holds one.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn plan_tuned(&self, device: &Device, tuning: &Tuning) -> Result<ForwardPlan> {
+        #[cfg(not(feature = "cuda"))]
+        let _ = tuning; // the CPU has one way
+        match device {
+            Device::Cpu => Ok(self.planned(fitting::cpu(self)?)),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                let info = device.info();
+                self.plan_chosen(device, tuning.select(self, &info.name, &info.facts, kernels())?)
+            }
+        }
+    }
+
+    /// The plan with one row of [`kernels()`] in place of the one that [`plan`](Self::plan) picks: for tests and
+    /// benches, which want every row to work.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem;
+    /// [`Error::Value`](crate::Error::Value) for a row that is not one of [`kernels()`].
+    #[cfg(feature = "cuda")]
+    pub fn plan_with_row(&self, device: &CudaDevice, row: &KernelInfo) -> Result<ForwardPlan> {
+        self.plan_chosen(device, select_row(self, &device.info().facts, row, kernels())?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn plan_chosen(&self, device: &CudaDevice, choice: Choice) -> Result<ForwardPlan> {
+        let prepare = |choice: &Choice| {
+            let kernels = [Some(&choice.kernel), choice.fallback.as_ref().map(|fallback| &fallback.kernel)];
+            kernels.into_iter().flatten().try_for_each(|kernel| {
+                fitting::check_row(kernel, Pass::Forward)?;
+                sys::prepare(kernel.pass, kernel.row, kernel)
+            })
+        };
+        Ok(self.planned(Target::loaded(choice, device, prepare)?))
+    }
+
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
+    /// GPU; running it is refused, since it was loaded nowhere.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
+    pub fn plan_for(&self, facts: &DeviceFacts) -> Result<ForwardPlan> {
+        Ok(self.planned(Target::described(select(self, facts, kernels())?)))
+    }
+
+    fn planned(&self, target: Target<Choice>) -> ForwardPlan {
+        ForwardPlan { problem: self.clone(), operands: self.operands(), target }
+    }
+}
+
+impl ForwardPlan {
+    /// What it computes.
+    pub fn problem(&self) -> &ForwardProblem {
+        &self.problem
+    }
+
+    /// What a run reads and writes.
+    pub fn operands(&self) -> &Operands {
+        &self.operands
+    }
+
+    /// The kernel that computes it; `None` on the CPU.
+    pub fn kernel(&self) -> Option<&KernelInfo> {
+        self.choice().map(|choice| &choice.kernel)
+    }
+
+    /// The kernel and its schedule; `None` on the CPU.
+    pub(crate) fn choice(&self) -> Option<&Choice> {
+        self.target.choice()
+    }
+
+    /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact, and often 0.
+    pub fn workspace_bytes(&self) -> usize {
+        self.choice().map_or(0, Choice::workspace_bytes)
+    }
+
+    pub(crate) fn target(&self) -> &Target<Choice> {
+        &self.target
+    }
+}
+
+impl fmt::Display for ForwardPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.choice() {
+            None => f.write_str("cpu, tiled online softmax")?,
+            Some(choice) => write!(f, "{choice}")?,
+        }
+        write!(f, ", workspace {} bytes", self.workspace_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::error::Error;
+    use crate::problem::Dims;
+
+    fn problem() -> ForwardProblem {
+        ForwardProblem::builder(DType::BF16, Dims::new(1, 64, 2, 64).with_heads_kv(1)).build().unwrap()
+    }
+
+    #[test]
+    fn the_cpu_takes_every_problem() {
+        let plan = problem().plan(&Device::cpu()).unwrap();
+        assert_eq!(plan.to_string(), "cpu, tiled online softmax, workspace 0 bytes");
+        assert_eq!((plan.problem(), plan.choice()), (&problem(), None));
+    }
+
+    #[test]
+    fn a_described_gpu_is_planned_for_with_the_kernels_of_the_build() {
+        match problem().plan_for(&DeviceFacts::h100_sxm()) {
+            Ok(plan) => assert!(kernels().contains(&plan.choice().unwrap().kernel)),
+            Err(error) => assert!(matches!(error, Error::Unsupported { .. }) && kernels().is_empty(), "{error}"),
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! The sizes of a problem.
+
+use crate::error::{Error, Result};
+
+/// Both lengths together stay below this, so that kernels may count keys and mask bounds in 32 bits.
+const SEQLEN_SUM_END: usize = 1 << 30;
+
+/// The sizes of a problem.
+///
+/// Q is `[batch, seqlen_q, heads_q, head_dim_qk]`, K `[batch, seqlen_kv, heads_kv, head_dim_qk]`,
+/// V `[batch, seqlen_kv, heads_kv, head_dim_vo]`, O `[batch, seqlen_q, heads_q, head_dim_vo]`.
+///
+/// ```
+/// use hopper_attention::Dims;
+/// // Grouped queries: 32 query heads read 8 key heads of 128, in 4 sequences of 2048.
+/// let dims = Dims::new(4, 2048, 32, 128).with_heads_kv(8);
+/// assert_eq!((dims.seqlen_kv, dims.head_dim_vo), (2048, 128));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Dims {
+    /// Sequences in the batch; may be 0.
+    pub batch: usize,
+    /// Queries in a sequence; may be 0.
+    pub seqlen_q: usize,
+    /// Keys in a sequence; may be 0.
+    pub seqlen_kv: usize,
+    /// Query heads, a multiple of `heads_kv`: head `h` reads key head `h / (heads_q / heads_kv)`.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Length of a query and of a key.
+    pub head_dim_qk: usize,
+    /// Length of a value and of an output.
+    pub head_dim_vo: usize,
+}
+
+impl Dims {
+    /// Self-attention: as many keys as queries, as many key heads as query heads, and values as long as keys.
+    pub const fn new(batch: usize, seqlen: usize, heads: usize, head_dim: usize) -> Self {
+        Self {
+            batch,
+            seqlen_q: seqlen,
+            seqlen_kv: seqlen,
+            heads_q: heads,
+            heads_kv: heads,
+            head_dim_qk: head_dim,
+            head_dim_vo: head_dim,
+        }
+    }
+
+    /// The same sizes with so many sequences.
+    #[must_use]
+    pub const fn with_batch(self, batch: usize) -> Self {
+        Self { batch, ..self }
+    }
+
+    /// The same sizes with so many queries in a sequence.
+    #[must_use]
+    pub const fn with_seqlen_q(self, seqlen_q: usize) -> Self {
+        Self { seqlen_q, ..self }
+    }
+
+    /// The same sizes with so many keys in a sequence.
+    #[must_use]
+    pub const fn with_seqlen_kv(self, seqlen_kv: usize) -> Self {
+        Self { seqlen_kv, ..self }
+    }
+
+    /// The same sizes with so many query heads.
+    #[must_use]
+    pub const fn with_heads_q(self, heads_q: usize) -> Self {
+        Self { heads_q, ..self }
+    }
+
+    /// The same sizes with so many key heads.
+    #[must_use]
+    pub const fn with_heads_kv(self, heads_kv: usize) -> Self {
+        Self { heads_kv, ..self }
+    }
+
+    /// The same sizes with queries and keys of this length.
+    #[must_use]
+    pub const fn with_head_dim_qk(self, head_dim_qk: usize) -> Self {
+        Self { head_dim_qk, ..self }
+    }
+
+    /// The same sizes with values of this length.
+    #[must_use]
+    pub const fn with_head_dim_vo(self, head_dim_vo: usize) -> Self {
+        Self { head_dim_vo, ..self }
+    }
+
+    /// Query heads that read one key head.
+    pub const fn group_size(&self) -> usize {
+        self.heads_q / self.heads_kv
+    }
+
+    /// Refuses sizes that no problem has.
+    pub(super) fn check(&self) -> Result<()> {
+        let value = |what, got: String, allowed: &str| Err(Error::Value { what, got, allowed: allowed.into() });
+        let Self { batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo } = *self;
+        for (what, got) in [("heads_q", heads_q), ("heads_kv", heads_kv)] {
+            if got == 0 {
+                return value(what, got.to_string(), "1 and above");
+            }
+        }
+        for (what, got) in [("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)] {
+            if got == 0 || got > i32::MAX as usize {
+                return value(what, got.to_string(), "1 to 2^31 - 1");
+            }
+        }
+        if !heads_q.is_multiple_of(heads_kv) {
+            return value("heads_q", format!("{heads_q} with heads_kv {heads_kv}"), "a multiple of heads_kv");
+        }
+        if seqlen_q.checked_add(seqlen_kv).is_none_or(|sum| sum >= SEQLEN_SUM_END) {
+            return value("seqlen_q + seqlen_kv", format!("{seqlen_q} + {seqlen_kv}"), "below 2^30");
+        }
+        if batch.max(1).checked_mul(heads_q).is_none_or(|heads| heads > i32::MAX as usize) || batch > i32::MAX as usize
+        {
+            return value("batch * heads_q", format!("{batch} * {heads_q}"), "below 2^31");
+        }
+        Ok(())
+    }
+}

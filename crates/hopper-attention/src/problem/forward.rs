@@ -1,0 +1,408 @@
+//! What a forward pass is to compute: [`ForwardProblem`], and the builder that checks it.
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+use super::dims::Dims;
+use super::fp8::Fp8;
+use crate::arch::Arch;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::mask::Mask;
+use crate::operand::{Operand, Operands, Slot};
+use crate::scaling::Scaling;
+
+/// The forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
+///
+/// It holds numbers and no memory, is checked when it is built, and is the same for every device. It may be the key of a map
+/// of plans.
+///
+/// ```
+/// use hopper_attention::{DType, Dims, ForwardProblem, Mask};
+/// # fn main() -> hopper_attention::Result<()> {
+/// let dims = Dims::new(2, 512, 8, 64).with_heads_kv(2);
+/// let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).lse(true).build()?;
+/// assert_eq!(problem.softmax_scale(), 0.125);
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ForwardProblem {
+    dtype: DType,
+    dims: Dims,
+    mask: Mask,
+    softmax_scale: Scale,
+    lse: bool,
+    arch: Option<Arch>,
+    /// Of e4m3 operands alone.
+    pub(super) fp8: Option<Fp8>,
+}
+
+/// A finite factor above 0: equal to another one exactly where the bits are.
+#[derive(Clone, Copy, Debug)]
+struct Scale(f32);
+
+impl PartialEq for Scale {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_bits() == other.0.to_bits()
+    }
+}
+
+impl Eq for Scale {}
+
+impl Hash for Scale {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.to_bits().hash(state);
+    }
+}
+
+/// The options of a [`ForwardProblem`], which [`build`](Self::build) checks.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct ForwardProblemBuilder {
+    dtype: DType,
+    dims: Dims,
+    mask: Mask,
+    softmax_scale: Option<f32>,
+    lse: bool,
+    arch: Option<Arch>,
+    output: Option<DType>,
+    scaling: Option<Scaling>,
+    amax: bool,
+    half_scores: bool,
+}
+
+impl ForwardProblemBuilder {
+    /// Which keys a query attends to (default: every key).
+    pub fn mask(self, mask: Mask) -> Self {
+        Self { mask, ..self }
+    }
+
+    /// The factor on `Q K^T`, finite and above 0 (default: `1 / sqrt(head_dim_qk)`).
+    pub fn softmax_scale(self, softmax_scale: f32) -> Self {
+        Self { softmax_scale: Some(softmax_scale), ..self }
+    }
+
+    /// Whether the log-sum-exp of each row is an output: natural log, f32, `[batch, heads_q, seqlen_q]` (default: no).
+    pub fn lse(self, wanted: bool) -> Self {
+        Self { lse: wanted, ..self }
+    }
+
+    /// Kernels of this instruction set alone, in place of the best that the GPU runs: plans find those or refuse. It is no
+    /// number of the problem, but where a problem is to be computed in one way, its gradients are too.
+    pub fn arch(self, arch: Arch) -> Self {
+        Self { arch: Some(arch), ..self }
+    }
+
+    /// The type of O: for e4m3 operands bf16 (the default), f16, or e4m3, where what is stored is O times the operand
+    /// `scale_o`; for others their own type.
+    pub fn output(self, dtype: DType) -> Self {
+        Self { output: Some(dtype), ..self }
+    }
+
+    /// Of e4m3 operands: how many elements share a descale factor (default: per tensor).
+    pub fn scaling(self, scaling: Scaling) -> Self {
+        Self { scaling: Some(scaling), ..self }
+    }
+
+    /// Of e4m3 operands: whether the largest magnitude of O is an output (default: no). It is f32, `[1]`, of O before it is
+    /// scaled and rounded to its type: 0 where O is empty, NaN where an element of O is NaN.
+    pub fn amax(self, wanted: bool) -> Self {
+        Self { amax: wanted, ..self }
+    }
+
+    /// Of e4m3 operands: whether scores may be summed in f16 (default: no), which the tensor cores of a GPU do faster than in
+    /// f32. Such sums hold where no stored element of Q or K is larger in magnitude than
+    /// [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), 14, and a [`Quantizer`](crate::Quantizer) of such a problem makes
+    /// no larger ones.
+    ///
+    /// Results are right either way. The kernel looks at every element of Q and K that it reads. Where one is larger, or a
+    /// NaN, a second kernel with scores in f32, launched behind the first, computes all again; the problem then takes more
+    /// than twice as long. The CPU sums in f32 anyway.
+    pub fn half_scores(self, allowed: bool) -> Self {
+        Self { half_scores: allowed, ..self }
+    }
+
+    /// Checks everything.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when a head count or head dim is 0, `heads_q` is not a multiple of `heads_kv`,
+    /// `seqlen_q + seqlen_kv` reaches 2^30, `batch * heads_q` reaches 2^31, the scale is not finite and above 0, or an option
+    /// of e4m3 operands is asked for with others; [`Error::Dtype`] for an output type that the operands do not have.
+    pub fn build(self) -> Result<ForwardProblem> {
+        let Self { dtype, dims, mask, softmax_scale, lse, arch, output, scaling, amax, half_scores } = self;
+        dims.check()?;
+        let softmax_scale = softmax_scale.unwrap_or((1.0 / (dims.head_dim_qk as f64).sqrt()) as f32);
+        if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
+            let (got, allowed) = (softmax_scale.to_string(), "finite and above 0".into());
+            return Err(Error::Value { what: "softmax_scale", got, allowed });
+        }
+        let fp8 = Fp8::checked(dtype, output, scaling, amax, half_scores)?;
+        Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), lse, arch, fp8 })
+    }
+}
+
+impl ForwardProblem {
+    /// A problem of these types and sizes, whose options are still to be chosen.
+    pub fn builder(dtype: DType, dims: Dims) -> ForwardProblemBuilder {
+        ForwardProblemBuilder {
+            dtype,
+            dims,
+            mask: Mask::Full,
+            softmax_scale: None,
+            lse: false,
+            arch: None,
+            output: None,
+            scaling: None,
+            amax: false,
+            half_scores: false,
+        }
+    }
+
+    /// The options of this problem, to make another one of them.
+    pub fn to_builder(&self) -> ForwardProblemBuilder {
+        ForwardProblemBuilder {
+            dtype: self.dtype,
+            dims: self.dims,
+            mask: self.mask,
+            softmax_scale: Some(self.softmax_scale.0),
+            lse: self.lse,
+            arch: self.arch,
+            output: Some(self.output_dtype()),
+            scaling: self.scaling(),
+            amax: self.wants_amax(),
+            half_scores: self.allows_half_scores(),
+        }
+    }
+
+    /// What it reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its strides.
+    pub fn operands(&self) -> Operands {
+        let (dtype, fp8) = (self.dtype, self.fp8.is_some());
+        Operands::of([
+            Operand::read(Slot::Q, dtype, self.q_shape()),
+            Operand::read(Slot::K, dtype, self.k_shape()),
+            Operand::read(Slot::V, dtype, self.v_shape()),
+            Operand::write(Slot::O, self.output_dtype(), self.o_shape()),
+            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.lse, "lse(true)"),
+            Operand::read(Slot::DescaleQ, DType::F32, self.descale_q_shape()).when(fp8, "e4m3 operands"),
+            Operand::read(Slot::DescaleK, DType::F32, self.descale_k_shape()).when(fp8, "e4m3 operands"),
+            Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).when(fp8, "e4m3 operands"),
+            Operand::read(Slot::ScaleO, DType::F32, [1]).when(self.takes_scale_o(), "an e4m3 output"),
+            Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants_amax(), "amax(true)"),
+        ])
+    }
+
+    /// The element type of Q, K and V.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The sizes.
+    pub fn dims(&self) -> Dims {
+        self.dims
+    }
+
+    /// Which keys a query attends to.
+    pub fn mask(&self) -> Mask {
+        self.mask
+    }
+
+    /// The factor on `Q K^T`.
+    pub fn softmax_scale(&self) -> f32 {
+        self.softmax_scale.0
+    }
+
+    /// Whether the log-sum-exp is an output.
+    pub fn wants_lse(&self) -> bool {
+        self.lse
+    }
+
+    /// The instruction set that was asked for.
+    pub fn arch(&self) -> Option<Arch> {
+        self.arch
+    }
+
+    /// Query heads that share a key head.
+    pub fn group_size(&self) -> usize {
+        self.dims.group_size()
+    }
+
+    /// `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    pub fn q_shape(&self) -> [usize; 4] {
+        let d = &self.dims;
+        [d.batch, d.seqlen_q, d.heads_q, d.head_dim_qk]
+    }
+
+    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    pub fn k_shape(&self) -> [usize; 4] {
+        let d = &self.dims;
+        [d.batch, d.seqlen_kv, d.heads_kv, d.head_dim_qk]
+    }
+
+    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    pub fn v_shape(&self) -> [usize; 4] {
+        let d = &self.dims;
+        [d.batch, d.seqlen_kv, d.heads_kv, d.head_dim_vo]
+    }
+
+    /// `[batch, seqlen_q, heads_q, head_dim_vo]`.
+    pub fn o_shape(&self) -> [usize; 4] {
+        let d = &self.dims;
+        [d.batch, d.seqlen_q, d.heads_q, d.head_dim_vo]
+    }
+
+    /// `[batch, heads_q, seqlen_q]`.
+    pub fn lse_shape(&self) -> [usize; 3] {
+        let d = &self.dims;
+        [d.batch, d.heads_q, d.seqlen_q]
+    }
+
+    /// Whether there is no output row to compute. (A problem without keys has rows: zeros, with LSE -inf.)
+    pub fn is_empty(&self) -> bool {
+        self.dims.batch == 0 || self.dims.seqlen_q == 0
+    }
+
+    /// What decides which kernel is the fastest: all but the scale and the LSE.
+    pub(crate) fn shape(&self) -> String {
+        format!("forward {}", self.numbers())
+    }
+
+    /// The instruction set, where one was asked for.
+    pub(super) fn write_arch(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.arch.map_or(Ok(()), |arch| write!(f, " on {arch}"))
+    }
+
+    /// What a forward and a backward problem print alike, but for the scale.
+    pub(super) fn numbers(&self) -> String {
+        let d = &self.dims;
+        format!(
+            "{}{} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            self.dtype,
+            self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
+            d.batch,
+            d.seqlen_q,
+            d.seqlen_kv,
+            d.heads_q,
+            d.heads_kv,
+            d.head_dim_qk,
+            d.head_dim_vo,
+            self.mask
+        )
+    }
+}
+
+impl fmt::Display for ForwardProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lse = if self.lse { " lse" } else { "" };
+        write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
+        self.write_arch(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const DIMS: Dims =
+        Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 6, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
+
+    fn refused(dims: Dims) -> String {
+        ForwardProblem::builder(DType::BF16, dims).build().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn shapes_follow_the_dims() {
+        let problem = ForwardProblem::builder(DType::F16, DIMS).build().unwrap();
+        assert_eq!((problem.q_shape(), problem.k_shape()), ([2, 5, 6, 16], [2, 7, 2, 16]));
+        assert_eq!((problem.v_shape(), problem.o_shape()), ([2, 7, 2, 8], [2, 5, 6, 8]));
+        assert_eq!((problem.lse_shape(), problem.group_size()), ([2, 6, 5], 3));
+        assert_eq!((problem.softmax_scale(), problem.wants_lse()), (0.25, false));
+    }
+
+    #[test]
+    fn bad_numbers_are_refused_by_name() {
+        assert_eq!(refused(Dims { heads_q: 5, ..DIMS }), "heads_q: 5 with heads_kv 2; allowed: a multiple of heads_kv");
+        assert_eq!(refused(Dims { heads_kv: 0, ..DIMS }), "heads_kv: 0; allowed: 1 and above");
+        assert!(refused(Dims { head_dim_qk: 0, ..DIMS }).starts_with("head_dim_qk: 0"));
+        assert!(refused(Dims { head_dim_vo: 1 << 31, ..DIMS }).starts_with("head_dim_vo: 2147483648"));
+        assert!(refused(Dims { seqlen_q: 1 << 29, seqlen_kv: 1 << 29, ..DIMS }).contains("below 2^30"));
+        assert!(refused(Dims { seqlen_q: usize::MAX, ..DIMS }).contains("below 2^30"));
+        assert!(refused(Dims { batch: 1 << 29, ..DIMS }).starts_with("batch * heads_q: 536870912 * 6"));
+    }
+
+    #[test]
+    fn the_scale_is_finite_and_above_zero() {
+        let scaled = |scale| ForwardProblem::builder(DType::F32, DIMS).softmax_scale(scale).build();
+        assert_eq!(scaled(2.0).unwrap().softmax_scale(), 2.0);
+        for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(scaled(scale).is_err(), "{scale}");
+        }
+    }
+
+    #[test]
+    fn a_problem_is_a_key_and_comes_back_from_its_builder() {
+        use std::collections::HashMap;
+        let options = ForwardProblem::builder(DType::E4M3, DIMS).mask(Mask::causal()).softmax_scale(0.3).lse(true);
+        let problem = options.scaling(Scaling::PerHead).output(DType::F16).amax(true).half_scores(true);
+        let problem = problem.arch(Arch::Sm90).build().unwrap();
+        assert_eq!(problem.to_builder().build().unwrap(), problem);
+        let others = [
+            problem.to_builder().softmax_scale(f32::from_bits(0.3f32.to_bits() + 1)),
+            problem.to_builder().lse(false),
+            problem.to_builder().mask(Mask::Full),
+            problem.to_builder().amax(false),
+            problem.to_builder().half_scores(false),
+            problem.to_builder().arch(Arch::Sm80),
+            problem.to_builder().output(DType::BF16),
+        ];
+        let mut plans = HashMap::from([(problem.clone(), 0)]);
+        for (i, other) in others.into_iter().enumerate() {
+            plans.insert(other.build().unwrap(), i + 1);
+        }
+        assert_eq!((plans.len(), plans[&problem]), (8, 0));
+    }
+
+    #[test]
+    fn operands_are_there_as_the_options_say() {
+        use crate::operand::Presence::{Refused, Required};
+        let presence =
+            |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
+        let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
+        assert_eq!(presence(&plain)[..4], [Required; 4]);
+        assert_eq!(presence(&plain)[4..], [Refused; 6]);
+        let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
+        assert_eq!(presence(&fp8), [Required; 10]);
+        let row = |slot| *fp8.operands().find(slot).unwrap();
+        assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
+    }
+
+    #[test]
+    fn empty_means_no_output_rows() {
+        let empty = |dims| ForwardProblem::builder(DType::F16, dims).build().unwrap().is_empty();
+        assert!(empty(Dims { batch: 0, ..DIMS }) && empty(Dims { seqlen_q: 0, ..DIMS }));
+        assert!(!empty(Dims { seqlen_kv: 0, ..DIMS }));
+    }
+
+    #[test]
+    fn display() {
+        let options = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).lse(true);
+        let problem = options.clone().build().unwrap();
+        let text = "forward bf16 batch 2 seqlen 5x7 heads 6/2 head_dim 16/8 causal scale 0.25 lse";
+        assert_eq!(problem.to_string(), text);
+        assert_eq!(options.arch(Arch::Sm80).build().unwrap().to_string(), format!("{text} on sm80"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_numbers_give_a_problem_or_an_error(n in any::<[usize; 7]>(), shift in 0u32..64) {
+            let n = n.map(|n| n >> shift);
+            let dims = Dims { batch: n[0], seqlen_q: n[1], seqlen_kv: n[2], heads_q: n[3], heads_kv: n[4],
+                              head_dim_qk: n[5], head_dim_vo: n[6] };
+            if let Ok(problem) = ForwardProblem::builder(DType::BF16, dims).build() {
+                prop_assert_eq!(problem.dims(), dims);
+                prop_assert!(dims.heads_q.is_multiple_of(dims.heads_kv));
+                prop_assert!(problem.softmax_scale() > 0.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The kernels of this build, as data: one row a kernel, read by plans, tests, benches and the support table.
+
+use std::fmt::{self, Write as _};
+
+#[cfg(feature = "cuda")]
+use once_cell::sync::Lazy;
+
+use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
+use crate::dtype::DType;
+#[cfg(feature = "cuda")]
+use crate::sys;
+
+/// A kernel that was compiled: a row of [`kernels()`] or [`backward_kernels()`]. It can be looked at and copied, and neither
+/// made nor changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KernelInfo {
+    /// The index in the launch table of its pass.
+    pub(crate) row: u32,
+    pub(crate) pass: Pass,
+    pub(crate) arch: Arch,
+    pub(crate) dtype: DType,
+    pub(crate) mask: MaskClass,
+    pub(crate) head_dim_qk: usize,
+    pub(crate) head_dim_vo: usize,
+    pub(crate) tile_m: usize,
+    pub(crate) tile_n: usize,
+    pub(crate) stages: usize,
+    pub(crate) threads: usize,
+    pub(crate) smem_bytes: usize,
+    pub(crate) scores: DType,
+    pub(crate) share_bytes: usize,
+}
+
+impl KernelInfo {
+    /// What it computes.
+    pub fn pass(&self) -> Pass {
+        self.pass
+    }
+
+    /// The instruction set that it is written for.
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+
+    /// The element type of Q, K and V.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The masks that it computes.
+    pub fn mask(&self) -> MaskClass {
+        self.mask
+    }
+
+    /// The largest head dim of Q and K that it takes.
+    pub fn head_dim_qk(&self) -> usize {
+        self.head_dim_qk
+    }
+
+    /// The largest head dim of V and O that it takes.
+    pub fn head_dim_vo(&self) -> usize {
+        self.head_dim_vo
+    }
+
+    /// Queries in a tile (forward) or a block (backward).
+    pub fn tile_m(&self) -> usize {
+        self.tile_m
+    }
+
+    /// Keys in a block (forward) or a tile (backward).
+    pub fn tile_n(&self) -> usize {
+        self.tile_n
+    }
+
+    /// Blocks in flight: of K, and of V; in the backward of Q, and of dO.
+    pub fn stages(&self) -> usize {
+        self.stages
+    }
+
+    /// Threads in a CUDA block.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Shared memory that a CUDA block asks for, in bytes.
+    pub fn smem_bytes(&self) -> usize {
+        self.smem_bytes
+    }
+
+    /// What scores are summed in: f32, or, of e4m3 operands whose problem
+    /// [allows it](crate::ForwardProblemBuilder::half_scores), f16.
+    pub fn scores(&self) -> DType {
+        self.scores
+    }
+
+    /// Whether a GPU can run it: its instruction set, and the shared memory that it needs.
+    pub fn runs_on(&self, gpu: &DeviceFacts) -> bool {
+        self.arch.runs_on(gpu.arch) && self.smem_bytes <= gpu.smem_bytes_per_block
+    }
+
+    /// Whether it is the row of the launch table that it says it is. A launch goes by the index alone.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "nothing is launched"))]
+    pub(crate) fn is_in_table(&self) -> bool {
+        let table = match self.pass {
+            Pass::Forward => kernels(),
+            Pass::Backward => backward_kernels(),
+        };
+        table.get(self.row as usize) == Some(self)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn read(pass: Pass, row: u32, info: &sys::RowInfo) -> Option<Self> {
+        let count = |value: i32| usize::try_from(value).ok();
+        Some(Self {
+            row,
+            pass,
+            arch: sys::arch(info.arch)?,
+            dtype: sys::dtype(info.dtype)?,
+            mask: sys::mask_class(info.mask)?,
+            head_dim_qk: count(info.head_dim_qk)?,
+            head_dim_vo: count(info.head_dim_vo)?,
+            tile_m: count(info.tile_m)?,
+            tile_n: count(info.tile_n)?,
+            stages: count(info.stages)?,
+            threads: count(info.threads)?,
+            smem_bytes: count(info.smem_bytes)?,
+            scores: sys::scores(info.scores)?,
+            share_bytes: count(info.share_bytes)?,
+        })
+    }
+}
+
+impl fmt::Display for KernelInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, scores, .. } = self;
+        let scores = if *scores == DType::F16 { " scores f16" } else { "" };
+        write!(
+            f,
+            "{arch} {pass} {dtype} {mask} head_dim {head_dim_qk}/{head_dim_vo} tile {tile_m}x{tile_n} stages {stages}{scores}"
+        )
+    }
+}
+
+/// The forward kernels of this build, in the launch table's order. Empty without the feature `cuda`.
+pub fn kernels() -> &'static [KernelInfo] {
+    #[cfg(feature = "cuda")]
+    {
+        static ROWS: Lazy<Vec<KernelInfo>> = Lazy::new(|| read(Pass::Forward, sys::fwd_rows()));
+        &ROWS
+    }
+    #[cfg(not(feature = "cuda"))]
+    &[]
+}
+
+/// The backward kernels of this build, in the launch table's order. Empty without the feature `cuda`.
+pub fn backward_kernels() -> &'static [KernelInfo] {
+    #[cfg(feature = "cuda")]
+    {
+        static ROWS: Lazy<Vec<KernelInfo>> = Lazy::new(|| read(Pass::Backward, sys::bwd_rows()));
+        &ROWS
+    }
+    #[cfg(not(feature = "cuda"))]
+    &[]
+}
+
+/// A row of a kind that is not known here (the enums of the bridge are open) is left out, which only hides it: rows carry
+/// their index.
+#[cfg(feature = "cuda")]
+fn read(pass: Pass, table: Vec<sys::RowInfo>) -> Vec<KernelInfo> {
+    (0..).zip(table).filter_map(|(row, info)| KernelInfo::read(pass, row, &info)).collect()
+}
+
+/// The quantising kernels for one source type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct QuantizeInfo {
+    /// The index in the launch table.
+    pub row: u32,
+    pub arch: Arch,
+    pub source: DType,
+}
+
+impl fmt::Display for QuantizeInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} quantise {} to e4m3", self.arch, self.source)
+    }
+}
+
+/// The quantising kernels of this build. Empty without the feature `cuda`.
+pub(crate) fn quantize_kernels() -> &'static [QuantizeInfo] {
+    #[cfg(feature = "cuda")]
+    {
+        static ROWS: Lazy<Vec<QuantizeInfo>> = Lazy::new(|| {
+            let row = |(row, info): (u32, sys::QuantizeRowInfo)| {
+                Some(QuantizeInfo { row, arch: sys::arch(info.arch)?, source: sys::dtype(info.source)? })
+            };
+            (0..).zip(sys::quantize_rows()).filter_map(row).collect()
+        });
+        &ROWS
+    }
+    #[cfg(not(feature = "cuda"))]
+    &[]
+}
+
+/// Rows as a Markdown table: what the README shows of [`kernels()`] and [`backward_kernels()`].
+pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> String {
+    let mut table = String::from(
+        "| arch | pass | dtype | mask | head_dim_qk | head_dim_vo | tile (queries x keys) | stages | shared memory |\n\
+         |------|------|-------|------|-------------|-------------|-----------------------|--------|---------------|\n",
+    );
+    for row in rows {
+        let KernelInfo {
+            arch,
+            pass,
+            dtype,
+            mask,
+            head_dim_qk,
+            head_dim_vo,
+            tile_m,
+            tile_n,
+            stages,
+            smem_bytes,
+            scores,
+            ..
+        } = row;
+        // Rows are moved in steps of 16 bytes.
+        let least = 16 / dtype.bytes();
+        let scores = if *scores == DType::F16 { ", f16 scores" } else { "" };
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            table,
+            "| {arch} | {pass} | {dtype}{scores} | {mask} | {least} to {head_dim_qk} | {least} to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
+             | {:.1} KiB |",
+            *smem_bytes as f64 / 1024.0
+        );
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::ComputeCapability;
+
+    const ROW: KernelInfo = KernelInfo {
+        row: 0,
+        pass: Pass::Forward,
+        arch: Arch::Sm90,
+        dtype: DType::BF16,
+        mask: MaskClass::Causal,
+        head_dim_qk: 128,
+        head_dim_vo: 128,
+        tile_m: 128,
+        tile_n: 176,
+        stages: 2,
+        threads: 384,
+        smem_bytes: 213 << 10,
+        scores: DType::F32,
+        share_bytes: 0,
+    };
+
+    #[test]
+    fn a_kernel_needs_its_arch_and_its_shared_memory() {
+        let h100 = DeviceFacts::h100_sxm();
+        assert!(ROW.runs_on(&h100));
+        assert!(!KernelInfo { smem_bytes: (227 << 10) + 1, ..ROW }.runs_on(&h100));
+        assert!(KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&h100));
+        let blackwell = DeviceFacts { arch: ComputeCapability { major: 10, minor: 0 }, ..h100 };
+        assert!(!ROW.runs_on(&blackwell) && KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&blackwell));
+        let ada = DeviceFacts { arch: ComputeCapability { major: 8, minor: 9 }, ..h100 };
+        assert!(!ROW.runs_on(&ada) && KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&ada));
+        let turing = DeviceFacts { arch: ComputeCapability { major: 7, minor: 5 }, ..h100 };
+        assert!(!ROW.runs_on(&turing) && !KernelInfo { arch: Arch::Sm80, ..ROW }.runs_on(&turing));
+    }
+
+    #[test]
+    fn rows_print_themselves() {
+        assert_eq!(ROW.to_string(), "sm90 fwd bf16 causal head_dim 128/128 tile 128x176 stages 2");
+        let line = "| sm90 | fwd | bf16 | causal | 8 to 128 | 8 to 128 | 128 x 176 | 2 | 213.0 KiB |";
+        assert_eq!(support_table(&[ROW]).lines().last(), Some(line));
+        let row = KernelInfo { dtype: DType::E4M3, scores: DType::F16, ..ROW };
+        assert_eq!(row.to_string(), "sm90 fwd e4m3 causal head_dim 128/128 tile 128x176 stages 2 scores f16");
+        let line = "| sm90 | fwd | e4m3, f16 scores | causal | 16 to 128 | 16 to 128 | 128 x 176 | 2 | 213.0 KiB |";
+        assert_eq!(support_table(&[row]).lines().last(), Some(line));
+    }
+
+    #[test]
+    fn a_forged_row_is_none_of_the_table() {
+        assert!(!ROW.is_in_table());
+        for &kernel in kernels().iter().chain(backward_kernels()) {
+            assert!(kernel.is_in_table());
+            let other = match kernel.pass {
+                Pass::Forward => Pass::Backward,
+                Pass::Backward => Pass::Forward,
+            };
+            for forged in [
+                KernelInfo { row: kernel.row + 1, ..kernel },
+                KernelInfo { row: u32::MAX, ..kernel },
+                KernelInfo { pass: other, ..kernel },
+                KernelInfo { head_dim_qk: kernel.head_dim_qk + 8, ..kernel },
+            ] {
+                assert!(!forged.is_in_table(), "{forged}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_know_their_place() {
+        for (pass, kernels) in [(Pass::Forward, kernels()), (Pass::Backward, backward_kernels())] {
+            let in_place = |(i, kernel): (usize, &KernelInfo)| kernel.row as usize == i && kernel.pass == pass;
+            assert!(kernels.iter().enumerate().all(in_place));
+            assert_eq!(kernels.is_empty(), !cfg!(feature = "cuda"));
+        }
+    }
+}
