@@ -1,26 +1,21 @@
-//! The doors between the rooms of the house, and its few written rules: who may include, name or hold what.
-//!
-//! Every rule is a function from a file to its complaints, so that the second test can show that each one complains.
-
-use std::fs;
-use std::path::{Path, PathBuf};
+//! The rules that one file can break by itself.
 
 /// No file is longer: a reader holds one in mind at a time.
-const MOST_LINES: usize = 800;
+pub const MOST_LINES: usize = 800;
 
 /// A text file of the repository.
-struct Source {
+pub struct Source {
     /// From the root, with forward slashes.
-    path: String,
-    text: String,
+    pub path: String,
+    pub text: String,
 }
 
 impl Source {
-    fn new(path: &str, text: &str) -> Self {
+    pub fn new(path: &str, text: &str) -> Self {
         Self { path: path.into(), text: text.into() }
     }
 
-    fn ends_with(&self, ends: &[&str]) -> bool {
+    pub fn ends_with(&self, ends: &[&str]) -> bool {
         ends.iter().any(|end| self.path.ends_with(end))
     }
 
@@ -55,23 +50,23 @@ const KERNELS: &str = "crates/hopper-attention-sys/kernels/";
 const SAFE: &str = "crates/hopper-attention/src/";
 const ARCHS: [&str; 2] = ["sm80", "sm90"];
 
-/// `common/` never includes an arch folder, one arch never another. The launch table, which is in no room, lists all.
-fn arch_doors(file: &Source, complaints: &mut Vec<String>) {
-    let Some(room) = file.path.strip_prefix(KERNELS).and_then(|rest| rest.split('/').next()) else { return };
-    if !file.is_cpp() || room == "table.cc" {
+/// `common/` never includes an arch folder, and one arch never includes another. The launch table lists all of them.
+fn arch_includes(file: &Source, complaints: &mut Vec<String>) {
+    let Some(folder) = file.path.strip_prefix(KERNELS).and_then(|rest| rest.split('/').next()) else { return };
+    if !file.is_cpp() || folder == "table.cc" {
         return;
     }
     for (line, include) in file.includes() {
         for arch in ARCHS {
-            if arch != room && include.split('/').any(|part| part == arch) {
-                complaints.push(format!("{}:{line}: {room} includes {include}", file.path));
+            if arch != folder && include.split('/').any(|part| part == arch) {
+                complaints.push(format!("{}:{line}: {folder} includes {include}", file.path));
             }
         }
     }
 }
 
 /// `kernels.hpp` sees neither CUTLASS nor cxx, directly or through the file it includes.
-fn cpp_door(file: &Source, complaints: &mut Vec<String>) {
+fn cpp_interface(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.ends_with("hopper-attention-sys/include/kernels.hpp") {
         return;
     }
@@ -84,20 +79,20 @@ fn cpp_door(file: &Source, complaints: &mut Vec<String>) {
     }
 }
 
-/// Only the launch side sees the kernels; the Rust door is for the bridge alone.
-fn rust_door(file: &Source, complaints: &mut Vec<String>) {
+/// Only the bridge sees cxx and the Rust interface; kernels do not.
+fn rust_interface(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.starts_with(KERNELS) || !file.is_cpp() {
         return;
     }
     for (line, include) in file.includes() {
         if include.ends_with("bridge.h") || include.contains("cxx.h") || include.ends_with(".rs.h") {
-            complaints.push(format!("{}:{line}: a kernel includes the Rust door, {include}", file.path));
+            complaints.push(format!("{}:{line}: a kernel includes the Rust interface, {include}", file.path));
         }
     }
 }
 
 /// Only `hopper-attention/src/sys.rs` names the sys crate.
-fn sys_door(file: &Source, complaints: &mut Vec<String>) {
+fn sys_users(file: &Source, complaints: &mut Vec<String>) {
     let name = ["hopper", "attention", "sys"].join("_");
     let allowed = file.path == format!("{SAFE}sys.rs") || file.path.starts_with("crates/hopper-attention-sys/");
     if !file.is_rust() || allowed {
@@ -111,7 +106,7 @@ fn sys_door(file: &Source, complaints: &mut Vec<String>) {
 }
 
 /// The oracle uses nothing of what it judges.
-fn reference_door(file: &Source, complaints: &mut Vec<String>) {
+fn reference_imports(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.starts_with(&format!("{SAFE}reference")) {
         return;
     }
@@ -129,7 +124,7 @@ fn reference_door(file: &Source, complaints: &mut Vec<String>) {
 }
 
 /// The C ABI uses the public crate only.
-fn capi_door(file: &Source, complaints: &mut Vec<String>) {
+fn capi_dependencies(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.starts_with("crates/hopper-attention-capi/") || !file.path.ends_with("Cargo.toml") {
         return;
     }
@@ -208,109 +203,23 @@ fn machine_paths(file: &Source, complaints: &mut Vec<String>) {
 }
 
 type Rule = fn(&Source, &mut Vec<String>);
-const RULES: [Rule; 9] =
-    [arch_doors, cpp_door, rust_door, sys_door, reference_door, capi_door, length, safety, machine_paths];
+const RULES: [Rule; 9] = [
+    arch_includes,
+    cpp_interface,
+    rust_interface,
+    sys_users,
+    reference_imports,
+    capi_dependencies,
+    length,
+    safety,
+    machine_paths,
+];
 
-fn complaints(file: &Source) -> Vec<String> {
+/// What the rules of one file say of it.
+pub fn complaints(file: &Source) -> Vec<String> {
     let mut complaints = Vec::new();
     for rule in RULES {
         rule(file, &mut complaints);
     }
     complaints
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ is in the repository").to_path_buf()
-}
-
-/// The text files of the repository, without what is built or fetched. Read from the folders rather than from git, so that
-/// the test also runs in an unpacked archive and sees files before they are committed.
-fn sources() -> Vec<Source> {
-    fn walk(folder: &Path, root: &Path, found: &mut Vec<Source>) {
-        for entry in fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
-            let path = entry.expect("a folder's entry").path();
-            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-            if path.is_dir() {
-                let made = name.starts_with("target") || ["dist", "__pycache__", "shared"].contains(&name.as_str());
-                let hidden = name.starts_with('.') && name != ".ci" && name != ".github";
-                if !made && !hidden && !path.is_symlink() {
-                    walk(&path, root, found);
-                }
-            } else if name == ".git" {
-                // A worktree's, which says where its repository is; it is no part of this one.
-            } else if let Ok(text) = fs::read_to_string(&path) {
-                let relative = path.strip_prefix(root).expect("below the root").to_string_lossy().replace('\\', "/");
-                found.push(Source { path: relative, text });
-            }
-        }
-    }
-    let root = root();
-    let mut found = Vec::new();
-    walk(&root, &root, &mut found);
-    found
-}
-
-#[test]
-fn every_door_is_shut() {
-    let sources = sources();
-    // A test that reads nothing would pass.
-    for expected in
-        ["Cargo.toml", "crates/hopper-attention/src/lib.rs", "crates/hopper-attention-sys/include/kernels.hpp"]
-    {
-        assert!(sources.iter().any(|file| file.path == expected), "{expected} was not read");
-    }
-    let found: Vec<String> = sources.iter().flat_map(complaints).collect();
-    assert!(found.is_empty(), "\n{}", found.join("\n"));
-}
-
-#[test]
-fn every_rule_complains() {
-    let word = ["un", "safe"].concat();
-    let sys = ["hopper", "attention", "sys"].join("_");
-    let path = |folder: &str| format!("let p = \"/{folder}/main\";");
-    let long = "x\n".repeat(MOST_LINES + 1);
-    let wrong = [
-        Source::new("crates/hopper-attention-sys/kernels/common/mask.hpp", "#include \"sm90/fwd/traits.hpp\"\n"),
-        Source::new("crates/hopper-attention-sys/kernels/sm80/fwd/load.hpp", "#include \"../sm90/load.hpp\"\n"),
-        Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include <cute/tensor.hpp>\n"),
-        Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include \"bridge.h\"\n"),
-        Source::new("crates/hopper-attention-sys/kernels/sm90/fwd/table.cc", "#include \"rust/cxx.h\"\n"),
-        Source::new("benches/src/lib.rs", &format!("use {sys}::fwd_rows;\n")),
-        Source::new("crates/hopper-attention/src/reference/forward.rs", "use crate::plan::Plan;\n"),
-        Source::new("crates/hopper-attention/src/reference/oracle.rs", "use crate::backward::BackwardArgs;\n"),
-        Source::new("crates/hopper-attention-capi/Cargo.toml", &format!("{} = \"1\"\n", sys.replace('_', "-"))),
-        Source::new("README.md", &long),
-        Source::new("tests/src/lib.rs", &format!("let x = 1;\nlet y = {word} {{ f() }};\n")),
-        Source::new("tests/src/lib.rs", &format!("/// Does it.\npub {word} fn f() {{}}\n")),
-        Source::new("scripts/a.sh", &path("work")),
-        Source::new("scripts/a.sh", &path("root")),
-    ];
-    for file in &wrong {
-        assert_eq!(
-            complaints(file).len(),
-            1,
-            "{} with {:?}: {:?}",
-            file.path,
-            file.text.lines().next(),
-            complaints(file)
-        );
-    }
-    let right = [
-        Source::new(
-            "crates/hopper-attention-sys/kernels/sm90/fwd/load.hpp",
-            "#include \"sm90/a.hpp\"\n#include \"common/b.hpp\"\n",
-        ),
-        Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include <cstdint>\n"),
-        Source::new("crates/hopper-attention/src/sys.rs", &format!("use {sys}::fwd_rows;\n")),
-        Source::new("crates/hopper-attention/src/reference/forward.rs", "use crate::planet;\n// not crate::plan\n"),
-        Source::new("tests/src/lib.rs", &format!("// SAFETY: it is.\nlet y =\n    {word} {{ f() }};\n")),
-        Source::new(
-            "tests/src/lib.rs",
-            &format!("/// # Safety\n///\n/// Be careful.\n#[inline]\npub {word} fn f() {{}}\n"),
-        ),
-        Source::new("scripts/a.sh", "cat target/tmp/x $root/scripts/work/y\n"),
-    ];
-    for file in &right {
-        assert_eq!(complaints(file), Vec::<String>::new());
-    }
 }

@@ -1,11 +1,11 @@
-//! The command lines of `hattn bench` and `hattn plot`.
+//! The command lines of `hattn bench`, `hattn plot` and `hattn tune`.
 
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use hopper_attention_benches::{Direction, Order, PointMask, Precision, Sweep};
 
-use crate::args::{ArchArg, DeviceArg};
+use super::words::{ArchArg, DeviceArg};
 
 #[derive(Debug, Args)]
 pub struct BenchArgs {
@@ -143,4 +143,22 @@ pub struct PlotArgs {
     /// Also put the section on speed between the markers of this file, whose folder must hold the report and the charts
     #[arg(long, value_name = "README.md", conflicts_with = "output")]
     pub update: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct TuneArgs {
+    #[command(flatten)]
+    pub points: PointArgs,
+    /// The GPU, cuda:N
+    #[arg(long, default_value = "cuda:0")]
+    pub device: DeviceArg,
+    /// Timings of each kernel at a point
+    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(3..=100_000))]
+    pub iters: u32,
+    /// Seed of the inputs
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// File for the choices; what it holds of other shapes, cards and versions stays
+    #[arg(long, short, value_name = "FILE")]
+    pub output: PathBuf,
 }
