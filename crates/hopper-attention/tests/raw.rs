@@ -608,18 +608,21 @@ fn a_plan_for_a_described_gpu_has_no_raw_launch() {
     };
     let want = "plan: on a GPU that was only described; allowed: a plan that was made on a GPU";
     let planned = [
-        // SAFETY: refused before any address is used, here and below.
-        forward
-            .plan_for(&h100)
-            .map(|plan| unsafe { plan.run_raw(&on_gpu(RawArgs::new(), plan.operands()), NO_STREAM) }),
-        // SAFETY: as above.
-        backward
-            .plan_for(&h100)
-            .map(|plan| unsafe { plan.run_raw(&on_gpu(RawArgs::new(), plan.operands()), NO_STREAM) }),
-        // SAFETY: as above.
-        quantizer
-            .plan_for(&h100)
-            .map(|plan| unsafe { plan.run_raw(&on_gpu(RawArgs::new(), plan.operands()), NO_STREAM) }),
+        forward.plan_for(&h100).map(|plan| {
+            let args = on_gpu(RawArgs::new(), plan.operands());
+            // SAFETY: refused before any address is used.
+            unsafe { plan.run_raw(&args, NO_STREAM) }
+        }),
+        backward.plan_for(&h100).map(|plan| {
+            let args = on_gpu(RawArgs::new(), plan.operands());
+            // SAFETY: as above.
+            unsafe { plan.run_raw(&args, NO_STREAM) }
+        }),
+        quantizer.plan_for(&h100).map(|plan| {
+            let args = on_gpu(RawArgs::new(), plan.operands());
+            // SAFETY: as above.
+            unsafe { plan.run_raw(&args, NO_STREAM) }
+        }),
     ];
     for planned in planned {
         match planned {
