@@ -2,12 +2,14 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::QuantizePlan;
+use hopper_attention::raw::RawArgs;
+use hopper_attention::{Device, DeviceFacts, Operands, QuantizePlan, Quantizer, Result};
 
-use crate::abi::{CUstream_st, hattn_device, hattn_quantize_args, hattn_quantize_problem, read};
-use crate::handle::{self, Handle, live};
-use crate::status::{entry, hattn_status};
-use crate::{convert, devices};
+use crate::abi::{CUstream_st, hattn_device, hattn_quantize_args, hattn_quantize_problem};
+use crate::convert;
+use crate::handle::{self, Handle};
+use crate::pass::{self, Pass};
+use crate::status::{Outcome, hattn_status};
 
 /// How Q, K and V are taken to HATTN_E4M3 on one device. Made once and run as often as wanted, by any threads and on any
 /// streams of the device at once. Holds no device memory.
@@ -25,6 +27,57 @@ impl Handle for hattn_quantize_plan {
     }
 }
 
+impl From<QuantizePlan> for hattn_quantize_plan {
+    fn from(plan: QuantizePlan) -> Self {
+        Self { plan }
+    }
+}
+
+struct Quantize {}
+
+impl Pass for Quantize {
+    type Given = hattn_quantize_problem;
+    type Args = hattn_quantize_args;
+    type Problem = Quantizer;
+    type Plan = QuantizePlan;
+    type Handle = hattn_quantize_plan;
+
+    unsafe fn problem(given: &Self::Given) -> Outcome<Quantizer> {
+        // SAFETY: the caller's promise.
+        unsafe { convert::quantizer(given) }
+    }
+
+    fn plan(problem: &Quantizer, device: &Device) -> Result<QuantizePlan> {
+        problem.plan(device)
+    }
+
+    fn plan_for(problem: &Quantizer, facts: &DeviceFacts) -> Result<QuantizePlan> {
+        problem.plan_for(facts)
+    }
+
+    fn words(plan: &QuantizePlan) -> String {
+        pass::words(plan.quantizer(), plan)
+    }
+
+    fn workspace_bytes(plan: &QuantizePlan) -> usize {
+        plan.workspace_bytes()
+    }
+
+    fn operands(plan: &QuantizePlan) -> &Operands {
+        plan.operands()
+    }
+
+    unsafe fn arguments(args: &Self::Args, operands: &Operands) -> Outcome<RawArgs> {
+        // SAFETY: the caller's promise.
+        unsafe { convert::quantize_arguments(args, operands) }
+    }
+
+    unsafe fn run(plan: &QuantizePlan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { plan.run_raw(args, stream.cast()) }
+    }
+}
+
 /// Whether hattn_quantize_plan_create would find kernels for the problem on the device; as hattn_forward_supported.
 ///
 /// # Safety
@@ -34,14 +87,8 @@ pub unsafe extern "C" fn hattn_quantize_supported(
     problem: *const hattn_quantize_problem,
     device: hattn_device,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        let quantizer = unsafe { convert::quantizer(&read("problem", problem)?) }?;
-        if let Some(facts) = devices::facts(device)? {
-            quantizer.plan_for(&facts)?;
-        }
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::supported::<Quantize>(problem, device) }
 }
 
 /// Picks kernels and loads them, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
@@ -55,13 +102,8 @@ pub unsafe extern "C" fn hattn_quantize_plan_create(
     device: hattn_device,
     plan: *mut *mut hattn_quantize_plan,
 ) -> hattn_status {
-    let make = || {
-        // SAFETY: the caller's promise.
-        let quantizer = unsafe { convert::quantizer(&read("problem", problem)?) }?;
-        Ok(hattn_quantize_plan { plan: quantizer.plan(&devices::open(device)?)? })
-    };
     // SAFETY: the caller's promise.
-    entry(|| unsafe { handle::create(plan, make) })
+    unsafe { pass::create::<Quantize>(problem, device, plan, |problem, device| Ok(problem.plan(device)?)) }
 }
 
 /// Frees a plan; null is fine. Work that was enqueued with it goes on.
@@ -85,13 +127,8 @@ pub unsafe extern "C" fn hattn_quantize_plan_describe(
     capacity: usize,
     length: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            handle::put_text(&format!("{}: {plan}", plan.quantizer()), text, capacity, length)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::describe::<Quantize>(plan, text, capacity, length) }
 }
 
 /// Writes to `*bytes` how large a workspace the plan needs: none on the CPU.
@@ -103,10 +140,8 @@ pub unsafe extern "C" fn hattn_quantize_plan_workspace_size(
     plan: *const hattn_quantize_plan,
     bytes: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::workspace_size::<Quantize>(plan, bytes) }
 }
 
 /// Quantises what is given, under the rules of hattn_forward_run. What it writes may be read by a forward pass that is
@@ -121,12 +156,6 @@ pub unsafe extern "C" fn hattn_quantize_run(
     args: *const hattn_quantize_args,
     stream: *mut CUstream_st,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            let args = convert::quantize(&read("args", args)?)?;
-            Ok(plan.run_raw(&args, stream.cast())?)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::run::<Quantize>(plan, args, stream) }
 }
