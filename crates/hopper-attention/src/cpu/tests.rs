@@ -1,4 +1,4 @@
-//! The CPU backend against the oracle, under the tolerance law.
+//! The CPU backend against the oracle, under the tolerance.
 
 use proptest::prelude::*;
 
