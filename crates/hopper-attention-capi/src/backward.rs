@@ -7,8 +7,7 @@ use hopper_attention::{BackwardPlan, BackwardProblem, Device, DeviceFacts, Opera
 
 use crate::abi::{CUstream_st, hattn_backward_args, hattn_backward_problem, hattn_device};
 use crate::convert;
-use crate::handle::{self, Handle};
-use crate::pass::{self, Pass};
+use crate::pass::{self, pass};
 use crate::status::{Outcome, hattn_status};
 
 /// How the gradients of one problem are computed on one device. Made once and run as often as wanted, by any threads and
@@ -17,64 +16,11 @@ pub struct hattn_backward_plan {
     plan: BackwardPlan,
 }
 
-impl Handle for hattn_backward_plan {
-    type Held = BackwardPlan;
-    const WHAT: &'static str = "plan";
-    const MADE_BY: &'static str = "hattn_backward_plan_create";
-
-    fn held(&self) -> &BackwardPlan {
-        &self.plan
-    }
-}
-
-impl From<BackwardPlan> for hattn_backward_plan {
-    fn from(plan: BackwardPlan) -> Self {
-        Self { plan }
-    }
-}
-
-struct Backward {}
-
-impl Pass for Backward {
-    type Given = hattn_backward_problem;
-    type Args = hattn_backward_args;
-    type Problem = BackwardProblem;
-    type Plan = BackwardPlan;
-    type Handle = hattn_backward_plan;
-
-    unsafe fn problem(given: &Self::Given) -> Outcome<BackwardProblem> {
-        convert::backward_problem(given)
-    }
-
-    fn plan(problem: &BackwardProblem, device: &Device) -> Result<BackwardPlan> {
-        problem.plan(device)
-    }
-
-    fn plan_for(problem: &BackwardProblem, facts: &DeviceFacts) -> Result<BackwardPlan> {
-        problem.plan_for(facts)
-    }
-
-    fn words(plan: &BackwardPlan) -> String {
-        pass::words(plan.problem(), plan)
-    }
-
-    fn workspace_bytes(plan: &BackwardPlan) -> usize {
-        plan.workspace_bytes()
-    }
-
-    fn operands(plan: &BackwardPlan) -> &Operands {
-        plan.operands()
-    }
-
-    unsafe fn arguments(args: &Self::Args, operands: &Operands) -> Outcome<RawArgs> {
-        // SAFETY: the caller's promise.
-        unsafe { convert::arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
-    }
-
-    unsafe fn run(plan: &BackwardPlan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { plan.run_raw(args, stream.cast()) }
-    }
+pass! {
+    Backward, hattn_backward_plan made by "hattn_backward_plan_create",
+    hattn_backward_problem -> BackwardProblem by |given| convert::backward_problem(given),
+    hattn_backward_args by convert::backward_arguments,
+    BackwardPlan of problem
 }
 
 /// Whether hattn_backward_plan_create would find a kernel for the problem on the device; as hattn_forward_supported.
@@ -112,7 +58,7 @@ pub unsafe extern "C" fn hattn_backward_plan_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_backward_plan_destroy(plan: *mut hattn_backward_plan) {
     // SAFETY: the caller's promise.
-    unsafe { handle::destroy(plan) };
+    unsafe { crate::handle::destroy(plan) };
 }
 
 /// Says in words what the plan computes and how, as hattn_forward_plan_describe does.

@@ -180,7 +180,7 @@ fn reserved(what: &str, set: bool) -> Outcome {
 ///
 /// # Safety
 /// The tensors are null or as [`read`] asks.
-pub(crate) unsafe fn arguments(
+unsafe fn arguments(
     tensors: &[(Slot, *const hattn_tensor)],
     operands: &Operands,
     workspace: *mut c_void,
@@ -195,6 +195,24 @@ pub(crate) unsafe fn arguments(
         args = args.with(slot, unsafe { tensor(slot, given) }?);
     }
     Ok(args)
+}
+
+/// What a forward pass is given.
+///
+/// # Safety
+/// As [`arguments`].
+pub(crate) unsafe fn forward_arguments(args: &hattn_forward_args, operands: &Operands) -> Outcome<RawArgs> {
+    // SAFETY: the caller's promise.
+    unsafe { arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
+}
+
+/// What a backward pass is given.
+///
+/// # Safety
+/// As [`arguments`].
+pub(crate) unsafe fn backward_arguments(args: &hattn_backward_args, operands: &Operands) -> Outcome<RawArgs> {
+    // SAFETY: the caller's promise.
+    unsafe { arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
 }
 
 /// The tensors of a quantiser's struct.

@@ -7,8 +7,8 @@ use hopper_attention::{Device, DeviceFacts, ForwardPlan, ForwardProblem, Operand
 
 use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem};
 use crate::convert;
-use crate::handle::{self, Handle, live};
-use crate::pass::{self, Pass};
+use crate::handle::live;
+use crate::pass::{self, pass};
 use crate::status::{Outcome, hattn_status};
 use crate::tuning::hattn_tuning;
 
@@ -18,64 +18,11 @@ pub struct hattn_forward_plan {
     plan: ForwardPlan,
 }
 
-impl Handle for hattn_forward_plan {
-    type Held = ForwardPlan;
-    const WHAT: &'static str = "plan";
-    const MADE_BY: &'static str = "hattn_forward_plan_create";
-
-    fn held(&self) -> &ForwardPlan {
-        &self.plan
-    }
-}
-
-impl From<ForwardPlan> for hattn_forward_plan {
-    fn from(plan: ForwardPlan) -> Self {
-        Self { plan }
-    }
-}
-
-struct Forward {}
-
-impl Pass for Forward {
-    type Given = hattn_forward_problem;
-    type Args = hattn_forward_args;
-    type Problem = ForwardProblem;
-    type Plan = ForwardPlan;
-    type Handle = hattn_forward_plan;
-
-    unsafe fn problem(given: &Self::Given) -> Outcome<ForwardProblem> {
-        convert::forward_problem(given)
-    }
-
-    fn plan(problem: &ForwardProblem, device: &Device) -> Result<ForwardPlan> {
-        problem.plan(device)
-    }
-
-    fn plan_for(problem: &ForwardProblem, facts: &DeviceFacts) -> Result<ForwardPlan> {
-        problem.plan_for(facts)
-    }
-
-    fn words(plan: &ForwardPlan) -> String {
-        pass::words(plan.problem(), plan)
-    }
-
-    fn workspace_bytes(plan: &ForwardPlan) -> usize {
-        plan.workspace_bytes()
-    }
-
-    fn operands(plan: &ForwardPlan) -> &Operands {
-        plan.operands()
-    }
-
-    unsafe fn arguments(args: &Self::Args, operands: &Operands) -> Outcome<RawArgs> {
-        // SAFETY: the caller's promise.
-        unsafe { convert::arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
-    }
-
-    unsafe fn run(plan: &ForwardPlan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { plan.run_raw(args, stream.cast()) }
-    }
+pass! {
+    Forward, hattn_forward_plan made by "hattn_forward_plan_create",
+    hattn_forward_problem -> ForwardProblem by |given| convert::forward_problem(given),
+    hattn_forward_args by convert::forward_arguments,
+    ForwardPlan of problem
 }
 
 /// Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
@@ -132,7 +79,7 @@ pub unsafe extern "C" fn hattn_forward_plan_create_tuned(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_forward_plan_destroy(plan: *mut hattn_forward_plan) {
     // SAFETY: the caller's promise.
-    unsafe { handle::destroy(plan) };
+    unsafe { crate::handle::destroy(plan) };
 }
 
 /// Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much

@@ -2,7 +2,6 @@
 //! in files of their own, since cbindgen reads functions as they are written; what they do is here once.
 
 use std::ffi::c_char;
-use std::fmt::Display;
 
 use hopper_attention::raw::RawArgs;
 use hopper_attention::{Device, DeviceFacts, Operands, Result};
@@ -131,7 +130,73 @@ pub(crate) unsafe fn run<P: Pass>(
     })
 }
 
-/// A plan in words, with its problem before it.
-pub(crate) fn words(problem: &impl Display, plan: &impl Display) -> String {
-    format!("{problem}: {plan}")
+/// A pass's names in C, in Rust, and the two conversions between them.
+macro_rules! pass {
+    (
+        $pass:ident, $handle:ident made by $made_by:literal,
+        $given:ident -> $problem:ident by |$from:ident| $to_problem:expr,
+        $args:ident by $to_arguments:path,
+        $plan:ident of $problem_of:ident
+    ) => {
+        impl $crate::handle::Handle for $handle {
+            type Held = $plan;
+            const WHAT: &'static str = "plan";
+            const MADE_BY: &'static str = $made_by;
+
+            fn held(&self) -> &$plan {
+                &self.plan
+            }
+        }
+
+        impl From<$plan> for $handle {
+            fn from(plan: $plan) -> Self {
+                Self { plan }
+            }
+        }
+
+        struct $pass;
+
+        impl $crate::pass::Pass for $pass {
+            type Given = $given;
+            type Args = $args;
+            type Problem = $problem;
+            type Plan = $plan;
+            type Handle = $handle;
+
+            unsafe fn problem($from: &$given) -> Outcome<$problem> {
+                $to_problem
+            }
+
+            fn plan(problem: &$problem, device: &Device) -> Result<$plan> {
+                problem.plan(device)
+            }
+
+            fn plan_for(problem: &$problem, facts: &DeviceFacts) -> Result<$plan> {
+                problem.plan_for(facts)
+            }
+
+            fn words(plan: &$plan) -> String {
+                format!("{}: {plan}", plan.$problem_of())
+            }
+
+            fn workspace_bytes(plan: &$plan) -> usize {
+                plan.workspace_bytes()
+            }
+
+            fn operands(plan: &$plan) -> &Operands {
+                plan.operands()
+            }
+
+            unsafe fn arguments(args: &$args, operands: &Operands) -> Outcome<RawArgs> {
+                // SAFETY: the caller's promise.
+                unsafe { $to_arguments(args, operands) }
+            }
+
+            unsafe fn run(plan: &$plan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()> {
+                // SAFETY: the caller's promise.
+                unsafe { plan.run_raw(args, stream.cast()) }
+            }
+        }
+    };
 }
+pub(crate) use pass;

@@ -7,8 +7,7 @@ use hopper_attention::{Device, DeviceFacts, Operands, QuantizePlan, Quantizer, R
 
 use crate::abi::{CUstream_st, hattn_device, hattn_quantize_args, hattn_quantize_problem};
 use crate::convert;
-use crate::handle::{self, Handle};
-use crate::pass::{self, Pass};
+use crate::pass::{self, pass};
 use crate::status::{Outcome, hattn_status};
 
 /// How Q, K and V are taken to HATTN_E4M3 on one device. Made once and run as often as wanted, by any threads and on any
@@ -17,65 +16,14 @@ pub struct hattn_quantize_plan {
     plan: QuantizePlan,
 }
 
-impl Handle for hattn_quantize_plan {
-    type Held = QuantizePlan;
-    const WHAT: &'static str = "plan";
-    const MADE_BY: &'static str = "hattn_quantize_plan_create";
-
-    fn held(&self) -> &QuantizePlan {
-        &self.plan
-    }
-}
-
-impl From<QuantizePlan> for hattn_quantize_plan {
-    fn from(plan: QuantizePlan) -> Self {
-        Self { plan }
-    }
-}
-
-struct Quantize {}
-
-impl Pass for Quantize {
-    type Given = hattn_quantize_problem;
-    type Args = hattn_quantize_args;
-    type Problem = Quantizer;
-    type Plan = QuantizePlan;
-    type Handle = hattn_quantize_plan;
-
-    unsafe fn problem(given: &Self::Given) -> Outcome<Quantizer> {
+pass! {
+    Quantize, hattn_quantize_plan made by "hattn_quantize_plan_create",
+    hattn_quantize_problem -> Quantizer by |given| {
         // SAFETY: the caller's promise.
         unsafe { convert::quantizer(given) }
-    }
-
-    fn plan(problem: &Quantizer, device: &Device) -> Result<QuantizePlan> {
-        problem.plan(device)
-    }
-
-    fn plan_for(problem: &Quantizer, facts: &DeviceFacts) -> Result<QuantizePlan> {
-        problem.plan_for(facts)
-    }
-
-    fn words(plan: &QuantizePlan) -> String {
-        pass::words(plan.quantizer(), plan)
-    }
-
-    fn workspace_bytes(plan: &QuantizePlan) -> usize {
-        plan.workspace_bytes()
-    }
-
-    fn operands(plan: &QuantizePlan) -> &Operands {
-        plan.operands()
-    }
-
-    unsafe fn arguments(args: &Self::Args, operands: &Operands) -> Outcome<RawArgs> {
-        // SAFETY: the caller's promise.
-        unsafe { convert::quantize_arguments(args, operands) }
-    }
-
-    unsafe fn run(plan: &QuantizePlan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { plan.run_raw(args, stream.cast()) }
-    }
+    },
+    hattn_quantize_args by convert::quantize_arguments,
+    QuantizePlan of quantizer
 }
 
 /// Whether hattn_quantize_plan_create would find kernels for the problem on the device; as hattn_forward_supported.
@@ -113,7 +61,7 @@ pub unsafe extern "C" fn hattn_quantize_plan_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_quantize_plan_destroy(plan: *mut hattn_quantize_plan) {
     // SAFETY: the caller's promise.
-    unsafe { handle::destroy(plan) };
+    unsafe { crate::handle::destroy(plan) };
 }
 
 /// Says in words what the plan does and how, as hattn_forward_plan_describe.

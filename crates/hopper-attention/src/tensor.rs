@@ -195,19 +195,13 @@ impl fmt::Debug for AnyTensor<'_> {
 }
 
 /// A tensor's metadata: its elements may be on a GPU, and many.
-fn write_tensor(
-    f: &mut fmt::Formatter<'_>,
-    name: &str,
-    dtype: DType,
-    layout: &DynLayout,
-    place: &String,
-) -> fmt::Result {
+fn write_tensor(f: &mut fmt::Formatter<'_>, name: &str, dtype: DType, layout: &DynLayout, place: &str) -> fmt::Result {
     let (shape, stride) = (layout.shape(), layout.stride());
     f.debug_struct(name)
         .field("dtype", &dtype)
         .field("shape", &shape)
         .field("stride", &stride)
-        .field("place", place)
+        .field("place", &place)
         .finish()
 }
 
