@@ -76,12 +76,13 @@ step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-target
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
 
 # With CUDA, always for the whole workspace: another selection of packages is another set of features to Cargo, and would
-# compile the kernels again. The grid on the CPU, the training and the doors do not change with the feature, and have just run.
+# compile the kernels again. The grid on the CPU, the training and the dependency rules do not change with the feature, and have
+# just run.
 targets=()
 for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main.rs}; do
   [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
 done | sort -u); do
-  case $name in cpu | cpu_backward | doors | training) ;; *) targets+=(--test "$name") ;; esac
+  case $name in cpu | cpu_backward | dependencies | training) ;; *) targets+=(--test "$name") ;; esac
 done
 step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use hopper_attention::{DType, Layout, Operand};
 use serde_json::Value;
 
-use super::turns::{Outputs, Pool, Task};
+use super::contest::{Outputs, Pool, Task};
 use crate::{Direction, Point, Role};
 
 /// Relative error allowed to a row: well above rounding, two orders below a wrong mask or a lost block of keys.

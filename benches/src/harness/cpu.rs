@@ -13,8 +13,8 @@ use hopper_attention::{
     Device, ForwardArgs, ForwardPlan, ForwardProblem, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
 };
 
-use super::turns::{self, Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
-use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS};
+use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
+use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, turns};
 use crate::Role;
 use crate::report::Library;
 

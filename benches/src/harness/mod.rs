@@ -14,9 +14,12 @@ use crate::report::{Library, Missing, Role, RunStatus};
 use crate::{Order, Point};
 
 mod check;
+mod contest;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod events;
 #[cfg(feature = "cuda")]
 mod product;
 mod python;
@@ -26,7 +29,9 @@ mod turns;
 
 pub use cpu::Cpu;
 #[cfg(feature = "cuda")]
-pub use cuda::{Cuda, EventClock};
+pub use cuda::Cuda;
+#[cfg(feature = "cuda")]
+pub use events::EventClock;
 pub use python::PyTorch;
 #[cfg(feature = "cuda")]
 pub use rows::Rows;

@@ -11,7 +11,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
 use rand_distr::StandardNormal;
 
-use super::cuda::EventClock;
+use super::events::EventClock;
 use super::{Event, WARM_UPS};
 use crate::Precision;
 

@@ -8,9 +8,10 @@ use hopper_attention::{
     ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace, kernels,
 };
 
-use super::cuda::{Cuda, EventClock};
-use super::turns::{self, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
-use super::{Event, Harness, Job, Sink};
+use super::contest::{Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
+use super::cuda::Cuda;
+use super::events::EventClock;
+use super::{Event, Harness, Job, Sink, turns};
 use crate::Role;
 
 /// Every kernel of this build on one GPU. A run is called what the kernel prints; a kernel that does not compute a point

@@ -1,25 +1,20 @@
-//! Reading safetensors files: the header is checked whole before a tensor's bytes are read.
+//! Reading files. Of a safetensors file the header is checked whole before a tensor's bytes are read.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use bytemuck::Pod;
-use hopper_attention::{DType, Element, Operand, bf16, f16};
+use hopper_attention::plan::Tuning;
+use hopper_attention::{DType, bf16, f16};
 use safetensors::Dtype as FileDtype;
 use safetensors::tensor::Metadata;
 
 use crate::args::FileLayout;
+use crate::values::{GivenGradients, Qkv, Value};
 
 /// The largest header that the format allows, in bytes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// What q, k, v and d_o may be made of, both in the file and on a device.
-pub trait Value: Operand<Out = Self> + Pod {}
-impl Value for bf16 {}
-impl Value for f16 {}
-impl Value for f32 {}
 
 /// An open safetensors file whose header has been found consistent with its length.
 pub struct TensorFile {
@@ -27,20 +22,6 @@ pub struct TensorFile {
     file: File,
     header: Metadata,
     data_start: u64,
-}
-
-/// The tensors of one attention problem, in the file's order of dimensions.
-pub struct Qkv<T> {
-    /// Values of q, k, v.
-    pub data: [Vec<T>; 3],
-}
-
-/// The gradients that a backward pass begins with, in the file's order of dimensions.
-pub struct GivenGradients<T> {
-    /// Of o.
-    pub d_o: Vec<T>,
-    /// Of lse, where the file has one.
-    pub d_lse: Option<Vec<f32>>,
 }
 
 impl TensorFile {
@@ -156,10 +137,8 @@ impl TensorFile {
     }
 }
 
-/// How many values are NaN, and how many are infinite.
-pub fn count_nonfinite<T: Element>(values: &[T]) -> (usize, usize) {
-    values.iter().fold((0, 0), |(nan, infinite), value| {
-        let value = value.to_f32();
-        (nan + usize::from(value.is_nan()), infinite + usize::from(value.is_infinite()))
-    })
+/// Reads what `hattn tune` wrote.
+pub fn tuning(path: &Path) -> Result<Tuning> {
+    let load = || Ok::<_, anyhow::Error>(std::fs::read_to_string(path)?.parse()?);
+    load().with_context(|| format!("tuning {}", path.display()))
 }

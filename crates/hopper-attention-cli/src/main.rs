@@ -7,12 +7,15 @@ mod bench;
 mod compute;
 mod info;
 mod input;
+mod judge;
+mod layout;
 mod output;
 mod random;
 mod report;
 mod request;
 mod run;
 mod tune;
+mod values;
 
 use std::process::ExitCode;
 

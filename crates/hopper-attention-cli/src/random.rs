@@ -9,11 +9,10 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use crate::args::{FileLayout, RandomArgs};
-use crate::compute::filled;
-use crate::input::Value;
+use crate::layout::file_shape;
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
-use crate::request::file_shape;
+use crate::values::{Value, filled};
 
 /// Writes q, k and v, and d_o and d_lse where they are wanted, each element from the normal distribution with mean 0 and
 /// deviation 1.

@@ -1,10 +1,11 @@
-//! What the user sees while a command runs: labelled lines on stdout, warnings and a spinner on stderr.
+//! What the user sees while a command runs: labelled lines on stdout, warnings, a spinner and a bar on stderr.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::time::Duration;
 
 use anyhow::Result;
+use hopper_attention_benches::Progress;
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Prints `text` under `label`, one line for each line of it.
@@ -47,6 +48,40 @@ pub fn busy<T>(text: &'static str, work: impl FnOnce() -> T) -> T {
     let done = work();
     spinner.finish_and_clear();
     done
+}
+
+/// The progress bar of a sweep; nothing where stderr is not a terminal.
+pub struct Bar(ProgressBar);
+
+impl Bar {
+    /// For so many points.
+    pub fn new(length: usize) -> Self {
+        let bar = ProgressBar::new(length as u64);
+        if let Ok(style) = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} {msg}") {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        bar.set_message("starting");
+        Self(bar)
+    }
+
+    /// For another number of points.
+    pub fn of(&self, length: usize) {
+        self.0.set_length(length as u64);
+    }
+
+    /// What is going on.
+    pub fn show(&self, progress: &Progress<'_>) {
+        match progress {
+            Progress::Library { point, name } => self.0.set_message(format!("{point} {name}")),
+            Progress::Report(report) => self.0.set_position(report.points.len() as u64),
+        }
+        self.0.tick();
+    }
+
+    /// Takes it away.
+    pub fn clear(&self) {
+        self.0.finish_and_clear();
+    }
 }
 
 /// A duration with three or four digits and a fitting unit.

@@ -5,11 +5,12 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::plan::Tuning;
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Layout, QuantizePlan, Quantizer,
+    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, QuantizePlan, Quantizer,
 };
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
 use crate::input::TensorFile;
+use crate::layout::{axes, file_shape, logical};
 use crate::report;
 
 /// Where a layout was stated, when it was not in the file.
@@ -156,37 +157,6 @@ fn stated_layout(input: &TensorFile, args: &ComputeArgs) -> Result<(FileLayout, 
     }
 }
 
-/// `[batch, seqlen, heads, head_dim]` from a shape in the file's order.
-fn logical(layout: FileLayout, shape: [usize; 4]) -> [usize; 4] {
-    match layout {
-        FileLayout::Bhsd => [shape[0], shape[2], shape[1], shape[3]],
-        FileLayout::Bshd | FileLayout::Thd => shape,
-    }
-}
-
-/// A shape in the file's order from `[batch, seqlen, heads, head_dim]`: the swap is its own inverse.
-pub fn file_shape(layout: FileLayout, logical_shape: [usize; 4]) -> [usize; 4] {
-    logical(layout, logical_shape)
-}
-
-/// The strides, in logical order, of a tensor that lies in the file's order without gaps.
-pub fn strided(layout: FileLayout, logical_shape: [usize; 4]) -> hopper_attention::Result<Layout<4>> {
-    let in_file = Layout::contiguous(file_shape(layout, logical_shape))?;
-    let [batch, second, third, inner] = in_file.stride();
-    match layout {
-        FileLayout::Bhsd => Layout::with_strides(logical_shape, [batch, third, second, inner]),
-        FileLayout::Bshd | FileLayout::Thd => Ok(in_file),
-    }
-}
-
-fn axes(layout: FileLayout) -> &'static str {
-    match layout {
-        FileLayout::Bshd => "[batch, seqlen, heads, head_dim]",
-        FileLayout::Bhsd => "[batch, heads, seqlen, head_dim]",
-        FileLayout::Thd => "[total, heads, head_dim]",
-    }
-}
-
 /// A device, the plans for it, and why it was taken where the user left it open.
 pub struct Choice {
     pub device: Device,
@@ -244,19 +214,4 @@ fn auto(request: &Request, tuning: &Tuning) -> Result<Choice> {
 /// Whether two paths lead to one existing file.
 pub fn same_file(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bhsd_is_bshd_with_other_strides() -> hopper_attention::Result<()> {
-        let shape = [2, 5, 3, 8]; // logical: batch, seqlen, heads, head_dim
-        assert_eq!(file_shape(FileLayout::Bhsd, shape), [2, 3, 5, 8]);
-        assert_eq!(strided(FileLayout::Bshd, shape)?.stride(), [120, 24, 8, 1]);
-        let bhsd = strided(FileLayout::Bhsd, shape)?;
-        assert_eq!((bhsd.shape(), bhsd.stride()), (shape, [120, 8, 40, 1]));
-        Ok(())
-    }
 }

@@ -1,33 +1,12 @@
 //! `hattn tune`: times the kernels that compute a shape against each other, and notes the fastest for plans to come.
 
-use std::path::{Path, PathBuf};
-
-use anyhow::{Context, Result, bail, ensure};
-use clap::Args;
+use anyhow::{Result, bail, ensure};
 use hopper_attention::plan::Tuning;
 use hopper_attention_benches::Direction;
 
-use crate::args::DeviceArg;
-use crate::bench::args::PointArgs;
+use crate::args::{DeviceArg, TuneArgs};
+use crate::input;
 use crate::output::AtomicFile;
-
-#[derive(Debug, Args)]
-pub struct TuneArgs {
-    #[command(flatten)]
-    pub points: PointArgs,
-    /// The GPU, cuda:N
-    #[arg(long, default_value = "cuda:0")]
-    pub device: DeviceArg,
-    /// Timings of each kernel at a point
-    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(3..=100_000))]
-    pub iters: u32,
-    /// Seed of the inputs
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// File for the choices; what it holds of other shapes, cards and versions stays
-    #[arg(long, short, value_name = "FILE")]
-    pub output: PathBuf,
-}
 
 /// `hattn tune`.
 pub fn tune(args: &TuneArgs) -> Result<()> {
@@ -40,15 +19,9 @@ pub fn tune(args: &TuneArgs) -> Result<()> {
         !args.points.directions.contains(&Direction::Bwd),
         "--directions bwd: a tuning holds kernels of forwards; allowed: fwd"
     );
-    let known = if args.output.exists() { load(&args.output)? } else { Tuning::default() };
+    let known = if args.output.exists() { input::tuning(&args.output)? } else { Tuning::default() };
     let points = args.points.sweep(false).points()?;
     gpu::tune(args, ordinal, points, known, || AtomicFile::create(&args.output))
-}
-
-/// Reads what `hattn tune` wrote.
-pub fn load(path: &Path) -> Result<Tuning> {
-    let load = || Ok::<_, anyhow::Error>(std::fs::read_to_string(path)?.parse()?);
-    load().with_context(|| format!("tuning {}", path.display()))
 }
 
 #[cfg(feature = "cuda")]
@@ -61,10 +34,9 @@ mod gpu {
     use hopper_attention_benches::tune::{note, verdicts};
     use hopper_attention_benches::{Cuda, Job, Outcome, Point, Rows, Session};
 
-    use super::TuneArgs;
-    use crate::bench::Bar;
+    use crate::args::TuneArgs;
     use crate::output::AtomicFile;
-    use crate::report;
+    use crate::report::{self, Bar};
 
     pub fn tune(
         args: &TuneArgs,
@@ -121,7 +93,7 @@ mod gpu {
     use hopper_attention::plan::Tuning;
     use hopper_attention_benches::Point;
 
-    use super::TuneArgs;
+    use crate::args::TuneArgs;
     use crate::output::AtomicFile;
 
     pub fn tune(

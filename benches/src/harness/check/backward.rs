@@ -3,7 +3,7 @@
 use hopper_attention::Operand;
 
 use super::{Row, dot, norm, places, values};
-use crate::harness::turns::{Pool, Task};
+use crate::harness::contest::{Pool, Task};
 
 /// Some rows of each, from the definition with the O and the LSE that every library is given.
 pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
@@ -107,7 +107,7 @@ mod tests {
 
     use super::super::{BLOCK, Expected, changed, cross};
     use super::*;
-    use crate::harness::turns::Outputs;
+    use crate::harness::contest::Outputs;
     use crate::{Direction, Order, Point, PointMask, Role, Sweep};
 
     fn point(mask: PointMask, seqlen: usize, group: usize) -> Point {

@@ -3,7 +3,7 @@
 use hopper_attention::Operand;
 
 use super::{Row, dot, places, values};
-use crate::harness::turns::{Pool, Task};
+use crate::harness::contest::{Pool, Task};
 
 /// Some rows, and the LSE beside its places.
 pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>, Vec<(usize, f64)>) {
@@ -42,7 +42,7 @@ mod tests {
 
     use super::super::{Expected, changed, cross};
     use super::*;
-    use crate::harness::turns::Outputs;
+    use crate::harness::contest::Outputs;
     use crate::{Order, Point, Precision, Role, Sweep};
 
     fn point() -> Point {

@@ -8,7 +8,7 @@ use hopper_attention::{
 
 use super::{NAIVE, narrow};
 use crate::Role;
-use crate::harness::turns::{Contestant, Outputs, Pool, Refusal, Task};
+use crate::harness::contest::{Contestant, Outputs, Pool, Refusal, Task};
 
 /// The CPU backend through the safe API.
 pub(in crate::harness) struct Backend<'a, T> {

@@ -12,7 +12,7 @@ use hopper_attention::{Layout, Operand};
 use super::WORKSPACE_BYTES;
 use crate::Role;
 use crate::entry::{Args, BackwardArgs, Entry, Numbers};
-use crate::harness::turns::{Contestant, Outputs, Refusal, Task};
+use crate::harness::contest::{Contestant, Outputs, Refusal, Task};
 
 /// A library, the stream that it enqueues on, and what it reads.
 pub(super) struct Library<'a, T> {

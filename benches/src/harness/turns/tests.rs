@@ -1,9 +1,10 @@
 use std::cell::RefCell;
 
 use super::*;
-use crate::Sweep;
 use crate::harness::Cpu;
+use crate::harness::contest::Contestants;
 use crate::harness::cpu::{Backend, BackwardBackend, WallClock};
+use crate::{Order, Role, Sweep};
 
 /// The CPU backend with something wrong.
 struct Broken<'a> {

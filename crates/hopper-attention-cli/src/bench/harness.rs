@@ -9,8 +9,7 @@ use hopper_attention_benches::host::HostCost;
 use hopper_attention_benches::{Cpu, Harness, Job, Outcome, Progress, PyTorch, Report, Session, WARM_UPS};
 use serde_json::json;
 
-use super::args::{BenchArgs, HarnessArg};
-use crate::args::DeviceArg;
+use crate::args::{BenchArgs, DeviceArg, HarnessArg};
 use crate::report;
 
 /// The report, and what the calls cost on the host, where that could be measured.

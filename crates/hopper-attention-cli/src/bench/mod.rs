@@ -1,6 +1,5 @@
 //! `hattn bench` and `hattn plot`: who times is chosen here, and what it told is shown, kept, compared and drawn.
 
-pub mod args;
 mod harness;
 
 use std::collections::BTreeMap;
@@ -10,11 +9,10 @@ use anyhow::{Context, Result, ensure};
 use hopper_attention::Arch;
 use hopper_attention_benches::compare::Comparison;
 use hopper_attention_benches::{ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, readme, table};
-use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::args::{BenchArgs, PlotArgs};
 use crate::output::AtomicFile;
-use crate::report;
-use args::{BenchArgs, PlotArgs};
+use crate::report::{self, Bar};
 
 /// `hattn bench`.
 pub fn bench(args: &BenchArgs) -> Result<()> {
@@ -57,7 +55,7 @@ fn measure(args: &BenchArgs) -> Result<Report> {
             _ => Ok(()),
         }
     };
-    let (mut report, host) = harness::run(args, &mut |length| bar.0.set_length(length as u64), &mut progress)?;
+    let (mut report, host) = harness::run(args, &mut |length| bar.of(length), &mut progress)?;
     bar.clear();
     if let Some(arch) = args.arch {
         report.notes.push(format!("ours computed with {} kernels", Arch::from(arch)));
@@ -170,35 +168,6 @@ fn below(file: &Path, beside: &Path) -> Result<String> {
     let relative =
         file.strip_prefix(folder).ok().with_context(|| format!("{} is not below its folder", file.display()))?;
     Ok(relative.to_string_lossy().replace('\\', "/"))
-}
-
-/// The progress bar; nothing where stderr is not a terminal.
-pub struct Bar(ProgressBar);
-
-impl Bar {
-    /// For so many points.
-    pub fn new(length: usize) -> Self {
-        let bar = ProgressBar::new(length as u64);
-        if let Ok(style) = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} {msg}") {
-            bar.set_style(style.progress_chars("=> "));
-        }
-        bar.set_message("starting");
-        Self(bar)
-    }
-
-    /// What is going on.
-    pub fn show(&self, progress: &Progress<'_>) {
-        match progress {
-            Progress::Library { point, name } => self.0.set_message(format!("{point} {name}")),
-            Progress::Report(report) => self.0.set_position(report.points.len() as u64),
-        }
-        self.0.tick();
-    }
-
-    /// Takes it away.
-    pub fn clear(&self) {
-        self.0.finish_and_clear();
-    }
 }
 
 /// Host cost on the CPU: what remains of it there.

@@ -11,25 +11,23 @@ use hopper_attention::{
     Fp8Output, Layout, Quantize, QuantizeArgs, QuantizePlan, Stream, TensorMut, TensorRef, Workspace,
 };
 
-use super::backward::{Gradients, Inputs};
-use super::{Computed, Layouts, Operands, filled, median};
-use crate::input::{Qkv, Value};
+use super::tensors::{Computed, Gradients, Inputs, Layouts, Operands, median};
+use crate::values::{Qkv, Value};
 
-/// Computes once to warm up, then `repeat` times between events. `o` and `lse` hold what the device's copies begin with.
+/// Computes once to warm up, then `repeat` times between events. `computed` holds what the device's copies begin with.
 pub fn forward<T: Value>(
     device: &CudaDevice,
     plan: &ForwardPlan,
     layouts: &Layouts,
     qkv: &Qkv<T>,
-    mut o: Vec<T>,
-    mut lse: Vec<f32>,
+    mut computed: Computed<T>,
     repeat: u32,
 ) -> Result<Computed<T>> {
     let handle = Device::Cuda(device.clone()).new_stream()?;
     let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
     let [q, k, v] = &qkv.data;
     let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
-    let (mut device_o, mut device_lse) = (upload(stream, &o)?, upload(stream, &lse)?);
+    let (mut device_o, mut device_lse) = (upload(stream, &computed.o)?, upload(stream, &computed.lse)?);
     let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
 
     let mut run = || -> Result<()> {
@@ -42,11 +40,11 @@ pub fn forward<T: Value>(
         };
         Ok(plan.run(&handle, &mut workspace, args)?)
     };
-    let time = timed(&handle, stream, repeat, &mut run)?;
-    download(stream, &device_o, &mut o)?;
-    download(stream, &device_lse, &mut lse)?;
+    computed.time = timed(&handle, stream, repeat, &mut run)?;
+    download(stream, &device_o, &mut computed.o)?;
+    download(stream, &device_lse, &mut computed.lse)?;
     handle.synchronize()?;
-    Ok(Computed { o, lse, time, operands: None })
+    Ok(computed)
 }
 
 /// As [`forward`], of operands that are quantised here first; their factors lie as `of_factors`.
@@ -56,20 +54,12 @@ pub fn forward_fp8<T: Value + Fp8Output>(
     layouts: &Layouts,
     of_factors: [Layout<3>; 3],
     qkv: &Qkv<T>,
-    (mut o, mut lse): (Vec<T>, Vec<f32>),
+    mut computed: Computed<T>,
     repeat: u32,
 ) -> Result<Computed<T>> {
     let handle = Device::Cuda(device.clone()).new_stream()?;
     let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
-    let zero = E4M3::from_bits(0);
-    let mut operands = Operands {
-        stored: [filled(zero, qkv.data[0].len())?, filled(zero, qkv.data[1].len())?, filled(zero, qkv.data[2].len())?],
-        descale: [
-            filled(0.0, of_factors[0].span())?,
-            filled(0.0, of_factors[1].span())?,
-            filled(0.0, of_factors[2].span())?,
-        ],
-    };
+    let mut operands = Operands::zeros(qkv, of_factors)?;
     let [q, k, v] = &operands.stored;
     let (mut q, mut k, mut v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
     let [descale_q, descale_k, descale_v] = &operands.descale;
@@ -89,7 +79,7 @@ pub fn forward_fp8<T: Value + Fp8Output>(
         };
         quantise.run(&handle, &mut workspace, args)?;
     }
-    let (mut device_o, mut device_lse) = (upload(stream, &o)?, upload(stream, &lse)?);
+    let (mut device_o, mut device_lse) = (upload(stream, &computed.o)?, upload(stream, &computed.lse)?);
     let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
 
     let mut run = || -> Result<()> {
@@ -107,9 +97,9 @@ pub fn forward_fp8<T: Value + Fp8Output>(
         };
         Ok(plan.run_fp8(&handle, &mut workspace, args)?)
     };
-    let time = timed(&handle, stream, repeat, &mut run)?;
-    download(stream, &device_o, &mut o)?;
-    download(stream, &device_lse, &mut lse)?;
+    computed.time = timed(&handle, stream, repeat, &mut run)?;
+    download(stream, &device_o, &mut computed.o)?;
+    download(stream, &device_lse, &mut computed.lse)?;
     for (device, host) in [&q, &k, &v].into_iter().zip(&mut operands.stored) {
         download(stream, device, host)?;
     }
@@ -117,7 +107,8 @@ pub fn forward_fp8<T: Value + Fp8Output>(
         download(stream, device, host)?;
     }
     handle.synchronize()?;
-    Ok(Computed { o, lse, time, operands: Some(operands) })
+    computed.operands = Some(operands);
+    Ok(computed)
 }
 
 fn quantize<'a, T: Value>(
@@ -134,13 +125,13 @@ fn quantize<'a, T: Value>(
     })
 }
 
-/// As [`forward`], for the gradients: `data` holds what the device's copies begin with.
+/// As [`forward`], for the gradients: `gradients` holds what the device's copies begin with.
 pub fn backward<T: Value>(
     device: &CudaDevice,
     plan: &BackwardPlan,
     layouts: &Layouts,
     inputs: &Inputs<'_, T>,
-    mut data: [Vec<T>; 3],
+    mut gradients: Gradients<T>,
     repeat: u32,
 ) -> Result<Gradients<T>> {
     let handle = Device::Cuda(device.clone()).new_stream()?;
@@ -150,7 +141,7 @@ pub fn backward<T: Value>(
     let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
     let (o, lse, d_o) = (upload(stream, &forward.o)?, upload(stream, &forward.lse)?, upload(stream, &given.d_o)?);
     let d_lse = given.d_lse.as_ref().map(|d_lse| upload(stream, d_lse)).transpose()?;
-    let [d_q, d_k, d_v] = &data;
+    let [d_q, d_k, d_v] = &gradients.data;
     let (mut d_q, mut d_k, mut d_v) = (upload(stream, d_q)?, upload(stream, d_k)?, upload(stream, d_v)?);
     let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
 
@@ -169,12 +160,12 @@ pub fn backward<T: Value>(
         };
         Ok(plan.run(&handle, &mut workspace, args)?)
     };
-    let time = timed(&handle, stream, repeat, &mut run)?;
-    for (device, host) in [d_q, d_k, d_v].iter().zip(&mut data) {
+    gradients.time = timed(&handle, stream, repeat, &mut run)?;
+    for (device, host) in [d_q, d_k, d_v].iter().zip(&mut gradients.data) {
         download(stream, device, host)?;
     }
     handle.synchronize()?;
-    Ok(Gradients { data, time })
+    Ok(gradients)
 }
 
 /// Runs once to warm up, then `repeat` times between events; the median.

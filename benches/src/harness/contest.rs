@@ -1,0 +1,129 @@
+//! Who takes part in the Rust harness: libraries at work on a point, the clock, and the inputs that they share.
+
+use anyhow::{Context as _, Result};
+use hopper_attention::{Layout, Operand};
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+use rand_distr::StandardNormal;
+
+use crate::{Direction, Order, Point, Role};
+
+/// Why a library does not compute a point.
+#[derive(Debug)]
+pub(super) enum Refusal {
+    /// It has no kernel for it.
+    Unsupported(String),
+    /// Its call failed.
+    Failed(String),
+}
+
+impl From<hopper_attention::Error> for Refusal {
+    fn from(error: hopper_attention::Error) -> Self {
+        match error {
+            hopper_attention::Error::Unsupported { .. } => Self::Unsupported(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<anyhow::Error> for Refusal {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Failed(format!("{error:#}"))
+    }
+}
+
+/// A point and where its tensors' elements lie.
+pub(super) struct Task<'a, T> {
+    pub point: &'a Point,
+    /// Of Q, O and their gradients.
+    pub q: Layout<4>,
+    /// Of K, V and their gradients.
+    pub kv: Layout<4>,
+    pub lse: Layout<3>,
+    /// What a backward reads besides the pool: a forward's outputs.
+    pub saved: Option<&'a Outputs<T>>,
+}
+
+impl<'a, T> Task<'a, T> {
+    pub(super) fn new(point: &'a Point, order: Order) -> hopper_attention::Result<Self> {
+        Ok(Self {
+            point,
+            q: point.layout(point.heads_q, order)?,
+            kv: point.layout(point.heads_kv, order)?,
+            lse: Layout::contiguous([point.batch, point.heads_q, point.seqlen])?,
+            saved: None,
+        })
+    }
+
+    /// The forward's outputs that a backward needs.
+    pub(super) fn saved(&self) -> Result<&'a Outputs<T>> {
+        self.saved.context("no forward was run before this backward")
+    }
+}
+
+/// What a library wrote.
+#[derive(Clone)]
+pub(super) struct Outputs<T> {
+    /// O, laid out as Q; or dQ, dK and dV, laid out as Q, K and V.
+    pub tensors: Vec<Vec<T>>,
+    /// The forward's LSE, contiguous.
+    pub lse: Vec<f32>,
+}
+
+/// A library at work on one point after the other, all of one direction.
+pub(super) trait Contestant<T> {
+    fn name(&self) -> &str;
+    fn role(&self) -> Role;
+    /// Gets ready for a point; its outputs are full of NaN afterwards.
+    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal>;
+    /// One forward or backward, done or enqueued.
+    fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal>;
+    /// What it wrote, once all calls are done.
+    fn outputs(&mut self) -> Result<Outputs<T>>;
+}
+
+/// Several, over the same inputs.
+pub(super) type Contestants<'a, T> = Vec<Box<dyn Contestant<T> + 'a>>;
+
+/// What times calls.
+pub(super) trait Clock {
+    /// Makes a call, with the caches as a stranger leaves them.
+    fn time(&mut self, call: &mut dyn FnMut() -> Result<(), Refusal>) -> Result<(), Refusal>;
+    /// Waits until all is done; the milliseconds of each call since the last wait.
+    fn wait(&mut self) -> Result<Vec<f64>>;
+}
+
+/// What the harness runs on.
+pub(super) trait Place {
+    type Clock: Clock;
+    fn clock(&self) -> Result<Self::Clock>;
+    /// The libraries' forwards, over inputs that the longest point just fills: a point takes the front.
+    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
+    /// Their backwards, likewise.
+    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
+}
+
+/// Unit-variance normal Q, K and V, and dO where there are backward points.
+pub(super) struct Pool<T> {
+    pub q: Vec<T>,
+    pub k: Vec<T>,
+    pub v: Vec<T>,
+    pub d_o: Vec<T>,
+}
+
+impl<T: Operand> Pool<T> {
+    pub(super) fn new(points: &[&Point], seed: u64) -> Self {
+        let most = |points: &[&Point], heads: fn(&Point) -> usize| {
+            points.iter().map(|p| p.elements(heads(p))).max().unwrap_or(0)
+        };
+        let backward: Vec<&Point> = points.iter().copied().filter(|p| p.direction == Direction::Bwd).collect();
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut draw = |count| (0..count).map(|_| T::from_f32(rng.sample(StandardNormal))).collect();
+        Self {
+            q: draw(most(points, |p| p.heads_q)),
+            k: draw(most(points, |p| p.heads_kv)),
+            v: draw(most(points, |p| p.heads_kv)),
+            d_o: draw(most(&backward, |p| p.heads_q)),
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The words of the command line, which several commands share, and what each of them stands for.
+
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use hopper_attention::{Arch, Corner, DType, Mask, Scaling};
+
+/// The order of the dimensions in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FileLayout {
+    /// [batch, seqlen, heads, head_dim]
+    Bshd,
+    /// [batch, heads, seqlen, head_dim]
+    Bhsd,
+    /// [total, heads, head_dim], packed sequences; not supported yet
+    Thd,
+}
+
+impl FileLayout {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bshd => "bshd",
+            Self::Bhsd => "bhsd",
+            Self::Thd => "thd",
+        }
+    }
+}
+
+/// Element types that the command line may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DTypeArg {
+    /// bfloat16
+    Bf16,
+    /// IEEE half precision
+    F16,
+    /// IEEE single precision (CPU only)
+    F32,
+}
+
+impl From<DTypeArg> for DType {
+    fn from(arg: DTypeArg) -> Self {
+        match arg {
+            DTypeArg::Bf16 => Self::BF16,
+            DTypeArg::F16 => Self::F16,
+            DTypeArg::F32 => Self::F32,
+        }
+    }
+}
+
+/// Instruction sets that the command line may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ArchArg {
+    /// Ampere and later: cp.async and mma.sync
+    Sm80,
+    /// Hopper: TMA and WGMMA
+    Sm90,
+}
+
+impl From<ArchArg> for Arch {
+    fn from(arg: ArchArg) -> Self {
+        match arg {
+            ArchArg::Sm80 => Self::Sm80,
+            ArchArg::Sm90 => Self::Sm90,
+        }
+    }
+}
+
+/// How many elements share a factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScalingArg {
+    /// One factor for each of q, k and v
+    #[value(name = "per-tensor")]
+    Tensor,
+    /// One for each sequence and key head
+    #[value(name = "per-head")]
+    Head,
+    /// One for each 128 rows of a head
+    #[value(name = "per-block")]
+    Block,
+}
+
+impl From<ScalingArg> for Scaling {
+    fn from(arg: ScalingArg) -> Self {
+        match arg {
+            ScalingArg::Tensor => Self::PerTensor,
+            ScalingArg::Head => Self::PerHead,
+            ScalingArg::Block => Self::PerBlock,
+        }
+    }
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceArg {
+    /// A GPU that supports the problem if there is one, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU with this ordinal.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|ordinal| ordinal.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| "allowed: auto, cpu, cuda:N".into()),
+        }
+    }
+}
+
+pub fn parse_mask(text: &str) -> Result<Mask, String> {
+    let mut parts = text.split(':');
+    let kind = parts.next().unwrap_or_default();
+    let rest: Vec<&str> = parts.collect();
+    match (kind, rest.as_slice()) {
+        ("full", []) => Ok(Mask::Full),
+        ("causal", []) => Ok(Mask::causal()),
+        ("causal", [corner]) => Ok(Mask::Causal { corner: parse_corner(corner)? }),
+        ("window", [bounds]) => parse_window(bounds, Corner::default()),
+        ("window", [bounds, corner]) => parse_window(bounds, parse_corner(corner)?),
+        _ => Err("allowed: full, causal[:top-left], window:LEFT,RIGHT[:top-left]".into()),
+    }
+}
+
+fn parse_corner(text: &str) -> Result<Corner, String> {
+    match text {
+        "bottom-right" => Ok(Corner::BottomRight),
+        "top-left" => Ok(Corner::TopLeft),
+        _ => Err(format!("corner `{text}`; allowed: bottom-right, top-left")),
+    }
+}
+
+fn parse_window(text: &str, corner: Corner) -> Result<Mask, String> {
+    let bound = |text: &str| match text {
+        "-" | "inf" => Ok(None),
+        _ => text.parse().map(Some).map_err(|_| format!("bound `{text}`; allowed: a count of keys, `-` or `inf`")),
+    };
+    match text.split_once(',') {
+        Some((left, right)) => Ok(Mask::Window { left: bound(left)?, right: bound(right)?, corner }),
+        None => Err(format!("window `{text}`; allowed: LEFT,RIGHT")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn masks() {
+        let top_left = Corner::TopLeft;
+        assert_eq!(parse_mask("full"), Ok(Mask::Full));
+        assert_eq!(parse_mask("causal"), Ok(Mask::causal()));
+        assert_eq!(parse_mask("causal:bottom-right"), Ok(Mask::causal()));
+        assert_eq!(parse_mask("causal:top-left"), Ok(Mask::Causal { corner: top_left }));
+        assert_eq!(parse_mask("window:64,0"), Ok(Mask::window(Some(64), Some(0))));
+        assert_eq!(parse_mask("window:-,inf"), Ok(Mask::window(None, None)));
+        let expected = Mask::Window { left: Some(1), right: None, corner: top_left };
+        assert_eq!(parse_mask("window:1,-:top-left"), Ok(expected));
+        let bad = ["", "Full", "full:top-left", "causal:", "causal:left", "window", "window:1", "window:1,2,3"];
+        for text in bad.into_iter().chain(["window:-1,0", "window:1,x", "window:1,2:top-left:x"]) {
+            assert!(parse_mask(text).is_err(), "{text:?} was read as a mask");
+        }
+    }
+
+    #[test]
+    fn devices() {
+        assert_eq!("auto".parse(), Ok(DeviceArg::Auto));
+        assert_eq!("cpu".parse(), Ok(DeviceArg::Cpu));
+        assert_eq!("cuda:3".parse(), Ok(DeviceArg::Cuda(3)));
+        for text in ["", "gpu", "cuda:", "cuda:-1", "cuda:x"] {
+            assert!(text.parse::<DeviceArg>().is_err(), "{text:?} was read as a device");
+        }
+    }
+}
