@@ -11,9 +11,8 @@
 //! use hopper_attention::reference::{Expected, Tensor};
 //! use hopper_attention::{DType, Dims, ForwardProblem};
 //!
-//! let dims =
-//!     Dims { batch: 1, seqlen_q: 3, seqlen_kv: 5, heads_q: 2, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-//! let problem = ForwardProblem::new(DType::BF16, dims)?;
+//! let dims = Dims::new(1, 3, 2, 8).with_seqlen_kv(5).with_heads_kv(1);
+//! let problem = ForwardProblem::builder(DType::BF16, dims).build()?;
 //! // Values that bf16 holds exactly: the oracle must see what the kernel sees.
 //! let q = Tensor::from_fn([1, 3, 2, 8], |[_, s, h, d]| (s + h + d) as f64 * 0.125);
 //! let k = Tensor::from_fn([1, 5, 1, 8], |[_, s, _, d]| (s * d) as f64 * 0.125);
