@@ -3,12 +3,14 @@
 pub mod mutations;
 
 use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, forward_plain};
-use hopper_attention::{BackwardArgs, BackwardProblem, Operand, TensorMut, TensorRef};
-use rayon::prelude::*;
+use hopper_attention::{
+    BackwardArgs, BackwardProblem, DType, Device, Operand, Stream, TensorMut, TensorRef, Workspace,
+};
 
 use crate::data::{Image, Input, Poison};
 use crate::problems::Case;
-use crate::runner::Verdict;
+use crate::runner::{Ready, Verdict};
+use mutations::Subject;
 
 /// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the
 /// plain computation, so that a backward pass is judged by itself. The LSE has a gradient where the case asks for an LSE.
@@ -89,11 +91,6 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
         }
     }
 
-    /// Prepares cases on all cores.
-    pub fn all(cases: &[Case]) -> Vec<Self> {
-        cases.par_iter().map(Self::new).collect()
-    }
-
     /// Outputs that were not written yet.
     pub fn outputs(&self) -> Outputs<T> {
         let output = |shape| Image::poisoned(self.case.placement.layout(shape, false));
@@ -133,12 +130,6 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
         self.expected.check(&d_q, &d_k, &d_v).expect("matching shapes")
     }
 
-    /// As [`judge`](Self::judge), with what is wrong in words.
-    pub fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
-        let report = self.judge(outputs);
-        Verdict { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
-    }
-
     /// Whether no input was written since `before`.
     pub fn check_unchanged(&self, before: &Self) -> Result<(), String> {
         let inputs = [&self.q, &self.k, &self.v, &self.o, &self.d_o];
@@ -152,14 +143,64 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
     }
 }
 
+impl<T: Poison + Operand<Out = T>> Ready for Prepared<T> {
+    type Outputs = Outputs<T>;
+    type Broken = BackwardPlain;
+
+    const DTYPE: DType = T::DTYPE;
+
+    fn of(case: &Case) -> Self {
+        Self::new(case)
+    }
+
+    fn case(&self) -> &Case {
+        &self.case
+    }
+
+    fn poisoned(&self) -> Outputs<T> {
+        self.outputs()
+    }
+
+    fn compute(&self, outputs: &mut Outputs<T>) -> hopper_attention::Result<()> {
+        let plan = self.problem.plan(&Device::Cpu)?;
+        let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+        plan.run(&Stream::Cpu, &mut workspace, self.host_args(outputs))
+    }
+
+    fn check_memory(&self, before: &Self, outputs: &Outputs<T>) -> Result<(), String> {
+        self.check_unchanged(before)?;
+        outputs.check_written()
+    }
+
+    fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
+        let report = self.judge(outputs);
+        Verdict { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
+    }
+
+    fn each_broken(&self, outputs: &Outputs<T>, see: &mut dyn FnMut(&'static str, Option<BackwardPlain>)) {
+        let d_lse = self.d_lse.as_ref().map(Image::values);
+        let subject = Subject {
+            problem: &self.problem,
+            q: &self.q.tensor(),
+            k: &self.k.tensor(),
+            v: &self.v.tensor(),
+            d_o: &self.d_o.tensor(),
+            d_lse: d_lse.as_deref(),
+            honest: &outputs.tensors(),
+        };
+        mutations::ALL.iter().for_each(|mutation| see(mutation.name, (mutation.apply)(subject)));
+    }
+
+    fn passes(&self, BackwardPlain { d_q, d_k, d_v }: &BackwardPlain) -> Option<String> {
+        let report = self.expected.check(d_q, d_k, d_v).expect("matching shapes");
+        report.passed().then(|| report.to_string())
+    }
+}
+
 impl<T: Poison> Outputs<T> {
     /// Looks at what a run left in them, for what it may not have done.
-    pub fn check_written(&mut self) -> Result<(), String> {
-        for image in [&mut self.d_q, &mut self.d_k, &mut self.d_v] {
-            let data = image.data().to_vec();
-            image.take_output(data)?;
-        }
-        Ok(())
+    pub fn check_written(&self) -> Result<(), String> {
+        [&self.d_q, &self.d_k, &self.d_v].into_iter().try_for_each(Image::check_written)
     }
 
     /// The gradients as the law reads them.

@@ -277,6 +277,24 @@ impl<P: Pass> Plan<P> {
     }
 }
 
+impl Memory {
+    /// The arguments of a run.
+    fn args(&self) -> hattn_forward_args {
+        hattn_forward_args {
+            struct_size: size_of::<hattn_forward_args>() as u32,
+            abi_version: HATTN_ABI_VERSION,
+            q: &raw const self.q,
+            k: &raw const self.k,
+            v: &raw const self.v,
+            o: &raw const self.o,
+            lse: address(self.lse.as_ref()),
+            workspace: self.workspace as *mut c_void,
+            workspace_bytes: self.workspace_bytes,
+            ..Default::default()
+        }
+    }
+}
+
 impl Plan<hattn_forward_problem> {
     /// Runs the plan.
     ///
@@ -286,24 +304,10 @@ impl Plan<hattn_forward_problem> {
     /// # Safety
     /// As [`hattn_forward_run`], for what the tensors lead to.
     pub unsafe fn run(&self, memory: &Memory, stream: *mut c_void) -> Result<(), Refusal> {
-        let args = hattn_forward_args {
-            struct_size: size_of::<hattn_forward_args>() as u32,
-            abi_version: HATTN_ABI_VERSION,
-            q: &raw const memory.q,
-            k: &raw const memory.k,
-            v: &raw const memory.v,
-            o: &raw const memory.o,
-            lse: address(memory.lse.as_ref()),
-            workspace: memory.workspace as *mut c_void,
-            workspace_bytes: memory.workspace_bytes,
-            ..Default::default()
-        };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
-        checked(unsafe { hattn_forward_run(self.0, &args, stream.cast()) })
+        checked(unsafe { hattn_forward_run(self.0, &memory.args(), stream.cast()) })
     }
-}
 
-impl Plan<hattn_forward_problem> {
     /// Runs the plan, of e4m3 operands.
     ///
     /// # Errors
@@ -314,20 +318,12 @@ impl Plan<hattn_forward_problem> {
     pub unsafe fn run_fp8(&self, memory: &Memory, fp8: &Fp8Memory, stream: *mut c_void) -> Result<(), Refusal> {
         let [descale_q, descale_k, descale_v] = &fp8.descale;
         let args = hattn_forward_args {
-            struct_size: size_of::<hattn_forward_args>() as u32,
-            abi_version: HATTN_ABI_VERSION,
-            q: &raw const memory.q,
-            k: &raw const memory.k,
-            v: &raw const memory.v,
-            o: &raw const memory.o,
-            lse: address(memory.lse.as_ref()),
-            workspace: memory.workspace as *mut c_void,
-            workspace_bytes: memory.workspace_bytes,
             descale_q,
             descale_k,
             descale_v,
             scale_o: address(fp8.scale_o.as_ref()),
             amax: address(fp8.amax.as_ref()),
+            ..memory.args()
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_forward_run(self.0, &args, stream.cast()) })
@@ -392,7 +388,7 @@ impl Plan<hattn_backward_problem> {
             o: &raw const memory.o,
             lse: &raw const memory.lse,
             d_o: &raw const memory.d_o,
-            d_lse: memory.d_lse.as_ref().map_or(null(), |d_lse| &raw const *d_lse),
+            d_lse: address(memory.d_lse.as_ref()),
             d_q: &raw const memory.d_q,
             d_k: &raw const memory.d_k,
             d_v: &raw const memory.d_v,

@@ -178,11 +178,15 @@ impl<T: Poison, const R: usize> Image<T, R> {
         &mut self.data[GUARD..end]
     }
 
-    /// Takes over what a run left in memory of this shape, and says what it did that it may not: changed a guard band or
-    /// a gap, or left an element unwritten.
+    /// Takes over what a run left in memory of this shape, and looks at it as [`check_written`](Self::check_written).
     pub fn take_output(&mut self, data: Vec<T>) -> Result<(), String> {
         assert_eq!(data.len(), self.data.len(), "memory came back with another length");
         self.data = data;
+        self.check_written()
+    }
+
+    /// Says what a run did to this memory that it may not: changed a guard band or a gap, or left an element unwritten.
+    pub fn check_written(&self) -> Result<(), String> {
         let mut inside = vec![false; self.data.len()];
         for offset in self.offsets() {
             inside[GUARD + offset] = true;

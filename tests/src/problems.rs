@@ -327,11 +327,33 @@ fn empty() -> Vec<Case> {
     ]
 }
 
+/// Head dims that no kernel takes, and some that kernels take: the CPU computes them all.
+pub const HEAD_DIMS: [usize; 15] = [1, 2, 3, 5, 7, 9, 31, 33, 65, 100, 127, 129, 192, 256, 300];
+
 /// Random cases, for fuzzing: small lengths, everything else free.
 pub mod random {
     use proptest::prelude::*;
+    use proptest::strategy::ValueTree as _;
+    use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
     use super::*;
+
+    /// The same cases on every run, with head dims up to `head_dim` in steps of 8: `small` of them on the small grid, else `full`
+    /// or as many more as `PROPTEST_CASES` asks for.
+    pub fn drawn(head_dim: usize, small: u32, full: u32) -> Vec<Case> {
+        let default = Config::default();
+        let count = Grid::from_env().pick(small, default.cases.max(full));
+        let mut proptest = TestRunner::new_with_rng(default, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+        let strategy = case(head_dim, 8);
+        (0..count).map(|_| strategy.new_tree(&mut proptest).expect("a case").current()).collect()
+    }
+
+    /// Every second case, and the others.
+    pub fn halves(cases: impl IntoIterator<Item = Case>) -> [Vec<Case>; 2] {
+        let mut halves = [vec![], vec![]];
+        cases.into_iter().enumerate().for_each(|(i, case)| halves[i % 2].push(case));
+        halves
+    }
 
     /// Cases with head dims up to `head_dim` in steps of `step`.
     pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {

@@ -1,15 +1,98 @@
 //! Cases ready to run, results judged, and the table of it all.
 
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
+use std::fmt::{Display, Write as _};
 
 use hopper_attention::reference::{Expected, Report, Tensor};
-use hopper_attention::{ForwardArgs, ForwardProblem, Operand, TensorMut, TensorRef};
+use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Operand, Stream, TensorMut, TensorRef, Workspace};
 use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::data::{Image, Input, Poison};
+use crate::mutations::{self, Subject};
 use crate::problems::{Case, Grid};
 use crate::say;
+
+/// A case of a pass, prepared for one element type: what forwards and backwards have in common.
+pub trait Ready: Clone + Send + Sized {
+    /// What a run writes.
+    type Outputs;
+    /// A result in f64, with something wrong about it.
+    type Broken;
+
+    /// The element type.
+    const DTYPE: DType;
+
+    /// Makes the inputs and computes what must come out.
+    fn of(case: &Case) -> Self;
+
+    /// The case.
+    fn case(&self) -> &Case;
+
+    /// Outputs that were not written yet.
+    fn poisoned(&self) -> Self::Outputs;
+
+    /// Runs the CPU backend.
+    ///
+    /// # Errors
+    /// The library's.
+    fn compute(&self, outputs: &mut Self::Outputs) -> hopper_attention::Result<()>;
+
+    /// Whether no input was written since `before`, and the outputs were, whole and without a stray write.
+    ///
+    /// # Errors
+    /// What was written that should not have been, or was not written.
+    fn check_memory(&self, before: &Self, outputs: &Self::Outputs) -> Result<(), String>;
+
+    /// Holds outputs whose guard bands were found intact against the tolerance.
+    fn verdict(&self, outputs: &Self::Outputs) -> Verdict;
+
+    /// Shows each mutation's name and what it makes of an honest result; none where it cannot be told from one.
+    fn each_broken(&self, outputs: &Self::Outputs, see: &mut dyn FnMut(&'static str, Option<Self::Broken>));
+
+    /// The report on a broken result that passes all the same.
+    fn passes(&self, broken: &Self::Broken) -> Option<String>;
+
+    /// Prepares cases on all cores.
+    fn all(cases: &[Case]) -> Vec<Self> {
+        cases.par_iter().map(Self::of).collect()
+    }
+
+    /// What the CPU backend makes of it.
+    ///
+    /// # Errors
+    /// What was refused, or what is wrong with the memory afterwards.
+    fn on_cpu(&self) -> Result<Self::Outputs, String> {
+        let before = self.clone();
+        let mut outputs = self.poisoned();
+        self.compute(&mut outputs).map_err(|error| error.to_string())?;
+        self.check_memory(&before, &outputs)?;
+        Ok(outputs)
+    }
+
+    /// The verdict on that.
+    fn verdict_on_cpu(&self) -> Verdict {
+        self.on_cpu().map_or_else(Verdict::failed, |outputs| self.verdict(&outputs))
+    }
+
+    /// An honest result passes, and every mutation of it is caught; counts by name how many there were.
+    ///
+    /// # Panics
+    /// When it does not, or one is not.
+    fn catch_all(&self, outputs: &Self::Outputs, place: &dyn Display, applied: &mut BTreeMap<&'static str, usize>) {
+        let case = self.case();
+        let wrong = self.verdict(outputs).wrong;
+        assert!(wrong.is_none(), "{place}, {case}: {}", wrong.unwrap_or_default());
+        self.each_broken(outputs, &mut |name, broken| {
+            let applied = applied.entry(name).or_default();
+            if let Some(broken) = broken {
+                let passes = self.passes(&broken);
+                assert!(passes.is_none(), "{place}: not caught: {name}, {case}: {}", passes.unwrap_or_default());
+                *applied += 1;
+            }
+        });
+    }
+}
 
 /// A case for one element type, with its inputs in guarded memory and what must come out.
 #[derive(Clone, Debug)]
@@ -52,11 +135,6 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
         Self { case: case.clone(), problem, q, k, v, expected }
     }
 
-    /// Prepares cases on all cores.
-    pub fn all(cases: &[Case]) -> Vec<Self> {
-        cases.par_iter().map(Self::new).collect()
-    }
-
     /// Outputs that were not written yet.
     pub fn outputs(&self) -> Outputs<T> {
         let lse = self.case.placement.lse_layout(self.problem.lse_shape());
@@ -89,15 +167,65 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
         self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
     }
 
-    /// As [`judge`](Self::judge), with what is wrong in words.
-    pub fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
-        let report = self.judge(outputs);
-        Verdict { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
-    }
-
     /// The inputs and an honest result, for [`mutations`](crate::mutations).
     pub fn tensors(&self) -> [Tensor; 3] {
         [self.q.tensor(), self.k.tensor(), self.v.tensor()]
+    }
+}
+
+impl<T: Poison> Outputs<T> {
+    /// Looks at what a run left in them, for what it may not have done.
+    pub fn check_written(&self) -> Result<(), String> {
+        self.o.check_written()?;
+        self.lse.as_ref().map_or(Ok(()), Image::check_written)
+    }
+}
+
+impl<T: Poison + Operand<Out = T>> Ready for Prepared<T> {
+    type Outputs = Outputs<T>;
+    type Broken = (Tensor, Vec<f64>);
+
+    const DTYPE: DType = T::DTYPE;
+
+    fn of(case: &Case) -> Self {
+        Self::new(case)
+    }
+
+    fn case(&self) -> &Case {
+        &self.case
+    }
+
+    fn poisoned(&self) -> Outputs<T> {
+        self.outputs()
+    }
+
+    fn compute(&self, outputs: &mut Outputs<T>) -> hopper_attention::Result<()> {
+        let plan = self.problem.plan(&Device::Cpu)?;
+        let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+        plan.run(&Stream::Cpu, &mut workspace, self.host_args(outputs))
+    }
+
+    fn check_memory(&self, before: &Self, outputs: &Outputs<T>) -> Result<(), String> {
+        for (before, after) in [(&before.q, &self.q), (&before.k, &self.k), (&before.v, &self.v)] {
+            before.check_unchanged(after.data())?;
+        }
+        outputs.check_written()
+    }
+
+    fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
+        (&self.judge(outputs)).into()
+    }
+
+    fn each_broken(&self, outputs: &Outputs<T>, see: &mut dyn FnMut(&'static str, Option<Self::Broken>)) {
+        let [q, k, v] = self.tensors();
+        let (o, lse) = (outputs.o.tensor(), outputs.lse.as_ref().map(Image::values).expect("a case with an LSE"));
+        let subject = Subject { problem: &self.problem, q: &q, k: &k, v: &v, o: &o, lse: &lse };
+        mutations::ALL.iter().for_each(|mutation| see(mutation.name, (mutation.apply)(subject)));
+    }
+
+    fn passes(&self, (o, lse): &Self::Broken) -> Option<String> {
+        let report = self.expected.check(o, Some(lse)).expect("matching shapes");
+        report.passed().then(|| report.to_string())
     }
 }
 
@@ -114,6 +242,12 @@ impl Verdict {
     /// A run that failed before it could be judged.
     pub fn failed(why: impl Into<String>) -> Self {
         Self { worst_ratio: f64::INFINITY, wrong: Some(why.into()) }
+    }
+}
+
+impl From<&Report> for Verdict {
+    fn from(report: &Report) -> Self {
+        Self { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
     }
 }
 
@@ -163,7 +297,7 @@ impl Runner {
     }
 
     /// Takes a verdict on a row.
-    pub fn take(&mut self, row: usize, case: &Case, dtype: hopper_attention::DType, verdict: Verdict) {
+    pub fn take(&mut self, row: usize, case: &Case, dtype: DType, verdict: Verdict) {
         let tally = &mut self.rows[row];
         tally.cases += 1;
         match verdict.wrong {
@@ -179,6 +313,15 @@ impl Runner {
                 tally.worst_case = format!("{dtype} {case}");
             }
             None => {}
+        }
+    }
+
+    /// Takes the CPU backend's verdicts on cases.
+    pub fn take_cpu<P: Ready>(&mut self, row: usize, cases: &[Case]) {
+        for cases in cases.chunks(64) {
+            for prepared in P::all(cases) {
+                self.take(row, prepared.case(), P::DTYPE, prepared.verdict_on_cpu());
+            }
         }
     }
 

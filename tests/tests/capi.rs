@@ -8,7 +8,7 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
-use hopper_attention_tests::runner::{Outputs, Prepared, Runner, Verdict};
+use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
 
 fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
     tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
@@ -42,15 +42,7 @@ fn verdict<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>) -> Verdict {
     if let Err((status, text)) = run {
         return Verdict::failed(format!("status {status}: {text}"));
     }
-    let o = outputs.o.data().to_vec();
-    let taken = outputs.o.take_output(o).and_then(|()| match &mut outputs.lse {
-        Some(lse) => {
-            let data = lse.data().to_vec();
-            lse.take_output(data)
-        }
-        None => Ok(()),
-    });
-    match taken {
+    match outputs.check_written() {
         Ok(()) => prepared.verdict(&outputs),
         Err(why) => Verdict::failed(why),
     }

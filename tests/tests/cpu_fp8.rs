@@ -32,9 +32,7 @@ fn every_case_obeys_the_law() {
             let problem = problem(case, scaling).half_scores(case.seed % 4 > 1).unwrap();
             let operands = Operands::of_case(case, &problem, (case.seed % 2 == 1).then_some(case.seed));
             let (o, lse) = operands.run();
-            let report = operands.expected().check(&o, Some(&lse)).unwrap();
-            let wrong = (!report.passed()).then(|| report.to_string());
-            Verdict { worst_ratio: report.worst_ratio(), wrong }
+            Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
         })
         .collect();
     for ((case, (row, _)), verdict) in some.iter().zip(scalings()).zip(verdicts) {

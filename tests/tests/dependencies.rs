@@ -3,7 +3,7 @@
 //! A rule is a function from a file (`files.rs`), or from all files (here), to complaints. So the last two tests can show that
 //! each rule complains.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -64,7 +64,8 @@ fn every_crate(files: &[Source], complaints: &mut Vec<String>) {
 fn named_paths(files: &[Source], complaints: &mut Vec<String>) {
     let paths = Paths::new(files.iter().map(|file| file.path.as_str()));
     for file in files {
-        let history = file.path == "benches/LOG.md" || file.path.starts_with("benches/record/");
+        let history =
+            ["benches/LOG.md", "benches/log/", "benches/record/"].iter().any(|past| file.path.starts_with(past));
         if !file.path.ends_with(".md") || history {
             continue;
         }
@@ -74,8 +75,25 @@ fn named_paths(files: &[Source], complaints: &mut Vec<String>) {
     }
 }
 
+/// Every record is kept for something that the records' table says, and the table lists what is there.
+fn kept_records(files: &[Source], complaints: &mut Vec<String>) {
+    const TABLE: &str = "benches/record/README.md";
+    let below = |file: &'_ Source| {
+        let mut parts = file.path.strip_prefix("benches/record/")?.split('/');
+        let (gpu, name, _) = (parts.next()?, parts.next()?, parts.next()?);
+        Some(format!("{gpu}/{name}"))
+    };
+    let records: BTreeSet<String> = files.iter().filter_map(below).collect();
+    let table = files.iter().find(|file| file.path == TABLE).map_or("", |file| &file.text);
+    let rows = table.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    let listed: BTreeSet<String> = rows.map(str::to_owned).collect();
+    complaints
+        .extend(records.difference(&listed).map(|record| format!("{TABLE}: does not say what {record} is kept for")));
+    complaints.extend(listed.difference(&records).map(|record| format!("{TABLE}: {record} is not there")));
+}
+
 type RuleOfAll = fn(&[Source], &mut Vec<String>);
-const RULES_OF_ALL: [RuleOfAll; 3] = [circles, every_crate, named_paths];
+const RULES_OF_ALL: [RuleOfAll; 4] = [circles, every_crate, named_paths, kept_records];
 
 /// What the rules of all files say.
 fn complaints_of_all(files: &[Source]) -> Vec<String> {
@@ -267,6 +285,11 @@ fn every_rule_of_all_files_complains() {
         (&[("docs/a.md", "```sh\nscripts/gone.sh --fast\n```\n")], &["docs/a.md:2: names scripts/gone.sh, "]),
         (&[("tests/README.md", "[the map](../MAP.md#here)")], &["tests/README.md:1: names ../MAP.md#here, "]),
         (&[("README.md", "<img src=\"a/b.svg\">")], &["README.md:1: names a/b.svg, "]),
+        (
+            &[("benches/record/h100/a/bench.json", "")],
+            &["benches/record/README.md: does not say what h100/a is kept for"],
+        ),
+        (&[("benches/record/README.md", "| `h100/a` | log, 1 |")], &["benches/record/README.md: h100/a is not there"]),
         (&[("README.md", "`select/`"), ("tests/select.rs", "")], &["README.md:1: names select/, "]),
     ];
     for (files, says) in wrong {
@@ -317,6 +340,9 @@ fn every_rule_of_all_files_complains() {
             ),
             ("tests/one.rs", ""),
             ("benches/LOG.md", "`tests/gone.rs`"),
+            ("benches/log/one.md", "`tests/gone.rs`"),
+            ("benches/record/README.md", "| record | why |\n| --- | --- |\n| `h100/a` | log, 1 |\n"),
+            ("benches/record/h100/a/README.md", "`tests/gone.rs`"),
         ],
     ];
     for files in right {

@@ -22,21 +22,21 @@ struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
 
 /* Structs with their header filled in and everything else 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
-  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0, 0, 0, 0, 0 }
-#define HATTN_TENSOR_INIT \
-  { sizeof(hattn_tensor), HATTN_ABI_VERSION, NULL, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
-#define HATTN_FORWARD_ARGS_INIT \
-  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, NULL, 0, \
-    NULL, NULL, NULL, NULL, NULL }
+  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
-  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0f, 0, 0, 0 }
-#define HATTN_BACKWARD_ARGS_INIT \
-  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0 }
-#define HATTN_QUANTIZE_PROBLEM_INIT { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, NULL, 0, 0, 0 }
-#define HATTN_QUANTIZE_TENSOR_INIT { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, NULL, NULL, NULL, 0, 0 }
+  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define HATTN_TENSOR_INIT \
+  { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
+#define HATTN_FORWARD_ARGS_INIT \
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define HATTN_QUANTIZE_PROBLEM_INIT \
+  { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
+#define HATTN_QUANTIZE_TENSOR_INIT \
+  { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
-  { sizeof(hattn_quantize_args), HATTN_ABI_VERSION, NULL, NULL, NULL, NULL, NULL, 0 }
+  { sizeof(hattn_quantize_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0 }
+#define HATTN_BACKWARD_ARGS_INIT \
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 // The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
 #define HATTN_ABI_VERSION 1
@@ -435,7 +435,7 @@ const char *hattn_last_error(void);
 // The version of the ABI that this library speaks; compare it with HATTN_ABI_VERSION.
 uint32_t hattn_abi_version(void);
 
-// The version of the library, such as "0.1.0".
+// The version of the library, such as "0.2.0".
 const char *hattn_version(void);
 
 // Counts the GPUs of this machine, whether or not there is a kernel for them: 0 where there is no driver, and in a

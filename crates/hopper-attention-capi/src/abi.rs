@@ -2,6 +2,8 @@
 
 use std::ffi::c_void;
 
+use hopper_attention::Slot;
+
 use crate::status::{Failure, Outcome};
 
 /// The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
@@ -251,6 +253,24 @@ pub struct hattn_forward_args {
     pub amax: *const hattn_tensor,
 }
 
+impl hattn_forward_args {
+    /// Its tensors, by the names of their operands.
+    pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); 10] {
+        [
+            (Slot::Q, self.q),
+            (Slot::K, self.k),
+            (Slot::V, self.v),
+            (Slot::O, self.o),
+            (Slot::Lse, self.lse),
+            (Slot::DescaleQ, self.descale_q),
+            (Slot::DescaleK, self.descale_k),
+            (Slot::DescaleV, self.descale_v),
+            (Slot::ScaleO, self.scale_o),
+            (Slot::Amax, self.amax),
+        ]
+    }
+}
+
 impl Default for hattn_forward_args {
     /// Null pointers, and a header that is still to be filled in.
     fn default() -> Self {
@@ -336,6 +356,24 @@ pub struct hattn_backward_args {
     pub workspace_bytes: usize,
 }
 
+impl hattn_backward_args {
+    /// Its tensors, by the names of their operands.
+    pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); 10] {
+        [
+            (Slot::Q, self.q),
+            (Slot::K, self.k),
+            (Slot::V, self.v),
+            (Slot::O, self.o),
+            (Slot::Lse, self.lse),
+            (Slot::DO, self.d_o),
+            (Slot::DLse, self.d_lse),
+            (Slot::DQ, self.d_q),
+            (Slot::DK, self.d_k),
+            (Slot::DV, self.d_v),
+        ]
+    }
+}
+
 /// A struct that says how large its caller thinks it is.
 ///
 /// # Safety
@@ -347,52 +385,26 @@ pub(crate) unsafe trait Versioned: Copy {
     const LEAST: usize;
 }
 
-// SAFETY: integers and floats, with the header first.
-unsafe impl Versioned for hattn_forward_problem {
-    const NAME: &'static str = "hattn_forward_problem";
-    const LEAST: usize = 104;
+/// Structs with the size that each came with.
+macro_rules! versioned {
+    ($($name:ident: $least:literal;)*) => {$(
+        // SAFETY: integers, floats and raw pointers, with the header first.
+        unsafe impl Versioned for $name {
+            const NAME: &'static str = stringify!($name);
+            const LEAST: usize = $least;
+        }
+    )*};
 }
 
-// SAFETY: integers and floats, with the header first.
-unsafe impl Versioned for hattn_backward_problem {
-    const NAME: &'static str = "hattn_backward_problem";
-    const LEAST: usize = 104;
-}
-
-// SAFETY: integers and raw pointers, with the header first.
-unsafe impl Versioned for hattn_tensor {
-    const NAME: &'static str = "hattn_tensor";
-    const LEAST: usize = 96;
-}
-
-// SAFETY: integers and raw pointers, with the header first.
-unsafe impl Versioned for hattn_forward_args {
-    const NAME: &'static str = "hattn_forward_args";
-    const LEAST: usize = 64;
-}
-
-// SAFETY: integers and raw pointers, with the header first.
-unsafe impl Versioned for hattn_backward_args {
-    const NAME: &'static str = "hattn_backward_args";
-    const LEAST: usize = 104;
-}
-
-// SAFETY: integers and raw pointers, with the header first.
-unsafe impl Versioned for hattn_quantize_problem {
-    const NAME: &'static str = "hattn_quantize_problem";
-    const LEAST: usize = 32;
-}
-
-// SAFETY: integers and raw pointers, with the header first.
-unsafe impl Versioned for hattn_quantize_tensor {
-    const NAME: &'static str = "hattn_quantize_tensor";
-    const LEAST: usize = 40;
-}
-
-// SAFETY: integers and raw pointers, with the header first.
-unsafe impl Versioned for hattn_quantize_args {
-    const NAME: &'static str = "hattn_quantize_args";
-    const LEAST: usize = 56;
+versioned! {
+    hattn_forward_problem: 104;
+    hattn_backward_problem: 104;
+    hattn_tensor: 96;
+    hattn_forward_args: 64;
+    hattn_backward_args: 104;
+    hattn_quantize_problem: 32;
+    hattn_quantize_tensor: 40;
+    hattn_quantize_args: 56;
 }
 
 /// No struct grows past this, so that a wild `struct_size` is refused instead of followed.
@@ -437,111 +449,8 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
     }
 }
 
-/// The layout that the ABI promises; `tests/c/abi_layout.c` holds C to the same numbers.
-mod layout {
-    use super::*;
-    use std::mem::offset_of;
-
-    const _: () = {
-        assert!(size_of::<hattn_forward_problem>() == 120 && align_of::<hattn_forward_problem>() == 8);
-        assert!(offset_of!(hattn_forward_problem, dtype) == 8);
-        assert!(offset_of!(hattn_forward_problem, mask) == 12);
-        assert!(offset_of!(hattn_forward_problem, corner) == 16);
-        assert!(offset_of!(hattn_forward_problem, lse) == 20);
-        assert!(offset_of!(hattn_forward_problem, batch) == 24);
-        assert!(offset_of!(hattn_forward_problem, seqlen_q) == 32);
-        assert!(offset_of!(hattn_forward_problem, seqlen_kv) == 40);
-        assert!(offset_of!(hattn_forward_problem, heads_q) == 48);
-        assert!(offset_of!(hattn_forward_problem, heads_kv) == 56);
-        assert!(offset_of!(hattn_forward_problem, head_dim_qk) == 64);
-        assert!(offset_of!(hattn_forward_problem, head_dim_vo) == 72);
-        assert!(offset_of!(hattn_forward_problem, window_left) == 80);
-        assert!(offset_of!(hattn_forward_problem, window_right) == 88);
-        assert!(offset_of!(hattn_forward_problem, softmax_scale) == 96);
-        assert!(offset_of!(hattn_forward_problem, arch) == 100);
-        assert!(offset_of!(hattn_forward_problem, output) == 104);
-        assert!(offset_of!(hattn_forward_problem, scaling) == 108);
-        assert!(offset_of!(hattn_forward_problem, amax) == 112);
-        assert!(offset_of!(hattn_forward_problem, half_scores) == 116);
-
-        assert!(size_of::<hattn_backward_problem>() == 112 && align_of::<hattn_backward_problem>() == 8);
-        assert!(offset_of!(hattn_backward_problem, dtype) == 8);
-        assert!(offset_of!(hattn_backward_problem, mask) == 12);
-        assert!(offset_of!(hattn_backward_problem, corner) == 16);
-        assert!(offset_of!(hattn_backward_problem, d_lse) == 20);
-        assert!(offset_of!(hattn_backward_problem, batch) == 24);
-        assert!(offset_of!(hattn_backward_problem, seqlen_q) == 32);
-        assert!(offset_of!(hattn_backward_problem, seqlen_kv) == 40);
-        assert!(offset_of!(hattn_backward_problem, heads_q) == 48);
-        assert!(offset_of!(hattn_backward_problem, heads_kv) == 56);
-        assert!(offset_of!(hattn_backward_problem, head_dim_qk) == 64);
-        assert!(offset_of!(hattn_backward_problem, head_dim_vo) == 72);
-        assert!(offset_of!(hattn_backward_problem, window_left) == 80);
-        assert!(offset_of!(hattn_backward_problem, window_right) == 88);
-        assert!(offset_of!(hattn_backward_problem, softmax_scale) == 96);
-        assert!(offset_of!(hattn_backward_problem, deterministic) == 100);
-        assert!(offset_of!(hattn_backward_problem, arch) == 104);
-        assert!(offset_of!(hattn_backward_problem, reserved) == 108);
-
-        assert!(size_of::<hattn_tensor>() == 96 && align_of::<hattn_tensor>() == 8);
-        assert!(offset_of!(hattn_tensor, data) == 8);
-        assert!(offset_of!(hattn_tensor, dtype) == 16);
-        assert!(offset_of!(hattn_tensor, device) == 20);
-        assert!(offset_of!(hattn_tensor, ndim) == 24);
-        assert!(offset_of!(hattn_tensor, reserved) == 28);
-        assert!(offset_of!(hattn_tensor, shape) == 32);
-        assert!(offset_of!(hattn_tensor, stride) == 64);
-
-        assert!(size_of::<hattn_forward_args>() == 104 && align_of::<hattn_forward_args>() == 8);
-        assert!(offset_of!(hattn_forward_args, q) == 8);
-        assert!(offset_of!(hattn_forward_args, k) == 16);
-        assert!(offset_of!(hattn_forward_args, v) == 24);
-        assert!(offset_of!(hattn_forward_args, o) == 32);
-        assert!(offset_of!(hattn_forward_args, lse) == 40);
-        assert!(offset_of!(hattn_forward_args, workspace) == 48);
-        assert!(offset_of!(hattn_forward_args, workspace_bytes) == 56);
-        assert!(offset_of!(hattn_forward_args, descale_q) == 64);
-        assert!(offset_of!(hattn_forward_args, descale_k) == 72);
-        assert!(offset_of!(hattn_forward_args, descale_v) == 80);
-        assert!(offset_of!(hattn_forward_args, scale_o) == 88);
-        assert!(offset_of!(hattn_forward_args, amax) == 96);
-
-        assert!(size_of::<hattn_quantize_problem>() == 32 && align_of::<hattn_quantize_problem>() == 8);
-        assert!(offset_of!(hattn_quantize_problem, forward) == 8);
-        assert!(offset_of!(hattn_quantize_problem, source) == 16);
-        assert!(offset_of!(hattn_quantize_problem, hadamard) == 20);
-        assert!(offset_of!(hattn_quantize_problem, seed) == 24);
-
-        assert!(size_of::<hattn_quantize_tensor>() == 40 && align_of::<hattn_quantize_tensor>() == 8);
-        assert!(offset_of!(hattn_quantize_tensor, values) == 8);
-        assert!(offset_of!(hattn_quantize_tensor, stored) == 16);
-        assert!(offset_of!(hattn_quantize_tensor, descale) == 24);
-        assert!(offset_of!(hattn_quantize_tensor, given) == 32);
-        assert!(offset_of!(hattn_quantize_tensor, reserved) == 36);
-
-        assert!(size_of::<hattn_quantize_args>() == 56 && align_of::<hattn_quantize_args>() == 8);
-        assert!(offset_of!(hattn_quantize_args, q) == 8);
-        assert!(offset_of!(hattn_quantize_args, k) == 16);
-        assert!(offset_of!(hattn_quantize_args, v) == 24);
-        assert!(offset_of!(hattn_quantize_args, counts) == 32);
-        assert!(offset_of!(hattn_quantize_args, workspace) == 40);
-        assert!(offset_of!(hattn_quantize_args, workspace_bytes) == 48);
-
-        assert!(size_of::<hattn_backward_args>() == 104 && align_of::<hattn_backward_args>() == 8);
-        assert!(offset_of!(hattn_backward_args, q) == 8);
-        assert!(offset_of!(hattn_backward_args, k) == 16);
-        assert!(offset_of!(hattn_backward_args, v) == 24);
-        assert!(offset_of!(hattn_backward_args, o) == 32);
-        assert!(offset_of!(hattn_backward_args, lse) == 40);
-        assert!(offset_of!(hattn_backward_args, d_o) == 48);
-        assert!(offset_of!(hattn_backward_args, d_lse) == 56);
-        assert!(offset_of!(hattn_backward_args, d_q) == 64);
-        assert!(offset_of!(hattn_backward_args, d_k) == 72);
-        assert!(offset_of!(hattn_backward_args, d_v) == 80);
-        assert!(offset_of!(hattn_backward_args, workspace) == 88);
-        assert!(offset_of!(hattn_backward_args, workspace_bytes) == 96);
-    };
-}
+// The layout that the ABI promises: abi/layout.def.
+include!(concat!(env!("OUT_DIR"), "/layout.rs"));
 
 #[cfg(test)]
 mod tests {

@@ -2,12 +2,13 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::{BackwardPlan, Device};
+use hopper_attention::raw::RawArgs;
+use hopper_attention::{BackwardPlan, BackwardProblem, Device, DeviceFacts, Operands, Result};
 
-use crate::abi::{CUstream_st, hattn_backward_args, hattn_backward_problem, hattn_device, read};
-use crate::handle::{self, Handle, live};
-use crate::status::{entry, hattn_status};
-use crate::{convert, devices};
+use crate::abi::{CUstream_st, hattn_backward_args, hattn_backward_problem, hattn_device};
+use crate::convert;
+use crate::pass::{self, pass};
+use crate::status::{Outcome, hattn_status};
 
 /// How the gradients of one problem are computed on one device. Made once and run as often as wanted, by any threads and
 /// on any streams of the device at once. Holds no device memory.
@@ -15,14 +16,11 @@ pub struct hattn_backward_plan {
     plan: BackwardPlan,
 }
 
-impl Handle for hattn_backward_plan {
-    type Held = BackwardPlan;
-    const WHAT: &'static str = "plan";
-    const MADE_BY: &'static str = "hattn_backward_plan_create";
-
-    fn held(&self) -> &BackwardPlan {
-        &self.plan
-    }
+pass! {
+    Backward, hattn_backward_plan made by "hattn_backward_plan_create",
+    hattn_backward_problem -> BackwardProblem by |given| convert::backward_problem(given),
+    hattn_backward_args by convert::backward_arguments,
+    BackwardPlan of problem
 }
 
 /// Whether hattn_backward_plan_create would find a kernel for the problem on the device; as hattn_forward_supported.
@@ -34,16 +32,8 @@ pub unsafe extern "C" fn hattn_backward_supported(
     problem: *const hattn_backward_problem,
     device: hattn_device,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        let problem = convert::backward_problem(&unsafe { read("problem", problem) }?)?;
-        match devices::facts(device)? {
-            Some(facts) => problem.plan_for(&facts)?,
-            // Loads nothing.
-            None => problem.plan(&Device::cpu())?,
-        };
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::supported::<Backward>(problem, device) }
 }
 
 /// Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
@@ -57,13 +47,8 @@ pub unsafe extern "C" fn hattn_backward_plan_create(
     device: hattn_device,
     plan: *mut *mut hattn_backward_plan,
 ) -> hattn_status {
-    let make = || {
-        // SAFETY: the caller's promise.
-        let problem = convert::backward_problem(&unsafe { read("problem", problem) }?)?;
-        Ok(hattn_backward_plan { plan: problem.plan(&devices::open(device)?)? })
-    };
     // SAFETY: the caller's promise.
-    entry(|| unsafe { handle::create(plan, make) })
+    unsafe { pass::create::<Backward>(problem, device, plan, |problem, device| Ok(problem.plan(device)?)) }
 }
 
 /// Frees a plan; null is fine. Work that was enqueued with it goes on.
@@ -73,7 +58,7 @@ pub unsafe extern "C" fn hattn_backward_plan_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_backward_plan_destroy(plan: *mut hattn_backward_plan) {
     // SAFETY: the caller's promise.
-    unsafe { handle::destroy(plan) };
+    unsafe { crate::handle::destroy(plan) };
 }
 
 /// Says in words what the plan computes and how, as hattn_forward_plan_describe does.
@@ -88,13 +73,8 @@ pub unsafe extern "C" fn hattn_backward_plan_describe(
     capacity: usize,
     length: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            handle::put_text(&format!("{}: {plan}", plan.problem()), text, capacity, length)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::describe::<Backward>(plan, text, capacity, length) }
 }
 
 /// Writes to `*bytes` how large a workspace the plan needs: exact. 0 on the CPU; on a GPU it holds the sums of dQ in f32.
@@ -106,10 +86,8 @@ pub unsafe extern "C" fn hattn_backward_plan_workspace_size(
     plan: *const hattn_backward_plan,
     bytes: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::workspace_size::<Backward>(plan, bytes) }
 }
 
 /// Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
@@ -124,12 +102,6 @@ pub unsafe extern "C" fn hattn_backward_run(
     args: *const hattn_backward_args,
     stream: *mut CUstream_st,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            let args = convert::backward(&read("args", args)?)?;
-            Ok(plan.run_raw(&args, stream.cast())?)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::run::<Backward>(plan, args, stream) }
 }

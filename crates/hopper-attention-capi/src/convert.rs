@@ -2,11 +2,10 @@
 
 use std::ffi::c_void;
 
-use hopper_attention::raw::{
-    Place, RawBackward, RawForward, RawFp8, RawQuantize, RawQuantizeTensor, RawTensor, RawWorkspace,
-};
+use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Quantizer, Scaling,
+    Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand, Operands, Quantizer,
+    Scaling, Slot,
 };
 
 use crate::abi::*;
@@ -19,36 +18,35 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
         let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
         usize::try_from(got).map_err(refuse)
     };
-    let dims = Dims {
-        batch: size("batch", given.batch)?,
-        seqlen_q: size("seqlen_q", given.seqlen_q)?,
-        seqlen_kv: size("seqlen_kv", given.seqlen_kv)?,
-        heads_q: size("heads_q", given.heads_q)?,
-        heads_kv: size("heads_kv", given.heads_kv)?,
-        head_dim_qk: size("head_dim_qk", given.head_dim_qk)?,
-        head_dim_vo: size("head_dim_vo", given.head_dim_vo)?,
-    };
-    let lse = flag("lse", given.lse, "wanted")?;
-    let mut problem = ForwardProblem::new(dtype("dtype", given.dtype)?, dims)?.mask(mask(given)?).lse(lse);
+    let dims = Dims::new(
+        size("batch", given.batch)?,
+        size("seqlen_q", given.seqlen_q)?,
+        size("heads_q", given.heads_q)?,
+        size("head_dim_qk", given.head_dim_qk)?,
+    )
+    .with_seqlen_kv(size("seqlen_kv", given.seqlen_kv)?)
+    .with_heads_kv(size("heads_kv", given.heads_kv)?)
+    .with_head_dim_vo(size("head_dim_vo", given.head_dim_vo)?);
+    let mut problem = ForwardProblem::builder(dtype("dtype", given.dtype)?, dims)
+        .lse(flag("lse", given.lse, "wanted")?)
+        .mask(mask(given)?)
+        .amax(flag("amax", given.amax, "wanted")?)
+        .half_scores(flag("half_scores", given.half_scores, "wanted")?);
     if given.output != 0 {
-        problem = problem.output(dtype("output", given.output)?)?;
+        problem = problem.output(dtype("output", given.output)?);
     }
     // 0 is what operands without factors have, too.
     if given.scaling != HATTN_PER_TENSOR {
-        problem = problem.scaling(scaling(given.scaling)?)?;
-    }
-    if flag("amax", given.amax, "wanted")? {
-        problem = problem.amax(true)?;
-    }
-    if flag("half_scores", given.half_scores, "wanted")? {
-        problem = problem.half_scores(true)?;
+        problem = problem.scaling(scaling(given.scaling)?);
     }
     // -0 is 0 too.
-    let problem = if given.softmax_scale == 0.0 { problem } else { problem.softmax_scale(given.softmax_scale)? };
-    Ok(match arch(given.arch)? {
-        Some(arch) => problem.arch(arch),
-        None => problem,
-    })
+    if given.softmax_scale != 0.0 {
+        problem = problem.softmax_scale(given.softmax_scale);
+    }
+    if let Some(arch) = arch(given.arch)? {
+        problem = problem.arch(arch);
+    }
+    Ok(problem.build()?)
 }
 
 /// A backward problem, with all of the safe crate's checks: but for two fields the forward problem that it is of.
@@ -76,12 +74,8 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         arch: given.arch,
         ..Default::default()
     };
-    if given.dtype == HATTN_E4M3 {
-        // Its problem would be one without gradients, whose scaling has no field here.
-        let allowed = "f16, bf16, f32".into();
-        return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed }.into());
-    }
-    Ok(BackwardProblem::of(&forward_problem(&forward)?).d_lse(d_lse).deterministic(deterministic))
+    let forward = forward_problem(&forward)?;
+    Ok(BackwardProblem::builder(&forward).d_lse(d_lse).deterministic(deterministic).build()?)
 }
 
 fn flag(what: &str, given: i32, yes: &str) -> Outcome<bool> {
@@ -168,158 +162,105 @@ fn scaling(given: hattn_scaling) -> Outcome<Scaling> {
 pub(crate) unsafe fn quantizer(given: &hattn_quantize_problem) -> Outcome<Quantizer> {
     // SAFETY: the caller's promise.
     let forward = forward_problem(&unsafe { read("forward", given.forward) }?)?;
-    let quantizer = Quantizer::of(&forward, dtype("source", given.source)?)?;
-    Ok(if flag("hadamard", given.hadamard, "wanted")? { quantizer.hadamard(given.seed) } else { quantizer })
+    let quantizer = Quantizer::builder(&forward, dtype("source", given.source)?);
+    let hadamard = flag("hadamard", given.hadamard, "wanted")?;
+    Ok(if hadamard { quantizer.hadamard(given.seed) } else { quantizer }.build()?)
+}
+
+fn not_null<T: Versioned>(what: &str, pointer: *const T) -> Outcome {
+    let allowed = format_args!("a {}", T::NAME);
+    if pointer.is_null() { Err(Failure::argument(what, "a null pointer", allowed)) } else { Ok(()) }
 }
 
 fn reserved(what: &str, set: bool) -> Outcome {
     if set { Err(Failure::argument(what, "a reserved field that is set", "0")) } else { Ok(()) }
 }
 
-/// What a forward pass of this problem reads and writes.
+/// The tensors of a struct, each as the operand that it is named for. A null pointer is a tensor that is not given.
 ///
 /// # Safety
-/// The tensors are as [`read`] asks.
-pub(crate) unsafe fn forward(args: &hattn_forward_args, problem: &ForwardProblem) -> Outcome<RawForward> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        Ok(RawForward {
-            q: tensor("q", args.q)?,
-            k: tensor("k", args.k)?,
-            v: tensor("v", args.v)?,
-            o: tensor("o", args.o)?,
-            lse: tensor_or_none("lse", args.lse)?,
-            fp8: fp8(args, problem)?,
-            workspace: workspace(args.workspace, args.workspace_bytes),
-        })
+/// The tensors are null or as [`read`] asks.
+unsafe fn arguments(
+    tensors: &[(Slot, *const hattn_tensor)],
+    operands: &Operands,
+    workspace: *mut c_void,
+    workspace_bytes: usize,
+) -> Outcome<RawArgs> {
+    let mut args = RawArgs::new().with_workspace(workspace as u64, workspace_bytes);
+    for &(slot, given) in tensors {
+        if given.is_null() && !operands.find(slot).is_some_and(Operand::is_always_required) {
+            continue;
+        }
+        // SAFETY: the caller's promise; null is refused.
+        args = args.with(slot, unsafe { tensor(slot, given) }?);
     }
+    Ok(args)
 }
 
-/// What e4m3 operands have beside them; nothing of it for others.
+/// What a forward pass is given.
 ///
 /// # Safety
-/// As [`forward`].
-unsafe fn fp8(args: &hattn_forward_args, problem: &ForwardProblem) -> Outcome<Option<RawFp8>> {
-    if problem.scaling_value().is_none() {
-        let given = [
-            ("descale_q", args.descale_q),
-            ("descale_k", args.descale_k),
-            ("descale_v", args.descale_v),
-            ("scale_o", args.scale_o),
-            ("amax", args.amax),
-        ];
-        return match given.into_iter().find(|(_, tensor)| !tensor.is_null()) {
-            None => Ok(None),
-            Some((what, _)) => {
-                let allowed = format!("null, since the operands are {}", problem.dtype());
-                Err(Error::Value { what, got: "given".into(), allowed }.into())
-            }
-        };
-    }
+/// As [`arguments`].
+pub(crate) unsafe fn forward_arguments(args: &hattn_forward_args, operands: &Operands) -> Outcome<RawArgs> {
     // SAFETY: the caller's promise.
-    unsafe {
-        Ok(Some(RawFp8 {
-            descale_q: tensor("descale_q", args.descale_q)?,
-            descale_k: tensor("descale_k", args.descale_k)?,
-            descale_v: tensor("descale_v", args.descale_v)?,
-            scale_o: tensor_or_none("scale_o", args.scale_o)?,
-            amax: tensor_or_none("amax", args.amax)?,
-        }))
-    }
+    unsafe { arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
 }
 
-/// What a quantiser reads and writes.
+/// What a backward pass is given.
 ///
 /// # Safety
-/// The structs are as [`read`] asks.
-pub(crate) unsafe fn quantize(args: &hattn_quantize_args) -> Outcome<RawQuantize> {
+/// As [`arguments`].
+pub(crate) unsafe fn backward_arguments(args: &hattn_backward_args, operands: &Operands) -> Outcome<RawArgs> {
     // SAFETY: the caller's promise.
-    unsafe {
-        Ok(RawQuantize {
-            q: quantize_tensor("q", ["q.values", "q.stored", "q.descale"], args.q)?,
-            k: quantize_tensor("k", ["k.values", "k.stored", "k.descale"], args.k)?,
-            v: quantize_tensor("v", ["v.values", "v.stored", "v.descale"], args.v)?,
-            counts: tensor_or_none("counts", args.counts)?,
-            workspace: workspace(args.workspace, args.workspace_bytes),
-        })
-    }
+    unsafe { arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
 }
 
+/// The tensors of a quantiser's struct.
+///
 /// # Safety
-/// As [`quantize`].
-unsafe fn quantize_tensor(
-    name: &'static str,
-    [values, stored, descale]: [&'static str; 3],
-    given: *const hattn_quantize_tensor,
-) -> Outcome<Option<RawQuantizeTensor>> {
-    if given.is_null() {
-        return Ok(None);
-    }
-    // SAFETY: the caller's promise.
-    unsafe {
-        let from = read(name, given)?;
+/// The structs are null or as [`read`] asks.
+pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &Operands) -> Outcome<RawArgs> {
+    let mut tensors = vec![(Slot::Counts, args.counts)];
+    for (name, given, slots) in [
+        ("q", args.q, [Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven]),
+        ("k", args.k, [Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven]),
+        ("v", args.v, [Slot::VValues, Slot::VStored, Slot::VDescale, Slot::VDescaleGiven]),
+    ] {
+        if given.is_null() {
+            continue;
+        }
+        // SAFETY: the caller's promise.
+        let from = unsafe { read(name, given) }?;
         reserved(name, from.reserved != 0)?;
-        Ok(Some(RawQuantizeTensor {
-            values: tensor(values, from.values)?,
-            stored: tensor(stored, from.stored)?,
-            descale: tensor(descale, from.descale)?,
-            given: flag("given", from.given, "given")?,
-        }))
+        let [values, stored, written, read] = slots;
+        let descale = if flag("given", from.given, "given")? { read } else { written };
+        for (slot, tensor) in [(values, from.values), (stored, from.stored), (descale, from.descale)] {
+            not_null(slot.name(), tensor)?;
+            tensors.push((slot, tensor));
+        }
     }
-}
-
-/// What a backward pass reads and writes.
-///
-/// # Safety
-/// The tensors are as [`read`] asks.
-pub(crate) unsafe fn backward(args: &hattn_backward_args) -> Outcome<RawBackward> {
     // SAFETY: the caller's promise.
-    unsafe {
-        Ok(RawBackward {
-            q: tensor("q", args.q)?,
-            k: tensor("k", args.k)?,
-            v: tensor("v", args.v)?,
-            o: tensor("o", args.o)?,
-            lse: tensor("lse", args.lse)?,
-            d_o: tensor("d_o", args.d_o)?,
-            d_lse: tensor_or_none("d_lse", args.d_lse)?,
-            d_q: tensor("d_q", args.d_q)?,
-            d_k: tensor("d_k", args.d_k)?,
-            d_v: tensor("d_v", args.d_v)?,
-            workspace: workspace(args.workspace, args.workspace_bytes),
-        })
-    }
-}
-
-fn workspace(address: *mut c_void, bytes: usize) -> RawWorkspace {
-    RawWorkspace { address: address as u64, bytes }
+    unsafe { arguments(&tensors, operands, args.workspace, args.workspace_bytes) }
 }
 
 /// # Safety
 /// As [`read`].
-unsafe fn tensor_or_none<const R: usize>(
-    name: &'static str,
-    given: *const hattn_tensor,
-) -> Outcome<Option<RawTensor<R>>> {
+unsafe fn tensor(slot: Slot, given: *const hattn_tensor) -> Outcome<RawTensor> {
     // SAFETY: the caller's promise.
-    if given.is_null() { Ok(None) } else { unsafe { tensor(name, given) }.map(Some) }
+    let given = unsafe { read(slot.name(), given) }?;
+    reserved(slot.name(), given.reserved != 0)?;
+    match slot.rank() {
+        1 => ranked::<1>(slot, &given),
+        2 => ranked::<2>(slot, &given),
+        3 => ranked::<3>(slot, &given),
+        _ => ranked::<4>(slot, &given),
+    }
 }
 
-/// # Safety
-/// As [`read`].
-unsafe fn tensor<const R: usize>(name: &'static str, given: *const hattn_tensor) -> Outcome<RawTensor<R>> {
-    // SAFETY: the caller's promise.
-    let given = unsafe { read(name, given) }?;
-    reserved(name, given.reserved != 0)?;
-    let axes = match R {
-        1 => "[1]",
-        2 => "[q k v, saturated and not finite]",
-        3 if name.contains("descale") => "[batch, heads, blocks]",
-        3 => "[batch, heads, seqlen]",
-        _ => "[batch, seqlen, heads, head_dim]",
-    };
+fn ranked<const R: usize>(slot: Slot, given: &hattn_tensor) -> Outcome<RawTensor> {
+    let name = slot.name();
     if given.ndim != R as i32 {
-        return Err(Failure::argument(name, &format!("ndim {}", given.ndim), format_args!("{R}, {axes}")));
+        return Err(Failure::argument(name, &format!("ndim {}", given.ndim), format_args!("{R}, {}", slot.axes())));
     }
     let (mut shape, mut stride) = ([0; R], [0; R]);
     for axis in 0..R {
@@ -336,5 +277,5 @@ unsafe fn tensor<const R: usize>(name: &'static str, given: *const hattn_tensor)
     };
     let place = ordinal(name, given.device)?.map_or(Place::Cpu, Place::Cuda);
     let layout = Layout::with_strides(shape, stride).map_err(named)?;
-    Ok(RawTensor { address: given.data as u64, dtype: dtype(name, given.dtype)?, place, layout })
+    Ok(RawTensor::new(given.data as u64, dtype(name, given.dtype)?, place, layout))
 }

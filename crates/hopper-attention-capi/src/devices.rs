@@ -1,9 +1,8 @@
 //! Devices, each opened once, and the versions of the library.
 
 use std::ffi::c_char;
-use std::sync::{Mutex, PoisonError};
 
-use hopper_attention::{Device, DeviceFacts, Error};
+use hopper_attention::{Device, DeviceFacts};
 
 use crate::abi::{HATTN_ABI_VERSION, HATTN_CPU, hattn_device};
 use crate::handle;
@@ -15,7 +14,7 @@ pub extern "C" fn hattn_abi_version() -> u32 {
     HATTN_ABI_VERSION
 }
 
-/// The version of the library, such as "0.1.0".
+/// The version of the library, such as "0.2.0".
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
@@ -46,30 +45,19 @@ pub(crate) fn ordinal(what: &str, device: hattn_device) -> Outcome<Option<usize>
 
 /// A device, opened at its first use and kept: a GPU's primary context, which the last plan would otherwise take with it.
 pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
-    static OPEN: Mutex<Vec<(usize, Device)>> = Mutex::new(Vec::new());
-    let Some(ordinal) = ordinal("device", device)? else { return Ok(Device::cpu()) };
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, device)) = open.iter().find(|(known, _)| *known == ordinal) {
-        return Ok(device.clone());
+    match ordinal("device", device)? {
+        None => Ok(Device::cpu()),
+        Some(ordinal) => Ok(Device::shared_cuda(ordinal)?),
     }
-    let device = Device::cuda(ordinal)?;
-    open.push((ordinal, device.clone()));
-    Ok(device)
 }
 
 /// What is known of a GPU, without opening it; `None` for the CPU.
 pub(crate) fn facts(device: hattn_device) -> Outcome<Option<DeviceFacts>> {
     let Some(ordinal) = ordinal("device", device)? else { return Ok(None) };
     let mut found = Device::available();
-    if found.is_empty() {
-        // There is nothing to open, and this says why.
-        Device::cuda(ordinal)?;
-    }
     match found.iter().position(|info| info.ordinal == ordinal) {
         Some(index) => Ok(Some(found.swap_remove(index).facts)),
-        None => {
-            let found = format!("the GPUs that answer: {}", found.len());
-            Err(Error::NoDevice { wanted: format!("cuda:{ordinal}"), found }.into())
-        }
+        // It does not answer, or is not there: opening it says which.
+        None => Ok(Device::cuda(ordinal)?.info().map(|info| info.facts)),
     }
 }

@@ -2,14 +2,15 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::plan::Tuning;
-use hopper_attention::{Device, ForwardPlan};
+use hopper_attention::raw::RawArgs;
+use hopper_attention::{Device, DeviceFacts, ForwardPlan, ForwardProblem, Operands, Result};
 
-use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem, read};
-use crate::handle::{self, Handle, live};
-use crate::status::{Outcome, entry, hattn_status};
+use crate::abi::{CUstream_st, hattn_device, hattn_forward_args, hattn_forward_problem};
+use crate::convert;
+use crate::handle::live;
+use crate::pass::{self, pass};
+use crate::status::{Outcome, hattn_status};
 use crate::tuning::hattn_tuning;
-use crate::{convert, devices};
 
 /// How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
 /// the device at once. Holds no device memory.
@@ -17,14 +18,11 @@ pub struct hattn_forward_plan {
     plan: ForwardPlan,
 }
 
-impl Handle for hattn_forward_plan {
-    type Held = ForwardPlan;
-    const WHAT: &'static str = "plan";
-    const MADE_BY: &'static str = "hattn_forward_plan_create";
-
-    fn held(&self) -> &ForwardPlan {
-        &self.plan
-    }
+pass! {
+    Forward, hattn_forward_plan made by "hattn_forward_plan_create",
+    hattn_forward_problem -> ForwardProblem by |given| convert::forward_problem(given),
+    hattn_forward_args by convert::forward_arguments,
+    ForwardPlan of problem
 }
 
 /// Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
@@ -37,16 +35,8 @@ pub unsafe extern "C" fn hattn_forward_supported(
     problem: *const hattn_forward_problem,
     device: hattn_device,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        let problem = convert::forward_problem(&unsafe { read("problem", problem) }?)?;
-        match devices::facts(device)? {
-            Some(facts) => problem.plan_for(&facts)?,
-            // Loads nothing.
-            None => problem.plan(&Device::cpu())?,
-        };
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::supported::<Forward>(problem, device) }
 }
 
 /// Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
@@ -60,9 +50,8 @@ pub unsafe extern "C" fn hattn_forward_plan_create(
     device: hattn_device,
     plan: *mut *mut hattn_forward_plan,
 ) -> hattn_status {
-    let ruled = Tuning::default();
     // SAFETY: the caller's promise.
-    entry(|| unsafe { create(problem, device, plan, || Ok(&ruled)) })
+    unsafe { pass::create::<Forward>(problem, device, plan, |problem, device| Ok(problem.plan(device)?)) }
 }
 
 /// As hattn_forward_plan_create, but with the kernel that the tuning holds for this problem on this card, where it holds
@@ -78,25 +67,9 @@ pub unsafe extern "C" fn hattn_forward_plan_create_tuned(
     plan: *mut *mut hattn_forward_plan,
 ) -> hattn_status {
     // SAFETY: the caller's promise.
-    entry(|| unsafe { create(problem, device, plan, || live(tuning)) })
-}
-
-/// # Safety
-/// As [`hattn_forward_plan_create`].
-unsafe fn create<'a>(
-    problem: *const hattn_forward_problem,
-    device: hattn_device,
-    plan: *mut *mut hattn_forward_plan,
-    tuning: impl FnOnce() -> Outcome<&'a Tuning>,
-) -> Outcome {
-    let make = || {
-        // SAFETY: the caller's promise.
-        let problem = convert::forward_problem(&unsafe { read("problem", problem) }?)?;
-        let tuning = tuning()?;
-        Ok(hattn_forward_plan { plan: problem.plan_tuned(&devices::open(device)?, tuning)? })
-    };
-    // SAFETY: the caller's promise.
-    unsafe { handle::create(plan, make) }
+    unsafe {
+        pass::create::<Forward>(problem, device, plan, |problem, device| Ok(problem.plan_tuned(device, live(tuning)?)?))
+    }
 }
 
 /// Frees a plan; null is fine. Work that was enqueued with it goes on.
@@ -106,7 +79,7 @@ unsafe fn create<'a>(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_forward_plan_destroy(plan: *mut hattn_forward_plan) {
     // SAFETY: the caller's promise.
-    unsafe { handle::destroy(plan) };
+    unsafe { crate::handle::destroy(plan) };
 }
 
 /// Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much
@@ -122,13 +95,8 @@ pub unsafe extern "C" fn hattn_forward_plan_describe(
     capacity: usize,
     length: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            handle::put_text(&format!("{}: {plan}", plan.problem()), text, capacity, length)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::describe::<Forward>(plan, text, capacity, length) }
 }
 
 /// Writes to `*bytes` how large a workspace the plan needs: exact, and often 0.
@@ -140,10 +108,8 @@ pub unsafe extern "C" fn hattn_forward_plan_workspace_size(
     plan: *const hattn_forward_plan,
     bytes: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::workspace_size::<Forward>(plan, bytes) }
 }
 
 /// Computes the plan's problem. Types, shapes, strides, alignment and places are checked before anything is launched;
@@ -166,12 +132,6 @@ pub unsafe extern "C" fn hattn_forward_run(
     args: *const hattn_forward_args,
     stream: *mut CUstream_st,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            let args = convert::forward(&read("args", args)?, plan.problem())?;
-            Ok(plan.run_raw(&args, stream.cast())?)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::run::<Forward>(plan, args, stream) }
 }

@@ -21,6 +21,7 @@ mod convert;
 mod devices;
 mod forward;
 mod handle;
+mod pass;
 mod quantize;
 mod status;
 mod tuning;

@@ -2,12 +2,13 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::QuantizePlan;
+use hopper_attention::raw::RawArgs;
+use hopper_attention::{Device, DeviceFacts, Operands, QuantizePlan, Quantizer, Result};
 
-use crate::abi::{CUstream_st, hattn_device, hattn_quantize_args, hattn_quantize_problem, read};
-use crate::handle::{self, Handle, live};
-use crate::status::{entry, hattn_status};
-use crate::{convert, devices};
+use crate::abi::{CUstream_st, hattn_device, hattn_quantize_args, hattn_quantize_problem};
+use crate::convert;
+use crate::pass::{self, pass};
+use crate::status::{Outcome, hattn_status};
 
 /// How Q, K and V are taken to HATTN_E4M3 on one device. Made once and run as often as wanted, by any threads and on any
 /// streams of the device at once. Holds no device memory.
@@ -15,14 +16,14 @@ pub struct hattn_quantize_plan {
     plan: QuantizePlan,
 }
 
-impl Handle for hattn_quantize_plan {
-    type Held = QuantizePlan;
-    const WHAT: &'static str = "plan";
-    const MADE_BY: &'static str = "hattn_quantize_plan_create";
-
-    fn held(&self) -> &QuantizePlan {
-        &self.plan
-    }
+pass! {
+    Quantize, hattn_quantize_plan made by "hattn_quantize_plan_create",
+    hattn_quantize_problem -> Quantizer by |given| {
+        // SAFETY: the caller's promise.
+        unsafe { convert::quantizer(given) }
+    },
+    hattn_quantize_args by convert::quantize_arguments,
+    QuantizePlan of quantizer
 }
 
 /// Whether hattn_quantize_plan_create would find kernels for the problem on the device; as hattn_forward_supported.
@@ -34,14 +35,8 @@ pub unsafe extern "C" fn hattn_quantize_supported(
     problem: *const hattn_quantize_problem,
     device: hattn_device,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        let quantizer = unsafe { convert::quantizer(&read("problem", problem)?) }?;
-        if let Some(facts) = devices::facts(device)? {
-            quantizer.plan_for(&facts)?;
-        }
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::supported::<Quantize>(problem, device) }
 }
 
 /// Picks kernels and loads them, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
@@ -55,13 +50,8 @@ pub unsafe extern "C" fn hattn_quantize_plan_create(
     device: hattn_device,
     plan: *mut *mut hattn_quantize_plan,
 ) -> hattn_status {
-    let make = || {
-        // SAFETY: the caller's promise.
-        let quantizer = unsafe { convert::quantizer(&read("problem", problem)?) }?;
-        Ok(hattn_quantize_plan { plan: quantizer.plan(&devices::open(device)?)? })
-    };
     // SAFETY: the caller's promise.
-    entry(|| unsafe { handle::create(plan, make) })
+    unsafe { pass::create::<Quantize>(problem, device, plan, |problem, device| Ok(problem.plan(device)?)) }
 }
 
 /// Frees a plan; null is fine. Work that was enqueued with it goes on.
@@ -71,7 +61,7 @@ pub unsafe extern "C" fn hattn_quantize_plan_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_quantize_plan_destroy(plan: *mut hattn_quantize_plan) {
     // SAFETY: the caller's promise.
-    unsafe { handle::destroy(plan) };
+    unsafe { crate::handle::destroy(plan) };
 }
 
 /// Says in words what the plan does and how, as hattn_forward_plan_describe.
@@ -85,13 +75,8 @@ pub unsafe extern "C" fn hattn_quantize_plan_describe(
     capacity: usize,
     length: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            handle::put_text(&format!("{}: {plan}", plan.quantizer()), text, capacity, length)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::describe::<Quantize>(plan, text, capacity, length) }
 }
 
 /// Writes to `*bytes` how large a workspace the plan needs: none on the CPU.
@@ -103,10 +88,8 @@ pub unsafe extern "C" fn hattn_quantize_plan_workspace_size(
     plan: *const hattn_quantize_plan,
     bytes: *mut usize,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe { handle::put("bytes", bytes, "the size", live(plan)?.workspace_bytes()) }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::workspace_size::<Quantize>(plan, bytes) }
 }
 
 /// Quantises what is given, under the rules of hattn_forward_run. What it writes may be read by a forward pass that is
@@ -121,12 +104,6 @@ pub unsafe extern "C" fn hattn_quantize_run(
     args: *const hattn_quantize_args,
     stream: *mut CUstream_st,
 ) -> hattn_status {
-    entry(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let plan = live(plan)?;
-            let args = convert::quantize(&read("args", args)?)?;
-            Ok(plan.run_raw(&args, stream.cast())?)
-        }
-    })
+    // SAFETY: the caller's promise.
+    unsafe { pass::run::<Quantize>(plan, args, stream) }
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use hopper_attention::plan::Tuning;
+use hopper_attention::Tuning;
 
 use crate::handle::{self, Handle};
 use crate::status::{Failure, entry, hattn_status};

@@ -21,9 +21,42 @@ fn committed(path: &str, made: &str) {
     );
 }
 
+/// An initialiser for each struct of `abi/layout.def`: its header filled in, and everything else 0.
+fn initialisers() -> String {
+    let list =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("abi/layout.def")).expect("the list of fields");
+    let mut structs: Vec<(&str, String)> = Vec::new();
+    for line in list.lines() {
+        let columns = |kind: &str| -> Option<Vec<&str>> {
+            Some(line.strip_prefix(kind)?.trim_end_matches(')').split(", ").collect())
+        };
+        if let Some(columns) = columns("STRUCT(") {
+            structs.push((columns[0], format!("sizeof({}), HATTN_ABI_VERSION", columns[0])));
+        } else if let Some(columns) = columns("FIELD(") {
+            let (_, values) = structs.last_mut().expect("a struct before its fields");
+            let size: usize = columns[3].parse().expect("a size");
+            values.push_str(match (columns[1], size) {
+                ("struct_size" | "abi_version", _) => "",
+                (_, 32) => ", {0, 0, 0, 0}",
+                _ => ", 0",
+            });
+        }
+    }
+    let mut text = String::from(
+        "\nstruct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */\n\n\
+         /* Structs with their header filled in and everything else 0. */",
+    );
+    for (name, values) in structs {
+        let macro_name = name.to_uppercase() + "_INIT";
+        text += &format!("\n#define {macro_name} \\\n  {{ {values} }}");
+    }
+    text
+}
+
 fn header() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml is right");
+    let mut config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml is right");
+    config.after_includes = Some(initialisers());
     let bindings = cbindgen::Builder::new()
         .with_config(config)
         .with_src(root.join("src/abi.rs"))

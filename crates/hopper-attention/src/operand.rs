@@ -102,6 +102,18 @@ slots! {
     Counts => "counts", "[q k v, saturated and not finite]";
 }
 
+impl Slot {
+    /// How many dimensions it has.
+    pub const fn rank(self) -> usize {
+        let (axes, mut commas, mut at) = (self.axes().as_bytes(), 0, 0);
+        while at < axes.len() {
+            commas += (axes[at] == b',') as usize;
+            at += 1;
+        }
+        commas + 1
+    }
+}
+
 impl fmt::Display for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
@@ -147,6 +159,7 @@ impl Operand {
     /// A tensor that is read, whatever the problem's options.
     pub(crate) fn read<const R: usize>(slot: Slot, dtype: DType, shape: [usize; R]) -> Self {
         const { assert!(R >= 1 && R <= MAX_RANK) };
+        debug_assert!(R == slot.rank());
         let mut padded = [0; MAX_RANK];
         padded[..R].copy_from_slice(&shape);
         let (access, presence) = (Access::Read, Presence::Required);
@@ -187,6 +200,11 @@ impl Operand {
     /// Whether a run must be given it.
     pub fn presence(&self) -> Presence {
         self.presence
+    }
+
+    /// Whether every problem of its pass has it, whatever the options.
+    pub fn is_always_required(&self) -> bool {
+        self.presence == Presence::Required && self.belongs_to.is_empty()
     }
 
     /// What a problem must have been made with to have it, such as `lse(true)`; empty where every problem has it.
@@ -257,7 +275,7 @@ mod tests {
         for &slot in Slot::ALL {
             assert!(!slot.name().is_empty() && slot.name() == slot.to_string());
             let axes = slot.axes();
-            assert!(axes.starts_with('[') && axes.ends_with(']') && axes.matches(',').count() < MAX_RANK, "{axes}");
+            assert!(axes.starts_with('[') && axes.ends_with(']') && slot.rank() <= MAX_RANK, "{axes}");
         }
     }
 }

@@ -162,7 +162,7 @@ impl<'a, T: Element, const R: usize> From<TensorMut<'a, T, R>> for AnyTensor<'a>
 impl<T: Element, const R: usize> fmt::Debug for TensorRef<'_, T, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = match &self.memory {
-            Ref::Host(_) => "host".into(),
+            Ref::Host(_) => String::from("host"),
             #[cfg(feature = "cuda")]
             Ref::Cuda(view) => format!("cuda:{}", view.stream().context().ordinal()),
         };
@@ -173,7 +173,7 @@ impl<T: Element, const R: usize> fmt::Debug for TensorRef<'_, T, R> {
 impl<T: Element, const R: usize> fmt::Debug for TensorMut<'_, T, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = match &self.memory {
-            Mut::Host(_) => "host".into(),
+            Mut::Host(_) => String::from("host"),
             #[cfg(feature = "cuda")]
             Mut::Cuda(view) => format!("cuda:{}", view.stream().context().ordinal()),
         };
@@ -184,7 +184,7 @@ impl<T: Element, const R: usize> fmt::Debug for TensorMut<'_, T, R> {
 impl fmt::Debug for AnyTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, place) = match &self.memory {
-            Memory::Host(..) => ("Tensor", "host".into()),
+            Memory::Host(..) => ("Tensor", String::from("host")),
             #[cfg(feature = "cuda")]
             Memory::Cuda(view) => ("TensorRef", format!("cuda:{}", view.context().ordinal())),
             #[cfg(feature = "cuda")]
@@ -195,19 +195,13 @@ impl fmt::Debug for AnyTensor<'_> {
 }
 
 /// A tensor's metadata: its elements may be on a GPU, and many.
-fn write_tensor(
-    f: &mut fmt::Formatter<'_>,
-    name: &str,
-    dtype: DType,
-    layout: &DynLayout,
-    place: &String,
-) -> fmt::Result {
+fn write_tensor(f: &mut fmt::Formatter<'_>, name: &str, dtype: DType, layout: &DynLayout, place: &str) -> fmt::Result {
     let (shape, stride) = (layout.shape(), layout.stride());
     f.debug_struct(name)
         .field("dtype", &dtype)
         .field("shape", &shape)
         .field("stride", &stride)
-        .field("place", place)
+        .field("place", &place)
         .finish()
 }
 

@@ -1,8 +1,10 @@
 //! Plans by shape.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::{Device, ForwardPlan, ForwardProblem, Result};
+use lru::LruCache;
 
 /// The plans of one device that were used last. Threads share it, and the plans that it gives.
 ///
@@ -10,16 +12,15 @@ use hopper_attention::{Device, ForwardPlan, ForwardProblem, Result};
 /// never repeat, not for the sake of memory.
 pub struct PlanCache {
     device: Device,
-    capacity: usize,
-    // A problem is all that a plan on one device is a function of, and comparing a few dozen is quicker than hashing one.
-    // The one used last is at the end.
-    plans: Mutex<Vec<(ForwardProblem, Arc<ForwardPlan>)>>,
+    // A problem is all that a plan on one device is a function of: it is the key.
+    plans: Mutex<LruCache<ForwardProblem, Arc<ForwardPlan>>>,
 }
 
 impl PlanCache {
     /// An empty cache for a device, of at least one plan.
     pub fn new(device: Device, capacity: usize) -> Self {
-        Self { device, capacity: capacity.max(1), plans: Mutex::default() }
+        let capacity = NonZeroUsize::new(capacity).unwrap_or(NonZeroUsize::MIN);
+        Self { device, plans: Mutex::new(LruCache::new(capacity)) }
     }
 
     /// The device that the plans are for.
@@ -29,7 +30,7 @@ impl PlanCache {
 
     /// How many plans are kept.
     pub fn len(&self) -> usize {
-        self.plans.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.plans().len()
     }
 
     /// Whether no plan has been asked for yet.
@@ -43,22 +44,14 @@ impl PlanCache {
     /// # Errors
     /// As [`ForwardProblem::plan`]; what was refused is asked for again the next time.
     pub fn plan(&self, problem: &ForwardProblem) -> Result<Arc<ForwardPlan>> {
-        // Held while the plan is made, so that threads that come at once with one shape make one plan. The cache is whole
-        // at every point where a panic could leave the lock.
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = plans.iter().position(|(known, _)| known == problem) {
-            let found = plans.remove(at);
-            let plan = found.1.clone();
-            plans.push(found);
-            return Ok(plan);
-        }
-        let plan = Arc::new(problem.plan(&self.device)?);
-        if plans.len() == self.capacity {
-            // Whoever runs it still holds it.
-            plans.remove(0);
-        }
-        plans.push((problem.clone(), plan.clone()));
-        Ok(plan)
+        // Held while the plan is made, so that threads that come at once with one shape make one plan.
+        let mut plans = self.plans();
+        plans.try_get_or_insert_ref(problem, || Ok(Arc::new(problem.plan(&self.device)?))).cloned()
+    }
+
+    /// The cache is whole at every point where a panic could leave the lock.
+    fn plans(&self) -> MutexGuard<'_, LruCache<ForwardProblem, Arc<ForwardPlan>>> {
+        self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -69,8 +62,7 @@ mod tests {
     use super::*;
 
     fn problem(seqlen_kv: usize) -> ForwardProblem {
-        let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-        ForwardProblem::new(DType::F32, dims).unwrap()
+        ForwardProblem::builder(DType::F32, Dims::new(1, 1, 1, 8).with_seqlen_kv(seqlen_kv)).build().unwrap()
     }
 
     #[test]
@@ -81,7 +73,7 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(plans.iter().all(|plan| Arc::ptr_eq(plan, &plans[0])));
-        assert!(!Arc::ptr_eq(&plans[0], &cache.plan(&problem(3).lse(true)).unwrap()));
+        assert!(!Arc::ptr_eq(&plans[0], &cache.plan(&problem(3).to_builder().lse(true).build().unwrap()).unwrap()));
         assert_eq!(cache.len(), 2);
     }
 

@@ -19,14 +19,13 @@ pub fn run(cache: &PlanCache, calls: &[Call]) -> Result<Vec<Outcome>> {
         let (o_layout, lse_layout) = (Layout::contiguous(problem.o_shape())?, Layout::contiguous(problem.lse_shape())?);
         let mut o = vec![bf16::NAN; o_layout.span()];
         let mut lse = vec![f32::NAN; lse_layout.span()];
-        let args = ForwardArgs {
-            q: TensorRef::host(&call.q, Layout::contiguous(problem.q_shape())?)?,
-            k: TensorRef::host(&call.k, Layout::contiguous(problem.k_shape())?)?,
-            v: TensorRef::host(&call.v, Layout::contiguous(problem.v_shape())?)?,
-            o: TensorMut::host(&mut o, o_layout)?,
-            lse: Some(TensorMut::host(&mut lse, lse_layout)?),
-        };
-        plan.run(&stream, &mut workspace, args)?;
+        let args = ForwardArgs::new(
+            TensorRef::host(&call.q, Layout::contiguous(problem.q_shape())?)?,
+            TensorRef::host(&call.k, Layout::contiguous(problem.k_shape())?)?,
+            TensorRef::host(&call.v, Layout::contiguous(problem.v_shape())?)?,
+            TensorMut::host(&mut o, o_layout)?,
+        );
+        plan.run(&stream, &mut workspace, args.lse(TensorMut::host(&mut lse, lse_layout)?))?;
         outcomes.push(Outcome { o, lse });
     }
     Ok(outcomes)

@@ -65,15 +65,15 @@ impl Buffers {
         })
     }
 
-    fn args(&mut self, plan: &ForwardPlan) -> hopper_attention::Result<ForwardArgs<'_, bf16>> {
+    fn args(&mut self, plan: &ForwardPlan) -> hopper_attention::Result<ForwardArgs<'_>> {
         let problem = plan.problem();
-        Ok(ForwardArgs {
-            q: TensorRef::cuda(self.q.slice(..), Layout::contiguous(problem.q_shape())?)?,
-            k: TensorRef::cuda(self.k.slice(..), Layout::contiguous(problem.k_shape())?)?,
-            v: TensorRef::cuda(self.v.slice(..), Layout::contiguous(problem.v_shape())?)?,
-            o: TensorMut::cuda(self.o.slice_mut(..), Layout::contiguous(problem.o_shape())?)?,
-            lse: Some(TensorMut::cuda(self.lse.slice_mut(..), Layout::contiguous(problem.lse_shape())?)?),
-        })
+        let args = ForwardArgs::new(
+            TensorRef::cuda(self.q.slice(..), Layout::contiguous(problem.q_shape())?)?,
+            TensorRef::cuda(self.k.slice(..), Layout::contiguous(problem.k_shape())?)?,
+            TensorRef::cuda(self.v.slice(..), Layout::contiguous(problem.v_shape())?)?,
+            TensorMut::cuda(self.o.slice_mut(..), Layout::contiguous(problem.o_shape())?)?,
+        );
+        Ok(args.lse(TensorMut::cuda(self.lse.slice_mut(..), Layout::contiguous(problem.lse_shape())?)?))
     }
 }
 
@@ -85,7 +85,7 @@ pub struct Step {
     graph: Option<CudaGraph>,
     plans: Vec<Arc<ForwardPlan>>,
     buffers: Vec<Buffers>,
-    workspace: Workspace,
+    workspace: Workspace<'static>,
     stream: Arc<CudaStream>,
 }
 

@@ -40,11 +40,10 @@ pub struct Outcome {
 /// The calls of one step of a small made-up model: two decoder layers of one shape, a windowed one, and cross-attention.
 ///
 /// # Errors
-/// None for these sizes; what [`ForwardProblem::new`] would refuse.
+/// None for these sizes; what the problem's builder would refuse.
 pub fn step(seed: u64) -> Result<Vec<Call>> {
-    let own =
-        Dims { batch: 2, seqlen_q: 197, seqlen_kv: 197, heads_q: 8, heads_kv: 2, head_dim_qk: 128, head_dim_vo: 128 };
-    let cross = Dims { seqlen_kv: 333, heads_kv: 8, head_dim_qk: 64, head_dim_vo: 64, ..own };
+    let own = Dims::new(2, 197, 8, 128).with_heads_kv(2);
+    let cross = Dims::new(2, 197, 8, 64).with_seqlen_kv(333);
     let layers =
         [(own, Mask::causal()), (own, Mask::causal()), (own, Mask::window(Some(64), Some(0))), (cross, Mask::Full)];
     let mut random = StdRng::seed_from_u64(seed);
@@ -55,14 +54,14 @@ pub fn step(seed: u64) -> Result<Vec<Call>> {
     };
     let mut calls = Vec::new();
     for (dims, mask) in layers {
-        let problem = ForwardProblem::new(DType::BF16, dims)?.mask(mask).lse(true);
+        let problem = ForwardProblem::builder(DType::BF16, dims).mask(mask).lse(true).build()?;
         let (q, k, v) = (normal(problem.q_shape()), normal(problem.k_shape()), normal(problem.v_shape()));
         calls.push(Call { problem, q, k, v });
     }
     Ok(calls)
 }
 
-/// Holds an outcome against the f64 oracle, under the library's tolerance law.
+/// Holds an outcome against the f64 oracle, under the library's tolerance.
 ///
 /// # Errors
 /// When a length is not the problem's.

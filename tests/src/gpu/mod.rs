@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, ForwardArgs, ForwardPlan, KernelInfo, Layout,
-    Operand, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
+    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, ForwardArgs, ForwardPlan, KernelInfo,
+    Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
 };
 
 use crate::c::{Memory, tensor};
 use crate::data::{GUARD, Image, Poison};
-use crate::runner::{Outputs, Prepared};
+use crate::problems::Case;
+use crate::runner::{Outputs, Prepared, Ready, Runner, Verdict};
 use crate::say;
 
 /// A GPU for one test. Tests take turns: they share its memory, and a capture in one must not see another allocate.
@@ -81,6 +82,44 @@ impl Gpu {
         match std::fs::read_to_string("/sys/module/nvidia/version") {
             Ok(version) => format!("driver {}, CUDA {major}.{minor}", version.trim()),
             Err(_) => format!("CUDA {major}.{minor}"),
+        }
+    }
+}
+
+/// The plan of a row for a case; none where the row is of another mask class or of smaller head dims.
+///
+/// # Panics
+/// When it was refused for another reason.
+pub fn planned<P>(plan: Result<P>, row: &KernelInfo, case: &Case) -> Option<P> {
+    match plan {
+        Ok(plan) => Some(plan),
+        Err(Error::Unsupported { .. }) => None,
+        Err(error) => panic!("{row}, {case}: {error}"),
+    }
+}
+
+/// Takes cases through all rows of their type: `upload` brings a case to the GPU, `run` computes it there by a row, where the row
+/// takes it, and `check_inputs` says whether its inputs are still what they were.
+///
+/// # Panics
+/// When they are not.
+pub fn take_rows<P: Ready, M>(
+    runner: &mut Runner,
+    (rows, cases): (&[KernelInfo], &[Case]),
+    upload: impl Fn(&P) -> M,
+    mut run: impl FnMut(&KernelInfo, &P, &mut M) -> Option<std::result::Result<P::Outputs, String>>,
+    check_inputs: impl Fn(&P, &M) -> std::result::Result<(), String>,
+) {
+    for cases in cases.chunks(64) {
+        for prepared in P::all(cases) {
+            let mut memory = upload(&prepared);
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype == P::DTYPE) {
+                let Some(ran) = run(row, &prepared, &mut memory) else { continue };
+                let verdict = ran.map_or_else(Verdict::failed, |outputs| prepared.verdict(&outputs));
+                runner.take(i, prepared.case(), P::DTYPE, verdict);
+            }
+            let unchanged = check_inputs(&prepared, &memory);
+            unchanged.unwrap_or_else(|why| panic!("{} {}: {why}", P::DTYPE, prepared.case()));
         }
     }
 }

@@ -1,20 +1,19 @@
 //! Every backward row against every case that it takes, and what the backward promises beyond the right numbers.
 
+use std::collections::BTreeMap;
+
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Mask, Operand, Stream,
-    Workspace, bf16, f16,
+    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardProblem, KernelInfo, Mask, Operand, Stream, Workspace,
+    bf16, f16,
 };
-use hopper_attention_tests::backward::mutations::{self, Subject};
 use hopper_attention_tests::backward::{Outputs, Prepared};
-use hopper_attention_tests::data::{Image, Poison, Values};
+use hopper_attention_tests::data::{Poison, Values};
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
-use hopper_attention_tests::gpu::{Gpu, dense};
+use hopper_attention_tests::gpu::{self, Gpu, dense, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
-use hopper_attention_tests::runner::{Runner, Verdict};
+use hopper_attention_tests::runner::{Ready, Runner};
 use hopper_attention_tests::say;
-use proptest::strategy::{Strategy, ValueTree};
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -32,30 +31,19 @@ fn leaks(case: &Case) -> bool {
 fn run<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut index = 0;
-    for cases in cases.chunks(64) {
-        for prepared in Prepared::<T>::all(cases) {
-            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype == T::DTYPE) {
-                index += 1;
-                let problem = prepared.problem.clone().deterministic(index % 2 == 0);
-                let plan = match problem.plan_with_row(&gpu.device, row) {
-                    Ok(plan) => plan,
-                    // Another mask class or a larger head dim.
-                    Err(Error::Unsupported { .. }) => continue,
-                    Err(error) => panic!("{row}, {}: {error}", prepared.case),
-                };
-                assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
-                let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
-                    Ok(outputs) => prepared.verdict(&outputs),
-                    Err(why) => Verdict::failed(why),
-                };
-                runner.take(i, &prepared.case, T::DTYPE, verdict);
-            }
-            on_device
-                .check_inputs(&gpu.stream, &prepared)
-                .unwrap_or_else(|why| panic!("{} {}: {why}", T::DTYPE, prepared.case));
-        }
-    }
+    take_rows(
+        runner,
+        (rows, cases),
+        |prepared: &Prepared<T>| OnDevice::new(&gpu.stream, prepared),
+        |row, prepared, on_device| {
+            index += 1;
+            let problem = prepared.problem.clone().deterministic(index % 2 == 0);
+            let plan = gpu::planned(problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
+            assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
+            Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
+        },
+        |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
+    );
 }
 
 #[test]
@@ -100,17 +88,11 @@ fn random_backward_cases() {
     let Some(gpu) = Gpu::open("random_backward_cases") else { return };
     let rows = gpu.backward_rows();
     let head_dim = rows.iter().map(|row| row.head_dim_qk.min(row.head_dim_vo)).max().unwrap();
-    let default = Config::default();
-    let count = Grid::from_env().pick(6, default.cases.max(128));
-    let mut proptest = TestRunner::new_with_rng(default, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    let strategy = random::case(head_dim, 8);
-    let drawn = (0..count).map(|_| strategy.new_tree(&mut proptest).unwrap().current());
-    let (even, odd): (Vec<_>, Vec<_>) = drawn.filter(|case| !leaks(case)).enumerate().partition(|(i, _)| i % 2 == 0);
-    let plain = |cases: Vec<(usize, Case)>| cases.into_iter().map(|(_, case)| case).collect::<Vec<_>>();
+    let [even, odd] = random::halves(random::drawn(head_dim, 6, 128).into_iter().filter(|case| !leaks(case)));
     let mut runner = Runner::new(["all rows, random cases"]);
     let mut by_row = Runner::new(&rows);
-    run::<bf16>(&gpu, &rows, &plain(even), &mut by_row);
-    run::<f16>(&gpu, &rows, &plain(odd), &mut by_row);
+    run::<bf16>(&gpu, &rows, &even, &mut by_row);
+    run::<f16>(&gpu, &rows, &odd, &mut by_row);
     by_row.pour_into(&mut runner);
     runner.finish();
 }
@@ -147,27 +129,9 @@ fn broken<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     let prepared = prepared::<T>(row, 3);
     let (plan, mut workspace) = planned(gpu, row, &prepared, false);
     let outputs = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-    let report = prepared.judge(&outputs);
-    assert!(report.passed(), "{row}: {report}");
-    let d_lse = prepared.d_lse.as_ref().map(Image::values);
-    let honest = outputs.tensors();
-    let subject = Subject {
-        problem: &prepared.problem,
-        q: &prepared.q.tensor(),
-        k: &prepared.k.tensor(),
-        v: &prepared.v.tensor(),
-        d_o: &prepared.d_o.tensor(),
-        d_lse: d_lse.as_deref(),
-        honest: &honest,
-    };
-    let mut applied = 0;
-    for mutation in &mutations::ALL {
-        if let Some(got) = (mutation.apply)(subject) {
-            let report = prepared.expected.check(&got.d_q, &got.d_k, &got.d_v).unwrap();
-            assert!(!report.passed(), "{row}: not caught: {}: {report}", mutation.name);
-            applied += 1;
-        }
-    }
+    let mut applied = BTreeMap::new();
+    prepared.catch_all(&outputs, row, &mut applied);
+    let applied: usize = applied.values().sum();
     assert!(applied >= 8, "{row}: {applied} mutations applied");
 }
 

@@ -66,9 +66,7 @@ fn every_e4m3_row_takes_the_grid() {
                 let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
                     Ok(written) => {
                         let (o, lse) = written.output(operands.problem());
-                        let report = expected.check(&o, Some(&lse)).unwrap();
-                        let wrong = (!report.passed()).then(|| report.to_string());
-                        Verdict { worst_ratio: report.worst_ratio(), wrong }
+                        Verdict::from(&expected.check(&o, Some(&lse)).unwrap())
                     }
                     Err(why) => Verdict::failed(why),
                 };

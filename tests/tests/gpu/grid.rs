@@ -1,17 +1,13 @@
 //! Every row against every case that it takes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use hopper_attention::reference::Tensor;
-use hopper_attention::{Arch, DType, Device, Error, KernelInfo, Operand, Workspace, bf16, f16};
-use hopper_attention_tests::data::{Image, Poison};
-use hopper_attention_tests::gpu::{Gpu, OnDevice};
-use hopper_attention_tests::mutations::{self, Subject};
+use hopper_attention::{Arch, DType, Device, KernelInfo, Operand, Workspace, bf16, f16};
+use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
-use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
+use hopper_attention_tests::runner::{Prepared, Ready, Runner};
 use hopper_attention_tests::say;
-use proptest::strategy::{Strategy, ValueTree};
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use crate::{mask_of, with_dtype};
 
@@ -21,28 +17,17 @@ const WORKSPACE_BYTES: usize = 1 << 20;
 /// Runs cases through all rows that take them.
 fn run<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
-    for cases in cases.chunks(64) {
-        for prepared in Prepared::<T>::all(cases) {
-            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype == T::DTYPE) {
-                let plan = match prepared.problem.plan_with_row(&gpu.device, row) {
-                    Ok(plan) => plan,
-                    // Another mask class or a larger head dim.
-                    Err(Error::Unsupported { .. }) => continue,
-                    Err(error) => panic!("{row}, {}: {error}", prepared.case),
-                };
-                assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
-                let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
-                    Ok(outputs) => prepared.verdict(&outputs),
-                    Err(why) => Verdict::failed(why),
-                };
-                runner.take(i, &prepared.case, T::DTYPE, verdict);
-            }
-            on_device
-                .check_inputs(&gpu.stream, &prepared)
-                .unwrap_or_else(|why| panic!("{} {}: {why}", T::DTYPE, prepared.case));
-        }
-    }
+    take_rows(
+        runner,
+        (rows, cases),
+        |prepared: &Prepared<T>| OnDevice::new(&gpu.stream, prepared),
+        |row, prepared, on_device| {
+            let plan = planned(prepared.problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
+            assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
+            Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
+        },
+        |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
+    );
 }
 
 #[test]
@@ -90,18 +75,11 @@ fn random_cases() {
     let Some(gpu) = Gpu::open("random_cases") else { return };
     let rows = gpu.rows();
     let head_dim = rows.iter().map(|row| row.head_dim_qk.min(row.head_dim_vo)).max().unwrap();
-    // The same cases on every run; PROPTEST_CASES makes them more.
-    let default = Config::default();
-    let count = Grid::from_env().pick(8, default.cases.max(256));
-    let mut proptest = TestRunner::new_with_rng(default, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    let strategy = random::case(head_dim, 8);
-    let cases: Vec<Case> = (0..count).map(|_| strategy.new_tree(&mut proptest).unwrap().current()).collect();
-    let (even, odd): (Vec<_>, Vec<_>) = cases.into_iter().enumerate().partition(|(i, _)| i % 2 == 0);
-    let plain = |cases: Vec<(usize, Case)>| cases.into_iter().map(|(_, case)| case).collect::<Vec<_>>();
+    let [even, odd] = random::halves(random::drawn(head_dim, 8, 256));
     let mut runner = Runner::new(["all rows, random cases"]);
     let mut by_row = Runner::new(&rows);
-    run::<bf16>(&gpu, &rows, &plain(even), &mut by_row);
-    run::<f16>(&gpu, &rows, &plain(odd), &mut by_row);
+    run::<bf16>(&gpu, &rows, &even, &mut by_row);
+    run::<f16>(&gpu, &rows, &odd, &mut by_row);
     by_row.pour_into(&mut runner);
     runner.finish();
 }
@@ -122,19 +100,8 @@ fn broken<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let outputs = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-    let report = prepared.judge(&outputs);
-    assert!(report.passed(), "{row}: {report}");
-    let [q, k, v] = prepared.tensors();
-    let o: Tensor = outputs.o.tensor();
-    let lse = outputs.lse.as_ref().map(Image::values).unwrap();
-    let subject = Subject { problem: &prepared.problem, q: &q, k: &k, v: &v, o: &o, lse: &lse };
-    let mut applied = 0;
-    for mutation in &mutations::ALL {
-        if let Some((o, lse)) = (mutation.apply)(subject) {
-            let report = prepared.expected.check(&o, Some(&lse)).unwrap();
-            assert!(!report.passed(), "{row}: not caught: {}: {report}", mutation.name);
-            applied += 1;
-        }
-    }
+    let mut applied = BTreeMap::new();
+    prepared.catch_all(&outputs, row, &mut applied);
+    let applied: usize = applied.values().sum();
     assert!(applied >= 8, "{row}: {applied} mutations applied");
 }

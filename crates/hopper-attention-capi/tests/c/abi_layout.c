@@ -1,6 +1,6 @@
 /* The layout of ABI version 1 as numbers: a compiler that lays a struct out in another way, or a header that moved a
-   field, renumbered a constant or changed a signature, does not compile this. C99, and C++17 as well. src/abi.rs holds
-   Rust to the same numbers. */
+   field, renumbered a constant or changed a signature, does not compile this. C99, and C++17 as well. abi/layout.def
+   has the numbers, to which build.rs holds Rust. */
 #include <hopper_attention.h>
 
 #include "check.h"
@@ -14,125 +14,13 @@
     type value;                                  \
   };                                             \
   HOLDS(size_of_##type, sizeof(type) == (size)); \
-  HOLDS(align_of_##type, offsetof(struct align_of_##type, value) == 8)
+  HOLDS(align_of_##type, offsetof(struct align_of_##type, value) == 8);
 
 #define FIELD(type, field, offset, size)                         \
   HOLDS(type##_##field##_at, offsetof(type, field) == (offset)); \
-  HOLDS(type##_##field##_size, sizeof(((type*)0)->field) == (size))
+  HOLDS(type##_##field##_size, sizeof(((type*)0)->field) == (size));
 
-STRUCT(hattn_forward_problem, 120);
-FIELD(hattn_forward_problem, struct_size, 0, 4);
-FIELD(hattn_forward_problem, abi_version, 4, 4);
-FIELD(hattn_forward_problem, dtype, 8, 4);
-FIELD(hattn_forward_problem, mask, 12, 4);
-FIELD(hattn_forward_problem, corner, 16, 4);
-FIELD(hattn_forward_problem, lse, 20, 4);
-FIELD(hattn_forward_problem, batch, 24, 8);
-FIELD(hattn_forward_problem, seqlen_q, 32, 8);
-FIELD(hattn_forward_problem, seqlen_kv, 40, 8);
-FIELD(hattn_forward_problem, heads_q, 48, 8);
-FIELD(hattn_forward_problem, heads_kv, 56, 8);
-FIELD(hattn_forward_problem, head_dim_qk, 64, 8);
-FIELD(hattn_forward_problem, head_dim_vo, 72, 8);
-FIELD(hattn_forward_problem, window_left, 80, 8);
-FIELD(hattn_forward_problem, window_right, 88, 8);
-FIELD(hattn_forward_problem, softmax_scale, 96, 4);
-FIELD(hattn_forward_problem, arch, 100, 4);
-FIELD(hattn_forward_problem, output, 104, 4);
-FIELD(hattn_forward_problem, scaling, 108, 4);
-FIELD(hattn_forward_problem, amax, 112, 4);
-FIELD(hattn_forward_problem, half_scores, 116, 4);
-
-STRUCT(hattn_backward_problem, 112);
-FIELD(hattn_backward_problem, struct_size, 0, 4);
-FIELD(hattn_backward_problem, abi_version, 4, 4);
-FIELD(hattn_backward_problem, dtype, 8, 4);
-FIELD(hattn_backward_problem, mask, 12, 4);
-FIELD(hattn_backward_problem, corner, 16, 4);
-FIELD(hattn_backward_problem, d_lse, 20, 4);
-FIELD(hattn_backward_problem, batch, 24, 8);
-FIELD(hattn_backward_problem, seqlen_q, 32, 8);
-FIELD(hattn_backward_problem, seqlen_kv, 40, 8);
-FIELD(hattn_backward_problem, heads_q, 48, 8);
-FIELD(hattn_backward_problem, heads_kv, 56, 8);
-FIELD(hattn_backward_problem, head_dim_qk, 64, 8);
-FIELD(hattn_backward_problem, head_dim_vo, 72, 8);
-FIELD(hattn_backward_problem, window_left, 80, 8);
-FIELD(hattn_backward_problem, window_right, 88, 8);
-FIELD(hattn_backward_problem, softmax_scale, 96, 4);
-FIELD(hattn_backward_problem, deterministic, 100, 4);
-FIELD(hattn_backward_problem, arch, 104, 4);
-FIELD(hattn_backward_problem, reserved, 108, 4);
-
-STRUCT(hattn_tensor, 96);
-FIELD(hattn_tensor, struct_size, 0, 4);
-FIELD(hattn_tensor, abi_version, 4, 4);
-FIELD(hattn_tensor, data, 8, 8);
-FIELD(hattn_tensor, dtype, 16, 4);
-FIELD(hattn_tensor, device, 20, 4);
-FIELD(hattn_tensor, ndim, 24, 4);
-FIELD(hattn_tensor, reserved, 28, 4);
-FIELD(hattn_tensor, shape, 32, 32);
-FIELD(hattn_tensor, stride, 64, 32);
-
-STRUCT(hattn_forward_args, 104);
-FIELD(hattn_forward_args, struct_size, 0, 4);
-FIELD(hattn_forward_args, abi_version, 4, 4);
-FIELD(hattn_forward_args, q, 8, 8);
-FIELD(hattn_forward_args, k, 16, 8);
-FIELD(hattn_forward_args, v, 24, 8);
-FIELD(hattn_forward_args, o, 32, 8);
-FIELD(hattn_forward_args, lse, 40, 8);
-FIELD(hattn_forward_args, workspace, 48, 8);
-FIELD(hattn_forward_args, workspace_bytes, 56, 8);
-FIELD(hattn_forward_args, descale_q, 64, 8);
-FIELD(hattn_forward_args, descale_k, 72, 8);
-FIELD(hattn_forward_args, descale_v, 80, 8);
-FIELD(hattn_forward_args, scale_o, 88, 8);
-FIELD(hattn_forward_args, amax, 96, 8);
-
-STRUCT(hattn_quantize_problem, 32);
-FIELD(hattn_quantize_problem, struct_size, 0, 4);
-FIELD(hattn_quantize_problem, abi_version, 4, 4);
-FIELD(hattn_quantize_problem, forward, 8, 8);
-FIELD(hattn_quantize_problem, source, 16, 4);
-FIELD(hattn_quantize_problem, hadamard, 20, 4);
-FIELD(hattn_quantize_problem, seed, 24, 8);
-
-STRUCT(hattn_quantize_tensor, 40);
-FIELD(hattn_quantize_tensor, struct_size, 0, 4);
-FIELD(hattn_quantize_tensor, abi_version, 4, 4);
-FIELD(hattn_quantize_tensor, values, 8, 8);
-FIELD(hattn_quantize_tensor, stored, 16, 8);
-FIELD(hattn_quantize_tensor, descale, 24, 8);
-FIELD(hattn_quantize_tensor, given, 32, 4);
-FIELD(hattn_quantize_tensor, reserved, 36, 4);
-
-STRUCT(hattn_quantize_args, 56);
-FIELD(hattn_quantize_args, struct_size, 0, 4);
-FIELD(hattn_quantize_args, abi_version, 4, 4);
-FIELD(hattn_quantize_args, q, 8, 8);
-FIELD(hattn_quantize_args, k, 16, 8);
-FIELD(hattn_quantize_args, v, 24, 8);
-FIELD(hattn_quantize_args, counts, 32, 8);
-FIELD(hattn_quantize_args, workspace, 40, 8);
-FIELD(hattn_quantize_args, workspace_bytes, 48, 8);
-
-STRUCT(hattn_backward_args, 104);
-FIELD(hattn_backward_args, struct_size, 0, 4);
-FIELD(hattn_backward_args, abi_version, 4, 4);
-FIELD(hattn_backward_args, q, 8, 8);
-FIELD(hattn_backward_args, k, 16, 8);
-FIELD(hattn_backward_args, v, 24, 8);
-FIELD(hattn_backward_args, o, 32, 8);
-FIELD(hattn_backward_args, lse, 40, 8);
-FIELD(hattn_backward_args, d_o, 48, 8);
-FIELD(hattn_backward_args, d_lse, 56, 8);
-FIELD(hattn_backward_args, d_q, 64, 8);
-FIELD(hattn_backward_args, d_k, 72, 8);
-FIELD(hattn_backward_args, d_v, 80, 8);
-FIELD(hattn_backward_args, workspace, 88, 8);
-FIELD(hattn_backward_args, workspace_bytes, 96, 8);
+#include "../../abi/layout.def"
 
 HOLDS(abi_version, HATTN_ABI_VERSION == 1);
 HOLDS(statuses, HATTN_OK == 0 && HATTN_ERROR_ARGUMENT == 1 && HATTN_ERROR_ABI == 2 && HATTN_ERROR_SHAPE == 3 &&

@@ -1,4 +1,4 @@
-//! The CPU backend against the oracle, under the tolerance law.
+//! The CPU backend against the oracle, under the tolerance.
 
 use proptest::prelude::*;
 
@@ -173,7 +173,7 @@ fn masks() -> impl Strategy<Value = Mask> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
     #[test]
-    fn obeys_the_law(
+    fn keeps_the_tolerance(
         dtype in prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)],
         (batch, heads_kv, group) in (1usize..3, 1usize..3, 1usize..4),
         (seqlen_q, seqlen_kv) in (0usize..150, prop_oneof![0usize..150, 250usize..280]),

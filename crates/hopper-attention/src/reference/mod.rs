@@ -1,5 +1,5 @@
 //! The oracle: attention and its gradients in f64 from plain loops, the plain same-precision computation, and the
-//! tolerance law that compares anything with them.
+//! tolerance that compares anything with them.
 //!
 //! It shares nothing with the kernels, the plans or the CPU backend, so that it is able to disagree with them: it knows
 //! a problem's numbers and asks [`Mask::keep`](crate::Mask::keep) for every query and key. It is meant for tests and
@@ -11,15 +11,14 @@
 //! use hopper_attention::reference::{Expected, Tensor};
 //! use hopper_attention::{DType, Dims, ForwardProblem};
 //!
-//! let dims =
-//!     Dims { batch: 1, seqlen_q: 3, seqlen_kv: 5, heads_q: 2, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-//! let problem = ForwardProblem::new(DType::BF16, dims)?;
+//! let dims = Dims::new(1, 3, 2, 8).with_seqlen_kv(5).with_heads_kv(1);
+//! let problem = ForwardProblem::builder(DType::BF16, dims).build()?;
 //! // Values that bf16 holds exactly: the oracle must see what the kernel sees.
 //! let q = Tensor::from_fn([1, 3, 2, 8], |[_, s, h, d]| (s + h + d) as f64 * 0.125);
 //! let k = Tensor::from_fn([1, 5, 1, 8], |[_, s, _, d]| (s * d) as f64 * 0.125);
 //! let v = Tensor::from_fn([1, 5, 1, 8], |[_, s, _, d]| s as f64 - d as f64);
 //! let expected = Expected::new(&problem, &q, &k, &v)?;
-//! // The plain computation obeys the law, zeros do not.
+//! // The plain computation keeps the tolerance, zeros do not.
 //! let plain = expected.plain();
 //! assert!(expected.check(&plain.o, Some(&plain.lse))?.passed());
 //! assert!(!expected.check(&Tensor::zeros([1, 3, 2, 8]), Some(&plain.lse))?.passed());

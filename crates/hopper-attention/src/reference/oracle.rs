@@ -20,7 +20,7 @@ pub struct Oracle {
     pub scales: Vec<RowScale>,
 }
 
-/// The magnitudes that bound a row's rounding errors; the tolerance law makes its floor of them.
+/// The magnitudes that bound a row's rounding errors; the tolerance makes its floor of them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowScale {
     /// `max over d of sqrt(sum over keys of (p * v[d])^2)`: what independent roundings of relative size 1 of every

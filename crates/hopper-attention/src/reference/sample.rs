@@ -1,4 +1,4 @@
-//! Inputs for the unit tests of the law and of the CPU backend.
+//! Inputs for the unit tests of the tolerance and of the CPU backend.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

@@ -1,4 +1,4 @@
-//! The one tolerance law: how far a result may be from the oracle.
+//! The one tolerance: how far a result may be from the oracle.
 //!
 //! For the output, with `u` the unit roundoff of the operands' type (e4m3: 2^-4, bf16: 2^-8, f16: 2^-11, f32: 2^-24), and
 //! ulps those of the output's:
@@ -16,7 +16,7 @@
 //! largest of only `head_dim_vo` samples of noise, and of one sample's luck when the row has a single heavy column.
 //! The noise has a known size, though: the roundings of P move an output by a standard deviation of
 //! `0.42 u * sqrt(sum (p v)^2)` (0.42 for a rounding error uniform within half an ulp and values spread evenly over a
-//! binade). The floor takes 1.5 `u` in place of 0.42 `u`, so the law's double of it lies 7 standard deviations
+//! binade). The floor takes 1.5 `u` in place of 0.42 `u`, so the tolerance's double of it lies 7 standard deviations
 //! out: beyond the 10^9 elements that a long run looks at, and still no more than about an ulp of the output.
 //! What f32 accumulation adds (`sqrt(keys)` roundings of 2^-24, and scores that are off by 2^-24 times the magnitudes
 //! that were summed for them) matters for f32 only, and is there for the others' sake with logits in the thousands.
@@ -41,9 +41,9 @@
 //! 2^-12 in place of 2^-24, here and in the floor above: the tensor cores' sums of FP8 products keep no more. That is as
 //! true where a problem has them in f16 ([`half_scores`](ForwardProblem::half_scores)): a head dim of 128 is four
 //! steps of 32 products, each of which rounds the sum so far by up to 2^-11 of it, and four times 2^-11 are the 2^-9 that
-//! the law allows of the magnitudes. Their exponentials are of f16 too, and so their LSE is allowed 2.5e-3 at least.
+//! the tolerance allows of the magnitudes. Their exponentials are of f16 too, and so their LSE is allowed 2.5e-3 at least.
 //!
-//! For dQ, dK and dV the law is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
+//! For dQ, dK and dV the tolerance is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
 //! is another, since they are sums over pairs of a query and a key in which more is rounded:
 //!
 //! ```text
@@ -90,9 +90,9 @@ const FLOOR: f64 = 1.5;
 pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
 /// The same of a sum of e4m3 products. Hopper's tensor cores add 32 of them at a time, each cut off (not rounded) at some
 /// 2^-13 of the largest magnitude among them and the sum so far: half of that 32 times is 2^-9 of the sum where all have one
-/// sign, which is what the law allows with this.
+/// sign, which is what the tolerance allows with this.
 const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
-/// The least that an LSE of scores in f16 may be off by, in the law's `max`: half of what it allows then. Exponentials of f16 are
+/// The least that an LSE of scores in f16 may be off by, in the tolerance's `max`: half of what it allows then. Exponentials of f16 are
 /// good to 2^-9.9 (PTX ISA, `ex2`), and exponents of up to 8 are rounded to f16, by 2^-9 in powers of two: together 2.4e-3.
 const LSE_LEAST_HALF_SCORES: f64 = 1.25e-3;
 /// The unit roundoff of f32.
@@ -178,7 +178,7 @@ impl Expected {
         &self.plain
     }
 
-    /// Holds a result against the law. `o` is `[batch, seqlen_q, heads_q, head_dim_vo]`, `lse` (when there is one)
+    /// Holds a result against the tolerance. `o` is `[batch, seqlen_q, heads_q, head_dim_vo]`, `lse` (when there is one)
     /// `[batch, heads_q, seqlen_q]`.
     ///
     /// # Errors
@@ -243,7 +243,7 @@ impl Expected {
     }
 }
 
-/// How a result compares with the law.
+/// How a result compares with the tolerance.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// The output's figures.
@@ -253,7 +253,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether the law holds.
+    /// Whether the tolerance is kept.
     pub fn passed(&self) -> bool {
         self.worst_ratio() <= 1.0
     }
@@ -277,7 +277,7 @@ impl fmt::Display for Report {
 /// One tensor's figures.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
-    /// The largest error as a fraction of its tolerance; at most 1 when the law holds, infinite where something that
+    /// The largest error as a fraction of its tolerance; at most 1 when the tolerance is kept, infinite where something that
     /// is not finite does not match.
     pub worst_ratio: f64,
     /// Where that is: `[batch, seqlen, head, dim]` for an output, `[batch, head, seqlen]` for an LSE; empty when the

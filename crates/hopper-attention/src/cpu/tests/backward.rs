@@ -1,4 +1,4 @@
-//! The gradients against the oracle, under the tolerance law, from the O and LSE that the forward pass gives.
+//! The gradients against the oracle, under the tolerance, from the O and LSE that the forward pass gives.
 
 use super::*;
 use crate::problem::BackwardProblem;
@@ -160,7 +160,7 @@ fn no_keys_and_no_queries() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
     #[test]
-    fn gradients_obey_the_law(
+    fn gradients_keep_the_tolerance(
         dtype in prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)],
         (batch, heads_kv, group) in (1usize..3, 1usize..3, 1usize..4),
         (seqlen_q, seqlen_kv) in (prop_oneof![0usize..100, 250usize..280], 0usize..150),

@@ -24,7 +24,7 @@ pub struct BackwardOracle {
     pub d_v_scales: Vec<GradientScale>,
 }
 
-/// The magnitudes that bound the rounding errors of a row of a gradient; the tolerance law makes its floor of them.
+/// The magnitudes that bound the rounding errors of a row of a gradient; the tolerance makes its floor of them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GradientScale {
     /// What honest rounding of P, dS, delta and the f32 sums behind them moves the row's elements by, as a standard

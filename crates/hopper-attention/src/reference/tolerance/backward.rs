@@ -1,4 +1,4 @@
-//! The law for dQ, dK and dV.
+//! The tolerance for dQ, dK and dV.
 
 use std::fmt;
 
@@ -48,7 +48,7 @@ impl BackwardExpected {
         &self.plain
     }
 
-    /// Holds gradients against the law.
+    /// Holds gradients against the tolerance.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
@@ -96,7 +96,7 @@ impl BackwardExpected {
     }
 }
 
-/// How gradients compare with the law.
+/// How gradients compare with the tolerance.
 #[derive(Clone, Debug)]
 pub struct BackwardReport {
     /// The figures of dQ.
@@ -108,7 +108,7 @@ pub struct BackwardReport {
 }
 
 impl BackwardReport {
-    /// Whether the law holds.
+    /// Whether the tolerance is kept.
     pub fn passed(&self) -> bool {
         self.worst_ratio() <= 1.0
     }

@@ -1,4 +1,4 @@
-//! The law must pass what is honest and fail what is wrong, however little.
+//! The tolerance must pass what is honest and fail what is wrong, however little.
 
 mod backward;
 
@@ -103,7 +103,7 @@ fn honest_kernels_pass_and_are_not_far_from_the_bound() {
             }
         }
     }
-    // A law that honest work never comes near would be no law.
+    // A tolerance that honest work never comes near would catch nothing.
     assert!(worst > 0.25, "{worst}");
 }
 
@@ -357,7 +357,7 @@ fn an_lse_of_scores_in_f16_has_a_least_bound() {
     }
 }
 
-/// A key of value nought takes almost half of the row's weight, 1.25 is a weight that e4m3 has, and all are multiplied by
+/// A key of value zero takes almost half of the row's weight, 1.25 is a weight that e4m3 has, and all are multiplied by
 /// what rounds the one down and the others up: honest, where the sum of rounded weights divides.
 #[test]
 fn a_divisor_of_rounded_weights_is_honest() {
@@ -377,7 +377,7 @@ fn a_divisor_of_rounded_weights_is_honest() {
     assert_eq!([heavy, other], [128.0, 1.375]);
     let report = of_weights(heavy, other);
     assert!(report.passed() && report.worst_ratio() > 0.3, "{report}");
-    // A quarter of a weight is not what rounding costs, nor is an output of nought.
+    // A quarter of a weight is not what rounding costs, nor is an output of zero.
     assert!(!of_weights(0.75 * 128.0, 1.25).passed() && !of_weights(1.0, 0.0).passed());
 }
 

@@ -1,4 +1,4 @@
-//! The oracle of the gradients against finite differences and numbers by hand, and the law's judgement of them.
+//! The oracle of the gradients against finite differences and numbers by hand, and the tolerance's judgement of them.
 
 use super::super::super::sample::{Given, normal};
 use super::super::super::{BackwardPlain, backward, backward_plain};
@@ -146,7 +146,7 @@ fn honest_gradients_pass_and_are_not_far_from_the_bound() {
                 worst = worst.max(report.worst_ratio());
             }
         }
-        // A law that honest work never comes near would be no law.
+        // A tolerance that honest work never comes near would catch nothing.
         assert!(worst > 0.25, "{dtype}: {worst}");
     }
 }

@@ -1,0 +1,202 @@
+//! What the forward, the backward and the quantiser have in common: is it supported, plan, describe, run. Their entries are
+//! in files of their own, since cbindgen reads functions as they are written; what they do is here once.
+
+use std::ffi::c_char;
+
+use hopper_attention::raw::RawArgs;
+use hopper_attention::{Device, DeviceFacts, Operands, Result};
+
+use crate::abi::{CUstream_st, Versioned, hattn_device, read};
+use crate::devices;
+use crate::handle::{self, Handle, live};
+use crate::status::{Outcome, entry, hattn_status};
+
+/// A pass of the ABI: its structs, and the safe crate's calls that they stand for.
+pub(crate) trait Pass {
+    /// The problem in C.
+    type Given: Versioned;
+    /// The arguments in C.
+    type Args: Versioned;
+    /// The problem in Rust.
+    type Problem;
+    /// The plan in Rust.
+    type Plan;
+    /// The plan's handle in C.
+    type Handle: Handle<Held = Self::Plan> + From<Self::Plan>;
+
+    /// # Safety
+    /// What the struct points to is as [`read`] asks.
+    unsafe fn problem(given: &Self::Given) -> Outcome<Self::Problem>;
+
+    fn plan(problem: &Self::Problem, device: &Device) -> Result<Self::Plan>;
+
+    fn plan_for(problem: &Self::Problem, facts: &DeviceFacts) -> Result<Self::Plan>;
+
+    fn words(plan: &Self::Plan) -> String;
+
+    fn workspace_bytes(plan: &Self::Plan) -> usize;
+
+    fn operands(plan: &Self::Plan) -> &Operands;
+
+    /// The tensors and the workspace.
+    ///
+    /// # Safety
+    /// What the struct points to is as [`read`] asks.
+    unsafe fn arguments(args: &Self::Args, operands: &Operands) -> Outcome<RawArgs>;
+
+    /// # Safety
+    /// As `run_raw` of the plan.
+    unsafe fn run(plan: &Self::Plan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()>;
+}
+
+/// Whether a plan would find a kernel.
+///
+/// # Safety
+/// `problem` is null, which is refused, or as [`read`] asks, and so is what it points to.
+pub(crate) unsafe fn supported<P: Pass>(problem: *const P::Given, device: hattn_device) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        let problem = unsafe { P::problem(&read("problem", problem)?) }?;
+        match devices::facts(device)? {
+            Some(facts) => P::plan_for(&problem, &facts)?,
+            // Loads nothing.
+            None => P::plan(&problem, &Device::cpu())?,
+        };
+        Ok(())
+    })
+}
+
+/// Makes a plan with `make` and writes its handle to `*plan`.
+///
+/// # Safety
+/// `problem` is as for [`supported`]; `plan` is null, which is refused, or valid for writing.
+pub(crate) unsafe fn create<P: Pass>(
+    problem: *const P::Given,
+    device: hattn_device,
+    plan: *mut *mut P::Handle,
+    make: impl FnOnce(&P::Problem, &Device) -> Outcome<P::Plan>,
+) -> hattn_status {
+    entry(|| {
+        let made = || {
+            // SAFETY: the caller's promise.
+            let problem = unsafe { P::problem(&read("problem", problem)?) }?;
+            Ok(make(&problem, &devices::open(device)?)?.into())
+        };
+        // SAFETY: the caller's promise.
+        unsafe { handle::create(plan, made) }
+    })
+}
+
+/// Writes what the plan computes and how.
+///
+/// # Safety
+/// `plan` is null, which is refused, or live; the rest is as for [`handle::put_text`].
+pub(crate) unsafe fn describe<P: Pass>(
+    plan: *const P::Handle,
+    text: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> hattn_status {
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { handle::put_text(&P::words(live(plan)?), text, capacity, length) })
+}
+
+/// Writes how large a workspace the plan needs.
+///
+/// # Safety
+/// `plan` is null, which is refused, or live; `bytes` is null, which is refused, or valid for writing.
+pub(crate) unsafe fn workspace_size<P: Pass>(plan: *const P::Handle, bytes: *mut usize) -> hattn_status {
+    // SAFETY: the caller's promise.
+    entry(|| unsafe { handle::put("bytes", bytes, "the size", P::workspace_bytes(live(plan)?)) })
+}
+
+/// Computes the plan's problem.
+///
+/// # Safety
+/// `plan` is null, which is refused, or live; `args` is as [`read`] asks, and so is what it points to; the rest is as for
+/// `run_raw` of the plan.
+pub(crate) unsafe fn run<P: Pass>(
+    plan: *const P::Handle,
+    args: *const P::Args,
+    stream: *mut CUstream_st,
+) -> hattn_status {
+    entry(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let plan = live(plan)?;
+            let args = P::arguments(&read("args", args)?, P::operands(plan))?;
+            Ok(P::run(plan, &args, stream)?)
+        }
+    })
+}
+
+/// A pass's names in C, in Rust, and the two conversions between them.
+macro_rules! pass {
+    (
+        $pass:ident, $handle:ident made by $made_by:literal,
+        $given:ident -> $problem:ident by |$from:ident| $to_problem:expr,
+        $args:ident by $to_arguments:path,
+        $plan:ident of $problem_of:ident
+    ) => {
+        impl $crate::handle::Handle for $handle {
+            type Held = $plan;
+            const WHAT: &'static str = "plan";
+            const MADE_BY: &'static str = $made_by;
+
+            fn held(&self) -> &$plan {
+                &self.plan
+            }
+        }
+
+        impl From<$plan> for $handle {
+            fn from(plan: $plan) -> Self {
+                Self { plan }
+            }
+        }
+
+        struct $pass;
+
+        impl $crate::pass::Pass for $pass {
+            type Given = $given;
+            type Args = $args;
+            type Problem = $problem;
+            type Plan = $plan;
+            type Handle = $handle;
+
+            unsafe fn problem($from: &$given) -> Outcome<$problem> {
+                $to_problem
+            }
+
+            fn plan(problem: &$problem, device: &Device) -> Result<$plan> {
+                problem.plan(device)
+            }
+
+            fn plan_for(problem: &$problem, facts: &DeviceFacts) -> Result<$plan> {
+                problem.plan_for(facts)
+            }
+
+            fn words(plan: &$plan) -> String {
+                format!("{}: {plan}", plan.$problem_of())
+            }
+
+            fn workspace_bytes(plan: &$plan) -> usize {
+                plan.workspace_bytes()
+            }
+
+            fn operands(plan: &$plan) -> &Operands {
+                plan.operands()
+            }
+
+            unsafe fn arguments(args: &$args, operands: &Operands) -> Outcome<RawArgs> {
+                // SAFETY: the caller's promise.
+                unsafe { $to_arguments(args, operands) }
+            }
+
+            unsafe fn run(plan: &$plan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()> {
+                // SAFETY: the caller's promise.
+                unsafe { plan.run_raw(args, stream.cast()) }
+            }
+        }
+    };
+}
+pub(crate) use pass;
