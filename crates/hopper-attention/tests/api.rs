@@ -424,7 +424,7 @@ fn bits(buffers: &[Buffer]) -> Vec<Vec<u32>> {
 fn a_workspace_of_the_callers_memory_runs_plans() {
     let forward = ForwardProblem::builder(DType::F32, DIMS).lse(true).build().unwrap();
     let e4m3 = ForwardProblem::builder(DType::E4M3, DIMS).build().unwrap();
-    let mut memory = vec![0x55u8; 64];
+    let mut memory = [0x55u8; 64];
     for plan in [
         Plan::forward(forward.to_builder()),
         Plan::backward(BackwardProblem::builder(&forward)),
