@@ -1,4 +1,4 @@
-//! The whole grid through the CPU backend, under the tolerance law.
+//! The whole grid through the CPU backend, under the tolerance.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ fn tiles() -> Tiles {
 }
 
 #[test]
-fn every_case_obeys_the_law() {
+fn every_case_keeps_the_tolerance() {
     let all = cases(Grid::from_env(), &tiles());
     // One type takes everything, the others every fifth case.
     let some: Vec<Case> = all.iter().step_by(5).cloned().collect();
@@ -39,7 +39,7 @@ fn any_head_dim() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, max_shrink_iters: 64, ..ProptestConfig::default() })]
     #[test]
-    fn random_cases_obey_the_law(case in random::case(128, 8), dtype in 0..3) {
+    fn random_cases_keep_the_tolerance(case in random::case(128, 8), dtype in 0..3) {
         let verdict = match dtype {
             0 => Prepared::<bf16>::new(&case).verdict_on_cpu(),
             1 => Prepared::<f16>::new(&case).verdict_on_cpu(),
