@@ -189,7 +189,7 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
         self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
     }
 
-    /// The inputs and an honest result, for [`mutations`](crate::mutations).
+    /// The inputs and an honest result, for [`mutations`].
     pub fn tensors(&self) -> [Tensor; 3] {
         [self.q.tensor(), self.k.tensor(), self.v.tensor()]
     }
