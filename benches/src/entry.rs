@@ -11,9 +11,11 @@ mod problem;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::hash::Hash;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use hopper_attention::cudarc::driver::sys;
+use hopper_attention::raw::Place;
 use hopper_attention::{Arch, Device};
 use hopper_attention_capi as capi;
 
@@ -149,6 +151,18 @@ struct Key {
     arch: Option<Arch>,
 }
 
+impl Key {
+    /// Its device, as the raw layer names it.
+    fn place(&self) -> Place {
+        Place::Cuda(usize::try_from(self.ordinal).unwrap_or_default())
+    }
+
+    /// Its device, opened.
+    fn device(&self) -> Result<Device, Refused> {
+        Device::cuda(usize::try_from(self.ordinal).unwrap_or_default()).map_err(problem::told)
+    }
+}
+
 /// A plan of the C ABI, which any threads may run at once.
 #[derive(Clone, Copy)]
 struct Plan(*mut capi::hattn_forward_plan);
@@ -156,7 +170,27 @@ struct Plan(*mut capi::hattn_forward_plan);
 // SAFETY: the C ABI says that a plan may be used by any threads at once.
 unsafe impl Send for Plan {}
 
-static PLANS: LazyLock<Mutex<HashMap<Key, Plan>>> = LazyLock::new(Default::default);
+/// Plans by what they were made of, for the life of the process.
+struct Plans<K, P>(LazyLock<Mutex<HashMap<K, P>>>);
+
+impl<K: Copy + Eq + Hash, P: Clone> Plans<K, P> {
+    const fn new() -> Self {
+        Self(LazyLock::new(Default::default))
+    }
+
+    /// The plan of a key, made where there is none yet.
+    fn get(&self, key: &K, make: impl FnOnce() -> Result<P, Refused>) -> Result<P, Refused> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
+        if let Some(plan) = known {
+            return Ok(plan);
+        }
+        let plan = make()?;
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(*key, plan.clone());
+        Ok(plan)
+    }
+}
+
+static PLANS: Plans<Key, Plan> = Plans::new();
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -221,15 +255,7 @@ unsafe fn read<A: Copy>(args: *const A) -> Result<A, Refused> {
 /// As for [`hattn_peer_fwd`].
 unsafe fn forward(args: &Args) -> Result<(), Refused> {
     let key = key(&args.numbers, sixteen_bits(&args.numbers)?, !args.lse.is_null())?;
-    let known = PLANS.lock().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
-    let plan = match known {
-        Some(plan) => plan,
-        None => {
-            let plan = make(&key, args.numbers.softmax_scale)?;
-            PLANS.lock().unwrap_or_else(PoisonError::into_inner).insert(key, plan);
-            plan
-        }
-    };
+    let plan = PLANS.get(&key, || make(&key, args.numbers.softmax_scale))?;
     let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo] = key.sizes.map(i64::from);
     let tensor = |data: *const c_void, shape, [batch, seqlen, head]: [i64; 3]| capi::hattn_tensor {
         stride: [batch, seqlen, head, 1],

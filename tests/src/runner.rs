@@ -120,6 +120,28 @@ pub struct Outputs<T> {
     pub lse: Option<Image<f32, 3>>,
 }
 
+/// The CPU backend's verdict on a case.
+pub fn on_cpu<P: Ready>(case: &Case) -> Verdict {
+    P::of(case).verdict_on_cpu()
+}
+
+/// Every mutation of what the CPU backend makes of these cases is caught, and each applies to four of them at least.
+///
+/// # Panics
+/// Where that is not so.
+pub fn catch_on_cpu<P: Ready>(cases: impl IntoIterator<Item = Case>) {
+    let mut applied = BTreeMap::new();
+    for case in cases {
+        let prepared = P::of(&case);
+        let outputs = prepared.on_cpu().unwrap_or_else(|why| panic!("{case}: {why}"));
+        prepared.catch_all(&outputs, &"cpu", &mut applied);
+    }
+    assert!(!applied.is_empty(), "no mutation at all");
+    for (mutation, applied) in applied {
+        assert!(applied >= 4, "{mutation} applied to {applied} cases only");
+    }
+}
+
 impl<T: Poison> Prepared<T> {
     /// Makes the inputs and computes what must come out.
     pub fn new(case: &Case) -> Self {
@@ -164,7 +186,7 @@ impl<T: Poison> Prepared<T> {
         self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
     }
 
-    /// The inputs and an honest result, for [`mutations`](crate::mutations).
+    /// The inputs and an honest result, for [`mutations`].
     pub fn tensors(&self) -> [Tensor; 3] {
         [self.q.tensor(), self.k.tensor(), self.v.tensor()]
     }

@@ -1,14 +1,13 @@
 //! The backward's entry, over the raw layer. As in the forward, plans are kept for the life of the process.
 
-use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::Arc;
 
 use hopper_attention::raw::{Place, RawBackward, RawTensor, RawWorkspace};
-use hopper_attention::{BackwardPlan, BackwardProblem, DType, Device, Error, Layout};
+use hopper_attention::{BackwardPlan, BackwardProblem, DType, Error, Layout};
 
 use super::problem::{self, told};
-use super::{INVALID, Key, Numbers, Refused, answer, key, read, sixteen_bits};
+use super::{INVALID, Key, Numbers, Plans, Refused, answer, key, read, sixteen_bits};
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +48,7 @@ pub type Backward = unsafe extern "C" fn(*const BackwardArgs) -> c_int;
 /// The scratch of a backward: `hattn_peer_bwd_workspace` of some library.
 pub type BackwardWorkspace = unsafe extern "C" fn(*const BackwardArgs, *mut u64) -> c_int;
 
-static PLANS: LazyLock<Mutex<HashMap<Key, Arc<BackwardPlan>>>> = LazyLock::new(Default::default);
+static PLANS: Plans<Key, Arc<BackwardPlan>> = Plans::new();
 
 /// One backward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
@@ -62,7 +61,7 @@ pub unsafe extern "C" fn hattn_peer_bwd(args: *const BackwardArgs) -> c_int {
         let args = unsafe { read(args) }?;
         let key = key(&args.numbers, sixteen_bits(&args.numbers)?, true)?;
         let plan = plan(&key)?;
-        let raw = raw(&args, &plan, Place::Cuda(usize::try_from(key.ordinal).unwrap_or_default())).map_err(told)?;
+        let raw = raw(&args, &plan, key.place()).map_err(told)?;
         // SAFETY: the caller vouches for addresses, strides and sizes, for the workspace, and for the stream.
         unsafe { plan.run_raw(&raw, args.stream) }.map_err(told)
     })
@@ -89,13 +88,10 @@ pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, byt
 }
 
 fn plan(key: &Key) -> Result<Arc<BackwardPlan>, Refused> {
-    if let Some(plan) = PLANS.lock().unwrap_or_else(PoisonError::into_inner).get(key) {
-        return Ok(plan.clone());
-    }
-    let device = Device::cuda(usize::try_from(key.ordinal).unwrap_or_default()).map_err(told)?;
-    let plan = Arc::new(problem(key).and_then(|problem| problem.plan(&device)).map_err(told)?);
-    PLANS.lock().unwrap_or_else(PoisonError::into_inner).insert(*key, plan.clone());
-    Ok(plan)
+    PLANS.get(key, || {
+        let device = key.device()?;
+        problem(key).and_then(|problem| problem.plan(&device)).map(Arc::new).map_err(told)
+    })
 }
 
 fn problem(key: &Key) -> hopper_attention::Result<BackwardProblem> {
@@ -130,6 +126,7 @@ fn raw(args: &BackwardArgs, plan: &BackwardPlan, place: Place) -> hopper_attenti
 
 #[cfg(test)]
 mod tests {
+    use hopper_attention::Device;
     use hopper_attention_capi as capi;
 
     use super::super::{Entry, OK};

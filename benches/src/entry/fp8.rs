@@ -1,15 +1,14 @@
 //! The entry of forwards of e4m3 operands, over the raw layer. As in the forward, plans are kept for the life of the process.
 
-use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::Arc;
 
 use hopper_attention::raw::{Place, RawForward, RawFp8, RawTensor, RawWorkspace};
-use hopper_attention::{DType, Device, Error, ForwardPlan, ForwardProblem, Layout, Scaling};
+use hopper_attention::{DType, Error, ForwardPlan, ForwardProblem, Layout, Scaling};
 use hopper_attention_capi as capi;
 
 use super::problem::{self, told};
-use super::{E4M3, INVALID, Key, Numbers, Refused, answer, key, read};
+use super::{E4M3, INVALID, Key, Numbers, Plans, Refused, answer, key, read};
 
 /// `hattn_peer_fwd_fp8_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +54,7 @@ struct Fp8Key {
     half_scores: i32,
 }
 
-static PLANS: LazyLock<Mutex<HashMap<Fp8Key, Arc<ForwardPlan>>>> = LazyLock::new(Default::default);
+static PLANS: Plans<Fp8Key, Arc<ForwardPlan>> = Plans::new();
 
 /// One forward of e4m3 operands, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
@@ -72,7 +71,7 @@ pub unsafe extern "C" fn hattn_peer_fwd_fp8(args: *const Fp8Args) -> c_int {
         let forward = key(&args.numbers, capi::HATTN_E4M3, !args.lse.is_null())?;
         let plan =
             plan(&Fp8Key { forward, scaling: args.scaling, o_dtype: args.o_dtype, half_scores: args.half_scores })?;
-        let raw = raw(&args, &plan, Place::Cuda(usize::try_from(forward.ordinal).unwrap_or_default())).map_err(told)?;
+        let raw = raw(&args, &plan, forward.place()).map_err(told)?;
         // SAFETY: the caller vouches for addresses, strides and sizes, for the workspace, and for the stream.
         unsafe { plan.run_raw(&raw, args.stream) }.map_err(told)
     })
@@ -100,13 +99,10 @@ unsafe fn read_grown(args: *const Fp8Args) -> Result<Fp8Args, Refused> {
 }
 
 fn plan(key: &Fp8Key) -> Result<Arc<ForwardPlan>, Refused> {
-    if let Some(plan) = PLANS.lock().unwrap_or_else(PoisonError::into_inner).get(key) {
-        return Ok(plan.clone());
-    }
-    let device = Device::cuda(usize::try_from(key.forward.ordinal).unwrap_or_default()).map_err(told)?;
-    let plan = Arc::new(problem(key).and_then(|problem| problem.plan(&device)).map_err(told)?);
-    PLANS.lock().unwrap_or_else(PoisonError::into_inner).insert(*key, plan.clone());
-    Ok(plan)
+    PLANS.get(key, || {
+        let device = key.forward.device()?;
+        problem(key).and_then(|problem| problem.plan(&device)).map(Arc::new).map_err(told)
+    })
 }
 
 fn problem(key: &Fp8Key) -> hopper_attention::Result<ForwardProblem> {
@@ -161,7 +157,7 @@ fn raw(args: &Fp8Args, plan: &ForwardPlan, place: Place) -> hopper_attention::Re
 
 #[cfg(test)]
 mod tests {
-    use hopper_attention::E4M3 as Code;
+    use hopper_attention::{Device, E4M3 as Code};
 
     use super::super::{Entry, OK};
     use super::*;

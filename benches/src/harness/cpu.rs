@@ -7,7 +7,7 @@ pub(super) use backward::Backend as BackwardBackend;
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use hopper_attention::reference::{Plain, Tensor, forward_plain};
 use hopper_attention::{
     Device, ForwardArgs, ForwardPlan, ForwardProblem, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
@@ -71,11 +71,11 @@ impl Place for Cpu {
     }
 
     fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
-        Ok(vec![Box::new(Backend::new(pool)), Box::new(Naive { pool, inputs: None, plain: None, layout: None })])
+        Ok(vec![Box::new(OnCpu::<T, Backend>::new(pool)), Box::new(OnCpu::<T, Naive>::new(pool))])
     }
 
     fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
-        Ok(vec![Box::new(backward::Backend::new(pool)), Box::new(backward::Naive::new(pool))])
+        Ok(vec![Box::new(OnCpu::<T, backward::Backend>::new(pool)), Box::new(OnCpu::<T, backward::Naive>::new(pool))])
     }
 }
 
@@ -98,91 +98,121 @@ impl Clock for WallClock {
     }
 }
 
-/// The CPU backend through the safe API.
-pub(super) struct Backend<'a, T> {
-    pool: &'a Pool<T>,
-    plan: Option<(ForwardPlan, Workspace)>,
-    o: Vec<T>,
-    lse: Vec<f32>,
+/// A way of computing a pass on the CPU.
+pub(super) trait Way<T> {
+    /// What it needs for a point, its outputs among it, which are full of NaN at first.
+    type Ready;
+    /// Whose it is, and its name.
+    const WHO: (Role, &'static str);
+
+    fn prepare(pool: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal>;
+    fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal>;
+    fn outputs(ready: &Self::Ready) -> Result<Outputs<T>>;
 }
 
-impl<'a, T> Backend<'a, T> {
+/// A way as the harness takes it.
+pub(super) struct OnCpu<'a, T, W: Way<T>> {
+    pool: &'a Pool<T>,
+    ready: Option<W::Ready>,
+}
+
+impl<'a, T, W: Way<T>> OnCpu<'a, T, W> {
     pub(super) fn new(pool: &'a Pool<T>) -> Self {
-        Self { pool, plan: None, o: vec![], lse: vec![] }
+        Self { pool, ready: None }
     }
 }
 
-impl<T: Operand<Out = T>> Contestant<T> for Backend<'_, T> {
+impl<T, W: Way<T>> Contestant<T> for OnCpu<'_, T, W> {
     fn name(&self) -> &str {
-        crate::NAME
+        W::WHO.1
     }
 
     fn role(&self) -> Role {
-        Role::Ours
+        W::WHO.0
     }
 
     fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let plan = task.point.problem()?.plan(&Device::cpu())?;
-        let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
-        self.plan = Some((plan, workspace));
-        self.o = vec![T::from_f32(f32::NAN); task.q.span()];
-        self.lse = vec![f32::NAN; task.lse.span()];
+        self.ready = Some(W::prepare(self.pool, task)?);
         Ok(())
     }
 
     fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Some((plan, workspace)) = &mut self.plan else { return Err(Refusal::Failed("not prepared".into())) };
+        W::call(self.ready.as_mut().context("not prepared")?, self.pool, task)
+    }
+
+    fn outputs(&mut self) -> Result<Outputs<T>> {
+        W::outputs(self.ready.as_ref().context("not prepared")?)
+    }
+}
+
+/// The CPU backend through the safe API.
+pub(super) struct Backend;
+
+/// Its plan, and what it writes.
+pub(super) struct Planned<P, O> {
+    plan: P,
+    workspace: Workspace,
+    written: O,
+}
+
+impl<T: Operand<Out = T>> Way<T> for Backend {
+    type Ready = Planned<ForwardPlan, (Vec<T>, Vec<f32>)>;
+    const WHO: (Role, &'static str) = (Role::Ours, crate::NAME);
+
+    fn prepare(_: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
+        let plan = task.point.problem()?.plan(&Device::cpu())?;
+        let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+        let written = (vec![T::from_f32(f32::NAN); task.q.span()], vec![f32::NAN; task.lse.span()]);
+        Ok(Planned { plan, workspace, written })
+    }
+
+    fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
+        let Planned { plan, workspace, written: (o, lse) } = ready;
         let args = ForwardArgs::<T> {
-            q: TensorRef::host(&self.pool.q, task.q)?,
-            k: TensorRef::host(&self.pool.k, task.kv)?,
-            v: TensorRef::host(&self.pool.v, task.kv)?,
-            o: TensorMut::host(&mut self.o, task.q)?,
-            lse: Some(TensorMut::host(&mut self.lse, task.lse)?),
+            q: TensorRef::host(&pool.q, task.q)?,
+            k: TensorRef::host(&pool.k, task.kv)?,
+            v: TensorRef::host(&pool.v, task.kv)?,
+            o: TensorMut::host(o, task.q)?,
+            lse: Some(TensorMut::host(lse, task.lse)?),
         };
         Ok(plan.run(&Stream::Cpu, workspace, args)?)
     }
 
-    fn outputs(&mut self) -> Result<Outputs<T>> {
-        Ok(Outputs { tensors: vec![self.o.clone()], lse: self.lse.clone() })
+    fn outputs(Planned { written: (o, lse), .. }: &Self::Ready) -> Result<Outputs<T>> {
+        Ok(Outputs { tensors: vec![o.clone()], lse: lse.clone() })
     }
 }
 
 /// The plain computation of the reference, a query at a time.
-struct Naive<'a, T> {
-    pool: &'a Pool<T>,
-    inputs: Option<(ForwardProblem, [Tensor; 3])>,
-    plain: Option<Plain>,
-    /// Where O lies.
-    layout: Option<Layout<4>>,
+pub(super) struct Naive;
+
+/// Its problem and inputs, what came out, and where that lies.
+pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
+    problem: P,
+    inputs: [Tensor; INPUTS],
+    plain: Option<R>,
+    layouts: [Layout<4>; OUTPUTS],
 }
 
-impl<T: Operand<Out = T>> Contestant<T> for Naive<'_, T> {
-    fn name(&self) -> &str {
-        NAIVE
+impl<T: Operand<Out = T>> Way<T> for Naive {
+    type Ready = Plainly<ForwardProblem, Plain, 3, 1>;
+    const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
+
+    fn prepare(Pool { q, k, v, .. }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
+        let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv)].map(|(x, at)| Tensor::from_strided(x, at));
+        Ok(Plainly { problem: task.point.problem()?, inputs, plain: None, layouts: [task.q] })
     }
 
-    fn role(&self) -> Role {
-        Role::Peer
-    }
-
-    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Pool { q, k, v, .. } = self.pool;
-        let tensors = [(q, &task.q), (k, &task.kv), (v, &task.kv)].map(|(x, at)| Tensor::from_strided(x, at));
-        self.inputs = Some((task.point.problem()?, tensors));
-        (self.plain, self.layout) = (None, Some(task.q));
+    fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
+        let [q, k, v] = &ready.inputs;
+        ready.plain = Some(forward_plain(&ready.problem, q, k, v)?);
         Ok(())
     }
 
-    fn call(&mut self, _: &Task<'_, T>) -> Result<(), Refusal> {
-        let Some((problem, [q, k, v])) = &self.inputs else { return Err(Refusal::Failed("not prepared".into())) };
-        self.plain = Some(forward_plain(problem, q, k, v)?);
-        Ok(())
-    }
-
-    fn outputs(&mut self) -> Result<Outputs<T>> {
-        let (Some(plain), Some(layout)) = (&self.plain, &self.layout) else { anyhow::bail!("it was not called") };
+    fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
+        let plain = ready.plain.as_ref().context("it was not called")?;
         let lse = plain.lse.iter().map(|&lse| lse as f32).collect();
-        Ok(Outputs { tensors: vec![narrow(&plain.o, layout)], lse })
+        Ok(Outputs { tensors: vec![narrow(&plain.o, &ready.layouts[0])], lse })
     }
 }
 

@@ -253,6 +253,13 @@ pub struct hattn_forward_args {
     pub amax: *const hattn_tensor,
 }
 
+impl hattn_forward_problem {
+    /// The optional operands that it may ask for, with the fields that do.
+    pub(crate) fn asked_for(&self) -> [(Slot, i32); 2] {
+        [(Slot::Lse, self.lse), (Slot::Amax, self.amax)]
+    }
+}
+
 impl hattn_forward_args {
     /// Its tensors, by the names of their operands.
     pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); 10] {

@@ -27,11 +27,14 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
     .with_seqlen_kv(size("seqlen_kv", given.seqlen_kv)?)
     .with_heads_kv(size("heads_kv", given.heads_kv)?)
     .with_head_dim_vo(size("head_dim_vo", given.head_dim_vo)?);
-    let mut problem = ForwardProblem::builder(dtype("dtype", given.dtype)?, dims)
-        .lse(flag("lse", given.lse, "wanted")?)
-        .mask(mask(given)?)
-        .amax(flag("amax", given.amax, "wanted")?)
-        .half_scores(flag("half_scores", given.half_scores, "wanted")?);
+    let mut problem = ForwardProblem::builder(dtype("dtype", given.dtype)?, dims).mask(mask(given)?).half_scores(flag(
+        "half_scores",
+        given.half_scores,
+        "wanted",
+    )?);
+    for (slot, wanted) in given.asked_for() {
+        problem = problem.operand(slot, flag(slot.name(), wanted, "wanted")?);
+    }
     if given.output != 0 {
         problem = problem.output(dtype("output", given.output)?);
     }

@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{FIXTURE, Folder, Written, bytes, hattn, hattn_on};
+use common::{EDGES, FIXTURE, Folder, Written, bytes, check_passes, hattn, hattn_on};
 use safetensors::{Dtype, SafeTensors};
 
 #[test]
@@ -29,22 +29,12 @@ fn check_passes_in_every_type_and_converts_when_asked() {
 
 #[test]
 fn check_passes_on_other_shapes() {
-    let folder = Folder::new();
-    let shapes = [
-        "--batch 1 --seqlen-q 1 --heads-q 1 --head-dim 8 --dtype f16",
-        "--batch 2 --seqlen-q 65 --seqlen-kv 130 --heads-q 6 --heads-kv 2 --head-dim 40 --head-dim-vo 24 --dtype f32",
-        "--batch 1 --seqlen-q 130 --seqlen-kv 65 --heads-q 4 --heads-kv 1 --head-dim 128 --layout bhsd",
-        "--batch 0 --seqlen-q 5 --heads-q 2 --head-dim 16",
-        "--batch 1 --seqlen-q 0 --seqlen-kv 5 --heads-q 2 --head-dim 16",
-        "--batch 1 --seqlen-q 5 --seqlen-kv 0 --heads-q 2 --head-dim 16",
-    ];
-    for shape in shapes {
-        let input = folder.random("qkv.safetensors", shape);
-        for mask in ["full", "causal", "window:7,3"] {
-            let text = hattn_on(&format!("check --device cpu --mask {mask} --scale 0.3"), &input, None).fine();
-            assert!(text.contains("passed"), "{shape}: {text}");
-        }
-    }
+    check_passes(
+        &[
+            "--batch 2 --seqlen-q 65 --seqlen-kv 130 --heads-q 6 --heads-kv 2 --head-dim 40 --head-dim-vo 24 --dtype f32",
+        ],
+        &["full", "causal", "window:7,3"].map(|mask| format!("--mask {mask} --scale 0.3")),
+    );
 }
 
 #[test]
@@ -112,15 +102,9 @@ fn a_row_without_keys_is_zero() {
 #[test]
 fn check_holds_gradients_too() {
     let folder = Folder::new();
-    let shapes = [
-        "--batch 1 --seqlen-q 1 --heads-q 1 --head-dim 8 --dtype f16",
-        "--batch 2 --seqlen-q 65 --seqlen-kv 130 --heads-q 6 --heads-kv 2 --head-dim 40 --head-dim-vo 24 --dtype f32",
-        "--batch 1 --seqlen-q 130 --seqlen-kv 65 --heads-q 4 --heads-kv 1 --head-dim 64 --layout bhsd",
-        "--batch 0 --seqlen-q 5 --heads-q 2 --head-dim 16",
-        "--batch 1 --seqlen-q 0 --seqlen-kv 5 --heads-q 2 --head-dim 16",
-        "--batch 1 --seqlen-q 5 --seqlen-kv 0 --heads-q 2 --head-dim 16",
-    ];
-    for shape in shapes {
+    let grouped =
+        "--batch 2 --seqlen-q 65 --seqlen-kv 130 --heads-q 6 --heads-kv 2 --head-dim 40 --head-dim-vo 24 --dtype f32";
+    for shape in EDGES.into_iter().chain([grouped]) {
         let input = folder.random("qkv.safetensors", &format!("--backward {shape}"));
         for mask in ["full", "causal", "window:7,3"] {
             let line = format!("check --backward --deterministic --device cpu --mask {mask} --scale 0.3");

@@ -120,6 +120,64 @@ impl fmt::Display for Slot {
     }
 }
 
+/// Some slots: the optional operands that a problem was asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct SlotSet(u64);
+
+const _: () = assert!(Slot::ALL.len() <= u64::BITS as usize);
+
+impl SlotSet {
+    /// The same set with or without a slot.
+    pub const fn with(self, slot: Slot, present: bool) -> Self {
+        let bit = 1 << slot as u64;
+        Self(if present { self.0 | bit } else { self.0 & !bit })
+    }
+
+    /// Whether a slot is one of them.
+    pub const fn contains(self, slot: Slot) -> bool {
+        self.0 & 1 << slot as u64 != 0
+    }
+
+    /// All of them.
+    pub fn iter(self) -> impl Iterator<Item = Slot> {
+        Slot::ALL.iter().copied().filter(move |&slot| self.contains(slot))
+    }
+}
+
+/// The operands that arguments are given one by one: `setter: way tensor<type, rank> as slot`, each of which becomes a method of
+/// the pass's arguments. (`run/args.rs` expands them; they stand here so that an operand is described in one place.)
+macro_rules! operand_setters {
+    (ForwardArgs, $expand:ident) => {
+        $expand! { ForwardArgs
+            /// The log-sum-exp of each row of scores, natural log, `[batch, heads_q, seqlen_q]`: given exactly when the problem
+            /// was made with [`lse(true)`](crate::ForwardProblemBuilder::lse).
+            lse: write TensorMut<f32, 3> as Lse;
+            /// What O is multiplied by before it is rounded to e4m3, `[1]`: given exactly when the output is e4m3. What is
+            /// beyond 448 then is stored as 448.
+            scale_o: read TensorRef<f32, 1> as ScaleO;
+            /// The largest magnitude of O, `[1]`: given exactly when the problem was made with
+            /// [`amax(true)`](crate::ForwardProblemBuilder::amax).
+            amax: write TensorMut<f32, 1> as Amax;
+        }
+    };
+    (BackwardArgs, $expand:ident) => {
+        $expand! { BackwardArgs
+            /// The gradient of the log-sum-exp, `[batch, heads_q, seqlen_q]`: given exactly when the problem was made with
+            /// [`d_lse(true)`](crate::BackwardProblemBuilder::d_lse).
+            d_lse: read TensorRef<f32, 3> as DLse;
+        }
+    };
+    (QuantizeArgs, $expand:ident) => {
+        $expand! { QuantizeArgs
+            /// Where to count, `[3, 2]`: for q, k and v, the elements whose magnitude was too large and was stored as 448 (or
+            /// 14, see [`Quantizer`](crate::Quantizer)), and those that were not finite and were stored as NaN (with incoherent
+            /// processing, after the rotation). In f32, so exact up to 2^24. 0 for what was not quantised.
+            counts: write TensorMut<f32, 2> as Counts;
+        }
+    };
+}
+pub(crate) use operand_setters;
+
 /// What a pass does to an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -268,6 +326,14 @@ mod tests {
         assert_eq!(row(Slot::Lse), Some((Access::Write, Presence::Refused, "lse(true)")));
         assert_eq!(row(Slot::Counts), Some((Access::Write, Presence::Optional, "")));
         assert_eq!(row(Slot::DQ), None);
+    }
+
+    #[test]
+    fn a_set_holds_what_was_put_in() {
+        let set =
+            SlotSet::default().with(Slot::Lse, true).with(Slot::Counts, true).with(Slot::Q, true).with(Slot::Q, false);
+        assert_eq!(set.iter().collect::<Vec<_>>(), [Slot::Lse, Slot::Counts]);
+        assert!(set.contains(Slot::Lse) && !set.contains(Slot::Q));
     }
 
     #[test]

@@ -3,56 +3,39 @@
 use anyhow::{Context as _, Result};
 use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, Device, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
+    BackwardArgs, BackwardPlan, BackwardProblem, Device, Operand, Stream, TensorMut, TensorRef, Workspace,
 };
 
-use super::{NAIVE, narrow};
+use super::{NAIVE, Plainly, Planned, Way, narrow};
 use crate::Role;
-use crate::harness::contest::{Contestant, Outputs, Pool, Refusal, Task};
+use crate::harness::contest::{Outputs, Pool, Refusal, Task};
 
 /// The CPU backend through the safe API.
-pub(in crate::harness) struct Backend<'a, T> {
-    pool: &'a Pool<T>,
-    plan: Option<(BackwardPlan, Workspace)>,
-    /// dQ, dK and dV.
-    gradients: [Vec<T>; 3],
-}
+pub(in crate::harness) struct Backend;
 
-impl<'a, T> Backend<'a, T> {
-    pub(in crate::harness) fn new(pool: &'a Pool<T>) -> Self {
-        Self { pool, plan: None, gradients: [vec![], vec![], vec![]] }
-    }
-}
+impl<T: Operand<Out = T>> Way<T> for Backend {
+    /// With dQ, dK and dV.
+    type Ready = Planned<BackwardPlan, [Vec<T>; 3]>;
+    const WHO: (Role, &'static str) = (Role::Ours, crate::NAME);
 
-impl<T: Operand<Out = T>> Contestant<T> for Backend<'_, T> {
-    fn name(&self) -> &str {
-        crate::NAME
-    }
-
-    fn role(&self) -> Role {
-        Role::Ours
-    }
-
-    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
+    fn prepare(_: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
         let plan = task.point.backward_problem()?.plan(&Device::cpu())?;
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
-        self.plan = Some((plan, workspace));
-        self.gradients = [task.q, task.kv, task.kv].map(|layout| vec![T::from_f32(f32::NAN); layout.span()]);
-        Ok(())
+        let written = [task.q, task.kv, task.kv].map(|layout| vec![T::from_f32(f32::NAN); layout.span()]);
+        Ok(Planned { plan, workspace, written })
     }
 
-    fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let (plan, workspace) = self.plan.as_mut().context("not prepared")?;
+    fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
+        let Planned { plan, workspace, written: [d_q, d_k, d_v] } = ready;
         let saved = task.saved()?;
         let o = saved.tensors.first().context("the forward left no O")?;
-        let [d_q, d_k, d_v] = &mut self.gradients;
         let args = BackwardArgs::<T> {
-            q: TensorRef::host(&self.pool.q, task.q)?,
-            k: TensorRef::host(&self.pool.k, task.kv)?,
-            v: TensorRef::host(&self.pool.v, task.kv)?,
+            q: TensorRef::host(&pool.q, task.q)?,
+            k: TensorRef::host(&pool.k, task.kv)?,
+            v: TensorRef::host(&pool.v, task.kv)?,
             o: TensorRef::host(o, task.q)?,
             lse: TensorRef::host(&saved.lse, task.lse)?,
-            d_o: TensorRef::host(&self.pool.d_o, task.q)?,
+            d_o: TensorRef::host(&pool.d_o, task.q)?,
             d_lse: None,
             d_q: TensorMut::host(d_q, task.q)?,
             d_k: TensorMut::host(d_k, task.kv)?,
@@ -61,53 +44,34 @@ impl<T: Operand<Out = T>> Contestant<T> for Backend<'_, T> {
         Ok(plan.run(&Stream::Cpu, workspace, args)?)
     }
 
-    fn outputs(&mut self) -> Result<Outputs<T>> {
-        Ok(Outputs { tensors: self.gradients.to_vec(), lse: vec![] })
+    fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
+        Ok(Outputs { tensors: ready.written.to_vec(), lse: vec![] })
     }
 }
 
 /// The plain computation of the reference, which computes O and the LSE anew.
-pub(super) struct Naive<'a, T> {
-    pool: &'a Pool<T>,
-    inputs: Option<(BackwardProblem, [Tensor; 4])>,
-    plain: Option<BackwardPlain>,
-    /// Where dQ, dK and dV lie.
-    layouts: Option<[Layout<4>; 3]>,
-}
+pub(super) struct Naive;
 
-impl<'a, T> Naive<'a, T> {
-    pub(super) fn new(pool: &'a Pool<T>) -> Self {
-        Self { pool, inputs: None, plain: None, layouts: None }
-    }
-}
+impl<T: Operand<Out = T>> Way<T> for Naive {
+    type Ready = Plainly<BackwardProblem, BackwardPlain, 4, 3>;
+    const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 
-impl<T: Operand<Out = T>> Contestant<T> for Naive<'_, T> {
-    fn name(&self) -> &str {
-        NAIVE
+    fn prepare(Pool { q, k, v, d_o }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
+        let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv), (d_o, &task.q)];
+        let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
+        let problem = task.point.backward_problem()?;
+        Ok(Plainly { problem, inputs, plain: None, layouts: [task.q, task.kv, task.kv] })
     }
 
-    fn role(&self) -> Role {
-        Role::Peer
-    }
-
-    fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Pool { q, k, v, d_o } = self.pool;
-        let tensors = [(q, &task.q), (k, &task.kv), (v, &task.kv), (d_o, &task.q)];
-        self.inputs =
-            Some((task.point.backward_problem()?, tensors.map(|(data, layout)| Tensor::from_strided(data, layout))));
-        (self.plain, self.layouts) = (None, Some([task.q, task.kv, task.kv]));
+    fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
+        let [q, k, v, d_o] = &ready.inputs;
+        ready.plain = Some(backward_plain(&ready.problem, q, k, v, d_o, None)?);
         Ok(())
     }
 
-    fn call(&mut self, _: &Task<'_, T>) -> Result<(), Refusal> {
-        let (problem, [q, k, v, d_o]) = self.inputs.as_ref().context("not prepared")?;
-        self.plain = Some(backward_plain(problem, q, k, v, d_o, None)?);
-        Ok(())
-    }
-
-    fn outputs(&mut self) -> Result<Outputs<T>> {
-        let (plain, layouts) = self.plain.as_ref().zip(self.layouts.as_ref()).context("it was not called")?;
-        let gradients = [&plain.d_q, &plain.d_k, &plain.d_v].into_iter().zip(layouts);
+    fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
+        let plain = ready.plain.as_ref().context("it was not called")?;
+        let gradients = [&plain.d_q, &plain.d_k, &plain.d_v].into_iter().zip(&ready.layouts);
         Ok(Outputs { tensors: gradients.map(|(tensor, layout)| narrow(tensor, layout)).collect(), lse: vec![] })
     }
 }

@@ -3,7 +3,7 @@ use std::cell::RefCell;
 use super::*;
 use crate::harness::Cpu;
 use crate::harness::contest::Contestants;
-use crate::harness::cpu::{Backend, BackwardBackend, WallClock};
+use crate::harness::cpu::{Backend, BackwardBackend, OnCpu, WallClock};
 use crate::{Order, Role, Sweep};
 
 /// The CPU backend with something wrong.
@@ -69,8 +69,8 @@ fn turns_of(direction: Direction) -> Vec<RawRun> {
     let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
     let ours = || -> Box<dyn Contestant<bf16> + '_> {
         match direction {
-            Direction::Fwd => Box::new(Backend::new(&pool)),
-            Direction::Bwd => Box::new(BackwardBackend::new(&pool)),
+            Direction::Fwd => Box::new(OnCpu::<_, Backend>::new(&pool)),
+            Direction::Bwd => Box::new(OnCpu::<_, BackwardBackend>::new(&pool)),
         }
     };
     let mut contestants: Contestants<'_, bf16> = vec![ours()];
@@ -121,7 +121,7 @@ fn gradients_need_a_forward_that_is_right() {
     let point = point(Direction::Bwd);
     let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
     let task = Task::new(&point, Order::Bshd).unwrap();
-    let broken = |how| Box::new(Broken { inner: Box::new(Backend::new(&pool)), how, calls: 0, log: &log });
+    let broken = |how| Box::new(Broken { inner: Box::new(OnCpu::<_, Backend>::new(&pool)), how, calls: 0, log: &log });
     let mut forwards: Contestants<'_, bf16> = vec![broken("unsupported"), broken("failing"), broken("wrong")];
     let mut clock = WallClock::default();
     let why = save(&task, &pool, &mut forwards, &mut clock).unwrap().map(|_| ()).unwrap_err();
@@ -132,7 +132,7 @@ fn gradients_need_a_forward_that_is_right() {
     let saved = save(&task, &pool, &mut forwards, &mut clock).unwrap().unwrap();
     assert_eq!((saved.tensors.len(), saved.tensors[0].len(), saved.lse.len()), (1, 64 * 128, 64 * 2));
     // A backward that is called without one says so.
-    let mut backward = BackwardBackend::new(&pool);
+    let mut backward = OnCpu::<_, BackwardBackend>::new(&pool);
     let called = backward.prepare(&task).and_then(|()| backward.call(&task));
     assert!(matches!(called, Err(Refusal::Failed(why)) if why == "no forward was run before this backward"));
 }

@@ -23,12 +23,10 @@ pub fn forward<T: Value>(
     mut computed: Computed<T>,
     repeat: u32,
 ) -> Result<Computed<T>> {
-    let handle = Device::Cuda(device.clone()).new_stream()?;
-    let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
-    let [q, k, v] = &qkv.data;
-    let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
+    let (handle, stream) = &new_stream(device)?;
+    let [q, k, v] = upload_three(stream, &qkv.data)?;
     let (mut device_o, mut device_lse) = (upload(stream, &computed.o)?, upload(stream, &computed.lse)?);
-    let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
+    let mut workspace = Workspace::alloc(handle, plan.workspace_bytes())?;
 
     let mut run = || -> Result<()> {
         let args = ForwardArgs {
@@ -38,9 +36,9 @@ pub fn forward<T: Value>(
             o: TensorMut::cuda(device_o.slice_mut(..), layouts.o)?,
             lse: Some(TensorMut::cuda(device_lse.slice_mut(..), layouts.lse)?),
         };
-        Ok(plan.run(&handle, &mut workspace, args)?)
+        Ok(plan.run(handle, &mut workspace, args)?)
     };
-    computed.time = timed(&handle, stream, repeat, &mut run)?;
+    computed.time = timed(handle, stream, repeat, &mut run)?;
     download(stream, &device_o, &mut computed.o)?;
     download(stream, &device_lse, &mut computed.lse)?;
     handle.synchronize()?;
@@ -57,30 +55,24 @@ pub fn forward_fp8<T: Value + Fp8Output>(
     mut computed: Computed<T>,
     repeat: u32,
 ) -> Result<Computed<T>> {
-    let handle = Device::Cuda(device.clone()).new_stream()?;
-    let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
+    let (handle, stream) = &new_stream(device)?;
     let mut operands = Operands::zeros(qkv, of_factors)?;
-    let [q, k, v] = &operands.stored;
-    let (mut q, mut k, mut v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
-    let [descale_q, descale_k, descale_v] = &operands.descale;
-    let (mut descale_q, mut descale_k, mut descale_v) =
-        (upload(stream, descale_q)?, upload(stream, descale_k)?, upload(stream, descale_v)?);
+    let [mut q, mut k, mut v] = upload_three(stream, &operands.stored)?;
+    let [mut descale_q, mut descale_k, mut descale_v] = upload_three(stream, &operands.descale)?;
     let [of_q, of_k, of_v] = of_factors;
     {
-        let [values_q, values_k, values_v] = &qkv.data;
-        let (values_q, values_k, values_v) =
-            (upload(stream, values_q)?, upload(stream, values_k)?, upload(stream, values_v)?);
-        let mut workspace = Workspace::alloc(&handle, quantise.workspace_bytes())?;
+        let [values_q, values_k, values_v] = upload_three(stream, &qkv.data)?;
+        let mut workspace = Workspace::alloc(handle, quantise.workspace_bytes())?;
         let args = QuantizeArgs {
             q: Some(quantize(&values_q, &mut q, layouts.q, &mut descale_q, of_q)?),
             k: Some(quantize(&values_k, &mut k, layouts.k, &mut descale_k, of_k)?),
             v: Some(quantize(&values_v, &mut v, layouts.v, &mut descale_v, of_v)?),
             counts: None,
         };
-        quantise.run(&handle, &mut workspace, args)?;
+        quantise.run(handle, &mut workspace, args)?;
     }
     let (mut device_o, mut device_lse) = (upload(stream, &computed.o)?, upload(stream, &computed.lse)?);
-    let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
+    let mut workspace = Workspace::alloc(handle, plan.workspace_bytes())?;
 
     let mut run = || -> Result<()> {
         let args = Fp8ForwardArgs {
@@ -95,17 +87,13 @@ pub fn forward_fp8<T: Value + Fp8Output>(
             scale_o: None,
             amax: None,
         };
-        Ok(plan.run_fp8(&handle, &mut workspace, args)?)
+        Ok(plan.run_fp8(handle, &mut workspace, args)?)
     };
-    computed.time = timed(&handle, stream, repeat, &mut run)?;
+    computed.time = timed(handle, stream, repeat, &mut run)?;
     download(stream, &device_o, &mut computed.o)?;
     download(stream, &device_lse, &mut computed.lse)?;
-    for (device, host) in [&q, &k, &v].into_iter().zip(&mut operands.stored) {
-        download(stream, device, host)?;
-    }
-    for (device, host) in [&descale_q, &descale_k, &descale_v].into_iter().zip(&mut operands.descale) {
-        download(stream, device, host)?;
-    }
+    download_three(stream, [&q, &k, &v], &mut operands.stored)?;
+    download_three(stream, [&descale_q, &descale_k, &descale_v], &mut operands.descale)?;
     handle.synchronize()?;
     computed.operands = Some(operands);
     Ok(computed)
@@ -134,16 +122,13 @@ pub fn backward<T: Value>(
     mut gradients: Gradients<T>,
     repeat: u32,
 ) -> Result<Gradients<T>> {
-    let handle = Device::Cuda(device.clone()).new_stream()?;
-    let Stream::Cuda(stream) = &handle else { bail!("a GPU gave a stream of the CPU") };
+    let (handle, stream) = &new_stream(device)?;
     let Inputs { qkv, given, forward } = inputs;
-    let [q, k, v] = &qkv.data;
-    let (q, k, v) = (upload(stream, q)?, upload(stream, k)?, upload(stream, v)?);
+    let [q, k, v] = upload_three(stream, &qkv.data)?;
     let (o, lse, d_o) = (upload(stream, &forward.o)?, upload(stream, &forward.lse)?, upload(stream, &given.d_o)?);
     let d_lse = given.d_lse.as_ref().map(|d_lse| upload(stream, d_lse)).transpose()?;
-    let [d_q, d_k, d_v] = &gradients.data;
-    let (mut d_q, mut d_k, mut d_v) = (upload(stream, d_q)?, upload(stream, d_k)?, upload(stream, d_v)?);
-    let mut workspace = Workspace::alloc(&handle, plan.workspace_bytes())?;
+    let [mut d_q, mut d_k, mut d_v] = upload_three(stream, &gradients.data)?;
+    let mut workspace = Workspace::alloc(handle, plan.workspace_bytes())?;
 
     let mut run = || -> Result<()> {
         let args = BackwardArgs {
@@ -158,14 +143,20 @@ pub fn backward<T: Value>(
             d_k: TensorMut::cuda(d_k.slice_mut(..), layouts.k)?,
             d_v: TensorMut::cuda(d_v.slice_mut(..), layouts.v)?,
         };
-        Ok(plan.run(&handle, &mut workspace, args)?)
+        Ok(plan.run(handle, &mut workspace, args)?)
     };
-    gradients.time = timed(&handle, stream, repeat, &mut run)?;
-    for (device, host) in [d_q, d_k, d_v].iter().zip(&mut gradients.data) {
-        download(stream, device, host)?;
-    }
+    gradients.time = timed(handle, stream, repeat, &mut run)?;
+    download_three(stream, [&d_q, &d_k, &d_v], &mut gradients.data)?;
     handle.synchronize()?;
     Ok(gradients)
+}
+
+/// A stream of its own, as the library takes it and as cudarc does.
+fn new_stream(device: &CudaDevice) -> Result<(Stream, Arc<CudaStream>)> {
+    match Device::Cuda(device.clone()).new_stream()? {
+        Stream::Cuda(stream) => Ok((Stream::Cuda(stream.clone()), stream)),
+        Stream::Cpu => bail!("a GPU gave a stream of the CPU"),
+    }
 }
 
 /// Runs once to warm up, then `repeat` times between events; the median.
@@ -194,12 +185,26 @@ fn timed(
     Ok(median(times?))
 }
 
+/// Enqueues copies of three tensors to the host.
+fn download_three<T: Element>(
+    stream: &Arc<CudaStream>,
+    device: [&CudaSlice<T>; 3],
+    host: &mut [Vec<T>; 3],
+) -> Result<()> {
+    device.into_iter().zip(host).try_for_each(|(device, host)| download(stream, device, host))
+}
+
 /// Enqueues a copy to the host.
 fn download<T: Element>(stream: &Arc<CudaStream>, device: &CudaSlice<T>, host: &mut [T]) -> Result<()> {
     if host.is_empty() {
         return Ok(());
     }
     stream.memcpy_dtoh(&device.slice(..host.len()), host).context("copying from the GPU")
+}
+
+/// Copies the values of three tensors to the device.
+fn upload_three<T: Element>(stream: &Arc<CudaStream>, [a, b, c]: &[Vec<T>; 3]) -> Result<[CudaSlice<T>; 3]> {
+    Ok([upload(stream, a)?, upload(stream, b)?, upload(stream, c)?])
 }
 
 /// Copies values to the device. An empty tensor has no memory there; one element stands in for it.

@@ -86,6 +86,28 @@ pub fn hattn_on(line: &str, input: &Path, output: Option<&Path>) -> Ran {
     Ran::of(&mut command)
 }
 
+/// Shapes at the edges: one query, the file's other layout, nothing at all.
+pub const EDGES: [&str; 5] = [
+    "--batch 1 --seqlen-q 1 --heads-q 1 --head-dim 8 --dtype f16",
+    "--batch 1 --seqlen-q 130 --seqlen-kv 65 --heads-q 4 --heads-kv 1 --head-dim 128 --layout bhsd",
+    "--batch 0 --seqlen-q 5 --heads-q 2 --head-dim 16",
+    "--batch 1 --seqlen-q 0 --seqlen-kv 5 --heads-q 2 --head-dim 16",
+    "--batch 1 --seqlen-q 5 --seqlen-kv 0 --heads-q 2 --head-dim 16",
+];
+
+/// `check` passes on the CPU for these shapes and those at the edges, with each of the options.
+#[track_caller]
+pub fn check_passes(shapes: &[&str], options: &[String]) {
+    let folder = Folder::new();
+    for shape in EDGES.iter().chain(shapes) {
+        let input = folder.random("qkv.safetensors", shape);
+        for options in options {
+            let text = hattn_on(&format!("check --device cpu {options}"), &input, None).fine();
+            assert!(text.contains("passed"), "{shape} {options}: {text}");
+        }
+    }
+}
+
 /// A folder that goes away with the value.
 pub struct Folder(tempfile::TempDir);
 

@@ -9,7 +9,7 @@ use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::mask::Mask;
-use crate::operand::{Operand, Operands, Slot};
+use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::Scaling;
 
 /// The forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
@@ -31,7 +31,8 @@ pub struct ForwardProblem {
     dims: Dims,
     mask: Mask,
     softmax_scale: Scale,
-    lse: bool,
+    /// The optional operands that were asked for.
+    asked_for: SlotSet,
     arch: Option<Arch>,
     /// Of e4m3 operands alone.
     pub(super) fp8: Option<Fp8>,
@@ -55,6 +56,9 @@ impl Hash for Scale {
     }
 }
 
+/// The operands that a problem has only where it was asked for them.
+const OPTIONAL: [Slot; 2] = [Slot::Lse, Slot::Amax];
+
 /// The options of a [`ForwardProblem`], which [`build`](Self::build) checks.
 #[derive(Clone, Debug)]
 #[must_use]
@@ -63,11 +67,10 @@ pub struct ForwardProblemBuilder {
     dims: Dims,
     mask: Mask,
     softmax_scale: Option<f32>,
-    lse: bool,
+    asked_for: SlotSet,
     arch: Option<Arch>,
     output: Option<DType>,
     scaling: Option<Scaling>,
-    amax: bool,
     half_scores: bool,
 }
 
@@ -84,7 +87,12 @@ impl ForwardProblemBuilder {
 
     /// Whether the log-sum-exp of each row is an output: natural log, f32, `[batch, heads_q, seqlen_q]` (default: no).
     pub fn lse(self, wanted: bool) -> Self {
-        Self { lse: wanted, ..self }
+        self.operand(Slot::Lse, wanted)
+    }
+
+    /// Whether there is an optional operand, by its name: `operand(Slot::Lse, true)` is `lse(true)`.
+    pub fn operand(self, slot: Slot, wanted: bool) -> Self {
+        Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
 
     /// Kernels of this instruction set alone, in place of the best that the GPU runs: plans find those or refuse. It is no
@@ -107,7 +115,7 @@ impl ForwardProblemBuilder {
     /// Of e4m3 operands: whether the largest magnitude of O is an output (default: no). It is f32, `[1]`, of O before it is
     /// scaled and rounded to its type: 0 where O is empty, NaN where an element of O is NaN.
     pub fn amax(self, wanted: bool) -> Self {
-        Self { amax: wanted, ..self }
+        self.operand(Slot::Amax, wanted)
     }
 
     /// Of e4m3 operands: whether scores may be summed in f16 (default: no), which the tensor cores of a GPU do faster than in
@@ -129,15 +137,19 @@ impl ForwardProblemBuilder {
     /// `seqlen_q + seqlen_kv` reaches 2^30, `batch * heads_q` reaches 2^31, the scale is not finite and above 0, or an option
     /// of e4m3 operands is asked for with others; [`Error::Dtype`] for an output type that the operands do not have.
     pub fn build(self) -> Result<ForwardProblem> {
-        let Self { dtype, dims, mask, softmax_scale, lse, arch, output, scaling, amax, half_scores } = self;
+        let Self { dtype, dims, mask, softmax_scale, asked_for, arch, output, scaling, half_scores } = self;
         dims.check()?;
         let softmax_scale = softmax_scale.unwrap_or((1.0 / (dims.head_dim_qk as f64).sqrt()) as f32);
         if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
             let (got, allowed) = (softmax_scale.to_string(), "finite and above 0".into());
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
-        let fp8 = Fp8::checked(dtype, output, scaling, amax, half_scores)?;
-        Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), lse, arch, fp8 })
+        if let Some(other) = asked_for.iter().find(|slot| !OPTIONAL.contains(slot)) {
+            let allowed = OPTIONAL.map(Slot::name).join(", ");
+            return Err(Error::Value { what: other.name(), got: "asked for".into(), allowed });
+        }
+        let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
+        Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), asked_for, arch, fp8 })
     }
 }
 
@@ -149,11 +161,10 @@ impl ForwardProblem {
             dims,
             mask: Mask::Full,
             softmax_scale: None,
-            lse: false,
+            asked_for: SlotSet::default(),
             arch: None,
             output: None,
             scaling: None,
-            amax: false,
             half_scores: false,
         }
     }
@@ -165,11 +176,10 @@ impl ForwardProblem {
             dims: self.dims,
             mask: self.mask,
             softmax_scale: Some(self.softmax_scale.0),
-            lse: self.lse,
+            asked_for: self.asked_for,
             arch: self.arch,
             output: Some(self.output_dtype()),
             scaling: self.scaling(),
-            amax: self.wants_amax(),
             half_scores: self.allows_half_scores(),
         }
     }
@@ -182,12 +192,12 @@ impl ForwardProblem {
             Operand::read(Slot::K, dtype, self.k_shape()),
             Operand::read(Slot::V, dtype, self.v_shape()),
             Operand::write(Slot::O, self.output_dtype(), self.o_shape()),
-            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.lse, "lse(true)"),
+            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.wants(Slot::Lse), "lse(true)"),
             Operand::read(Slot::DescaleQ, DType::F32, self.descale_q_shape()).when(fp8, "e4m3 operands"),
             Operand::read(Slot::DescaleK, DType::F32, self.descale_k_shape()).when(fp8, "e4m3 operands"),
             Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).when(fp8, "e4m3 operands"),
             Operand::read(Slot::ScaleO, DType::F32, [1]).when(self.takes_scale_o(), "an e4m3 output"),
-            Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants_amax(), "amax(true)"),
+            Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants(Slot::Amax), "amax(true)"),
         ])
     }
 
@@ -211,9 +221,14 @@ impl ForwardProblem {
         self.softmax_scale.0
     }
 
+    /// Whether an optional operand was asked for.
+    pub fn wants(&self, slot: Slot) -> bool {
+        self.asked_for.contains(slot)
+    }
+
     /// Whether the log-sum-exp is an output.
     pub fn wants_lse(&self) -> bool {
-        self.lse
+        self.wants(Slot::Lse)
     }
 
     /// The instruction set that was asked for.
@@ -274,8 +289,9 @@ impl ForwardProblem {
     /// What a forward and a backward problem print alike, but for the scale.
     pub(super) fn numbers(&self) -> String {
         let d = &self.dims;
+        let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            "{}{}{amax} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -292,7 +308,7 @@ impl ForwardProblem {
 
 impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lse = if self.lse { " lse" } else { "" };
+        let lse = if self.wants_lse() { " lse" } else { "" };
         write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
         self.write_arch(f)
     }
@@ -360,6 +376,16 @@ mod tests {
             plans.insert(other.build().unwrap(), i + 1);
         }
         assert_eq!((plans.len(), plans[&problem]), (8, 0));
+    }
+
+    #[test]
+    fn optional_operands_are_asked_for_by_name() {
+        let options = ForwardProblem::builder(DType::BF16, DIMS);
+        let problem = options.clone().operand(Slot::Lse, true).build().unwrap();
+        assert_eq!(problem, options.clone().lse(true).build().unwrap());
+        assert!(problem.wants(Slot::Lse) && !problem.wants(Slot::Amax));
+        let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
+        assert_eq!(text, "d_q: asked for; allowed: lse, amax");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::fmt;
 use super::forward::ForwardProblem;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::operand::Slot;
 use crate::scaling::Scaling;
 
 /// The options of a problem with e4m3 operands.
@@ -13,7 +14,6 @@ pub(super) struct Fp8 {
     output: DType,
     scaling: Scaling,
     half_scores: bool,
-    amax: bool,
 }
 
 impl Fp8 {
@@ -32,7 +32,7 @@ impl Fp8 {
             if output == DType::F32 {
                 return refuse_output(output, "bf16, f16, e4m3".into());
             }
-            return Ok(Some(Self { output, scaling: scaling.unwrap_or_default(), half_scores, amax }));
+            return Ok(Some(Self { output, scaling: scaling.unwrap_or_default(), half_scores }));
         }
         if let Some(output) = output.filter(|&output| output != dtype) {
             return refuse_output(output, format!("{dtype}, the operands'"));
@@ -55,7 +55,7 @@ impl Fp8 {
 impl fmt::Display for Fp8 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let half_scores = if self.half_scores { " half-scores" } else { "" };
-        write!(f, " {}{half_scores} to {}{}", self.scaling, self.output, if self.amax { " amax" } else { "" })
+        write!(f, " {}{half_scores} to {}", self.scaling, self.output)
     }
 }
 
@@ -84,7 +84,7 @@ impl ForwardProblem {
 
     /// Whether the largest magnitude of O is an output.
     pub fn wants_amax(&self) -> bool {
-        self.fp8.is_some_and(|fp8| fp8.amax)
+        self.wants(Slot::Amax)
     }
 
     /// Whether scores may be summed in f16.

@@ -27,6 +27,7 @@
 
 mod oracle;
 mod plain;
+mod rounding;
 #[cfg(test)]
 pub(crate) mod sample;
 mod tensor;

@@ -69,6 +69,7 @@ mod backward;
 use std::fmt;
 
 use super::plain::forward_plain_scaled;
+use super::rounding::{SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
 use super::{Oracle, Plain, Tensor, forward, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -86,40 +87,13 @@ const GRADIENT_ULPS: f64 = 1.0;
 const LSE_ULPS: f64 = 4.0;
 /// The floor in units of the standard deviation's size without its 0.42 (see above).
 const FLOOR: f64 = 1.5;
-/// Unit roundoffs that a score may be off by, as a multiple of the magnitudes summed for it.
-pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
-/// The same of a sum of e4m3 products. Hopper's tensor cores add 32 of them at a time, each cut off (not rounded) at some
+/// The unit roundoff of a sum of e4m3 products. Hopper's tensor cores add 32 of them at a time, each cut off (not rounded) at some
 /// 2^-13 of the largest magnitude among them and the sum so far: half of that 32 times is 2^-9 of the sum where all have one
 /// sign, which is what the tolerance allows with this.
 const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
 /// The least that an LSE of scores in f16 may be off by, in the tolerance's `max`: half of what it allows then. Exponentials of f16 are
 /// good to 2^-9.9 (PTX ISA, `ex2`), and exponents of up to 8 are rounded to f16, by 2^-9 in powers of two: together 2.4e-3.
 const LSE_LEAST_HALF_SCORES: f64 = 1.25e-3;
-/// The unit roundoff of f32.
-pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
-
-/// Half an ulp of 1: the largest relative error of rounding to a type.
-pub(super) fn unit_roundoff(dtype: DType) -> f64 {
-    match dtype {
-        DType::E4M3 => 1.0 / 16.0,
-        DType::BF16 => 1.0 / 256.0,
-        DType::F16 => 1.0 / 2048.0,
-        DType::F32 => U32,
-    }
-}
-
-/// The smallest normal f32: what is below it may be flushed to 0.
-pub(super) const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
-
-/// What rounding to a type moves numbers near 0 by.
-pub(super) fn half_subnormal(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 1.0 / (1 << 25) as f64,
-        DType::E4M3 => 1.0 / 1024.0,
-        DType::BF16 | DType::F32 => SMALLEST_NORMAL,
-    }
-}
-
 /// Everything needed to judge results of one problem on given inputs: the oracle and the plain computation.
 #[derive(Clone, Debug)]
 pub struct Expected {

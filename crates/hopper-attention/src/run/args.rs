@@ -5,7 +5,7 @@ use std::fmt;
 use arrayvec::ArrayVec;
 
 use crate::dtype::{E4M3, Element, Float, OutputOf};
-use crate::operand::{MAX_OPERANDS, Slot};
+use crate::operand::{MAX_OPERANDS, Slot, operand_setters};
 use crate::tensor::{AnyTensor, TensorMut, TensorRef};
 
 /// Borrowed tensors, by the names of their operands: what every builder here becomes. Code that handles any problem by its
@@ -47,47 +47,33 @@ impl fmt::Debug for Args<'_> {
     }
 }
 
-/// A pass's arguments: a builder, whose setters each give one operand.
-macro_rules! args {
-    ($(#[$doc:meta])* $name:ident { $($(#[$setter_doc:meta])* $setter:ident: $way:ident $tensor:ident<$type:ty, $rank:literal> as $slot:ident;)* }) => {
-        $(#[$doc])*
-        #[derive(Debug)]
-        #[must_use]
-        pub struct $name<'a>(Args<'a>);
-
-        impl<'a> $name<'a> {
-            $($(#[$setter_doc])*
+macro_rules! setters {
+    ($args:ident $($(#[$doc:meta])* $setter:ident: $way:ident $tensor:ident<$type:ty, $rank:literal> as $slot:ident;)*) => {
+        impl<'a> $args<'a> {
+            $($(#[$doc])*
             pub fn $setter(self, $setter: $tensor<'a, $type, $rank>) -> Self {
                 Self(self.0.$way(Slot::$slot, $setter))
             })*
         }
 
-        impl<'a> From<$name<'a>> for Args<'a> {
-            fn from(args: $name<'a>) -> Self {
+        impl<'a> From<$args<'a>> for Args<'a> {
+            fn from(args: $args<'a>) -> Self {
                 args.0
             }
         }
     };
 }
 
-args! {
-    /// What a forward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its
-    /// strides. The operands that the problem's options ask for are given with the setters.
-    ///
-    /// A NaN or infinity in V reaches the rows that keep its key; on a GPU also rows that mask it but share a block of keys with
-    /// it, since the product takes whole blocks.
-    ForwardArgs {
-        /// The log-sum-exp of each row of scores, natural log, `[batch, heads_q, seqlen_q]`: given exactly when the problem was
-        /// made with [`lse(true)`](crate::ForwardProblemBuilder::lse).
-        lse: write TensorMut<f32, 3> as Lse;
-        /// What O is multiplied by before it is rounded to e4m3, `[1]`: given exactly when the output is e4m3. What is beyond
-        /// 448 then is stored as 448.
-        scale_o: read TensorRef<f32, 1> as ScaleO;
-        /// The largest magnitude of O, `[1]`: given exactly when the problem was made with
-        /// [`amax(true)`](crate::ForwardProblemBuilder::amax).
-        amax: write TensorMut<f32, 1> as Amax;
-    }
-}
+/// What a forward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its
+/// strides. The operands that the problem's options ask for are given with the setters.
+///
+/// A NaN or infinity in V reaches the rows that keep its key; on a GPU also rows that mask it but share a block of keys with it,
+/// since the product takes whole blocks.
+#[derive(Debug)]
+#[must_use]
+pub struct ForwardArgs<'a>(Args<'a>);
+
+operand_setters!(ForwardArgs, setters);
 
 impl<'a> ForwardArgs<'a> {
     /// Queries `[batch, seqlen_q, heads_q, head_dim_qk]`, keys `[batch, seqlen_kv, heads_kv, head_dim_qk]`, values
@@ -109,20 +95,18 @@ impl<'a> ForwardArgs<'a> {
     }
 }
 
-args! {
-    /// What a backward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its
-    /// strides.
-    ///
-    /// A NaN in an input makes those gradients NaN that it reaches through a pair of query and key that the mask keeps; what
-    /// an infinity leads to in these places is an infinity or a NaN. On the CPU it reaches no others. On a GPU it also reaches
-    /// those of masked pairs that share a block with it, since the products take whole blocks; and what makes a query's
-    /// `rowsum(d_o * o) - d_lse` infinite or NaN reaches dV as well, since it is one operand with the query's LSE.
-    BackwardArgs {
-        /// The gradient of the log-sum-exp, `[batch, heads_q, seqlen_q]`: given exactly when the problem was made with
-        /// [`d_lse(true)`](crate::BackwardProblemBuilder::d_lse).
-        d_lse: read TensorRef<f32, 3> as DLse;
-    }
-}
+/// What a backward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its
+/// strides.
+///
+/// A NaN in an input makes those gradients NaN that it reaches through a pair of query and key that the mask keeps; what an
+/// infinity leads to in these places is an infinity or a NaN. On the CPU it reaches no others. On a GPU it also reaches those
+/// of masked pairs that share a block with it, since the products take whole blocks; and what makes a query's
+/// `rowsum(d_o * o) - d_lse` infinite or NaN reaches dV as well, since it is one operand with the query's LSE.
+#[derive(Debug)]
+#[must_use]
+pub struct BackwardArgs<'a>(Args<'a>);
+
+operand_setters!(BackwardArgs, setters);
 
 impl<'a> BackwardArgs<'a> {
     /// - `qkv`: queries `[batch, seqlen_q, heads_q, head_dim_qk]`, keys `[batch, seqlen_kv, heads_kv, head_dim_qk]` and values
@@ -157,16 +141,13 @@ pub enum Descale<'a> {
     Given(TensorRef<'a, f32, 3>),
 }
 
-args! {
-    /// What is quantised: any of Q, K and V. Values and what is stored of them are `[batch, seqlen, heads, head_dim]` in the
-    /// shape that the problem has for them; factors are `[batch, heads, blocks]` as [`Scaling`](crate::Scaling) says.
-    QuantizeArgs {
-        /// Where to count, `[3, 2]`: for q, k and v, the elements whose magnitude was too large and was stored as 448 (or 14, see
-        /// [`Quantizer`](crate::Quantizer)), and those that were not finite and were stored as NaN (with incoherent processing,
-        /// after the rotation). In f32, so exact up to 2^24. 0 for what was not quantised.
-        counts: write TensorMut<f32, 2> as Counts;
-    }
-}
+/// What is quantised: any of Q, K and V. Values and what is stored of them are `[batch, seqlen, heads, head_dim]` in the shape
+/// that the problem has for them; factors are `[batch, heads, blocks]` as [`Scaling`](crate::Scaling) says.
+#[derive(Debug)]
+#[must_use]
+pub struct QuantizeArgs<'a>(Args<'a>);
+
+operand_setters!(QuantizeArgs, setters);
 
 impl<'a> QuantizeArgs<'a> {
     /// Nothing to quantise yet.

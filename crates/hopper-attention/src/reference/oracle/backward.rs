@@ -1,6 +1,6 @@
 //! The gradients in f64 from their definition, each row of dQ by itself and each row of dK and dV by itself.
 
-use super::super::tolerance::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
+use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::{Tensor, check_backward_inputs, each_row, gather};
 use super::dot;
 use crate::error::Result;

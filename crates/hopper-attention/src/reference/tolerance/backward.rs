@@ -2,10 +2,11 @@
 
 use std::fmt;
 
+use super::super::rounding::{U32, half_subnormal, unit_roundoff};
 use super::super::{
     BackwardOracle, BackwardPlain, GradientScale, Tensor, backward, backward_plain, place, shape_error,
 };
-use super::{FLOOR, Figures, GRADIENT_ULPS, Row, Tally, U32, half_subnormal, largest, unit_roundoff};
+use super::{FLOOR, Figures, GRADIENT_ULPS, Row, Tally, largest};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
