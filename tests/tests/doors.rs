@@ -70,16 +70,39 @@ fn arch_doors(file: &Source, complaints: &mut Vec<String>) {
     }
 }
 
-/// `kernels.hpp` sees neither CUTLASS nor cxx, directly or through the file it includes.
+/// The header that cxx makes of the launch parameters: the only one of its kind that the kernels see.
+const PARAMS_HEADER: &str = "hopper-attention-sys/src/params.rs.h";
+
+/// `kernels.hpp` sees neither CUTLASS nor cxx, directly or through the files it includes: the standard library, and the
+/// header of the launch parameters, which [`params_door`] keeps free of cxx.
 fn cpp_door(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.ends_with("hopper-attention-sys/include/kernels.hpp") {
         return;
     }
     for (line, include) in file.includes() {
         // The standard library's headers have no folder and no ending.
-        if include.contains(['/', '.']) {
-            complaints
-                .push(format!("{}:{line}: kernels.hpp includes {include}, allowed is the standard library", file.path));
+        if include.contains(['/', '.']) && include != PARAMS_HEADER {
+            complaints.push(format!(
+                "{}:{line}: kernels.hpp includes {include}, allowed are the standard library and {PARAMS_HEADER}",
+                file.path
+            ));
+        }
+    }
+}
+
+/// `params.rs` defines plain structs and enums. Anything else would make cxx include its own header in the generated one:
+/// functions, and types of Rust's or C++'s library.
+fn params_door(file: &Source, complaints: &mut Vec<String>) {
+    if !file.path.ends_with("hopper-attention-sys/src/params.rs") {
+        return;
+    }
+    for (line, text) in numbered(&file.text) {
+        let words = code(text).split(|c: char| !c.is_alphanumeric() && c != '_');
+        for word in words.filter(|word| ["fn", "extern", "include", "impl", "str", "usize", "isize"].contains(word)) {
+            complaints.push(format!("{}:{line}: {word}, allowed are structs and enums of numbers", file.path));
+        }
+        if code(text).contains(['<', '&', '*']) {
+            complaints.push(format!("{}:{line}: a pointer or a generic type, allowed are numbers", file.path));
         }
     }
 }
@@ -208,8 +231,8 @@ fn machine_paths(file: &Source, complaints: &mut Vec<String>) {
 }
 
 type Rule = fn(&Source, &mut Vec<String>);
-const RULES: [Rule; 9] =
-    [arch_doors, cpp_door, rust_door, sys_door, reference_door, capi_door, length, safety, machine_paths];
+const RULES: [Rule; 10] =
+    [arch_doors, cpp_door, params_door, rust_door, sys_door, reference_door, capi_door, length, safety, machine_paths];
 
 fn complaints(file: &Source) -> Vec<String> {
     let mut complaints = Vec::new();
@@ -274,6 +297,14 @@ fn every_rule_complains() {
         Source::new("crates/hopper-attention-sys/kernels/sm80/fwd/load.hpp", "#include \"../sm90/load.hpp\"\n"),
         Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include <cute/tensor.hpp>\n"),
         Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include \"bridge.h\"\n"),
+        Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include \"rust/cxx.h\"\n"),
+        Source::new(
+            "crates/hopper-attention-sys/include/kernels.hpp",
+            "#include \"hopper-attention-sys/src/lib.rs.h\"\n",
+        ),
+        Source::new("crates/hopper-attention-sys/src/params.rs", "struct A {\n    rows: Vec<i32>,\n}\n"),
+        Source::new("crates/hopper-attention-sys/src/params.rs", "struct A {\n    name: &'static [u8],\n}\n"),
+        Source::new("crates/hopper-attention-sys/src/params.rs", "struct A {\n    count: usize,\n}\n"),
         Source::new("crates/hopper-attention-sys/kernels/sm90/fwd/table.cc", "#include \"rust/cxx.h\"\n"),
         Source::new("benches/src/lib.rs", &format!("use {sys}::fwd_rows;\n")),
         Source::new("crates/hopper-attention/src/reference/forward.rs", "use crate::plan::Plan;\n"),
@@ -300,7 +331,14 @@ fn every_rule_complains() {
             "crates/hopper-attention-sys/kernels/sm90/fwd/load.hpp",
             "#include \"sm90/a.hpp\"\n#include \"common/b.hpp\"\n",
         ),
-        Source::new("crates/hopper-attention-sys/include/kernels.hpp", "#include <cstdint>\n"),
+        Source::new(
+            "crates/hopper-attention-sys/include/kernels.hpp",
+            "#include <cstdint>\n#include \"hopper-attention-sys/src/params.rs.h\"\n",
+        ),
+        Source::new(
+            "crates/hopper-attention-sys/src/params.rs",
+            "/// A `Vec<i32>` & more.\nstruct A {\n    address: u64,\n}\n",
+        ),
         Source::new("crates/hopper-attention/src/sys.rs", &format!("use {sys}::fwd_rows;\n")),
         Source::new("crates/hopper-attention/src/reference/forward.rs", "use crate::planet;\n// not crate::plan\n"),
         Source::new("tests/src/lib.rs", &format!("// SAFETY: it is.\nlet y =\n    {word} {{ f() }};\n")),

@@ -110,7 +110,6 @@ pub(crate) unsafe fn launch(
     stream: *mut c_void,
 ) -> Result<()> {
     let dims = problem.dims();
-    let (lse_address, lse_stride_batch, lse_stride_head) = args.lse.unwrap_or_default();
     let KernelFp8 { descale: [descale_q, descale_k, descale_v], scale_o, amax } = args.fp8.unwrap_or_default();
     let descale_q_group = match problem.scaling_value() {
         // A key head's factor of Q is for all query heads that read it.
@@ -122,9 +121,7 @@ pub(crate) unsafe fn launch(
         k: tensor(&args.k),
         v: tensor(&args.v),
         o: tensor(&args.o),
-        lse_address,
-        lse_stride_batch,
-        lse_stride_head,
+        lse: args.lse.map(rows_of_queries).unwrap_or_default(),
         batch: small("batch", dims.batch)?,
         heads_q: small("heads_q", dims.heads_q)?,
         heads_kv: small("heads_kv", dims.heads_kv)?,
@@ -151,8 +148,8 @@ pub(crate) unsafe fn launch(
         descale_k: factors(&descale_k),
         descale_v: factors(&descale_v),
         descale_q_group,
-        scale_o,
-        amax,
+        scale_o: number(scale_o),
+        amax: number(amax),
         range_check: if choice.fallback.is_some() { args.workspace } else { 0 },
         range_grid: choice.grid,
     };
@@ -187,23 +184,17 @@ pub(crate) unsafe fn launch_backward(
     let dims = problem.dims();
     let parts = choice.parts();
     let part = |offset: usize| args.workspace + offset as u64;
-    let (lse_address, lse_stride_batch, lse_stride_head): RowValues = args.lse;
-    let (d_lse_address, d_lse_stride_batch, d_lse_stride_head) = args.d_lse.unwrap_or_default();
     let params = ffi::BwdParams {
         q: tensor(&args.q),
         k: tensor(&args.k),
         v: tensor(&args.v),
         o: tensor(&args.o),
+        lse: rows_of_queries(args.lse),
         d_o: tensor(&args.d_o),
+        d_lse: args.d_lse.map(rows_of_queries).unwrap_or_default(),
         d_q: tensor(&args.d_q),
         d_k: tensor(&args.d_k),
         d_v: tensor(&args.d_v),
-        lse_address,
-        lse_stride_batch,
-        lse_stride_head,
-        d_lse_address,
-        d_lse_stride_batch,
-        d_lse_stride_head,
         batch: small("batch", dims.batch)?,
         heads_q: small("heads_q", dims.heads_q)?,
         heads_kv: small("heads_kv", dims.heads_kv)?,
@@ -276,8 +267,7 @@ pub(crate) unsafe fn quantize(
             Scaling::PerBlock => ffi::Scaling::PerBlock,
         },
         seed: quantizer.hadamard_value().unwrap_or(0),
-        counts: args.counts.0,
-        counts_stride: args.counts.1,
+        counts: ffi::TensorDesc { stride_batch: args.counts.1, ..number(args.counts.0) },
         workspace: args.workspace,
         workspace_bytes: choice.workspace_bytes as u64,
         multiprocessors: small("multiprocessors", choice.multiprocessors)?,
@@ -290,12 +280,22 @@ pub(crate) unsafe fn quantize(
 
 fn tensor(tensor: &KernelTensor) -> ffi::TensorDesc {
     let KernelTensor { address, stride_batch, stride_seqlen, stride_head } = *tensor;
-    ffi::TensorDesc { address, stride_batch, stride_seqlen, stride_head }
+    ffi::TensorDesc { address, stride_batch, stride_row: stride_seqlen, stride_head }
 }
 
-fn factors(factors: &Factors) -> ffi::FactorsDesc {
+fn factors(factors: &Factors) -> ffi::TensorDesc {
     let Factors { address, stride_batch, stride_head, stride_block } = *factors;
-    ffi::FactorsDesc { address, stride_batch, stride_head, stride_block }
+    ffi::TensorDesc { address, stride_batch, stride_row: stride_block, stride_head }
+}
+
+/// A log-sum-exp or its gradient.
+fn rows_of_queries((address, stride_batch, stride_head): RowValues) -> ffi::TensorDesc {
+    ffi::TensorDesc { address, stride_batch, stride_row: 1, stride_head }
+}
+
+/// A single number; address 0: it is not there.
+fn number(address: u64) -> ffi::TensorDesc {
+    ffi::TensorDesc { address, ..Default::default() }
 }
 
 /// Problems are checked to be this small; an error all the same, since a wrapped number would address wild memory.
