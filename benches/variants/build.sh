@@ -7,8 +7,14 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 tools=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
-sys=${TREE:-$root}/crates/hopper-attention-sys
+tree=${TREE:-$root}
+sys=$tree/crates/hopper-attention-sys
 nvcc=("$tools/cuda/bin/nvcc" -std=c++17 -O3 -DNDEBUG "-I$sys/include" "-I$sys/kernels" -isystem "$tools/cutlass/include")
+if [ -e "$sys/src/params.rs" ]; then
+  # The header that cxx makes of the launch parameters; this compiles no kernel.
+  (cd "$tree" && HATTN_NO_KERNELS=1 cargo check -q -p hopper-attention-sys)
+  nvcc+=("-I${CARGO_TARGET_DIR:-$tree/target}/cxxbridge")
+fi
 if [ "$1" = variants ]; then
   exec "${nvcc[@]}" -gencode arch=compute_90,code=sm_90 -o variants "$root/benches/variants/variants.cu" -ldl
 fi

@@ -152,7 +152,9 @@ int main(int argc, char** argv) {
       if (vs[m].empty()) continue;
       int batch = tokens / len;
       auto params = [&](Variant const& variant, FwdRow const& r) {
-        FwdParams p;
+        FwdParams p{};
+        p.output = DType::BF16;
+        p.descale_q_group = 1;
         auto d = [&](void* x) {
           return TensorDesc{(uint64_t)x, (int64_t)len * heads * dim, (int64_t)heads * dim, dim};
         };
@@ -160,9 +162,7 @@ int main(int argc, char** argv) {
         p.k = d(k);
         p.v = d(v);
         p.o = d(o);
-        p.lse_address = (uint64_t)lse;
-        p.lse_stride_batch = (int64_t)heads * len;
-        p.lse_stride_head = len;
+        p.lse = {(uint64_t)lse, (int64_t)heads * len, 1, len};
         p.batch = batch;
         p.heads_q = p.heads_kv = heads;
         p.seqlen_q = p.seqlen_kv = len;
@@ -170,7 +170,7 @@ int main(int argc, char** argv) {
         p.softmax_scale = 1 / sqrtf(dim);
         p.window_left = 1 << 30;
         p.window_right = m ? 0 : 1 << 30;
-        int tiles = (len + r.tile_m - 1) / r.tile_m * heads * batch;
+        int tiles = (len + r.info.tile_m - 1) / r.info.tile_m * heads * batch;
         p.grid = std::min(tiles, dev_sms);
         // As plan/select.rs orders tiles, for 132 multiprocessors and their cache.
         int bh = heads * batch;
@@ -185,22 +185,23 @@ int main(int argc, char** argv) {
           p.groups = std::max(0, bh - last) / g + 1;
         }
         bool behind = &r == &variant.behind;
-        if (r.scores == Scores::F16 || behind) {
+        if (r.info.scores == Scores::F16 || behind) {
           p.range_check = (uint64_t)counter;
-          p.range_grid = std::min((len + variant.row.tile_m - 1) / variant.row.tile_m * heads * batch, dev_sms);
+          p.range_grid =
+              std::min((len + variant.row.info.tile_m - 1) / variant.row.info.tile_m * heads * batch, dev_sms);
         }
         if (variant.drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter + (behind ? 4 : 0);
         int rest = tiles % p.grid;
-        if (m == 0 && !behind && p.tile_counter && r.share_bytes && rest && tiles / 2 >= p.grid &&
+        if (m == 0 && !behind && p.tile_counter && r.info.share_bytes && rest && tiles / 2 >= p.grid &&
             (p.grid - rest) * ((len + 127) / 128) >= p.grid * 20) {
           p.shared_tiles = p.grid + rest;
         }
-        FactorsDesc* all[] = {&p.descale_q, &p.descale_k, &p.descale_v};
+        TensorDesc* all[] = {&p.descale_q, &p.descale_k, &p.descale_v};
         for (int i = 0; i < 3; ++i) {
           *all[i] = {(uint64_t)f, 0, 0, 0};
           if (variant.blocks) {
             int nb = (len + 127) / 128;
-            *all[i] = {(uint64_t)(f + (i + 1) * (1 << 16)), (int64_t)nb * heads, nb, 1};
+            *all[i] = {(uint64_t)(f + (i + 1) * (1 << 16)), (int64_t)nb * heads, 1, nb};
           }
         }
         return p;

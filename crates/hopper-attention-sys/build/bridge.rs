@@ -1,11 +1,22 @@
-//! Compiles the bridge between Rust and the kernels with the host compiler.
+//! Makes the C++ side of the cxx bridges, and compiles it with the host compiler.
+
+use std::path::PathBuf;
 
 use crate::toolkit::Toolkit;
 use crate::vars::Vars;
 
-/// Generates and compiles both halves of the cxx bridge and `cpp/bridge.cc`.
-pub fn build(vars: &Vars, toolkit: &Toolkit) {
-    cxx_build::bridge("src/lib.rs")
+/// Where the bridges are: the parameters, which the kernels read too, and the functions.
+const SOURCES: [&str; 2] = ["src/params.rs", "src/lib.rs"];
+
+/// Generates the C++ of the bridges, which takes no C++ compiler. A file that would not change is not written.
+pub fn generate() {
+    // What this returns would compile it.
+    let _ = cxx_build::bridges(SOURCES);
+}
+
+/// Generates the C++ of the bridges and compiles it with `cpp/bridge.cc`. Returns the header of `src/params.rs`.
+pub fn build(vars: &Vars, toolkit: &Toolkit) -> PathBuf {
+    cxx_build::bridges(SOURCES)
         .file("cpp/bridge.cc")
         .include(vars.crate_dir.join("include"))
         // As system headers: warnings in CUDA's are not ours to mend.
@@ -15,4 +26,5 @@ pub fn build(vars: &Vars, toolkit: &Toolkit) {
         .flag_if_supported("-Wall")
         .flag_if_supported("-Wextra")
         .compile("hattn_bridge");
+    vars.out_dir.join("cxxbridge/include/hopper-attention-sys/src/params.rs.h")
 }

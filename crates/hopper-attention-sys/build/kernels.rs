@@ -1,6 +1,6 @@
 //! Drives CMake, which compiles the kernels into one archive.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
@@ -8,7 +8,8 @@ use crate::toolkit::Toolkit;
 use crate::vars::{Cudart, Vars};
 
 /// Compiles the kernels and returns the folder with `libhattn_kernels.a` and the lists that the audit reads.
-pub fn build(vars: &Vars, toolkit: &Toolkit) -> Result<PathBuf> {
+/// `params_header` is the header that cxx makes of `src/params.rs`.
+pub fn build(vars: &Vars, toolkit: &Toolkit, params_header: &Path) -> Result<PathBuf> {
     if let Some(cmake) = &toolkit.cmake {
         // The cmake crate takes the program from its environment only; a variable that is set already wins.
         if std::env::var_os("CMAKE").is_none() {
@@ -30,6 +31,7 @@ pub fn build(vars: &Vars, toolkit: &Toolkit) -> Result<PathBuf> {
         .define("CUDAToolkit_ROOT", &toolkit.home)
         .define("CMAKE_POSITION_INDEPENDENT_CODE", "ON")
         .define("HATTN_CUTLASS_INCLUDE", &toolkit.cutlass)
+        .define("HATTN_PARAMS_HEADER", params_header)
         .define("HATTN_ARCHS", vars.selection.archs.join(";"))
         .define("HATTN_DTYPES", vars.selection.dtypes.join(";"))
         .define("HATTN_SM80_CODES", &vars.sm80_codes)
@@ -40,7 +42,7 @@ pub fn build(vars: &Vars, toolkit: &Toolkit) -> Result<PathBuf> {
 }
 
 /// Tells rustc to link the archive and the CUDA runtime; to be printed after the bridge, which needs both.
-pub fn link(vars: &Vars, toolkit: &Toolkit, build_dir: &std::path::Path) {
+pub fn link(vars: &Vars, toolkit: &Toolkit, build_dir: &Path) {
     println!("cargo::rustc-link-search=native={}", build_dir.display());
     println!("cargo::rustc-link-search=native={}", toolkit.lib.display());
     // Not bundled: the archive would be copied into the rlib, and again for every profile.

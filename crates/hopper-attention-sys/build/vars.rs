@@ -34,6 +34,8 @@ pub struct Vars {
     pub selection: Selection,
     /// This crate's folder.
     pub crate_dir: PathBuf,
+    /// The folder that Cargo gives this build script for what it makes.
+    pub out_dir: PathBuf,
 }
 
 /// How the CUDA runtime is linked.
@@ -83,6 +85,7 @@ impl Vars {
             no_kernels: text("DOCS_RS").is_some() || text("HATTN_NO_KERNELS").is_some_and(|v| v != "0"),
             selection: Selection::read(),
             crate_dir,
+            out_dir: PathBuf::from(env::var_os("OUT_DIR").context("OUT_DIR is not set")?),
         })
     }
 }

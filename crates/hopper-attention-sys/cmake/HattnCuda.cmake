@@ -18,6 +18,16 @@ if(NOT DEFINED CMAKE_CUDA_COMPILER_LAUNCHER)
 endif()
 set(hattn_cuda_launcher sh "${CMAKE_CURRENT_LIST_DIR}/keep_log.sh" ${CMAKE_CUDA_COMPILER_LAUNCHER})
 
+# The launch parameters: the header that cxx makes of src/params.rs. Copied below the build folder, so that ccache takes it for
+# the same file whatever Cargo's profile or target folder (above), and only where it has changed.
+set(HATTN_PARAMS_HEADER "" CACHE FILEPATH "The header that cxx makes of src/params.rs")
+if(NOT EXISTS "${HATTN_PARAMS_HEADER}")
+  message(FATAL_ERROR "HATTN_PARAMS_HEADER='${HATTN_PARAMS_HEADER}' is no file: `HATTN_NO_KERNELS=1 cargo check -p "
+                      "hopper-attention-sys` makes target/cxxbridge/hopper-attention-sys/src/params.rs.h")
+endif()
+set(hattn_generated_include "${CMAKE_CURRENT_BINARY_DIR}/include")
+configure_file("${HATTN_PARAMS_HEADER}" "${hattn_generated_include}/hopper-attention-sys/src/params.rs.h" COPYONLY)
+
 # hattn_kernel_options(TARGET ARCH...): flags and include roots of the kernels for these architectures.
 function(hattn_kernel_options target)
   set(codes "")
@@ -41,7 +51,8 @@ function(hattn_kernel_options target)
     CUDA_SEPARABLE_COMPILATION OFF
     CUDA_COMPILER_LAUNCHER "${hattn_cuda_launcher}"
     POSITION_INDEPENDENT_CODE ON)
-  target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/kernels")
+  target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/kernels"
+    "${hattn_generated_include}")
   target_include_directories(${target} SYSTEM PRIVATE "${HATTN_CUTLASS_INCLUDE}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   separate_arguments(more UNIX_COMMAND "${HATTN_NVCC_FLAGS}")
   target_compile_options(${target} PRIVATE

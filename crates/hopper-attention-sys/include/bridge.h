@@ -1,4 +1,5 @@
-// The Rust door of the kernels: what src/lib.rs declares, over kernels.hpp. Only the host compiler sees it.
+// The Rust interface of the kernels: the functions that src/lib.rs declares, over kernels.hpp. Only the host compiler
+// sees this file.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +8,6 @@
 #include "rust/cxx.h"
 
 namespace hattn::bridge {
-
-// Shared structs, defined in the header that cxx makes from src/lib.rs.
-struct FwdParams;
-struct BwdParams;
-struct QuantizeParams;
-struct QuantizeRowInfo;
-struct RowInfo;
-struct Status;
 
 rust::Vec<RowInfo> fwd_rows() noexcept;
 Status fwd_prepare(std::uint32_t row) noexcept;

@@ -32,7 +32,7 @@ namespace hattn {
 #define HATTN_BWD_SM80(...) HATTN_BWD_SM80_ROW(__VA_ARGS__)(),
 
 // One element more than there are rows, which may be none.
-FwdTable fwd_table() noexcept {
+Table<FwdRow> fwd_table() noexcept {
   static FwdRow const rows[] = {
 #include "fwd_rows.def"
       {}};
@@ -40,14 +40,14 @@ FwdTable fwd_table() noexcept {
 }
 
 #define HATTN_QUANTIZE(source) HATTN_QUANTIZE_ROW(source)(),
-QuantizeTable quantize_table() noexcept {
+Table<QuantizeRow> quantize_table() noexcept {
   static QuantizeRow const rows[] = {
 #include "quantize_rows.def"
       {}};
   return {rows, sizeof(rows) / sizeof(rows[0]) - 1};
 }
 
-BwdTable bwd_table() noexcept {
+Table<BwdRow> bwd_table() noexcept {
   static BwdRow const rows[] = {
 #include "bwd_rows.def"
       {}};

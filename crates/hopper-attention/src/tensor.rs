@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 #[cfg(feature = "cuda")]
-use cudarc::driver::{CudaView, CudaViewMut};
+use cudarc::driver::{CudaView, CudaViewMut, DeviceSlice};
 
 #[cfg(feature = "cuda")]
 use crate::dtype::{AnyView, AnyViewMut};

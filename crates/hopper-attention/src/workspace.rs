@@ -1,7 +1,7 @@
 //! Scratch memory that the caller owns.
 
 #[cfg(feature = "cuda")]
-use cudarc::driver::{CudaSlice, CudaViewMut};
+use cudarc::driver::{CudaSlice, CudaViewMut, DeviceSlice};
 
 use crate::device::Stream;
 #[cfg(feature = "cuda")]

@@ -65,16 +65,39 @@ fn arch_includes(file: &Source, complaints: &mut Vec<String>) {
     }
 }
 
-/// `kernels.hpp` sees neither CUTLASS nor cxx, directly or through the file it includes.
+/// The header that cxx makes of the launch parameters: the only one of its kind that the kernels see.
+const PARAMS_HEADER: &str = "hopper-attention-sys/src/params.rs.h";
+
+/// `kernels.hpp` sees neither CUTLASS nor cxx, directly or through the files it includes: the standard library, and the
+/// header of the launch parameters, which [`params_are_plain`] keeps free of cxx.
 fn cpp_interface(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.ends_with("hopper-attention-sys/include/kernels.hpp") {
         return;
     }
     for (line, include) in file.includes() {
         // The standard library's headers have no folder and no ending.
-        if include.contains(['/', '.']) {
-            complaints
-                .push(format!("{}:{line}: kernels.hpp includes {include}, allowed is the standard library", file.path));
+        if include.contains(['/', '.']) && include != PARAMS_HEADER {
+            complaints.push(format!(
+                "{}:{line}: kernels.hpp includes {include}, allowed are the standard library and {PARAMS_HEADER}",
+                file.path
+            ));
+        }
+    }
+}
+
+/// `params.rs` defines plain structs and enums. Anything else would make cxx include its own header in the generated one:
+/// functions, and types of Rust's or C++'s library.
+fn params_are_plain(file: &Source, complaints: &mut Vec<String>) {
+    if !file.path.ends_with("hopper-attention-sys/src/params.rs") {
+        return;
+    }
+    for (line, text) in numbered(&file.text) {
+        let words = code(text).split(|c: char| !c.is_alphanumeric() && c != '_');
+        for word in words.filter(|word| ["fn", "extern", "include", "impl", "str", "usize", "isize"].contains(word)) {
+            complaints.push(format!("{}:{line}: {word}, allowed are structs and enums of numbers", file.path));
+        }
+        if code(text).contains(['<', '&', '*']) {
+            complaints.push(format!("{}:{line}: a pointer or a generic type, allowed are numbers", file.path));
         }
     }
 }
@@ -203,9 +226,10 @@ fn machine_paths(file: &Source, complaints: &mut Vec<String>) {
 }
 
 type Rule = fn(&Source, &mut Vec<String>);
-const RULES: [Rule; 9] = [
+const RULES: [Rule; 10] = [
     arch_includes,
     cpp_interface,
+    params_are_plain,
     rust_interface,
     sys_users,
     reference_imports,

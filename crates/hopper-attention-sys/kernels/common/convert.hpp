@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Traits::SumsPart::kThreads) bwd_convert(BwdPar
       params.d_q.address + 2 * (batch * params.d_q.stride_batch + head * params.d_q.stride_head + column);
   CUTE_UNROLL
   for (int strip = 0; strip < Part::kStrips; ++strip) {
-    write_pairs<Part::kWidth>(first, 2 * params.d_q.stride_seqlen, m_block * Traits::kTileM + Part::row() + 16 * strip,
+    write_pairs<Part::kWidth>(first, 2 * params.d_q.stride_row, m_block * Traits::kTileM + Part::row() + 16 * strip,
                               params.seqlen_q, params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32,
                               [&](int i, int j) {
                                 float2 const pair = part.pair(strip, i, j);

@@ -10,13 +10,8 @@
 namespace hattn {
 namespace {
 
-struct Lse {
-  float* values;  // or null
-  std::int64_t stride_batch;
-  std::int64_t stride_head;
-};
-
-__global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, int head_dim, Lse const lse) {
+// `lse` may be absent.
+__global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, int head_dim, TensorDesc const lse) {
   std::int64_t const groups = head_dim / 8;
   std::int64_t const total = groups * seqlen * heads * batch;
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < total;
@@ -28,15 +23,15 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
     rest /= seqlen;
     std::int64_t const head = rest % heads;
     std::int64_t const entry = rest / heads;
-    std::int64_t const at = entry * tensor.stride_batch + position * tensor.stride_seqlen + head * tensor.stride_head;
+    std::int64_t const at = entry * tensor.stride_batch + position * tensor.stride_row + head * tensor.stride_head;
     reinterpret_cast<uint4*>(tensor.address + 2 * at)[group] = uint4{0, 0, 0, 0};
-    if (group == 0 && lse.values != nullptr) {
-      lse.values[entry * lse.stride_batch + head * lse.stride_head + position] = -INFINITY;
+    if (group == 0 && lse.address != 0) {
+      reinterpret_cast<float*>(lse.address)[entry * lse.stride_batch + head * lse.stride_head + position] = -INFINITY;
     }
   }
 }
 
-Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim, Lse const& lse,
+Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim, TensorDesc const& lse,
               CUstream_st* stream) noexcept {
   fill<<<1024, 256, 0, stream>>>(tensor, batch, seqlen, heads, head_dim, lse);
   return to_status(cudaGetLastError());
@@ -50,13 +45,12 @@ Status prepare_fill() noexcept {
 }
 
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept {
-  Lse const lse{reinterpret_cast<float*>(params.lse_address), params.lse_stride_batch, params.lse_stride_head};
-  return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, lse, stream);
+  return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, params.lse, stream);
 }
 
 Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexcept {
   auto const zero = [&](TensorDesc const& tensor, int seqlen, int heads, int head_dim) {
-    return launch(tensor, params.batch, seqlen, heads, head_dim, {nullptr, 0, 0}, stream);
+    return launch(tensor, params.batch, seqlen, heads, head_dim, TensorDesc{}, stream);
   };
   if (params.seqlen_kv == 0) {
     return zero(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk);

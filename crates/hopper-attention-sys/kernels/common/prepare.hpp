@@ -6,15 +6,13 @@
 #include <cute/tensor.hpp>
 
 #include "common/mask.hpp"
+#include "common/scalars.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
 
 // The progress of a block of queries that no tile of keys sees.
 constexpr int kNobody = -(1 << 30);
-
-// The softmax scale where it is divided by: no float that a problem may have makes the quotient overflow.
-CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
 
 // Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
 // appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
@@ -32,7 +30,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   int const warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   int const lane = static_cast<int>(threadIdx.x) % kLanes;
   // Neighbours in memory are neighbours here: an item is heads of one query, or queries of one head.
-  bool const heads_first = params.o.stride_head < params.o.stride_seqlen;
+  bool const heads_first = params.o.stride_head < params.o.stride_row;
   int const inner = heads_first ? params.heads_q : padded;
   int const outer = heads_first ? padded : params.heads_q;
   int const chunks = (inner + kRowsItem - 1) / kRowsItem;
@@ -50,10 +48,10 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
       std::int64_t const head = heads_first ? begin : second;
       std::int64_t const query = heads_first ? second : begin;
       return tensor.address +
-             2 * (batch * tensor.stride_batch + query * tensor.stride_seqlen + head * tensor.stride_head + lane * 8);
+             2 * (batch * tensor.stride_batch + query * tensor.stride_row + head * tensor.stride_head + lane * 8);
     };
     auto const step = [&](TensorDesc const& tensor) {
-      return 2 * kRows * (heads_first ? tensor.stride_head : tensor.stride_seqlen);
+      return 2 * kRows * (heads_first ? tensor.stride_head : tensor.stride_row);
     };
     // Everything that is read is asked for before any of it is used.
     uint4 o[kPasses] = {};
@@ -77,10 +75,10 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     float d_lse = 0.0F;
     if (lane < kPasses && mine < end) {
       lse = reinterpret_cast<float const*>(
-          params.lse_address)[batch * params.lse_stride_batch + head * params.lse_stride_head + query];
-      if (params.d_lse_address != 0) {
+          params.lse.address)[batch * params.lse.stride_batch + head * params.lse.stride_head + query];
+      if (params.d_lse.address != 0) {
         d_lse = reinterpret_cast<float const*>(
-            params.d_lse_address)[batch * params.d_lse_stride_batch + head * params.d_lse_stride_head + query];
+            params.d_lse.address)[batch * params.d_lse.stride_batch + head * params.d_lse.stride_head + query];
       }
     }
     float delta = 0.0F;
@@ -135,7 +133,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
       int const chunks = params.head_dim_qk / 8;
       for (int i = static_cast<int>(threadIdx.x) % 32; i < (end - m_block * kTileM) * chunks; i += 32) {
         std::int64_t const query = m_block * kTileM + i / chunks;
-        std::int64_t const at = batch * params.d_q.stride_batch + query * params.d_q.stride_seqlen +
+        std::int64_t const at = batch * params.d_q.stride_batch + query * params.d_q.stride_row +
                                 head * params.d_q.stride_head + i % chunks * 8;
         *reinterpret_cast<uint4*>(params.d_q.address + 2 * at) = uint4{0, 0, 0, 0};
       }

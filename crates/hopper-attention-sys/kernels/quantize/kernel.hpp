@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
         write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_e4m3(scaled));
       }
       __syncwarp();
-      std::uint64_t const row_bytes = params.stored.stride_seqlen;
+      std::uint64_t const row_bytes = params.stored.stride_row;
       unsigned const first = warp * WarpTile::kRows;
       WarpTile::store(tile_address(stage, warp), work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
       __syncwarp();

@@ -11,7 +11,7 @@
 namespace hattn::quantize {
 
 // Factors of a tensor without elements, which are written all the same.
-static __global__ void fill_factors(FactorsDesc const descale, int heads, int factors, float most) {
+static __global__ void fill_factors(TensorDesc const descale, int heads, int factors, float most) {
   for (int i = static_cast<int>(threadIdx.x); i < factors; i += static_cast<int>(blockDim.x)) {
     reinterpret_cast<float*>(descale.address)[i / heads * descale.stride_batch + i % heads * descale.stride_head] =
         descale_of(0.0F, most);
@@ -95,7 +95,7 @@ inline bool negative(std::uint64_t seed, std::uint64_t number) noexcept {
 // How many neighbouring heads have their tiles numbered together: those that share a factor, so that as few tiles as
 // may be lie between them (whole rows of memory gain nothing over that, benches/LOG.md, 30), or all.
 inline unsigned span_of(QuantizeTensor const& tensor, bool by_head) noexcept {
-  if (tensor.values.stride_head >= tensor.values.stride_seqlen) {
+  if (tensor.values.stride_head >= tensor.values.stride_row) {
     return 1;
   }
   return by_head ? tensor.group : tensor.heads;
@@ -204,7 +204,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
 template <DType kSource>
 Status launch(QuantizeParams const& params, CUstream_st* stream) noexcept {
   auto* const counted = reinterpret_cast<unsigned long long*>(params.workspace);
-  bool const counts = params.counts != 0;
+  bool const counts = params.counts.address != 0;
   QuantizeTensor const* const tensors[] = {&params.q, &params.k, &params.v};
   bool zeroed = counts;
   for (QuantizeTensor const* tensor : tensors) {
@@ -223,7 +223,8 @@ Status launch(QuantizeParams const& params, CUstream_st* stream) noexcept {
     }
   }
   if (counts) {
-    publish_counts<<<1, 32, 0, stream>>>(counted, reinterpret_cast<float*>(params.counts), params.counts_stride);
+    publish_counts<<<1, 32, 0, stream>>>(counted, reinterpret_cast<float*>(params.counts.address),
+                                         params.counts.stride_batch);
   }
   return to_status(cudaGetLastError());
 }
@@ -231,9 +232,9 @@ Status launch(QuantizeParams const& params, CUstream_st* stream) noexcept {
 }  // namespace hattn::quantize
 
 // Defines the row that the table lists.
-#define HATTN_QUANTIZE_INSTANCE(source)                                                                    \
-  namespace hattn {                                                                                        \
-  QuantizeRow HATTN_QUANTIZE_ROW(source)() noexcept {                                                      \
-    return {Arch::Sm90, DType::source, quantize::prepare<DType::source>, quantize::launch<DType::source>}; \
-  }                                                                                                        \
+#define HATTN_QUANTIZE_INSTANCE(source)                                                                      \
+  namespace hattn {                                                                                          \
+  QuantizeRow HATTN_QUANTIZE_ROW(source)() noexcept {                                                        \
+    return {{Arch::Sm90, DType::source}, quantize::prepare<DType::source>, quantize::launch<DType::source>}; \
+  }                                                                                                          \
   }

@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(OnceTraits<kHeadDim, kRotation>::kThreads, Onc
         }
       }
       __syncwarp();
-      std::uint64_t const row_bytes = params.stored.stride_seqlen;
+      std::uint64_t const row_bytes = params.stored.stride_row;
       unsigned const first = warp * WarpTile::kRows;
       WarpTile::store(stored, work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
       __syncwarp();

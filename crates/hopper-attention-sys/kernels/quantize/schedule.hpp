@@ -56,8 +56,7 @@ struct Shared {
 constexpr unsigned kMeasured = 0x80000000U;
 
 struct Params {
-  TensorDesc values, stored;
-  FactorsDesc descale;
+  TensorDesc values, stored, descale;
   Scaling scaling;
   bool given;
   unsigned tiles, jobs, ahead;
@@ -100,16 +99,15 @@ CUTE_DEVICE Work work_at(Params const& params, unsigned tile) {
   unsigned const factor_head = params.group.quotient(head);
   unsigned const row = block * params.tile_rows;
   auto const address = [&](TensorDesc const& tensor, int bytes) {
-    return tensor.address +
-           bytes * (entry * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seqlen);
+    return tensor.address + bytes * (entry * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_row);
   };
   Work work{};
   work.rows = static_cast<int>(min(params.seqlen - row, params.tile_rows));
   work.values = address(params.values, 2);
   work.stored = address(params.stored, 1);
-  FactorsDesc const& descale = params.descale;
+  TensorDesc const& descale = params.descale;
   work.descale = reinterpret_cast<float*>(descale.address) + entry * descale.stride_batch +
-                 factor_head * descale.stride_head + block * descale.stride_block;
+                 factor_head * descale.stride_head + block * descale.stride_row;
   bool const one = params.scaling == Scaling::PerTensor;
   work.shared = one ? 0 : entry * params.factor_heads + factor_head;
   work.slot = (entry * params.spans.value * params.span.value + head) * params.blocks.value + block;

@@ -86,7 +86,7 @@ struct WarpTile {
 
   // Begins to copy the calling warp's rows of a tile.
   CUTE_DEVICE static void copy(std::uint32_t shared, Params const& params, Work const& work, int thread) {
-    std::uint64_t const row_bytes = 2 * params.values.stride_seqlen;
+    std::uint64_t const row_bytes = 2 * params.values.stride_row;
     unsigned const first = thread / 32 * kRows;
     copy(shared, work.values + first * row_bytes, row_bytes, work.rows - static_cast<int>(first),
          static_cast<int>(params.chunks), thread % 32);

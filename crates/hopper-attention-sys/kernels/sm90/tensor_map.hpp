@@ -33,7 +33,7 @@ inline TensorMapEncoder tensor_map_encoder() noexcept {
 // columns of 64 or 128 bytes, over which they are swizzled. Reads beyond the tensor give zero, writes beyond it are
 // dropped: that is what makes ragged sequences and head dims exact.
 inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const& tensor, int batch, int seqlen,
-                                int heads, int head_dim, int box_rows, int box_columns = 64) noexcept {
+                                int heads, int head_dim, int box_rows, int box_columns) noexcept {
   auto const encoder = tensor_map_encoder();
   if (encoder == nullptr) {
     return {StatusCode::DriverTooOld, 0};
@@ -41,7 +41,7 @@ inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const&
   cuuint64_t const element_bytes = dtype == DType::E4M3 ? 1 : 2;
   cuuint64_t const sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(seqlen),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  cuuint64_t const strides[3] = {static_cast<cuuint64_t>(tensor.stride_seqlen) * element_bytes,
+  cuuint64_t const strides[3] = {static_cast<cuuint64_t>(tensor.stride_row) * element_bytes,
                                  static_cast<cuuint64_t>(tensor.stride_head) * element_bytes,
                                  static_cast<cuuint64_t>(tensor.stride_batch) * element_bytes};
   cuuint32_t const box[4] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1};
@@ -59,5 +59,31 @@ inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const&
   }
   return {};
 }
+
+// Makes the maps of one launch, each over all of an operand. `status` keeps the first failure, after which nothing is
+// made.
+template <class Params>
+struct MapEncoder {
+  Params const& params;
+  DType dtype;
+  int box_columns = 64;
+  Status status = {};
+
+  // Of an operand with the rows and heads of Q.
+  void queries(CUtensorMap& map, TensorDesc const& tensor, int head_dim, int box_rows) noexcept {
+    encode(map, tensor, params.seqlen_q, params.heads_q, head_dim, box_rows);
+  }
+  // Of an operand with the rows and heads of K.
+  void keys(CUtensorMap& map, TensorDesc const& tensor, int head_dim, int box_rows) noexcept {
+    encode(map, tensor, params.seqlen_kv, params.heads_kv, head_dim, box_rows);
+  }
+
+ private:
+  void encode(CUtensorMap& map, TensorDesc const& tensor, int seqlen, int heads, int head_dim, int box_rows) noexcept {
+    if (status.code == StatusCode::Ok) {
+      status = encode_tensor_map(map, dtype, tensor, params.batch, seqlen, heads, head_dim, box_rows, box_columns);
+    }
+  }
+};
 
 }  // namespace hattn::sm90

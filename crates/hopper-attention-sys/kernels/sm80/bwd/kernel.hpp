@@ -29,22 +29,23 @@ namespace hattn::sm80 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
-    bwd_kernel(__grid_constant__ BwdKernelParams const params) {
+    bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
-  BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch,       params.heads_per_group,
-                               params.groups,   false,           params.tile_counter};
+  BwdScheduler const scheduler{scalars.n_tiles,         scalars.heads_kv, scalars.batch,
+                               scalars.heads_per_group, scalars.groups,   false,
+                               scalars.tile_counter};
   // The first keys are seen by the most queries under a causal mask, so they come first, with the most work.
   int index = static_cast<int>(blockIdx.x);
-  if (params.tile_counter != nullptr) {
+  if (scalars.tile_counter != nullptr) {
     if (threadIdx.x == 0) {
       storage.drawn = scheduler.draw(0);
     }
     __syncthreads();
     index = storage.drawn;
   }
-  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
-  BwdMma<Traits>::run(params, scheduler.tile(index), band, storage);
+  Band const band = band_of(scalars);
+  BwdMma<Traits>::run(params, scalars, scheduler.tile(index), band, storage);
 }
 
 }  // namespace hattn::sm80

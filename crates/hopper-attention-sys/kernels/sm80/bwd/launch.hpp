@@ -1,10 +1,7 @@
 // From plain parameters to started kernels: what a row of bwd.def becomes.
 #pragma once
 
-#include "common/convert.hpp"
-#include "common/fill.hpp"
-#include "common/prepare.hpp"
-#include "common/status.hpp"
+#include "common/launch.hpp"
 #include "sm80/bwd/kernel.hpp"
 #include "sm80/bwd/row.hpp"
 
@@ -12,16 +9,7 @@ namespace hattn::sm80 {
 
 template <class Traits>
 Status bwd_prepare_module() noexcept {
-  cudaFuncAttributes attributes;
-  cudaError_t const errors[] = {
-      cudaFuncSetAttribute(bwd_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-      cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>), cudaFuncGetAttributes(&attributes, bwd_convert<Traits>)};
-  for (cudaError_t const error : errors) {
-    if (error != cudaSuccess) {
-      return to_status(error);
-    }
-  }
-  return prepare_fill();
+  return prepare_backward<Traits>(bwd_kernel<Traits>);
 }
 
 template <class Traits>
@@ -29,62 +17,14 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
-  if (params.tile_counter != 0) {
-    cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(params.tile_counter), 0, sizeof(int), stream);
-    if (error != cudaSuccess) {
-      return to_status(error);
-    }
-  }
-  constexpr float kLog2E = 1.44269504088896341F;
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  BwdKernelParams const kernel_params{params.q,
-                                      params.k,
-                                      params.v,
-                                      params.d_o,
-                                      params.d_k,
-                                      params.d_v,
-                                      reinterpret_cast<Statistics const*>(params.statistics),
-                                      reinterpret_cast<float*>(params.sums),
-                                      reinterpret_cast<int*>(params.progress),
-                                      params.ordered,
-                                      params.batch,
-                                      params.heads_q,
-                                      params.heads_kv,
-                                      params.heads_q / params.heads_kv,
-                                      params.seqlen_q,
-                                      params.seqlen_kv,
-                                      m_blocks,
-                                      (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN,
-                                      params.diagonal_offset - params.window_left,
-                                      params.diagonal_offset + params.window_right,
-                                      params.heads_per_group,
-                                      params.groups,
-                                      reinterpret_cast<int*>(params.tile_counter),
-                                      params.head_dim_qk,
-                                      params.head_dim_vo,
-                                      params.softmax_scale,
-                                      exponent_scale(params.softmax_scale) * kLog2E};
-  int const blocks = params.batch * params.heads_q * m_blocks;
-  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);
-  bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(kernel_params);
-  bwd_convert<Traits><<<blocks, Traits::SumsPart::kThreads, 0, stream>>>(params);
-  return to_status(cudaGetLastError());
+  return launch_backward<Traits>(params, stream, [&](BwdScalars const& scalars) {
+    bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
+  });
 }
 
 template <class Traits>
 constexpr BwdRow bwd_describe() noexcept {
-  return {Arch::Sm80,
-          Traits::kDType,
-          Traits::kMask,
-          Traits::kHeadDimQK,
-          Traits::kHeadDimVO,
-          Traits::kTileM,
-          Traits::kTileN,
-          Traits::kStages,
-          Traits::kThreads,
-          Traits::kSmemBytes,
-          bwd_prepare_module<Traits>,
-          bwd_launch<Traits>};
+  return {row_info<Traits>(), bwd_prepare_module<Traits>, bwd_launch<Traits>};
 }
 
 }  // namespace hattn::sm80

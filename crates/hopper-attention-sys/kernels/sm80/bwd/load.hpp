@@ -1,6 +1,7 @@
 // What a block copies for its warps: K and V once, Q with its statistics and dO block by block, every thread its share.
 #pragma once
 
+#include "common/scalars.hpp"
 #include "sm80/bwd/traits.hpp"
 #include "sm80/copy.hpp"
 
@@ -12,38 +13,41 @@ struct BwdLoad {
 
   // Where a tile begins. Without a mask each begins elsewhere, so that few add to the same sums at a time; under a mask
   // that is so anyway, and in turns all go by the same order.
-  CUTE_DEVICE static int first_block(BwdKernelParams const& params, QueryRange const& range, int tile) {
-    return Traits::kMask == MaskClass::Full && !params.ordered
+  CUTE_DEVICE static int first_block(BwdScalars const& scalars, QueryRange const& range, int tile) {
+    return Traits::kMask == MaskClass::Full && !scalars.ordered
                ? static_cast<int>(static_cast<std::int64_t>(tile) * Traits::kTileN / Traits::kTileM % range.end)
                : range.begin;
   }
 
-  CUTE_DEVICE static void keys(BwdKernelParams const& params, Tile const& tile, Storage& storage) {
+  CUTE_DEVICE static void keys(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Storage& storage) {
     int const thread = static_cast<int>(threadIdx.x);
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, true>(
-        cute::cast_smem_ptr_to_uint(storage.k), head_address(params.k, tile.batch, tile.head),
-        2 * params.k.stride_seqlen, tile.block * Traits::kTileN, params.seqlen_kv, params.head_dim_qk, thread);
+        cute::cast_smem_ptr_to_uint(storage.k), head_address(params.k, tile.batch, tile.head), 2 * params.k.stride_row,
+        tile.block * Traits::kTileN, scalars.seqlen_kv, scalars.head_dim_qk, thread);
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, true>(
-        cute::cast_smem_ptr_to_uint(storage.v), head_address(params.v, tile.batch, tile.head),
-        2 * params.v.stride_seqlen, tile.block * Traits::kTileN, params.seqlen_kv, params.head_dim_vo, thread);
+        cute::cast_smem_ptr_to_uint(storage.v), head_address(params.v, tile.batch, tile.head), 2 * params.v.stride_row,
+        tile.block * Traits::kTileN, scalars.seqlen_kv, scalars.head_dim_vo, thread);
   }
 
   // Block `m` of a query head, into a stage.
-  CUTE_DEVICE static void queries(BwdKernelParams const& params, int batch, int head, int m, int stage,
-                                  Storage& storage) {
+  CUTE_DEVICE static void queries(BwdParams const& params, BwdScalars const& scalars, int batch, int head, int m,
+                                  int stage, Storage& storage) {
     int const thread = static_cast<int>(threadIdx.x);
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
-        cute::cast_smem_ptr_to_uint(storage.q[stage]), head_address(params.q, batch, head), 2 * params.q.stride_seqlen,
-        m * Traits::kTileM, params.seqlen_q, params.head_dim_qk, thread);
+        cute::cast_smem_ptr_to_uint(storage.q[stage]), head_address(params.q, batch, head), 2 * params.q.stride_row,
+        m * Traits::kTileM, scalars.seqlen_q, scalars.head_dim_qk, thread);
     copy_tile<Traits::kTileM, Traits::kHeadDimVO, Traits::kThreads, true>(
         cute::cast_smem_ptr_to_uint(storage.d_o[stage]), head_address(params.d_o, batch, head),
-        2 * params.d_o.stride_seqlen, m * Traits::kTileM, params.seqlen_q, params.head_dim_vo, thread);
+        2 * params.d_o.stride_row, m * Traits::kTileM, scalars.seqlen_q, scalars.head_dim_vo, thread);
     constexpr int kChunks = Traits::kTileM * sizeof(Statistics) / 16;
     static_assert(kChunks <= Traits::kThreads);
     if (thread < kChunks) {
-      std::int64_t const block = (static_cast<std::int64_t>(batch) * params.heads_q + head) * params.m_blocks + m;
-      copy_chunk(cute::cast_smem_ptr_to_uint(storage.statistics[stage]) + thread * 16,
-                 reinterpret_cast<std::uint64_t>(params.statistics + block * Traits::kTileM) + thread * 16, 16);
+      std::int64_t const block = (static_cast<std::int64_t>(batch) * scalars.heads_q + head) * scalars.m_blocks + m;
+      copy_chunk(
+          cute::cast_smem_ptr_to_uint(storage.statistics[stage]) + thread * 16,
+          reinterpret_cast<std::uint64_t>(static_cast<Statistics const*>(scalars.statistics) + block * Traits::kTileM) +
+              thread * 16,
+          16);
     }
   }
 };

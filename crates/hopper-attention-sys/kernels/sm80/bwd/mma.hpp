@@ -12,6 +12,7 @@
 #include "common/barrier.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
@@ -92,7 +93,8 @@ struct BwdMma {
   }
 
   // The warp's part of a block's dQ, from all keys of the tile. In turns it is added after those of the tiles before.
-  CUTE_DEVICE static void add_queries(BwdKernelParams const& params, Storage& storage, int stage, int block) {
+  CUTE_DEVICE static void add_queries(BwdParams const& params, BwdScalars const& scalars, Storage& storage, int stage,
+                                      int block) {
     using namespace cute;
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
@@ -122,28 +124,28 @@ struct BwdMma {
         }
       }
     }
-    if (params.ordered) {
+    if (scalars.ordered) {
       int const turn = storage.tile.block * Traits::kWarps;
-      while (load_acquire(params.progress + block) < turn) {
+      while (load_acquire(scalars.progress + block) < turn) {
       }
     }
-    float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ +
+    float* const sums = scalars.sums + static_cast<std::int64_t>(block) * Traits::kElementsQ +
                         Traits::SumsPart::offset(Traits::thread_index());
     CUTE_UNROLL
     for (int i = 0; i < Traits::kValuesQ; ++i) {
       asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sums + 32 * i), "f"(d_q(i)) : "memory");
     }
-    if (params.ordered) {
+    if (scalars.ordered) {
       __syncwarp();  // after it the release is of what all lanes have added
       if (lane == 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(params.progress + block) : "memory");
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(scalars.progress + block) : "memory");
       }
     }
   }
 
   // One chunk of a block of queries: its part of dV or dK.
   template <class Gradient>
-  CUTE_DEVICE static void add_chunk(BwdKernelParams const& params, Band const& band, Storage& storage, int stage,
+  CUTE_DEVICE static void add_chunk(BwdScalars const& scalars, Band const& band, Storage& storage, int stage,
                                     int m_block, int chunk, Gradient& gradient) {
     using namespace cute;
     int const lane = Traits::thread_index() % 32;
@@ -205,8 +207,8 @@ struct BwdMma {
         for (int strip = 0; strip < kStrips; ++strip) {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), params.scale_log2, s.x));
-            float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), params.scale_log2, s.z));
+            float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), scalars.scale_log2, s.x));
+            float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), scalars.scale_log2, s.z));
             word(strip, i, r) = pack_pair<Element>(p0, p1);
             store_word(at(strip, i, r), word(strip, i, r));
           }
@@ -236,20 +238,21 @@ struct BwdMma {
                 gradient);
   }
 
-  CUTE_DEVICE static void run(BwdKernelParams const& params, Tile const& tile, Band const& band, Storage& storage) {
+  CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Band const& band,
+                              Storage& storage) {
     using namespace cute;
     QueryRange const range = query_range<kMask, kTileM, kTileN>(band, tile.block);
     storage.tile = tile;  // by every thread the same, as what follows
     storage.range = range;
-    int m = Load::first_block(params, range, tile.block);
-    int head = tile.head * params.heads_per_kv_head;
-    int remaining = params.heads_per_kv_head * (range.end - range.begin);
+    int m = Load::first_block(scalars, range, tile.block);
+    int head = tile.head * scalars.heads_per_kv_head;
+    int remaining = scalars.heads_per_kv_head * (range.end - range.begin);
     int stage = remaining % 2;
     storage.start = m;
     storage.m_block[stage] = m;
     storage.head[stage] = head;
-    Load::keys(params, tile, storage);
-    Load::queries(params, tile.batch, head, m, stage, storage);
+    Load::keys(params, scalars, tile, storage);
+    Load::queries(params, scalars, tile.batch, head, m, stage, storage);
     commit_copies();
 
     // dV or dK.
@@ -265,7 +268,7 @@ struct BwdMma {
         head = storage.head[stage];
       }
       int const m_block = m;
-      int const block = (storage.tile.batch * params.heads_q + head) * params.m_blocks + m;
+      int const block = (storage.tile.batch * scalars.heads_q + head) * scalars.m_blocks + m;
       if (remaining > 1) {
         m = m + 1 == storage.range.end ? storage.range.begin : m + 1;
         head += m == storage.start ? 1 : 0;  // the group's next one
@@ -273,19 +276,19 @@ struct BwdMma {
           storage.m_block[stage ^ 1] = m;
           storage.head[stage ^ 1] = head;
         }
-        Load::queries(params, storage.tile.batch, head, m, stage ^ 1, storage);
+        Load::queries(params, scalars, storage.tile.batch, head, m, stage ^ 1, storage);
       }
       commit_copies();
       if (!makes_p(Traits::thread_index()) && before >= 0) {
-        add_queries(params, storage, stage ^ 1, before);
+        add_queries(params, scalars, storage, stage ^ 1, before);
       }
       CUTE_UNROLL
       for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-        add_chunk(params, band, storage, stage, Traits::kRegistersShort ? storage.m_block[stage] : m_block, chunk,
+        add_chunk(scalars, band, storage, stage, Traits::kRegistersShort ? storage.m_block[stage] : m_block, chunk,
                   gradient);
       }
       if (makes_p(Traits::thread_index()) && before >= 0) {
-        add_queries(params, storage, stage ^ 1, before);
+        add_queries(params, scalars, storage, stage ^ 1, before);
       }
       before = block;
       stage ^= 1;
@@ -294,17 +297,17 @@ struct BwdMma {
       }
     }
     __syncthreads();
-    add_queries(params, storage, stage ^ 1, before);
+    add_queries(params, scalars, storage, stage ^ 1, before);
 
     // Both warps at once, each its own.
     TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;
-    float const scale = makes_p(Traits::thread_index()) ? Traits::kDrop : params.scale;
-    int const head_dim = makes_p(Traits::thread_index()) ? params.head_dim_vo : params.head_dim_qk;
+    float const scale = makes_p(Traits::thread_index()) ? Traits::kDrop : scalars.softmax_scale;
+    int const head_dim = makes_p(Traits::thread_index()) ? scalars.head_dim_vo : scalars.head_dim_qk;
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      write_pairs<kHeadDim>(head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_seqlen,
+      write_pairs<kHeadDim>(head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_row,
                             storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16,
-                            params.seqlen_kv, head_dim, Traits::thread_index() % 32, [&](int i, int j) {
+                            scalars.seqlen_kv, head_dim, Traits::thread_index() % 32, [&](int i, int j) {
                               int const first = 8 * i + 2 * j;
                               return pack_pair<Element>(gradient(first, strip) * scale,
                                                         gradient(first + 1, strip) * scale);

@@ -6,6 +6,7 @@
 #include "common/element.hpp"
 #include "common/mask.hpp"
 #include "common/prepare.hpp"
+#include "common/row.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
@@ -31,15 +32,8 @@ struct LiftedStatistics : Statistics {
   }
 };
 
-template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
-struct BwdTraits {
-  static constexpr DType kDType = kDTypeTag;
-  static constexpr MaskClass kMask = kMaskClass;
-  static constexpr int kHeadDimQK = kDimQK;
-  static constexpr int kHeadDimVO = kDimVO;
-  static constexpr int kTileM = kRows;     // queries a block
-  static constexpr int kTileN = kColumns;  // keys a tile
-  static constexpr int kStages = kStageCount;
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   // P is 2 to this power larger than it should be as dV has it and the partner gets it: f16 ends at 2^-24, and a key
   // that hardly a query looks at has gradients, too. Weights are 1 at most, so that 4 times that fits.
@@ -136,31 +130,5 @@ struct BwdTraits {
 };
 
 using BwdScheduler = TileScheduler<true>;
-
-// What the kernel reads.
-struct BwdKernelParams {
-  TensorDesc q, k, v, d_o, d_k, d_v;
-  Statistics const* statistics;  // [batch, heads_q, blocks of queries][kTileM]
-  float* d_q;                    // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK], see SumsPart
-  int* progress;                 // [batch, heads_q, blocks of queries]
-  bool ordered;                  // tiles add in turns
-  int batch;
-  int heads_q;
-  int heads_kv;
-  int heads_per_kv_head;
-  int seqlen_q;
-  int seqlen_kv;
-  int m_blocks;  // of kTileM queries
-  int n_blocks;  // of kTileN keys
-  int left_offset;
-  int right_offset;
-  int heads_per_group;
-  int groups;
-  int* tile_counter;
-  int head_dim_qk;
-  int head_dim_vo;
-  float scale;       // softmax_scale
-  float scale_log2;  // softmax_scale * log2(e)
-};
 
 }  // namespace hattn::sm80

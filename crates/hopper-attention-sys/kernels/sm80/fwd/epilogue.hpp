@@ -12,19 +12,19 @@ struct Epilogue {
 
   // `row` is the warp's first.
   template <class Softmax, class Output>
-  CUTE_DEVICE static void run(KernelParams const& params, Tile const& tile, int row, Softmax const& softmax,
-                              Output const& output) {
+  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Tile const& tile, int row,
+                              Softmax const& softmax, Output const& output) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     float sums[Softmax::kRows];
     softmax.finish(sums);
     float inverse[Softmax::kRows];
-    float* const lse = params.lse + tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head;
+    float* const lse = scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head;
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       bool const empty = sums[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
       inverse[r] = empty ? 0.0F : reciprocal_approx(sums[r]);
       int const query = row + 8 * r + lane / 4;
-      if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
+      if (scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q) {
         constexpr float kLn2 = 0.693147180559945309F;
         lse[query] = empty ? -INFINITY : (softmax.reference[r] + log2_approx(sums[r])) * kLn2;
       }
@@ -32,7 +32,7 @@ struct Epilogue {
     std::uint64_t const head = head_address(params.o, tile.batch, tile.head);
     CUTE_UNROLL
     for (int strip = 0; strip < Traits::kStrips; ++strip) {
-      write_pairs<Traits::kHeadDimVO>(head, params.o.stride_seqlen * 2, row + 16 * strip, params.seqlen_q,
+      write_pairs<Traits::kHeadDimVO>(head, params.o.stride_row * 2, row + 16 * strip, scalars.seqlen_q,
                                       params.head_dim_vo, lane, [&](int i, int j) {
                                         int const at = 8 * i + 2 * j;
                                         float const factor = inverse[2 * strip + j % 2];

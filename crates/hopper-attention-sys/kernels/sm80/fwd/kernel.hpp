@@ -27,18 +27,18 @@ namespace hattn::sm80 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
-    fwd_kernel(__grid_constant__ KernelParams const params) {
+    fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ FwdScalars const scalars) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
-  FwdScheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+  FwdScheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
                                params.heads_q,
                                params.batch,
-                               params.heads_per_group,
-                               params.groups,
+                               scalars.heads_per_group,
+                               scalars.groups,
                                Traits::kMask != MaskClass::Full,
                                nullptr};
-  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
-  Mma<Traits>::run(params, scheduler, band, storage);
+  Band const band = band_of(scalars);
+  Mma<Traits>::run(params, scalars, scheduler, band, storage);
 }
 
 }  // namespace hattn::sm80

@@ -1,6 +1,7 @@
 // What the block copies for its warps: Q once, K and V block by block, every thread its share.
 #pragma once
 
+#include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm80/copy.hpp"
 #include "sm80/fwd/traits.hpp"
@@ -11,17 +12,19 @@ template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
 
-  KernelParams const& params;
+  FwdParams const& params;
+  FwdScalars const& scalars;
   Storage& storage;
   // Where the tile's head of K and V begins.
   std::uint64_t k_head;
   std::uint64_t v_head;
 
-  CUTE_DEVICE Load(KernelParams const& kernel_params, Storage& shared, Tile const& tile)
-      : params(kernel_params),
+  CUTE_DEVICE Load(FwdParams const& launch_params, FwdScalars const& launch_scalars, Storage& shared, Tile const& tile)
+      : params(launch_params),
+        scalars(launch_scalars),
         storage(shared),
-        k_head(head_address(params.k, tile.batch, tile.head / params.heads_per_kv_head)),
-        v_head(head_address(params.v, tile.batch, tile.head / params.heads_per_kv_head)) {
+        k_head(head_address(params.k, tile.batch, tile.head / scalars.heads_per_kv_head)),
+        v_head(head_address(params.v, tile.batch, tile.head / scalars.heads_per_kv_head)) {
     storage.k_head = k_head;  // by every thread the same
     storage.v_head = v_head;
   }
@@ -29,9 +32,8 @@ struct Load {
   // Q, and the first block of keys and values visited, which alone may be ragged; as two groups, V being the second.
   CUTE_DEVICE void first(Tile const& tile, int n_block) const {
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
-        cute::cast_smem_ptr_to_uint(storage.q), head_address(params.q, tile.batch, tile.head),
-        2 * params.q.stride_seqlen, tile.block * Traits::kTileM, params.seqlen_q, params.head_dim_qk,
-        Traits::thread_index());
+        cute::cast_smem_ptr_to_uint(storage.q), head_address(params.q, tile.batch, tile.head), 2 * params.q.stride_row,
+        tile.block * Traits::kTileM, scalars.seqlen_q, params.head_dim_qk, Traits::thread_index());
     keys<true>(k_head, n_block);
     commit_copies();
     values<true>(v_head, n_block);
@@ -50,14 +52,14 @@ struct Load {
   template <bool kRagged>
   CUTE_DEVICE void keys(std::uint64_t head, int n_block) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, kRagged>(
-        cute::cast_smem_ptr_to_uint(storage.k[Traits::stage(n_block)]), head, 2 * params.k.stride_seqlen,
-        n_block * Traits::kTileN, params.seqlen_kv, params.head_dim_qk, Traits::thread_index());
+        cute::cast_smem_ptr_to_uint(storage.k[Traits::stage(n_block)]), head, 2 * params.k.stride_row,
+        n_block * Traits::kTileN, scalars.seqlen_kv, params.head_dim_qk, Traits::thread_index());
   }
   template <bool kRagged>
   CUTE_DEVICE void values(std::uint64_t head, int n_block) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, kRagged>(
-        cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n_block)]), head, 2 * params.v.stride_seqlen,
-        n_block * Traits::kTileN, params.seqlen_kv, params.head_dim_vo, Traits::thread_index());
+        cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n_block)]), head, 2 * params.v.stride_row,
+        n_block * Traits::kTileN, scalars.seqlen_kv, params.head_dim_vo, Traits::thread_index());
   }
 };
 

@@ -71,8 +71,8 @@ struct Mma {
     return tile.block * kTileM + Traits::thread_index() / 32 * Traits::kWarpRows;
   }
 
-  CUTE_DEVICE static void run(KernelParams const& params, FwdScheduler const& scheduler, Band const& band,
-                              Storage& storage) {
+  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, FwdScheduler const& scheduler,
+                              Band const& band, Storage& storage) {
     using namespace cute;
 
     Tile const tile = scheduler.tile(static_cast<int>(blockIdx.x));
@@ -84,7 +84,7 @@ struct Mma {
                           range);
       storage.own[Traits::thread_index() / 32] = own;
     }
-    Load<Traits> const load(params, storage, tile);
+    Load<Traits> const load(params, scalars, storage, tile);
     load.first(tile, range.end - 1);
 
     // This lane's first address in Q, K and V, worked out where it is needed: the compiler is not to see through it, or
@@ -202,13 +202,13 @@ struct Mma {
             Tensor part = scores(_, strip);
             apply_mask<kMask, kTileN>(part, band, row + 16 * strip, 2 * (thread % 4), n);
           }
-          softmax.masked_block(scores, params.scale_log2, rescale_output);
+          softmax.masked_block(scores, scalars.scale_log2, rescale_output);
           make_p();
         } else if (kMask == MaskClass::Full && first) {
-          softmax.first_block(scores, params.scale_log2, recompute);
+          softmax.first_block(scores, scalars.scale_log2, recompute);
           make_p();
         } else {
-          softmax.next_block(scores, params.scale_log2, recompute, rescale_output);
+          softmax.next_block(scores, scalars.scale_log2, recompute, rescale_output);
           make_p();
         }
       }
@@ -229,7 +229,7 @@ struct Mma {
         }
       }
     }
-    Epilogue<Traits>::run(params, storage.tile, first_row(storage.tile), softmax, output);
+    Epilogue<Traits>::run(params, scalars, storage.tile, first_row(storage.tile), softmax, output);
   }
 };
 

@@ -5,21 +5,15 @@
 
 #include "common/element.hpp"
 #include "common/mask.hpp"
+#include "common/row.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
 
 namespace hattn::sm80 {
 
-template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
-struct FwdTraits {
-  static constexpr DType kDType = kDTypeTag;
-  static constexpr MaskClass kMask = kMaskClass;
-  static constexpr int kHeadDimQK = kDimQK;
-  static constexpr int kHeadDimVO = kDimVO;
-  static constexpr int kTileM = kRows;
-  static constexpr int kTileN = kColumns;
-  static constexpr int kStages = kStageCount;
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
 
   // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory would
@@ -71,25 +65,5 @@ struct FwdTraits {
 };
 
 using FwdScheduler = TileScheduler<false>;
-
-// What the kernel reads.
-struct KernelParams {
-  TensorDesc q, k, v, o;
-  float* lse;
-  std::int64_t lse_stride_batch;
-  std::int64_t lse_stride_head;
-  int batch;
-  int heads_q;
-  int heads_per_kv_head;
-  int seqlen_q;
-  int seqlen_kv;
-  int head_dim_qk;
-  int head_dim_vo;
-  int left_offset;
-  int right_offset;
-  int heads_per_group;
-  int groups;
-  float scale_log2;  // softmax_scale * log2(e)
-};
 
 }  // namespace hattn::sm80

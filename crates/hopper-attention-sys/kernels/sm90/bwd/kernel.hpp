@@ -30,9 +30,9 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bwd_kernel(__grid_constant__ BwdKernelParams const params, __grid_constant__ CUtensorMap const map_q,
-               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v,
-               __grid_constant__ CUtensorMap const map_d_o) {
+    bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars,
+               __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
+               __grid_constant__ CUtensorMap const map_v, __grid_constant__ CUtensorMap const map_d_o) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kBuffersK; ++i) {
       storage.tile_full[i].init(1);
       storage.k_full[i].init(1);
-      storage.k_empty[i].init(Traits::kWarps + (params.ordered ? 3 : 2));  // and the lanes that read the tile
+      storage.k_empty[i].init(Traits::kWarps + (scalars.ordered ? 3 : 2));  // and the lanes that read the tile
     }
     for (int i = 0; i < Traits::kSlotsQ; ++i) {
       storage.d_q_full[i].init(4);
@@ -78,25 +78,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   // The first keys are seen by the most queries under a causal mask, so they come first, with the most work.
-  BwdScheduler const scheduler{params.n_blocks, params.heads_kv, params.batch,       params.heads_per_group,
-                               params.groups,   false,           params.tile_counter};
-  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
+  BwdScheduler const scheduler{scalars.n_tiles,         scalars.heads_kv, scalars.batch,
+                               scalars.heads_per_group, scalars.groups,   false,
+                               scalars.tile_counter};
+
+  Band const band = band_of(scalars);
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0 && cute::elect_one_sync()) {
-      BwdLoad<Traits>::blocks(params, map_q, map_d_o, band, storage);
+      BwdLoad<Traits>::blocks(params, scalars, map_q, map_d_o, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
       BwdLoad<Traits>::tiles(map_k, map_v, scheduler, storage);
-    } else if (warp == 2 && params.ordered && cute::elect_one_sync()) {
-      BwdLoad<Traits>::turns(params, band, storage);
+    } else if (warp == 2 && scalars.ordered && cute::elect_one_sync()) {
+      BwdLoad<Traits>::turns(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
-      BwdLoad<Traits>::query_gradients(params, band, storage);
+      BwdLoad<Traits>::query_gradients(params, scalars, band, storage);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    BwdMma<Traits>::run(params, band, storage, warpgroup - 1);
+    BwdMma<Traits>::run(params, scalars, band, storage, warpgroup - 1);
   }
 }
 

@@ -1,9 +1,7 @@
 // From plain parameters to started kernels: what a row of bwd.def becomes.
 #pragma once
 
-#include "common/convert.hpp"
-#include "common/fill.hpp"
-#include "common/prepare.hpp"
+#include "common/launch.hpp"
 #include "sm90/bwd/kernel.hpp"
 #include "sm90/bwd/row.hpp"
 #include "sm90/tensor_map.hpp"
@@ -12,19 +10,8 @@ namespace hattn::sm90 {
 
 template <class Traits>
 Status bwd_prepare_module() noexcept {
-  if (tensor_map_encoder() == nullptr) {
-    return {StatusCode::DriverTooOld, 0};
-  }
-  cudaFuncAttributes attributes;
-  cudaError_t const errors[] = {
-      cudaFuncSetAttribute(bwd_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-      cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>), cudaFuncGetAttributes(&attributes, bwd_convert<Traits>)};
-  for (cudaError_t const error : errors) {
-    if (error != cudaSuccess) {
-      return to_status(error);
-    }
-  }
-  return prepare_fill();
+  return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
+                                         : prepare_backward<Traits>(bwd_kernel<Traits>);
 }
 
 template <class Traits>
@@ -32,78 +19,24 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
   if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
-
-  struct Map {
-    CUtensorMap map;
-    TensorDesc const& tensor;
-    int seqlen, heads, head_dim, rows;
-  };
-  Map maps[] = {
-      {{}, params.q, params.seqlen_q, params.heads_q, params.head_dim_qk, Traits::kTileM},
-      {{}, params.k, params.seqlen_kv, params.heads_kv, params.head_dim_qk, Traits::kTileN},
-      {{}, params.v, params.seqlen_kv, params.heads_kv, params.head_dim_vo, Traits::kTileN},
-      {{}, params.d_o, params.seqlen_q, params.heads_q, params.head_dim_vo, Traits::kTileM},
-  };
-  for (Map& map : maps) {
-    Status const status = encode_tensor_map(map.map, Traits::kDType, map.tensor, params.batch, map.seqlen, map.heads,
-                                            map.head_dim, map.rows);
-    if (status.code != StatusCode::Ok) {
-      return status;
-    }
+  CUtensorMap map_q, map_k, map_v, map_d_o;
+  MapEncoder<BwdParams> encode{params, Traits::kDType};
+  encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
+  encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
+  encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
+  encode.queries(map_d_o, params.d_o, params.head_dim_vo, Traits::kTileM);
+  if (encode.status.code != StatusCode::Ok) {
+    return encode.status;
   }
-  if (params.tile_counter != 0) {
-    cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(params.tile_counter), 0, sizeof(int), stream);
-    if (error != cudaSuccess) {
-      return to_status(error);
-    }
-  }
-  constexpr float kLog2E = 1.44269504088896341F;
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  BwdKernelParams const kernel_params{reinterpret_cast<Statistics const*>(params.statistics),
-                                      reinterpret_cast<float*>(params.sums),
-                                      reinterpret_cast<Progress*>(params.progress),
-                                      params.ordered,
-                                      params.batch,
-                                      params.heads_q,
-                                      params.heads_kv,
-                                      params.heads_q / params.heads_kv,
-                                      params.seqlen_q,
-                                      params.seqlen_kv,
-                                      m_blocks,
-                                      (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN,
-                                      params.diagonal_offset - params.window_left,
-                                      params.diagonal_offset + params.window_right,
-                                      params.heads_per_group,
-                                      params.groups,
-                                      reinterpret_cast<int*>(params.tile_counter),
-                                      params.d_k,
-                                      params.d_v,
-                                      params.head_dim_qk,
-                                      params.head_dim_vo,
-                                      params.softmax_scale,
-                                      exponent_scale(params.softmax_scale) * kLog2E};
-  int const blocks = params.batch * params.heads_q * m_blocks;
-  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
-  bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
-      kernel_params, maps[0].map, maps[1].map, maps[2].map, maps[3].map);
-  bwd_convert<Traits><<<blocks, 256, 0, stream>>>(params);
-  return to_status(cudaGetLastError());
+  return launch_backward<Traits>(params, stream, [&](BwdScalars const& scalars) {
+    bwd_kernel<Traits>
+        <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_d_o);
+  });
 }
 
 template <class Traits>
 constexpr BwdRow bwd_describe() noexcept {
-  return {Arch::Sm90,
-          Traits::kDType,
-          Traits::kMask,
-          Traits::kHeadDimQK,
-          Traits::kHeadDimVO,
-          Traits::kTileM,
-          Traits::kTileN,
-          Traits::kStages,
-          Traits::kThreads,
-          Traits::kSmemBytes,
-          bwd_prepare_module<Traits>,
-          bwd_launch<Traits>};
+  return {row_info<Traits>(), bwd_prepare_module<Traits>, bwd_launch<Traits>};
 }
 
 }  // namespace hattn::sm90

@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/mask.hpp"
+#include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/tma.hpp"
@@ -19,9 +20,9 @@ struct BwdLoad {
 
   // Where a tile begins. Without a mask each begins elsewhere, so that few add to the same sums at a time; under a mask
   // that is so anyway. The consumers need not know: what they do to a block then does not depend on its place.
-  CUTE_DEVICE static int first_block(BwdKernelParams const& params, QueryRange const& range, int tile) {
-    return Traits::kMask == MaskClass::Full && !params.ordered ? tile * (Traits::kTileN / Traits::kTileM) % range.end
-                                                               : range.begin;
+  CUTE_DEVICE static int first_block(BwdScalars const& scalars, QueryRange const& range, int tile) {
+    return Traits::kMask == MaskClass::Full && !scalars.ordered ? tile * (Traits::kTileN / Traits::kTileM) % range.end
+                                                                : range.begin;
   }
 
   struct Nothing {
@@ -31,8 +32,8 @@ struct BwdLoad {
   // The blocks of queries of all tiles, in the order in which they are used; the ring runs on across heads of a group
   // and across tiles. `done` follows the last block of a tile.
   template <class Visit, class Done = Nothing>
-  CUTE_DEVICE static void stream(BwdKernelParams const& params, Band const& band, Storage& storage, Visit const& visit,
-                                 Done const& done = {}) {
+  CUTE_DEVICE static void stream(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
+                                 Visit const& visit, Done const& done = {}) {
     RingPosition<Traits::kStages> ring;
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
@@ -45,11 +46,11 @@ struct BwdLoad {
       // Read, and may be replaced: a lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
       QueryRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-      int const start = first_block(params, range, tile.block);
-      int blocks = (tile.batch * params.heads_q + tile.head * params.heads_per_kv_head) * params.m_blocks;
+      int const start = first_block(scalars, range, tile.block);
+      int blocks = (tile.batch * scalars.heads_q + tile.head * scalars.heads_per_kv_head) * scalars.m_blocks;
       CUTE_NO_UNROLL
-      for (int i = 0; i < params.heads_per_kv_head; ++i, blocks += params.m_blocks) {
-        int const head = tile.head * params.heads_per_kv_head + i;
+      for (int i = 0; i < scalars.heads_per_kv_head; ++i, blocks += scalars.m_blocks) {
+        int const head = tile.head * scalars.heads_per_kv_head + i;
         int m = start;
         CUTE_NO_UNROLL
         do {
@@ -62,14 +63,15 @@ struct BwdLoad {
     }
   }
 
-  CUTE_DEVICE static void blocks(BwdKernelParams const& params, CUtensorMap const& map_q, CUtensorMap const& map_d_o,
-                                 Band const& band, Storage& storage) {
+  CUTE_DEVICE static void blocks(BwdParams const& params, BwdScalars const& scalars, CUtensorMap const& map_q,
+                                 CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
     auto const load = [&](auto const& ring, int block, int m, int head, int batch, int) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
-      cute::SM90_BULK_COPY_G2S::copy(params.statistics + static_cast<std::int64_t>(block) * Traits::kTileM,
-                                     &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
+      cute::SM90_BULK_COPY_G2S::copy(
+          static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
+          &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
       load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, q_full, kEvictLast, storage.q[ring.stage],
                                                     m * Traits::kTileM, head, batch);
       Mbarrier& d_o_full = storage.d_o_full[ring.stage];
@@ -77,22 +79,23 @@ struct BwdLoad {
       load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
                                                     m * Traits::kTileM, head, batch);
     };
-    stream(params, band, storage, load, [&]() { storage.next_wanted.arrive(); });
+    stream(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
   }
 
   // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
   // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
   // waits only for tiles that were drawn before it.
-  CUTE_DEVICE static void query_gradients(BwdKernelParams const& params, Band const& band, Storage& storage) {
+  CUTE_DEVICE static void query_gradients(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+                                          Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
     // Addresses are computed anew each time: registers are short.
     auto const progress = [&](int block) __attribute__((always_inline)) {
       asm volatile("" : "+r"(block));
-      return params.progress + block;
+      return scalars.progress + block;
     };
     constexpr int kHalf = Traits::kElementsQ / 2;
     auto const send_half = [&](int block, int half, bool first) __attribute__((always_inline)) {
-      float* const sums = params.d_q + static_cast<std::int64_t>(block) * Traits::kElementsQ + half * kHalf;
+      float* const sums = scalars.sums + static_cast<std::int64_t>(block) * Traits::kElementsQ + half * kHalf;
       if (first) {
         store_bulk(sums, storage.d_q[slot.stage], kHalf * sizeof(float));
       } else {
@@ -107,8 +110,8 @@ struct BwdLoad {
       storage.d_q_empty[slot.stage].arrive();
       slot.advance();
     };
-    if (!params.ordered) {
-      stream(params, band, storage, [&](auto const&, int block, int, int, int, int) {
+    if (!scalars.ordered) {
+      stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
         // Asked early: the answer is there when the part is.
         int now = atomicAdd(progress(block), 1);
         await_half();
@@ -131,7 +134,7 @@ struct BwdLoad {
     RingPosition<2> turn;
     int next = -1;  // a block whose progress was asked for early
     int seen = 0;
-    stream(params, band, storage, [&](auto const&, int block, int m, int, int, int n) {
+    stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, int, int n) {
       int now = block == next ? seen : load_relaxed(progress(block));
       while (now % kFresh != n) {
         now = load_relaxed(progress(block));
@@ -143,7 +146,7 @@ struct BwdLoad {
       await_half();
       send_half(block, 1, first);
       next = -1;
-      if (m + 1 < params.m_blocks) {
+      if (m + 1 < scalars.m_blocks) {
         next = block + 1;
         seen = load_relaxed(progress(next));
       }
@@ -159,14 +162,15 @@ struct BwdLoad {
   // Passes on each block's turn. Only a release makes a part that has been added visible to other multiprocessors (the
   // copy engine's own wait does not: without, one run in 7000 had other bits, benches/LOG.md, 17), and it waits for the
   // memory, so that it has a warp of its own.
-  CUTE_DEVICE static void turns(BwdKernelParams const& params, Band const& band, Storage& storage) {
+  CUTE_DEVICE static void turns(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+                                Storage& storage) {
     RingPosition<2> turn;
-    stream(params, band, storage, [&](auto const&, int block, int, int, int, int) {
+    stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
       storage.turn_full[turn.stage].wait(turn.parity);
       int const step = storage.turn_step[turn.stage];
       storage.turn_empty[turn.stage].arrive();
       turn.advance();
-      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(params.progress + block), "r"(step) : "memory");
+      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(scalars.progress + block), "r"(step) : "memory");
     });
   }
 

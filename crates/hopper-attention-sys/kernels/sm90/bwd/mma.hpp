@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
@@ -23,7 +24,7 @@ struct BwdMma {
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
 
-  // A thread's place in its warpgroup, as a value that the compiler must take for a new one: what is derived from it is
+  // A thread's place in its warpgroup, as a value that the compiler must take for a new one: what is scalars from it is
   // computed where it is used, since registers are short. Where they are shortest it is even read again.
   CUTE_DEVICE static int anew(int thread) {
     if constexpr (Traits::kTileM == 128) {
@@ -34,7 +35,7 @@ struct BwdMma {
     return thread & 127;  // which tells it the range, too
   }
 
-  // Nought, unknown to the compiler: what is derived from it is computed where it is used. Held for the whole loop, the
+  // Nought, unknown to the compiler: what is scalars from it is computed where it is used. Held for the whole loop, the
   // descriptors of an operand with one buffer would take every uniform register there is.
   CUTE_DEVICE static int opaque_zero() {
     int zero;
@@ -42,7 +43,8 @@ struct BwdMma {
     return zero;
   }
 
-  CUTE_DEVICE static void run(BwdKernelParams const& params, Band const& band, Storage& storage, int consumer) {
+  CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
+                              int consumer) {
     using namespace cute;
     int const thread_in_group = static_cast<int>(threadIdx.x) % 128;
 
@@ -129,7 +131,7 @@ struct BwdMma {
       Tile const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
       range = query_range<kMask, kM, kN>(band, n_block);
-      remaining = params.heads_per_kv_head * (range.end - range.begin);
+      remaining = scalars.heads_per_kv_head * (range.end - range.begin);
       m_block = range.begin;
     };
     auto next_block = [&]() __attribute__((always_inline)) {
@@ -165,14 +167,14 @@ struct BwdMma {
       }
       CUTE_UNROLL
       for (int i = 0; i < size(tS); ++i) {
-        tS(i) = exp2_approx(tS(i) * params.scale_log2);
+        tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
       }
     };
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
                               auto const& values, float scale) __attribute__((always_inline)) {
       int const thread = anew(thread_in_group);
       write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
-                           2 * tensor.stride_seqlen, tile.block * kN + warp_row(thread), params.seqlen_kv, head_dim,
+                           2 * tensor.stride_row, tile.block * kN + warp_row(thread), scalars.seqlen_kv, head_dim,
                            thread % 32, [&](int i, int j) {
                              int const at = 8 * i + 2 * j;
                              return pack_pair<Element>(values(at) * scale, values(at + 1) * scale);
@@ -206,8 +208,8 @@ struct BwdMma {
       Tile const tile = storage.tile[buffer];
       __syncwarp();
       release(storage.k_empty[buffer]);
-      write_gradient(Int<kVO>{}, params.d_v, tile, params.head_dim_vo, tdV, 1.0F);
-      write_gradient(Int<kQK>{}, params.d_k, tile, params.head_dim_qk, tdK, params.scale);
+      write_gradient(Int<kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, 1.0F);
+      write_gradient(Int<kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK, scalars.softmax_scale);
     };
 
     if (!await_tile()) {
@@ -223,7 +225,7 @@ struct BwdMma {
     // dQ of the block before, of both warpgroups' dS; `after` is what must have been computed by then.
     auto finish_queries = [&](int k_stage, std::uint32_t after) __attribute__((always_inline)) {
       int const stage = ring.stage ^ 1;
-      auto const nought = static_cast<std::uint32_t>(params.batch >> 31);  // which only we know
+      auto const nought = static_cast<std::uint32_t>(scalars.batch >> 31);  // which only we know
       named_barrier_sync(1 + 2 * stage + consumer + (after & nought), 256);
       issue_product<false>(mma_d_q, tQrdS(_, _, _, stage), tQrK(_, _, _, k_stage), tdQ);
       warpgroup_wait<0>();

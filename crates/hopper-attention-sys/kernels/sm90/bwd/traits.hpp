@@ -7,6 +7,7 @@
 
 #include "common/barrier.hpp"
 #include "common/prepare.hpp"
+#include "common/row.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
@@ -51,15 +52,8 @@ constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
 static_assert(kNobody == -kFresh);
 
-template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
-struct BwdTraits {
-  static constexpr DType kDType = kDTypeTag;
-  static constexpr MaskClass kMask = kMaskClass;
-  static constexpr int kHeadDimQK = kDimQK;
-  static constexpr int kHeadDimVO = kDimVO;
-  static constexpr int kTileM = kRows;     // queries a block
-  static constexpr int kTileN = kColumns;  // keys a tile
-  static constexpr int kStages = kStageCount;
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   using Statistics = sm90::Statistics;
 
@@ -195,33 +189,6 @@ struct BwdTraits {
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
-};
-
-// What the kernel reads: maps for the copy engine and the plain numbers.
-struct BwdKernelParams {
-  Statistics const* statistics;  // [batch, heads_q, blocks of queries][kTileM]
-  float* d_q;          // [batch, heads_q, blocks of queries][kTileM * kHeadDimQK] in the order of the registers
-  Progress* progress;  // [batch, heads_q, blocks of queries]
-  bool ordered;        // tiles add in turns
-  int batch;
-  int heads_q;
-  int heads_kv;
-  int heads_per_kv_head;
-  int seqlen_q;
-  int seqlen_kv;
-  int m_blocks;  // of kTileM queries
-  int n_blocks;  // of kTileN keys
-  int left_offset;
-  int right_offset;
-  int heads_per_group;
-  int groups;
-  int* tile_counter;
-  TensorDesc d_k;
-  TensorDesc d_v;
-  int head_dim_qk;
-  int head_dim_vo;
-  float scale;       // softmax_scale
-  float scale_log2;  // softmax_scale * log2(e)
 };
 
 }  // namespace hattn::sm90

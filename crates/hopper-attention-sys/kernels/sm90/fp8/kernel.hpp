@@ -27,12 +27,13 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fp8_fwd_kernel(__grid_constant__ Fp8KernelParams const params, __grid_constant__ CUtensorMap const map_q,
-                   __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v) {
+    fp8_fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ Fp8Scalars const scalars,
+                   __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
+                   __grid_constant__ CUtensorMap const map_v) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
   int const warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
-  if (!Fp8Range<Traits>::is_wanted(params)) {
+  if (!Fp8Range<Traits>::is_wanted(scalars)) {
     return;
   }
   if (threadIdx.x == 0) {
@@ -59,27 +60,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   Fp8Load<Traits>::ones(storage);
   __syncthreads();
-  Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
-                               params.heads_q,
-                               params.batch,
-                               params.heads_per_group,
-                               params.groups,
+  Fp8Scheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                               scalars.heads_q,
+                               scalars.batch,
+                               scalars.heads_per_group,
+                               scalars.groups,
                                Traits::kMask != MaskClass::Full,
-                               params.tile_counter};
-  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
+                               scalars.tile_counter};
+  Band const band = band_of(scalars);
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
+      Fp8Load<Traits>::keys_and_values(params, scalars, map_k, map_v, band, storage);
     } else if (warp == 1) {
-      Fp8Load<Traits>::queries(params, map_q, band, scheduler, storage);
+      Fp8Load<Traits>::queries(params, scalars, map_q, band, scheduler, storage);
     } else if (warp >= 2) {
-      Fp8Load<Traits>::transpose(params, band, storage, warp - 2);
+      Fp8Load<Traits>::transpose(band, storage, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Fp8Mma<Traits>::run(params, band, storage, warpgroup - 1);
+    Fp8Mma<Traits>::run(params, scalars, band, storage, warpgroup - 1);
   }
 }
 

@@ -24,8 +24,8 @@ struct Fp8Load {
   static constexpr float kLeastRatio = 0x1p-100F;
 
   // A lane's part of a head's blocks; the first 32 are not waited for.
-  CUTE_DEVICE static float largest_factor(FactorsDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
-    int const blocks = factors.stride_block == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
+  CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
+    int const blocks = factors.stride_row == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
     float largest = factor(factors, batch, head, cute::min(lane, blocks - 1));
     CUTE_NO_UNROLL
     for (int block = lane + 32; block < blocks; block += 32) {
@@ -62,7 +62,7 @@ struct Fp8Load {
   // A whole warp, of which one lane copies. The lower lanes work out scores' factors, each for a consumer, and the
   // upper ones V's ratio. K is asked for before any factor, so that their latencies, which are memory's at a head's
   // first block, pass side by side.
-  CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
+  CUTE_DEVICE static void keys_and_values(FwdParams const& params, Fp8Scalars const& scalars, CUtensorMap const& map_k,
                                           CUtensorMap const& map_v, Band const& band, Storage& storage) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     bool const of_keys = lane < 16;
@@ -70,21 +70,21 @@ struct Fp8Load {
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
-      int const head = tile.head / params.heads_per_kv_head;
-      FactorsDesc const& descale = of_keys ? params.descale_k : params.descale_v;
+      int const head = tile.head / scalars.heads_per_kv_head;
+      TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
       float const* own = &factor(descale, tile.batch, head, range.end - 1);
-      float largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv, lane);
+      float largest_v = largest_factor(params.descale_v, tile.batch, head, scalars.seqlen_kv, lane);
       // What a block's own factor is multiplied by, once V's largest is known.
       float other =
-          factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
-                 cute::min(tile.block * Traits::kTileM + 64 * consumer, params.seqlen_q - 1) / Traits::kScaleBlock);
+          factor(params.descale_q, tile.batch, tile.head / scalars.descale_q_group,
+                 cute::min(tile.block * Traits::kTileM + 64 * consumer, scalars.seqlen_q - 1) / Traits::kScaleBlock);
       bool first = true;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n, ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
         auto const v = RingPosition<Traits::kStagesRaw>::of(count);
         float const factor = *own;
-        own -= descale.stride_block;
+        own -= descale.stride_row;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
@@ -94,7 +94,7 @@ struct Fp8Load {
         if (first) {
           first = false;
           largest_v = __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest_v)));
-          other = of_keys ? other * params.scale_log2 : 1.0F / largest_v;
+          other = of_keys ? other * scalars.scale_log2 : 1.0F / largest_v;
           if (cute::elect_one_sync()) {
             storage.largest_v[q.stage] = largest_v;
             storage.tile_empty[q.stage].arrive();
@@ -102,7 +102,7 @@ struct Fp8Load {
         }
         float const product = factor * other;
         float const ratio_v =
-            __shfl_sync(0xffffffffU, params.descale_v.stride_block != 0 ? fmaxf(product, kLeastRatio) : 1.0F, 16);
+            __shfl_sync(0xffffffffU, params.descale_v.stride_row != 0 ? fmaxf(product, kLeastRatio) : 1.0F, 16);
         if (of_keys) {
           // (The lanes beyond the last consumer's write what that one does.)
           storage.factors[k.stage][consumer] = block_factors(product, ratio_v);
@@ -120,8 +120,8 @@ struct Fp8Load {
     });
   }
 
-  CUTE_DEVICE static void prefetch_factor(FactorsDesc const& factors, int batch, int head, int block) {
-    if (factors.stride_block != 0) {
+  CUTE_DEVICE static void prefetch_factor(TensorDesc const& factors, int batch, int head, int block) {
+    if (factors.stride_row != 0) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(&factor(factors, batch, head, block)));
     }
   }
@@ -129,17 +129,17 @@ struct Fp8Load {
   // A whole warp, of which one lane draws and copies. It follows the blocks of K, to look at those that are its tile's
   // to look at, and draws the next tile meanwhile: when the last block but one is there, as in sm90/fwd/load.hpp, or
   // the first.
-  CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
-                                  Fp8Scheduler const& scheduler, Storage& storage) {
+  CUTE_DEVICE static void queries(FwdParams const& params, Fp8Scalars const& scalars, CUtensorMap const& map_q,
+                                  Band const& band, Fp8Scheduler const& scheduler, Storage& storage) {
     constexpr int kFew = 4 * Traits::kTileN;
-    bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
-                      static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
+    bool const late = scheduler.counter != nullptr && scalars.seqlen_kv > kFew &&
+                      static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
     std::uint32_t drawn = 0;  // tiles
     auto draw = [&]() __attribute__((always_inline)) {
       auto const q = RingPosition<Traits::kBuffersQ>::of(drawn);
       storage.tile_empty[q.stage].wait(q.parity ^ 1);
       if (cute::elect_one_sync()) {
-        draw_tile(params, map_q, band, scheduler, storage, q.stage, drawn);
+        draw_tile(params, scalars, map_q, band, scheduler, storage, q.stage, drawn);
       }
       __syncwarp();
       ++drawn;
@@ -152,7 +152,7 @@ struct Fp8Load {
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
-      range_check.enter_tile(params, band, scheduler, tile);
+      range_check.enter_tile(scalars, band, scheduler, tile);
       int const draws_at = late ? cute::min(range.begin + 1, range.end - 1) : range.end - 1;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n, ++count) {
@@ -172,20 +172,21 @@ struct Fp8Load {
         storage.tile_empty[q.stage].arrive();
       }
     });
-    range_check.report(params);
+    range_check.report(scalars);
   }
 
-  CUTE_DEVICE static void draw_tile(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
-                                    Fp8Scheduler const& scheduler, Storage& storage, std::uint32_t stage, int round) {
+  CUTE_DEVICE static void draw_tile(FwdParams const& params, Fp8Scalars const& scalars, CUtensorMap const& map_q,
+                                    Band const& band, Fp8Scheduler const& scheduler, Storage& storage,
+                                    std::uint32_t stage, int round) {
     Part part;
-    Tile const tile = Fp8Share<Traits>::next(params, scheduler, round, storage.stretch, part);
+    Tile const tile = Fp8Share<Traits>::next(scalars, scheduler, round, storage.stretch, part);
     storage.tile[stage] = tile;
     storage.part[stage] = part;
     if (tile.valid()) {
       // Of a tile that is still to come: its first factors are in L2 when they are asked for.
       BlockRange const range = Traits::blocks_of(band, tile.block, part);
-      int const head = tile.head / params.heads_per_kv_head;
-      prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+      int const head = tile.head / scalars.heads_per_kv_head;
+      prefetch_factor(params.descale_q, tile.batch, tile.head / scalars.descale_q_group,
                       tile.block * Traits::kTileM / Traits::kScaleBlock);
       prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
       prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
@@ -210,7 +211,7 @@ struct Fp8Load {
   // time: pairs of columns move as 16-bit elements, and a byte permutation parts them. It leaves the keys of each 16
   // in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, which is the order in which a lane has its P, and of each 16
   // columns the even ones before the odd ones, so that eight rows lie in as many banks (epilogue.hpp undoes it).
-  CUTE_DEVICE static void transpose(Fp8KernelParams const& params, Band const& band, Storage& storage, int transposer) {
+  CUTE_DEVICE static void transpose(Band const& band, Storage& storage, int transposer) {
     constexpr int kRowBytes = Traits::kHeadDimVO;
     int const lane = static_cast<int>(threadIdx.x) % 32;
     // Where the lane reads of the first 16 keys and 32 columns (a key's row, 16 columns of it), and where it writes: a

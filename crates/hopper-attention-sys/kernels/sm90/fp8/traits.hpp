@@ -7,6 +7,8 @@
 
 #include "common/barrier.hpp"
 #include "common/mask.hpp"
+#include "common/row.hpp"
+#include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
@@ -50,41 +52,34 @@ struct Stretch {
   int slot;
 };
 
-template <MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount, Scores kScoresType>
-struct Fp8Traits {
-  static constexpr MaskClass kMask = kMaskClass;
-  static constexpr Scores kScores = kScoresType;
-  static constexpr int kHeadDimQK = kDimQK;
-  static constexpr int kHeadDimVO = kDimVO;
-  static constexpr int kTileM = kRows;
-  static constexpr int kTileN = kColumns;
-  static constexpr int kStages = kStageCount;
+template <MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages, Scores kScores>
+struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores> {
   using Element = cutlass::float_e4m3_t;
 
   static constexpr int kConsumers = kTileM / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kConsumers == 2 || kConsumers == 3);
-  static_assert(kDimQK == kDimVO && (kDimQK == 64 || kDimQK == 128), "rows of 64 or 128 bytes");
+  static_assert(kHeadDimQK == kHeadDimVO && (kHeadDimQK == 64 || kHeadDimQK == 128), "rows of 64 or 128 bytes");
 
   static constexpr int kScaleBlock = 128;  // rows that share a factor where factors are of blocks
   static_assert(kTileN == kScaleBlock, "a block of keys has one factor, and a row of V^T is 128 bytes");
 
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
-  static constexpr int kRowsVt = kDimVO + 8;
+  static constexpr int kRowsVt = kHeadDimVO + 8;
   // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
   // many 8 columns ahead of their multiply-adds (weights.hpp), 0 leaves it to ptxas; loads of V before the first store
   // of V^T.
   static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
-  static constexpr int kColumnsAhead = kDimQK == 128 ? 2 : 0;
-  static constexpr int kTransposeBatch = kDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
+  static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
+  static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
   // Of so many times 8 columns the last 8 are exponentiated by a polynomial (weights.hpp), 0: none. The exponentials'
   // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
-  static constexpr int kPolynomialEvery = kDimQK == 64 && kConsumers == 3 ? 4 : 0;
+  static constexpr int kPolynomialEvery = kHeadDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
   // Whether the last tiles are shared out (share.hpp): where a tile takes long beside what that costs, in rows that
   // plans choose for long sequences.
   static constexpr bool kShares =
-      kMask == MaskClass::Full && kDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
+      kMask == MaskClass::Full && kHeadDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
 
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
@@ -124,8 +119,8 @@ struct Fp8Traits {
                                        cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
   // P V in so many parts of columns, one after the other, whose sums share registers: three consumers have 160 each.
   // The last part has the rows of ones.
-  static constexpr int kParts = kConsumers == 3 && kDimVO == 128 ? 3 : 1;
-  static constexpr int kPartColumns = (kDimVO / kParts + 15) / 16 * 16;
+  static constexpr int kParts = kConsumers == 3 && kHeadDimVO == 128 ? 3 : 1;
+  static constexpr int kPartColumns = (kHeadDimVO / kParts + 15) / 16 * 16;
   template <int kPart>
   static constexpr int kPartRows = kPart == kParts - 1 ? kRowsVt - kPart* kPartColumns : kPartColumns;
   static constexpr int kElementsPart = cute::max(kPartRows<0>, kPartRows<kParts - 1>) / 2;
@@ -133,7 +128,7 @@ struct Fp8Traits {
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float,
                                        cute::Shape<cute::_64, cute::Int<kPartRows<kPart>>, cute::Int<kTileN>>>()));
-  using AtomQK = cute::conditional_t<kDimQK == 64, cute::SM90::GMMA::Layout_K_SW64_Atom<Element>,
+  using AtomQK = cute::conditional_t<kHeadDimQK == 64, cute::SM90::GMMA::Layout_K_SW64_Atom<Element>,
                                      cute::SM90::GMMA::Layout_K_SW128_Atom<Element>>;
   using AtomV = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
   using SmemLayoutQ = decltype(cute::tile_to_shape(
@@ -178,18 +173,12 @@ struct Fp8Traits {
 
 using Fp8Scheduler = TileScheduler<false>;
 
-// What the kernel reads: maps for the copy engine and the plain numbers.
-struct Fp8KernelParams {
-  TensorDesc o;
+// The numbers of a launch (see common/scalars.hpp, for their order too).
+struct Fp8Scalars {
   DType output;          // of O
   float const* scale_o;  // what O is multiplied by before it is rounded, or null
-  unsigned* amax;        // the bits of the largest magnitude of O, or null
   float* lse;
-  std::int64_t lse_stride_batch;
-  std::int64_t lse_stride_head;
-  FactorsDesc descale_q;
-  FactorsDesc descale_k;
-  FactorsDesc descale_v;
+  unsigned* amax;  // the bits of the largest magnitude of O, or null
   int descale_q_group;
   int batch;
   int heads_q;
@@ -205,14 +194,14 @@ struct Fp8KernelParams {
   RangeCheck* range_check;  // or null
   int range_grid;
   int shared_tiles;   // at the end of the list, which CTAs share out (share.hpp); 0: none
-  int shared_units;   // that each takes of them
+  int shared_units;   // that each CTA takes of them
   int shared_longer;  // so many of the first stretches are of one unit more
-  float scale_log2;   // softmax_scale * log2(e)
+  float scale_log2;
 };
 
-CUTE_DEVICE float const& factor(FactorsDesc const& factors, int batch, int head, int block) {
+CUTE_DEVICE float const& factor(TensorDesc const& factors, int batch, int head, int block) {
   return reinterpret_cast<float const*>(
-      factors.address)[batch * factors.stride_batch + head * factors.stride_head + block * factors.stride_block];
+      factors.address)[batch * factors.stride_batch + head * factors.stride_head + block * factors.stride_row];
 }
 
 }  // namespace hattn::sm90

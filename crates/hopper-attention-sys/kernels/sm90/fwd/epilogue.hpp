@@ -22,8 +22,9 @@ struct Epilogue {
   }
 
   // Writes the tile's log-sum-exp and gives what its O must be multiplied by.
-  CUTE_DEVICE static void finish_rows(KernelParams const& params, Storage const& storage, int buffer, int consumer,
-                                      float const (&reference)[2], float const (&sums)[2], float (&inverse)[2]) {
+  CUTE_DEVICE static void finish_rows(FwdParams const& params, FwdScalars const& scalars, Storage const& storage,
+                                      int buffer, int consumer, float const (&reference)[2], float const (&sums)[2],
+                                      float (&inverse)[2]) {
     Tile const tile = storage.tile[buffer];
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
@@ -36,8 +37,8 @@ struct Epilogue {
       int const query = first_query + 8 * r;
       constexpr float kLn2 = 0.693147180559945309F;
       float const lse = empty ? -INFINITY : (reference[r] + log2_approx(sum)) * kLn2;
-      store_if(params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q,
-               params.lse + tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query, lse);
+      store_if(scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q,
+               scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + query, lse);
     }
   }
 

@@ -25,9 +25,9 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fwd_kernel(__grid_constant__ KernelParams const params, __grid_constant__ CUtensorMap const map_q,
-               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v,
-               __grid_constant__ CUtensorMap const map_o) {
+    fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ FwdScalars const scalars,
+               __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
+               __grid_constant__ CUtensorMap const map_v, __grid_constant__ CUtensorMap const map_o) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
@@ -57,26 +57,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  FwdScheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+  FwdScheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
                                params.heads_q,
                                params.batch,
-                               params.heads_per_group,
-                               params.groups,
+                               scalars.heads_per_group,
+                               scalars.groups,
                                Traits::kMask != MaskClass::Full,
-                               params.tile_counter};
-  Band const band{params.left_offset, params.right_offset, params.seqlen_q, params.seqlen_kv};
+                               scalars.tile_counter};
+  Band const band = band_of(scalars);
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0 && cute::elect_one_sync()) {
-      Load<Traits>::keys_and_values(params, map_k, map_v, scheduler, band, storage);
+      Load<Traits>::keys_and_values(scalars, map_k, map_v, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
-      Load<Traits>::queries_and_outputs(params, map_q, map_o, scheduler, storage);
+      Load<Traits>::queries_and_outputs(params, scalars, map_q, map_o, scheduler, storage);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Mma<Traits>::run(params, band, storage, warpgroup - 1);
+    Mma<Traits>::run(params, scalars, band, storage, warpgroup - 1);
   }
 }
 

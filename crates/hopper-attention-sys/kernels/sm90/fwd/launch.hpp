@@ -1,7 +1,7 @@
 // From plain parameters to a started kernel: what a row of fwd.def becomes.
 #pragma once
 
-#include "common/fill.hpp"
+#include "common/launch.hpp"
 #include "sm90/fwd/kernel.hpp"
 #include "sm90/fwd/row.hpp"
 #include "sm90/tensor_map.hpp"
@@ -10,15 +10,8 @@ namespace hattn::sm90 {
 
 template <class Traits>
 Status prepare() noexcept {
-  if (tensor_map_encoder() == nullptr) {
-    return {StatusCode::DriverTooOld, 0};
-  }
-  cudaError_t const error =
-      cudaFuncSetAttribute(fwd_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
-  if (error != cudaSuccess) {
-    return to_status(error);
-  }
-  return prepare_fill();
+  return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
+                                         : prepare_kernels(fwd_kernel<Traits>, Traits::kSmemBytes);
 }
 
 template <class Traits>
@@ -26,61 +19,27 @@ Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
   if (params.seqlen_kv == 0) {
     return launch_fill_empty(params, stream);
   }
-
-  CUtensorMap map_q;
-  CUtensorMap map_k;
-  CUtensorMap map_v;
-  CUtensorMap map_o;
-  DType const dtype = Traits::kDType;
-  Status status = encode_tensor_map(map_q, dtype, params.q, params.batch, params.seqlen_q, params.heads_q,
-                                    params.head_dim_qk, Traits::kTileM);
-  if (status.code == StatusCode::Ok) {
-    status = encode_tensor_map(map_k, dtype, params.k, params.batch, params.seqlen_kv, params.heads_kv,
-                               params.head_dim_qk, Traits::kTileN);
+  CUtensorMap map_q, map_k, map_v, map_o;
+  MapEncoder<FwdParams> encode{params, Traits::kDType};
+  encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
+  encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
+  encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
+  encode.queries(map_o, params.o, params.head_dim_vo, 64);  // a consumer warpgroup's rows
+  if (encode.status.code != StatusCode::Ok) {
+    return encode.status;
   }
-  if (status.code == StatusCode::Ok) {
-    status = encode_tensor_map(map_v, dtype, params.v, params.batch, params.seqlen_kv, params.heads_kv,
-                               params.head_dim_vo, Traits::kTileN);
+  Status const zeroed = zero_tile_counter(params.tile_counter, stream);
+  if (zeroed.code != StatusCode::Ok) {
+    return zeroed;
   }
-  if (status.code == StatusCode::Ok) {
-    status = encode_tensor_map(map_o, dtype, params.o, params.batch, params.seqlen_q, params.heads_q,
-                               params.head_dim_vo, 64);
-  }
-  if (status.code != StatusCode::Ok) {
-    return status;
-  }
-
-  if (params.tile_counter != 0) {
-    cudaError_t const error = cudaMemsetAsync(reinterpret_cast<void*>(params.tile_counter), 0, sizeof(int), stream);
-    if (error != cudaSuccess) {
-      return to_status(error);
-    }
-  }
-
-  constexpr float kLog2E = 1.44269504088896341F;
-  KernelParams const kernel_params{reinterpret_cast<float*>(params.lse_address),
-                                   params.lse_stride_batch,
-                                   params.lse_stride_head,
-                                   params.batch,
-                                   params.heads_q,
-                                   params.heads_q / params.heads_kv,
-                                   params.seqlen_q,
-                                   params.seqlen_kv,
-                                   params.diagonal_offset - params.window_left,
-                                   params.diagonal_offset + params.window_right,
-                                   params.heads_per_group,
-                                   params.groups,
-                                   reinterpret_cast<int*>(params.tile_counter),
-                                   params.softmax_scale * kLog2E};
-  fwd_kernel<Traits>
-      <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(kernel_params, map_q, map_k, map_v, map_o);
+  fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, fwd_scalars(params), map_q,
+                                                                                    map_k, map_v, map_o);
   return to_status(cudaGetLastError());
 }
 
 template <class Traits>
 constexpr FwdRow describe() noexcept {
-  return {Arch::Sm90,     Traits::kDType,  Traits::kMask,    Traits::kHeadDimQK, Traits::kHeadDimVO, Traits::kTileM,
-          Traits::kTileN, Traits::kStages, Traits::kThreads, Traits::kSmemBytes, prepare<Traits>,    launch<Traits>};
+  return {row_info<Traits>(), prepare<Traits>, launch<Traits>};
 }
 
 }  // namespace hattn::sm90

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/tma.hpp"
@@ -15,9 +16,8 @@ struct Load {
 
   // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
   // consumers take them.
-  CUTE_DEVICE static void keys_and_values(KernelParams const& params, CUtensorMap const& map_k,
-                                          CUtensorMap const& map_v, FwdScheduler const& scheduler, Band const& band,
-                                          Storage& storage) {
+  CUTE_DEVICE static void keys_and_values(FwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
+                                          Band const& band, Storage& storage) {
     RingPosition<Traits::kStages> k;
     RingPosition<Traits::kStages> v;
     bool v_pending = false;
@@ -42,7 +42,7 @@ struct Load {
         break;
       }
       BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-      int const head = tile.head / params.heads_per_kv_head;
+      int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n) {
         if (n == cute::min(range.begin + 1, range.end - 1)) {
@@ -69,9 +69,9 @@ struct Load {
 
   // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for. Where a tile
   // lies is worked out once, here.
-  CUTE_DEVICE static void queries_and_outputs(KernelParams const& params, CUtensorMap const& map_q,
-                                              CUtensorMap const& map_o, FwdScheduler const& scheduler,
-                                              Storage& storage) {
+  CUTE_DEVICE static void queries_and_outputs(FwdParams const& params, FwdScalars const& scalars,
+                                              CUtensorMap const& map_q, CUtensorMap const& map_o,
+                                              FwdScheduler const& scheduler, Storage& storage) {
     auto announce = [&](int buffer, int index) {
       Tile const tile = scheduler.tile(index);
       if (tile.valid()) {
@@ -87,8 +87,8 @@ struct Load {
     // when the last keys but one of this one are asked for. Tiles of few blocks must come earlier, or their Q is
     // waited for: as soon as there is a buffer (benches/LOG.md, 16).
     constexpr int kFew = 4 * Traits::kTileN;
-    bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
-                      static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
+    bool const late = scheduler.counter != nullptr && scalars.seqlen_kv > kFew &&
+                      static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
     int next = 0;
     int round = 0;
     auto announce_next = [&]() __attribute__((always_inline)) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
@@ -33,7 +34,8 @@ struct Mma {
     named_barrier_arrive(number == Traits::kConsumers ? 1 : number + 1, 256);
   }
 
-  CUTE_DEVICE static void run(KernelParams const& params, Band const& band, Storage& storage, int consumer) {
+  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Storage& storage,
+                              int consumer) {
     using namespace cute;
 
     typename Traits::MmaQK mma_qk;
@@ -160,9 +162,9 @@ struct Mma {
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
         release_k();
         mask_block(range.end - 1);
-        softmax.first_masked_block(tSrS, params.scale_log2);
+        softmax.first_masked_block(tSrS, scalars.scale_log2);
       } else {
-        softmax.first_block(tSrS, params.scale_log2, recompute_scores);
+        softmax.first_block(tSrS, scalars.scale_log2, recompute_scores);
         release_k();
       }
     };
@@ -188,11 +190,11 @@ struct Mma {
       warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
         mask_block(n_block);
-        softmax.masked_block(tSrS, params.scale_log2, rescale_output);
+        softmax.masked_block(tSrS, scalars.scale_log2, rescale_output);
       } else {
         // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
         // the exponentials behind that wait, so they run while the product does.
-        softmax.next_block(tSrS, params.scale_log2, recompute_scores, rescale_output);
+        softmax.next_block(tSrS, scalars.scale_log2, recompute_scores, rescale_output);
       }
       release_k();
       await_output();
@@ -270,7 +272,7 @@ struct Mma {
         turn_pass(consumer);
       }
       float inverse[2];
-      Epilogue<Traits>::finish_rows(params, storage, buffer, consumer, softmax.reference, sums, inverse);
+      Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, inverse);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tOrO);
       release_v();

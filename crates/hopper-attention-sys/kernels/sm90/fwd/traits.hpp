@@ -6,21 +6,15 @@
 #include <cute/tensor.hpp>
 
 #include "common/barrier.hpp"
+#include "common/row.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
 
 namespace hattn::sm90 {
 
-template <DType kDTypeTag, MaskClass kMaskClass, int kDimQK, int kDimVO, int kRows, int kColumns, int kStageCount>
-struct FwdTraits {
-  static constexpr DType kDType = kDTypeTag;
-  static constexpr MaskClass kMask = kMaskClass;
-  static constexpr int kHeadDimQK = kDimQK;
-  static constexpr int kHeadDimVO = kDimVO;
-  static constexpr int kTileM = kRows;
-  static constexpr int kTileN = kColumns;
-  static constexpr int kStages = kStageCount;
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
 
   // A consumer warpgroup owns 64 rows of the tile; one more warpgroup feeds them.
@@ -105,23 +99,5 @@ struct FwdTraits {
 };
 
 using FwdScheduler = TileScheduler<false>;
-
-// What the kernel reads: maps for the copy engine and the plain numbers.
-struct KernelParams {
-  float* lse;
-  std::int64_t lse_stride_batch;
-  std::int64_t lse_stride_head;
-  int batch;
-  int heads_q;
-  int heads_per_kv_head;
-  int seqlen_q;
-  int seqlen_kv;
-  int left_offset;
-  int right_offset;
-  int heads_per_group;
-  int groups;
-  int* tile_counter;
-  float scale_log2;  // softmax_scale * log2(e)
-};
 
 }  // namespace hattn::sm90

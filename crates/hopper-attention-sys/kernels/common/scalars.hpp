@@ -1,0 +1,108 @@
+// The numbers that a kernel reads beside the operands of its launch: copies of the parameters' scalars, and what
+// follows from them. They are worked out here, once a launch and on the host.
+//
+// Kernels read operands (TensorDesc) from the parameters themselves, and may read any other field there. These structs
+// exist for two reasons. What follows from several fields is computed in one place. And the order of fields is fixed:
+// ptxas loads neighbouring 32-bit numbers in pairs, so that another order is other code in every kernel, some of it
+// slower (in one FP8 row the products are serialised). A new number goes to the end, or stays in the parameters.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/mask.hpp"
+#include "kernels.hpp"
+
+namespace hattn {
+
+constexpr float kLog2E = 1.44269504088896341F;
+
+// Of a forward of 16-bit operands.
+struct FwdScalars {
+  float* lse;             // or null
+  int heads_per_kv_head;  // query heads that read one key head
+  int seqlen_q;
+  int seqlen_kv;
+  int left_offset;  // of a Band
+  int right_offset;
+  int heads_per_group;
+  int groups;
+  int* tile_counter;  // or null
+  float scale_log2;   // softmax_scale * log2(e)
+};
+
+// Of a backward.
+struct BwdScalars {
+  void const* statistics;
+  float* sums;
+  int* progress;
+  bool ordered;
+  int batch;
+  int heads_q;
+  int heads_kv;
+  int heads_per_kv_head;
+  int seqlen_q;
+  int seqlen_kv;
+  int m_blocks;  // blocks of kTileM queries in a sequence
+  int n_tiles;   // tiles of kTileN keys in a sequence
+  int left_offset;
+  int right_offset;
+  int heads_per_group;
+  int groups;
+  int* tile_counter;
+  int head_dim_qk;
+  int head_dim_vo;
+  float softmax_scale;
+  float scale_log2;  // exponent_scale(softmax_scale) * log2(e)
+};
+
+// The softmax scale where the backward divides by it: no float that a problem may have makes the quotient overflow.
+CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
+
+// What all of them have.
+template <class Scalars, class Params>
+Scalars common_scalars(Params const& params) noexcept {
+  Scalars scalars{};
+  scalars.heads_per_kv_head = params.heads_q / params.heads_kv;
+  scalars.seqlen_q = params.seqlen_q;
+  scalars.seqlen_kv = params.seqlen_kv;
+  scalars.left_offset = params.diagonal_offset - params.window_left;
+  scalars.right_offset = params.diagonal_offset + params.window_right;
+  scalars.heads_per_group = params.heads_per_group;
+  scalars.groups = params.groups;
+  scalars.tile_counter = reinterpret_cast<int*>(params.tile_counter);
+  scalars.scale_log2 = params.softmax_scale * kLog2E;
+  return scalars;
+}
+
+inline FwdScalars fwd_scalars(FwdParams const& params) noexcept {
+  FwdScalars scalars = common_scalars<FwdScalars>(params);
+  scalars.lse = reinterpret_cast<float*>(params.lse.address);
+  return scalars;
+}
+
+template <class Traits>
+BwdScalars bwd_scalars(BwdParams const& params) noexcept {
+  BwdScalars scalars = common_scalars<BwdScalars>(params);
+  scalars.statistics = reinterpret_cast<void const*>(params.statistics);
+  scalars.sums = reinterpret_cast<float*>(params.sums);
+  scalars.progress = reinterpret_cast<int*>(params.progress);
+  scalars.ordered = params.ordered;
+  scalars.batch = params.batch;
+  scalars.heads_q = params.heads_q;
+  scalars.heads_kv = params.heads_kv;
+  scalars.m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  scalars.n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
+  scalars.head_dim_qk = params.head_dim_qk;
+  scalars.head_dim_vo = params.head_dim_vo;
+  scalars.softmax_scale = params.softmax_scale;
+  scalars.scale_log2 = exponent_scale(params.softmax_scale) * kLog2E;
+  return scalars;
+}
+
+// The band of a launch.
+template <class Scalars>
+CUTE_DEVICE Band band_of(Scalars const& scalars) {
+  return {scalars.left_offset, scalars.right_offset, scalars.seqlen_q, scalars.seqlen_kv};
+}
+
+}  // namespace hattn
