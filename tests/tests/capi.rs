@@ -272,7 +272,7 @@ fn bad_tensors_are_refused_and_nothing_is_written() {
     refused(&|m| m.o.abi_version = 7, HATTN_ERROR_ABI, "o: abi_version 7");
     refused(&|m| m.k.ndim = 3, HATTN_ERROR_ARGUMENT, "k: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
     refused(&|m| m.v.reserved = 1, HATTN_ERROR_ARGUMENT, "v: a reserved field");
-    refused(&|m| m.v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "v: dtype bf16; allowed: f32");
+    refused(&|m| m.v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "v: dtype bf16; allowed: f32, the problem's");
     refused(&|m| m.v.device = 0, HATTN_ERROR_DEVICE, "v: on cuda:0; allowed: cpu, the plan's");
     refused(&|m| m.k.shape[1] = 8, HATTN_ERROR_SHAPE, "k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
     refused(&|m| m.k.shape[1] = -7, HATTN_ERROR_LAYOUT, "k: size -7 in dimension 1; allowed: 0 and above");
@@ -304,7 +304,7 @@ fn bad_backward_problems_are_refused() {
     );
     refused(|p| p.d_lse = 2, HATTN_ERROR_ARGUMENT, "d_lse: 2; allowed: 0 (not given), 1 (given)");
     refused(|p| p.deterministic = -1, HATTN_ERROR_ARGUMENT, "deterministic: -1; allowed: 0 (not wanted), 1 (wanted)");
-    refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
+    refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "q, k and v: dtype e4m3; allowed: bf16, f16, f32");
     refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
 }
 
@@ -324,7 +324,7 @@ fn bad_backward_tensors_are_refused_and_nothing_is_written() {
     };
     refused(&|m| m.d_q.struct_size = 95, HATTN_ERROR_ABI, "d_q: struct_size 95; allowed: 96 to 4096");
     refused(&|m| m.d_o.ndim = 3, HATTN_ERROR_ARGUMENT, "d_o: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
-    refused(&|m| m.d_v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "d_v: dtype bf16; allowed: f32");
+    refused(&|m| m.d_v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "d_v: dtype bf16; allowed: f32, the problem's");
     refused(&|m| m.d_k.device = 0, HATTN_ERROR_DEVICE, "d_k: on cuda:0; allowed: cpu, the plan's");
     refused(&|m| m.d_k.shape[1] = 8, HATTN_ERROR_SHAPE, "d_k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
     refused(&|m| m.d_q.stride[1] = 0, HATTN_ERROR_LAYOUT, "uses elements twice");

@@ -88,8 +88,7 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
     // Without its factors it is refused, and so are factors that were not asked for.
     // SAFETY: refused before any address is used.
     let (status, text) = unsafe { plan.run(&memory, null_mut()) }.unwrap_err();
-    let want = "descale_q: missing; allowed: the tensor that the problem, made with e4m3 operands, reads";
-    assert_eq!((status, text.as_str()), (HATTN_ERROR_VALUE, want));
+    assert!(status == HATTN_ERROR_ARGUMENT && text.starts_with("descale_q: a null pointer"), "{text}");
     let surplus = Fp8Memory { amax: Some(fp8.descale[0]), ..fp8 };
     // SAFETY: as above.
     let (status, text) = unsafe { plan.run_fp8(&memory, &surplus, null_mut()) }.unwrap_err();

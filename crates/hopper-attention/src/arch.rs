@@ -55,7 +55,7 @@ impl fmt::Display for DeviceFacts {
 }
 
 /// A GPU of this machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct DeviceInfo {
     /// What [`Device::cuda`](crate::Device::cuda) takes.

@@ -117,7 +117,7 @@ impl<const R: usize> Layout<R> {
 }
 
 /// A layout whose number of dimensions is known at run time: tensors of any rank in one list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DynLayout {
     /// Padded with dimensions of size 1 and stride 1 at the end.
     padded: Layout<MAX_RANK>,

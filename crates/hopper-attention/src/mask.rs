@@ -126,7 +126,7 @@ impl fmt::Display for Mask {
 
 /// A mask's keys for given lengths: query `q` keeps the keys `kv` with
 /// `q + offset - left <= kv <= q + offset + right`, where `None` is "without bound".
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Band {
     /// The key at which query 0 stands.
     pub offset: i64,

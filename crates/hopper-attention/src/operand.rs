@@ -7,6 +7,7 @@ use std::ops::Deref;
 use arrayvec::ArrayVec;
 
 use crate::dtype::DType;
+use crate::error::{Error, Result};
 
 /// The most operands that a problem has.
 pub(crate) const MAX_OPERANDS: usize = 32;
@@ -61,9 +62,9 @@ slots! {
     /// The descale factors of e4m3 values.
     DescaleV => "descale_v", "[batch, heads, blocks]";
     /// What an e4m3 output is multiplied by before it is rounded.
-    ScaleO => "scale_o", "[1]";
+    ScaleO => "scale_o", "[number]";
     /// The largest magnitude of the output.
-    Amax => "amax", "[1]";
+    Amax => "amax", "[number]";
     /// The gradient of the output.
     DO => "d_o", "[batch, seqlen, heads, head_dim]";
     /// The gradient of the log-sum-exp.
@@ -138,6 +139,18 @@ impl SlotSet {
         self.0 & 1 << slot as u64 != 0
     }
 
+    /// Refuses a slot that is none of a problem's optional operands.
+    pub fn check_among(self, optional: &[Slot]) -> Result<()> {
+        match self.iter().find(|slot| !optional.contains(slot)) {
+            None => Ok(()),
+            Some(other) => {
+                let allowed: Vec<_> = optional.iter().map(|slot| slot.name()).collect();
+                let (what, got) = (other.name(), "asked for".into());
+                Err(Error::Value { what, got, allowed: allowed.join(", ") })
+            }
+        }
+    }
+
     /// All of them.
     pub fn iter(self) -> impl Iterator<Item = Slot> {
         Slot::ALL.iter().copied().filter(move |&slot| self.contains(slot))
@@ -201,7 +214,7 @@ pub enum Presence {
 }
 
 /// One row of a problem's list: a tensor that the problem reads or writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {
     slot: Slot,
     dtype: DType,
@@ -209,6 +222,8 @@ pub struct Operand {
     presence: Presence,
     /// What the problem must have been made with for this operand to be there, in words; empty where it always is.
     belongs_to: &'static str,
+    /// Whether an option of the problem asks for it.
+    is_option: bool,
     shape: [usize; MAX_RANK],
     rank: usize,
 }
@@ -221,7 +236,7 @@ impl Operand {
         let mut padded = [0; MAX_RANK];
         padded[..R].copy_from_slice(&shape);
         let (access, presence) = (Access::Read, Presence::Required);
-        Self { slot, dtype, access, presence, belongs_to: "", shape: padded, rank: R }
+        Self { slot, dtype, access, presence, belongs_to: "", is_option: false, shape: padded, rank: R }
     }
 
     /// A tensor that is written, whatever the problem's options.
@@ -231,8 +246,13 @@ impl Operand {
 
     /// The same tensor, given exactly when the problem was made with `option`.
     pub(crate) fn when(self, made_with: bool, option: &'static str) -> Self {
-        let presence = if made_with { Presence::Required } else { Presence::Refused };
-        Self { presence, belongs_to: option, ..self }
+        Self { is_option: true, ..self.of_kind(made_with, option) }
+    }
+
+    /// The same tensor, given exactly for problems of one kind.
+    pub(crate) fn of_kind(self, is_of_kind: bool, kind: &'static str) -> Self {
+        let presence = if is_of_kind { Presence::Required } else { Presence::Refused };
+        Self { presence, belongs_to: kind, ..self }
     }
 
     /// The same tensor, given or not as the caller likes.
@@ -260,9 +280,9 @@ impl Operand {
         self.presence
     }
 
-    /// Whether every problem of its pass has it, whatever the options.
+    /// Whether it must be given, and not because an option of the problem asks for it.
     pub fn is_always_required(&self) -> bool {
-        self.presence == Presence::Required && self.belongs_to.is_empty()
+        self.presence == Presence::Required && !self.is_option
     }
 
     /// What a problem must have been made with to have it, such as `lse(true)`; empty where every problem has it.
@@ -277,7 +297,7 @@ impl Operand {
 }
 
 /// The operands of a problem, in the order in which they are checked.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operands(ArrayVec<Operand, MAX_OPERANDS>);
 
 impl Operands {

@@ -93,6 +93,11 @@ impl KernelInfo {
         self.scores
     }
 
+    /// Workspace that a CUDA block needs where the last tiles are shared out, in bytes; 0: they are not.
+    pub fn share_bytes(&self) -> usize {
+        self.share_bytes
+    }
+
     /// Whether a GPU can run it: its instruction set, and the shared memory that it needs.
     pub fn runs_on(&self, gpu: &DeviceFacts) -> bool {
         self.arch.runs_on(gpu.arch) && self.smem_bytes <= gpu.smem_bytes_per_block

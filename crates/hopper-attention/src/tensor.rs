@@ -11,6 +11,7 @@ use crate::dtype::{AnyView, AnyViewMut};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::layout::{DynLayout, Layout};
+use crate::operand::Access;
 
 /// A tensor that is only read, such as Q, K and V. Its layout lies within its memory; it may repeat elements (stride 0).
 pub struct TensorRef<'a, T, const R: usize> {
@@ -39,6 +40,8 @@ enum Mut<'a, T> {
 /// A tensor of any type and rank, with its memory still borrowed.
 pub(crate) struct AnyTensor<'a> {
     pub memory: Memory<'a>,
+    /// How it was lent: what was lent for reading must not be written.
+    pub lent: Access,
     pub dtype: DType,
     pub layout: DynLayout,
 }
@@ -95,7 +98,7 @@ impl<'a, T: Element, const R: usize> From<TensorRef<'a, T, R>> for AnyTensor<'a>
             #[cfg(feature = "cuda")]
             Ref::Cuda(view) => Memory::Cuda(T::any_view(view)),
         };
-        Self { memory, dtype: T::DTYPE, layout: tensor.layout.into() }
+        Self { memory, lent: Access::Read, dtype: T::DTYPE, layout: tensor.layout.into() }
     }
 }
 
@@ -155,7 +158,7 @@ impl<'a, T: Element, const R: usize> From<TensorMut<'a, T, R>> for AnyTensor<'a>
             #[cfg(feature = "cuda")]
             Mut::Cuda(view) => Memory::CudaMut(T::any_view_mut(view)),
         };
-        Self { memory, dtype: T::DTYPE, layout: tensor.layout.into() }
+        Self { memory, lent: Access::Write, dtype: T::DTYPE, layout: tensor.layout.into() }
     }
 }
 

@@ -329,13 +329,19 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
     let text = write(&mut pass, Slot::DV, [2, 7, 2, 16]);
     assert!(text.starts_with("d_v: shape [2, 7, 2, 16], expected [2, 7, 2, 8]"), "{text}");
     // The operands of another pass.
-    assert_eq!(write(&mut pass, Slot::Amax, [1, 1, 1, 1]), "amax: given; allowed: the operands of this problem");
+    assert_eq!(
+        write(&mut pass, Slot::Amax, [1, 1, 1, 1]),
+        "amax: given; allowed: the operands of this problem: q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v"
+    );
     let half = options(DType::F16, DIMS, Mask::causal()).d_lse(true).build().unwrap();
-    assert_eq!(refusal(&half.plan(&Device::cpu()).unwrap(), pass.args().into()), "q: dtype f32; allowed: f16");
+    assert_eq!(
+        refusal(&half.plan(&Device::cpu()).unwrap(), pass.args().into()),
+        "q: dtype f32; allowed: f16, the problem's"
+    );
     let halves = values::<f16>(640, 7);
     for (slot, shape) in [(Slot::O, problem.forward().o_shape()), (Slot::DO, problem.d_o_shape())] {
         let mixed = Args::from(pass.args()).read(slot, TensorRef::host(&halves, dense(shape)).unwrap());
-        assert_eq!(refusal(&plan, mixed), format!("{slot}: dtype f16; allowed: f32"));
+        assert_eq!(refusal(&plan, mixed), format!("{slot}: dtype f16; allowed: f32, the problem's"));
     }
     // What the forward pass is given, and no gradient.
     let forward = ForwardArgs::new(pass.q.read(), pass.k.read(), pass.v.read(), pass.o.write());
@@ -360,5 +366,5 @@ fn what_has_no_kernel_is_refused_by_name() {
         }
     }
     let text = options(DType::E4M3, DIMS, Mask::Full).build().unwrap_err().to_string();
-    assert_eq!(text, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
+    assert_eq!(text, "q, k and v: dtype e4m3; allowed: bf16, f16, f32");
 }

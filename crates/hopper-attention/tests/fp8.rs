@@ -273,7 +273,7 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
         assert_eq!(text, format!("{slot}: dtype f16; allowed: f32"));
     }
     let two = TensorRef::host(&ones, dense([2])).unwrap();
-    assert_eq!(refusal(&plan, memory.args().scale_o(two).into()), "scale_o: shape [2], expected [1] [1]");
+    assert_eq!(refusal(&plan, memory.args().scale_o(two).into()), "scale_o: shape [2], expected [1] [number]");
     memory.scale_o = None;
     assert_eq!(
         refusal(&plan, memory.args().into()),
@@ -319,7 +319,7 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
 
     let plain = problem.to_builder().output(DType::BF16).amax(false).build().unwrap();
     let plan = plain.plan(&Device::cpu()).unwrap();
-    assert_eq!(refusal(&plan, memory.args().into()), "o: dtype e4m3; allowed: bf16");
+    assert_eq!(refusal(&plan, memory.args().into()), "o: dtype e4m3; allowed: bf16, the problem's");
     let mut memory = Memory::<bf16>::new(&plain, false, 0, 2);
     memory.scale_o = Some([1.0]);
     assert_eq!(
@@ -369,7 +369,7 @@ fn problems_and_arguments_of_other_types_do_not_mix() {
 
     let bf16_plan = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap().plan(&Device::cpu()).unwrap();
     let mut memory = Memory::<bf16>::new(&fp8, false, 0, 0);
-    assert_eq!(refusal(&bf16_plan, memory.args().into()), "q: dtype e4m3; allowed: bf16");
+    assert_eq!(refusal(&bf16_plan, memory.args().into()), "q: dtype e4m3; allowed: bf16, the problem's");
     let one = TensorRef::host(&memory.descale_q.0, memory.descale_q.1).unwrap();
     assert_eq!(
         refusal(&bf16_plan, wide.descale(one.clone(), one.clone(), one).into()),
@@ -381,10 +381,13 @@ fn problems_and_arguments_of_other_types_do_not_mix() {
         TensorRef::host(&kv, dense(fp8.v_shape())).unwrap(),
         TensorMut::host(&mut o, dense(fp8.o_shape())).unwrap(),
     );
-    assert_eq!(refusal(&fp8_plan, wide.into()), "q: dtype bf16; allowed: e4m3");
+    assert_eq!(refusal(&fp8_plan, wide.into()), "q: dtype bf16; allowed: e4m3, the problem's");
     // One operand of the other type.
     let k = TensorRef::host(&kv, dense(fp8.k_shape())).unwrap();
-    assert_eq!(refusal(&fp8_plan, Args::from(memory.args()).read(Slot::K, k)), "k: dtype bf16; allowed: e4m3");
+    assert_eq!(
+        refusal(&fp8_plan, Args::from(memory.args()).read(Slot::K, k)),
+        "k: dtype bf16; allowed: e4m3, the problem's"
+    );
 }
 
 /// A build without kernels says so; one with them has rows for every head dim up to 128 that is a multiple of 16.

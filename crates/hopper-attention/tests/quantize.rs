@@ -353,7 +353,10 @@ fn what_does_not_fit_is_refused_and_nothing_is_written() {
         "v.descale: -2 at [1, 0, 0]; allowed: finite and above 0"
     );
     let mut halves = Memory::<f16>::new(problem.k_shape(), problem.descale_k_shape(), 0, 1);
-    assert_eq!(refusal(args([None, Some(halves.computed()), None], None).into()), "k.values: dtype f16; allowed: f32");
+    assert_eq!(
+        refusal(args([None, Some(halves.computed()), None], None).into()),
+        "k.values: dtype f16; allowed: f32, the problem's"
+    );
     let mut counts = [-7f32; 6];
     let wrong = TensorMut::host(&mut counts, dense([2, 3])).unwrap();
     assert_eq!(
@@ -386,7 +389,10 @@ fn what_does_not_fit_is_refused_and_nothing_is_written() {
     let text = refusal(both.read(Slot::VDescaleGiven, factors()));
     assert_eq!(text, "v.descale: given twice; allowed: factors to be written, or to be read");
     let text = refusal(of_k(k.computed()).read(Slot::V, values()));
-    assert_eq!(text, "v: given; allowed: the operands of this problem");
+    assert_eq!(
+        text,
+        "v: given; allowed: the operands of this problem: q.values, q.stored, q.descale, k.values, k.stored, k.descale, v.values, v.stored, v.descale, counts"
+    );
 
     let untouched = |stored: &[E4M3]| stored.iter().all(|x| x.is_nan());
     assert!(untouched(&k.stored.0) && untouched(&stored) && untouched(&halves.stored.0) && untouched(&v.stored.0));

@@ -133,7 +133,7 @@ mod forward {
         let text = memory.refused(Slot::K, f32s(0, dense([1, 3, 1, 2])));
         assert_eq!(text, "k: address 0x0; allowed: multiples of 4 bytes, not 0");
         let o = RawTensor::new(address(&memory.o), DType::BF16, Place::Cpu, dense([1, 2, 2, 2]));
-        assert_eq!(memory.refused(Slot::O, o), "o: dtype bf16; allowed: f32");
+        assert_eq!(memory.refused(Slot::O, o), "o: dtype bf16; allowed: f32, the problem's");
         let lse = RawTensor::new(address(&memory.lse), DType::F16, Place::Cpu, dense([1, 2, 2]));
         assert_eq!(memory.refused(Slot::Lse, lse), "lse: dtype f16; allowed: f32");
         let v = RawTensor::new(address(&memory.kv), DType::F32, Place::Cuda(1), dense([1, 3, 1, 2]));
@@ -149,7 +149,10 @@ mod forward {
         let text = memory.refused(Slot::Q, f32s(u64::MAX - 3, dense([1, 2, 2, 2])));
         assert_eq!(text, "q: 8 elements from address 0xfffffffffffffffc; allowed: what fits the address space");
         let text = memory.refused(Slot::DQ, f32s(q, dense([1, 2, 2, 2])));
-        assert_eq!(text, "d_q: given; allowed: the operands of this problem");
+        assert_eq!(
+            text,
+            "d_q: given; allowed: the operands of this problem: q, k, v, o, lse, descale_q, descale_k, descale_v, scale_o, amax"
+        );
         for (slot, verb) in [(Slot::Q, "reads"), (Slot::K, "reads"), (Slot::V, "reads"), (Slot::O, "writes")] {
             let args = without(&memory.args(), slot);
             let text = memory.refused_args(&args);
@@ -416,7 +419,7 @@ mod backward {
         let text = memory.refused(Slot::DO, f32s(ones + 2, dense([1, 2, 2, 2])));
         assert_eq!(text, format!("d_o: address {:#x}; allowed: multiples of 4 bytes, not 0", ones + 2));
         let o = RawTensor::new(ones, DType::BF16, Place::Cpu, dense([1, 2, 2, 2]));
-        assert_eq!(memory.refused(Slot::O, o), "o: dtype bf16; allowed: f32");
+        assert_eq!(memory.refused(Slot::O, o), "o: dtype bf16; allowed: f32, the problem's");
         let d_lse = RawTensor::new(address(&memory.d_lse), DType::F16, Place::Cpu, dense([1, 2, 2]));
         assert_eq!(memory.refused(Slot::DLse, d_lse), "d_lse: dtype f16; allowed: f32");
         let lse = RawTensor::new(address(&memory.lse), DType::F32, Place::Cuda(0), dense([1, 2, 2]));
@@ -437,7 +440,10 @@ mod backward {
             assert_eq!(text, format!("{slot}: missing; allowed: the tensor that the problem {verb}"));
         }
         let text = memory.refused(Slot::Counts, f32s(ones, dense([3, 2])));
-        assert_eq!(text, "counts: given; allowed: the operands of this problem");
+        assert_eq!(
+            text,
+            "counts: given; allowed: the operands of this problem: q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v"
+        );
     }
 
     #[test]
@@ -558,9 +564,9 @@ mod quantize {
             memory.refused(&args)
         };
         let halves = RawTensor::new(values, DType::BF16, Place::Cpu, dense(SHAPE));
-        assert_eq!(with(&mut memory, Slot::KValues, halves), "k.values: dtype bf16; allowed: f32");
+        assert_eq!(with(&mut memory, Slot::KValues, halves), "k.values: dtype bf16; allowed: f32, the problem's");
         let wide = f32s(values, dense(SHAPE));
-        assert_eq!(with(&mut memory, Slot::VStored, wide), "v.stored: dtype f32; allowed: e4m3");
+        assert_eq!(with(&mut memory, Slot::VStored, wide), "v.stored: dtype f32; allowed: e4m3, the problem's");
         let elsewhere = RawTensor::new(values, DType::F32, Place::Cuda(0), dense(SHAPE));
         assert_eq!(with(&mut memory, Slot::KValues, elsewhere), "k.values: on cuda:0; allowed: cpu, the plan's");
         let text = with(&mut memory, Slot::VValues, f32s(values + 1, dense(SHAPE)));

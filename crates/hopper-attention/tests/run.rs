@@ -179,13 +179,16 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
     // The operands of another pass.
     assert_eq!(
         refusal(&plan, Args::from(memory.args()).read(Slot::DO, wrong([2, 5, 4, 8]))),
-        "d_o: given; allowed: the operands of this problem"
+        "d_o: given; allowed: the operands of this problem: q, k, v, o, lse, descale_q, descale_k, descale_v, scale_o, amax"
     );
 
     let mut halves = Memory::<f16>::new();
-    assert_eq!(refusal(&plan, halves.args().into()), "q: dtype f16; allowed: f32");
+    assert_eq!(refusal(&plan, halves.args().into()), "q: dtype f16; allowed: f32, the problem's");
     let o = TensorMut::host(&mut halves.o, dense([2, 5, 4, 8])).unwrap();
-    assert_eq!(refusal(&plan, Args::from(memory.args()).write(Slot::O, o)), "o: dtype f16; allowed: f32");
+    assert_eq!(
+        refusal(&plan, Args::from(memory.args()).write(Slot::O, o)),
+        "o: dtype f16; allowed: f32, the problem's"
+    );
     assert!(memory.is_untouched() && halves.is_untouched() && out.iter().all(|&x| x == -7.0));
     run(&plan, memory.args()).unwrap();
 }

@@ -86,7 +86,7 @@ pub trait Element: sealed::Sealed + sealed::Device + Copy + Default + Send + Syn
 }
 
 /// The types of Q, K and V that have gradients: `f16`, `bf16`, and on the CPU `f32`. ([`E4M3`] operands have none.)
-pub trait Float: Element {}
+pub trait Float: Element + OutputOf<Self> {}
 
 /// What O may be where Q, K and V are of type `T`: of [`E4M3`] operands `bf16`, `f16` or [`E4M3`], of others their own type.
 pub trait OutputOf<T: Element>: Element {}

@@ -6,7 +6,7 @@ use super::raw::{Place, RawArgs, RawTensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::DynLayout;
-use crate::operand::{Access, Operand, Operands, Presence, Slot};
+use crate::operand::{Access, MAX_RANK, Operand, Operands, Presence, Slot};
 use crate::plan::Target;
 
 /// What is known of a tensor that was given, whatever gave it.
@@ -16,11 +16,13 @@ pub(crate) struct Given<'g> {
     pub dtype: DType,
     pub layout: &'g DynLayout,
     pub place: Place,
+    /// How a borrowed tensor was lent; `None` for an address, whose caller promises what it may be used for.
+    pub lent: Option<Access>,
 }
 
 impl<'g> From<&'g (Slot, RawTensor)> for Given<'g> {
     fn from((slot, tensor): &'g (Slot, RawTensor)) -> Self {
-        Self { slot: *slot, dtype: tensor.dtype, layout: &tensor.layout, place: tensor.place }
+        Self { slot: *slot, dtype: tensor.dtype, layout: &tensor.layout, place: tensor.place, lent: None }
     }
 }
 
@@ -31,7 +33,9 @@ pub(crate) fn operands<'g, C>(
     given: impl Iterator<Item = Given<'g>> + Clone,
 ) -> Result<()> {
     if let Some(other) = given.clone().find(|given| operands.find(given.slot).is_none()) {
-        let allowed = "the operands of this problem".into();
+        let mut names: Vec<_> = operands.iter().map(|operand| operand.slot().name()).collect();
+        names.dedup(); // factors that are written, and those that are read
+        let allowed = format!("the operands of this problem: {}", names.join(", "));
         return Err(Error::Value { what: other.slot.name(), got: "given".into(), allowed });
     }
     for operand in operands {
@@ -69,7 +73,9 @@ fn presence<'g>(operand: &Operand, tensor: Option<Given<'g>>) -> Result<Option<G
 fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<()> {
     let what = operand.slot().name();
     if tensor.dtype != operand.dtype() {
-        return Err(Error::Dtype { what, got: tensor.dtype, allowed: operand.dtype().to_string() });
+        // Those with fewer dimensions, factors and sums of rows, are f32 whatever the problem.
+        let whose = if operand.shape().len() == MAX_RANK { ", the problem's" } else { "" };
+        return Err(Error::Dtype { what, got: tensor.dtype, allowed: format!("{}{whose}", operand.dtype()) });
     }
     if tensor.layout.shape() != operand.shape() {
         return Err(Error::Shape {
@@ -87,9 +93,13 @@ fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<(
         let allowed = format!("{target}, the plan's");
         return Err(Error::Device { what, got: tensor.place.to_string(), allowed });
     }
-    match operand.access() {
-        Access::Read => Ok(()),
-        Access::Write => tensor.layout.check_written(what),
+    match (operand.access(), tensor.lent) {
+        (Access::Read, _) => Ok(()),
+        (Access::Write, Some(Access::Read)) => {
+            let (got, allowed) = ("lent for reading".into(), "a tensor that is lent for writing (TensorMut)".into());
+            Err(Error::Value { what, got, allowed })
+        }
+        (Access::Write, _) => tensor.layout.check_written(what),
     }
 }
 

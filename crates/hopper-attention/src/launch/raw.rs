@@ -28,7 +28,7 @@ impl fmt::Display for Place {
 }
 
 /// A tensor by the address of its first element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawTensor {
     pub(crate) address: u64,
     pub(crate) dtype: DType,
@@ -55,14 +55,14 @@ impl RawTensor {
 /// assert_eq!(args.get(Slot::Q), Some(&q));
 /// # Ok(()) }
 /// ```
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RawArgs {
     tensors: ArrayVec<(Slot, RawTensor), MAX_OPERANDS>,
     pub(crate) workspace: RawWorkspace,
 }
 
 /// Scratch memory by address.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RawWorkspace {
     pub address: u64,
     pub bytes: usize,
@@ -80,6 +80,13 @@ impl RawArgs {
     #[must_use]
     pub fn with(mut self, slot: Slot, tensor: RawTensor) -> Self {
         self.set(slot, tensor);
+        self
+    }
+
+    /// Without the tensor that was given as this operand.
+    #[must_use]
+    pub fn without(mut self, slot: Slot) -> Self {
+        self.tensors.retain(|(given, _)| *given != slot);
         self
     }
 

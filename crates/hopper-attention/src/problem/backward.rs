@@ -7,7 +7,7 @@ use super::forward::ForwardProblem;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::mask::Mask;
-use crate::operand::{Operand, Operands, Slot};
+use crate::operand::{Operand, Operands, Slot, SlotSet};
 
 /// The gradients of a forward pass with respect to Q, K and V: the forward problem itself, and options of its own.
 ///
@@ -26,7 +26,8 @@ use crate::operand::{Operand, Operands, Slot};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardProblem {
     forward: ForwardProblem,
-    d_lse: bool,
+    /// The optional operands that were asked for.
+    asked_for: SlotSet,
     deterministic: bool,
 }
 
@@ -35,7 +36,8 @@ pub struct BackwardProblem {
 #[must_use]
 pub struct BackwardProblemBuilder {
     forward: ForwardProblem,
-    d_lse: bool,
+    /// The optional operands that were asked for.
+    asked_for: SlotSet,
     deterministic: bool,
 }
 
@@ -43,7 +45,12 @@ impl BackwardProblemBuilder {
     /// Whether a gradient of the LSE is an input, f32, `[batch, heads_q, seqlen_q]` (default: no). It is for what uses the
     /// LSE itself, such as ring attention and auxiliary losses.
     pub fn d_lse(self, given: bool) -> Self {
-        Self { d_lse: given, ..self }
+        self.operand(Slot::DLse, given)
+    }
+
+    /// Whether there is an optional operand, by its name: `operand(Slot::DLse, true)` is `d_lse(true)`.
+    pub fn operand(self, slot: Slot, wanted: bool) -> Self {
+        Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
 
     /// Whether the same inputs, plan and device must give the same bits (default: no). On an H200 it costs up to 4% without a
@@ -55,28 +62,30 @@ impl BackwardProblemBuilder {
     /// Checks everything.
     ///
     /// # Errors
-    /// [`Error::Dtype`] for a forward pass of e4m3 operands, which has no gradients.
+    /// [`Error::Dtype`] for a forward pass of e4m3 operands, which has no gradients; [`Error::Value`] for an operand that no
+    /// backward pass may be asked for.
     pub fn build(self) -> Result<BackwardProblem> {
-        let Self { forward, d_lse, deterministic } = self;
+        let Self { forward, asked_for, deterministic } = self;
+        asked_for.check_among(&[Slot::DLse])?;
         if forward.dtype() == DType::E4M3 {
-            let allowed = "f16, bf16, f32".into();
+            let allowed = "bf16, f16, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed });
         }
         let forward = forward.to_builder().lse(true).build()?;
-        Ok(BackwardProblem { forward, d_lse, deterministic })
+        Ok(BackwardProblem { forward, asked_for, deterministic })
     }
 }
 
 impl BackwardProblem {
     /// The gradients of this forward pass, whether or not it was made with its LSE.
     pub fn builder(forward: &ForwardProblem) -> BackwardProblemBuilder {
-        BackwardProblemBuilder { forward: forward.clone(), d_lse: false, deterministic: false }
+        BackwardProblemBuilder { forward: forward.clone(), asked_for: SlotSet::default(), deterministic: false }
     }
 
     /// The options of this problem, to make another one of them.
     pub fn to_builder(&self) -> BackwardProblemBuilder {
-        let Self { forward, d_lse, deterministic } = self.clone();
-        BackwardProblemBuilder { forward, d_lse, deterministic }
+        let Self { forward, asked_for, deterministic } = self.clone();
+        BackwardProblemBuilder { forward, asked_for, deterministic }
     }
 
     /// What it reads and writes. Gradients are overwritten, not added to.
@@ -89,7 +98,7 @@ impl BackwardProblem {
             Operand::read(Slot::O, dtype, self.forward.o_shape()),
             Operand::read(Slot::Lse, DType::F32, self.forward.lse_shape()),
             Operand::read(Slot::DO, dtype, self.d_o_shape()),
-            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).when(self.d_lse, "d_lse(true)"),
+            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).when(self.wants(Slot::DLse), "d_lse(true)"),
             Operand::write(Slot::DQ, dtype, self.d_q_shape()),
             Operand::write(Slot::DK, dtype, self.d_k_shape()),
             Operand::write(Slot::DV, dtype, self.d_v_shape()),
@@ -101,9 +110,14 @@ impl BackwardProblem {
         &self.forward
     }
 
+    /// Whether an optional operand was asked for.
+    pub fn wants(&self, slot: Slot) -> bool {
+        self.asked_for.contains(slot)
+    }
+
     /// Whether a gradient of the LSE is an input.
     pub fn takes_d_lse(&self) -> bool {
-        self.d_lse
+        self.wants(Slot::DLse)
     }
 
     /// Whether the same bits are asked for on every run.
@@ -165,7 +179,7 @@ impl BackwardProblem {
 
 impl fmt::Display for BackwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let d_lse = if self.d_lse { " d_lse" } else { "" };
+        let d_lse = if self.takes_d_lse() { " d_lse" } else { "" };
         let deterministic = if self.deterministic { " deterministic" } else { "" };
         write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale())?;
         self.forward.write_arch(f)
@@ -205,7 +219,7 @@ mod tests {
     fn e4m3_operands_have_no_gradients() {
         let forward = ForwardProblem::builder(DType::E4M3, DIMS).build().unwrap();
         let error = BackwardProblem::builder(&forward).build().unwrap_err();
-        assert_eq!(error.to_string(), "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
+        assert_eq!(error.to_string(), "q, k and v: dtype e4m3; allowed: bf16, f16, f32");
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub struct ForwardProblem {
     asked_for: SlotSet,
     arch: Option<Arch>,
     /// Of e4m3 operands alone.
-    pub(super) fp8: Option<Fp8>,
+    fp8: Option<Fp8>,
 }
 
 /// A finite factor above 0: equal to another one exactly where the bits are.
@@ -55,9 +55,6 @@ impl Hash for Scale {
         self.0.to_bits().hash(state);
     }
 }
-
-/// The operands that a problem has only where it was asked for them.
-const OPTIONAL: [Slot; 2] = [Slot::Lse, Slot::Amax];
 
 /// The options of a [`ForwardProblem`], which [`build`](Self::build) checks.
 #[derive(Clone, Debug)]
@@ -144,10 +141,7 @@ impl ForwardProblemBuilder {
             let (got, allowed) = (softmax_scale.to_string(), "finite and above 0".into());
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
-        if let Some(other) = asked_for.iter().find(|slot| !OPTIONAL.contains(slot)) {
-            let allowed = OPTIONAL.map(Slot::name).join(", ");
-            return Err(Error::Value { what: other.name(), got: "asked for".into(), allowed });
-        }
+        asked_for.check_among(&[Slot::Lse, Slot::Amax])?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), asked_for, arch, fp8 })
     }
@@ -193,9 +187,9 @@ impl ForwardProblem {
             Operand::read(Slot::V, dtype, self.v_shape()),
             Operand::write(Slot::O, self.output_dtype(), self.o_shape()),
             Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.wants(Slot::Lse), "lse(true)"),
-            Operand::read(Slot::DescaleQ, DType::F32, self.descale_q_shape()).when(fp8, "e4m3 operands"),
-            Operand::read(Slot::DescaleK, DType::F32, self.descale_k_shape()).when(fp8, "e4m3 operands"),
-            Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).when(fp8, "e4m3 operands"),
+            Operand::read(Slot::DescaleQ, DType::F32, self.descale_q_shape()).of_kind(fp8, "e4m3 operands"),
+            Operand::read(Slot::DescaleK, DType::F32, self.descale_k_shape()).of_kind(fp8, "e4m3 operands"),
+            Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).of_kind(fp8, "e4m3 operands"),
             Operand::read(Slot::ScaleO, DType::F32, [1]).when(self.takes_scale_o(), "an e4m3 output"),
             Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants(Slot::Amax), "amax(true)"),
         ])
@@ -311,6 +305,64 @@ impl fmt::Display for ForwardProblem {
         let lse = if self.wants_lse() { " lse" } else { "" };
         write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
         self.write_arch(f)
+    }
+}
+
+/// Problems with e4m3 operands (FP8). A real value of Q, K or V is what is stored times its descale factor; for O see
+/// the builder's [`output`](crate::ForwardProblemBuilder::output). They have no backward pass.
+///
+/// ```
+/// use hopper_attention::{DType, Dims, ForwardProblem, Scaling};
+/// # fn main() -> hopper_attention::Result<()> {
+/// let dims = Dims::new(2, 512, 8, 64).with_seqlen_q(300).with_heads_kv(2);
+/// let problem =
+///     ForwardProblem::builder(DType::E4M3, dims).scaling(Scaling::PerBlock).output(DType::F16).build()?;
+/// assert_eq!((problem.descale_q_shape(), problem.descale_k_shape()), ([2, 8, 3], [2, 2, 4]));
+/// # Ok(()) }
+/// ```
+impl ForwardProblem {
+    /// The element type of O: that of the operands, or of e4m3 operands what the builder's [`output`](crate::ForwardProblemBuilder::output) chose.
+    pub fn output_dtype(&self) -> DType {
+        self.fp8.map_or(self.dtype(), |fp8| fp8.output)
+    }
+
+    /// How many elements share a descale factor; `None` for operands that are not e4m3.
+    pub fn scaling(&self) -> Option<Scaling> {
+        self.fp8.map(|fp8| fp8.scaling)
+    }
+
+    /// Whether the largest magnitude of O is an output.
+    pub fn wants_amax(&self) -> bool {
+        self.wants(Slot::Amax)
+    }
+
+    /// Whether scores may be summed in f16.
+    pub fn allows_half_scores(&self) -> bool {
+        self.fp8.is_some_and(|fp8| fp8.half_scores)
+    }
+
+    /// Whether the factor of a stored O is an input: where the output is e4m3.
+    pub fn takes_scale_o(&self) -> bool {
+        self.output_dtype() == DType::E4M3
+    }
+
+    /// `[batch, heads, blocks]` of Q's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
+    pub fn descale_q_shape(&self) -> [usize; 3] {
+        self.descale_shape(self.q_shape())
+    }
+
+    /// `[batch, heads, blocks]` of K's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
+    pub fn descale_k_shape(&self) -> [usize; 3] {
+        self.descale_shape(self.k_shape())
+    }
+
+    /// `[batch, heads, blocks]` of V's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
+    pub fn descale_v_shape(&self) -> [usize; 3] {
+        self.descale_shape(self.v_shape())
+    }
+
+    fn descale_shape(&self, of: [usize; 4]) -> [usize; 3] {
+        self.fp8.map_or([0; 3], |fp8| fp8.scaling.shape(of, self.dims().heads_kv))
     }
 }
 

@@ -2,18 +2,16 @@
 
 use std::fmt;
 
-use super::forward::ForwardProblem;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::operand::Slot;
 use crate::scaling::Scaling;
 
 /// The options of a problem with e4m3 operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Fp8 {
-    output: DType,
-    scaling: Scaling,
-    half_scores: bool,
+    pub output: DType,
+    pub scaling: Scaling,
+    pub half_scores: bool,
 }
 
 impl Fp8 {
@@ -59,68 +57,10 @@ impl fmt::Display for Fp8 {
     }
 }
 
-/// Problems with e4m3 operands (FP8). A real value of Q, K or V is what is stored times its descale factor; for O see
-/// the builder's [`output`](crate::ForwardProblemBuilder::output). They have no backward pass.
-///
-/// ```
-/// use hopper_attention::{DType, Dims, ForwardProblem, Scaling};
-/// # fn main() -> hopper_attention::Result<()> {
-/// let dims = Dims::new(2, 512, 8, 64).with_seqlen_q(300).with_heads_kv(2);
-/// let problem =
-///     ForwardProblem::builder(DType::E4M3, dims).scaling(Scaling::PerBlock).output(DType::F16).build()?;
-/// assert_eq!((problem.descale_q_shape(), problem.descale_k_shape()), ([2, 8, 3], [2, 2, 4]));
-/// # Ok(()) }
-/// ```
-impl ForwardProblem {
-    /// The element type of O: that of the operands, or of e4m3 operands what the builder's [`output`](crate::ForwardProblemBuilder::output) chose.
-    pub fn output_dtype(&self) -> DType {
-        self.fp8.map_or(self.dtype(), |fp8| fp8.output)
-    }
-
-    /// How many elements share a descale factor; `None` for operands that are not e4m3.
-    pub fn scaling(&self) -> Option<Scaling> {
-        self.fp8.map(|fp8| fp8.scaling)
-    }
-
-    /// Whether the largest magnitude of O is an output.
-    pub fn wants_amax(&self) -> bool {
-        self.wants(Slot::Amax)
-    }
-
-    /// Whether scores may be summed in f16.
-    pub fn allows_half_scores(&self) -> bool {
-        self.fp8.is_some_and(|fp8| fp8.half_scores)
-    }
-
-    /// Whether the factor of a stored O is an input: where the output is e4m3.
-    pub fn takes_scale_o(&self) -> bool {
-        self.output_dtype() == DType::E4M3
-    }
-
-    /// `[batch, heads, blocks]` of Q's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
-    pub fn descale_q_shape(&self) -> [usize; 3] {
-        self.descale_shape(self.q_shape())
-    }
-
-    /// `[batch, heads, blocks]` of K's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
-    pub fn descale_k_shape(&self) -> [usize; 3] {
-        self.descale_shape(self.k_shape())
-    }
-
-    /// `[batch, heads, blocks]` of V's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
-    pub fn descale_v_shape(&self) -> [usize; 3] {
-        self.descale_shape(self.v_shape())
-    }
-
-    fn descale_shape(&self, of: [usize; 4]) -> [usize; 3] {
-        self.fp8.map_or([0; 3], |fp8| fp8.scaling.shape(of, self.dims().heads_kv))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::{Dims, ForwardProblemBuilder};
+    use crate::problem::{Dims, ForwardProblem, ForwardProblemBuilder};
 
     const DIMS: Dims =
         Dims { batch: 2, seqlen_q: 129, seqlen_kv: 256, heads_q: 6, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };

@@ -108,6 +108,12 @@ impl Quantizer {
         QuantizerBuilder { problem: problem.clone(), source, hadamard: None }
     }
 
+    /// The options of this quantizer, to make another one of them.
+    pub fn to_builder(&self) -> QuantizerBuilder {
+        let Self { problem, source, hadamard } = self.clone();
+        QuantizerBuilder { problem, source, hadamard }
+    }
+
     /// What it reads and writes: for each of q, k and v that is quantised its values, what is stored, and its factors, which
     /// are written or given.
     pub fn operands(&self) -> Operands {

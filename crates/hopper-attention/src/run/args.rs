@@ -31,6 +31,13 @@ impl<'a> Args<'a> {
         self.with(slot, tensor.into())
     }
 
+    /// Without the tensor that was given as this operand.
+    #[must_use]
+    pub fn without(mut self, slot: Slot) -> Self {
+        self.0.retain(|(given, _)| *given != slot);
+        self
+    }
+
     fn with(mut self, slot: Slot, tensor: AnyTensor<'a>) -> Self {
         match self.0.iter_mut().find(|(given, _)| *given == slot) {
             Some((_, place)) => *place = tensor,

@@ -114,7 +114,7 @@ impl Args<'_> {
                 #[cfg(feature = "cuda")]
                 Memory::CudaMut(view) => Place::Cuda(view.context().ordinal()),
             };
-            Given { slot: *slot, dtype: tensor.dtype, layout: &tensor.layout, place }
+            Given { slot: *slot, dtype: tensor.dtype, layout: &tensor.layout, place, lent: Some(tensor.lent) }
         })
     }
 
