@@ -3,9 +3,7 @@
 pub mod mutations;
 
 use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, forward_plain};
-use hopper_attention::{
-    BackwardArgs, BackwardProblem, DType, Device, Operand, Stream, TensorMut, TensorRef, Workspace,
-};
+use hopper_attention::{BackwardArgs, BackwardProblem, DType, Device, Stream, TensorMut, TensorRef, Workspace};
 
 use crate::data::{Image, Input, Poison};
 use crate::problems::Case;
@@ -49,11 +47,11 @@ pub struct Outputs<T> {
     pub d_v: Image<T, 4>,
 }
 
-impl<T: Poison + Operand<Out = T>> Prepared<T> {
+impl<T: Poison> Prepared<T> {
     /// Makes the inputs and computes what must come out.
     pub fn new(case: &Case) -> Self {
         let forward = case.problem(T::DTYPE);
-        let problem = BackwardProblem::of(&forward).d_lse(case.lse);
+        let problem = BackwardProblem::builder(&forward).d_lse(case.lse).build().expect("a type with gradients");
         let input = |input, shape| {
             let layout = case.placement.layout(shape, input != Input::Q);
             Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
@@ -102,7 +100,7 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
     }
 
     /// The arguments of a run in host memory.
-    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> BackwardArgs<'a, T> {
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> BackwardArgs<'a> {
         fn input<T: Poison, const R: usize>(image: &Image<T, R>) -> TensorRef<'_, T, R> {
             TensorRef::host(image.inner(), image.layout()).expect("a fitting layout")
         }
@@ -110,21 +108,20 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
             let layout = image.layout();
             TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
         }
-        BackwardArgs {
-            q: input(&self.q),
-            k: input(&self.k),
-            v: input(&self.v),
-            o: input(&self.o),
-            lse: input(&self.lse),
-            d_o: input(&self.d_o),
-            d_lse: self.d_lse.as_ref().map(input),
-            d_q: output(&mut outputs.d_q),
-            d_k: output(&mut outputs.d_k),
-            d_v: output(&mut outputs.d_v),
+        let args = BackwardArgs::new(
+            [input(&self.q), input(&self.k), input(&self.v)],
+            input(&self.o),
+            input(&self.lse),
+            input(&self.d_o),
+            [output(&mut outputs.d_q), output(&mut outputs.d_k), output(&mut outputs.d_v)],
+        );
+        match &self.d_lse {
+            Some(d_lse) => args.d_lse(input(d_lse)),
+            None => args,
         }
     }
 
-    /// Holds outputs whose guard bands were found intact against the law.
+    /// Holds outputs whose guard bands were found intact against the tolerance.
     pub fn judge(&self, outputs: &Outputs<T>) -> BackwardReport {
         let BackwardPlain { d_q, d_k, d_v } = outputs.tensors();
         self.expected.check(&d_q, &d_k, &d_v).expect("matching shapes")
@@ -143,7 +140,7 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
     }
 }
 
-impl<T: Poison + Operand<Out = T>> Ready for Prepared<T> {
+impl<T: Poison> Ready for Prepared<T> {
     type Outputs = Outputs<T>;
     type Broken = BackwardPlain;
 
@@ -203,7 +200,7 @@ impl<T: Poison> Outputs<T> {
         [&self.d_q, &self.d_k, &self.d_v].into_iter().try_for_each(Image::check_written)
     }
 
-    /// The gradients as the law reads them.
+    /// The gradients as the tolerance reads them.
     pub fn tensors(&self) -> BackwardPlain {
         BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor() }
     }

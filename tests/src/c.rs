@@ -44,7 +44,7 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
     let corner_of = |corner| if corner == Corner::TopLeft { HATTN_TOP_LEFT } else { HATTN_BOTTOM_RIGHT };
     // Past the largest number that C can say, a bound is none.
     let bound = |keys| i64::try_from(keys).unwrap_or(i64::MAX);
-    let (mask, corner, left, right) = match problem.mask_value() {
+    let (mask, corner, left, right) = match problem.mask() {
         Mask::Causal { corner } => (HATTN_MASK_CAUSAL, corner_of(corner), None, None),
         Mask::Window { left, right, corner } => (HATTN_MASK_WINDOW, corner_of(corner), left, right),
         _ => (HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, None, None),
@@ -65,21 +65,21 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         head_dim_vo: signed(dims.head_dim_vo),
         window_left: left.map_or(HATTN_UNBOUNDED, bound),
         window_right: right.map_or(HATTN_UNBOUNDED, bound),
-        softmax_scale: problem.softmax_scale_value(),
-        arch: match problem.arch_value() {
+        softmax_scale: problem.softmax_scale(),
+        arch: match problem.arch() {
             None => HATTN_ARCH_OWN,
             Some(Arch::Sm80) => HATTN_ARCH_SM80,
             Some(Arch::Sm90) => HATTN_ARCH_SM90,
             Some(other) => panic!("no number for {other}"),
         },
         output: dtype(problem.output_dtype()),
-        scaling: match problem.scaling_value() {
+        scaling: match problem.scaling() {
             Some(Scaling::PerHead) => HATTN_PER_HEAD,
             Some(Scaling::PerBlock) => HATTN_PER_BLOCK,
             _ => HATTN_PER_TENSOR,
         },
         amax: i32::from(problem.wants_amax()),
-        half_scores: i32::from(problem.half_scores_value()),
+        half_scores: i32::from(problem.allows_half_scores()),
     }
 }
 
@@ -210,8 +210,8 @@ pub fn quantize_problem(quantizer: &Quantizer, forward: &hattn_forward_problem) 
         abi_version: HATTN_ABI_VERSION,
         forward,
         source: dtype(quantizer.source()),
-        hadamard: i32::from(quantizer.hadamard_value().is_some()),
-        seed: quantizer.hadamard_value().unwrap_or(0),
+        hadamard: i32::from(quantizer.hadamard().is_some()),
+        seed: quantizer.hadamard().unwrap_or(0),
     }
 }
 

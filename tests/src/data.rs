@@ -1,7 +1,7 @@
 //! Values of inputs, and memory with guard bands.
 
 use hopper_attention::reference::Tensor;
-use hopper_attention::{Element, Layout, bf16, f16};
+use hopper_attention::{Float, Layout, OutputOf, bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -12,7 +12,7 @@ pub const GUARD: usize = 256;
 
 /// An element type with a poison: a NaN that no arithmetic makes, so that what was never written can be told from a
 /// NaN that was computed.
-pub trait Poison: Element {
+pub trait Poison: Float + OutputOf<Self> {
     /// The poison.
     const POISON: Self;
 

@@ -3,8 +3,8 @@
 
 use hopper_attention::reference::{Expected, Plain, Tensor, forward_plain};
 use hopper_attention::{
-    DType, Descale, Device, E4M3, Element, ForwardProblem, Fp8ForwardArgs, Fp8Output, KernelInfo, Layout, Quantize,
-    QuantizeArgs, Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    DType, Descale, Device, E4M3, Element, ForwardArgs, ForwardProblem, KernelInfo, Layout, OutputOf, QuantizeArgs,
+    Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 
 use crate::data::Input;
@@ -28,24 +28,27 @@ impl Operands {
         let shapes = shapes(problem);
         let mut stored = inputs.map(|x| vec![E4M3::from_bits(0x7f); x.data().len()]);
         let mut descale = shapes.map(|(_, factors)| vec![f32::NAN; factors.iter().product()]);
-        let quantizer = Quantizer::of(problem, DType::BF16).expect("e4m3 operands");
-        let quantizer = match hadamard {
-            Some(seed) => quantizer.hadamard(seed),
-            None => quantizer,
+        let options = Quantizer::builder(problem, DType::BF16);
+        let options = match hadamard {
+            Some(seed) => options.hadamard(seed),
+            None => options,
         };
-        let plan = quantizer.plan(&Device::cpu()).expect("a plan for the CPU");
+        let plan = options.build().expect("e4m3 operands").plan(&Device::cpu()).expect("a plan for the CPU");
         let mut tensors = values.iter().zip(&mut stored).zip(&mut descale).zip(shapes).map(
             |(((values, stored), descale), (shape, factors))| {
                 let (layout, factors) = (dense(shape), dense(factors));
-                Some(Quantize {
-                    values: TensorRef::host(values, layout).expect("a fitting layout"),
-                    stored: TensorMut::host(stored, layout).expect("a fitting layout"),
-                    descale: Descale::FromAmax(TensorMut::host(descale, factors).expect("a fitting layout")),
-                })
+                (
+                    TensorRef::host(values, layout).expect("a fitting layout"),
+                    TensorMut::host(stored, layout).expect("a fitting layout"),
+                    Descale::FromAmax(TensorMut::host(descale, factors).expect("a fitting layout")),
+                )
             },
         );
-        let mut next = || tensors.next().flatten();
-        let args = QuantizeArgs { q: next(), k: next(), v: next(), counts: None };
+        let mut args = QuantizeArgs::new();
+        for setter in [QuantizeArgs::q, QuantizeArgs::k, QuantizeArgs::v] {
+            let (values, stored, descale) = tensors.next().expect("one of three");
+            args = setter(args, values, stored, descale);
+        }
         plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("operands");
         drop(tensors);
         Self { problem: problem.clone(), stored, descale }
@@ -73,7 +76,7 @@ impl Operands {
 
     /// Where the factor of a row `[batch, token, head]` is, with `group` heads to a key head.
     fn place(&self, [batch, token, head]: [usize; 3], group: usize) -> [usize; 3] {
-        match self.problem.scaling_value().expect("e4m3 operands") {
+        match self.problem.scaling().expect("e4m3 operands") {
             Scaling::PerTensor => [0, 0, 0],
             Scaling::PerHead => [batch, head / group, 0],
             _ => [batch, head, token / SCALE_BLOCK],
@@ -88,8 +91,8 @@ impl Operands {
         }
     }
 
-    fn run_as<O: Fp8Output>(&self) -> Output {
-        let problem = self.problem.clone().lse(true);
+    fn run_as<O: OutputOf<E4M3>>(&self) -> Output {
+        let problem = self.problem.to_builder().lse(true).build().expect("the same numbers");
         let mut o = vec![O::from_f32(f32::NAN); problem.o_shape().iter().product()];
         let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
         let [q, k, v] = [0, 1, 2].map(|i| {
@@ -97,20 +100,11 @@ impl Operands {
             let stored = TensorRef::host(&self.stored[i], dense(shape)).expect("a fitting layout");
             (stored, TensorRef::host(&self.descale[i], dense(factors)).expect("a fitting layout"))
         });
-        let args = Fp8ForwardArgs {
-            q: q.0,
-            k: k.0,
-            v: v.0,
-            descale_q: q.1,
-            descale_k: k.1,
-            descale_v: v.1,
-            o: TensorMut::host(&mut o, dense(problem.o_shape())).expect("a fitting layout"),
-            lse: Some(TensorMut::host(&mut lse, dense(problem.lse_shape())).expect("a fitting layout")),
-            scale_o: None,
-            amax: None,
-        };
+        let o_mut = TensorMut::host(&mut o, dense(problem.o_shape())).expect("a fitting layout");
+        let args = ForwardArgs::new(q.0, k.0, v.0, o_mut).descale(q.1, k.1, v.1);
+        let args = args.lse(TensorMut::host(&mut lse, dense(problem.lse_shape())).expect("a fitting layout"));
         let plan = problem.plan(&Device::cpu()).expect("a plan for the CPU");
-        plan.run_fp8(&Stream::Cpu, &mut no_workspace(), args).expect("a result");
+        plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("a result");
         (Tensor::from_strided(&o, &dense(problem.o_shape())), lse.into_iter().map(f64::from).collect())
     }
 
@@ -162,12 +156,12 @@ impl Operands {
 
 /// The problem that a row is for: with scores in f16 where its are.
 pub fn for_row(problem: ForwardProblem, row: &KernelInfo) -> ForwardProblem {
-    problem.half_scores(row.scores == DType::F16).expect("e4m3 operands")
+    problem.to_builder().half_scores(row.scores() == DType::F16).build().expect("e4m3 operands")
 }
 
 /// Whether rows have scores in f16: both, where there are rows of both kinds.
 pub fn half_scores_of(rows: &[KernelInfo]) -> Vec<bool> {
-    let of_rows = |half: &bool| rows.iter().any(|row| (row.scores == DType::F16) == *half);
+    let of_rows = |half: &bool| rows.iter().any(|row| (row.scores() == DType::F16) == *half);
     [false, true].into_iter().filter(of_rows).collect()
 }
 
@@ -184,7 +178,7 @@ pub(crate) fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
     Layout::contiguous(shape).expect("a legal layout")
 }
 
-fn no_workspace() -> Workspace {
+fn no_workspace() -> Workspace<'static> {
     Workspace::alloc(&Stream::Cpu, 0).expect("nothing to allocate")
 }
 

@@ -1,5 +1,5 @@
 //! The runner that kernels hand themselves to: problems, inputs in guarded memory, and results held against the
-//! oracle under the library's one tolerance law. The GPU tests and the CPU tests share all of it.
+//! oracle under the library's one tolerance. The GPU tests and the CPU tests share all of it.
 
 #![deny(missing_docs)]
 

@@ -60,15 +60,7 @@ impl Long {
     pub fn new(keys: usize, head_dim: usize, values: Values) -> Self {
         // Chance, which more queries average out, is smaller where there are more keys.
         let seqlen_q = if keys > 16384 { 4 } else { 8 };
-        let dims = Dims {
-            batch: 1,
-            seqlen_q,
-            seqlen_kv: keys,
-            heads_q: 2,
-            heads_kv: 1,
-            head_dim_qk: head_dim,
-            head_dim_vo: head_dim,
-        };
+        let dims = Dims::new(1, seqlen_q, 2, head_dim).with_seqlen_kv(keys).with_heads_kv(1);
         let mut rng = StdRng::seed_from_u64(keys as u64);
         let mut normal = |shape: [usize; 4], of: fn(f64, f64) -> f64| {
             Tensor::from_fn(shape, |[.., d]| {
@@ -90,12 +82,12 @@ impl Long {
 
     /// With a mask and factors of a scaling, Q and K small enough for scores in f16 where it is for them.
     pub fn quantised(&self, mask: Mask, scaling: Scaling, half: bool) -> Quantised {
-        let problem = |dtype| ForwardProblem::new(dtype, self.dims).expect("legal sizes").mask(mask);
+        let options = |dtype| ForwardProblem::builder(dtype, self.dims).mask(mask);
         let [q, k, v] = &self.qkv;
-        let exact = forward(&problem(DType::BF16), q, k, v).expect("matching shapes").o;
-        let of_e4m3 = problem(DType::E4M3).scaling(scaling).and_then(|problem| problem.output(DType::F16));
-        let of_e4m3 = of_e4m3.and_then(|problem| problem.half_scores(half));
-        let operands = Operands::quantised(&of_e4m3.expect("e4m3 operands").lse(true), [q, k, v], None);
+        let of_bf16 = options(DType::BF16).build().expect("legal sizes");
+        let exact = forward(&of_bf16, q, k, v).expect("matching shapes").o;
+        let of_e4m3 = options(DType::E4M3).scaling(scaling).output(DType::F16).half_scores(half).lse(true);
+        let operands = Operands::quantised(&of_e4m3.build().expect("legal sizes"), [q, k, v], None);
         let [q, k, v] = operands.real();
         let emulated = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes").o;
         Quantised { emulated: Error::of(&emulated, &exact), operands, values: self.values, exact }
@@ -125,9 +117,9 @@ impl Quantised {
             self.values,
             problem.dims().seqlen_kv,
             problem.dims().head_dim_vo,
-            problem.mask_value(),
-            problem.scaling_value().unwrap_or_default(),
-            if problem.half_scores_value() { ", half scores" } else { "" },
+            problem.mask(),
+            problem.scaling().unwrap_or_default(),
+            if problem.allows_half_scores() { ", half scores" } else { "" },
             100.0 * got.rmse,
             100.0 * emulated.rmse,
             100.0 * got.bias,
@@ -146,11 +138,11 @@ impl Quantised {
         let problem = self.operands.problem();
         let [q, k, v] = self.operands.real();
         let dims = problem.dims();
-        let scale = f64::from(problem.softmax_scale_value());
+        let scale = f64::from(problem.softmax_scale());
         let mut o = Tensor::zeros(problem.o_shape());
         for (query, head) in (0..dims.seqlen_q).flat_map(|query| (0..dims.heads_q).map(move |head| (query, head))) {
             let dot = |key: usize| q.row(0, query, head).iter().zip(k.row(0, key, 0)).map(|(q, k)| q * k).sum::<f64>();
-            let keep = |key| problem.mask_value().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
+            let keep = |key| problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
             let scores: Vec<f64> =
                 (0..dims.seqlen_kv).map(|key| if keep(key) { scale * dot(key) } else { f64::NEG_INFINITY }).collect();
             let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -1,4 +1,4 @@
-//! Ways in which a kernel may be broken, applied to an honest result: the law must notice every one.
+//! Ways in which a kernel may be broken, applied to an honest result: the tolerance must notice every one.
 
 use hopper_attention::reference::{Plain, Tensor, forward_plain};
 use hopper_attention::{Corner, DType, Dims, ForwardProblem, Mask};
@@ -38,7 +38,7 @@ pub const ALL: [Mutation; 14] = [
     Mutation { name: "the other corner", apply: other_corner },
     Mutation { name: "the diagonal off by one", apply: diagonal_off_by_one },
     Mutation { name: "the mask forgotten", apply: |s| with_mask(s, Mask::Full) },
-    Mutation { name: "unscaled", apply: |s| scaled(s, 1.0 / s.problem.softmax_scale_value()) },
+    Mutation { name: "unscaled", apply: |s| scaled(s, 1.0 / s.problem.softmax_scale()) },
     Mutation { name: "the scale of another head dim", apply: |s| scaled(s, 1.1) },
     Mutation { name: "not normalised by one key", apply: not_normalised },
     Mutation { name: "the last row not written", apply: unwritten_row },
@@ -72,7 +72,7 @@ fn repeated_tile(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
 fn fewer_keys(s: Subject<'_>, keys: usize) -> Option<(Tensor, Vec<f64>)> {
     let dims = s.problem.dims();
     // Masks move with the length; only where there is none are fewer keys a problem of their own.
-    if s.problem.mask_value() != Mask::Full || dims.seqlen_kv <= keys {
+    if s.problem.mask() != Mask::Full || dims.seqlen_kv <= keys {
         return None;
     }
     let seqlen_kv = dims.seqlen_kv - keys;
@@ -80,24 +80,24 @@ fn fewer_keys(s: Subject<'_>, keys: usize) -> Option<(Tensor, Vec<f64>)> {
         let [batch, _, heads, dim] = t.shape();
         Tensor::from_fn([batch, seqlen_kv, heads, dim], |[b, k, h, d]| t.row(b, k, h)[d])
     };
-    let problem = ForwardProblem::new(s.problem.dtype(), Dims { seqlen_kv, ..dims }).ok()?;
-    let problem = problem.softmax_scale(s.problem.softmax_scale_value()).ok()?;
+    let options = ForwardProblem::builder(s.problem.dtype(), dims.with_seqlen_kv(seqlen_kv));
+    let problem = options.softmax_scale(s.problem.softmax_scale()).build().ok()?;
     computed(&problem, s.q, &shorter(s.k), &shorter(s.v))
 }
 
 fn other_corner(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
-    with_mask(s, masks::other_corner(s.problem.mask_value())?)
+    with_mask(s, masks::other_corner(s.problem.mask())?)
 }
 
 fn diagonal_off_by_one(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
-    with_mask(s, masks::off_by_one(s.problem.mask_value())?)
+    with_mask(s, masks::off_by_one(s.problem.mask())?)
 }
 
 fn with_mask(s: Subject<'_>, mask: Mask) -> Option<(Tensor, Vec<f64>)> {
-    if !masks::differ(s.problem.dims(), s.problem.mask_value(), mask) {
+    if !masks::differ(s.problem.dims(), s.problem.mask(), mask) {
         return None;
     }
-    computed(&s.problem.clone().mask(mask), s.q, s.k, s.v)
+    computed(&s.problem.to_builder().mask(mask).build().ok()?, s.q, s.k, s.v)
 }
 
 /// Masks, and those that they are taken for.
@@ -147,7 +147,7 @@ pub mod masks {
 }
 
 fn scaled(s: Subject<'_>, factor: f32) -> Option<(Tensor, Vec<f64>)> {
-    let problem = s.problem.clone().softmax_scale(s.problem.softmax_scale_value() * factor).ok()?;
+    let problem = s.problem.to_builder().softmax_scale(s.problem.softmax_scale() * factor).build().ok()?;
     computed(&problem, s.q, s.k, s.v)
 }
 

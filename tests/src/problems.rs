@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hopper_attention::{Corner, DType, Dims, ForwardProblem, KernelInfo, Mask};
+use hopper_attention::{Corner, DType, Dims, ForwardProblem, ForwardProblemBuilder, KernelInfo, Mask};
 
 use crate::data::Values;
 use crate::layouts::Placement;
@@ -29,15 +29,7 @@ pub struct Case {
 impl Case {
     /// One sequence, two query heads on one key head, everything else plain.
     pub fn new(seqlen_q: usize, seqlen_kv: usize, head_dim: usize, mask: Mask) -> Self {
-        let dims = Dims {
-            batch: 1,
-            seqlen_q,
-            seqlen_kv,
-            heads_q: 2,
-            heads_kv: 1,
-            head_dim_qk: head_dim,
-            head_dim_vo: head_dim,
-        };
+        let dims = Dims::new(1, seqlen_q, 2, head_dim).with_seqlen_kv(seqlen_kv).with_heads_kv(1);
         Self {
             dims,
             mask,
@@ -52,16 +44,21 @@ impl Case {
     /// The same with other heads and batch.
     #[must_use]
     pub fn heads(mut self, batch: usize, heads_q: usize, heads_kv: usize) -> Self {
-        self.dims = Dims { batch, heads_q, heads_kv, ..self.dims };
+        self.dims = self.dims.with_batch(batch).with_heads_q(heads_q).with_heads_kv(heads_kv);
         self
     }
 
     /// The library's problem.
     pub fn problem(&self, dtype: DType) -> ForwardProblem {
-        let problem = ForwardProblem::new(dtype, self.dims).expect("legal sizes").mask(self.mask).lse(self.lse);
+        self.options(dtype).build().expect("legal sizes and a legal scale")
+    }
+
+    /// The library's problem, with options still to be chosen.
+    pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
+        let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse);
         match self.scale {
-            Some(scale) => problem.softmax_scale(scale).expect("a legal scale"),
-            None => problem,
+            Some(scale) => options.softmax_scale(scale),
+            None => options,
         }
     }
 }
@@ -124,7 +121,7 @@ impl Tiles {
             sizes.dedup();
             sizes
         };
-        Self { m: distinct(|row| row.tile_m), n: distinct(|row| row.tile_n) }
+        Self { m: distinct(|row| row.tile_m()), n: distinct(|row| row.tile_n()) }
     }
 }
 
@@ -372,15 +369,10 @@ pub mod random {
         (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
             |(sizes, mask, scale, lse, placement, values, seed, square)| {
                 let (batch, seqlen_q, seqlen_kv, heads_kv, group, head_dim_qk, head_dim_vo) = sizes;
-                let dims = Dims {
-                    batch,
-                    seqlen_q,
-                    seqlen_kv,
-                    heads_q: heads_kv * group,
-                    heads_kv,
-                    head_dim_qk,
-                    head_dim_vo: if square { head_dim_qk } else { head_dim_vo },
-                };
+                let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk)
+                    .with_seqlen_kv(seqlen_kv)
+                    .with_heads_kv(heads_kv)
+                    .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
                 Case { dims, mask, scale, lse, placement, values, seed: seed.into() }
             },
         )

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 
 use hopper_attention::reference::{Expected, Report, Tensor};
-use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Operand, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Stream, TensorMut, TensorRef, Workspace};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -142,7 +142,7 @@ pub fn catch_on_cpu<P: Ready>(cases: impl IntoIterator<Item = Case>) {
     }
 }
 
-impl<T: Poison + Operand<Out = T>> Prepared<T> {
+impl<T: Poison> Prepared<T> {
     /// Makes the inputs and computes what must come out.
     pub fn new(case: &Case) -> Self {
         let problem = case.problem(T::DTYPE);
@@ -167,23 +167,20 @@ impl<T: Poison + Operand<Out = T>> Prepared<T> {
     }
 
     /// The arguments of a run in host memory.
-    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> ForwardArgs<'a, T> {
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> ForwardArgs<'a> {
         let input = |image: &'a Image<T, 4>| TensorRef::host(image.inner(), image.layout()).expect("a fitting layout");
-        let (o_layout, lse_layout) = (outputs.o.layout(), outputs.lse.as_ref().map(Image::layout));
-        ForwardArgs {
-            q: input(&self.q),
-            k: input(&self.k),
-            v: input(&self.v),
-            o: TensorMut::host(outputs.o.inner_mut(), o_layout).expect("a fitting layout"),
-            lse: outputs
-                .lse
-                .as_mut()
-                .zip(lse_layout)
-                .map(|(lse, layout)| TensorMut::host(lse.inner_mut(), layout).expect("a fitting layout")),
+        fn output<T: Poison, const R: usize>(image: &mut Image<T, R>) -> TensorMut<'_, T, R> {
+            let layout = image.layout();
+            TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
+        }
+        let args = ForwardArgs::new(input(&self.q), input(&self.k), input(&self.v), output(&mut outputs.o));
+        match &mut outputs.lse {
+            Some(lse) => args.lse(output(lse)),
+            None => args,
         }
     }
 
-    /// Holds outputs whose guard bands were found intact against the law.
+    /// Holds outputs whose guard bands were found intact against the tolerance.
     pub fn judge(&self, outputs: &Outputs<T>) -> Report {
         let lse = outputs.lse.as_ref().map(Image::values);
         self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
@@ -203,7 +200,7 @@ impl<T: Poison> Outputs<T> {
     }
 }
 
-impl<T: Poison + Operand<Out = T>> Ready for Prepared<T> {
+impl<T: Poison> Ready for Prepared<T> {
     type Outputs = Outputs<T>;
     type Broken = (Tensor, Vec<f64>);
 

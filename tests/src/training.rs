@@ -45,19 +45,11 @@ impl Setup {
     /// The attention of a layer.
     ///
     /// # Errors
-    /// As [`ForwardProblem::new`].
+    /// As [`ForwardProblemBuilder::build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn problem(&self, dtype: DType) -> Result<ForwardProblem> {
         let &Self { batch, seqlen, heads_q, heads_kv, head_dim, .. } = self;
-        let dims = Dims {
-            batch,
-            seqlen_q: seqlen,
-            seqlen_kv: seqlen,
-            heads_q,
-            heads_kv,
-            head_dim_qk: head_dim,
-            head_dim_vo: head_dim,
-        };
-        Ok(ForwardProblem::new(dtype, dims)?.mask(Mask::causal()).lse(true))
+        let dims = Dims::new(batch, seqlen, heads_q, head_dim).with_heads_kv(heads_kv);
+        ForwardProblem::builder(dtype, dims).mask(Mask::causal()).lse(true).build()
     }
 }
 
@@ -86,7 +78,7 @@ impl Oracle {
     /// Of a setup. `rounds`: inputs and outputs are rounded to bf16, and nothing in between.
     ///
     /// # Errors
-    /// As [`ForwardProblem::new`].
+    /// As [`ForwardProblemBuilder::build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn new(setup: &Setup, rounds: bool) -> Result<Self> {
         Ok(Self { problem: setup.problem(DType::F32)?, rounds })
     }
@@ -119,7 +111,7 @@ impl Attention for Oracle {
 
     fn backward(&mut self, [q, k, v]: [&[f32]; 3], _o: &[f32], _lse: &[f32], d_o: &[f32]) -> Result<[Vec<f32>; 3]> {
         let forward = &self.problem;
-        let problem = BackwardProblem::of(forward);
+        let problem = BackwardProblem::builder(forward).build()?;
         let [q, k, v, d_o] = [
             self.tensor(q, forward.q_shape())?,
             self.tensor(k, forward.k_shape())?,
@@ -148,7 +140,7 @@ impl OnCpu {
     /// Of a setup.
     ///
     /// # Errors
-    /// As [`ForwardProblem::new`].
+    /// As [`ForwardProblemBuilder::build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn new(setup: &Setup) -> Result<Self> {
         Ok(Self { problem: setup.problem(DType::BF16)? })
     }
@@ -164,45 +156,42 @@ impl Attention for OnCpu {
         let of = |shape| Layout::contiguous(shape);
         let mut o = vec![bf16::NAN; problem.o_shape().iter().product()];
         let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
-        plan.run(
-            &stream,
-            &mut workspace,
-            ForwardArgs {
-                q: TensorRef::host(&q, of(problem.q_shape())?)?,
-                k: TensorRef::host(&k, of(problem.k_shape())?)?,
-                v: TensorRef::host(&v, of(problem.v_shape())?)?,
-                o: TensorMut::host(&mut o, of(problem.o_shape())?)?,
-                lse: Some(TensorMut::host(&mut lse, Layout::contiguous(problem.lse_shape())?)?),
-            },
-        )?;
+        let args = ForwardArgs::new(
+            TensorRef::host(&q, of(problem.q_shape())?)?,
+            TensorRef::host(&k, of(problem.k_shape())?)?,
+            TensorRef::host(&v, of(problem.v_shape())?)?,
+            TensorMut::host(&mut o, of(problem.o_shape())?)?,
+        );
+        let args = args.lse(TensorMut::host(&mut lse, Layout::contiguous(problem.lse_shape())?)?);
+        plan.run(&stream, &mut workspace, args)?;
         Ok((floats(&o), lse))
     }
 
     fn backward(&mut self, inputs: [&[f32]; 3], o: &[f32], lse: &[f32], d_o: &[f32]) -> Result<[Vec<f32>; 3]> {
         let forward = &self.problem;
-        let problem = BackwardProblem::of(forward);
+        let problem = BackwardProblem::builder(forward).build()?;
         let device = Device::cpu();
         let (plan, stream) = (problem.plan(&device)?, device.default_stream());
         let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
         let ([q, k, v], o, d_o) = (inputs.map(halves), halves(o), halves(d_o));
         let of = |shape| Layout::contiguous(shape);
         let [mut d_q, mut d_k, mut d_v] = [&q, &k, &v].map(|x| vec![bf16::NAN; x.len()]);
-        plan.run(
-            &stream,
-            &mut workspace,
-            BackwardArgs {
-                q: TensorRef::host(&q, of(forward.q_shape())?)?,
-                k: TensorRef::host(&k, of(forward.k_shape())?)?,
-                v: TensorRef::host(&v, of(forward.v_shape())?)?,
-                o: TensorRef::host(&o, of(forward.o_shape())?)?,
-                lse: TensorRef::host(lse, Layout::contiguous(forward.lse_shape())?)?,
-                d_o: TensorRef::host(&d_o, of(forward.o_shape())?)?,
-                d_lse: None,
-                d_q: TensorMut::host(&mut d_q, of(problem.d_q_shape())?)?,
-                d_k: TensorMut::host(&mut d_k, of(problem.d_k_shape())?)?,
-                d_v: TensorMut::host(&mut d_v, of(problem.d_v_shape())?)?,
-            },
-        )?;
+        let args = BackwardArgs::new(
+            [
+                TensorRef::host(&q, of(forward.q_shape())?)?,
+                TensorRef::host(&k, of(forward.k_shape())?)?,
+                TensorRef::host(&v, of(forward.v_shape())?)?,
+            ],
+            TensorRef::host(&o, of(forward.o_shape())?)?,
+            TensorRef::host(lse, Layout::contiguous(forward.lse_shape())?)?,
+            TensorRef::host(&d_o, of(forward.o_shape())?)?,
+            [
+                TensorMut::host(&mut d_q, of(problem.d_q_shape())?)?,
+                TensorMut::host(&mut d_k, of(problem.d_k_shape())?)?,
+                TensorMut::host(&mut d_v, of(problem.d_v_shape())?)?,
+            ],
+        );
+        plan.run(&stream, &mut workspace, args)?;
         Ok([d_q, d_k, d_v].map(|x| floats(&x)))
     }
 }

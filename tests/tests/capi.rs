@@ -2,7 +2,7 @@
 
 use std::ptr::{null, null_mut};
 
-use hopper_attention::{Corner, DType, Device, Mask, Operand, Stream, Workspace, bf16, f16};
+use hopper_attention::{Corner, DType, Device, Mask, Stream, Workspace, bf16, f16};
 use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
@@ -19,7 +19,7 @@ fn output<T: Poison, const R: usize>(image: &mut Image<T, R>, dtype: DType) -> h
     tensor(image.inner_mut().as_mut_ptr() as u64, dtype, HATTN_CPU, layout)
 }
 
-fn memory<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory {
+fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory {
     Memory {
         q: input(&prepared.q, T::DTYPE),
         k: input(&prepared.k, T::DTYPE),
@@ -31,7 +31,7 @@ fn memory<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>, outputs: &mut Ou
     }
 }
 
-fn verdict<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>) -> Verdict {
+fn verdict<T: Poison>(prepared: &Prepared<T>) -> Verdict {
     let mut outputs = prepared.outputs();
     let memory = memory(prepared, &mut outputs);
     let run = Plan::new(&problem(&prepared.problem), HATTN_CPU).and_then(|plan| {
@@ -49,7 +49,7 @@ fn verdict<T: Poison + Operand<Out = T>>(prepared: &Prepared<T>) -> Verdict {
 }
 
 #[test]
-fn cases_through_c_obey_the_law() {
+fn cases_through_c_keep_the_tolerance() {
     let all = cases(Grid::from_env(), &Tiles { m: vec![64], n: vec![128] });
     let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, f16", "C on the cpu, f32"]);
     for (i, case) in all.iter().step_by(7).enumerate() {
@@ -63,10 +63,7 @@ fn cases_through_c_obey_the_law() {
     runner.finish();
 }
 
-fn backward_memory<T: Poison + Operand<Out = T>>(
-    prepared: &backward::Prepared<T>,
-    outputs: &mut backward::Outputs<T>,
-) -> BackwardMemory {
+fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut backward::Outputs<T>) -> BackwardMemory {
     BackwardMemory {
         q: input(&prepared.q, T::DTYPE),
         k: input(&prepared.k, T::DTYPE),
@@ -84,7 +81,7 @@ fn backward_memory<T: Poison + Operand<Out = T>>(
 }
 
 /// The gradients through C are those of the safe crate, bit for bit, gaps and guard bands included.
-fn same_gradients<T: Poison + Operand<Out = T>>(case: &Case) {
+fn same_gradients<T: Poison>(case: &Case) {
     let prepared = backward::Prepared::<T>::new(case);
     let [mut through_c, mut safe] = [prepared.outputs(), prepared.outputs()];
     let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
@@ -275,7 +272,7 @@ fn bad_tensors_are_refused_and_nothing_is_written() {
     refused(&|m| m.o.abi_version = 7, HATTN_ERROR_ABI, "o: abi_version 7");
     refused(&|m| m.k.ndim = 3, HATTN_ERROR_ARGUMENT, "k: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
     refused(&|m| m.v.reserved = 1, HATTN_ERROR_ARGUMENT, "v: a reserved field");
-    refused(&|m| m.v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "v: dtype bf16; allowed: f32, the problem's");
+    refused(&|m| m.v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "v: dtype bf16; allowed: f32");
     refused(&|m| m.v.device = 0, HATTN_ERROR_DEVICE, "v: on cuda:0; allowed: cpu, the plan's");
     refused(&|m| m.k.shape[1] = 8, HATTN_ERROR_SHAPE, "k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
     refused(&|m| m.k.shape[1] = -7, HATTN_ERROR_LAYOUT, "k: size -7 in dimension 1; allowed: 0 and above");
@@ -327,7 +324,7 @@ fn bad_backward_tensors_are_refused_and_nothing_is_written() {
     };
     refused(&|m| m.d_q.struct_size = 95, HATTN_ERROR_ABI, "d_q: struct_size 95; allowed: 96 to 4096");
     refused(&|m| m.d_o.ndim = 3, HATTN_ERROR_ARGUMENT, "d_o: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
-    refused(&|m| m.d_v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "d_v: dtype bf16; allowed: f32, the problem's");
+    refused(&|m| m.d_v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "d_v: dtype bf16; allowed: f32");
     refused(&|m| m.d_k.device = 0, HATTN_ERROR_DEVICE, "d_k: on cuda:0; allowed: cpu, the plan's");
     refused(&|m| m.d_k.shape[1] = 8, HATTN_ERROR_SHAPE, "d_k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
     refused(&|m| m.d_q.stride[1] = 0, HATTN_ERROR_LAYOUT, "uses elements twice");

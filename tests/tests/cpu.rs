@@ -1,4 +1,4 @@
-//! The whole grid through the CPU backend, under the tolerance law.
+//! The whole grid through the CPU backend, under the tolerance.
 
 use hopper_attention::{DType, Mask, bf16, f16};
 use hopper_attention_tests::data::{Poison, Values};
@@ -14,7 +14,7 @@ fn tiles() -> Tiles {
 }
 
 #[test]
-fn every_case_obeys_the_law() {
+fn every_case_keeps_the_tolerance() {
     let all = cases(Grid::from_env(), &tiles());
     // One type takes everything, the others every fifth case.
     let some: Vec<Case> = all.iter().step_by(5).cloned().collect();
@@ -40,7 +40,7 @@ const ON_CPU: [fn(&Case) -> Verdict; 3] = [on_cpu::<Prepared<bf16>>, on_cpu::<Pr
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, max_shrink_iters: 64, ..ProptestConfig::default() })]
     #[test]
-    fn random_cases_obey_the_law(case in random::case(128, 8), dtype in 0..3usize) {
+    fn random_cases_keep_the_tolerance(case in random::case(128, 8), dtype in 0..3usize) {
         let verdict = ON_CPU[dtype](&case);
         prop_assert!(verdict.wrong.is_none(), "{}: {}", case, verdict.wrong.unwrap_or_default());
     }

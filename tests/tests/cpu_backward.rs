@@ -1,4 +1,4 @@
-//! The grid's backward passes through the CPU backend, under the tolerance law.
+//! The grid's backward passes through the CPU backend, under the tolerance.
 
 use hopper_attention::{Mask, bf16, f16};
 use hopper_attention_tests::backward::Prepared;
@@ -16,7 +16,7 @@ fn tiles() -> Tiles {
 /// The oracle of the gradients is what limits them: long cases are left out, and of the others one type takes every eleventh,
 /// the others every 43rd.
 #[test]
-fn cases_obey_the_law() {
+fn cases_keep_the_tolerance() {
     let cost = |case: &Case| case.dims.batch * case.dims.heads_q * case.dims.seqlen_q * case.dims.seqlen_kv;
     let all: Vec<Case> = cases(Grid::from_env(), &tiles()).into_iter().filter(|case| cost(case) < 250_000).collect();
     let mut runner = Runner::new(["cpu backward bf16", "cpu backward f16", "cpu backward f32"]);
@@ -42,7 +42,7 @@ const ON_CPU: [fn(&Case) -> Verdict; 3] = [on_cpu::<Prepared<bf16>>, on_cpu::<Pr
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 64, ..ProptestConfig::default() })]
     #[test]
-    fn random_cases_obey_the_law(case in random::case(64, 8), dtype in 0..3usize) {
+    fn random_cases_keep_the_tolerance(case in random::case(64, 8), dtype in 0..3usize) {
         let verdict = ON_CPU[dtype](&case);
         prop_assert!(verdict.wrong.is_none(), "{}: {}", case, verdict.wrong.unwrap_or_default());
     }

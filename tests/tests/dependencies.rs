@@ -170,6 +170,8 @@ fn every_rule_of_a_file_complains() {
         Source::new("README.md", &long),
         Source::new("tests/src/lib.rs", &format!("let x = 1;\nlet y = {word} {{ f() }};\n")),
         Source::new("tests/src/lib.rs", &format!("/// Does it.\npub {word} fn f() {{}}\n")),
+        Source::new("tests/src/lib.rs", &format!("impl A {{\n    {word} fn f() {{}}\n}}\n")),
+        Source::new("tests/src/lib.rs", &format!("trait A {{\n    /// Does it.\n    {word} fn f();\n}}\n")),
         Source::new("scripts/a.sh", &path("work")),
         Source::new("scripts/a.sh", &path("root")),
     ];
@@ -203,6 +205,7 @@ fn every_rule_of_a_file_complains() {
             "tests/src/lib.rs",
             &format!("/// # Safety\n///\n/// Be careful.\n#[inline]\npub {word} fn f() {{}}\n"),
         ),
+        Source::new("tests/src/lib.rs", &format!("impl A for B {{\n    {word} fn f() {{}}\n}}\n")),
         Source::new("scripts/a.sh", "cat target/tmp/x $root/scripts/work/y\n"),
     ];
     for file in &right {

@@ -48,16 +48,16 @@ impl Compiled {
         }
     }
 
-    /// Without the code for GPUs that have too little shared memory for the row, where no plan chooses it. Each text goes
-    /// from GPU to GPU; the log names them function by function.
-    fn where_it_runs(&self, row: &KernelInfo) -> Self {
+    /// Without the code for GPUs that have too little shared memory for a row that asks for so much, where no plan chooses it.
+    /// Each text goes from GPU to GPU; the log names them function by function.
+    fn where_it_runs(&self, smem_bytes: usize) -> Self {
         let without = |text: &str, heading: &str, names: fn(&str) -> &str| -> String {
             let mut sections = text.split(heading);
             let first = sections.next().unwrap_or_default().to_string();
             sections
                 .filter(|section| {
                     let gpu = names(section.lines().next().unwrap_or_default());
-                    row.smem_bytes <= SMEM_LIMIT_SM80 || !SMALL_GPUS.contains(&gpu)
+                    smem_bytes <= SMEM_LIMIT_SM80 || !SMALL_GPUS.contains(&gpu)
                 })
                 .fold(first, |all, section| all + heading + section)
         };
@@ -134,8 +134,13 @@ impl Compiled {
 
 /// Everything that is wrong with a compiled row, in words.
 fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
-    let compiled = &compiled.where_it_runs(row);
-    let mut faults = match row.arch {
+    faults_with(row, row.smem_bytes(), compiled)
+}
+
+/// The same, as if the row asked for so much shared memory.
+fn faults_with(row: &KernelInfo, smem_bytes: usize, compiled: &Compiled) -> Vec<String> {
+    let compiled = &compiled.where_it_runs(smem_bytes);
+    let mut faults = match row.arch() {
         Arch::Sm80 => faults_of_sm80(row, compiled),
         _ => faults_of_sm90(row, compiled),
     };
@@ -151,17 +156,15 @@ fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
             found => faults.push(format!("{key} is {found:?}, expected 0")),
         }
     }
-    let limit = match (row.arch, row.pass) {
+    let limit = match (row.arch(), row.pass()) {
         (Arch::Sm80, Pass::Backward) => SMEM_LIMIT_A100,
         (Arch::Sm80, _) => SMEM_LIMIT_SM80,
         _ => SMEM_LIMIT,
     };
     match compiled.resource("SHARED", MAIN_KERNEL) {
-        Some(fixed) if row.smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= limit => {}
-        fixed => faults.push(format!(
-            "{} bytes of dynamic and {fixed:?} of static shared memory, at most {limit} fit",
-            row.smem_bytes
-        )),
+        Some(fixed) if smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= limit => {}
+        fixed => faults
+            .push(format!("{smem_bytes} bytes of dynamic and {fixed:?} of static shared memory, at most {limit} fit")),
     }
     let mut reports = 0;
     for line in compiled.log.lines() {
@@ -197,25 +200,25 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     // Forward: each read of K or V serves two strips, with two products each; a read of Q serves more. In the backward
     // dQ has but one for each read.
     let (products, reads) = (compiled.count("HMMA"), compiled.count("LDSM"));
-    let least = if row.pass == Pass::Backward { 2 } else { 3 };
+    let least = if row.pass() == Pass::Backward { 2 } else { 3 };
     if products < least * reads {
         faults.push(format!("{products} HMMA for {reads} LDSM, expected {least} for each at least"));
     }
-    let barriers = match row.pass {
+    let barriers = match row.pass() {
         // One after a tile was drawn, one a block of queries and one before the last dQ; and where P is handed over, in
         // each chunk of a block, one that arrives and one that waits.
         Pass::Backward => 3 + 2 * chunks(row),
         // One a block of keys with two stages, two with one.
-        _ => 3 - row.stages,
+        _ => 3 - row.stages(),
     };
     let (found, wanted) = (compiled.count("BAR"), compiled.codes() * barriers);
     if found != wanted {
         faults.push(format!("{found} BAR in {} codes, expected {wanted}", compiled.codes()));
     }
-    if row.pass == Pass::Backward {
+    if row.pass() == Pass::Backward {
         // Each lane has as many values of dQ as its warp has columns, added in three places: by the warps of P, by those
         // of dS, and after the last block.
-        let sums = row.tile_m * row.head_dim_qk / row.threads;
+        let sums = row.tile_m() * row.head_dim_qk() / row.threads();
         let added = compiled.lines().filter(|line| line.contains("RED") && line.contains("ADD.F32")).count();
         let wanted = compiled.codes() * 3 * sums;
         if added != wanted {
@@ -234,17 +237,17 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
 
 /// In how many chunks an sm80 backward takes a block of queries: as many as keep the scores in a quarter of its registers.
 fn chunks(row: &KernelInfo) -> usize {
-    (row.tile_m * 2).div_ceil(row.head_dim_qk)
+    (row.tile_m() * 2).div_ceil(row.head_dim_qk())
 }
 
 /// What only an sm90 kernel can do wrong.
 fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     let mut faults = Vec::new();
-    let matrix = if row.dtype == DType::E4M3 { "QGMMA" } else { "HGMMA" };
+    let matrix = if row.dtype() == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     for (opcode, why) in [
         (matrix, "matrix products do not use WGMMA"),
         ("UTMALDG", "loads do not use TMA"),
-        match (row.pass, row.dtype) {
+        match (row.pass(), row.dtype()) {
             (Pass::Backward, _) => ("UBLKRED", "sums are not added to by the copy engine"),
             (_, DType::E4M3) => ("LDSM", "V is not transposed as matrices"),
             _ => ("UTMASTG", "stores do not use TMA"),
@@ -257,23 +260,23 @@ fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     }
     // Exponentials run beside a product only where they stand before the wait for it (forward), or before that for the
     // other warpgroup, which multiplies meanwhile (backward). ptxas moves them behind where it can.
-    let (after, before, columns) = match row.pass {
-        Pass::Backward => (AWAIT_ALL, "BAR.SYNC", row.tile_m),
-        _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n),
+    let (after, before, columns) = match row.pass() {
+        Pass::Backward => (AWAIT_ALL, "BAR.SYNC", row.tile_m()),
+        _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n()),
     };
     // 64 rows on 128 threads
     let (found, wanted) = (compiled.exponentials(after, before), columns / 2);
     // Not of e4m3, which is faster with them behind the wait (benches/LOG.md, 20).
-    if found < wanted && row.dtype != DType::E4M3 {
+    if found < wanted && row.dtype() != DType::E4M3 {
         faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
     }
     // Nothing but scores is summed in f16, and by the rows of such alone.
     let in_f16 = compiled.lines().any(|line| line.contains("QGMMA") && line.contains(".F16.E4M3"));
-    if in_f16 != (row.scores == DType::F16) {
+    if in_f16 != (row.scores() == DType::F16) {
         let found = if in_f16 { "there are" } else { "there are no" };
-        faults.push(format!("{found} sums in f16, of a row with scores in {}", row.scores));
+        faults.push(format!("{found} sums in f16, of a row with scores in {}", row.scores()));
     }
-    let expected = (REGISTERS / row.threads) & !7;
+    let expected = (REGISTERS / row.threads()) & !7;
     // Small kernels may stand before and after the main one, with registers of their own.
     match compiled.resource("REG", MAIN_KERNEL) {
         Some(value) if value == expected => {}
@@ -316,9 +319,9 @@ fn objects(list: &str) -> Vec<PathBuf> {
 
 /// The list of kernels that a row is from.
 fn list(row: &KernelInfo) -> String {
-    match row.dtype {
-        DType::E4M3 => format!("fp8_{}", row.arch),
-        _ => format!("{}_{}", row.pass, row.arch),
+    match row.dtype() {
+        DType::E4M3 => format!("fp8_{}", row.arch()),
+        _ => format!("{}_{}", row.pass(), row.arch()),
     }
 }
 
@@ -340,8 +343,10 @@ fn every_row_is_compiled_as_planned() {
     for (row, object) in &all {
         // The order is the same by construction; the name makes sure of it.
         let name = object.file_name().expect("a file").to_string_lossy().into_owned();
-        let KernelInfo { dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, scores, .. } = row;
-        let scores = if *dtype == DType::E4M3 { format!("_{scores}") } else { String::new() };
+        let (dtype, mask, stages) = (row.dtype(), row.mask(), row.stages());
+        let (head_dim_qk, head_dim_vo) = (row.head_dim_qk(), row.head_dim_vo());
+        let (tile_m, tile_n) = (row.tile_m(), row.tile_n());
+        let scores = if dtype == DType::E4M3 { format!("_{}", row.scores()) } else { String::new() };
         let expected =
             format!("_{dtype}_{mask}_qk{head_dim_qk}_vo{head_dim_vo}_m{tile_m}_n{tile_n}_s{stages}{scores}.cu.o");
         assert!(name.ends_with(&expected), "row {row} stands where the build has {name}");
@@ -383,7 +388,7 @@ fn faults_of_quantiser(compiled: &Compiled) -> Vec<String> {
 
 #[test]
 fn the_quantiser_is_compiled_as_written() {
-    if !kernels().iter().any(|row| row.dtype == DType::E4M3) {
+    if !kernels().iter().any(|row| row.dtype() == DType::E4M3) {
         println!("skipped: no rows of e4m3 operands in this build, and so no quantiser");
         return;
     }
@@ -409,7 +414,7 @@ fn the_quantiser_is_compiled_as_written() {
 
 /// A row of an architecture and pass; `None` in a build without it.
 fn first_row(arch: Arch, pass: Pass) -> Option<KernelInfo> {
-    let row = kernels().iter().chain(backward_kernels()).copied().find(|row| row.arch == arch && row.pass == pass);
+    let row = kernels().iter().chain(backward_kernels()).copied().find(|row| row.arch() == arch && row.pass() == pass);
     if row.is_none() {
         println!("skipped: no {arch} {pass} row in this build");
     }
@@ -419,13 +424,13 @@ fn first_row(arch: Arch, pass: Pass) -> Option<KernelInfo> {
 /// Whatever an sm80 row computes, some row computes on the GPUs with the least shared memory.
 #[test]
 fn sm80_rows_leave_no_gpu_out() {
-    let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| row.arch == Arch::Sm80).collect();
+    let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| row.arch() == Arch::Sm80).collect();
     if rows.is_empty() {
         println!("skipped: no sm80 row in this build");
     }
     for row in &rows {
-        let computes = |row: &KernelInfo| (row.pass, row.dtype, row.mask, row.head_dim_qk, row.head_dim_vo);
-        let fits = |other: &&&KernelInfo| computes(other) == computes(row) && other.smem_bytes <= SMEM_LIMIT_SM80;
+        let computes = |row: &KernelInfo| (row.pass(), row.dtype(), row.mask(), row.head_dim_qk(), row.head_dim_vo());
+        let fits = |other: &&&KernelInfo| computes(other) == computes(row) && other.smem_bytes() <= SMEM_LIMIT_SM80;
         assert!(rows.iter().any(|other| fits(&other)), "nothing for 8.6 and 8.9 in place of {row}");
     }
 }
@@ -446,8 +451,8 @@ fn assert_each_is_named(row: &KernelInfo, sound: impl Fn() -> Compiled, flaws: &
 #[test]
 fn the_audit_sees_every_flaw() {
     let Some(row) = first_row(Arch::Sm90, Pass::Forward) else { return };
-    let launch = (REGISTERS / row.threads) & !7;
-    let matrix = if row.dtype == DType::E4M3 { "QGMMA" } else { "HGMMA" };
+    let launch = (REGISTERS / row.threads()) & !7;
+    let matrix = if row.dtype() == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     let sound = || Compiled {
         log: "ptxas info : Function properties\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
             .into(),
@@ -456,7 +461,7 @@ fn the_audit_sees_every_flaw() {
             .map(String::from)
             .chain([format!("@!P0 {matrix}.64x128x16.F32.BF16 R24, gdesc[UR12], RZ")])
             .chain(["WARPGROUP.DEPBAR.LE gsb0, 0x1".into()])
-            .chain(std::iter::repeat_n("MUFU.EX2 R24, R24".into(), row.tile_n / 2))
+            .chain(std::iter::repeat_n("MUFU.EX2 R24, R24".into(), row.tile_n() / 2))
             .chain(["WARPGROUP.DEPBAR.LE gsb0, 0x0".into()])
             .map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"))
             .collect(),
@@ -488,7 +493,7 @@ fn the_audit_sees_every_flaw_of_an_sm80_row() {
         let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.M88.4 R4, [R1]"]
             .into_iter()
             .chain(std::iter::repeat_n("@!P0 HMMA.16816.F32.BF16 R24, R4, R8, R24", 4))
-            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 - row.stages));
+            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 - row.stages()));
         let lines =
             lines.map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"));
         format!("\t\tcode for {gpu}\n{}", lines.collect::<String>())
@@ -522,7 +527,7 @@ fn the_audit_sees_every_flaw_of_an_sm80_row() {
 #[test]
 fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
     let Some(row) = first_row(Arch::Sm80, Pass::Backward) else { return };
-    let sums = 3 * row.tile_m * row.head_dim_qk / row.threads;
+    let sums = 3 * row.tile_m() * row.head_dim_qk() / row.threads();
     let code = |gpu: &str, red: &str| {
         let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.MT88.4 R4, [R1]"]
             .into_iter()
@@ -565,10 +570,9 @@ fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
         );
         compiled
     };
-    let large = KernelInfo { smem_bytes: SMEM_LIMIT_A100, ..row };
-    assert_eq!(faults(&large, &with_flaws("sm_86")), Vec::<String>::new());
-    for (row, gpu) in [(row, "sm_86"), (large, "sm_87")] {
-        let found = faults(&row, &with_flaws(gpu)).join("\n");
+    assert_eq!(faults_with(&row, SMEM_LIMIT_A100, &with_flaws("sm_86")), Vec::<String>::new());
+    for (smem_bytes, gpu) in [(row.smem_bytes(), "sm_86"), (SMEM_LIMIT_A100, "sm_87")] {
+        let found = faults_with(&row, smem_bytes, &with_flaws(gpu)).join("\n");
         for flaw in ["STL", "STACK is", "ptxas reports"] {
             assert!(found.contains(flaw), "{gpu}: {flaw} is not in\n{found}");
         }

@@ -29,7 +29,7 @@ struct Measured {
 
 impl Inputs {
     fn new(dims: Dims, qkv: [Tensor; 3]) -> Self {
-        let problem = ForwardProblem::new(DType::BF16, dims).unwrap();
+        let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
         let [q, k, v] = &qkv;
         let exact = forward(&problem, q, k, v).unwrap().o;
         Self { dims, qkv, exact }
@@ -38,8 +38,8 @@ impl Inputs {
     /// Unit normal values, of which this share has a normal value of deviation 10 added: the distribution of the
     /// FlashAttention-3 paper.
     fn normal([seqlen_q, seqlen_kv]: [usize; 2], [heads_q, heads_kv]: [usize; 2], outliers: f64) -> Self {
-        let dims = Dims { batch: 1, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk: 128, head_dim_vo: 128 };
-        let problem = ForwardProblem::new(DType::BF16, dims).unwrap();
+        let dims = Dims::new(1, seqlen_q, heads_q, 128).with_seqlen_kv(seqlen_kv).with_heads_kv(heads_kv);
+        let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
         let mut rng = StdRng::seed_from_u64(SEED);
         let qkv = [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(|shape| {
             Tensor::from_fn(shape, |_| {
@@ -63,27 +63,19 @@ impl Inputs {
             Tensor::from_fn(shape, |_| f64::from(Element::to_f32(values.next().unwrap())))
         });
         let [batch, seqlen, heads, dim] = qkv[0].shape();
-        let dims = Dims {
-            batch,
-            seqlen_q: seqlen,
-            seqlen_kv: seqlen,
-            heads_q: heads,
-            heads_kv: heads,
-            head_dim_qk: dim,
-            head_dim_vo: dim,
-        };
+        let dims = Dims::new(batch, seqlen, heads, dim);
         Self::new(dims, qkv)
     }
 
     /// The error of the plain computation in bf16.
     fn bf16(&self) -> f64 {
-        let problem = ForwardProblem::new(DType::BF16, self.dims).unwrap();
+        let problem = ForwardProblem::builder(DType::BF16, self.dims).build().unwrap();
         let [q, k, v] = &self.qkv;
         self.error(&forward_plain(&problem, q, k, v).unwrap().o)
     }
 
     fn quantised(&self, scaling: Scaling, hadamard: Option<u64>) -> Operands {
-        let problem = ForwardProblem::new(DType::E4M3, self.dims).unwrap().scaling(scaling).unwrap();
+        let problem = ForwardProblem::builder(DType::E4M3, self.dims).scaling(scaling).build().unwrap();
         Operands::quantised(&problem, self.qkv.each_ref(), hadamard)
     }
 
@@ -179,7 +171,7 @@ fn finer_factors_keep_what_is_small() {
     let mut inputs = Inputs::normal([16, 512], [2, 2], 0.0);
     let [q, k, v] = &mut inputs.qkv;
     *v = Tensor::from_fn(v.shape(), |[b, s, h, d]| v.row(b, s, h)[d] * if h == 0 { 1e-6 } else { 1.0 });
-    let problem = ForwardProblem::new(DType::BF16, inputs.dims).unwrap();
+    let problem = ForwardProblem::builder(DType::BF16, inputs.dims).build().unwrap();
     let exact = forward(&problem, q, k, v).unwrap().o;
     // Of the first head alone.
     let first = |o: &Tensor| Tensor::from_fn([1, 16, 1, 128], |[b, s, _, d]| o.row(b, s, 0)[d]);

@@ -2,14 +2,15 @@
 
 use hopper_attention::reference::{self, BackwardExpected, Tensor};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, DType, Device, DeviceFacts, Dims, Element, Error, ForwardArgs,
-    ForwardProblem, Layout, Mask, Operand, Result, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    Args, BackwardArgs, BackwardPlan, BackwardProblem, BackwardProblemBuilder, DType, Device, DeviceFacts, Dims,
+    Element, Error, Float, ForwardArgs, ForwardProblem, Layout, Mask, OutputOf, Result, Slot, Stream, TensorMut,
+    TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
 
 mod common;
 
-use common::{DIMS, masks, spread, values};
+use common::{DIMS, dense, masks, spread, values};
 
 /// Elements of NaN before and after every output.
 const GUARD: usize = 16;
@@ -101,7 +102,7 @@ struct Pass<T> {
     d_v: Guarded<T, 4>,
 }
 
-impl<T: Operand<Out = T>> Pass<T> {
+impl<T: Float + OutputOf<T>> Pass<T> {
     /// Inputs, O and the LSE of the forward pass, and outputs of NaN.
     fn new(problem: &BackwardProblem, spread: Spread) -> Self {
         let forward = problem.forward();
@@ -123,30 +124,24 @@ impl<T: Operand<Out = T>> Pass<T> {
             d_k: Guarded::poisoned(spread.layout(problem.d_k_shape())),
             d_v: Guarded::poisoned(spread.layout(problem.d_v_shape())),
         };
-        let args = ForwardArgs {
-            q: pass.q.read(),
-            k: pass.k.read(),
-            v: pass.v.read(),
-            o: pass.o.write(),
-            lse: Some(pass.lse.write()),
-        };
+        let args = ForwardArgs::new(pass.q.read(), pass.k.read(), pass.v.read(), pass.o.write());
+        let args = args.lse(pass.lse.write());
         let plan = forward.plan(&Device::cpu()).unwrap();
         plan.run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).unwrap(), args).unwrap();
         pass
     }
 
-    fn args(&mut self) -> BackwardArgs<'_, T> {
-        BackwardArgs {
-            q: self.q.read(),
-            k: self.k.read(),
-            v: self.v.read(),
-            o: self.o.read(),
-            lse: self.lse.read(),
-            d_o: self.d_o.read(),
-            d_lse: self.d_lse.as_ref().map(Guarded::read),
-            d_q: self.d_q.write(),
-            d_k: self.d_k.write(),
-            d_v: self.d_v.write(),
+    fn args(&mut self) -> BackwardArgs<'_> {
+        let args = BackwardArgs::new(
+            [self.q.read(), self.k.read(), self.v.read()],
+            self.o.read(),
+            self.lse.read(),
+            self.d_o.read(),
+            [self.d_q.write(), self.d_k.write(), self.d_v.write()],
+        );
+        match &self.d_lse {
+            Some(d_lse) => args.d_lse(d_lse.read()),
+            None => args,
         }
     }
 
@@ -155,7 +150,7 @@ impl<T: Operand<Out = T>> Pass<T> {
         run(&plan, self.args()).unwrap();
     }
 
-    /// Runs it, and holds the gradients against the law.
+    /// Runs it, and holds the gradients against the tolerance.
     fn check(mut self) {
         self.run();
         self.d_q.check_written("d_q");
@@ -169,26 +164,30 @@ impl<T: Operand<Out = T>> Pass<T> {
     }
 }
 
-fn run<T: Operand<Out = T>>(plan: &BackwardPlan, args: BackwardArgs<'_, T>) -> Result<()> {
+fn run<'a>(plan: &BackwardPlan, args: impl Into<Args<'a>>) -> Result<()> {
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
     plan.run(&Stream::Cpu, &mut workspace, args)
 }
 
+fn options(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblemBuilder {
+    BackwardProblem::builder(&ForwardProblem::builder(dtype, dims).mask(mask).build().unwrap())
+}
+
 fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
-    BackwardProblem::of(&ForwardProblem::new(dtype, dims).unwrap().mask(mask))
+    options(dtype, dims, mask).build().unwrap()
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn gradients_obey_the_law(
+    fn gradients_keep_the_tolerance(
         batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..80, heads_kv in 1usize..3,
         group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
         (heads_outside, gap, d_lse, deterministic, dtype) in
             (any::<bool>(), 0usize..5, any::<bool>(), any::<bool>(), 0..3),
     ) {
-        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
-        let problem = |dtype| problem(dtype, dims, mask).d_lse(d_lse).deterministic(deterministic);
+        let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv).with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
+        let problem = |dtype| options(dtype, dims, mask).d_lse(d_lse).deterministic(deterministic).build().unwrap();
         let spread = Spread { heads_outside, gap };
         match dtype {
             0 => Pass::<f16>::new(&problem(DType::F16), spread).check(),
@@ -204,7 +203,7 @@ proptest! {
 fn derivatives_of_a_composed_loss() {
     const STEP: f64 = 1e-4;
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(2), Some(1))] {
-        let problem = problem(DType::F32, DIMS, mask).d_lse(true);
+        let problem = options(DType::F32, DIMS, mask).d_lse(true).build().unwrap();
         let forward = problem.forward();
         let mut pass = Pass::<f32>::new(&problem, Spread { heads_outside: true, gap: 3 });
         let inputs = [&pass.q, &pass.k, &pass.v].map(Guarded::tensor);
@@ -237,8 +236,8 @@ fn derivatives_of_a_composed_loss() {
 
 #[test]
 fn reruns_give_the_same_bits_and_overwrite() {
-    let dims = Dims { seqlen_q: 130, seqlen_kv: 300, ..DIMS };
-    let problem = problem(DType::BF16, dims, Mask::causal()).deterministic(true);
+    let dims = DIMS.with_seqlen_q(130).with_seqlen_kv(300);
+    let problem = options(DType::BF16, dims, Mask::causal()).deterministic(true).build().unwrap();
     let mut pass = Pass::<bf16>::new(&problem, Spread::DENSE);
     let mut bits = || {
         pass.run();
@@ -266,8 +265,9 @@ fn inputs_may_be_broadcast() {
 
 #[test]
 fn empty_problems_write_zeros_where_there_is_something_to_write() {
-    for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { seqlen_kv: 0, ..DIMS }] {
-        let mut pass = Pass::<bf16>::new(&problem(DType::BF16, dims, Mask::causal()).d_lse(true), Spread::DENSE);
+    for dims in [DIMS.with_batch(0), DIMS.with_seqlen_q(0), DIMS.with_seqlen_kv(0)] {
+        let mut pass =
+            Pass::<bf16>::new(&options(DType::BF16, dims, Mask::causal()).d_lse(true).build().unwrap(), Spread::DENSE);
         pass.run();
         for out in [&pass.d_q, &pass.d_k, &pass.d_v] {
             out.check_written("zeros");
@@ -279,56 +279,67 @@ fn empty_problems_write_zeros_where_there_is_something_to_write() {
 
 #[test]
 fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
-    let problem = problem(DType::F32, DIMS, Mask::causal()).d_lse(true);
+    let problem = options(DType::F32, DIMS, Mask::causal()).d_lse(true).build().unwrap();
     let plan = problem.plan(&Device::cpu()).unwrap();
     let other = values::<f32>(1280, 6);
-    let wrong = |shape| TensorRef::host(&other, Layout::contiguous(shape).unwrap()).unwrap();
+    let wrong = |shape| TensorRef::host(&other, dense(shape)).unwrap();
     let mut out = vec![-7f32; 1280];
     let mut pass = Pass::<f32>::new(&problem, Spread::DENSE);
-    fn refusal(plan: &BackwardPlan, args: BackwardArgs<'_, f32>) -> String {
-        run(plan, args).unwrap_err().to_string()
-    }
+    let refusal = |plan: &BackwardPlan, args: Args<'_>| run(plan, args).unwrap_err().to_string();
+    let read = |pass: &mut Pass<f32>, slot, shape| refusal(&plan, Args::from(pass.args()).read(slot, wrong(shape)));
     let four = "[batch, seqlen, heads, head_dim]";
     assert_eq!(
-        refusal(&plan, BackwardArgs { q: wrong([2, 4, 5, 16]), ..pass.args() }),
+        read(&mut pass, Slot::Q, [2, 4, 5, 16]),
         format!("q: shape [2, 4, 5, 16], expected [2, 5, 4, 16] {four}")
     );
-    assert!(refusal(&plan, BackwardArgs { k: wrong([2, 7, 2, 8]), ..pass.args() }).starts_with("k: shape"));
-    assert!(refusal(&plan, BackwardArgs { v: wrong([2, 7, 2, 16]), ..pass.args() }).starts_with("v: shape"));
-    assert!(refusal(&plan, BackwardArgs { o: wrong([2, 5, 4, 16]), ..pass.args() }).starts_with("o: shape"));
+    assert!(read(&mut pass, Slot::K, [2, 7, 2, 8]).starts_with("k: shape [2, 7, 2, 8], expected"));
+    assert!(read(&mut pass, Slot::V, [2, 7, 2, 16]).starts_with("v: shape [2, 7, 2, 16], expected"));
+    assert!(read(&mut pass, Slot::O, [2, 5, 4, 16]).starts_with("o: shape [2, 5, 4, 16], expected"));
     assert_eq!(
-        refusal(&plan, BackwardArgs { d_o: wrong([2, 5, 2, 8]), ..pass.args() }),
+        read(&mut pass, Slot::DO, [2, 5, 2, 8]),
         format!("d_o: shape [2, 5, 2, 8], expected [2, 5, 4, 8] {four}")
     );
-    let rows = TensorRef::host(&other, Layout::contiguous([2, 5, 4]).unwrap()).unwrap();
+    let rows = || TensorRef::host(&other, dense([2, 5, 4])).unwrap();
     assert_eq!(
-        refusal(&plan, BackwardArgs { lse: rows.clone(), ..pass.args() }),
+        refusal(&plan, Args::from(pass.args()).read(Slot::Lse, rows())),
         "lse: shape [2, 5, 4], expected [2, 4, 5] [batch, heads, seqlen]"
     );
-    let text = refusal(&plan, BackwardArgs { d_lse: Some(rows), ..pass.args() });
+    let text = refusal(&plan, pass.args().d_lse(rows()).into());
     assert!(text.starts_with("d_lse: shape [2, 5, 4]"), "{text}");
+    let given = pass.d_lse.take();
     assert_eq!(
-        refusal(&plan, BackwardArgs { d_lse: None, ..pass.args() }),
+        refusal(&plan, pass.args().into()),
         "d_lse: missing; allowed: the tensor that the problem, made with d_lse(true), reads"
     );
-    let without = problem.clone().d_lse(false).plan(&Device::cpu()).unwrap();
+    pass.d_lse = given;
+    let without = problem.to_builder().d_lse(false).build().unwrap().plan(&Device::cpu()).unwrap();
     assert_eq!(
-        refusal(&without, pass.args()),
+        refusal(&without, pass.args().into()),
         "d_lse: given; allowed: none, since the problem was made without d_lse(true)"
     );
-    fn to(out: &mut [f32], shape: [usize; 4]) -> TensorMut<'_, f32, 4> {
-        TensorMut::host(out, Layout::contiguous(shape).unwrap()).unwrap()
-    }
-    let text = refusal(&plan, BackwardArgs { d_q: to(&mut out, [2, 5, 4, 8]), ..pass.args() });
-    assert!(text.starts_with("d_q: shape"), "{text}");
+    let mut write = |pass: &mut Pass<f32>, slot, shape| {
+        let wrong = TensorMut::host(&mut out, dense(shape)).unwrap();
+        refusal(&plan, Args::from(pass.args()).write(slot, wrong))
+    };
+    let text = write(&mut pass, Slot::DQ, [2, 5, 4, 8]);
+    assert!(text.starts_with("d_q: shape [2, 5, 4, 8], expected [2, 5, 4, 16]"), "{text}");
     // Gradients of K and V have key heads, not query heads.
-    let text = refusal(&plan, BackwardArgs { d_k: to(&mut out, [2, 7, 4, 16]), ..pass.args() });
+    let text = write(&mut pass, Slot::DK, [2, 7, 4, 16]);
     assert!(text.starts_with("d_k: shape [2, 7, 4, 16], expected [2, 7, 2, 16]"), "{text}");
-    let text = refusal(&plan, BackwardArgs { d_v: to(&mut out, [2, 7, 2, 16]), ..pass.args() });
-    assert!(text.starts_with("d_v: shape"), "{text}");
-    let half = BackwardProblem::of(&ForwardProblem::new(DType::F16, DIMS).unwrap().mask(Mask::causal())).d_lse(true);
-    let text = refusal(&half.plan(&Device::cpu()).unwrap(), pass.args());
-    assert_eq!(text, "q, k and v: dtype f32; allowed: f16, the problem's");
+    let text = write(&mut pass, Slot::DV, [2, 7, 2, 16]);
+    assert!(text.starts_with("d_v: shape [2, 7, 2, 16], expected [2, 7, 2, 8]"), "{text}");
+    // The operands of another pass.
+    assert_eq!(write(&mut pass, Slot::Amax, [1, 1, 1, 1]), "amax: given; allowed: the operands of this problem");
+    let half = options(DType::F16, DIMS, Mask::causal()).d_lse(true).build().unwrap();
+    assert_eq!(refusal(&half.plan(&Device::cpu()).unwrap(), pass.args().into()), "q: dtype f32; allowed: f16");
+    let halves = values::<f16>(640, 7);
+    for (slot, shape) in [(Slot::O, problem.forward().o_shape()), (Slot::DO, problem.d_o_shape())] {
+        let mixed = Args::from(pass.args()).read(slot, TensorRef::host(&halves, dense(shape)).unwrap());
+        assert_eq!(refusal(&plan, mixed), format!("{slot}: dtype f16; allowed: f32"));
+    }
+    // What the forward pass is given, and no gradient.
+    let forward = ForwardArgs::new(pass.q.read(), pass.k.read(), pass.v.read(), pass.o.write());
+    assert_eq!(refusal(&plan, forward.into()), "lse: missing; allowed: the tensor that the problem reads");
 
     assert!(out.iter().all(|&x| x == -7.0));
     for untouched in [&pass.d_q, &pass.d_k, &pass.d_v] {
@@ -348,15 +359,6 @@ fn what_has_no_kernel_is_refused_by_name() {
             assert!(matches!(error, Error::Unsupported { .. }), "{dtype}: {error}");
         }
     }
-    let e4m3 = problem(DType::E4M3, DIMS, Mask::Full);
-    let text = e4m3.plan(&Device::cpu()).unwrap_err().to_string();
-    assert_eq!(text, "unsupported: gradients of e4m3 operands; nearest: of bf16, f16 and f32 operands");
-    assert!(matches!(e4m3.plan_for(&DeviceFacts::h100_sxm()), Err(Error::Unsupported { .. })));
+    let text = options(DType::E4M3, DIMS, Mask::Full).build().unwrap_err().to_string();
+    assert_eq!(text, "q, k and v: dtype e4m3; allowed: f16, bf16, f32");
 }
-
-const _: () = {
-    const fn shared<T: Send + Sync>() {}
-    shared::<BackwardProblem>();
-    shared::<BackwardPlan>();
-    shared::<BackwardArgs<'static, f16>>();
-};

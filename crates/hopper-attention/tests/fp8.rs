@@ -3,17 +3,17 @@
 
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    DType, Device, DeviceFacts, Dims, E4M3, E4M3_HALF_SCORES_MAX, Element, Error, ForwardArgs, ForwardPlan,
-    ForwardProblem, Fp8ForwardArgs, Fp8Output, Layout, Mask, Result, SCALE_BLOCK, Scaling, Stream, TensorMut,
-    TensorRef, Workspace, bf16, f16,
+    Args, DType, Device, DeviceFacts, Dims, E4M3, E4M3_HALF_SCORES_MAX, Element, Error, ForwardArgs, ForwardPlan,
+    ForwardProblem, ForwardProblemBuilder, Layout, Mask, OutputOf, Result, SCALE_BLOCK, Scaling, Slot, Stream,
+    TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
 
 mod common;
 
-use common::{DIMS, masks, spread, values};
+use common::{DIMS, dense, masks, spread, values};
 
-/// Operands with their factors, and room for what comes out.
+/// Operands with their factors, and memory for what comes out.
 struct Memory<O> {
     q: (Vec<E4M3>, Layout<4>),
     k: (Vec<E4M3>, Layout<4>),
@@ -35,16 +35,16 @@ fn factors(shape: [usize; 3], size: f32, powers: i32, seed: u32) -> (Vec<f32>, L
     (drawn.iter().map(|x| size * (x * powers as f32 * 0.5).exp2()).collect(), layout)
 }
 
-impl<O: Fp8Output> Memory<O> {
+impl<O: OutputOf<E4M3>> Memory<O> {
     fn new(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) -> Self {
         let operand = |shape, seed| {
             let layout = spread(shape, heads_outside, gap);
             // Between -448 and 448, or small enough for scores in f16.
             let stored = values::<f32>(layout.span(), seed).into_iter();
-            let most = if seed < 3 && problem.half_scores_value() { E4M3_HALF_SCORES_MAX } else { 448.0 };
+            let most = if seed < 3 && problem.allows_half_scores() { E4M3_HALF_SCORES_MAX } else { 448.0 };
             (stored.map(|x| <E4M3 as Element>::from_f32(most * x)).collect::<Vec<_>>(), layout)
         };
-        let size = if problem.half_scores_value() { 1.0 / 4.0 } else { 1.0 / 128.0 };
+        let size = if problem.allows_half_scores() { 1.0 / 4.0 } else { 1.0 / 128.0 };
         let o = spread(problem.o_shape(), heads_outside, gap);
         let lse = Layout::contiguous(problem.lse_shape()).unwrap();
         Self {
@@ -61,20 +61,28 @@ impl<O: Fp8Output> Memory<O> {
         }
     }
 
-    fn args(&mut self) -> Fp8ForwardArgs<'_, O> {
-        let one = Layout::contiguous([1]).unwrap();
-        Fp8ForwardArgs {
-            q: TensorRef::host(&self.q.0, self.q.1).unwrap(),
-            k: TensorRef::host(&self.k.0, self.k.1).unwrap(),
-            v: TensorRef::host(&self.v.0, self.v.1).unwrap(),
-            descale_q: TensorRef::host(&self.descale_q.0, self.descale_q.1).unwrap(),
-            descale_k: TensorRef::host(&self.descale_k.0, self.descale_k.1).unwrap(),
-            descale_v: TensorRef::host(&self.descale_v.0, self.descale_v.1).unwrap(),
-            o: TensorMut::host(&mut self.o.0, self.o.1).unwrap(),
-            lse: self.lse.as_mut().map(|(lse, layout)| TensorMut::host(lse, *layout).unwrap()),
-            scale_o: self.scale_o.as_ref().map(|scale_o| TensorRef::host(scale_o, one).unwrap()),
-            amax: self.amax.as_mut().map(|amax| TensorMut::host(amax, one).unwrap()),
+    fn args(&mut self) -> ForwardArgs<'_> {
+        let mut args = ForwardArgs::new(
+            TensorRef::host(&self.q.0, self.q.1).unwrap(),
+            TensorRef::host(&self.k.0, self.k.1).unwrap(),
+            TensorRef::host(&self.v.0, self.v.1).unwrap(),
+            TensorMut::host(&mut self.o.0, self.o.1).unwrap(),
+        );
+        args = args.descale(
+            TensorRef::host(&self.descale_q.0, self.descale_q.1).unwrap(),
+            TensorRef::host(&self.descale_k.0, self.descale_k.1).unwrap(),
+            TensorRef::host(&self.descale_v.0, self.descale_v.1).unwrap(),
+        );
+        if let Some((lse, layout)) = &mut self.lse {
+            args = args.lse(TensorMut::host(lse, *layout).unwrap());
         }
+        if let Some(scale_o) = &self.scale_o {
+            args = args.scale_o(TensorRef::host(scale_o, dense([1])).unwrap());
+        }
+        if let Some(amax) = &mut self.amax {
+            args = args.amax(TensorMut::host(amax, dense([1])).unwrap());
+        }
+        args
     }
 
     /// What the operands stand for. The rule of the factors is written down here a second time.
@@ -82,7 +90,7 @@ impl<O: Fp8Output> Memory<O> {
         let group = problem.group_size();
         let real = |(data, layout): &(Vec<E4M3>, Layout<4>), (factors, of): &(Vec<f32>, Layout<3>), group: usize| {
             Tensor::from_strided(data, layout).descaled(|[batch, token, head]| {
-                let index = match problem.scaling_value().unwrap() {
+                let index = match problem.scaling().unwrap() {
                     Scaling::PerTensor => [0, 0, 0],
                     Scaling::PerHead => [batch, head / group, 0],
                     _ => [batch, head, token / SCALE_BLOCK],
@@ -103,13 +111,13 @@ impl<O: Fp8Output> Memory<O> {
     }
 }
 
-fn run<O: Fp8Output>(plan: &ForwardPlan, args: Fp8ForwardArgs<'_, O>) -> Result<()> {
+fn run<'a>(plan: &ForwardPlan, args: impl Into<Args<'a>>) -> Result<()> {
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
-    plan.run_fp8(&Stream::Cpu, &mut workspace, args)
+    plan.run(&Stream::Cpu, &mut workspace, args)
 }
 
-/// Runs a problem with poisoned outputs and holds it against the law.
-fn check<O: Fp8Output>(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) {
+/// Runs a problem with poisoned outputs and holds it against the tolerance.
+fn check<O: OutputOf<E4M3>>(problem: &ForwardProblem, heads_outside: bool, gap: usize, powers: i32) {
     let mut memory = Memory::<O>::new(problem, heads_outside, gap, powers);
     run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
     let [q, k, v] = memory.real(problem);
@@ -125,26 +133,29 @@ fn check<O: Fp8Output>(problem: &ForwardProblem, heads_outside: bool, gap: usize
     }
 }
 
+fn options(scaling: Scaling, dims: Dims) -> ForwardProblemBuilder {
+    ForwardProblem::builder(DType::E4M3, dims).scaling(scaling)
+}
+
 fn problem(scaling: Scaling, dims: Dims) -> ForwardProblem {
-    ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(scaling).unwrap()
+    options(scaling, dims).build().unwrap()
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn results_obey_the_law(
+    fn results_keep_the_tolerance(
         batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..400, heads_kv in 1usize..3,
         group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
         (heads_outside, gap, lse, amax) in (any::<bool>(), 0usize..5, any::<bool>(), any::<bool>()),
         (scaling, output, powers, half_scores) in (0..3usize, 0..3, 0..14, any::<bool>()),
     ) {
-        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
-        let problem = problem(Scaling::ALL[scaling], dims).mask(mask).lse(lse).amax(amax).unwrap();
-        let problem = problem.half_scores(half_scores).unwrap();
+        let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv).with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
+        let options = options(Scaling::ALL[scaling], dims).mask(mask).lse(lse).amax(amax).half_scores(half_scores);
         match output {
-            0 => check::<bf16>(&problem, heads_outside, gap, powers),
-            1 => check::<f16>(&problem.output(DType::F16).unwrap(), heads_outside, gap, powers),
-            _ => check::<E4M3>(&problem.output(DType::E4M3).unwrap(), heads_outside, gap, powers),
+            0 => check::<bf16>(&options.build().unwrap(), heads_outside, gap, powers),
+            1 => check::<f16>(&options.output(DType::F16).build().unwrap(), heads_outside, gap, powers),
+            _ => check::<E4M3>(&options.output(DType::E4M3).build().unwrap(), heads_outside, gap, powers),
         }
     }
 }
@@ -153,8 +164,8 @@ proptest! {
 /// other's precision.
 #[test]
 fn factors_of_v_may_differ_by_any_power() {
-    let dims = Dims { batch: 1, seqlen_q: 3, seqlen_kv: 300, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-    let problem = problem(Scaling::PerBlock, dims).lse(true);
+    let dims = Dims::new(1, 3, 1, 8).with_seqlen_kv(300);
+    let problem = options(Scaling::PerBlock, dims).lse(true).build().unwrap();
     for [a, b, c] in [[1e-38, 1.0, 1e30], [1e30, 1e-38, 1.0], [1.0, 1e-38, 1e-38], [1e-38; 3], [1e35, 1e35, 1e-3]] {
         let mut memory = Memory::<bf16>::new(&problem, false, 0, 0);
         memory.descale_v.0[..3].copy_from_slice(&[a, b, c]);
@@ -170,8 +181,8 @@ fn factors_of_v_may_differ_by_any_power() {
 /// Equal keys give every value the same weight; factors multiply what is stored.
 #[test]
 fn a_result_by_hand() {
-    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 2, head_dim_vo: 1 };
-    let problem = problem(Scaling::PerTensor, dims).lse(true).amax(true).unwrap().output(DType::E4M3).unwrap();
+    let dims = Dims::new(1, 1, 1, 2).with_seqlen_kv(2).with_head_dim_vo(1);
+    let problem = options(Scaling::PerTensor, dims).lse(true).amax(true).output(DType::E4M3).build().unwrap();
     let mut memory = Memory::<E4M3>::new(&problem, false, 0, 0);
     let e4m3 = <E4M3 as Element>::from_f32;
     memory.q.0 = [2.0, 1.0].map(e4m3).to_vec();
@@ -191,11 +202,10 @@ fn a_result_by_hand() {
 /// Whatever rounding does to the weights of a row, they sum to one; nearly so with factors per block.
 #[test]
 fn equal_values_give_themselves() {
-    let dims =
-        Dims { batch: 2, seqlen_q: 70, seqlen_kv: 333, heads_q: 2, heads_kv: 1, head_dim_qk: 24, head_dim_vo: 3 };
+    let dims = Dims::new(2, 70, 2, 24).with_seqlen_kv(333).with_heads_kv(1).with_head_dim_vo(3);
     for (scaling, softmax_scale) in Scaling::ALL.into_iter().flat_map(|scaling| [0.003, 0.2, 3.0].map(|s| (scaling, s)))
     {
-        let problem = problem(scaling, dims).mask(Mask::causal()).softmax_scale(softmax_scale).unwrap();
+        let problem = options(scaling, dims).mask(Mask::causal()).softmax_scale(softmax_scale).build().unwrap();
         let mut memory = Memory::<bf16>::new(&problem, false, 0, 0);
         memory.v.0.fill(<E4M3 as Element>::from_f32(-3.25));
         memory.descale_v.0.fill(0.5);
@@ -207,8 +217,8 @@ fn equal_values_give_themselves() {
 
 #[test]
 fn an_output_beyond_448_saturates_and_amax_tells() {
-    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
-    let problem = problem(Scaling::PerTensor, dims).amax(true).unwrap().output(DType::E4M3).unwrap();
+    let dims = Dims::new(1, 1, 1, 1);
+    let problem = options(Scaling::PerTensor, dims).amax(true).output(DType::E4M3).build().unwrap();
     let mut memory = Memory::<E4M3>::new(&problem, false, 0, 0);
     memory.v.0[0] = <E4M3 as Element>::from_f32(-96.0);
     memory.descale_v.0[0] = 1.0;
@@ -219,8 +229,8 @@ fn an_output_beyond_448_saturates_and_amax_tells() {
 
 #[test]
 fn a_nan_reaches_the_rows_that_it_touches_and_no_others() {
-    let problem = problem(Scaling::PerBlock, Dims { seqlen_q: 7, ..DIMS }).mask(Mask::causal()).lse(true);
-    let plan = problem.amax(true).unwrap().plan(&Device::cpu()).unwrap();
+    let options = options(Scaling::PerBlock, DIMS.with_seqlen_q(7)).mask(Mask::causal()).lse(true);
+    let plan = options.amax(true).build().unwrap().plan(&Device::cpu()).unwrap();
     let nan = E4M3::from_bits(0x7f);
     let result = |edit: fn(&mut Memory<bf16>, E4M3)| {
         let mut memory = Memory::<bf16>::new(plan.problem(), false, 0, 4);
@@ -244,63 +254,92 @@ fn a_nan_reaches_the_rows_that_it_touches_and_no_others() {
 }
 
 #[test]
-fn what_does_not_fit_the_problem_is_refused() {
-    let problem = problem(Scaling::PerHead, DIMS).amax(true).unwrap().output(DType::E4M3).unwrap();
+fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
+    let problem = options(Scaling::PerHead, DIMS).amax(true).output(DType::E4M3).build().unwrap();
     let plan = problem.plan(&Device::cpu()).unwrap();
     let mut memory = Memory::<E4M3>::new(&problem, false, 0, 2);
-    run(&plan, memory.args()).unwrap();
-    fn refusal<O: Fp8Output>(plan: &ForwardPlan, args: Fp8ForwardArgs<'_, O>) -> String {
-        run(plan, args).unwrap_err().to_string()
-    }
+    let refusal = |plan: &ForwardPlan, args: Args<'_>| run(plan, args).unwrap_err().to_string();
 
     let ones = [1f32; 64];
-    let wrong = |shape| TensorRef::host(&ones, Layout::contiguous(shape).unwrap()).unwrap();
+    let wrong = |shape| TensorRef::host(&ones, dense(shape)).unwrap();
+    for (slot, shape) in [(Slot::DescaleQ, [2, 4, 1]), (Slot::DescaleK, [1, 1, 1]), (Slot::DescaleV, [2, 2, 2])] {
+        assert_eq!(
+            refusal(&plan, Args::from(memory.args()).read(slot, wrong(shape))),
+            format!("{slot}: shape {shape:?}, expected [2, 2, 1] [batch, heads, blocks]")
+        );
+        let halves = [f16::ONE; 4];
+        let half = TensorRef::host(&halves, dense([2, 2, 1])).unwrap();
+        let text = refusal(&plan, Args::from(memory.args()).read(slot, half));
+        assert_eq!(text, format!("{slot}: dtype f16; allowed: f32"));
+    }
+    let two = TensorRef::host(&ones, dense([2])).unwrap();
+    assert_eq!(refusal(&plan, memory.args().scale_o(two).into()), "scale_o: shape [2], expected [1] [1]");
+    memory.scale_o = None;
     assert_eq!(
-        refusal(&plan, Fp8ForwardArgs { descale_q: wrong([2, 4, 1]), ..memory.args() }),
-        "descale_q: shape [2, 4, 1], expected [2, 2, 1] [batch, heads, blocks]"
+        refusal(&plan, memory.args().into()),
+        "scale_o: missing; allowed: the tensor that the problem, made with an e4m3 output, reads"
     );
-    let text = refusal(&plan, Fp8ForwardArgs { descale_k: wrong([1, 1, 1]), ..memory.args() });
-    assert!(text.starts_with("descale_k: shape [1, 1, 1]"), "{text}");
-    let text = refusal(&plan, Fp8ForwardArgs { descale_v: wrong([2, 2, 2]), ..memory.args() });
-    assert!(text.starts_with("descale_v: shape [2, 2, 2]"), "{text}");
+    memory.scale_o = Some([1.0]);
+    let amax = memory.amax.take();
     assert_eq!(
-        refusal(&plan, Fp8ForwardArgs { scale_o: None, ..memory.args() }),
-        "scale_o: missing; allowed: the factor of an output of e4m3"
+        refusal(&plan, memory.args().into()),
+        "amax: missing; allowed: the tensor that the problem, made with amax(true), writes"
     );
-    let scale_o = TensorRef::host(&ones, Layout::contiguous([2]).unwrap()).unwrap();
+    memory.amax = amax;
+    let without_factors = ForwardArgs::new(
+        TensorRef::host(&memory.q.0, memory.q.1).unwrap(),
+        TensorRef::host(&memory.k.0, memory.k.1).unwrap(),
+        TensorRef::host(&memory.v.0, memory.v.1).unwrap(),
+        TensorMut::host(&mut memory.o.0, memory.o.1).unwrap(),
+    );
     assert_eq!(
-        refusal(&plan, Fp8ForwardArgs { scale_o: Some(scale_o), ..memory.args() }),
-        "scale_o: shape [2], expected [1] [1]"
+        refusal(&plan, without_factors.into()),
+        "descale_q: missing; allowed: the tensor that the problem, made with e4m3 operands, reads"
     );
-    assert!(refusal(&plan, Fp8ForwardArgs { amax: None, ..memory.args() }).starts_with("amax: missing"));
 
     for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        memory.descale_v.0[3] = bad;
-        let text = refusal(&plan, memory.args());
-        assert_eq!(text, format!("descale_v: {bad} at [0, 1, 0]; allowed: finite and above 0"));
-        memory.descale_v.0[3] = 1.0;
+        for (name, slot) in [("descale_q", 0), ("descale_k", 1), ("descale_v", 2)] {
+            let factors = |memory: &mut Memory<E4M3>, value| {
+                let Memory { descale_q, descale_k, descale_v, .. } = memory;
+                let (factors, layout) = [descale_q, descale_k, descale_v].into_iter().nth(slot).unwrap();
+                factors[layout.offset([1, 0, 0]).unwrap()] = value;
+            };
+            factors(&mut memory, bad);
+            let text = refusal(&plan, memory.args().into());
+            assert_eq!(text, format!("{name}: {bad} at [1, 0, 0]; allowed: finite and above 0"));
+            factors(&mut memory, 1.0);
+        }
         memory.scale_o = Some([bad]);
-        assert_eq!(refusal(&plan, memory.args()), format!("scale_o: {bad}; allowed: finite and above 0"));
+        assert_eq!(refusal(&plan, memory.args().into()), format!("scale_o: {bad}; allowed: finite and above 0"));
         memory.scale_o = Some([1.0]);
     }
+    assert!(memory.o.0.iter().all(|o| o.is_nan()) && memory.amax.unwrap()[0].is_nan());
     run(&plan, memory.args()).unwrap();
+    assert!(memory.o.0.iter().all(|o| !o.is_nan()) && !memory.amax.unwrap()[0].is_nan());
 
-    let plain = problem.output(DType::BF16).unwrap().amax(false).unwrap();
+    let plain = problem.to_builder().output(DType::BF16).amax(false).build().unwrap();
     let plan = plain.plan(&Device::cpu()).unwrap();
-    assert_eq!(refusal(&plan, memory.args()), "o: dtype e4m3; allowed: bf16, the problem's");
+    assert_eq!(refusal(&plan, memory.args().into()), "o: dtype e4m3; allowed: bf16");
     let mut memory = Memory::<bf16>::new(&plain, false, 0, 2);
     memory.scale_o = Some([1.0]);
-    assert_eq!(refusal(&plan, memory.args()), "scale_o: given; allowed: none, since the output is bf16");
+    assert_eq!(
+        refusal(&plan, memory.args().into()),
+        "scale_o: given; allowed: none, since the problem was made without an e4m3 output"
+    );
     memory.scale_o = None;
-    memory.amax = Some([1.0]);
-    assert!(refusal(&plan, memory.args()).starts_with("amax: given"));
+    memory.amax = Some([-7.0]);
+    assert_eq!(
+        refusal(&plan, memory.args().into()),
+        "amax: given; allowed: none, since the problem was made without amax(true)"
+    );
+    assert!(memory.o.0.iter().all(|o| o.is_nan()) && memory.amax == Some([-7.0]));
 }
 
 /// Scores that may be in f16 change no bit of the CPU's results, however large Q and K are.
 #[test]
 fn half_scores_change_nothing_on_the_cpu() {
-    let plain = problem(Scaling::PerBlock, DIMS).lse(true);
-    let half = plain.clone().half_scores(true).unwrap();
+    let plain = options(Scaling::PerBlock, DIMS).lse(true).build().unwrap();
+    let half = plain.to_builder().half_scores(true).build().unwrap();
     let mut memory = Memory::<bf16>::new(&half, true, 3, 2);
     let (last_q, last_k) = (memory.q.1.offset([1, 4, 3, 15]).unwrap(), memory.k.1.offset([1, 6, 1, 0]).unwrap());
     for bits in [0x56, 0x57, 0xfe, 0x7f] {
@@ -318,40 +357,52 @@ fn half_scores_change_nothing_on_the_cpu() {
 #[test]
 fn problems_and_arguments_of_other_types_do_not_mix() {
     let fp8 = problem(Scaling::PerTensor, DIMS);
-    let bf16_plan = ForwardProblem::new(DType::BF16, DIMS).unwrap().plan(&Device::cpu()).unwrap();
-    let error = run(&bf16_plan, Memory::<bf16>::new(&fp8, false, 0, 0).args()).unwrap_err();
-    assert_eq!(error.to_string(), "q, k and v: dtype e4m3; allowed: bf16, the problem's");
-
     let (q, kv, mut o) = (values::<bf16>(640, 1), values::<bf16>(640, 2), vec![bf16::ZERO; 640]);
-    let dense = |shape| Layout::contiguous(shape).unwrap();
-    let args = ForwardArgs {
-        q: TensorRef::host(&q, dense(fp8.q_shape())).unwrap(),
-        k: TensorRef::host(&kv, dense(fp8.k_shape())).unwrap(),
-        v: TensorRef::host(&kv, dense(fp8.v_shape())).unwrap(),
-        o: TensorMut::host(&mut o, dense(fp8.o_shape())).unwrap(),
-        lse: None,
-    };
-    let mut workspace = Workspace::alloc(&Stream::Cpu, 0).unwrap();
-    let error = fp8.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut workspace, args).unwrap_err();
-    assert_eq!(error.to_string(), "q, k and v: dtype bf16; allowed: e4m3, the problem's");
+    let wide = ForwardArgs::new(
+        TensorRef::host(&q, dense(fp8.q_shape())).unwrap(),
+        TensorRef::host(&kv, dense(fp8.k_shape())).unwrap(),
+        TensorRef::host(&kv, dense(fp8.v_shape())).unwrap(),
+        TensorMut::host(&mut o, dense(fp8.o_shape())).unwrap(),
+    );
+    let refusal = |plan: &ForwardPlan, args: Args<'_>| run(plan, args).unwrap_err().to_string();
+    let fp8_plan = fp8.plan(&Device::cpu()).unwrap();
+
+    let bf16_plan = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap().plan(&Device::cpu()).unwrap();
+    let mut memory = Memory::<bf16>::new(&fp8, false, 0, 0);
+    assert_eq!(refusal(&bf16_plan, memory.args().into()), "q: dtype e4m3; allowed: bf16");
+    let one = TensorRef::host(&memory.descale_q.0, memory.descale_q.1).unwrap();
+    assert_eq!(
+        refusal(&bf16_plan, wide.descale(one.clone(), one.clone(), one).into()),
+        "descale_q: given; allowed: none, since the problem was made without e4m3 operands"
+    );
+    let wide = ForwardArgs::new(
+        TensorRef::host(&q, dense(fp8.q_shape())).unwrap(),
+        TensorRef::host(&kv, dense(fp8.k_shape())).unwrap(),
+        TensorRef::host(&kv, dense(fp8.v_shape())).unwrap(),
+        TensorMut::host(&mut o, dense(fp8.o_shape())).unwrap(),
+    );
+    assert_eq!(refusal(&fp8_plan, wide.into()), "q: dtype bf16; allowed: e4m3");
+    // One operand of the other type.
+    let k = TensorRef::host(&kv, dense(fp8.k_shape())).unwrap();
+    assert_eq!(refusal(&fp8_plan, Args::from(memory.args()).read(Slot::K, k)), "k: dtype bf16; allowed: e4m3");
 }
 
 /// A build without kernels says so; one with them has rows for every head dim up to 128 that is a multiple of 16.
 #[test]
 fn a_gpu_is_planned_for_or_refused_by_name() {
     let planned = |head_dim| {
-        let dims = Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS };
+        let dims = DIMS.with_head_dim_qk(head_dim).with_head_dim_vo(head_dim);
         problem(Scaling::PerBlock, dims).plan_for(&DeviceFacts::h100_sxm())
     };
-    if !hopper_attention::kernels().iter().any(|kernel| kernel.dtype == DType::E4M3) {
+    if !hopper_attention::kernels().iter().any(|kernel| kernel.dtype() == DType::E4M3) {
         let error = planned(64).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         return;
     }
     for head_dim in (16..=128).step_by(16) {
-        let kernel = planned(head_dim).unwrap().choice().unwrap().kernel;
+        let kernel = *planned(head_dim).unwrap().kernel().unwrap();
         let want = if head_dim <= 64 { 64 } else { 128 };
-        assert_eq!((kernel.dtype, kernel.head_dim_qk), (DType::E4M3, want), "{head_dim}: {kernel}");
+        assert_eq!((kernel.dtype(), kernel.head_dim_qk()), (DType::E4M3, want), "{head_dim}: {kernel}");
     }
     let text = planned(24).unwrap_err().to_string();
     assert!(text.contains("head_dim_qk 24 on a GPU; nearest: 32 (multiples of 16"), "{text}");
@@ -359,9 +410,8 @@ fn a_gpu_is_planned_for_or_refused_by_name() {
 
 #[test]
 fn the_same_bits_on_any_number_of_threads() {
-    let dims =
-        Dims { batch: 2, seqlen_q: 200, seqlen_kv: 300, heads_q: 4, heads_kv: 2, head_dim_qk: 32, head_dim_vo: 16 };
-    let problem = problem(Scaling::PerBlock, dims).lse(true);
+    let dims = Dims::new(2, 200, 4, 32).with_seqlen_kv(300).with_heads_kv(2).with_head_dim_vo(16);
+    let problem = options(Scaling::PerBlock, dims).lse(true).build().unwrap();
     let plan = problem.plan(&Device::cpu()).unwrap();
     let compute = || {
         let mut memory = Memory::<bf16>::new(&problem, false, 0, 6);

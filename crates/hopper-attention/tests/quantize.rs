@@ -1,24 +1,27 @@
 //! The quantiser on the CPU through the public API, against the rule written down a second time, and its refusals.
 
 use hopper_attention::{
-    DType, Descale, Device, Dims, E4M3, E4M3_HALF_SCORES_MAX, Element, ForwardProblem, Layout, Operand, Quantize,
-    QuantizeArgs, QuantizePlan, Quantizer, Result, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16,
-    f16,
+    Args, DType, Descale, Device, Dims, E4M3, E4M3_HALF_SCORES_MAX, Element, Float, ForwardProblem, Layout,
+    QuantizeArgs, QuantizePlan, Quantizer, Result, SCALE_BLOCK, Scaling, Slot, Stream, TensorMut, TensorRef, Workspace,
+    bf16, f16,
 };
 use proptest::prelude::*;
 
 mod common;
 
-use common::{DIMS, spread, values};
+use common::{DIMS, dense, spread, values};
 
-/// A tensor to quantise, with room for what comes out.
+/// A tensor to quantise, with memory for what comes out.
 struct Memory<T> {
     values: (Vec<T>, Layout<4>),
     stored: (Vec<E4M3>, Layout<4>),
     descale: (Vec<f32>, Layout<3>),
 }
 
-impl<T: Operand> Memory<T> {
+/// What the setters of [`QuantizeArgs`] take: values, what is stored, and factors.
+type Tensor<'a, T> = (TensorRef<'a, T, 4>, TensorMut<'a, E4M3, 4>, Descale<'a>);
+
+impl<T: Float> Memory<T> {
     fn new(shape: [usize; 4], factors: [usize; 3], gap: usize, seed: u32) -> Self {
         let heads_outside = gap.is_multiple_of(2);
         let layout = spread(shape, !heads_outside, gap);
@@ -35,21 +38,21 @@ impl<T: Operand> Memory<T> {
         }
     }
 
-    fn computed(&mut self) -> Quantize<'_, T> {
+    fn computed(&mut self) -> Tensor<'_, T> {
         let descale = TensorMut::host(&mut self.descale.0, self.descale.1).unwrap();
-        Quantize {
-            values: TensorRef::host(&self.values.0, self.values.1).unwrap(),
-            stored: TensorMut::host(&mut self.stored.0, self.stored.1).unwrap(),
-            descale: Descale::FromAmax(descale),
-        }
+        (
+            TensorRef::host(&self.values.0, self.values.1).unwrap(),
+            TensorMut::host(&mut self.stored.0, self.stored.1).unwrap(),
+            Descale::FromAmax(descale),
+        )
     }
 
-    fn given(&mut self) -> Quantize<'_, T> {
-        Quantize {
-            values: TensorRef::host(&self.values.0, self.values.1).unwrap(),
-            stored: TensorMut::host(&mut self.stored.0, self.stored.1).unwrap(),
-            descale: Descale::Given(TensorRef::host(&self.descale.0, self.descale.1).unwrap()),
-        }
+    fn given(&mut self) -> Tensor<'_, T> {
+        (
+            TensorRef::host(&self.values.0, self.values.1).unwrap(),
+            TensorMut::host(&mut self.stored.0, self.stored.1).unwrap(),
+            Descale::Given(TensorRef::host(&self.descale.0, self.descale.1).unwrap()),
+        )
     }
 
     /// Every element in logical order: value, what is stored, and where its factor is.
@@ -73,13 +76,32 @@ impl<T: Operand> Memory<T> {
     }
 }
 
-fn run<T: Operand>(plan: &QuantizePlan, args: QuantizeArgs<'_, T>) -> Result<()> {
+fn run<'a>(plan: &QuantizePlan, args: impl Into<Args<'a>>) -> Result<()> {
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
     plan.run(&Stream::Cpu, &mut workspace, args)
 }
 
+/// Any of q, k and v, and the counts.
+fn args<'a, T: Float>(tensors: [Option<Tensor<'a, T>>; 3], counts: Option<&'a mut [f32; 6]>) -> QuantizeArgs<'a> {
+    let [q, k, v] = tensors;
+    let mut args = QuantizeArgs::new();
+    if let Some((values, stored, descale)) = q {
+        args = args.q(values, stored, descale);
+    }
+    if let Some((values, stored, descale)) = k {
+        args = args.k(values, stored, descale);
+    }
+    if let Some((values, stored, descale)) = v {
+        args = args.v(values, stored, descale);
+    }
+    match counts {
+        Some(counts) => args.counts(TensorMut::host(counts, dense([3, 2])).unwrap()),
+        None => args,
+    }
+}
+
 fn plan(problem: &ForwardProblem, source: DType) -> QuantizePlan {
-    Quantizer::of(problem, source).unwrap().plan(&Device::cpu()).unwrap()
+    Quantizer::builder(problem, source).build().unwrap().plan(&Device::cpu()).unwrap()
 }
 
 /// How far a number is from the nearest e4m3 up to a magnitude (of all 254 that are numbers).
@@ -92,7 +114,7 @@ fn distance(x: f64, most: f32) -> f64 {
 }
 
 /// Factors are those of the largest magnitudes, and what is stored is the nearest there is.
-fn follows_the_rule<T: Operand>(memory: &Memory<T>, scaling: Scaling, group: usize, most: f32) {
+fn follows_the_rule<T: Float>(memory: &Memory<T>, scaling: Scaling, group: usize, most: f32) {
     let elements = memory.elements(scaling, group);
     let mut amax = vec![0.0_f32; memory.descale.0.len()];
     for (value, _, place) in &elements {
@@ -112,22 +134,17 @@ fn follows_the_rule<T: Operand>(memory: &Memory<T>, scaling: Scaling, group: usi
     }
 }
 
-fn check<T: Operand>(problem: &ForwardProblem, gap: usize) {
+fn check<T: Float>(problem: &ForwardProblem, gap: usize) {
     let plan = plan(problem, T::DTYPE);
     let mut q = Memory::<T>::new(problem.q_shape(), problem.descale_q_shape(), gap, 1);
     let mut k = Memory::<T>::new(problem.k_shape(), problem.descale_k_shape(), gap, 2);
     let mut v = Memory::<T>::new(problem.v_shape(), problem.descale_v_shape(), gap, 3);
     let mut counts = [f32::NAN; 6];
-    let args = QuantizeArgs {
-        q: Some(q.computed()),
-        k: Some(k.computed()),
-        v: Some(v.computed()),
-        counts: Some(TensorMut::host(&mut counts, Layout::contiguous([3, 2]).unwrap()).unwrap()),
-    };
-    run(&plan, args).unwrap();
+    let all = [Some(q.computed()), Some(k.computed()), Some(v.computed())];
+    run(&plan, args(all, Some(&mut counts))).unwrap();
     assert_eq!(counts, [0.0; 6]);
-    let scaling = problem.scaling_value().unwrap();
-    let most = if problem.half_scores_value() { E4M3_HALF_SCORES_MAX } else { 448.0 };
+    let scaling = problem.scaling().unwrap();
+    let most = if problem.allows_half_scores() { E4M3_HALF_SCORES_MAX } else { 448.0 };
     follows_the_rule(&q, scaling, problem.group_size(), most);
     follows_the_rule(&k, scaling, 1, most);
     follows_the_rule(&v, scaling, 1, 448.0);
@@ -141,9 +158,8 @@ proptest! {
         group in 1usize..4, head_dim_qk in 1usize..9, head_dim_vo in 1usize..9,
         (scaling, source, gap, half_scores) in (0..3usize, 0..3, 0usize..4, any::<bool>()),
     ) {
-        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
-        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(Scaling::ALL[scaling]).unwrap();
-        let problem = problem.half_scores(half_scores).unwrap();
+        let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv).with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
+        let problem = ForwardProblem::builder(DType::E4M3, dims).scaling(Scaling::ALL[scaling]).half_scores(half_scores).build().unwrap();
         match source {
             0 => check::<bf16>(&problem, gap),
             1 => check::<f16>(&problem, gap),
@@ -152,15 +168,14 @@ proptest! {
     }
 }
 
-fn of_v<'a>(v: Quantize<'a, f32>, counts: &'a mut [f32; 6]) -> QuantizeArgs<'a, f32> {
-    let counts = TensorMut::host(counts, Layout::contiguous([3, 2]).unwrap()).unwrap();
-    QuantizeArgs { q: None, k: None, v: Some(v), counts: Some(counts) }
+fn of_v<'a>(v: Tensor<'a, f32>, counts: &'a mut [f32; 6]) -> QuantizeArgs<'a> {
+    args([None, None, Some(v)], Some(counts))
 }
 
 /// One head with one key and eight values.
 fn eight_values() -> ForwardProblem {
-    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 8 };
-    ForwardProblem::new(DType::E4M3, dims).unwrap()
+    let dims = Dims::new(1, 1, 1, 1).with_head_dim_vo(8);
+    ForwardProblem::builder(DType::E4M3, dims).build().unwrap()
 }
 
 #[test]
@@ -182,11 +197,14 @@ fn what_is_too_large_saturates_and_is_counted() {
 /// With scores in f16 Q and K end at 14, a power of two below 448, and V does not: the same bits but for the exponent.
 #[test]
 fn half_scores_end_at_14() {
-    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 1, heads_q: 1, heads_kv: 1, head_dim_qk: 8, head_dim_vo: 8 };
-    let plain = ForwardProblem::new(DType::E4M3, dims).unwrap();
-    let half = plain.clone().half_scores(true).unwrap();
+    let dims = Dims::new(1, 1, 1, 8);
+    let plain = ForwardProblem::builder(DType::E4M3, dims).build().unwrap();
+    let half = plain.to_builder().half_scores(true).build().unwrap();
     assert_eq!(E4M3_HALF_SCORES_MAX, 448.0 / 32.0);
-    assert_eq!(Quantizer::of(&half, DType::F32).unwrap().to_string(), "quantise f32 to e4m3 per-tensor half-scores");
+    assert_eq!(
+        Quantizer::builder(&half, DType::F32).build().unwrap().to_string(),
+        "quantise f32 to e4m3 per-tensor half-scores"
+    );
     let all = |problem: &ForwardProblem, values: [f32; 8], descale: Option<f32>| {
         let mut memory = [1, 2, 3].map(|seed| Memory::<f32>::new([1, 1, 1, 8], [1; 3], 0, seed));
         for memory in &mut memory {
@@ -194,16 +212,9 @@ fn half_scores_end_at_14() {
             memory.descale.0 = vec![descale.unwrap_or(f32::NAN)];
         }
         let mut counts = [f32::NAN; 6];
-        let mut next =
-            memory.iter_mut().map(|memory| Some(if descale.is_some() { memory.given() } else { memory.computed() }));
-        let args = QuantizeArgs {
-            q: next.next().flatten(),
-            k: next.next().flatten(),
-            v: next.next().flatten(),
-            counts: Some(TensorMut::host(&mut counts, Layout::contiguous([3, 2]).unwrap()).unwrap()),
-        };
-        run(&plan(problem, DType::F32), args).unwrap();
-        drop(next);
+        let tensors = memory.each_mut();
+        let tensors = tensors.map(|memory| Some(if descale.is_some() { memory.given() } else { memory.computed() }));
+        run(&plan(problem, DType::F32), args(tensors, Some(&mut counts))).unwrap();
         let stored = |memory: &Memory<f32>| memory.stored.0.iter().map(|&x| Element::to_f32(x)).collect::<Vec<_>>();
         (memory.each_ref().map(stored), memory.map(|memory| memory.descale.0[0]), counts)
     };
@@ -271,16 +282,17 @@ fn zeros_and_the_smallest_numbers_have_a_factor() {
 #[test]
 fn the_rotation_leaves_products_as_they_are() {
     for head_dim in [16, 48, 80, 112, 128] {
-        let dims = Dims { seqlen_q: 9, seqlen_kv: 9, head_dim_qk: head_dim, ..DIMS };
-        let problem = ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(Scaling::PerBlock).unwrap();
+        let dims = DIMS.with_seqlen_q(9).with_seqlen_kv(9).with_head_dim_qk(head_dim);
+        let problem = ForwardProblem::builder(DType::E4M3, dims).scaling(Scaling::PerBlock).build().unwrap();
         let stored = |seed: Option<u64>| {
-            let quantizer = Quantizer::of(&problem, DType::F32).unwrap();
-            let quantizer = seed.map_or(quantizer.clone(), |seed| quantizer.hadamard(seed));
+            let options = Quantizer::builder(&problem, DType::F32);
+            let quantizer = seed.map_or(options.clone(), |seed| options.hadamard(seed)).build().unwrap();
+            assert_eq!(quantizer.hadamard(), seed);
             let mut q = Memory::<f32>::new(problem.q_shape(), problem.descale_q_shape(), 0, 1);
             let mut k = Memory::<f32>::new(problem.k_shape(), problem.descale_k_shape(), 0, 2);
             q.values.0.iter_mut().step_by(97).for_each(|x| *x = 300.0);
-            let args = QuantizeArgs { q: Some(q.computed()), k: Some(k.computed()), v: None, counts: None };
-            run(&quantizer.plan(&Device::cpu()).unwrap(), args).unwrap();
+            let q_and_k = args([Some(q.computed()), Some(k.computed()), None], None);
+            run(&quantizer.plan(&Device::cpu()).unwrap(), q_and_k).unwrap();
             let real = |memory: &Memory<f32>| -> (Vec<f32>, Vec<f64>) {
                 let elements = memory.elements(Scaling::PerBlock, 1);
                 let real = |stored: E4M3, place: usize| {
@@ -314,33 +326,78 @@ fn the_rotation_leaves_products_as_they_are() {
 
 #[test]
 fn what_does_not_fit_is_refused_and_nothing_is_written() {
-    let bf16_problem = ForwardProblem::new(DType::BF16, DIMS).unwrap();
-    let text = Quantizer::of(&bf16_problem, DType::BF16).unwrap_err().to_string();
+    let bf16_problem = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
+    let text = Quantizer::builder(&bf16_problem, DType::BF16).build().unwrap_err().to_string();
     assert_eq!(text, "problem: dtype bf16; allowed: e4m3, which is what there is to quantise to");
-    let problem = ForwardProblem::new(DType::E4M3, DIMS).unwrap().scaling(Scaling::PerHead).unwrap();
-    let text = Quantizer::of(&problem, DType::E4M3).unwrap_err().to_string();
+    let problem = ForwardProblem::builder(DType::E4M3, DIMS).scaling(Scaling::PerHead).build().unwrap();
+    let text = Quantizer::builder(&problem, DType::E4M3).build().unwrap_err().to_string();
     assert_eq!(text, "source: dtype e4m3; allowed: bf16, f16, f32");
-    let quantizer = Quantizer::of(&problem, DType::F32).unwrap().hadamard(5);
+    let quantizer = Quantizer::builder(&problem, DType::F32).hadamard(5).build().unwrap();
     assert_eq!(quantizer.to_string(), "quantise f32 to e4m3 per-head hadamard 5");
 
     let plan = quantizer.plan(&Device::cpu()).unwrap();
+    let refusal = |args: Args<'_>| run(&plan, args).unwrap_err().to_string();
     let mut k = Memory::<f32>::new(problem.k_shape(), problem.descale_k_shape(), 0, 1);
     let mut v = Memory::<f32>::new(problem.v_shape(), [1, 1, 1], 0, 1);
-    let args = QuantizeArgs { q: None, k: Some(k.computed()), v: Some(v.computed()), counts: None };
-    let text = run(&plan, args).unwrap_err().to_string();
-    assert_eq!(text, "v.descale: shape [1, 1, 1], expected [2, 2, 1] [batch, heads, blocks]");
+    assert_eq!(
+        refusal(args([None, Some(k.computed()), Some(v.computed())], None).into()),
+        "v.descale: shape [1, 1, 1], expected [2, 2, 1] [batch, heads, blocks]"
+    );
     let mut other = Memory::<f32>::new(problem.q_shape(), problem.descale_v_shape(), 0, 1);
-    let args = QuantizeArgs { q: None, k: Some(k.computed()), v: Some(other.computed()), counts: None };
-    let text = run(&plan, args).unwrap_err().to_string();
+    let text = refusal(args([None, Some(k.computed()), Some(other.computed())], None).into());
     assert!(text.starts_with("v.values: shape [2, 5, 4, 16], expected [2, 7, 2, 8]"), "{text}");
     let mut v = Memory::<f32>::new(problem.v_shape(), problem.descale_v_shape(), 0, 1);
     v.descale.0 = vec![1.0, 1.0, -2.0, 1.0];
-    let args = QuantizeArgs { q: None, k: Some(k.computed()), v: Some(v.given()), counts: None };
-    let text = run(&plan, args).unwrap_err().to_string();
-    assert_eq!(text, "v.descale: -2 at [1, 0, 0]; allowed: finite and above 0");
+    assert_eq!(
+        refusal(args([None, Some(k.computed()), Some(v.given())], None).into()),
+        "v.descale: -2 at [1, 0, 0]; allowed: finite and above 0"
+    );
     let mut halves = Memory::<f16>::new(problem.k_shape(), problem.descale_k_shape(), 0, 1);
-    let args = QuantizeArgs { q: None, k: Some(halves.computed()), v: None, counts: None };
-    let text = run(&plan, args).unwrap_err().to_string();
-    assert_eq!(text, "q, k and v: dtype f16; allowed: f32, the quantizer's source");
-    assert!(k.stored.0.iter().all(|x| x.is_nan()) && k.descale.0.iter().all(|x| x.is_nan()));
+    assert_eq!(refusal(args([None, Some(halves.computed()), None], None).into()), "k.values: dtype f16; allowed: f32");
+    let mut counts = [-7f32; 6];
+    let wrong = TensorMut::host(&mut counts, dense([2, 3])).unwrap();
+    assert_eq!(
+        refusal(args([None, Some(k.computed()), None], None).counts(wrong).into()),
+        "counts: shape [2, 3], expected [3, 2] [q k v, saturated and not finite]"
+    );
+
+    // The operands of a tensor belong together.
+    let values = || TensorRef::host(&v.values.0, v.values.1).unwrap();
+    let factors = || TensorRef::host(&v.descale.0, v.descale.1).unwrap();
+    let mut stored = vec![E4M3::from_bits(0x7f); v.stored.1.span()];
+    let mut written = vec![f32::NAN; v.descale.1.span()];
+    fn of_k<'a>(k: Tensor<'a, f32>) -> Args<'a> {
+        args([None, Some(k), None], None).into()
+    }
+    let text = refusal(of_k(k.computed()).read(Slot::VValues, values()));
+    assert_eq!(text, "v.stored: missing; allowed: where v.values is stored");
+    let to = TensorMut::host(&mut stored, v.stored.1).unwrap();
+    let text = refusal(of_k(k.computed()).write(Slot::VStored, to));
+    assert_eq!(text, "v.values: missing; allowed: what v.stored and v.descale are made of");
+    let to = TensorMut::host(&mut written, v.descale.1).unwrap();
+    let text = refusal(of_k(k.computed()).write(Slot::VDescale, to));
+    assert_eq!(text, "v.values: missing; allowed: what v.stored and v.descale are made of");
+    let to = TensorMut::host(&mut stored, v.stored.1).unwrap();
+    let text = refusal(of_k(k.computed()).read(Slot::VValues, values()).write(Slot::VStored, to));
+    assert_eq!(text, "v.descale: missing; allowed: the factors of v.values");
+    let to = TensorMut::host(&mut stored, v.stored.1).unwrap();
+    let both = of_k(k.computed()).read(Slot::VValues, values()).write(Slot::VStored, to);
+    let both = both.write(Slot::VDescale, TensorMut::host(&mut written, v.descale.1).unwrap());
+    let text = refusal(both.read(Slot::VDescaleGiven, factors()));
+    assert_eq!(text, "v.descale: given twice; allowed: factors to be written, or to be read");
+    let text = refusal(of_k(k.computed()).read(Slot::V, values()));
+    assert_eq!(text, "v: given; allowed: the operands of this problem");
+
+    let untouched = |stored: &[E4M3]| stored.iter().all(|x| x.is_nan());
+    assert!(untouched(&k.stored.0) && untouched(&stored) && untouched(&halves.stored.0) && untouched(&v.stored.0));
+    assert!(k.descale.0.iter().chain(&written).all(|x| x.is_nan()) && counts == [-7.0; 6]);
+}
+
+#[test]
+fn nothing_to_quantise_is_counted_as_nothing() {
+    let problem = eight_values();
+    let mut counts = [f32::NAN; 6];
+    run(&plan(&problem, DType::F32), args::<f32>([None, None, None], Some(&mut counts))).unwrap();
+    assert_eq!(counts, [0.0; 6]);
+    run(&plan(&problem, DType::F32), QuantizeArgs::new()).unwrap();
 }

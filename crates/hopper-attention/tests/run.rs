@@ -2,26 +2,26 @@
 
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    DType, Device, Dims, Error, ForwardArgs, ForwardPlan, ForwardProblem, Layout, Mask, Operand, Result, Stream,
-    TensorMut, TensorRef, Workspace, bf16, f16,
+    Args, DType, Device, Dims, Error, Float, ForwardArgs, ForwardPlan, ForwardProblem, Layout, Mask, OutputOf, Result,
+    Slot, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
 
 mod common;
 
-use common::{DIMS, masks, spread, values};
+use common::{DIMS, dense, masks, spread, values};
 
 fn plan(dtype: DType, dims: Dims) -> ForwardPlan {
-    ForwardProblem::new(dtype, dims).unwrap().plan(&Device::cpu()).unwrap()
+    ForwardProblem::builder(dtype, dims).build().unwrap().plan(&Device::cpu()).unwrap()
 }
 
-fn run<T: Operand>(plan: &ForwardPlan, args: ForwardArgs<'_, T>) -> Result<()> {
+fn run<'a>(plan: &ForwardPlan, args: impl Into<Args<'a>>) -> Result<()> {
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
     plan.run(&Stream::Cpu, &mut workspace, args)
 }
 
-/// Runs a problem with poisoned outputs inside of guard bands, and holds it against the law.
-fn check<T: Operand>(problem: &ForwardProblem, heads_outside: bool, gap: usize) {
+/// Runs a problem with poisoned outputs inside of guard bands, and holds it against the tolerance.
+fn check<T: Float + OutputOf<T>>(problem: &ForwardProblem, heads_outside: bool, gap: usize) {
     const GUARD: usize = 16;
     let layout = |shape| spread(shape, heads_outside, gap);
     let (q_layout, k_layout, v_layout) =
@@ -30,19 +30,20 @@ fn check<T: Operand>(problem: &ForwardProblem, heads_outside: bool, gap: usize) 
     let k = values::<T>(k_layout.span(), 2);
     let v = values::<T>(v_layout.span(), 3);
     let o_layout = layout(problem.o_shape());
-    let lse_layout = Layout::contiguous(problem.lse_shape()).unwrap();
-    let mut o = vec![<T::Out as hopper_attention::Element>::from_f32(f32::NAN); o_layout.span() + 2 * GUARD];
+    let lse_layout = dense(problem.lse_shape());
+    let mut o = vec![T::from_f32(f32::NAN); o_layout.span() + 2 * GUARD];
     let mut lse = vec![f32::NAN; lse_layout.span() + 2 * GUARD];
-    let args = ForwardArgs::<T> {
-        q: TensorRef::host(&q, q_layout).unwrap(),
-        k: TensorRef::host(&k, k_layout).unwrap(),
-        v: TensorRef::host(&v, v_layout).unwrap(),
-        o: TensorMut::host(&mut o[GUARD..], o_layout).unwrap(),
-        lse: problem.wants_lse().then(|| TensorMut::host(&mut lse[GUARD..], lse_layout).unwrap()),
-    };
+    let mut args = ForwardArgs::new(
+        TensorRef::host(&q, q_layout).unwrap(),
+        TensorRef::host(&k, k_layout).unwrap(),
+        TensorRef::host(&v, v_layout).unwrap(),
+        TensorMut::host(&mut o[GUARD..], o_layout).unwrap(),
+    );
+    if problem.wants_lse() {
+        args = args.lse(TensorMut::host(&mut lse[GUARD..], lse_layout).unwrap());
+    }
     run(&problem.plan(&Device::cpu()).unwrap(), args).unwrap();
 
-    use hopper_attention::Element as _;
     let written = o.iter().filter(|x| !x.to_f32().is_nan()).count();
     assert_eq!(written, problem.o_shape().iter().product::<usize>(), "every element is written, and nothing else");
     let lse_written = lse.iter().filter(|x| !x.is_nan()).count();
@@ -58,13 +59,13 @@ fn check<T: Operand>(problem: &ForwardProblem, heads_outside: bool, gap: usize) 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn results_obey_the_law(
+    fn results_keep_the_tolerance(
         batch in 0usize..3, seqlen_q in 0usize..80, seqlen_kv in 0usize..150, heads_kv in 1usize..3,
         group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
         (heads_outside, gap, lse, dtype) in (any::<bool>(), 0usize..5, any::<bool>(), 0..3),
     ) {
-        let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv, head_dim_qk, head_dim_vo };
-        let problem = |dtype| ForwardProblem::new(dtype, dims).unwrap().mask(mask).lse(lse);
+        let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv).with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
+        let problem = |dtype| ForwardProblem::builder(dtype, dims).mask(mask).lse(lse).build().unwrap();
         match dtype {
             0 => check::<f16>(&problem(DType::F16), heads_outside, gap),
             1 => check::<bf16>(&problem(DType::BF16), heads_outside, gap),
@@ -79,19 +80,18 @@ fn inputs_may_be_broadcast() {
     let problem = plan.problem();
     let q = values::<f32>(2 * 5 * 4 * 16, 1);
     let (k, v) = (values::<f32>(2 * 7 * 16, 2), values::<f32>(2 * 7 * 8, 3));
-    let q_layout = Layout::contiguous(problem.q_shape()).unwrap();
+    let q_layout = dense(problem.q_shape());
     // One key head for both.
     let k_layout = Layout::with_strides(problem.k_shape(), [7 * 16, 16, 0, 1]).unwrap();
     let v_layout = Layout::with_strides(problem.v_shape(), [7 * 8, 8, 0, 1]).unwrap();
-    let o_layout = Layout::contiguous(problem.o_shape()).unwrap();
+    let o_layout = dense(problem.o_shape());
     let mut o = vec![f32::NAN; o_layout.span()];
-    let args = ForwardArgs {
-        q: TensorRef::host(&q, q_layout).unwrap(),
-        k: TensorRef::host(&k, k_layout).unwrap(),
-        v: TensorRef::host(&v, v_layout).unwrap(),
-        o: TensorMut::host(&mut o, o_layout).unwrap(),
-        lse: None,
-    };
+    let args = ForwardArgs::new(
+        TensorRef::host(&q, q_layout).unwrap(),
+        TensorRef::host(&k, k_layout).unwrap(),
+        TensorRef::host(&v, v_layout).unwrap(),
+        TensorMut::host(&mut o, o_layout).unwrap(),
+    );
     run(&plan, args).unwrap();
     let expected = Expected::new(
         problem,
@@ -103,75 +103,103 @@ fn inputs_may_be_broadcast() {
 }
 
 /// Memory for [`DIMS`], so that each refusal below changes one thing.
-struct Memory<T: Operand> {
+struct Memory<T> {
     q: Vec<T>,
     kv: Vec<T>,
-    o: Vec<T::Out>,
+    o: Vec<T>,
     lse: Vec<f32>,
 }
 
-impl<T: Operand> Memory<T> {
+impl<T: Float + OutputOf<T>> Memory<T> {
     fn new() -> Self {
-        Self { q: values(640, 1), kv: values(640, 2), o: vec![Default::default(); 640], lse: vec![0.0; 40] }
+        Self { q: values(640, 1), kv: values(640, 2), o: vec![T::from_f32(-7.0); 640], lse: vec![-7.0; 40] }
     }
 
-    fn args(&mut self) -> ForwardArgs<'_, T> {
-        let dense = |shape| Layout::contiguous(shape).unwrap();
-        ForwardArgs {
-            q: TensorRef::host(&self.q, dense([2, 5, 4, 16])).unwrap(),
-            k: TensorRef::host(&self.kv, dense([2, 7, 2, 16])).unwrap(),
-            v: TensorRef::host(&self.kv, dense([2, 7, 2, 8])).unwrap(),
-            o: TensorMut::host(&mut self.o, dense([2, 5, 4, 8])).unwrap(),
-            lse: Some(TensorMut::host(&mut self.lse, Layout::contiguous([2, 4, 5]).unwrap()).unwrap()),
-        }
+    fn args(&mut self) -> ForwardArgs<'_> {
+        let (args, lse) = self.args_and_lse();
+        args.lse(lse)
+    }
+
+    fn args_and_lse(&mut self) -> (ForwardArgs<'_>, TensorMut<'_, f32, 3>) {
+        let args = ForwardArgs::new(
+            TensorRef::host(&self.q, dense([2, 5, 4, 16])).unwrap(),
+            TensorRef::host(&self.kv, dense([2, 7, 2, 16])).unwrap(),
+            TensorRef::host(&self.kv, dense([2, 7, 2, 8])).unwrap(),
+            TensorMut::host(&mut self.o, dense([2, 5, 4, 8])).unwrap(),
+        );
+        (args, TensorMut::host(&mut self.lse, dense([2, 4, 5])).unwrap())
+    }
+
+    fn is_untouched(&self) -> bool {
+        self.o.iter().all(|x| x.to_f32() == -7.0) && self.lse.iter().all(|&x| x == -7.0)
     }
 }
 
 #[test]
-fn what_does_not_fit_the_problem_is_refused() {
-    let problem = ForwardProblem::new(DType::F32, DIMS).unwrap().lse(true);
+fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
+    let problem = ForwardProblem::builder(DType::F32, DIMS).lse(true).build().unwrap();
     let plan = problem.plan(&Device::cpu()).unwrap();
     let mut memory = Memory::<f32>::new();
-    run(&plan, memory.args()).unwrap();
-
     let other = values::<f32>(640, 4);
-    let wrong = |shape| TensorRef::host(&other, Layout::contiguous(shape).unwrap()).unwrap();
-    fn refusal(plan: &ForwardPlan, args: ForwardArgs<'_, f32>) -> String {
-        run(plan, args).unwrap_err().to_string()
-    }
+    let wrong = |shape| TensorRef::host(&other, dense(shape)).unwrap();
+    let refusal = |plan: &ForwardPlan, args: Args<'_>| run(plan, args).unwrap_err().to_string();
     assert_eq!(
-        refusal(&plan, ForwardArgs { q: wrong([2, 4, 5, 16]), ..memory.args() }),
+        refusal(&plan, Args::from(memory.args()).read(Slot::Q, wrong([2, 4, 5, 16]))),
         "q: shape [2, 4, 5, 16], expected [2, 5, 4, 16] [batch, seqlen, heads, head_dim]"
     );
-    assert!(refusal(&plan, ForwardArgs { k: wrong([2, 7, 2, 8]), ..memory.args() }).starts_with("k: shape"));
-    assert!(refusal(&plan, ForwardArgs { v: wrong([2, 7, 2, 16]), ..memory.args() }).starts_with("v: shape"));
-    let mut out = vec![0f32; 640];
-    let o = TensorMut::host(&mut out, Layout::contiguous([2, 5, 4, 16]).unwrap()).unwrap();
-    assert!(refusal(&plan, ForwardArgs { o, ..memory.args() }).starts_with("o: shape"));
-    let lse = TensorMut::host(&mut out, Layout::contiguous([2, 5, 4]).unwrap()).unwrap();
+    let text = refusal(&plan, Args::from(memory.args()).read(Slot::K, wrong([2, 7, 2, 8])));
+    assert!(text.starts_with("k: shape [2, 7, 2, 8], expected [2, 7, 2, 16]"), "{text}");
+    let text = refusal(&plan, Args::from(memory.args()).read(Slot::V, wrong([2, 7, 2, 16])));
+    assert!(text.starts_with("v: shape [2, 7, 2, 16], expected [2, 7, 2, 8]"), "{text}");
+    let mut out = vec![-7f32; 640];
+    let o = TensorMut::host(&mut out, dense([2, 5, 4, 16])).unwrap();
+    let text = refusal(&plan, Args::from(memory.args()).write(Slot::O, o));
+    assert!(text.starts_with("o: shape [2, 5, 4, 16], expected [2, 5, 4, 8]"), "{text}");
+    let lse = TensorMut::host(&mut out, dense([2, 5, 4])).unwrap();
     assert_eq!(
-        refusal(&plan, ForwardArgs { lse: Some(lse), ..memory.args() }),
+        refusal(&plan, memory.args().lse(lse).into()),
         "lse: shape [2, 5, 4], expected [2, 4, 5] [batch, heads, seqlen]"
     );
-    assert!(refusal(&plan, ForwardArgs { lse: None, ..memory.args() }).starts_with("lse: missing"));
-    let without = problem.lse(false).plan(&Device::cpu()).unwrap();
-    assert!(run(&without, memory.args()).unwrap_err().to_string().starts_with("lse: given"));
+    // Another rank is another shape.
+    let lse = TensorMut::host(&mut out, dense([2, 4, 5, 1])).unwrap();
+    assert_eq!(
+        refusal(&plan, Args::from(memory.args()).write(Slot::Lse, lse)),
+        "lse: shape [2, 4, 5, 1], expected [2, 4, 5] [batch, heads, seqlen]"
+    );
+    assert_eq!(
+        refusal(&plan, memory.args_and_lse().0.into()),
+        "lse: missing; allowed: the tensor that the problem, made with lse(true), writes"
+    );
+    assert_eq!(refusal(&plan, Args::new()), "q: missing; allowed: the tensor that the problem reads");
+    let without = problem.to_builder().lse(false).build().unwrap().plan(&Device::cpu()).unwrap();
+    assert_eq!(
+        refusal(&without, memory.args().into()),
+        "lse: given; allowed: none, since the problem was made without lse(true)"
+    );
+    // The operands of another pass.
+    assert_eq!(
+        refusal(&plan, Args::from(memory.args()).read(Slot::DO, wrong([2, 5, 4, 8]))),
+        "d_o: given; allowed: the operands of this problem"
+    );
 
-    let error = run(&plan, Memory::<f16>::new().args()).unwrap_err();
-    assert_eq!(error.to_string(), "q, k and v: dtype f16; allowed: f32, the problem's");
+    let mut halves = Memory::<f16>::new();
+    assert_eq!(refusal(&plan, halves.args().into()), "q: dtype f16; allowed: f32");
+    let o = TensorMut::host(&mut halves.o, dense([2, 5, 4, 8])).unwrap();
+    assert_eq!(refusal(&plan, Args::from(memory.args()).write(Slot::O, o)), "o: dtype f16; allowed: f32");
+    assert!(memory.is_untouched() && halves.is_untouched() && out.iter().all(|&x| x == -7.0));
+    run(&plan, memory.args()).unwrap();
 }
 
 #[test]
 fn empty_problems_succeed_and_write_what_is_theirs() {
-    for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { seqlen_kv: 0, ..DIMS }] {
-        let problem = ForwardProblem::new(DType::BF16, dims).unwrap().mask(Mask::causal()).lse(true);
+    for dims in [DIMS.with_batch(0), DIMS.with_seqlen_q(0), DIMS.with_seqlen_kv(0)] {
+        let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).lse(true).build().unwrap();
         check::<bf16>(&problem, false, 0);
     }
-    let problem = ForwardProblem::new(DType::BF16, Dims { seqlen_kv: 0, ..DIMS }).unwrap().lse(true);
+    let problem = ForwardProblem::builder(DType::BF16, DIMS.with_seqlen_kv(0)).lse(true).build().unwrap();
     let mut memory = Memory::<bf16>::new();
-    let mut args = memory.args();
-    let none = |shape| TensorRef::host(&[], Layout::contiguous(shape).unwrap()).unwrap();
-    (args.k, args.v) = (none([2, 0, 2, 16]), none([2, 0, 2, 8]));
+    let none = |shape| TensorRef::host(&[] as &[bf16], dense(shape)).unwrap();
+    let args = Args::from(memory.args()).read(Slot::K, none([2, 0, 2, 16])).read(Slot::V, none([2, 0, 2, 8]));
     run(&problem.plan(&Device::cpu()).unwrap(), args).unwrap();
     assert!(memory.lse.iter().all(|&lse| lse == f32::NEG_INFINITY));
     assert!(memory.o[..320].iter().all(|&o| o == bf16::ZERO));
@@ -179,7 +207,7 @@ fn empty_problems_succeed_and_write_what_is_theirs() {
 
 #[test]
 fn a_described_gpu_has_no_kernels_to_run_here() {
-    let problem = ForwardProblem::new(DType::BF16, DIMS).unwrap().lse(true);
+    let problem = ForwardProblem::builder(DType::BF16, DIMS).lse(true).build().unwrap();
     match problem.plan_for(&hopper_attention::DeviceFacts::h100_sxm()) {
         Ok(plan) => {
             let error = run(&plan, Memory::<bf16>::new().args()).unwrap_err();
@@ -188,19 +216,3 @@ fn a_described_gpu_has_no_kernels_to_run_here() {
         Err(error) => assert!(matches!(error, Error::Unsupported { .. }), "{error}"),
     }
 }
-
-const _: () = {
-    const fn shared<T: Send + Sync>() {}
-    shared::<Device>();
-    shared::<Stream>();
-    shared::<ForwardProblem>();
-    shared::<ForwardPlan>();
-    shared::<Workspace>();
-    shared::<Layout<4>>();
-    shared::<TensorRef<'static, bf16, 4>>();
-    shared::<TensorMut<'static, bf16, 4>>();
-    shared::<ForwardArgs<'static, f16>>();
-    shared::<Error>();
-    shared::<hopper_attention::KernelInfo>();
-    shared::<hopper_attention::DeviceInfo>();
-};

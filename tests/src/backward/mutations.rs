@@ -1,7 +1,7 @@
-//! Ways in which a backward kernel may be broken, applied to honest gradients: the law must notice every one.
+//! Ways in which a backward kernel may be broken, applied to honest gradients: the tolerance must notice every one.
 
 use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain, forward_plain};
-use hopper_attention::{BackwardProblem, Mask};
+use hopper_attention::{BackwardProblem, ForwardProblemBuilder, Mask};
 
 use crate::mutations::masks;
 
@@ -48,8 +48,8 @@ pub const ALL: [Mutation; 20] = [
     Mutation { name: "the last block of queries missing in dK and dV", apply: |s| missing_queries(s, 64) },
     Mutation { name: "a tile of dQ from its neighbour", apply: repeated_tile },
     Mutation { name: "the last row of dK not written", apply: unwritten_row },
-    Mutation { name: "the other corner", apply: |s| with_mask(s, masks::other_corner(s.problem.mask_value())?) },
-    Mutation { name: "the diagonal off by one", apply: |s| with_mask(s, masks::off_by_one(s.problem.mask_value())?) },
+    Mutation { name: "the other corner", apply: |s| with_mask(s, masks::other_corner(s.problem.mask())?) },
+    Mutation { name: "the diagonal off by one", apply: |s| with_mask(s, masks::off_by_one(s.problem.mask())?) },
     Mutation { name: "the mask forgotten", apply: |s| with_mask(s, Mask::Full) },
     Mutation { name: "delta forgotten", apply: without_delta },
     Mutation { name: "the gradient of the lse forgotten", apply: |s| with_d_lse(s, 0.0) },
@@ -57,7 +57,7 @@ pub const ALL: [Mutation; 20] = [
 ];
 
 fn unscaled(s: Subject<'_>) -> f64 {
-    1.0 / f64::from(s.problem.softmax_scale_value())
+    1.0 / f64::from(s.problem.softmax_scale())
 }
 
 fn scaled(s: Subject<'_>, factors: [f64; 3]) -> Option<BackwardPlain> {
@@ -71,8 +71,7 @@ fn scaled(s: Subject<'_>, factors: [f64; 3]) -> Option<BackwardPlain> {
 }
 
 fn other_scale(s: Subject<'_>) -> Option<BackwardPlain> {
-    let forward = s.problem.forward().clone().softmax_scale(1.1 * s.problem.softmax_scale_value()).ok()?;
-    computed(Subject { problem: &BackwardProblem::of(&forward).d_lse(s.problem.takes_d_lse()), ..s })
+    of_forward(s, s.problem.forward().to_builder().softmax_scale(1.1 * s.problem.softmax_scale()))
 }
 
 fn swapped_heads(tensor: &Tensor) -> Option<Tensor> {
@@ -121,7 +120,7 @@ fn missing_head(s: Subject<'_>) -> Option<BackwardPlain> {
 fn missing_queries(s: Subject<'_>, queries: usize) -> Option<BackwardPlain> {
     let dims = s.problem.dims();
     let first = dims.seqlen_q.checked_sub(queries).filter(|&first| first > 0)?;
-    let keep = |q, kv| s.problem.mask_value().keep(q, kv, dims.seqlen_q, dims.seqlen_kv);
+    let keep = |q, kv| s.problem.mask().keep(q, kv, dims.seqlen_q, dims.seqlen_kv);
     // Queries that keep no key have no part.
     if !(first..dims.seqlen_q).any(|q| (0..dims.seqlen_kv).any(|kv| keep(q, kv))) {
         return None;
@@ -144,11 +143,10 @@ fn unwritten_row(s: Subject<'_>) -> Option<BackwardPlain> {
 }
 
 fn with_mask(s: Subject<'_>, mask: Mask) -> Option<BackwardPlain> {
-    if !masks::differ(s.problem.dims(), s.problem.mask_value(), mask) {
+    if !masks::differ(s.problem.dims(), s.problem.mask(), mask) {
         return None;
     }
-    let forward = s.problem.forward().clone().mask(mask);
-    computed(Subject { problem: &BackwardProblem::of(&forward).d_lse(s.problem.takes_d_lse()), ..s })
+    of_forward(s, s.problem.forward().to_builder().mask(mask))
 }
 
 /// A gradient of the LSE that cancels delta.
@@ -164,12 +162,18 @@ fn without_delta(s: Subject<'_>) -> Option<BackwardPlain> {
             delta + s.d_lse.map_or(0.0, |d_lse| d_lse[i])
         })
         .collect();
-    computed(Subject { problem: &s.problem.clone().d_lse(true), d_lse: Some(&d_lse), ..s })
+    computed(Subject { problem: &s.problem.to_builder().d_lse(true).build().ok()?, d_lse: Some(&d_lse), ..s })
 }
 
 fn with_d_lse(s: Subject<'_>, factor: f64) -> Option<BackwardPlain> {
     let d_lse: Vec<f64> = s.d_lse?.iter().map(|x| factor * x).collect();
     computed(Subject { d_lse: Some(&d_lse), ..s })
+}
+
+/// The gradients of another forward pass.
+fn of_forward(s: Subject<'_>, forward: ForwardProblemBuilder) -> Option<BackwardPlain> {
+    let options = BackwardProblem::builder(&forward.build().ok()?).d_lse(s.problem.takes_d_lse());
+    computed(Subject { problem: &options.build().ok()?, ..s })
 }
 
 fn computed(s: Subject<'_>) -> Option<BackwardPlain> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use hopper_attention::{BackwardArgs, BackwardPlan, DType, Operand, Stream, Workspace};
+use hopper_attention::{BackwardArgs, BackwardPlan, DType, Stream, Workspace};
 
 use super::{read, write};
 use crate::backward::{Outputs, Prepared};
@@ -24,11 +24,11 @@ fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
     [&prepared.q, &prepared.k, &prepared.v, &prepared.o, &prepared.d_o]
 }
 
-fn up<T: Poison + Operand, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) -> CudaSlice<T> {
+fn up<T: Poison, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) -> CudaSlice<T> {
     stream.clone_htod(image.data()).expect("device memory")
 }
 
-impl<T: Poison + Operand<Out = T>> OnDevice<T> {
+impl<T: Poison> OnDevice<T> {
     /// Inputs, and outputs of poison.
     pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
         let Outputs { d_q, d_k, d_v } = prepared.outputs();
@@ -60,21 +60,24 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
     }
 
     /// The arguments of a run.
-    pub fn args(&mut self, prepared: &Prepared<T>) -> BackwardArgs<'_, T> {
+    pub fn args(&mut self, prepared: &Prepared<T>) -> BackwardArgs<'_> {
         let output = |shape| prepared.case.placement.layout(shape, false);
         let [q, k, v, o, d_o] = &self.inputs;
         let [d_q, d_k, d_v] = &mut self.outputs;
-        BackwardArgs {
-            q: read(q, prepared.q.layout()),
-            k: read(k, prepared.k.layout()),
-            v: read(v, prepared.v.layout()),
-            o: read(o, prepared.o.layout()),
-            lse: read(&self.lse, prepared.lse.layout()),
-            d_o: read(d_o, prepared.d_o.layout()),
-            d_lse: self.d_lse.as_ref().zip(prepared.d_lse.as_ref()).map(|(slice, image)| read(slice, image.layout())),
-            d_q: write(d_q, output(prepared.problem.d_q_shape())),
-            d_k: write(d_k, output(prepared.problem.d_k_shape())),
-            d_v: write(d_v, output(prepared.problem.d_v_shape())),
+        let args = BackwardArgs::new(
+            [read(q, prepared.q.layout()), read(k, prepared.k.layout()), read(v, prepared.v.layout())],
+            read(o, prepared.o.layout()),
+            read(&self.lse, prepared.lse.layout()),
+            read(d_o, prepared.d_o.layout()),
+            [
+                write(d_q, output(prepared.problem.d_q_shape())),
+                write(d_k, output(prepared.problem.d_k_shape())),
+                write(d_v, output(prepared.problem.d_v_shape())),
+            ],
+        );
+        match self.d_lse.as_ref().zip(prepared.d_lse.as_ref()) {
+            Some((slice, image)) => args.d_lse(read(slice, image.layout())),
+            None => args,
         }
     }
 
@@ -113,7 +116,7 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
     pub fn run(
         &mut self,
         stream: &Arc<CudaStream>,
-        workspace: &mut Workspace,
+        workspace: &mut Workspace<'_>,
         plan: &BackwardPlan,
         prepared: &Prepared<T>,
     ) -> Result<Outputs<T>, String> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    DType, E4M3, Element, ForwardPlan, ForwardProblem, Fp8ForwardArgs, Fp8Output, Stream, TensorRef, Workspace,
+    DType, E4M3, Element, ForwardArgs, ForwardPlan, ForwardProblem, OutputOf, Stream, TensorRef, Workspace,
 };
 
 use super::{read, write};
@@ -61,20 +61,20 @@ impl OnDevice {
     ///
     /// # Errors
     /// What was refused, failed or was overwritten.
-    pub fn run<O: Fp8Output>(
+    pub fn run<O: OutputOf<E4M3>>(
         &self,
         stream: &Arc<CudaStream>,
-        workspace: &mut Workspace,
+        workspace: &mut Workspace<'_>,
         plan: &ForwardPlan,
         scale_o: Option<f32>,
     ) -> Result<Written<O>, String> {
-        let mut room = Room::new(stream, plan.problem(), scale_o);
-        let args = room.args(self.inputs(plan.problem()));
-        plan.run_fp8(&Stream::Cuda(stream.clone()), workspace, args).map_err(|error| error.to_string())?;
+        let mut outputs = Outputs::new(stream, plan.problem(), scale_o);
+        let args = outputs.args(self.inputs(plan.problem()));
+        plan.run(&Stream::Cuda(stream.clone()), workspace, args).map_err(|error| error.to_string())?;
         if let Err(error) = stream.synchronize() {
             panic!("the GPU failed on {plan}: {error}");
         }
-        room.written(stream)
+        outputs.written(stream)
     }
 
     /// The operands and their factors as a run reads them.
@@ -116,7 +116,7 @@ pub struct Inputs<'a> {
 }
 
 /// Memory for what runs write, with bands around it.
-pub struct Room<O> {
+pub struct Outputs<O> {
     problem: ForwardProblem,
     o: CudaSlice<O>,
     lse: CudaSlice<f32>,
@@ -124,7 +124,7 @@ pub struct Room<O> {
     scale_o: Option<CudaSlice<f32>>,
 }
 
-impl<O: Fp8Output> Room<O> {
+impl<O: OutputOf<E4M3>> Outputs<O> {
     /// Outputs of NaN.
     pub fn new(stream: &Arc<CudaStream>, problem: &ForwardProblem, scale_o: Option<f32>) -> Self {
         let poisoned = |len: usize| vec![f32::NAN; len];
@@ -149,20 +149,18 @@ impl<O: Fp8Output> Room<O> {
     }
 
     /// The arguments of a run.
-    pub fn args<'a>(&'a mut self, Inputs { stored, descale }: Inputs<'a>) -> Fp8ForwardArgs<'a, O> {
+    pub fn args<'a>(&'a mut self, Inputs { stored, descale }: Inputs<'a>) -> ForwardArgs<'a> {
         let ([q, k, v], [descale_q, descale_k, descale_v]) = (stored, descale);
-        Fp8ForwardArgs {
-            q,
-            k,
-            v,
-            descale_q,
-            descale_k,
-            descale_v,
-            o: write(&mut self.o, dense(self.problem.o_shape())),
-            lse: Some(write(&mut self.lse, dense(self.problem.lse_shape()))),
-            scale_o: self.scale_o.as_ref().map(|scale_o| read(scale_o, dense([1]))),
-            amax: self.amax.as_mut().map(|amax| write(amax, dense([1]))),
+        let o = write(&mut self.o, dense(self.problem.o_shape()));
+        let mut args = ForwardArgs::new(q, k, v, o).descale(descale_q, descale_k, descale_v);
+        args = args.lse(write(&mut self.lse, dense(self.problem.lse_shape())));
+        if let Some(scale_o) = &self.scale_o {
+            args = args.scale_o(read(scale_o, dense([1])));
         }
+        if let Some(amax) = &mut self.amax {
+            args = args.amax(write(amax, dense([1])));
+        }
+        args
     }
 
     /// What was written, after what is enqueued on the stream.
@@ -178,7 +176,7 @@ impl<O: Fp8Output> Room<O> {
     }
 }
 
-impl<O: Fp8Output> Written<O> {
+impl<O: OutputOf<E4M3>> Written<O> {
     /// Whether two runs wrote the same bits.
     pub fn same_bits(&self, other: &Self) -> bool {
         let bits = |written: &Self| -> (Vec<u32>, Vec<u32>, Option<u32>) {
@@ -192,7 +190,7 @@ impl<O: Fp8Output> Written<O> {
         bits(self) == bits(other)
     }
 
-    /// As the law takes it.
+    /// As the tolerance takes it.
     pub fn output(&self, problem: &ForwardProblem) -> Output {
         let o = Tensor::from_strided(&self.o, &dense(problem.o_shape()));
         (o, self.lse.iter().copied().map(f64::from).collect())

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, ForwardArgs, ForwardPlan, KernelInfo,
-    Layout, Operand, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
+    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, Float, ForwardArgs, ForwardPlan,
+    KernelInfo, Layout, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
 };
 
 use crate::c::{Memory, tensor};
@@ -54,12 +54,12 @@ impl Gpu {
 
     /// The forward rows of 16-bit operands that this GPU runs.
     pub fn rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.dtype != DType::E4M3).collect()
+        self.running(kernels()).into_iter().filter(|row| row.dtype() != DType::E4M3).collect()
     }
 
     /// Those of e4m3 operands.
     pub fn fp8_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.dtype == DType::E4M3).collect()
+        self.running(kernels()).into_iter().filter(|row| row.dtype() == DType::E4M3).collect()
     }
 
     /// The backward rows that this GPU runs.
@@ -113,7 +113,7 @@ pub fn take_rows<P: Ready, M>(
     for cases in cases.chunks(64) {
         for prepared in P::all(cases) {
             let mut memory = upload(&prepared);
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype == P::DTYPE) {
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == P::DTYPE) {
                 let Some(ran) = run(row, &prepared, &mut memory) else { continue };
                 let verdict = ran.map_or_else(Verdict::failed, |outputs| prepared.verdict(&outputs));
                 runner.take(i, prepared.case(), P::DTYPE, verdict);
@@ -147,25 +147,24 @@ pub fn whole_mut<T: Element, const R: usize>(
 ///
 /// # Errors
 /// When one is too short.
-pub fn dense<'a, T: Operand<Out = T>>(
+pub fn dense<'a, T: Float>(
     problem: &BackwardProblem,
     [q, k, v, o, d_o]: [&'a CudaSlice<T>; 5],
     lse: &'a CudaSlice<f32>,
     [d_q, d_k, d_v]: [&'a mut CudaSlice<T>; 3],
-) -> Result<BackwardArgs<'a, T>> {
+) -> Result<BackwardArgs<'a>> {
     let forward = problem.forward();
-    Ok(BackwardArgs {
-        q: whole(q, forward.q_shape())?,
-        k: whole(k, forward.k_shape())?,
-        v: whole(v, forward.v_shape())?,
-        o: whole(o, forward.o_shape())?,
-        lse: whole(lse, forward.lse_shape())?,
-        d_o: whole(d_o, forward.o_shape())?,
-        d_lse: None,
-        d_q: whole_mut(d_q, problem.d_q_shape())?,
-        d_k: whole_mut(d_k, problem.d_k_shape())?,
-        d_v: whole_mut(d_v, problem.d_v_shape())?,
-    })
+    Ok(BackwardArgs::new(
+        [whole(q, forward.q_shape())?, whole(k, forward.k_shape())?, whole(v, forward.v_shape())?],
+        whole(o, forward.o_shape())?,
+        whole(lse, forward.lse_shape())?,
+        whole(d_o, forward.o_shape())?,
+        [
+            whole_mut(d_q, problem.d_q_shape())?,
+            whole_mut(d_k, problem.d_k_shape())?,
+            whole_mut(d_v, problem.d_v_shape())?,
+        ],
+    ))
 }
 
 /// The tensor between the guard bands.
@@ -188,7 +187,7 @@ pub struct OnDevice<T> {
     lse: Option<CudaSlice<f32>>,
 }
 
-impl<T: Poison + Operand<Out = T>> OnDevice<T> {
+impl<T: Poison> OnDevice<T> {
     /// Inputs, and outputs of poison.
     pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
         let outputs = prepared.outputs();
@@ -219,15 +218,18 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
     }
 
     /// The arguments of a run.
-    pub fn args(&mut self, prepared: &Prepared<T>) -> ForwardArgs<'_, T> {
+    pub fn args(&mut self, prepared: &Prepared<T>) -> ForwardArgs<'_> {
         let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
         let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
-        ForwardArgs {
-            q: read(&self.q, prepared.q.layout()),
-            k: read(&self.k, prepared.k.layout()),
-            v: read(&self.v, prepared.v.layout()),
-            o: write(&mut self.o, o_layout),
-            lse: self.lse.as_mut().map(|lse| write(lse, lse_layout)),
+        let args = ForwardArgs::new(
+            read(&self.q, prepared.q.layout()),
+            read(&self.k, prepared.k.layout()),
+            read(&self.v, prepared.v.layout()),
+            write(&mut self.o, o_layout),
+        );
+        match &mut self.lse {
+            Some(lse) => args.lse(write(lse, lse_layout)),
+            None => args,
         }
     }
 
@@ -259,7 +261,7 @@ impl<T: Poison + Operand<Out = T>> OnDevice<T> {
     pub fn run(
         &mut self,
         stream: &Arc<CudaStream>,
-        workspace: &mut Workspace,
+        workspace: &mut Workspace<'_>,
         plan: &ForwardPlan,
         prepared: &Prepared<T>,
     ) -> std::result::Result<Outputs<T>, String> {

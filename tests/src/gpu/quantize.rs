@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
-    Descale, Device, E4M3, ForwardProblem, Layout, Operand, Quantize, QuantizeArgs, QuantizePlan, Quantizer, Stream,
-    TensorMut, TensorRef, Workspace,
+    Descale, Device, E4M3, Float, ForwardProblem, Layout, QuantizeArgs, QuantizePlan, Quantizer, Stream, TensorMut,
+    TensorRef, Workspace,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -91,7 +91,7 @@ fn stored_layout(placement: Placement, shape: [usize; 4]) -> Layout<4> {
     Layout::with_strides(shape, [2 * batch, 2 * seqlen, 2 * heads, 1]).expect("a small layout")
 }
 
-impl<T: Operand> One<T> {
+impl<T: Float> One<T> {
     fn new(kind: Kind, shape: [usize; 4], factors: [usize; 3], rng: &mut StdRng) -> Self {
         let (of_values, of_stored) = (kind.values.layout(shape, true), stored_layout(kind.stored, shape));
         let of_descale = Layout::contiguous(factors).expect("a small layout");
@@ -132,7 +132,7 @@ impl<T: Operand> One<T> {
     }
 }
 
-impl<T: Operand> Sample<T> {
+impl<T: Float> Sample<T> {
     /// Of a seed; `kinds` says how q, k and v are made, or that there is none.
     pub fn new(quantizer: Quantizer, kinds: [Option<Kind>; 3], counts: bool, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -152,33 +152,29 @@ impl<T: Operand> Sample<T> {
     }
 
     /// What the CPU makes of it.
-    pub fn on_cpu<'s>(&'s self) -> Outcome {
+    pub fn on_cpu(&self) -> Outcome {
         let plan = self.quantizer.plan(&Device::cpu()).expect("a plan for the CPU");
         let mut stored = self.tensors.each_ref().map(|one| one.as_ref().map_or(Vec::new(), One::stored));
         let mut descale = self.tensors.each_ref().map(|one| one.as_ref().map_or(Vec::new(), |one| one.descale.clone()));
         let mut counts = [f32::NAN; 6];
-        let mut memory = stored.iter_mut().zip(&mut descale);
-        let mut next = |one: &'s Option<One<T>>| {
-            let (stored, descale) = memory.next()?;
-            let one = one.as_ref()?;
-            Some(Quantize {
-                values: inner(&one.values, one.of_values),
-                stored: inner_mut(stored, one.of_stored),
-                descale: if one.given {
-                    Descale::Given(inner(descale, one.of_descale))
-                } else {
-                    Descale::FromAmax(inner_mut(descale, one.of_descale))
-                },
-            })
-        };
-        let [q, k, v] = &self.tensors;
-        let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
-        let args = QuantizeArgs {
-            q: next(q),
-            k: next(k),
-            v: next(v),
-            counts: self.counts.then(|| TensorMut::host(&mut counts, of_counts).expect("a fitting layout")),
-        };
+        let mut args = QuantizeArgs::new();
+        for (((one, stored), descale), give) in self.tensors.iter().zip(&mut stored).zip(&mut descale).zip([
+            QuantizeArgs::q,
+            QuantizeArgs::k,
+            QuantizeArgs::v,
+        ]) {
+            let Some(one) = one else { continue };
+            let factors = if one.given {
+                Descale::Given(inner(descale, one.of_descale))
+            } else {
+                Descale::FromAmax(inner_mut(descale, one.of_descale))
+            };
+            args = give(args, inner(&one.values, one.of_values), inner_mut(stored, one.of_stored), factors);
+        }
+        if self.counts {
+            let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
+            args = args.counts(TensorMut::host(&mut counts, of_counts).expect("a fitting layout"));
+        }
         let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).expect("nothing to allocate");
         plan.run(&Stream::Cpu, &mut workspace, args).expect("a result");
         Outcome { stored: stored.map(bytes), descale: descale.map(bits), counts: counts.map(f32::to_bits) }
@@ -214,7 +210,7 @@ struct Memory<T> {
     descale: CudaSlice<f32>,
 }
 
-impl<T: Operand> OnDevice<T> {
+impl<T: Float> OnDevice<T> {
     /// Values, and poison where something is to be written.
     pub fn new(stream: &Arc<CudaStream>, sample: &Sample<T>) -> Self {
         Self {
@@ -244,30 +240,24 @@ impl<T: Operand> OnDevice<T> {
     }
 
     /// The arguments of a run.
-    pub fn args(&mut self, sample: &Sample<T>) -> QuantizeArgs<'_, T> {
-        let mut memory = self.tensors.iter_mut();
-        let mut next = |one: &Option<One<T>>| {
-            let Memory { values, stored, descale } = memory.next()?.as_mut()?;
-            let one = one.as_ref()?;
-            Some(Quantize {
-                values: read(values, one.of_values),
-                stored: write(stored, one.of_stored),
-                descale: if one.given {
-                    Descale::Given(read(descale, one.of_descale))
-                } else {
-                    Descale::FromAmax(write(descale, one.of_descale))
-                },
-            })
-        };
-        let [q, k, v] = &sample.tensors;
-        let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
-        let counts = self.counts.as_mut();
-        QuantizeArgs {
-            q: next(q),
-            k: next(k),
-            v: next(v),
-            counts: counts.map(|counts| TensorMut::cuda(counts.slice_mut(..), of_counts).expect("a fitting layout")),
+    pub fn args(&mut self, sample: &Sample<T>) -> QuantizeArgs<'_> {
+        let mut args = QuantizeArgs::new();
+        for ((memory, one), give) in
+            self.tensors.iter_mut().zip(&sample.tensors).zip([QuantizeArgs::q, QuantizeArgs::k, QuantizeArgs::v])
+        {
+            let (Some(Memory { values, stored, descale }), Some(one)) = (memory, one) else { continue };
+            let factors = if one.given {
+                Descale::Given(read(descale, one.of_descale))
+            } else {
+                Descale::FromAmax(write(descale, one.of_descale))
+            };
+            args = give(args, read(values, one.of_values), write(stored, one.of_stored), factors);
         }
+        if let Some(counts) = &mut self.counts {
+            let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
+            args = args.counts(TensorMut::cuda(counts.slice_mut(..), of_counts).expect("a fitting layout"));
+        }
+        args
     }
 
     /// Runs a plan.
@@ -277,7 +267,7 @@ impl<T: Operand> OnDevice<T> {
     pub fn run(
         &mut self,
         stream: &Arc<CudaStream>,
-        workspace: &mut Workspace,
+        workspace: &mut Workspace<'_>,
         plan: &QuantizePlan,
         sample: &Sample<T>,
     ) -> hopper_attention::Result<()> {

@@ -16,7 +16,7 @@ impl<'a> OnGpu<'a> {
     /// Of a setup.
     ///
     /// # Errors
-    /// As [`ForwardProblem::new`].
+    /// As [`ForwardProblemBuilder::build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn new(gpu: &'a Gpu, setup: &Setup) -> Result<Self> {
         Ok(Self { gpu, problem: setup.problem(DType::BF16)? })
     }
@@ -43,23 +43,19 @@ impl Attention for OnGpu<'_> {
         let mut o = self.poisoned(problem.o_shape());
         let nothing = vec![f32::NAN; problem.lse_shape().iter().product()];
         let mut lse = self.gpu.stream.clone_htod(&nothing).expect("device memory");
-        plan.run(
-            &stream,
-            &mut workspace,
-            ForwardArgs {
-                q: whole(&q, problem.q_shape())?,
-                k: whole(&k, problem.k_shape())?,
-                v: whole(&v, problem.v_shape())?,
-                o: whole_mut(&mut o, problem.o_shape())?,
-                lse: Some(whole_mut(&mut lse, problem.lse_shape())?),
-            },
-        )?;
+        let args = ForwardArgs::new(
+            whole(&q, problem.q_shape())?,
+            whole(&k, problem.k_shape())?,
+            whole(&v, problem.v_shape())?,
+            whole_mut(&mut o, problem.o_shape())?,
+        );
+        plan.run(&stream, &mut workspace, args.lse(whole_mut(&mut lse, problem.lse_shape())?))?;
         Ok((self.down(&o), self.gpu.stream.clone_dtoh(&lse).expect("a copy")))
     }
 
     fn backward(&mut self, inputs: [&[f32]; 3], o: &[f32], lse: &[f32], d_o: &[f32]) -> Result<[Vec<f32>; 3]> {
         let (forward, stream) = (&self.problem, self.gpu.lane());
-        let problem = BackwardProblem::of(forward);
+        let problem = BackwardProblem::builder(forward).build()?;
         let plan = problem.plan(&Device::Cuda(self.gpu.device.clone()))?;
         let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
         let ([q, k, v], o, d_o) = (inputs.map(|x| self.up(x)), self.up(o), self.up(d_o));

@@ -171,7 +171,7 @@ fn length(file: &Source, complaints: &mut Vec<String>) {
 }
 
 /// Every use of `unsafe` says why it is sound. Clippy sees blocks in what is compiled; this sees all files and features,
-/// and functions: an `unsafe fn` says what its caller must do.
+/// and functions: an `unsafe fn` says what its caller must do, where a trait has not said it already.
 fn safety(file: &Source, complaints: &mut Vec<String>) {
     if !file.is_rust() {
         return;
@@ -186,7 +186,7 @@ fn safety(file: &Source, complaints: &mut Vec<String>) {
         let opens = after.starts_with('{') || after.starts_with("impl") || after.starts_with("fn ");
         let quoted = before.matches('"').count() % 2 == 1;
         let extended = before.ends_with(|c: char| c.is_alphanumeric() || c == '_');
-        if !opens || quoted || extended {
+        if !opens || quoted || extended || (after.starts_with("fn ") && is_of_a_trait(&lines[..i], before)) {
             continue;
         }
         let wanted: &[&str] = if after.starts_with("fn ") { &["# Safety", "SAFETY:"] } else { &["SAFETY:"] };
@@ -207,6 +207,15 @@ fn safety(file: &Source, complaints: &mut Vec<String>) {
             complaints.push(format!("{}:{}: {word} without {}", file.path, i + 1, wanted[0]));
         }
     }
+}
+
+/// Whether a function that begins a line like this is within `impl TRAIT for TYPE`: the block that the last line above with
+/// less before it opens.
+fn is_of_a_trait(above: &[&str], before: &str) -> bool {
+    let indentation = |line: &str| line.len() - line.trim_start().len();
+    let own = indentation(before);
+    let opener = above.iter().rev().find(|line| !line.trim().is_empty() && indentation(line) < own);
+    opener.is_some_and(|line| line.trim_start().starts_with("impl") && line.contains(" for ") && line.ends_with('{'))
 }
 
 /// No path of one machine.

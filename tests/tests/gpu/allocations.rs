@@ -7,7 +7,7 @@ use std::ffi::c_void;
 use std::hint::black_box;
 
 use hopper_attention::cudarc::driver::DevicePtrMut;
-use hopper_attention::{ForwardPlan, KernelInfo, Operand, Stream, Workspace};
+use hopper_attention::{ForwardPlan, KernelInfo, Stream, Workspace};
 use hopper_attention_tests::c;
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice};
@@ -84,7 +84,7 @@ fn the_counter_counts() {
 fn runs_allocate_no_host_memory() {
     let Some(gpu) = Gpu::open("runs_allocate_no_host_memory") else { return };
     for row in gpu.rows() {
-        with_dtype!(row.dtype, no_host_memory(&gpu, &row, false));
+        with_dtype!(row.dtype(), no_host_memory(&gpu, &row, false));
     }
     // With a second stream cudarc waits for events and records them, around every use of memory made from then on.
     let second = gpu.device.context().new_stream().unwrap();
@@ -92,18 +92,18 @@ fn runs_allocate_no_host_memory() {
     gpu.stream.wait(&second.record_event(None).unwrap()).unwrap();
     assert!(gpu.device.context().is_managing_stream_synchronization());
     for row in gpu.rows() {
-        with_dtype!(row.dtype, no_host_memory(&gpu, &row, true));
+        with_dtype!(row.dtype(), no_host_memory(&gpu, &row, true));
     }
 }
 
 fn case(row: &KernelInfo) -> Case {
     let mut case =
-        Case::new(2 * row.tile_m + 17, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(2, 4, 2);
-    case.dims.head_dim_vo = row.head_dim_vo;
+        Case::new(2 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2);
+    case.dims.head_dim_vo = row.head_dim_vo();
     case
 }
 
-fn no_host_memory<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo, events: bool) {
+fn no_host_memory<T: Poison>(gpu: &Gpu, row: &KernelInfo, events: bool) {
     let prepared = Prepared::<T>::new(&case(row));
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let lane = gpu.lane();
@@ -144,7 +144,7 @@ fn runs_allocate_no_device_memory() {
     let rows = gpu.rows();
     let mut lanes: Vec<Box<dyn FnMut()>> = Vec::new();
     for row in &rows {
-        lanes.push(with_dtype!(row.dtype, lane(&gpu, row)));
+        lanes.push(with_dtype!(row.dtype(), lane(&gpu, row)));
     }
     // The driver may set something aside for the first launch of a kernel; after that nothing may grow.
     lanes.iter_mut().for_each(|run| run());
@@ -168,7 +168,7 @@ fn runs_allocate_no_device_memory() {
 }
 
 /// A case of a row, ready to be enqueued again and again.
-fn lane<T: Poison + Operand<Out = T> + 'static>(gpu: &Gpu, row: &KernelInfo) -> Box<dyn FnMut()> {
+fn lane<T: Poison + 'static>(gpu: &Gpu, row: &KernelInfo) -> Box<dyn FnMut()> {
     let prepared = Prepared::<T>::new(&case(row));
     let plan: ForwardPlan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let lane: Stream = gpu.lane();

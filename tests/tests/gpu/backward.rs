@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardProblem, KernelInfo, Mask, Operand, Stream, Workspace,
-    bf16, f16,
+    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardProblem, KernelInfo, Mask, Stream, Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Poison, Values};
@@ -22,13 +21,13 @@ use crate::{mask_of, with_dtype};
 /// Scratch for every plan of a test, never cleaned: a kernel must not care what the last one left.
 const WORKSPACE_BYTES: usize = 256 << 20;
 
-/// A NaN reaches masked pairs that share a block with it, which is documented: the law would ask for more.
+/// A NaN reaches masked pairs that share a block with it, which is documented: the tolerance would ask for more.
 fn leaks(case: &Case) -> bool {
     matches!(case.values, Values::NanQuery | Values::NanKey) && case.mask != Mask::Full
 }
 
 /// Runs cases through all rows that take them, each second one in turns.
-fn run<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
+fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut index = 0;
     take_rows(
@@ -37,7 +36,7 @@ fn run<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Ca
         |prepared: &Prepared<T>| OnDevice::new(&gpu.stream, prepared),
         |row, prepared, on_device| {
             index += 1;
-            let problem = prepared.problem.clone().deterministic(index % 2 == 0);
+            let problem = prepared.problem.to_builder().deterministic(index % 2 == 0).build().unwrap();
             let plan = gpu::planned(problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
             assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
             Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
@@ -73,12 +72,12 @@ fn every_backward_case_has_a_plan() {
     let mut picked = Vec::new();
     for case in cases(Grid::Full, &Tiles::of(&gpu.backward_rows())) {
         for dtype in [DType::BF16, DType::F16] {
-            let problem = BackwardProblem::of(&case.problem(dtype));
+            let problem = BackwardProblem::builder(&case.problem(dtype)).build().unwrap();
             let plan = problem.plan(&device).unwrap_or_else(|error| panic!("{dtype} {case}: {error}"));
-            picked.push(plan.choice().unwrap().kernel.row);
+            picked.push(*plan.kernel().unwrap());
         }
     }
-    for row in gpu.backward_rows().iter().filter(|row| !picked.contains(&row.row)) {
+    for row in gpu.backward_rows().iter().filter(|row| !picked.contains(row)) {
         say(&format!("no case of the grid picks {row}"));
     }
 }
@@ -87,7 +86,7 @@ fn every_backward_case_has_a_plan() {
 fn random_backward_cases() {
     let Some(gpu) = Gpu::open("random_backward_cases") else { return };
     let rows = gpu.backward_rows();
-    let head_dim = rows.iter().map(|row| row.head_dim_qk.min(row.head_dim_vo)).max().unwrap();
+    let head_dim = rows.iter().map(|row| row.head_dim_qk().min(row.head_dim_vo())).max().unwrap();
     let [even, odd] = random::halves(random::drawn(head_dim, 6, 128).into_iter().filter(|case| !leaks(case)));
     let mut runner = Runner::new(["all rows, random cases"]);
     let mut by_row = Runner::new(&rows);
@@ -98,20 +97,27 @@ fn random_backward_cases() {
 }
 
 /// A case for a row: several tiles, several heads, a ragged end.
-fn prepared<T: Poison + Operand<Out = T>>(row: &KernelInfo, seed: u64) -> Prepared<T> {
+fn prepared<T: Poison>(row: &KernelInfo, seed: u64) -> Prepared<T> {
     let mut case =
-        Case::new(3 * row.tile_m + 17, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(2, 6, 2);
-    case.dims.head_dim_vo = row.head_dim_vo;
+        Case::new(3 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+    case.dims.head_dim_vo = row.head_dim_vo();
     Prepared::new(&Case { seed, ..case })
 }
 
-fn planned<T: Poison + Operand<Out = T>>(
+fn planned<T: Poison>(
     gpu: &Gpu,
     row: &KernelInfo,
     prepared: &Prepared<T>,
     deterministic: bool,
-) -> (BackwardPlan, Workspace) {
-    let plan = prepared.problem.clone().deterministic(deterministic).plan_with_row(&gpu.device, row).unwrap();
+) -> (BackwardPlan, Workspace<'static>) {
+    let plan = prepared
+        .problem
+        .to_builder()
+        .deterministic(deterministic)
+        .build()
+        .unwrap()
+        .plan_with_row(&gpu.device, row)
+        .unwrap();
     let workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     (plan, workspace)
 }
@@ -121,11 +127,11 @@ fn planned<T: Poison + Operand<Out = T>>(
 fn broken_gradients_are_caught() {
     let Some(gpu) = Gpu::open("broken_gradients_are_caught") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, broken(&gpu, &row));
+        with_dtype!(row.dtype(), broken(&gpu, &row));
     }
 }
 
-fn broken<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let prepared = prepared::<T>(row, 3);
     let (plan, mut workspace) = planned(gpu, row, &prepared, false);
     let outputs = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
@@ -140,11 +146,11 @@ fn broken<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn deterministic_runs_give_the_same_bits() {
     let Some(gpu) = Gpu::open("deterministic_runs_give_the_same_bits") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, reruns(&gpu, &row));
+        with_dtype!(row.dtype(), reruns(&gpu, &row));
     }
 }
 
-fn reruns<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn reruns<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let prepared = prepared::<T>(row, 1);
     for deterministic in [true, false] {
         let (plan, mut workspace) = planned(gpu, row, &prepared, deterministic);
@@ -167,23 +173,15 @@ fn reruns<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn turns_are_kept_out_of_the_cache() {
     let Some(gpu) = Gpu::open("turns_are_kept_out_of_the_cache") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, out_of_the_cache(&gpu, &row));
+        with_dtype!(row.dtype(), out_of_the_cache(&gpu, &row));
     }
 }
 
-fn out_of_the_cache<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn out_of_the_cache<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let seqlen = Grid::from_env().pick(500, 4096);
-    let dims = Dims {
-        batch: 3,
-        seqlen_q: seqlen,
-        seqlen_kv: seqlen,
-        heads_q: 16,
-        heads_kv: 16,
-        head_dim_qk: row.head_dim_qk,
-        head_dim_vo: row.head_dim_vo,
-    };
-    let forward = ForwardProblem::new(T::DTYPE, dims).unwrap().mask(mask_of(row.mask));
-    let problem = BackwardProblem::of(&forward).deterministic(true);
+    let dims = Dims::new(3, seqlen, 16, row.head_dim_qk()).with_head_dim_vo(row.head_dim_vo());
+    let forward = ForwardProblem::builder(T::DTYPE, dims).mask(mask_of(row.mask())).build().unwrap();
+    let problem = BackwardProblem::builder(&forward).deterministic(true).build().unwrap();
     let plan = problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut rng = StdRng::seed_from_u64(1);
@@ -221,11 +219,11 @@ fn out_of_the_cache<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn many_backward_streams_at_once() {
     let Some(gpu) = Gpu::open("many_backward_streams_at_once") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, many(&gpu, &row));
+        with_dtype!(row.dtype(), many(&gpu, &row));
     }
 }
 
-fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn many<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let rounds = Grid::from_env().pick(2, 25);
     // Streams share operands three by three, and so their bits: most of the time is the oracle's, once for each.
     let prepared = [100, 101].map(|seed| prepared::<T>(row, seed));
@@ -234,7 +232,14 @@ fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
             let of = i % prepared.len();
             let stream = gpu.device.context().new_stream().unwrap();
             let lane = Stream::Cuda(stream.clone());
-            let plan = prepared[of].problem.clone().deterministic(true).plan_with_row(&gpu.device, row).unwrap();
+            let plan = prepared[of]
+                .problem
+                .to_builder()
+                .deterministic(true)
+                .build()
+                .unwrap()
+                .plan_with_row(&gpu.device, row)
+                .unwrap();
             let workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
             let on_device = OnDevice::new(&stream, &prepared[of]);
             (of, plan, stream, workspace, on_device)
@@ -266,23 +271,17 @@ fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn late_blocks_may_find_no_tile_left() {
     let Some(gpu) = Gpu::open("late_blocks_may_find_no_tile_left") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, late(&gpu, &row));
+        with_dtype!(row.dtype(), late(&gpu, &row));
     }
 }
 
-fn late<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn late<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     // A tile for each of half the multiprocessors, with 65536 queries each: about two milliseconds.
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 1 << 16,
-        seqlen_kv: gpu.device.info().facts.multiprocessors / 2 * row.tile_n,
-        heads_q: 1,
-        heads_kv: 1,
-        head_dim_qk: row.head_dim_qk,
-        head_dim_vo: row.head_dim_vo,
-    };
-    let forward = ForwardProblem::new(T::DTYPE, dims).unwrap();
-    let problem = BackwardProblem::of(&forward);
+    let dims = Dims::new(1, 1 << 16, 1, row.head_dim_qk())
+        .with_seqlen_kv(gpu.device.info().facts.multiprocessors / 2 * row.tile_n())
+        .with_head_dim_vo(row.head_dim_vo());
+    let forward = ForwardProblem::builder(T::DTYPE, dims).build().unwrap();
+    let problem = BackwardProblem::builder(&forward).build().unwrap();
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
     let plan = problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
@@ -295,8 +294,9 @@ fn late<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
     let args = dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap();
 
     // More short tiles than multiprocessors, drawn.
-    let mut case = Case::new(row.tile_m, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(16, 16, 16);
-    case.dims.head_dim_vo = row.head_dim_vo;
+    let mut case =
+        Case::new(row.tile_m(), 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(16, 16, 16);
+    case.dims.head_dim_vo = row.head_dim_vo();
     let prepared = Prepared::<T>::new(&case);
     let (short, mut workspace) = planned(gpu, row, &prepared, true);
     let mut on_device = OnDevice::new(&gpu.stream, &prepared);
@@ -319,16 +319,16 @@ fn backward_replays_read_what_the_memory_then_holds() {
     // SAFETY: everything of this context object happens on one stream, in its order; nothing relies on events.
     unsafe { gpu.device.context().disable_event_tracking() };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, replays(&gpu, &row));
+        with_dtype!(row.dtype(), replays(&gpu, &row));
     }
 }
 
-fn replays<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     // The default stream cannot be captured.
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
     let first = prepared::<T>(row, 1);
-    let plan = first.problem.clone().deterministic(true).plan_with_row(&gpu.device, row).unwrap();
+    let plan = first.problem.to_builder().deterministic(true).build().unwrap().plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&stream, &first);
     stream.synchronize().unwrap();

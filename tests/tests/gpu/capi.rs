@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result, sys};
-use hopper_attention::{BackwardProblem, KernelInfo, Mask, Operand, bf16};
+use hopper_attention::{BackwardProblem, KernelInfo, Mask, bf16};
 use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem};
@@ -34,17 +34,17 @@ fn run(plan: &Plan, memory: &Memory, stream: *mut c_void) -> Result<(), Refusal>
 fn every_row_through_c() {
     let Some(gpu) = Gpu::open("every_row_through_c") else { return };
     for row in gpu.rows() {
-        with_dtype!(row.dtype, one_row(&gpu, &row));
+        with_dtype!(row.dtype(), one_row(&gpu, &row));
     }
 }
 
-fn one_row<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
-    let prepared = Prepared::<T>::new(&Case::new(333, 417, row.head_dim_qk, mask_of(row.mask)).heads(2, 4, 2));
-    let given = problem(&prepared.problem.clone().arch(row.arch));
+fn one_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = Prepared::<T>::new(&Case::new(333, 417, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2));
+    let given = problem(&prepared.problem.to_builder().arch(row.arch()).build().unwrap());
     // SAFETY: a live struct.
     checked(unsafe { hattn_forward_supported(&given, 0) }).unwrap();
     let plan = Plan::new(&given, 0).unwrap();
-    assert!(plan.describe().contains(&format!("{} fwd", row.arch)), "{}", plan.describe());
+    assert!(plan.describe().contains(&format!("{} fwd", row.arch())), "{}", plan.describe());
     let mut scratch = workspace(gpu);
     let on_device = OnDevice::new(&gpu.stream, &prepared);
     let mut memory = on_device.c_memory(&gpu.stream, &prepared);
@@ -60,21 +60,25 @@ fn one_row<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn every_backward_row_through_c() {
     let Some(gpu) = Gpu::open("every_backward_row_through_c") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype, one_backward_row(&gpu, &row));
+        with_dtype!(row.dtype(), one_backward_row(&gpu, &row));
     }
 }
 
-fn one_backward_row<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
-    let case = Case::new(333, 417, row.head_dim_qk, mask_of(row.mask)).heads(2, 4, 2);
+fn one_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let case = Case::new(333, 417, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2);
     let prepared = backward::Prepared::<T>::new(&case);
-    let forward = prepared.problem.forward().clone().arch(row.arch);
+    let forward = prepared.problem.forward().to_builder().arch(row.arch()).build().unwrap();
     for deterministic in [false, true] {
-        let given = BackwardProblem::of(&forward).d_lse(prepared.problem.takes_d_lse()).deterministic(deterministic);
+        let given = BackwardProblem::builder(&forward)
+            .d_lse(prepared.problem.takes_d_lse())
+            .deterministic(deterministic)
+            .build()
+            .unwrap();
         let given = backward_problem(&given);
         // SAFETY: a live struct.
         checked(unsafe { hattn_backward_supported(&given, 0) }).unwrap();
         let plan = Plan::new(&given, 0).unwrap();
-        assert!(plan.describe().contains(&format!("{} bwd", row.arch)), "{}", plan.describe());
+        assert!(plan.describe().contains(&format!("{} bwd", row.arch())), "{}", plan.describe());
         let mut scratch: CudaSlice<u8> = gpu.stream.alloc_zeros(plan.workspace_bytes()).expect("device memory");
         let on_device = OnDeviceBackward::new(&gpu.stream, &prepared);
         let mut memory = on_device.c_memory(&gpu.stream, &prepared);

@@ -29,15 +29,15 @@ fn c_quantises_and_attends_as_rust_does() {
     let stream: *mut c_void = gpu.stream.cu_stream().cast();
     for (scaling, output) in Scaling::ALL.into_iter().zip([DType::BF16, DType::F16, DType::E4M3]) {
         let case = Case::new(300, 517, 112, Mask::causal()).heads(2, 4, 2);
-        let given = case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap().output(output).unwrap();
-        let given = given.amax(true).unwrap().half_scores(scaling == Scaling::PerHead).unwrap();
+        let options = case.options(DType::E4M3).lse(true).scaling(scaling).output(output).amax(true);
+        let given = options.half_scores(scaling == Scaling::PerHead).build().unwrap();
         let shapes = [given.q_shape(), given.k_shape(), given.v_shape()];
         let of_factors = [given.descale_q_shape(), given.descale_k_shape(), given.descale_v_shape()];
         let inputs = [0, 1, 2].map(|i| {
             Tensor::from_fn(shapes[i], |[b, s, h, d]| ((b * 31 + s * 7 + h * 13 + d * 3 + i) % 29) as f64 / 7.0 - 2.0)
         });
         let expected = Operands::quantised(&given, inputs.each_ref(), Some(3));
-        let quantizer = Quantizer::of(&given, DType::BF16).unwrap().hadamard(3);
+        let quantizer = Quantizer::builder(&given, DType::BF16).hadamard(3).build().unwrap();
 
         let forward = problem(&given);
         let quantise = Plan::new(&quantize_problem(&quantizer, &forward), 0).unwrap();
@@ -136,7 +136,7 @@ fn c_quantises_and_attends_as_rust_does() {
         assert!(status == HATTN_ERROR_LAYOUT && text.starts_with("q.values: address"), "{text}");
     }
     let odd = Case::new(30, 51, 24, Mask::Full).problem(DType::E4M3);
-    let quantizer = Quantizer::of(&odd, DType::BF16).unwrap();
+    let quantizer = Quantizer::builder(&odd, DType::BF16).build().unwrap();
     let (status, text) = Plan::new(&quantize_problem(&quantizer, &problem(&odd)), 0).err().unwrap();
     assert!(status == HATTN_ERROR_UNSUPPORTED && text.contains("head_dim 24"), "{text}");
 }

@@ -1,7 +1,7 @@
 //! CUDA graphs: a captured forward pass replayed on values that change in between.
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use hopper_attention::{Error, KernelInfo, Operand, Stream, Workspace};
+use hopper_attention::{Error, KernelInfo, Stream, Workspace};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
 use hopper_attention_tests::problems::Case;
@@ -13,9 +13,10 @@ const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_TH
 /// cudarc has no name for "no flags".
 const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 
-fn prepared<T: Poison + Operand<Out = T>>(row: &KernelInfo, seed: u64) -> Prepared<T> {
-    let mut case = Case::new(row.tile_m + 33, 3 * row.tile_n + 1, row.head_dim_qk, mask_of(row.mask)).heads(2, 4, 1);
-    case.dims.head_dim_vo = row.head_dim_vo;
+fn prepared<T: Poison>(row: &KernelInfo, seed: u64) -> Prepared<T> {
+    let mut case =
+        Case::new(row.tile_m() + 33, 3 * row.tile_n() + 1, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 1);
+    case.dims.head_dim_vo = row.head_dim_vo();
     Prepared::new(&Case { seed, ..case })
 }
 
@@ -25,11 +26,11 @@ fn replays_read_what_the_memory_then_holds() {
     // SAFETY: everything of this context object happens on one stream, in its order; nothing relies on events.
     unsafe { gpu.device.context().disable_event_tracking() };
     for row in gpu.rows() {
-        with_dtype!(row.dtype, replays(&gpu, &row));
+        with_dtype!(row.dtype(), replays(&gpu, &row));
     }
 }
 
-fn replays<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     // The default stream cannot be captured.
     let stream = gpu.device.context().new_stream().unwrap();
     let first = prepared::<T>(row, 1);
@@ -68,10 +69,10 @@ fn replays<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn captures_are_refused_while_events_are_tracked() {
     let Some(gpu) = Gpu::open("captures_are_refused_while_events_are_tracked") else { return };
     let row = gpu.rows()[0];
-    with_dtype!(row.dtype, refused(&gpu, &row));
+    with_dtype!(row.dtype(), refused(&gpu, &row));
 }
 
-fn refused<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn refused<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let stream = gpu.device.context().new_stream().unwrap();
     let prepared = prepared::<T>(row, 5);
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();

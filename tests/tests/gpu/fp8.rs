@@ -1,12 +1,13 @@
 //! The rows of e4m3 operands.
 
+use hopper_attention::internal::choice;
 use hopper_attention::{
-    DType, Device, E4M3, Element, ForwardPlan, ForwardProblem, KernelInfo, Mask, MaskClass, Scaling, Stream, Workspace,
-    bf16, f16,
+    DType, Device, E4M3, Element, ForwardPlan, ForwardProblem, ForwardProblemBuilder, KernelInfo, Mask, MaskClass,
+    Scaling, Stream, Workspace, bf16, f16,
 };
 use hopper_attention_tests::fp8::{Operands, for_row, half_scores_of};
 use hopper_attention_tests::gpu::Gpu;
-use hopper_attention_tests::gpu::fp8::{OnDevice, Room, Written, takes};
+use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, Written, takes};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use hopper_attention_tests::say;
@@ -17,13 +18,17 @@ use rayon::prelude::*;
 /// Scratch for every plan of a test, never cleaned.
 const WORKSPACE_BYTES: usize = 1 << 12;
 
+fn options(case: &Case, scaling: Scaling) -> ForwardProblemBuilder {
+    case.options(DType::E4M3).lse(true).scaling(scaling)
+}
+
 fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
-    case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap()
+    options(case, scaling).build().unwrap()
 }
 
 /// A mask that a row computes: of a window so many keys before a query's own.
 fn mask_for(row: &KernelInfo, before: usize) -> Mask {
-    match row.mask {
+    match row.mask() {
         MaskClass::Full => Mask::Full,
         MaskClass::Causal => Mask::causal(),
         _ => Mask::window(Some(before), Some(3)),
@@ -50,7 +55,7 @@ fn every_e4m3_row_takes_the_grid() {
             .par_iter()
             .flat_map(|(i, case)| {
                 halves.par_iter().map(move |&half| {
-                    let problem = problem(case, Scaling::ALL[i % 3]).half_scores(half).unwrap();
+                    let problem = options(case, Scaling::ALL[i % 3]).half_scores(half).build().unwrap();
                     let hadamard = (case.seed % 2 == 1).then_some(case.seed);
                     let operands = Operands::of_case(case, &problem, hadamard);
                     let expected = operands.expected();
@@ -60,7 +65,7 @@ fn every_e4m3_row_takes_the_grid() {
             .collect();
         for (case, half, operands, expected) in &prepared {
             let on_device = OnDevice::new(&gpu.stream, operands);
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| (row.scores == DType::F16) == *half) {
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| (row.scores() == DType::F16) == *half) {
                 let Ok(plan) = operands.problem().plan_with_row(&gpu.device, row) else { continue };
                 assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
                 let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
@@ -89,12 +94,12 @@ fn outputs_of_every_type_and_amax() {
     let settings = Scaling::ALL.into_iter().zip(masks).flat_map(|setting| [(setting, false), (setting, true)]);
     for ((scaling, mask), half) in settings {
         let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
-        let problem = problem(&case, scaling).half_scores(half).unwrap();
+        let problem = options(&case, scaling).half_scores(half).build().unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let on_device = OnDevice::new(&gpu.stream, &operands);
         let exact = operands.expected().oracle().o.clone();
         let largest = exact.data().iter().fold(0.0_f64, |most, o| most.max(o.abs()));
-        let plan = problem.clone().output(DType::F16).unwrap().amax(true).unwrap().plan(&device).unwrap();
+        let plan = problem.to_builder().output(DType::F16).amax(true).build().unwrap().plan(&device).unwrap();
         let half: Written<f16> = on_device.run(&gpu.stream, &mut workspace, &plan, None).unwrap();
         let amax = f64::from(half.amax.unwrap());
         let of_half = half.o.iter().fold(0.0_f64, |most, o| most.max(f64::from(o.to_f32()).abs()));
@@ -102,7 +107,7 @@ fn outputs_of_every_type_and_amax() {
         assert!((amax - largest).abs() <= largest / 8.0, "{plan}: amax {amax}, of the oracle {largest}");
 
         let scale_o = 300.0 / half.amax.unwrap();
-        let plan = problem.clone().output(DType::E4M3).unwrap().plan(&device).unwrap();
+        let plan = problem.to_builder().output(DType::E4M3).build().unwrap().plan(&device).unwrap();
         let bytes: Written<E4M3> = on_device.run(&gpu.stream, &mut workspace, &plan, Some(scale_o)).unwrap();
         for (stored, exact) in bytes.o.iter().zip(&half.o) {
             let (got, want) = (Element::to_f32(*stored) / scale_o, exact.to_f32());
@@ -128,8 +133,8 @@ fn nothing_to_sum() {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     for (seqlen_q, seqlen_kv, half) in [(70, 0, false), (0, 70, false), (70, 0, true), (0, 70, true)] {
         let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(2, 4, 2);
-        let problem = problem(&case, Scaling::PerBlock).output(DType::E4M3).unwrap().amax(true).unwrap();
-        let problem = problem.half_scores(half).unwrap();
+        let options = options(&case, Scaling::PerBlock).output(DType::E4M3).amax(true);
+        let problem = options.half_scores(half).build().unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let plan = problem.plan(&device).unwrap();
         let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -140,7 +145,7 @@ fn nothing_to_sum() {
     }
 }
 
-/// Zeros have the smallest factors, whose product is nought: every key weighs the same, masked ones nothing.
+/// Zeros have the smallest factors, whose product is 0: every key weighs the same, masked ones nothing.
 #[test]
 fn keys_of_zeros_weigh_the_same() {
     let Some(gpu) = Gpu::open("keys_of_zeros_weigh_the_same (e4m3)") else { return };
@@ -149,7 +154,7 @@ fn keys_of_zeros_weigh_the_same() {
     for row in gpu.fp8_rows() {
         let mask = mask_for(&row, 150);
         for (scaling, head_dim) in
-            Scaling::ALL.into_iter().zip([row.head_dim_qk, row.head_dim_qk - 16, row.head_dim_qk])
+            Scaling::ALL.into_iter().zip([row.head_dim_qk(), row.head_dim_qk() - 16, row.head_dim_qk()])
         {
             let case = Case::new(300, 333, head_dim, mask).heads(2, 4, 2);
             let problem = for_row(problem(&case, scaling), &row);
@@ -174,7 +179,7 @@ fn e4m3_runs_repeat() {
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(700), None)] {
         for (head_dim, half) in [(64, false), (128, false), (64, true), (128, true)] {
             let case = Case::new(1500, 1500, head_dim, mask).heads(4, 8, 4);
-            let problem = problem(&case, Scaling::PerBlock).half_scores(half).unwrap();
+            let problem = options(&case, Scaling::PerBlock).half_scores(half).build().unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan(&device).unwrap();
             let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -188,12 +193,21 @@ fn e4m3_runs_repeat() {
     }
 }
 
+/// Whether a row lets CUDA blocks share tiles, told by a plan for two rounds and a half of long ones.
+fn shares(gpu: &Gpu, row: &KernelInfo) -> bool {
+    let multiprocessors = gpu.device.info().facts.multiprocessors;
+    let heads = (2 * multiprocessors + multiprocessors / 2).next_multiple_of(2);
+    let case = Case::new(row.tile_m(), 6003, row.head_dim_qk(), mask_for(row, 100)).heads(1, heads, 2);
+    let plan = for_row(problem(&case, Scaling::PerTensor), row).plan_with_row(&gpu.device, row).unwrap();
+    choice(&plan).unwrap().shared_tiles > 0
+}
+
 /// Tiles of which two CUDA blocks compute a part each: against the oracle, the same bits on every run, and with half of the
 /// multiprocessors taken by another launch, so that blocks come late.
 #[test]
 fn tiles_that_blocks_share() {
     let Some(gpu) = Gpu::open("tiles_that_blocks_share") else { return };
-    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| row.share_bytes > 0).collect();
+    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| shares(&gpu, row)).collect();
     assert!(!rows.is_empty(), "no row shares tiles out");
     let multiprocessors = gpu.device.info().facts.multiprocessors;
     let other = gpu.device.context().new_stream().unwrap();
@@ -201,7 +215,7 @@ fn tiles_that_blocks_share() {
     for row in rows {
         let (busy, held) = {
             // A tile for each of half the multiprocessors, some of a millisecond long.
-            let case = Case::new(row.tile_m, 1 << 16, row.head_dim_qk, Mask::Full).heads(1, multiprocessors / 2, 1);
+            let case = Case::new(row.tile_m(), 1 << 16, row.head_dim_qk(), Mask::Full).heads(1, multiprocessors / 2, 1);
             let problem = for_row(problem(&case, Scaling::PerTensor), &row);
             let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
             (OnDevice::new(&other, &Operands::of_zeros(&case, &problem)), plan)
@@ -213,16 +227,16 @@ fn tiles_that_blocks_share() {
         let cases = [
             (1, 1, 3072, Scaling::PerTensor),
             (3, multiprocessors / 2, 6003, Scaling::PerBlock),
-            (row.tile_m + 1, multiprocessors / 4, 5120 + 129, Scaling::PerHead),
+            (row.tile_m() + 1, multiprocessors / 4, 5120 + 129, Scaling::PerHead),
             (5, 17, 4999, Scaling::PerBlock),
         ];
         for (i, (seqlen_q, rest, seqlen_kv, scaling)) in cases.into_iter().enumerate() {
-            let heads = ((2 * multiprocessors + rest) / seqlen_q.div_ceil(row.tile_m)).next_multiple_of(2);
-            let case = Case::new(seqlen_q, seqlen_kv, row.head_dim_qk - 16 * (i % 2), Mask::Full).heads(1, heads, 2);
-            let problem = for_row(problem(&case, scaling), &row).amax(true).unwrap();
+            let heads = ((2 * multiprocessors + rest) / seqlen_q.div_ceil(row.tile_m())).next_multiple_of(2);
+            let case = Case::new(seqlen_q, seqlen_kv, row.head_dim_qk() - 16 * (i % 2), Mask::Full).heads(1, heads, 2);
+            let problem = for_row(problem(&case, scaling), &row).to_builder().amax(true).build().unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
-            shared += usize::from(plan.choice().is_some_and(|choice| choice.shared_tiles > 0));
+            shared += usize::from(choice(&plan).is_some_and(|choice| choice.shared_tiles > 0));
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
             let on_device = OnDevice::new(&gpu.stream, &operands);
             let first = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
@@ -236,9 +250,9 @@ fn tiles_that_blocks_share() {
                 first.amax
             );
             for run in 0..Grid::from_env().pick(2, 10) {
-                let mut room = Room::<bf16>::new(&other, held.problem(), None);
+                let mut outputs = Outputs::<bf16>::new(&other, held.problem(), None);
                 if run % 2 == 1 {
-                    held.run_fp8(&lane, &mut scratch, room.args(busy.inputs(held.problem()))).unwrap();
+                    held.run(&lane, &mut scratch, outputs.args(busy.inputs(held.problem()))).unwrap();
                     std::thread::sleep(std::time::Duration::from_micros(100));
                 }
                 let again = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
@@ -257,31 +271,32 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
     let Some(gpu) = Gpu::open("what_is_too_large_for_f16_is_computed_in_f32") else { return };
     let multiprocessors = gpu.device.info().facts.multiprocessors;
     let (mut found, mut shared) = (0, 0);
-    for row in gpu.fp8_rows().into_iter().filter(|row| row.scores == DType::F16) {
+    let halves = gpu.fp8_rows().into_iter().filter(|row| row.scores() == DType::F16);
+    for (number, row) in halves.enumerate() {
         let mask = mask_for(&row, 100);
-        let narrow = row.head_dim_qk - 16;
+        let narrow = row.head_dim_qk() - 16;
         let mut cases = vec![
-            Case::new(700, 700, row.head_dim_qk, mask).heads(2, 4, 4),
+            Case::new(700, 700, row.head_dim_qk(), mask).heads(2, 4, 4),
             Case::new(1000, 1000, narrow, mask).heads(1, 6, 2),
-            Case::new(130, 130, row.head_dim_qk, mask).heads(30, 8, 2),
+            Case::new(130, 130, row.head_dim_qk(), mask).heads(30, 8, 2),
         ];
         if mask == Mask::Full {
             // More tiles than blocks of keys, and fewer.
-            cases.push(Case::new(1500, 150, row.head_dim_qk, mask).heads(1, 2, 1));
-            cases.push(Case::new(1, 3000, row.head_dim_qk, mask).heads(1, 4, 4));
+            cases.push(Case::new(1500, 150, row.head_dim_qk(), mask).heads(1, 2, 1));
+            cases.push(Case::new(1, 3000, row.head_dim_qk(), mask).heads(1, 4, 4));
         }
-        if row.share_bytes > 0 {
+        if shares(&gpu, &row) {
             // Tiles of 192 queries make two rounds and a half, those of 128 five.
             let heads = 2 * multiprocessors + multiprocessors / 2;
-            cases.push(Case::new(150, 6003, row.head_dim_qk, mask).heads(1, heads, 2));
+            cases.push(Case::new(150, 6003, row.head_dim_qk(), mask).heads(1, heads, 2));
         }
         for case in cases {
-            let half = problem(&case, Scaling::PerBlock).half_scores(true).unwrap().amax(true).unwrap();
+            let half = options(&case, Scaling::PerBlock).half_scores(true).amax(true).build().unwrap();
             let plan = half.plan_with_row(&gpu.device, &row).unwrap();
-            let choice = *plan.choice().unwrap();
-            let behind = half.plan_with_row(&gpu.device, &choice.fallback.unwrap().kernel).unwrap();
-            assert_eq!(behind.choice().unwrap().shared_tiles, 0, "{behind}");
-            shared += usize::from(choice.shared_tiles > 0);
+            let chosen = *choice(&plan).unwrap();
+            let behind = half.plan_with_row(&gpu.device, &chosen.fallback.unwrap().kernel).unwrap();
+            assert_eq!(choice(&behind).unwrap().shared_tiles, 0, "{behind}");
+            shared += usize::from(chosen.shared_tiles > 0);
             let bytes = plan.workspace_bytes().max(behind.workspace_bytes());
             let mut workspace = Workspace::alloc(&gpu.lane(), bytes).unwrap();
             let mut run = |plan: &ForwardPlan, operands: &Operands| {
@@ -291,7 +306,7 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
             let fits = Operands::of_case(&case, &half, None);
             assert!(!run(&plan, &fits).same_bits(&run(&behind, &fits)), "{plan}: computed twice");
 
-            let mut rng = StdRng::seed_from_u64(case.seed + u64::from(row.row));
+            let mut rng = StdRng::seed_from_u64(case.seed + number as u64);
             let shapes = [half.q_shape(), half.k_shape()];
             for i in 0..Grid::from_env().pick(8, 40) {
                 let which = i % 2;

@@ -12,7 +12,7 @@ use hopper_attention_tests::say;
 fn long_sequences_are_as_accurate_as_quantisation_allows() {
     let Some(gpu) = Gpu::open("long_sequences_are_as_accurate_as_quantisation_allows") else { return };
     // A window is never long.
-    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| row.mask != MaskClass::Window).collect();
+    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| row.mask() != MaskClass::Window).collect();
     assert!(!rows.is_empty(), "no row of e4m3 operands runs here");
     let mut workspace = Workspace::alloc(&gpu.lane(), 1 << 12).unwrap();
     let (mut wrong, mut taken) = (Vec::new(), vec![0; rows.len()]);
@@ -27,7 +27,7 @@ fn long_sequences_are_as_accurate_as_quantisation_allows() {
                     let quantised = long.quantised(mask, scaling, half);
                     let problem = quantised.operands.problem();
                     let on_device = OnDevice::new(&gpu.stream, &quantised.operands);
-                    let fits = |row: &KernelInfo| row.head_dim_qk == head_dim && (row.scores == DType::F16) == half;
+                    let fits = |row: &KernelInfo| row.head_dim_qk() == head_dim && (row.scores() == DType::F16) == half;
                     for (row, taken) in rows.iter().zip(&mut taken).filter(|(row, _)| fits(row)) {
                         let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
                         let written = on_device.run::<f16>(&gpu.stream, &mut workspace, &plan, None).unwrap();

@@ -1,10 +1,12 @@
 //! The rows of e4m3 operands on several streams and in graphs, and what their runs allocate.
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use hopper_attention::{DType, E4M3, ForwardPlan, ForwardProblem, KernelInfo, Scaling, Stream, Workspace, bf16};
+use hopper_attention::{
+    DType, E4M3, ForwardPlan, ForwardProblem, KernelInfo, Scaling, Stream, Workspace, bf16, kernels,
+};
 use hopper_attention_tests::fp8::{Operands, for_row};
 use hopper_attention_tests::gpu::Gpu;
-use hopper_attention_tests::gpu::fp8::{OnDevice, Room};
+use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs};
 use hopper_attention_tests::problems::{Case, Grid};
 
 use crate::allocations::counted;
@@ -16,14 +18,16 @@ const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 
 /// A case for a row: several tiles and heads, a ragged end.
 fn case(row: &KernelInfo, seed: u64) -> Case {
-    let case = Case::new(3 * row.tile_m + 17, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(2, 6, 2);
+    let case =
+        Case::new(3 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
     Case { seed, ..case }
 }
 
 fn operands(row: &KernelInfo, seed: u64) -> Operands {
     let case = case(row, seed);
-    let scaling = Scaling::ALL[row.row as usize % 3];
-    let problem: ForwardProblem = case.problem(DType::E4M3).lse(true).scaling(scaling).unwrap().amax(true).unwrap();
+    let place = kernels().iter().position(|other| other == row).unwrap();
+    let scaling = Scaling::ALL[place % 3];
+    let problem: ForwardProblem = case.options(DType::E4M3).lse(true).scaling(scaling).amax(true).build().unwrap();
     Operands::of_case(&case, &for_row(problem, row), None)
 }
 
@@ -44,31 +48,31 @@ fn replays_of_e4m3_read_what_the_memory_then_holds() {
         let (first, plan) = ready(&gpu, &row);
         let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
         let mut on_device = OnDevice::new(&stream, &first);
-        let mut room = Room::<bf16>::new(&stream, first.problem(), None);
+        let mut outputs = Outputs::<bf16>::new(&stream, first.problem(), None);
         stream.synchronize().unwrap();
 
         // The very first launch of this plan is the captured one: planning has loaded all there is to load.
         stream.begin_capture(MODE).unwrap();
-        let launched = plan.run_fp8(&lane, &mut workspace, room.args(on_device.inputs(first.problem())));
+        let launched = plan.run(&lane, &mut workspace, outputs.args(on_device.inputs(first.problem())));
         let graph = stream.end_capture(NO_FLAGS).unwrap().expect("a graph");
         launched.unwrap();
-        let nothing = room.written(&stream).unwrap();
+        let nothing = outputs.written(&stream).unwrap();
         assert!(nothing.o.iter().all(|o| o.is_nan()), "{row}: capturing wrote something");
 
         for seed in [1, 2, 3] {
             let operands = operands(&row, seed);
             on_device.write(&stream, &operands);
-            room.poison(&stream);
+            outputs.poison(&stream);
             graph.launch().unwrap();
-            let written = room.written(&stream).unwrap();
+            let written = outputs.written(&stream).unwrap();
             let (o, lse) = written.output(operands.problem());
             let report = operands.expected().check(&o, Some(&lse)).unwrap();
             assert!(report.passed(), "{row}, seed {seed}: {report}");
             // Replayed again, and launched without a graph, the bits are the same.
-            room.poison(&stream);
+            outputs.poison(&stream);
             graph.launch().unwrap();
             graph.launch().unwrap();
-            assert!(room.written(&stream).unwrap().same_bits(&written), "{row}: replays differ");
+            assert!(outputs.written(&stream).unwrap().same_bits(&written), "{row}: replays differ");
             let direct = on_device.run::<bf16>(&stream, &mut workspace, &plan, None).unwrap();
             assert!(direct.same_bits(&written), "{row}: a replay and a launch differ");
         }
@@ -87,22 +91,22 @@ fn e4m3_on_a_second_stream() {
         let mut workspace = Workspace::alloc(&here, plan.workspace_bytes()).unwrap();
         let on_device = OnDevice::new(&gpu.stream, &operands);
         let first = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
-        let mut room = Room::<bf16>::new(&gpu.stream, operands.problem(), None);
+        let mut outputs = Outputs::<bf16>::new(&gpu.stream, operands.problem(), None);
         for run in 0..Grid::from_env().pick(2, 20) {
             let (poisoned, ran) = if run % 2 == 0 { (&gpu.stream, &there) } else { (&second, &here) };
-            room.poison(poisoned);
-            plan.run_fp8(ran, &mut workspace, room.args(on_device.inputs(operands.problem()))).unwrap();
+            outputs.poison(poisoned);
+            plan.run(ran, &mut workspace, outputs.args(on_device.inputs(operands.problem()))).unwrap();
             let Stream::Cuda(read) = ran else { unreachable!("made above") };
-            assert!(room.written(read).unwrap().same_bits(&first), "{row}: run {run} gives other bits");
+            assert!(outputs.written(read).unwrap().same_bits(&first), "{row}: run {run} gives other bits");
         }
         // Operands are freed while a kernel on another stream may still read them, and their memory is written anew.
         let dropped = OnDevice::new(&gpu.stream, &operands);
-        room.poison(&second);
-        plan.run_fp8(&there, &mut workspace, room.args(dropped.inputs(operands.problem()))).unwrap();
+        outputs.poison(&second);
+        plan.run(&there, &mut workspace, outputs.args(dropped.inputs(operands.problem()))).unwrap();
         drop(dropped);
         let other: Vec<_> =
             (0..4).map(|_| gpu.stream.clone_htod(&vec![E4M3::from_bits(0x7f); 1 << 20]).unwrap()).collect();
-        assert!(room.written(&second).unwrap().same_bits(&first), "{row}: after operands were freed");
+        assert!(outputs.written(&second).unwrap().same_bits(&first), "{row}: after operands were freed");
         drop(other);
     }
 }
@@ -114,14 +118,14 @@ fn runs_of_e4m3_allocate_no_host_memory() {
         let (operands, plan) = ready(&gpu, &row);
         let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
         let on_device = OnDevice::new(&gpu.stream, &operands);
-        let mut room = Room::<bf16>::new(&gpu.stream, operands.problem(), None);
+        let mut outputs = Outputs::<bf16>::new(&gpu.stream, operands.problem(), None);
         for run in 0..3 {
-            let args = room.args(on_device.inputs(operands.problem()));
-            let (ran, calls) = counted(|| plan.run_fp8(&gpu.lane(), &mut workspace, args));
+            let args = outputs.args(on_device.inputs(operands.problem()));
+            let (ran, calls) = counted(|| plan.run(&gpu.lane(), &mut workspace, args));
             ran.unwrap();
             assert_eq!(calls, 0, "{row}: run {run} called the allocator");
         }
-        let (o, lse) = room.written(&gpu.stream).unwrap().output(operands.problem());
+        let (o, lse) = outputs.written(&gpu.stream).unwrap().output(operands.problem());
         let report = operands.expected().check(&o, Some(&lse)).unwrap();
         assert!(report.passed(), "{row}: {report}");
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hopper_attention::{Arch, DType, Device, KernelInfo, Operand, Workspace, bf16, f16};
+use hopper_attention::{Arch, DType, Device, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
@@ -15,7 +15,7 @@ use crate::{mask_of, with_dtype};
 const WORKSPACE_BYTES: usize = 1 << 20;
 
 /// Runs cases through all rows that take them.
-fn run<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
+fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     take_rows(
         runner,
@@ -50,22 +50,22 @@ fn every_row_takes_the_grid() {
 fn every_case_has_a_plan() {
     let Some(gpu) = Gpu::open("every_case_has_a_plan") else { return };
     let device = Device::Cuda(gpu.device.clone());
-    let archs: BTreeSet<Arch> = gpu.rows().iter().map(|row| row.arch).collect();
+    let archs: BTreeSet<Arch> = gpu.rows().iter().map(|row| row.arch()).collect();
     let mut picked = Vec::new();
     for case in cases(Grid::Full, &Tiles::of(&gpu.rows())) {
         for dtype in [DType::BF16, DType::F16] {
             for &arch in &archs {
-                let problem = case.problem(dtype).arch(arch);
+                let problem = case.options(dtype).arch(arch).build().unwrap();
                 let plan = problem.plan(&device).unwrap_or_else(|error| panic!("{arch} {dtype} {case}: {error}"));
-                let kernel = plan.choice().unwrap().kernel;
-                assert_eq!(kernel.arch, arch, "{plan}");
-                picked.push(kernel.row);
+                let kernel = *plan.kernel().unwrap();
+                assert_eq!(kernel.arch(), arch, "{plan}");
+                picked.push(kernel);
             }
             let plan = case.problem(dtype).plan(&device).unwrap();
-            assert_eq!(plan.choice().map(|choice| choice.kernel.arch), archs.last().copied(), "{plan}");
+            assert_eq!(plan.kernel().map(KernelInfo::arch), archs.last().copied(), "{plan}");
         }
     }
-    for row in gpu.rows().iter().filter(|row| !picked.contains(&row.row)) {
+    for row in gpu.rows().iter().filter(|row| !picked.contains(row)) {
         say(&format!("no case of the grid picks {row}"));
     }
 }
@@ -74,7 +74,7 @@ fn every_case_has_a_plan() {
 fn random_cases() {
     let Some(gpu) = Gpu::open("random_cases") else { return };
     let rows = gpu.rows();
-    let head_dim = rows.iter().map(|row| row.head_dim_qk.min(row.head_dim_vo)).max().unwrap();
+    let head_dim = rows.iter().map(|row| row.head_dim_qk().min(row.head_dim_vo())).max().unwrap();
     let [even, odd] = random::halves(random::drawn(head_dim, 8, 256));
     let mut runner = Runner::new(["all rows, random cases"]);
     let mut by_row = Runner::new(&rows);
@@ -89,13 +89,13 @@ fn random_cases() {
 fn broken_results_are_caught() {
     let Some(gpu) = Gpu::open("broken_results_are_caught") else { return };
     for row in gpu.rows() {
-        with_dtype!(row.dtype, broken(&gpu, &row));
+        with_dtype!(row.dtype(), broken(&gpu, &row));
     }
 }
 
-fn broken<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
-    let mut case = Case::new(197, 290, row.head_dim_qk, mask_of(row.mask)).heads(2, 4, 2);
-    case.dims.head_dim_vo = row.head_dim_vo;
+fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let mut case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2);
+    case.dims.head_dim_vo = row.head_dim_vo();
     let prepared = Prepared::<T>::new(&case);
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();

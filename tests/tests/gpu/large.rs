@@ -3,7 +3,7 @@
 use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result};
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass, Operand, TensorMut,
+    BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass, TensorMut,
     TensorRef, Workspace, bf16,
 };
 use hopper_attention_tests::backward::Prepared;
@@ -15,7 +15,7 @@ use rayon::prelude::*;
 
 use crate::{mask_of, with_dtype};
 
-/// Elements of each tensor's memory: past 2^31, with room for the last row.
+/// Elements of each tensor's memory: past 2^31, and enough for the last row.
 const ELEMENTS: usize = (1 << 31) + (1 << 27);
 /// Elements that are checked at a time.
 const CHUNK: usize = 1 << 27;
@@ -37,14 +37,14 @@ fn offsets_past_2_31_elements() {
     // One row of each mask class: type and head dim make no difference to addresses.
     let mut seen = Vec::new();
     for row in gpu.rows() {
-        if !seen.contains(&row.mask) {
-            seen.push(row.mask);
-            with_dtype!(row.dtype, large(&gpu, &row));
+        if !seen.contains(&row.mask()) {
+            seen.push(row.mask());
+            with_dtype!(row.dtype(), large(&gpu, &row));
         }
     }
 }
 
-/// Whether the card has room, and the time is there; says so if not.
+/// Whether the card has the memory, and the time is there; says so if not.
 fn may_run(gpu: &Gpu, need: usize, test: &str) -> bool {
     if Grid::from_env() == Grid::Small {
         // Minutes under a sanitizer.
@@ -70,26 +70,27 @@ fn gradients_past_2_31_elements() {
     if !may_run(&gpu, ELEMENTS * (8 * 2 + 4) + (2 << 30), "gradients_past_2_31_elements") {
         return;
     }
-    let causal = |row: &KernelInfo| row.mask == MaskClass::Causal && row.dtype == DType::BF16;
+    let causal = |row: &KernelInfo| row.mask() == MaskClass::Causal && row.dtype() == DType::BF16;
     for row in gpu.backward_rows().into_iter().filter(causal) {
         large_batch(&gpu, &row);
     }
 }
 
 fn large_batch(gpu: &Gpu, row: &KernelInfo) {
-    let heads = 1024 / row.head_dim_qk;
-    let mut case = Case::new(1000, 1000, row.head_dim_qk, Mask::causal()).heads(1, heads, heads);
-    case.dims.head_dim_vo = row.head_dim_vo;
+    let heads = 1024 / row.head_dim_qk();
+    let mut case = Case::new(1000, 1000, row.head_dim_qk(), Mask::causal()).heads(1, heads, heads);
+    case.dims.head_dim_vo = row.head_dim_vo();
     case.lse = false;
     let one = Prepared::<bf16>::new(&case);
     let batch = ELEMENTS / one.q.inner().len() + 1;
-    let forward = ForwardProblem::new(DType::BF16, Dims { batch, ..case.dims }).unwrap().mask(Mask::causal());
-    let problem = BackwardProblem::of(&forward).deterministic(true);
+    let forward =
+        ForwardProblem::builder(DType::BF16, case.dims.with_batch(batch)).mask(Mask::causal()).build().unwrap();
+    let problem = BackwardProblem::builder(&forward).deterministic(true).build().unwrap();
     let plan = problem.plan_with_row(&gpu.device, row).unwrap();
     assert!(plan.workspace_bytes() > ELEMENTS * 4, "{plan}");
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
 
-    fn repeated<T: Poison + Operand>(gpu: &Gpu, one: &[T], times: usize) -> CudaSlice<T> {
+    fn repeated<T: Poison>(gpu: &Gpu, one: &[T], times: usize) -> CudaSlice<T> {
         let from = gpu.stream.clone_htod(one).unwrap();
         // SAFETY: every element is written by the copies below, on the same stream.
         let mut to = unsafe { gpu.stream.alloc::<T>(one.len() * times) }.expect("device memory");
@@ -156,19 +157,14 @@ fn layout(axis: Axis, shape: [usize; 4]) -> Layout<4> {
     Layout::with_strides(shape, stride).unwrap()
 }
 
-fn large<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn large<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let [mut q, mut k, mut v, mut o] = [(); 4].map(|()| memory::<T>(gpu));
     for axis in [Axis::Batch, Axis::Seqlen, Axis::Heads] {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q: 150,
-            seqlen_kv: 170,
-            heads_q: 4,
-            heads_kv: 2,
-            head_dim_qk: row.head_dim_qk,
-            head_dim_vo: row.head_dim_vo,
-        };
-        let problem = ForwardProblem::new(T::DTYPE, dims).unwrap().mask(mask_of(row.mask)).lse(true);
+        let dims = Dims::new(2, 150, 4, row.head_dim_qk())
+            .with_seqlen_kv(170)
+            .with_heads_kv(2)
+            .with_head_dim_vo(row.head_dim_vo());
+        let problem = ForwardProblem::builder(T::DTYPE, dims).mask(mask_of(row.mask())).lse(true).build().unwrap();
         let plan = problem.plan_with_row(&gpu.device, row).unwrap();
         let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
         let mut inputs = Vec::new();
@@ -191,13 +187,13 @@ fn large<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
         assert!(o_layout.span() > 1 << 31 && o_layout.span() <= ELEMENTS, "{o_layout:?}");
         let lse_layout = Layout::contiguous(problem.lse_shape()).unwrap();
         let mut lse = gpu.stream.clone_htod(&vec![f32::POISON; lse_layout.span()]).unwrap();
-        let args = ForwardArgs {
-            q: TensorRef::cuda(q.slice(..), layout(axis, problem.q_shape())).unwrap(),
-            k: TensorRef::cuda(k.slice(..), layout(axis, problem.k_shape())).unwrap(),
-            v: TensorRef::cuda(v.slice(..), layout(axis, problem.v_shape())).unwrap(),
-            o: TensorMut::cuda(o.slice_mut(..), o_layout).unwrap(),
-            lse: Some(TensorMut::cuda(lse.slice_mut(..), lse_layout).unwrap()),
-        };
+        let args = ForwardArgs::new(
+            TensorRef::cuda(q.slice(..), layout(axis, problem.q_shape())).unwrap(),
+            TensorRef::cuda(k.slice(..), layout(axis, problem.k_shape())).unwrap(),
+            TensorRef::cuda(v.slice(..), layout(axis, problem.v_shape())).unwrap(),
+            TensorMut::cuda(o.slice_mut(..), o_layout).unwrap(),
+        );
+        let args = args.lse(TensorMut::cuda(lse.slice_mut(..), lse_layout).unwrap());
         plan.run(&gpu.lane(), &mut workspace, args).unwrap();
         gpu.stream.synchronize().unwrap();
 

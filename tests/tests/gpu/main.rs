@@ -7,6 +7,7 @@ mod backward;
 mod capi;
 mod capi_fp8;
 mod capture;
+mod contexts;
 mod fp8;
 mod fp8_long;
 mod fp8_streams;
@@ -16,6 +17,7 @@ mod quantize;
 mod refusals;
 mod streams;
 mod training;
+mod workspaces;
 
 use hopper_attention::{Mask, MaskClass};
 

@@ -3,11 +3,11 @@
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
-    DType, Device, Dims, E4M3, Error, ForwardProblem, Layout, Mask, Operand, Quantize, QuantizeArgs, Quantizer,
-    Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    DType, Descale, Device, Dims, E4M3, Error, Float, ForwardProblem, ForwardProblemBuilder, Layout, Mask,
+    QuantizeArgs, Quantizer, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::gpu::Gpu;
-use hopper_attention_tests::gpu::fp8::{Inputs, Room};
+use hopper_attention_tests::gpu::fp8::{Inputs, Outputs};
 use hopper_attention_tests::gpu::quantize::{Kind, Like, OnDevice, Outcome, Sample};
 use hopper_attention_tests::layouts::Placement;
 use hopper_attention_tests::problems::Grid;
@@ -26,16 +26,17 @@ const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 const STORED: [Placement; 6] =
     [Placement::Bshd, Placement::Bhsd, Placement::BshdGaps, Placement::BhsdGaps, Placement::Sbhd, Placement::WildUnits];
 
+fn options(dims: Dims, scaling: Scaling) -> ForwardProblemBuilder {
+    ForwardProblem::builder(DType::E4M3, dims).scaling(scaling)
+}
+
 fn problem(dims: Dims, scaling: Scaling) -> ForwardProblem {
-    ForwardProblem::new(DType::E4M3, dims).unwrap().scaling(scaling).unwrap()
+    options(dims, scaling).build().unwrap()
 }
 
 fn quantizer(problem: &ForwardProblem, source: DType, hadamard: Option<u64>) -> Quantizer {
-    let quantizer = Quantizer::of(problem, source).unwrap();
-    match hadamard {
-        Some(seed) => quantizer.hadamard(seed),
-        None => quantizer,
-    }
+    let options = Quantizer::builder(problem, source);
+    hadamard.map_or(options.clone(), |seed| options.hadamard(seed)).build().unwrap()
 }
 
 /// Where two outcomes differ, in words.
@@ -61,7 +62,7 @@ fn difference(gpu: &Outcome, cpu: &Outcome) -> String {
 }
 
 /// Runs a sample and compares.
-fn follows_the_cpu<T: Operand>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
+fn follows_the_cpu<T: Float>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
     let plan = sample.quantizer.plan(&Device::Cuda(gpu.device.clone())).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, sample);
@@ -79,19 +80,16 @@ fn the_gpu_makes_the_cpus_bytes() {
     }
 }
 
-fn random<T: Operand>(gpu: &Gpu, seed: u64) {
+fn random<T: Float>(gpu: &Gpu, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut pick = |from: &[usize]| *from.choose(&mut rng).unwrap();
     let heads_kv = pick(&[1, 2, 3]);
-    let dims = Dims {
-        batch: pick(&[1, 1, 2, 3, 0]),
-        seqlen_q: pick(&[0, 1, 7, 127, 128, 129, 300, 1000, 2500]),
-        seqlen_kv: pick(&[1, 63, 128, 255, 257, 777, 1500]),
-        heads_q: heads_kv * pick(&[1, 1, 2, 4]),
-        heads_kv,
-        head_dim_qk: pick(&[16, 32, 48, 64, 80, 96, 112, 128, 64, 128]),
-        head_dim_vo: pick(&[16, 32, 48, 64, 80, 96, 112, 128]),
-    };
+    let (batch, seqlen_q) = (pick(&[1, 1, 2, 3, 0]), pick(&[0, 1, 7, 127, 128, 129, 300, 1000, 2500]));
+    let (seqlen_kv, group) = (pick(&[1, 63, 128, 255, 257, 777, 1500]), pick(&[1, 1, 2, 4]));
+    let head_dim_qk = pick(&[16, 32, 48, 64, 80, 96, 112, 128, 64, 128]);
+    let head_dim_vo = pick(&[16, 32, 48, 64, 80, 96, 112, 128]);
+    let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv);
+    let dims = dims.with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
     let hadamard = rng.random_bool(0.6).then(|| rng.random());
     let mut kind = || {
         rng.random_bool(0.8).then(|| Kind {
@@ -104,7 +102,7 @@ fn random<T: Operand>(gpu: &Gpu, seed: u64) {
     let kinds = [kind(), kind(), kind()];
     let counts = rng.random_bool(0.5);
     let scaling = Scaling::ALL[rng.random_range(0..3)];
-    let problem = problem(dims, scaling).half_scores(rng.random_bool(0.5)).unwrap();
+    let problem = options(dims, scaling).half_scores(rng.random_bool(0.5)).build().unwrap();
     let quantizer = quantizer(&problem, T::DTYPE, hadamard);
     follows_the_cpu(
         gpu,
@@ -115,9 +113,8 @@ fn random<T: Operand>(gpu: &Gpu, seed: u64) {
 
 /// What the kernels are timed on, where tiles of many multiprocessors share factors.
 fn several_rounds(scaling: Scaling) -> ForwardProblem {
-    let dims =
-        Dims { batch: 2, seqlen_q: 8192, seqlen_kv: 3000, heads_q: 8, heads_kv: 4, head_dim_qk: 128, head_dim_vo: 64 };
-    let small = Dims { seqlen_q: 700, seqlen_kv: 300, ..dims };
+    let dims = Dims::new(2, 8192, 8, 128).with_seqlen_kv(3000).with_heads_kv(4).with_head_dim_vo(64);
+    let small = dims.with_seqlen_q(700).with_seqlen_kv(300);
     problem(Grid::from_env().pick(small, dims), scaling)
 }
 
@@ -131,7 +128,7 @@ fn many_tiles_share_a_factor() {
     for scaling in Scaling::ALL {
         for values in [Placement::Bshd, Placement::Bhsd] {
             let kinds = [Some(Kind { values, stored: values, given: false, like: Like::Uneven }); 3];
-            let problem = several_rounds(scaling).half_scores(values == Placement::Bhsd).unwrap();
+            let problem = several_rounds(scaling).to_builder().half_scores(values == Placement::Bhsd).build().unwrap();
             let quantizer = quantizer(&problem, DType::BF16, Some(3));
             follows_the_cpu(&gpu, &Sample::<bf16>::new(quantizer, kinds, true, 5), &format!("{values:?}"));
         }
@@ -143,13 +140,12 @@ fn many_tiles_share_a_factor() {
 #[test]
 fn more_tiles_share_a_factor_than_are_held() {
     let Some(gpu) = Gpu::open("more_tiles_share_a_factor_than_are_held") else { return };
-    let dims =
-        Dims { batch: 2, seqlen_q: 60000, seqlen_kv: 300, heads_q: 2, heads_kv: 2, head_dim_qk: 128, head_dim_vo: 64 };
+    let dims = Dims::new(2, 60000, 2, 128).with_seqlen_kv(300).with_head_dim_vo(64);
     let small = Grid::from_env().pick(true, false);
     if small {
         hopper_attention_tests::say("skipped: more tiles than are held, a few instead (HATTN_TEST_GRID=small)");
     }
-    let problem = problem(if small { Dims { seqlen_q: 600, ..dims } } else { dims }, Scaling::PerHead);
+    let problem = problem(if small { dims.with_seqlen_q(600) } else { dims }, Scaling::PerHead);
     for hadamard in [Some(7), None] {
         let quantizer = quantizer(&problem, DType::BF16, hadamard);
         let sample = Sample::<bf16>::new(quantizer, dense(Like::Uneven), true, 6);
@@ -166,8 +162,7 @@ fn strides_are_of_64_bits() {
         return;
     }
     const APART: usize = (1 << 32) + 4096;
-    let dims =
-        Dims { batch: 2, seqlen_q: 1, seqlen_kv: 200, heads_q: 1, heads_kv: 1, head_dim_qk: 16, head_dim_vo: 64 };
+    let dims = Dims::new(2, 1, 1, 16).with_seqlen_kv(200).with_head_dim_vo(64);
     let problem = problem(dims, Scaling::PerBlock);
     let near = problem.v_shape();
     let far = Layout::with_strides(near, [APART as i64, 64, 64, 1]).unwrap();
@@ -183,29 +178,19 @@ fn strides_are_of_64_bits() {
     let of_descale = Layout::contiguous(problem.descale_v_shape()).unwrap();
     let plan = quantizer.plan(&Device::Cuda(gpu.device.clone())).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-    let args = QuantizeArgs {
-        q: None,
-        k: None,
-        v: Some(Quantize {
-            values: TensorRef::cuda(values.slice(..), far).unwrap(),
-            stored: TensorMut::cuda(stored.slice_mut(..), far).unwrap(),
-            descale: hopper_attention::Descale::FromAmax(TensorMut::cuda(descale.slice_mut(..), of_descale).unwrap()),
-        }),
-        counts: None,
-    };
+    let args = QuantizeArgs::new().v(
+        TensorRef::cuda(values.slice(..), far).unwrap(),
+        TensorMut::cuda(stored.slice_mut(..), far).unwrap(),
+        Descale::FromAmax(TensorMut::cuda(descale.slice_mut(..), of_descale).unwrap()),
+    );
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     let (mut want, mut want_descale) = (vec![E4M3::from_bits(0x7f); 2 * entry], [f32::NAN; 4]);
     let layout = Layout::contiguous(near).unwrap();
-    let args = QuantizeArgs {
-        q: None,
-        k: None,
-        v: Some(Quantize {
-            values: TensorRef::host(&numbers, layout).unwrap(),
-            stored: TensorMut::host(&mut want, layout).unwrap(),
-            descale: hopper_attention::Descale::FromAmax(TensorMut::host(&mut want_descale, of_descale).unwrap()),
-        }),
-        counts: None,
-    };
+    let args = QuantizeArgs::new().v(
+        TensorRef::host(&numbers, layout).unwrap(),
+        TensorMut::host(&mut want, layout).unwrap(),
+        Descale::FromAmax(TensorMut::host(&mut want_descale, of_descale).unwrap()),
+    );
     let on_cpu = quantizer.plan(&Device::cpu()).unwrap();
     on_cpu.run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args).unwrap();
     for (i, want) in want.chunks(entry).enumerate() {
@@ -256,9 +241,8 @@ fn a_chain_of_quantiser_and_forward() {
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
     for (scaling, half) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
-        let dims =
-            Dims { batch: 2, seqlen_q: 517, seqlen_kv: 300, heads_q: 4, heads_kv: 2, head_dim_qk: 96, head_dim_vo: 96 };
-        let problem = problem(dims, scaling).mask(Mask::causal()).lse(true).half_scores(half).unwrap();
+        let dims = Dims::new(2, 517, 4, 96).with_seqlen_kv(300).with_heads_kv(2);
+        let problem = options(dims, scaling).mask(Mask::causal()).lse(true).half_scores(half).build().unwrap();
         let quantizer = quantizer(&problem, DType::BF16, Some(11));
         let sample = |seed| Sample::<bf16>::new(quantizer.clone(), dense(Like::Uneven), true, seed);
         let first = sample(1);
@@ -267,37 +251,37 @@ fn a_chain_of_quantiser_and_forward() {
         let mut scratch = Workspace::alloc(&lane, quantise.workspace_bytes()).unwrap();
         let mut workspace = Workspace::alloc(&lane, forward.workspace_bytes()).unwrap();
         let mut on_device = OnDevice::new(&stream, &first);
-        let mut room = Room::<bf16>::new(&stream, &problem, None);
+        let mut outputs = Outputs::<bf16>::new(&stream, &problem, None);
         stream.synchronize().unwrap();
 
         // The very first launches of these plans are the captured ones: planning has loaded all there is to load.
         stream.begin_capture(MODE).unwrap();
         let quantised = on_device.run(&stream, &mut scratch, &quantise, &first);
-        let attended = forward.run_fp8(&lane, &mut workspace, room.args(on_device.operands(&first)));
+        let attended = forward.run(&lane, &mut workspace, outputs.args(on_device.operands(&first)));
         let graph = stream.end_capture(NO_FLAGS).unwrap().expect("a graph");
         quantised.unwrap();
         attended.unwrap();
-        let mut outputs = Vec::new();
+        let mut seen = Vec::new();
         for seed in [1, 2, 3] {
             let sample = sample(seed);
             on_device.write(&stream, &sample);
-            room.poison(&stream);
+            outputs.poison(&stream);
             graph.launch().unwrap();
             graph.launch().unwrap();
             let (replayed, want) = (on_device.outcome(&stream), sample.on_cpu());
             assert!(replayed == want, "{quantise}, seed {seed}: {}", difference(&replayed, &want));
-            let written = room.written(&stream).unwrap();
+            let written = outputs.written(&stream).unwrap();
             assert!(written.o.iter().all(|o| o.is_finite()), "{forward}: what was not written or is not a number");
             // Launched without a graph, and with operands that the CPU made, the bits are the same.
             on_device.write(&stream, &sample);
-            room.poison(&stream);
+            outputs.poison(&stream);
             on_device.run(&stream, &mut scratch, &quantise, &sample).unwrap();
             let Inputs { stored, descale } = on_device.operands(&sample);
-            forward.run_fp8(&lane, &mut workspace, room.args(Inputs { stored, descale })).unwrap();
+            forward.run(&lane, &mut workspace, outputs.args(Inputs { stored, descale })).unwrap();
             assert!(on_device.outcome(&stream) == want, "{quantise}: a replay and a launch differ");
-            assert!(room.written(&stream).unwrap().same_bits(&written), "{forward}: a replay and a launch differ");
-            assert!(outputs.iter().all(|other| *other != written.o), "a replay did not see new values");
-            outputs.push(written.o);
+            assert!(outputs.written(&stream).unwrap().same_bits(&written), "{forward}: a replay and a launch differ");
+            assert!(seen.iter().all(|other| *other != written.o), "a replay did not see new values");
+            seen.push(written.o);
         }
     }
 }
@@ -331,11 +315,11 @@ fn quantising_allocates_no_host_memory_and_is_refused_in_a_capture_with_events()
 fn what_the_gpu_does_not_take_is_refused() {
     let Some(gpu) = Gpu::open("what_the_gpu_does_not_take_is_refused (quantiser)") else { return };
     let device = Device::Cuda(gpu.device.clone());
-    let dims = Dims { batch: 1, seqlen_q: 5, seqlen_kv: 9, heads_q: 2, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64 };
+    let dims = Dims::new(1, 5, 2, 64).with_seqlen_kv(9);
     let text =
         |dims, source| quantizer(&problem(dims, Scaling::PerHead), source, None).plan(&device).unwrap_err().to_string();
     assert!(text(dims, DType::F32).ends_with("nearest: bf16, f16"), "{}", text(dims, DType::F32));
-    let odd = text(Dims { head_dim_qk: 40, ..dims }, DType::BF16);
+    let odd = text(dims.with_head_dim_qk(40), DType::BF16);
     assert!(odd.contains("head_dim 40") && odd.ends_with("nearest: multiples of 16 up to 128"), "{odd}");
 
     // Memory and streams of another context object, a workspace that is too small, a stream of the CPU.
@@ -362,19 +346,12 @@ fn what_the_gpu_does_not_take_is_refused() {
     let mut stored = gpu.stream.alloc_zeros::<E4M3>(4096).unwrap();
     let descale = gpu.stream.alloc_zeros::<f32>(2).unwrap();
     let shape = plan.quantizer().problem().q_shape();
-    let args = QuantizeArgs {
-        q: Some(Quantize {
-            values: TensorRef::cuda(values.slice(..), Layout::contiguous(shape).unwrap()).unwrap(),
-            stored: TensorMut::cuda(stored.slice_mut(..), Layout::with_strides(shape, [1, 136, 66, 1]).unwrap())
-                .unwrap(),
-            descale: hopper_attention::Descale::Given(
-                TensorRef::cuda(descale.slice(..), Layout::contiguous([1, 2, 1]).unwrap()).unwrap(),
-            ),
-        }),
-        k: None,
-        v: None,
-        counts: None,
-    };
+    let apart = Layout::with_strides(shape, [1, 136, 66, 1]).unwrap();
+    let args = QuantizeArgs::new().q(
+        TensorRef::cuda(values.slice(..), Layout::contiguous(shape).unwrap()).unwrap(),
+        TensorMut::cuda(stored.slice_mut(..), apart).unwrap(),
+        Descale::Given(TensorRef::cuda(descale.slice(..), Layout::contiguous([1, 2, 1]).unwrap()).unwrap()),
+    );
     let text = plan.run(&gpu.lane(), &mut workspace, args).unwrap_err().to_string();
     assert!(text.starts_with("q.stored: stride 136 in seqlen"), "{text}");
 }

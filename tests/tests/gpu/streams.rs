@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::CudaStream;
-use hopper_attention::{ForwardPlan, KernelInfo, Operand, Stream, Workspace};
+use hopper_attention::{ForwardPlan, KernelInfo, Stream, Workspace};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
 use hopper_attention_tests::problems::{Case, Grid};
@@ -14,12 +14,12 @@ use crate::{mask_of, with_dtype};
 /// A case for a row: several tiles, several heads, a ragged end.
 fn case(row: &KernelInfo, seed: u64) -> Case {
     let mut case =
-        Case::new(3 * row.tile_m + 17, 2 * row.tile_n + 45, row.head_dim_qk, mask_of(row.mask)).heads(2, 6, 2);
-    case.dims.head_dim_vo = row.head_dim_vo;
+        Case::new(3 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+    case.dims.head_dim_vo = row.head_dim_vo();
     Case { seed, ..case }
 }
 
-fn ready<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo, seed: u64) -> (Prepared<T>, ForwardPlan) {
+fn ready<T: Poison>(gpu: &Gpu, row: &KernelInfo, seed: u64) -> (Prepared<T>, ForwardPlan) {
     let prepared = Prepared::<T>::new(&case(row, seed));
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     (prepared, plan)
@@ -29,11 +29,11 @@ fn ready<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo, seed: u64) -
 fn reruns_give_the_same_bits() {
     let Some(gpu) = Gpu::open("reruns_give_the_same_bits") else { return };
     for row in gpu.rows() {
-        with_dtype!(row.dtype, reruns(&gpu, &row));
+        with_dtype!(row.dtype(), reruns(&gpu, &row));
     }
 }
 
-fn reruns<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn reruns<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let (prepared, plan) = ready::<T>(gpu, row, 1);
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let first = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
@@ -53,11 +53,11 @@ fn a_second_stream() {
     let Some(gpu) = Gpu::open("a_second_stream") else { return };
     let second = gpu.device.context().new_stream().unwrap();
     for row in gpu.rows() {
-        with_dtype!(row.dtype, on_second(&gpu, &second, &row));
+        with_dtype!(row.dtype(), on_second(&gpu, &second, &row));
     }
 }
 
-fn on_second<T: Poison + Operand<Out = T>>(gpu: &Gpu, second: &Arc<CudaStream>, row: &KernelInfo) {
+fn on_second<T: Poison>(gpu: &Gpu, second: &Arc<CudaStream>, row: &KernelInfo) {
     let (prepared, plan) = ready::<T>(gpu, row, 2);
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, &prepared);
@@ -80,11 +80,11 @@ fn on_second<T: Poison + Operand<Out = T>>(gpu: &Gpu, second: &Arc<CudaStream>, 
 fn many_streams_at_once() {
     let Some(gpu) = Gpu::open("many_streams_at_once") else { return };
     for row in gpu.rows() {
-        with_dtype!(row.dtype, many(&gpu, &row));
+        with_dtype!(row.dtype(), many(&gpu, &row));
     }
 }
 
-fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
+fn many<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let rounds = Grid::from_env().pick(2, 25);
     let mut lanes: Vec<_> = (0..6)
         .map(|seed| {
@@ -112,14 +112,14 @@ fn many<T: Poison + Operand<Out = T>>(gpu: &Gpu, row: &KernelInfo) {
 fn soak() {
     let Some(gpu) = Gpu::open("soak") else { return };
     for dtype in [hopper_attention::DType::BF16, hopper_attention::DType::F16] {
-        let rows: Vec<_> = gpu.rows().into_iter().filter(|row| row.dtype == dtype).collect();
+        let rows: Vec<_> = gpu.rows().into_iter().filter(|row| row.dtype() == dtype).collect();
         if !rows.is_empty() {
             with_dtype!(dtype, soak_rows(&gpu, &rows));
         }
     }
 }
 
-fn soak_rows<T: Poison + Operand<Out = T>>(gpu: &Gpu, rows: &[KernelInfo]) {
+fn soak_rows<T: Poison>(gpu: &Gpu, rows: &[KernelInfo]) {
     let mut lanes: Vec<_> = rows
         .iter()
         .map(|row| {

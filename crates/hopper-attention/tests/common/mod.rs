@@ -5,13 +5,17 @@
 use hopper_attention::{Corner, Dims, Element, Layout, Mask};
 use proptest::prelude::*;
 
-pub const DIMS: Dims =
-    Dims { batch: 2, seqlen_q: 5, seqlen_kv: 7, heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 8 };
+pub const DIMS: Dims = Dims::new(2, 5, 4, 16).with_seqlen_kv(7).with_heads_kv(2).with_head_dim_vo(8);
 
 /// Numbers between -1 and 1 that differ from place to place, without a generator.
 pub fn values<T: Element>(count: usize, seed: u32) -> Vec<T> {
     let mixed = |i: u32| i.wrapping_add(seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
     (0..count as u32).map(|i| T::from_f32(mixed(i) as f32 / (u32::MAX / 2) as f32 - 1.0)).collect()
+}
+
+/// Row-major without gaps.
+pub fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
+    Layout::contiguous(shape).unwrap()
 }
 
 /// Strides that put the dimensions in some order and leave gaps after heads and sequences.

@@ -6,6 +6,6 @@ fn main() -> hopper_attention::Result<()> {
     let mut data = vec![0f32; 16];
     let q = TensorRef::host(&data, layout)?;
     let o = TensorMut::host(&mut data, layout)?;
-    let _ = ForwardArgs { q: q.clone(), k: q.clone(), v: q, o, lse: None };
+    let _ = ForwardArgs::new(q.clone(), q.clone(), q, o);
     Ok(())
 }

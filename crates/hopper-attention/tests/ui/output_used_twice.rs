@@ -6,8 +6,8 @@ fn main() -> hopper_attention::Result<()> {
     let (data, mut out) = (vec![0f32; 16], vec![0f32; 16]);
     let q = TensorRef::host(&data, layout)?;
     let mut o = TensorMut::host(&mut out, layout)?;
-    let first = ForwardArgs { q: q.clone(), k: q.clone(), v: q.clone(), o: o.reborrow(), lse: None };
-    let second = ForwardArgs { q: q.clone(), k: q.clone(), v: q.clone(), o: o.reborrow(), lse: None };
+    let first = ForwardArgs::new(q.clone(), q.clone(), q.clone(), o.reborrow());
+    let second = ForwardArgs::new(q.clone(), q.clone(), q.clone(), o.reborrow());
     drop((first, second));
     Ok(())
 }

@@ -1,12 +1,10 @@
 //! The LSE is [batch, heads_q, seqlen_q]; it has no head dim.
-use hopper_attention::{ForwardArgs, TensorMut, TensorRef};
+use hopper_attention::{ForwardArgs, TensorMut};
 
-type Lse<'a> = Option<TensorMut<'a, f32, 4>>;
-
-fn args<'a>(q: TensorRef<'a, f32, 4>, o: TensorMut<'a, f32, 4>, lse: Lse<'a>) -> ForwardArgs<'a, f32> {
-    ForwardArgs { q: q.clone(), k: q.clone(), v: q, o, lse }
+fn with_lse<'a>(args: ForwardArgs<'a>, lse: TensorMut<'a, f32, 4>) -> ForwardArgs<'a> {
+    args.lse(lse)
 }
 
 fn main() {
-    let _ = args;
+    let _ = with_lse;
 }
