@@ -3,13 +3,10 @@
 use anyhow::{Result, bail};
 #[cfg(feature = "cuda")]
 use hopper_attention::cudarc::driver::CudaSlice;
-use hopper_attention::{Access, Args, Element, Layout, Operand, Stream, TensorMut, TensorRef};
+use hopper_attention::{Access, Args, Element, Layout, Operand, TensorMut, TensorRef};
 
-#[cfg(feature = "cuda")]
-use super::cuda::OnGpu;
 use crate::args::FileLayout;
 use crate::layout::strided;
-use crate::values::{Values, each};
 
 /// A tensor of some type.
 pub trait Buffer {
@@ -19,16 +16,8 @@ pub trait Buffer {
     fn fetch(&mut self) -> Result<()>;
 }
 
-/// A host tensor where the stream's device reads and writes it.
-pub fn buffer<'h>(values: &'h mut Values, stream: &Stream) -> Result<Box<dyn Buffer + 'h>> {
-    Ok(match stream {
-        #[cfg(feature = "cuda")]
-        Stream::Cuda(stream) => each!(values, elements => Box::new(OnGpu::new(elements, stream)?)),
-        _ => each!(values, elements => Box::new(OnHost(elements))),
-    })
-}
-
-struct OnHost<'h, T>(&'h mut [T]);
+/// A tensor of the host.
+pub struct OnHost<'h, T>(pub &'h mut [T]);
 
 impl<T: Element> Buffer for OnHost<'_, T> {
     fn lend<'a>(&'a mut self, args: Args<'a>, operand: &Operand, layout: FileLayout) -> Result<Args<'a>> {

@@ -13,8 +13,10 @@ use hopper_attention::{
 
 use crate::args::FileLayout;
 use crate::operands::{QUANTISED, outputs};
-use crate::values::{Tensors, Values};
-use buffer::buffer;
+use crate::values::{Tensors, Values, each};
+use buffer::{Buffer, OnHost};
+#[cfg(feature = "cuda")]
+use cuda::OnGpu;
 
 /// A plan of any pass.
 pub trait Plan {
@@ -90,6 +92,15 @@ pub fn compute(
     stream.synchronize()?;
     times.sort_unstable();
     Ok(times.get(times.len() / 2).copied().unwrap_or_default())
+}
+
+/// A host tensor where the stream's device reads and writes it.
+fn buffer<'h>(values: &'h mut Values, stream: &Stream) -> Result<Box<dyn Buffer + 'h>> {
+    Ok(match stream {
+        #[cfg(feature = "cuda")]
+        Stream::Cuda(stream) => each!(values, elements => Box::new(OnGpu::new(elements, stream)?)),
+        _ => each!(values, elements => Box::new(OnHost(elements))),
+    })
 }
 
 /// Quantises q, k and v, which go by the names of values from then on.
