@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use criterion::measurement::{Measurement, ValueFormatter};
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput};
 #[cfg(feature = "cuda")]
-use hopper_attention::{CudaDevice, Operand};
+use hopper_attention::CudaDevice;
 use hopper_attention::{
-    DType, Device, Dims, ForwardArgs, ForwardProblem, Layout, Mask, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    Args, DType, Device, Dims, Float, ForwardProblem, Layout, Mask, Slot, Stream, TensorMut, TensorRef, Workspace,
+    bf16, f16,
 };
 #[cfg(feature = "cuda")]
 use hopper_attention_benches::EventClock;
@@ -108,20 +109,16 @@ impl Shape {
         let (divisor, tokens, hidden) = if small { (16, 256, 256) } else { (1, 16384, 2048) };
         let seqlen = |seqlen: usize| (seqlen / divisor).max(1);
         let heads_q = (hidden / self.head_dim).max(1);
-        let dims = Dims {
-            batch: (tokens / seqlen(self.seqlen_kv)).max(1),
-            seqlen_q: seqlen(self.seqlen_q),
-            seqlen_kv: seqlen(self.seqlen_kv),
-            heads_q,
-            heads_kv: (heads_q / self.group).max(1),
-            head_dim_qk: self.head_dim,
-            head_dim_vo: self.head_dim,
-        };
+        let batch = (tokens / seqlen(self.seqlen_kv)).max(1);
+        let dims = Dims::new(batch, seqlen(self.seqlen_q), heads_q, self.head_dim)
+            .with_seqlen_kv(seqlen(self.seqlen_kv))
+            .with_heads_kv((heads_q / self.group).max(1));
         let mask = match self.mask {
             Mask::Window { left, right, corner } => Mask::Window { left: left.map(seqlen), right, corner },
             other => other,
         };
-        ForwardProblem::new(self.dtype, dims).expect("sizes that a problem may have").mask(mask).lse(true)
+        let options = ForwardProblem::builder(self.dtype, dims).mask(mask).lse(true);
+        options.build().expect("sizes that a problem may have")
     }
 
     fn name(&self) -> String {
@@ -143,7 +140,7 @@ impl Shape {
 /// Operations over the pairs that the mask keeps.
 fn flops(problem: &ForwardProblem) -> u64 {
     let d = problem.dims();
-    let mask = problem.mask_value();
+    let mask = problem.mask();
     let kept = |q: usize| (0..d.seqlen_kv).filter(|&kv| mask.keep(q, kv, d.seqlen_q, d.seqlen_kv)).count();
     let pairs: usize = (0..d.seqlen_q).map(kept).sum();
     (2 * d.batch * d.heads_q * pairs * (d.head_dim_qk + d.head_dim_vo)) as u64
@@ -165,7 +162,7 @@ fn place() -> Bench {
     #[cfg(feature = "cuda")]
     match Device::cuda(0) {
         Ok(Device::Cuda(device)) => return Bench::Gpu(device),
-        Ok(Device::Cpu) => (),
+        Ok(_) => (),
         Err(error) => eprintln!("{error}: on the CPU backend"),
     }
     Bench::Cpu
@@ -178,12 +175,7 @@ fn on_cpu(criterion: &mut Criterion<Milliseconds>, shape: &Shape) {
     }
 }
 
-fn on_cpu_as<T: hopper_attention::Operand<Out = T>>(
-    criterion: &mut Criterion<Milliseconds>,
-    shape: &Shape,
-    to: fn(f32) -> u16,
-    from: fn(u16) -> T,
-) {
+fn on_cpu_as<T: Float>(criterion: &mut Criterion<Milliseconds>, shape: &Shape, to: fn(f32) -> u16, from: fn(u16) -> T) {
     let problem = shape.problem(true);
     let plan = problem.plan(&Device::cpu()).expect("the CPU computes every problem");
     let layout = |shape| Layout::contiguous(shape).expect("a small shape");
@@ -196,21 +188,23 @@ fn on_cpu_as<T: hopper_attention::Operand<Out = T>>(
     group(criterion, shape, &problem, |calls| {
         let start = Instant::now();
         for _ in 0..calls {
-            let args = ForwardArgs::<T> {
-                q: TensorRef::host(black_box(&q), layout(problem.q_shape())).expect("as large as its layout"),
-                k: TensorRef::host(&k, layout(problem.k_shape())).expect("as large as its layout"),
-                v: TensorRef::host(&v, layout(problem.v_shape())).expect("as large as its layout"),
-                o: TensorMut::host(&mut o, layout(problem.o_shape())).expect("as large as its layout"),
-                lse: Some(TensorMut::host(&mut lse, lse_layout).expect("as large as its layout")),
+            let mut run = || -> hopper_attention::Result<()> {
+                let args = Args::new()
+                    .read(Slot::Q, TensorRef::host(black_box(&q), layout(problem.q_shape()))?)
+                    .read(Slot::K, TensorRef::host(&k, layout(problem.k_shape()))?)
+                    .read(Slot::V, TensorRef::host(&v, layout(problem.v_shape()))?)
+                    .write(Slot::O, TensorMut::host(&mut o, layout(problem.o_shape()))?)
+                    .write(Slot::Lse, TensorMut::host(&mut lse, lse_layout)?);
+                plan.run(&Stream::Cpu, &mut workspace, args)
             };
-            plan.run(&Stream::Cpu, &mut workspace, args).expect("a planned run");
+            run().expect("a planned run");
         }
         start.elapsed().as_secs_f64() * 1e3
     });
 }
 
 #[cfg(feature = "cuda")]
-fn on_gpu_as<T: Operand<Out = T>>(
+fn on_gpu_as<T: Float>(
     criterion: &mut Criterion<Milliseconds>,
     shape: &Shape,
     gpu: &CudaDevice,
@@ -239,13 +233,12 @@ fn on_gpu_as<T: Operand<Out = T>>(
         let mut total = 0.0;
         for call in 0..calls {
             let run = || -> anyhow::Result<()> {
-                let args = ForwardArgs::<T> {
-                    q: TensorRef::cuda(q.as_view(), layout(problem.q_shape()))?,
-                    k: TensorRef::cuda(k.as_view(), layout(problem.k_shape()))?,
-                    v: TensorRef::cuda(v.as_view(), layout(problem.v_shape()))?,
-                    o: TensorMut::cuda(o.as_view_mut(), layout(problem.o_shape()))?,
-                    lse: Some(TensorMut::cuda(lse.as_view_mut(), lse_layout)?),
-                };
+                let args = Args::new()
+                    .read(Slot::Q, TensorRef::cuda(q.as_view(), layout(problem.q_shape()))?)
+                    .read(Slot::K, TensorRef::cuda(k.as_view(), layout(problem.k_shape()))?)
+                    .read(Slot::V, TensorRef::cuda(v.as_view(), layout(problem.v_shape()))?)
+                    .write(Slot::O, TensorMut::cuda(o.as_view_mut(), layout(problem.o_shape()))?)
+                    .write(Slot::Lse, TensorMut::cuda(lse.as_view_mut(), lse_layout)?);
                 Ok(plan.run(&on, &mut workspace, args)?)
             };
             clock.between(run).expect("a planned run");

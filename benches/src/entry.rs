@@ -1,29 +1,25 @@
-//! The C entry of `peers/hattn_peer.h`: ours, over the C ABI that callers link (that of the backward and of e4m3 operands over
-//! the raw layer), and that of a peer's shared object.
+//! The C entry of `peers/hattn_peer.h`: ours, over the raw layer, and that of a peer's shared object.
 //!
 //! Our plans are made once a problem and device and kept for the life of the process.
 
 mod backward;
+mod call;
 mod fp8;
 mod library;
 mod problem;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
-use std::hash::Hash;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::LazyLock;
 
-use hopper_attention::cudarc::driver::sys;
-use hopper_attention::raw::Place;
-use hopper_attention::{Arch, Device};
-use hopper_attention_capi as capi;
+use hopper_attention::{Arch, Slot};
 
 pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
 pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
 pub use library::{Entry, Forward, Text};
 
 use crate::{ARCH_VARIABLE, Point, Precision};
+use call::{Call, Given, Problem};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +83,6 @@ impl Numbers {
                 Precision::Bf16 => 1,
                 Precision::E4m3 => E4M3,
             },
-            // The C ABI's masks, corners and "without bound".
             mask: if point.window.is_some() { 2 } else { point.causal.into() },
             corner: 0,
             window_left: point.window.map_or(Ok(-1), size)?,
@@ -135,62 +130,9 @@ fn named_arch(name: Option<&OsStr>) -> Result<Option<Arch>, Refused> {
             .into_iter()
             .find(|arch| *name == *arch.to_string())
             .map(Some)
-            .ok_or_else(|| (INVALID, format!("{ARCH_VARIABLE} is {name:?}; allowed: sm80, sm90"))),
+            .ok_or_else(|| Refused(INVALID, format!("{ARCH_VARIABLE} is {name:?}; allowed: sm80, sm90"))),
     }
 }
-
-/// A plan's key: the device's ordinal, and everything of the arguments that a problem is made of.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    ordinal: c_int,
-    sizes: [i32; 7],
-    dtype: i32,
-    mask: [i32; 4],
-    scale_bits: u32,
-    lse: bool,
-    arch: Option<Arch>,
-}
-
-impl Key {
-    /// Its device, as the raw layer names it.
-    fn place(&self) -> Place {
-        Place::Cuda(usize::try_from(self.ordinal).unwrap_or_default())
-    }
-
-    /// Its device, opened.
-    fn device(&self) -> Result<Device, Refused> {
-        Device::cuda(usize::try_from(self.ordinal).unwrap_or_default()).map_err(problem::told)
-    }
-}
-
-/// A plan of the C ABI, which any threads may run at once.
-#[derive(Clone, Copy)]
-struct Plan(*mut capi::hattn_forward_plan);
-
-// SAFETY: the C ABI says that a plan may be used by any threads at once.
-unsafe impl Send for Plan {}
-
-/// Plans by what they were made of, for the life of the process.
-struct Plans<K, P>(LazyLock<Mutex<HashMap<K, P>>>);
-
-impl<K: Copy + Eq + Hash, P: Clone> Plans<K, P> {
-    const fn new() -> Self {
-        Self(LazyLock::new(Default::default))
-    }
-
-    /// The plan of a key, made where there is none yet.
-    fn get(&self, key: &K, make: impl FnOnce() -> Result<P, Refused>) -> Result<P, Refused> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
-        if let Some(plan) = known {
-            return Ok(plan);
-        }
-        let plan = make()?;
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(*key, plan.clone());
-        Ok(plan)
-    }
-}
-
-static PLANS: Plans<Key, Plan> = Plans::new();
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -220,16 +162,36 @@ pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
         let args = unsafe { read(args) }?;
         // SAFETY: the caller vouches for the memory that the fields describe.
-        unsafe { forward(&args) }
+        unsafe { args.call()?.run() }
     })
 }
 
+impl Args {
+    fn call(&self) -> Result<Call<5>, Refused> {
+        let options = self.numbers.forward(self.numbers.sixteen_bits()?)?.lse(!self.lse.is_null());
+        Ok(Call {
+            problem: Problem::Forward(options.build()?),
+            tensors: [
+                Given::strided(Slot::Q, self.q, self.q_stride),
+                Given::strided(Slot::K, self.k, self.k_stride),
+                Given::strided(Slot::V, self.v, self.v_stride),
+                Given::strided(Slot::O, self.o, self.o_stride),
+                Given::contiguous(Slot::Lse, self.lse),
+            ],
+            workspace: self.workspace,
+            workspace_bytes: self.workspace_bytes,
+            stream: self.stream,
+        })
+    }
+}
+
 /// A status that is not ok, and its words.
-type Refused = (c_int, String);
+#[derive(Clone, Debug, PartialEq)]
+struct Refused(c_int, String);
 
 /// The status of a call, whose words are kept for [`hattn_peer_last_error`].
 fn answer(call: impl FnOnce() -> Result<(), Refused>) -> c_int {
-    let Err((status, text)) = call() else { return OK };
+    let Err(Refused(status, text)) = call() else { return OK };
     LAST_ERROR.with_borrow_mut(|last| *last = CString::new(text.replace('\0', " ")).unwrap_or_default());
     status
 }
@@ -240,174 +202,16 @@ fn answer(call: impl FnOnce() -> Result<(), Refused>) -> c_int {
 /// It is null, or begins with a `u64` that says how many of its bytes may be read; all its fields take any bits.
 unsafe fn read<A: Copy>(args: *const A) -> Result<A, Refused> {
     if args.is_null() {
-        return Err((INVALID, "args is null".to_owned()));
+        return Err(Refused(INVALID, "args is null".to_owned()));
     }
     // SAFETY: not null, and the caller lets at least the first field be read.
     let bytes = unsafe { args.cast::<u64>().read() };
     if bytes < size_of::<A>() as u64 {
-        return Err((INVALID, format!("struct_bytes {bytes}; allowed: {} and above", size_of::<A>())));
+        return Err(Refused(INVALID, format!("struct_bytes {bytes}; allowed: {} and above", size_of::<A>())));
     }
     // SAFETY: the caller's struct is at least as large as ours.
     Ok(unsafe { args.read() })
 }
-
-/// # Safety
-/// As for [`hattn_peer_fwd`].
-unsafe fn forward(args: &Args) -> Result<(), Refused> {
-    let key = key(&args.numbers, sixteen_bits(&args.numbers)?, !args.lse.is_null())?;
-    let plan = PLANS.get(&key, || make(&key, args.numbers.softmax_scale))?;
-    let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo] = key.sizes.map(i64::from);
-    let tensor = |data: *const c_void, shape, [batch, seqlen, head]: [i64; 3]| capi::hattn_tensor {
-        stride: [batch, seqlen, head, 1],
-        ..described(key.ordinal, data, key.dtype, 4, shape)
-    };
-    let (q, k, v, o) = (
-        tensor(args.q, [batch, seqlen_q, heads_q, head_dim_qk], args.q_stride),
-        tensor(args.k, [batch, seqlen_kv, heads_kv, head_dim_qk], args.k_stride),
-        tensor(args.v, [batch, seqlen_kv, heads_kv, head_dim_vo], args.v_stride),
-        tensor(args.o, [batch, seqlen_q, heads_q, head_dim_vo], args.o_stride),
-    );
-    let lse = capi::hattn_tensor {
-        stride: [heads_q * seqlen_q, seqlen_q, 1, 0],
-        ..described(key.ordinal, args.lse.cast(), capi::HATTN_F32, 3, [batch, heads_q, seqlen_q, 0])
-    };
-    let call = capi::hattn_forward_args {
-        struct_size: size_of::<capi::hattn_forward_args>() as u32,
-        abi_version: capi::HATTN_ABI_VERSION,
-        q: &q,
-        k: &k,
-        v: &v,
-        o: &o,
-        lse: if key.lse { &lse } else { std::ptr::null() },
-        workspace: args.workspace,
-        workspace_bytes: usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX),
-        ..Default::default()
-    };
-    // SAFETY: a live plan, since none is ever destroyed; the caller vouches for addresses, strides and sizes, for the
-    // workspace, and for the stream.
-    told(unsafe { capi::hattn_forward_run(plan.0, &call, args.stream.cast()) })
-}
-
-/// A tensor of the C ABI, strides aside.
-pub(crate) fn described(
-    device: c_int,
-    data: *const c_void,
-    dtype: i32,
-    ndim: i32,
-    shape: [i64; 4],
-) -> capi::hattn_tensor {
-    capi::hattn_tensor {
-        struct_size: size_of::<capi::hattn_tensor>() as u32,
-        abi_version: capi::HATTN_ABI_VERSION,
-        data: data.cast_mut(),
-        dtype,
-        device,
-        ndim,
-        reserved: 0,
-        shape,
-        stride: [0; 4],
-    }
-}
-
-fn make(key: &Key, softmax_scale: f32) -> Result<Plan, Refused> {
-    let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo] = key.sizes.map(i64::from);
-    let [mask, corner, window_left, window_right] = key.mask;
-    let problem = capi::hattn_forward_problem {
-        struct_size: size_of::<capi::hattn_forward_problem>() as u32,
-        abi_version: capi::HATTN_ABI_VERSION,
-        dtype: key.dtype,
-        mask,
-        corner,
-        lse: key.lse.into(),
-        batch,
-        seqlen_q,
-        seqlen_kv,
-        heads_q,
-        heads_kv,
-        head_dim_qk,
-        head_dim_vo,
-        window_left: window_left.into(),
-        window_right: window_right.into(),
-        softmax_scale,
-        arch: match key.arch {
-            None => capi::HATTN_ARCH_OWN,
-            Some(Arch::Sm80) => capi::HATTN_ARCH_SM80,
-            Some(Arch::Sm90) => capi::HATTN_ARCH_SM90,
-            Some(other) => return Err((INVALID, format!("no number for {other}"))),
-        },
-        ..Default::default()
-    };
-    let mut plan = Plan(std::ptr::null_mut());
-    // SAFETY: both are live structs.
-    told(unsafe { capi::hattn_forward_plan_create(&problem, key.ordinal, &mut plan.0) })?;
-    Ok(plan)
-}
-
-/// The entry's status and words for one of the C ABI.
-fn told(status: capi::hattn_status) -> Result<(), Refused> {
-    let status = match status {
-        capi::HATTN_OK => return Ok(()),
-        capi::HATTN_ERROR_UNSUPPORTED => UNSUPPORTED,
-        capi::HATTN_ERROR_DRIVER
-        | capi::HATTN_ERROR_LAUNCH
-        | capi::HATTN_ERROR_NO_DEVICE
-        | capi::HATTN_ERROR_CAPTURE
-        | capi::HATTN_ERROR_INTERNAL => FAILED,
-        _ => INVALID,
-    };
-    Err((status, last_error()))
-}
-
-/// What the C ABI says of this thread's last failure.
-pub(crate) fn last_error() -> String {
-    // SAFETY: a string of this thread, valid until its next failure.
-    let text = unsafe { CStr::from_ptr(capi::hattn_last_error()) };
-    text.to_string_lossy().into_owned()
-}
-
-/// The C ABI's word for the type of a forward and a backward.
-fn sixteen_bits(numbers: &Numbers) -> Result<i32, Refused> {
-    match numbers.dtype {
-        0 => Ok(capi::HATTN_F16),
-        1 => Ok(capi::HATTN_BF16),
-        other => Err((INVALID, format!("dtype: {other}; allowed: 0 (f16), 1 (bf16)"))),
-    }
-}
-
-fn key(numbers: &Numbers, dtype: i32, lse: bool) -> Result<Key, Refused> {
-    // cudarc panics on its first call where there is no driver.
-    static DRIVER: LazyLock<bool> = LazyLock::new(|| !Device::available().is_empty());
-    if !*DRIVER {
-        return Err((FAILED, "this machine has no CUDA driver, or no GPU".to_owned()));
-    }
-    let mut ordinal = 0;
-    // SAFETY: writes one int.
-    let code = unsafe { sys::cuCtxGetDevice(&mut ordinal) };
-    if code != sys::CUresult::CUDA_SUCCESS {
-        return Err((FAILED, format!("no current CUDA context ({code:?})")));
-    }
-    Ok(Key {
-        ordinal,
-        sizes: [
-            numbers.batch,
-            numbers.seqlen_q,
-            numbers.seqlen_kv,
-            numbers.heads_q,
-            numbers.heads_kv,
-            numbers.head_dim_qk,
-            numbers.head_dim_vo,
-        ],
-        dtype,
-        // The entry's masks, corners and "without bound" are the C ABI's.
-        mask: [numbers.mask, numbers.corner, numbers.window_left, numbers.window_right],
-        scale_bits: numbers.softmax_scale.to_bits(),
-        lse,
-        arch: arch()?,
-    })
-}
-
-const _: () = assert!(capi::HATTN_MASK_FULL == 0 && capi::HATTN_MASK_CAUSAL == 1 && capi::HATTN_MASK_WINDOW == 2);
-const _: () = assert!(capi::HATTN_BOTTOM_RIGHT == 0 && capi::HATTN_TOP_LEFT == 1 && capi::HATTN_UNBOUNDED == -1);
 
 #[cfg(test)]
 mod tests {
@@ -440,26 +244,35 @@ mod tests {
         assert_eq!(named(None), Ok(None));
         assert_eq!((named(Some("sm80")), named(Some("sm90"))), (Ok(Some(Arch::Sm80)), Ok(Some(Arch::Sm90))));
         for wrong in ["", "sm70", "SM80"] {
-            let (status, text) = named(Some(wrong)).unwrap_err();
+            let Refused(status, text) = named(Some(wrong)).unwrap_err();
             assert_eq!(status, INVALID);
             assert!(text.ends_with("allowed: sm80, sm90"), "{text}");
         }
     }
-
     #[test]
-    fn the_problem_goes_through_the_c_abi() {
-        let key = Key {
-            ordinal: -1,
-            sizes: [1, 1, 1, 3, 2, 8, 8],
-            dtype: 2,
-            mask: [0; 4],
-            scale_bits: 0,
-            lse: true,
-            arch: None,
+    fn the_problem_is_what_the_arguments_say() {
+        let numbers = Numbers {
+            batch: 2,
+            seqlen_q: 5,
+            seqlen_kv: 7,
+            heads_q: 4,
+            heads_kv: 2,
+            head_dim_qk: 64,
+            head_dim_vo: 32,
+            dtype: 1,
+            mask: 1,
+            softmax_scale: 0.5,
+            ..args().numbers
         };
-        let Err((status, text)) = make(&key, 0.0) else { panic!("three heads do not share two") };
-        assert!(status == INVALID && text.contains("heads_q"), "{text}");
-        // The CPU has a plan for the same with heads that divide, as the C ABI says.
-        assert!(make(&Key { sizes: [1, 1, 1, 4, 2, 8, 8], ..key }, 0.0).is_ok_and(|plan| !plan.0.is_null()));
+        let text = |lse, numbers| match (Args { lse, numbers, ..args() }).call().map(|call| call.problem) {
+            Ok(Problem::Forward(problem)) => problem.to_string(),
+            Ok(Problem::Backward(problem)) => panic!("{problem}"),
+            Err(Refused(status, text)) => format!("{status} {text}"),
+        };
+        let causal = "forward bf16 batch 2 seqlen 5x7 heads 4/2 head_dim 64/32 causal scale 0.5";
+        assert_eq!(text(std::ptr::null_mut(), numbers), causal);
+        assert_eq!(text(std::ptr::dangling_mut(), numbers), format!("{causal} lse"));
+        let three = text(std::ptr::null_mut(), Numbers { heads_q: 3, ..numbers });
+        assert!(three.starts_with("1 heads_q: 3 with heads_kv 2"), "{three}");
     }
 }

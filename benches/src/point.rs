@@ -203,31 +203,23 @@ impl Point {
     /// The forward problem, with the LSE: every training forward writes it, and so do the peers.
     ///
     /// # Errors
-    /// Those of [`ForwardProblem::new`].
+    /// Those of [`build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn problem(&self) -> hopper_attention::Result<ForwardProblem> {
-        let dims = Dims {
-            batch: self.batch,
-            seqlen_q: self.seqlen,
-            seqlen_kv: self.seqlen,
-            heads_q: self.heads_q,
-            heads_kv: self.heads_kv,
-            head_dim_qk: self.head_dim,
-            head_dim_vo: self.head_dim,
-        };
+        let dims = Dims::new(self.batch, self.seqlen, self.heads_q, self.head_dim).with_heads_kv(self.heads_kv);
         let mask = match (self.causal, self.window) {
             (false, _) => Mask::Full,
             (true, None) => Mask::causal(),
             (true, Some(keys)) => Mask::window(Some(keys), Some(0)),
         };
-        Ok(ForwardProblem::new(self.dtype.dtype(), dims)?.mask(mask).lse(true))
+        ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).build()
     }
 
     /// The problem whose gradients a backward point computes.
     ///
     /// # Errors
-    /// Those of [`ForwardProblem::new`].
+    /// Those of [`build`](hopper_attention::BackwardProblemBuilder::build), for the forward and for the gradients.
     pub fn backward_problem(&self) -> hopper_attention::Result<BackwardProblem> {
-        Ok(BackwardProblem::of(&self.problem()?))
+        BackwardProblem::builder(&self.problem()?).build()
     }
 
     /// The layout of a tensor with this many heads, logically `[batch, seqlen, heads, head_dim]`.
@@ -435,7 +427,7 @@ mod tests {
         assert_eq!((0..8).map(|query| narrow.keys(query)).collect::<Vec<_>>()[..4], [0..1, 0..2, 0..3, 1..4]);
         let pairs = |p: &Point| p.flops() / (4 * 64 * 2048);
         assert_eq!((pairs(&narrow), pairs(&wide)), (1 + 2 + 6 * 3, 36));
-        let mask = narrow.problem().unwrap().mask_value();
+        let mask = narrow.problem().unwrap().mask();
         assert!((0..8).all(|q| (0..8).all(|kv| mask.keep(q, kv, 8, 8) == narrow.keys(q).contains(&kv))));
         // A report says no more of other points than it did before windows could be timed.
         let text = |p: &Point| serde_json::to_string(p).unwrap();

@@ -1,13 +1,11 @@
-//! The backward's entry, over the raw layer. As in the forward, plans are kept for the life of the process.
+//! The backward's entry.
 
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
 
-use hopper_attention::raw::{Place, RawBackward, RawTensor, RawWorkspace};
-use hopper_attention::{BackwardPlan, BackwardProblem, DType, Error, Layout};
+use hopper_attention::{BackwardProblem, Slot};
 
-use super::problem::{self, told};
-use super::{INVALID, Key, Numbers, Plans, Refused, answer, key, read, sixteen_bits};
+use super::call::{Call, Given, Problem};
+use super::{INVALID, Numbers, Refused, answer, read};
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -48,8 +46,6 @@ pub type Backward = unsafe extern "C" fn(*const BackwardArgs) -> c_int;
 /// The scratch of a backward: `hattn_peer_bwd_workspace` of some library.
 pub type BackwardWorkspace = unsafe extern "C" fn(*const BackwardArgs, *mut u64) -> c_int;
 
-static PLANS: Plans<Key, Arc<BackwardPlan>> = Plans::new();
-
 /// One backward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -59,11 +55,8 @@ pub unsafe extern "C" fn hattn_peer_bwd(args: *const BackwardArgs) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
         let args = unsafe { read(args) }?;
-        let key = key(&args.numbers, sixteen_bits(&args.numbers)?, true)?;
-        let plan = plan(&key)?;
-        let raw = raw(&args, &plan, key.place()).map_err(told)?;
-        // SAFETY: the caller vouches for addresses, strides and sizes, for the workspace, and for the stream.
-        unsafe { plan.run_raw(&raw, args.stream) }.map_err(told)
+        // SAFETY: the caller vouches for the memory that the fields describe.
+        unsafe { args.call()?.run() }
     })
 }
 
@@ -78,58 +71,45 @@ pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, byt
         // SAFETY: as in `hattn_peer_bwd`.
         let args = unsafe { read(args) }?;
         if bytes.is_null() {
-            return Err((INVALID, "bytes is null".to_owned()));
+            return Err(Refused(INVALID, "bytes is null".to_owned()));
         }
-        let plan = plan(&key(&args.numbers, sixteen_bits(&args.numbers)?, true)?)?;
+        let needed = args.problem()?.workspace_bytes()?;
         // SAFETY: not null, and the caller lets it be written.
-        unsafe { bytes.write(plan.workspace_bytes() as u64) };
+        unsafe { bytes.write(needed as u64) };
         Ok(())
     })
 }
 
-fn plan(key: &Key) -> Result<Arc<BackwardPlan>, Refused> {
-    PLANS.get(key, || {
-        let device = key.device()?;
-        problem(key).and_then(|problem| problem.plan(&device)).map(Arc::new).map_err(told)
-    })
-}
+impl BackwardArgs {
+    fn problem(&self) -> Result<Problem, Refused> {
+        let forward = self.numbers.forward(self.numbers.sixteen_bits()?)?.build()?;
+        Ok(Problem::Backward(BackwardProblem::builder(&forward).build()?))
+    }
 
-fn problem(key: &Key) -> hopper_attention::Result<BackwardProblem> {
-    Ok(BackwardProblem::of(&problem::forward(key)?))
-}
-
-fn raw(args: &BackwardArgs, plan: &BackwardPlan, place: Place) -> hopper_attention::Result<RawBackward> {
-    let problem = plan.problem();
-    let tensor = |data: *const c_void, shape: [usize; 4], [batch, seqlen, head]: [i64; 3]| {
-        let layout = Layout::with_strides(shape, [batch, seqlen, head, 1])?;
-        Ok::<_, Error>(RawTensor { address: data as u64, dtype: problem.dtype(), place, layout })
-    };
-    let forward = problem.forward();
-    let lse = Layout::contiguous(forward.lse_shape())?;
-    Ok(RawBackward {
-        q: tensor(args.q, forward.q_shape(), args.q_stride)?,
-        k: tensor(args.k, forward.k_shape(), args.k_stride)?,
-        v: tensor(args.v, forward.v_shape(), args.v_stride)?,
-        o: tensor(args.o, forward.o_shape(), args.o_stride)?,
-        lse: RawTensor { address: args.lse as u64, dtype: DType::F32, place, layout: lse },
-        d_o: tensor(args.d_o, problem.d_o_shape(), args.d_o_stride)?,
-        d_lse: None,
-        d_q: tensor(args.d_q, problem.d_q_shape(), args.d_q_stride)?,
-        d_k: tensor(args.d_k, problem.d_k_shape(), args.d_k_stride)?,
-        d_v: tensor(args.d_v, problem.d_v_shape(), args.d_v_stride)?,
-        workspace: RawWorkspace {
-            address: args.workspace as u64,
-            bytes: usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX),
-        },
-    })
+    fn call(&self) -> Result<Call<9>, Refused> {
+        Ok(Call {
+            problem: self.problem()?,
+            tensors: [
+                Given::strided(Slot::Q, self.q, self.q_stride),
+                Given::strided(Slot::K, self.k, self.k_stride),
+                Given::strided(Slot::V, self.v, self.v_stride),
+                Given::strided(Slot::O, self.o, self.o_stride),
+                Given::contiguous(Slot::Lse, self.lse),
+                Given::strided(Slot::DO, self.d_o, self.d_o_stride),
+                Given::strided(Slot::DQ, self.d_q, self.d_q_stride),
+                Given::strided(Slot::DK, self.d_k, self.d_k_stride),
+                Given::strided(Slot::DV, self.d_v, self.d_v_stride),
+            ],
+            workspace: self.workspace,
+            workspace_bytes: self.workspace_bytes,
+            stream: self.stream,
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use hopper_attention::Device;
-    use hopper_attention_capi as capi;
-
-    use super::super::{Entry, OK};
+    use super::super::Entry;
     use super::*;
 
     fn args() -> BackwardArgs {
@@ -161,32 +141,42 @@ mod tests {
         assert!(entry.complaint(INVALID).ends_with("bytes is null"));
     }
 
-    fn key() -> Key {
-        Key {
-            ordinal: 0,
-            sizes: [2, 5, 7, 4, 2, 64, 32],
-            dtype: capi::HATTN_BF16,
-            mask: [2, 1, 3, -1],
-            scale_bits: 0.5f32.to_bits(),
-            lse: true,
-            arch: None,
-        }
-    }
+    const NUMBERS: Numbers = Numbers {
+        batch: 2,
+        seqlen_q: 5,
+        seqlen_kv: 7,
+        heads_q: 4,
+        heads_kv: 2,
+        head_dim_qk: 64,
+        head_dim_vo: 32,
+        dtype: 1,
+        mask: 2,
+        corner: 1,
+        window_left: 3,
+        window_right: -1,
+        softmax_scale: 0.5,
+        reserved: 0,
+    };
 
     #[test]
     fn the_problem_is_what_the_arguments_say() {
-        let text = |key: Key| problem(&key).map_or_else(|error| error.to_string(), |problem| problem.to_string());
+        let text = |numbers: Numbers| match (BackwardArgs { numbers, ..args() }).problem() {
+            Ok(Problem::Backward(problem)) => problem.to_string(),
+            Ok(Problem::Forward(problem)) => panic!("{problem}"),
+            Err(Refused(status, text)) => format!("{status} {text}"),
+        };
         let window =
             "backward bf16 batch 2 seqlen 5x7 heads 4/2 head_dim 64/32 window left 3 right all top-left scale 0.5";
-        assert_eq!(text(key()), window);
-        let causal = text(Key { mask: [1, 0, -1, -1], dtype: capi::HATTN_F16, ..key() });
+        assert_eq!(text(NUMBERS), window);
+        let causal = text(Numbers { mask: 1, corner: 0, window_left: -1, dtype: 0, ..NUMBERS });
         assert_eq!(causal, "backward f16 batch 2 seqlen 5x7 heads 4/2 head_dim 64/32 causal scale 0.5");
         for (wrong, part) in [
-            (Key { mask: [3, 0, 0, 0], ..key() }, "mask: 3; allowed: 0 (full)"),
-            (Key { mask: [2, 2, 0, 0], ..key() }, "corner: 2; allowed: 0 (bottom-right)"),
-            (Key { mask: [2, 0, -2, 0], ..key() }, "window_left: -2; allowed: 0 and above"),
-            (Key { sizes: [2, -5, 7, 4, 2, 64, 32], ..key() }, "seqlen_q: -5; allowed: 0 and above"),
-            (Key { scale_bits: 0, ..key() }, "softmax_scale: 0; allowed: finite and above 0"),
+            (Numbers { mask: 3, ..NUMBERS }, "1 mask: 3; allowed: 0 (full)"),
+            (Numbers { corner: 2, ..NUMBERS }, "1 corner: 2; allowed: 0 (bottom-right)"),
+            (Numbers { window_left: -2, ..NUMBERS }, "1 window_left: -2; allowed: 0 and above"),
+            (Numbers { seqlen_q: -5, ..NUMBERS }, "1 seqlen_q: -5; allowed: 0 and above"),
+            (Numbers { heads_q: 3, ..NUMBERS }, "1 heads_q: 3 with heads_kv 2; allowed: a multiple"),
+            (Numbers { softmax_scale: 0.0, ..NUMBERS }, "1 softmax_scale: 0; allowed: finite and above 0"),
         ] {
             assert!(text(wrong).starts_with(part), "{}", text(wrong));
         }
@@ -194,7 +184,6 @@ mod tests {
 
     #[test]
     fn addresses_and_strides_reach_the_raw_layer() {
-        let plan = problem(&key()).and_then(|problem| problem.plan(&Device::cpu())).expect("the CPU has every plan");
         let strides = |heads: i64, seqlen: i64, dims: i64| [seqlen * heads * dims, heads * dims, dims];
         let (of_q, of_o) = (strides(4, 5, 64), strides(4, 5, 32));
         let (of_k, of_v) = (strides(2, 7, 64), strides(2, 7, 32));
@@ -220,21 +209,18 @@ mod tests {
             d_q_stride: of_q,
             d_k_stride: of_k,
             d_v_stride: of_v,
+            numbers: NUMBERS,
             ..args()
         };
-        let raw = raw(&args, &plan, Place::Cpu).expect("fitting strides");
         // SAFETY: live memory, as large as the shapes.
-        let ran = unsafe { plan.run_raw(&raw, std::ptr::null_mut()) };
-        assert_eq!(ran.map_or_else(|error| told(error).0, |()| OK), OK);
+        assert_eq!(args.call().and_then(|call| unsafe { call.run_on_cpu() }), Ok(()));
         for (gradient, elements) in data[5..].iter().zip([2 * 5 * 4 * 64, 2 * 7 * 2 * 64, 2 * 7 * 2 * 32]) {
             let (written, rest) = gradient.split_at(elements);
             assert!(written.iter().all(|&bits| bits == 0) && rest.iter().all(|&bits| bits == 0x3f80));
         }
         let broken = BackwardArgs { d_q_stride: [0; 3], ..args };
-        let error = super::raw(&broken, &plan, Place::Cpu).and_then(|raw| {
-            // SAFETY: as above; refused, since the elements of dQ would lie on each other.
-            unsafe { plan.run_raw(&raw, std::ptr::null_mut()) }
-        });
-        assert!(error.is_err_and(|error| told(error.clone()).0 == INVALID && error.to_string().starts_with("d_q")));
+        // SAFETY: as above; refused, since the elements of dQ would lie on each other.
+        let refused = broken.call().and_then(|call| unsafe { call.run_on_cpu() });
+        assert!(refused.is_err_and(|Refused(status, text)| status == INVALID && text.starts_with("d_q")));
     }
 }

@@ -1,14 +1,12 @@
-//! The entry of forwards of e4m3 operands, over the raw layer. As in the forward, plans are kept for the life of the process.
+//! The entry of forwards of e4m3 operands.
 
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
 
-use hopper_attention::raw::{Place, RawForward, RawFp8, RawTensor, RawWorkspace};
-use hopper_attention::{DType, Error, ForwardPlan, ForwardProblem, Layout, Scaling};
-use hopper_attention_capi as capi;
+use hopper_attention::{DType, ForwardProblem, Scaling, Slot};
 
-use super::problem::{self, told};
-use super::{E4M3, INVALID, Key, Numbers, Plans, Refused, answer, key, read};
+use super::call::{Call, Given, Problem};
+use super::problem::refused;
+use super::{E4M3, Numbers, Refused, answer, read};
 
 /// `hattn_peer_fwd_fp8_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -45,17 +43,6 @@ const _: () = assert!(std::mem::offset_of!(Fp8Args, numbers) == 168 && std::mem:
 /// The size that the struct came with; what a caller does not know is 0.
 const OLDER_BYTES: usize = 256;
 
-/// A plan's key: that of any forward, the scaling and the type of O as the entry numbers them.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Fp8Key {
-    forward: Key,
-    scaling: i32,
-    o_dtype: i32,
-    half_scores: i32,
-}
-
-static PLANS: Plans<Fp8Key, Arc<ForwardPlan>> = Plans::new();
-
 /// One forward of e4m3 operands, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -65,15 +52,8 @@ pub unsafe extern "C" fn hattn_peer_fwd_fp8(args: *const Fp8Args) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
         let args = unsafe { read_grown(args) }?;
-        if args.numbers.dtype != E4M3 {
-            return Err((INVALID, format!("dtype: {}; allowed: 2 (e4m3)", args.numbers.dtype)));
-        }
-        let forward = key(&args.numbers, capi::HATTN_E4M3, !args.lse.is_null())?;
-        let plan =
-            plan(&Fp8Key { forward, scaling: args.scaling, o_dtype: args.o_dtype, half_scores: args.half_scores })?;
-        let raw = raw(&args, &plan, forward.place()).map_err(told)?;
-        // SAFETY: the caller vouches for addresses, strides and sizes, for the workspace, and for the stream.
-        unsafe { plan.run_raw(&raw, args.stream) }.map_err(told)
+        // SAFETY: the caller vouches for the memory that the fields describe.
+        unsafe { args.call()?.run() }
     })
 }
 
@@ -98,68 +78,58 @@ unsafe fn read_grown(args: *const Fp8Args) -> Result<Fp8Args, Refused> {
     Ok(unsafe { std::mem::transmute::<[u64; size_of::<Fp8Args>() / 8], Fp8Args>(grown) })
 }
 
-fn plan(key: &Fp8Key) -> Result<Arc<ForwardPlan>, Refused> {
-    PLANS.get(key, || {
-        let device = key.forward.device()?;
-        problem(key).and_then(|problem| problem.plan(&device)).map(Arc::new).map_err(told)
-    })
-}
+impl Fp8Args {
+    fn problem(&self) -> Result<ForwardProblem, Refused> {
+        if self.numbers.dtype != E4M3 {
+            return Err(refused("dtype", self.numbers.dtype, "2 (e4m3)"));
+        }
+        let scaling = match self.scaling {
+            0 => Scaling::PerTensor,
+            1 => Scaling::PerHead,
+            2 => Scaling::PerBlock,
+            other => return Err(refused("scaling", other, "0 (per tensor), 1 (per head), 2 (per block)")),
+        };
+        let output = match self.o_dtype {
+            0 => DType::F16,
+            1 => DType::BF16,
+            other => return Err(refused("o_dtype", other, "0 (f16), 1 (bf16)")),
+        };
+        let half_scores = match self.half_scores {
+            0 => false,
+            1 => true,
+            other => {
+                return Err(refused("half_scores", other, "0 (nothing promised), 1 (Q and K are 14 at most)"));
+            }
+        };
+        let options = self.numbers.forward(DType::E4M3)?.lse(!self.lse.is_null());
+        Ok(options.scaling(scaling).half_scores(half_scores).output(output).build()?)
+    }
 
-fn problem(key: &Fp8Key) -> hopper_attention::Result<ForwardProblem> {
-    let value = |what, got: i32, allowed: &str| Error::Value { what, got: got.to_string(), allowed: allowed.into() };
-    let scaling = match key.scaling {
-        0 => Scaling::PerTensor,
-        1 => Scaling::PerHead,
-        2 => Scaling::PerBlock,
-        other => return Err(value("scaling", other, "0 (per tensor), 1 (per head), 2 (per block)")),
-    };
-    let output = match key.o_dtype {
-        0 => DType::F16,
-        1 => DType::BF16,
-        other => return Err(value("o_dtype", other, "0 (f16), 1 (bf16)")),
-    };
-    let half_scores = match key.half_scores {
-        0 => false,
-        1 => true,
-        other => return Err(value("half_scores", other, "0 (nothing promised), 1 (Q and K are 14 at most)")),
-    };
-    problem::forward(&key.forward)?.lse(key.forward.lse).scaling(scaling)?.half_scores(half_scores)?.output(output)
-}
-
-fn raw(args: &Fp8Args, plan: &ForwardPlan, place: Place) -> hopper_attention::Result<RawForward> {
-    let problem = plan.problem();
-    let tensor = |data: *const c_void, dtype, shape: [usize; 4], [batch, seqlen, head]: [i64; 3]| {
-        let layout = Layout::with_strides(shape, [batch, seqlen, head, 1])?;
-        Ok::<_, Error>(RawTensor { address: data as u64, dtype, place, layout })
-    };
-    let floats = |data: *const f32, shape: [usize; 3]| {
-        Ok::<_, Error>(RawTensor { address: data as u64, dtype: DType::F32, place, layout: Layout::contiguous(shape)? })
-    };
-    Ok(RawForward {
-        q: tensor(args.q, problem.dtype(), problem.q_shape(), args.q_stride)?,
-        k: tensor(args.k, problem.dtype(), problem.k_shape(), args.k_stride)?,
-        v: tensor(args.v, problem.dtype(), problem.v_shape(), args.v_stride)?,
-        o: tensor(args.o, problem.output_dtype(), problem.o_shape(), args.o_stride)?,
-        lse: if problem.wants_lse() { Some(floats(args.lse, problem.lse_shape())?) } else { None },
-        fp8: Some(RawFp8 {
-            descale_q: floats(args.q_descale, problem.descale_q_shape())?,
-            descale_k: floats(args.k_descale, problem.descale_k_shape())?,
-            descale_v: floats(args.v_descale, problem.descale_v_shape())?,
-            scale_o: None,
-            amax: None,
-        }),
-        workspace: RawWorkspace {
-            address: args.workspace as u64,
-            bytes: usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX),
-        },
-    })
+    fn call(&self) -> Result<Call<8>, Refused> {
+        Ok(Call {
+            problem: Problem::Forward(self.problem()?),
+            tensors: [
+                Given::strided(Slot::Q, self.q, self.q_stride),
+                Given::strided(Slot::K, self.k, self.k_stride),
+                Given::strided(Slot::V, self.v, self.v_stride),
+                Given::strided(Slot::O, self.o, self.o_stride),
+                Given::contiguous(Slot::Lse, self.lse),
+                Given::contiguous(Slot::DescaleQ, self.q_descale),
+                Given::contiguous(Slot::DescaleK, self.k_descale),
+                Given::contiguous(Slot::DescaleV, self.v_descale),
+            ],
+            workspace: self.workspace,
+            workspace_bytes: self.workspace_bytes,
+            stream: self.stream,
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use hopper_attention::{Device, E4M3 as Code};
+    use hopper_attention::E4M3 as Code;
 
-    use super::super::{Entry, OK};
+    use super::super::{Entry, INVALID};
     use super::*;
 
     fn args() -> Fp8Args {
@@ -168,17 +138,22 @@ mod tests {
         Fp8Args { struct_bytes: size_of::<Fp8Args>() as u64, ..zero }
     }
 
-    fn key(scaling: i32, o_dtype: i32) -> Fp8Key {
-        let forward = Key {
-            ordinal: 0,
-            sizes: [1, 2, 130, 2, 1, 16, 16],
-            dtype: capi::HATTN_E4M3,
-            mask: [0; 4],
-            scale_bits: 0.25f32.to_bits(),
-            lse: true,
-            arch: None,
+    /// Of a problem, without its memory.
+    fn given(scaling: i32, o_dtype: i32) -> Fp8Args {
+        let numbers = Numbers {
+            batch: 1,
+            seqlen_q: 2,
+            seqlen_kv: 130,
+            heads_q: 2,
+            heads_kv: 1,
+            head_dim_qk: 16,
+            head_dim_vo: 16,
+            dtype: E4M3,
+            softmax_scale: 0.25,
+            ..args().numbers
         };
-        Fp8Key { forward, scaling, o_dtype, half_scores: 0 }
+        let lse = std::ptr::dangling_mut();
+        Fp8Args { numbers, scaling, o_dtype, lse, ..args() }
     }
 
     #[test]
@@ -195,18 +170,18 @@ mod tests {
 
     #[test]
     fn the_problem_is_what_the_arguments_say() {
-        let text = |key: &Fp8Key| problem(key).map_or_else(|error| error.to_string(), |problem| problem.to_string());
+        let text = |args: Fp8Args| args.problem().map_or_else(|Refused(_, text)| text, |problem| problem.to_string());
         let of = |scaling, o| {
             format!("forward e4m3 {scaling} to {o} batch 1 seqlen 2x130 heads 2/1 head_dim 16/16 full scale 0.25 lse")
         };
-        assert_eq!(text(&key(0, 1)), of("per-tensor", "bf16"));
-        assert_eq!(text(&key(1, 0)), of("per-head", "f16"));
-        assert_eq!(text(&key(2, 1)), of("per-block", "bf16"));
-        assert_eq!(text(&key(3, 1)), "scaling: 3; allowed: 0 (per tensor), 1 (per head), 2 (per block)");
-        let promised = |half_scores| Fp8Key { half_scores, ..key(2, 1) };
-        assert_eq!(text(&promised(1)), of("per-block half-scores", "bf16"));
-        assert_eq!(text(&promised(2)), "half_scores: 2; allowed: 0 (nothing promised), 1 (Q and K are 14 at most)");
-        assert_eq!(text(&key(0, 2)), "o_dtype: 2; allowed: 0 (f16), 1 (bf16)");
+        assert_eq!(text(given(0, 1)), of("per-tensor", "bf16"));
+        assert_eq!(text(given(1, 0)), of("per-head", "f16"));
+        assert_eq!(text(given(2, 1)), of("per-block", "bf16"));
+        assert_eq!(text(given(3, 1)), "scaling: 3; allowed: 0 (per tensor), 1 (per head), 2 (per block)");
+        let promised = |half_scores| Fp8Args { half_scores, ..given(2, 1) };
+        assert_eq!(text(promised(1)), of("per-block half-scores", "bf16"));
+        assert_eq!(text(promised(2)), "half_scores: 2; allowed: 0 (nothing promised), 1 (Q and K are 14 at most)");
+        assert_eq!(text(given(0, 2)), "o_dtype: 2; allowed: 0 (f16), 1 (bf16)");
     }
 
     #[test]
@@ -219,14 +194,12 @@ mod tests {
         assert_eq!(read(&given(256)), Ok((2, 9, 0)));
         assert_eq!(read(&given(264)), Ok((2, 9, 1)));
         assert_eq!(read(&given(272)), Ok((2, 9, 1)));
-        assert!(read(&given(255)).is_err_and(|(_, text)| text == "struct_bytes 255; allowed: 256 and above"));
+        assert!(read(&given(255)).is_err_and(|Refused(_, text)| text == "struct_bytes 255; allowed: 256 and above"));
     }
 
     /// Values of one and factors that tell blocks apart: what reaches the CPU backend through the raw layer.
     #[test]
     fn addresses_strides_and_factors_reach_the_raw_layer() {
-        let plan =
-            problem(&key(2, 1)).and_then(|problem| problem.plan(&Device::cpu())).expect("the CPU has every plan");
         let (zeros, ones) = (vec![Code::from_f32(0.0); 2 * 2 * 16], vec![Code::from_f32(1.0); 130 * 16]);
         let mut o = vec![0x7fc0_u16; 2 * 2 * 16];
         let mut lse = [f32::NAN; 4];
@@ -244,12 +217,10 @@ mod tests {
             k_stride: [130 * 16, 16, 16],
             v_stride: [130 * 16, 16, 16],
             o_stride: [64, 32, 16],
-            ..args()
+            ..given(2, 1)
         };
-        let raw = raw(&args, &plan, Place::Cpu).expect("fitting strides");
         // SAFETY: live memory, as large as the shapes.
-        let ran = unsafe { plan.run_raw(&raw, std::ptr::null_mut()) };
-        assert_eq!(ran.map_or_else(|error| told(error).0, |()| OK), OK);
+        assert_eq!(args.call().and_then(|call| unsafe { call.run_on_cpu() }), Ok(()));
         // 128 values of 2 and two of 67: their mean is 3.
         assert!(o.iter().all(|&bits| bits == 0x4040), "{o:x?}");
         assert!(lse.iter().all(|lse| (lse - 130.0_f32.ln()).abs() < 1e-3), "{lse:?}");

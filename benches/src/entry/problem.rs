@@ -1,66 +1,79 @@
-//! From the entry's arguments to problems of the library, and from its errors to the entry's.
+//! From the entry's numbers to problems of the library, and from its errors to the entry's.
 
-use hopper_attention::{Corner, DType, Dims, Error, ForwardProblem, Mask};
-use hopper_attention_capi as capi;
+use hopper_attention::{Corner, DType, Dims, Error, ForwardProblem, ForwardProblemBuilder, Mask};
 
-use super::{FAILED, INVALID, Key, Refused, UNSUPPORTED};
+use super::{FAILED, INVALID, Numbers, Refused, UNSUPPORTED, arch};
 
-/// The forward problem of a key, its LSE aside.
-pub(super) fn forward(key: &Key) -> hopper_attention::Result<ForwardProblem> {
-    let value = |what, got: i32, allowed: &str| Error::Value { what, got: got.to_string(), allowed: allowed.into() };
-    let size = |what, at: usize| usize::try_from(key.sizes[at]).map_err(|_| value(what, key.sizes[at], "0 and above"));
-    let dims = Dims {
-        batch: size("batch", 0)?,
-        seqlen_q: size("seqlen_q", 1)?,
-        seqlen_kv: size("seqlen_kv", 2)?,
-        heads_q: size("heads_q", 3)?,
-        heads_kv: size("heads_kv", 4)?,
-        head_dim_qk: size("head_dim_qk", 5)?,
-        head_dim_vo: size("head_dim_vo", 6)?,
-    };
-    let dtype = match key.dtype {
-        capi::HATTN_F16 => DType::F16,
-        capi::HATTN_BF16 => DType::BF16,
-        capi::HATTN_E4M3 => DType::E4M3,
-        other => return Err(value("dtype", other, "f16, bf16 and e4m3 of the C ABI")),
-    };
-    let [mask, corner, left, right] = key.mask;
-    let corner = match corner {
-        capi::HATTN_BOTTOM_RIGHT => Corner::BottomRight,
-        capi::HATTN_TOP_LEFT => Corner::TopLeft,
-        other => return Err(value("corner", other, "0 (bottom-right), 1 (top-left)")),
-    };
-    let bound = |what, keys: i32| match usize::try_from(keys) {
-        Ok(keys) => Ok(Some(keys)),
-        Err(_) if i64::from(keys) == capi::HATTN_UNBOUNDED => Ok(None),
-        Err(_) => Err(value(what, keys, "0 and above, -1 (without bound)")),
-    };
-    let mask = match mask {
-        capi::HATTN_MASK_FULL => Mask::Full,
-        capi::HATTN_MASK_CAUSAL => Mask::Causal { corner },
-        capi::HATTN_MASK_WINDOW => {
-            Mask::Window { left: bound("window_left", left)?, right: bound("window_right", right)?, corner }
-        }
-        other => return Err(value("mask", other, "0 (full), 1 (causal), 2 (window)")),
-    };
-    let problem = ForwardProblem::new(dtype, dims)?.mask(mask).softmax_scale(f32::from_bits(key.scale_bits))?;
-    Ok(match key.arch {
-        Some(arch) => problem.arch(arch),
-        None => problem,
-    })
+/// A number that the header has no meaning for.
+pub(super) fn refused(what: &str, got: i32, allowed: &str) -> Refused {
+    Refused(INVALID, format!("{what}: {got}; allowed: {allowed}"))
 }
 
-/// The entry's status and words for an error of the library.
-pub(super) fn told(error: Error) -> Refused {
-    let status = match error {
-        Error::Unsupported { .. } => UNSUPPORTED,
-        Error::Shape { .. }
-        | Error::Layout { .. }
-        | Error::Dtype { .. }
-        | Error::Value { .. }
-        | Error::Workspace { .. }
-        | Error::Device { .. } => INVALID,
-        _ => FAILED,
-    };
-    (status, error.to_string())
+impl Numbers {
+    /// The forward problem, with the options that all structs have.
+    pub(super) fn forward(&self, dtype: DType) -> Result<ForwardProblemBuilder, Refused> {
+        let size = |what, size: i32| usize::try_from(size).map_err(|_| refused(what, size, "0 and above"));
+        let dims = Dims::new(
+            size("batch", self.batch)?,
+            size("seqlen_q", self.seqlen_q)?,
+            size("heads_q", self.heads_q)?,
+            size("head_dim_qk", self.head_dim_qk)?,
+        )
+        .with_seqlen_kv(size("seqlen_kv", self.seqlen_kv)?)
+        .with_heads_kv(size("heads_kv", self.heads_kv)?)
+        .with_head_dim_vo(size("head_dim_vo", self.head_dim_vo)?);
+        let options = ForwardProblem::builder(dtype, dims).mask(self.mask()?).softmax_scale(self.softmax_scale);
+        Ok(match arch()? {
+            Some(arch) => options.arch(arch),
+            None => options,
+        })
+    }
+
+    /// The type of a forward and a backward.
+    pub(super) fn sixteen_bits(&self) -> Result<DType, Refused> {
+        match self.dtype {
+            0 => Ok(DType::F16),
+            1 => Ok(DType::BF16),
+            other => Err(refused("dtype", other, "0 (f16), 1 (bf16)")),
+        }
+    }
+
+    fn mask(&self) -> Result<Mask, Refused> {
+        let corner = match self.corner {
+            0 => Corner::BottomRight,
+            1 => Corner::TopLeft,
+            other => return Err(refused("corner", other, "0 (bottom-right), 1 (top-left)")),
+        };
+        let bound = |what, keys: i32| match usize::try_from(keys) {
+            Ok(keys) => Ok(Some(keys)),
+            Err(_) if keys == -1 => Ok(None),
+            Err(_) => Err(refused(what, keys, "0 and above, -1 (without bound)")),
+        };
+        match self.mask {
+            0 => Ok(Mask::Full),
+            1 => Ok(Mask::Causal { corner }),
+            2 => {
+                let (left, right) =
+                    (bound("window_left", self.window_left)?, bound("window_right", self.window_right)?);
+                Ok(Mask::Window { left, right, corner })
+            }
+            other => Err(refused("mask", other, "0 (full), 1 (causal), 2 (window)")),
+        }
+    }
+}
+
+impl From<Error> for Refused {
+    fn from(error: Error) -> Self {
+        let status = match error {
+            Error::Unsupported { .. } => UNSUPPORTED,
+            Error::Shape { .. }
+            | Error::Layout { .. }
+            | Error::Dtype { .. }
+            | Error::Value { .. }
+            | Error::Workspace { .. }
+            | Error::Device { .. } => INVALID,
+            _ => FAILED,
+        };
+        Self(status, error.to_string())
+    }
 }

@@ -1,6 +1,6 @@
 //! A look at the output before it is timed: a fast wrong kernel must not become a figure.
 //!
-//! This is not the test suite (that holds every row to a tolerance law): a few rows against f64, the whole against another
+//! This is not the test suite (that holds every row to a tolerance): a few rows against f64, the whole against another
 //! library's, and no NaN left.
 
 mod backward;
@@ -8,7 +8,7 @@ mod forward;
 
 use std::collections::BTreeMap;
 
-use hopper_attention::{DType, Layout, Operand};
+use hopper_attention::{DType, Float, Layout};
 use serde_json::Value;
 
 use super::contest::{Outputs, Pool, Task};
@@ -75,7 +75,7 @@ pub(super) struct Expected<'a, T> {
     lse: Vec<(usize, f64)>,
 }
 
-impl<'a, T: Operand<Out = T>> Expected<'a, T> {
+impl<'a, T: Float> Expected<'a, T> {
     pub(super) fn new(task: &'a Task<'a, T>, pool: &Pool<T>) -> Self {
         let (rows, lse) = match task.point.direction {
             Direction::Fwd => forward::rows(task, pool),
@@ -118,7 +118,7 @@ impl<'a, T: Operand<Out = T>> Expected<'a, T> {
 }
 
 /// Holds the whole of an output against another library's; a complaint when they are too far apart.
-pub(super) fn cross<T: Operand<Out = T>>(
+pub(super) fn cross<T: Float>(
     task: &Task<'_, T>,
     outputs: &Outputs<T>,
     other: &Outputs<T>,
@@ -134,7 +134,7 @@ pub(super) fn cross<T: Operand<Out = T>>(
 ///
 /// Sums of dQ may be added up in any order, and those of dK and dV that several query heads share by some peers: these
 /// may differ in their last bits.
-pub(super) fn changed<T: Operand<Out = T>>(
+pub(super) fn changed<T: Float>(
     task: &Task<'_, T>,
     role: Role,
     before: &Outputs<T>,
@@ -157,12 +157,12 @@ pub(super) fn changed<T: Operand<Out = T>>(
 }
 
 /// Widening is exact, so that these bits tell any two values apart.
-fn bits<T: Operand>(value: &T) -> u32 {
+fn bits<T: Float>(value: &T) -> u32 {
     value.to_f32().to_bits()
 }
 
 /// The largest relative distance of two outputs: of a row in the forward, of a block of rows in the backward.
-fn distance<T: Operand>(point: &Point, layout: &Layout<4>, a: &[T], b: &[T]) -> f64 {
+fn distance<T: Float>(point: &Point, layout: &Layout<4>, a: &[T], b: &[T]) -> f64 {
     let (tokens, smallest) = match point.direction {
         Direction::Fwd => (1, 0.0),
         Direction::Bwd => (BLOCK, SMALLEST),
@@ -183,7 +183,7 @@ fn distance<T: Operand>(point: &Point, layout: &Layout<4>, a: &[T], b: &[T]) -> 
 }
 
 /// The vector of a batch element, token and head; NaN where the data ends before.
-fn values<T: Operand>(data: &[T], layout: &Layout<4>, [batch, token, head]: [usize; 3]) -> Vec<f64> {
+fn values<T: Float>(data: &[T], layout: &Layout<4>, [batch, token, head]: [usize; 3]) -> Vec<f64> {
     let dims = layout.shape()[3];
     let start = layout.offset([batch, token, head, 0]).unwrap_or(usize::MAX);
     let row = start.checked_add(dims).and_then(|end| data.get(start..end));

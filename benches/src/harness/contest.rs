@@ -1,7 +1,7 @@
 //! Who takes part in the Rust harness: libraries at work on a point, the clock, and the inputs that they share.
 
 use anyhow::{Context as _, Result};
-use hopper_attention::{Layout, Operand};
+use hopper_attention::{Float, Layout};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rand_distr::StandardNormal;
@@ -98,9 +98,9 @@ pub(super) trait Place {
     type Clock: Clock;
     fn clock(&self) -> Result<Self::Clock>;
     /// The libraries' forwards, over inputs that the longest point just fills: a point takes the front.
-    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
+    fn forwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
     /// Their backwards, likewise.
-    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
+    fn backwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
 }
 
 /// Unit-variance normal Q, K and V, and dO where there are backward points.
@@ -111,7 +111,7 @@ pub(super) struct Pool<T> {
     pub d_o: Vec<T>,
 }
 
-impl<T: Operand> Pool<T> {
+impl<T: Float> Pool<T> {
     pub(super) fn new(points: &[&Point], seed: u64) -> Self {
         let most = |points: &[&Point], heads: fn(&Point) -> usize| {
             points.iter().map(|p| p.elements(heads(p))).max().unwrap_or(0)

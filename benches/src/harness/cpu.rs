@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result};
 use hopper_attention::reference::{Plain, Tensor, forward_plain};
 use hopper_attention::{
-    Device, ForwardArgs, ForwardPlan, ForwardProblem, Layout, Operand, Stream, TensorMut, TensorRef, Workspace,
+    Args, Device, Float, ForwardPlan, ForwardProblem, Layout, Slot, Stream, TensorMut, TensorRef, Workspace,
 };
 
 use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
@@ -70,11 +70,11 @@ impl Place for Cpu {
         Ok(WallClock::default())
     }
 
-    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+    fn forwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         Ok(vec![Box::new(OnCpu::<T, Backend>::new(pool)), Box::new(OnCpu::<T, Naive>::new(pool))])
     }
 
-    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+    fn backwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         Ok(vec![Box::new(OnCpu::<T, backward::Backend>::new(pool)), Box::new(OnCpu::<T, backward::Naive>::new(pool))])
     }
 }
@@ -151,11 +151,11 @@ pub(super) struct Backend;
 /// Its plan, and what it writes.
 pub(super) struct Planned<P, O> {
     plan: P,
-    workspace: Workspace,
+    workspace: Workspace<'static>,
     written: O,
 }
 
-impl<T: Operand<Out = T>> Way<T> for Backend {
+impl<T: Float> Way<T> for Backend {
     type Ready = Planned<ForwardPlan, (Vec<T>, Vec<f32>)>;
     const WHO: (Role, &'static str) = (Role::Ours, crate::NAME);
 
@@ -168,13 +168,12 @@ impl<T: Operand<Out = T>> Way<T> for Backend {
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
         let Planned { plan, workspace, written: (o, lse) } = ready;
-        let args = ForwardArgs::<T> {
-            q: TensorRef::host(&pool.q, task.q)?,
-            k: TensorRef::host(&pool.k, task.kv)?,
-            v: TensorRef::host(&pool.v, task.kv)?,
-            o: TensorMut::host(o, task.q)?,
-            lse: Some(TensorMut::host(lse, task.lse)?),
-        };
+        let args = Args::new()
+            .read(Slot::Q, TensorRef::host(&pool.q, task.q)?)
+            .read(Slot::K, TensorRef::host(&pool.k, task.kv)?)
+            .read(Slot::V, TensorRef::host(&pool.v, task.kv)?)
+            .write(Slot::O, TensorMut::host(o, task.q)?)
+            .write(Slot::Lse, TensorMut::host(lse, task.lse)?);
         Ok(plan.run(&Stream::Cpu, workspace, args)?)
     }
 
@@ -194,7 +193,7 @@ pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
     layouts: [Layout<4>; OUTPUTS],
 }
 
-impl<T: Operand<Out = T>> Way<T> for Naive {
+impl<T: Float> Way<T> for Naive {
     type Ready = Plainly<ForwardProblem, Plain, 3, 1>;
     const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 
@@ -217,7 +216,7 @@ impl<T: Operand<Out = T>> Way<T> for Naive {
 }
 
 /// A tensor of the reference as it would lie in memory.
-fn narrow<T: Operand>(tensor: &Tensor, layout: &Layout<4>) -> Vec<T> {
+fn narrow<T: Float>(tensor: &Tensor, layout: &Layout<4>) -> Vec<T> {
     let mut data = vec![T::from_f32(f32::NAN); layout.span()];
     let [batch, seqlen, heads, _] = tensor.shape();
     for (b, s, h) in (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h)))) {

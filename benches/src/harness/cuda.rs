@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{CudaDevice, Operand};
+use hopper_attention::{CudaDevice, Float};
 use sha2::{Digest as _, Sha256};
 
 use super::contest::{Contestants, Place, Pool};
@@ -74,7 +74,7 @@ impl Cuda {
     }
 
     /// Q, K, V and dO on the GPU; one element stands for a dO that no point reads.
-    pub(super) fn upload<T: Operand>(&self, pool: &Pool<T>) -> Result<Arc<Vec<CudaSlice<T>>>> {
+    pub(super) fn upload<T: Float>(&self, pool: &Pool<T>) -> Result<Arc<Vec<CudaSlice<T>>>> {
         let stand_in = [T::from_f32(f32::NAN)];
         let d_o = if pool.d_o.is_empty() { &stand_in[..] } else { &pool.d_o };
         let copies = [&pool.q, &pool.k, &pool.v, d_o].map(|x| self.stream.clone_htod(x));
@@ -82,7 +82,7 @@ impl Cuda {
     }
 
     /// Everybody, with these inputs.
-    fn libraries<'a, T: Operand>(&'a self, pool: &Pool<T>) -> Result<impl Iterator<Item = through::Library<'a, T>>> {
+    fn libraries<'a, T: Float>(&'a self, pool: &Pool<T>) -> Result<impl Iterator<Item = through::Library<'a, T>>> {
         let inputs = self.upload(pool)?;
         Ok(self.entries.iter().map(move |(name, role, entry)| through::Library {
             name,
@@ -173,14 +173,14 @@ impl Place for Cuda {
         EventClock::new(self.stream.clone())
     }
 
-    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+    fn forwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         let workspace = Rc::new(RefCell::new(self.stream.alloc_zeros(WORKSPACE_BYTES)?));
         self.libraries(pool)?
             .map(|library| Ok(Box::new(through::Forward::new(library, workspace.clone())?) as _))
             .collect()
     }
 
-    fn backwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+    fn backwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         Ok(self.libraries(pool)?.map(|library| Box::new(through::Backward::new(library)) as _).collect())
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use hopper_attention::cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_N;
 use hopper_attention::cudarc::cublas::{CudaBlas, Gemm, GemmConfig};
 use hopper_attention::cudarc::driver::{CudaStream, DeviceRepr};
-use hopper_attention::{Operand, bf16, f16};
+use hopper_attention::{Float, bf16, f16};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
 use rand_distr::StandardNormal;
@@ -43,7 +43,7 @@ pub(super) fn product(stream: &Arc<CudaStream>, dtype: Precision, clock: &mut Ev
     }
 }
 
-fn multiply<T: Operand + DeviceRepr>(
+fn multiply<T: Float + DeviceRepr>(
     stream: &Arc<CudaStream>,
     clock: &mut EventClock,
     one: T,

@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use hopper_attention::cudarc::driver::CudaSlice;
-use hopper_attention::{
-    ForwardArgs, ForwardPlan, KernelInfo, Operand, Stream, TensorMut, TensorRef, Workspace, kernels,
-};
+use hopper_attention::{Args, Float, ForwardPlan, KernelInfo, Slot, Stream, TensorMut, TensorRef, Workspace, kernels};
 
 use super::contest::{Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::cuda::Cuda;
@@ -44,9 +42,9 @@ impl Place for Rows {
         self.0.clock()
     }
 
-    fn forwards<'a, T: Operand<Out = T>>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+    fn forwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         let inputs = self.0.upload(pool)?;
-        let rows = kernels().iter().filter(|row| row.dtype == T::DTYPE);
+        let rows = kernels().iter().filter(|row| row.dtype() == T::DTYPE);
         let contestant = |row: &'a KernelInfo| {
             let inputs = inputs.clone();
             Box::new(Row { gpu: &self.0, name: row.to_string(), row, inputs, ready: None }) as Box<dyn Contestant<T>>
@@ -55,7 +53,7 @@ impl Place for Rows {
     }
 
     /// None: a tuning holds forwards alone, and `hattn tune` refuses the others.
-    fn backwards<'a, T: Operand<Out = T>>(&'a self, _: &'a Pool<T>) -> Result<Contestants<'a, T>> {
+    fn backwards<'a, T: Float>(&'a self, _: &'a Pool<T>) -> Result<Contestants<'a, T>> {
         Ok(vec![])
     }
 }
@@ -71,12 +69,12 @@ struct Row<'a, T> {
 /// For one point.
 struct Prepared<T> {
     plan: ForwardPlan,
-    workspace: Workspace,
+    workspace: Workspace<'static>,
     o: CudaSlice<T>,
     lse: CudaSlice<f32>,
 }
 
-impl<T: Operand<Out = T>> Contestant<T> for Row<'_, T> {
+impl<T: Float> Contestant<T> for Row<'_, T> {
     fn name(&self) -> &str {
         &self.name
     }
@@ -101,13 +99,12 @@ impl<T: Operand<Out = T>> Contestant<T> for Row<'_, T> {
     fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
         let Prepared { plan, workspace, o, lse } = self.ready.as_mut().context("not prepared")?;
         let [q, k, v] = [0, 1, 2].map(|i| self.inputs[i].as_view());
-        let args = ForwardArgs {
-            q: TensorRef::cuda(q, task.q)?,
-            k: TensorRef::cuda(k, task.kv)?,
-            v: TensorRef::cuda(v, task.kv)?,
-            o: TensorMut::cuda(o.as_view_mut(), task.q)?,
-            lse: Some(TensorMut::cuda(lse.as_view_mut(), task.lse)?),
-        };
+        let args = Args::new()
+            .read(Slot::Q, TensorRef::cuda(q, task.q)?)
+            .read(Slot::K, TensorRef::cuda(k, task.kv)?)
+            .read(Slot::V, TensorRef::cuda(v, task.kv)?)
+            .write(Slot::O, TensorMut::cuda(o.as_view_mut(), task.q)?)
+            .write(Slot::Lse, TensorMut::cuda(lse.as_view_mut(), task.lse)?);
         Ok(plan.run(&Stream::Cuda(self.gpu.stream().clone()), workspace, args)?)
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail};
-use hopper_attention::{Operand, bf16, f16};
+use hopper_attention::{Float, bf16, f16};
 
 use super::check::{Expected, changed, cross};
 use super::contest::{Clock, Contestant, Outputs, Place, Pool, Refusal, Task};
@@ -40,7 +40,7 @@ pub(super) fn run<P: Place>(place: &P, job: &Job, sink: Sink<'_>) -> Result<()> 
     Ok(())
 }
 
-fn run_as<T: Operand<Out = T>, P: Place>(
+fn run_as<T: Float, P: Place>(
     place: &P,
     clock: &mut P::Clock,
     job: &Job,
@@ -74,7 +74,7 @@ fn run_as<T: Operand<Out = T>, P: Place>(
 }
 
 /// The O and the LSE of the first forward that is right, or why there is none.
-fn save<T: Operand<Out = T>>(
+fn save<T: Float>(
     task: &Task<'_, T>,
     pool: &Pool<T>,
     forwards: &mut [Box<dyn Contestant<T> + '_>],
@@ -119,7 +119,7 @@ fn untimed<T>(contestant: &dyn Contestant<T>) -> RawRun {
     }
 }
 
-fn run_point<T: Operand<Out = T>>(
+fn run_point<T: Float>(
     task: &Task<'_, T>,
     pool: &Pool<T>,
     contestants: &mut [Box<dyn Contestant<T> + '_>],

@@ -5,15 +5,14 @@ use std::path::Path;
 
 use anyhow::Result;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, result, sys};
-use hopper_attention::raw::{Place, RawForward, RawTensor, RawWorkspace};
+use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    CudaDevice, DType, Device, ForwardArgs, ForwardPlan, Layout, Stream, TensorMut, TensorRef, Workspace, bf16,
+    CudaDevice, DType, Device, ForwardArgs, ForwardPlan, Layout, Slot, Stream, TensorMut, TensorRef, Workspace, bf16,
 };
 use hopper_attention_capi as capi;
 
 use super::cupti::Counter;
 use super::{HostCall, HostCost, problems, quartiles};
-use crate::entry::{described, last_error};
 use crate::{Order, Point};
 
 /// Calls over which the driver's calls are counted.
@@ -55,7 +54,7 @@ pub fn on_gpu(gpu: &CudaDevice, cupti: Option<&Path>) -> Result<HostCost> {
         let raw = bench.raw(gpu.info().ordinal);
         // SAFETY: the buffers live as long as `bench`, and the stream is waited for before that.
         measure("run_raw", &mut || Ok(unsafe { bench.plan.run_raw(&raw, stream.cu_stream().cast()) }?))?;
-        bench.c(&raw, &mut |call| measure("hattn_forward_run", call))?;
+        bench.c(gpu.info().ordinal, &mut |call| measure("hattn_forward_run", call))?;
         let launch = Launch::new(&stream)?;
         let zeroed = bench.plan.workspace_bytes() > 0;
         measure("launch", &mut || launch.call(zeroed.then_some(&bench.workspace)))?;
@@ -100,50 +99,57 @@ impl Bench {
         let stream = Stream::Cuda(stream.clone());
         let mut workspace = Workspace::alloc(&stream, self.plan.workspace_bytes())?;
         measure(&mut || {
-            let args = ForwardArgs::<bf16> {
-                q: TensorRef::cuda(self.buffers[0].as_view(), self.q)?,
-                k: TensorRef::cuda(self.buffers[1].as_view(), self.q)?,
-                v: TensorRef::cuda(self.buffers[2].as_view(), self.q)?,
-                o: TensorMut::cuda(o.as_view_mut(), self.q)?,
-                lse: Some(TensorMut::cuda(lse.as_view_mut(), self.lse)?),
-            };
+            let args = ForwardArgs::new(
+                TensorRef::cuda(self.buffers[0].as_view(), self.q)?,
+                TensorRef::cuda(self.buffers[1].as_view(), self.q)?,
+                TensorRef::cuda(self.buffers[2].as_view(), self.q)?,
+                TensorMut::cuda(o.as_view_mut(), self.q)?,
+            );
+            let args = args.lse(TensorMut::cuda(lse.as_view_mut(), self.lse)?);
             Ok(self.plan.run(&stream, &mut workspace, args)?)
         })
     }
 
-    fn raw(&self, ordinal: usize) -> RawForward {
+    /// Those of Q, K, V and O, of the LSE, and of the workspace.
+    fn addresses(&self) -> ([u64; 4], u64, u64) {
+        let stream = &self.stream;
+        let tensors = self.buffers.each_ref().map(|buffer| buffer.device_ptr(stream).0);
+        (tensors, self.sums.device_ptr(stream).0, self.workspace.device_ptr(stream).0)
+    }
+
+    fn raw(&self, ordinal: usize) -> RawArgs {
+        let (tensors, lse, workspace) = self.addresses();
         let place = Place::Cuda(ordinal);
-        let [q, k, v, o] = [0, 1, 2, 3].map(|i| {
-            let address = self.buffers[i].device_ptr(&self.stream).0;
-            RawTensor { address, dtype: DType::BF16, place, layout: self.q }
-        });
-        let address = self.sums.device_ptr(&self.stream).0;
-        let lse = Some(RawTensor { address, dtype: DType::F32, place, layout: self.lse });
-        let workspace =
-            RawWorkspace { address: self.workspace.device_ptr(&self.stream).0, bytes: self.workspace.len() };
-        RawForward { q, k, v, o, lse, fp8: None, workspace }
+        let args = RawArgs::new()
+            .with(Slot::Lse, RawTensor::new(lse, DType::F32, place, self.lse))
+            .with_workspace(workspace, self.workspace.len());
+        let tensors = [Slot::Q, Slot::K, Slot::V, Slot::O].into_iter().zip(tensors);
+        tensors.fold(args, |args, (slot, at)| args.with(slot, RawTensor::new(at, DType::BF16, place, self.q)))
     }
 
     /// The C ABI, its structs made once, as a C program would.
-    fn c(&self, raw: &RawForward, measure: Measure<'_>) -> Result<()> {
+    fn c(&self, ordinal: usize, measure: Measure<'_>) -> Result<()> {
         let [batch, seqlen, heads, head_dim] = self.q.shape().map(|n| n as i64);
-        let ordinal = match raw.q.place {
-            Place::Cuda(ordinal) => ordinal as i32,
-            _ => capi::HATTN_CPU,
-        };
+        let (ordinal, (tensors, lse, workspace)) = (ordinal as i32, self.addresses());
         let tensor = |address: u64, dtype, ndim, shape, stride| capi::hattn_tensor {
+            struct_size: size_of::<capi::hattn_tensor>() as u32,
+            abi_version: capi::HATTN_ABI_VERSION,
+            data: address as *mut c_void,
+            dtype,
+            device: ordinal,
+            ndim,
+            reserved: 0,
+            shape,
             stride,
-            ..described(ordinal, address as *const c_void, dtype, ndim, shape)
         };
-        let [q, k, v, o] = [raw.q, raw.k, raw.v, raw.o]
-            .map(|raw| tensor(raw.address, capi::HATTN_BF16, 4, [batch, seqlen, heads, head_dim], self.q.stride()));
-        let lse_address = raw.lse.map_or(0, |lse| lse.address);
-        let lse = tensor(lse_address, capi::HATTN_F32, 3, [batch, heads, seqlen, 0], [heads * seqlen, seqlen, 1, 0]);
+        let [q, k, v, o] =
+            tensors.map(|at| tensor(at, capi::HATTN_BF16, 4, [batch, seqlen, heads, head_dim], self.q.stride()));
+        let lse = tensor(lse, capi::HATTN_F32, 3, [batch, heads, seqlen, 0], [heads * seqlen, seqlen, 1, 0]);
         let problem = capi::hattn_forward_problem {
             struct_size: size_of::<capi::hattn_forward_problem>() as u32,
             abi_version: capi::HATTN_ABI_VERSION,
             dtype: capi::HATTN_BF16,
-            mask: if self.plan.problem().mask_value() == hopper_attention::Mask::Full {
+            mask: if self.plan.problem().mask() == hopper_attention::Mask::Full {
                 capi::HATTN_MASK_FULL
             } else {
                 capi::HATTN_MASK_CAUSAL
@@ -173,8 +179,8 @@ impl Bench {
             v: &v,
             o: &o,
             lse: &lse,
-            workspace: raw.workspace.address as *mut c_void,
-            workspace_bytes: raw.workspace.bytes,
+            workspace: workspace as *mut c_void,
+            workspace_bytes: self.workspace.len(),
             ..Default::default()
         };
         let stream = self.stream.cu_stream();
@@ -190,7 +196,9 @@ fn told(status: capi::hattn_status) -> Result<()> {
     if status == capi::HATTN_OK {
         return Ok(());
     }
-    anyhow::bail!(last_error())
+    // SAFETY: a string of this thread, valid until its next failure.
+    let text = unsafe { CStr::from_ptr(capi::hattn_last_error()) };
+    anyhow::bail!(text.to_string_lossy().into_owned())
 }
 
 /// A kernel that does nothing.

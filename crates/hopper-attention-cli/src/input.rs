@@ -5,13 +5,12 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use hopper_attention::plan::Tuning;
-use hopper_attention::{DType, bf16, f16};
+use hopper_attention::{DType, Tuning};
 use safetensors::Dtype as FileDtype;
 use safetensors::tensor::Metadata;
 
 use crate::args::FileLayout;
-use crate::values::{GivenGradients, Qkv, Value};
+use crate::values::Values;
 
 /// The largest header that the format allows, in bytes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -96,44 +95,26 @@ impl TensorFile {
         Ok((dtype, &info.shape))
     }
 
-    /// Reads q, k and v, all of `dtype` in the file, as `T`.
-    pub fn read_qkv<T: Value>(&mut self, dtype: DType) -> Result<Qkv<T>> {
-        let mut read = |name| self.read_from(dtype, name);
-        Ok(Qkv { data: [read("q")?, read("k")?, read("v")?] })
+    /// Whether a tensor is there, of this type and shape, whose dimensions are called `axes`.
+    pub fn check(&self, name: &str, dtype: DType, shape: &[usize], axes: &str) -> Result<()> {
+        let (found, dims) = self.tensor(name)?;
+        let input = self.path.display();
+        ensure!(found == dtype, "input {input}: tensor `{name}` has dtype {found}; allowed: {dtype}");
+        ensure!(dims == shape, "input {input}: tensor `{name}` has shape {dims:?}; allowed: {shape:?}, {axes}");
+        Ok(())
     }
 
-    /// Reads d_o, of `dtype` in the file, as `T`, and d_lse if it is wanted.
-    pub fn read_gradients<T: Value>(&mut self, dtype: DType, d_lse: bool) -> Result<GivenGradients<T>> {
-        let d_o = self.read_from(dtype, "d_o")?;
-        Ok(GivenGradients { d_o, d_lse: d_lse.then(|| self.read("d_lse")).transpose()? })
-    }
-
-    fn read_from<T: Value>(&mut self, dtype: DType, name: &str) -> Result<Vec<T>> {
-        match dtype {
-            DType::BF16 => self.read_as::<bf16, T>(name),
-            DType::F16 => self.read_as::<f16, T>(name),
-            _ => self.read_as::<f32, T>(name),
-        }
-    }
-
-    fn read_as<S: Value, T: Value>(&mut self, name: &str) -> Result<Vec<T>> {
-        let source = self.read::<S>(name)?;
-        if S::DTYPE == T::DTYPE {
-            return Ok(bytemuck::allocation::cast_vec(source));
-        }
-        Ok(source.into_iter().map(|value| T::from_f32(value.to_f32())).collect())
-    }
-
-    fn read<T: Value>(&mut self, name: &str) -> Result<Vec<T>> {
-        // `tensor` has found it before; the header's checks tie the offsets to shape and dtype.
-        let info = self.header.info(name).with_context(|| format!("tensor `{name}` is missing"))?;
-        let (begin, end) = info.data_offsets;
-        let mut values = vec![T::zeroed(); (end - begin) / size_of::<T>()];
+    /// Reads a tensor, as another type where that is wanted.
+    pub fn read(&mut self, name: &str, dtype: DType) -> Result<Values> {
+        let (found, shape) = self.tensor(name)?;
+        let mut values = Values::unwritten(found, shape)?;
+        // The header's checks tie the offsets to shape and type.
+        let begin = self.header.info(name).map_or(0, |info| info.data_offsets.0);
         self.file
             .seek(SeekFrom::Start(self.data_start + begin as u64))
-            .and_then(|_| self.file.read_exact(bytemuck::cast_slice_mut(&mut values)))
+            .and_then(|_| self.file.read_exact(values.bytes_mut()))
             .with_context(|| format!("input {}: tensor `{name}` cannot be read", self.path.display()))?;
-        Ok(values)
+        values.converted(dtype)
     }
 }
 

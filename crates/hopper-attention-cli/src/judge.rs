@@ -3,44 +3,32 @@
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
 use hopper_attention::reference::{BackwardExpected, Expected, Tensor, forward as oracle};
-use hopper_attention::{BackwardProblem, ForwardProblem};
+use hopper_attention::{BackwardProblem, ForwardProblem, Layout, Slot};
 
 use crate::args::FileLayout;
-use crate::compute::{Computed, GRADIENTS, Gradients};
 use crate::layout::strided;
+use crate::operands::QUANTISED;
 use crate::report;
-use crate::values::{GivenGradients, Qkv, Value};
+use crate::values::{Tensors, Values, tensor};
 
 /// How far the result is from the f64 oracle.
-pub fn judge<T: Value>(
-    problem: &ForwardProblem,
-    layout: FileLayout,
-    qkv: &Qkv<T>,
-    computed: &Computed<T>,
-) -> Result<Vec<(&'static str, Figures)>> {
+pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<Vec<(&'static str, Figures)>> {
     let report = report::busy("checking against the f64 oracle", || {
-        let [q, k, v] = match &computed.operands {
-            Some(operands) => operands.real(problem, layout)?,
-            None => wide_qkv(problem, layout, qkv)?,
-        };
-        let lse = wide_lse(&computed.lse);
-        let o = wide(&computed.o, layout, problem.o_shape())?;
+        let [q, k, v] = real(problem, layout, tensors)?;
+        let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
+        let lse = tensor(tensors, Slot::Lse)?.wide();
         anyhow::Ok(Expected::new(problem, &q, &k, &v)?.check(&o, Some(&lse))?)
     })?;
     Ok([("o", report.o)].into_iter().chain(report.lse.map(|lse| ("lse", lse))).collect())
 }
 
 /// How far the result is from the exact one of the input before it was quantised, which the tolerance does not allow for.
-pub fn tell_accuracy<T: Value>(
-    problem: &ForwardProblem,
-    layout: FileLayout,
-    qkv: &Qkv<T>,
-    computed: &Computed<T>,
-) -> Result<()> {
+pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<()> {
     let error = report::busy("comparing with the f64 oracle on the input", || {
-        let [q, k, v] = wide_qkv(problem, layout, qkv)?;
+        let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
+        let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
         let exact = oracle(problem, &q, &k, &v)?.o;
-        let o = wide(&computed.o, layout, problem.o_shape())?;
+        let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
         let errors = squares(&mut o.data().iter().zip(exact.data()).map(|(o, exact)| o - exact));
         // Without an error there is none, be there nothing to compare.
@@ -50,42 +38,46 @@ pub fn tell_accuracy<T: Value>(
 }
 
 /// How far the gradients are from the f64 oracle, which computes o and lse anew.
-pub fn judge_gradients<T: Value>(
+pub fn judge_gradients(
     problem: &BackwardProblem,
     layout: FileLayout,
-    qkv: &Qkv<T>,
-    given: &GivenGradients<T>,
-    gradients: &Gradients<T>,
+    tensors: &Tensors,
 ) -> Result<Vec<(&'static str, Figures)>> {
     let report = report::busy("checking gradients against the f64 oracle", || {
-        let [q, k, v] = wide_qkv(problem.forward(), layout, qkv)?;
-        let d_o = wide(&given.d_o, layout, problem.d_o_shape())?;
-        let d_lse = given.d_lse.as_deref().map(wide_lse);
-        let [d_q, d_k, d_v] = &gradients.data;
-        BackwardExpected::new(problem, &q, &k, &v, &d_o, d_lse.as_deref())?.check(
-            &wide(d_q, layout, problem.d_q_shape())?,
-            &wide(d_k, layout, problem.d_k_shape())?,
-            &wide(d_v, layout, problem.d_v_shape())?,
-        )
+        let [q, k, v] = real(problem.forward(), layout, tensors)?;
+        let d_o = wide(tensors, Slot::DO, layout, problem.d_o_shape())?;
+        let d_lse = tensors.get(&Slot::DLse).map(Values::wide);
+        let report = BackwardExpected::new(problem, &q, &k, &v, &d_o, d_lse.as_deref())?.check(
+            &wide(tensors, Slot::DQ, layout, problem.d_q_shape())?,
+            &wide(tensors, Slot::DK, layout, problem.d_k_shape())?,
+            &wide(tensors, Slot::DV, layout, problem.d_v_shape())?,
+        );
+        anyhow::Ok(report?)
     })?;
-    Ok(GRADIENTS.into_iter().zip([report.d_q, report.d_k, report.d_v]).collect())
+    Ok([("d_q", report.d_q), ("d_k", report.d_k), ("d_v", report.d_v)].into())
 }
 
-fn wide<T: Value>(data: &[T], layout: FileLayout, shape: [usize; 4]) -> hopper_attention::Result<Tensor> {
-    Ok(Tensor::from_strided(data, &strided(layout, shape)?))
+fn wide(tensors: &Tensors, slot: Slot, layout: FileLayout, shape: [usize; 4]) -> Result<Tensor> {
+    Ok(tensor(tensors, slot)?.tensor(&strided(layout, shape)?))
 }
 
-fn wide_qkv<T: Value>(
-    problem: &ForwardProblem,
-    layout: FileLayout,
-    qkv: &Qkv<T>,
-) -> hopper_attention::Result<[Tensor; 3]> {
-    let [q, k, v] = &qkv.data;
-    Ok([wide(q, layout, problem.q_shape())?, wide(k, layout, problem.k_shape())?, wide(v, layout, problem.v_shape())?])
-}
-
-fn wide_lse(lse: &[f32]) -> Vec<f64> {
-    lse.iter().map(|&lse| f64::from(lse)).collect()
+/// The real values of q, k and v: what is stored, times its factors where it has some.
+fn real(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<[Tensor; 3]> {
+    let scaling = problem.scaling().unwrap_or_default();
+    let real = |i: usize, shape, of_factors, group| {
+        let stored = wide(tensors, QUANTISED[i].tensor, layout, shape)?;
+        let Some(factors) = tensors.get(&QUANTISED[i].factors) else { return Ok(stored) };
+        let (factors, of_factors) = (factors.wide(), Layout::contiguous(of_factors)?);
+        anyhow::Ok(stored.descaled(|[batch, row, head]| {
+            let place = of_factors.offset(scaling.index(batch, head, group, row));
+            place.map_or(f32::NAN, |place| factors[place] as f32)
+        }))
+    };
+    Ok([
+        real(0, problem.q_shape(), problem.descale_q_shape(), problem.group_size())?,
+        real(1, problem.k_shape(), problem.descale_k_shape(), 1)?,
+        real(2, problem.v_shape(), problem.descale_v_shape(), 1)?,
+    ])
 }
 
 /// Tells the figures; an error when one is past the tolerance.
@@ -107,21 +99,24 @@ pub fn verdict(figures: &[(&str, Figures)]) -> Result<()> {
 mod tests {
     use super::*;
     use hopper_attention::{DType, Dims};
-    use std::time::Duration;
 
     /// One query and two equal keys.
-    fn problem() -> (ForwardProblem, Qkv<f32>) {
-        let dims =
-            Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 2, head_dim_vo: 2 };
-        let qkv = Qkv { data: [vec![0.0, 0.0], vec![1.0; 4], vec![1.0, 2.0, 3.0, 4.0]] };
-        (ForwardProblem::new(DType::F32, dims).expect("a legal problem").lse(true), qkv)
+    fn problem() -> (ForwardProblem, Tensors) {
+        let dims = Dims::new(1, 1, 1, 2).with_seqlen_kv(2);
+        let problem = ForwardProblem::builder(DType::F32, dims).softmax_scale(1.0).lse(true).build();
+        let qkv = [(Slot::Q, vec![0.0, 0.0]), (Slot::K, vec![1.0; 4]), (Slot::V, vec![1.0, 2.0, 3.0, 4.0])].map(values);
+        (problem.expect("a legal problem"), qkv.into())
+    }
+
+    fn values((slot, values): (Slot, Vec<f32>)) -> (Slot, Values) {
+        (slot, Values::F32(values))
     }
 
     /// The output is the mean of the two values, the LSE ln 2.
     fn judged(o: Vec<f32>, lse: f32) -> Result<()> {
-        let (problem, qkv) = problem();
-        let computed = Computed { o, lse: vec![lse], time: Duration::ZERO, operands: None };
-        verdict(&judge(&problem, FileLayout::Bshd, &qkv, &computed)?)
+        let (problem, mut tensors) = problem();
+        tensors.extend([(Slot::O, o), (Slot::Lse, vec![lse])].map(values));
+        verdict(&judge(&problem, FileLayout::Bshd, &tensors)?)
     }
 
     #[test]
@@ -137,20 +132,21 @@ mod tests {
     /// Both weights are a half. With dO = (1, 3) and dLSE = 2, dP is 7 and 15, delta 11 - 2, dS -1 and 3.
     #[test]
     fn gradients_past_the_tolerance_fail_the_check() {
-        let (problem, qkv) = problem();
-        let backward = BackwardProblem::of(&problem.softmax_scale(1.0).expect("a scale")).d_lse(true);
-        let given = GivenGradients { d_o: vec![1.0, 3.0], d_lse: Some(vec![2.0]) };
-        let right = || [vec![2.0f32, 2.0], vec![0.0; 4], vec![0.5, 1.5, 0.5, 1.5]];
-        let judged = |data| {
-            let gradients = Gradients { data, time: Duration::ZERO };
-            verdict(&judge_gradients(&backward, FileLayout::Bshd, &qkv, &given, &gradients)?)
+        let (problem, mut tensors) = problem();
+        let backward = BackwardProblem::builder(&problem).d_lse(true).build().expect("it has gradients");
+        tensors.extend([(Slot::DO, vec![1.0, 3.0]), (Slot::DLse, vec![2.0])].map(values));
+        let mut judged = |slot, wrong: f32| {
+            let right = [(Slot::DQ, vec![2.0, 2.0]), (Slot::DK, vec![0.0; 4]), (Slot::DV, vec![0.5, 1.5, 0.5, 1.5])];
+            tensors.extend(right.map(values));
+            if let Some(Values::F32(values)) = tensors.get_mut(&slot) {
+                values[1] += wrong;
+            }
+            verdict(&judge_gradients(&backward, FileLayout::Bshd, &tensors)?)
         };
-        assert!(judged(right()).is_ok());
-        for tensor in 0..3 {
+        for slot in [Slot::DQ, Slot::DK, Slot::DV] {
+            assert!(judged(slot, 0.0).is_ok());
             for wrong in [1e-3, f32::NAN] {
-                let mut data = right();
-                data[tensor][1] += wrong;
-                assert!(judged(data).is_err(), "{} + {wrong} passed", GRADIENTS[tensor]);
+                assert!(judged(slot, wrong).is_err(), "{slot} + {wrong} passed");
             }
         }
     }

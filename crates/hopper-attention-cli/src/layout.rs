@@ -1,6 +1,6 @@
 //! How a tensor of the file lies: its shape there, and its strides in logical order.
 
-use hopper_attention::Layout;
+use hopper_attention::{Layout, Operand};
 
 use crate::args::FileLayout;
 
@@ -24,6 +24,20 @@ pub fn strided(layout: FileLayout, logical_shape: [usize; 4]) -> hopper_attentio
     match layout {
         FileLayout::Bhsd => Layout::with_strides(logical_shape, [batch, third, second, inner]),
         FileLayout::Bshd | FileLayout::Thd => Ok(in_file),
+    }
+}
+
+/// Whether an operand has the file's order of dimensions and the file's element type, as those of four dimensions do. Others are
+/// contiguous, and of the type that the library lists.
+pub fn is_in_files_order(operand: &Operand) -> bool {
+    operand.shape().len() == 4
+}
+
+/// An operand's shape in the file.
+pub fn shape_in_file(layout: FileLayout, operand: &Operand) -> Vec<usize> {
+    match *operand.shape() {
+        [batch, seqlen, heads, head_dim] => file_shape(layout, [batch, seqlen, heads, head_dim]).to_vec(),
+        ref other => other.to_vec(),
     }
 }
 

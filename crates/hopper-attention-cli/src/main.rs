@@ -9,6 +9,7 @@ mod info;
 mod input;
 mod judge;
 mod layout;
+mod operands;
 mod output;
 mod random;
 mod report;

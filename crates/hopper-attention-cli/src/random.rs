@@ -2,56 +2,43 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, bail, ensure};
-use hopper_attention::{DType, Dims, ForwardProblem, bf16, f16};
+use anyhow::{Result, ensure};
+use hopper_attention::{BackwardProblem, Dims, ForwardProblem, Operand};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use crate::args::{FileLayout, RandomArgs};
-use crate::layout::file_shape;
+use crate::layout::{is_in_files_order, shape_in_file};
+use crate::operands::inputs;
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
-use crate::values::{Value, filled};
+use crate::values::Values;
 
 /// Writes q, k and v, and d_o and d_lse where they are wanted, each element from the normal distribution with mean 0 and
 /// deviation 1.
 pub fn random(args: &RandomArgs) -> Result<()> {
     ensure!(args.layout != FileLayout::Thd, "layout thd (packed sequences) is not supported yet; allowed: bshd, bhsd");
-    let dims = Dims {
-        batch: args.batch,
-        seqlen_q: args.seqlen_q,
-        seqlen_kv: args.seqlen_kv.unwrap_or(args.seqlen_q),
-        heads_q: args.heads_q,
-        heads_kv: args.heads_kv.unwrap_or(args.heads_q),
-        head_dim_qk: args.head_dim,
-        head_dim_vo: args.head_dim_vo.unwrap_or(args.head_dim),
-    };
-    let problem = ForwardProblem::new(args.dtype.into(), dims)?;
-    let file = AtomicFile::create(&args.output)?;
-    match problem.dtype() {
-        DType::BF16 => fill::<bf16>(args, &problem, file),
-        DType::F16 => fill::<f16>(args, &problem, file),
-        DType::F32 => fill::<f32>(args, &problem, file),
-        other => bail!("dtype {other}; allowed: bf16, f16, f32"),
-    }
-}
+    let dims = Dims::new(args.batch, args.seqlen_q, args.heads_q, args.head_dim)
+        .with_seqlen_kv(args.seqlen_kv.unwrap_or(args.seqlen_q))
+        .with_heads_kv(args.heads_kv.unwrap_or(args.heads_q))
+        .with_head_dim_vo(args.head_dim_vo.unwrap_or(args.head_dim));
+    let problem = ForwardProblem::builder(args.dtype.into(), dims).lse(true).build()?;
+    let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
+    let (dtype, forward) = (problem.dtype(), problem.operands());
+    let inputs: Vec<&Operand> = inputs(&forward, args.backward.then_some(&backward)).into_values().collect();
 
-fn fill<T: Value>(args: &RandomArgs, problem: &ForwardProblem, file: AtomicFile) -> Result<()> {
+    let file = AtomicFile::create(&args.output)?;
     let mut rng = StdRng::seed_from_u64(args.seed);
-    let (path, dtype, layout) = (args.output.display(), problem.dtype(), args.layout.name());
-    let in_file = |logical_shape| file_shape(args.layout, logical_shape).to_vec();
-    // d_lse comes last: its elements are of another type.
-    let mut drawn: Vec<(&str, Vec<usize>)> =
-        vec![("q", in_file(problem.q_shape())), ("k", in_file(problem.k_shape())), ("v", in_file(problem.v_shape()))];
-    if args.backward {
-        drawn.push(("d_o", in_file(problem.o_shape())));
-    }
-    let (tensors, d_lse) = report::busy("drawing numbers", || {
-        let tensors: Result<Vec<Vec<T>>> = drawn.iter().map(|(_, shape)| normal(shape, &mut rng)).collect();
-        let d_lse = args.backward.then(|| normal::<f32>(&problem.lse_shape(), &mut rng)).transpose();
-        Ok::<_, anyhow::Error>((tensors?, d_lse?))
+    let drawn = report::busy("drawing numbers", || {
+        let draw = |operand: &&Operand| {
+            let mut values = Values::unwritten(operand.dtype(), operand.shape())?;
+            values.fill(StandardNormal.sample_iter(&mut rng));
+            anyhow::Ok(values)
+        };
+        inputs.iter().map(draw).collect::<Result<Vec<_>>>()
     })?;
+    let layout = args.layout.name();
     let metadata: BTreeMap<String, String> = [
         ("layout", layout.to_string()),
         ("source", format!("normal distribution, seed {}", args.seed)),
@@ -59,33 +46,20 @@ fn fill<T: Value>(args: &RandomArgs, problem: &ForwardProblem, file: AtomicFile)
     ]
     .map(|(key, value)| (key.to_string(), value))
     .into();
-    let mut named: Vec<NamedTensor> = drawn
-        .iter()
-        .zip(&tensors)
-        .map(|((name, shape), values)| NamedTensor {
-            name,
-            dtype,
-            shape: shape.clone(),
-            bytes: bytemuck::cast_slice(values),
-        })
-        .collect();
-    let mut wrote: Vec<String> = drawn.iter().map(|(name, shape)| format!("{name} {shape:?}")).collect();
-    wrote.push(format!("{dtype} {layout}"));
-    if let Some(d_lse) = &d_lse {
-        let shape = problem.lse_shape().to_vec();
-        wrote.push(format!("d_lse f32 {shape:?}"));
-        named.push(NamedTensor { name: "d_lse", dtype: DType::F32, shape, bytes: bytemuck::cast_slice(d_lse) });
-    }
+    let shape = |operand| shape_in_file(args.layout, operand);
+    let named = inputs.iter().zip(&drawn).map(|(operand, values)| NamedTensor {
+        name: operand.slot().name(),
+        dtype: operand.dtype(),
+        shape: shape(operand),
+        bytes: values.bytes(),
+    });
+    let named: Vec<NamedTensor> = named.collect();
     report::busy("writing", || file.finish(|writer| write_safetensors(writer, &metadata, &named)))?;
-    report::line("output", format!("{path}: {}", wrote.join(", ")))
-}
-
-/// Normally distributed values.
-fn normal<T: Value>(shape: &[usize], rng: &mut StdRng) -> Result<Vec<T>> {
-    let Some(elements) = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)) else {
-        bail!("shape {shape:?}; allowed: a number of elements that fits the machine");
-    };
-    let mut values = filled(T::zeroed(), elements)?;
-    values.fill_with(|| T::from_f32(StandardNormal.sample(rng)));
-    Ok(values)
+    let (in_order, others): (Vec<&Operand>, Vec<&Operand>) =
+        inputs.iter().partition(|operand| is_in_files_order(operand));
+    let in_order = in_order.into_iter().map(|operand| format!("{} {:?}, ", operand.slot(), shape(operand)));
+    let others =
+        others.into_iter().map(|operand| format!(", {} {} {:?}", operand.slot(), operand.dtype(), operand.shape()));
+    let (in_order, others) = (in_order.collect::<String>(), others.collect::<String>());
+    report::line("output", format!("{}: {in_order}{dtype} {layout}{others}", args.output.display()))
 }

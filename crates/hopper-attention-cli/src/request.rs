@@ -3,15 +3,17 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use hopper_attention::plan::Tuning;
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, QuantizePlan, Quantizer,
+    Access, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Operand, Presence,
+    QuantizePlan, Quantizer, Slot, Tuning,
 };
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
 use crate::input::TensorFile;
-use crate::layout::{axes, file_shape, logical};
+use crate::layout::{axes, is_in_files_order, logical, shape_in_file};
+use crate::operands::inputs;
 use crate::report;
+use crate::values::Tensors;
 
 /// Where a layout was stated, when it was not in the file.
 const OPTION: &str = "--layout";
@@ -27,8 +29,8 @@ pub struct Request {
     pub problem: ForwardProblem,
     /// The gradients, where they are wanted.
     pub backward: Option<BackwardProblem>,
-    /// The seed of the rotation before quantising, where one is wanted.
-    pub hadamard: Option<u64>,
+    /// What quantises q, k and v, where the problem is of e4m3.
+    pub quantizer: Option<Quantizer>,
 }
 
 impl Request {
@@ -82,66 +84,74 @@ impl Request {
             );
         }
 
-        let dims = Dims {
-            batch: q[0],
-            seqlen_q: q[1],
-            seqlen_kv: k[1],
-            heads_q: q[2],
-            heads_kv: k[2],
-            head_dim_qk: q[3],
-            head_dim_vo: v[3],
-        };
+        let dims = Dims::new(q[0], q[1], q[2], q[3]).with_seqlen_kv(k[1]).with_heads_kv(k[2]).with_head_dim_vo(v[3]);
         let dtype = args.dtype.map_or(file_dtype, DType::from);
-        let problem = match args.fp8 {
-            None => ForwardProblem::new(dtype, dims),
+        let options = match args.fp8 {
+            None => ForwardProblem::builder(dtype, dims),
             Some(_) if !matches!(dtype, DType::BF16 | DType::F16) => bail!(
                 "input {name}: --fp8 quantises what is converted to {dtype}; allowed: bf16, f16 (--dtype converts)"
             ),
-            Some(scaling) => ForwardProblem::new(DType::E4M3, dims)
-                .and_then(|problem| problem.scaling(scaling.into())?.half_scores(args.half_scores)?.output(dtype)),
+            Some(scaling) => ForwardProblem::builder(DType::E4M3, dims)
+                .scaling(scaling.into())
+                .half_scores(args.half_scores)
+                .output(dtype),
         };
-        let problem = problem.with_context(|| format!("input {name}"))?;
-        let mut problem = problem.mask(args.mask).lse(true);
+        let problem = options.build().with_context(|| format!("input {name}"))?;
+        let mut options = problem.to_builder().mask(args.mask).lse(true);
         if let Some(scale) = args.scale {
-            problem = problem.softmax_scale(scale)?;
+            options = options.softmax_scale(scale);
         }
         if let Some(arch) = args.arch {
-            problem = problem.arch(arch.into());
+            options = options.arch(arch.into());
         }
-        let mut request =
-            Self { input, file_dtype, layout, layout_source, problem, backward: None, hadamard: args.hadamard };
-        if args.backward {
-            request.backward = Some(request.gradients(args)?);
+        let problem = with_optional_inputs(options.build()?, &input);
+        let quantizer = args.fp8.map(|_| {
+            let options = Quantizer::builder(&problem, dtype);
+            args.hadamard.into_iter().fold(options, |options, seed| options.hadamard(seed)).build()
+        });
+        let backward = args.backward.then(|| {
+            let options = BackwardProblem::builder(&problem).deterministic(args.deterministic);
+            options.d_lse(input.has(Slot::DLse.name())).build()
+        });
+        let (quantizer, backward) = (quantizer.transpose()?, backward.transpose()?);
+        let request = Self { input, file_dtype, layout, layout_source, problem, backward, quantizer };
+        for operand in request.inputs() {
+            let (dtype, axes) = match is_in_files_order(&operand) {
+                true => (file_dtype, axes(layout)),
+                false => (operand.dtype(), operand.slot().axes()),
+            };
+            request.input.check(operand.slot().name(), dtype, &shape_in_file(layout, &operand), axes)?;
         }
         Ok(request)
     }
 
-    /// What quantises q, k and v, where the problem is of e4m3.
-    pub fn quantizer(&self) -> hopper_attention::Result<Quantizer> {
-        let quantizer = Quantizer::of(&self.problem, self.problem.output_dtype())?;
-        Ok(match self.hadamard {
-            Some(seed) => quantizer.hadamard(seed),
-            None => quantizer,
-        })
+    /// What the file must hold.
+    fn inputs(&self) -> Vec<Operand> {
+        let backward = self.backward.as_ref().map(BackwardProblem::operands);
+        inputs(&self.problem.operands(), backward.as_ref()).into_values().copied().collect()
     }
 
-    /// The backward problem, once d_o and d_lse have been found to fit.
-    fn gradients(&self, args: &ComputeArgs) -> Result<BackwardProblem> {
-        let given_d_lse = self.input.has("d_lse");
-        let backward = BackwardProblem::of(&self.problem).d_lse(given_d_lse).deterministic(args.deterministic);
-        let fits = |tensor: &str, dtype: DType, shape: &[usize], axes: &str| {
-            let name = args.input.display();
-            let (found, dims) = self.input.tensor(tensor)?;
-            ensure!(found == dtype, "input {name}: tensor `{tensor}` has dtype {found}; allowed: {dtype}");
-            ensure!(dims == shape, "input {name}: tensor `{tensor}` has shape {dims:?}; allowed: {shape:?}, {axes}");
-            Ok(())
-        };
-        fits("d_o", self.file_dtype, &file_shape(self.layout, backward.d_o_shape()), "that of o")?;
-        if given_d_lse {
-            fits("d_lse", DType::F32, &backward.d_lse_shape(), "[batch, heads_q, seqlen_q]")?;
-        }
-        Ok(backward)
+    /// Reads the tensors, in the type that is computed in or quantised from.
+    pub fn read(&mut self) -> Result<Tensors> {
+        let source = self.problem.output_dtype();
+        let dtype = |operand: &Operand| if operand.dtype() == DType::E4M3 { source } else { operand.dtype() };
+        let inputs = self.inputs();
+        inputs.iter().map(|input| Ok((input.slot(), self.input.read(input.slot().name(), dtype(input))?))).collect()
     }
+}
+
+/// The problem with every optional input that the file holds and that it can be asked for.
+fn with_optional_inputs(mut problem: ForwardProblem, input: &TensorFile) -> ForwardProblem {
+    for operand in &problem.operands() {
+        let name = operand.slot().name();
+        if operand.access() == Access::Read && operand.presence() == Presence::Refused && input.has(name) {
+            match problem.to_builder().operand(operand.slot(), true).build() {
+                Ok(with) => problem = with,
+                Err(error) => report::warn(format!("tensor `{name}` of the input is left out: {error}")),
+            }
+        }
+    }
+    problem
 }
 
 fn stated_layout(input: &TensorFile, args: &ComputeArgs) -> Result<(FileLayout, &'static str)> {
@@ -184,10 +194,7 @@ pub fn choose(asked: DeviceArg, request: &Request, tuning: &Tuning) -> Result<Ch
 
 fn on(device: Device, request: &Request, tuning: &Tuning, why: Option<String>) -> hopper_attention::Result<Choice> {
     let plan = request.problem.plan_tuned(&device, tuning)?;
-    let quantise = match request.problem.dtype() {
-        DType::E4M3 => Some(request.quantizer()?.plan(&device)?),
-        _ => None,
-    };
+    let quantise = request.quantizer.as_ref().map(|quantizer| quantizer.plan(&device)).transpose()?;
     let backward = request.backward.as_ref().map(|backward| backward.plan(&device)).transpose()?;
     Ok(Choice { device, plan, quantise, backward, why })
 }

@@ -4,18 +4,19 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
-use hopper_attention::{BackwardProblem, DType, ForwardProblem, Mask, bf16, f16};
+use anyhow::{Result, ensure};
+use hopper_attention::{BackwardProblem, ForwardProblem, Mask, Operand, Slot};
 
 use crate::args::{CheckArgs, ComputeArgs, RunArgs};
-use crate::compute::{self, Computed, GRADIENTS, Gradients};
+use crate::compute::{self, Plan, compute};
 use crate::input;
 use crate::judge::{judge, judge_gradients, tell_accuracy, verdict};
-use crate::layout::file_shape;
+use crate::layout::{is_in_files_order, shape_in_file};
+use crate::operands::outputs;
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::request::{Choice, Request, choose, same_file};
-use crate::values::{GivenGradients, Qkv, Value, count_nonfinite};
+use crate::values::{Tensors, Values, tensor};
 
 /// `hattn run`.
 pub fn run(args: &RunArgs) -> Result<()> {
@@ -29,7 +30,7 @@ pub fn check(args: &CheckArgs) -> Result<()> {
 
 /// Finds every reason to refuse before it reads the tensors, then computes.
 fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<()> {
-    let request = Request::new(args)?;
+    let mut request = Request::new(args)?;
     let tuning = args.tuning.as_deref().map(input::tuning).transpose()?.unwrap_or_default();
     let choice = choose(args.device, &request, &tuning)?;
     let output = match output {
@@ -39,83 +40,61 @@ fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<(
         }
         None => None,
     };
-    match (request.problem.output_dtype(), args.fp8) {
-        (DType::BF16, None) => execute::<bf16>(args, request, &choice, output, check, compute::forward),
-        (DType::F16, None) => execute::<f16>(args, request, &choice, output, check, compute::forward),
-        (DType::F32, None) => execute::<f32>(args, request, &choice, output, check, compute::forward),
-        (DType::BF16, Some(_)) => execute::<bf16>(args, request, &choice, output, check, compute::forward_fp8),
-        (DType::F16, Some(_)) => execute::<f16>(args, request, &choice, output, check, compute::forward_fp8),
-        (other, _) => bail!("dtype {other}; allowed: bf16, f16, f32"),
-    }
+    describe(args, &request, &choice)?;
+    let tensors = report::busy("reading", || request.read())?;
+    tensors.iter().for_each(|(slot, values)| warn_nonfinite(*slot, values));
+    execute(args, &request, &choice, tensors, output, check)
 }
 
-/// Computes so many times.
-type Forward<T> = fn(&Choice, &Request, &Qkv<T>, u32) -> Result<Computed<T>>;
-
-fn execute<T: Value>(
+fn execute(
     args: &ComputeArgs,
-    mut request: Request,
+    request: &Request,
     choice: &Choice,
+    mut tensors: Tensors,
     output: Option<(&Path, AtomicFile)>,
     check: bool,
-    forward: Forward<T>,
 ) -> Result<()> {
-    describe(args, &request, choice)?;
-    let (qkv, given) = report::busy("reading", || read::<T>(&mut request))?;
-    for (name, values) in ["q", "k", "v"].into_iter().zip(&qkv.data) {
-        warn_nonfinite(name, values);
-    }
-    if let Some(GivenGradients { d_o, d_lse }) = &given {
-        warn_nonfinite("d_o", d_o);
-        warn_nonfinite("d_lse", d_lse.as_deref().unwrap_or_default());
-    }
-
-    let Request { layout, problem, backward, .. } = &request;
+    let Request { layout, problem, backward, .. } = request;
     let repeat = args.repeat.unwrap_or(if compute::on_gpu(&choice.device) { 10 } else { 1 });
-    let computed = report::busy("computing", || forward(choice, &request, &qkv, repeat))?;
-    warn_nan("o", &computed.o);
-    tell_speed("", computed.time, repeat, flops(problem))?;
-    let gradients = match backward.as_ref().zip(given) {
-        None => None,
-        Some((problem, given)) => {
-            let inputs = (&qkv, &given, &computed);
-            let gradients =
-                report::busy("computing gradients", || compute::backward(choice, problem, *layout, inputs, repeat))?;
-            for (name, values) in GRADIENTS.into_iter().zip(&gradients.data) {
-                warn_nan(name, values);
-            }
-            tell_speed("backward ", gradients.time, repeat, backward_flops(problem))?;
-            Some((problem, given, gradients))
-        }
+    if let Some(plan) = &choice.quantise {
+        report::busy("quantising", || compute::quantise(plan, &choice.device, *layout, &mut tensors))?;
+    }
+    let mut pass = |what, plan: &dyn Plan| {
+        let time = report::busy(what, || compute(plan, &choice.device, *layout, &mut tensors, repeat))?;
+        outputs(plan.operands()).filter(|operand| is_in_files_order(operand)).try_for_each(|operand| {
+            warn_nan(operand.slot(), tensor(&tensors, operand.slot())?);
+            anyhow::Ok(())
+        })?;
+        anyhow::Ok(time)
     };
+    let time = pass("computing", &choice.plan)?;
+    tell_speed("", time, repeat, flops(problem))?;
+    if let Some(plan) = &choice.backward {
+        let time = pass("computing gradients", plan)?;
+        tell_speed("backward ", time, repeat, backward_flops(plan.problem()))?;
+    }
 
     if let Some((path, file)) = output {
-        let o_shape = file_shape(*layout, problem.o_shape());
-        let written = gradients.as_ref().map(|(_, _, gradients)| gradients);
-        report::busy("writing", || write(file, &request, &computed, written))?;
-        let lse_shape = problem.lse_shape();
-        let (dtype, layout) = (problem.output_dtype(), layout.name());
-        let beside = if written.is_some() { ", d_q, d_k and d_v as q, k and v" } else { "" };
-        let text = format!("{}: o {dtype} {o_shape:?} {layout}, lse f32 {lse_shape:?}{beside}", path.display());
-        report::line("output", text)?;
+        report::busy("writing", || write(file, request, &tensors))?;
+        let text = |operand: &Operand| {
+            let order = if is_in_files_order(operand) { format!(" {}", layout.name()) } else { String::new() };
+            format!("{} {} {:?}{order}", operand.slot(), operand.dtype(), shape_in_file(*layout, operand))
+        };
+        let written: Vec<String> = outputs(&problem.operands()).map(text).collect();
+        let beside = if backward.is_some() { ", d_q, d_k and d_v as q, k and v" } else { "" };
+        report::line("output", format!("{}: {}{beside}", path.display(), written.join(", ")))?;
     }
     if !check {
         return Ok(());
     }
-    if computed.operands.is_some() {
-        tell_accuracy(problem, *layout, &qkv, &computed)?;
+    if request.quantizer.is_some() {
+        tell_accuracy(problem, *layout, &tensors)?;
     }
-    let mut figures = judge(problem, *layout, &qkv, &computed)?;
-    if let Some((problem, given, gradients)) = &gradients {
-        figures.extend(judge_gradients(problem, *layout, &qkv, given, gradients)?);
+    let mut figures = judge(problem, *layout, &tensors)?;
+    if let Some(problem) = backward {
+        figures.extend(judge_gradients(problem, *layout, &tensors)?);
     }
     verdict(&figures)
-}
-
-fn read<T: Value>(request: &mut Request) -> Result<(Qkv<T>, Option<GivenGradients<T>>)> {
-    let qkv = request.input.read_qkv(request.file_dtype)?;
-    let Some(backward) = &request.backward else { return Ok((qkv, None)) };
-    Ok((qkv, Some(request.input.read_gradients(request.file_dtype, backward.takes_d_lse())?)))
 }
 
 fn tell_speed(pass: &str, time: Duration, repeat: u32, flops: f64) -> Result<()> {
@@ -150,66 +129,45 @@ fn describe(args: &ComputeArgs, request: &Request, choice: &Choice) -> Result<()
     }
 }
 
-fn warn_nonfinite<T: Value>(name: &str, values: &[T]) {
-    let (nan, infinite) = count_nonfinite(values);
+fn warn_nonfinite(slot: Slot, values: &Values) {
+    let (nan, infinite) = values.count_nonfinite();
     if nan + infinite > 0 {
-        report::warn(format!("{name} holds {nan} NaN and {infinite} infinite values of {}", values.len()));
+        report::warn(format!("{slot} holds {nan} NaN and {infinite} infinite values of {}", values.len()));
     }
 }
 
 /// A result may hold infinities; a NaN is worth a word.
-fn warn_nan<T: Value>(name: &str, values: &[T]) {
-    if count_nonfinite(values).0 > 0 {
-        warn_nonfinite(name, values);
+fn warn_nan(slot: Slot, values: &Values) {
+    if values.count_nonfinite().0 > 0 {
+        warn_nonfinite(slot, values);
     }
 }
 
-fn write<T: Value>(
-    file: AtomicFile,
-    request: &Request,
-    computed: &Computed<T>,
-    gradients: Option<&Gradients<T>>,
-) -> Result<()> {
-    let problem = &request.problem;
+/// Writes what was computed: the gradients, then the rest from the last to the first.
+fn write(file: AtomicFile, request: &Request, tensors: &Tensors) -> Result<()> {
+    let Request { layout, problem, backward, .. } = request;
     let metadata: BTreeMap<String, String> = [
-        ("layout", request.layout.name().to_string()),
-        ("mask", problem.mask_value().to_string()),
-        ("softmax_scale", problem.softmax_scale_value().to_string()),
+        ("layout", layout.name().to_string()),
+        ("mask", problem.mask().to_string()),
+        ("softmax_scale", problem.softmax_scale().to_string()),
         ("made_by", concat!("hattn ", env!("CARGO_PKG_VERSION")).to_string()),
     ]
     .map(|(key, value)| (key.to_string(), value))
     .into();
-    let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape()];
-    let gradients = gradients.into_iter().flat_map(|gradients| &gradients.data).zip(GRADIENTS.into_iter().zip(shapes));
-    let mut tensors: Vec<NamedTensor> = gradients
-        .map(|(values, (name, shape))| NamedTensor {
-            name,
-            dtype: problem.dtype(),
-            shape: file_shape(request.layout, shape).to_vec(),
-            bytes: bytemuck::cast_slice(values),
-        })
-        .collect();
-    tensors.extend([
-        NamedTensor {
-            name: "lse",
-            dtype: DType::F32,
-            shape: problem.lse_shape().to_vec(),
-            bytes: bytemuck::cast_slice(&computed.lse),
-        },
-        NamedTensor {
-            name: "o",
-            dtype: problem.output_dtype(),
-            shape: file_shape(request.layout, problem.o_shape()).to_vec(),
-            bytes: bytemuck::cast_slice(&computed.o),
-        },
-    ]);
-    file.finish(|writer| write_safetensors(writer, &metadata, &tensors))
+    let (forward, backward) = (problem.operands(), backward.as_ref().map(BackwardProblem::operands));
+    let written = backward.iter().flat_map(outputs).chain(outputs(&forward).rev()).map(|operand| {
+        let values = tensor(tensors, operand.slot())?;
+        let (name, shape) = (operand.slot().name(), shape_in_file(*layout, operand));
+        Ok(NamedTensor { name, dtype: operand.dtype(), shape, bytes: values.bytes() })
+    });
+    let written: Vec<NamedTensor> = written.collect::<Result<_>>()?;
+    file.finish(|writer| write_safetensors(writer, &metadata, &written))
 }
 
 /// Multiplications and additions of both matrix products, over the pairs of query and key that the mask keeps.
 fn flops(problem: &ForwardProblem) -> f64 {
     let dims = problem.dims();
-    let pairs = kept_pairs(&problem.mask_value(), dims.seqlen_q, dims.seqlen_kv) as f64;
+    let pairs = kept_pairs(&problem.mask(), dims.seqlen_q, dims.seqlen_kv) as f64;
     2.0 * (dims.batch * dims.heads_q) as f64 * pairs * (dims.head_dim_qk + dims.head_dim_vo) as f64
 }
 
@@ -237,17 +195,19 @@ fn kept_pairs(mask: &Mask, seqlen_q: usize, seqlen_kv: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hopper_attention::{Corner, Dims};
+    use hopper_attention::{Corner, DType, Dims};
 
     #[test]
     fn gradients_take_five_products() {
-        let dims =
-            Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 2, head_dim_vo: 2 };
-        let problem = ForwardProblem::new(DType::F32, dims).expect("a legal problem");
-        assert_eq!(backward_flops(&BackwardProblem::of(&problem)), 2.5 * flops(&problem));
-        let dims = Dims { head_dim_vo: 5, ..dims };
-        let other = ForwardProblem::new(DType::F32, dims).expect("a legal problem");
-        assert_eq!(backward_flops(&BackwardProblem::of(&other)), 2.0 * 2.0 * (3.0 * 2.0 + 2.0 * 5.0));
+        let flops_of = |head_dim_vo| {
+            let dims = Dims::new(1, 1, 1, 2).with_seqlen_kv(2).with_head_dim_vo(head_dim_vo);
+            let forward = ForwardProblem::builder(DType::F32, dims).build().expect("a legal problem");
+            let backward = BackwardProblem::builder(&forward).build().expect("it has gradients");
+            (flops(&forward), backward_flops(&backward))
+        };
+        let (forward, backward) = flops_of(2);
+        assert_eq!(backward, 2.5 * forward);
+        assert_eq!(flops_of(5).1, 2.0 * 2.0 * (3.0 * 2.0 + 2.0 * 5.0));
     }
 
     #[test]

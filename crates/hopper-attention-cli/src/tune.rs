@@ -1,7 +1,7 @@
 //! `hattn tune`: times the kernels that compute a shape against each other, and notes the fastest for plans to come.
 
 use anyhow::{Result, bail, ensure};
-use hopper_attention::plan::Tuning;
+use hopper_attention::Tuning;
 use hopper_attention_benches::Direction;
 
 use crate::args::{DeviceArg, TuneArgs};
@@ -29,7 +29,7 @@ mod gpu {
     use std::collections::BTreeMap;
 
     use anyhow::{Result, bail};
-    use hopper_attention::plan::Tuning;
+    use hopper_attention::Tuning;
     use hopper_attention::{Device, kernels};
     use hopper_attention_benches::tune::{note, verdicts};
     use hopper_attention_benches::{Cuda, Job, Outcome, Point, Rows, Session};
@@ -90,7 +90,7 @@ mod gpu {
 #[cfg(not(feature = "cuda"))]
 mod gpu {
     use anyhow::{Result, bail};
-    use hopper_attention::plan::Tuning;
+    use hopper_attention::Tuning;
     use hopper_attention_benches::Point;
 
     use crate::args::TuneArgs;

@@ -1,43 +1,113 @@
-//! What the tensors of a problem are made of, on the host.
+//! Tensors on the host: elements of any type, by the names of the operands that they are.
 
-use anyhow::{Context, Result};
-use bytemuck::Pod;
-use hopper_attention::{Element, Operand, bf16, f16};
+use std::collections::BTreeMap;
 
-/// What q, k, v and d_o may be made of, both in the file and on a device.
-pub trait Value: Operand<Out = Self> + Pod {}
-impl Value for bf16 {}
-impl Value for f16 {}
-impl Value for f32 {}
+use anyhow::{Context, Result, bail};
+use hopper_attention::reference::Tensor;
+use hopper_attention::{DType, E4M3, Element, Layout, Slot, bf16, f16};
 
-/// The tensors of one attention problem, in the file's order of dimensions.
-pub struct Qkv<T> {
-    /// Values of q, k, v.
-    pub data: [Vec<T>; 3],
+/// The tensors of a problem. Those of four dimensions lie in the file's order, and all without gaps.
+pub type Tensors = BTreeMap<Slot, Values>;
+
+/// A tensor that the file or an earlier pass has left.
+pub fn tensor(tensors: &Tensors, slot: Slot) -> Result<&Values> {
+    tensors.get(&slot).with_context(|| format!("{slot} was neither read nor computed"))
 }
 
-/// The gradients that a backward pass begins with, in the file's order of dimensions.
-pub struct GivenGradients<T> {
-    /// Of o.
-    pub d_o: Vec<T>,
-    /// Of lse, where the file has one.
-    pub d_lse: Option<Vec<f32>>,
+/// The elements of a tensor.
+pub enum Values {
+    Bf16(Vec<bf16>),
+    F16(Vec<f16>),
+    E4m3(Vec<E4M3>),
+    F32(Vec<f32>),
 }
 
-/// A vector of `len` copies of `value`; an allocation that the system refuses is an error, not an abort.
-pub fn filled<T: Clone>(value: T, len: usize) -> Result<Vec<T>> {
+/// The same of the elements, whatever their type.
+macro_rules! each {
+    ($values:expr, $elements:ident => $work:expr) => {
+        match $values {
+            Values::Bf16($elements) => $work,
+            Values::F16($elements) => $work,
+            Values::E4m3($elements) => $work,
+            Values::F32($elements) => $work,
+        }
+    };
+}
+pub(crate) use each;
+
+impl Values {
+    /// NaN, so that an element that is never written cannot pass for a result.
+    pub fn unwritten(dtype: DType, shape: &[usize]) -> Result<Self> {
+        Ok(match dtype {
+            DType::BF16 => Self::Bf16(nan(shape)?),
+            DType::F16 => Self::F16(nan(shape)?),
+            DType::E4M3 => Self::E4m3(nan(shape)?),
+            DType::F32 => Self::F32(nan(shape)?),
+            other => bail!("dtype {other}; allowed: bf16, f16, e4m3, f32"),
+        })
+    }
+
+    /// These numbers, rounded.
+    pub fn fill(&mut self, numbers: impl Iterator<Item = f32>) {
+        each!(self, elements => elements.iter_mut().zip(numbers).for_each(|(to, number)| *to = Element::from_f32(number)));
+    }
+
+    pub fn dtype(&self) -> DType {
+        fn of<T: Element>(_: &[T]) -> DType {
+            T::DTYPE
+        }
+        each!(self, elements => of(elements))
+    }
+
+    pub fn len(&self) -> usize {
+        each!(self, elements => elements.len())
+    }
+
+    /// The same numbers, rounded to another type.
+    pub fn converted(self, dtype: DType) -> Result<Self> {
+        if self.dtype() == dtype {
+            return Ok(self);
+        }
+        let mut other = Self::unwritten(dtype, &[self.len()])?;
+        each!(self, elements => other.fill(elements.into_iter().map(Element::to_f32)));
+        Ok(other)
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        each!(self, elements => bytemuck::cast_slice(elements))
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        each!(self, elements => bytemuck::cast_slice_mut(elements))
+    }
+
+    /// How many are NaN, and how many are infinite.
+    pub fn count_nonfinite(&self) -> (usize, usize) {
+        each!(self, elements => elements.iter().fold((0, 0), |(nan, infinite), &value| {
+            let value = Element::to_f32(value);
+            (nan + usize::from(value.is_nan()), infinite + usize::from(value.is_infinite()))
+        }))
+    }
+
+    /// All of them, in f64.
+    pub fn wide(&self) -> Vec<f64> {
+        each!(self, elements => elements.iter().map(|&value| f64::from(Element::to_f32(value))).collect())
+    }
+
+    /// Those that a layout picks, in f64.
+    pub fn tensor(&self, layout: &Layout<4>) -> Tensor {
+        each!(self, elements => Tensor::from_strided(elements, layout))
+    }
+}
+
+/// An allocation that the system refuses is an error, not an abort.
+fn nan<T: Element>(shape: &[usize]) -> Result<Vec<T>> {
+    let len = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
+    let len = len.with_context(|| format!("shape {shape:?}; allowed: a number of elements that fits the machine"))?;
     let mut values = Vec::new();
     values
         .try_reserve_exact(len)
         .with_context(|| format!("out of memory: {len} elements of {} bytes", size_of::<T>()))?;
-    values.resize(len, value);
+    values.resize(len, T::from_f32(f32::NAN));
     Ok(values)
-}
-
-/// How many values are NaN, and how many are infinite.
-pub fn count_nonfinite<T: Element>(values: &[T]) -> (usize, usize) {
-    values.iter().fold((0, 0), |(nan, infinite), value| {
-        let value = value.to_f32();
-        (nan + usize::from(value.is_nan()), infinite + usize::from(value.is_infinite()))
-    })
 }

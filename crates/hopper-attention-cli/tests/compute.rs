@@ -243,6 +243,18 @@ fn an_option_that_contradicts_the_file_is_followed_and_said() {
     assert!(said.contains("--layout bhsd overrides the file's own layout bshd"), "{said}");
 }
 
+/// Tensors of the file that are called as operands are taken where the problem can be asked for them.
+#[test]
+fn a_tensor_that_the_problem_cannot_use_is_left_out_and_said() {
+    let folder = Folder::new();
+    let shape = &[1, 4, 2, 8][..];
+    let tensors: [(&str, &[usize]); 4] = [("q", shape), ("k", shape), ("v", shape), ("scale_o", &[1])];
+    let input = folder.tensors("qkv.safetensors", Some("bshd"), &tensors);
+    let said = hattn_on("check --device cpu", &input, None).warned();
+    assert!(said.contains("tensor `scale_o` of the input is left out: scale_o: asked for; allowed: "), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+}
+
 #[test]
 fn nan_is_counted_and_stays_in_its_rows() {
     let folder = Folder::new();

@@ -41,7 +41,7 @@ fn check_passes_with_every_instruction_set() {
     }
     let facts = Device::cuda(0).unwrap().info().unwrap().facts;
     let archs: BTreeSet<String> =
-        kernels().iter().filter(|kernel| kernel.runs_on(&facts)).map(|kernel| kernel.arch.to_string()).collect();
+        kernels().iter().filter(|kernel| kernel.runs_on(&facts)).map(|kernel| kernel.arch().to_string()).collect();
     for arch in archs {
         let text = hattn_on(&format!("check --device cuda:0 --mask causal --arch {arch}"), &fixture(), None).fine();
         assert!(text.contains(&format!("{arch} fwd")) && text.contains("passed: "), "{text}");
@@ -67,7 +67,7 @@ fn check_quantises_on_the_gpu() {
     if !gpu("check_quantises_on_the_gpu") {
         return;
     }
-    if !kernels().iter().any(|kernel| kernel.dtype == DType::E4M3) {
+    if !kernels().iter().any(|kernel| kernel.dtype() == DType::E4M3) {
         let line = "skipped: no kernels of e4m3 operands (check_quantises_on_the_gpu)\n";
         std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
         return;

@@ -104,11 +104,17 @@ fn gradients_that_do_not_fit() {
     };
     let d_o = || tensor("d_o", SHAPE);
     refused(&[], "`d_o` is missing; found: ");
-    refused(&[tensor("d_o", &[1, 4, 1, 8])], "`d_o` has shape [1, 4, 1, 8]; allowed: [1, 4, 2, 8], that of o");
-    refused(&[tensor("d_o", &[4, 2, 8])], "`d_o` has shape [4, 2, 8]; allowed: [1, 4, 2, 8], that of o");
+    refused(
+        &[tensor("d_o", &[1, 4, 1, 8])],
+        "`d_o` has shape [1, 4, 1, 8]; allowed: [1, 4, 2, 8], [batch, seqlen, heads, head_dim]",
+    );
+    refused(
+        &[tensor("d_o", &[4, 2, 8])],
+        "`d_o` has shape [4, 2, 8]; allowed: [1, 4, 2, 8], [batch, seqlen, heads, head_dim]",
+    );
     refused(&[("d_o", Dtype::BF16, SHAPE, vec![0; 128])], "`d_o` has dtype bf16; allowed: f32");
     refused(&[("d_o", Dtype::F64, SHAPE, vec![0; 512])], "`d_o` has dtype F64; allowed: BF16, F16, F32");
-    let part = "`d_lse` has shape [1, 4, 2]; allowed: [1, 2, 4], [batch, heads_q, seqlen_q]";
+    let part = "`d_lse` has shape [1, 4, 2]; allowed: [1, 2, 4], [batch, heads, seqlen]";
     refused(&[d_o(), tensor("d_lse", &[1, 4, 2])], part);
     refused(&[d_o(), ("d_lse", Dtype::BF16, &[1, 2, 4], vec![0; 16])], "`d_lse` has dtype bf16; allowed: f32");
 }

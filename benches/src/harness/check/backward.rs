@@ -1,12 +1,12 @@
 //! Rows of dQ, dK and dV.
 
-use hopper_attention::Operand;
+use hopper_attention::Float;
 
 use super::{Row, dot, norm, places, values};
 use crate::harness::contest::{Pool, Task};
 
 /// Some rows of each, from the definition with the O and the LSE that every library is given.
-pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
+pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
     let group = task.point.group();
     let mut rows = Vec::new();
     for [batch, token, head] in places(task.point) {
@@ -25,7 +25,7 @@ struct Query {
 }
 
 impl Query {
-    fn new<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Self {
+    fn new<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Self {
         let [batch, query, head] = at;
         let d_o = values(&pool.d_o, &task.q, at);
         let place = (batch * task.point.heads_q + head) * task.point.seqlen + query;
@@ -72,7 +72,7 @@ fn scale<T>(task: &Task<'_, T>) -> f64 {
     1.0 / (task.point.head_dim as f64).sqrt()
 }
 
-fn query_row<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Row {
+fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Row {
     let [batch, query, head] = at;
     let own = Query::new(task, pool, at);
     let mut d_q = Sum::new(task.point.head_dim);
@@ -85,7 +85,7 @@ fn query_row<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> 
 }
 
 /// Of dK and of dV.
-fn key_rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Row; 2] {
+fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Row; 2] {
     let [batch, key, head_kv] = at;
     let (point, group) = (task.point, task.point.group());
     let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, at));

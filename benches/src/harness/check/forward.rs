@@ -1,12 +1,12 @@
 //! Rows of O, and their LSE.
 
-use hopper_attention::Operand;
+use hopper_attention::Float;
 
 use super::{Row, dot, places, values};
 use crate::harness::contest::{Pool, Task};
 
 /// Some rows, and the LSE beside its places.
-pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>, Vec<(usize, f64)>) {
+pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>, Vec<(usize, f64)>) {
     let point = task.point;
     let each = places(point).into_iter().map(|at| {
         let [batch, query, head] = at;
@@ -18,7 +18,7 @@ pub(super) fn rows<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>,
 }
 
 /// One output row and its LSE in f64, from the definition.
-fn row<T: Operand>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usize; 3]) -> (Vec<f64>, f64) {
+fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usize; 3]) -> (Vec<f64>, f64) {
     let point = task.point;
     let kv_head = head / point.group();
     let q = values(&pool.q, &task.q, [batch, query, head]);

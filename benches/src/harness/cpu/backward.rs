@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result};
 use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, Device, Operand, Stream, TensorMut, TensorRef, Workspace,
+    Args, BackwardPlan, BackwardProblem, Device, Float, Slot, Stream, TensorMut, TensorRef, Workspace,
 };
 
 use super::{NAIVE, Plainly, Planned, Way, narrow};
@@ -13,7 +13,7 @@ use crate::harness::contest::{Outputs, Pool, Refusal, Task};
 /// The CPU backend through the safe API.
 pub(in crate::harness) struct Backend;
 
-impl<T: Operand<Out = T>> Way<T> for Backend {
+impl<T: Float> Way<T> for Backend {
     /// With dQ, dK and dV.
     type Ready = Planned<BackwardPlan, [Vec<T>; 3]>;
     const WHO: (Role, &'static str) = (Role::Ours, crate::NAME);
@@ -29,18 +29,16 @@ impl<T: Operand<Out = T>> Way<T> for Backend {
         let Planned { plan, workspace, written: [d_q, d_k, d_v] } = ready;
         let saved = task.saved()?;
         let o = saved.tensors.first().context("the forward left no O")?;
-        let args = BackwardArgs::<T> {
-            q: TensorRef::host(&pool.q, task.q)?,
-            k: TensorRef::host(&pool.k, task.kv)?,
-            v: TensorRef::host(&pool.v, task.kv)?,
-            o: TensorRef::host(o, task.q)?,
-            lse: TensorRef::host(&saved.lse, task.lse)?,
-            d_o: TensorRef::host(&pool.d_o, task.q)?,
-            d_lse: None,
-            d_q: TensorMut::host(d_q, task.q)?,
-            d_k: TensorMut::host(d_k, task.kv)?,
-            d_v: TensorMut::host(d_v, task.kv)?,
-        };
+        let args = Args::new()
+            .read(Slot::Q, TensorRef::host(&pool.q, task.q)?)
+            .read(Slot::K, TensorRef::host(&pool.k, task.kv)?)
+            .read(Slot::V, TensorRef::host(&pool.v, task.kv)?)
+            .read(Slot::O, TensorRef::host(o, task.q)?)
+            .read(Slot::Lse, TensorRef::host(&saved.lse, task.lse)?)
+            .read(Slot::DO, TensorRef::host(&pool.d_o, task.q)?)
+            .write(Slot::DQ, TensorMut::host(d_q, task.q)?)
+            .write(Slot::DK, TensorMut::host(d_k, task.kv)?)
+            .write(Slot::DV, TensorMut::host(d_v, task.kv)?);
         Ok(plan.run(&Stream::Cpu, workspace, args)?)
     }
 
@@ -52,7 +50,7 @@ impl<T: Operand<Out = T>> Way<T> for Backend {
 /// The plain computation of the reference, which computes O and the LSE anew.
 pub(super) struct Naive;
 
-impl<T: Operand<Out = T>> Way<T> for Naive {
+impl<T: Float> Way<T> for Naive {
     type Ready = Plainly<BackwardProblem, BackwardPlain, 4, 3>;
     const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 

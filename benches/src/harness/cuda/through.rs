@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _};
-use hopper_attention::{Layout, Operand};
+use hopper_attention::{Float, Layout};
 
 use super::WORKSPACE_BYTES;
 use crate::Role;
@@ -24,7 +24,7 @@ pub(super) struct Library<'a, T> {
     pub inputs: Arc<Vec<CudaSlice<T>>>,
 }
 
-impl<T: Operand> Library<'_, T> {
+impl<T: Float> Library<'_, T> {
     /// The addresses of Q, K, V and dO.
     fn inputs(&self) -> [*const c_void; 4] {
         [0, 1, 2, 3].map(|i| self.address(&self.inputs[i]))
@@ -35,7 +35,7 @@ impl<T: Operand> Library<'_, T> {
     }
 
     /// Memory full of NaN.
-    fn poisoned<E: Operand>(&self, elements: usize) -> Result<CudaSlice<E>> {
+    fn poisoned<E: Float>(&self, elements: usize) -> Result<CudaSlice<E>> {
         Ok(self.stream.clone_htod(&vec![E::from_f32(f32::NAN); elements])?)
     }
 
@@ -63,14 +63,14 @@ pub(super) struct Forward<'a, T> {
     args: Option<Args>,
 }
 
-impl<'a, T: Operand> Forward<'a, T> {
+impl<'a, T: Float> Forward<'a, T> {
     /// With scratch that all libraries share.
     pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
         Ok(Self { o: library.poisoned(1)?, lse: library.poisoned(1)?, library, workspace, args: None })
     }
 }
 
-impl<T: Operand<Out = T>> Contestant<T> for Forward<'_, T> {
+impl<T: Float> Contestant<T> for Forward<'_, T> {
     fn name(&self) -> &str {
         self.library.name
     }
@@ -139,7 +139,7 @@ impl<'a, T> Backward<'a, T> {
     }
 }
 
-impl<T: Operand<Out = T>> Contestant<T> for Backward<'_, T> {
+impl<T: Float> Contestant<T> for Backward<'_, T> {
     fn name(&self) -> &str {
         self.library.name
     }

@@ -25,7 +25,7 @@ pub struct Cli {
 pub enum Command {
     /// Compute attention of q, k, v in a safetensors file and write o and lse, with --backward also the gradients
     Run(RunArgs),
-    /// Compute, then compare with an f64 computation; fails past the tolerance law
+    /// Compute, then compare with an f64 computation; fails past the tolerance
     Check(CheckArgs),
     /// List the devices of this machine and the kernels of this build
     Info(InfoArgs),

@@ -126,7 +126,7 @@ fn on_gpu(
 
     let device = match Device::cuda(ordinal) {
         Ok(Device::Cuda(device)) => device,
-        Ok(Device::Cpu) => return on_cpu(args, length, progress),
+        Ok(_) => return on_cpu(args, length, progress),
         Err(error) if args.device == DeviceArg::Auto && args.ours.is_empty() && args.peer.is_empty() => {
             report::warn(format!("{error}: small sizes on the CPU"));
             return on_cpu(args, length, progress);
@@ -153,7 +153,7 @@ fn on_gpu(
 fn host_on_gpu(ordinal: usize, cupti: Option<PathBuf>) -> Result<HostCost> {
     match hopper_attention::Device::cuda(ordinal)? {
         hopper_attention::Device::Cuda(device) => hopper_attention_benches::host::on_gpu(&device, cupti.as_deref()),
-        hopper_attention::Device::Cpu => super::host_on_cpu(),
+        _ => super::host_on_cpu(),
     }
 }
 

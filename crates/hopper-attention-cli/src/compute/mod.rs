@@ -1,69 +1,120 @@
-//! Running a plan on host data and timing it, on the device that was chosen.
+//! Running a plan on host tensors and timing it, on the device that was chosen: any pass, by its list of operands.
 
-mod cpu;
+mod buffer;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod tensors;
 
-pub use tensors::{Computed, GRADIENTS, Gradients};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use hopper_attention::{BackwardProblem, Device, Fp8Output};
+use anyhow::Result;
+use hopper_attention::{
+    Access, Args, BackwardPlan, Device, ForwardPlan, Operands, Presence, QuantizePlan, Stream, Workspace,
+};
 
 use crate::args::FileLayout;
-use crate::request::{Choice, Request};
-use crate::values::{GivenGradients, Qkv, Value};
-use tensors::{Inputs, Layouts, factors};
+use crate::operands::{QUANTISED, outputs};
+use crate::values::{Tensors, Values, each};
+use buffer::{Buffer, OnHost};
+#[cfg(feature = "cuda")]
+use cuda::OnGpu;
 
-/// Computes `repeat` times.
-pub fn forward<T: Value>(choice: &Choice, request: &Request, qkv: &Qkv<T>, repeat: u32) -> Result<Computed<T>> {
-    let layouts = Layouts::new(&request.problem, request.layout)?;
-    let computed = Computed::poisoned(&layouts)?;
-    match &choice.device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::forward(device, &choice.plan, &layouts, qkv, computed, repeat),
-        _ => cpu::forward(&choice.plan, &layouts, qkv, computed, repeat),
-    }
+/// A plan of any pass.
+pub trait Plan {
+    fn operands(&self) -> &Operands;
+    fn workspace_bytes(&self) -> usize;
+    fn run(&self, stream: &Stream, workspace: &mut Workspace<'_>, args: Args<'_>) -> hopper_attention::Result<()>;
 }
 
-/// Quantises q, k and v once, then computes `repeat` times.
-pub fn forward_fp8<T: Value + Fp8Output>(
-    choice: &Choice,
-    request: &Request,
-    qkv: &Qkv<T>,
-    repeat: u32,
-) -> Result<Computed<T>> {
-    let problem = &request.problem;
-    let layouts = Layouts::new(problem, request.layout)?;
-    let quantise = choice.quantise.as_ref();
-    let quantise = quantise.with_context(|| format!("a problem of {} without a quantiser", problem.dtype()))?;
-    let plans = (quantise, &choice.plan);
-    let computed = Computed::poisoned(&layouts)?;
-    let of_factors = factors(problem)?;
-    match &choice.device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::forward_fp8(device, plans, &layouts, of_factors, qkv, computed, repeat),
-        _ => cpu::forward_fp8(plans, &layouts, of_factors, qkv, computed, repeat),
-    }
+macro_rules! plans {
+    ($($plan:ty),*) => {$(
+        impl Plan for $plan {
+            fn operands(&self) -> &Operands {
+                self.operands()
+            }
+
+            fn workspace_bytes(&self) -> usize {
+                self.workspace_bytes()
+            }
+
+            fn run(
+                &self,
+                stream: &Stream,
+                workspace: &mut Workspace<'_>,
+                args: Args<'_>,
+            ) -> hopper_attention::Result<()> {
+                self.run(stream, workspace, args)
+            }
+        }
+    )*};
 }
 
-/// Computes the gradients `repeat` times, from what the forward pass gave.
-pub fn backward<T: Value>(
-    choice: &Choice,
-    problem: &BackwardProblem,
+plans!(ForwardPlan, BackwardPlan, QuantizePlan);
+
+/// Computes `repeat` times, on a GPU after a run to warm up, and adds what is written to the tensors. Gives the median time:
+/// wall time on a CPU, time between CUDA events on a GPU; copies are not counted.
+pub fn compute(
+    plan: &dyn Plan,
+    device: &Device,
     layout: FileLayout,
-    (qkv, given, forward): (&Qkv<T>, &GivenGradients<T>, &Computed<T>),
+    tensors: &mut Tensors,
     repeat: u32,
-) -> Result<Gradients<T>> {
-    let plan = choice.backward.as_ref().context("the gradients were not planned")?;
-    let layouts = Layouts::new(problem.forward(), layout)?;
-    let inputs = Inputs { qkv, given, forward };
-    let gradients = Gradients::poisoned(&layouts)?;
-    match &choice.device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::backward(device, plan, &layouts, &inputs, gradients, repeat),
-        _ => cpu::backward(plan, &layouts, &inputs, gradients, repeat),
+) -> Result<Duration> {
+    for operand in outputs(plan.operands()) {
+        tensors.insert(operand.slot(), Values::unwritten(operand.dtype(), operand.shape())?);
     }
+    let stream = device.new_stream()?;
+    let mut buffers = Vec::new();
+    for (slot, values) in tensors {
+        if let Some(operand) = plan.operands().find(*slot).filter(|operand| operand.presence() != Presence::Refused) {
+            buffers.push((operand, buffer(values, &stream)?));
+        }
+    }
+    let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
+    let mut run = || {
+        let mut args = Args::new();
+        for (operand, buffer) in &mut buffers {
+            args = buffer.lend(args, operand, layout)?;
+        }
+        let start = Instant::now();
+        plan.run(&stream, &mut workspace, args)?;
+        Ok(start.elapsed())
+    };
+    let mut times = match &stream {
+        #[cfg(feature = "cuda")]
+        Stream::Cuda(stream) => cuda::times(stream, repeat, &mut run)?,
+        _ => std::iter::repeat_with(&mut run).take(repeat as usize).collect::<Result<Vec<_>>>()?,
+    };
+    for (operand, buffer) in &mut buffers {
+        if operand.access() == Access::Write {
+            buffer.fetch()?;
+        }
+    }
+    stream.synchronize()?;
+    times.sort_unstable();
+    Ok(times.get(times.len() / 2).copied().unwrap_or_default())
+}
+
+/// A host tensor where the stream's device reads and writes it.
+fn buffer<'h>(values: &'h mut Values, stream: &Stream) -> Result<Box<dyn Buffer + 'h>> {
+    Ok(match stream {
+        #[cfg(feature = "cuda")]
+        Stream::Cuda(stream) => each!(values, elements => Box::new(OnGpu::new(elements, stream)?)),
+        _ => each!(values, elements => Box::new(OnHost(elements))),
+    })
+}
+
+/// Quantises q, k and v, which go by the names of values from then on.
+pub fn quantise(plan: &QuantizePlan, device: &Device, layout: FileLayout, tensors: &mut Tensors) -> Result<()> {
+    let rename = |tensors: &mut Tensors, from, to| tensors.remove(&from).map(|values| tensors.insert(to, values));
+    for names in &QUANTISED {
+        rename(tensors, names.tensor, names.values);
+    }
+    compute(plan, device, layout, tensors, 1)?;
+    for names in &QUANTISED {
+        rename(tensors, names.stored, names.tensor);
+        rename(tensors, names.descale, names.factors);
+    }
+    Ok(())
 }
 
 /// Whether a device is a GPU.
