@@ -157,6 +157,49 @@ impl SlotSet {
     }
 }
 
+/// Something of each of some operands, such as the tensor that was given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SlotMap<T>(ArrayVec<(Slot, T), MAX_OPERANDS>);
+
+const _: () = assert!(Slot::ALL.len() <= MAX_OPERANDS, "there is room for every slot once");
+
+impl<T> Default for SlotMap<T> {
+    fn default() -> Self {
+        Self(ArrayVec::new())
+    }
+}
+
+impl<T> SlotMap<T> {
+    /// Puts it in, in place of what was there before.
+    pub fn set(&mut self, slot: Slot, value: T) {
+        match self.0.iter_mut().find(|(given, _)| *given == slot) {
+            Some((_, place)) => *place = value,
+            None => self.0.push((slot, value)),
+        }
+    }
+
+    /// Takes it out.
+    pub fn remove(&mut self, slot: Slot) {
+        self.0.retain(|(given, _)| *given != slot);
+    }
+
+    /// What is there of an operand.
+    pub fn get(&self, slot: Slot) -> Option<&T> {
+        self.iter().find(|(given, _)| *given == slot).map(|(_, value)| value)
+    }
+
+    /// All of it, in the order in which it was put in.
+    pub fn iter(&self) -> std::slice::Iter<'_, (Slot, T)> {
+        self.0.iter()
+    }
+
+    /// As [`iter`](Self::iter), to be changed.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "addresses of cudarc's views are taken by `&mut`"))]
+    pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, (Slot, T)> {
+        self.0.iter_mut()
+    }
+}
+
 /// The operands that arguments are given one by one: `setter: way tensor<type, rank> as slot`, each of which becomes a method of
 /// the pass's arguments. (`run/args.rs` expands them; they stand here so that an operand is described in one place.)
 macro_rules! operand_setters {

@@ -15,59 +15,39 @@ pub(crate) use ffi::{
     quantize_rows,
 };
 
-/// `None` for an instruction set that is not known here.
-pub(crate) fn arch(arch: ffi::Arch) -> Option<Arch> {
-    match arch {
-        ffi::Arch::Sm80 => Some(Arch::Sm80),
-        ffi::Arch::Sm90 => Some(Arch::Sm90),
-        _ => None,
-    }
+/// Conversions between an enum of the bridge and ours, value by value; `None` for a value that is not known here.
+macro_rules! same_values {
+    ($($from:ident, $into:ident: ffi::$theirs:ident = $ours:ty { $($value:ident),* })*) => {$(
+        #[allow(dead_code, reason = "not every enum goes both ways")]
+        pub(crate) fn $from(theirs: ffi::$theirs) -> Option<$ours> {
+            match theirs {
+                $(ffi::$theirs::$value => Some(<$ours>::$value),)*
+                _ => None,
+            }
+        }
+
+        #[allow(dead_code, reason = "not every enum goes both ways")]
+        pub(crate) fn $into(ours: $ours) -> ffi::$theirs {
+            match ours {
+                $(<$ours>::$value => ffi::$theirs::$value,)*
+            }
+        }
+    )*};
 }
 
-/// `None` for a type that is not known here.
-pub(crate) fn dtype(dtype: ffi::DType) -> Option<DType> {
-    match dtype {
-        ffi::DType::F16 => Some(DType::F16),
-        ffi::DType::BF16 => Some(DType::BF16),
-        ffi::DType::E4M3 => Some(DType::E4M3),
-        ffi::DType::F32 => Some(DType::F32),
-        _ => None,
-    }
+same_values! {
+    arch, to_arch: ffi::Arch = Arch { Sm80, Sm90 }
+    dtype, to_dtype: ffi::DType = DType { F16, BF16, E4M3, F32 }
+    mask_class, to_mask_class: ffi::MaskClass = MaskClass { Full, Causal, Window }
+    scaling, to_scaling: ffi::Scaling = Scaling { PerTensor, PerHead, PerBlock }
 }
 
-/// `None` for a class that is not known here.
-pub(crate) fn mask_class(mask: ffi::MaskClass) -> Option<MaskClass> {
-    match mask {
-        ffi::MaskClass::Full => Some(MaskClass::Full),
-        ffi::MaskClass::Causal => Some(MaskClass::Causal),
-        ffi::MaskClass::Window => Some(MaskClass::Window),
-        _ => None,
-    }
-}
-
-/// `None` for sums that are not known here.
+/// The type that scores are summed in; `None` for one that is not known here.
 pub(crate) fn scores(scores: ffi::Scores) -> Option<DType> {
     match scores {
         ffi::Scores::F32 => Some(DType::F32),
         ffi::Scores::F16 => Some(DType::F16),
         _ => None,
-    }
-}
-
-pub(crate) fn to_dtype(dtype: DType) -> ffi::DType {
-    match dtype {
-        DType::F16 => ffi::DType::F16,
-        DType::BF16 => ffi::DType::BF16,
-        DType::E4M3 => ffi::DType::E4M3,
-        DType::F32 => ffi::DType::F32,
-    }
-}
-
-pub(crate) fn to_scaling(scaling: Scaling) -> ffi::Scaling {
-    match scaling {
-        Scaling::PerTensor => ffi::Scaling::PerTensor,
-        Scaling::PerHead => ffi::Scaling::PerHead,
-        Scaling::PerBlock => ffi::Scaling::PerBlock,
     }
 }
 

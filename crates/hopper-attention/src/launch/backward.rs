@@ -9,24 +9,16 @@ use super::{Launch, RawArgs, not_on_the_cpu, required};
 use crate::cpu::{self, BackwardInputs, BackwardOutputs};
 use crate::dtype::{DType, Float, bf16, f16};
 use crate::error::Result;
-use crate::operand::{Operands, Slot};
-use crate::plan::{BackwardChoice, BackwardPlan, Target};
+use crate::operand::Slot;
+use crate::plan::{BackwardChoice, BackwardPlan, Planned};
 #[cfg(feature = "cuda")]
 use crate::sys;
 
 impl Launch for BackwardPlan {
     type Choice = BackwardChoice;
 
-    fn target(&self) -> &Target<BackwardChoice> {
-        self.target()
-    }
-
-    fn operands(&self) -> &Operands {
-        self.operands()
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        self.workspace_bytes()
+    fn planned(&self) -> &Planned<BackwardChoice> {
+        self.planned()
     }
 
     fn has_nothing_to_do(&self) -> bool {

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::DynLayout;
 use crate::operand::{Access, MAX_RANK, Operand, Operands, Presence, Slot};
-use crate::plan::Target;
+use crate::plan::{Planned, Target};
 
 /// What is known of a tensor that was given, whatever gave it.
 #[derive(Clone, Copy)]
@@ -28,8 +28,7 @@ impl<'g> From<&'g (Slot, RawTensor)> for Given<'g> {
 
 /// Presence, type, shape and place of every operand, and that what is written uses no element twice.
 pub(crate) fn operands<'g, C>(
-    operands: &Operands,
-    target: &Target<C>,
+    Planned { operands, target, .. }: &Planned<C>,
     given: impl Iterator<Item = Given<'g>> + Clone,
 ) -> Result<()> {
     if let Some(other) = given.clone().find(|given| operands.find(given.slot).is_none()) {
@@ -105,9 +104,9 @@ fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<(
 
 /// On the CPU: whether addresses are aligned, and whether each tensor that is written meets no other one.
 pub(super) fn apart(operands: &Operands, args: &RawArgs) -> Result<()> {
-    for (i, (slot, tensor)) in args.tensors().iter().enumerate() {
+    for (i, (slot, tensor)) in args.tensors.iter().enumerate() {
         let range = addresses(*slot, tensor)?;
-        for (other_slot, other) in &args.tensors()[..i] {
+        for (other_slot, other) in args.tensors.iter().take(i) {
             let written = [*slot, *other_slot].map(|slot| is_written(operands, slot));
             let other_range = addresses(*other_slot, other)?;
             let meet = range.start < other_range.end && other_range.start < range.end;

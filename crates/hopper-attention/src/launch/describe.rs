@@ -1,11 +1,9 @@
 //! From checked tensors to what kernels read: aligned addresses, and strides that are regular where a dimension has no
 //! second element.
 
-use arrayvec::ArrayVec;
-
 use super::raw::{RawArgs, RawTensor, RawWorkspace};
 use crate::error::{Error, Result};
-use crate::operand::{MAX_OPERANDS, MAX_RANK, Slot};
+use crate::operand::{MAX_RANK, Slot, SlotMap};
 
 /// Tensor maps and their moves count in units of this many bytes.
 const ALIGNMENT: u64 = 16;
@@ -16,7 +14,7 @@ const STRIDE_END: i64 = 1 << 40;
 #[derive(Clone, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read by the launch"))]
 pub(crate) struct KernelArgs {
-    descriptors: ArrayVec<(Slot, Descriptor), MAX_OPERANDS>,
+    descriptors: SlotMap<Descriptor>,
     /// The address of the workspace.
     pub workspace: u64,
 }
@@ -36,21 +34,20 @@ pub(crate) struct Descriptor {
 impl KernelArgs {
     /// Whether an operand was given.
     pub fn has(&self, slot: Slot) -> bool {
-        self.descriptors.iter().any(|(given, _)| *given == slot)
+        self.descriptors.get(slot).is_some()
     }
 
     /// The descriptor of an operand; all zeros where it was not given.
     pub fn get(&self, slot: Slot) -> Descriptor {
-        let found = self.descriptors.iter().find(|(given, _)| *given == slot);
-        found.map_or_else(Descriptor::default, |(_, descriptor)| *descriptor)
+        self.descriptors.get(slot).copied().unwrap_or_default()
     }
 }
 
 /// Describes what was given, for a plan that needs a workspace of so many bytes.
 pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelArgs> {
-    let mut descriptors = ArrayVec::new();
-    for (slot, tensor) in args.tensors() {
-        descriptors.push((*slot, descriptor(*slot, tensor)?));
+    let mut descriptors = SlotMap::default();
+    for (slot, tensor) in args.tensors.iter() {
+        descriptors.set(*slot, descriptor(*slot, tensor)?);
     }
     Ok(KernelArgs { descriptors, workspace: workspace(args.workspace, workspace_bytes)? })
 }

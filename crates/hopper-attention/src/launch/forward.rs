@@ -9,24 +9,16 @@ use super::{Launch, RawArgs, not_on_the_cpu, required};
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
 use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
 use crate::error::Result;
-use crate::operand::{Operands, Slot};
-use crate::plan::{Choice, ForwardPlan, Target};
+use crate::operand::Slot;
+use crate::plan::{Choice, ForwardPlan, Planned};
 #[cfg(feature = "cuda")]
 use crate::{scaling::Scaling, sys};
 
 impl Launch for ForwardPlan {
     type Choice = Choice;
 
-    fn target(&self) -> &Target<Choice> {
-        self.target()
-    }
-
-    fn operands(&self) -> &Operands {
-        self.operands()
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        self.workspace_bytes()
+    fn planned(&self) -> &Planned<Choice> {
+        self.planned()
     }
 
     fn has_nothing_to_do(&self) -> bool {

@@ -13,10 +13,10 @@ use std::ffi::c_void;
 use crate::cpu::{HostMut, HostRef};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::operand::{Operands, Slot};
-use crate::plan::{Target, not_on_a_gpu};
+use crate::operand::Slot;
+use crate::plan::{Planned, Target, not_on_a_gpu};
 
-pub(crate) use check::{Given, operands as check_operands};
+pub(crate) use check::Given;
 #[cfg(feature = "cuda")]
 pub(crate) use describe::KernelArgs;
 pub(crate) use describe::describe;
@@ -27,14 +27,8 @@ pub(crate) trait Launch {
     /// What was chosen for a GPU.
     type Choice;
 
-    /// Where it was planned.
-    fn target(&self) -> &Target<Self::Choice>;
-
-    /// What it reads and writes.
-    fn operands(&self) -> &Operands;
-
-    /// What it needs of a workspace, in bytes.
-    fn workspace_bytes(&self) -> usize;
+    /// Where it was planned, with what it reads, writes and needs there.
+    fn planned(&self) -> &Planned<Self::Choice>;
 
     /// Whether every operand that is written is empty.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "asked before a launch"))]
@@ -63,7 +57,7 @@ pub(crate) trait Launch {
 
 /// Whether what is given is what the plan's problem asks for.
 pub(crate) fn check<'g, P: Launch>(plan: &P, given: impl Iterator<Item = Given<'g>> + Clone) -> Result<()> {
-    check_operands(plan.operands(), plan.target(), given.clone())?;
+    check::operands(plan.planned(), given.clone())?;
     plan.check_together(&|slot| given.clone().any(|given| given.slot == slot))
 }
 
@@ -77,18 +71,19 @@ pub(crate) fn check<'g, P: Launch>(plan: &P, given: impl Iterator<Item = Given<'
 /// - What is written and the workspace share no element with each other or with what is read.
 /// - `stream` is a live `CUstream` (or `cudaStream_t`), or null for the default stream.
 pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c_void) -> Result<()> {
-    check(plan, args.tensors().iter().map(Given::from))?;
-    match plan.target() {
+    check(plan, args.tensors.iter().map(Given::from))?;
+    let Planned { target, operands, workspace_bytes } = plan.planned();
+    match target {
         Target::Cpu => {
-            check::apart(plan.operands(), args)?;
+            check::apart(operands, args)?;
             // SAFETY: the caller's promise, and the checks above.
             unsafe { plan.on_cpu(args) }
         }
         Target::Gpu(gpu) => {
-            let args = describe(args, plan.workspace_bytes())?;
+            let args = describe(args, *workspace_bytes)?;
             #[cfg(feature = "cuda")]
             {
-                let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(plan.target()))?;
+                let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(target))?;
                 if plan.has_nothing_to_do() {
                     return Ok(());
                 }
@@ -101,7 +96,7 @@ pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c
             #[cfg(not(feature = "cuda"))]
             {
                 let _ = (gpu, args, stream);
-                Err(not_on_a_gpu(plan.target()))
+                Err(not_on_a_gpu(target))
             }
         }
     }

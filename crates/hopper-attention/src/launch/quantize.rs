@@ -9,8 +9,8 @@ use super::{Launch, RawArgs, not_on_the_cpu, required};
 use crate::cpu::{self, Factors, QuantizeTask};
 use crate::dtype::{DType, Float, bf16, f16};
 use crate::error::{Error, Result};
-use crate::operand::{Operands, Slot};
-use crate::plan::{QuantizeChoice, QuantizePlan, Target};
+use crate::operand::Slot;
+use crate::plan::{Planned, QuantizeChoice, QuantizePlan};
 use crate::problem::{Source, TENSORS};
 #[cfg(feature = "cuda")]
 use crate::{scaling::Scaling, sys};
@@ -18,16 +18,8 @@ use crate::{scaling::Scaling, sys};
 impl Launch for QuantizePlan {
     type Choice = QuantizeChoice;
 
-    fn target(&self) -> &Target<QuantizeChoice> {
-        self.target()
-    }
-
-    fn operands(&self) -> &Operands {
-        self.operands()
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        self.workspace_bytes()
+    fn planned(&self) -> &Planned<QuantizeChoice> {
+        self.planned()
     }
 
     /// Counts of nothing are written, too.

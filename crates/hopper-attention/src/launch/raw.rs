@@ -2,11 +2,9 @@
 
 use std::fmt;
 
-use arrayvec::ArrayVec;
-
 use crate::dtype::DType;
 use crate::layout::{DynLayout, Layout};
-use crate::operand::{MAX_OPERANDS, Slot};
+use crate::operand::{Slot, SlotMap};
 
 /// Where an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,7 +55,7 @@ impl RawTensor {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RawArgs {
-    tensors: ArrayVec<(Slot, RawTensor), MAX_OPERANDS>,
+    pub(crate) tensors: SlotMap<RawTensor>,
     pub(crate) workspace: RawWorkspace,
 }
 
@@ -68,8 +66,6 @@ pub(crate) struct RawWorkspace {
     pub bytes: usize,
 }
 
-const _: () = assert!(Slot::ALL.len() <= MAX_OPERANDS, "every operand finds room in RawArgs");
-
 impl RawArgs {
     /// Without any tensor.
     pub fn new() -> Self {
@@ -79,14 +75,14 @@ impl RawArgs {
     /// With a tensor as this operand, in place of one that was given before.
     #[must_use]
     pub fn with(mut self, slot: Slot, tensor: RawTensor) -> Self {
-        self.set(slot, tensor);
+        self.tensors.set(slot, tensor);
         self
     }
 
     /// Without the tensor that was given as this operand.
     #[must_use]
     pub fn without(mut self, slot: Slot) -> Self {
-        self.tensors.retain(|(given, _)| *given != slot);
+        self.tensors.remove(slot);
         self
     }
 
@@ -100,19 +96,6 @@ impl RawArgs {
 
     /// The tensor that was given as an operand.
     pub fn get(&self, slot: Slot) -> Option<&RawTensor> {
-        self.tensors.iter().find(|(given, _)| *given == slot).map(|(_, tensor)| tensor)
-    }
-
-    /// The tensors that were given.
-    pub(crate) fn tensors(&self) -> &[(Slot, RawTensor)] {
-        &self.tensors
-    }
-
-    pub(crate) fn set(&mut self, slot: Slot, tensor: RawTensor) {
-        match self.tensors.iter_mut().find(|(given, _)| *given == slot) {
-            Some((_, place)) => *place = tensor,
-            // There is room for every slot once.
-            None => self.tensors.push((slot, tensor)),
-        }
+        self.tensors.get(slot)
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::fitting::{self, fitting, unsupported};
 use super::schedule::{bounds, groups, groups_in_turns, is_persistent, resident, small, write_keys};
-use super::target::Target;
+use super::target::{Planned, Target};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 #[cfg(feature = "cuda")]
 use crate::device::CudaDevice;
@@ -33,8 +33,7 @@ fn statistics_bytes(arch: Arch) -> usize {
 #[derive(Clone, Debug)]
 pub struct BackwardPlan {
     problem: BackwardProblem,
-    operands: Operands,
-    target: Target<BackwardChoice>,
+    planned: Planned<BackwardChoice>,
 }
 
 /// A backward kernel for a problem and the schedule of its tiles.
@@ -203,7 +202,8 @@ impl BackwardProblem {
     }
 
     fn planned(&self, target: Target<BackwardChoice>) -> BackwardPlan {
-        BackwardPlan { problem: self.clone(), operands: self.operands(), target }
+        let planned = Planned::new(target, self.operands(), BackwardChoice::workspace_bytes);
+        BackwardPlan { problem: self.clone(), planned }
     }
 }
 
@@ -215,7 +215,7 @@ impl BackwardPlan {
 
     /// What a run reads and writes.
     pub fn operands(&self) -> &Operands {
-        &self.operands
+        &self.planned.operands
     }
 
     /// The kernel that computes it; `None` on the CPU.
@@ -225,17 +225,17 @@ impl BackwardPlan {
 
     /// The kernel and its schedule; `None` on the CPU.
     pub(crate) fn choice(&self) -> Option<&BackwardChoice> {
-        self.target.choice()
+        self.planned.target.choice()
     }
 
     /// What a [`Workspace`](crate::Workspace) must hold, in bytes: exact. 0 on the CPU. On a GPU it holds for every query
     /// `4 * (4 + head_dim_qk of the kernel)` (sm80: 2 in place of 4), with lengths rounded up to whole blocks, and a little more.
     pub fn workspace_bytes(&self) -> usize {
-        self.choice().map_or(0, BackwardChoice::workspace_bytes)
+        self.planned.workspace_bytes
     }
 
-    pub(crate) fn target(&self) -> &Target<BackwardChoice> {
-        &self.target
+    pub(crate) fn planned(&self) -> &Planned<BackwardChoice> {
+        &self.planned
     }
 }
 

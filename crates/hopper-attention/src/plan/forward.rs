@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::fitting;
 use super::select::{Choice, select};
-use super::target::Target;
+use super::target::{Planned, Target};
 use super::tuning::Tuning;
 use crate::arch::DeviceFacts;
 #[cfg(feature = "cuda")]
@@ -24,8 +24,7 @@ use crate::{arch::Pass, plan::select::select_row};
 #[derive(Clone, Debug)]
 pub struct ForwardPlan {
     problem: ForwardProblem,
-    operands: Operands,
-    target: Target<Choice>,
+    planned: Planned<Choice>,
 }
 
 impl ForwardProblem {
@@ -89,7 +88,8 @@ impl ForwardProblem {
     }
 
     fn planned(&self, target: Target<Choice>) -> ForwardPlan {
-        ForwardPlan { problem: self.clone(), operands: self.operands(), target }
+        let planned = Planned::new(target, self.operands(), Choice::workspace_bytes);
+        ForwardPlan { problem: self.clone(), planned }
     }
 }
 
@@ -101,7 +101,7 @@ impl ForwardPlan {
 
     /// What a run reads and writes.
     pub fn operands(&self) -> &Operands {
-        &self.operands
+        &self.planned.operands
     }
 
     /// The kernel that computes it; `None` on the CPU.
@@ -111,16 +111,16 @@ impl ForwardPlan {
 
     /// The kernel and its schedule; `None` on the CPU.
     pub(crate) fn choice(&self) -> Option<&Choice> {
-        self.target.choice()
+        self.planned.target.choice()
     }
 
     /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact, and often 0.
     pub fn workspace_bytes(&self) -> usize {
-        self.choice().map_or(0, Choice::workspace_bytes)
+        self.planned.workspace_bytes
     }
 
-    pub(crate) fn target(&self) -> &Target<Choice> {
-        &self.target
+    pub(crate) fn planned(&self) -> &Planned<Choice> {
+        &self.planned
     }
 }
 

@@ -18,5 +18,5 @@ pub use quantize::QuantizePlan;
 pub use select::{Choice, Fallback, candidates, select};
 #[cfg(feature = "cuda")]
 pub(crate) use target::Gpu;
-pub(crate) use target::{Target, not_on_a_gpu};
+pub(crate) use target::{Planned, Target, not_on_a_gpu};
 pub use tuning::Tuning;

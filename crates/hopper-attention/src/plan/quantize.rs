@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::target::Target;
+use super::target::{Planned, Target};
 use crate::arch::DeviceFacts;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -76,8 +76,7 @@ fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Re
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
     quantizer: Quantizer,
-    operands: Operands,
-    target: Target<QuantizeChoice>,
+    planned: Planned<QuantizeChoice>,
 }
 
 impl Quantizer {
@@ -108,7 +107,8 @@ impl Quantizer {
     }
 
     fn planned(&self, target: Target<QuantizeChoice>) -> QuantizePlan {
-        QuantizePlan { quantizer: self.clone(), operands: self.operands(), target }
+        let planned = Planned::new(target, self.operands(), |choice| choice.workspace_bytes);
+        QuantizePlan { quantizer: self.clone(), planned }
     }
 }
 
@@ -120,23 +120,23 @@ impl QuantizePlan {
 
     /// What a run reads and writes.
     pub fn operands(&self) -> &Operands {
-        &self.operands
+        &self.planned.operands
     }
 
     /// What a [`Workspace`](crate::Workspace) must hold, in bytes: none on the CPU; on a GPU enough for factors of all three
     /// operands that tiles share, and for counts.
     pub fn workspace_bytes(&self) -> usize {
-        self.target.choice().map_or(0, |choice| choice.workspace_bytes)
+        self.planned.workspace_bytes
     }
 
-    pub(crate) fn target(&self) -> &Target<QuantizeChoice> {
-        &self.target
+    pub(crate) fn planned(&self) -> &Planned<QuantizeChoice> {
+        &self.planned
     }
 }
 
 impl fmt::Display for QuantizePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.target.choice() {
+        match self.planned.target.choice() {
             None => f.write_str("cpu")?,
             Some(choice) => write!(f, "{}", choice.row)?,
         }

@@ -6,7 +6,18 @@ use std::fmt;
 use crate::device::CudaDevice;
 use crate::device::Stream;
 use crate::error::{Error, Result};
+use crate::operand::Operands;
 use crate::workspace::Workspace;
+
+/// What every plan holds beside its problem.
+#[derive(Clone, Debug)]
+pub(crate) struct Planned<C> {
+    pub target: Target<C>,
+    /// What a run reads and writes.
+    pub operands: Operands,
+    /// What a run needs of a workspace.
+    pub workspace_bytes: usize,
+}
 
 /// Where a plan is, with the choice that was made for a GPU.
 #[derive(Clone, Debug)]
@@ -60,14 +71,22 @@ impl<C> Target<C> {
             Self::Gpu(gpu) => Some(&gpu.choice),
         }
     }
+}
 
-    /// Whether a stream is of the place that the plan was made for, and a workspace is there and holds as many bytes.
-    pub fn accept(&self, stream: &Stream, workspace: &Workspace<'_>, bytes: usize) -> Result<()> {
-        match (self, stream) {
-            (Self::Cpu, Stream::Cpu) => {}
+impl<C> Planned<C> {
+    /// On a GPU a plan needs what the choice does; on the CPU it needs none.
+    pub fn new(target: Target<C>, operands: Operands, workspace_bytes: impl FnOnce(&C) -> usize) -> Self {
+        let workspace_bytes = target.choice().map_or(0, workspace_bytes);
+        Self { target, operands, workspace_bytes }
+    }
+
+    /// Whether a stream is of the place that the plan was made for, and a workspace is there and large enough.
+    pub fn accept(&self, stream: &Stream, workspace: &Workspace<'_>) -> Result<()> {
+        match (&self.target, stream) {
+            (Target::Cpu, Stream::Cpu) => {}
             #[cfg(feature = "cuda")]
-            (Self::Gpu(gpu), Stream::Cuda(cuda)) => {
-                gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(self))?.check_context(cuda)?;
+            (Target::Gpu(gpu), Stream::Cuda(cuda)) => {
+                gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(&self.target))?.check_context(cuda)?;
             }
             (target, stream) => {
                 return Err(Error::Device {
@@ -77,7 +96,7 @@ impl<C> Target<C> {
                 });
             }
         }
-        workspace.check(bytes, stream)
+        workspace.check(self.workspace_bytes, stream)
     }
 }
 

@@ -2,16 +2,14 @@
 
 use std::fmt;
 
-use arrayvec::ArrayVec;
-
 use crate::dtype::{E4M3, Element, Float, OutputOf};
-use crate::operand::{MAX_OPERANDS, Slot, operand_setters};
+use crate::operand::{Slot, SlotMap, operand_setters};
 use crate::tensor::{AnyTensor, TensorMut, TensorRef};
 
 /// Borrowed tensors, by the names of their operands: what every builder here becomes. Code that handles any problem by its
 /// list of operands makes it directly; types, shapes and access are checked by the run.
 #[derive(Default)]
-pub struct Args<'a>(pub(super) ArrayVec<(Slot, AnyTensor<'a>), MAX_OPERANDS>);
+pub struct Args<'a>(pub(super) SlotMap<AnyTensor<'a>>);
 
 impl<'a> Args<'a> {
     /// Without any tensor.
@@ -34,16 +32,12 @@ impl<'a> Args<'a> {
     /// Without the tensor that was given as this operand.
     #[must_use]
     pub fn without(mut self, slot: Slot) -> Self {
-        self.0.retain(|(given, _)| *given != slot);
+        self.0.remove(slot);
         self
     }
 
     fn with(mut self, slot: Slot, tensor: AnyTensor<'a>) -> Self {
-        match self.0.iter_mut().find(|(given, _)| *given == slot) {
-            Some((_, place)) => *place = tensor,
-            // There is room for every slot once.
-            None => self.0.push((slot, tensor)),
-        }
+        self.0.set(slot, tensor);
         self
     }
 }
@@ -235,6 +229,7 @@ mod tests {
         let first = TensorMut::host(&mut short, Layout::contiguous([1]).unwrap()).unwrap();
         let second = TensorMut::host(&mut long, Layout::contiguous([2]).unwrap()).unwrap();
         let args = Args::new().write(Slot::Amax, first).write(Slot::Amax, second);
-        assert_eq!((args.0.len(), args.0[0].1.layout.shape()), (1, &[2][..]));
+        let shapes: Vec<_> = args.0.iter().map(|(_, tensor)| tensor.layout.shape()).collect();
+        assert_eq!(shapes, [&[2]]);
     }
 }

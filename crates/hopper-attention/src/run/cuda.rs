@@ -23,8 +23,8 @@ pub(super) fn run<P: Launch>(
     workspace: &mut Workspace<'_>,
     mut args: Args<'_>,
 ) -> Result<()> {
-    let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(plan.target()))?;
-    for (slot, tensor) in &args.0 {
+    let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(&plan.planned().target))?;
+    for (slot, tensor) in args.0.iter() {
         let context = match &tensor.memory {
             Memory::Cuda(view) => view.context(),
             Memory::CudaMut(view) => view.context(),
@@ -44,7 +44,7 @@ pub(super) fn run<P: Launch>(
 
     // A plan that needs no workspace does not wait for one.
     let bytes = workspace.bytes();
-    let mut scratch = if plan.workspace_bytes() > 0 { workspace.as_cuda() } else { None };
+    let mut scratch = if plan.planned().workspace_bytes > 0 { workspace.as_cuda() } else { None };
     let mut raw = RawArgs::new();
     // From here to the end of the launch every guard lives: each makes the stream wait for earlier uses of the memory
     // now, and records this use when it is dropped.
@@ -55,19 +55,19 @@ pub(super) fn run<P: Launch>(
         raw = raw.with_workspace(address, bytes);
     }
     let place = Place::Cuda(stream.context().ordinal());
-    for (slot, tensor) in &mut args.0 {
+    for (slot, tensor) in args.0.iter_mut() {
         let (address, guard) = match &mut tensor.memory {
             Memory::Cuda(view) => view.device_ptr(stream),
             Memory::CudaMut(view) => view.device_ptr_mut(stream),
             Memory::Host(..) => return Err(on_the_host(slot.name(), stream)),
         };
         guards.push(guard);
-        raw.set(*slot, RawTensor { address, dtype: tensor.dtype, place, layout: tensor.layout });
+        raw.tensors.set(*slot, RawTensor { address, dtype: tensor.dtype, place, layout: tensor.layout });
     }
     // A wait for an earlier use that failed was only noted in the context; without it the kernel would race.
     stream.context().check_err().map_err(driver("waiting for earlier uses of the tensors"))?;
 
-    let described = describe(&raw, plan.workspace_bytes())?;
+    let described = describe(&raw, plan.planned().workspace_bytes)?;
     // SAFETY: views keep memory within the layouts (checked where tensors are made), outputs are injective and borrowed
     // exclusively, the guards order this use against every other one, and stream and memory are of the plan's GPU.
     unsafe { plan.on_gpu(&gpu.choice, &described, stream.cu_stream().cast()) }

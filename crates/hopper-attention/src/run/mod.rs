@@ -92,8 +92,9 @@ runs! {
 
 fn run<P: Launch>(plan: &P, stream: &Stream, workspace: &mut Workspace<'_>, args: Args<'_>) -> Result<()> {
     launch::check(plan, args.given())?;
-    plan.target().accept(stream, workspace, plan.workspace_bytes())?;
-    match (stream, plan.target()) {
+    let planned = plan.planned();
+    planned.accept(stream, workspace)?;
+    match (stream, &planned.target) {
         #[cfg(feature = "cuda")]
         (Stream::Cuda(stream), Target::Gpu(gpu)) => cuda::run(plan, gpu, stream, workspace, args),
         // SAFETY: tensors are borrowed, those that are written exclusively; layouts were checked against their memory where
@@ -121,14 +122,14 @@ impl Args<'_> {
     /// The addresses of tensors that were found to be on the host.
     fn on_the_host(&self) -> RawArgs {
         let mut raw = RawArgs::new();
-        for (slot, tensor) in &self.0 {
+        for (slot, tensor) in self.0.iter() {
             let address = match &tensor.memory {
                 Memory::Host(address, _) => *address,
                 #[cfg(feature = "cuda")]
                 Memory::Cuda(_) | Memory::CudaMut(_) => 0,
             };
             let (dtype, place, layout) = (tensor.dtype, Place::Cpu, tensor.layout);
-            raw.set(*slot, RawTensor { address, dtype, place, layout });
+            raw.tensors.set(*slot, RawTensor { address, dtype, place, layout });
         }
         raw
     }
