@@ -1,6 +1,8 @@
-//! Exact fused attention for NVIDIA Hopper, with a CPU backend: `O = softmax(mask(softmax_scale * Q K^T)) V` and its
-//! gradients, without ever holding the `seqlen_q x seqlen_kv` matrix. Every combination of arguments either computes what
-//! it says or is refused, by name, before anything is launched.
+//! Exact fused attention for NVIDIA Hopper GPUs, with a CPU backend.
+//!
+//! The crate computes `O = softmax(mask(softmax_scale * Q K^T)) V` and the gradients of Q, K and V. It never holds the
+//! `seqlen_q x seqlen_kv` matrix of scores in memory. A call either computes what its arguments say, or is refused before
+//! anything is launched, with an error that says why.
 //!
 //! ```
 //! use hopper_attention::*;
@@ -27,41 +29,52 @@
 //! # Ok(()) }
 //! ```
 //!
-//! # The way through the crate
+//! # The main types
 //!
-//! A [`ForwardProblem`] is what to compute: numbers, checked when it is made. A [`ForwardPlan`] is how a device computes
-//! it: a pure function of the problem and the device's facts, which prints itself. [`TensorRef`] and [`TensorMut`] are
-//! borrowed memory, on the host or on a GPU, with a [`Layout`] checked against it. [`ForwardPlan::run`] brings them
-//! together. [`BackwardProblem`], [`BackwardPlan`] and [`BackwardArgs`] do the same for the gradients. [`raw`] takes
-//! addresses instead of tensors; [`reference`](mod@reference) is the f64 oracle that all results are held against. The
-//! feature `cuda` adds the GPU kernels and re-exports the `cudarc` whose types appear in this API; without it no C++
-//! compiler is needed and everything runs on the CPU.
+//! 1. A [`ForwardProblem`] says what to compute. It holds numbers only. Its builder checks them.
+//! 2. A [`ForwardPlan`] says how one device computes a problem. It follows from the problem and the device's facts alone.
+//!    It can be printed.
+//! 3. A [`TensorRef`] or [`TensorMut`] borrows memory on the host or on a GPU. Its [`Layout`] (shape and strides) is
+//!    checked against that memory.
+//! 4. A [`Workspace`] is scratch memory that the caller owns. The plan says how large it must be.
+//! 5. [`ForwardPlan::run`] takes a [`Stream`], a workspace and [`ForwardArgs`] (the tensors), and computes.
+//!
+//! The gradients have the same steps: [`BackwardProblem`], [`BackwardPlan`], [`BackwardArgs`]. So has quantising to FP8:
+//! [`Quantizer`], [`QuantizePlan`], [`QuantizeArgs`].
+//!
+//! [`raw`] takes addresses in place of tensors. [`reference`](mod@reference) has the f64 oracle that results are tested
+//! against.
+//!
+//! The feature `cuda` adds the GPU kernels. It also re-exports `cudarc`, whose types appear in this API. Without `cuda` the
+//! crate needs no C++ compiler, and everything runs on the CPU.
 //!
 //! # Semantics
 //!
-//! - A tensor's logical order is `[batch, seqlen, heads, head_dim]`; how it lies in memory is its strides, counted in
-//!   elements. The innermost stride is 1.
+//! - The logical order of a tensor's dimensions is `[batch, seqlen, heads, head_dim]`. Strides say how the tensor lies in
+//!   memory. They count elements. The innermost stride is 1.
 //! - Query head `h` reads key head `h / (heads_q / heads_kv)`.
-//! - Causal masks and windows are aligned to the bottom-right corner unless [`Corner::TopLeft`] is asked for.
-//! - The log-sum-exp of a row is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps: natural log,
-//!   f32, `[batch, heads_q, seqlen_q]`.
-//! - A row that keeps no key has output 0 and log-sum-exp -inf, and no part in any gradient. Sequences may be empty.
-//! - Products of 16-bit inputs and the softmax are accumulated in f32; the output has the type of the input.
-//! - The same inputs, plan and device give the same bits; for gradients on a GPU, where a problem asks for it with
+//! - Causal masks and windows are aligned to the bottom-right corner: the last query meets the last key.
+//!   [`Corner::TopLeft`] aligns the first query with the first key instead.
+//! - The log-sum-exp (LSE) of a query is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps. It uses
+//!   the natural logarithm and is f32, `[batch, heads_q, seqlen_q]`.
+//! - A query that keeps no key has output 0 and LSE -inf. It has no part in any gradient. Sequences may be empty.
+//! - For f16, bf16 and f32 inputs, products and the softmax are accumulated in f32. The output has the type of the inputs.
+//! - The same inputs, plan and device give the same bits. Gradients on a GPU do so only if the problem asks for it with
 //!   [`deterministic(true)`](BackwardProblemBuilder::deterministic).
 //!
 //! # Gradients
 //!
-//! From the forward pass a backward pass needs O and the LSE. With `P = exp(softmax_scale * Q K^T - LSE)` where the mask
-//! keeps a pair, 0 elsewhere, and gradients `dO` and (where it is given, else 0) `dLSE` of a loss,
+//! A backward pass needs O and the LSE of the forward pass. `dO` is the gradient of a loss with respect to O. `dLSE` is the
+//! gradient with respect to the LSE, or 0 where none is given. `P` is `exp(softmax_scale * Q K^T - LSE)` for a query and
+//! a key that the mask keeps, and 0 for any other pair. Then
 //!
 //! ```text
 //! delta = rowsum(dO * O) - dLSE        dQ = softmax_scale * dS K
 //! dS = P * (dO V^T - delta)            dK = softmax_scale * dS^T Q        dV = P^T dO
 //! ```
 //!
-//! where dK and dV are summed over the query heads that read a key head. Products and sums are accumulated in f32;
-//! gradients have the type of the inputs.
+//! dK and dV are summed over the query heads that read the key head. Products and sums are accumulated in f32. Gradients
+//! have the type of the inputs.
 //!
 //! ```
 //! use hopper_attention::*;
@@ -95,12 +108,16 @@
 //!
 //! # FP8
 //!
-//! [`E4M3`] operands come with f32 factors: a real value of Q, K or V is what is stored times its descale factor, shared per
-//! tensor, per head or per block of 128 rows as the problem's [`Scaling`] says. The output is bf16, f16, or e4m3 after a
-//! factor of its own. A [`Quantizer`] makes its operands, the same bytes on the CPU and on a GPU. Products of stored values
-//! are summed in f32 (on a GPU as its
-//! tensor cores do it, who cut such sums off at some 13 bits) and P is rounded to e4m3. GPU kernels take head dims that are
-//! multiples of 16. There is no backward pass.
+//! Q, K and V may be [`E4M3`], an 8-bit float. Each then comes with f32 descale factors: a real value is the stored value
+//! times its descale factor. The problem's [`Scaling`] says which elements share a factor: a whole tensor, a head, or a
+//! block of 128 rows of a head.
+//!
+//! - The output is bf16, f16 or e4m3. An e4m3 output is multiplied by the operand `scale_o` before it is rounded.
+//! - A [`Quantizer`] makes e4m3 operands from wider tensors. It gives the same bytes on the CPU and on a GPU.
+//! - Products of stored values are summed in f32. The tensor cores of a GPU keep only about 13 bits of such a sum.
+//! - P is rounded to e4m3 before it is multiplied with V.
+//! - GPU kernels take head dims that are multiples of 16.
+//! - There is no backward pass.
 //!
 //! ```
 //! use hopper_attention::*;
@@ -132,50 +149,55 @@
 //!
 //! # Sources
 //!
-//! Rows are computed block by block of keys with the online softmax of Milakov and Gimelshein, *Online normalizer
-//! calculation for softmax* (2018): a running maximum and a running sum, rescaled when the maximum grows. Tiling, the
-//! normalisation at the end and the log-sum-exp as the only thing kept of a row are those of Dao, *FlashAttention-2:
-//! Faster Attention with Better Parallelism and Work Partitioning* (2023). The Hopper kernels map that onto TMA and
-//! WGMMA in the way of Shah et al., *FlashAttention-3* (2024). The backward pass, which computes P again from the
-//! log-sum-exp, is that of *FlashAttention-2*, section 3.1.2; that `rowsum(dO * O)` is the `rowsum(P * dP)` of the softmax's
-//! derivative is from Dao et al., *FlashAttention* (2022), appendix B. The LSE's derivative with respect to a score is P,
-//! so its gradient joins delta. Factors per block and the rotation of Q and K by random signs and a Hadamard transform before
-//! they are quantised are those of *FlashAttention-3*, section 3.3.
+//! - The online softmax is from Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018). Each query
+//!   visits the keys block by block, with a running maximum and a running sum. Both are rescaled when the maximum grows.
+//! - Three ideas are from Dao, *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023):
+//!   the tiling, the division by the sum at the end, and the LSE as all that is kept of a query's scores. The backward
+//!   pass computes P again from the LSE, as section 3.1.2 of that paper does.
+//! - The Hopper kernels map these onto TMA and WGMMA in the way of Shah et al., *FlashAttention-3* (2024). Factors per
+//!   block are from section 3.3 of that paper. So is the rotation of Q and K before they are quantised: random signs,
+//!   then a Hadamard transform.
+//! - The derivative of the softmax contains `rowsum(P * dP)`. Dao et al., *FlashAttention* (2022), appendix B, shows that it
+//!   equals `rowsum(dO * O)`.
+//! - The derivative of the LSE with respect to a score is P. So `dLSE` is subtracted within delta.
 //!
 //! # Errors
 //!
 //! Every fallible function returns [`Error`]: what was wrong, what it was, and what is allowed. [`Error::Unsupported`]
-//! is a legal problem without a kernel, so that a caller may compute it elsewhere; there is no silent fallback. The
-//! library does not panic, print or exit, and a machine without a GPU or a driver gets [`Error::NoDevice`].
+//! stands for a legal problem that no kernel here computes. A caller may then compute the problem elsewhere. The library
+//! never falls back to another device by itself. It does not panic, print or exit. A machine without a GPU or a driver
+//! gets [`Error::NoDevice`].
 //!
 //! # Soundness: a kernel outlives the borrows it was given
 //!
-//! On a GPU [`ForwardPlan::run`] returns before the kernel has run. What the safe API guarantees all the same, and how:
+//! On a GPU [`ForwardPlan::run`] returns before the kernel has run. The safe API still guarantees the following:
 //!
-//! - *Memory is not freed early, nor used while the kernel uses it.* Every pointer is taken through cudarc's
-//!   `device_ptr` or `device_ptr_mut` on the launch's stream, which waits for earlier uses on other streams, and all the
-//!   guards live until after the launch, where they record this use. Freeing memory and using it again are themselves
-//!   stream operations that wait for what was recorded. Nothing depends on a destructor that a caller could leak.
-//! - *Memory is not exceeded.* A layout is checked against its memory where the tensor is made and cannot be changed
-//!   afterwards; what is written must not overlap itself, and is borrowed exclusively.
-//! - *The right GPU is used.* Stream, tensors, workspace and plan are compared before the launch; tensors and stream must
-//!   come from one `CudaContext` object, since it is what counts streams and decides whether to record events.
-//! - *A launch allocates nothing, loads nothing and waits for nothing on the host*, so that it can be captured in a
-//!   graph. While cudarc is managing events for several streams a capture is refused with [`Error::Capture`]: waits
-//!   and records would become part of the graph, or refer to work outside of it.
+//! - *Memory is neither freed nor reused while the kernel uses it.* The run takes every pointer through cudarc's
+//!   `device_ptr` or `device_ptr_mut` on the launch's stream. That call makes the stream wait for earlier uses on other
+//!   streams, and returns a guard. All guards live until after the launch. When a guard is dropped, it records this use as
+//!   an event. To free the memory, or to use it again, is itself a stream operation that waits for the recorded events.
+//!   Nothing depends on a destructor that a caller could leak.
+//! - *The kernel stays within the memory.* A layout is checked against its memory when the tensor is made. It cannot be
+//!   changed afterwards. A tensor that is written is borrowed exclusively and does not overlap itself.
+//! - *The right GPU is used.* Stream, tensors, workspace and plan are compared before the launch. Tensors and stream must
+//!   come from one `CudaContext` object, because that object counts streams and decides whether events are recorded.
+//! - *A launch allocates nothing, loads nothing and waits for nothing on the host.* So a CUDA graph can capture it. A
+//!   capture is refused with [`Error::Capture`] while cudarc manages events for several streams. Otherwise its waits and
+//!   records would become part of the graph, or would refer to work outside of the graph.
 //!
-//! The guarantee rests on cudarc (0.19), and stops where cudarc's own does:
+//! The guarantee rests on cudarc (0.19). It ends where the guarantee of cudarc ends:
 //!
-//! - after `unsafe CudaContext::disable_event_tracking`, with borrowed streams and raw views, and in [`raw`]: the
-//!   caller orders uses;
-//! - a graph replays addresses: whoever launches it keeps the captured buffers alive, which cudarc does not check;
-//! - the per-thread default stream is another stream on every thread while it compares equal;
-//! - events are kept only while streams made with `new_stream` exist: keep the stream of a launch alive until it is done;
-//! - a buffer remembers its latest reader only: order readers on several streams before writing or freeing it.
+//! - The caller orders the uses of memory after `unsafe CudaContext::disable_event_tracking`, with borrowed streams and raw
+//!   views, and in [`raw`].
+//! - A graph replays addresses. The caller keeps the captured buffers alive while the graph runs. cudarc does not check this.
+//! - The per-thread default stream is a different stream on each thread, but all of these compare equal.
+//! - cudarc records events only while streams made with `new_stream` exist. Keep the stream of a launch alive until the
+//!   launch is done.
+//! - A buffer remembers its latest reader only. If several streams read a buffer, order them before you write or free it.
 
 #![deny(missing_docs)]
 
-// In the order in which they depend on each other: a module uses those above it alone (tests/tests/dependencies.rs).
+// No two modules use each other, directly or through others (tests/tests/dependencies.rs).
 mod arch;
 mod cpu;
 mod device;
@@ -219,23 +241,24 @@ pub use table::{KernelInfo, backward_kernels, kernels, support_table};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;
 
-/// What the tests, benches and tools of this repository look at. No part of the public API: it changes without notice.
+/// What the tests, benches and tools of this repository need from inside. It is not part of the public API, and changes
+/// without notice.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::plan::{BackwardChoice, Choice, Fallback, candidates, mask_class, select, select_backward};
 
-    /// How a plan's kernel is scheduled; `None` on the CPU.
+    /// The kernel of a forward plan and the schedule of its tiles. `None` on the CPU.
     pub fn choice(plan: &crate::ForwardPlan) -> Option<&Choice> {
         plan.choice()
     }
 
-    /// How a backward plan's kernel is scheduled; `None` on the CPU.
+    /// The kernel of a backward plan and the schedule of its tiles. `None` on the CPU.
     pub fn backward_choice(plan: &crate::BackwardPlan) -> Option<&BackwardChoice> {
         plan.choice()
     }
 }
 
-/// The README's example is compiled and run with the documentation's.
+/// Makes the README's example a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
