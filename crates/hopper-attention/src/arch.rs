@@ -1,4 +1,4 @@
-//! Which GPUs there are, and what kinds of kernels: the words in which plans and the kernel table speak.
+//! What plans and the table of kernels say about a GPU and about the kind of a kernel.
 
 use std::fmt;
 
@@ -17,25 +17,24 @@ impl fmt::Display for ComputeCapability {
     }
 }
 
-/// All that a plan takes into account of a GPU. The same facts give the same plan, with or without a GPU.
+/// Everything about a GPU that a plan depends on. The same facts give the same plan, with or without a GPU.
 ///
-/// A GPU that is not there is described by starting from one that is known, such as [`h100_sxm`](Self::h100_sxm), and setting
-/// fields.
+/// To plan for a GPU that this machine does not have, take known facts such as [`h100_sxm`](Self::h100_sxm) and set fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct DeviceFacts {
-    /// The compute capability, which decides the kernels that run.
+    /// The compute capability. It decides which kernels run.
     pub arch: ComputeCapability,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: usize,
-    /// Second-level cache, in bytes.
+    /// Size of the second-level cache, in bytes.
     pub l2_bytes: usize,
-    /// The most shared memory a block may ask for, in bytes.
+    /// The most shared memory that a CTA (CUDA thread block) may ask for, in bytes.
     pub smem_bytes_per_block: usize,
 }
 
 impl DeviceFacts {
-    /// An H100 SXM: 132 multiprocessors, 50 MiB of second-level cache, 227 KiB of shared memory a block.
+    /// An H100 SXM: 132 multiprocessors, 50 MiB of second-level cache, 227 KiB of shared memory for a CTA.
     pub const fn h100_sxm() -> Self {
         Self {
             arch: ComputeCapability { major: 9, minor: 0 },
@@ -58,15 +57,15 @@ impl fmt::Display for DeviceFacts {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// What [`Device::cuda`](crate::Device::cuda) takes.
+    /// The GPU's number in the driver's order, from 0. [`Device::cuda`](crate::Device::cuda) takes it.
     pub ordinal: usize,
-    /// The driver's name for it.
+    /// The name that the driver gives the GPU.
     pub name: String,
-    /// What plans take into account.
+    /// The facts that plans depend on.
     pub facts: DeviceFacts,
-    /// Device memory, in bytes.
+    /// Size of the device memory, in bytes.
     pub memory_bytes: usize,
-    /// The newest CUDA version that the driver supports: major, minor.
+    /// The newest CUDA version that the driver supports: (major, minor).
     pub driver: (u32, u32),
 }
 
@@ -77,19 +76,19 @@ impl fmt::Display for DeviceInfo {
     }
 }
 
-/// The instruction set that a kernel is written for. Of those that a GPU runs, plans take the greatest.
+/// The instruction set that a kernel is written for. A plan takes the newest one that the GPU runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Arch {
-    /// Compute capability 8.0 and later: from 8.0 to 9.0 as machine code where the build has it, else as PTX, which the
-    /// driver compiles when a plan loads it.
+    /// Compute capability 8.0 and later. A build may have machine code for capabilities from 8.0 to 9.0. Elsewhere the driver
+    /// compiles the kernel from PTX when a plan loads it.
     Sm80,
-    /// Compute capability 9.0 (sm_90a), and nothing else.
+    /// Compute capability 9.0 (sm_90a) only.
     Sm90,
 }
 
 impl Arch {
-    /// Whether kernels of this kind run on a GPU.
+    /// Whether kernels of this instruction set run on a GPU.
     pub fn runs_on(self, gpu: ComputeCapability) -> bool {
         match self {
             Self::Sm80 => gpu.major >= 8,
@@ -107,15 +106,15 @@ impl fmt::Display for Arch {
     }
 }
 
-/// How a kernel's loop over blocks of keys is shaped; the bounds themselves are run-time values.
+/// Which masks a kernel computes. The class is compiled into the kernel; the bounds of the mask are run-time values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MaskClass {
-    /// Every key.
+    /// Masks that keep every key.
     Full,
-    /// Keys up to a diagonal, wherever it lies.
+    /// Masks that keep the keys up to a diagonal, anywhere.
     Causal,
-    /// A band of keys around a diagonal.
+    /// Masks that keep a band of keys around a diagonal.
     Window,
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong, as data: what was wrong, what it was, and what is allowed.
+//! Errors as data: what was wrong, what was found, and what is allowed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,47 +7,47 @@ use crate::dtype::DType;
 
 /// Why a call was refused or failed.
 ///
-/// Everything but [`Driver`](Self::Driver) and [`Launch`](Self::Launch) is found before anything is launched, so the
-/// outputs are untouched.
+/// Every error except [`Driver`](Self::Driver) and [`Launch`](Self::Launch) is found before anything is launched. The
+/// outputs are then untouched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A tensor's shape is not the one that the problem asks for.
     #[error("{tensor}: shape {got:?}, expected {want:?} {axes}")]
     Shape {
-        /// The tensor's name, as [`Slot::name`](crate::Slot::name) has it.
+        /// The tensor's name, as in [`Slot::name`](crate::Slot::name).
         tensor: &'static str,
-        /// Its shape.
+        /// The tensor's shape.
         got: Vec<usize>,
-        /// The shape that the problem has.
+        /// The shape that the problem asks for.
         want: Vec<usize>,
         /// The names of the dimensions, such as `[batch, seqlen, heads, head_dim]`.
         axes: &'static str,
     },
-    /// A tensor's strides, bounds or address are not usable.
+    /// A tensor's strides, bounds or address cannot be used.
     #[error("{tensor}: {got}; allowed: {allowed}")]
     Layout {
-        /// The tensor's name, or `layout` and `view` where none is known yet.
+        /// The tensor's name. It is `layout` or `view` where the tensor has no name yet.
         tensor: &'static str,
         /// What was found.
         got: String,
         /// What would have been accepted.
         allowed: String,
     },
-    /// An element type that does not fit here.
+    /// An element type that is not allowed here.
     #[error("{what}: dtype {got}; allowed: {allowed}")]
     Dtype {
-        /// What has the type.
+        /// The name of the tensor or argument that has the type.
         what: &'static str,
-        /// The type.
+        /// The type that was found.
         got: DType,
         /// What would have been accepted.
         allowed: String,
     },
-    /// A number or option that is out of range, or an argument that is missing or not wanted.
+    /// A number or option is out of range, or an argument is missing or was not asked for.
     #[error("{what}: {got}; allowed: {allowed}")]
     Value {
-        /// The name of the number or option.
+        /// The name of the number, option or argument.
         what: &'static str,
         /// What was found.
         got: String,
@@ -59,7 +59,7 @@ pub enum Error {
     Unsupported {
         /// What was asked for.
         wanted: String,
-        /// The nearest thing that is there.
+        /// The nearest alternative that exists.
         nearest: String,
     },
     /// The workspace is smaller than the plan's `workspace_bytes()`.
@@ -70,33 +70,33 @@ pub enum Error {
         /// What the workspace holds, in bytes.
         have: usize,
     },
-    /// Tensors, workspace, stream and plan are not on one device (one CUDA context).
+    /// Tensors, workspace, stream and plan are not all on one device and in one CUDA context.
     #[error("{what}: on {got}; allowed: {allowed}")]
     Device {
-        /// What is in the wrong place.
+        /// The argument that is in the wrong place.
         what: &'static str,
-        /// Where it is.
+        /// The place where the argument is.
         got: String,
-        /// Where it should be.
+        /// The place where the argument should be.
         allowed: String,
     },
-    /// Not possible while the stream is captured into a graph.
+    /// The call is not possible while the stream is captured into a CUDA graph.
     #[error("stream capture: {got}; allowed: {allowed}")]
     Capture {
-        /// What stands in the way.
+        /// What prevents the capture.
         got: String,
         /// How to capture instead.
         allowed: String,
     },
-    /// The CUDA driver returned an error, from this call or from earlier work that only now reports it.
+    /// The CUDA driver returned an error, for this call or for earlier work whose error only surfaces now.
     #[error("CUDA driver, {what}: {text} (CUresult {code})")]
     #[non_exhaustive]
     Driver {
-        /// What was being done.
+        /// What the library was doing.
         what: &'static str,
         /// The driver's `CUresult`.
         code: u32,
-        /// The driver's own words.
+        /// The driver's text for that code.
         text: String,
         /// The error as cudarc gave it.
         source: Option<ErrorSource>,
@@ -105,14 +105,14 @@ pub enum Error {
     #[error("{what} of {kernel}: {text}")]
     #[non_exhaustive]
     Launch {
-        /// `prepare` (load the module) or `launch`.
+        /// `prepare` (loading the kernel) or `launch`.
         what: &'static str,
-        /// The kernel, as its row prints itself.
+        /// The kernel, as [`KernelInfo`](crate::KernelInfo) prints it.
         kernel: String,
         /// What the CUDA runtime or the driver said.
         text: String,
     },
-    /// The device that was asked for is not there.
+    /// The device that was asked for does not exist.
     #[error("no device: {wanted}; {found}")]
     #[non_exhaustive]
     NoDevice {
@@ -120,19 +120,19 @@ pub enum Error {
         wanted: String,
         /// What was found instead.
         found: String,
-        /// The driver's error, where there is a driver and it does not start.
+        /// The driver's error, if there is a driver that does not start.
         source: Option<ErrorSource>,
     },
 }
 
-/// The error of another library that led to an [`Error`]: what [`std::error::Error::source`] returns.
+/// The error of another library that led to an [`Error`]. [`std::error::Error::source`] returns it.
 ///
-/// Two of them are equal when they say the same.
+/// Two sources are equal when their texts are equal.
 #[derive(Clone)]
 pub struct ErrorSource(Arc<dyn std::error::Error + Send + Sync>);
 
 impl ErrorSource {
-    /// Keeps an error.
+    /// Wraps an error.
     pub fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self(Arc::new(error))
     }

@@ -3,11 +3,15 @@
 use crate::error::{Error, Result};
 use crate::operand::MAX_RANK;
 
-/// The shape of a tensor and how many elements lie between neighbours of each dimension.
+/// The shape and the strides of a tensor. A stride is the distance between neighbours of one dimension, in elements.
 ///
-/// The innermost dimension has stride 1, strides are not negative, and the offset of every element fits an `i64`.
-/// A stride of 0 repeats the same elements (a broadcast): legal for what is read, refused for what is written.
-/// Two layouts are equal when shape and strides are.
+/// - The innermost dimension has stride 1.
+/// - Strides are not negative.
+/// - The offset of every element fits an `i64`.
+/// - A stride of 0 repeats the same elements (a broadcast). A tensor that is read may have one; a tensor that is written
+///   may not.
+///
+/// Two layouts are equal when their shapes and strides are equal.
 ///
 /// ```
 /// use hopper_attention::Layout;
@@ -26,7 +30,7 @@ pub struct Layout<const R: usize> {
 }
 
 impl<const R: usize> Layout<R> {
-    /// Row-major without gaps.
+    /// The row-major layout without gaps.
     ///
     /// # Errors
     /// [`Error::Layout`] when the number of elements does not fit an `i64`.
@@ -35,7 +39,7 @@ impl<const R: usize> Layout<R> {
         let mut elements = 1i64;
         for axis in (0..R).rev() {
             stride[axis] = elements;
-            // An empty dimension would give the outer ones stride 0; nothing is read there, but 1 keeps them regular.
+            // An empty dimension counts as 1 here. Otherwise the dimensions outside of it would have stride 0.
             let size = i64::try_from(shape[axis].max(1)).ok();
             elements = size.and_then(|size| elements.checked_mul(size)).ok_or_else(|| Error::Layout {
                 tensor: "layout",
@@ -46,10 +50,11 @@ impl<const R: usize> Layout<R> {
         Self::with_strides(shape, stride)
     }
 
-    /// Any strides, counted in elements.
+    /// The layout with these strides, counted in elements.
     ///
     /// # Errors
-    /// [`Error::Layout`] when the innermost stride is not 1, a stride is negative, or an offset does not fit an `i64`.
+    /// [`Error::Layout`] when the innermost stride is not 1, when a stride is negative, or when an offset does not fit an
+    /// `i64`.
     pub fn with_strides(shape: [usize; R], stride: [i64; R]) -> Result<Self> {
         let refuse = |allowed: &str| Error::Layout {
             tensor: "layout",
@@ -71,33 +76,35 @@ impl<const R: usize> Layout<R> {
         self.shape
     }
 
-    /// Elements between neighbours of each dimension.
+    /// The stride of each dimension, in elements.
     pub const fn stride(&self) -> [i64; R] {
         self.stride
     }
 
-    /// Elements from the first to the last one, gaps included: what a buffer must hold at least. 0 when a size is 0.
+    /// Elements from the first to the last one, gaps included. A buffer must hold at least this many. 0 when a size is 0.
     pub const fn span(&self) -> usize {
         self.span
     }
 
-    /// Whether some dimension has size 0.
+    /// Whether any dimension has size 0.
     pub fn is_empty(&self) -> bool {
         self.shape.contains(&0)
     }
 
-    /// The offset of an element from the first one, in elements; `None` outside of the shape.
+    /// The distance of an element from the first one, in elements. `None` for an index outside of the shape.
     pub fn offset(&self, index: [usize; R]) -> Option<usize> {
         if index.iter().zip(&self.shape).any(|(&i, &size)| i >= size) {
             return None;
         }
-        // In bounds, so no larger than the span, whose arithmetic was checked.
+        // The index is in bounds, so the offset is below the span. The arithmetic of the span was checked.
         Some(index.iter().zip(&self.stride).map(|(&i, &step)| i * step as usize).sum())
     }
 
-    /// Whether no two indices share an element, as whatever is written needs. Decided by nesting: each dimension must
-    /// step over all that the dimensions with smaller strides reach. (Interleaved layouts that are free of overlaps but
-    /// do not nest are taken for overlapping.)
+    /// Whether no two indices share an element. A tensor that is written must have such a layout.
+    ///
+    /// The test is that dimensions nest: each dimension's stride must be larger than the largest offset that the dimensions
+    /// with smaller strides reach together. Some interleaved layouts have no overlap and yet do not nest. For these the
+    /// answer is `false` too.
     pub fn injective(&self) -> bool {
         if self.is_empty() {
             return true;
@@ -110,16 +117,16 @@ impl<const R: usize> Layout<R> {
         let mut reach = 0;
         axes.iter().filter(|(_, size)| *size > 1).all(|&(step, size)| {
             let steps_over = step > reach;
-            reach += step * (size as i64 - 1); // no more than the span
+            reach += step * (size as i64 - 1); // below the span, so it does not overflow
             steps_over
         })
     }
 }
 
-/// A layout whose number of dimensions is known at run time: tensors of any rank in one list.
+/// A layout whose number of dimensions (rank) is known at run time, so that tensors of any rank fit in one list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DynLayout {
-    /// Padded with dimensions of size 1 and stride 1 at the end.
+    /// The layout, with dimensions of size 1 and stride 1 added at the end.
     padded: Layout<MAX_RANK>,
     rank: usize,
 }
@@ -130,7 +137,7 @@ impl DynLayout {
         &self.padded.shape[..self.rank]
     }
 
-    /// Elements between neighbours of each dimension.
+    /// The stride of each dimension, in elements.
     pub fn stride(&self) -> &[i64] {
         &self.padded.stride[..self.rank]
     }
@@ -140,7 +147,7 @@ impl DynLayout {
         self.padded.span
     }
 
-    /// Whether some dimension has size 0.
+    /// Whether any dimension has size 0.
     pub fn is_empty(&self) -> bool {
         self.padded.is_empty()
     }
@@ -150,7 +157,7 @@ impl DynLayout {
         self.padded.injective()
     }
 
-    /// Refuses a layout that uses an element twice, for a tensor that is written.
+    /// Refuses a layout in which two indices share an element. For tensors that are written.
     pub fn check_written(&self, tensor: &'static str) -> Result<()> {
         if self.injective() {
             return Ok(());
@@ -162,7 +169,7 @@ impl DynLayout {
         })
     }
 
-    /// The same layout with its rank as a type; `None` where the rank is another.
+    /// The same layout with its rank in the type. `None` where the rank is not `R`.
     pub fn typed<const R: usize>(&self) -> Option<Layout<R>> {
         let (shape, stride) = (self.shape().try_into().ok()?, self.stride().try_into().ok()?);
         Some(Layout { shape, stride, span: self.padded.span })
@@ -179,7 +186,8 @@ impl<const R: usize> From<Layout<R>> for DynLayout {
     }
 }
 
-/// `None` when the last offset, or the count up to it, does not fit.
+/// Elements from the first to the last one. `None` when the offset of the last element does not fit an `i64`, or the count
+/// does not fit.
 fn span(shape: &[usize], stride: &[i64]) -> Option<usize> {
     if shape.contains(&0) {
         return Some(0);
@@ -253,7 +261,7 @@ mod tests {
                 overlap |= !seen.insert(offset);
             }
             prop_assert_eq!(layout.span(), highest.map_or(0, |offset| offset + 1));
-            // Nesting may refuse what does not overlap, and must refuse what does.
+            // Nesting may refuse a layout without overlap. It must refuse one with an overlap.
             prop_assert!(!(overlap && layout.injective()));
         }
 

@@ -3,6 +3,8 @@
 use std::fmt;
 
 /// Where the diagonal of a causal mask or window lies when `seqlen_q != seqlen_kv`.
+///
+/// Query `q` *stands at* a key: the key on the diagonal in its row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Corner {
     /// The last query meets the last key: query `q` stands at key `q + seqlen_kv - seqlen_q`.
@@ -13,7 +15,7 @@ pub enum Corner {
 }
 
 impl Corner {
-    /// The key at which query 0 stands; may be negative.
+    /// The key at which query 0 stands. It may be negative.
     pub fn offset(self, seqlen_q: usize, seqlen_kv: usize) -> i64 {
         match self {
             Self::BottomRight => signed(seqlen_kv).saturating_sub(signed(seqlen_q)),
@@ -38,35 +40,36 @@ pub enum Mask {
     /// Every key.
     #[default]
     Full,
-    /// The keys up to the one where the query stands.
+    /// The keys up to and including the one at which the query stands (its own key).
     Causal {
-        /// Which ends of the two sequences meet.
+        /// Where query 0 stands.
         corner: Corner,
     },
-    /// The keys from `left` before to `right` after the one where the query stands, both included.
+    /// The keys from `left` before the query's own key to `right` after it, both included.
     Window {
-        /// Keys kept before the query's own; `None`: all of them.
+        /// How many keys before the query's own are kept. `None`: all of them.
         left: Option<usize>,
-        /// Keys kept after the query's own; `None`: all of them.
+        /// How many keys after the query's own are kept. `None`: all of them.
         right: Option<usize>,
-        /// Which ends of the two sequences meet.
+        /// Where query 0 stands.
         corner: Corner,
     },
 }
 
 impl Mask {
-    /// Causal with the usual corner: the last query meets the last key.
+    /// The causal mask with the default corner: the last query stands at the last key.
     pub const fn causal() -> Self {
         Self::Causal { corner: Corner::BottomRight }
     }
 
-    /// A window with the usual corner: the last query meets the last key.
+    /// A window with the default corner: the last query stands at the last key.
     pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
         Self::Window { left, right, corner: Corner::BottomRight }
     }
 
-    /// Whether query `q` of `seqlen_q` attends to key `kv` of `seqlen_kv`. This is the definition of the masks; plans
-    /// and kernels go by [`band`](Self::band), which is tested against it.
+    /// Whether query `q` of `seqlen_q` attends to key `kv` of `seqlen_kv`.
+    ///
+    /// This function defines the masks. Plans and kernels use [`band`](Self::band), which is tested against this function.
     pub fn keep(&self, q: usize, kv: usize, seqlen_q: usize, seqlen_kv: usize) -> bool {
         let kv = signed(kv);
         match *self {
@@ -80,7 +83,7 @@ impl Mask {
         }
     }
 
-    /// The mask as a band of keys around a diagonal, without the bounds that exclude nothing.
+    /// The mask as a band of keys around a diagonal. A bound that excludes no key is left out (`None`).
     pub fn band(&self, seqlen_q: usize, seqlen_kv: usize) -> Band {
         let (left, right, corner) = match *self {
             Self::Full => (None, None, Corner::TopLeft),
@@ -91,7 +94,7 @@ impl Mask {
         if seqlen_q == 0 || seqlen_kv == 0 {
             return Band { offset, left: None, right: None };
         }
-        // The last query has the highest lower bound, the first one the lowest upper bound.
+        // A lower bound excludes most for the last query, an upper bound for the first one.
         let last_own = (signed(seqlen_q) - 1).saturating_add(offset);
         let left = left.filter(|&left| last_own.saturating_sub(signed(left)) > 0);
         let right = right.filter(|&right| offset.saturating_add(signed(right)) < signed(seqlen_kv) - 1);
@@ -124,15 +127,16 @@ impl fmt::Display for Mask {
     }
 }
 
-/// A mask's keys for given lengths: query `q` keeps the keys `kv` with
-/// `q + offset - left <= kv <= q + offset + right`, where `None` is "without bound".
+/// The keys that a mask keeps for given sequence lengths.
+///
+/// Query `q` keeps the keys `kv` with `q + offset - left <= kv <= q + offset + right`. `None` stands for "no bound".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Band {
-    /// The key at which query 0 stands.
+    /// The key at which query 0 stands. It may be negative.
     pub offset: i64,
-    /// Keys kept before the query's own.
+    /// How many keys before the query's own are kept. `None`: all of them.
     pub left: Option<usize>,
-    /// Keys kept after the query's own.
+    /// How many keys after the query's own are kept. `None`: all of them.
     pub right: Option<usize>,
 }
 
@@ -145,7 +149,7 @@ impl Band {
     }
 }
 
-/// Lengths are far below 2^63; what is not saturates, which keeps every comparison right.
+/// A count as `i64`. A problem's lengths are far below 2^63. Other counts saturate, and comparisons with them stay right.
 fn signed(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }
@@ -215,7 +219,7 @@ mod tests {
                     all &= mask.keep(q, kv, seqlen_q, seqlen_kv);
                 }
             }
-            // A bound is left only where it excludes something.
+            // A bound is kept exactly where it excludes something.
             prop_assert_eq!(all, band.left.is_none() && band.right.is_none());
         }
 

@@ -1,5 +1,7 @@
-//! What a problem reads and writes, as a list: one row for each tensor. Everything that must be done once a tensor
-//! (presence, type, shape, place, overlap, kernel descriptors, the C ABI's conversion) is one loop over this list.
+//! The operands of a problem: the tensors that it reads and writes, as a list with one row for each.
+//!
+//! Whatever must be done for every tensor is one loop over this list: the checks of presence, type, shape, place and
+//! overlap, the kernels' descriptors, and the conversion of the C ABI.
 
 use std::fmt;
 use std::ops::Deref;
@@ -9,14 +11,14 @@ use arrayvec::ArrayVec;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-/// The most operands that a problem has.
+/// The most operands that a problem may have.
 pub(crate) const MAX_OPERANDS: usize = 32;
-/// The most dimensions that an operand has.
+/// The most dimensions that an operand may have.
 pub(crate) const MAX_RANK: usize = 4;
 
 macro_rules! slots {
     ($($(#[$doc:meta])* $slot:ident => $name:literal, $axes:literal;)*) => {
-        /// The name of an operand: which tensor of a pass is meant.
+        /// The name of an operand: a tensor that a pass reads or writes.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum Slot {
@@ -24,17 +26,17 @@ macro_rules! slots {
         }
 
         impl Slot {
-            /// All of them.
+            /// All slots.
             pub const ALL: &'static [Self] = &[$(Self::$slot),*];
 
-            /// What errors call it: `q`, `d_lse`, `k.stored`.
+            /// The name that errors print, such as `q`, `d_lse` or `k.stored`.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$slot => $name,)*
                 }
             }
 
-            /// The names of its dimensions, such as `[batch, seqlen, heads, head_dim]`.
+            /// The names of the tensor's dimensions, such as `[batch, seqlen, heads, head_dim]`.
             pub const fn axes(self) -> &'static str {
                 match self {
                     $(Self::$slot => $axes,)*
@@ -61,9 +63,9 @@ slots! {
     DescaleK => "descale_k", "[batch, heads, blocks]";
     /// The descale factors of e4m3 values.
     DescaleV => "descale_v", "[batch, heads, blocks]";
-    /// What an e4m3 output is multiplied by before it is rounded.
+    /// The factor that an e4m3 output is multiplied by before it is rounded.
     ScaleO => "scale_o", "[number]";
-    /// The largest magnitude of the output.
+    /// The largest magnitude of the output, before it is scaled and rounded.
     Amax => "amax", "[number]";
     /// The gradient of the output.
     DO => "d_o", "[batch, seqlen, heads, head_dim]";
@@ -79,32 +81,32 @@ slots! {
     QValues => "q.values", "[batch, seqlen, heads, head_dim]";
     /// Quantised queries.
     QStored => "q.stored", "[batch, seqlen, heads, head_dim]";
-    /// The factors of the queries, written.
+    /// Descale factors of the queries, which the quantiser makes and writes.
     QDescale => "q.descale", "[batch, heads, blocks]";
-    /// The factors of the queries, read.
+    /// Descale factors of the queries, which the caller gives and the quantiser reads.
     QDescaleGiven => "q.descale", "[batch, heads, blocks]";
     /// Keys to quantise.
     KValues => "k.values", "[batch, seqlen, heads, head_dim]";
     /// Quantised keys.
     KStored => "k.stored", "[batch, seqlen, heads, head_dim]";
-    /// The factors of the keys, written.
+    /// Descale factors of the keys, which the quantiser makes and writes.
     KDescale => "k.descale", "[batch, heads, blocks]";
-    /// The factors of the keys, read.
+    /// Descale factors of the keys, which the caller gives and the quantiser reads.
     KDescaleGiven => "k.descale", "[batch, heads, blocks]";
     /// Values to quantise.
     VValues => "v.values", "[batch, seqlen, heads, head_dim]";
     /// Quantised values.
     VStored => "v.stored", "[batch, seqlen, heads, head_dim]";
-    /// The factors of the values, written.
+    /// Descale factors of the values, which the quantiser makes and writes.
     VDescale => "v.descale", "[batch, heads, blocks]";
-    /// The factors of the values, read.
+    /// Descale factors of the values, which the caller gives and the quantiser reads.
     VDescaleGiven => "v.descale", "[batch, heads, blocks]";
-    /// How many elements of q, k and v were saturated, and how many were not finite.
+    /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
 }
 
 impl Slot {
-    /// How many dimensions it has.
+    /// The number of dimensions.
     pub const fn rank(self) -> usize {
         let (axes, mut commas, mut at) = (self.axes().as_bytes(), 0, 0);
         while at < axes.len() {
@@ -121,7 +123,7 @@ impl fmt::Display for Slot {
     }
 }
 
-/// Some slots: the optional operands that a problem was asked for.
+/// A set of slots, such as the optional operands that a problem was made with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct SlotSet(u64);
 
@@ -134,12 +136,12 @@ impl SlotSet {
         Self(if present { self.0 | bit } else { self.0 & !bit })
     }
 
-    /// Whether a slot is one of them.
+    /// Whether the set contains a slot.
     pub const fn contains(self, slot: Slot) -> bool {
         self.0 & 1 << slot as u64 != 0
     }
 
-    /// Refuses a slot that is none of a problem's optional operands.
+    /// Refuses a set with a slot that is not in `optional`, the optional operands of a problem.
     pub fn check_among(self, optional: &[Slot]) -> Result<()> {
         match self.iter().find(|slot| !optional.contains(slot)) {
             None => Ok(()),
@@ -151,13 +153,13 @@ impl SlotSet {
         }
     }
 
-    /// All of them.
+    /// The slots of the set.
     pub fn iter(self) -> impl Iterator<Item = Slot> {
         Slot::ALL.iter().copied().filter(move |&slot| self.contains(slot))
     }
 }
 
-/// Something of each of some operands, such as the tensor that was given.
+/// A map from slots to values, such as the tensors that were given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SlotMap<T>(ArrayVec<(Slot, T), MAX_OPERANDS>);
 
@@ -170,7 +172,7 @@ impl<T> Default for SlotMap<T> {
 }
 
 impl<T> SlotMap<T> {
-    /// Puts it in, in place of what was there before.
+    /// Sets the value of a slot. An earlier value is replaced.
     pub fn set(&mut self, slot: Slot, value: T) {
         match self.0.iter_mut().find(|(given, _)| *given == slot) {
             Some((_, place)) => *place = value,
@@ -178,56 +180,67 @@ impl<T> SlotMap<T> {
         }
     }
 
-    /// Takes it out.
+    /// Removes the value of a slot, if there is one.
     pub fn remove(&mut self, slot: Slot) {
         self.0.retain(|(given, _)| *given != slot);
     }
 
-    /// What is there of an operand.
+    /// The value of a slot.
     pub fn get(&self, slot: Slot) -> Option<&T> {
         self.iter().find(|(given, _)| *given == slot).map(|(_, value)| value)
     }
 
-    /// All of it, in the order in which it was put in.
+    /// All slots that have a value, in the order in which they were first set.
     pub fn iter(&self) -> std::slice::Iter<'_, (Slot, T)> {
         self.0.iter()
     }
 
-    /// As [`iter`](Self::iter), to be changed.
+    /// As [`iter`](Self::iter), with values that may be changed.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "addresses of cudarc's views are taken by `&mut`"))]
     pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, (Slot, T)> {
         self.0.iter_mut()
     }
 }
 
-/// The operands that arguments are given one by one: `setter: way tensor<type, rank> as slot`, each of which becomes a method of
-/// the pass's arguments. (`run/args.rs` expands them; they stand here so that an operand is described in one place.)
+/// The operands that have a setter of their own in the arguments of a pass.
+///
+/// An entry is `setter: access tensor<type, rank> as slot`. It becomes a method with the name `setter`. `run/args.rs` expands
+/// the entries. They stand here so that everything about an operand is in one file.
 macro_rules! operand_setters {
     (ForwardArgs, $expand:ident) => {
         $expand! { ForwardArgs
-            /// The log-sum-exp of each row of scores, natural log, `[batch, heads_q, seqlen_q]`: given exactly when the problem
-            /// was made with [`lse(true)`](crate::ForwardProblemBuilder::lse).
+            /// The log-sum-exp of each query, written: natural logarithm, `[batch, heads_q, seqlen_q]`.
+            ///
+            /// It must be given exactly when the problem was made with [`lse(true)`](crate::ForwardProblemBuilder::lse).
             lse: write TensorMut<f32, 3> as Lse;
-            /// What O is multiplied by before it is rounded to e4m3, `[1]`: given exactly when the output is e4m3. What is
-            /// beyond 448 then is stored as 448.
+            /// The factor that O is multiplied by before it is rounded to e4m3, `[1]`.
+            ///
+            /// It must be given exactly when the output is e4m3. A product with a magnitude above 448 is stored as 448.
             scale_o: read TensorRef<f32, 1> as ScaleO;
-            /// The largest magnitude of O, `[1]`: given exactly when the problem was made with
-            /// [`amax(true)`](crate::ForwardProblemBuilder::amax).
+            /// The largest magnitude of O, written, `[1]`.
+            ///
+            /// It must be given exactly when the problem was made with [`amax(true)`](crate::ForwardProblemBuilder::amax).
             amax: write TensorMut<f32, 1> as Amax;
         }
     };
     (BackwardArgs, $expand:ident) => {
         $expand! { BackwardArgs
-            /// The gradient of the log-sum-exp, `[batch, heads_q, seqlen_q]`: given exactly when the problem was made with
-            /// [`d_lse(true)`](crate::BackwardProblemBuilder::d_lse).
+            /// The gradient of the log-sum-exp, `[batch, heads_q, seqlen_q]`.
+            ///
+            /// It must be given exactly when the problem was made with [`d_lse(true)`](crate::BackwardProblemBuilder::d_lse).
             d_lse: read TensorRef<f32, 3> as DLse;
         }
     };
     (QuantizeArgs, $expand:ident) => {
         $expand! { QuantizeArgs
-            /// Where to count, `[3, 2]`: for q, k and v, the elements whose magnitude was too large and was stored as 448 (or
-            /// 14, see [`Quantizer`](crate::Quantizer)), and those that were not finite and were stored as NaN (with incoherent
-            /// processing, after the rotation). In f32, so exact up to 2^24. 0 for what was not quantised.
+            /// Two numbers for each of q, k and v, written, `[3, 2]`:
+            ///
+            /// 1. the elements whose magnitude was too large, so that they were stored as 448 (or 14, see
+            ///    [`Quantizer`](crate::Quantizer));
+            /// 2. the elements that were not finite, so that they were stored as NaN.
+            ///
+            /// With incoherent processing, elements are counted after the rotation. The numbers are f32, so they are exact up
+            /// to 2^24. They are 0 for a tensor that is not quantised.
             counts: write TensorMut<f32, 2> as Counts;
         }
     };
@@ -238,41 +251,42 @@ pub(crate) use operand_setters;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Access {
-    /// It is only read.
+    /// The pass only reads the operand.
     Read,
-    /// Every element is written.
+    /// The pass writes every element of the operand.
     Write,
 }
 
-/// Whether an operand is given to a run.
+/// Whether the caller gives an operand to a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Presence {
-    /// Always.
+    /// The caller must give the operand.
     Required,
-    /// Never: the problem was made without what the operand belongs to.
+    /// The caller must not give the operand: the problem was made without the option that the operand belongs to.
     Refused,
-    /// As the caller likes.
+    /// The caller may give the operand or not.
     Optional,
 }
 
-/// One row of a problem's list: a tensor that the problem reads or writes.
+/// One row of a problem's list of operands: a tensor that the problem reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {
     slot: Slot,
     dtype: DType,
     access: Access,
     presence: Presence,
-    /// What the problem must have been made with for this operand to be there, in words; empty where it always is.
+    /// The option or kind of problem that the operand belongs to, as errors print it. Empty where every problem has the
+    /// operand.
     belongs_to: &'static str,
-    /// Whether an option of the problem asks for it.
+    /// Whether the operand belongs to an option of the problem, and not to its kind.
     is_option: bool,
     shape: [usize; MAX_RANK],
     rank: usize,
 }
 
 impl Operand {
-    /// A tensor that is read, whatever the problem's options.
+    /// A tensor that is read, with any options of the problem.
     pub(crate) fn read<const R: usize>(slot: Slot, dtype: DType, shape: [usize; R]) -> Self {
         const { assert!(R >= 1 && R <= MAX_RANK) };
         debug_assert!(R == slot.rank());
@@ -282,53 +296,54 @@ impl Operand {
         Self { slot, dtype, access, presence, belongs_to: "", is_option: false, shape: padded, rank: R }
     }
 
-    /// A tensor that is written, whatever the problem's options.
+    /// A tensor that is written, with any options of the problem.
     pub(crate) fn write<const R: usize>(slot: Slot, dtype: DType, shape: [usize; R]) -> Self {
         Self { access: Access::Write, ..Self::read(slot, dtype, shape) }
     }
 
-    /// The same tensor, given exactly when the problem was made with `option`.
+    /// The same tensor, as one that must be given exactly when the problem was made with `option`.
     pub(crate) fn when(self, made_with: bool, option: &'static str) -> Self {
         Self { is_option: true, ..self.of_kind(made_with, option) }
     }
 
-    /// The same tensor, given exactly for problems of one kind.
+    /// The same tensor, as one that must be given exactly for problems of the kind `kind`.
     pub(crate) fn of_kind(self, is_of_kind: bool, kind: &'static str) -> Self {
         let presence = if is_of_kind { Presence::Required } else { Presence::Refused };
         Self { presence, belongs_to: kind, ..self }
     }
 
-    /// The same tensor, given or not as the caller likes.
+    /// The same tensor, as one that the caller may give or not.
     pub(crate) fn optional(self) -> Self {
         Self { presence: Presence::Optional, ..self }
     }
 
-    /// Which tensor it is.
+    /// The operand's name.
     pub fn slot(&self) -> Slot {
         self.slot
     }
 
-    /// The type of its elements.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Whether it is read or written.
+    /// Whether the tensor is read or written.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Whether a run must be given it.
+    /// Whether the caller must, must not or may give the tensor to a run.
     pub fn presence(&self) -> Presence {
         self.presence
     }
 
-    /// Whether it must be given, and not because an option of the problem asks for it.
+    /// Whether the tensor must be given for every choice of the problem's options.
     pub fn is_always_required(&self) -> bool {
         self.presence == Presence::Required && !self.is_option
     }
 
-    /// What a problem must have been made with to have it, such as `lse(true)`; empty where every problem has it.
+    /// The option or kind of problem that the operand belongs to, such as `lse(true)`. Empty where every problem has the
+    /// operand.
     pub(crate) fn belongs_to(&self) -> &'static str {
         self.belongs_to
     }
@@ -349,7 +364,7 @@ impl Operands {
         Self(operands.into_iter().collect())
     }
 
-    /// The row of an operand; `None` for one of another pass.
+    /// The row with this name. `None` for an operand of another pass.
     pub fn find(&self, slot: Slot) -> Option<&Operand> {
         self.0.iter().find(|operand| operand.slot == slot)
     }

@@ -1,13 +1,14 @@
-//! How many elements share a descale factor.
+//! Which elements of an e4m3 tensor share a descale factor: [`Scaling`].
 
 use std::fmt;
 
-/// Rows (queries of Q, keys of K and V) that share a factor under [`Scaling::PerBlock`].
+/// Rows (queries of Q, keys of K and V) that share a descale factor under [`Scaling::PerBlock`].
 pub const SCALE_BLOCK: usize = 128;
 
-/// How many elements of e4m3 operands share an f32 descale factor: a real value is `stored * descale`.
+/// Which elements of an e4m3 operand share an f32 descale factor. A real value is `stored * descale`.
 ///
-/// Factors are tensors `[batch, heads, blocks]`, with sizes of 1 where all share one:
+/// The factors of an operand are a tensor `[batch, heads, blocks]`. A dimension has size 1 where all of its entries share
+/// the factor:
 ///
 /// | | `descale_q` | `descale_k`, `descale_v` |
 /// |---|---|---|
@@ -15,22 +16,22 @@ pub const SCALE_BLOCK: usize = 128;
 /// | per head | `[batch, heads_kv, 1]` | `[batch, heads_kv, 1]` |
 /// | per block | `[batch, heads_q, ceil(seqlen_q / 128)]` | `[batch, heads_kv, ceil(seqlen_kv / 128)]` |
 ///
-/// Per head, the query heads that read a key head share its factor of Q. Per block, block `i` is the rows `128 * i` to
-/// `128 * i + 127` of one head, as far as they exist.
+/// - Per head, all query heads that read one key head share one factor of Q.
+/// - Per block, block `i` of a head has the rows `128 * i` to `128 * i + 127`. The last block may be shorter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Scaling {
     /// One factor for each of Q, K and V.
     #[default]
     PerTensor,
-    /// One for each sequence and key head.
+    /// One factor for each sequence and key head.
     PerHead,
-    /// One for each block of 128 rows of a head.
+    /// One factor for each block of 128 rows of a head.
     PerBlock,
 }
 
 impl Scaling {
-    /// All of them, from coarse to fine.
+    /// All scalings, from coarse to fine.
     pub const ALL: [Self; 3] = [Self::PerTensor, Self::PerHead, Self::PerBlock];
 
     /// The name that [`Display`](fmt::Display) prints: `per-tensor`, `per-head` or `per-block`.
@@ -42,8 +43,10 @@ impl Scaling {
         }
     }
 
-    /// Where the factor of a row is, `[batch, head, block]`, in a tensor that has `group` heads to a key head: 1 for K and V,
-    /// `heads_q / heads_kv` for Q.
+    /// The index `[batch, head, block]` of a row's factor in the tensor of factors.
+    ///
+    /// `batch`, `head` and `token` name the row. `group` is the number of heads for each key head: `heads_q / heads_kv` for Q,
+    /// 1 for K and V.
     pub const fn index(self, batch: usize, head: usize, group: usize, token: usize) -> [usize; 3] {
         match self {
             Self::PerTensor => [0, 0, 0],

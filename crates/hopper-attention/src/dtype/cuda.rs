@@ -1,4 +1,4 @@
-//! Memory of a GPU whose element type is known at run time: cudarc's views of every element type in one list.
+//! GPU memory whose element type is known at run time only: an enum with one cudarc view for each element type.
 
 use std::sync::Arc;
 
@@ -28,7 +28,8 @@ macro_rules! views {
                 }
             }
 
-            /// The address. The stream waits for earlier writes; the guard's drop records this use.
+            /// The address, and a guard. The stream waits for earlier writes now. The guard records this use when it is
+            /// dropped.
             pub fn device_ptr<'s>(&'s self, stream: &'s CudaStream) -> (u64, SyncOnDrop<'s>) {
                 match self {
                     $(Self::$name(view) => view.device_ptr(stream),)*
@@ -44,7 +45,8 @@ macro_rules! views {
                 }
             }
 
-            /// The address. The stream waits for every earlier use; the guard's drop records this use.
+            /// The address, and a guard. The stream waits for all earlier uses now. The guard records this use when it is
+            /// dropped.
             pub fn device_ptr_mut<'s>(&'s mut self, stream: &'s CudaStream) -> (u64, SyncOnDrop<'s>) {
                 match self {
                     $(Self::$name(view) => view.device_ptr_mut(stream),)*
@@ -64,13 +66,13 @@ macro_rules! views {
     };
 }
 
-/// What the GPU side asks of an element.
+/// What the feature `cuda` needs of an element type.
 pub trait Device: DeviceRepr + Sized {
-    /// A view whose type is its tag.
+    /// The same view, with the element type as the enum's variant.
     #[doc(hidden)]
     fn any_view(view: CudaView<'_, Self>) -> AnyView<'_>;
 
-    /// As [`any_view`](Self::any_view), of memory that is written.
+    /// As [`any_view`](Self::any_view), for memory that is written.
     #[doc(hidden)]
     fn any_view_mut(view: CudaViewMut<'_, Self>) -> AnyViewMut<'_>;
 }

@@ -1,4 +1,4 @@
-//! Element types: the run-time tag [`DType`] and the sealed traits that tie it to Rust types.
+//! Element types: the run-time tag [`DType`], and sealed traits that tie each tag to a Rust type.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -10,13 +10,19 @@ pub(crate) use cuda::{AnyView, AnyViewMut};
 pub use float8::F8E4M3 as E4M3;
 pub use half::{bf16, f16};
 
-/// The largest value of [`E4M3`]. (Its crate's own constant is 416, which is wrong; nothing here reads that.)
+/// The largest value of [`E4M3`]: 448.
+///
+/// The `float8` crate has a constant of its own, 416, which is wrong. Nothing here reads that constant.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// The largest magnitude of Q and K, as they are stored, of a problem with
-/// [`half_scores`](crate::ForwardProblemBuilder::half_scores): 448 / 32. A sum of 128 products of two such numbers is at most 25088,
-/// within f16, whose largest value is 65504. It costs next to nothing, since the precision of [`E4M3`] is relative: it is
-/// what is below 1/896 of the largest magnitude that shares a factor, in place of 1/28672, that keeps less than three bits.
+/// The largest magnitude of a stored element of Q and K for which scores may be summed in f16: 14, which is 448 / 32.
+///
+/// It belongs to [`half_scores`](crate::ForwardProblemBuilder::half_scores). A sum of 128 products of two such numbers is at
+/// most 25088. The largest f16 is 65504, so the sum fits.
+///
+/// The smaller range costs little precision, because the precision of [`E4M3`] is relative. Elements lose mantissa bits only
+/// below 1/896 of the largest magnitude that shares their descale factor. With a largest value of 448, this limit would be
+/// 1/28672.
 pub const E4M3_HALF_SCORES_MAX: f32 = 14.0;
 
 /// The element types that tensors may have.
@@ -34,7 +40,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes an element takes.
+    /// Size of one element, in bytes.
     pub const fn bytes(self) -> usize {
         match self {
             Self::E4M3 => 1,
@@ -63,7 +69,7 @@ impl fmt::Display for DType {
 mod sealed {
     pub trait Sealed {}
 
-    /// What the GPU side asks of an element; nothing when there is no GPU side.
+    /// What the feature `cuda` needs of an element type. Without `cuda` every type satisfies it.
     #[cfg(feature = "cuda")]
     pub use super::cuda::Device;
     #[cfg(not(feature = "cuda"))]
@@ -72,23 +78,29 @@ mod sealed {
     impl<T> Device for T {}
 }
 
-/// A type that a tensor may hold. Sealed, so that [`DTYPE`](Self::DTYPE) can never disagree with the type's bytes.
+/// A type that the elements of a tensor may have.
+///
+/// The trait is sealed, so that [`DTYPE`](Self::DTYPE) always agrees with the bytes of the type.
 pub trait Element: sealed::Sealed + sealed::Device + Copy + Default + Send + Sync + fmt::Debug + 'static {
     /// The run-time tag of this type.
     const DTYPE: DType;
 
-    /// The value as f32 (exact for every type here).
+    /// The value as f32. Exact for every type here.
     fn to_f32(self) -> f32;
 
-    /// The nearest value of this type, ties to even. [`E4M3`], which has no infinities, saturates: what is beyond 448
-    /// becomes 448, infinities included, as the hardware's conversion does. A NaN stays one.
+    /// The nearest value of this type, ties to even. A NaN stays a NaN.
+    ///
+    /// [`E4M3`] has no infinities. It saturates as the hardware's conversion does: magnitudes above 448, infinities
+    /// included, become 448.
     fn from_f32(value: f32) -> Self;
 }
 
-/// The types of Q, K and V that have gradients: `f16`, `bf16`, and on the CPU `f32`. ([`E4M3`] operands have none.)
+/// The types of Q, K and V that have gradients: `f16`, `bf16`, and on the CPU `f32`. [`E4M3`] has none.
 pub trait Float: Element + OutputOf<Self> {}
 
-/// What O may be where Q, K and V are of type `T`: of [`E4M3`] operands `bf16`, `f16` or [`E4M3`], of others their own type.
+/// The types that O may have where Q, K and V have type `T`.
+///
+/// For [`E4M3`] these are `bf16`, `f16` and [`E4M3`]. For any other type it is the type itself.
 pub trait OutputOf<T: Element>: Element {}
 
 macro_rules! float {
@@ -119,7 +131,7 @@ element! {
     f16 => F16, |x| x.to_f32(), f16::from_f32;
     bf16 => BF16, |x| x.to_f32(), bf16::from_f32;
     f32 => F32, |x| x, std::convert::identity;
-    // By path: its own takes a reference, so that `x.to_f32()` would be this one again.
+    // By path: `E4M3`'s own method takes a reference, so `x.to_f32()` would call this trait method again, without end.
     E4M3 => E4M3, |x| E4M3::to_f32(&x), E4M3::from_f32;
 }
 
@@ -140,7 +152,8 @@ mod tests {
         check::<E4M3>("e4m3");
     }
 
-    /// e4m3 by its definition: 4 exponent bits of bias 7, 3 mantissa bits, no infinities, NaN where all of them are set.
+    /// The value of a code by the definition of e4m3: 4 exponent bits with bias 7, 3 mantissa bits, no infinities. A code
+    /// whose exponent and mantissa bits are all set is NaN.
     fn defined(code: u8) -> f64 {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
         let magnitude = match (exponent, code & 7) {
@@ -156,7 +169,7 @@ mod tests {
         for code in 0..=u8::MAX {
             let (got, want) = (E4M3::from_bits(code), defined(code));
             assert!(f64::from(Element::to_f32(got)) == want || (got.is_nan() && want.is_nan()), "{code:#x}");
-            // And back, the sign of a zero included; one NaN is as good as the other.
+            // And back, including the sign of a zero. Either NaN is accepted.
             let back = <E4M3 as Element>::from_f32(Element::to_f32(got));
             assert!(back.to_bits() == code || (back.is_nan() && want.is_nan()), "{code:#x}");
         }

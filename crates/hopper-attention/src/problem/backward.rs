@@ -1,4 +1,4 @@
-//! What a backward pass is to compute: [`BackwardProblem`].
+//! What a backward pass computes: [`BackwardProblem`], and the builder that checks it.
 
 use std::fmt;
 
@@ -9,9 +9,10 @@ use crate::error::{Error, Result};
 use crate::mask::Mask;
 use crate::operand::{Operand, Operands, Slot, SlotSet};
 
-/// The gradients of a forward pass with respect to Q, K and V: the forward problem itself, and options of its own.
+/// A backward pass: the gradients of a forward pass with respect to Q, K and V.
 ///
-/// Of the forward pass it needs the output and the log-sum-exp, so [`forward`](Self::forward) always wants the latter.
+/// It holds the forward problem, and options of its own. The backward pass reads the forward's output and log-sum-exp
+/// (LSE). So the problem that [`forward`](Self::forward) returns always has the LSE as an output.
 ///
 /// ```
 /// use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask};
@@ -31,7 +32,7 @@ pub struct BackwardProblem {
     deterministic: bool,
 }
 
-/// The options of a [`BackwardProblem`], which [`build`](Self::build) checks.
+/// The options of a [`BackwardProblem`]. [`build`](Self::build) checks them.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct BackwardProblemBuilder {
@@ -42,28 +43,31 @@ pub struct BackwardProblemBuilder {
 }
 
 impl BackwardProblemBuilder {
-    /// Whether a gradient of the LSE is an input, f32, `[batch, heads_q, seqlen_q]` (default: no). It is for what uses the
-    /// LSE itself, such as ring attention and auxiliary losses.
+    /// Whether the gradient of the LSE is an input: f32, `[batch, heads_q, seqlen_q]` (default: no).
+    ///
+    /// It is needed where the loss depends on the LSE itself, as in ring attention and some auxiliary losses.
     pub fn d_lse(self, given: bool) -> Self {
         self.operand(Slot::DLse, given)
     }
 
-    /// Whether there is an optional operand, by its name: `operand(Slot::DLse, true)` is `d_lse(true)`.
+    /// Adds or removes an optional operand by its name. `operand(Slot::DLse, true)` is the same as `d_lse(true)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
 
-    /// Whether the same inputs, plan and device must give the same bits (default: no). On an H200 it costs up to 4% without a
-    /// mask and 3 to 11% under a causal one, from 512 to 16k tokens (`benches/LOG.md`, 18). The CPU keeps it in any case.
+    /// Whether the same inputs, plan and device must give the same bits (default: no).
+    ///
+    /// On an H200, with 512 to 16k tokens, this takes up to 4% more time without a mask and 3 to 11% more with a causal mask
+    /// (`benches/LOG.md`, entry 18). On the CPU results repeat in any case.
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
     }
 
-    /// Checks everything.
+    /// Checks the options and makes the problem.
     ///
     /// # Errors
-    /// [`Error::Dtype`] for a forward pass of e4m3 operands, which has no gradients; [`Error::Value`] for an operand that no
-    /// backward pass may be asked for.
+    /// - [`Error::Dtype`] for a forward problem with e4m3 operands, which has no gradients.
+    /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass.
     pub fn build(self) -> Result<BackwardProblem> {
         let Self { forward, asked_for, deterministic } = self;
         asked_for.check_among(&[Slot::DLse])?;
@@ -77,18 +81,18 @@ impl BackwardProblemBuilder {
 }
 
 impl BackwardProblem {
-    /// The gradients of this forward pass, whether or not it was made with its LSE.
+    /// A builder for the gradients of this forward problem. `forward` need not have the LSE as an output.
     pub fn builder(forward: &ForwardProblem) -> BackwardProblemBuilder {
         BackwardProblemBuilder { forward: forward.clone(), asked_for: SlotSet::default(), deterministic: false }
     }
 
-    /// The options of this problem, to make another one of them.
+    /// A builder with the options of this problem, to make a similar one.
     pub fn to_builder(&self) -> BackwardProblemBuilder {
         let Self { forward, asked_for, deterministic } = self.clone();
         BackwardProblemBuilder { forward, asked_for, deterministic }
     }
 
-    /// What it reads and writes. Gradients are overwritten, not added to.
+    /// The tensors that the pass reads and writes. Gradients are overwritten, not added to.
     pub fn operands(&self) -> Operands {
         let dtype = self.dtype();
         Operands::of([
@@ -105,22 +109,22 @@ impl BackwardProblem {
         ])
     }
 
-    /// The forward pass that leaves what this one reads.
+    /// The forward problem whose outputs (O and the LSE) this pass reads.
     pub fn forward(&self) -> &ForwardProblem {
         &self.forward
     }
 
-    /// Whether an optional operand was asked for.
+    /// Whether the problem was made with this optional operand.
     pub fn wants(&self, slot: Slot) -> bool {
         self.asked_for.contains(slot)
     }
 
-    /// Whether a gradient of the LSE is an input.
+    /// Whether the gradient of the LSE is an input.
     pub fn takes_d_lse(&self) -> bool {
         self.wants(Slot::DLse)
     }
 
-    /// Whether the same bits are asked for on every run.
+    /// Whether every run must give the same bits.
     pub fn is_deterministic(&self) -> bool {
         self.deterministic
     }
@@ -135,7 +139,7 @@ impl BackwardProblem {
         self.forward.dims()
     }
 
-    /// The forward pass's mask.
+    /// The mask of the forward pass.
     pub fn mask(&self) -> Mask {
         self.forward.mask()
     }
@@ -145,33 +149,33 @@ impl BackwardProblem {
         self.forward.softmax_scale()
     }
 
-    /// Whether there is no gradient to compute. (A problem with keys and no queries has some: zeros.)
+    /// Whether there is no gradient to compute. A problem with keys and no queries is not empty: dK and dV are zeros.
     pub fn is_empty(&self) -> bool {
         let dims = self.dims();
         dims.batch == 0 || (dims.seqlen_q == 0 && dims.seqlen_kv == 0)
     }
 
-    /// `[batch, seqlen_q, heads_q, head_dim_vo]`, as O.
+    /// The shape of dO, the same as that of O: `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub fn d_o_shape(&self) -> [usize; 4] {
         self.forward.o_shape()
     }
 
-    /// `[batch, heads_q, seqlen_q]`, as the LSE.
+    /// The shape of dLSE, the same as that of the LSE: `[batch, heads_q, seqlen_q]`.
     pub fn d_lse_shape(&self) -> [usize; 3] {
         self.forward.lse_shape()
     }
 
-    /// `[batch, seqlen_q, heads_q, head_dim_qk]`, as Q.
+    /// The shape of dQ, the same as that of Q: `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub fn d_q_shape(&self) -> [usize; 4] {
         self.forward.q_shape()
     }
 
-    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`, as K.
+    /// The shape of dK, the same as that of K: `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub fn d_k_shape(&self) -> [usize; 4] {
         self.forward.k_shape()
     }
 
-    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`, as V.
+    /// The shape of dV, the same as that of V: `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub fn d_v_shape(&self) -> [usize; 4] {
         self.forward.v_shape()
     }

@@ -2,13 +2,20 @@
 
 use crate::error::{Error, Result};
 
-/// Both lengths together stay below this, so that kernels may count keys and mask bounds in 32 bits.
+/// `seqlen_q + seqlen_kv` stays below this, so that kernels may count keys and mask bounds in 32 bits.
 const SEQLEN_SUM_END: usize = 1 << 30;
 
 /// The sizes of a problem.
 ///
-/// Q is `[batch, seqlen_q, heads_q, head_dim_qk]`, K `[batch, seqlen_kv, heads_kv, head_dim_qk]`,
-/// V `[batch, seqlen_kv, heads_kv, head_dim_vo]`, O `[batch, seqlen_q, heads_q, head_dim_vo]`.
+/// | tensor | shape |
+/// |---|---|
+/// | Q | `[batch, seqlen_q, heads_q, head_dim_qk]` |
+/// | K | `[batch, seqlen_kv, heads_kv, head_dim_qk]` |
+/// | V | `[batch, seqlen_kv, heads_kv, head_dim_vo]` |
+/// | O | `[batch, seqlen_q, heads_q, head_dim_vo]` |
+///
+/// The sizes are checked when a problem is built, not here:
+/// `seqlen_q + seqlen_kv < 2^30`, `batch * heads_q < 2^31`, and every head dim is below 2^31.
 ///
 /// ```
 /// use hopper_attention::Dims;
@@ -19,24 +26,24 @@ const SEQLEN_SUM_END: usize = 1 << 30;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Dims {
-    /// Sequences in the batch; may be 0.
+    /// Sequences in the batch. May be 0.
     pub batch: usize,
-    /// Queries in a sequence; may be 0.
+    /// Queries in a sequence. May be 0.
     pub seqlen_q: usize,
-    /// Keys in a sequence; may be 0.
+    /// Keys in a sequence. May be 0.
     pub seqlen_kv: usize,
-    /// Query heads, a multiple of `heads_kv`: head `h` reads key head `h / (heads_q / heads_kv)`.
+    /// Query heads, a multiple of `heads_kv`. Query head `h` reads key head `h / (heads_q / heads_kv)`.
     pub heads_q: usize,
-    /// Key and value heads.
+    /// Key and value heads, at least 1.
     pub heads_kv: usize,
-    /// Length of a query and of a key.
+    /// Elements in the vector of a query or a key, at least 1.
     pub head_dim_qk: usize,
-    /// Length of a value and of an output.
+    /// Elements in the vector of a value or an output, at least 1.
     pub head_dim_vo: usize,
 }
 
 impl Dims {
-    /// Self-attention: as many keys as queries, as many key heads as query heads, and values as long as keys.
+    /// The sizes of self-attention: as many keys as queries, as many key heads as query heads, and one head dim for all.
     pub const fn new(batch: usize, seqlen: usize, heads: usize, head_dim: usize) -> Self {
         Self {
             batch,
@@ -49,49 +56,49 @@ impl Dims {
         }
     }
 
-    /// The same sizes with so many sequences.
+    /// The same sizes with another number of sequences.
     #[must_use]
     pub const fn with_batch(self, batch: usize) -> Self {
         Self { batch, ..self }
     }
 
-    /// The same sizes with so many queries in a sequence.
+    /// The same sizes with another number of queries in a sequence.
     #[must_use]
     pub const fn with_seqlen_q(self, seqlen_q: usize) -> Self {
         Self { seqlen_q, ..self }
     }
 
-    /// The same sizes with so many keys in a sequence.
+    /// The same sizes with another number of keys in a sequence.
     #[must_use]
     pub const fn with_seqlen_kv(self, seqlen_kv: usize) -> Self {
         Self { seqlen_kv, ..self }
     }
 
-    /// The same sizes with so many query heads.
+    /// The same sizes with another number of query heads.
     #[must_use]
     pub const fn with_heads_q(self, heads_q: usize) -> Self {
         Self { heads_q, ..self }
     }
 
-    /// The same sizes with so many key heads.
+    /// The same sizes with another number of key heads.
     #[must_use]
     pub const fn with_heads_kv(self, heads_kv: usize) -> Self {
         Self { heads_kv, ..self }
     }
 
-    /// The same sizes with queries and keys of this length.
+    /// The same sizes with another head dim of Q and K.
     #[must_use]
     pub const fn with_head_dim_qk(self, head_dim_qk: usize) -> Self {
         Self { head_dim_qk, ..self }
     }
 
-    /// The same sizes with values of this length.
+    /// The same sizes with another head dim of V and O.
     #[must_use]
     pub const fn with_head_dim_vo(self, head_dim_vo: usize) -> Self {
         Self { head_dim_vo, ..self }
     }
 
-    /// Query heads that read one key head.
+    /// The number of query heads that read one key head: `heads_q / heads_kv`.
     pub const fn group_size(&self) -> usize {
         self.heads_q / self.heads_kv
     }

@@ -1,4 +1,4 @@
-//! What a forward pass is to compute: [`ForwardProblem`], and the builder that checks it.
+//! What a forward pass computes: [`ForwardProblem`], and the builder that checks it.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -12,10 +12,10 @@ use crate::mask::Mask;
 use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::Scaling;
 
-/// The forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
+/// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
 ///
-/// It holds numbers and no memory, is checked when it is built, and is the same for every device. It may be the key of a map
-/// of plans.
+/// A problem holds numbers and no memory. It is checked when it is built. It does not depend on a device. It implements
+/// `Eq` and `Hash`, so that a program can keep a map from problems to plans.
 ///
 /// ```
 /// use hopper_attention::{DType, Dims, ForwardProblem, Mask};
@@ -34,11 +34,11 @@ pub struct ForwardProblem {
     /// The optional operands that were asked for.
     asked_for: SlotSet,
     arch: Option<Arch>,
-    /// Of e4m3 operands alone.
+    /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
 }
 
-/// A finite factor above 0: equal to another one exactly where the bits are.
+/// A finite factor above 0. Two of them are equal when their bits are.
 #[derive(Clone, Copy, Debug)]
 struct Scale(f32);
 
@@ -56,7 +56,7 @@ impl Hash for Scale {
     }
 }
 
-/// The options of a [`ForwardProblem`], which [`build`](Self::build) checks.
+/// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct ForwardProblemBuilder {
@@ -82,57 +82,71 @@ impl ForwardProblemBuilder {
         Self { softmax_scale: Some(softmax_scale), ..self }
     }
 
-    /// Whether the log-sum-exp of each row is an output: natural log, f32, `[batch, heads_q, seqlen_q]` (default: no).
+    /// Whether the log-sum-exp of each query is an output: natural log, f32, `[batch, heads_q, seqlen_q]` (default: no).
     pub fn lse(self, wanted: bool) -> Self {
         self.operand(Slot::Lse, wanted)
     }
 
-    /// Whether there is an optional operand, by its name: `operand(Slot::Lse, true)` is `lse(true)`.
+    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
 
-    /// Kernels of this instruction set alone, in place of the best that the GPU runs: plans find those or refuse. It is no
-    /// number of the problem, but where a problem is to be computed in one way, its gradients are too.
+    /// Restricts plans to kernels of one instruction set (default: the newest one that the GPU runs).
+    ///
+    /// Where the GPU has no such kernel for the problem, planning fails. The CPU refuses a problem with this option. A
+    /// backward problem made from this one has the same restriction.
     pub fn arch(self, arch: Arch) -> Self {
         Self { arch: Some(arch), ..self }
     }
 
-    /// The type of O: for e4m3 operands bf16 (the default), f16, or e4m3, where what is stored is O times the operand
-    /// `scale_o`; for others their own type.
+    /// The element type of O.
+    ///
+    /// - For e4m3 operands: bf16 (the default), f16 or e4m3. An e4m3 output stores O times the operand `scale_o`.
+    /// - For other operands: their own type.
     pub fn output(self, dtype: DType) -> Self {
         Self { output: Some(dtype), ..self }
     }
 
-    /// Of e4m3 operands: how many elements share a descale factor (default: per tensor).
+    /// Which elements share a descale factor (default: all of a tensor). For e4m3 operands only.
     pub fn scaling(self, scaling: Scaling) -> Self {
         Self { scaling: Some(scaling), ..self }
     }
 
-    /// Of e4m3 operands: whether the largest magnitude of O is an output (default: no). It is f32, `[1]`, of O before it is
-    /// scaled and rounded to its type: 0 where O is empty, NaN where an element of O is NaN.
+    /// Whether the largest magnitude of O is an output: f32, `[1]` (default: no). For e4m3 operands only.
+    ///
+    /// The magnitude is that of O before it is scaled and rounded to its type. It is 0 if O is empty, and NaN if an element
+    /// of O is NaN.
     pub fn amax(self, wanted: bool) -> Self {
         self.operand(Slot::Amax, wanted)
     }
 
-    /// Of e4m3 operands: whether scores may be summed in f16 (default: no), which the tensor cores of a GPU do faster than in
-    /// f32. Such sums hold where no stored element of Q or K is larger in magnitude than
-    /// [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), 14, and a [`Quantizer`](crate::Quantizer) of such a problem makes
-    /// no larger ones.
+    /// Whether scores may be summed in f16 (default: no). For e4m3 operands only.
     ///
-    /// Results are right either way. The kernel looks at every element of Q and K that it reads. Where one is larger, or a
-    /// NaN, a second kernel with scores in f32, launched behind the first, computes all again; the problem then takes more
-    /// than twice as long. The CPU sums in f32 anyway.
+    /// The tensor cores of a GPU sum FP8 products faster in f16 than in f32. The sums fit f16 where no stored element of Q
+    /// or K is larger in magnitude than [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), which is 14. A
+    /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements.
+    ///
+    /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
+    /// scores in f32, is launched after it. If an element is larger than 14 or NaN, the second kernel computes everything
+    /// again, and the run takes more than twice as long. Otherwise the second kernel returns at once. The CPU always sums in
+    /// f32.
     pub fn half_scores(self, allowed: bool) -> Self {
         Self { half_scores: allowed, ..self }
     }
 
-    /// Checks everything.
+    /// Checks the options and makes the problem.
     ///
     /// # Errors
-    /// [`Error::Value`] when a head count or head dim is 0, `heads_q` is not a multiple of `heads_kv`,
-    /// `seqlen_q + seqlen_kv` reaches 2^30, `batch * heads_q` reaches 2^31, the scale is not finite and above 0, or an option
-    /// of e4m3 operands is asked for with others; [`Error::Dtype`] for an output type that the operands do not have.
+    /// [`Error::Value`]:
+    /// - `heads_q` or `heads_kv` is 0, or `heads_q` is not a multiple of `heads_kv`;
+    /// - a head dim is 0 or reaches 2^31;
+    /// - `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31;
+    /// - the softmax scale is not finite and above 0;
+    /// - an option for e4m3 operands is set for other operands;
+    /// - an operand was asked for that is not an optional operand of a forward pass.
+    ///
+    /// [`Error::Dtype`]: the output type is not one that these operands may have.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, softmax_scale, asked_for, arch, output, scaling, half_scores } = self;
         dims.check()?;
@@ -148,7 +162,7 @@ impl ForwardProblemBuilder {
 }
 
 impl ForwardProblem {
-    /// A problem of these types and sizes, whose options are still to be chosen.
+    /// A builder for a problem with this type of Q, K and V and these sizes. All options have their defaults.
     pub fn builder(dtype: DType, dims: Dims) -> ForwardProblemBuilder {
         ForwardProblemBuilder {
             dtype,
@@ -163,7 +177,7 @@ impl ForwardProblem {
         }
     }
 
-    /// The options of this problem, to make another one of them.
+    /// A builder with the options of this problem, to make a similar one.
     pub fn to_builder(&self) -> ForwardProblemBuilder {
         ForwardProblemBuilder {
             dtype: self.dtype,
@@ -178,7 +192,7 @@ impl ForwardProblem {
         }
     }
 
-    /// What it reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its strides.
+    /// The tensors that the pass reads and writes. [`Slot::axes`] names the dimensions of each.
     pub fn operands(&self) -> Operands {
         let (dtype, fp8) = (self.dtype, self.fp8.is_some());
         Operands::of([
@@ -215,7 +229,7 @@ impl ForwardProblem {
         self.softmax_scale.0
     }
 
-    /// Whether an optional operand was asked for.
+    /// Whether the problem was made with this optional operand.
     pub fn wants(&self, slot: Slot) -> bool {
         self.asked_for.contains(slot)
     }
@@ -225,62 +239,63 @@ impl ForwardProblem {
         self.wants(Slot::Lse)
     }
 
-    /// The instruction set that was asked for.
+    /// The instruction set that plans are restricted to. `None` where there is no restriction.
     pub fn arch(&self) -> Option<Arch> {
         self.arch
     }
 
-    /// Query heads that share a key head.
+    /// The number of query heads that read one key head: `heads_q / heads_kv`.
     pub fn group_size(&self) -> usize {
         self.dims.group_size()
     }
 
-    /// `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    /// The shape of Q: `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub fn q_shape(&self) -> [usize; 4] {
         let d = &self.dims;
         [d.batch, d.seqlen_q, d.heads_q, d.head_dim_qk]
     }
 
-    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    /// The shape of K: `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub fn k_shape(&self) -> [usize; 4] {
         let d = &self.dims;
         [d.batch, d.seqlen_kv, d.heads_kv, d.head_dim_qk]
     }
 
-    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    /// The shape of V: `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub fn v_shape(&self) -> [usize; 4] {
         let d = &self.dims;
         [d.batch, d.seqlen_kv, d.heads_kv, d.head_dim_vo]
     }
 
-    /// `[batch, seqlen_q, heads_q, head_dim_vo]`.
+    /// The shape of O: `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub fn o_shape(&self) -> [usize; 4] {
         let d = &self.dims;
         [d.batch, d.seqlen_q, d.heads_q, d.head_dim_vo]
     }
 
-    /// `[batch, heads_q, seqlen_q]`.
+    /// The shape of the log-sum-exp: `[batch, heads_q, seqlen_q]`.
     pub fn lse_shape(&self) -> [usize; 3] {
         let d = &self.dims;
         [d.batch, d.heads_q, d.seqlen_q]
     }
 
-    /// Whether there is no output row to compute. (A problem without keys has rows: zeros, with LSE -inf.)
+    /// Whether there is no query to compute. A problem with queries and no keys is not empty: O is zeros, the LSE is -inf.
     pub fn is_empty(&self) -> bool {
         self.dims.batch == 0 || self.dims.seqlen_q == 0
     }
 
-    /// What decides which kernel is the fastest: all but the scale and the LSE.
+    /// The problem as text, without what does not change which kernel is the fastest: the scale, the LSE and the
+    /// instruction set. [`Tuning`](crate::Tuning) files its measurements under this text.
     pub(crate) fn shape(&self) -> String {
         format!("forward {}", self.numbers())
     }
 
-    /// The instruction set, where one was asked for.
+    /// Prints the instruction set that plans are restricted to, if there is one.
     pub(super) fn write_arch(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.arch.map_or(Ok(()), |arch| write!(f, " on {arch}"))
     }
 
-    /// What a forward and a backward problem print alike, but for the scale.
+    /// The part of a problem's text that forward and backward problems share: everything up to the scale.
     pub(super) fn numbers(&self) -> String {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
@@ -308,8 +323,10 @@ impl fmt::Display for ForwardProblem {
     }
 }
 
-/// Problems with e4m3 operands (FP8). A real value of Q, K or V is what is stored times its descale factor; for O see
-/// the builder's [`output`](crate::ForwardProblemBuilder::output). They have no backward pass.
+/// Problems with e4m3 operands (FP8).
+///
+/// A real value of Q, K or V is the stored value times its descale factor. For O see the builder's
+/// [`output`](crate::ForwardProblemBuilder::output). There is no backward pass.
 ///
 /// ```
 /// use hopper_attention::{DType, Dims, ForwardProblem, Scaling};
@@ -321,12 +338,13 @@ impl fmt::Display for ForwardProblem {
 /// # Ok(()) }
 /// ```
 impl ForwardProblem {
-    /// The element type of O: that of the operands, or of e4m3 operands what the builder's [`output`](crate::ForwardProblemBuilder::output) chose.
+    /// The element type of O. For e4m3 operands the builder's [`output`](crate::ForwardProblemBuilder::output) chose it. Other
+    /// operands have an O of their own type.
     pub fn output_dtype(&self) -> DType {
         self.fp8.map_or(self.dtype(), |fp8| fp8.output)
     }
 
-    /// How many elements share a descale factor; `None` for operands that are not e4m3.
+    /// Which elements share a descale factor. `None` for operands that are not e4m3.
     pub fn scaling(&self) -> Option<Scaling> {
         self.fp8.map(|fp8| fp8.scaling)
     }
@@ -341,22 +359,22 @@ impl ForwardProblem {
         self.fp8.is_some_and(|fp8| fp8.half_scores)
     }
 
-    /// Whether the factor of a stored O is an input: where the output is e4m3.
+    /// Whether `scale_o`, the factor of a stored O, is an input. It is one exactly when the output is e4m3.
     pub fn takes_scale_o(&self) -> bool {
         self.output_dtype() == DType::E4M3
     }
 
-    /// `[batch, heads, blocks]` of Q's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
+    /// The shape `[batch, heads, blocks]` of Q's descale factors: see [`Scaling`]. `[0, 0, 0]` if Q is not e4m3.
     pub fn descale_q_shape(&self) -> [usize; 3] {
         self.descale_shape(self.q_shape())
     }
 
-    /// `[batch, heads, blocks]` of K's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
+    /// The shape `[batch, heads, blocks]` of K's descale factors: see [`Scaling`]. `[0, 0, 0]` if K is not e4m3.
     pub fn descale_k_shape(&self) -> [usize; 3] {
         self.descale_shape(self.k_shape())
     }
 
-    /// `[batch, heads, blocks]` of V's factors, as [`Scaling`] says; `[0, 0, 0]` where there are none.
+    /// The shape `[batch, heads, blocks]` of V's descale factors: see [`Scaling`]. `[0, 0, 0]` if V is not e4m3.
     pub fn descale_v_shape(&self) -> [usize; 3] {
         self.descale_shape(self.v_shape())
     }

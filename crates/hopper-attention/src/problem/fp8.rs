@@ -1,4 +1,4 @@
-//! What a problem with e4m3 operands has more: factors of its inputs, a choice of outputs.
+//! The options that only a problem with e4m3 operands has: the output type, the scaling of its inputs, scores in f16.
 
 use std::fmt;
 
@@ -15,8 +15,11 @@ pub(super) struct Fp8 {
 }
 
 impl Fp8 {
-    /// The options of operands of type `dtype`: none where they are not e4m3, for which nothing but their own type may have
-    /// been asked for.
+    /// The options for operands of type `dtype`, with defaults filled in. `None` for operands that are not e4m3.
+    ///
+    /// # Errors
+    /// For operands that are not e4m3: any option, except the operands' own type as the output type. For e4m3 operands: an
+    /// f32 output.
     pub fn checked(
         dtype: DType,
         output: Option<DType>,
@@ -120,7 +123,7 @@ mod tests {
         let want =
             "forward e4m3 per-head half-scores to f16 batch 2 seqlen 129x256 heads 6/2 head_dim 16/8 full scale 0.25";
         assert_eq!(half.to_builder().output(DType::F16).build().unwrap().to_string(), want);
-        // What is measured to be the fastest is noted by shape.
+        // `Tuning` files measurements under the text of `shape`, so the two problems must have different texts.
         assert_ne!(half.shape(), plain.shape());
         assert_eq!(half.to_builder().half_scores(false).build().unwrap(), plain);
     }

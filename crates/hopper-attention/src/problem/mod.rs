@@ -1,5 +1,6 @@
-//! What is to be computed, as numbers: [`ForwardProblem`], [`BackwardProblem`] and [`Quantizer`]. A problem is checked when
-//! it is built, holds no memory, and lists its operands.
+//! What is to be computed, as numbers: [`ForwardProblem`], [`BackwardProblem`] and [`Quantizer`].
+//!
+//! A problem is checked when it is built. It holds no memory. It lists its operands (the tensors that it reads and writes).
 
 mod backward;
 mod dims;

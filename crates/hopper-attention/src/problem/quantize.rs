@@ -1,4 +1,4 @@
-//! How Q, K and V are taken to e4m3: [`Quantizer`].
+//! How Q, K and V are quantised to e4m3: [`Quantizer`].
 
 use std::fmt;
 
@@ -7,41 +7,51 @@ use crate::dtype::{DType, E4M3_HALF_SCORES_MAX, E4M3_MAX};
 use crate::error::{Error, Result};
 use crate::operand::{Operand, Operands, Slot};
 
-/// Takes Q, K and V of a problem with e4m3 operands to e4m3, with the factors that its [`Scaling`](crate::Scaling) asks for.
+/// Quantises Q, K and V of a problem with e4m3 operands, from bf16, f16 or f32 tensors.
+///
+/// Elements that share a descale factor (the problem's [`Scaling`](crate::Scaling) says which) are stored as follows. `amax` is
+/// the largest finite magnitude among them. `most` is the largest magnitude that may be stored.
 ///
 /// ```text
-/// descale = max(amax / most, the smallest normal f32)     amax: the largest finite magnitude that shares the factor
+/// descale = max(amax / most, the smallest normal f32)
 /// stored  = e4m3(x * (1 / descale))                       to nearest even; both divisions and the product in f32
 /// ```
 ///
-/// or with factors that are given. `most` is 448, but 14 for Q and K of a problem with
-/// [`half_scores`](crate::ForwardProblemBuilder::half_scores), for which the operands are small enough with any factors. A magnitude that rounding
-/// would take beyond `most`, as is possible with given ones only, is stored as `most`. What is not finite becomes NaN, which
-/// attention carries on to the rows that it touches; e4m3 has no infinity. How often either happens can be
-/// [counted](crate::QuantizeArgs::counts).
+/// - The caller may give the factors instead. The first line is then left out.
+/// - `most` is 448. For Q and K of a problem with [`half_scores`](crate::ForwardProblemBuilder::half_scores) it is 14, also
+///   where the caller gives the factors.
+/// - An element is *saturated* if its magnitude would round to more than `most`. It is then stored as `most`, with its sign.
+///   Only given factors can lead to this.
+/// - An element that is not finite is stored as NaN, because e4m3 has no infinity. Attention carries a NaN on to the rows that
+///   it touches.
+/// - [`counts`](crate::QuantizeArgs::counts) gives the number of saturated elements and of elements that are not finite.
 ///
-/// A GPU does the same, bit for bit: one pass over a tensor, but two where a factor is of more rows than the GPU
-/// takes at a time: some 33,000 of a head. Its kernels read bf16 and f16 and take head dims that are multiples of 16 up to 128.
+/// The CPU takes any head dim. A GPU gives the same bytes. Its kernels read bf16 and f16, and take head dims that are
+/// multiples of 16 up to 128. They read a tensor once, or twice if too many rows share a factor: on 132 multiprocessors more
+/// than about 57,000 rows, or 38,000 with incoherent processing. (At head dims up to 64 the limits are twice as high.)
 ///
 /// # Incoherent processing
 ///
-/// With [`hadamard`](QuantizerBuilder::hadamard), Q and K are rotated over the head dim before: signs of a seed, then a Hadamard
-/// transform. It leaves `Q K^T` as it is, since the same orthonormal matrix is on both sides, and spreads outliers over
-/// a vector, so that their rounding errors average out. V is not touched.
+/// With [`hadamard`](QuantizerBuilder::hadamard), each query and key is rotated before it is quantised. Random signs that
+/// follow from a seed are applied, then a Hadamard transform over the head dim. Both multiply Q and K by the same orthonormal
+/// matrix, so `Q K^T` stays the same. The rotation spreads an outlier over its whole vector, so that rounding errors average
+/// out. V is not rotated.
 ///
-/// *Signs.* Element `d` of every query and key is negated where the top bit is set of output `d` (from 0) of SplitMix64
-/// started with the seed, in 64-bit integers that wrap:
+/// *Signs.* SplitMix64 with the seed gives a sequence of 64-bit numbers. If the top bit of number `d` (from 0) is set, element
+/// `d` of every query and key is negated. In 64-bit integers that wrap, number `d` is
 ///
 /// ```text
 /// z = seed + (d + 1) * 0x9e3779b97f4a7c15
 /// z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;  z = (z ^ z >> 27) * 0x94d049bb133111eb;  z ^ z >> 31
 /// ```
 ///
-/// *Transform.* A head dim is cut into blocks, the powers of two of its binary representation, largest first: 128 is one
-/// block, 80 is 64 and 16, 112 is 64, 32 and 16. Each block is multiplied by the Hadamard matrix of its size in Sylvester's
-/// order, `(-1)^popcount(i & j) / sqrt(size)`, in f32: for `h` = 1, 2, 4, .. the pairs `i`, `i + h` of each run of `2 h`
-/// elements that ends within the head dim become their sum and difference, and at the end each element is multiplied by
-/// its block's `size^-0.5`, rounded to f32.
+/// *Transform.* A head dim is cut into blocks whose sizes are the powers of two of its binary representation, largest first:
+/// 128 is one block, 80 is 64 and 16, 112 is 64, 32 and 16. Each block is multiplied by the Hadamard matrix of its size in
+/// Sylvester's order, `(-1)^popcount(i & j) / sqrt(size)`. The arithmetic is f32, in this order:
+///
+/// 1. For `h` = 1, 2, 4, ..: cut the vector into runs of `2 h` elements, without a last run that is shorter. In each run,
+///    elements `i` and `i + h` become their sum and their difference.
+/// 2. Multiply each element by `size^-0.5` of its block, rounded to f32.
 ///
 /// ```
 /// use hopper_attention::*;
@@ -69,7 +79,7 @@ pub struct Quantizer {
     hadamard: Option<u64>,
 }
 
-/// The options of a [`Quantizer`], which [`build`](Self::build) checks.
+/// The options of a [`Quantizer`]. [`build`](Self::build) checks them.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct QuantizerBuilder {
@@ -79,16 +89,17 @@ pub struct QuantizerBuilder {
 }
 
 impl QuantizerBuilder {
-    /// Rotates Q and K by the signs of this seed and a Hadamard transform (default: it does not). Queries and keys that meet
-    /// must have been rotated with the same seed.
+    /// Rotates Q and K before they are quantised, with the signs of this seed (default: no rotation).
+    ///
+    /// Queries and keys of one forward pass must be rotated with the same seed.
     pub fn hadamard(self, seed: u64) -> Self {
         Self { hadamard: Some(seed), ..self }
     }
 
-    /// Checks everything.
+    /// Checks the options and makes the quantiser.
     ///
     /// # Errors
-    /// [`Error::Dtype`] for a problem whose operands are not e4m3, and for a source that is not bf16, f16 or f32.
+    /// [`Error::Dtype`] when the problem's operands are not e4m3, and when the source type is not bf16, f16 or f32.
     pub fn build(self) -> Result<Quantizer> {
         let Self { problem, source, hadamard } = self;
         if problem.dtype() != DType::E4M3 {
@@ -103,19 +114,21 @@ impl QuantizerBuilder {
 }
 
 impl Quantizer {
-    /// Of the operands of this problem, from tensors of this type.
+    /// A builder for a quantiser that makes the operands of `problem` from tensors of type `source`.
     pub fn builder(problem: &ForwardProblem, source: DType) -> QuantizerBuilder {
         QuantizerBuilder { problem: problem.clone(), source, hadamard: None }
     }
 
-    /// The options of this quantizer, to make another one of them.
+    /// A builder with the options of this quantiser, to make a similar one.
     pub fn to_builder(&self) -> QuantizerBuilder {
         let Self { problem, source, hadamard } = self.clone();
         QuantizerBuilder { problem, source, hadamard }
     }
 
-    /// What it reads and writes: for each of q, k and v that is quantised its values, what is stored, and its factors, which
-    /// are written or given.
+    /// The tensors that a run reads and writes.
+    ///
+    /// Each of q, k and v that is quantised has its values, its stored elements and its factors. The factors are either
+    /// written or given.
     pub fn operands(&self) -> Operands {
         let [q, k, v] = TENSORS.map(|tensor| tensor.operands(self));
         let [[q0, q1, q2, q3], [k0, k1, k2, k3], [v0, v1, v2, v3]] = [q, k, v];
@@ -123,22 +136,22 @@ impl Quantizer {
         Operands::of([q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, counts])
     }
 
-    /// The largest magnitude that it stores of an operand.
+    /// The largest magnitude that may be stored of a tensor: `most` in the formula above.
     pub(crate) fn largest_stored(&self, tensor: &Source) -> f32 {
         if tensor.scored && self.problem.allows_half_scores() { E4M3_HALF_SCORES_MAX } else { E4M3_MAX }
     }
 
-    /// The problem whose operands it makes.
+    /// The problem whose operands the quantiser makes.
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem
     }
 
-    /// The element type that it reads.
+    /// The element type of the tensors that the quantiser reads.
     pub fn source(&self) -> DType {
         self.source
     }
 
-    /// The seed of the signs, where Q and K are rotated.
+    /// The seed of the signs. `None` where Q and K are not rotated.
     pub fn hadamard(&self) -> Option<u64> {
         self.hadamard
     }
@@ -153,18 +166,21 @@ impl fmt::Display for Quantizer {
     }
 }
 
-/// The operands that belong to one tensor that is quantised, and where their shapes are.
+/// The four operands of one tensor that is quantised, and how a problem gives their shapes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source {
     pub values: Slot,
     pub stored: Slot,
-    /// Its factors, written.
+    /// The factors, where the quantiser makes and writes them.
     pub descale: Slot,
-    /// Its factors, read.
+    /// The factors, where the caller gives them.
     pub given: Slot,
+    /// The shape of the values and of the stored elements.
     pub shape: fn(&ForwardProblem) -> [usize; 4],
+    /// The shape of the factors.
     pub factors: fn(&ForwardProblem) -> [usize; 3],
-    /// Whether scores are made of it: Q and K, which are rotated, and smaller for scores in f16.
+    /// Whether scores are computed from the tensor: true for Q and K. These may be rotated, and are stored with smaller
+    /// magnitudes for scores in f16.
     pub scored: bool,
 }
 
@@ -180,7 +196,7 @@ impl Source {
     }
 }
 
-/// Q, K and V.
+/// The tensors that can be quantised: Q, K and V.
 pub(crate) const TENSORS: [Source; 3] = [
     Source {
         values: Slot::QValues,
