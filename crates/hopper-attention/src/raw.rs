@@ -1,17 +1,21 @@
-//! The unsafe layer: addresses instead of borrowed tensors, for C, for stacks with memory of their own, and for stacks on
-//! another version of cudarc, none of whose types appears here.
+//! The unsafe layer: runs that take addresses in place of borrowed tensors.
 //!
-//! Problems and plans are the safe ones, and so is every check that numbers allow: types, shapes, strides, alignment,
-//! places and sizes are compared with the problem before anything is launched. What an address leads to cannot be
-//! checked; that is the caller's promise. With another cudarc, say, whose `CudaContext::new` retains the same primary
-//! context as [`Device::cuda`](crate::Device::cuda) does:
+//! It is for C, for programs that manage their own memory, and for programs with another version of cudarc. No type of
+//! cudarc appears here.
+//!
+//! Problems and plans are those of the safe layer. Types, shapes, strides, alignment, places and sizes are checked against
+//! the problem before anything is launched. The memory behind an address cannot be checked. The caller promises that the
+//! memory is valid.
+//!
+//! An example with another version of cudarc. Its `CudaContext::new` retains the same primary context as
+//! [`Device::cuda`](crate::Device::cuda):
 //!
 //! ```
 //! use hopper_attention::raw::{Place, RawArgs, RawTensor};
 //! use hopper_attention::{DType, ForwardPlan, Layout, Result, Slot};
 //!
-//! /// The four addresses and the workspace's, from `device_ptr(&stream).0` there, whose guards live until this returns;
-//! /// `stream` from `stream.cu_stream().cast()`.
+//! /// The addresses of four tensors and of the workspace are from the other cudarc's `device_ptr(&stream).0`. The guards
+//! /// live until this function returns. `stream` is from `stream.cu_stream().cast()`.
 //! unsafe fn attention(plan: &ForwardPlan, [q, k, v, o, scratch]: [u64; 5], stream: *mut std::ffi::c_void) -> Result<()> {
 //!     let problem = plan.problem();
 //!     let tensor = |address, shape| {

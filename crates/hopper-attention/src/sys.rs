@@ -1,4 +1,5 @@
-//! The only file that names `hopper_attention_sys`: its parameters and rows, and launches that return our errors.
+//! The only file that names `hopper_attention_sys`: its parameter structs, its launch tables, and launches that return this
+//! crate's errors.
 
 use std::ffi::c_void;
 use std::fmt::Display;
@@ -15,7 +16,8 @@ pub(crate) use ffi::{
     quantize_rows,
 };
 
-/// Conversions between an enum of the bridge and ours, value by value; `None` for a value that is not known here.
+/// Conversions between an enum of the cxx bridge and the enum of this crate, value by value. `None` for a value of the bridge
+/// that this crate does not know.
 macro_rules! same_values {
     ($($from:ident, $into:ident: ffi::$theirs:ident = $ours:ty { $($value:ident),* })*) => {$(
         #[allow(dead_code, reason = "not every enum goes both ways")]
@@ -42,7 +44,7 @@ same_values! {
     scaling, to_scaling: ffi::Scaling = Scaling { PerTensor, PerHead, PerBlock }
 }
 
-/// The type that scores are summed in; `None` for one that is not known here.
+/// The type in which a kernel sums scores. `None` for a value that this crate does not know.
 pub(crate) fn scores(scores: ffi::Scores) -> Option<DType> {
     match scores {
         ffi::Scores::F32 => Some(DType::F32),
@@ -51,7 +53,7 @@ pub(crate) fn scores(scores: ffi::Scores) -> Option<DType> {
     }
 }
 
-/// Loads a kernel on the thread's current context, so that launching it loads nothing.
+/// Loads a kernel in the thread's current context. A launch then loads nothing.
 pub(crate) fn prepare(pass: Pass, row: u32, kernel: &impl Display) -> Result<()> {
     let status = match pass {
         Pass::Forward => ffi::fwd_prepare(row),
@@ -60,7 +62,7 @@ pub(crate) fn prepare(pass: Pass, row: u32, kernel: &impl Display) -> Result<()>
     check("prepare", kernel, status)
 }
 
-/// The same of all kernels of a quantising row.
+/// Loads all kernels of a row of the quantiser's table in the thread's current context.
 pub(crate) fn prepare_quantize(row: u32, kernel: &impl Display) -> Result<()> {
     check("prepare", kernel, ffi::quantize_prepare(row))
 }
@@ -68,8 +70,9 @@ pub(crate) fn prepare_quantize(row: u32, kernel: &impl Display) -> Result<()> {
 /// Enqueues a forward kernel in the thread's current context.
 ///
 /// # Safety
-/// `params` satisfies what `kernels.hpp` says for this row. Its addresses are device memory of the current context that is
-/// valid until the kernel has run. `stream` is a live stream of that context, or null.
+/// - `params` satisfies what `hopper-attention-sys/src/params.rs` says for this row.
+/// - The addresses in `params` are device memory of the current context, valid until the kernel has run.
+/// - `stream` is a live stream of the current context, or null.
 pub(crate) unsafe fn launch_forward(
     row: u32,
     kernel: &impl Display,

@@ -1,4 +1,4 @@
-//! The kernels of this build, as data: one row a kernel, read by plans, tests, benches and the support table.
+//! The kernels of this build, as data: one row for each kernel. Plans, tests, benches and the support table read the rows.
 
 use std::fmt::{self, Write as _};
 
@@ -10,8 +10,9 @@ use crate::dtype::DType;
 #[cfg(feature = "cuda")]
 use crate::sys;
 
-/// A kernel that was compiled: a row of [`kernels()`] or [`backward_kernels()`]. It can be looked at and copied, and neither
-/// made nor changed.
+/// A compiled kernel: a row of [`kernels()`] or [`backward_kernels()`].
+///
+/// A program can read and copy a row. It can neither make nor change one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelInfo {
     /// The index in the launch table of its pass.
@@ -32,12 +33,12 @@ pub struct KernelInfo {
 }
 
 impl KernelInfo {
-    /// What it computes.
+    /// The pass that the kernel computes.
     pub fn pass(&self) -> Pass {
         self.pass
     }
 
-    /// The instruction set that it is written for.
+    /// The instruction set that the kernel is written for.
     pub fn arch(&self) -> Arch {
         self.arch
     }
@@ -47,63 +48,69 @@ impl KernelInfo {
         self.dtype
     }
 
-    /// The masks that it computes.
+    /// The class of masks that the kernel computes.
     pub fn mask(&self) -> MaskClass {
         self.mask
     }
 
-    /// The largest head dim of Q and K that it takes.
+    /// The largest head dim of Q and K that the kernel takes.
     pub fn head_dim_qk(&self) -> usize {
         self.head_dim_qk
     }
 
-    /// The largest head dim of V and O that it takes.
+    /// The largest head dim of V and O that the kernel takes.
     pub fn head_dim_vo(&self) -> usize {
         self.head_dim_vo
     }
 
-    /// Queries in a tile (forward) or a block (backward).
+    /// Number of queries in a tile (forward) or in a block of queries (backward).
+    ///
+    /// A tile is the piece of work that a CTA (CUDA thread block) computes at a time. The CTA visits the other sequence
+    /// block by block. A forward tile has queries and visits blocks of keys. A backward tile has keys and visits blocks of
+    /// queries.
     pub fn tile_m(&self) -> usize {
         self.tile_m
     }
 
-    /// Keys in a block (forward) or a tile (backward).
+    /// Number of keys in a block of keys (forward) or in a tile (backward). See [`tile_m`](Self::tile_m).
     pub fn tile_n(&self) -> usize {
         self.tile_n
     }
 
-    /// Blocks in flight: of K, and of V; in the backward of Q, and of dO.
+    /// Number of stages: how many blocks of one operand are in shared memory at a time.
+    ///
+    /// In the forward K has this many stages, and V too. In the backward Q does, and dO.
     pub fn stages(&self) -> usize {
         self.stages
     }
 
-    /// Threads in a CUDA block.
+    /// Number of threads in a CTA.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Shared memory that a CUDA block asks for, in bytes.
+    /// Shared memory that a CTA asks for, in bytes.
     pub fn smem_bytes(&self) -> usize {
         self.smem_bytes
     }
 
-    /// What scores are summed in: f32, or, of e4m3 operands whose problem
-    /// [allows it](crate::ForwardProblemBuilder::half_scores), f16.
+    /// The type in which scores are summed: f32 or f16. Only kernels for e4m3 operands have f16. A plan takes these only if
+    /// the problem [allows f16](crate::ForwardProblemBuilder::half_scores).
     pub fn scores(&self) -> DType {
         self.scores
     }
 
-    /// Workspace that a CUDA block needs where the last tiles are shared out, in bytes; 0: they are not.
+    /// Workspace that each CTA needs where the last tiles are split over all CTAs, in bytes. 0: the kernel never splits tiles.
     pub fn share_bytes(&self) -> usize {
         self.share_bytes
     }
 
-    /// Whether a GPU can run it: its instruction set, and the shared memory that it needs.
+    /// Whether a GPU can run the kernel: it has the instruction set, and enough shared memory for a CTA.
     pub fn runs_on(&self, gpu: &DeviceFacts) -> bool {
         self.arch.runs_on(gpu.arch) && self.smem_bytes <= gpu.smem_bytes_per_block
     }
 
-    /// Whether it is the row of the launch table that it says it is. A launch goes by the index alone.
+    /// Whether the launch table has exactly this row at the row's index. A launch uses the index alone.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "nothing is launched"))]
     pub(crate) fn is_in_table(&self) -> bool {
         let table = match self.pass {
@@ -146,7 +153,7 @@ impl fmt::Display for KernelInfo {
     }
 }
 
-/// The forward kernels of this build, in the launch table's order. Empty without the feature `cuda`.
+/// The forward kernels of this build, in the order of the launch table. Empty without the feature `cuda`.
 pub fn kernels() -> &'static [KernelInfo] {
     #[cfg(feature = "cuda")]
     {
@@ -157,7 +164,7 @@ pub fn kernels() -> &'static [KernelInfo] {
     &[]
 }
 
-/// The backward kernels of this build, in the launch table's order. Empty without the feature `cuda`.
+/// The backward kernels of this build, in the order of the launch table. Empty without the feature `cuda`.
 pub fn backward_kernels() -> &'static [KernelInfo] {
     #[cfg(feature = "cuda")]
     {
@@ -168,14 +175,16 @@ pub fn backward_kernels() -> &'static [KernelInfo] {
     &[]
 }
 
-/// A row of a kind that is not known here (the enums of the bridge are open) is left out, which only hides it: rows carry
-/// their index.
+/// The rows of a launch table.
+///
+/// The enums of the bridge are open: a row may have a value that this file does not know. Such a row is left out. The
+/// others still have the right index, because each row carries its own.
 #[cfg(feature = "cuda")]
 fn read(pass: Pass, table: Vec<sys::RowInfo>) -> Vec<KernelInfo> {
     (0..).zip(table).filter_map(|(row, info)| KernelInfo::read(pass, row, &info)).collect()
 }
 
-/// The quantising kernels for one source type.
+/// The quantiser's kernels for one source type: a row of the quantiser's launch table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct QuantizeInfo {
     /// The index in the launch table.
@@ -190,7 +199,7 @@ impl fmt::Display for QuantizeInfo {
     }
 }
 
-/// The quantising kernels of this build. Empty without the feature `cuda`.
+/// The quantiser's kernels of this build. Empty without the feature `cuda`.
 pub(crate) fn quantize_kernels() -> &'static [QuantizeInfo] {
     #[cfg(feature = "cuda")]
     {
@@ -206,7 +215,7 @@ pub(crate) fn quantize_kernels() -> &'static [QuantizeInfo] {
     &[]
 }
 
-/// Rows as a Markdown table: what the README shows of [`kernels()`] and [`backward_kernels()`].
+/// Rows as a Markdown table. The README shows this table of [`kernels()`] and [`backward_kernels()`].
 pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> String {
     let mut table = String::from(
         "| arch | pass | dtype | mask | head_dim_qk | head_dim_vo | tile (queries x keys) | stages | shared memory |\n\
@@ -227,7 +236,7 @@ pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> Stri
             scores,
             ..
         } = row;
-        // Rows are moved in steps of 16 bytes.
+        // Kernels move the vectors of Q, K, V and O in steps of 16 bytes.
         let least = 16 / dtype.bytes();
         let scores = if *scores == DType::F16 { ", f16 scores" } else { "" };
         // Writing to a String cannot fail.

@@ -1,4 +1,4 @@
-//! Borrowed tensors: memory on the host or on a GPU, and a [`Layout`] that was checked against it.
+//! Borrowed tensors: memory on the host or on a GPU, with a [`Layout`] that was checked against that memory.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,13 +13,17 @@ use crate::error::{Error, Result};
 use crate::layout::{DynLayout, Layout};
 use crate::operand::Access;
 
-/// A tensor that is only read, such as Q, K and V. Its layout lies within its memory; it may repeat elements (stride 0).
+/// A tensor that is only read, such as Q, K and V.
+///
+/// Its layout lies within its memory. The layout may repeat elements (stride 0).
 pub struct TensorRef<'a, T, const R: usize> {
     memory: Ref<'a, T>,
     layout: Layout<R>,
 }
 
-/// A tensor that is written: O, the LSE or a gradient. Its layout lies within its memory and no two indices share an element.
+/// A tensor that is written, such as O, the LSE and the gradients.
+///
+/// Its layout lies within its memory. No two indices share an element.
 pub struct TensorMut<'a, T, const R: usize> {
     memory: Mut<'a, T>,
     layout: Layout<R>,
@@ -37,18 +41,18 @@ enum Mut<'a, T> {
     Cuda(CudaViewMut<'a, T>),
 }
 
-/// A tensor of any type and rank, with its memory still borrowed.
+/// A borrowed tensor whose element type and rank are known at run time only.
 pub(crate) struct AnyTensor<'a> {
     pub memory: Memory<'a>,
-    /// How it was lent: what was lent for reading must not be written.
+    /// What the caller lent the tensor for. A tensor that was lent for reading must not be written.
     pub lent: Access,
     pub dtype: DType,
     pub layout: DynLayout,
 }
 
-/// Borrowed memory of any type.
+/// Borrowed memory whose element type is known at run time only.
 pub(crate) enum Memory<'a> {
-    /// The address of the first element, on the host.
+    /// Host memory, by the address of its first element.
     Host(u64, PhantomData<&'a mut [u8]>),
     #[cfg(feature = "cuda")]
     Cuda(AnyView<'a>),
@@ -66,7 +70,7 @@ impl<'a, T: Element, const R: usize> TensorRef<'a, T, R> {
         Ok(Self { memory: Ref::Host(data), layout })
     }
 
-    /// A tensor on a GPU whose first element is the view's first.
+    /// A tensor in GPU memory whose first element is the first one of the view `data`.
     ///
     /// # Errors
     /// [`Error::Layout`] when the layout reaches past the end of `data`.
@@ -81,7 +85,7 @@ impl<'a, T: Element, const R: usize> TensorRef<'a, T, R> {
         self.layout
     }
 
-    /// Memory and layout when the tensor is on the host.
+    /// The memory and the layout of a tensor on the host. `None` for a tensor on a GPU.
     pub fn host_parts(&self) -> Option<(&'a [T], Layout<R>)> {
         match self.memory {
             Ref::Host(data) => Some((data, self.layout)),
@@ -117,17 +121,19 @@ impl<'a, T: Element, const R: usize> TensorMut<'a, T, R> {
     /// A tensor in host memory whose first element is `data[0]`.
     ///
     /// # Errors
-    /// [`Error::Layout`] when the layout reaches past the end of `data` or uses an element twice.
+    /// [`Error::Layout`] when the layout reaches past the end of `data`, or when two indices share an element
+    /// ([`Layout::injective`]).
     pub fn host(data: &'a mut [T], layout: Layout<R>) -> Result<Self> {
         within(layout, data.len())?;
         DynLayout::from(layout).check_written("view")?;
         Ok(Self { memory: Mut::Host(data), layout })
     }
 
-    /// A tensor on a GPU whose first element is the view's first.
+    /// A tensor in GPU memory whose first element is the first one of the view `data`.
     ///
     /// # Errors
-    /// [`Error::Layout`] when the layout reaches past the end of `data` or uses an element twice.
+    /// [`Error::Layout`] when the layout reaches past the end of `data`, or when two indices share an element
+    /// ([`Layout::injective`]).
     #[cfg(feature = "cuda")]
     pub fn cuda(data: CudaViewMut<'a, T>, layout: Layout<R>) -> Result<Self> {
         within(layout, data.len())?;
@@ -140,7 +146,7 @@ impl<'a, T: Element, const R: usize> TensorMut<'a, T, R> {
         self.layout
     }
 
-    /// The same tensor for a shorter time, so that it can be handed to a call and used again.
+    /// Lends the tensor for a shorter time, so that the caller can pass it to a call and use it again afterwards.
     pub fn reborrow(&mut self) -> TensorMut<'_, T, R> {
         let memory = match &mut self.memory {
             Mut::Host(data) => Mut::Host(data),
@@ -197,7 +203,7 @@ impl fmt::Debug for AnyTensor<'_> {
     }
 }
 
-/// A tensor's metadata: its elements may be on a GPU, and many.
+/// Prints a tensor's metadata. The elements are left out: they may be many, and may be on a GPU.
 fn write_tensor(f: &mut fmt::Formatter<'_>, name: &str, dtype: DType, layout: &DynLayout, place: &str) -> fmt::Result {
     let (shape, stride) = (layout.shape(), layout.stride());
     f.debug_struct(name)
@@ -208,6 +214,7 @@ fn write_tensor(f: &mut fmt::Formatter<'_>, name: &str, dtype: DType, layout: &D
         .finish()
 }
 
+/// Refuses a layout that reaches past the end of `elements` elements.
 fn within<const R: usize>(layout: Layout<R>, elements: usize) -> Result<()> {
     if layout.span() <= elements {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Scratch memory that the caller owns.
+//! Scratch memory that the caller owns: [`Workspace`].
 
 #[cfg(feature = "cuda")]
 use cudarc::driver::{CudaSlice, CudaViewMut, DeviceSlice};
@@ -8,19 +8,21 @@ use crate::device::Stream;
 use crate::device::{driver, refuse_capture, same_context};
 use crate::error::{Error, Result};
 
-/// Scratch memory for plans, made once and lent to every [`run`](crate::ForwardPlan::run). It may be larger than a plan
-/// needs, so that the largest of several plans decides. [`alloc`](Self::alloc) is the only thing of this crate that allocates
-/// device memory; [`host`](Self::host) and [`cuda`](Self::cuda) use the caller's own.
+/// Scratch memory for plans. The caller makes it once and lends it to every [`run`](crate::ForwardPlan::run).
+///
+/// A workspace may be larger than a plan needs, so one workspace of the largest size serves several plans.
+/// [`alloc`](Self::alloc) is the only function of this crate that allocates device memory. [`host`](Self::host) and
+/// [`cuda`](Self::cuda) use memory of the caller.
 #[derive(Debug)]
 pub struct Workspace<'a> {
     memory: Memory<'a>,
     bytes: usize,
 }
 
-/// What a host workspace holds is not read: no CPU plan needs one yet.
+/// The memory of a workspace. No code reads host memory here yet, because no CPU plan needs a workspace.
 #[derive(Debug)]
 enum Memory<'a> {
-    /// Of no device, since there is nothing to be anywhere.
+    /// 0 bytes, which serve every device.
     Nothing,
     Host(#[allow(dead_code, reason = "held for what will use it")] Vec<u8>),
     BorrowedHost(#[allow(dead_code, reason = "held for what will use it")] &'a mut [u8]),
@@ -31,11 +33,13 @@ enum Memory<'a> {
 }
 
 impl Workspace<'static> {
-    /// Zeroed memory on the stream's device. With 0 bytes nothing is allocated, and it serves every device.
+    /// Allocates zeroed memory on the stream's device. With 0 bytes nothing is allocated, and the workspace serves every
+    /// device.
     ///
     /// # Errors
-    /// [`Error::Workspace`] when the host has not that much memory, [`Error::Driver`] when a GPU has not,
-    /// [`Error::Capture`] while the stream is captured.
+    /// - [`Error::Workspace`] when the host does not have that much memory.
+    /// - [`Error::Driver`] when the GPU does not have that much memory.
+    /// - [`Error::Capture`] while the stream is captured into a CUDA graph.
     pub fn alloc(stream: &Stream, bytes: usize) -> Result<Self> {
         let memory = match stream {
             _ if bytes == 0 => Memory::Nothing,
@@ -56,26 +60,27 @@ impl Workspace<'static> {
 }
 
 impl<'a> Workspace<'a> {
-    /// The caller's own memory on the host. Its contents are overwritten.
+    /// A workspace in the caller's own host memory. Runs overwrite the contents.
     pub fn host(memory: &'a mut [u8]) -> Self {
         let bytes = memory.len();
         Self { memory: if bytes == 0 { Memory::Nothing } else { Memory::BorrowedHost(memory) }, bytes }
     }
 
-    /// The caller's own memory on a GPU, such as a part of a pool. Its contents are overwritten. It must begin at a multiple of
-    /// 16 bytes, which [`run`](crate::ForwardPlan::run) checks.
+    /// A workspace in the caller's own GPU memory, such as a part of a pool. Runs overwrite the contents.
+    ///
+    /// The memory must begin at a multiple of 16 bytes. [`run`](crate::ForwardPlan::run) checks that.
     #[cfg(feature = "cuda")]
     pub fn cuda(memory: CudaViewMut<'a, u8>) -> Self {
         let bytes = memory.len();
         Self { memory: if bytes == 0 { Memory::Nothing } else { Memory::BorrowedCuda(memory) }, bytes }
     }
 
-    /// How large it is.
+    /// The size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Its memory when it is on a GPU.
+    /// The memory of a workspace on a GPU. `None` for a workspace on the host or of 0 bytes.
     #[cfg(feature = "cuda")]
     pub(crate) fn as_cuda(&mut self) -> Option<CudaViewMut<'_, u8>> {
         match &mut self.memory {
@@ -85,7 +90,7 @@ impl<'a> Workspace<'a> {
         }
     }
 
-    /// Whether a plan that needs `need` bytes may use it on `stream`.
+    /// Refuses a workspace that is smaller than `need` bytes or in another place than `stream`.
     pub(crate) fn check(&self, need: usize, stream: &Stream) -> Result<()> {
         if self.bytes < need {
             return Err(Error::Workspace { need, have: self.bytes });

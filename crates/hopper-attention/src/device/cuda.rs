@@ -1,4 +1,4 @@
-//! What the driver is asked about GPUs and streams. Nothing here panics where there is no driver.
+//! GPUs, their contexts and their streams, through the CUDA driver. Nothing here panics on a machine without a driver.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -11,7 +11,7 @@ use once_cell::sync::OnceCell;
 use crate::arch::{ComputeCapability, DeviceFacts, DeviceInfo};
 use crate::error::{Error, ErrorSource, Result};
 
-/// A GPU, its context, and what is known of it. Clones share the context.
+/// A GPU: its context and its properties. Clones share the context.
 #[derive(Clone)]
 pub struct CudaDevice {
     context: Arc<CudaContext>,
@@ -19,18 +19,18 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// The GPU with this ordinal, through its primary context.
+    /// Opens the primary context of the GPU with this ordinal.
     ///
     /// # Errors
     /// As [`Device::cuda`](crate::Device::cuda).
     pub fn open(ordinal: usize) -> Result<Self> {
         known(ordinal)?;
-        // Opening makes the context current, which is the caller's to decide.
+        // `CudaContext::new` makes the context current on this thread. That choice is the caller's, so it is undone.
         let _current = Current::keep()?;
         Self::from_context(CudaContext::new(ordinal).map_err(driver("opening the GPU"))?)
     }
 
-    /// As [`open`](Self::open), but opened once and kept for the life of the process.
+    /// As [`open`](Self::open), but the GPU is opened once and kept until the process ends.
     ///
     /// # Errors
     /// As [`Device::cuda`](crate::Device::cuda).
@@ -38,43 +38,46 @@ impl CudaDevice {
         known(ordinal)?.opened.get_or_try_init(|| Self::open(ordinal)).cloned()
     }
 
-    /// The GPU of a context that exists already, so that its streams and memory can be used.
+    /// The GPU of a context that the caller already has. Plans then work with the streams and the memory of that context.
     ///
     /// # Errors
-    /// [`Error::Driver`] when the GPU cannot be asked for its properties.
+    /// [`Error::Driver`] when the driver does not give the GPU's properties.
     pub fn from_context(context: Arc<CudaContext>) -> Result<Self> {
         let ordinal = context.ordinal();
         Ok(Self { context, info: known(ordinal)?.info(ordinal)? })
     }
 
-    /// The context, from which streams are made and memory is allocated.
+    /// The context. A program makes streams and allocates memory with it.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
-    /// Makes the GPU current on this thread until the guard is dropped. A library that left it so would send the next
-    /// allocation of a program with several GPUs to the wrong one.
+    /// Makes this GPU's context current on this thread until the guard is dropped.
+    ///
+    /// The guard restores the context that was current before. Without this, a program with several GPUs would make its
+    /// next allocation on the wrong GPU.
     pub(crate) fn make_current(&self) -> Result<Current> {
         let current = Current::keep()?;
         self.context.bind_to_thread().map_err(driver("making the GPU current"))?;
         Ok(current)
     }
 
-    /// Asks what a run asks of its stream, of the default stream: the first call of each of the driver's functions looks
-    /// it up, which allocates, and a run must not.
+    /// Calls the driver functions that a run calls, once, on the default stream.
+    ///
+    /// The first call of a driver function looks the function up, and that allocates. A run must not allocate.
     pub(crate) fn look_up_driver(&self) -> Result<()> {
-        // An error says that some stream is being captured, which a run finds out for its own.
+        // An error here means that some stream is being captured. A run asks for its own stream again.
         let _ = self.context.default_stream().capture_status();
         self.check_stream(std::ptr::null_mut())
     }
 
-    /// Whether a stream is of this GPU's context, which is current.
+    /// Refuses a stream of another context than this GPU's. This GPU's context must be current.
     pub(crate) fn check_stream(&self, stream: *mut c_void) -> Result<()> {
         let stream: sys::CUstream = stream.cast();
         let mut context = std::ptr::null_mut();
-        // SAFETY: the caller of the raw layer promises a live stream or null, and the other pointer is to a local.
+        // SAFETY: the caller of the raw layer promises a live stream or null. The other pointer is to a local variable.
         let status = unsafe { sys::cuStreamGetCtx(stream, &raw mut context) };
-        // A stream of a green context belongs to no context that this call can name.
+        // The driver gives this error for a stream of a green context: this call cannot name such a context.
         if status == sys::CUresult::CUDA_ERROR_NOT_SUPPORTED {
             return Ok(());
         }
@@ -89,7 +92,7 @@ impl CudaDevice {
         })
     }
 
-    /// Whether a stream is of the context for which the plan's kernels were loaded.
+    /// Refuses a stream of another context than the one in which the plan's kernels were loaded.
     pub(crate) fn check_context(&self, stream: &CudaStream) -> Result<()> {
         if *self.context == **stream.context() {
             return Ok(());
@@ -101,13 +104,13 @@ impl CudaDevice {
         })
     }
 
-    /// What is known of the GPU.
+    /// The properties of the GPU.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
 }
 
-/// Gives the thread back the CUDA context that was current when it was made.
+/// A guard. When it is dropped, it makes the CUDA context current again that was current when the guard was made.
 pub(crate) struct Current(sys::CUcontext);
 
 impl Current {
@@ -119,8 +122,8 @@ impl Current {
 
 impl Drop for Current {
     fn drop(&mut self) {
-        // SAFETY: null, or a context that was current a moment ago; whoever destroys it meanwhile gets an error here,
-        // which changes nothing.
+        // SAFETY: `self.0` is null, or a context that was current when the guard was made. If another thread has destroyed
+        // the context meanwhile, the driver returns an error, which is ignored.
         unsafe {
             if result::ctx::get_current().ok().flatten().unwrap_or(std::ptr::null_mut()) != self.0 {
                 let _ = result::ctx::set_current(self.0);
@@ -141,7 +144,7 @@ impl fmt::Display for CudaDevice {
     }
 }
 
-/// What is kept of each GPU. What fails is not kept: it is tried again at the next call.
+/// What the process remembers of one GPU. A failure is not remembered: the next call tries again.
 #[derive(Default)]
 struct Known {
     info: OnceCell<Arc<DeviceInfo>>,
@@ -172,13 +175,13 @@ fn known(ordinal: usize) -> Result<&'static Known> {
     })
 }
 
-/// The GPUs that answer.
+/// The GPUs whose properties the driver gives.
 pub(crate) fn devices() -> Vec<DeviceInfo> {
     let all = all().unwrap_or_default();
     all.iter().enumerate().filter_map(|(ordinal, known)| Some(DeviceInfo::clone(&*known.info(ordinal).ok()?))).collect()
 }
 
-/// Why it cannot be known how many GPUs there are.
+/// The reason why the GPUs cannot be counted.
 struct NoDriver {
     found: String,
     source: Option<ErrorSource>,
@@ -200,16 +203,19 @@ fn device_count() -> std::result::Result<usize, NoDriver> {
     }
 }
 
-/// cudarc panics on its first call where the driver's library is missing, and its own check for it exists in only one of
-/// its linking modes, which another crate of the program may have changed.
+/// Whether the driver's library can be loaded.
+///
+/// This is checked here because the first call of cudarc panics without the library. cudarc has a check of its own, but in
+/// one of its linking modes only, and another crate of the program may have chosen a different mode.
 fn driver_is_present() -> bool {
     static PRESENT: OnceCell<bool> = OnceCell::new();
     let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
-    // SAFETY: the driver's library may be loaded from any thread at any time; cudarc loads the same one.
+    // SAFETY: the driver's library may be loaded from any thread at any time. cudarc loads the same library.
     *PRESENT.get_or_init(|| unsafe { libloading::Library::new(name) }.is_ok())
 }
 
-/// Needs `result::init`, which whoever has an ordinal or a context has called.
+/// Asks the driver for a GPU's properties. `result::init` must have been called: a caller with an ordinal from [`all`], or
+/// with a context, has called it.
 fn describe(ordinal: usize) -> std::result::Result<DeviceInfo, DriverError> {
     let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX))?;
     let attribute = |attribute| -> std::result::Result<u32, DriverError> {
@@ -242,14 +248,16 @@ fn describe(ordinal: usize) -> std::result::Result<DeviceInfo, DriverError> {
     })
 }
 
-/// A driver's error as ours, for `map_err`.
+/// Converts a driver's error to this crate's, for `map_err`. `what` says what the library was doing.
 pub(crate) fn driver(what: &'static str) -> impl FnOnce(DriverError) -> Error {
     move |error| Error::Driver { what, code: error.0 as u32, text: text(error), source: Some(ErrorSource::new(error)) }
 }
 
-/// Whether memory and stream are ordered by one context object. Two objects of one GPU's primary context are equal, but
-/// each counts its own streams and so decides alone whether to record events: a kernel on a stream of one would not be
-/// seen when memory of the other is freed.
+/// Refuses memory whose `CudaContext` object is not the stream's.
+///
+/// A program may have two `CudaContext` objects of one GPU's primary context. They compare equal, but each one counts its
+/// own streams and decides by that count whether to record events. Memory of one object could then be freed while a kernel
+/// on a stream of the other object still uses it.
 pub(crate) fn same_context(what: &'static str, context: &Arc<CudaContext>, stream: &CudaStream) -> Result<()> {
     if Arc::ptr_eq(context, stream.context()) {
         return Ok(());
@@ -263,7 +271,7 @@ pub(crate) fn same_context(what: &'static str, context: &Arc<CudaContext>, strea
     })
 }
 
-/// Refuses what would break a capture, or what a capture would break.
+/// Refuses `what` while the stream is captured into a CUDA graph. `allowed` says what to do instead.
 pub(crate) fn refuse_capture(stream: &CudaStream, what: &str, allowed: &str) -> Result<()> {
     match stream.capture_status().map_err(driver("asking whether the stream is captured"))? {
         sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),

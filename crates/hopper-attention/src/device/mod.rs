@@ -1,4 +1,4 @@
-//! Where a problem is computed: devices and streams.
+//! Where problems are computed: devices and streams.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -17,7 +17,7 @@ pub(crate) use cuda::{driver, refuse_capture, same_context};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Device {
-    /// The cores of this machine. Always there.
+    /// The cores of this machine. This device always exists.
     Cpu,
     /// A GPU.
     #[cfg(feature = "cuda")]
@@ -30,11 +30,14 @@ impl Device {
         Self::Cpu
     }
 
-    /// The GPU with this ordinal, in the driver's order; opens its primary context, which PyTorch and candle share.
+    /// The GPU with this ordinal: its number in the driver's order, from 0.
+    ///
+    /// The call opens the GPU's primary context. PyTorch and candle use the same context.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) when this build has no GPU side, the machine has no driver or no
-    /// such GPU; [`Error::Driver`](crate::Error::Driver) when the GPU cannot be opened.
+    /// - [`Error::NoDevice`](crate::Error::NoDevice) when this build is without the feature `cuda`, or when the machine has
+    ///   no driver or no such GPU.
+    /// - [`Error::Driver`](crate::Error::Driver) when the GPU cannot be opened.
     pub fn cuda(ordinal: usize) -> Result<Self> {
         #[cfg(feature = "cuda")]
         return CudaDevice::open(ordinal).map(Self::Cuda);
@@ -42,8 +45,9 @@ impl Device {
         Err(without_cuda(ordinal))
     }
 
-    /// As [`cuda`](Self::cuda), but opened once and kept for the life of the process: every caller gets the same context
-    /// object, so that tensors and streams of one caller may be used with plans of another.
+    /// As [`cuda`](Self::cuda), but the GPU is opened once and kept until the process ends.
+    ///
+    /// Every caller gets the same context object. So a plan of one caller accepts tensors and streams of another.
     ///
     /// # Errors
     /// As [`cuda`](Self::cuda).
@@ -54,8 +58,10 @@ impl Device {
         Err(without_cuda(ordinal))
     }
 
-    /// The GPUs of this machine, by ordinal, whether or not there is a kernel for them. Empty without a GPU, without a
-    /// driver and without the feature `cuda`; [`Device::cuda`] says which. Opens no context.
+    /// The GPUs of this machine, by ordinal. The list includes GPUs that no kernel of this build runs on.
+    ///
+    /// The list is empty without a GPU, without a driver and without the feature `cuda`. The error of [`Device::cuda`] says
+    /// which of these is the case. This function opens no context.
     pub fn available() -> Vec<DeviceInfo> {
         #[cfg(feature = "cuda")]
         return cuda::devices();
@@ -63,7 +69,7 @@ impl Device {
         Vec::new()
     }
 
-    /// What is known of the GPU; `None` for the CPU.
+    /// The properties of the GPU. `None` for the CPU.
     pub fn info(&self) -> Option<&DeviceInfo> {
         match self {
             Self::Cpu => None,
@@ -72,7 +78,7 @@ impl Device {
         }
     }
 
-    /// The stream that needs no making: synchronous on the CPU, the default stream of a GPU.
+    /// The stream that always exists: [`Stream::Cpu`] on the CPU, the default stream on a GPU.
     pub fn default_stream(&self) -> Stream {
         match self {
             Self::Cpu => Stream::Cpu,
@@ -81,11 +87,13 @@ impl Device {
         }
     }
 
-    /// A new stream, on a GPU one that runs beside the others. From the first one on, cudarc records events around every
-    /// use of memory, which costs a few microseconds a launch.
+    /// A new stream. On a GPU its work runs beside the work of other streams. On the CPU it is [`Stream::Cpu`].
+    ///
+    /// Once a context has such a stream, cudarc records an event for every use of memory. This takes a few microseconds a
+    /// launch.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver) when the driver cannot make one.
+    /// [`Error::Driver`](crate::Error::Driver) when the driver cannot make a stream.
     pub fn new_stream(&self) -> Result<Stream> {
         match self {
             Self::Cpu => Ok(Stream::Cpu),
@@ -95,7 +103,7 @@ impl Device {
     }
 }
 
-/// Why there is no GPU in a build for the CPU alone.
+/// The error for a GPU that was asked for in a build without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 fn without_cuda(ordinal: usize) -> crate::error::Error {
     crate::error::Error::NoDevice {
@@ -115,11 +123,11 @@ impl fmt::Display for Device {
     }
 }
 
-/// The order in which work is done. Work on the CPU is done when the call returns; a GPU's stream takes it in order.
+/// A queue of work. On the CPU, work is done when the call returns. A stream on a GPU does its work in order, later.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Stream {
-    /// Synchronous, on the cores of this machine.
+    /// The cores of this machine. Each call finishes its work before it returns.
     Cpu,
     /// A CUDA stream.
     #[cfg(feature = "cuda")]
@@ -127,10 +135,10 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// Waits until all that was enqueued is done.
+    /// Waits until all enqueued work is done.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver) with whatever went wrong in that work.
+    /// [`Error::Driver`](crate::Error::Driver) when that work failed.
     pub fn synchronize(&self) -> Result<()> {
         match self {
             Self::Cpu => Ok(()),

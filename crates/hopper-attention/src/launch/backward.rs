@@ -1,4 +1,4 @@
-//! The backward pass.
+//! What a launch of the backward pass does: the CPU's inputs and outputs, and the kernels' parameters.
 
 #[cfg(feature = "cuda")]
 use std::ffi::c_void;
@@ -26,7 +26,7 @@ impl Launch for BackwardPlan {
     }
 
     unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
-        // SAFETY: the caller's promise; the type is the operands' own.
+        // SAFETY: the caller's promise. The type is the one that the operands were checked to have.
         unsafe {
             match self.problem().dtype() {
                 DType::F16 => backward::<f16>(self, args),
@@ -40,8 +40,8 @@ impl Launch for BackwardPlan {
     #[cfg(feature = "cuda")]
     unsafe fn on_gpu(&self, choice: &BackwardChoice, args: &KernelArgs, stream: *mut c_void) -> Result<()> {
         let params = params(self, choice, args)?;
-        // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-        // selection and the checks of the operands saw to it.
+        // SAFETY: the caller's promise covers memory and stream. The fields satisfy params.rs of the sys crate: the
+        // problem, the selection and the operands were checked.
         unsafe { sys::launch_backward(choice.kernel.row, &choice.kernel, &params, stream) }
     }
 }
@@ -71,7 +71,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
     cpu::backward(plan.problem(), &inputs, outputs)
 }
 
-/// What the kernels read.
+/// The parameters of the plan's kernel. `hopper-attention-sys/src/params.rs` says what each field means.
 #[cfg(feature = "cuda")]
 fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Result<sys::BwdParams> {
     let problem = plan.problem();

@@ -1,4 +1,4 @@
-//! Whether what a run is given is what the problem asks for: one loop over the problem's operands.
+//! Checks of a run's tensors against the problem: one loop over the list of operands.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use crate::layout::DynLayout;
 use crate::operand::{Access, MAX_RANK, Operand, Operands, Presence, Slot};
 use crate::plan::{Planned, Target};
 
-/// What is known of a tensor that was given, whatever gave it.
+/// What the checks need to know of a tensor, whether it was borrowed or given by address.
 #[derive(Clone, Copy)]
 pub(crate) struct Given<'g> {
     pub slot: Slot,
     pub dtype: DType,
     pub layout: &'g DynLayout,
     pub place: Place,
-    /// How a borrowed tensor was lent; `None` for an address, whose caller promises what it may be used for.
+    /// What a borrowed tensor was lent for. `None` for an address: its caller promises that the run may use the memory.
     pub lent: Option<Access>,
 }
 
@@ -26,14 +26,14 @@ impl<'g> From<&'g (Slot, RawTensor)> for Given<'g> {
     }
 }
 
-/// Presence, type, shape and place of every operand, and that what is written uses no element twice.
+/// Checks presence, type, shape and place of every operand, and that two indices of an output never share an element.
 pub(crate) fn operands<'g, C>(
     Planned { operands, target, .. }: &Planned<C>,
     given: impl Iterator<Item = Given<'g>> + Clone,
 ) -> Result<()> {
     if let Some(other) = given.clone().find(|given| operands.find(given.slot).is_none()) {
         let mut names: Vec<_> = operands.iter().map(|operand| operand.slot().name()).collect();
-        names.dedup(); // factors that are written, and those that are read
+        names.dedup(); // Written and given factors of the quantiser are two operands with one name.
         let allowed = format!("the operands of this problem: {}", names.join(", "));
         return Err(Error::Value { what: other.slot.name(), got: "given".into(), allowed });
     }
@@ -46,7 +46,7 @@ pub(crate) fn operands<'g, C>(
     Ok(())
 }
 
-/// The tensor, where it is given and may be.
+/// Checks that an operand is given if it must be, and only if it may be. Returns its tensor.
 fn presence<'g>(operand: &Operand, tensor: Option<Given<'g>>) -> Result<Option<Given<'g>>> {
     let what = operand.slot().name();
     let option = operand.belongs_to();
@@ -68,11 +68,11 @@ fn presence<'g>(operand: &Operand, tensor: Option<Given<'g>>) -> Result<Option<G
     }
 }
 
-/// Type, shape and place of one operand.
+/// Checks type, shape, place and access of one operand.
 fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<()> {
     let what = operand.slot().name();
     if tensor.dtype != operand.dtype() {
-        // Those with fewer dimensions, factors and sums of rows, are f32 whatever the problem.
+        // Operands with fewer than four dimensions (descale factors, the LSE and so on) are f32 in every problem.
         let whose = if operand.shape().len() == MAX_RANK { ", the problem's" } else { "" };
         return Err(Error::Dtype { what, got: tensor.dtype, allowed: format!("{}{whose}", operand.dtype()) });
     }
@@ -102,7 +102,7 @@ fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<(
     }
 }
 
-/// On the CPU: whether addresses are aligned, and whether each tensor that is written meets no other one.
+/// Checks, on the CPU, that addresses are aligned and that the address range of each output overlaps no other tensor's.
 pub(super) fn apart(operands: &Operands, args: &RawArgs) -> Result<()> {
     for (i, (slot, tensor)) in args.tensors.iter().enumerate() {
         let range = addresses(*slot, tensor)?;
@@ -129,7 +129,7 @@ fn is_written(operands: &Operands, slot: Slot) -> bool {
     operands.find(slot).is_some_and(|operand| operand.access() == Access::Write)
 }
 
-/// The addresses of a tensor, from its first to its last byte, gaps included.
+/// The address range of a tensor, from its first byte to the end of its last element, gaps included.
 fn addresses(slot: Slot, raw: &RawTensor) -> Result<Range<u64>> {
     if raw.layout.span() == 0 {
         return Ok(0..0);

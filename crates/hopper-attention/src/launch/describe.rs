@@ -1,16 +1,15 @@
-//! From checked tensors to what kernels read: aligned addresses, and strides that are regular where a dimension has no
-//! second element.
+//! From checked tensors to the descriptors that kernels read: an address and strides, both checked for alignment.
 
 use super::raw::{RawArgs, RawTensor, RawWorkspace};
 use crate::error::{Error, Result};
 use crate::operand::{MAX_RANK, Slot, SlotMap};
 
-/// Tensor maps and their moves count in units of this many bytes.
+/// TMA needs addresses and strides that are multiples of this many bytes.
 const ALIGNMENT: u64 = 16;
-/// A tensor map's strides end here, in bytes.
+/// The strides of a TMA tensor map are below this, in bytes.
 const STRIDE_END: i64 = 1 << 40;
 
-/// What a kernel reads and writes: a descriptor for each tensor that was given.
+/// The arguments of a kernel: a descriptor for each tensor that was given, and the workspace.
 #[derive(Clone, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read by the launch"))]
 pub(crate) struct KernelArgs {
@@ -19,11 +18,15 @@ pub(crate) struct KernelArgs {
     pub workspace: u64,
 }
 
-/// A tensor as kernels read it. Strides count elements. A row is a token of Q, K, V and O, a query of a log-sum-exp, a block of
-/// a tensor of factors.
+/// A tensor as kernels read it. Strides count elements.
+///
+/// A row is one index of the dimension that is neither batch nor head:
+/// - a token of Q, K, V, O and of their gradients;
+/// - a query of a log-sum-exp;
+/// - a block of a tensor of descale factors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Descriptor {
-    /// 0: the tensor is not there.
+    /// Address of the first element. 0: the tensor was not given.
     pub address: u64,
     pub stride_batch: i64,
     pub stride_row: i64,
@@ -37,13 +40,13 @@ impl KernelArgs {
         self.descriptors.get(slot).is_some()
     }
 
-    /// The descriptor of an operand; all zeros where it was not given.
+    /// The descriptor of an operand. All zeros where the operand was not given.
     pub fn get(&self, slot: Slot) -> Descriptor {
         self.descriptors.get(slot).copied().unwrap_or_default()
     }
 }
 
-/// Describes what was given, for a plan that needs a workspace of so many bytes.
+/// Describes the given tensors. `workspace_bytes` is what the plan needs of the workspace.
 pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelArgs> {
     let mut descriptors = SlotMap::default();
     for (slot, tensor) in args.tensors.iter() {
@@ -59,10 +62,10 @@ fn descriptor(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     }
 }
 
-/// `[batch, seqlen, heads, head_dim]`: moved by the copy engine, in units of 16 bytes.
+/// The descriptor of a tensor `[batch, seqlen, heads, head_dim]`. Kernels move it with TMA, in units of 16 bytes.
 fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
-    // Where there is no second element any stride is right; this one is always a legal one.
+    // A dimension of size 1 never uses its stride, so the caller's may be anything. TMA still needs a legal one: head_dim.
     let mut regular = [i64::try_from(shape[3]).unwrap_or(i64::MAX); 3];
     if !raw.layout.is_empty() {
         check_address(slot, raw, ALIGNMENT)?;
@@ -76,8 +79,10 @@ fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     Ok(Descriptor { address: raw.address, stride_batch, stride_row, stride_head })
 }
 
-/// `[batch, heads, rows]` and smaller ones, read an element at a time. A stride is 0 where there is no second element: all
-/// share the first.
+/// The descriptor of a tensor with fewer dimensions: `[batch, heads, rows]` or smaller. Kernels access it element by element.
+///
+/// A dimension of size 1, or one that the tensor does not have, gets stride 0. All indices then read the one element, as
+/// those that share a descale factor must.
 fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     if !raw.layout.is_empty() {
         check_address(slot, raw, raw.dtype.bytes() as u64)?;
@@ -116,6 +121,7 @@ fn check_stride(slot: Slot, axis: &str, stride: i64, raw: &RawTensor) -> Result<
     }
 }
 
+/// Checks the workspace against what the plan needs, in bytes. Returns its address.
 fn workspace(workspace: RawWorkspace, need: usize) -> Result<u64> {
     let RawWorkspace { address, bytes } = workspace;
     if bytes < need || (need > 0 && address == 0) {
@@ -167,7 +173,7 @@ mod tests {
         let text = refused(Slot::K, dense(0x1008, [2, 5, 1, 64]));
         assert_eq!(text, "k: address 0x1008; allowed: multiples of 16 bytes, not 0");
         assert!(refused(Slot::K, dense(0, [2, 5, 1, 64])).starts_with("k: address 0x0"));
-        // Without keys there is nothing at the address.
+        // A tensor without keys has no element, so its address is not checked.
         assert!(described(Slot::K, dense(0, [2, 0, 1, 64])).is_ok());
     }
 
@@ -179,7 +185,7 @@ mod tests {
             "v: stride 340 in batch, of bf16 elements; allowed: on a GPU, multiples of 8 elements (16 bytes) \
              from 0 to below 2^40 bytes"
         );
-        // Every key has the same value, which is legal to read; one head has no second one to step to.
+        // Stride 0 of the keys is legal: all keys have the same value. The stride of a single head is replaced.
         assert_eq!(described(Slot::V, strided([320, 0, 3, 1])).unwrap().stride_head, 64);
         let text = refused(Slot::V, strided([1 << 39, 64, 64, 1]));
         assert!(text.starts_with("v: stride 549755813888 in batch"), "{text}");
@@ -192,7 +198,7 @@ mod tests {
         assert_eq!(found, Descriptor { address: 0x104, stride_batch: 12, stride_head: 3, stride_row: 1 });
         let text = refused(Slot::Lse, raw(0x102, DType::F32, lse));
         assert_eq!(text, "lse: address 0x102; allowed: multiples of 4 bytes, not 0");
-        // One factor for all.
+        // One factor for the whole tensor.
         let factor = raw(0x104, DType::F32, Layout::contiguous([1, 1, 1]).unwrap());
         assert_eq!(described(Slot::DescaleQ, factor).unwrap(), Descriptor { address: 0x104, ..Default::default() });
         let counts = raw(0x104, DType::F32, Layout::with_strides([3, 2], [5, 1]).unwrap());

@@ -1,4 +1,4 @@
-//! The forward pass.
+//! What a launch of the forward pass does: the CPU's inputs and outputs, and the kernels' parameters.
 
 #[cfg(feature = "cuda")]
 use std::ffi::c_void;
@@ -22,12 +22,12 @@ impl Launch for ForwardPlan {
     }
 
     fn has_nothing_to_do(&self) -> bool {
-        // The largest magnitude of nothing is written, too.
+        // The largest magnitude of an empty O is 0, and must be written.
         self.problem().is_empty() && !self.problem().wants_amax()
     }
 
     unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
-        // SAFETY: the caller's promise; the type is the operands' own.
+        // SAFETY: the caller's promise. The type is the one that the operands were checked to have.
         unsafe {
             match (self.problem().dtype(), self.problem().output_dtype()) {
                 (DType::F16, _) => forward::<f16>(self, args),
@@ -45,8 +45,8 @@ impl Launch for ForwardPlan {
     unsafe fn on_gpu(&self, choice: &Choice, args: &KernelArgs, stream: *mut c_void) -> Result<()> {
         let params = params(self, choice, args)?;
         let launch = |kernel: &crate::table::KernelInfo, params: &sys::FwdParams| {
-            // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-            // selection and the checks of the operands saw to it.
+            // SAFETY: the caller's promise covers memory and stream. The fields satisfy params.rs of the sys crate: the
+            // problem, the selection and the operands were checked.
             unsafe { sys::launch_forward(kernel.row, kernel, params, stream) }
         };
         launch(&choice.kernel, &params)?;
@@ -105,7 +105,7 @@ unsafe fn forward_fp8<O: OutputOf<E4M3>>(plan: &ForwardPlan, args: &RawArgs) -> 
     cpu::forward_fp8(plan.problem(), &inputs, outputs)
 }
 
-/// What the kernels read.
+/// The parameters of the plan's kernel. `hopper-attention-sys/src/params.rs` says what each field means.
 #[cfg(feature = "cuda")]
 fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys::FwdParams> {
     let problem = plan.problem();
@@ -142,7 +142,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         shared_tiles: choice.shared_tiles,
         output: sys::to_dtype(problem.output_dtype()),
         descale_q_group: match problem.scaling() {
-            // A key head's factor of Q is for all query heads that read it.
+            // All query heads that read one key head share one factor of Q.
             Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,
             _ => 1,
         },

@@ -1,5 +1,11 @@
-//! From addresses to work: what is given is checked once, described for the kernels, and enqueued (on the CPU: computed).
-//! Every pass goes this one way; what differs is a [`Launch`].
+//! From addresses to work.
+//!
+//! The steps are the same for every pass:
+//! 1. check the arguments against the plan's list of operands (`check.rs`);
+//! 2. on a GPU: describe the tensors for the kernels (`describe.rs`), and enqueue the kernels;
+//! 3. on the CPU: compute.
+//!
+//! An `impl` of [`Launch`] for each plan has what differs between the passes.
 
 mod backward;
 mod check;
@@ -22,20 +28,20 @@ pub(crate) use describe::KernelArgs;
 pub(crate) use describe::describe;
 pub use raw::{Place, RawArgs, RawTensor};
 
-/// What a plan must tell for its pass to be launched.
+/// The part of a run that differs between the passes. Each plan implements it.
 pub(crate) trait Launch {
-    /// What was chosen for a GPU.
+    /// The plan's choice for a GPU: the kernels and their schedule.
     type Choice;
 
-    /// Where it was planned, with what it reads, writes and needs there.
+    /// The plan's device, operands and workspace size.
     fn planned(&self) -> &Planned<Self::Choice>;
 
-    /// Whether every operand that is written is empty.
+    /// Whether every output is empty.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "asked before a launch"))]
     fn has_nothing_to_do(&self) -> bool;
 
-    /// What the list of operands cannot say: which of the optional ones belong together. `is_given` tells of each whether it
-    /// was given.
+    /// Checks which optional operands must be given together. The list of operands cannot say that. `is_given` says whether
+    /// an operand was given.
     fn check_together(&self, is_given: &dyn Fn(Slot) -> bool) -> Result<()> {
         let _ = is_given;
         Ok(())
@@ -44,32 +50,27 @@ pub(crate) trait Launch {
     /// Computes on the cores of this machine.
     ///
     /// # Safety
-    /// As [`run_raw`], with arguments that were checked as it does.
+    /// As [`run_raw`]. The arguments have passed the checks of [`run_raw`].
     unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()>;
 
-    /// Enqueues in the thread's current context, which is the plan's.
+    /// Enqueues the kernels. The plan's context is the thread's current one.
     ///
     /// # Safety
-    /// As [`run_raw`], with arguments that were checked as it does, and a choice that was made for this plan's problem.
+    /// As [`run_raw`]. The arguments have passed the checks of [`run_raw`], and `choice` was made for this plan's problem.
     #[cfg(feature = "cuda")]
     unsafe fn on_gpu(&self, choice: &Self::Choice, args: &KernelArgs, stream: *mut c_void) -> Result<()>;
 }
 
-/// Whether what is given is what the plan's problem asks for.
+/// Refuses tensors that are not what the plan's problem asks for.
 pub(crate) fn check<'g, P: Launch>(plan: &P, given: impl Iterator<Item = Given<'g>> + Clone) -> Result<()> {
     check::operands(plan.planned(), given.clone())?;
     plan.check_together(&|slot| given.clone().any(|given| given.slot == slot))
 }
 
-/// Checks, and enqueues on the stream (on the CPU: computes).
+/// Checks the arguments, then enqueues the work on the stream (GPU) or computes (CPU).
 ///
 /// # Safety
-/// - Each tensor's memory is where it says, and valid from now until the work is done, for every element that its layout
-///   reaches. What is read is initialised by then.
-/// - The workspace is valid for as long, in the plan's place.
-/// - Until then nothing writes what is read, and nothing else reads or writes what is written and the workspace.
-/// - What is written and the workspace share no element with each other or with what is read.
-/// - `stream` is a live `CUstream` (or `cudaStream_t`), or null for the default stream.
+/// The same as [`ForwardPlan::run_raw`](crate::ForwardPlan::run_raw), for the plan of any pass.
 pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c_void) -> Result<()> {
     check(plan, args.tensors.iter().map(Given::from))?;
     let Planned { target, operands, workspace_bytes } = plan.planned();
@@ -87,7 +88,7 @@ pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c
                 if plan.has_nothing_to_do() {
                     return Ok(());
                 }
-                // The CUDA runtime inside the kernels' launchers launches into the thread's current context.
+                // The launchers use the CUDA runtime, which launches into the thread's current context.
                 let _current = device.make_current()?;
                 device.check_stream(stream)?;
                 // SAFETY: the caller's promise, and the checks above.
@@ -103,17 +104,17 @@ pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c
 }
 
 impl RawArgs {
-    /// An operand that the CPU reads; `None` where it was not given.
+    /// An operand that the CPU reads. `None` where it was not given.
     ///
     /// # Safety
-    /// As [`run_raw`], of which the operand's type and shape were checked.
+    /// As [`run_raw`]. The operand's element type was checked to be `T`, and its shape was checked too.
     unsafe fn read<'a, T, const R: usize>(&self, slot: Slot) -> Option<HostRef<'a, T, R>> {
         let tensor = self.get(slot)?;
         // SAFETY: the caller's promise.
         Some(unsafe { HostRef::new(tensor.address as usize as *const T, tensor.layout.typed()?) })
     }
 
-    /// An operand that the CPU writes; `None` where it was not given.
+    /// An operand that the CPU writes. `None` where it was not given.
     ///
     /// # Safety
     /// As [`read`](Self::read).
@@ -124,18 +125,19 @@ impl RawArgs {
     }
 }
 
-/// An operand that the checks have found to be there.
+/// An operand that the checks have found to be given, so that the error never occurs.
 fn required<T>(slot: Slot, operand: Option<T>) -> Result<T> {
     let missing = || Error::Value { what: slot.name(), got: "missing".into(), allowed: "the operand".into() };
     operand.ok_or_else(missing)
 }
 
-/// Why the CPU does not compute with a type.
+/// The error for a type that the CPU does not compute with.
 fn not_on_the_cpu(got: DType) -> Error {
     Error::Dtype { what: "q, k and v", got, allowed: "f16, bf16, f32".into() }
 }
 
-/// Problems are checked to be this small; an error all the same, since a wrapped number would address wild memory.
+/// A size of a problem as `i32`. Problems are checked to be small enough. The conversion is checked again, because a number
+/// that wraps would make a kernel access wrong addresses.
 #[cfg(feature = "cuda")]
 fn small(what: &'static str, value: usize) -> Result<i32> {
     i32::try_from(value).map_err(|_| Error::Value { what, got: value.to_string(), allowed: "below 2^31".into() })

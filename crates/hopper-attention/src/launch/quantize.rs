@@ -1,4 +1,4 @@
-//! Quantisation.
+//! What a launch of the quantiser does: the CPU's tasks, and the kernels' parameters.
 
 #[cfg(feature = "cuda")]
 use std::ffi::c_void;
@@ -22,13 +22,13 @@ impl Launch for QuantizePlan {
         self.planned()
     }
 
-    /// Counts of nothing are written, too.
+    /// Never: counts must be written even where every tensor is empty.
     fn has_nothing_to_do(&self) -> bool {
         false
     }
 
-    /// Of a tensor that is quantised its values, what is stored and its factors are given, the latter either to be written or to
-    /// be read; of another one nothing.
+    /// A tensor that is quantised has three operands: its values, its stored elements, and its factors. The factors are
+    /// either written (`descale`) or read (`given`). A tensor that is not quantised has no operand at all.
     fn check_together(&self, is_given: &dyn Fn(Slot) -> bool) -> Result<()> {
         for Source { values, stored, descale, given, .. } in TENSORS {
             let factors = [descale, given].into_iter().filter(|&slot| is_given(slot)).count();
@@ -48,7 +48,7 @@ impl Launch for QuantizePlan {
     }
 
     unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
-        // SAFETY: the caller's promise; the type is the source's.
+        // SAFETY: the caller's promise. The type is the one that the values were checked to have.
         unsafe {
             match self.quantizer().source() {
                 DType::F16 => quantize::<f16>(self, args),
@@ -62,8 +62,8 @@ impl Launch for QuantizePlan {
     #[cfg(feature = "cuda")]
     unsafe fn on_gpu(&self, choice: &QuantizeChoice, args: &KernelArgs, stream: *mut c_void) -> Result<()> {
         let params = params(self, choice, args)?;
-        // SAFETY: the caller's promise covers memory and stream; the fields satisfy kernels.hpp because the problem, the
-        // selection and the checks of the operands saw to it.
+        // SAFETY: the caller's promise covers memory and stream. The fields satisfy params.rs of the sys crate: the
+        // quantiser, the selection and the operands were checked.
         unsafe { sys::launch_quantize(choice.row.row, &choice.row, &params, stream) }
     }
 }
@@ -87,7 +87,7 @@ unsafe fn quantize<T: Float>(plan: &QuantizePlan, args: &RawArgs) -> Result<()> 
     Ok(())
 }
 
-/// A tensor that is quantised; `None` where it is not given.
+/// The CPU's task for one tensor. `None` where the tensor is not given.
 ///
 /// # Safety
 /// As [`Launch::on_cpu`], with values of `T`.
@@ -120,7 +120,7 @@ unsafe fn task<'a, T: Float>(
     }))
 }
 
-/// What the kernels read.
+/// The parameters of the kernels. `hopper-attention-sys/src/params.rs` says what each field means.
 #[cfg(feature = "cuda")]
 fn params(plan: &QuantizePlan, choice: &QuantizeChoice, args: &KernelArgs) -> Result<sys::QuantizeParams> {
     let (quantizer, problem) = (plan.quantizer(), plan.quantizer().problem());

@@ -1,4 +1,4 @@
-//! What a run is given by address.
+//! The arguments of a run by address: [`RawArgs`].
 
 use std::fmt;
 
@@ -6,13 +6,13 @@ use crate::dtype::DType;
 use crate::layout::{DynLayout, Layout};
 use crate::operand::{Slot, SlotMap};
 
-/// Where an address leads to.
+/// The memory that an address belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Place {
-    /// Memory that the cores of this machine read.
+    /// Memory that the cores of this machine can access.
     Cpu,
-    /// Memory that the GPU with this ordinal reads.
+    /// Memory that the GPU with this ordinal can access.
     Cuda(usize),
 }
 
@@ -25,7 +25,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// A tensor by the address of its first element.
+/// A tensor, given by the address of its first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawTensor {
     pub(crate) address: u64,
@@ -35,14 +35,15 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
-    /// The tensor whose first element is at `address`, which may be anything where there is no element. The dimensions of
-    /// `layout` are in the order that the operand's [`axes`](Slot::axes) give.
+    /// The tensor whose first element is at `address`.
+    ///
+    /// The dimensions of `layout` are in the order that [`Slot::axes`] gives. A tensor without elements may have any address.
     pub fn new<const R: usize>(address: u64, dtype: DType, place: Place, layout: Layout<R>) -> Self {
         Self { address, dtype, place, layout: layout.into() }
     }
 }
 
-/// What a run reads and writes, by address: tensors by the names of their operands, and scratch memory.
+/// The arguments of a run by address: a tensor for each operand, and scratch memory (the workspace).
 ///
 /// ```
 /// use hopper_attention::raw::{Place, RawArgs, RawTensor};
@@ -59,7 +60,7 @@ pub struct RawArgs {
     pub(crate) workspace: RawWorkspace,
 }
 
-/// Scratch memory by address.
+/// Scratch memory, given by its address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RawWorkspace {
     pub address: u64,
@@ -67,34 +68,36 @@ pub(crate) struct RawWorkspace {
 }
 
 impl RawArgs {
-    /// Without any tensor.
+    /// Arguments without any tensor.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// With a tensor as this operand, in place of one that was given before.
+    /// Adds the tensor for an operand. It replaces an earlier tensor for the same operand.
     #[must_use]
     pub fn with(mut self, slot: Slot, tensor: RawTensor) -> Self {
         self.tensors.set(slot, tensor);
         self
     }
 
-    /// Without the tensor that was given as this operand.
+    /// Removes the tensor for an operand.
     #[must_use]
     pub fn without(mut self, slot: Slot) -> Self {
         self.tensors.remove(slot);
         self
     }
 
-    /// With scratch memory where the plan is: the address of its first byte (of 16-byte alignment on a GPU; 0 where the plan
-    /// needs none), and at least the plan's `workspace_bytes()`.
+    /// Sets the scratch memory, which must be on the plan's device.
+    ///
+    /// - `address`: the first byte. On a GPU it is a multiple of 16. It may be 0 where the plan needs no workspace.
+    /// - `bytes`: the size, at least the plan's `workspace_bytes()`.
     #[must_use]
     pub fn with_workspace(mut self, address: u64, bytes: usize) -> Self {
         self.workspace = RawWorkspace { address, bytes };
         self
     }
 
-    /// The tensor that was given as an operand.
+    /// The tensor for an operand. `None` where none was given.
     pub fn get(&self, slot: Slot) -> Option<&RawTensor> {
         self.tensors.get(slot)
     }

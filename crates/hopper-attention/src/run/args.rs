@@ -1,4 +1,4 @@
-//! What a run is given: a typed builder for each pass, and the list of borrowed tensors that they make.
+//! The arguments of a run: a typed builder for each pass, and [`Args`], the list of borrowed tensors that each builder makes.
 
 use std::fmt;
 
@@ -6,30 +6,32 @@ use crate::dtype::{E4M3, Element, Float, OutputOf};
 use crate::operand::{Slot, SlotMap, operand_setters};
 use crate::tensor::{AnyTensor, TensorMut, TensorRef};
 
-/// Borrowed tensors, by the names of their operands: what every builder here becomes. Code that handles any problem by its
-/// list of operands makes it directly; types, shapes and access are checked by the run.
+/// Borrowed tensors, by the names of their operands.
+///
+/// [`ForwardArgs`], [`BackwardArgs`] and [`QuantizeArgs`] all become `Args`. Code that handles any problem by its list of
+/// operands fills `Args` directly. The run checks types, shapes and access.
 #[derive(Default)]
 pub struct Args<'a>(pub(super) SlotMap<AnyTensor<'a>>);
 
 impl<'a> Args<'a> {
-    /// Without any tensor.
+    /// Arguments without any tensor.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// With a tensor that is read, in place of one that was given as this operand before.
+    /// Adds a tensor that is read. It replaces an earlier tensor for the same operand.
     #[must_use]
     pub fn read<T: Element, const R: usize>(self, slot: Slot, tensor: TensorRef<'a, T, R>) -> Self {
         self.with(slot, tensor.into())
     }
 
-    /// With a tensor that is written, in place of one that was given as this operand before.
+    /// Adds a tensor that is written. It replaces an earlier tensor for the same operand.
     #[must_use]
     pub fn write<T: Element, const R: usize>(self, slot: Slot, tensor: TensorMut<'a, T, R>) -> Self {
         self.with(slot, tensor.into())
     }
 
-    /// Without the tensor that was given as this operand.
+    /// Removes the tensor for an operand.
     #[must_use]
     pub fn without(mut self, slot: Slot) -> Self {
         self.0.remove(slot);
@@ -65,11 +67,13 @@ macro_rules! setters {
     };
 }
 
-/// What a forward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its
-/// strides. The operands that the problem's options ask for are given with the setters.
+/// The tensors that a forward pass reads and writes.
 ///
-/// A NaN or infinity in V reaches the rows that keep its key; on a GPU also rows that mask it but share a block of keys with it,
-/// since the product takes whole blocks.
+/// The dimensions of Q, K, V and O are in the logical order `[batch, seqlen, heads, head_dim]`, with any strides. The other
+/// methods add the operands that the problem's options ask for.
+///
+/// A NaN or infinity in V reaches the output of each query that keeps its key. On a GPU it also reaches queries that mask
+/// this key but visit its block of keys, because a product takes a whole block.
 #[derive(Debug)]
 #[must_use]
 pub struct ForwardArgs<'a>(Args<'a>);
@@ -77,8 +81,12 @@ pub struct ForwardArgs<'a>(Args<'a>);
 operand_setters!(ForwardArgs, setters);
 
 impl<'a> ForwardArgs<'a> {
-    /// Queries `[batch, seqlen_q, heads_q, head_dim_qk]`, keys `[batch, seqlen_kv, heads_kv, head_dim_qk]`, values
-    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`, and the output `[batch, seqlen_q, heads_q, head_dim_vo]`.
+    /// The arguments that every forward pass has.
+    ///
+    /// - `q`: the queries, `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    /// - `k`: the keys, `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    /// - `v`: the values, `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    /// - `o`: the output, `[batch, seqlen_q, heads_q, head_dim_vo]`, written.
     pub fn new<T: Element, O: OutputOf<T>>(
         q: TensorRef<'a, T, 4>,
         k: TensorRef<'a, T, 4>,
@@ -88,21 +96,24 @@ impl<'a> ForwardArgs<'a> {
         Self(Args::new().read(Slot::Q, q).read(Slot::K, k).read(Slot::V, v).write(Slot::O, o))
     }
 
-    /// The factors of e4m3 Q, K and V: what is stored times its factor is the real value. Their shapes `[batch, heads, blocks]`
-    /// are those that the problem's [`Scaling`](crate::Scaling) gives. Factors are finite and above 0, which the CPU checks and
-    /// a GPU takes for granted.
+    /// Adds the descale factors of e4m3 Q, K and V. A real value is the stored value times its factor.
+    ///
+    /// Their shapes `[batch, heads, blocks]` follow from the problem's [`Scaling`](crate::Scaling). Every factor must be
+    /// finite and above 0. The CPU checks this. A GPU does not.
     pub fn descale(self, q: TensorRef<'a, f32, 3>, k: TensorRef<'a, f32, 3>, v: TensorRef<'a, f32, 3>) -> Self {
         Self(self.0.read(Slot::DescaleQ, q).read(Slot::DescaleK, k).read(Slot::DescaleV, v))
     }
 }
 
-/// What a backward pass reads and writes. Every tensor's logical order is `[batch, seqlen, heads, head_dim]`, whatever its
-/// strides.
+/// The tensors that a backward pass reads and writes.
 ///
-/// A NaN in an input makes those gradients NaN that it reaches through a pair of query and key that the mask keeps; what an
-/// infinity leads to in these places is an infinity or a NaN. On the CPU it reaches no others. On a GPU it also reaches those
-/// of masked pairs that share a block with it, since the products take whole blocks; and what makes a query's
-/// `rowsum(d_o * o) - d_lse` infinite or NaN reaches dV as well, since it is one operand with the query's LSE.
+/// The dimensions of every 4-d tensor are in the logical order `[batch, seqlen, heads, head_dim]`, with any strides.
+///
+/// A NaN in an input reaches gradients through each pair of a query and a key that the mask keeps. Those gradients become
+/// NaN. An infinity does the same, and leads to infinities or NaN. On the CPU no other gradients change. On a GPU:
+/// - The NaN or infinity also reaches the gradients of masked pairs in its block, because a product takes a whole block.
+/// - If `rowsum(d_o * o) - d_lse` of a query is infinite or NaN, the value reaches dV too, because the kernel holds this
+///   number and the query's LSE in one operand of a product.
 #[derive(Debug)]
 #[must_use]
 pub struct BackwardArgs<'a>(Args<'a>);
@@ -110,14 +121,17 @@ pub struct BackwardArgs<'a>(Args<'a>);
 operand_setters!(BackwardArgs, setters);
 
 impl<'a> BackwardArgs<'a> {
-    /// - `qkv`: queries `[batch, seqlen_q, heads_q, head_dim_qk]`, keys `[batch, seqlen_kv, heads_kv, head_dim_qk]` and values
-    ///   `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
-    /// - `o`: the forward pass's output, `[batch, seqlen_q, heads_q, head_dim_vo]`.
-    /// - `lse`: the forward pass's log-sum-exp, natural log, `[batch, heads_q, seqlen_q]`. A row of -inf has no part in any
-    ///   gradient, and its own is 0.
-    /// - `d_o`: the gradient of the output, of its shape.
-    /// - `d_qkv`: the gradients of queries, keys and values, of their shapes; the latter two are summed over the query heads
-    ///   that read a key head. They are overwritten, not added to.
+    /// The arguments that every backward pass has.
+    ///
+    /// - `qkv`: the queries `[batch, seqlen_q, heads_q, head_dim_qk]`, the keys `[batch, seqlen_kv, heads_kv, head_dim_qk]` and
+    ///   the values `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    /// - `o`: the output of the forward pass, `[batch, seqlen_q, heads_q, head_dim_vo]`.
+    /// - `lse`: the log-sum-exp of the forward pass, natural log, `[batch, heads_q, seqlen_q]`. A query with LSE -inf has no
+    ///   part in any gradient, and its dQ is 0.
+    /// - `d_o`: the gradient of the output, of the output's shape.
+    /// - `d_qkv`: the gradients of queries, keys and values, written. Each has the shape of the tensor that it belongs to. The
+    ///   gradients of keys and values are sums over the query heads that read the key head. Old contents are overwritten,
+    ///   not added to.
     pub fn new<T: Float>(
         qkv: [TensorRef<'a, T, 4>; 3],
         o: TensorRef<'a, T, 4>,
@@ -132,18 +146,21 @@ impl<'a> BackwardArgs<'a> {
     }
 }
 
-/// Where the factors of a tensor that is quantised come from.
+/// Where the descale factors of a quantised tensor come from.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Descale<'a> {
-    /// From the largest finite magnitude that shares each: written.
+    /// The quantiser makes each factor from the largest finite magnitude that shares it, and writes the factors here.
     FromAmax(TensorMut<'a, f32, 3>),
-    /// From the caller: read. Finite and above 0, which the CPU checks and a GPU takes for granted.
+    /// The caller gives the factors. Each must be finite and above 0. The CPU checks this. A GPU does not.
     Given(TensorRef<'a, f32, 3>),
 }
 
-/// What is quantised: any of Q, K and V. Values and what is stored of them are `[batch, seqlen, heads, head_dim]` in the shape
-/// that the problem has for them; factors are `[batch, heads, blocks]` as [`Scaling`](crate::Scaling) says.
+/// The tensors to quantise: any of Q, K and V.
+///
+/// Each of them has three tensors:
+/// - `values`, read, and `stored`, written: `[batch, seqlen, heads, head_dim]`, of the problem's shape for Q, K or V.
+/// - `descale`: the factors, `[batch, heads, blocks]`, as [`Scaling`](crate::Scaling) says.
 #[derive(Debug)]
 #[must_use]
 pub struct QuantizeArgs<'a>(Args<'a>);
@@ -151,12 +168,12 @@ pub struct QuantizeArgs<'a>(Args<'a>);
 operand_setters!(QuantizeArgs, setters);
 
 impl<'a> QuantizeArgs<'a> {
-    /// Nothing to quantise yet.
+    /// Arguments with nothing to quantise yet.
     pub fn new() -> Self {
         Self(Args::new())
     }
 
-    /// Quantises queries.
+    /// Adds the queries.
     pub fn q<T: Float>(
         self,
         values: TensorRef<'a, T, 4>,
@@ -166,7 +183,7 @@ impl<'a> QuantizeArgs<'a> {
         self.tensor([Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven], values, stored, descale)
     }
 
-    /// Quantises keys.
+    /// Adds the keys.
     pub fn k<T: Float>(
         self,
         values: TensorRef<'a, T, 4>,
@@ -176,7 +193,7 @@ impl<'a> QuantizeArgs<'a> {
         self.tensor([Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven], values, stored, descale)
     }
 
-    /// Quantises values.
+    /// Adds the values.
     pub fn v<T: Float>(
         self,
         values: TensorRef<'a, T, 4>,

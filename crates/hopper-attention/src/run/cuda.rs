@@ -1,5 +1,7 @@
-//! A run from cudarc's views. Here a kernel outlives the borrows that it was given, and the order of the lines is what makes
-//! that sound: the crate's documentation has the argument.
+//! A run on a GPU from cudarc's views.
+//!
+//! The kernel outlives the borrows of its memory. The order of the lines below makes that sound. The crate's documentation
+//! (section "Soundness") has the argument.
 
 use std::sync::Arc;
 
@@ -15,7 +17,7 @@ use crate::plan::{Gpu, not_on_a_gpu};
 use crate::tensor::Memory;
 use crate::workspace::Workspace;
 
-/// Enqueues the plan's kernels. The caller has checked operands, and the stream's context and the workspace against the plan.
+/// Enqueues the plan's kernels. The caller has checked the operands, the stream's context and the workspace against the plan.
 pub(super) fn run<P: Launch>(
     plan: &P,
     gpu: &Gpu<P::Choice>,
@@ -35,19 +37,19 @@ pub(super) fn run<P: Launch>(
     if plan.has_nothing_to_do() {
         return Ok(());
     }
-    // The CUDA runtime inside the kernels' launchers launches into the thread's current context.
+    // The launchers use the CUDA runtime, which launches into the thread's current context.
     let _current = device.make_current()?;
     if stream.context().is_managing_stream_synchronization() {
         let allowed = "capturing with cudarc's event tracking off, or on the only stream of its context";
         refuse_capture(stream, "launching while cudarc tracks events", allowed)?;
     }
 
-    // A plan that needs no workspace does not wait for one.
+    // A plan that needs no workspace leaves it alone. Otherwise the stream would wait for earlier uses of the workspace.
     let bytes = workspace.bytes();
     let mut scratch = if plan.planned().workspace_bytes > 0 { workspace.as_cuda() } else { None };
     let mut raw = RawArgs::new();
-    // From here to the end of the launch every guard lives: each makes the stream wait for earlier uses of the memory
-    // now, and records this use when it is dropped.
+    // Each `device_ptr` call below makes the stream wait for earlier uses of the memory, and returns a guard. A guard
+    // records this use when it is dropped. So every guard must live from here to the end of the launch.
     let mut guards: ArrayVec<SyncOnDrop<'_>, { MAX_OPERANDS + 1 }> = ArrayVec::new();
     if let Some(scratch) = &mut scratch {
         let (address, guard) = scratch.device_ptr_mut(stream);
@@ -64,12 +66,13 @@ pub(super) fn run<P: Launch>(
         guards.push(guard);
         raw.tensors.set(*slot, RawTensor { address, dtype: tensor.dtype, place, layout: tensor.layout });
     }
-    // A wait for an earlier use that failed was only noted in the context; without it the kernel would race.
+    // If one of those waits could not be enqueued, cudarc has only noted the error in the context. Without the wait the
+    // kernel would race with the earlier use.
     stream.context().check_err().map_err(driver("waiting for earlier uses of the tensors"))?;
 
     let described = describe(&raw, plan.planned().workspace_bytes)?;
-    // SAFETY: views keep memory within the layouts (checked where tensors are made), outputs are injective and borrowed
-    // exclusively, the guards order this use against every other one, and stream and memory are of the plan's GPU.
+    // SAFETY: each layout lies within its view (checked when the tensor was made). Outputs are injective and borrowed
+    // exclusively. The guards order this use against every other use. Stream and memory belong to the plan's GPU.
     unsafe { plan.on_gpu(&gpu.choice, &described, stream.cu_stream().cast()) }
 }
 

@@ -1,4 +1,4 @@
-//! Running a plan: borrowed tensors are checked, their addresses taken, and the work enqueued before the borrows end.
+//! Running a plan: check the borrowed tensors, take their addresses, and enqueue the work before the borrows end.
 
 mod args;
 #[cfg(feature = "cuda")]
@@ -15,31 +15,34 @@ use crate::workspace::Workspace;
 
 pub use args::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs};
 
-/// The same of every pass: a run of borrowed tensors, and a run by address.
+/// Defines `run` (borrowed tensors) and `run_raw` (addresses) of a plan. Both are the same for every pass.
 macro_rules! runs {
     ($plan:ident, $args:ident, $(#[$doc:meta])*) => {
         impl $plan {
             $(#[$doc])*
             ///
-            /// On the CPU it is done on return. On a GPU it is enqueued on the stream, without allocating, waiting or loading
-            /// anything; the borrows may end at once (the crate's documentation says why that is sound). The thread's current
-            /// CUDA context is left as it was. Takes
+            /// On the CPU the work is done when the call returns. On a GPU the call enqueues the work on the stream and
+            /// returns. It allocates nothing, waits for nothing and loads nothing. The borrows may end at once: the crate's
+            /// documentation says why that is sound. The thread's current CUDA context stays as it was.
+            ///
+            /// `args` is
             #[doc = concat!("[`", stringify!($args), "`](crate::", stringify!($args), ")")]
             /// or [`Args`].
             ///
             /// # Errors
             /// Before anything is launched:
-            /// - [`Value`](crate::Error::Value) for an operand that is missing or not asked for,
-            ///   [`Dtype`](crate::Error::Dtype) and [`Shape`](crate::Error::Shape) for one that is not the problem's; on the CPU
-            ///   [`Value`](crate::Error::Value) also for a factor that is not finite and above 0.
-            /// - [`Device`](crate::Error::Device) for a stream, workspace or tensor that is not where the plan is.
-            /// - [`Workspace`](crate::Error::Workspace) for one that is too small.
-            /// - On a GPU, [`Layout`](crate::Error::Layout) for addresses and strides that are not multiples of 16 bytes (of 4,
-            ///   of f32 tensors with fewer than four dimensions).
-            /// - [`Capture`](crate::Error::Capture) while the stream is captured and cudarc tracks events.
-            /// - [`Driver`](crate::Error::Driver) for errors of the driver, including those of earlier work that surface now.
+            /// - [`Value`](crate::Error::Value): an operand is missing or was not asked for. On the CPU also: a factor is not
+            ///   finite and above 0.
+            /// - [`Dtype`](crate::Error::Dtype) or [`Shape`](crate::Error::Shape): an operand's type or shape is not the
+            ///   problem's.
+            /// - [`Device`](crate::Error::Device): the stream, the workspace or a tensor is not where the plan is.
+            /// - [`Workspace`](crate::Error::Workspace): the workspace is too small.
+            /// - [`Layout`](crate::Error::Layout), on a GPU: an address or a stride is not a multiple of 16 bytes, or a stride
+            ///   reaches 2^40 bytes. For f32 tensors with fewer than four dimensions: an address is not a multiple of 4 bytes.
+            /// - [`Capture`](crate::Error::Capture): the stream is captured while cudarc tracks events.
+            /// - [`Driver`](crate::Error::Driver): the driver failed, now or in earlier work whose error surfaces now.
             ///
-            /// [`Launch`](crate::Error::Launch) when the launch itself fails.
+            /// [`Launch`](crate::Error::Launch): the launch itself failed.
             pub fn run<'a>(
                 &self,
                 stream: &Stream,
@@ -49,22 +52,29 @@ macro_rules! runs {
                 run(self, stream, workspace, args.into())
             }
 
-            /// [`run`](Self::run) by address. On a GPU it enqueues the work on the stream and returns, without allocating,
-            /// waiting or loading anything, and leaves the thread's current CUDA context as it was. On the CPU it is done on
-            /// return, and neither the stream nor the workspace is looked at.
+            /// [`run`](Self::run) with addresses in place of borrowed tensors.
+            ///
+            /// On a GPU the call enqueues the work on the stream and returns. It allocates nothing, waits for nothing and loads
+            /// nothing. The thread's current CUDA context stays as it was. On the CPU the work is done when the call returns,
+            /// and `stream` and the workspace are ignored.
             ///
             /// # Errors
-            /// As [`run`](Self::run); beyond that [`Layout`](crate::Error::Layout) for an address that is not a multiple of the
-            /// element's size, for an output that uses an element twice, and on the CPU for an output whose range of addresses
-            /// meets another tensor's; [`Device`](crate::Error::Device) for a stream of another context than the primary one of
-            /// the plan's GPU; [`Workspace`](crate::Error::Workspace) for one at address 0.
+            /// As [`run`](Self::run), and also:
+            /// - [`Layout`](crate::Error::Layout): an address is not a multiple of the element's size, or two indices of an
+            ///   output share an element. On the CPU also: the address range of an output overlaps another tensor's range.
+            /// - [`Device`](crate::Error::Device): the stream's context is not the primary context of the plan's GPU.
+            /// - [`Workspace`](crate::Error::Workspace): the plan needs a workspace, and its address is 0.
             ///
             /// # Safety
-            /// - Each tensor's memory is where it says, and valid from now until the work is done, for every element that its
-            ///   layout reaches. What is read is initialised by then.
-            /// - The workspace is valid for as long, in the plan's place.
-            /// - Until then nothing writes what is read, and nothing else reads or writes what is written and the workspace.
-            /// - What is written and the workspace share no element with each other or with what is read.
+            /// "Until the work is done" means: until the call returns on the CPU, until the stream has done the work on a GPU.
+            /// - Each tensor's memory is in the place that its [`RawTensor`](crate::raw::RawTensor) says. All elements that
+            ///   its layout reaches are valid memory until the work is done.
+            /// - Tensors that are read are initialised when the work starts.
+            /// - The workspace is on the plan's device, and valid until the work is done.
+            /// - Until the work is done, nothing else writes a tensor that is read, and nothing else reads or writes the
+            ///   workspace or a tensor that is written.
+            /// - The workspace and the tensors that are written share no element with each other, nor with a tensor that is
+            ///   read.
             /// - `stream` is a live `CUstream` (or `cudaStream_t`), or null for the default stream.
             pub unsafe fn run_raw(&self, args: &RawArgs, stream: *mut c_void) -> Result<()> {
                 // SAFETY: the caller's promise.
@@ -76,18 +86,18 @@ macro_rules! runs {
 
 runs! {
     ForwardPlan, ForwardArgs,
-    /// Computes O, and what else the problem's options ask for.
+    /// Computes O, and the other outputs that the problem's options ask for.
 }
 
 runs! {
     BackwardPlan, BackwardArgs,
-    /// Computes the gradients of Q, K and V, which are overwritten, not added to.
+    /// Computes the gradients of Q, K and V. They are overwritten, not added to.
 }
 
 runs! {
     QuantizePlan, QuantizeArgs,
-    /// Quantises those of Q, K and V that are given. What it writes may be read by a forward pass that is enqueued on the same
-    /// stream afterwards.
+    /// Quantises each of Q, K and V that is given. A forward pass that is enqueued on the same stream afterwards may read
+    /// the results.
 }
 
 fn run<P: Launch>(plan: &P, stream: &Stream, workspace: &mut Workspace<'_>, args: Args<'_>) -> Result<()> {
@@ -97,15 +107,15 @@ fn run<P: Launch>(plan: &P, stream: &Stream, workspace: &mut Workspace<'_>, args
     match (stream, &planned.target) {
         #[cfg(feature = "cuda")]
         (Stream::Cuda(stream), Target::Gpu(gpu)) => cuda::run(plan, gpu, stream, workspace, args),
-        // SAFETY: tensors are borrowed, those that are written exclusively; layouts were checked against their memory where
-        // tensors were made, types and shapes against the problem above.
+        // SAFETY: the tensors are borrowed. Those that are written are borrowed exclusively. Each layout was checked against
+        // its memory when the tensor was made. Types and shapes were checked against the problem above.
         (_, Target::Cpu) => unsafe { plan.on_cpu(&args.on_the_host()) },
         (_, target) => Err(crate::plan::not_on_a_gpu(target)),
     }
 }
 
 impl Args<'_> {
-    /// What the checks look at.
+    /// The tensors as the checks see them.
     fn given(&self) -> impl Iterator<Item = Given<'_>> + Clone {
         self.0.iter().map(|(slot, tensor)| {
             let place = match &tensor.memory {
@@ -119,7 +129,7 @@ impl Args<'_> {
         })
     }
 
-    /// The addresses of tensors that were found to be on the host.
+    /// The tensors by address. All of them were checked to be on the host.
     fn on_the_host(&self) -> RawArgs {
         let mut raw = RawArgs::new();
         for (slot, tensor) in self.0.iter() {
