@@ -1,4 +1,14 @@
-//! From a backward problem to how it is computed: [`BackwardPlan`].
+//! How one device computes a backward pass: [`BackwardPlan`].
+//!
+//! Words (see also `select.rs`):
+//! - A *CTA* is a CUDA thread block.
+//! - A *tile* is `tile_n` keys of one key head. A CTA computes one tile at a time. It keeps the tile's dK and dV while it
+//!   visits the *blocks of queries* that see the tile, of every query head that reads the key head. A block is `tile_m`
+//!   queries.
+//! - The *sums of dQ* of a block are f32 in the workspace. Each tile that visits the block adds its part of dQ to them.
+//! - To *draw* a tile is to take the next one of the tile order with a counter in the workspace.
+//! - A tile's *turn*: in a deterministic pass, tiles add to the sums of a block in a fixed order. A tile waits for its turn,
+//!   that is, for the tiles before it.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -17,67 +27,78 @@ use crate::problem::BackwardProblem;
 use crate::sys;
 use crate::table::{KernelInfo, backward_kernels};
 
-/// The counter that CUDA blocks draw tiles from, and room: the next parts begin with a cache line if the workspace does.
+/// Bytes from the start of the workspace to its second part. The counter that CTAs draw tiles from takes 4 of them. The rest
+/// aligns the second part to a cache line, if the workspace is aligned so.
 const COUNTER_BYTES: usize = 256;
 
-/// What the kernels of an architecture keep of each query's LSE and delta: two numbers in f32, or as terms of a product.
+/// Size of the statistics of one query, its LSE and its delta, in bytes.
 fn statistics_bytes(arch: Arch) -> usize {
     match arch {
+        // Two f32.
         Arch::Sm80 => 8,
+        // Each number as a sum of 16-bit terms, because the tensor cores add them to the scores and to dP.
         Arch::Sm90 => 16,
     }
 }
 
-/// How the gradients of one problem are computed on one device: made once, and run as often as wanted, from any thread
-/// and on any stream of the device. It holds no device memory, and prints itself.
+/// How one device computes the gradients of one problem.
+///
+/// A plan is made once and run any number of times, from any thread and on any stream of the device. It holds no device
+/// memory. Printed, it names the kernel and the schedule.
 #[derive(Clone, Debug)]
 pub struct BackwardPlan {
     problem: BackwardProblem,
     planned: Planned<BackwardChoice>,
 }
 
-/// A backward kernel for a problem and the schedule of its tiles.
+/// A backward kernel for a problem, and the schedule of its tiles.
 ///
-/// A tile is `tile_n` keys of one key head; a CUDA block takes tile after tile (sm80: one), and walks the blocks of `tile_m`
-/// queries that see it, of every query head of the group. Each tile adds to the sums of dQ of these blocks, in f32.
+/// [`select_backward`] sets all fields. A launch copies the numbers to the kernel's parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardChoice {
     /// The kernel.
     pub kernel: KernelInfo,
-    /// The key at which query 0 stands.
+    /// The key at which query 0 stands, as the mask and the lengths say. Between -2^30 and 2^30.
     pub diagonal_offset: i32,
-    /// Keys kept before a query's own; 2^30 for all.
+    /// Number of keys kept before a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_left: i32,
-    /// Keys kept after a query's own; 2^30 for all.
+    /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_right: i32,
-    /// Tiles in all.
+    /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`. Below 2^31.
     pub tiles: i32,
-    /// CUDA blocks that walk them: one a multiprocessor, or on sm80 one a tile.
+    /// Number of CTAs.
+    /// - sm90: one for each multiprocessor, but no more than `tiles`. A CTA computes one tile after another.
+    /// - sm80: one for each tile.
     pub grid: i32,
-    /// Key heads whose tiles are walked together.
+    /// Number of heads in a group: (batch entry, key head) pairs whose tiles stand together in the tile order. At least 1.
     pub heads_per_group: i32,
-    /// Such groups; the last one has all heads that are left.
+    /// Number of groups. At least 1. The last group has all heads that are left, which may be more or fewer than
+    /// `heads_per_group`.
     pub groups: i32,
-    /// Whether CUDA blocks draw tiles from a counter in the workspace.
+    /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
     pub tile_counter: bool,
-    /// Whether tiles take turns at the sums of dQ, which makes them the same on every run.
+    /// Whether tiles take turns at the sums of dQ, as a deterministic pass needs. Then the sums have the same bits on every
+    /// run. Needs `tile_counter`.
     pub turns: bool,
-    /// Blocks of queries in all.
+    /// Number of blocks of queries in all: `ceil(seqlen_q / tile_m) * batch * heads_q`. Below 2^31.
     pub blocks: usize,
 }
 
-/// Where the parts of a workspace are, in bytes from its start, and where it ends.
+/// The parts of a backward workspace, as offsets in bytes from its start. The counter is at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parts {
+    /// The statistics of each query (LSE and delta), `[blocks, tile_m]`.
     pub statistics: usize,
+    /// The sums of dQ, f32, `[blocks, tile_m * head_dim_qk of the kernel]`.
     pub sums: usize,
+    /// How far the sums of each block are, a count of tiles (`Progress` in the kernels), i32, `[blocks]`.
     pub progress: usize,
+    /// The size of the workspace.
     pub end: usize,
 }
 
 impl BackwardChoice {
-    /// What the kernel needs of a workspace, in bytes: for every query `4 * (4 + head_dim_qk of the kernel)` (sm80: 2 in
-    /// place of 4), with lengths rounded up to whole blocks, and a little more.
+    /// The workspace that the kernel needs, in bytes. See [`BackwardPlan::workspace_bytes`].
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
     }
@@ -106,12 +127,18 @@ impl fmt::Display for BackwardChoice {
     }
 }
 
-/// Picks the kernel with the smallest head dims that fit, then the one of which more threads share a multiprocessor, then
-/// the one with the largest block of queries. A GPU's own instruction set comes before older ones that it runs too, unless
-/// the problem asks for one.
+/// Chooses the kernel for a backward problem, and the schedule of its tiles.
+///
+/// Candidates are the rows that compute the problem on this GPU (`fitting` finds them). They all have one instruction set: the
+/// one that the problem asks for, or else the newest that the GPU runs. Candidates are ranked by, in this order:
+/// 1. the smallest head dims;
+/// 2. the most threads that share a multiprocessor;
+/// 3. the largest block of queries (`tile_m`);
+/// 4. the lower index in the table.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) naming what no row has, and the nearest that one has.
+/// [`Error::Unsupported`](crate::Error::Unsupported) when no row computes the problem. The error names the first property that
+/// no row has, and the nearest that a row has.
 pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<BackwardChoice> {
     let dims = problem.dims();
     let kernel = *fitting(problem.forward(), gpu, rows)?
@@ -121,7 +148,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
             (row.head_dim_qk + row.head_dim_vo, Reverse(threads), Reverse(row.tile_m), row.row)
         })
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
-    let heads_kv = dims.batch * dims.heads_kv; // below 2^31: the problem was checked
+    let heads_kv = dims.batch * dims.heads_kv; // Below 2^31: the problem was checked.
     let count = |what: &str, per_head: usize, heads: usize| {
         per_head.checked_mul(heads).and_then(|all| i32::try_from(all).ok()).ok_or_else(|| {
             unsupported(format!("{per_head} {what} for each of {heads} heads"), "below 2^31 in all".into())
@@ -134,7 +161,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
-    // What is read of a query head, and the sums of its dQ.
+    // All tiles of a key head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
     let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
     let bytes = dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width;
     let [heads_per_group, groups] =
@@ -148,7 +175,8 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         grid,
         heads_per_group,
         groups,
-        // Tiles that wait for each other are drawn, so that those they wait for run (tile_scheduler.hpp).
+        // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
+        // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
         tile_counter: turns || (!even && tiles > grid),
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
@@ -156,12 +184,12 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
 }
 
 impl BackwardProblem {
-    /// Picks how the device computes this problem, and loads the kernel, so that a later run loads nothing.
+    /// Makes the plan for a device. On a GPU it chooses the kernel and loads it, so that a later run loads nothing.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
-    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
-    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
+    /// - [`Error::Unsupported`](crate::Error::Unsupported): the GPU has no kernel for the problem. The error names the nearest
+    ///   that the GPU has. The CPU refuses only a problem that asks for a GPU's instruction set.
+    /// - [`Error::Driver`](crate::Error::Driver) or [`Error::Launch`](crate::Error::Launch): the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
         match device {
             Device::Cpu => Ok(self.planned(fitting::cpu(self.forward())?)),
@@ -170,12 +198,11 @@ impl BackwardProblem {
         }
     }
 
-    /// The plan with one row of [`backward_kernels()`] in place of the one that [`plan`](Self::plan) picks: for tests and
-    /// benches, which want every row to work.
+    /// As [`plan`](Self::plan), but takes this row of [`backward_kernels()`]. For tests and benches, which run every row.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem;
-    /// [`Error::Value`](crate::Error::Value) for a row that is not one of [`backward_kernels()`].
+    /// As [`plan`](Self::plan) on a GPU that has no other kernel than this row. Also [`Error::Value`](crate::Error::Value): the
+    /// row is not one of [`backward_kernels()`].
     #[cfg(feature = "cuda")]
     pub fn plan_with_row(&self, device: &CudaDevice, row: &KernelInfo) -> Result<BackwardPlan> {
         self.plan_among(device, std::slice::from_ref(row))
@@ -192,11 +219,12 @@ impl BackwardProblem {
         Ok(self.planned(Target::loaded(choice, device, prepare)?))
     }
 
-    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
-    /// GPU; running it is refused, since it was loaded nowhere.
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. This needs no GPU.
+    ///
+    /// The plan can be inspected and printed. It cannot be run, because its kernel was not loaded.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
+    /// [`Error::Unsupported`](crate::Error::Unsupported), as [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<BackwardPlan> {
         Ok(self.planned(Target::described(select_backward(self, facts, backward_kernels())?)))
     }
@@ -208,28 +236,31 @@ impl BackwardProblem {
 }
 
 impl BackwardPlan {
-    /// What it computes.
+    /// The problem that the plan computes.
     pub fn problem(&self) -> &BackwardProblem {
         &self.problem
     }
 
-    /// What a run reads and writes.
+    /// The tensors that a run reads and writes.
     pub fn operands(&self) -> &Operands {
         &self.planned.operands
     }
 
-    /// The kernel that computes it; `None` on the CPU.
+    /// The kernel. `None` on the CPU.
     pub fn kernel(&self) -> Option<&KernelInfo> {
         self.choice().map(|choice| &choice.kernel)
     }
 
-    /// The kernel and its schedule; `None` on the CPU.
+    /// The kernel and its schedule. `None` on the CPU.
     pub(crate) fn choice(&self) -> Option<&BackwardChoice> {
         self.planned.target.choice()
     }
 
-    /// What a [`Workspace`](crate::Workspace) must hold, in bytes: exact. 0 on the CPU. On a GPU it holds for every query
-    /// `4 * (4 + head_dim_qk of the kernel)` (sm80: 2 in place of 4), with lengths rounded up to whole blocks, and a little more.
+    /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes. It is exact.
+    ///
+    /// - On the CPU: 0.
+    /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8). `seqlen_q` is rounded up to whole
+    ///   blocks of `tile_m` queries. To this come 256 bytes for a counter, and 4 bytes for each block.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
@@ -371,7 +402,7 @@ mod tests {
             // A head dim between takes the next row, of the same tiles.
             assert_eq!((tile(8, &facts), tile(72, &facts)), (narrow, wide), "{major}.{minor}");
         }
-        // A block for each tile, drawn where they take turns, and 8 bytes of statistics.
+        // One CTA for each tile, drawn tiles where they take turns, and 8 bytes of statistics for a query.
         let a100 = facts(8, 0, 163);
         let choice = select_backward(&problem(DIMS, Mask::Full), &a100, &sm80_rows()).unwrap();
         assert_eq!((choice.grid, choice.tiles, choice.tile_counter), (192, 192, false));
@@ -392,21 +423,21 @@ mod tests {
             let choice = chosen(&deterministic(&problem(dims, mask)));
             (choice.heads_per_group, choice.groups)
         };
-        // 1024 heads of 256 KiB, 256 of 1 MiB, 128 of 2 MiB, 32 of 8 MiB.
+        // 1024 heads whose tiles read 256 KiB in common, 256 heads of 1 MiB, 128 of 2 MiB, 32 of 8 MiB.
         assert_eq!(groups(512, 32, Mask::causal()), (64, 16));
         assert_eq!(groups(2048, 8, Mask::causal()), (64, 4));
         assert_eq!(groups(4096, 4, Mask::causal()), (32, 4));
         assert_eq!(groups(16384, 1, Mask::causal()), (32, 1));
         assert_eq!(groups(512, 32, Mask::Full), (64, 16));
         assert_eq!(groups(2048, 8, Mask::Full), (16, 16));
-        // Whatever is left is the last group's.
+        // The last group has the heads that are left.
         assert_eq!(groups(2048, 3, Mask::causal()), (64, 2));
     }
 
     #[test]
     fn the_workspace_has_its_parts_one_after_the_other() {
         let choice = chosen(&problem(DIMS, Mask::Full));
-        // 1000 queries are 8 blocks of 128, of 32 heads.
+        // 1000 queries are 8 blocks of 128, in each of 32 heads.
         let queries = 8 * 128 * 32;
         let sums = 256 + queries * 16;
         let end = sums + queries * 64 * 4;
@@ -415,7 +446,7 @@ mod tests {
         let in_turns = chosen(&deterministic(&problem(DIMS, Mask::Full)));
         assert_eq!(in_turns.parts(), choice.parts());
         assert!(in_turns.tile_counter && !choice.tile_counter);
-        // Copies and additions of 16 bytes.
+        // The kernels copy and add 16 bytes at a time, so every part begins at a multiple of 16.
         for choice in [choice, in_turns, chosen(&problem(Dims { seqlen_q: 1, ..DIMS }, Mask::causal()))] {
             let Parts { statistics, sums, progress, .. } = choice.parts();
             assert!([statistics, sums, progress].iter().all(|at| at.is_multiple_of(16)), "{choice}");
@@ -438,13 +469,13 @@ mod tests {
     fn gradients_are_of_the_same_instruction_set_or_refused() {
         let chosen = |arch| select_backward(&with_arch(Some(arch)), &H100, &rows());
         assert_eq!(chosen(Arch::Sm90), select_backward(&problem(DIMS, Mask::Full), &H100, &rows()));
-        // A build without them.
+        // A build without sm80 kernels.
         let refusal = "unsupported: backward sm80 kernels on a GPU of sm_90; nearest: sm90";
         assert_eq!(chosen(Arch::Sm80).unwrap_err().to_string(), refusal);
         let a100 = DeviceFacts { arch: ComputeCapability { major: 8, minor: 0 }, ..H100 };
         let error = select_backward(&problem(DIMS, Mask::Full), &a100, &rows());
         assert_eq!(error.unwrap_err().to_string(), "unsupported: backward kernels for a GPU of sm_80; nearest: sm_90");
-        // One with both: a GPU's own, or what the forward asks for.
+        // A build with both: the GPU's newest instruction set, or the one that the forward problem asks for.
         let both: Vec<_> = rows().into_iter().chain(sm80_rows()).collect();
         let arch =
             |asked: Option<Arch>, gpu| select_backward(&with_arch(asked), gpu, &both).map(|choice| choice.kernel.arch);

@@ -1,4 +1,7 @@
-//! Which kernels compute a problem on a GPU: one sieve a reason, so that a refusal names the first that leaves nothing.
+//! Which kernels compute a problem on a GPU.
+//!
+//! The rows of the kernel table pass one filter after another. There is one filter for each reason why a kernel may not fit.
+//! An error names the first filter that leaves no row, and what the rows before it have.
 
 use super::target::Target;
 use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
@@ -7,10 +10,11 @@ use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
-/// TMA moves multiples of 16 bytes.
+/// Kernels move the vectors of Q, K, V and O (`head_dim` elements) in steps of this many bytes.
 const TMA_BYTES: usize = 16;
 
-/// The mask class that computes a problem: what its mask keeps, not how it was spelled.
+/// The class of the kernel's mask for a problem. It follows from the keys that the mask keeps, not from the mask's variant: a
+/// causal mask with one query keeps every key, so its class is `Full`.
 pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     let dims = problem.dims();
     let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
@@ -21,7 +25,17 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     }
 }
 
-/// The rows that compute the problem on the GPU; never empty. Each sieve that leaves nothing is named in the error.
+/// The rows that compute the problem on the GPU. The list is never empty. The filters, in this order:
+/// 1. instruction set: the GPU runs it;
+/// 2. instruction set: the one that the problem asks for, or else the newest of those left;
+/// 3. element type of Q, K and V;
+/// 4. scores in f16: only if the problem allows them;
+/// 5. mask class;
+/// 6. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 7. shared memory: a CTA of the GPU has enough.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming the first filter that leaves no row.
 pub(super) fn fitting<'a>(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
@@ -34,17 +48,17 @@ pub(super) fn fitting<'a>(
         return Err(unsupported(wanted, "Device::cpu(), or a build with the feature `cuda`".into()));
     }
     let rows: Vec<_> = rows.iter().collect();
-    let rows = sieve(
+    let rows = filter_rows(
         rows,
         |row| row.arch.runs_on(gpu.arch),
         |rows| {
-            // A GPU may have kernels for the forward alone.
+            // Say "backward", because the same GPU may have kernels for the forward pass.
             let what = if is_backward(rows) { "backward kernels for a GPU" } else { "a GPU" };
             (format!("{what} of {}", gpu.arch), list(rows, |row| arch_name(row.arch)))
         },
     )?;
     let latest = rows.iter().map(|row| row.arch).max();
-    let rows = sieve(
+    let rows = filter_rows(
         rows,
         |row| problem.arch().or(latest) == Some(row.arch),
         |rows| {
@@ -53,24 +67,24 @@ pub(super) fn fitting<'a>(
             (format!("{pass}{arch} kernels on a GPU of {}", gpu.arch), list(rows, |row| row.arch.to_string()))
         },
     )?;
-    let rows = sieve(
+    let rows = filter_rows(
         rows,
         |row| row.dtype == dtype,
         |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
     )?;
-    // Sums in f16 are for those who asked for them; who did is as well served by sums in f32.
-    let rows = sieve(
+    // A problem that allows scores in f16 may also be computed with scores in f32.
+    let rows = filter_rows(
         rows,
         |row| row.scores != DType::F16 || problem.allows_half_scores(),
         |_| (format!("{dtype} operands without half_scores(true) on a GPU"), "with half_scores(true)".into()),
     )?;
-    let rows = sieve(
+    let rows = filter_rows(
         rows,
         |row| row.mask == class,
         |rows| (format!("mask class {class} for {dtype}"), list(rows, |row| row.mask.to_string())),
     )?;
     let (qk, vo) = (dims.head_dim_qk, dims.head_dim_vo);
-    let rows = sieve(
+    let rows = filter_rows(
         rows,
         |row| row.head_dim_qk >= qk && row.head_dim_vo >= vo,
         |rows| {
@@ -86,7 +100,7 @@ pub(super) fn fitting<'a>(
             return Err(unsupported(format!("{what} {got} on a GPU"), nearest));
         }
     }
-    sieve(
+    filter_rows(
         rows,
         |row| row.runs_on(gpu),
         |rows| {
@@ -97,7 +111,7 @@ pub(super) fn fitting<'a>(
     )
 }
 
-/// The CPU's plan, which has no instruction set to choose.
+/// The target of a plan for the CPU. A problem that asks for a GPU's instruction set is refused.
 pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
     match problem.arch() {
         None => Ok(Target::Cpu),
@@ -105,7 +119,7 @@ pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
     }
 }
 
-/// Refuses a kernel that is not a row of its pass's table: a launch goes by the row's index alone.
+/// Refuses a kernel that is not a row of the table of `pass`. A launch uses the row's index alone, so the index must be right.
 #[cfg(feature = "cuda")]
 pub(super) fn check_row(row: &KernelInfo, pass: Pass) -> Result<()> {
     if row.pass == pass && row.is_in_table() {
@@ -118,8 +132,9 @@ pub(super) fn check_row(row: &KernelInfo, pass: Pass) -> Result<()> {
     Err(Error::Value { what: "row", got: row.to_string(), allowed: format!("a row of {table}") })
 }
 
-/// Keeps some rows; if none is left, an error from what was there before.
-fn sieve(
+/// The rows for which `keep` is true. If there is none, `name` makes the texts of the error (what was wanted, and the nearest
+/// that exists) from the rows before the filter.
+fn filter_rows(
     rows: Vec<&KernelInfo>,
     keep: impl Fn(&KernelInfo) -> bool,
     name: impl FnOnce(&[&KernelInfo]) -> (String, String),
@@ -136,7 +151,7 @@ fn is_backward(rows: &[&KernelInfo]) -> bool {
     rows.iter().all(|row| row.pass == Pass::Backward)
 }
 
-/// The distinct names of rows, in their order.
+/// The names of the rows, each once, in the order of the rows.
 fn list(rows: &[&KernelInfo], name: impl Fn(&KernelInfo) -> String) -> String {
     let mut names: Vec<String> = Vec::new();
     for row in rows {
@@ -155,6 +170,7 @@ fn arch_name(arch: Arch) -> String {
     }
 }
 
+/// The multiple of `step` that is nearest to `got`, but not 0.
 fn nearest_step(got: usize, step: usize) -> usize {
     let below = got / step * step;
     if below > 0 && got - below < step.div_ceil(2) { below } else { below.saturating_add(step) }

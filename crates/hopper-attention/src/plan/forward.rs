@@ -1,4 +1,4 @@
-//! How a forward pass is computed on one device: [`ForwardPlan`].
+//! How one device computes a forward pass: [`ForwardPlan`].
 
 use std::fmt;
 
@@ -19,8 +19,10 @@ use crate::table::{KernelInfo, kernels};
 #[cfg(feature = "cuda")]
 use crate::{arch::Pass, plan::select::select_row};
 
-/// How one problem is computed on one device: made once, and run as often as wanted, from any thread and on any stream
-/// of the device. It holds no device memory, and prints itself.
+/// How one device computes one forward problem.
+///
+/// A plan is made once and run any number of times, from any thread and on any stream of the device. It holds no device
+/// memory. Printed, it names the kernel and the schedule.
 #[derive(Clone, Debug)]
 pub struct ForwardPlan {
     problem: ForwardProblem,
@@ -28,23 +30,23 @@ pub struct ForwardPlan {
 }
 
 impl ForwardProblem {
-    /// Picks how the device computes this problem, and loads the kernel, so that a later run loads nothing.
+    /// Makes the plan for a device. On a GPU it chooses the kernel and loads it, so that a later run loads nothing.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) when the GPU has no kernel for it, with the nearest that it
-    /// has; the CPU computes every problem that asks for no instruction set of a GPU. [`Error::Driver`](crate::Error::Driver) and
-    /// [`Error::Launch`](crate::Error::Launch) when the kernel cannot be loaded.
+    /// - [`Error::Unsupported`](crate::Error::Unsupported): the GPU has no kernel for the problem. The error names the nearest
+    ///   that the GPU has. The CPU refuses only a problem that asks for a GPU's instruction set.
+    /// - [`Error::Driver`](crate::Error::Driver) or [`Error::Launch`](crate::Error::Launch): the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
         self.plan_tuned(device, &Tuning::default())
     }
 
-    /// As [`plan`](Self::plan), but with the kernel that `tuning` holds for this problem on this card, where it holds one.
+    /// As [`plan`](Self::plan), but takes the kernel that `tuning` has for this problem on this GPU, if it has one.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn plan_tuned(&self, device: &Device, tuning: &Tuning) -> Result<ForwardPlan> {
         #[cfg(not(feature = "cuda"))]
-        let _ = tuning; // the CPU has one way
+        let _ = tuning; // The CPU has one way to compute a problem.
         match device {
             Device::Cpu => Ok(self.planned(fitting::cpu(self)?)),
             #[cfg(feature = "cuda")]
@@ -55,12 +57,11 @@ impl ForwardProblem {
         }
     }
 
-    /// The plan with one row of [`kernels()`] in place of the one that [`plan`](Self::plan) picks: for tests and
-    /// benches, which want every row to work.
+    /// As [`plan`](Self::plan), but takes this row of [`kernels()`]. For tests and benches, which run every row.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan) on a GPU, when this row is not one that computes the problem;
-    /// [`Error::Value`](crate::Error::Value) for a row that is not one of [`kernels()`].
+    /// As [`plan`](Self::plan) on a GPU that has no other kernel than this row. Also [`Error::Value`](crate::Error::Value): the
+    /// row is not one of [`kernels()`].
     #[cfg(feature = "cuda")]
     pub fn plan_with_row(&self, device: &CudaDevice, row: &KernelInfo) -> Result<ForwardPlan> {
         self.plan_chosen(device, select_row(self, &device.info().facts, row, kernels())?)
@@ -78,11 +79,12 @@ impl ForwardProblem {
         Ok(self.planned(Target::loaded(choice, device, prepare)?))
     }
 
-    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
-    /// GPU; running it is refused, since it was loaded nowhere.
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. This needs no GPU.
+    ///
+    /// The plan can be inspected and printed. It cannot be run, because its kernel was not loaded.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) as for [`plan`](Self::plan).
+    /// [`Error::Unsupported`](crate::Error::Unsupported), as [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<ForwardPlan> {
         Ok(self.planned(Target::described(select(self, facts, kernels())?)))
     }
@@ -94,27 +96,27 @@ impl ForwardProblem {
 }
 
 impl ForwardPlan {
-    /// What it computes.
+    /// The problem that the plan computes.
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem
     }
 
-    /// What a run reads and writes.
+    /// The tensors that a run reads and writes.
     pub fn operands(&self) -> &Operands {
         &self.planned.operands
     }
 
-    /// The kernel that computes it; `None` on the CPU.
+    /// The kernel. `None` on the CPU.
     pub fn kernel(&self) -> Option<&KernelInfo> {
         self.choice().map(|choice| &choice.kernel)
     }
 
-    /// The kernel and its schedule; `None` on the CPU.
+    /// The kernel and its schedule. `None` on the CPU.
     pub(crate) fn choice(&self) -> Option<&Choice> {
         self.planned.target.choice()
     }
 
-    /// What a [`Workspace`](crate::Workspace) must hold, in bytes. Exact, and often 0.
+    /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes. It is exact, and often 0.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }

@@ -1,5 +1,12 @@
-//! From a problem to how it is computed: [`ForwardPlan`], [`BackwardPlan`] and [`QuantizePlan`]. A plan is a pure function of
-//! the problem and of a device's facts.
+//! How a device computes a problem: [`ForwardPlan`], [`BackwardPlan`] and [`QuantizePlan`].
+//!
+//! A plan is a pure function of the problem and of the device's facts. The files, in the order of the work:
+//! - `fitting.rs`: which kernels compute a problem on a GPU.
+//! - `select.rs` (forward) and `backward.rs`: which of these kernels is chosen, and the schedule of its tiles.
+//! - `schedule.rs`: what both schedules share: groups of heads, mask bounds.
+//! - `quantize.rs`: the same for the quantiser, which has one kernel for each source type.
+//! - `tuning.rs`: measurements that replace the built-in choice.
+//! - `target.rs`: the device that a plan was made for.
 
 mod backward;
 mod fitting;

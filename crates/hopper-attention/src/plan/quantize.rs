@@ -1,4 +1,7 @@
-//! How tensors are quantised on one device: [`QuantizePlan`].
+//! How one device quantises Q, K and V: [`QuantizePlan`].
+//!
+//! On a GPU a tensor is cut into tiles: some neighbouring rows of one head. Where several tiles share a descale factor, they
+//! exchange their largest magnitudes through the workspace.
 
 use std::fmt;
 
@@ -13,30 +16,34 @@ use crate::scaling::{SCALE_BLOCK, Scaling};
 use crate::sys;
 use crate::table::{QuantizeInfo, quantize_kernels};
 
-/// E4m3 rows are stored 16 bytes at a time, and a row of this many elements is what a few lanes hold.
+/// Head dims are multiples of this, because the kernels store e4m3 rows in steps of 16 bytes.
 const HEAD_DIM_STEP: usize = 16;
+/// The largest head dim, because a few lanes hold a whole row in registers.
 const LARGEST_HEAD_DIM: usize = 128;
-/// Of the workspace: counts as integers.
+/// Size in bytes of the workspace's first part: the counts, as integers.
 const COUNTS_BYTES: usize = 64;
-/// Of a tensor whose tiles are read twice: a counter of tiles, and for each factor the largest magnitude and how many tiles
-/// went into it.
+/// What a tensor needs of the workspace where its tiles are read twice, in bytes: a counter of tiles, and for each factor the
+/// largest magnitude and the number of tiles that it was taken over.
 const COUNTER_BYTES: usize = 16;
 const SHARED_FACTOR_BYTES: usize = 8;
-/// Of one whose tiles are read once: the largest magnitude of each, which has so many rows or more.
+/// What a tensor needs of the workspace where its tiles are read once, in bytes: the largest magnitude of each tile. A tile has
+/// at least this many rows.
 const TILE_BYTES: usize = 4;
 const TILE_ROWS: usize = 64;
 
-/// How a GPU quantises.
+/// How a GPU quantises: the kernels and the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct QuantizeChoice {
     pub row: QuantizeInfo,
     pub multiprocessors: usize,
-    /// Where in the workspace the shared factors of q, k and v are.
+    /// The parts of the workspace for what the tiles of q, k and v share, as offsets in bytes.
     pub state: [usize; 3],
     pub workspace_bytes: usize,
 }
 
-/// The row that does it, with the workspace that it needs.
+/// Chooses the row for the quantiser's source type, and lays out the workspace.
+///
+/// The launch decides whether tiles are read once or twice, so each part of the workspace is large enough for both.
 fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Result<QuantizeChoice> {
     let refuse = |nearest: String| Error::Unsupported { wanted: format!("{quantizer} on {}", gpu.arch), nearest };
     let here: Vec<&QuantizeInfo> = rows.iter().filter(|row| row.arch.runs_on(gpu.arch)).collect();
@@ -71,8 +78,10 @@ fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Re
     Ok(QuantizeChoice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, workspace_bytes })
 }
 
-/// How tensors are quantised on one device: made once, and run as often as wanted, from any thread and on any stream of the
-/// device. It holds no device memory, and prints itself.
+/// How one device quantises Q, K and V.
+///
+/// A plan is made once and run any number of times, from any thread and on any stream of the device. It holds no device
+/// memory. Printed, it names the kernels.
 #[derive(Clone, Debug)]
 pub struct QuantizePlan {
     quantizer: Quantizer,
@@ -80,11 +89,12 @@ pub struct QuantizePlan {
 }
 
 impl Quantizer {
-    /// Picks how the device does it, and loads its kernels, so that a later run loads nothing.
+    /// Makes the plan for a device. On a GPU it chooses the kernels and loads them, so that a later run loads nothing.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when the GPU has no kernel for it, with what it has; [`Error::Driver`] and [`Error::Launch`]
-    /// when one cannot be loaded.
+    /// - [`Error::Unsupported`]: the GPU has no kernel for the source type or the head dims. The error names the nearest that
+    ///   the GPU has.
+    /// - [`Error::Driver`] or [`Error::Launch`]: a kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<QuantizePlan> {
         let target = match device {
             Device::Cpu => Target::Cpu,
@@ -97,11 +107,12 @@ impl Quantizer {
         Ok(self.planned(target))
     }
 
-    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. It can be looked at and printed, and needs no
-    /// GPU; running it is refused, since it was loaded nowhere.
+    /// The plan that [`plan`](Self::plan) makes on a GPU with these facts. This needs no GPU.
+    ///
+    /// The plan can be inspected and printed. It cannot be run, because its kernels were not loaded.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] as for [`plan`](Self::plan).
+    /// [`Error::Unsupported`], as [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<QuantizePlan> {
         Ok(self.planned(Target::described(select(self, facts, quantize_kernels())?)))
     }
@@ -113,18 +124,20 @@ impl Quantizer {
 }
 
 impl QuantizePlan {
-    /// What it does.
+    /// The quantiser that the plan was made for.
     pub fn quantizer(&self) -> &Quantizer {
         &self.quantizer
     }
 
-    /// What a run reads and writes.
+    /// The tensors that a run reads and writes.
     pub fn operands(&self) -> &Operands {
         &self.planned.operands
     }
 
-    /// What a [`Workspace`](crate::Workspace) must hold, in bytes: none on the CPU; on a GPU enough for factors of all three
-    /// operands that tiles share, and for counts.
+    /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes.
+    ///
+    /// It is 0 on the CPU. On a GPU it is enough for the counts and for what the tiles of Q, K and V share, so that a run may
+    /// quantise any of the three.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
@@ -164,15 +177,16 @@ mod tests {
     }
 
     #[test]
-    fn the_workspace_has_room_for_what_tiles_share() {
+    fn the_workspace_holds_what_tiles_share() {
         let h100 = DeviceFacts::h100_sxm();
         let choice = |scaling| select(&quantizer(DIMS, scaling, DType::F16), &h100, &ROWS).unwrap();
         let block = choice(Scaling::PerBlock);
         assert_eq!((block.row.row, block.workspace_bytes, block.state), (1, 64, [64; 3]));
-        // Of q 60 tiles, of k and v twelve, which is as much as a counter and four factors.
+        // q has 60 tiles (240 bytes). k and v have 12 each (48 bytes). A counter and four factors take 48 bytes too.
         assert_eq!((choice(Scaling::PerTensor).workspace_bytes, choice(Scaling::PerTensor).state[1]), (400, 304));
         assert_eq!((choice(Scaling::PerHead).workspace_bytes, choice(Scaling::PerHead).state[1]), (400, 304));
-        // Of q eight tiles, of k and v four, which is less than a counter and a factor; a counter and four factors.
+        // q has 8 tiles (32 bytes). k and v have 4 each (16 bytes). A counter and one factor (per tensor) take 24 bytes, a
+        // counter and four factors (per head) 48. The larger number counts, rounded up to a multiple of 16.
         let short = Dims { seqlen_q: 65, seqlen_kv: 64, heads_q: 2, ..DIMS };
         let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
         assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));

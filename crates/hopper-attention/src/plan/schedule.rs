@@ -1,4 +1,8 @@
-//! In which order a kernel's tiles are walked, and what a mask keeps, as kernels read it.
+//! What the schedules of forward and backward kernels share: groups of heads, occupancy, and the bounds of a mask.
+//!
+//! A schedule lists all tiles in an order that the CTAs (CUDA thread blocks) walk from the first tile to the last. The list
+//! goes group by group. A *group* is some heads: (batch entry, query head) pairs in the forward, (batch entry, key head) pairs
+//! in the backward. In a group the tiles with the most work come first.
 
 use std::fmt;
 
@@ -6,26 +10,30 @@ use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
-/// What kernels read as "without bound". Lengths together stay below it, so it excludes nothing.
+/// The bound of a mask that kernels read as "no bound". `seqlen_q + seqlen_kv` stays below it, so it excludes no key.
 pub(crate) const UNBOUNDED: i32 = 1 << 30;
-/// Heads a group where tiles have unequal work. Their tiles come longest first, and what they share stays in the
-/// second-level cache meanwhile (benches/LOG.md, 2).
+/// Heads in a group, where tiles have unequal work. More heads give the CTAs more even work. Fewer heads keep what their tiles
+/// read in the second-level cache (benches/LOG.md, entry 2).
 const HEADS_PER_GROUP: usize = 16;
-/// The last group has more of them, since the grid ends as evenly as its last tiles are short, but no more than this
-/// nor than share so many bytes (benches/LOG.md, 14).
+/// The most heads in the last group, and the most bytes that their tiles read. The last group is larger than the others,
+/// because the grid ends with its last tiles: the more heads it has, the shorter these tiles are, and the more evenly the CTAs
+/// end (benches/LOG.md, entry 14).
 const LAST_GROUP_HEADS: usize = 64;
 const LAST_GROUP_BYTES: usize = 32 << 20;
-/// Where tiles take turns: what the heads of a group share at most, and how many they are at least; first under a mask,
-/// then where all tiles have equal work.
+/// For tiles in turns (see [`groups_in_turns`]): the most bytes that the tiles of a group read, and the least heads in a group.
+/// The first entry is for tiles of unequal work, the second for tiles of equal work.
 const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 
-/// Whether a kernel has one block a multiprocessor, which walks over tiles; the others have a block for each tile.
+/// Whether a kernel's grid is persistent: one CTA for each multiprocessor, which computes one tile after another. The other
+/// kernels have a CTA for each tile.
 pub(super) fn is_persistent(kernel: &KernelInfo) -> bool {
     kernel.arch != Arch::Sm80
 }
 
-/// Blocks of a kernel that share a multiprocessor: as many as its registers hold, a quarter of 1024 for each thread, and
-/// as find shared memory, of which the system keeps 1 KiB for each.
+/// Occupancy: how many CTAs of a kernel share a multiprocessor.
+///
+/// - Registers: a multiprocessor has 64 Ki. Each thread is counted with 256, the most that it can have.
+/// - Shared memory: a multiprocessor has 1 KiB more than a CTA may ask for. The system takes 1 KiB for each CTA.
 pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
     if is_persistent(row) {
         return 1;
@@ -35,8 +43,11 @@ pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
     by_registers.min(by_memory)
 }
 
-/// Heads a group and the number of groups, where the tiles of one head share so many bytes: one by one where all tiles
-/// are `even`.
+/// The number of heads in a group, and the number of groups.
+///
+/// - `even`: whether all tiles have equal work. Each head is then a group of its own.
+/// - `heads`: the number of heads in all.
+/// - `bytes`: how much memory the tiles of one head read in common (in the forward: its keys and values).
 pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
     if even {
         return [1, small(heads.max(1))];
@@ -46,28 +57,35 @@ pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
     [small(group), small(heads.saturating_sub(last) / group + 1)]
 }
 
-/// The same where tiles take turns, so that a tile may begin when those before it are under way: the more heads at a time,
-/// the more tiles may, until what they share leaves the second-level cache (benches/LOG.md, 18).
+/// As [`groups`], for a deterministic backward pass, whose tiles take turns.
+///
+/// Several tiles of one head add to the same sums of dQ. In a deterministic pass they add in a fixed order. A tile's *turn* at
+/// a sum comes when the tile before it has added its part. Tiles of different heads never wait for each other. So the more
+/// heads a group has, the more tiles can run at a time. But what they read must stay in the second-level cache
+/// (benches/LOG.md, entry 18).
 pub(super) fn groups_in_turns(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
-    let (room, least) = TURNS[usize::from(even)];
-    let group = (room / bytes.max(1)).clamp(least, LAST_GROUP_HEADS).min(heads.max(1));
+    let (most_bytes, least_heads) = TURNS[usize::from(even)];
+    let group = (most_bytes / bytes.max(1)).clamp(least_heads, LAST_GROUP_HEADS).min(heads.max(1));
     [small(group), small(heads.max(1).div_ceil(group))]
 }
 
-/// The mask as kernels read it: the key at which query 0 stands, and the keys kept before and after a query's own.
+/// The mask as kernels read it: the key at which query 0 stands, and the numbers of keys kept before and after a query's own
+/// key. A number is [`UNBOUNDED`] where all are kept.
 pub(super) fn bounds(problem: &ForwardProblem) -> [i32; 3] {
     let dims = problem.dims();
     let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
     let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
-    // |offset| < 2^30: the problem was checked
+    // |offset| < 2^30: the problem was checked.
     [i32::try_from(band.offset).unwrap_or(0), bound(band.left), bound(band.right)]
 }
 
+/// A count as `i32`. A count that does not fit saturates.
 pub(super) fn small(count: usize) -> i32 {
     i32::try_from(count).unwrap_or(i32::MAX)
 }
 
-/// The keys that a mask keeps, in a plan's words.
+/// Prints the keys that a mask keeps, as part of a plan's text. `from +2000-256 to +2000+3` means that query `q` keeps the keys
+/// from `q + 2000 - 256` to `q + 2000 + 3`.
 pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, [offset, left, right]: [i32; 3]) -> fmt::Result {
     match mask {
         MaskClass::Full => Ok(()),

@@ -1,4 +1,14 @@
-//! Which forward kernel computes a problem, and in which order its tiles are walked: pure functions of numbers.
+//! Which forward kernel computes a problem, and the schedule of the kernel's tiles. All functions here are pure.
+//!
+//! Words:
+//! - A *row* is a compiled kernel ([`KernelInfo`]), one row of the launch table.
+//! - A *CTA* is a CUDA thread block. The *grid* is the CTAs of a launch.
+//! - A *tile* is `tile_m` queries of one head. A CTA computes one tile at a time, and visits the keys of the tile block by
+//!   block. A *key block* is `tile_n` keys.
+//! - The *tile order* is the list of all tiles. The CTAs walk the list: they take its tiles from the first to the last, either
+//!   by index or by drawing. A *round* is `grid` tiles of it.
+//! - To *draw* a tile is to take the next one of the list with a counter in the workspace.
+//!   `hopper-attention-sys/kernels/common/tile_scheduler.hpp` has both ways.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -11,83 +21,100 @@ use crate::error::Result;
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
-/// The counter that CUDA blocks draw tiles from, in bytes.
+/// Size of the workspace in bytes, where it holds nothing but the counter that CTAs draw tiles from.
 const COUNTER_BYTES: usize = size_of::<i32>();
-/// The same where something comes after it: partial sums of shared tiles, or the range check (`RangeCheck` of the kernels'
-/// parameters), whose second word is the fallback's counter.
+/// Size in bytes of the workspace's header, where the workspace holds more than the counter. The header is the struct
+/// `RangeCheck` of `kernels.hpp`. Its first word is the counter, its second word the counter of the fallback.
 const HEADER_BYTES: usize = 16;
-/// What each CUDA block notes of the range of its scores.
+/// Size in bytes of the word in which one CTA reports whether its part of Q and K fits scores in f16.
 const RANGE_WORD_BYTES: usize = size_of::<u32>();
-/// The last tiles are shared out where a block then computes so many fewer blocks of keys. To leave sums, to find them and
-/// to begin a tile twice take ten (benches/LOG.md, 28).
+/// The last tiles are split over all CTAs if this saves each CTA at least so many key blocks. A split itself costs about ten:
+/// a CTA writes partial sums, another one reads them, and a tile is begun twice (benches/LOG.md, entry 28).
 const SHARING_SAVES: usize = 20;
 
-/// The kernel that computes a problem where the chosen one, whose scores are in f16, finds that they do not fit: it is
-/// launched behind that one, and returns at once where they do.
+/// The second kernel of a [`Choice`] whose kernel sums scores in f16.
+///
+/// A launch enqueues the fallback after the chosen kernel. The chosen kernel checks every element of Q and K. If one is too
+/// large for scores in f16, the fallback computes the whole problem again. Otherwise the fallback returns at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fallback {
-    /// The kernel, whose scores are in f32.
+    /// The kernel. It sums scores in f32.
     pub kernel: KernelInfo,
-    /// Blocks that walk its tiles.
+    /// Number of CTAs, as [`Choice::grid`].
     pub grid: i32,
-    /// Whether they draw them from a counter.
+    /// Whether the fallback's CTAs draw their tiles, as [`Choice::tile_counter`]. The counter is one of its own.
     pub tile_counter: bool,
 }
 
-/// A kernel for a problem and the schedule of its tiles.
+/// A forward kernel for a problem, and the schedule of its tiles.
 ///
-/// A tile is `tile_m` queries of one head; the kernel's grid is persistent, and a block computes tile after tile.
+/// [`select`] sets all fields. `tuned` is set by [`Tuning`](super::Tuning) alone. A launch copies the numbers to the kernel's
+/// parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The kernel.
     pub kernel: KernelInfo,
-    /// The key at which query 0 stands.
+    /// The key at which query 0 stands, as the mask and the lengths say. Between -2^30 and 2^30.
     pub diagonal_offset: i32,
-    /// Keys kept before a query's own; 2^30 for all.
+    /// Number of keys kept before a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_left: i32,
-    /// Keys kept after a query's own; 2^30 for all.
+    /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_right: i32,
-    /// Tiles of a head.
+    /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`.
     pub m_tiles: i32,
-    /// Tiles in all.
+    /// Number of tiles in all: `m_tiles * batch * heads_q`. Below 2^31.
     pub tiles: i32,
-    /// Blocks that walk them: one a multiprocessor, or one a tile where there are fewer; on sm80, where a multiprocessor
-    /// has several at a time, one a tile, and the order is that in which the GPU starts them.
+    /// Number of CTAs.
+    /// - sm90: one for each multiprocessor, but no more than `tiles`. A CTA computes one tile after another.
+    /// - sm80: one for each tile. Several CTAs share a multiprocessor. The GPU starts CTAs in the tile order.
     pub grid: i32,
-    /// Heads whose tiles are walked together, so that tiles of unequal work spread evenly over the blocks while their
-    /// keys stay in the second-level cache.
+    /// Number of heads in a group: 1 under a full mask, 1 to 16 under other masks. A head here is a (batch entry, query head)
+    /// pair.
+    ///
+    /// The tile order lists the tiles group by group. In a group the tiles with the most work come first. So a group must be
+    /// large enough to give all CTAs even work, and small enough that its keys and values stay in the second-level cache.
     pub heads_per_group: i32,
-    /// Such groups; the last one has all heads that are left.
+    /// Number of groups. At least 1. The last group has all heads that are left, which may be more than `heads_per_group`.
     pub groups: i32,
-    /// Whether blocks draw tiles from a counter in the workspace, whoever is free taking the next; otherwise a block's
-    /// tiles follow from its index.
+    /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
     pub tile_counter: bool,
-    /// Tiles at the end of the list that are shared out, so that each block computes as many of their keys: of some tiles two
-    /// blocks compute a part each. 0: none are.
+    /// Number of tiles at the end of the tile order that are split over CTAs by key blocks
+    /// (`hopper-attention-sys/kernels/sm90/fp8/share.hpp`). 0 turns splitting off.
+    /// - Why: without splitting, some CTAs have no tile in the last round. With it, all CTAs compute equally many key blocks of
+    ///   the last tiles. A tile at a border between two CTAs is computed in two parts.
+    /// - Range: 0, or above `grid` and below `2 * grid`.
+    /// - Needs a kernel with `share_bytes` above 0, `tile_counter`, and `tiles >= 2 * grid`.
     pub shared_tiles: i32,
-    /// Queries of the last tile of each head that are not there.
+    /// Number of queries by which the last tile of each head reaches past `seqlen_q`: 0 to `tile_m - 1`.
     pub padding: i32,
-    /// Whether a measurement named the kernel, and not the built-in rule: see [`Tuning`](super::Tuning).
+    /// Whether a measurement chose the kernel, and not the built-in ranking. See [`Tuning`](super::Tuning).
     pub tuned: bool,
-    /// The kernel behind one whose scores are in f16; `None` behind others.
+    /// The kernel that is launched after this one. There is one exactly where this kernel sums scores in f16.
     pub fallback: Option<Fallback>,
 }
 
-/// Picks the kernel with the smallest head dims that fit, then sums of scores in f16 (of which there are none without
-/// [`half_scores`](ForwardProblem::half_scores)), then the least time by `time_weight` (padding counts as work),
-/// then the one of which more blocks share a multiprocessor, then the larger tile. A GPU's own instruction set comes
-/// before older ones that it runs too, unless the problem asks for one.
+/// Chooses the kernel for a problem, and the schedule of its tiles.
+///
+/// Candidates are the rows that compute the problem on this GPU. (`fitting` finds them. They all have one instruction set: the
+/// one that the problem asks for, or else the newest that the GPU runs.) Candidates are ranked by, in this order:
+/// 1. the smallest head dims;
+/// 2. scores in f16 (only a candidate if the problem allows it: [`half_scores`](crate::ForwardProblemBuilder::half_scores));
+/// 3. the least estimated time (`time_weight`, `border_keys`; padding counts as work);
+/// 4. the higher occupancy (CTAs that share a multiprocessor);
+/// 5. the larger tile;
+/// 6. the lower index in the table.
 ///
 /// # Errors
-/// [`Error::Unsupported`] naming what no row has, and the nearest that one has.
+/// [`Error::Unsupported`](crate::Error::Unsupported) when no row computes the problem. The error names the first property that
+/// no row has, and the nearest that a row has.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
     schedule(problem, gpu, best(problem, gpu, rows)?, rows)
 }
 
-/// As [`select`], but this kernel; a fallback comes from `rows`.
+/// As [`select`], but with this kernel. A fallback comes from `rows`.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where it does not compute the problem.
+/// [`Error::Unsupported`](crate::Error::Unsupported) when the kernel does not compute the problem.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs have rows to choose from"))]
 pub(super) fn select_row(
     problem: &ForwardProblem,
@@ -103,17 +130,17 @@ fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Res
     best.copied().ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))
 }
 
-/// The rows that compute the problem, in the order in which [`select`] would take them.
+/// The rows that compute the problem, the best first by the ranking of [`select`].
 ///
 /// # Errors
-/// Those of [`select`] when there is none.
+/// As [`select`], when no row computes the problem.
 pub fn candidates(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Vec<KernelInfo>> {
     let mut fitting: Vec<KernelInfo> = fitting(problem, gpu, rows)?.into_iter().copied().collect();
     fitting.sort_by_key(|row| rank(problem, gpu, row));
     Ok(fitting)
 }
 
-/// What the rule compares, the least first.
+/// A row's place in the ranking of [`select`], as a key to sort by. The least is the best.
 fn rank(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
@@ -126,8 +153,10 @@ fn rank(
     (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
-/// Time for a query and a key, in hundredths: 192 queries a tile (three warpgroups) hide more latency than 128 (two), which
-/// took 9% longer on an H100 at head dim 64 and long sequences, and 6% at 128 (benches/LOG.md, 3 and 26).
+/// Estimated time for one query and one key. The unit is a hundredth of the time that a tile of 192 queries takes for them.
+///
+/// A tile of 192 queries has three warpgroups, which hide more latency than the two of a tile of 128. On an H100 with long
+/// sequences, tiles of 128 took 9% longer at head dim 64 and 6% longer at head dim 128 (benches/LOG.md, entries 3 and 26).
 fn time_weight(row: &KernelInfo) -> usize {
     match row.tile_m {
         192.. => 100,
@@ -136,14 +165,16 @@ fn time_weight(row: &KernelInfo) -> usize {
     }
 }
 
-/// What a tile's masked blocks cost beside the others, in keys: of e4m3 at head dim 128 three warpgroups are slower there
-/// (benches/LOG.md, 26).
+/// Estimated extra time for the key blocks of a tile that the mask cuts, in keys.
+///
+/// It is counted for e4m3 kernels at head dim 128 only: there three warpgroups are slower at such blocks than two
+/// (benches/LOG.md, entry 26).
 fn border_keys(row: &KernelInfo) -> usize {
     let counts = row.dtype == DType::E4M3 && row.mask != MaskClass::Full && row.head_dim_vo > 64;
     if counts { 4 * row.tile_m } else { 0 }
 }
 
-/// How a kernel's tiles are walked, and what is behind it among `rows`.
+/// The schedule of a kernel's tiles. If the kernel sums scores in f16, the fallback is chosen from `rows`.
 fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, rows: &[KernelInfo]) -> Result<Choice> {
     let fallback = if kernel.scores == DType::F16 {
         let in_f32: Vec<KernelInfo> = rows.iter().filter(|row| row.scores != DType::F16).copied().collect();
@@ -153,7 +184,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
         None
     };
     let dims = problem.dims();
-    let heads = dims.batch * dims.heads_q; // below 2^31: the problem was checked
+    let heads = dims.batch * dims.heads_q; // Below 2^31: the problem was checked.
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
     let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(|| {
         let per_head = format!("{m_tiles} tiles of {} queries for each of {heads} heads", kernel.tile_m);
@@ -164,8 +195,9 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
     let [heads_per_group, groups] = groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1));
     let [diagonal_offset, window_left, window_right] = bounds(problem);
     let grid = if is_persistent(&kernel) { tiles.min(small(multiprocessors)) } else { tiles };
-    // A single round is balanced by no order, and equal tiles by any, where they take equally long: those of e4m3 with
-    // many keys differ between multiprocessors (benches/LOG.md, 27).
+    // Drawing balances unequal work over the CTAs, if there is more than one round. Under a full mask all tiles have equal
+    // work, so a fixed order is as good. For e4m3 with many keys, drawing was still measured to be faster (benches/LOG.md,
+    // entry 27).
     let tile_counter =
         tiles > grid && (kernel.mask != MaskClass::Full || (kernel.dtype == DType::E4M3 && dims.seqlen_kv > 512));
     Ok(Choice {
@@ -186,7 +218,10 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
     })
 }
 
-/// The last tiles, between one and two for each block of the grid, where it would end with a round for few of its blocks.
+/// How many of the last tiles to split over all CTAs: see [`Choice::shared_tiles`].
+///
+/// Without splitting, the last round has `rest` tiles, and `grid - rest` CTAs idle in it. So the last two rounds, `grid + rest`
+/// tiles, are split, if this saves enough.
 fn shared_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> i32 {
     let rest = tiles % grid.max(1);
     if kernel.share_bytes == 0 || rest == 0 || tiles / 2 < grid {
@@ -196,32 +231,41 @@ fn shared_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) ->
     if idle >= grid as usize * SHARING_SAVES { grid + rest } else { 0 }
 }
 
-/// Where the parts of a forward workspace are, in bytes from its start, and where it ends.
+/// The parts of a forward workspace, as offsets in bytes from its start.
+///
+/// ```text
+/// CTAs draw tiles             counter: 4 bytes
+/// CTAs draw and split tiles   counter: 16 bytes | partial sums: grid * share_bytes
+/// there is a fallback         RangeCheck: 16 bytes | a word for each CTA: 4 * grid, rounded up to 16 | partial sums, if split
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parts {
-    /// The counter of the kernel.
+    /// The counter of the kernel. `None` where CTAs do not draw.
     pub tile_counter: Option<usize>,
-    /// The counter of the fallback.
+    /// The counter of the fallback. `None` where there is no fallback, or where its CTAs do not draw.
     pub fallback_counter: Option<usize>,
-    /// The range check, whose first words are those counters.
+    /// The `RangeCheck`, whose first two words are those counters. `None` where there is no fallback.
     pub range_check: Option<usize>,
+    /// The size of the workspace.
     pub end: usize,
 }
 
 impl Choice {
-    /// The type of Q, K and V.
+    /// The element type of Q, K and V.
     pub fn dtype(&self) -> DType {
         self.kernel.dtype
     }
 
-    /// What the kernels need of a workspace, in bytes: nothing; 4 for the counter; 544 on an H100 where there is a fallback;
-    /// and, where tiles are shared out, the kernel's `share_bytes` for each CUDA block besides (14 MB there).
+    /// The workspace that the kernels need, in bytes:
+    /// - 0 where CTAs do not draw tiles, 4 where they do;
+    /// - 544 on an H100 where there is a fallback;
+    /// - where tiles are split, also `share_bytes` of the kernel for each CTA (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
     }
 
     pub(crate) fn parts(&self) -> Parts {
-        let grid = self.grid as usize; // never below 0
+        let grid = self.grid as usize; // Never below 0.
         let tile_counter = self.tile_counter.then_some(0);
         let Some(fallback) = &self.fallback else {
             let end = match (self.tile_counter, self.shared_tiles) {

@@ -28,7 +28,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
     }
 }
 
-/// A made-up table; the numbers of the real one do not matter here.
+/// A made-up table. The numbers of the real table do not matter here.
 fn table() -> Vec<KernelInfo> {
     let classes = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
     let mut rows = Vec::new();
@@ -85,7 +85,7 @@ fn golden_plans() {
 }
 
 #[test]
-fn unequal_tiles_are_drawn_when_a_block_has_several() {
+fn unequal_tiles_are_drawn_when_a_cta_has_several() {
     let choice = |batch, mask| select(&problem(Dims { batch, ..DIMS }, mask), &H100, &table()).unwrap();
     let order = |choice: Choice| (choice.tiles, choice.tile_counter, choice.workspace_bytes());
     assert_eq!(order(choice(1, Mask::causal())), (128, false, 0));
@@ -103,14 +103,15 @@ fn the_last_group_has_the_heads_that_the_cache_holds() {
         let choice = select(&problem(dims, mask), &H100, &table()).unwrap();
         (choice.heads_per_group, choice.groups)
     };
-    // 512 bytes a key: 32 heads of 2k keys, 64 of 1k and, being enough, of 512; all there are.
+    // A key and its value take 512 bytes. The last group has as many heads as fit 32 MiB: 32 of 2k keys, 64 of 1k keys, no more
+    // than 64 of 512 keys, and no more than there are.
     assert_eq!(groups(8, 2048, 16, Mask::causal()), (16, 7));
     assert_eq!(groups(16, 1024, 16, Mask::causal()), (16, 13));
     assert_eq!(groups(32, 512, 16, Mask::causal()), (16, 29));
     assert_eq!(groups(2, 512, 16, Mask::causal()), (16, 1));
-    // Never fewer than the other groups.
+    // The last group never has fewer heads than the others.
     assert_eq!(groups(2, 16384, 16, Mask::causal()), (16, 2));
-    // Query heads of a group share their keys.
+    // Two query heads that read one key head share its keys, so each counts with half of them.
     assert_eq!(groups(8, 2048, 8, Mask::causal()), (16, 5));
     assert_eq!(groups(8, 2048, 16, Mask::Full), (1, 128));
 }
@@ -143,7 +144,7 @@ fn candidates_come_in_the_rules_order() {
     assert_eq!(candidates(&full, &H100, &[]).unwrap_err(), select(&full, &H100, &[]).unwrap_err());
 }
 
-/// Rows of e4m3 operands: scores in f32 of every class and head dim, and in f16 of some, in tiles of two sizes.
+/// Rows for e4m3 operands. Those with scores in f32 cover every mask class. Those with scores in f16 have tiles of two sizes.
 fn fp8_rows() -> Vec<KernelInfo> {
     let (f32, f16) = (DType::F32, DType::F16);
     let rows = [
@@ -181,18 +182,18 @@ fn long_tiles_of_e4m3_are_drawn_though_they_are_equal() {
 }
 
 #[test]
-fn the_last_tiles_are_shared_out_where_blocks_would_idle() {
+fn the_last_tiles_are_split_where_ctas_would_idle() {
     let row = KernelInfo { dtype: DType::E4M3, share_bytes: 1000, ..row(0, MaskClass::Full, 128, 192) };
     let shared = |row, [batch, heads_q, seqlen_q, seqlen_kv]: [usize; 4]| {
         let dims = Dims { batch, heads_q, heads_kv: heads_q, seqlen_q, seqlen_kv, ..DIMS };
         let choice = select(&ForwardProblem::builder(DType::E4M3, dims).build().unwrap(), &H100, &[row]).unwrap();
         (choice.tiles, choice.shared_tiles, choice.workspace_bytes())
     };
-    // 76 of 132 blocks would have no eleventh tile, of 128 or 64 blocks of keys.
+    // 76 of 132 CTAs would have no eleventh tile. A tile has 128 or 64 key blocks.
     assert_eq!(shared(row, [1, 16, 16384, 16384]), (1376, 132 + 56, 16 + 132 * 1000));
     assert_eq!(shared(row, [2, 16, 8192, 8192]), (1376, 132 + 56, 16 + 132 * 1000));
     assert_eq!(shared(KernelInfo { share_bytes: 0, ..row }, [1, 16, 16384, 16384]), (1376, 0, 4));
-    // Too few blocks of keys; a whole number of rounds; a single round and a part of one.
+    // Not split: too few key blocks; a whole number of rounds; less than two rounds. Then just over two rounds, which is split.
     assert_eq!(shared(row, [4, 16, 4096, 4096]), (1408, 0, 4));
     assert_eq!(shared(row, [2, 132, 192, 16384]), (264, 0, 4));
     assert_eq!(shared(row, [1, 140, 192, 16384]), (140, 0, 4));
@@ -215,7 +216,7 @@ fn scores_in_f16_are_for_those_who_ask() {
     for (mask, head_dim) in [(Mask::Full, 64), (Mask::Full, 128), (Mask::causal(), 32), (Mask::causal(), 80)] {
         assert_eq!(taken(mask, head_dim, 4096, false), (DType::F32, if head_dim > 64 { 128 } else { 64 }, 128));
     }
-    // Of tiles of two sizes as for other types: the larger one where it is worth the padding.
+    // Of two tile sizes the larger one is taken where it is worth the padding, as for other types.
     let tiles = |mask, head_dim, tiles: [usize; 5]| {
         let taken = [512, 1024, 2048, 4096, 8192].map(|seqlen| taken(mask, head_dim, seqlen, true));
         assert_eq!(taken, tiles.map(|tile| (DType::F16, head_dim, tile)));
@@ -223,15 +224,15 @@ fn scores_in_f16_are_for_those_who_ask() {
     tiles(Mask::causal(), 64, [128, 128, 192, 192, 192]);
     tiles(Mask::Full, 128, [128, 128, 192, 192, 192]);
     tiles(Mask::causal(), 128, [128, 128, 128, 128, 192]);
-    // Where there are none: of a mask, of a head dim.
+    // The table has no row for windows with scores in f16.
     assert_eq!(taken(Mask::window(Some(7), Some(0)), 64, 4096, true), (DType::F32, 64, 128));
-    // Sums in f32 are no worse, so that they are candidates, the last.
+    // Rows with scores in f32 are candidates too. They come last.
     let problem = of(Mask::Full, 64, 4096, true);
     let scores: Vec<_> = candidates(&problem, &H100, &fp8_rows()).unwrap().iter().map(|row| row.scores).collect();
     assert_eq!(scores[..3], [DType::F16, DType::F16, DType::F32]);
     assert!(candidates(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap().iter().all(|row| row.row < 5));
     assert!(select(&problem, &H100, &fp8_rows()[..1]).is_ok());
-    // Behind sums in f16 there is a kernel with sums in f32, of which none is behind others.
+    // A kernel with scores in f16 has a fallback with scores in f32. Other kernels have none.
     let choice = select(&problem, &H100, &fp8_rows()).unwrap();
     let behind = choice.fallback.unwrap();
     assert_eq!((behind.kernel, behind.grid, behind.tile_counter), (fp8_rows()[0], 132, true));
@@ -252,7 +253,7 @@ fn scores_in_f16_are_for_those_who_ask() {
 #[test]
 fn the_class_is_what_the_mask_keeps() {
     let class = |mask, seqlen_q, seqlen_kv| mask_class(&problem(Dims { seqlen_q, seqlen_kv, ..DIMS }, mask));
-    assert_eq!(class(Mask::causal(), 1, 100), MaskClass::Full); // a decode step sees every key
+    assert_eq!(class(Mask::causal(), 1, 100), MaskClass::Full); // A decode step sees every key.
     assert_eq!(class(Mask::causal(), 2, 100), MaskClass::Causal);
     assert_eq!(class(Mask::Causal { corner: Corner::TopLeft }, 1, 100), MaskClass::Causal);
     assert_eq!(class(Mask::window(None, Some(7)), 100, 100), MaskClass::Causal);
@@ -290,7 +291,8 @@ fn less_padding_wins_and_then_the_larger_tile() {
         let problem = problem(Dims { seqlen_q, ..DIMS }, Mask::Full);
         select(&problem, &H100, &rows).unwrap().kernel.tile_m
     };
-    // 64: 64 of 64; 128: 128 of 128; 192: either 64 or 192 without padding; 200: 256 by 64 and 128.
+    // 64 and 128 queries fill a tile of that size. 192 fill one tile of 192 or three of 64. 200 are padded to 256 with tiles of
+    // 64 or 128.
     assert_eq!((taken(1), taken(64), taken(128), taken(192), taken(200), taken(384)), (64, 64, 128, 192, 128, 192));
 }
 
@@ -346,7 +348,7 @@ const fn gpu(major: u32, minor: u32, multiprocessors: usize, smem_kib: usize) ->
     DeviceFacts { arch, multiprocessors, l2_bytes: 40 << 20, smem_bytes_per_block: smem_kib << 10 }
 }
 
-/// Rows for sm80 of the real sizes, after those of [`table`].
+/// The rows of [`table`], then rows for sm80 with the real sizes.
 fn both() -> Vec<KernelInfo> {
     let mut rows = table();
     for mask in [MaskClass::Full, MaskClass::Causal] {
@@ -366,7 +368,7 @@ fn each_gpu_has_its_instruction_set_and_its_stages() {
         (kernel.arch, kernel.stages)
     };
     assert_eq!([64, 128].map(|head_dim| of(&H100, head_dim)), [(Arch::Sm90, 2); 2]);
-    // Two blocks of one stage share an A100's multiprocessor; where there is room for one block only, it has two stages.
+    // Two CTAs with one stage share a multiprocessor of an A100. A GPU with shared memory for one CTA only gets two stages.
     assert_eq!([64, 128].map(|head_dim| of(&A100, head_dim)), [(Arch::Sm80, 2), (Arch::Sm80, 1)]);
     for gpu in [&A10, &L40S] {
         assert_eq!([64, 128].map(|head_dim| of(gpu, head_dim)), [(Arch::Sm80, 2); 2]);
@@ -392,7 +394,7 @@ fn a_problem_may_ask_for_an_instruction_set() {
     assert_eq!(refused(&asked(Arch::Sm80), &H100, &table()), refusal);
     let refusal = "unsupported: sm90 kernels on a GPU of sm_80; nearest: sm80";
     assert_eq!(refused(&asked(Arch::Sm90), &A100, &both()), refusal);
-    // Whoever names a row has chosen: it need not be the best.
+    // A table with one row of sm80 is enough: the choice is then that row, though it is not the best.
     let row = both().into_iter().find(|row| row.arch == Arch::Sm80 && row.mask == MaskClass::Causal).unwrap();
     let narrow = problem(Dims { head_dim_qk: 64, head_dim_vo: 64, ..DIMS }, Mask::causal());
     assert_eq!(select(&narrow, &H100, &[row]).unwrap().kernel, row);
@@ -428,7 +430,7 @@ proptest! {
         let choice = select(&problem, &H100, &table()).unwrap();
         for q in 0..seqlen_q {
             for kv in 0..seqlen_kv {
-                // As kernels.hpp defines it, in the 32-bit arithmetic of the kernels.
+                // As params.rs of the sys crate defines the bounds, in the 32-bit arithmetic of the kernels.
                 let (q32, kv32) = (q as i32, kv as i32);
                 let own = q32 + choice.diagonal_offset;
                 let from = own - choice.window_left;
@@ -464,7 +466,7 @@ proptest! {
         prop_assert!(choice.grid as usize <= multiprocessors && (choice.grid > 0) == (choice.tiles > 0));
         let heads = (batch * dims.heads_q) as i32;
         prop_assert!((1..=heads.max(1)).contains(&choice.heads_per_group));
-        // Every group but the last is whole, and that has as many heads at least, where there are any.
+        // Every group has at least `heads_per_group` heads, if there are any heads.
         prop_assert!(choice.groups >= 1 && (choice.heads_per_group * choice.groups <= heads || heads == 0));
     }
 }

@@ -1,4 +1,4 @@
-//! Where a plan was made for, and what it loaded there.
+//! The device that a plan was made for, and what the plan holds for it.
 
 use std::fmt;
 
@@ -9,34 +9,34 @@ use crate::error::{Error, Result};
 use crate::operand::Operands;
 use crate::workspace::Workspace;
 
-/// What every plan holds beside its problem.
+/// What every plan holds besides its problem. `C` is the pass's choice for a GPU: the kernels and their schedule.
 #[derive(Clone, Debug)]
 pub(crate) struct Planned<C> {
     pub target: Target<C>,
-    /// What a run reads and writes.
+    /// The tensors that a run reads and writes.
     pub operands: Operands,
-    /// What a run needs of a workspace.
+    /// The workspace that a run needs, in bytes.
     pub workspace_bytes: usize,
 }
 
-/// Where a plan is, with the choice that was made for a GPU.
+/// The device that a plan was made for, with the choice if the device is a GPU.
 #[derive(Clone, Debug)]
 pub(crate) enum Target<C> {
     Cpu,
     Gpu(Gpu<C>),
 }
 
-/// A choice of kernels, and the GPU they were loaded on.
+/// A choice of kernels, and the GPU on which they were loaded.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpu<C> {
     pub choice: C,
-    /// `None` for a plan that was made from a GPU's facts alone.
+    /// `None` for a plan that was made from a GPU's facts alone (`plan_for`).
     #[cfg(feature = "cuda")]
     pub device: Option<CudaDevice>,
 }
 
 impl<C> Gpu<C> {
-    /// `None` for a GPU that was only described.
+    /// The GPU's ordinal. `None` for a plan that was made from a GPU's facts alone.
     pub fn ordinal(&self) -> Option<usize> {
         #[cfg(feature = "cuda")]
         return self.device.as_ref().map(|device| device.info().ordinal);
@@ -46,7 +46,7 @@ impl<C> Gpu<C> {
 }
 
 impl<C> Target<C> {
-    /// A GPU's facts alone: nothing is loaded.
+    /// The target of a plan that is made from a GPU's facts alone. Nothing is loaded.
     pub fn described(choice: C) -> Self {
         Self::Gpu(Gpu {
             choice,
@@ -55,7 +55,7 @@ impl<C> Target<C> {
         })
     }
 
-    /// A GPU, on which `prepare` loads the choice's kernels. A run loads nothing more.
+    /// The target of a plan on a GPU. `prepare` loads the choice's kernels, so that a run loads nothing.
     #[cfg(feature = "cuda")]
     pub fn loaded(choice: C, device: &CudaDevice, prepare: impl FnOnce(&C) -> Result<()>) -> Result<Self> {
         let _current = device.make_current()?;
@@ -64,7 +64,7 @@ impl<C> Target<C> {
         Ok(Self::Gpu(Gpu { choice, device: Some(device.clone()) }))
     }
 
-    /// The choice for a GPU; `None` on the CPU.
+    /// The choice for a GPU. `None` on the CPU.
     pub fn choice(&self) -> Option<&C> {
         match self {
             Self::Cpu => None,
@@ -74,13 +74,13 @@ impl<C> Target<C> {
 }
 
 impl<C> Planned<C> {
-    /// On a GPU a plan needs what the choice does; on the CPU it needs none.
+    /// `workspace_bytes` gives the size of the workspace that a choice for a GPU needs. The CPU needs none.
     pub fn new(target: Target<C>, operands: Operands, workspace_bytes: impl FnOnce(&C) -> usize) -> Self {
         let workspace_bytes = target.choice().map_or(0, workspace_bytes);
         Self { target, operands, workspace_bytes }
     }
 
-    /// Whether a stream is of the place that the plan was made for, and a workspace is there and large enough.
+    /// Refuses a stream that is not on the plan's device, and a workspace that is in another place or too small.
     pub fn accept(&self, stream: &Stream, workspace: &Workspace<'_>) -> Result<()> {
         match (&self.target, stream) {
             (Target::Cpu, Stream::Cpu) => {}
@@ -100,7 +100,7 @@ impl<C> Planned<C> {
     }
 }
 
-/// Why a plan that was made from facts alone does not run.
+/// The error for a run of a plan that was made from a GPU's facts alone.
 pub(crate) fn not_on_a_gpu<C>(target: &Target<C>) -> Error {
     Error::Device { what: "plan", got: target.to_string(), allowed: "a plan that was made on a GPU".into() }
 }

@@ -1,4 +1,4 @@
-//! Which row was measured to be the fastest for a shape on a card: [`Tuning`].
+//! Which kernel was measured to be the fastest for a problem on a GPU: [`Tuning`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,12 +10,18 @@ use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
-/// The rows that were measured to be the fastest, by version of this library, card and shape: what `hattn tune` writes,
-/// and [`plan_tuned`](ForwardProblem::plan_tuned) reads. Where it knows nothing, or names a row that is no longer there,
-/// the built-in rule decides.
+/// Measurements: the kernels that were the fastest, by version of this library, GPU and problem.
 ///
-/// As text it has a line for each shape, with four fields between tabs: the version, the card's name, the shape, and the
-/// row as [`KernelInfo`] prints itself. Empty lines and lines that begin with `#` mean nothing.
+/// `hattn tune` writes them, and [`plan_tuned`](ForwardProblem::plan_tuned) reads them. The built-in ranking decides if there
+/// is no measurement for a problem, or if the measured kernel does not exist in this build.
+///
+/// As text there is one line for each measurement. A line has four fields, separated by tabs:
+/// 1. the version of this library;
+/// 2. the name of the GPU (the card);
+/// 3. the problem, as it prints itself, without the softmax scale, `lse` and the instruction set;
+/// 4. the kernel, as [`KernelInfo`] prints itself.
+///
+/// Empty lines and lines that begin with `#` are ignored.
 ///
 /// ```
 /// use hopper_attention::{DType, Device, Dims, ForwardProblem, Tuning};
@@ -28,39 +34,40 @@ use crate::table::KernelInfo;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
-    /// Version, card and shape to row.
+    /// From version, card and problem to the kernel.
     rows: BTreeMap<[String; 3], String>,
 }
 
 impl Tuning {
-    /// Notes a row for this version of the library, in place of what was noted for the same card and shape. The scale and
-    /// whether the LSE is wanted make no difference.
+    /// Sets the kernel for a problem on a card, for this version of the library. An earlier entry is replaced.
+    ///
+    /// Problems that differ only in the softmax scale, the LSE or the instruction set have one entry.
     pub fn set(&mut self, card: &str, problem: &ForwardProblem, row: &KernelInfo) {
         self.rows.insert(key(card, problem), row.to_string());
     }
 
-    /// The row that was noted, by its name.
+    /// The kernel for a problem on a card, as [`KernelInfo`] prints itself. `None` where there is no measurement.
     pub fn row(&self, card: &str, problem: &ForwardProblem) -> Option<&str> {
         if self.rows.is_empty() {
-            return None; // without making the key: a plan takes a few microseconds in all
+            return None; // Without making the key, which would take a good part of a plan's few microseconds.
         }
         self.rows.get(&key(card, problem)).map(String::as_str)
     }
 
-    /// How many lines there are.
+    /// The number of measurements, of all versions and cards.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// Whether nothing was noted.
+    /// Whether there is no measurement.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// As [`select`], but the row that was noted, if it is among `rows` and computes the problem.
+    /// As [`select`], but takes the measured kernel if it is among `rows` and computes the problem.
     ///
     /// # Errors
-    /// Those of [`select`].
+    /// As [`select`].
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs have rows to choose from"))]
     pub(crate) fn select(
         &self,
@@ -156,7 +163,7 @@ mod tests {
         assert_eq!(tile(&tuning, CARD, &problem(4096)), (192, false));
         tuning.set(CARD, &problem(4096), &rows()[1]);
         assert_eq!(tile(&tuning, CARD, &problem(4096)), (128, true));
-        // Neither changes which kernel is the fastest.
+        // The LSE and the scale do not change which kernel is the fastest, so the entry holds for this problem too.
         assert_eq!(
             tile(&tuning, CARD, &problem(4096).to_builder().lse(true).softmax_scale(2.0).build().unwrap()),
             (128, true)
@@ -172,7 +179,7 @@ mod tests {
     #[test]
     fn a_row_that_does_not_fit_or_is_gone_leaves_it_to_the_rule() {
         let mut tuning = Tuning::default();
-        tuning.set(CARD, &problem(64), &rows()[2]); // full, and the problem is causal
+        tuning.set(CARD, &problem(64), &rows()[2]); // A kernel for full masks. The problem is causal.
         tuning.set(CARD, &problem(65), &KernelInfo { tile_n: 176, ..rows()[0] });
         for seqlen in [64, 65] {
             assert!(tuning.row(CARD, &problem(seqlen)).is_some());
@@ -198,7 +205,7 @@ mod tests {
             env!("CARGO_PKG_VERSION")
         );
         assert!(text.contains(&line), "{text}");
-        // Lines of other versions are kept, and mean nothing to this one.
+        // Lines of other versions are kept, and ignored.
         let other: Tuning = line.replacen(env!("CARGO_PKG_VERSION"), "0.0.1", 1).parse().unwrap();
         assert_eq!((other.len(), other.row(CARD, &problem(20))), (1, None));
     }
