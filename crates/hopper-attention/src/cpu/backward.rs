@@ -1,9 +1,11 @@
-//! The gradients, in two passes over the same blocks of pairs.
+//! The gradients, in two passes over the same pairs of queries and keys.
 //!
-//! The first takes blocks of queries and gives dQ and every row's delta, the second takes blocks of keys and gives dK and
-//! dV, summed over the group's query heads. Both compute scores and probabilities from Q, K and the LSE, seven products in
-//! all where one pass would do with five; in return every sum has one owner: no atomics, the same bits on every run, and
-//! work for every core however few key heads there are.
+//! 1. Tasks are blocks of queries. A task computes dQ, and delta of each query.
+//! 2. Tasks are blocks of keys. A task computes dK and dV, summed over the query heads that read the key head.
+//!
+//! Both passes compute P from Q, K and the LSE. This makes seven matrix products, where a single pass would make five. In
+//! return every sum belongs to one task. So there are no atomic additions, every run gives the same bits, and all cores have
+//! work even with few key heads.
 
 use std::ops::Range;
 
@@ -15,7 +17,7 @@ use crate::error::Result;
 use crate::layout::Layout;
 use crate::problem::BackwardProblem;
 
-/// What a backward pass reads, in host memory.
+/// The tensors that a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
     pub q: HostRef<'a, T, 4>,
     pub k: HostRef<'a, T, 4>,
@@ -26,14 +28,14 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub d_lse: Option<HostRef<'a, f32, 3>>,
 }
 
-/// What a backward pass writes, in host memory.
+/// The tensors that a backward pass writes, in host memory.
 pub(crate) struct BackwardOutputs<'a, T> {
     pub d_q: HostMut<'a, T, 4>,
     pub d_k: HostMut<'a, T, 4>,
     pub d_v: HostMut<'a, T, 4>,
 }
 
-/// Computes `problem` into the outputs; shapes and dtypes were checked by the caller.
+/// Computes `problem` into the outputs. The caller has checked shapes and types.
 pub(crate) fn backward<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
@@ -58,13 +60,13 @@ pub(crate) fn backward<T: Float>(
     Ok(())
 }
 
-/// What a task of queries computes.
+/// The results of a task of queries.
 struct OfQueries<T> {
     d_q: Vec<T>,
     delta: Vec<f32>,
 }
 
-/// What a task of keys computes.
+/// The results of a task of keys.
 struct OfKeys<T> {
     d_k: Vec<T>,
     d_v: Vec<T>,
@@ -84,20 +86,21 @@ struct Scratch {
     p: Vec<f32>,
     /// dP, then dS, `[queries, keys]`.
     d_s: Vec<f32>,
-    /// Gradients before the scale.
+    /// The gradients as sums. dQ and dK are not yet multiplied by the softmax scale.
     d_q: Vec<f32>,
     d_k: Vec<f32>,
     d_v: Vec<f32>,
 }
 
-/// What a pair needs to know of its query.
+/// What all pairs of one query share.
 struct Row {
+    /// The keys that the query keeps.
     keys: Keys,
     lse: f32,
     delta: f32,
 }
 
-/// The rows of some queries. One whose LSE is -inf has no weights, whatever its mask keeps.
+/// Fills `rows` for some queries. A query with LSE -inf has no part in any gradient, so it counts as one that keeps no key.
 fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta: &[f32], rows: &mut Vec<Row>) {
     let dims = problem.dims();
     let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
@@ -108,7 +111,7 @@ fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta:
     }));
 }
 
-/// dQ, and delta, of some queries.
+/// dQ and delta of some queries.
 fn of_queries<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
@@ -121,7 +124,7 @@ fn of_queries<T: Float>(
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
         load(tensor, task.batch, task.head, task.tokens.clone(), out);
     }
-    // The gradient of the LSE comes in here: its derivative with respect to a score is P.
+    // delta is `rowsum(dO * O) - dLSE`. The derivative of the LSE with respect to a score is P, so dLSE adds `P * dLSE` to dS.
     let mut delta: Vec<f32> =
         o.chunks_exact(dims.head_dim_vo).zip(d_o.chunks_exact(dims.head_dim_vo)).map(|(o, d_o)| dot(o, d_o)).collect();
     if let Some(d_lse) = &inputs.d_lse {
@@ -182,7 +185,7 @@ fn of_keys<T: Float>(
     OfKeys { d_k: rounded(d_k, problem.softmax_scale()), d_v: rounded(d_v, 1.0) }
 }
 
-/// `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block, 0 where masked.
+/// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
@@ -216,6 +219,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
+/// The sums times `scale`, rounded to the type.
 fn rounded<T: Element>(sums: &[f32], scale: f32) -> Vec<T> {
     sums.iter().map(|sum| T::from_f32(scale * sum)).collect()
 }

@@ -1,23 +1,26 @@
-//! A block of pairs of queries and keys: what its mask keeps, and products that stay within that.
+//! A block of pairs of queries and keys: the pairs that the mask keeps, and products over these pairs alone.
 
 use std::ops::Range;
 
 use super::matmul::{Matrix, matmul};
 use crate::mask::Band;
 
-/// The keys that a query keeps, from the first to the one after the last; empty ones have `start >= end`.
+/// The keys that a query keeps: the first one, and the one after the last. `start >= end` where the query keeps none.
 pub(super) type Keys = (usize, usize);
 
-/// Some queries against some neighbouring keys. Weights of its pairs are `[queries, keys]`, 0 where masked.
+/// Some queries against some neighbouring keys. The weights of the pairs are a matrix `[queries, keys]`, 0 for masked pairs.
 pub(super) struct Block<'a> {
-    /// Of each query, the keys kept, counted from the block's first one.
+    /// For each query the keys that it keeps, counted from the first key of the block.
     kept: &'a [Range<usize>],
+    /// Keys in the block.
     keys: usize,
+    /// Whether every query keeps every key.
     whole: bool,
 }
 
 impl<'a> Block<'a> {
-    /// The block of `keys` keys from `first` on, for queries that keep these keys. `kept` is memory to use.
+    /// The block of `keys` keys from key `first` on. `queries` has the keys that each query keeps. `kept` is memory that the
+    /// block fills.
     pub fn new(
         queries: impl Iterator<Item = Keys>,
         first: usize,
@@ -30,12 +33,12 @@ impl<'a> Block<'a> {
         Self { kept, keys, whole }
     }
 
-    /// Of each query, the keys kept, counted from the block's first one.
+    /// For each query the keys that it keeps, counted from the first key of the block.
     pub fn kept(&self) -> &'a [Range<usize>] {
         self.kept
     }
 
-    /// Whether no query keeps a key.
+    /// Whether no query keeps any key of the block.
     pub fn is_empty(&self) -> bool {
         self.kept.iter().all(Range::is_empty)
     }
@@ -67,7 +70,8 @@ impl<'a> Block<'a> {
         Matrix::new(weights, self.kept.len(), self.keys)
     }
 
-    /// Whether a product of whole blocks is right: a weight of 0 would not keep a masked NaN or infinity out.
+    /// Whether a product over the whole block is right. It is wrong if a masked value is NaN or infinite: the weight is 0, but
+    /// 0 times NaN or infinity is NaN.
     fn may_multiply(&self, values: &[f32]) -> bool {
         self.whole || values.iter().all(|x| x.is_finite())
     }
@@ -95,14 +99,14 @@ pub(super) fn kept(band: &Band, query: usize, seqlen_kv: usize) -> Keys {
     (start, end)
 }
 
-/// The first key that some query keeps, and the one after the last; equal when no query keeps any.
+/// The first key that any query keeps, and the one after the last. The two are equal if no query keeps any key.
 pub(super) fn reach(queries: impl Iterator<Item = Keys> + Clone) -> Keys {
     let some = queries.filter(|(start, end)| start < end);
     let start = some.clone().map(|(start, _)| start).min().unwrap_or(0);
     (start, some.map(|(_, end)| end).max().unwrap_or(0))
 }
 
-/// The part of `start..end` in a block, counted from the block's first key; empty where there is none.
+/// The keys of `start..end` that are in the block of `keys` keys from `first` on, counted from the block's first key.
 fn within((start, end): Keys, first: usize, keys: usize) -> Range<usize> {
     let start = start.clamp(first, first + keys) - first;
     let end = end.clamp(first, first + keys) - first;

@@ -1,20 +1,31 @@
-//! Forward passes of e4m3 operands, in the arithmetic of tensor cores: products of stored values summed in f32, P rounded
-//! to e4m3 between them.
+//! Forward passes of e4m3 operands, in the arithmetic of the tensor cores.
 //!
-//! With `x = softmax_scale * log2(e) * descale_q * descale_k * (q . k)` and `fold = log2(descale_v / the largest descale_v
-//! of the head)`, 0 but for factors per block, the weight of a key is
+//! Products of stored values are summed in f32. P is rounded to e4m3 before it is multiplied with V. For one query and key let
 //!
 //! ```text
-//! p   = 2^(x + fold - max + 8)      at most 2^8, since max is the largest x + fold so far
-//! O   = the largest descale_v * sum of e4m3(p) * v / sum of e4m3(p)       per block: / sum of p * 2^-fold
-//! LSE = max * ln(2) + ln(sum of p * 2^-fold / 2^8)
+//! x    = softmax_scale * log2(e) * descale_q * descale_k * (q . k)     the score, in powers of two
+//! fold = log2(descale_v / largest_v)                                   largest_v: the largest descale_v of the head
+//! p    = 2^(x + fold - max + 8)                                        the weight; max: the largest x + fold so far
 //! ```
 //!
-//! so that the factors of V cost no product, 448 is never reached, and weights keep their three bits down to 2^-14 of the
-//! largest. O is divided by the sum of the rounded weights: what rounding does to all of them alike, as where a row is
-//! nearly even, cancels, and equal values give themselves. With factors per block it is that of the exact ones, since
-//! where a block's values are small its weights round to 0, and count all the same. The LSE is as exact as that of other
-//! types.
+//! `fold` is 0 unless the scaling is per block. Then
+//!
+//! ```text
+//! O   = largest_v * sum of e4m3(p) * v / divisor
+//! LSE = max * ln(2) + ln(sum of p * 2^-fold / 2^8)
+//! divisor = sum of e4m3(p)             scaling per tensor or per head
+//!         = sum of p * 2^-fold         scaling per block
+//! ```
+//!
+//! Why it is done this way:
+//! - The factors of V are part of the exponent, so they cost no product.
+//! - A weight is at most 2^8, so no weight saturates at 448. Weights keep their three mantissa bits down to 2^-14 of the
+//!   largest.
+//! - O is divided by the sum of the *rounded* weights. An error that rounding makes in all weights alike then cancels. This
+//!   happens where the weights of a row are nearly equal. It also makes the mean of equal values exactly that value.
+//! - With factors per block O is divided by the sum of the exact weights instead. Where the values of a block are small,
+//!   `fold` is far below 0, and the rounded weights of the block are 0. The block must still count in the sum.
+//! - The LSE uses exact weights, so it is as exact as for other types.
 
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
@@ -28,13 +39,13 @@ use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 use crate::scaling::{SCALE_BLOCK, Scaling};
 
-/// The largest weight before rounding is 2 to this power: below 448, so that none saturates.
+/// The largest weight before rounding is 2 to this power. It is below 448, so that no weight saturates.
 const P_OFFSET: f32 = 8.0;
-/// Values of V with a factor that is smaller than the head's largest by more than 2 to this power count as that: it keeps
-/// sums in the range of f32, and what it changes is 2^-91 of the head's largest value.
+/// `fold` is at least this. It keeps the sums in the range of f32. It changes O by no more than 2^-91 of the head's largest
+/// value.
 const LEAST_FOLD: f32 = -100.0;
 
-/// What a forward pass of e4m3 operands reads.
+/// The tensors that a forward pass of e4m3 operands reads, in host memory.
 pub(crate) struct Fp8Inputs<'a> {
     pub q: HostRef<'a, E4M3, 4>,
     pub k: HostRef<'a, E4M3, 4>,
@@ -42,18 +53,18 @@ pub(crate) struct Fp8Inputs<'a> {
     pub descale_q: HostRef<'a, f32, 3>,
     pub descale_k: HostRef<'a, f32, 3>,
     pub descale_v: HostRef<'a, f32, 3>,
-    /// 1 where the output is not e4m3.
+    /// The factor of O before it is rounded. 1 where the output is not e4m3.
     pub scale_o: f32,
 }
 
-/// What it writes.
+/// The tensors that a forward pass of e4m3 operands writes, in host memory.
 pub(crate) struct Fp8Outputs<'a, O> {
     pub o: HostMut<'a, O, 4>,
     pub lse: Option<HostMut<'a, f32, 3>>,
     pub amax: Option<HostMut<'a, f32, 1>>,
 }
 
-/// What a task computes.
+/// The results of a task.
 struct Rows<O> {
     o: Vec<O>,
     lse: Vec<f32>,
@@ -66,25 +77,27 @@ struct Scratch {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
-    /// Scores, then rounded weights: `[queries, keys]`.
+    /// Products `q . k`, then rounded weights: `[queries, keys]`.
     scores: Vec<f32>,
     /// Sums of weights times values: `[queries, head_dim_vo]`.
     sums: Vec<f32>,
     kept: Vec<Range<usize>>,
 }
 
-/// Where a row's online softmax stands, in powers of two.
+/// The state of one query's online softmax.
 #[derive(Clone, Copy)]
 struct RowState {
+    /// The keys that the query keeps.
     keys: Keys,
+    /// The largest `x + fold` so far.
     max: f32,
-    /// Of the weights.
+    /// The sum of `p * 2^-fold` so far, for the LSE.
     sum: f32,
-    /// What O is divided by.
+    /// The divisor of O so far.
     divisor: f32,
 }
 
-/// Computes `problem`, whose operands are e4m3; shapes and types were checked by the caller.
+/// Computes `problem`, whose operands are e4m3. The caller has checked shapes and types.
 ///
 /// # Errors
 /// [`Error::Value`] for a factor that is not finite and above 0.
@@ -115,7 +128,7 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     Ok(())
 }
 
-/// Whether every factor is one.
+/// Refuses factors that are not finite and above 0.
 pub(crate) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
     let [batch, heads, blocks] = factors.layout().shape();
     for index in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |i| [b, h, i]))) {
@@ -131,12 +144,12 @@ fn check_factor(what: &'static str, factor: f32, place: impl Fn() -> String) -> 
     Err(Error::Value { what, got: format!("{factor}{}", place()), allowed: "finite and above 0".into() })
 }
 
-/// The larger of two magnitudes, or NaN where there is one.
+/// The larger of two magnitudes. NaN if one of them is NaN.
 fn larger(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
 }
 
-/// The largest factor of V of each head, `[batch, heads_kv]`.
+/// The largest descale factor of V in each head, `[batch, heads_kv]`.
 fn largest_of_heads(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>) -> Vec<f32> {
     let (dims, scaling) = (problem.dims(), problem.scaling().unwrap_or_default());
     let heads = (0..dims.batch).flat_map(|batch| (0..dims.heads_kv).map(move |head| (batch, head)));
@@ -165,7 +178,7 @@ fn tile<O: OutputOf<E4M3>>(
     }
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
-    // A task's queries are of one block of factors, and so are the keys of each step.
+    // All queries of a task share one descale factor. So do all keys of one step of the loop below.
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
     let descale_q = inputs.descale_q.at(scaling.index(task.batch, task.head, problem.group_size(), task.tokens.start));
     let largest_v = largest_v[task.batch * dims.heads_kv + head_kv];
@@ -206,21 +219,24 @@ fn tile<O: OutputOf<E4M3>>(
             o.push(O::from_f32(value * inputs.scale_o));
         }
     }
-    // ln(0) is the -inf of a row without keys; its max is -inf too.
+    // A query without keys has sum 0, so its LSE is -inf + ln(0) = -inf.
     let lse = rows.iter().map(|row| row.max * LN_2 + (row.sum / P_OFFSET.exp2()).ln()).collect();
     Rows { o, lse, amax }
 }
 
 impl RowState {
-    /// Takes a block's products of the kept keys: turns them into rounded weights relative to the largest so far, and
-    /// what was summed before into the same terms.
+    /// Takes the products `q . k` of one block, for the keys that the query keeps. `unit` is `x / (q . k)`.
+    ///
+    /// Each product becomes a rounded weight relative to the maximum so far. If the maximum has grown, the sums of earlier
+    /// blocks are rescaled to it.
     fn step(&mut self, scores: &mut [f32], unit: f32, fold: f32, per_block: bool, sums: &mut [f32]) {
         if scores.is_empty() {
             return;
         }
-        // A NaN is passed over here and comes back with its weight. The unit is above 0, so the largest product decides.
+        // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum. `unit` is above 0, so the largest product
+        // has the largest score.
         let max = self.max.max(lanes(scores, f32::NEG_INFINITY, f32::max) * unit + fold);
-        // Nothing but -inf or NaN: any finite shift will do.
+        // If all scores are -inf or NaN, a shift of -inf would give NaN. Any finite shift will do.
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
         let correction = (self.max - shift).exp2();
         let block_shift = P_OFFSET - (shift - fold);

@@ -1,9 +1,11 @@
-//! The rotation of incoherent processing, as [`Quantizer`](crate::Quantizer) defines it.
+//! The rotation of a query or a key before it is quantised: signs, then a Hadamard transform.
+//! [`Quantizer`](crate::Quantizer) defines it (incoherent processing).
 
-/// Signs and a block-diagonal Hadamard matrix for one head dim.
+/// A rotation for one head dim and seed.
 pub(super) struct Rotation {
+    /// 1 or -1 for each element.
     signs: Vec<f32>,
-    /// Of each element's block, `size^-0.5`.
+    /// For each element `size^-0.5` of its block.
     norms: Vec<f32>,
 }
 
@@ -23,7 +25,7 @@ impl Rotation {
         row.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
         let mut half = 1;
         while 2 * half <= row.len() {
-            // Blocks begin at multiples of their size, so that a run of 2 * half is within one, or is no run.
+            // Blocks begin at multiples of their size, largest first. So a whole run of 2 * half elements lies in one block.
             for run in row.chunks_exact_mut(2 * half) {
                 let (low, high) = run.split_at_mut(half);
                 for (a, b) in low.iter_mut().zip(high) {
@@ -36,11 +38,12 @@ impl Rotation {
     }
 }
 
-/// Whether an element is negated: the top bit of SplitMix64's output of this number.
+/// Whether element `dim` is negated: the top bit of number `dim` of SplitMix64.
 fn negative(seed: u64, dim: u64) -> bool {
     splitmix64(seed, dim) >> 63 == 1
 }
 
+/// Number `number` (from 0) of the SplitMix64 generator that was started with `seed`.
 fn splitmix64(seed: u64, number: u64) -> u64 {
     let z = seed.wrapping_add((number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -52,7 +55,7 @@ fn splitmix64(seed: u64, number: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// The first outputs for seed 1234567 as the generator's authors and others print them.
+    /// The first numbers for seed 1234567, as the generator's authors and others publish them.
     #[test]
     fn signs_are_those_of_splitmix64() {
         let published = [
@@ -70,7 +73,7 @@ mod tests {
         assert_eq!(signs, [1.0, 1.0, -1.0, 1.0, -1.0]);
     }
 
-    /// Against the matrix, element by element.
+    /// The fast transform against a product with the matrix, element by element.
     #[test]
     fn a_row_is_multiplied_by_the_matrix() {
         let blocks = |head_dim| match head_dim {

@@ -1,5 +1,7 @@
-//! Tensors in host memory, by address. Elements are reached a run at a time, along the innermost dimension, and never a
-//! whole buffer: what lies in the gaps of a layout may belong to somebody else, who may be writing it.
+//! Tensors in host memory, by address.
+//!
+//! Slices are made of runs along the innermost dimension only, never of a whole buffer. The gaps of a layout may belong to
+//! other code that writes them at the same time, so a slice must not cover a gap.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -23,29 +25,29 @@ pub(crate) struct HostMut<'a, T, const R: usize> {
     borrowed: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it stands for shared references to its elements.
+// SAFETY: a `HostRef` stands for shared references to its elements.
 unsafe impl<T: Sync, const R: usize> Send for HostRef<'_, T, R> {}
 // SAFETY: as above.
 unsafe impl<T: Sync, const R: usize> Sync for HostRef<'_, T, R> {}
-// SAFETY: it stands for exclusive references to its elements.
+// SAFETY: a `HostMut` stands for exclusive references to its elements.
 unsafe impl<T: Send, const R: usize> Send for HostMut<'_, T, R> {}
-// SAFETY: a shared reference to it gives nothing but the layout.
+// SAFETY: a shared reference to a `HostMut` gives shared references to its elements (`as_ref`), and the layout.
 unsafe impl<T: Sync, const R: usize> Sync for HostMut<'_, T, R> {}
 
 impl<'a, T, const R: usize> HostRef<'a, T, R> {
     /// The tensor whose first element is at `data`.
     ///
     /// # Safety
-    /// For `'a` every element that the layout reaches is initialised, aligned memory of one allocation, which nobody writes.
-    /// Where there is no element, `data` may be anything.
+    /// For `'a`, every element that the layout reaches is initialised, aligned memory of one allocation, and no code writes it.
+    /// For a layout without elements `data` may be anything.
     pub unsafe fn new(data: *const T, layout: Layout<R>) -> Self {
         Self { data, layout, borrowed: PhantomData }
     }
 
-    /// A tensor within `data`, which must be as long as the layout reaches.
+    /// A tensor within `data`. Panics if the layout reaches past the end of `data`.
     pub fn of(data: &'a [T], layout: Layout<R>) -> Self {
         assert!(layout.span() <= data.len(), "a layout of {} elements in {}", layout.span(), data.len());
-        // SAFETY: all of it lies within the borrowed slice.
+        // SAFETY: all elements lie within the borrowed slice.
         unsafe { Self::new(data.as_ptr(), layout) }
     }
 
@@ -54,10 +56,10 @@ impl<'a, T, const R: usize> HostRef<'a, T, R> {
         self.layout
     }
 
-    /// `len` neighbours along the innermost dimension, from an index on.
+    /// `len` elements along the innermost dimension, from an index on.
     fn run(&self, index: [usize; R], len: usize) -> &'a [T] {
         let start = start_of(&self.layout, index, len);
-        // SAFETY: `start_of` found all of them within the shape, and so within what `new` was promised.
+        // SAFETY: `start_of` has checked that all elements are within the shape. The caller of `new` promised these.
         start.map_or(&[], |start| unsafe { std::slice::from_raw_parts(self.data.add(start), len) })
     }
 }
@@ -66,16 +68,16 @@ impl<'a, T, const R: usize> HostMut<'a, T, R> {
     /// The tensor whose first element is at `data`.
     ///
     /// # Safety
-    /// For `'a` every element that the layout reaches is aligned memory of one allocation, which nobody else reads or writes,
-    /// and no two indices share one. Where there is no element, `data` may be anything.
+    /// For `'a`, every element that the layout reaches is aligned memory of one allocation, and no other code reads or writes
+    /// it. No two indices share an element. For a layout without elements `data` may be anything.
     pub unsafe fn new(data: *mut T, layout: Layout<R>) -> Self {
         Self { data, layout, borrowed: PhantomData }
     }
 
-    /// A tensor within `data`, which must be as long as the layout reaches.
+    /// A tensor within `data`. Panics if the layout reaches past the end of `data`.
     pub fn of(data: &'a mut [T], layout: Layout<R>) -> Self {
         assert!(layout.span() <= data.len(), "a layout of {} elements in {}", layout.span(), data.len());
-        // SAFETY: all of it lies within the exclusively borrowed slice.
+        // SAFETY: all elements lie within the exclusively borrowed slice.
         unsafe { Self::new(data.as_mut_ptr(), layout) }
     }
 
@@ -84,10 +86,10 @@ impl<'a, T, const R: usize> HostMut<'a, T, R> {
         self.layout
     }
 
-    /// `len` neighbours along the innermost dimension, from an index on.
+    /// `len` elements along the innermost dimension, from an index on.
     fn run_mut(&mut self, index: [usize; R], len: usize) -> &mut [T] {
         let start = start_of(&self.layout, index, len);
-        // SAFETY: `start_of` found all of them within the shape, and so within what `new` was promised.
+        // SAFETY: `start_of` has checked that all elements are within the shape. The caller of `new` promised these.
         start.map_or(&mut [], |start| unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) })
     }
 
@@ -96,13 +98,15 @@ impl<'a, T, const R: usize> HostMut<'a, T, R> {
         &mut self.run_mut(index, 1)[0]
     }
 
-    /// The same tensor, to be read while this one is not written.
+    /// The same tensor for reading. It cannot be written as long as the result is used.
     pub fn as_ref(&self) -> HostRef<'_, T, R> {
         HostRef { data: self.data, layout: self.layout, borrowed: PhantomData }
     }
 }
 
-/// The offset of an index from which `len` elements along the innermost dimension are within the shape; `None` for none.
+/// The offset of an index. `None` if `len` is 0.
+///
+/// Panics if one of the `len` elements from `index` on, along the innermost dimension, is outside of the shape.
 fn start_of<const R: usize>(layout: &Layout<R>, index: [usize; R], len: usize) -> Option<usize> {
     if len == 0 {
         return None;
@@ -121,7 +125,7 @@ impl<'a, T> HostRef<'a, T, 4> {
 }
 
 impl<T: Copy> HostMut<'_, T, 4> {
-    /// Copies in a task's vectors, which lie without gaps.
+    /// Copies the vectors of a task's tokens into the tensor. `rows` has them without gaps.
     pub(super) fn store(&mut self, task: &Task, rows: &[T]) {
         let [_, _, _, dim] = self.layout.shape();
         for (token, row) in task.tokens.clone().zip(rows.chunks_exact(dim)) {
@@ -158,7 +162,7 @@ mod tests {
     #[test]
     fn runs_are_found_by_the_strides() {
         let data: Vec<f32> = (0..24).map(|x| x as f32).collect();
-        // Two heads of three tokens, of a buffer whose rows are six elements apart.
+        // Two heads of three tokens, in a buffer whose tokens are six elements apart.
         let layout = Layout::with_strides([1, 3, 2, 2], [24, 6, 3, 1]).unwrap();
         let tensor = HostRef::of(&data, layout);
         assert_eq!((tensor.row(0, 0, 0), tensor.row(0, 2, 1)), (&[0.0, 1.0][..], &[15.0, 16.0][..]));

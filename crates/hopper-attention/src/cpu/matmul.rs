@@ -1,11 +1,13 @@
-//! Matrix products of f32, on the `matrixmultiply` crate.
+//! Matrix products of f32, with the `matrixmultiply` crate.
 //!
-//! Why that crate: it is maintained by the authors of ndarray, which has run on it for ten years; it picks AVX-512,
-//! AVX2 + FMA or NEON kernels at run time; it takes any strides, so `K^T` costs nothing; it runs on the calling thread
-//! and adds up in one order, so results repeat; and it is one small crate where `gemm`, some tens of percent faster, is
-//! twenty that take a minute to build.
+//! Why this crate:
+//! - The authors of ndarray maintain it. ndarray has used it for ten years.
+//! - It picks AVX-512, AVX2 + FMA or NEON kernels at run time.
+//! - It takes any strides, so `K^T` needs no copy.
+//! - It runs on the calling thread and sums in one order, so results repeat.
+//! - It is one small crate. `gemm` is some tens of percent faster, but is twenty crates that take a minute to build.
 
-/// A row-major matrix (`transposed`: its transpose) in a slice without gaps.
+/// A row-major matrix in a slice without gaps, or the transpose of one.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a> {
     data: &'a [f32],
@@ -17,7 +19,7 @@ pub(super) struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     pub(super) fn new(data: &'a [f32], rows: usize, columns: usize) -> Self {
-        // The slice bounds every access below.
+        // The slice ends where the matrix ends, so that no product reads past it.
         Self { data: &data[..rows * columns], rows, columns, row_stride: columns as isize, column_stride: 1 }
     }
 
@@ -32,12 +34,12 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `out = alpha * a b + beta * out`, with `out` row-major without gaps. With `beta` 0 what `out` held is not read.
+/// `out = alpha * a b + beta * out`, with `out` row-major without gaps. With `beta` 0 the old contents of `out` are not read.
 pub(super) fn matmul(alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: f32, out: &mut [f32]) {
     assert_eq!(a.columns, b.rows, "inner sizes");
     let out = &mut out[..a.rows * b.columns];
-    // SAFETY: `Matrix` holds rows x columns elements and strides that address exactly those, `out` is a.rows x b.columns
-    // elements addressed by (b.columns, 1), and being borrowed mutably it overlaps neither.
+    // SAFETY: a `Matrix` holds rows x columns elements, and its strides address exactly these. `out` holds a.rows x b.columns
+    // elements, which the strides (b.columns, 1) address. `out` is borrowed mutably, so it overlaps neither `a` nor `b`.
     unsafe {
         matrixmultiply::sgemm(
             a.rows,

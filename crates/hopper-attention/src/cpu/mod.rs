@@ -1,7 +1,7 @@
 //! The CPU backend: tiled attention and its gradients on all cores, for any strides and any head dim.
 //!
-//! A task is a block of tokens of one head. It walks the blocks of the other sequence that it shares pairs with, in
-//! order and on one thread, so the same inputs give the same bits however many threads there are.
+//! A *task* is a block of tokens of one head: queries, or keys. A task visits those blocks of the other sequence that have an
+//! unmasked pair with it. One thread visits them in order. So the same inputs give the same bits with any number of threads.
 
 mod backward;
 mod block;
@@ -26,32 +26,32 @@ pub(crate) use quantize::{Factors, QuantizeTask, quantize};
 
 /// Tokens in a task.
 const BLOCK: usize = 64;
-/// Tokens of the other sequence in a block that a task walks: with the scores they stay in the second-level cache.
+/// Tokens in a block of the other sequence. A block and the scores of a task with it stay in the second-level cache.
 const WALKED: usize = 256;
-/// Tasks in flight for each thread: what is computed before it is copied out. Bounds the memory held by results.
+/// Tasks for each thread whose results are held in memory before they are copied to the outputs. It bounds that memory.
 const TASKS_PER_THREAD: usize = 16;
 
-/// What a forward pass reads, in host memory.
+/// The tensors that a forward pass reads, in host memory.
 pub(crate) struct Inputs<'a, T> {
     pub q: HostRef<'a, T, 4>,
     pub k: HostRef<'a, T, 4>,
     pub v: HostRef<'a, T, 4>,
 }
 
-/// What a forward pass writes, in host memory.
+/// The tensors that a forward pass writes, in host memory.
 pub(crate) struct Outputs<'a, T> {
     pub o: HostMut<'a, T, 4>,
     pub lse: Option<HostMut<'a, f32, 3>>,
 }
 
-/// Some neighbouring tokens of one head: queries of a query head, or keys of a key head.
+/// Neighbouring tokens of one head: queries of a query head, or keys of a key head.
 struct Task {
     batch: usize,
     head: usize,
     tokens: Range<usize>,
 }
 
-/// Computes `problem` into the outputs; shapes and dtypes were checked by the caller.
+/// Computes `problem` into the outputs. The caller has checked shapes and types.
 pub(crate) fn forward<T: Float>(problem: &ForwardProblem, inputs: &Inputs<'_, T>, mut outputs: Outputs<'_, T>) {
     let dims = problem.dims();
     let compute = |scratch: &mut _, task: &Task| tile::forward::<T>(problem, inputs, task, scratch);
@@ -63,8 +63,8 @@ pub(crate) fn forward<T: Float>(problem: &ForwardProblem, inputs: &Inputs<'_, T>
     });
 }
 
-/// Cuts every head's tokens into tasks, computes them on all threads and hands the results on, in order and on this
-/// thread.
+/// Cuts the tokens of every head into tasks, and computes the tasks with `compute` on all threads. `take` gets the results, in
+/// order and on this thread.
 fn each_task<S: Default, R: Send>(
     batch: usize,
     heads: usize,
@@ -85,7 +85,7 @@ fn each_task<S: Default, R: Send>(
     }
 }
 
-/// Rows of a tensor as f32, without gaps.
+/// Copies the vectors of some tokens to `out`, as f32 and without gaps.
 fn load<T: Element>(tensor: &HostRef<'_, T, 4>, batch: usize, head: usize, tokens: Range<usize>, out: &mut Vec<f32>) {
     out.clear();
     for token in tokens {

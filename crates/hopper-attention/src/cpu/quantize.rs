@@ -1,37 +1,40 @@
-//! Quantisation to e4m3: a pass for the factors where they are asked for, and one for the values.
+//! Quantisation to e4m3: one pass over a tensor for the factors, unless the caller gives them, and one for the elements.
+//! [`Quantizer`](crate::Quantizer) has the formulas.
 
 use super::hadamard::Rotation;
 use super::{HostMut, HostRef, Task, each_task, load};
 use crate::dtype::{E4M3, Element, Float};
 use crate::scaling::Scaling;
 
-/// How many half steps of e4m3 the largest magnitude that is stored is: 448 ones of 16, and 14, a power of two below, ones
-/// of 0.5.
+/// `most` (the largest magnitude that may be stored) divided by half a step. A step is the distance between neighbouring e4m3
+/// numbers. At 448 half a step is 16. At 14, which is 448 / 32, it is 0.5.
 const HALF_STEPS: f32 = 28.0;
 /// The code of a NaN.
 const NAN: E4M3 = E4M3::from_bits(0x7f);
 
-/// One tensor to quantise; shapes were checked by the caller.
+/// One tensor to quantise. The caller has checked shapes and types.
 pub(crate) struct QuantizeTask<'a, T> {
     pub values: HostRef<'a, T, 4>,
     pub stored: HostMut<'a, E4M3, 4>,
     pub descale: Factors<'a>,
     pub scaling: Scaling,
-    /// Heads to a key head.
+    /// Heads of this tensor for each key head: `heads_q / heads_kv` for Q, 1 for K and V.
     pub group: usize,
-    /// The seed of the rotation before.
+    /// The seed of the rotation. `None` for a tensor that is not rotated.
     pub rotation: Option<u64>,
-    /// The largest magnitude that is stored: 448, or that divided by a power of two.
+    /// The largest magnitude that may be stored: 448, or 448 divided by a power of two.
     pub most: f32,
 }
 
-/// Factors to write, or to read.
+/// The descale factors of a tensor.
 pub(crate) enum Factors<'a> {
+    /// To be made and written.
     FromAmax(HostMut<'a, f32, 3>),
+    /// To be read.
     Given(HostRef<'a, f32, 3>),
 }
 
-/// Quantises a tensor, and counts what was saturated and what was not finite.
+/// Quantises a tensor. Returns the number of elements that were saturated, and the number that were not finite.
 pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
     let QuantizeTask { values, mut stored, descale, scaling, group, rotation, most } = task;
     let [batch, seqlen, heads, dim] = values.layout().shape();
@@ -42,7 +45,7 @@ pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
             rows.chunks_exact_mut(dim).for_each(|row| rotation.apply(row));
         }
     };
-    // The tokens of a task share a factor.
+    // All tokens of a task share one factor.
     let index = |task: &Task| scaling.index(task.batch, task.head, group, task.tokens.start);
 
     let mut written;
@@ -85,6 +88,7 @@ pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
     counts
 }
 
+/// Quantises one element. `factor` is 1 / descale.
 fn one(x: f32, factor: f32, most: f32, [saturated, not_finite]: &mut [u64; 2]) -> E4M3 {
     if !x.is_finite() {
         *not_finite += 1;
@@ -92,10 +96,11 @@ fn one(x: f32, factor: f32, most: f32, [saturated, not_finite]: &mut [u64; 2]) -
     }
     let scaled = x * factor;
     if scaled.is_nan() {
-        // 0 times the infinite inverse of a given factor that is next to nothing: a NaN whose sign differs by machine.
+        // x is 0, and a given descale factor is so small that its inverse is infinite. The sign of this NaN differs between
+        // machines, so return a fixed one.
         return NAN;
     }
-    // Rounding to nearest would leave what may be stored.
+    // More than half a step above `most`: rounding to nearest would give more than `most`.
     if scaled.abs() > most + most / HALF_STEPS {
         *saturated += 1;
     }

@@ -1,4 +1,4 @@
-//! The CPU backend against the oracle, under the tolerance.
+//! The CPU backend's results keep the tolerance against the oracle.
 
 use proptest::prelude::*;
 
@@ -14,11 +14,14 @@ use crate::reference::{Expected, Report, Tensor, sample};
 const DIMS: Dims =
     Dims { batch: 1, seqlen_q: 3, seqlen_kv: 3, heads_q: 2, heads_kv: 1, head_dim_qk: 16, head_dim_vo: 16 };
 
-/// Extra elements after each vector, each token and each sequence of a tensor.
+/// How a test lays out a tensor in memory, with unused elements (gaps) in between.
 #[derive(Clone, Copy, Debug, Default)]
 struct Gaps {
+    /// Whether the memory order is `[batch, heads, seqlen, head_dim]`, and not `[batch, seqlen, heads, head_dim]`.
     heads_first: bool,
+    /// Unused elements after each vector.
     dim: usize,
+    /// Unused elements after each token (or head, if heads come first) and after each sequence.
     outer: usize,
 }
 
@@ -37,7 +40,7 @@ impl Gaps {
     }
 }
 
-/// A tensor's values at the places of a layout, NaN in the gaps.
+/// A buffer with a tensor's values where a layout puts them, and NaN in the gaps.
 fn place<T: Element>(values: &Tensor, layout: &Layout<4>) -> Vec<T> {
     let mut data = vec![T::from_f32(f32::NAN); layout.span()];
     let [batch, seqlen, heads, _] = values.shape();
@@ -50,7 +53,7 @@ fn place<T: Element>(values: &Tensor, layout: &Layout<4>) -> Vec<T> {
     data
 }
 
-/// Runs a problem with gaps of NaN and outputs of NaN; gives O, the LSE and whether the gaps kept their NaN.
+/// Runs a problem. Gaps and outputs are filled with NaN first. Returns O, the LSE, and whether the gaps still hold NaN.
 fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) -> (Tensor, Vec<f64>, bool) {
     let layouts = [q, k, v].map(|t| gaps.layout(t.shape()));
     let [q, k, v] = [(q, layouts[0]), (k, layouts[1]), (v, layouts[2])].map(|(t, layout)| place::<T>(t, &layout));
@@ -108,7 +111,7 @@ fn nan_stays_in_the_rows_that_see_it() {
             for which in 0..3 {
                 let mut inputs = [q.clone(), k.clone(), v.clone()];
                 inputs[which].row_mut(0, 130, 0)[5] = bad;
-                // An infinite key makes every score that sees it +inf or -inf; keep to those that are NaN in the end.
+                // Infinite Q and K are left out: they give scores of +inf or -inf. Only NaN scores are tested here.
                 if which < 2 && bad.is_infinite() {
                     continue;
                 }
@@ -146,7 +149,7 @@ fn no_keys_and_no_queries() {
 
 #[test]
 fn broadcast_inputs() {
-    // A stride of 0 reads one key for the whole sequence: every weight is equal and O is that key's value.
+    // With stride 0 all keys of the sequence are one key. All weights are equal, and O is the value of that key.
     let problem = problem(DType::F32, DIMS, Mask::Full);
     let [q, k, v] = [[0.5_f32; 96], [0.25; 96], std::array::from_fn(|i| (i % 16) as f32)];
     let dense = |heads| Layout::contiguous([1, 3, heads, 16]).unwrap();

@@ -1,4 +1,4 @@
-//! One task: a block of queries against all keys that it keeps, with an online softmax.
+//! The forward pass of one task: a block of queries against all keys that they keep, with an online softmax.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::{BLOCK, Inputs, Task, WALKED, load};
 use crate::dtype::Float;
 use crate::problem::ForwardProblem;
 
-/// What a task computes.
+/// The results of a task.
 pub(super) struct Rows<Out> {
     /// `[queries, head_dim_vo]`.
     pub o: Vec<Out>,
@@ -22,18 +22,21 @@ pub(super) struct Scratch {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
-    /// Scores, then probabilities that are not yet divided by their row's sum: `[queries, keys]`.
+    /// Scores, then weights `exp(score - max)`: `[queries, keys]`.
     scores: Vec<f32>,
-    /// Sums of probabilities times values: `[queries, head_dim_vo]`.
+    /// Sums of weights times values: `[queries, head_dim_vo]`.
     sums: Vec<f32>,
     kept: Vec<Range<usize>>,
 }
 
-/// Where a row's online softmax stands.
+/// The state of one query's online softmax.
 #[derive(Clone, Copy)]
 struct RowState {
+    /// The keys that the query keeps.
     keys: Keys,
+    /// The largest score so far.
     max: f32,
+    /// The sum of the weights so far.
     sum: f32,
 }
 
@@ -51,7 +54,7 @@ pub(super) fn forward<T: Float>(
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
         row.keys = block::kept(&band, query, dims.seqlen_kv);
     }
-    // Blocks outside of what any row keeps are never looked at.
+    // Blocks of which no query keeps a key are not visited.
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
     let Scratch { q, k, v, scores, sums, kept } = scratch;
@@ -87,21 +90,23 @@ pub(super) fn forward<T: Float>(
             o.extend(sums.iter().map(|sum| T::from_f32(sum / row.sum)));
         }
     }
-    // ln(0) is the -inf of a row without keys; its max is -inf too.
+    // A query without keys has sum 0, so its LSE is -inf + ln(0) = -inf.
     let lse = rows.iter().map(|row| row.max + row.sum.ln()).collect();
     Rows { o, lse }
 }
 
 impl RowState {
-    /// Takes a block's scores of the kept keys: turns them into probabilities relative to the largest score so far,
-    /// and what was summed before into the same terms.
+    /// Takes the scores of one block, for the keys that the query keeps.
+    ///
+    /// Each score becomes a weight relative to the largest score so far. If this maximum has grown, the sums of earlier blocks
+    /// are rescaled to it.
     fn step(&mut self, scores: &mut [f32], sums: &mut [f32]) {
         if scores.is_empty() {
             return;
         }
-        // A NaN is passed over here and comes back with its probability.
+        // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum.
         let max = lanes(scores, self.max, f32::max);
-        // Scores of -inf only: any finite shift gives them probability 0, where -inf would give NaN.
+        // If all scores are -inf, a shift of -inf would give NaN. With any finite shift their weights are 0.
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
         let correction = (self.max - shift).exp();
         for score in scores.iter_mut() {
@@ -115,8 +120,9 @@ impl RowState {
     }
 }
 
-/// Folds in sixteen lanes, in an order that depends on the length only; `start` is the operation's neutral element or
-/// may be taken in more than once.
+/// Folds the values in sixteen lanes, so that the compiler may use vectors. The order depends on the length only.
+///
+/// `start` is folded in several times. So it must be the neutral element of `fold`, or `fold` must not mind (a maximum).
 pub(super) fn lanes(values: &[f32], start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [start; 16];
     let chunks = values.chunks_exact(16);

@@ -1,11 +1,11 @@
-//! The gradients against the oracle, under the tolerance, from the O and LSE that the forward pass gives.
+//! The CPU backend's gradients keep the tolerance against the oracle. O and the LSE are those of the CPU's forward pass.
 
 use super::*;
 use crate::problem::BackwardProblem;
 use crate::reference::BackwardReport;
 use crate::reference::sample::Given;
 
-/// What a run gave, to the bit.
+/// The results of a run, to be compared bit by bit.
 #[derive(Debug, PartialEq)]
 struct Gradients {
     d_q: Tensor,
@@ -13,7 +13,7 @@ struct Gradients {
     d_v: Tensor,
 }
 
-/// Runs a problem with gaps of NaN and outputs of NaN, which must be what the gaps still hold afterwards.
+/// Runs a problem. Gaps and outputs are filled with NaN first. Afterwards the gaps must still hold NaN.
 fn run<T: Float>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradients {
     let forward = problem.forward();
     let (o, lse, _) = super::run::<T>(forward, [&given.q, &given.k, &given.v], gaps);
