@@ -1,11 +1,16 @@
-//! The oracle: attention and its gradients in f64 from plain loops, the plain same-precision computation, and the
-//! tolerance that compares anything with them.
+//! When a result counts as right: the oracle, the plain computation, and the tolerance.
 //!
-//! It shares nothing with the kernels, the plans or the CPU backend, so that it is able to disagree with them: it knows
-//! a problem's numbers and asks [`Mask::keep`](crate::Mask::keep) for every query and key. It is meant for tests and
-//! for `hattn check`, not for speed: the cost is that of the textbook, some seconds for `4096 x 4096` and two heads, and
-//! five times that for gradients. [`BackwardExpected`] judges those; its oracle computes O and the LSE anew, so that it
-//! disagrees with a backward pass that was given wrong ones.
+//! - The *oracle* ([`forward`], [`backward`]) computes attention and its gradients in f64, with plain loops.
+//! - The *plain computation* ([`forward_plain`], [`backward_plain`]) does the same in the precision of the problem, without
+//!   tiling. It shows how much rounding costs.
+//! - The [`tolerance`] says how far a result may be from the oracle. [`Expected`] and [`BackwardExpected`] apply it.
+//!
+//! The oracle shares no code with the kernels, the plans or the CPU backend. So a mistake in these does not hide in the oracle
+//! too. The oracle reads a problem's numbers, and asks [`Mask::keep`](crate::Mask::keep) for every query and key. The oracle of
+//! a backward pass computes O and the LSE anew. So it also finds a backward pass that was given a wrong O or LSE.
+//!
+//! This module is for tests and for `hattn check`. It is slow: some seconds for 4096 queries, 4096 keys and two heads, and
+//! five times that for gradients.
 //!
 //! ```
 //! use hopper_attention::reference::{Expected, Tensor};
@@ -43,21 +48,22 @@ use rayon::prelude::*;
 use crate::error::{Error, Result};
 use crate::problem::{BackwardProblem, ForwardProblem};
 
-/// Tokens that one task computes at least; neighbours share what they read in the cache.
+/// The least number of tokens that a task computes. Neighbouring tokens read the same data, which then stays in the cache.
 const ROWS_PER_TASK: usize = 32;
 
-/// What `row` makes of every token `[batch, head, token]`, in this order, which is the LSE's, computed on all cores.
+/// Calls `row` for every token of `shape`, which is `[batch, heads, seqlen]`, on all cores. The results are in the order of
+/// `[batch, head, token]`, as in the LSE.
 fn each_row<R: Send>(shape: [usize; 3], row: impl Fn([usize; 3]) -> R + Sync) -> Vec<R> {
     let rows = shape.iter().product::<usize>();
     (0..rows).into_par_iter().with_min_len(ROWS_PER_TASK).map(|i| row(place(shape, i))).collect()
 }
 
-/// `[batch, head, token]` of a row in this order.
+/// The `[batch, head, token]` of row number `row` in the order of [`each_row`].
 fn place([_, heads, seqlen]: [usize; 3], row: usize) -> [usize; 3] {
     [row / seqlen / heads, row / seqlen % heads, row % seqlen]
 }
 
-/// A tensor of rows in this order; `write` copies one.
+/// A tensor `[batch, seqlen, heads, head_dim]` from rows in the order of [`each_row`]. `write` copies one row.
 fn gather<R>(shape: [usize; 4], rows: &[R], write: impl Fn(&R, &mut [f64])) -> Tensor {
     let [batch, seqlen, heads, _] = shape;
     let mut tensor = Tensor::zeros(shape);
@@ -79,7 +85,8 @@ fn check_inputs(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) ->
     Ok(())
 }
 
-/// Refuses inputs of a backward pass whose shapes are not the problem's, and a gradient of the LSE where none belongs.
+/// Refuses inputs of a backward pass whose shapes are not the problem's. Refuses a missing gradient of the LSE too, and one
+/// that the problem does not read.
 fn check_backward_inputs(problem: &BackwardProblem, inputs: [&Tensor; 4], d_lse: Option<&[f64]>) -> Result<()> {
     let [q, k, v, d_o] = inputs;
     check_inputs(problem.forward(), q, k, v)?;

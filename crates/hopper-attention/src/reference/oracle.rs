@@ -1,4 +1,4 @@
-//! Attention in f64, as the textbook writes it: scores, softmax, weighted sum, one query at a time.
+//! The oracle: attention in f64, as a textbook writes it. Scores, softmax and weighted sum, one query at a time.
 
 mod backward;
 
@@ -9,32 +9,38 @@ use crate::problem::ForwardProblem;
 
 pub use backward::{BackwardOracle, GradientScale, backward};
 
-/// What the exact computation gives.
+/// The exact results of a forward pass.
 #[derive(Clone, Debug)]
 pub struct Oracle {
     /// The output, `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub o: Tensor,
-    /// The natural-log sum-exp of every query's scores, `[batch, heads_q, seqlen_q]`; -inf where every key is masked.
+    /// The log-sum-exp of each query, natural log, `[batch, heads_q, seqlen_q]`. -inf where every key is masked.
     pub lse: Vec<f64>,
-    /// How much rounding a row has to bear, `[batch, heads_q, seqlen_q]`.
+    /// For each query the sizes of rounding errors, `[batch, heads_q, seqlen_q]`.
     pub scales: Vec<RowScale>,
 }
 
-/// The magnitudes that bound a row's rounding errors; the tolerance makes its floor of them.
+/// The sizes of rounding errors in the results of one query (a row). The tolerance makes its floor of them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowScale {
-    /// `max over d of sqrt(sum over keys of (p * v[d])^2)`: what independent roundings of relative size 1 of every
-    /// probability move the output by, as a standard deviation.
+    /// The effect of rounding P on the output: `max over d of sqrt(sum over keys of (p * v[d])^2)`.
+    ///
+    /// If each p has an independent error with a relative standard deviation of 1, this is the standard deviation of the
+    /// output's error.
     pub weighted: f64,
-    /// `max over d of sqrt(sum over keys of (p * (v[d] - o[d]))^2)`: the same where the output is divided by the sum of the
-    /// rounded probabilities, so that what all of them share cancels. Of e4m3 operands; 0 of others, where nobody does that.
+    /// The same where O is divided by the sum of the *rounded* P: `max over d of sqrt(sum over keys of (p * (v[d] - o[d]))^2)`.
+    ///
+    /// An error that all p share then cancels. This is for e4m3 operands. It is 0 for other operands, where O is divided by
+    /// the exact sum.
     pub centred: f64,
-    /// `softmax_scale * |q| * sum over keys of p * |k|`: an upper bound of the sums of magnitudes behind the scores
-    /// that matter, so a unit roundoff times this is the size of a score's error.
+    /// The size of the terms of the scores: `softmax_scale * |q| * sum over keys of p * |k|`.
+    ///
+    /// It is an upper bound for the sum of the magnitudes that are added up for a score, averaged over keys by weight. A unit
+    /// roundoff times this number is the size of a score's error.
     pub score: f64,
-    /// The largest score.
+    /// The largest score of the row.
     pub row_max: f64,
-    /// Keys that the mask keeps.
+    /// The number of keys that the mask keeps.
     pub keys: usize,
 }
 
@@ -44,12 +50,13 @@ struct Row {
     scale: RowScale,
 }
 
-/// Computes the forward pass in f64. `q` is `[batch, seqlen_q, heads_q, head_dim_qk]`, `k` and `v` are
-/// `[batch, seqlen_kv, heads_kv, head_dim]`; their elements must be the ones that the computation under test sees,
-/// already rounded to its type.
+/// Computes the forward pass in f64.
 ///
-/// A row that keeps no key, or whose kept keys all have score -inf, gets output 0 and LSE -inf. A NaN among the kept
-/// scores of a row makes the row NaN; a masked key is never looked at.
+/// - `q` is `[batch, seqlen_q, heads_q, head_dim_qk]`, `k` is `[batch, seqlen_kv, heads_kv, head_dim_qk]`, and `v` is
+///   `[batch, seqlen_kv, heads_kv, head_dim_vo]`. The elements must be those that the tested computation reads: already
+///   rounded to its type.
+/// - A query that keeps no key gets output 0 and LSE -inf. So does a query whose kept keys all have score -inf.
+/// - A NaN among the kept scores of a query makes its results NaN. Masked keys are never read.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
@@ -72,7 +79,7 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
     let scores: Vec<f64> = keys.iter().map(|&key| softmax_scale * dot(q_row, k.row(batch, key, head_kv))).collect();
 
     let mut o = vec![0.0; dims.head_dim_vo];
-    // A NaN is passed over here and comes back with its weight below.
+    // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
     let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
         return Row { o, lse: f64::NEG_INFINITY, scale: RowScale::default() };

@@ -1,5 +1,6 @@
-//! The plain computation in the precision of the problem: what a careful author without any tiling would write, and
-//! the yardstick for how large a kernel's error may be.
+//! The plain computation: attention in the precision of the problem, as a careful author without tiling would write it.
+//!
+//! Its error is the yardstick for how large a kernel's error may be.
 
 mod backward;
 
@@ -10,22 +11,25 @@ use crate::problem::ForwardProblem;
 
 pub use backward::{BackwardPlain, backward_plain};
 
-/// What the plain computation gives, its values widened to f64.
+/// The results of the plain computation, widened to f64.
 #[derive(Clone, Debug)]
 pub struct Plain {
     /// The output, rounded to the output type, `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub o: Tensor,
-    /// The natural-log sum-exp in f32, `[batch, heads_q, seqlen_q]`.
+    /// The log-sum-exp in f32, natural log, `[batch, heads_q, seqlen_q]`.
     pub lse: Vec<f64>,
 }
 
-/// Computes the forward pass in the problem's precision, one query at a time: products of the inputs accumulated in
-/// f32, `p = exp(score - row_max)` in f32, its sum in f32, `p` rounded to the input type before it meets V, products
-/// with V accumulated in f32, divided by the sum and rounded to the output type.
+/// Computes the forward pass in the problem's precision, one query at a time:
 ///
-/// For e4m3 operands, whose tensors hold real values (what is stored times its factor), it is what quantisation alone
-/// does: `256 p` is rounded to e4m3, and an output of e4m3 after `scale_o`, which [`Expected`](super::Expected) knows and
-/// which is 1 here.
+/// 1. scores: products of the inputs, accumulated in f32;
+/// 2. `p = exp(score - row_max)` and its sum, in f32;
+/// 3. `p` rounded to the input type; products with V, accumulated in f32;
+/// 4. divided by the sum, and rounded to the output type.
+///
+/// For e4m3 operands the tensors hold real values (stored times descale). In step 3 `256 p` is rounded to e4m3. In step 4 an
+/// e4m3 output is multiplied by `scale_o` before it is rounded; `scale_o` is 1 here, and may be another factor with
+/// [`Expected`](super::Expected). So the error is that of rounding alone.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
@@ -33,7 +37,7 @@ pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tenso
     forward_plain_scaled(problem, q, k, v, 1.0)
 }
 
-/// As [`forward_plain`], with what an output of e4m3 is multiplied by while it is rounded.
+/// As [`forward_plain`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
 pub(super) fn forward_plain_scaled(
     problem: &ForwardProblem,
     q: &Tensor,
@@ -54,7 +58,7 @@ fn widen(row: &[f32], out: &mut [f64]) {
     out.iter_mut().zip(row).for_each(|(out, &value)| *out = f64::from(value));
 }
 
-/// The inputs as f32, which holds every operand type exactly.
+/// An input as f32. f32 holds the values of every operand type exactly.
 struct Narrow {
     shape: [usize; 4],
     data: Vec<f32>,
@@ -72,7 +76,7 @@ impl Narrow {
     }
 }
 
-/// To the nearest value of a type, and back.
+/// The function that rounds a number to the nearest value of a type.
 fn rounding(dtype: DType) -> fn(f32) -> f32 {
     match dtype {
         DType::F16 => |x| f16::from_f32(x).to_f32(),
@@ -82,8 +86,9 @@ fn rounding(dtype: DType) -> fn(f32) -> f32 {
     }
 }
 
-/// To the nearest e4m3, ties to even, as the format is defined: steps of an eighth of the power of two below, at least of
-/// 2^-9, up to 448, where everything beyond ends.
+/// Rounds to the nearest e4m3, ties to even. Magnitudes above 448 become 448.
+///
+/// By the definition of the format, neighbouring numbers are an eighth of the power of two below them apart, but at least 2^-9.
 pub(super) fn round_e4m3(x: f64) -> f64 {
     if x.is_nan() || x == 0.0 {
         return x;
@@ -93,7 +98,7 @@ pub(super) fn round_e4m3(x: f64) -> f64 {
     ((x / step).round_ties_even() * step).clamp(-448.0, 448.0)
 }
 
-/// What is multiplied, rounded and divided by what it was multiplied by.
+/// How P and O are rounded: a factor and a function. A number is multiplied by the factor, rounded, and divided by it again.
 struct Rounding {
     weight: (f32, fn(f32) -> f32),
     output: (f32, fn(f32) -> f32),
@@ -101,7 +106,7 @@ struct Rounding {
 
 impl Rounding {
     fn of(problem: &ForwardProblem, scale_o: f32) -> Self {
-        // Weights are at most 1, and e4m3 has 448 as its largest value.
+        // Weights are at most 1. With a factor of 256 they use the range of e4m3, whose largest value is 448.
         let headroom = if problem.dtype() == DType::E4M3 { 256.0 } else { 1.0 };
         Self { weight: (headroom, rounding(problem.dtype())), output: (scale_o, rounding(problem.output_dtype())) }
     }
@@ -171,7 +176,7 @@ mod tests {
     use super::*;
     use crate::dtype::E4M3;
 
-    /// Two definitions that share nothing: this one, and that of the crate that the CPU backend rounds with.
+    /// `round_e4m3` and the `float8` crate, which the CPU backend rounds with, share no code.
     #[test]
     fn e4m3_is_rounded_as_its_type_does() {
         for bits in (0..0x7f80_0000_u32).step_by(50_021).chain((0x3a00_0000..0x4400_0000).step_by(4_099)) {
@@ -181,7 +186,7 @@ mod tests {
             }
         }
         assert_eq!((round_e4m3(464.0), round_e4m3(f64::INFINITY), round_e4m3(-1e9)), (448.0, 448.0, -448.0));
-        // The definition's ties: between 16 and 18, and between 18 and 20.
+        // Ties, between 16 and 18 and between 18 and 20.
         assert_eq!((round_e4m3(17.0), round_e4m3(19.0)), (16.0, 20.0));
         assert!(round_e4m3(f64::NAN).is_nan());
     }

@@ -1,13 +1,13 @@
-//! What rounding to a type costs: the numbers of which the oracle makes its scales, and the tolerance its bounds.
+//! How large rounding errors are. The oracle makes its scales of these numbers, and the tolerance its bounds.
 
 use crate::dtype::DType;
 
-/// Unit roundoffs that a score may be off by, as a multiple of the magnitudes summed for it.
+/// The error that a score may have, in unit roundoffs of the sum of the magnitudes of its terms.
 pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
 /// The unit roundoff of f32.
 pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
 
-/// Half an ulp of 1: the largest relative error of rounding to a type.
+/// The unit roundoff of a type: half an ulp of 1, the largest relative error of rounding.
 pub(super) fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
         DType::E4M3 => 1.0 / 16.0,
@@ -17,10 +17,10 @@ pub(super) fn unit_roundoff(dtype: DType) -> f64 {
     }
 }
 
-/// The smallest normal f32: what is below it may be flushed to 0.
+/// The smallest normal f32. A GPU may flush smaller numbers to 0.
 pub(super) const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
 
-/// What rounding to a type moves numbers near 0 by.
+/// The largest error of rounding numbers near 0: half the smallest subnormal of the type, but at least [`SMALLEST_NORMAL`].
 pub(super) fn half_subnormal(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 1.0 / (1 << 25) as f64,

@@ -1,4 +1,4 @@
-//! Inputs for the unit tests of the tolerance and of the CPU backend.
+//! Random inputs for the unit tests of the tolerance and of the CPU backend.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -8,7 +8,7 @@ use super::{BackwardExpected, BackwardPlain, Tensor, backward_plain};
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::problem::{BackwardProblem, ForwardProblem};
 
-/// To the nearest value of a type, and back.
+/// A value, rounded to the nearest value of a type.
 pub(crate) fn round(dtype: DType, value: f64) -> f64 {
     f64::from(match dtype {
         DType::F16 => f16::from_f64(value).to_f32(),
@@ -17,19 +17,19 @@ pub(crate) fn round(dtype: DType, value: f64) -> f64 {
     })
 }
 
-/// Normal values with this standard deviation that the type holds exactly.
+/// Normally distributed values with this standard deviation, rounded to the type.
 pub(crate) fn normal(dtype: DType, shape: [usize; 4], deviation: f64, seed: u64) -> Tensor {
     let mut rng = StdRng::seed_from_u64(seed);
     Tensor::from_fn(shape, |_| round(dtype, deviation * rng.sample::<f64, _>(StandardNormal)))
 }
 
-/// Normal q, k, v for a problem.
+/// Normally distributed q, k and v for a problem.
 pub(crate) fn inputs(problem: &ForwardProblem, seed: u64) -> [Tensor; 3] {
     [(problem.q_shape(), 1), (problem.k_shape(), 2), (problem.v_shape(), 3)]
         .map(|(shape, salt)| normal(problem.dtype(), shape, 1.0, seed * 8 + salt))
 }
 
-/// All inputs of a backward pass but O and the LSE.
+/// The inputs of a backward pass without O and the LSE.
 #[derive(Clone)]
 pub(crate) struct Given {
     pub q: Tensor,
@@ -40,7 +40,7 @@ pub(crate) struct Given {
 }
 
 impl Given {
-    /// Normal ones.
+    /// Normally distributed inputs.
     pub fn normal(problem: &BackwardProblem, seed: u64) -> Self {
         let [q, k, v] = inputs(problem.forward(), seed);
         let d_o = normal(problem.dtype(), problem.d_o_shape(), 1.0, seed * 8 + 4);

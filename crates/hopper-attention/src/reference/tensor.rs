@@ -1,9 +1,9 @@
-//! Dense f64 tensors: what the oracle reads and writes.
+//! Dense f64 tensors. The oracle reads and writes them.
 
 use crate::dtype::Element;
 use crate::layout::Layout;
 
-/// A dense f64 tensor in the logical order of every 4-d tensor here: `[batch, seqlen, heads, head_dim]`.
+/// A dense f64 tensor `[batch, seqlen, heads, head_dim]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
     shape: [usize; 4],
@@ -16,7 +16,7 @@ impl Tensor {
         Self { shape, data: vec![0.0; shape.iter().product()] }
     }
 
-    /// The tensor whose element at `[batch, seqlen, head, dim]` is what `value` says.
+    /// The tensor whose element at index `[batch, token, head, dim]` is `value(index)`.
     pub fn from_fn(shape: [usize; 4], mut value: impl FnMut([usize; 4]) -> f64) -> Self {
         let mut data = Vec::with_capacity(shape.iter().product());
         for b in 0..shape[0] {
@@ -29,8 +29,10 @@ impl Tensor {
         Self { shape, data }
     }
 
-    /// The elements that a layout picks from a slice, exactly. Panics when the layout reaches past the slice; a layout
-    /// that a [`TensorRef`](crate::TensorRef) was made with does not.
+    /// The elements of a slice that a layout reaches. The conversion to f64 is exact.
+    ///
+    /// # Panics
+    /// When the layout reaches past the end of `data`. A layout that made a [`TensorRef`](crate::TensorRef) of `data` does not.
     pub fn from_strided<T: Element>(data: &[T], layout: &Layout<4>) -> Self {
         let (shape, stride) = (layout.shape(), layout.stride());
         Self::from_fn(shape, |index| {
@@ -39,19 +41,20 @@ impl Tensor {
         })
     }
 
-    /// The real values of an e4m3 operand: each element times its factor, which `descale` says of
-    /// `[batch, seqlen, head]`. Exact.
+    /// The real values of an e4m3 operand: each element times its descale factor. The products are exact.
+    ///
+    /// `descale` gives the factor of the row `[batch, token, head]`.
     #[must_use]
     pub fn descaled(&self, descale: impl Fn([usize; 3]) -> f32) -> Self {
         Self::from_fn(self.shape, |[b, s, h, d]| self.row(b, s, h)[d] * f64::from(descale([b, s, h])))
     }
 
-    /// `[batch, seqlen, heads, head_dim]`.
+    /// The shape `[batch, seqlen, heads, head_dim]`.
     pub fn shape(&self) -> [usize; 4] {
         self.shape
     }
 
-    /// All elements, the head dimension innermost.
+    /// All elements in row-major order.
     pub fn data(&self) -> &[f64] {
         &self.data
     }

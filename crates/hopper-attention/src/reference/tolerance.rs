@@ -1,50 +1,80 @@
-//! The one tolerance: how far a result may be from the oracle.
+//! The tolerance: how far a result may be from the oracle. Every result, of every backend, is judged by this one tolerance.
 //!
-//! For the output, with `u` the unit roundoff of the operands' type (e4m3: 2^-4, bf16: 2^-8, f16: 2^-11, f32: 2^-24), and
-//! ulps those of the output's:
+//! Words:
+//! - *exact* is the oracle's result, in f64.
+//! - *plain* is the result of [`forward_plain`](super::forward_plain): the same computation in the precision of the problem,
+//!   without tiling.
+//! - `u` is the unit roundoff of the operands' type: 2^-4 for e4m3, 2^-8 for bf16, 2^-11 for f16, 2^-24 for f32.
+//! - An *ulp* is one of the output's type.
+//! - A *row* is the results of one query (for dK and dV: of one key) of one head.
+//!
+//! # The output
 //!
 //! ```text
-//! per row     max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the row
-//! on tensor   max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      all over the tensor
+//! per row     max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      maxima over the row
+//! on tensor   max|got - exact| <= 2 * max(max|plain - exact|, floor) + 1 ulp of max|exact|      maxima over the tensor
 //! ```
 //!
-//! `plain` is [`forward_plain`](super::forward_plain), the same computation in the same precision without any tiling: a
-//! hard problem is allowed what it costs anybody, an easy one is not. Both lines must hold, and both bound a maximum:
-//! no mean can excuse a wrong row, and no large row a wrong small one.
+//! Both lines must hold.
+//! - The plain error sets the scale. A hard problem, where any computation in this precision has large errors, is allowed
+//!   large errors. An easy one is not.
+//! - Both lines bound a maximum. A mean could hide a wrong row among many right ones.
+//! - The line per row keeps a large row from hiding a wrong small one.
 //!
-//! `floor` keeps a row whose plain computation was lucky from failing an honest kernel. A row's plain error is the
-//! largest of only `head_dim_vo` samples of noise, and of one sample's luck when the row has a single heavy column.
-//! The noise has a known size, though: the roundings of P move an output by a standard deviation of
-//! `0.42 u * sqrt(sum (p v)^2)` (0.42 for a rounding error uniform within half an ulp and values spread evenly over a
-//! binade). The floor takes 1.5 `u` in place of 0.42 `u`, so the tolerance's double of it lies 7 standard deviations
-//! out: beyond the 10^9 elements that a long run looks at, and still no more than about an ulp of the output.
-//! What f32 accumulation adds (`sqrt(keys)` roundings of 2^-24, and scores that are off by 2^-24 times the magnitudes
-//! that were summed for them) matters for f32 only, and is there for the others' sake with logits in the thousands.
+//! # The floor
 //!
-//! With e4m3 operands, exact is the f64 computation on what the operands stand for, and plain rounds P to e4m3: a kernel's
-//! error is held against what quantisation alone costs, and not against a tolerance that zeros could pass. What was lost
-//! when the operands were quantised is no error of a kernel and not judged here. A kernel may divide by the sum of the
-//! rounded weights instead of the exact one, which costs less where weights are large (what all their roundings share
-//! cancels) and more for a key whose value is small beside the output: the noise of P is then `0.42 u * sqrt(sum (p (v -
-//! o))^2)`, and the floor takes the larger of the two.
-//!
-//! For the LSE, which is f32 whatever the operands are:
+//! The plain error of a row depends on luck. It is the largest of only `head_dim_vo` samples of noise, and just one sample if
+//! one column of V is much larger than the others. If the plain computation was lucky, an honest kernel would fail. The floor
+//! prevents this. It is a multiple of the known size of the noise. Sums are over the keys of a row, `p` is a key's weight, and
+//! `scale` is the softmax scale:
 //!
 //! ```text
-//! per row     |got - exact| <= 2 * max(|plain - exact|, 4 * 2^-24 * |scale| |q| sum p |k|)
+//! floor = 1.5 * ((u + 4 s * |scale| |q| sum p |k|) * w + 2^-24 * sqrt(keys) * max(w, max|exact|))
+//! w     = sqrt(sum (p v)^2)            the largest over the row's elements
+//! s     = 2^-24                        2^-12 for e4m3 operands
+//! ```
+//!
+//! - `u w` is for the rounding of P, which moves an output by a standard deviation of `0.42 u w`. The 0.42 holds for an error
+//!   that is uniform within half an ulp, and for values that are spread evenly between two powers of two. The floor takes 1.5
+//!   in place of 0.42, and the tolerance is twice the floor. So the bound is 7 standard deviations away. The 10^9 elements of
+//!   a long run do not get there. The bound is still no more than about an ulp of the output.
+//! - The terms with `s` and 2^-24 are for the errors of scores and of sums in f32. They matter for f32 operands, and for other
+//!   operands with scores in the thousands.
+//!
+//! # e4m3 operands
+//!
+//! - Exact is the f64 computation on the real values of the operands (stored times descale). So an error from quantising the
+//!   operands is not judged here: it is no error of a kernel.
+//! - Plain rounds P to e4m3. So the tolerance allows what this rounding costs, and is not so wide that zeros could pass.
+//! - A kernel may divide O by the sum of the *rounded* weights. Where weights are large, this has a smaller error, since what
+//!   all roundings share cancels. For a key whose value is small beside the output, the error is larger. The noise of P is then
+//!   `0.42 u * sqrt(sum (p (v - o))^2)`. The first `w` of the floor is the larger of this root and the other one.
+//! - Scores are off by 2^-12 in place of 2^-24: the sums of FP8 products in the tensor cores keep no more bits.
+//! - The same bound serves scores in f16 ([`half_scores`](crate::ForwardProblemBuilder::half_scores)). A head dim of 128 is
+//!   four steps of 32 products. Each step rounds the sum so far, by up to 2^-11 of it. Four times 2^-11 is 2^-9, and the
+//!   tolerance allows 2 * 4 * 2^-12 = 2^-9 of the magnitudes. The exponentials are in f16 too, so the LSE is allowed an error
+//!   of at least 2.5e-3.
+//!
+//! # The LSE
+//!
+//! The LSE is f32 for all operands.
+//!
+//! ```text
+//! per row     |got - exact| <= 2 * max(|plain - exact|, 4 s * |scale| |q| sum p |k|)
 //!                              + 4 ulp of max(1, |row_max| + |exact - row_max|)
 //! ```
 //!
-//! and the same with maxima on the tensor. The magnitudes are those behind the dot product, since a tensor core that
-//! truncates while it accumulates is wrong by a few units of them, not of their sum; the ulps are those of the two
-//! terms that are added, and cover the hardware's approximate exp2 and log2 (2^-22 each). Scores of e4m3 operands are off by
-//! 2^-12 in place of 2^-24, here and in the floor above: the tensor cores' sums of FP8 products keep no more. That is as
-//! true where a problem has them in f16 ([`half_scores`](ForwardProblem::half_scores)): a head dim of 128 is four
-//! steps of 32 products, each of which rounds the sum so far by up to 2^-11 of it, and four times 2^-11 are the 2^-9 that
-//! the tolerance allows of the magnitudes. Their exponentials are of f16 too, and so their LSE is allowed 2.5e-3 at least.
+//! and the same with maxima over the tensor.
+//! - The `max` has the magnitudes of the products that are summed for a score, not of their sum. A tensor core truncates while
+//!   it sums, so its error is a few units of these magnitudes.
+//! - The ulps are those of the two terms that the LSE is the sum of: the row maximum, and the logarithm of the row sum. They
+//!   cover the errors of the hardware's exp2 and log2 (2^-22 each).
 //!
-//! For dQ, dK and dV the tolerance is that of the output. Its `plain` is [`backward_plain`](super::backward_plain), and its floor
-//! is another, since they are sums over pairs of a query and a key in which more is rounded:
+//! # The gradients
+//!
+//! The tolerance of dQ, dK and dV is that of the output, with [`backward_plain`](super::backward_plain) as plain and another
+//! floor. The gradients are sums over pairs of a query `i` and a key `j`, in which more numbers are rounded. `n(x)` is the
+//! noise of `x`:
 //!
 //! ```text
 //! dQ_i = scale * sum over j of dS_ij k_j     noise^2 = scale^2 * (sum (n(dS_ij) k_j)^2 + (n(delta_i) sum p_ij k_j)^2)
@@ -57,12 +87,17 @@
 //! n(delta) = (u + s) * sqrt(sum over d of dO^2 (O^2 + sum (p v)^2)) + 4 * 2^-24 * (|dO_i| |O_i| + |dLSE_i|)
 //! ```
 //!
-//! `s` is what a score and the LSE are off by in f32, and so a probability's relative error; delta inherits the rounding of
-//! O and of the probabilities behind it. `t` is half the smallest subnormal of the type, which f16 gradients do come near,
-//! but at least the smallest normal f32, below which a GPU may flush to 0.
+//! - `s` here is the error of a score and of the LSE in f32, and so the relative error of a probability.
+//! - delta inherits the rounding of O, and of the probabilities that O was computed from.
+//! - `t` is half the smallest subnormal of the type, because gradients in f16 may be that small. It is at least the smallest
+//!   normal f32, because a GPU may flush smaller numbers to 0.
 //!
-//! What is not finite must match: NaN where the oracle has NaN and only there, and infinities (the -inf of a fully
-//! masked row) exactly. An output row that is exactly 0, and a gradient's row in which no pair has a part, must be exactly 0.
+//! # Exact matches
+//!
+//! - NaN must be where the oracle has NaN, and nowhere else.
+//! - Infinities must match. The LSE of a query without keys is -inf.
+//! - Where the oracle's row of the output is 0 because every key is masked, the result must be exactly 0. So must a row of a
+//!   gradient in which no pair has a part.
 
 mod backward;
 
@@ -79,43 +114,50 @@ pub use backward::{BackwardExpected, BackwardReport};
 
 /// How many times the plain computation's error is allowed.
 const TIMES_PLAIN: f64 = 2.0;
-/// Ulps of the output type on top.
+/// Ulps of the output type that are allowed in addition, for the output.
 const O_ULPS: f64 = 1.0;
-/// Ulps of the output type on top, for a gradient.
+/// Ulps of the output type that are allowed in addition, for a gradient.
 const GRADIENT_ULPS: f64 = 1.0;
-/// Ulps of f32 on top, for the LSE.
+/// Ulps of f32 that are allowed in addition, for the LSE.
 const LSE_ULPS: f64 = 4.0;
-/// The floor in units of the standard deviation's size without its 0.42 (see above).
+/// The factor of the floor, in place of the 0.42 of the noise (see above).
 const FLOOR: f64 = 1.5;
-/// The unit roundoff of a sum of e4m3 products. Hopper's tensor cores add 32 of them at a time, each cut off (not rounded) at some
-/// 2^-13 of the largest magnitude among them and the sum so far: half of that 32 times is 2^-9 of the sum where all have one
-/// sign, which is what the tolerance allows with this.
+/// The unit roundoff `s` of a sum of e4m3 products.
+///
+/// Hopper's tensor cores add 32 products at a time. Each product is cut off (not rounded) at about 2^-13 of the largest
+/// magnitude among the products and the sum so far. The mean loss is half of that. 32 such losses are 2^-9 of the sum, if all
+/// products have one sign. The tolerance allows `2 * 4 s`, which is 2^-9.
 const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
-/// The least that an LSE of scores in f16 may be off by, in the tolerance's `max`: half of what it allows then. Exponentials of f16 are
-/// good to 2^-9.9 (PTX ISA, `ex2`), and exponents of up to 8 are rounded to f16, by 2^-9 in powers of two: together 2.4e-3.
+/// The least value of the `max` in the LSE's tolerance, where scores are in f16. Twice this, 2.5e-3, is then allowed.
+///
+/// The exponentials in f16 have a relative error of up to 2^-9.9 (PTX ISA, `ex2`). Their arguments, up to 8, are rounded to
+/// f16, which is an error of up to 2^-9 in powers of two. Both together are 2.4e-3.
 const LSE_LEAST_HALF_SCORES: f64 = 1.25e-3;
-/// Everything needed to judge results of one problem on given inputs: the oracle and the plain computation.
+
+/// Judges the results of a forward problem on given inputs. It holds the results of the oracle and of the plain computation.
 #[derive(Clone, Debug)]
 pub struct Expected {
-    /// Of the weights.
+    /// The unit roundoff `u` of P.
     unit_roundoff: f64,
-    /// Of the sums that are scores.
+    /// The unit roundoff `s` of the sums that are scores.
     sum_roundoff: f64,
-    /// In the LSE's floor.
+    /// The least value of the `max` in the LSE's tolerance.
     lse_least: f64,
-    /// Of the output.
+    /// The unit roundoff of the output's type.
     output_roundoff: f64,
-    /// What an output of e4m3 is off by near 0.
+    /// The rounding error of an e4m3 output near 0, in real values. 0 for other outputs.
     output_least: f64,
-    /// The LSE's.
+    /// The shape of the LSE.
     shape: [usize; 3],
     oracle: Oracle,
     plain: Plain,
 }
 
 impl Expected {
-    /// Computes the oracle and the plain computation. The tensors are as for [`forward`]; those of e4m3 operands hold
-    /// real values, what is stored times its factor ([`Tensor::descaled`]).
+    /// Runs the oracle and the plain computation on the inputs.
+    ///
+    /// The tensors are as for [`forward`]. Tensors of e4m3 operands hold real values: stored values times their descale factors
+    /// ([`Tensor::descaled`]).
     ///
     /// # Errors
     /// [`Error::Shape`] when a tensor's shape is not the problem's.
@@ -123,8 +165,9 @@ impl Expected {
         Self::with_scale_o(problem, q, k, v, 1.0)
     }
 
-    /// As [`new`](Self::new), for an output of e4m3 that is stored times `scale_o`. Results to check are real values: what
-    /// is stored divided by `scale_o`.
+    /// As [`new`](Self::new), for an e4m3 output that is multiplied by `scale_o` before it is rounded.
+    ///
+    /// The results that [`check`](Self::check) gets are real values: stored values divided by `scale_o`.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -142,21 +185,21 @@ impl Expected {
         })
     }
 
-    /// The exact result.
+    /// The results of the oracle.
     pub fn oracle(&self) -> &Oracle {
         &self.oracle
     }
 
-    /// The plain computation's result.
+    /// The results of the plain computation.
     pub fn plain(&self) -> &Plain {
         &self.plain
     }
 
-    /// Holds a result against the tolerance. `o` is `[batch, seqlen_q, heads_q, head_dim_vo]`, `lse` (when there is one)
+    /// Compares results with the tolerance. `o` is `[batch, seqlen_q, heads_q, head_dim_vo]`. `lse`, if there is one, is
     /// `[batch, heads_q, seqlen_q]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] when they have other shapes.
+    /// [`Error::Shape`] when a shape is another one.
     pub fn check(&self, o: &Tensor, lse: Option<&[f64]>) -> Result<Report> {
         let want = self.oracle.o.shape();
         if o.shape() != want {
@@ -200,7 +243,7 @@ impl Expected {
         for (row, scale) in self.oracle.scales.iter().enumerate() {
             let [batch, head, query] = place(self.shape, row);
             let exact = self.oracle.lse[row];
-            // The -inf of a masked row has no ulps, and must not widen the bound on the tensor.
+            // A query without keys has LSE -inf. It must match exactly, and must not widen the bound on the tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
             tally.row(
                 Row {
@@ -217,22 +260,22 @@ impl Expected {
     }
 }
 
-/// How a result compares with the tolerance.
+/// How the results of a forward pass compare with the tolerance.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// The output's figures.
+    /// The figures of the output.
     pub o: Figures,
-    /// The LSE's figures, when there was one to check.
+    /// The figures of the LSE. `None` if no LSE was checked.
     pub lse: Option<Figures>,
 }
 
 impl Report {
-    /// Whether the tolerance is kept.
+    /// Whether all results are within the tolerance.
     pub fn passed(&self) -> bool {
         self.worst_ratio() <= 1.0
     }
 
-    /// The largest error as a fraction of its tolerance, over the output and the LSE.
+    /// The largest error as a fraction of its tolerance, over the output and the LSE. At most 1 within the tolerance.
     pub fn worst_ratio(&self) -> f64 {
         self.lse.as_ref().map_or(0.0, |lse| lse.worst_ratio).max(self.o.worst_ratio)
     }
@@ -248,28 +291,28 @@ impl fmt::Display for Report {
     }
 }
 
-/// One tensor's figures.
+/// How one tensor compares with the tolerance.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
-    /// The largest error as a fraction of its tolerance; at most 1 when the tolerance is kept, infinite where something that
-    /// is not finite does not match.
+    /// The largest error as a fraction of its tolerance. At most 1 within the tolerance. Infinite where a NaN or infinity does
+    /// not match.
     pub worst_ratio: f64,
-    /// Where that is: `[batch, seqlen, head, dim]` for an output, `[batch, head, seqlen]` for an LSE; empty when the
-    /// tensor is empty or exact.
+    /// The index of that error: `[batch, token, head, dim]` for an output or a gradient, `[batch, head, query]` for an LSE.
+    /// Empty if the tensor is empty or has no error.
     pub worst_at: Vec<usize>,
-    /// What was found there.
+    /// The value that was found there.
     pub worst_got: f64,
-    /// What is exact there.
+    /// The exact value there.
     pub worst_exact: f64,
-    /// Whether it was the bound on the whole tensor that was nearest to being broken, not the one on the row.
+    /// Whether `worst_ratio` is for the bound on the whole tensor. If not, it is for the bound on a row.
     pub worst_on_tensor: bool,
     /// The largest error.
     pub max: f64,
-    /// The plain computation's largest error.
+    /// The largest error of the plain computation.
     pub plain_max: f64,
-    /// The root of the mean squared error.
+    /// The root mean square of the errors.
     pub rms: f64,
-    /// The plain computation's.
+    /// The root mean square of the plain computation's errors.
     pub plain_rms: f64,
 }
 
@@ -294,16 +337,21 @@ struct Row<'a> {
     ulps: f64,
 }
 
-/// What the rows of a tensor add up to.
+/// The figures of a tensor while its rows are judged one after another.
 #[derive(Default)]
 struct Tally {
     figures: Figures,
+    /// The largest floor of a row.
     floor_max: f64,
+    /// The largest allowance of a row in ulps.
     ulps_max: f64,
-    /// Where the largest error is, what was found and what is exact.
+    /// The index of the largest error, the value that was found there, and the exact value.
     max_at: (Vec<usize>, f64, f64),
+    /// Sum of the squared errors.
     squares: f64,
+    /// Sum of the plain computation's squared errors.
     plain_squares: f64,
+    /// Number of finite elements.
     finite: usize,
 }
 
@@ -323,13 +371,13 @@ impl Tally {
             }
             self.squares += error * error;
             self.finite += 1;
-            // A plain computation that overflowed excuses nothing.
+            // If the plain computation overflowed, its error does not widen the tolerance.
             if plain_error.is_finite() {
                 plain_worst = plain_worst.max(plain_error);
                 self.plain_squares += plain_error * plain_error;
             }
         }
-        // `max` passes over the NaN that magnitudes of NaN inputs are.
+        // NaN inputs give a NaN floor. `f64::max` ignores the NaN.
         let floor = row.floor.max(0.0);
         let ulps = row.ulps.max(0.0);
         if let Some(dim) = worst_dim {

@@ -1,4 +1,4 @@
-//! The gradients in f64 from their definition, each row of dQ by itself and each row of dK and dV by itself.
+//! The oracle of the gradients: f64, from the definition. Each row of dQ, and each row of dK and dV, is computed by itself.
 
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::{Tensor, check_backward_inputs, each_row, gather};
@@ -6,45 +6,48 @@ use super::dot;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
-/// What the exact computation gives: gradients, and for each of their rows, in the order `[batch, head, token]`, how much
-/// rounding it has to bear.
+/// The exact gradients, and for each of their rows the sizes of rounding errors. Rows are in the order of
+/// `[batch, head, token]`.
 #[derive(Clone, Debug)]
 pub struct BackwardOracle {
-    /// `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    /// The gradient of Q, `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub d_q: Tensor,
-    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    /// The gradient of K, `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub d_k: Tensor,
-    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    /// The gradient of V, `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub d_v: Tensor,
-    /// Of the rows of dQ.
+    /// The sizes of rounding errors in the rows of dQ.
     pub d_q_scales: Vec<GradientScale>,
-    /// Of the rows of dK.
+    /// The sizes of rounding errors in the rows of dK.
     pub d_k_scales: Vec<GradientScale>,
-    /// Of the rows of dV.
+    /// The sizes of rounding errors in the rows of dV.
     pub d_v_scales: Vec<GradientScale>,
 }
 
-/// The magnitudes that bound the rounding errors of a row of a gradient; the tolerance makes its floor of them.
+/// The sizes of rounding errors in a row of a gradient. The tolerance makes its floor of them.
+///
+/// [`tolerance`](crate::reference::tolerance) has the formulas.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GradientScale {
-    /// What honest rounding of P, dS, delta and the f32 sums behind them moves the row's elements by, as a standard
-    /// deviation for roundings of a whole unit roundoff: the largest over the row.
+    /// The effect of rounding P, dS, delta and the f32 sums behind them: the standard deviation of an element, if each
+    /// rounding has a standard deviation of one unit roundoff. The largest over the row.
     pub noise: f64,
-    /// The root of the sum of the squared terms of an element, the largest over the row.
+    /// The root of the sum of the squared terms of an element. The largest over the row.
     pub weighted: f64,
-    /// Pairs of query and key that have a part in the row.
+    /// The number of pairs of a query and a key that have a part in the row.
     pub terms: usize,
 }
 
-/// Computes the gradients in f64. Shapes are the problem's and `d_lse` is `[batch, heads_q, seqlen_q]`; elements must be
-/// the ones that the computation under test sees, already rounded to its type. O and the LSE are computed anew.
+/// Computes the gradients in f64. O and the LSE are computed anew.
 ///
-/// A row that keeps no key, or whose kept keys all have score -inf, has no part in any gradient. A masked pair is never
-/// looked at.
+/// - Shapes are the problem's. `d_lse` is `[batch, heads_q, seqlen_q]`. The elements must be those that the tested computation
+///   reads: already rounded to its type.
+/// - A query that keeps no key has no part in any gradient. Neither has a query whose kept keys all have score -inf.
+/// - Masked pairs are never read.
 ///
 /// # Errors
-/// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's, [`Error::Value`](crate::Error::Value) when
-/// `d_lse` is missing or not wanted.
+/// - [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
+/// - [`Error::Value`](crate::Error::Value) when `d_lse` is missing, or given although the problem does not read it.
 pub fn backward(
     problem: &BackwardProblem,
     q: &Tensor,
@@ -71,7 +74,7 @@ pub fn backward(
     Ok(BackwardOracle { d_q, d_k, d_v, d_q_scales, d_k_scales, d_v_scales })
 }
 
-/// A tensor, and the scales of its rows, from its rows.
+/// The tensor that these rows make, and the scales of the rows.
 fn with_scales(shape: [usize; 4], rows: &[Sum]) -> (Tensor, Vec<GradientScale>) {
     (gather(shape, rows, |row, out| out.copy_from_slice(&row.values)), rows.iter().map(Sum::scale).collect())
 }
@@ -83,25 +86,25 @@ struct Exact<'a> {
     v: &'a Tensor,
     d_o: &'a Tensor,
     d_lse: Option<&'a [f64]>,
-    /// Of each key, `[batch, heads_kv, seqlen_kv]`.
+    /// The norms of the keys, `[batch, heads_kv, seqlen_kv]`.
     k_norms: Vec<f64>,
-    /// Of each value, likewise.
+    /// The norms of the values, `[batch, heads_kv, seqlen_kv]`.
     v_norms: Vec<f64>,
 }
 
-/// What the pairs of one query share.
+/// What all pairs of one query share.
 #[derive(Clone, Copy)]
 struct Row {
     lse: f64,
-    /// `sum over keys of p * dp`, less the gradient of the LSE.
+    /// `sum over keys of p * dp`, minus the gradient of the LSE.
     delta: f64,
-    /// What honest rounding moves delta by.
+    /// The noise of delta: `n(delta)` in the tolerance.
     delta_noise: f64,
     q_norm: f64,
     d_o_norm: f64,
 }
 
-/// One query and one key that it keeps.
+/// One query and one key that the query keeps. The noise is `n(p)` and `n(dS)` in the tolerance.
 struct Pair {
     p: f64,
     d_s: f64,
@@ -110,7 +113,7 @@ struct Pair {
 }
 
 impl Exact<'_> {
-    /// A row of dQ, and what the pairs of this query share.
+    /// What all pairs of a query share, and the query's row of dQ.
     fn query(&self, batch: usize, head: usize, query: usize) -> (Row, Sum) {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
@@ -121,7 +124,7 @@ impl Exact<'_> {
 
         let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| self.keep(query, key)).collect();
         let scores: Vec<f64> = keys.iter().map(|&key| self.score(batch, head, query, key)).collect();
-        // A NaN is passed over here and comes back with the sum.
+        // `f64::max` ignores a NaN. The sum below is then NaN.
         let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
             return (row, sum);
@@ -140,7 +143,7 @@ impl Exact<'_> {
         }
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
         row.delta -= d_lse;
-        // O reaches delta rounded, and computed from rounded P.
+        // The O in delta is rounded, and was computed from rounded P.
         let rounded: f64 = d_o_row
             .iter()
             .zip(o.values.iter().zip(&o.squares))
@@ -157,12 +160,12 @@ impl Exact<'_> {
             sum.add_noise(self.scale() * pair.d_s_noise, k_row);
             mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.p * k);
         }
-        // The error of delta is one for the whole row, so it does not average out over the keys.
+        // All keys of the row share the one error of delta, so it does not average out over the keys.
         sum.add_noise(self.scale() * row.delta_noise, &mean_key);
         (row, sum)
     }
 
-    /// A row of dK and one of dV.
+    /// A key's rows of dK and dV.
     fn key(&self, rows: &[Row], batch: usize, head_kv: usize, key: usize) -> (Sum, Sum) {
         let dims = self.problem.dims();
         let group = self.problem.forward().group_size();
@@ -186,7 +189,7 @@ impl Exact<'_> {
         (d_k, d_v)
     }
 
-    /// Of a query's row and the key with this place among the norms.
+    /// The pair of a query and a key. `token` is the key's index in the norms.
     fn pair(&self, row: &Row, token: usize, score: f64, d_p: f64) -> Pair {
         let p = (score - row.lse).exp();
         let d_s = p * (d_p - row.delta);
@@ -204,7 +207,8 @@ impl Exact<'_> {
         }
     }
 
-    /// What a score, and the LSE that is subtracted from it, are off by: the relative error of a probability.
+    /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the
+    /// gradients.
     fn score_noise(&self, row: &Row, k_norm: f64) -> f64 {
         SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + row.lse.abs().max(1.0))
     }
@@ -229,7 +233,7 @@ impl Exact<'_> {
     }
 }
 
-/// A sum of weighted vectors, with the squares of its terms and of their noise.
+/// A sum of weighted vectors: its elements, and for each element the sums of the squared terms and of their squared noise.
 struct Sum {
     values: Vec<f64>,
     squares: Vec<f64>,
@@ -265,7 +269,7 @@ fn norm(row: &[f64]) -> f64 {
     dot(row, row).sqrt()
 }
 
-/// Of every row, in the order `[batch, head, token]`.
+/// The norm of every row, in the order of `[batch, head, token]`.
 fn norms(tensor: &Tensor) -> Vec<f64> {
     let [batch, seqlen, heads, _] = tensor.shape();
     each_row([batch, heads, seqlen], |[batch, head, token]| norm(tensor.row(batch, token, head)))

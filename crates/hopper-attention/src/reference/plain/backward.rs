@@ -1,29 +1,31 @@
-//! The gradients in the precision of the problem, without tiling.
+//! The plain computation of the gradients, in the precision of the problem and without tiling.
 
 use super::super::{Tensor, check_backward_inputs, each_row, gather, place};
 use super::{Narrow, dot, forward_plain, rounding, widen};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
-/// What the plain computation gives, its values widened to f64.
+/// The gradients of the plain computation, widened to f64.
 #[derive(Clone, Debug)]
 pub struct BackwardPlain {
-    /// `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    /// The gradient of Q, `[batch, seqlen_q, heads_q, head_dim_qk]`.
     pub d_q: Tensor,
-    /// `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+    /// The gradient of K, `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub d_k: Tensor,
-    /// `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+    /// The gradient of V, `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub d_v: Tensor,
 }
 
-/// Computes the gradients in the problem's precision, one row at a time, from the O and the LSE of
-/// [`forward_plain`]: `delta = sum(dO * O) - dLSE` with O rounded to its type, `P = exp(score - LSE)` and
-/// `dS = P * (dP - delta)` in f32; products of the inputs accumulated in f32; P and dS rounded to the input type before
-/// they meet dO, Q and K, these products accumulated in f32, scaled and rounded to the output type.
+/// Computes the gradients in the problem's precision, one row at a time. O and the LSE are those of [`forward_plain`].
+///
+/// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
+/// 2. scores and dP: products of the inputs, accumulated in f32;
+/// 3. `P = exp(score - LSE)` and `dS = P * (dP - delta)` in f32, then rounded to the input type;
+/// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type.
 ///
 /// # Errors
-/// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's, [`Error::Value`](crate::Error::Value) when
-/// `d_lse` is missing or not wanted.
+/// - [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
+/// - [`Error::Value`](crate::Error::Value) when `d_lse` is missing, or given although the problem does not read it.
 pub fn backward_plain(
     problem: &BackwardProblem,
     q: &Tensor,
@@ -80,7 +82,7 @@ struct Row {
 }
 
 impl Backward<'_> {
-    /// A row of dQ.
+    /// A query's row of dQ.
     fn query(&self, batch: usize, head: usize, query: usize) -> Vec<f32> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
@@ -93,7 +95,7 @@ impl Backward<'_> {
         self.finished(d_q, self.problem.softmax_scale())
     }
 
-    /// A row of dK and one of dV.
+    /// A key's rows of dK and dV.
     fn key(&self, batch: usize, head_kv: usize, key: usize) -> (Vec<f32>, Vec<f32>) {
         let dims = self.problem.dims();
         let group = self.problem.forward().group_size();
@@ -109,7 +111,7 @@ impl Backward<'_> {
         (self.finished(d_k, self.problem.softmax_scale()), self.finished(d_v, 1.0))
     }
 
-    /// P and dS, rounded; `None` for a pair that has no part in any gradient.
+    /// P and dS of a pair, rounded to the input type. `None` for a pair that has no part in any gradient.
     fn pair(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<(f32, f32)> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();

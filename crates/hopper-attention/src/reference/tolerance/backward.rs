@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
-/// Everything needed to judge gradients of one problem on given inputs: the oracle and the plain computation.
+/// Judges the gradients of a backward problem on given inputs. It holds the results of the oracle and of the plain computation.
 #[derive(Clone, Debug)]
 pub struct BackwardExpected {
     dtype: DType,
@@ -20,7 +20,7 @@ pub struct BackwardExpected {
 }
 
 impl BackwardExpected {
-    /// Computes the oracle and the plain computation. The inputs are as for [`backward`].
+    /// Runs the oracle and the plain computation on the inputs. The inputs are as for [`backward`].
     ///
     /// # Errors
     /// As [`backward`].
@@ -39,17 +39,17 @@ impl BackwardExpected {
         })
     }
 
-    /// The exact gradients.
+    /// The gradients of the oracle.
     pub fn oracle(&self) -> &BackwardOracle {
         &self.oracle
     }
 
-    /// The plain computation's gradients.
+    /// The gradients of the plain computation.
     pub fn plain(&self) -> &BackwardPlain {
         &self.plain
     }
 
-    /// Holds gradients against the tolerance.
+    /// Compares gradients with the tolerance.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
@@ -80,7 +80,7 @@ impl BackwardExpected {
             let exact = exact.row(batch, token, head);
             let magnitude = largest(exact.iter().copied());
             let accumulated = U32 * (scale.terms as f64).sqrt() * scale.weighted.max(magnitude);
-            // A row without pairs is exactly 0. Below the normal numbers an ulp shrinks no further.
+            // A row without pairs must be exactly 0, so it is allowed no ulp. Among subnormal numbers an ulp has a fixed size.
             let ulp = (2.0 * unit_roundoff(self.dtype) * magnitude).max(2.0 * half_subnormal(self.dtype));
             tally.row(
                 Row {
@@ -109,12 +109,12 @@ pub struct BackwardReport {
 }
 
 impl BackwardReport {
-    /// Whether the tolerance is kept.
+    /// Whether all gradients are within the tolerance.
     pub fn passed(&self) -> bool {
         self.worst_ratio() <= 1.0
     }
 
-    /// The largest error as a fraction of its tolerance, over the three gradients.
+    /// The largest error as a fraction of its tolerance, over the three gradients. At most 1 within the tolerance.
     pub fn worst_ratio(&self) -> f64 {
         self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio)
     }

@@ -1,4 +1,4 @@
-//! The tolerance must pass what is honest and fail what is wrong, however little.
+//! The tolerance passes honest results, and fails wrong ones, even slightly wrong ones.
 
 mod backward;
 
@@ -16,8 +16,8 @@ fn problem(dtype: DType, dims: Dims, mask: Mask) -> ForwardProblem {
     ForwardProblem::builder(dtype, dims).mask(mask).lse(true).build().unwrap()
 }
 
-/// What a tensor-core kernel does, in scalar code: blocks of keys, exp2 with the scale folded in, P rounded while it is
-/// still relative to the running maximum, scores accumulated 16 products at a time with truncation.
+/// A tensor-core kernel in scalar code: blocks of keys, exp2 with the scale folded in, P rounded while it is relative to the
+/// running maximum, and scores accumulated 16 products at a time with truncation.
 fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: usize) -> (Tensor, Vec<f64>) {
     let d = problem.dims();
     let scale_log2 = problem.softmax_scale() * std::f32::consts::LOG2_E;
@@ -65,7 +65,7 @@ fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: 
     (o, lse)
 }
 
-/// To f32 towards zero.
+/// Rounds to f32 towards zero.
 fn truncate(x: f64) -> f32 {
     let nearest = x as f32;
     if f64::from(nearest).abs() > x.abs() { f32::from_bits(nearest.to_bits() - 1) } else { nearest }
@@ -103,7 +103,7 @@ fn honest_kernels_pass_and_are_not_far_from_the_bound() {
             }
         }
     }
-    // A tolerance that honest work never comes near would catch nothing.
+    // If honest results were never near the bound, the tolerance would be too wide.
     assert!(worst > 0.25, "{worst}");
 }
 
@@ -115,7 +115,7 @@ fn large_scores_and_uneven_values_pass() {
             let q = normal(dtype, problem.q_shape(), deviation, 1);
             let k = normal(dtype, problem.k_shape(), deviation, 2);
             let mut v = normal(dtype, problem.v_shape(), 1.0, 3);
-            // One heavy column: a row's plain error is then one sample of noise.
+            // One column of V is much larger. The plain error of a row is then one sample of noise.
             v.data_mut().iter_mut().step_by(64).for_each(|x| *x = round(dtype, *x * heavy));
             let expected = Expected::new(&problem, &q, &k, &v).unwrap();
             let (o, lse) = kernel(&problem, &q, &k, &v, 32);
@@ -125,7 +125,7 @@ fn large_scores_and_uneven_values_pass() {
     }
 }
 
-/// Every way of being wrong that a kernel is likely to find, as the result of an honest computation of something else.
+/// The mistakes that a kernel is likely to make. Each wrong result is an honest computation of another problem.
 #[test]
 fn wrong_results_fail() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -135,7 +135,7 @@ fn wrong_results_fail() {
         let honest = kernel(&right, &q, &k, &v, 64);
         assert!(expected.check(&honest.0, Some(&honest.1)).unwrap().passed());
 
-        // By one key, cyclically, so that shapes and magnitudes stay as they are.
+        // Moves all keys by one, cyclically, so that shapes and magnitudes stay the same.
         let roll = |t: &Tensor| {
             let seqlen = t.shape()[1];
             Tensor::from_fn(t.shape(), |[b, s, h, d]| t.row(b, (s + 1) % seqlen, h)[d])
@@ -183,7 +183,7 @@ fn wrong_results_fail() {
             let report = expected.check(o, Some(lse)).unwrap();
             assert!(!report.passed(), "{dtype} {what}: {report}");
         }
-        // And most of them in O alone.
+        // Most of these mistakes are found in O alone.
         for (what, (o, _)) in wrong.iter().filter(|(what, _)| !what.starts_with("lse")) {
             let report = expected.check(o, None).unwrap();
             assert!(!report.passed(), "{dtype} {what}, O alone: {report}");
@@ -212,7 +212,7 @@ fn one_wrong_element_fails() {
     assert!(!report.passed() && report.lse.unwrap().worst_at == [0, 0, 5]);
 }
 
-/// A small row beside a large one: the bound on the tensor alone would let it be anything.
+/// A small row beside large ones. The bound on the tensor alone would pass any value of the small row.
 #[test]
 fn a_large_row_does_not_excuse_a_small_one() {
     let problem = problem(DType::BF16, Dims { batch: 1, seqlen_q: 70, seqlen_kv: 70, ..DIMS }, Mask::causal());
@@ -299,7 +299,7 @@ fn by_hand() {
     assert!((oracle.lse[0] - 4.0_f64.ln()).abs() < 1e-6);
 }
 
-/// Stored queries and keys of up to 14, all of one sign or not, whose products are summed 32 at a time and rounded to f16.
+/// Queries and keys with stored values up to 14, with one sign or both. Products are summed 32 at a time, and rounded to f16.
 #[test]
 fn scores_in_f16_are_as_honest_as_fp8_sums() {
     let dims = Dims { batch: 1, head_dim_qk: 128, ..DIMS };
@@ -341,7 +341,7 @@ fn scores_in_f16_are_as_honest_as_fp8_sums() {
     }
 }
 
-/// What f16 leaves of an LSE is allowed where scores may be summed in it, and there alone.
+/// The LSE's least bound for scores in f16 holds where the problem allows such scores, and nowhere else.
 #[test]
 fn an_lse_of_scores_in_f16_has_a_least_bound() {
     let of = |half| problem(DType::E4M3, DIMS, Mask::Full).to_builder().half_scores(half).build().unwrap();
@@ -357,8 +357,9 @@ fn an_lse_of_scores_in_f16_has_a_least_bound() {
     }
 }
 
-/// A key of value zero takes almost half of the row's weight, 1.25 is a weight that e4m3 has, and all are multiplied by
-/// what rounds the one down and the others up: honest, where the sum of rounded weights divides.
+/// Division by the sum of the rounded weights is honest. One key with value 0 has almost half of the row's weight. The other
+/// keys have weights of 1.25, which e4m3 holds exactly. All weights are multiplied by a factor for which the large weight is
+/// rounded down and the others are rounded up.
 #[test]
 fn a_divisor_of_rounded_weights_is_honest() {
     let dims = Dims { batch: 1, heads_q: 1, heads_kv: 1, ..DIMS };
@@ -377,7 +378,7 @@ fn a_divisor_of_rounded_weights_is_honest() {
     assert_eq!([heavy, other], [128.0, 1.375]);
     let report = of_weights(heavy, other);
     assert!(report.passed() && report.worst_ratio() > 0.3, "{report}");
-    // A quarter of a weight is not what rounding costs, nor is an output of zero.
+    // Neither an error of a quarter in a weight nor an output of zero is a rounding error.
     assert!(!of_weights(0.75 * 128.0, 1.25).passed() && !of_weights(1.0, 0.0).passed());
 }
 

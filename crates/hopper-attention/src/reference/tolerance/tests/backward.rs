@@ -1,4 +1,5 @@
-//! The oracle of the gradients against finite differences and numbers by hand, and the tolerance's judgement of them.
+//! The oracle of the gradients agrees with finite differences and with numbers by hand. The tolerance passes honest gradients,
+//! and fails wrong ones.
 
 use super::super::super::sample::{Given, normal};
 use super::super::super::{BackwardPlain, backward, backward_plain};
@@ -12,8 +13,8 @@ fn backward_problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
     BackwardProblem::builder(&problem(dtype, dims, mask)).d_lse(true).build().unwrap()
 }
 
-/// What a tensor-core kernel does, in scalar code: the forward's O and LSE, exp2 with the scale folded in, P and dS rounded
-/// before the products, sums over blocks of `tile` tokens added up in f32.
+/// A tensor-core kernel in scalar code: O and the LSE of the forward kernel, exp2 with the scale folded in, P and dS rounded
+/// before the products, and sums over blocks of `tile` tokens added up in f32.
 fn backward_kernel(problem: &BackwardProblem, given: &Given, tile: usize) -> BackwardPlain {
     let d = problem.dims();
     let Given { q, k, v, d_o, d_lse } = given;
@@ -77,7 +78,7 @@ fn judged(expected: &BackwardExpected, got: &BackwardPlain) -> BackwardReport {
     expected.check(&got.d_q, &got.d_k, &got.d_v).unwrap()
 }
 
-/// The gradients are the derivatives of `sum(dO * O) + sum(dLSE * LSE)`, by central differences of the f64 forward pass.
+/// The gradients are the derivatives of `sum(dO * O) + sum(dLSE * LSE)`, taken as central differences of the f64 forward pass.
 #[test]
 fn finite_differences() {
     const STEP: f64 = 1e-5;
@@ -111,7 +112,7 @@ fn finite_differences() {
 
 #[test]
 fn gradients_by_hand() {
-    // Two keys with scores 0 and ln 3 under scale 1, weights 1/4 and 3/4; values 0 and 4, so O is 3.
+    // Two keys with scores 0 and ln 3 under scale 1, so weights 1/4 and 3/4. Their values are 0 and 4, so O is 3.
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_kv: 2, heads_q: 1, heads_kv: 1, head_dim_qk: 1, head_dim_vo: 1 };
     let forward = problem(DType::F32, dims, Mask::Full).to_builder().softmax_scale(1.0).build().unwrap();
     let problem = BackwardProblem::builder(&forward).d_lse(true).build().unwrap();
@@ -146,7 +147,7 @@ fn honest_gradients_pass_and_are_not_far_from_the_bound() {
                 worst = worst.max(report.worst_ratio());
             }
         }
-        // A tolerance that honest work never comes near would catch nothing.
+        // If honest results were never near the bound, the tolerance would be too wide.
         assert!(worst > 0.25, "{dtype}: {worst}");
     }
 }
@@ -167,7 +168,7 @@ fn large_scores_and_uneven_gradients_pass() {
             let mut given = Given::normal(&problem, 50);
             given.q = normal(dtype, problem.d_q_shape(), deviation, 1);
             given.k = normal(dtype, problem.d_k_shape(), deviation, 2);
-            // One heavy column: a row's plain error is then one sample of noise.
+            // One column of V is much larger. The plain error of a row is then one sample of noise.
             given.v.data_mut().iter_mut().step_by(64).for_each(|x| *x = round(dtype, *x * of_v));
             given.d_o.data_mut().iter_mut().for_each(|x| *x = round(dtype, *x * of_d_o));
             let report = judged(&given.expected(&problem), &backward_kernel(&problem, &given, 32));
@@ -176,7 +177,7 @@ fn large_scores_and_uneven_gradients_pass() {
     }
 }
 
-/// Ways of being wrong that a kernel is likely to find, as the result of an honest computation of something else.
+/// The mistakes that a kernel is likely to make. Each wrong result is an honest computation of something else.
 #[test]
 fn wrong_gradients_fail() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -201,7 +202,7 @@ fn wrong_gradients_fail() {
             let d_lse = given.d_lse.as_ref().map(|d_lse| d_lse.iter().map(|x| x * factor).collect());
             Given { d_lse, ..given.clone() }.plain(&right)
         };
-        // By one token, cyclically.
+        // Moves all tokens by one, cyclically.
         let rolled = |t: &Tensor| {
             let seqlen = t.shape()[1];
             Tensor::from_fn(t.shape(), |[b, s, h, d]| t.row(b, (s + 1) % seqlen, h)[d])
@@ -249,7 +250,8 @@ fn one_wrong_element_of_a_gradient_fails() {
 
 #[test]
 fn gradients_without_pairs_must_be_exact() {
-    // Five queries stand before the first key; under the window the first three keys stand before every query.
+    // Under the causal mask five queries stand before the first key. Under the window the first three keys stand before every
+    // query's keys.
     for (dims, mask, rows) in [
         (Dims { seqlen_q: 9, seqlen_kv: 4, ..DIMS }, Mask::causal(), (0, 5)),
         (Dims { seqlen_q: 4, seqlen_kv: 9, ..DIMS }, Mask::window(Some(2), Some(0)), (1, 3)),
