@@ -32,8 +32,8 @@
 //! # The main types
 //!
 //! 1. A [`ForwardProblem`] says what to compute. It holds numbers only. Its builder checks them.
-//! 2. A [`ForwardPlan`] says how one device computes a problem. It follows from the problem and the device's facts alone.
-//!    It can be printed.
+//! 2. A [`ForwardPlan`] says how one device computes a problem. It follows from the problem and the device's facts alone
+//!    (and from measurements, where a [`Tuning`] has them). It can be printed.
 //! 3. A [`TensorRef`] or [`TensorMut`] borrows memory on the host or on a GPU. Its [`Layout`] (shape and strides) is
 //!    checked against that memory.
 //! 4. A [`Workspace`] is scratch memory that the caller owns. The plan says how large it must be.
@@ -65,8 +65,8 @@
 //! # Gradients
 //!
 //! A backward pass needs O and the LSE of the forward pass. `dO` is the gradient of a loss with respect to O. `dLSE` is the
-//! gradient with respect to the LSE, or 0 where none is given. `P` is `exp(softmax_scale * Q K^T - LSE)` for a query and
-//! a key that the mask keeps, and 0 for any other pair. Then
+//! gradient with respect to the LSE, or 0 where none is given. `P`, the weights of the softmax, is
+//! `exp(softmax_scale * Q K^T - LSE)` for each query and each key that it keeps, and 0 for all other pairs. Then
 //!
 //! ```text
 //! delta = rowsum(dO * O) - dLSE        dQ = softmax_scale * dS K
@@ -112,10 +112,12 @@
 //! times its descale factor. The problem's [`Scaling`] says which elements share a factor: a whole tensor, a head, or a
 //! block of 128 rows of a head.
 //!
-//! - The output is bf16, f16 or e4m3. An e4m3 output is multiplied by the operand `scale_o` before it is rounded.
-//! - A [`Quantizer`] makes e4m3 operands from wider tensors. It gives the same bytes on the CPU and on a GPU.
-//! - Products of stored values are summed in f32. The tensor cores of a GPU keep only about 13 bits of such a sum.
-//! - P is rounded to e4m3 before it is multiplied with V.
+//! - The output is bf16, f16 or e4m3. An e4m3 output is multiplied by a factor of its own
+//!   ([`scale_o`](ForwardArgs::scale_o)) before it is rounded.
+//! - A [`Quantizer`] makes e4m3 tensors from wider ones. It gives the same bytes on the CPU and on a GPU.
+//! - Products of stored values are summed in f32. The tensor cores of a GPU keep only about 13 bits of such a sum. They may
+//!   sum scores in f16 if the problem allows it ([`half_scores`](ForwardProblemBuilder::half_scores)).
+//! - The weights of the softmax (P) are rounded to e4m3 before they are multiplied with V.
 //! - GPU kernels take head dims that are multiples of 16.
 //! - There is no backward pass.
 //!

@@ -55,7 +55,7 @@ slots! {
     V => "v", "[batch, seqlen, heads, head_dim]";
     /// The output.
     O => "o", "[batch, seqlen, heads, head_dim]";
-    /// The log-sum-exp of each row of scores.
+    /// The log-sum-exp of each query's scores.
     Lse => "lse", "[batch, heads, seqlen]";
     /// The descale factors of e4m3 queries.
     DescaleQ => "descale_q", "[batch, heads, blocks]";
@@ -263,7 +263,8 @@ pub enum Access {
 pub enum Presence {
     /// The caller must give the operand.
     Required,
-    /// The caller must not give the operand: the problem was made without the option that the operand belongs to.
+    /// The caller must not give the operand: the problem was made without the option, or is not of the kind, that the operand
+    /// belongs to.
     Refused,
     /// The caller may give the operand or not.
     Optional,

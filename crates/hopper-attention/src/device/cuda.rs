@@ -66,7 +66,7 @@ impl CudaDevice {
     ///
     /// The first call of a driver function looks the function up, and that allocates. A run must not allocate.
     pub(crate) fn look_up_driver(&self) -> Result<()> {
-        // An error here means that some stream is being captured. A run asks for its own stream again.
+        // An error here means that some stream is being captured. A run asks again, for its own stream.
         let _ = self.context.default_stream().capture_status();
         self.check_stream(std::ptr::null_mut())
     }

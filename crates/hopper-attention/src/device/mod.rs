@@ -60,7 +60,7 @@ impl Device {
 
     /// The GPUs of this machine, by ordinal. The list includes GPUs that no kernel of this build runs on.
     ///
-    /// The list is empty without a GPU, without a driver and without the feature `cuda`. The error of [`Device::cuda`] says
+    /// The list is empty without a GPU, without a driver, or without the feature `cuda`. The error of [`Device::cuda`] says
     /// which of these is the case. This function opens no context.
     pub fn available() -> Vec<DeviceInfo> {
         #[cfg(feature = "cuda")]

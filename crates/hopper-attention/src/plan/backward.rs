@@ -259,8 +259,8 @@ impl BackwardPlan {
     /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes. It is exact.
     ///
     /// - On the CPU: 0.
-    /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8). `seqlen_q` is rounded up to whole
-    ///   blocks of `tile_m` queries. To this come 256 bytes for a counter, and 4 bytes for each block.
+    /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8), with `seqlen_q` rounded up to whole
+    ///   blocks of `tile_m` queries; 4 for each such block; and 256 for a counter.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
@@ -318,7 +318,7 @@ mod tests {
         rows
     }
 
-    /// The tiles of sm80, of one mask class.
+    /// Rows for sm80 with the real tiles, for one mask class.
     fn sm80_rows() -> Vec<KernelInfo> {
         let tiles = [(64, 64, 128, 128, 98), (64, 32, 128, 128, 81), (128, 64, 128, 256, 162), (128, 32, 64, 128, 81)];
         let row = |(i, &(head_dim, tile_m, tile_n, threads, kib)): (usize, &(usize, usize, usize, usize, usize))| {
@@ -399,7 +399,7 @@ mod tests {
         ] {
             let facts = facts(major, minor, kib);
             assert_eq!((tile(64, &facts), tile(128, &facts)), (narrow, wide), "{major}.{minor}");
-            // A head dim between takes the next row, of the same tiles.
+            // A head dim in between takes the row of the next larger head dim.
             assert_eq!((tile(8, &facts), tile(72, &facts)), (narrow, wide), "{major}.{minor}");
         }
         // One CTA for each tile, drawn tiles where they take turns, and 8 bytes of statistics for a query.

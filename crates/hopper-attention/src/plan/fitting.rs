@@ -13,8 +13,8 @@ use crate::table::KernelInfo;
 /// Kernels move the vectors of Q, K, V and O (`head_dim` elements) in steps of this many bytes.
 const TMA_BYTES: usize = 16;
 
-/// The class of the kernel's mask for a problem. It follows from the keys that the mask keeps, not from the mask's variant: a
-/// causal mask with one query keeps every key, so its class is `Full`.
+/// The class of kernels that computes a problem's mask. The class follows from the keys that the mask keeps, not from the
+/// variant of [`Mask`](crate::Mask): a causal mask with one query keeps every key, so the class is `Full`.
 pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     let dims = problem.dims();
     let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
@@ -32,7 +32,7 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// 4. scores in f16: only if the problem allows them;
 /// 5. mask class;
 /// 6. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 7. shared memory: a CTA of the GPU has enough.
+/// 7. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.

@@ -3,6 +3,9 @@
 //! A schedule lists all tiles in an order that the CTAs (CUDA thread blocks) walk from the first tile to the last. The list
 //! goes group by group. A *group* is some heads: (batch entry, query head) pairs in the forward, (batch entry, key head) pairs
 //! in the backward. In a group the tiles with the most work come first.
+//!
+//! In a deterministic backward pass tiles take turns. Several tiles of one head add to the same sums of dQ, in a fixed order. A
+//! tile's *turn* at a sum comes when the tile before it has added its part. Until then the tile waits.
 
 use std::fmt;
 
@@ -20,8 +23,8 @@ const HEADS_PER_GROUP: usize = 16;
 /// end (benches/LOG.md, entry 14).
 const LAST_GROUP_HEADS: usize = 64;
 const LAST_GROUP_BYTES: usize = 32 << 20;
-/// For tiles in turns (see [`groups_in_turns`]): the most bytes that the tiles of a group read, and the least heads in a group.
-/// The first entry is for tiles of unequal work, the second for tiles of equal work.
+/// Where tiles take turns: the most bytes that the tiles of a group access, and the least heads in a group. The first entry is
+/// for tiles of unequal work, the second for tiles of equal work.
 const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 
 /// Whether a kernel's grid is persistent: one CTA for each multiprocessor, which computes one tile after another. The other
@@ -32,7 +35,7 @@ pub(super) fn is_persistent(kernel: &KernelInfo) -> bool {
 
 /// Occupancy: how many CTAs of a kernel share a multiprocessor.
 ///
-/// - Registers: a multiprocessor has 64 Ki. Each thread is counted with 256, the most that it can have.
+/// - Registers: a multiprocessor has 64 Ki. A thread is counted with 256, the most that it can get.
 /// - Shared memory: a multiprocessor has 1 KiB more than a CTA may ask for. The system takes 1 KiB for each CTA.
 pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
     if is_persistent(row) {
@@ -47,7 +50,7 @@ pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
 ///
 /// - `even`: whether all tiles have equal work. Each head is then a group of its own.
 /// - `heads`: the number of heads in all.
-/// - `bytes`: how much memory the tiles of one head read in common (in the forward: its keys and values).
+/// - `bytes`: how much memory the tiles of one head access in common (in the forward: the head's keys and values).
 pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
     if even {
         return [1, small(heads.max(1))];
@@ -57,12 +60,10 @@ pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
     [small(group), small(heads.saturating_sub(last) / group + 1)]
 }
 
-/// As [`groups`], for a deterministic backward pass, whose tiles take turns.
+/// As [`groups`], where tiles take turns.
 ///
-/// Several tiles of one head add to the same sums of dQ. In a deterministic pass they add in a fixed order. A tile's *turn* at
-/// a sum comes when the tile before it has added its part. Tiles of different heads never wait for each other. So the more
-/// heads a group has, the more tiles can run at a time. But what they read must stay in the second-level cache
-/// (benches/LOG.md, entry 18).
+/// Tiles of different heads never wait for each other. So the more heads a group has, the fewer tiles wait. But what the tiles
+/// of a group access must stay in the second-level cache (benches/LOG.md, entry 18).
 pub(super) fn groups_in_turns(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
     let (most_bytes, least_heads) = TURNS[usize::from(even)];
     let group = (most_bytes / bytes.max(1)).clamp(least_heads, LAST_GROUP_HEADS).min(heads.max(1));

@@ -6,7 +6,7 @@
 //! - A *tile* is `tile_m` queries of one head. A CTA computes one tile at a time, and visits the keys of the tile block by
 //!   block. A *key block* is `tile_n` keys.
 //! - The *tile order* is the list of all tiles. The CTAs walk the list: they take its tiles from the first to the last, either
-//!   by index or by drawing. A *round* is `grid` tiles of it.
+//!   by index or by drawing. A *round* is `grid` tiles of the list.
 //! - To *draw* a tile is to take the next one of the list with a counter in the workspace.
 //!   `hopper-attention-sys/kernels/common/tile_scheduler.hpp` has both ways.
 
@@ -26,7 +26,7 @@ const COUNTER_BYTES: usize = size_of::<i32>();
 /// Size in bytes of the workspace's header, where the workspace holds more than the counter. The header is the struct
 /// `RangeCheck` of `kernels.hpp`. Its first word is the counter, its second word the counter of the fallback.
 const HEADER_BYTES: usize = 16;
-/// Size in bytes of the word in which one CTA reports whether its part of Q and K fits scores in f16.
+/// Size in bytes of the word in which one CTA reports whether it found an element of Q or K too large for scores in f16.
 const RANGE_WORD_BYTES: usize = size_of::<u32>();
 /// The last tiles are split over all CTAs if this saves each CTA at least so many key blocks. A split itself costs about ten:
 /// a CTA writes partial sums, another one reads them, and a tile is begun twice (benches/LOG.md, entry 28).
@@ -42,14 +42,13 @@ pub struct Fallback {
     pub kernel: KernelInfo,
     /// Number of CTAs, as [`Choice::grid`].
     pub grid: i32,
-    /// Whether the fallback's CTAs draw their tiles, as [`Choice::tile_counter`]. The counter is one of its own.
+    /// Whether the fallback's CTAs draw their tiles, as [`Choice::tile_counter`]. The fallback has a counter of its own.
     pub tile_counter: bool,
 }
 
 /// A forward kernel for a problem, and the schedule of its tiles.
 ///
-/// [`select`] sets all fields. `tuned` is set by [`Tuning`](super::Tuning) alone. A launch copies the numbers to the kernel's
-/// parameters.
+/// [`select`] sets the fields. [`Tuning`](super::Tuning) sets `tuned`. A launch copies the numbers to the kernel's parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The kernel.
@@ -80,8 +79,8 @@ pub struct Choice {
     pub tile_counter: bool,
     /// Number of tiles at the end of the tile order that are split over CTAs by key blocks
     /// (`hopper-attention-sys/kernels/sm90/fp8/share.hpp`). 0 turns splitting off.
-    /// - Why: without splitting, some CTAs have no tile in the last round. With it, all CTAs compute equally many key blocks of
-    ///   the last tiles. A tile at a border between two CTAs is computed in two parts.
+    /// - Why: without splitting, some CTAs have no tile in the last round. With splitting, all CTAs compute equally many key
+    ///   blocks of the last tiles. A tile at a border between two CTAs is computed in two parts.
     /// - Range: 0, or above `grid` and below `2 * grid`.
     /// - Needs a kernel with `share_bytes` above 0, `tile_counter`, and `tiles >= 2 * grid`.
     pub shared_tiles: i32,

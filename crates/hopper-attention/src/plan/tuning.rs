@@ -13,7 +13,7 @@ use crate::table::KernelInfo;
 /// Measurements: the kernels that were the fastest, by version of this library, GPU and problem.
 ///
 /// `hattn tune` writes them, and [`plan_tuned`](ForwardProblem::plan_tuned) reads them. The built-in ranking decides if there
-/// is no measurement for a problem, or if the measured kernel does not exist in this build.
+/// is no measurement for a problem, or if this build has no such kernel that computes the problem.
 ///
 /// As text there is one line for each measurement. A line has four fields, separated by tabs:
 /// 1. the version of this library;
@@ -49,7 +49,7 @@ impl Tuning {
     /// The kernel for a problem on a card, as [`KernelInfo`] prints itself. `None` where there is no measurement.
     pub fn row(&self, card: &str, problem: &ForwardProblem) -> Option<&str> {
         if self.rows.is_empty() {
-            return None; // Without making the key, which would take a good part of a plan's few microseconds.
+            return None; // Saves making the key: a whole plan takes only a few microseconds.
         }
         self.rows.get(&key(card, problem)).map(String::as_str)
     }

@@ -102,7 +102,8 @@ impl ForwardProblemBuilder {
 
     /// The element type of O.
     ///
-    /// - For e4m3 operands: bf16 (the default), f16 or e4m3. An e4m3 output stores O times the operand `scale_o`.
+    /// - For e4m3 operands: bf16 (the default), f16 or e4m3. An e4m3 output stores O times
+    ///   [`scale_o`](crate::ForwardArgs::scale_o), an argument of the run.
     /// - For other operands: their own type.
     pub fn output(self, dtype: DType) -> Self {
         Self { output: Some(dtype), ..self }
@@ -115,8 +116,8 @@ impl ForwardProblemBuilder {
 
     /// Whether the largest magnitude of O is an output: f32, `[1]` (default: no). For e4m3 operands only.
     ///
-    /// The magnitude is that of O before it is scaled and rounded to its type. It is 0 if O is empty, and NaN if an element
-    /// of O is NaN.
+    /// The magnitude is taken before O is multiplied by `scale_o` and rounded to its type. It is 0 if O is empty, and NaN if an
+    /// element of O is NaN.
     pub fn amax(self, wanted: bool) -> Self {
         self.operand(Slot::Amax, wanted)
     }
@@ -128,9 +129,9 @@ impl ForwardProblemBuilder {
     /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements.
     ///
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
-    /// scores in f32, is launched after it. If an element is larger than 14 or NaN, the second kernel computes everything
-    /// again, and the run takes more than twice as long. Otherwise the second kernel returns at once. The CPU always sums in
-    /// f32.
+    /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
+    /// computes everything again, and the run takes more than twice as long. Otherwise the second kernel returns at once. The
+    /// CPU always sums in f32.
     pub fn half_scores(self, allowed: bool) -> Self {
         Self { half_scores: allowed, ..self }
     }

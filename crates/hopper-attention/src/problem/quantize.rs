@@ -20,22 +20,23 @@ use crate::operand::{Operand, Operands, Slot};
 /// - The caller may give the factors instead. The first line is then left out.
 /// - `most` is 448. For Q and K of a problem with [`half_scores`](crate::ForwardProblemBuilder::half_scores) it is 14, also
 ///   where the caller gives the factors.
-/// - An element is *saturated* if its magnitude would round to more than `most`. It is then stored as `most`, with its sign.
-///   Only given factors can lead to this.
+/// - An element is *saturated* if its magnitude would round to more than `most`. The stored value is then `most`, with the sign
+///   of the element. Only given factors can lead to this.
 /// - An element that is not finite is stored as NaN, because e4m3 has no infinity. Attention carries a NaN on to the rows that
 ///   it touches.
 /// - [`counts`](crate::QuantizeArgs::counts) gives the number of saturated elements and of elements that are not finite.
 ///
-/// The CPU takes any head dim. A GPU gives the same bytes. Its kernels read bf16 and f16, and take head dims that are
-/// multiples of 16 up to 128. They read a tensor once, or twice if too many rows share a factor: on 132 multiprocessors more
-/// than about 57,000 rows, or 38,000 with incoherent processing. (At head dims up to 64 the limits are twice as high.)
+/// The CPU takes any head dim and all three types. A GPU gives the same bytes. GPU kernels read bf16 and f16, and take head
+/// dims that are multiples of 16 up to 128. A kernel reads a tensor once, or twice if too many rows share a factor: on 132
+/// multiprocessors more than about 57,000 rows, or 38,000 with incoherent processing. (At head dims up to 64 these limits are
+/// twice as high.)
 ///
 /// # Incoherent processing
 ///
-/// With [`hadamard`](QuantizerBuilder::hadamard), each query and key is rotated before it is quantised. Random signs that
-/// follow from a seed are applied, then a Hadamard transform over the head dim. Both multiply Q and K by the same orthonormal
-/// matrix, so `Q K^T` stays the same. The rotation spreads an outlier over its whole vector, so that rounding errors average
-/// out. V is not rotated.
+/// With [`hadamard`](QuantizerBuilder::hadamard), each query and key is rotated before it is quantised: its elements are
+/// multiplied by random signs that follow from a seed, then a Hadamard transform is applied over the head dim. Signs and
+/// transform together are one orthonormal matrix, the same for Q and K, so `Q K^T` stays the same. The rotation spreads an
+/// outlier over its whole vector, so that rounding errors average out. V is not rotated.
 ///
 /// *Signs.* SplitMix64 with the seed gives a sequence of 64-bit numbers. If the top bit of number `d` (from 0) is set, element
 /// `d` of every query and key is negated. In 64-bit integers that wrap, number `d` is

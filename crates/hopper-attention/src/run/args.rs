@@ -110,7 +110,8 @@ impl<'a> ForwardArgs<'a> {
 /// The dimensions of every 4-d tensor are in the logical order `[batch, seqlen, heads, head_dim]`, with any strides.
 ///
 /// A NaN in an input reaches gradients through each pair of a query and a key that the mask keeps. Those gradients become
-/// NaN. An infinity does the same, and leads to infinities or NaN. On the CPU no other gradients change. On a GPU:
+/// NaN. An infinity reaches the same gradients, which become infinities or NaN. On the CPU no other gradients change. On a
+/// GPU:
 /// - The NaN or infinity also reaches the gradients of masked pairs in its block, because a product takes a whole block.
 /// - If `rowsum(d_o * o) - d_lse` of a query is infinite or NaN, the value reaches dV too, because the kernel holds this
 ///   number and the query's LSE in one operand of a product.
