@@ -12,6 +12,7 @@
 #include "common/barrier.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "sm80/bwd/load.hpp"
@@ -77,12 +78,6 @@ struct BwdMma {
     }
   }
 
-  CUTE_DEVICE static int load_acquire(int const* address) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-  }
-
   // Which warp of a pair a thread is in, and of which pair. Under a causal mask the two have different quarters of the
   // multiprocessor, so that what it hides is work that every quarter is spared.
   CUTE_DEVICE static bool makes_p(int thread) { return thread / 32 < Traits::kPairs; }
@@ -138,7 +133,7 @@ struct BwdMma {
     if (scalars.ordered) {
       __syncwarp();  // after it the release is of what all lanes have added
       if (lane == 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(scalars.progress + block) : "memory");
+        add_release(scalars.progress + block, 1);
       }
     }
   }

@@ -51,8 +51,7 @@ struct Fp8Mma {
     }
   }
 
-  CUTE_DEVICE static void run(FwdParams const& params, Fp8Scalars const& scalars, Band const& band, Storage& storage,
-                              int consumer) {
+  CUTE_DEVICE static void run(Fp8KernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
     typename Traits::MmaQK mma_qk;
     typename Traits::template MmaPV<0> mma_pv;
@@ -301,12 +300,12 @@ struct Fp8Mma {
       auto finish_tile = [&]() __attribute__((always_inline)) {
         int const place = Traits::consumer_thread_index();
         if (Traits::kShares && others < 0) {
-          Share::leave(scalars, -1 - others, place, softmax.reference, sums, divisor, tOrO);
+          Share::leave(params, -1 - others, place, softmax.reference, sums, divisor, tOrO);
         } else {
           if (Traits::kShares && others > 0) {
-            Share::join(scalars, others - 1, place, softmax.reference, sums, divisor, tOrO);
+            Share::join(params, others - 1, place, softmax.reference, sums, divisor, tOrO);
           }
-          Fp8Epilogue<Traits>::run(params, scalars, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+          Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
         }
       };
       if constexpr (Traits::kParts == 1) {

@@ -7,6 +7,7 @@
 
 #include "common/barrier.hpp"
 #include "common/row.hpp"
+#include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
@@ -40,16 +41,8 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // More than a block is launched with would never be granted.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
-  // This thread's place in the block. Three consumers are short of registers and read it anew at each call.
-  CUTE_DEVICE static int thread_index() {
-    if constexpr (kConsumers == 2) {
-      return static_cast<int>(threadIdx.x);
-    } else {
-      int thread;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-      return thread;
-    }
-  }
+  // This thread's place in the block. Three consumers are short of registers.
+  CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
 
   // Columns of one copy box: a 128-byte swizzled row.
   static constexpr int kBoxColumns = 64;
