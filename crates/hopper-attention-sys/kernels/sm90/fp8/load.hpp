@@ -6,6 +6,7 @@
 
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/slab.hpp"
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/range.hpp"
@@ -216,9 +217,8 @@ struct Fp8Load {
     // Where the lane reads of the first 16 keys and 32 columns (a key's row, 16 columns of it), and where it writes: a
     // column's 16 keys. Other columns and keys are those addresses with bits flipped, or an offset away.
     int const key = transposer * 16 + lane % 16;
-    int const swizzle_from = kRowBytes == 128 ? key % 8 : key / 2 % 4;
-    int const lane_from = key * kRowBytes + (lane / 16 ^ swizzle_from) * 16;
-    int const lane_to = lane * Traits::kTileN + (transposer ^ lane % 8) * 16;
+    std::uint32_t const lane_from = slab_address<kRowBytes>(0, key, lane / 16);
+    std::uint32_t const lane_to = slab_address<Traits::kTileN>(0, lane, transposer);
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/matrices.hpp"
+#include "common/slab.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/fp8/weights.hpp"
 
@@ -9,19 +10,15 @@ namespace hattn::sm90 {
 
 template <class Traits>
 struct Fp8Recompute {
-  // `q` is the warpgroup's first row, `k` the block. The index of a row's 16-byte chunk is xor-ed with bits of the
-  // row's: three of them in rows of 128 bytes, two of every other row's in rows of 64.
+  // `q` is the warpgroup's first row, `k` the block.
   template <class Tensor, class Element>
   CUTE_DEVICE static void scores(Tensor& scores, Element const* q, Element const* k) {
     constexpr int kRowBytes = Traits::kHeadDimQK;
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    int const q_row = thread / 32 * 16 + lane % 16;
-    auto const swizzle = [](int row) { return kRowBytes == 128 ? row % 8 : row / 2 % 4; };
     std::uint32_t const q_address =
-        cute::cast_smem_ptr_to_uint(q) + q_row * kRowBytes + (lane / 16 ^ swizzle(lane % 16)) * 16;
-    std::uint32_t const k_address =
-        cute::cast_smem_ptr_to_uint(k) + lane % 8 * kRowBytes + (lane / 8 % 2 ^ swizzle(lane % 8)) * 16;
+        slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(q), thread / 32 * 16 + lane % 16, lane / 16, lane % 16);
+    std::uint32_t const k_address = slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(k), lane % 8, lane / 8 % 2);
     cute::clear(scores);
     auto pairs = cute::recast<std::uint32_t>(scores);
     // Where registers are short a few columns at a time: ptxas begins all products of a round before it ends one.

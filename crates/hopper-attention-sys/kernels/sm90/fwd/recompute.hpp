@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/matrices.hpp"
+#include "common/slab.hpp"
 #include "sm90/fwd/traits.hpp"
 
 namespace hattn::sm90 {
@@ -31,30 +32,25 @@ struct Recompute {
     }
   }
 
-  // `first_row` is the warpgroup's first row in the tile. Tiles are 64-column slabs of 128-byte rows, in which the
-  // index of a 16-byte chunk is xor-ed with the row's low three bits (for both operands the lane's): so the chunks of a
-  // row are its lane's first address with the chunk's own bits xor-ed in.
+  // `first_row` is the warpgroup's first row in the tile.
   template <class Scores>
   CUTE_DEVICE static void scores(Scores& scores, Element const* q, Element const* k, int first_row) {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    std::uint32_t const q_address = cute::cast_smem_ptr_to_uint(q) +
-                                    (first_row + (thread / 32 % 4) * 16 + lane % 16) * 128 +
-                                    (((lane / 16) ^ (lane % 8)) * 16);
-    std::uint32_t const k_address =
-        cute::cast_smem_ptr_to_uint(k) + (lane % 8) * 128 + (((lane / 8 % 2) ^ (lane % 8)) * 16);
+    std::uint32_t const q_address =
+        slab_address(cute::cast_smem_ptr_to_uint(q), first_row + (thread / 32 % 4) * 16 + lane % 16, lane / 16, lane);
+    std::uint32_t const k_address = slab_address(cute::cast_smem_ptr_to_uint(k), lane % 8, lane / 8 % 2, lane);
     cute::clear(scores);
     CUTE_NO_UNROLL
     for (int step = 0; step < Traits::kHeadDimQK / 16; ++step) {
-      int const slab = step / 4;
-      int const chunk_bits = step % 4 * 32;
+      ColumnStep const columns(step);
       std::uint32_t a[4];
-      load_matrices((q_address ^ chunk_bits) + slab * (Traits::kTileM * 128), a);
-      std::uint32_t const k_step = (k_address ^ chunk_bits) + slab * (Traits::kTileN * 128);
+      load_matrices(columns.from<Traits::kTileM>(q_address), a);
+      std::uint32_t const k_step = columns.from<Traits::kTileN>(k_address);
       CUTE_UNROLL
       for (int i = 0; i < Traits::kTileN / 8; ++i) {
         std::uint32_t b[2];
-        load_matrices(k_step + i * (8 * 128), b);
+        load_matrices(k_step + i * (8 * kSlabRowBytes), b);
         multiply(scores, 4 * i, a, b[0], b[1]);
       }
     }
