@@ -26,9 +26,8 @@ struct Fp8Epilogue {
       factors[r] = empty ? 0.0F : reciprocal_approx(divisor[r]) * largest_v;
       int const query = row + lane / 4 + 8 * r;
       if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
-        constexpr float kLn2 = 0.693147180559945309F;
         params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] =
-            empty ? -INFINITY : (reference[r] + log2_approx(row_sum[r])) * kLn2;
+            log_sum_exp(reference[r], row_sum[r]);
       }
     }
     CUTE_UNROLL

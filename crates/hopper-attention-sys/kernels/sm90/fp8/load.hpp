@@ -132,9 +132,7 @@ struct Fp8Load {
   // the first.
   CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                   Fp8Scheduler const& scheduler, Storage& storage) {
-    constexpr int kFew = 4 * Traits::kTileN;
-    bool const late = scheduler.counter != nullptr && params.seqlen_kv > kFew &&
-                      static_cast<std::int64_t>(params.right_offset) - params.left_offset > kFew;
+    bool const late = draws_late<Traits::kTileN>(scheduler.counter, params);
     std::uint32_t drawn = 0;  // tiles
     auto draw = [&]() __attribute__((always_inline)) {
       auto const q = RingPosition<Traits::kBuffersQ>::of(drawn);
