@@ -13,11 +13,11 @@
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
+#include "common/mma_sync.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -51,8 +51,8 @@ struct BwdMma {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           int const at = strip * (kChunk / 2) + 8 * n;
-          multiply<Element>(scores, at, a[strip], b[0], b[1]);
-          multiply<Element>(scores, at + 4, a[strip], b[2], b[3]);
+          mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
+          mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
         }
       }
     }
@@ -71,8 +71,8 @@ struct BwdMma {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           int const at = strip * (kHeadDim / 2) + 8 * i;
-          multiply<Element>(gradient, at, f[strip][step], b[0], b[1]);
-          multiply<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
+          mma_sync<Element>(gradient, at, f[strip][step], b[0], b[1]);
+          mma_sync<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
         }
       }
     }
@@ -114,8 +114,8 @@ struct BwdMma {
         CUTE_UNROLL
         for (int strip = 0; strip < 2; ++strip) {
           int const at = strip * (Traits::kValuesQ / 2) + 8 * i;
-          multiply<Element>(d_q, at, a[strip], b[0], b[1]);
-          multiply<Element>(d_q, at + 4, a[strip], b[2], b[3]);
+          mma_sync<Element>(d_q, at, a[strip], b[0], b[1]);
+          mma_sync<Element>(d_q, at + 4, a[strip], b[2], b[3]);
         }
       }
     }

@@ -3,11 +3,11 @@
 
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/mma_sync.hpp"
 #include "common/softmax.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
 #include "sm80/fwd/traits.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -43,8 +43,8 @@ struct Mma {
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (kTileN / 2) + 8 * n;
-        multiply<Element>(scores, at, a[strip], b[0], b[1]);
-        multiply<Element>(scores, at + 4, a[strip], b[2], b[3]);
+        mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
+        mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
       }
     }
   }
@@ -60,8 +60,8 @@ struct Mma {
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
-        multiply<Element>(output, at, p[strip][key], b[0], b[1]);
-        multiply<Element>(output, at + 4, p[strip][key], b[2], b[3]);
+        mma_sync<Element>(output, at, p[strip][key], b[0], b[1]);
+        mma_sync<Element>(output, at + 4, p[strip][key], b[2], b[3]);
       }
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/matrices.hpp"
+#include "common/mma_sync.hpp"
 #include "common/slab.hpp"
 #include "sm90/fwd/traits.hpp"
 
@@ -11,26 +12,6 @@ namespace hattn::sm90 {
 template <class Traits>
 struct Recompute {
   using Element = typename Traits::Element;
-
-  // c += a b for a 16x16 (rows of Q) and 16x8 (keys as columns) fragment; c is laid out like 8 columns of an m64
-  // accumulator.
-  template <class Scores>
-  CUTE_DEVICE static void multiply(Scores& scores, int at, std::uint32_t const (&a)[4], std::uint32_t b0,
-                                   std::uint32_t b1) {
-    if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(scores(at)), "+f"(scores(at + 1)), "+f"(scores(at + 2)), "+f"(scores(at + 3))
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(scores(at)), "+f"(scores(at + 1)), "+f"(scores(at + 2)), "+f"(scores(at + 3))
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-  }
 
   // `first_row` is the warpgroup's first row in the tile.
   template <class Scores>
@@ -51,7 +32,7 @@ struct Recompute {
       for (int i = 0; i < Traits::kTileN / 8; ++i) {
         std::uint32_t b[2];
         load_matrices(k_step + i * (8 * kSlabRowBytes), b);
-        multiply(scores, 4 * i, a, b[0], b[1]);
+        mma_sync<Element>(scores, 4 * i, a, b[0], b[1]);
       }
     }
     // The copy engine may write the K buffer next: these reads come before.
