@@ -44,18 +44,20 @@ CUTE_DEVICE std::uint32_t slab_address(std::uint32_t slab, int row, int chunk) {
   return slab_address<kRowBytes>(slab, row, chunk, row);
 }
 
-// A step of 16 columns in a tile.
-struct ColumnStep {
+// Where columns lie in a tile of slabs: in which slab, and what differs in the address of their chunk.
+struct Columns {
   int slab;
-  int flips;  // in the address of a chunk
+  int flips;
 
-  CUTE_DEVICE explicit ColumnStep(int step) : slab(step / 4), flips(step % 4 * 32) {}
+  // Of the 16 columns from 16 * step on.
+  CUTE_DEVICE static Columns of_step(int step) { return {step / 4, step % 4 * 32}; }
+  // Of what begins with this byte of a row, a multiple of 32.
+  CUTE_DEVICE static Columns of_byte(int byte) { return {byte / kSlabRowBytes, byte % kSlabRowBytes}; }
 
-  // The address, in a tile of kRows rows, of what lies so many steps behind `address` in the same row. That is an
-  // address in the first 16 columns.
+  // Their address in a tile of kRows rows, from that of the same row's first columns.
   template <int kRows>
-  CUTE_DEVICE std::uint32_t from(std::uint32_t address) const {
-    return (address ^ flips) + slab * (kRows * kSlabRowBytes);
+  CUTE_DEVICE std::uint32_t from(std::uint32_t first) const {
+    return (first ^ flips) + slab * (kRows * kSlabRowBytes);
   }
 };
 
@@ -63,7 +65,7 @@ struct ColumnStep {
 // which the product takes them as registers, so that none has to be moved.
 // - down: down the first 8 columns before the next, for A and for B transposed;
 // - along: along the first 8 rows before the next, for B and for A transposed.
-// A lane's row has the low three bits of the lane. So further columns are a ColumnStep from this address, and further
+// A lane's row has the low three bits of the lane. So further Columns are found from this address, and further
 // rows (by multiples of 8) are an offset away.
 CUTE_DEVICE std::uint32_t lane_offset_down(int lane) { return lane % 16 * kSlabRowBytes + (lane / 16 ^ lane % 8) * 16; }
 CUTE_DEVICE std::uint32_t lane_offset_along(int lane) {

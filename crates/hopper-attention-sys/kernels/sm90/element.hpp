@@ -24,7 +24,7 @@ CUTE_DEVICE void store_pairs(Element* tile, int row, int lane, Pair const& pair)
   std::uint32_t const address = slab_address(cute::cast_smem_ptr_to_uint(tile), row + lane % 16, lane / 16);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 16; ++i) {
-    store_matrices(ColumnStep(i).from<kRows>(address), pair(i, 0), pair(i, 1), pair(i, 2), pair(i, 3));
+    store_matrices(Columns::of_step(i).from<kRows>(address), pair(i, 0), pair(i, 1), pair(i, 2), pair(i, 3));
   }
 }
 

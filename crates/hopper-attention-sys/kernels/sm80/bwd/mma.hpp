@@ -42,12 +42,12 @@ struct BwdMma {
       std::uint32_t a[kStrips][4];
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
-        load_matrices(ColumnStep(step).from<kTileN>(x) + strip * (16 * kSlabRowBytes), a[strip]);
+        load_matrices(Columns::of_step(step).from<kTileN>(x) + strip * (16 * kSlabRowBytes), a[strip]);
       }
       CUTE_UNROLL
       for (int n = 0; n < kChunk / 16; ++n) {
         std::uint32_t b[4];
-        load_matrices(ColumnStep(step).from<kTileM>(y) + n * (16 * kSlabRowBytes), b);
+        load_matrices(Columns::of_step(step).from<kTileM>(y) + n * (16 * kSlabRowBytes), b);
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           int const at = strip * (kChunk / 2) + 8 * n;
@@ -67,7 +67,7 @@ struct BwdMma {
       CUTE_UNROLL
       for (int i = 0; i < kHeadDim / 16; ++i) {
         std::uint32_t b[4];
-        load_transposed(ColumnStep(i).from<kTileM>(z) + step * (16 * kSlabRowBytes), b);
+        load_transposed(Columns::of_step(i).from<kTileM>(z) + step * (16 * kSlabRowBytes), b);
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           int const at = strip * (kHeadDim / 2) + 8 * i;

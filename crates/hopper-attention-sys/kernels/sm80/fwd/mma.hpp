@@ -29,7 +29,7 @@ struct Mma {
   CUTE_DEVICE static void load_queries(std::uint32_t q, int step, std::uint32_t (&a)[kStrips][4]) {
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      load_matrices(ColumnStep(step).from<kTileM>(q) + strip * (16 * kSlabRowBytes), a[strip]);
+      load_matrices(Columns::of_step(step).from<kTileM>(q) + strip * (16 * kSlabRowBytes), a[strip]);
     }
   }
 
@@ -39,7 +39,7 @@ struct Mma {
     CUTE_UNROLL
     for (int n = 0; n < kTileN / 16; ++n) {
       std::uint32_t b[4];
-      load_matrices(ColumnStep(step).from<kTileN>(k) + n * (16 * kSlabRowBytes), b);
+      load_matrices(Columns::of_step(step).from<kTileN>(k) + n * (16 * kSlabRowBytes), b);
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (kTileN / 2) + 8 * n;
@@ -56,7 +56,7 @@ struct Mma {
     CUTE_UNROLL
     for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
       std::uint32_t b[4];
-      load_transposed(ColumnStep(i).from<kTileN>(v) + key * (16 * kSlabRowBytes), b);
+      load_transposed(Columns::of_step(i).from<kTileN>(v) + key * (16 * kSlabRowBytes), b);
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
