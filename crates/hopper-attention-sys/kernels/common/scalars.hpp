@@ -7,7 +7,7 @@
 // slower (in one FP8 row the products are serialised). A new number goes to the end, or stays in the parameters.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/numeric/math.hpp>
 
 #include "common/mask.hpp"
 #include "kernels.hpp"

@@ -64,4 +64,15 @@ struct TileScheduler {
   }
 };
 
+// Whether a persistent forward draws a CTA's next tile late, while the last keys but one of a tile are on their way.
+//
+// A tile that is drawn is kept from the other CTAs, and the grid ends as evenly as its draws are late. Tiles of few key
+// blocks must be drawn early, or their Q is waited for: as soon as there is a buffer (benches/LOG.md, 16).
+template <int kTileN, class Scalars>
+CUTE_DEVICE bool draws_late(int const* counter, Scalars const& scalars) {
+  constexpr int kFew = 4 * kTileN;
+  return counter != nullptr && scalars.seqlen_kv > kFew &&
+         static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
+}
+
 }  // namespace hattn

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
+#include "common/e4m3.hpp"
 #include "kernels.hpp"
 
 namespace hattn::quantize {
@@ -112,22 +113,8 @@ CUTE_DEVICE float clamp(float x, float most) {
   return clamped;
 }
 
-// Four f32 to e4m3, the first lowest: to nearest even, 448 for what is larger, 0x7f for a NaN.
-CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
-  std::uint32_t packed;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n"
-      "}\n"
-      : "=r"(packed)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return packed;
-}
-
-// 16 of them.
-CUTE_DEVICE uint4 pack_e4m3(float const (&x)[16]) {
+// 16 f32 to e4m3.
+CUTE_DEVICE uint4 pack_unit(float const (&x)[16]) {
   return {pack_e4m3(x[0], x[1], x[2], x[3]), pack_e4m3(x[4], x[5], x[6], x[7]), pack_e4m3(x[8], x[9], x[10], x[11]),
           pack_e4m3(x[12], x[13], x[14], x[15])};
 }

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(OnceTraits<kHeadDim, kRotation>::kThreads, Onc
         for (float& one : x) {
           one = multiply(one, factor);
         }
-        write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_e4m3(x));
+        write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(x));
       }
       if (params.counts != nullptr) {
         CUTE_UNROLL

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
+#include "common/memory.hpp"
 #include "quantize/arithmetic.hpp"
 
 namespace hattn::quantize {
@@ -161,9 +162,7 @@ CUTE_DEVICE void publish(Params const& params, Measured& measured) {
     asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(params.shared.amax + measured.shared),
                  "r"(measured.largest)
                  : "memory");
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(params.shared.measured + measured.shared),
-                 "r"(measured.tiles)
-                 : "memory");
+    add_release(params.shared.measured + measured.shared, measured.tiles);
     measured.largest = 0;
     measured.tiles = 0;
   }
@@ -171,20 +170,10 @@ CUTE_DEVICE void publish(Params const& params, Measured& measured) {
 
 // Waits until every tile has done so, and returns the largest.
 CUTE_DEVICE float await(Params const& params, unsigned shared) {
-  unsigned measured;
-  while (true) {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                 : "=r"(measured)
-                 : "l"(params.shared.measured + shared)
-                 : "memory");
-    if (measured == params.tiles_a_factor) {
-      break;
-    }
+  while (load_acquire(params.shared.measured + shared) != params.tiles_a_factor) {
     __nanosleep(64);
   }
-  unsigned amax;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(amax) : "l"(params.shared.amax + shared) : "memory");
-  return __uint_as_float(amax);
+  return __uint_as_float(load_relaxed(params.shared.amax + shared));
 }
 
 }  // namespace hattn::quantize

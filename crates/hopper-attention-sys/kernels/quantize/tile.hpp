@@ -6,15 +6,15 @@
 // that the eight lanes that read or write together meet all banks.
 #pragma once
 
+#include "common/thread.hpp"
 #include "quantize/rotate.hpp"
 #include "quantize/schedule.hpp"
 
 namespace hattn::quantize {
 
-// Read anew where it is needed: what follows from it would else stay in registers that the elements need.
+// This thread's place in the CTA, as a new value at each call: the elements need the registers.
 CUTE_DEVICE int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  int const index = thread_index_anew();
   __builtin_assume(index >= 0 && index < 1024);
   return index;
 }

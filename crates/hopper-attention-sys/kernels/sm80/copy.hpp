@@ -1,33 +1,18 @@
-// Copies of tiles from global to shared memory without a detour through registers (cp.async).
-//
-// A tile is kept as slabs of 64 columns, as rows of 128 bytes in which the index of a 16-byte chunk is xor-ed with the
-// row's low three bits: eight rows of one chunk lie in eight different groups of banks, for the copies as for ldmatrix.
+// Copies of tiles from global to shared memory without a detour through registers (cp.async). Tiles are slabs
+// (common/slab.hpp).
 #pragma once
 
 #include <cstdint>
 #include <cute/tensor.hpp>
 
+#include "common/slab.hpp"
 #include "kernels.hpp"
 
 namespace hattn::sm80 {
 
-// Columns of a slab, and bytes of its rows.
-constexpr int kSlabColumns = 64;
-constexpr int kSlabRowBytes = 128;
-
 // Where a head of a tensor of 16-bit elements begins.
 CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int head) {
   return tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head);
-}
-
-// Where a lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, in the order in
-// which the product takes them as registers, so that none has to be moved. That is down the first 8 columns before the
-// next for A and for B transposed, and along the first 8 rows before the next for B and for A transposed. A lane's row
-// has the low three bits of the lane, so that columns 16 i further in a slab are this address xor 32 i; other slabs and
-// rows (by multiples of 8) are an offset.
-CUTE_DEVICE std::uint32_t lane_offset_down(int lane) { return lane % 16 * kSlabRowBytes + (lane / 16 ^ lane % 8) * 16; }
-CUTE_DEVICE std::uint32_t lane_offset_along(int lane) {
-  return (lane / 16 * 8 + lane % 8) * kSlabRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
 }
 
 // Copies `bytes` (0 or 16) and fills the rest of 16 with zeros; of 0 bytes the source is not looked at.
@@ -56,7 +41,7 @@ CUTE_DEVICE void copy_tile(std::uint32_t tile, std::uint64_t head, std::int64_t 
   static_assert(kRowsAPass % 8 == 0 && kRows % kRowsAPass == 0, "a thread's rows have the same low bits");
   int const chunk = thread % 8;
   int const row = thread / 8;
-  std::uint32_t const target = tile + row * kSlabRowBytes + (chunk ^ row % 8) * 16;
+  std::uint32_t const target = slab_address(tile, row, chunk);
   std::uint64_t const source = head + first * row_bytes + row * row_bytes + chunk * 16;
   CUTE_UNROLL
   for (int pass = 0; pass < kRows / kRowsAPass; ++pass) {

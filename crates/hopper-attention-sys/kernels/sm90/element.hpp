@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.hpp"
+#include "common/slab.hpp"
 
 namespace hattn::sm90 {
 
@@ -16,18 +17,14 @@ CUTE_DEVICE void store_matrices(std::uint32_t address, std::uint32_t a, std::uin
                : "memory");
 }
 
-// Stores a warp's 16 rows of an m64 accumulator, as pairs of columns, from row `row` of a tile in slabs of 64 columns:
-// a slab has kRows rows of 128 bytes, in which the index of a 16-byte chunk is xor-ed with the row's low three bits.
+// Stores a warp's 16 rows of an m64 accumulator, as pairs of columns, from row `row` of a tile of kRows rows in slabs.
 // `pair(i, j)` is pair j of columns 16 i to 16 i + 15, in the order of the accumulator.
 template <int kRows, int kColumns, class Element, class Pair>
 CUTE_DEVICE void store_pairs(Element* tile, int row, int lane, Pair const& pair) {
-  int const matrix_row = row + lane % 16;
-  // A tile begins at a multiple of 128 bytes, so that xor-ing the address xors the chunk.
-  std::uint32_t const address =
-      cute::cast_smem_ptr_to_uint(tile) + matrix_row * 128 + (((lane / 16) ^ (matrix_row % 8)) * 16);
+  std::uint32_t const address = slab_address(cute::cast_smem_ptr_to_uint(tile), row + lane % 16, lane / 16);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 16; ++i) {
-    store_matrices((address ^ (i % 4 * 32)) + i / 4 * (kRows * 128), pair(i, 0), pair(i, 1), pair(i, 2), pair(i, 3));
+    store_matrices(Columns::of_step(i).from<kRows>(address), pair(i, 0), pair(i, 1), pair(i, 2), pair(i, 3));
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/slab.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 
@@ -66,7 +67,7 @@ template <class Params>
 struct MapEncoder {
   Params const& params;
   DType dtype;
-  int box_columns = 64;
+  int box_columns = kSlabColumns;
   Status status = {};
 
   // Of an operand with the rows and heads of Q.

@@ -1,9 +1,10 @@
-// Copies of tiles between global and shared memory: slabs of 64 columns, 128-byte swizzled rows.
+// Copies of tiles between global and shared memory by the copy engine. Tiles are slabs (common/slab.hpp).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/barrier.hpp"
+#include "common/slab.hpp"
 
 namespace hattn::sm90 {
 
@@ -11,12 +12,12 @@ namespace hattn::sm90 {
 constexpr std::uint64_t kEvictFirst = 0x12F0000000000000ULL;
 constexpr std::uint64_t kEvictLast = 0x14F0000000000000ULL;
 
-// Copies rows [row, row + kRows) of one head into a tile of 64-column slabs; what lies beyond the tensor reads as zero.
+// Copies rows [row, row + kRows) of one head into a tile; what lies beyond the tensor reads as zero.
 template <int kRows, int kHeadDim, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
                            int batch) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += 64) {
+  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
     cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
   }
 }
@@ -26,8 +27,8 @@ CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t
 template <int kRows, int kHeadDim, class Element>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, int row, int head, int batch) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += 64) {
-    cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * 64, column, row, head, batch);
+  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+    cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * kSlabColumns, column, row, head, batch);
   }
 }
 

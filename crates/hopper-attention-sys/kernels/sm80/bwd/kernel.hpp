@@ -30,8 +30,7 @@ namespace hattn::sm80 {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
+  auto& storage = shared_storage<typename Traits::SharedStorage>();
   BwdScheduler const scheduler{scalars.n_tiles,         scalars.heads_kv, scalars.batch,
                                scalars.heads_per_group, scalars.groups,   false,
                                scalars.tile_counter};

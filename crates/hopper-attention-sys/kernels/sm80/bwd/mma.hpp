@@ -12,11 +12,12 @@
 #include "common/barrier.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/memory.hpp"
+#include "common/mma_sync.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -41,17 +42,17 @@ struct BwdMma {
       std::uint32_t a[kStrips][4];
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
-        load_matrices((x ^ step % 4 * 32) + (step / 4 * kTileN + strip * 16) * kSlabRowBytes, a[strip]);
+        load_matrices(Columns::of_step(step).from<kTileN>(x) + strip * (16 * kSlabRowBytes), a[strip]);
       }
       CUTE_UNROLL
       for (int n = 0; n < kChunk / 16; ++n) {
         std::uint32_t b[4];
-        load_matrices((y ^ step % 4 * 32) + (step / 4 * kTileM + n * 16) * kSlabRowBytes, b);
+        load_matrices(Columns::of_step(step).from<kTileM>(y) + n * (16 * kSlabRowBytes), b);
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           int const at = strip * (kChunk / 2) + 8 * n;
-          multiply<Element>(scores, at, a[strip], b[0], b[1]);
-          multiply<Element>(scores, at + 4, a[strip], b[2], b[3]);
+          mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
+          mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
         }
       }
     }
@@ -66,21 +67,15 @@ struct BwdMma {
       CUTE_UNROLL
       for (int i = 0; i < kHeadDim / 16; ++i) {
         std::uint32_t b[4];
-        load_transposed((z ^ i % 4 * 32) + (i / 4 * kTileM + step * 16) * kSlabRowBytes, b);
+        load_transposed(Columns::of_step(i).from<kTileM>(z) + step * (16 * kSlabRowBytes), b);
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           int const at = strip * (kHeadDim / 2) + 8 * i;
-          multiply<Element>(gradient, at, f[strip][step], b[0], b[1]);
-          multiply<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
+          mma_sync<Element>(gradient, at, f[strip][step], b[0], b[1]);
+          mma_sync<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
         }
       }
     }
-  }
-
-  CUTE_DEVICE static int load_acquire(int const* address) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
   }
 
   // Which warp of a pair a thread is in, and of which pair. Under a causal mask the two have different quarters of the
@@ -119,8 +114,8 @@ struct BwdMma {
         CUTE_UNROLL
         for (int strip = 0; strip < 2; ++strip) {
           int const at = strip * (Traits::kValuesQ / 2) + 8 * i;
-          multiply<Element>(d_q, at, a[strip], b[0], b[1]);
-          multiply<Element>(d_q, at + 4, a[strip], b[2], b[3]);
+          mma_sync<Element>(d_q, at, a[strip], b[0], b[1]);
+          mma_sync<Element>(d_q, at + 4, a[strip], b[2], b[3]);
         }
       }
     }
@@ -138,7 +133,7 @@ struct BwdMma {
     if (scalars.ordered) {
       __syncwarp();  // after it the release is of what all lanes have added
       if (lane == 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(scalars.progress + block) : "memory");
+        add_release(scalars.progress + block, 1);
       }
     }
   }

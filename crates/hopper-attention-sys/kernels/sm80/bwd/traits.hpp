@@ -7,6 +7,7 @@
 #include "common/mask.hpp"
 #include "common/prepare.hpp"
 #include "common/row.hpp"
+#include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
@@ -99,15 +100,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // thread's place in the block is read anew at each call, so that what follows from it does not stay in registers.
   // With several, each profits from what the one before made.
   static constexpr bool kRegistersShort = kChunks == 1;
-  CUTE_DEVICE static int thread_index() {
-    if constexpr (kRegistersShort) {
-      int thread;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-      return thread;
-    } else {
-      return static_cast<int>(threadIdx.x);
-    }
-  }
+  CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
   static constexpr int kSlabsS = (kTileM + kSlabColumns - 1) / kSlabColumns;

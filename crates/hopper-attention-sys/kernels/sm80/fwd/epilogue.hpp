@@ -25,8 +25,7 @@ struct Epilogue {
       inverse[r] = empty ? 0.0F : reciprocal_approx(sums[r]);
       int const query = row + 8 * r + lane / 4;
       if (scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q) {
-        constexpr float kLn2 = 0.693147180559945309F;
-        lse[query] = empty ? -INFINITY : (softmax.reference[r] + log2_approx(sums[r])) * kLn2;
+        lse[query] = log_sum_exp(softmax.reference[r], sums[r]);
       }
     }
     std::uint64_t const head = head_address(params.o, tile.batch, tile.head);

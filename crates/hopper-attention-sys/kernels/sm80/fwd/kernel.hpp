@@ -28,8 +28,7 @@ namespace hattn::sm80 {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ FwdScalars const scalars) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
+  auto& storage = shared_storage<typename Traits::SharedStorage>();
   FwdScheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
                                params.heads_q,
                                params.batch,

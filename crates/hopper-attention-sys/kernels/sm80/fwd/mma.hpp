@@ -3,11 +3,11 @@
 
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/mma_sync.hpp"
 #include "common/softmax.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
 #include "sm80/fwd/traits.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -29,7 +29,7 @@ struct Mma {
   CUTE_DEVICE static void load_queries(std::uint32_t q, int step, std::uint32_t (&a)[kStrips][4]) {
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      load_matrices((q ^ step % 4 * 32) + (step / 4 * kTileM + strip * 16) * kSlabRowBytes, a[strip]);
+      load_matrices(Columns::of_step(step).from<kTileM>(q) + strip * (16 * kSlabRowBytes), a[strip]);
     }
   }
 
@@ -39,12 +39,12 @@ struct Mma {
     CUTE_UNROLL
     for (int n = 0; n < kTileN / 16; ++n) {
       std::uint32_t b[4];
-      load_matrices((k ^ step % 4 * 32) + (step / 4 * kTileN + n * 16) * kSlabRowBytes, b);
+      load_matrices(Columns::of_step(step).from<kTileN>(k) + n * (16 * kSlabRowBytes), b);
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (kTileN / 2) + 8 * n;
-        multiply<Element>(scores, at, a[strip], b[0], b[1]);
-        multiply<Element>(scores, at + 4, a[strip], b[2], b[3]);
+        mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
+        mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
       }
     }
   }
@@ -56,12 +56,12 @@ struct Mma {
     CUTE_UNROLL
     for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
       std::uint32_t b[4];
-      load_transposed((v ^ i % 4 * 32) + (i / 4 * kTileN + key * 16) * kSlabRowBytes, b);
+      load_transposed(Columns::of_step(i).from<kTileN>(v) + key * (16 * kSlabRowBytes), b);
       CUTE_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
-        multiply<Element>(output, at, p[strip][key], b[0], b[1]);
-        multiply<Element>(output, at + 4, p[strip][key], b[2], b[3]);
+        mma_sync<Element>(output, at, p[strip][key], b[0], b[1]);
+        mma_sync<Element>(output, at + 4, p[strip][key], b[2], b[3]);
       }
     }
   }

@@ -6,6 +6,7 @@
 #include "common/element.hpp"
 #include "common/mask.hpp"
 #include "common/row.hpp"
+#include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
@@ -35,15 +36,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // This thread's place in the block, where registers are short read anew at each call, so that what follows from it
   // does not stay in them.
-  CUTE_DEVICE static int thread_index() {
-    if constexpr (kRegistersShort) {
-      int thread;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-      return thread;
-    } else {
-      return static_cast<int>(threadIdx.x);
-    }
-  }
+  CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
   static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;

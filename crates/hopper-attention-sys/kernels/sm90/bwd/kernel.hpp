@@ -22,6 +22,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/thread.hpp"
 #include "sm90/bwd/load.hpp"
 #include "sm90/bwd/mma.hpp"
 #include "sm90/bwd/traits.hpp"
@@ -33,12 +34,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars,
                __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
                __grid_constant__ CUtensorMap const map_v, __grid_constant__ CUtensorMap const map_d_o) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
-
-  // Warp-uniform by construction, and known to the compiler as such.
-  int const warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
-
+  auto& storage = shared_storage<typename Traits::SharedStorage>();
+  int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(&map_q);
     cute::prefetch_tma_descriptor(&map_k);
@@ -86,7 +83,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
+    int const warp = warp_index();
     if (warp == 0 && cute::elect_one_sync()) {
       BwdLoad<Traits>::blocks(params, scalars, map_q, map_d_o, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {

@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/mask.hpp"
+#include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/bwd/traits.hpp"
@@ -126,7 +127,7 @@ struct BwdLoad {
         free_halves();
         if (first) {
           await_bulk_arrival<0>();
-          asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(progress(block)), "r"(kStored) : "memory");
+          add_release(progress(block), kStored);
         }
       });
       return;
@@ -135,6 +136,8 @@ struct BwdLoad {
     int next = -1;  // a block whose progress was asked for early
     int seen = 0;
     stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, int, int n) {
+      // Relaxed, since what comes after is only the copy engine's, which adds where the memory is coherent, and does
+      // not begin before it is asked to.
       int now = block == next ? seen : load_relaxed(progress(block));
       while (now % kFresh != n) {
         now = load_relaxed(progress(block));
@@ -170,22 +173,8 @@ struct BwdLoad {
       int const step = storage.turn_step[turn.stage];
       storage.turn_empty[turn.stage].arrive();
       turn.advance();
-      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(scalars.progress + block), "r"(step) : "memory");
+      add_release(scalars.progress + block, step);
     });
-  }
-
-  // For turns: what comes after is only the copy engine's, which adds where the memory is coherent, and does not begin
-  // before it is asked to.
-  CUTE_DEVICE static int load_relaxed(int const* address) {
-    int value;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-  }
-
-  CUTE_DEVICE static int load_acquire(int const* address) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
   }
 
   // Also draws the tiles: one is announced to the others when its K is asked for.

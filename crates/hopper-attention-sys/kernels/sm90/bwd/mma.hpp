@@ -12,6 +12,7 @@
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
+#include "common/thread.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -24,23 +25,10 @@ struct BwdMma {
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
 
-  // A thread's place in its warpgroup, as a value that the compiler must take for a new one: what is scalars from it is
-  // computed where it is used, since registers are short. Where they are shortest it is even read again.
-  CUTE_DEVICE static int anew(int thread) {
-    if constexpr (Traits::kTileM == 128) {
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    } else {
-      asm volatile("" : "+r"(thread));
-    }
-    return thread & 127;  // which tells it the range, too
-  }
-
-  // Nought, unknown to the compiler: what is scalars from it is computed where it is used. Held for the whole loop, the
-  // descriptors of an operand with one buffer would take every uniform register there is.
-  CUTE_DEVICE static int opaque_zero() {
-    int zero;
-    asm volatile("mov.u32 %0, 0;" : "=r"(zero));
-    return zero;
+  // A thread's place in its warpgroup, as a new value at each call. Where registers are shortest it is even read again.
+  CUTE_DEVICE static int thread_in_group_anew(int thread) {
+    // The mask tells the compiler the range, too.
+    return (Traits::kTileM == 128 ? thread_index_anew() : anew(thread)) & 127;
   }
 
   CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
@@ -161,7 +149,7 @@ struct BwdMma {
     // P, from the scores of the block that comes.
     auto exponentials = [&]() __attribute__((always_inline)) {
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
-        int const thread = anew(thread_in_group);
+        int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4));
       }
@@ -172,7 +160,7 @@ struct BwdMma {
     };
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
                               auto const& values, float scale) __attribute__((always_inline)) {
-      int const thread = anew(thread_in_group);
+      int const thread = thread_in_group_anew(thread_in_group);
       write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
                            2 * tensor.stride_row, tile.block * kN + warp_row(thread), scalars.seqlen_kv, head_dim,
                            thread % 32, [&](int i, int j) {
@@ -191,7 +179,7 @@ struct BwdMma {
     };
     auto store_queries = [&]() __attribute__((always_inline)) {
       storage.d_q_empty[slot.stage].wait(slot.parity ^ 1);
-      float4* const half = reinterpret_cast<float4*>(storage.d_q[slot.stage]) + anew(thread_in_group);
+      float4* const half = reinterpret_cast<float4*>(storage.d_q[slot.stage]) + thread_in_group_anew(thread_in_group);
       CUTE_UNROLL
       for (int i = 0; i < size(tdQ) / 4; ++i) {
         half[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
@@ -261,6 +249,8 @@ struct BwdMma {
       } else {
         finish_queries(k.stage, after);
       }
+      // V's place is a new value: held for the whole loop, the descriptors of an operand with one buffer would take
+      // every uniform register there is.
       issue_sum(mma_statistics, tSrOnes(_, _, _, 1), tSrStatistics(_, _, _, ring.stage), mma_d_p,
                 tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
       pack(tP, tS);
@@ -277,7 +267,7 @@ struct BwdMma {
       }
       pack(tdS, tS);
       Tensor pairs = recast<std::uint32_t>(tdS);
-      int const thread = anew(thread_in_group);
+      int const thread = thread_in_group_anew(thread_in_group);
       store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
                           [&](int i, int j) { return pairs(4 * i + j); });
       issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);

@@ -8,6 +8,7 @@
 #include "common/barrier.hpp"
 #include "common/prepare.hpp"
 #include "common/row.hpp"
+#include "common/slab.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
@@ -67,7 +68,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kWarps = 4 * kConsumers;
   static_assert(kConsumers == 2, "the reduction of dQ is split in two");
   static_assert(kTileM == 64 || kTileM == 128, "dQ is split by columns or by rows");
-  static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
+  static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
 
   // K of a tile and of the next one; V is read for the last time early in a tile's last block.
   static constexpr int kBuffersK = 2;

@@ -2,6 +2,7 @@
 // the log-sum-exp, straight to memory.
 #pragma once
 
+#include "common/e4m3.hpp"
 #include "common/element.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
@@ -12,7 +13,7 @@ template <class Traits>
 struct Fp8Epilogue {
   // `reference` and `row_sum` as the softmax left them, `divisor` what O is divided by, `output` the sums of P V.
   template <class Output>
-  CUTE_DEVICE static void run(FwdParams const& params, Fp8Scalars const& scalars, Tile const& tile, int consumer,
+  CUTE_DEVICE static void run(Fp8KernelParams const& params, Tile const& tile, int consumer,
                               float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
                               float largest_v, Output& output) {
     int const thread = Traits::thread_index();
@@ -24,44 +25,43 @@ struct Fp8Epilogue {
       bool const empty = row_sum[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
       factors[r] = empty ? 0.0F : reciprocal_approx(divisor[r]) * largest_v;
       int const query = row + lane / 4 + 8 * r;
-      if (scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q) {
-        constexpr float kLn2 = 0.693147180559945309F;
-        scalars.lse[tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + query] =
-            empty ? -INFINITY : (reference[r] + log2_approx(row_sum[r])) * kLn2;
+      if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
+        params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] =
+            log_sum_exp(reference[r], row_sum[r]);
       }
     }
     CUTE_UNROLL
     for (int i = 0; i < cute::size(output); ++i) {
       output(i) *= factors[i / 2 % 2];
     }
-    if (scalars.amax != nullptr) {
+    if (params.amax != nullptr) {
       // Magnitudes compare as their bits do, and a NaN is the largest.
       unsigned largest = 0;
       CUTE_UNROLL
       for (int i = 0; i < cute::size(output); ++i) {
-        bool const there = row + lane / 4 + 8 * (i / 2 % 2) < scalars.seqlen_q;
+        bool const there = row + lane / 4 + 8 * (i / 2 % 2) < params.seqlen_q;
         largest = cute::max(largest, there ? __float_as_uint(output(i)) & 0x7fffffffU : 0U);
       }
       largest = __reduce_max_sync(0xffffffffU, largest);
       if (lane == 0) {
-        atomicMax(scalars.amax, largest);
+        atomicMax(params.amax, largest);
       }
     }
-    if (scalars.output == DType::E4M3) {
-      float const scale = *scalars.scale_o;
-      write<1>(params, scalars, tile, row, lane, [&](int i) {
+    if (params.output == DType::E4M3) {
+      float const scale = *params.scale_o;
+      write<1>(params, tile, row, lane, [&](int i) {
         return cute::array<std::uint32_t, 1>{
             pack_e4m3(output(i) * scale, output(i + 4) * scale, output(i + 1) * scale, output(i + 5) * scale)};
       });
     } else {
       auto const pairs = [&](auto element) __attribute__((always_inline)) {
         using Element = decltype(element);
-        write<2>(params, scalars, tile, row, lane, [&](int i) {
+        write<2>(params, tile, row, lane, [&](int i) {
           return cute::array<std::uint32_t, 2>{pack_pair<Element>(output(i), output(i + 4)),
                                                pack_pair<Element>(output(i + 1), output(i + 5))};
         });
       };
-      if (scalars.output == DType::F16) {
+      if (params.output == DType::F16) {
         pairs(cutlass::half_t{});
       } else {
         pairs(cutlass::bfloat16_t{});
@@ -72,7 +72,7 @@ struct Fp8Epilogue {
   // Four columns side by side at a time, which a lane has since V^T lists the even columns of 16 before the odd ones:
   // those of accumulator elements i, i + 4, i + 1, i + 5 are `words(i)`.
   template <int kElementBytes, class Words>
-  CUTE_DEVICE static void write(FwdParams const& params, Fp8Scalars const& scalars, Tile const& tile, int row, int lane,
+  CUTE_DEVICE static void write(Fp8KernelParams const& params, Tile const& tile, int row, int lane,
                                 Words const& words) {
     std::uint64_t const head =
         params.o.address + kElementBytes * (tile.batch * params.o.stride_batch + tile.head * params.o.stride_head);
@@ -82,7 +82,7 @@ struct Fp8Epilogue {
       std::uint64_t const first = head + kElementBytes * (query * params.o.stride_row + 4 * (lane % 4));
       CUTE_UNROLL
       for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
-        store_if(query < scalars.seqlen_q && 16 * i < scalars.head_dim_vo, first + kElementBytes * 16 * i,
+        store_if(query < params.seqlen_q && 16 * i < params.head_dim_vo, first + kElementBytes * 16 * i,
                  words(8 * i + 2 * r));
       }
     }

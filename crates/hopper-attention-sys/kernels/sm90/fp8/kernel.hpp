@@ -19,6 +19,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/thread.hpp"
 #include "sm90/fp8/load.hpp"
 #include "sm90/fp8/mma.hpp"
 #include "sm90/fp8/range.hpp"
@@ -27,13 +28,11 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fp8_fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ Fp8Scalars const scalars,
-                   __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
-                   __grid_constant__ CUtensorMap const map_v) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  auto& storage = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
-  int const warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
-  if (!Fp8Range<Traits>::is_wanted(scalars)) {
+    fp8_fwd_kernel(__grid_constant__ Fp8KernelParams const params, __grid_constant__ CUtensorMap const map_q,
+                   __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v) {
+  auto& storage = shared_storage<typename Traits::SharedStorage>();
+  int const warpgroup = warpgroup_index();
+  if (!Fp8Range<Traits>::is_wanted(params)) {
     return;
   }
   if (threadIdx.x == 0) {
@@ -60,27 +59,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   Fp8Load<Traits>::ones(storage);
   __syncthreads();
-  Fp8Scheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
-                               scalars.heads_q,
-                               scalars.batch,
-                               scalars.heads_per_group,
-                               scalars.groups,
+  Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                               params.heads_q,
+                               params.batch,
+                               params.heads_per_group,
+                               params.groups,
                                Traits::kMask != MaskClass::Full,
-                               scalars.tile_counter};
-  Band const band = band_of(scalars);
+                               params.tile_counter};
+  Band const band = band_of(params);
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    int const warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 32, 0);
+    int const warp = warp_index();
     if (warp == 0) {
-      Fp8Load<Traits>::keys_and_values(params, scalars, map_k, map_v, band, storage);
+      Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
     } else if (warp == 1) {
-      Fp8Load<Traits>::queries(params, scalars, map_q, band, scheduler, storage);
+      Fp8Load<Traits>::queries(params, map_q, band, scheduler, storage);
     } else if (warp >= 2) {
       Fp8Load<Traits>::transpose(band, storage, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Fp8Mma<Traits>::run(params, scalars, band, storage, warpgroup - 1);
+    Fp8Mma<Traits>::run(params, band, storage, warpgroup - 1);
   }
 }
 

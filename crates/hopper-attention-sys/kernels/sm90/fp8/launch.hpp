@@ -14,26 +14,34 @@ Status fp8_prepare() noexcept {
                                          : prepare_kernels(fp8_fwd_kernel<Traits>, Traits::kSmemBytes);
 }
 
+// What a forward without keys gives. (The filling kernel takes two bytes for an element.)
+inline Status fp8_fill_empty(FwdParams params, CUstream_st* stream) noexcept {
+  if (params.output == DType::E4M3) {
+    params.head_dim_vo /= 2;
+    params.o.stride_batch /= 2;
+    params.o.stride_row /= 2;
+    params.o.stride_head /= 2;
+  }
+  return launch_fill_empty(params, stream);
+}
+
 template <class Traits>
-Status fp8_launch(FwdParams const& given, CUstream_st* stream) noexcept {
+Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   using Share = Fp8Share<Traits>;
   bool const looks = Traits::kScores == Scores::F16;
-  bool const behind = !looks && given.range_check != 0;
-  FwdParams params = given;
-  // The largest magnitude counts only once it is known that nothing was too large: until then it is kept in the
+  bool const behind = !looks && params.range_check != 0;
+  // The largest magnitude counts only once it is known that nothing was too large. Until then it is kept in the
   // workspace, and the row behind publishes it or makes its own.
-  bool const keeps_amax = looks && given.amax.address != 0;
-  if (keeps_amax) {
-    params.amax.address = given.range_check + offsetof(RangeCheck, amax);
-  }
+  bool const keeps_amax = looks && params.amax.address != 0;
+  std::uint64_t const amax = keeps_amax ? params.range_check + offsetof(RangeCheck, amax) : params.amax.address;
   if (!behind) {
     std::size_t const counter_bytes =
         params.shared_tiles != 0 ? Share::header_bytes(params.grid) + std::size_t{Share::kSignBytes} * params.grid
         : looks                  ? sizeof(RangeCheck)
                                  : sizeof(int);
-    Status zeroed = zero(keeps_amax ? given.range_check : params.tile_counter, counter_bytes, stream);
+    Status zeroed = zero(keeps_amax ? params.range_check : params.tile_counter, counter_bytes, stream);
     if (zeroed.code == StatusCode::Ok) {
-      zeroed = zero(given.amax.address, sizeof(float), stream);
+      zeroed = zero(params.amax.address, sizeof(float), stream);
     }
     if (zeroed.code != StatusCode::Ok) {
       return zeroed;
@@ -42,18 +50,8 @@ Status fp8_launch(FwdParams const& given, CUstream_st* stream) noexcept {
   if (params.batch == 0 || params.heads_q == 0 || params.seqlen_q == 0) {
     return {};  // amax was all that was wanted
   }
-  if (params.seqlen_kv == 0 && behind) {
-    return {};
-  }
   if (params.seqlen_kv == 0) {
-    if (params.output == DType::E4M3) {
-      // Two bytes are an element there.
-      params.head_dim_vo /= 2;
-      params.o.stride_batch /= 2;
-      params.o.stride_row /= 2;
-      params.o.stride_head /= 2;
-    }
-    return launch_fill_empty(params, stream);
+    return behind ? Status{} : fp8_fill_empty(params, stream);
   }
 
   CUtensorMap map_q, map_k, map_v;
@@ -65,21 +63,27 @@ Status fp8_launch(FwdParams const& given, CUstream_st* stream) noexcept {
     return encode.status;
   }
 
-  Fp8Scalars scalars = common_scalars<Fp8Scalars>(params);
-  scalars.lse = reinterpret_cast<float*>(params.lse.address);
-  scalars.output = params.output;
-  scalars.scale_o = reinterpret_cast<float const*>(params.scale_o.address);
-  scalars.amax = reinterpret_cast<unsigned*>(params.amax.address);
-  scalars.descale_q_group = params.descale_q_group;
-  scalars.batch = params.batch;
-  scalars.heads_q = params.heads_q;
-  scalars.head_dim_vo = params.head_dim_vo;
-  scalars.range_check = reinterpret_cast<RangeCheck*>(params.range_check);
-  scalars.range_grid = params.range_grid;
-  scalars.shared_tiles = params.shared_tiles;
+  Fp8KernelParams kernel = common_scalars<Fp8KernelParams>(params);
+  kernel.o = params.o;
+  kernel.output = params.output;
+  kernel.scale_o = reinterpret_cast<float const*>(params.scale_o.address);
+  kernel.amax = reinterpret_cast<unsigned*>(amax);
+  kernel.lse = reinterpret_cast<float*>(params.lse.address);
+  kernel.lse_stride_batch = params.lse.stride_batch;
+  kernel.lse_stride_head = params.lse.stride_head;
+  kernel.descale_q = params.descale_q;
+  kernel.descale_k = params.descale_k;
+  kernel.descale_v = params.descale_v;
+  kernel.descale_q_group = params.descale_q_group;
+  kernel.batch = params.batch;
+  kernel.heads_q = params.heads_q;
+  kernel.head_dim_vo = params.head_dim_vo;
+  kernel.range_check = reinterpret_cast<RangeCheck*>(params.range_check);
+  kernel.range_grid = params.range_grid;
+  kernel.shared_tiles = params.shared_tiles;
   int const shared_units = params.shared_tiles * Share::units_of(params.seqlen_kv);
-  scalars.shared_units = shared_units / params.grid;
-  scalars.shared_longer = shared_units % params.grid;
+  kernel.shared_units = shared_units / params.grid;
+  kernel.shared_longer = shared_units % params.grid;
   // A row behind another one may be started while that one's last blocks run.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -91,7 +95,7 @@ Status fp8_launch(FwdParams const& given, CUstream_st* stream) noexcept {
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = behind ? 1 : 0;
-  return to_status(cudaLaunchKernelEx(&config, fp8_fwd_kernel<Traits>, params, scalars, map_q, map_k, map_v));
+  return to_status(cudaLaunchKernelEx(&config, fp8_fwd_kernel<Traits>, kernel, map_q, map_k, map_v));
 }
 
 template <class Traits>

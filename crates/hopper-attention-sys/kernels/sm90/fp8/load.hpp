@@ -6,6 +6,7 @@
 
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/slab.hpp"
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/range.hpp"
@@ -62,7 +63,7 @@ struct Fp8Load {
   // A whole warp, of which one lane copies. The lower lanes work out scores' factors, each for a consumer, and the
   // upper ones V's ratio. K is asked for before any factor, so that their latencies, which are memory's at a head's
   // first block, pass side by side.
-  CUTE_DEVICE static void keys_and_values(FwdParams const& params, Fp8Scalars const& scalars, CUtensorMap const& map_k,
+  CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
                                           CUtensorMap const& map_v, Band const& band, Storage& storage) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     bool const of_keys = lane < 16;
@@ -70,14 +71,14 @@ struct Fp8Load {
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
-      int const head = tile.head / scalars.heads_per_kv_head;
+      int const head = tile.head / params.heads_per_kv_head;
       TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
       float const* own = &factor(descale, tile.batch, head, range.end - 1);
-      float largest_v = largest_factor(params.descale_v, tile.batch, head, scalars.seqlen_kv, lane);
+      float largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv, lane);
       // What a block's own factor is multiplied by, once V's largest is known.
       float other =
-          factor(params.descale_q, tile.batch, tile.head / scalars.descale_q_group,
-                 cute::min(tile.block * Traits::kTileM + 64 * consumer, scalars.seqlen_q - 1) / Traits::kScaleBlock);
+          factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+                 cute::min(tile.block * Traits::kTileM + 64 * consumer, params.seqlen_q - 1) / Traits::kScaleBlock);
       bool first = true;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n, ++count) {
@@ -94,7 +95,7 @@ struct Fp8Load {
         if (first) {
           first = false;
           largest_v = __uint_as_float(__reduce_max_sync(0xffffffffU, __float_as_uint(largest_v)));
-          other = of_keys ? other * scalars.scale_log2 : 1.0F / largest_v;
+          other = of_keys ? other * params.scale_log2 : 1.0F / largest_v;
           if (cute::elect_one_sync()) {
             storage.largest_v[q.stage] = largest_v;
             storage.tile_empty[q.stage].arrive();
@@ -129,17 +130,15 @@ struct Fp8Load {
   // A whole warp, of which one lane draws and copies. It follows the blocks of K, to look at those that are its tile's
   // to look at, and draws the next tile meanwhile: when the last block but one is there, as in sm90/fwd/load.hpp, or
   // the first.
-  CUTE_DEVICE static void queries(FwdParams const& params, Fp8Scalars const& scalars, CUtensorMap const& map_q,
-                                  Band const& band, Fp8Scheduler const& scheduler, Storage& storage) {
-    constexpr int kFew = 4 * Traits::kTileN;
-    bool const late = scheduler.counter != nullptr && scalars.seqlen_kv > kFew &&
-                      static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
+  CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
+                                  Fp8Scheduler const& scheduler, Storage& storage) {
+    bool const late = draws_late<Traits::kTileN>(scheduler.counter, params);
     std::uint32_t drawn = 0;  // tiles
     auto draw = [&]() __attribute__((always_inline)) {
       auto const q = RingPosition<Traits::kBuffersQ>::of(drawn);
       storage.tile_empty[q.stage].wait(q.parity ^ 1);
       if (cute::elect_one_sync()) {
-        draw_tile(params, scalars, map_q, band, scheduler, storage, q.stage, drawn);
+        draw_tile(params, map_q, band, scheduler, storage, q.stage, drawn);
       }
       __syncwarp();
       ++drawn;
@@ -152,7 +151,7 @@ struct Fp8Load {
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
-      range_check.enter_tile(scalars, band, scheduler, tile);
+      range_check.enter_tile(params, band, scheduler, tile);
       int const draws_at = late ? cute::min(range.begin + 1, range.end - 1) : range.end - 1;
       CUTE_NO_UNROLL
       for (int n = range.end - 1; n >= range.begin; --n, ++count) {
@@ -172,21 +171,20 @@ struct Fp8Load {
         storage.tile_empty[q.stage].arrive();
       }
     });
-    range_check.report(scalars);
+    range_check.report(params);
   }
 
-  CUTE_DEVICE static void draw_tile(FwdParams const& params, Fp8Scalars const& scalars, CUtensorMap const& map_q,
-                                    Band const& band, Fp8Scheduler const& scheduler, Storage& storage,
-                                    std::uint32_t stage, int round) {
+  CUTE_DEVICE static void draw_tile(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
+                                    Fp8Scheduler const& scheduler, Storage& storage, std::uint32_t stage, int round) {
     Part part;
-    Tile const tile = Fp8Share<Traits>::next(scalars, scheduler, round, storage.stretch, part);
+    Tile const tile = Fp8Share<Traits>::next(params, scheduler, round, storage.stretch, part);
     storage.tile[stage] = tile;
     storage.part[stage] = part;
     if (tile.valid()) {
       // Of a tile that is still to come: its first factors are in L2 when they are asked for.
       BlockRange const range = Traits::blocks_of(band, tile.block, part);
-      int const head = tile.head / scalars.heads_per_kv_head;
-      prefetch_factor(params.descale_q, tile.batch, tile.head / scalars.descale_q_group,
+      int const head = tile.head / params.heads_per_kv_head;
+      prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       tile.block * Traits::kTileM / Traits::kScaleBlock);
       prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
       prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
@@ -217,9 +215,8 @@ struct Fp8Load {
     // Where the lane reads of the first 16 keys and 32 columns (a key's row, 16 columns of it), and where it writes: a
     // column's 16 keys. Other columns and keys are those addresses with bits flipped, or an offset away.
     int const key = transposer * 16 + lane % 16;
-    int const swizzle_from = kRowBytes == 128 ? key % 8 : key / 2 % 4;
-    int const lane_from = key * kRowBytes + (lane / 16 ^ swizzle_from) * 16;
-    int const lane_to = lane * Traits::kTileN + (transposer ^ lane % 8) * 16;
+    std::uint32_t const lane_from = slab_address<kRowBytes>(0, key, lane / 16);
+    std::uint32_t const lane_to = slab_address<Traits::kTileN>(0, lane, transposer);
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
       BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);

@@ -22,6 +22,7 @@
 #include "sm90/fp8/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/product.hpp"
+#include "sm90/turns.hpp"
 
 namespace hattn::sm90 {
 
@@ -34,25 +35,12 @@ struct Fp8Mma {
                           WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
   using Softmax = Fp8Softmax<Weights>;
   using Share = Fp8Share<Traits>;
+  using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
-  // Named barriers 1 and 2: a warpgroup waits for its turn to issue products at its own number, where the other
-  // arrives.
-  CUTE_DEVICE static int turn_number() { return static_cast<int>(threadIdx.x) / 128; }
-  CUTE_DEVICE static void turn_wait() {
-    if constexpr (Traits::kTurns) {
-      named_barrier_sync(turn_number(), 256);
-    }
-  }
-  CUTE_DEVICE static void turn_pass() {
-    if constexpr (Traits::kTurns) {
-      named_barrier_arrive(3 - turn_number(), 256);
-    }
-  }
 
-  CUTE_DEVICE static void run(FwdParams const& params, Fp8Scalars const& scalars, Band const& band, Storage& storage,
-                              int consumer) {
+  CUTE_DEVICE static void run(Fp8KernelParams const& params, Band const& band, Storage& storage, int consumer) {
     using namespace cute;
     typename Traits::MmaQK mma_qk;
     typename Traits::template MmaPV<0> mma_pv;
@@ -193,10 +181,10 @@ struct Fp8Mma {
       std::uint32_t v;
       if constexpr (Traits::kParts == 1) {
         factors = await_keys();
-        turn_wait();
+        Turns::wait(consumer);
         issue_scores();
         v = issue_output();
-        turn_pass();
+        Turns::pass(consumer);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
         warpgroup_wait<0>();
@@ -242,10 +230,7 @@ struct Fp8Mma {
       release_k();
     };
 
-    // The first turn is the first warpgroup's.
-    if (consumer == 1) {
-      turn_pass();
-    }
+    Turns::begin(consumer);
 
     enter_tile();
     if (m_block < 0) {
@@ -253,9 +238,9 @@ struct Fp8Mma {
     }
     storage.q_full[0].wait(0);
     BlockFactors factors = await_keys();
-    turn_wait();
+    Turns::wait(consumer);
     issue_scores();
-    turn_pass();
+    Turns::pass(consumer);
     warpgroup_wait<0>();
     warpgroup_fence_operand(tSrS);
     first_softmax(factors);
@@ -281,7 +266,7 @@ struct Fp8Mma {
         }
       }
 
-      turn_wait();
+      Turns::wait(consumer);
       std::uint32_t const v = issue_output();
       float sums[2];
       softmax.finish(sums);
@@ -301,17 +286,17 @@ struct Fp8Mma {
       auto finish_tile = [&]() __attribute__((always_inline)) {
         int const place = Traits::consumer_thread_index();
         if (Traits::kShares && others < 0) {
-          Share::leave(scalars, -1 - others, place, softmax.reference, sums, divisor, tOrO);
+          Share::leave(params, -1 - others, place, softmax.reference, sums, divisor, tOrO);
         } else {
           if (Traits::kShares && others > 0) {
-            Share::join(scalars, others - 1, place, softmax.reference, sums, divisor, tOrO);
+            Share::join(params, others - 1, place, softmax.reference, sums, divisor, tOrO);
           }
-          Fp8Epilogue<Traits>::run(params, scalars, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+          Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
         }
       };
       if constexpr (Traits::kParts == 1) {
         issue_scores();
-        turn_pass();
+        Turns::pass(consumer);
         warpgroup_wait<1>();
         release_v(v);
         add_part(kLastPart, ratio_v);

@@ -19,19 +19,19 @@ struct Fp8Range {
   static constexpr bool kLooks = Traits::kScores == Scores::F16;
 
   // Whether this launch has anything to do; what it writes must wait until this is known.
-  CUTE_DEVICE static bool is_wanted(Fp8Scalars const& scalars) {
+  CUTE_DEVICE static bool is_wanted(Fp8KernelParams const& params) {
     if constexpr (kLooks) {
       // The row that follows may take the places of CTAs that have ended, to wait there for the others.
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    } else if (scalars.range_check != nullptr) {
+    } else if (params.range_check != nullptr) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       std::uint32_t found = 0;
-      for (int i = static_cast<int>(threadIdx.x); i < scalars.range_grid; i += Traits::kThreads) {
-        found |= __ldcg(signs(scalars) + i);
+      for (int i = static_cast<int>(threadIdx.x); i < params.range_grid; i += Traits::kThreads) {
+        found |= __ldcg(signs(params) + i);
       }
       if (__syncthreads_or(static_cast<int>(found)) == 0) {
-        if (scalars.amax != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-          *scalars.amax = __ldcg(&scalars.range_check->amax);
+        if (params.amax != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+          *params.amax = __ldcg(&params.range_check->amax);
         }
         return false;
       }
@@ -42,10 +42,10 @@ struct Fp8Range {
   // Which blocks of K are this tile's to look at: of a head's first query head, by turns where all tiles visit all
   // blocks, and else those that the tile before does not visit. (Neither end of what tiles visit ever falls from one to
   // the next, so that what nobody looks at nobody visits.)
-  CUTE_DEVICE void enter_tile(Fp8Scalars const& scalars, Band const& band, Fp8Scheduler const& scheduler,
+  CUTE_DEVICE void enter_tile(Fp8KernelParams const& params, Band const& band, Fp8Scheduler const& scheduler,
                               Tile const& tile) {
     if constexpr (kLooks) {
-      bool const first = static_cast<unsigned>(tile.head) % static_cast<unsigned>(scalars.heads_per_kv_head) == 0;
+      bool const first = static_cast<unsigned>(tile.head) % static_cast<unsigned>(params.heads_per_kv_head) == 0;
       if constexpr (Traits::kMask == MaskClass::Full) {
         turns = scheduler.blocks;
         own = first ? static_cast<unsigned>(tile.block) : turns;
@@ -74,21 +74,21 @@ struct Fp8Range {
     }
   }
 
-  CUTE_DEVICE void report(Fp8Scalars const& scalars) const {
+  CUTE_DEVICE void report(Fp8KernelParams const& params) const {
     if constexpr (kLooks) {
       std::uint32_t const all = __reduce_or_sync(0xffffffffU, found);
       if (cute::elect_one_sync()) {
-        __stcg(signs(scalars) + blockIdx.x, all & 0x80808080U);
+        __stcg(signs(params) + blockIdx.x, all & 0x80808080U);
         if (blockIdx.x == 0) {
-          scalars.range_check->tile_counter_behind = 0;
+          params.range_check->tile_counter_behind = 0;
         }
       }
     }
   }
 
  private:
-  CUTE_DEVICE static std::uint32_t* signs(Fp8Scalars const& scalars) {
-    return reinterpret_cast<std::uint32_t*>(scalars.range_check + 1);
+  CUTE_DEVICE static std::uint32_t* signs(Fp8KernelParams const& params) {
+    return reinterpret_cast<std::uint32_t*>(params.range_check + 1);
   }
 
   unsigned turns = 1;

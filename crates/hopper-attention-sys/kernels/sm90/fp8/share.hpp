@@ -11,6 +11,7 @@
 // warp of each CTA that it has left its sums, and those sums.
 #pragma once
 
+#include "common/memory.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/fp8/traits.hpp"
@@ -38,13 +39,13 @@ struct Fp8Share {
   }
 
   // The CTA's next tile, and the part of it. `stretch` is what is left of the one that it has drawn.
-  CUTE_DEVICE static Tile next(Fp8Scalars const& scalars, Fp8Scheduler const& scheduler, int round,
+  CUTE_DEVICE static Tile next(Fp8KernelParams const& params, Fp8Scheduler const& scheduler, int round,
                                Stretch volatile& stretch, Part& part) {
     part = {0, 0};
-    if (!Traits::kShares || scalars.shared_tiles == 0) {
+    if (!Traits::kShares || params.shared_tiles == 0) {
       return scheduler.tile(scheduler.draw(round));
     }
-    int const whole = scheduler.total() - scalars.shared_tiles;
+    int const whole = scheduler.total() - params.shared_tiles;
     if (stretch.left == 0) {
       int const index = scheduler.draw(round);
       if (index < whole) {
@@ -55,16 +56,16 @@ struct Fp8Share {
         return {0, 0, -1};
       }
       stretch.slot = index - whole;
-      stretch.position = after * scalars.shared_units + cute::min(after, scalars.shared_longer);
-      stretch.left = scalars.shared_units + (after < scalars.shared_longer ? 1 : 0);
+      stretch.position = after * params.shared_units + cute::min(after, params.shared_longer);
+      stretch.left = params.shared_units + (after < params.shared_longer ? 1 : 0);
     }
     std::uint32_t const position = stretch.position;
     std::uint32_t const left = stretch.left;
-    std::uint32_t const units = units_of(scalars.seqlen_kv);
+    std::uint32_t const units = units_of(params.seqlen_kv);
     std::uint32_t const tile = position / units;
     std::uint32_t const first = position - tile * units;
     std::uint32_t const taken = cute::min(units - first, left);
-    std::uint32_t const blocks = (scalars.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
+    std::uint32_t const blocks = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
     if (first > 0) {
       part = {static_cast<int>(first * kUnit - blocks), -1 - stretch.slot};
     } else if (taken < units) {
@@ -78,9 +79,9 @@ struct Fp8Share {
 
   // For the CTA that has the tile's other keys; `place` is the thread's among those that have sums.
   template <class Output>
-  CUTE_DEVICE static void leave(Fp8Scalars const& scalars, int slot, int place, float const (&reference)[2],
+  CUTE_DEVICE static void leave(Fp8KernelParams const& params, int slot, int place, float const (&reference)[2],
                                 float const (&sums)[2], float const (&divisor)[2], Output const& output) {
-    float* const to = sums_of(scalars, slot, place);
+    float* const to = sums_of(params, slot, place);
     CUTE_UNROLL
     for (int i = 0; i < kElements; ++i) {
       __stcg(to + i * kThreads, output(i));
@@ -93,25 +94,16 @@ struct Fp8Share {
     }
     __syncwarp();
     if (cute::elect_one_sync()) {
-      asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(sign_of(scalars, slot, place)) : "memory");
+      set_flag(sign_of(params, slot, place));
     }
   }
 
   // Adds what has been left; both are taken against the larger reference.
   template <class Output>
-  CUTE_DEVICE static void join(Fp8Scalars const& scalars, int slot, int place, float (&reference)[2], float (&sums)[2],
-                               float (&divisor)[2], Output& output) {
-    asm volatile(
-        "{\n"
-        ".reg .pred there;\n"
-        ".reg .s32 sign;\n"
-        "again:\n"
-        "ld.acquire.gpu.global.s32 sign, [%0];\n"
-        "setp.ne.s32 there, sign, 0;\n"
-        "@!there bra again;\n"
-        "}\n" ::"l"(sign_of(scalars, slot, place))
-        : "memory");
-    float const* const from = sums_of(scalars, slot, place);
+  CUTE_DEVICE static void join(Fp8KernelParams const& params, int slot, int place, float (&reference)[2],
+                               float (&sums)[2], float (&divisor)[2], Output& output) {
+    await_flag(sign_of(params, slot, place));
+    float const* const from = sums_of(params, slot, place);
     auto const left = [&](int i) { return __ldcg(from + i * kThreads); };
     float own_factor[2];
     float left_factor[2];
@@ -136,12 +128,11 @@ struct Fp8Share {
   }
 
  private:
-  CUTE_DEVICE static int* sign_of(Fp8Scalars const& scalars, int slot, int place) {
-    return scalars.tile_counter + header_bytes(gridDim.x) / 4 + slot * kWarps + place / 32;
+  CUTE_DEVICE static int* sign_of(Fp8KernelParams const& params, int slot, int place) {
+    return params.tile_counter + header_bytes(gridDim.x) / 4 + slot * kWarps + place / 32;
   }
-  CUTE_DEVICE static float* sums_of(Fp8Scalars const& scalars, int slot, int place) {
-    auto* const sums =
-        reinterpret_cast<float*>(scalars.tile_counter) + header_bytes(gridDim.x) / 4 + gridDim.x * kWarps;
+  CUTE_DEVICE static float* sums_of(Fp8KernelParams const& params, int slot, int place) {
+    auto* const sums = reinterpret_cast<float*>(params.tile_counter) + header_bytes(gridDim.x) / 4 + gridDim.x * kWarps;
     return sums + slot * (kFloats * kThreads) + place;
   }
 };

@@ -9,24 +9,11 @@
 #include "common/mask.hpp"
 #include "common/row.hpp"
 #include "common/scalars.hpp"
+#include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
 namespace hattn::sm90 {
-
-// Four f32 to e4m3, the first lowest.
-CUTE_DEVICE std::uint32_t pack_e4m3(float a, float b, float c, float d) {
-  std::uint32_t packed;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n"
-      "}\n"
-      : "=r"(packed)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return packed;
-}
 
 // No number in either half.
 constexpr std::uint32_t kNoPair = 0x7fff7fffU;
@@ -99,19 +86,9 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
     return range;
   }
 
-  // This thread's place in its warpgroup, read anew at each call: what depends on it is needed seldom, and registers
-  // are short in between.
-  CUTE_DEVICE static int thread_index() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % 128;
-  }
-  // Likewise among all consumers.
-  CUTE_DEVICE static int consumer_thread_index() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread - 128;
-  }
+  // This thread's place in its warpgroup, and among all consumers. Registers are short.
+  CUTE_DEVICE static int thread_index() { return thread_index_anew() % 128; }
+  CUTE_DEVICE static int consumer_thread_index() { return thread_index_anew() - 128; }
 
   using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
   using MmaQK = decltype(cute::make_tiled_mma(
@@ -173,12 +150,19 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
 
 using Fp8Scheduler = TileScheduler<false>;
 
-// The numbers of a launch (see common/scalars.hpp, for their order too).
-struct Fp8Scalars {
+// What the kernel reads, in a fixed order as in common/scalars.hpp. Here the operands' places are part of it, too: read
+// from FwdParams itself, they make ptxas serialise the products of some rows.
+struct Fp8KernelParams {
+  TensorDesc o;
   DType output;          // of O
   float const* scale_o;  // what O is multiplied by before it is rounded, or null
-  float* lse;
-  unsigned* amax;  // the bits of the largest magnitude of O, or null
+  unsigned* amax;        // the bits of the largest magnitude of O, or null
+  float* lse;            // or null
+  std::int64_t lse_stride_batch;
+  std::int64_t lse_stride_head;
+  TensorDesc descale_q;
+  TensorDesc descale_k;
+  TensorDesc descale_v;
   int descale_q_group;
   int batch;
   int heads_q;
@@ -194,9 +178,9 @@ struct Fp8Scalars {
   RangeCheck* range_check;  // or null
   int range_grid;
   int shared_tiles;   // at the end of the list, which CTAs share out (share.hpp); 0: none
-  int shared_units;   // that each CTA takes of them
+  int shared_units;   // that each takes of them
   int shared_longer;  // so many of the first stretches are of one unit more
-  float scale_log2;
+  float scale_log2;   // softmax_scale * log2(e)
 };
 
 CUTE_DEVICE float const& factor(TensorDesc const& factors, int batch, int head, int block) {

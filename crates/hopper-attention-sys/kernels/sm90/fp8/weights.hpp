@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/e4m3.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
 

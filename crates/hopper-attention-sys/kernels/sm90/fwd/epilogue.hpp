@@ -35,8 +35,7 @@ struct Epilogue {
       bool const empty = sum == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
       inverse[r] = empty ? 0.0F : reciprocal_approx(sum);
       int const query = first_query + 8 * r;
-      constexpr float kLn2 = 0.693147180559945309F;
-      float const lse = empty ? -INFINITY : (reference[r] + log2_approx(sum)) * kLn2;
+      float const lse = log_sum_exp(reference[r], sum);
       store_if(scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q,
                scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + query, lse);
     }

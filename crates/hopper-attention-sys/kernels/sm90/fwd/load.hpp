@@ -83,12 +83,7 @@ struct Load {
       storage.tile_full[buffer].arrive();
     };
 
-    // What is drawn is kept from the others, and the grid ends as evenly as its draws are late: the next tile is drawn
-    // when the last keys but one of this one are asked for. Tiles of few blocks must come earlier, or their Q is
-    // waited for: as soon as there is a buffer (benches/LOG.md, 16).
-    constexpr int kFew = 4 * Traits::kTileN;
-    bool const late = scheduler.counter != nullptr && scalars.seqlen_kv > kFew &&
-                      static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
+    bool const late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
     int next = 0;
     int round = 0;
     auto announce_next = [&]() __attribute__((always_inline)) {

@@ -13,6 +13,7 @@
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/product.hpp"
+#include "sm90/turns.hpp"
 
 namespace hattn::sm90 {
 
@@ -21,18 +22,8 @@ struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
   using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2>;
+  using Turns = sm90::Turns<Traits::kConsumers>;
   static constexpr MaskClass kMask = Traits::kMask;
-
-  // Named barriers 1 .. kConsumers: a warpgroup waits for its turn at its own number, where its predecessor arrives.
-  // Two consumers have a register for that number; three make it of the uniform `consumer`, which costs an instruction.
-  CUTE_DEVICE static int turn_number(int consumer) {
-    return Traits::kConsumers == 2 ? static_cast<int>(threadIdx.x) / 128 : consumer + 1;
-  }
-  CUTE_DEVICE static void turn_wait(int consumer) { named_barrier_sync(turn_number(consumer), 256); }
-  CUTE_DEVICE static void turn_pass(int consumer) {
-    int const number = turn_number(consumer);
-    named_barrier_arrive(number == Traits::kConsumers ? 1 : number + 1, 256);
-  }
 
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Storage& storage,
                               int consumer) {
@@ -120,8 +111,8 @@ struct Mma {
         for (int i = 0; i < blocks; ++i) {
           storage.k_full[k.stage].wait(k.parity);
           release_k();
-          turn_wait(consumer);
-          turn_pass(consumer);
+          Turns::wait(consumer);
+          Turns::pass(consumer);
         }
         k.make_uniform();
       }
@@ -182,10 +173,10 @@ struct Mma {
     // One key block: on entry P is of the block before.
     auto step = [&](auto masked, int n_block) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
-      turn_wait(consumer);
+      Turns::wait(consumer);
       issue_scores();
       issue_output();
-      turn_pass(consumer);
+      Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
@@ -201,10 +192,7 @@ struct Mma {
       make_p();
     };
 
-    // The first turn is the first warpgroup's.
-    if (consumer + 1 == Traits::kConsumers) {
-      turn_pass(consumer);
-    }
+    Turns::begin(consumer);
 
     m_block = await_tile(0, 0);
     if (m_block < 0) {
@@ -214,9 +202,9 @@ struct Mma {
     storage.q_full[0].wait(0);
     skip_k(skipped_before);
     storage.k_full[k.stage].wait(k.parity);
-    turn_wait(consumer);
+    Turns::wait(consumer);
     issue_scores();
-    turn_pass(consumer);
+    Turns::pass(consumer);
     warpgroup_wait<0>();
     warpgroup_fence_operand(tSrS);
     first_softmax();
@@ -247,10 +235,10 @@ struct Mma {
       // Two warpgroups keep the turn until both products are issued, three pass it between them: each gains so. Where
       // blocks may be skipped, turns are passed for those too.
       constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2;
-      turn_wait(consumer);
+      Turns::wait(consumer);
       issue_output();
       if constexpr (!kKeepsTurn) {
-        turn_pass(consumer);
+        Turns::pass(consumer);
       }
       float sums[2];
       int skipped = skipped_after();
@@ -269,7 +257,7 @@ struct Mma {
       }
       issue_scores();
       if constexpr (kKeepsTurn) {
-        turn_pass(consumer);
+        Turns::pass(consumer);
       }
       float inverse[2];
       Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, inverse);

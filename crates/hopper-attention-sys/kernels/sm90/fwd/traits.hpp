@@ -7,6 +7,8 @@
 
 #include "common/barrier.hpp"
 #include "common/row.hpp"
+#include "common/slab.hpp"
+#include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
@@ -23,7 +25,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
   static_assert(kTileM - 64 <= kTileN, "a warpgroup skips at most one block at either end of a tile");
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
-  static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "128-byte swizzled rows hold 64 elements");
+  static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
   static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
 
   // Q of a tile is asked for when the O of the tile this many before has left the buffer. Tiles of one or two small key
@@ -40,19 +42,8 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // More than a block is launched with would never be granted.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
-  // This thread's place in the block. Three consumers are short of registers and read it anew at each call.
-  CUTE_DEVICE static int thread_index() {
-    if constexpr (kConsumers == 2) {
-      return static_cast<int>(threadIdx.x);
-    } else {
-      int thread;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-      return thread;
-    }
-  }
-
-  // Columns of one copy box: a 128-byte swizzled row.
-  static constexpr int kBoxColumns = 64;
+  // This thread's place in the block. Three consumers are short of registers.
+  CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
 
   using MmaQK = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float,
