@@ -20,7 +20,7 @@
   HOLDS(type##_##field##_at, offsetof(type, field) == (offset)); \
   HOLDS(type##_##field##_size, sizeof(((type*)0)->field) == (size));
 
-#include "../../abi/layout.def"
+#include "layout.def"
 
 HOLDS(abi_version, HATTN_ABI_VERSION == 1);
 HOLDS(statuses, HATTN_OK == 0 && HATTN_ERROR_ARGUMENT == 1 && HATTN_ERROR_ABI == 2 && HATTN_ERROR_SHAPE == 3 &&

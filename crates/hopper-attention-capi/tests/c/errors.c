@@ -238,6 +238,9 @@ static void shapes_are_refused(void) {
 }
 
 static void dtypes_are_refused(void) {
+  hattn_tensor number = lse;
+  number.ndim = 1;
+  number.shape[0] = number.stride[0] = 1;
   q.dtype = HATTN_BF16;
   REFUSED(HATTN_ERROR_DTYPE, "q", "bf16", "f32");
   o.dtype = HATTN_F16;
@@ -254,10 +257,10 @@ static void dtypes_are_refused(void) {
   NO_PLAN(HATTN_ERROR_DTYPE, "o", "f16", "f32, the operands'");
   problem.amax = 1;
   NO_PLAN(HATTN_ERROR_VALUE, "amax", "f32 operands", "with e4m3 operands only");
-  args.amax = &lse;
-  REFUSED(HATTN_ERROR_VALUE, "amax", "given", "null, since the operands are f32");
-  args.descale_v = &v;
-  REFUSED(HATTN_ERROR_VALUE, "descale_v", "given", "null, since the operands are f32");
+  args.amax = &number;
+  REFUSED(HATTN_ERROR_VALUE, "amax", "given", "made without amax(true)");
+  args.descale_v = &lse;
+  REFUSED(HATTN_ERROR_VALUE, "descale_v", "given", "made without e4m3 operands");
   problem.dtype = 0;
   NO_PLAN(HATTN_ERROR_ARGUMENT, "dtype", "0", "HATTN_F16 (1)");
 }

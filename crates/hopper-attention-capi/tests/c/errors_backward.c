@@ -310,7 +310,7 @@ static void dtypes_are_refused(void) {
   d_o.dtype = 0;
   REFUSED(HATTN_ERROR_ARGUMENT, "d_o", "dtype 0", "HATTN_F16 (1)");
   problem.dtype = HATTN_E4M3;
-  NO_PLAN(HATTN_ERROR_DTYPE, "q, k and v", "e4m3", "f16, bf16, f32");
+  NO_PLAN(HATTN_ERROR_DTYPE, "q, k and v", "e4m3", "bf16, f16, f32");
   problem.dtype = 0;
   NO_PLAN(HATTN_ERROR_ARGUMENT, "dtype", "0", "HATTN_F16 (1)");
 }

@@ -264,7 +264,7 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
   args.descale_k = NULL;
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "descale_k", "a null pointer", "hattn_tensor");
   args.scale_o = NULL;
-  NO_FORWARD(HATTN_ERROR_VALUE, "scale_o", "missing", "the factor of an output of e4m3");
+  NO_FORWARD(HATTN_ERROR_VALUE, "scale_o", "missing", "made with an e4m3 output");
   args.amax = NULL;
   NO_FORWARD(HATTN_ERROR_VALUE, "amax", "missing", "amax(true)");
   problem.amax = 0;
@@ -286,7 +286,7 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
   descale[2].ndim = 4;
   NO_FORWARD(HATTN_ERROR_ARGUMENT, "descale_v", "ndim 4", "[batch, heads, blocks]");
   scale_o.ndim = 3;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "scale_o", "ndim 3", "[1]");
+  NO_FORWARD(HATTN_ERROR_ARGUMENT, "scale_o", "ndim 3", "[number]");
   amax.data = lse_values;
   NO_FORWARD(HATTN_ERROR_LAYOUT, "amax", "which meet those of lse", "its own");
   v_descale[1] = -1.0F;
@@ -316,7 +316,7 @@ static void what_cannot_be_quantised_is_refused(void) {
   problem.dtype = HATTN_F16, problem.output = 0, problem.scaling = 0, problem.amax = 0;
   NO_OPERANDS(HATTN_ERROR_DTYPE, "problem", "f16", "e4m3");
   values[0].dtype = HATTN_F16;
-  NO_OPERANDS(HATTN_ERROR_DTYPE, "q.values", "f16", "f32, the quantizer's source");
+  NO_OPERANDS(HATTN_ERROR_DTYPE, "q.values", "f16", "f32, the problem's");
   stored[1].dtype = HATTN_F16;
   NO_OPERANDS(HATTN_ERROR_DTYPE, "k.stored", "f16", "e4m3");
   one[2].descale = NULL;
