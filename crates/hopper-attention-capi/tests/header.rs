@@ -5,6 +5,20 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
+use hopper_attention_capi::*;
+
+/// The structs, which macros declare, as cbindgen can read them.
+const STRUCTS: [&str; 8] = [
+    hattn_forward_problem::TEXT,
+    hattn_backward_problem::TEXT,
+    hattn_tensor::TEXT,
+    hattn_forward_args::TEXT,
+    hattn_backward_args::TEXT,
+    hattn_quantize_problem::TEXT,
+    hattn_quantize_tensor::TEXT,
+    hattn_quantize_args::TEXT,
+];
+
 fn committed(path: &str, made: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
     if std::env::var_os("HATTN_UPDATE").is_some() {
@@ -57,9 +71,12 @@ fn header() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml is right");
     config.after_includes = Some(initialisers());
+    let structs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("structs.rs");
+    fs::write(&structs, STRUCTS.join("\n")).expect("the file can be written");
     let bindings = cbindgen::Builder::new()
         .with_config(config)
         .with_src(root.join("src/abi.rs"))
+        .with_src(structs)
         .with_src(root.join("src/status.rs"))
         .with_src(root.join("src/devices.rs"))
         .with_src(root.join("src/tuning.rs"))
