@@ -113,18 +113,19 @@ macro_rules! versioned {
     )*};
 }
 
-/// Keeps the text of a struct beside it. cbindgen expands no macro: tests/header.rs gives it the text.
+/// Keeps the text of items with a type. cbindgen expands no macro, and tests/header.rs gives it the texts.
 macro_rules! written {
     ($name:ident: $($item:tt)*) => {
         $($item)*
 
         impl $name {
-            /// The declaration in Rust.
+            /// The declarations in Rust.
             #[doc(hidden)]
             pub const TEXT: &'static str = stringify!($($item)*);
         }
     };
 }
+pub(crate) use written;
 
 /// The tensors of a struct of arguments: each operand with the field that has it.
 macro_rules! tensors {

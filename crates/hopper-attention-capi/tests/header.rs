@@ -7,8 +7,9 @@ use std::path::Path;
 
 use hopper_attention_capi::*;
 
-/// The structs, which macros declare, as cbindgen can read them.
-const STRUCTS: [&str; 8] = [
+/// What macros declare, as cbindgen can read it: the structs, and the functions of the passes. What is missing here is missing
+/// from the header.
+const DECLARED: [&str; 11] = [
     hattn_forward_problem::TEXT,
     hattn_backward_problem::TEXT,
     hattn_tensor::TEXT,
@@ -17,6 +18,9 @@ const STRUCTS: [&str; 8] = [
     hattn_quantize_problem::TEXT,
     hattn_quantize_tensor::TEXT,
     hattn_quantize_args::TEXT,
+    hattn_forward_plan::TEXT,
+    hattn_backward_plan::TEXT,
+    hattn_quantize_plan::TEXT,
 ];
 
 fn committed(path: &str, made: &str) {
@@ -71,18 +75,18 @@ fn header() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml is right");
     config.after_includes = Some(initialisers());
-    let structs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("structs.rs");
-    fs::write(&structs, STRUCTS.join("\n")).expect("the file can be written");
+    let declared = Path::new(env!("CARGO_TARGET_TMPDIR")).join("declared.rs");
+    fs::write(&declared, DECLARED.join("\n")).expect("the file can be written");
     let bindings = cbindgen::Builder::new()
         .with_config(config)
         .with_src(root.join("src/abi.rs"))
-        .with_src(structs)
         .with_src(root.join("src/status.rs"))
         .with_src(root.join("src/devices.rs"))
         .with_src(root.join("src/tuning.rs"))
         .with_src(root.join("src/forward.rs"))
         .with_src(root.join("src/backward.rs"))
         .with_src(root.join("src/quantize.rs"))
+        .with_src(declared)
         .generate()
         .expect("cbindgen understands the sources");
     let mut text = Vec::new();
