@@ -255,16 +255,17 @@ for compiler in gcc clang; do
   fi
 done
 
-dlpack=()
-[ ! -d "$toolchain/dlpack/include" ] || dlpack=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include")
+# The C and C++ tests, and what a copy of them does not hold.
+tests=(crates/hopper-attention-capi/tests/c "-DHATTN_ABI_DIR=$capi/abi")
+[ ! -d "$toolchain/dlpack/include" ] || tests+=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include")
 # With CUDA's headers and a static runtime of their own, the programs can take a GPU, and show that two runtimes get along.
 toolkit=()
 if [ $cuda = ON ]; then toolkit=("-DCUDAToolkit_ROOT=$(dirname "$(dirname "$(linked_archive libcudart_static.a)")")"); fi
 sanitize=(-DCMAKE_C_FLAGS=-fsanitize=address,undefined -DCMAKE_CXX_FLAGS=-fsanitize=address,undefined)
 export UBSAN_OPTIONS=halt_on_error=1
-check "ctest: C and C++ tests, shared" project tests-shared crates/hopper-attention-capi/tests/c "${dlpack[@]}" "${toolkit[@]}"
+check "ctest: C and C++ tests, shared" project tests-shared "${tests[@]}" "${toolkit[@]}"
 check "ctest: C and C++ tests, static, address and undefined-behaviour sanitizers" project tests-sanitized \
-  crates/hopper-attention-capi/tests/c -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined" "${dlpack[@]}"
+  "${tests[@]}" -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined"
 check "find_package, shared: examples/cpp" project cpp-shared examples/cpp
 check "it uses the shared library" linked cpp-shared/build/attention
 check "find_package, static: examples/cpp" project cpp-static examples/cpp -DHATTN_LINK=static "${toolkit[@]}"
@@ -284,7 +285,7 @@ else
   ignore "pkg-config" "it is not installed"
 fi
 if command -v valgrind >/dev/null; then
-  check "valgrind: C and C++ tests" project tests-valgrind crates/hopper-attention-capi/tests/c -DHATTN_TEST_VALGRIND=ON "${dlpack[@]}"
+  check "valgrind: C and C++ tests" project tests-valgrind "${tests[@]}" -DHATTN_TEST_VALGRIND=ON
   for program in cpp-shared/build/attention "threads-shared/build/threads 1"; do
     # shellcheck disable=SC2086 # a program and its arguments
     check "valgrind: ${program%% *}" valgrind --quiet --error-exitcode=97 --leak-check=full --show-leak-kinds=definite \

@@ -45,14 +45,16 @@
 
 static_assert(HATTN_ABI_VERSION == 1, "hopper_attention.hpp and hopper_attention.h are of different versions");
 
-namespace hattn {
 // Classes have fewer members without exceptions, so they are other classes there: objects of both kinds may be linked
 // into one program, and a view that is passed between them does not link instead of going wrong.
 #ifdef HATTN_NO_EXCEPTIONS
-inline namespace v1_noexcept {
+#define HATTN_DETAIL_NAMESPACE v1_noexcept
 #else
-inline namespace v1 {
+#define HATTN_DETAIL_NAMESPACE v1
 #endif
+
+namespace hattn {
+inline namespace HATTN_DETAIL_NAMESPACE {
 
 // How a call went. The text that goes with a failure is last_error().
 enum class Status : hattn_status {
@@ -119,32 +121,36 @@ constexpr T tagged() noexcept {
   return empty;
 }
 
-// The C functions that both passes have, by what they take.
-inline hattn_status c_supported(const hattn_forward_problem* problem, hattn_device device) noexcept {
-  return hattn_forward_supported(problem, device);
-}
-inline hattn_status c_supported(const hattn_backward_problem* problem, hattn_device device) noexcept {
-  return hattn_backward_supported(problem, device);
-}
-inline hattn_status c_describe(const hattn_forward_plan* plan, char* text, std::size_t capacity,
-                               std::size_t* length) noexcept {
-  return hattn_forward_plan_describe(plan, text, capacity, length);
-}
-inline hattn_status c_describe(const hattn_backward_plan* plan, char* text, std::size_t capacity,
-                               std::size_t* length) noexcept {
-  return hattn_backward_plan_describe(plan, text, capacity, length);
-}
-inline hattn_status c_workspace_size(const hattn_forward_plan* plan, std::size_t* bytes) noexcept {
-  return hattn_forward_plan_workspace_size(plan, bytes);
-}
-inline hattn_status c_workspace_size(const hattn_backward_plan* plan, std::size_t* bytes) noexcept {
-  return hattn_backward_plan_workspace_size(plan, bytes);
-}
+// The C functions of each pass by one name, so that templates find them by what they take. A program that uses none of
+// a pass asks no library for its functions.
+#define HATTN_DETAIL_PASS(pass)                                                                          \
+  inline hattn_status c_supported(const hattn_##pass##_problem* problem, hattn_device device) noexcept { \
+    return hattn_##pass##_supported(problem, device);                                                    \
+  }                                                                                                      \
+  inline hattn_status c_create(const hattn_##pass##_problem* problem, hattn_device device,               \
+                               hattn_##pass##_plan** plan) noexcept {                                    \
+    return hattn_##pass##_plan_create(problem, device, plan);                                            \
+  }                                                                                                      \
+  inline void c_destroy(hattn_##pass##_plan* plan) noexcept { hattn_##pass##_plan_destroy(plan); }       \
+  inline hattn_status c_describe(const hattn_##pass##_plan* plan, char* text, std::size_t capacity,      \
+                                 std::size_t* length) noexcept {                                         \
+    return hattn_##pass##_plan_describe(plan, text, capacity, length);                                   \
+  }                                                                                                      \
+  inline hattn_status c_workspace_size(const hattn_##pass##_plan* plan, std::size_t* bytes) noexcept {   \
+    return hattn_##pass##_plan_workspace_size(plan, bytes);                                              \
+  }
+HATTN_DETAIL_PASS(forward)
+HATTN_DETAIL_PASS(backward)
+HATTN_DETAIL_PASS(quantize)
+#undef HATTN_DETAIL_PASS
+
+inline void c_destroy(hattn_tuning* tuning) noexcept { hattn_tuning_destroy(tuning); }
+
 struct Destroy {
-  void operator()(hattn_forward_plan* plan) const noexcept { hattn_forward_plan_destroy(plan); }
-  void operator()(hattn_backward_plan* plan) const noexcept { hattn_backward_plan_destroy(plan); }
-  void operator()(hattn_quantize_plan* plan) const noexcept { hattn_quantize_plan_destroy(plan); }
-  void operator()(hattn_tuning* tuning) const noexcept { hattn_tuning_destroy(tuning); }
+  template <class C>
+  void operator()(C* owned) const noexcept {
+    c_destroy(owned);
+  }
 };
 
 // Whether the library that was linked or loaded speaks the version of the header. Asked once; whatever struct crosses
@@ -413,7 +419,7 @@ inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 namespace detail {
 
 // What the problems of both passes say of their tensors.
-template <class CProblem>
+template <class Self, class CProblem>
 class Problem {
  public:
   constexpr DType dtype() const noexcept { return static_cast<DType>(problem_.dtype); }
@@ -444,6 +450,12 @@ class Problem {
  protected:
   constexpr Problem() noexcept = default;
 
+  template <class T>
+  constexpr Self& set(T& field, T value) noexcept {
+    field = value;
+    return static_cast<Self&>(*this);
+  }
+
   CProblem problem_ = tagged<CProblem>();
 };
 
@@ -451,7 +463,7 @@ class Problem {
 
 // O = softmax(mask(softmax_scale * Q K^T)) V as numbers. Every setter returns the problem; what is not set is 0, a full
 // mask, the scale 1 / sqrt(head_dim_qk) and no log-sum-exp. The numbers are checked where the problem is used.
-class ForwardProblem : public detail::Problem<hattn_forward_problem> {
+class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_problem> {
  public:
   // The element type of Q, K, V and O. One sequence, until batch() says otherwise.
   explicit constexpr ForwardProblem(DType dtype) noexcept {
@@ -520,18 +532,11 @@ class ForwardProblem : public detail::Problem<hattn_forward_problem> {
   }
   constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted ? 1 : 0); }
   constexpr ForwardProblem& half_scores(bool wanted) noexcept { return set(problem_.half_scores, wanted ? 1 : 0); }
-
- private:
-  template <class T>
-  constexpr ForwardProblem& set(T& field, T value) noexcept {
-    field = value;
-    return *this;
-  }
 };
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask, scale and arch. dQ,
 // dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
-class BackwardProblem : public detail::Problem<hattn_backward_problem> {
+class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_problem> {
  public:
   // Of this forward pass, whether or not it was made with its log-sum-exp, which is an input here. Without a gradient
   // of the log-sum-exp, and in whatever order of summation is fastest.
@@ -559,13 +564,6 @@ class BackwardProblem : public detail::Problem<hattn_backward_problem> {
   // Whether the same inputs, plan and device give the same bits. It may cost time on a GPU; the CPU does so in any
   // case.
   constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted ? 1 : 0); }
-
- private:
-  template <class T>
-  constexpr BackwardProblem& set(T& field, T value) noexcept {
-    field = value;
-    return *this;
-  }
 };
 
 // Scratch memory of the caller's, where the plan is: at least plan.workspace_bytes(), of 16-byte alignment on a GPU.
@@ -611,8 +609,22 @@ template <class View>
 const hattn_tensor* c_tensor(const std::optional<View>& view) noexcept {
   return view ? &view->c_tensor() : nullptr;
 }
+
+// What the arguments of both passes have in common, for C.
+template <class C, class Args>
+C c_args(const Args& args) noexcept {
+  auto c = tagged<C>();
+  c.q = &args.q.c_tensor();
+  c.k = &args.k.c_tensor();
+  c.v = &args.v.c_tensor();
+  c.o = &args.o.c_tensor();
+  c.workspace = args.workspace.data;
+  c.workspace_bytes = args.workspace.bytes;
+  return c;
+}
+
 // A struct that the library made and frees; movable and not copyable.
-template <class Self, class C>
+template <class C>
 class Owner {
  public:
   C* get() const noexcept { return owned_.get(); }
@@ -621,23 +633,33 @@ class Owner {
  protected:
   Owner() noexcept = default;
 
-  // What a C function makes; the owner stays as it was on failure.
+  // Takes what a C function makes; stays as it was on failure.
   template <class Make>
-  static Status create_by(const Make& make, Self& owner) noexcept {
+  Status take(const Make& make) noexcept {
     if (const Status status = check_abi(); !ok(status)) return status;
     C* made = nullptr;
     const Status status = from_library(make(&made));
-    if (ok(status)) owner.owned_.reset(made);
+    if (ok(status)) owned_.reset(made);
     return status;
   }
 
   std::unique_ptr<C, Destroy> owned_{};
 };
 
-// What the plans of both passes have.
-template <class Self, class C>
-class Plan : public Owner<Self, C> {
+// What every plan has; Self also has try_run.
+template <class Self, class ItsProblem, class ItsArgs, class C>
+class Plan : public Owner<C> {
  public:
+#ifndef HATTN_NO_EXCEPTIONS
+  // Chooses the kernel and, on a GPU, loads it.
+  Plan(const ItsProblem& problem, Device device) { check(take_for(problem, device)); }
+#endif
+
+  // The same; plan stays as it was on failure.
+  [[nodiscard]] static Status create(const ItsProblem& problem, Device device, Self& plan) noexcept {
+    return plan.take_for(problem, device);
+  }
+
   // Takes a plan of the C functions, and gives one back to them.
   static Self adopt(C* plan) noexcept {
     Self owner;
@@ -671,17 +693,27 @@ class Plan : public Owner<Self, C> {
     check(try_describe(text.data(), length + 1, length));
     return text;
   }
+
+  void run(const ItsArgs& args, CUstream_st* stream) const {
+    check(static_cast<const Self&>(*this).try_run(args, stream));
+  }
 #endif
 
  protected:
   Plan() noexcept = default;
+
+ private:
+  Status take_for(const ItsProblem& problem, Device device) noexcept {
+    const auto& c = problem.c_problem();
+    return this->take([&](C** made) { return c_create(&c, device.c_value(), made); });
+  }
 };
 
 }  // namespace detail
 
 // Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
 // writes. Owned, movable and not copyable. An empty one (default-made or moved from) is refused by every call.
-class Tuning : public detail::Owner<Tuning, hattn_tuning> {
+class Tuning : public detail::Owner<hattn_tuning> {
  public:
   Tuning() noexcept = default;
 
@@ -692,20 +724,20 @@ class Tuning : public detail::Owner<Tuning, hattn_tuning> {
 
   // The same; tuning stays as it was on failure.
   [[nodiscard]] static Status create(const char* text, std::size_t length, Tuning& tuning) noexcept {
-    return create_by([&](hattn_tuning** made) { return hattn_tuning_create(text, length, made); }, tuning);
+    return tuning.take([&](hattn_tuning** made) { return hattn_tuning_create(text, length, made); });
   }
 };
 
 // How a problem is computed on a device; owned, movable and not copyable. Made once, run often, by any threads and
-// streams at once. An empty one (default-made or moved from) is refused by every call.
-class ForwardPlan : public detail::Plan<ForwardPlan, hattn_forward_plan> {
+// streams at once. An empty one (default-made or moved from) is refused by every call. detail::Plan has what it shares
+// with other plans: ForwardPlan(problem, device) and create, run, workspace_bytes, describe, adopt and release.
+class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs, hattn_forward_plan> {
  public:
+  using Plan::create;
+  using Plan::Plan;
   ForwardPlan() noexcept = default;
 
 #ifndef HATTN_NO_EXCEPTIONS
-  // Chooses the kernel and, on a GPU, loads it.
-  ForwardPlan(const ForwardProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
-
   // The kernel that the tuning holds for the problem on this card, where it holds one.
   ForwardPlan(const ForwardProblem& problem, Device device, const Tuning& tuning) {
     detail::check(create(problem, device, tuning, *this));
@@ -713,32 +745,19 @@ class ForwardPlan : public detail::Plan<ForwardPlan, hattn_forward_plan> {
 #endif
 
   // The same; plan stays as it was on failure.
-  [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, ForwardPlan& plan) noexcept {
-    const auto make = [&](hattn_forward_plan** made) {
-      return hattn_forward_plan_create(&problem.c_problem(), device.c_value(), made);
-    };
-    return create_by(make, plan);
-  }
   [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, const Tuning& tuning,
                                      ForwardPlan& plan) noexcept {
-    const auto make = [&](hattn_forward_plan** made) {
+    return plan.take([&](hattn_forward_plan** made) {
       return hattn_forward_plan_create_tuned(&problem.c_problem(), device.c_value(), tuning.get(), made);
-    };
-    return create_by(make, plan);
+    });
   }
 
   // Computes the problem. On the CPU it is done on return, and the stream is not looked at. On a GPU it is enqueued on
   // the stream (null: the default one) and returns, without allocating, waiting or loading anything; tensors and
   // workspace stay valid until the stream is past it. The thread's current CUDA context is left as it was.
   [[nodiscard]] Status try_run(const ForwardArgs& args, CUstream_st* stream) const noexcept {
-    auto c = detail::tagged<hattn_forward_args>();
-    c.q = &args.q.c_tensor();
-    c.k = &args.k.c_tensor();
-    c.v = &args.v.c_tensor();
-    c.o = &args.o.c_tensor();
+    auto c = detail::c_args<hattn_forward_args>(args);
     c.lse = detail::c_tensor(args.lse);
-    c.workspace = args.workspace.data;
-    c.workspace_bytes = args.workspace.bytes;
     c.descale_q = detail::c_tensor(args.descale_q);
     c.descale_k = detail::c_tensor(args.descale_k);
     c.descale_v = detail::c_tensor(args.descale_v);
@@ -746,54 +765,28 @@ class ForwardPlan : public detail::Plan<ForwardPlan, hattn_forward_plan> {
     c.amax = detail::c_tensor(args.amax);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
-
-#ifndef HATTN_NO_EXCEPTIONS
-  void run(const ForwardArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
-#endif
 };
 
 // How the gradients of a problem are computed on a device; otherwise as ForwardPlan.
-class BackwardPlan : public detail::Plan<BackwardPlan, hattn_backward_plan> {
+class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, BackwardArgs, hattn_backward_plan> {
  public:
+  using Plan::Plan;
   BackwardPlan() noexcept = default;
-
-#ifndef HATTN_NO_EXCEPTIONS
-  // Chooses the kernel and, on a GPU, loads it.
-  BackwardPlan(const BackwardProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
-#endif
-
-  // The same; plan stays as it was on failure.
-  [[nodiscard]] static Status create(const BackwardProblem& problem, Device device, BackwardPlan& plan) noexcept {
-    const auto make = [&](hattn_backward_plan** made) {
-      return hattn_backward_plan_create(&problem.c_problem(), device.c_value(), made);
-    };
-    return create_by(make, plan);
-  }
 
   // Computes the gradients, under the rules of ForwardPlan::try_run.
   [[nodiscard]] Status try_run(const BackwardArgs& args, CUstream_st* stream) const noexcept {
-    auto c = detail::tagged<hattn_backward_args>();
-    c.q = &args.q.c_tensor();
-    c.k = &args.k.c_tensor();
-    c.v = &args.v.c_tensor();
-    c.o = &args.o.c_tensor();
+    auto c = detail::c_args<hattn_backward_args>(args);
     c.lse = &args.lse.c_tensor();
     c.d_o = &args.d_o.c_tensor();
     c.d_lse = detail::c_tensor(args.d_lse);
     c.d_q = &args.d_q.c_tensor();
     c.d_k = &args.d_k.c_tensor();
     c.d_v = &args.d_v.c_tensor();
-    c.workspace = args.workspace.data;
-    c.workspace_bytes = args.workspace.bytes;
     return detail::from_library(hattn_backward_run(get(), &c, stream));
   }
-
-#ifndef HATTN_NO_EXCEPTIONS
-  void run(const BackwardArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
-#endif
 };
 
-}  // namespace v1 or v1_noexcept
+}  // namespace HATTN_DETAIL_NAMESPACE
 }  // namespace hattn
 
 #endif  // HOPPER_ATTENTION_HPP

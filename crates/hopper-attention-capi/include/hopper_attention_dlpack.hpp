@@ -29,11 +29,7 @@
 #endif
 
 namespace hattn {
-#ifdef HATTN_NO_EXCEPTIONS
-inline namespace v1_noexcept {
-#else
-inline namespace v1 {
-#endif
+inline namespace HATTN_DETAIL_NAMESPACE {
 
 namespace detail {
 
@@ -104,8 +100,7 @@ inline Status dlpack_data(const DLTensor& from, const char* name, bool empty, vo
 }
 
 template <class View>
-Status dlpack_import(const DLTensor& from, const char* name, const std::optional<Device>& managed,
-                     View& view) noexcept {
+Status dlpack_view(const DLTensor& from, const char* name, const std::optional<Device>& managed, View& view) noexcept {
   DType dtype{};
   Device device = Device::cpu();
   if (const Status status = dlpack_dtype(from.dtype, name, dtype); !ok(status)) return status;
@@ -170,6 +165,15 @@ inline Status dlpack_open(const DLManagedTensorVersioned& from, const char* name
   return Status::Ok;
 }
 
+template <class Source, class View>
+Status dlpack_import(const Source& source, const char* name, const std::optional<Device>& managed,
+                     View& view) noexcept {
+  const DLTensor* tensor = nullptr;
+  const bool output = std::is_same_v<View, TensorView>;
+  if (const Status status = dlpack_open(source, name, output, tensor); !ok(status)) return status;
+  return dlpack_view(*tensor, name, managed, view);
+}
+
 }  // namespace detail
 
 // A tensor that is only read: Q, K or V. Source is DLTensor, DLManagedTensor or DLManagedTensorVersioned, whose deleter
@@ -178,18 +182,14 @@ inline Status dlpack_open(const DLManagedTensorVersioned& from, const char* name
 template <class Source>
 [[nodiscard]] Status try_dlpack_input(const Source& source, const char* name, ConstTensorView& view,
                                       std::optional<Device> managed_on = std::nullopt) noexcept {
-  const DLTensor* tensor = nullptr;
-  if (const Status status = detail::dlpack_open(source, name, false, tensor); !ok(status)) return status;
-  return detail::dlpack_import(*tensor, name, managed_on, view);
+  return detail::dlpack_import(source, name, managed_on, view);
 }
 
 // The same for a tensor that is written: O or the log-sum-exp.
 template <class Source>
 [[nodiscard]] Status try_dlpack_output(const Source& source, const char* name, TensorView& view,
                                        std::optional<Device> managed_on = std::nullopt) noexcept {
-  const DLTensor* tensor = nullptr;
-  if (const Status status = detail::dlpack_open(source, name, true, tensor); !ok(status)) return status;
-  return detail::dlpack_import(*tensor, name, managed_on, view);
+  return detail::dlpack_import(source, name, managed_on, view);
 }
 
 #ifndef HATTN_NO_EXCEPTIONS
@@ -283,7 +283,7 @@ template <class Void>
 }
 #endif
 
-}  // namespace v1 or v1_noexcept
+}  // namespace HATTN_DETAIL_NAMESPACE
 }  // namespace hattn
 
 #endif  // HOPPER_ATTENTION_DLPACK_HPP

@@ -15,11 +15,7 @@
 #include "hopper_attention.hpp"
 
 namespace hattn {
-#ifdef HATTN_NO_EXCEPTIONS
-inline namespace v1_noexcept {
-#else
-inline namespace v1 {
-#endif
+inline namespace HATTN_DETAIL_NAMESPACE {
 
 // Rows that share a factor under Scaling::PerBlock.
 inline constexpr std::int64_t kScaleBlock = 128;
@@ -66,7 +62,7 @@ class QuantizeProblem {
   [[nodiscard]] Status supported(Device device) const noexcept {
     if (const Status status = detail::check_abi(); !ok(status)) return status;
     const hattn_quantize_problem problem = c_problem();
-    return detail::from_library(hattn_quantize_supported(&problem, device.c_value()));
+    return detail::from_library(detail::c_supported(&problem, device.c_value()));
   }
 
   // What the C functions take, valid as long as this.
@@ -99,33 +95,10 @@ struct QuantizeArgs {
 };
 
 // How tensors are quantised on a device; otherwise as ForwardPlan.
-class QuantizePlan : public detail::Owner<QuantizePlan, hattn_quantize_plan> {
+class QuantizePlan : public detail::Plan<QuantizePlan, QuantizeProblem, QuantizeArgs, hattn_quantize_plan> {
  public:
+  using Plan::Plan;
   QuantizePlan() noexcept = default;
-
-#ifndef HATTN_NO_EXCEPTIONS
-  // Chooses the kernels and, on a GPU, loads them.
-  QuantizePlan(const QuantizeProblem& problem, Device device) { detail::check(create(problem, device, *this)); }
-#endif
-
-  // The same; plan stays as it was on failure.
-  [[nodiscard]] static Status create(const QuantizeProblem& problem, Device device, QuantizePlan& plan) noexcept {
-    const auto make = [&](hattn_quantize_plan** made) {
-      const hattn_quantize_problem c = problem.c_problem();
-      return hattn_quantize_plan_create(&c, device.c_value(), made);
-    };
-    return create_by(make, plan);
-  }
-
-  // The workspace that each run in flight needs.
-  [[nodiscard]] Status try_workspace_bytes(std::size_t& bytes) const noexcept {
-    return detail::from_library(hattn_quantize_plan_workspace_size(get(), &bytes));
-  }
-
-  // As Plan::try_describe.
-  [[nodiscard]] Status try_describe(char* text, std::size_t capacity, std::size_t& length) const noexcept {
-    return detail::from_library(hattn_quantize_plan_describe(get(), text, capacity, &length));
-  }
 
   // Quantises, under the rules of ForwardPlan::try_run.
   [[nodiscard]] Status try_run(const QuantizeArgs& args, CUstream_st* stream) const noexcept {
@@ -151,27 +124,9 @@ class QuantizePlan : public detail::Owner<QuantizePlan, hattn_quantize_plan> {
     c.workspace_bytes = args.workspace.bytes;
     return detail::from_library(hattn_quantize_run(get(), &c, stream));
   }
-
-#ifndef HATTN_NO_EXCEPTIONS
-  std::size_t workspace_bytes() const {
-    std::size_t bytes = 0;
-    detail::check(try_workspace_bytes(bytes));
-    return bytes;
-  }
-
-  std::string describe() const {
-    std::size_t length = 0;
-    detail::check(try_describe(nullptr, 0, length));
-    std::string text(length, '\0');
-    detail::check(try_describe(text.data(), length + 1, length));
-    return text;
-  }
-
-  void run(const QuantizeArgs& args, CUstream_st* stream) const { detail::check(try_run(args, stream)); }
-#endif
 };
 
-}  // namespace v1 or v1_noexcept
+}  // namespace HATTN_DETAIL_NAMESPACE
 }  // namespace hattn
 
 #endif  // HOPPER_ATTENTION_FP8_HPP

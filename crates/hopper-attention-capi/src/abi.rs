@@ -69,318 +69,6 @@ pub struct CUstream_st {
     _private: [u8; 0],
 }
 
-/// The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
-///
-/// Q is [batch, seqlen_q, heads_q, head_dim_qk], K [batch, seqlen_kv, heads_kv, head_dim_qk],
-/// V [batch, seqlen_kv, heads_kv, head_dim_vo], O [batch, seqlen_q, heads_q, head_dim_vo].
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct hattn_forward_problem {
-    /// sizeof(hattn_forward_problem).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too. HATTN_E4M3: of Q, K and V, which have factors then.
-    pub dtype: hattn_dtype,
-    /// Which keys a query attends to.
-    pub mask: hattn_mask,
-    /// Where a causal mask or a window is aligned.
-    pub corner: hattn_corner,
-    /// 1: the log-sum-exp of each row is an output; 0: it is not.
-    pub lse: i32,
-    /// Sequences; may be 0.
-    pub batch: i64,
-    /// Queries in a sequence; may be 0.
-    pub seqlen_q: i64,
-    /// Keys in a sequence; may be 0.
-    pub seqlen_kv: i64,
-    /// Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
-    pub heads_q: i64,
-    /// Key and value heads.
-    pub heads_kv: i64,
-    /// Length of a query and of a key.
-    pub head_dim_qk: i64,
-    /// Length of a value and of an output.
-    pub head_dim_vo: i64,
-    /// With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
-    pub window_left: i64,
-    /// With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
-    pub window_right: i64,
-    /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
-    pub softmax_scale: f32,
-    /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
-    pub arch: hattn_arch,
-    /// Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
-    pub output: hattn_dtype,
-    /// With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
-    pub scaling: hattn_scaling,
-    /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
-    pub amax: i32,
-    /// With HATTN_E4M3 operands, 1: scores may be summed in half precision, which is faster on a GPU where no stored element of
-    /// Q and K is larger than 14 in magnitude, and hattn_quantize_run of this problem makes none. The kernel looks: where one is
-    /// larger, or a NaN, another kernel computes all again, and it takes twice as long and more. 0: single precision. Otherwise 0.
-    pub half_scores: i32,
-}
-
-/// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
-///
-/// A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
-/// stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
-/// as NaN. Of Q and K it is 14 in place of 448 where the forward problem has half_scores.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct hattn_quantize_problem {
-    /// sizeof(hattn_quantize_problem).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// What the operands are for: sizes, HATTN_E4M3 and the scaling.
-    pub forward: *const hattn_forward_problem,
-    /// Of the values: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
-    pub source: hattn_dtype,
-    /// 1: Q and K are rotated before, by signs and a Hadamard transform over the head dim, which leaves Q K^T as it is and
-    /// spreads outliers; 0: they are not.
-    pub hadamard: i32,
-    /// With hadamard: of the signs; queries and keys that meet have the same. Otherwise not looked at.
-    pub seed: u64,
-}
-
-/// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
-///
-/// dQ, dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct hattn_backward_problem {
-    /// sizeof(hattn_backward_problem).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// Of Q, K, V, O and all gradients but the log-sum-exp's: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
-    pub dtype: hattn_dtype,
-    /// Which keys a query attends to.
-    pub mask: hattn_mask,
-    /// Where a causal mask or a window is aligned.
-    pub corner: hattn_corner,
-    /// 1: a gradient of the log-sum-exp is an input; 0: it is not.
-    pub d_lse: i32,
-    /// Sequences; may be 0.
-    pub batch: i64,
-    /// Queries in a sequence; may be 0.
-    pub seqlen_q: i64,
-    /// Keys in a sequence; may be 0.
-    pub seqlen_kv: i64,
-    /// Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
-    pub heads_q: i64,
-    /// Key and value heads.
-    pub heads_kv: i64,
-    /// Length of a query and of a key.
-    pub head_dim_qk: i64,
-    /// Length of a value and of an output.
-    pub head_dim_vo: i64,
-    /// With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
-    pub window_left: i64,
-    /// With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
-    pub window_right: i64,
-    /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
-    pub softmax_scale: f32,
-    /// 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
-    /// there.
-    pub deterministic: i32,
-    /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
-    pub arch: hattn_arch,
-    /// 0.
-    pub reserved: u32,
-}
-
-/// Borrowed memory. Begin with HATTN_TENSOR_INIT.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct hattn_tensor {
-    /// sizeof(hattn_tensor).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// The first element. Inputs are only read. Anything where there is no element.
-    pub data: *mut c_void,
-    /// Of the elements.
-    pub dtype: hattn_dtype,
-    /// Where the memory is.
-    pub device: hattn_device,
-    /// 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp, or [batch, heads, blocks], factors.
-    /// 2: [3, 2], counts. 1: a single number.
-    pub ndim: i32,
-    /// 0.
-    pub reserved: i32,
-    /// Sizes; from ndim on not looked at.
-    pub shape: [i64; 4],
-    /// From one element to the next, in elements; the innermost is 1. From ndim on not looked at.
-    pub stride: [i64; 4],
-}
-
-/// What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct hattn_forward_args {
-    /// sizeof(hattn_forward_args).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// Queries.
-    pub q: *const hattn_tensor,
-    /// Keys.
-    pub k: *const hattn_tensor,
-    /// Values.
-    pub v: *const hattn_tensor,
-    /// The output.
-    pub o: *const hattn_tensor,
-    /// The log-sum-exp of each row, natural log, HATTN_F32: given exactly when the problem says so, otherwise null.
-    pub lse: *const hattn_tensor,
-    /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
-    pub workspace: *mut c_void,
-    /// At least what hattn_forward_plan_workspace_size says.
-    pub workspace_bytes: usize,
-    /// The factors of Q, K and V, HATTN_F32, finite and above 0 (which the CPU checks): given exactly with HATTN_E4M3
-    /// operands, otherwise null.
-    pub descale_q: *const hattn_tensor,
-    /// As descale_q.
-    pub descale_k: *const hattn_tensor,
-    /// As descale_q.
-    pub descale_v: *const hattn_tensor,
-    /// What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
-    pub scale_o: *const hattn_tensor,
-    /// The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
-    /// null.
-    pub amax: *const hattn_tensor,
-}
-
-impl hattn_forward_problem {
-    /// The optional operands that it may ask for, with the fields that do.
-    pub(crate) fn asked_for(&self) -> [(Slot, i32); 2] {
-        [(Slot::Lse, self.lse), (Slot::Amax, self.amax)]
-    }
-}
-
-impl hattn_forward_args {
-    /// Its tensors, by the names of their operands.
-    pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); 10] {
-        [
-            (Slot::Q, self.q),
-            (Slot::K, self.k),
-            (Slot::V, self.v),
-            (Slot::O, self.o),
-            (Slot::Lse, self.lse),
-            (Slot::DescaleQ, self.descale_q),
-            (Slot::DescaleK, self.descale_k),
-            (Slot::DescaleV, self.descale_v),
-            (Slot::ScaleO, self.scale_o),
-            (Slot::Amax, self.amax),
-        ]
-    }
-}
-
-impl Default for hattn_forward_args {
-    /// Null pointers, and a header that is still to be filled in.
-    fn default() -> Self {
-        // SAFETY: integers and raw pointers, for which 0 is valid.
-        unsafe { std::mem::zeroed() }
-    }
-}
-
-/// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct hattn_quantize_tensor {
-    /// sizeof(hattn_quantize_tensor).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// What is read, of the source type.
-    pub values: *const hattn_tensor,
-    /// What is written, HATTN_E4M3.
-    pub stored: *const hattn_tensor,
-    /// Its factors, HATTN_F32 as the scaling says: written, or read.
-    pub descale: *const hattn_tensor,
-    /// 1: the factors are given, finite and above 0 (which the CPU checks); 0: they are made of the largest magnitudes.
-    pub given: i32,
-    /// 0.
-    pub reserved: u32,
-}
-
-/// What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct hattn_quantize_args {
-    /// sizeof(hattn_quantize_args).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// Queries; null where they are not quantised.
-    pub q: *const hattn_quantize_tensor,
-    /// Keys; null where they are not quantised.
-    pub k: *const hattn_quantize_tensor,
-    /// Values; null where they are not quantised.
-    pub v: *const hattn_quantize_tensor,
-    /// Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
-    /// were not finite. Null where it is not wanted.
-    pub counts: *const hattn_tensor,
-    /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
-    pub workspace: *mut c_void,
-    /// At least what hattn_quantize_plan_workspace_size says.
-    pub workspace_bytes: usize,
-}
-
-/// What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct hattn_backward_args {
-    /// sizeof(hattn_backward_args).
-    pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
-    pub abi_version: u32,
-    /// Queries.
-    pub q: *const hattn_tensor,
-    /// Keys.
-    pub k: *const hattn_tensor,
-    /// Values.
-    pub v: *const hattn_tensor,
-    /// The forward pass's output.
-    pub o: *const hattn_tensor,
-    /// The forward pass's log-sum-exp, HATTN_F32. A row of -inf has no part in any gradient, and its own is 0.
-    pub lse: *const hattn_tensor,
-    /// The gradient of the output.
-    pub d_o: *const hattn_tensor,
-    /// The gradient of the log-sum-exp, HATTN_F32: given exactly when the problem says so, otherwise null.
-    pub d_lse: *const hattn_tensor,
-    /// The gradient of the queries, overwritten.
-    pub d_q: *const hattn_tensor,
-    /// The gradient of the keys, overwritten: the sum over the query heads that read them.
-    pub d_k: *const hattn_tensor,
-    /// The gradient of the values, overwritten: the sum over the query heads that read them.
-    pub d_v: *const hattn_tensor,
-    /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
-    pub workspace: *mut c_void,
-    /// At least what hattn_backward_plan_workspace_size says.
-    pub workspace_bytes: usize,
-}
-
-impl hattn_backward_args {
-    /// Its tensors, by the names of their operands.
-    pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); 10] {
-        [
-            (Slot::Q, self.q),
-            (Slot::K, self.k),
-            (Slot::V, self.v),
-            (Slot::O, self.o),
-            (Slot::Lse, self.lse),
-            (Slot::DO, self.d_o),
-            (Slot::DLse, self.d_lse),
-            (Slot::DQ, self.d_q),
-            (Slot::DK, self.d_k),
-            (Slot::DV, self.d_v),
-        ]
-    }
-}
-
 /// A struct that says how large its caller thinks it is.
 ///
 /// # Safety
@@ -392,9 +80,31 @@ pub(crate) unsafe trait Versioned: Copy {
     const LEAST: usize;
 }
 
-/// Structs with the size that each came with.
+/// Declares structs of the ABI: adds what all of them have, and makes each [`Versioned`]. `struct_size >= LEAST` stands for
+/// the first field.
 macro_rules! versioned {
-    ($($name:ident: $least:literal;)*) => {$(
+    ($(
+        $(#[$about:meta])*
+        pub struct $name:ident {
+            $(#[$of_size:meta])*
+            struct_size >= $least:literal,
+            $($(#[$of_field:meta])* $field:ident: $type:ty,)*
+        }
+    )*) => {$(
+        written! {
+            $name:
+            $(#[$about])*
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug)]
+            pub struct $name {
+                $(#[$of_size])*
+                pub struct_size: u32,
+                /// HATTN_ABI_VERSION.
+                pub abi_version: u32,
+                $($(#[$of_field])* pub $field: $type,)*
+            }
+        }
+
         // SAFETY: integers, floats and raw pointers, with the header first.
         unsafe impl Versioned for $name {
             const NAME: &'static str = stringify!($name);
@@ -403,15 +113,306 @@ macro_rules! versioned {
     )*};
 }
 
+/// Keeps the text of items with a type. cbindgen expands no macro, and tests/header.rs gives it the texts.
+macro_rules! written {
+    ($name:ident: $($item:tt)*) => {
+        $($item)*
+
+        impl $name {
+            /// The declarations in Rust.
+            #[doc(hidden)]
+            pub const TEXT: &'static str = stringify!($($item)*);
+        }
+    };
+}
+pub(crate) use written;
+
+/// The tensors of a struct of arguments: each operand with the field that has it.
+macro_rules! tensors {
+    ($args:ident: $($slot:ident $field:ident),*) => {
+        impl $args {
+            /// Its tensors, by the names of their operands.
+            pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); [$(Slot::$slot),*].len()] {
+                [$((Slot::$slot, self.$field)),*]
+            }
+        }
+    };
+}
+
+/// Declares the problem of a pass: the fields that both passes have stand here. What follows `dtype` and the pass's flag lies
+/// behind them.
+macro_rules! problem {
+    (
+        $(#[$about:meta])*
+        pub struct $name:ident {
+            $(#[$of_size:meta])*
+            struct_size >= $least:literal,
+            $(#[$of_dtype:meta])*
+            dtype,
+            $(#[$of_flag:meta])*
+            $flag:ident,
+            $($behind:tt)*
+        }
+    ) => {
+        versioned! {
+            $(#[$about])*
+            #[derive(Default, PartialEq)]
+            pub struct $name {
+                $(#[$of_size])*
+                struct_size >= $least,
+                $(#[$of_dtype])*
+                dtype: hattn_dtype,
+                /// Which keys a query attends to.
+                mask: hattn_mask,
+                /// Where a causal mask or a window is aligned.
+                corner: hattn_corner,
+                $(#[$of_flag])*
+                $flag: i32,
+                /// Sequences; may be 0.
+                batch: i64,
+                /// Queries in a sequence; may be 0.
+                seqlen_q: i64,
+                /// Keys in a sequence; may be 0.
+                seqlen_kv: i64,
+                /// Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
+                heads_q: i64,
+                /// Key and value heads.
+                heads_kv: i64,
+                /// Length of a query and of a key.
+                head_dim_qk: i64,
+                /// Length of a value and of an output.
+                head_dim_vo: i64,
+                /// With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+                window_left: i64,
+                /// With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+                window_right: i64,
+                /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
+                softmax_scale: f32,
+                $($behind)*
+            }
+        }
+    };
+}
+
+problem! {
+    /// The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
+    ///
+    /// Q is [batch, seqlen_q, heads_q, head_dim_qk], K [batch, seqlen_kv, heads_kv, head_dim_qk],
+    /// V [batch, seqlen_kv, heads_kv, head_dim_vo], O [batch, seqlen_q, heads_q, head_dim_vo].
+    pub struct hattn_forward_problem {
+        /// sizeof(hattn_forward_problem).
+        struct_size >= 104,
+        /// Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too. HATTN_E4M3: of Q, K and V, which have factors then.
+        dtype,
+        /// 1: the log-sum-exp of each row is an output; 0: it is not.
+        lse,
+        /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+        arch: hattn_arch,
+        /// Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
+        output: hattn_dtype,
+        /// With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
+        scaling: hattn_scaling,
+        /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
+        amax: i32,
+        /// With HATTN_E4M3 operands, 1: scores may be summed in half precision, which is faster on a GPU where no stored element of
+        /// Q and K is larger than 14 in magnitude, and hattn_quantize_run of this problem makes none. The kernel looks: where one is
+        /// larger, or a NaN, another kernel computes all again, and it takes twice as long and more. 0: single precision. Otherwise 0.
+        half_scores: i32,
+    }
+}
+
 versioned! {
-    hattn_forward_problem: 104;
-    hattn_backward_problem: 104;
-    hattn_tensor: 96;
-    hattn_forward_args: 64;
-    hattn_backward_args: 104;
-    hattn_quantize_problem: 32;
-    hattn_quantize_tensor: 40;
-    hattn_quantize_args: 56;
+    /// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
+    ///
+    /// A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
+    /// stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
+    /// as NaN. Of Q and K it is 14 in place of 448 where the forward problem has half_scores.
+    pub struct hattn_quantize_problem {
+        /// sizeof(hattn_quantize_problem).
+        struct_size >= 32,
+        /// What the operands are for: sizes, HATTN_E4M3 and the scaling.
+        forward: *const hattn_forward_problem,
+        /// Of the values: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+        source: hattn_dtype,
+        /// 1: Q and K are rotated before, by signs and a Hadamard transform over the head dim, which leaves Q K^T as it is and
+        /// spreads outliers; 0: they are not.
+        hadamard: i32,
+        /// With hadamard: of the signs; queries and keys that meet have the same. Otherwise not looked at.
+        seed: u64,
+    }
+}
+
+problem! {
+    /// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
+    ///
+    /// dQ, dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O.
+    pub struct hattn_backward_problem {
+        /// sizeof(hattn_backward_problem).
+        struct_size >= 104,
+        /// Of Q, K, V, O and all gradients but the log-sum-exp's: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+        dtype,
+        /// 1: a gradient of the log-sum-exp is an input; 0: it is not.
+        d_lse,
+        /// 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
+        /// there.
+        deterministic: i32,
+        /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+        arch: hattn_arch,
+        /// 0.
+        reserved: u32,
+    }
+}
+
+versioned! {
+    /// Borrowed memory. Begin with HATTN_TENSOR_INIT.
+    pub struct hattn_tensor {
+        /// sizeof(hattn_tensor).
+        struct_size >= 96,
+        /// The first element. Inputs are only read. Anything where there is no element.
+        data: *mut c_void,
+        /// Of the elements.
+        dtype: hattn_dtype,
+        /// Where the memory is.
+        device: hattn_device,
+        /// 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp, or [batch, heads, blocks], factors.
+        /// 2: [3, 2], counts. 1: a single number.
+        ndim: i32,
+        /// 0.
+        reserved: i32,
+        /// Sizes; from ndim on not looked at.
+        shape: [i64; 4],
+        /// From one element to the next, in elements; the innermost is 1. From ndim on not looked at.
+        stride: [i64; 4],
+    }
+}
+
+versioned! {
+    /// What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
+    pub struct hattn_forward_args {
+        /// sizeof(hattn_forward_args).
+        struct_size >= 64,
+        /// Queries.
+        q: *const hattn_tensor,
+        /// Keys.
+        k: *const hattn_tensor,
+        /// Values.
+        v: *const hattn_tensor,
+        /// The output.
+        o: *const hattn_tensor,
+        /// The log-sum-exp of each row, natural log, HATTN_F32: given exactly when the problem says so, otherwise null.
+        lse: *const hattn_tensor,
+        /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+        workspace: *mut c_void,
+        /// At least what hattn_forward_plan_workspace_size says.
+        workspace_bytes: usize,
+        /// The factors of Q, K and V, HATTN_F32, finite and above 0 (which the CPU checks): given exactly with HATTN_E4M3
+        /// operands, otherwise null.
+        descale_q: *const hattn_tensor,
+        /// As descale_q.
+        descale_k: *const hattn_tensor,
+        /// As descale_q.
+        descale_v: *const hattn_tensor,
+        /// What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
+        scale_o: *const hattn_tensor,
+        /// The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
+        /// null.
+        amax: *const hattn_tensor,
+    }
+}
+
+impl hattn_forward_problem {
+    /// The optional operands that it may ask for, with the fields that do.
+    pub(crate) fn asked_for(&self) -> [(Slot, i32); 2] {
+        [(Slot::Lse, self.lse), (Slot::Amax, self.amax)]
+    }
+}
+
+tensors! {
+    hattn_forward_args: Q q, K k, V v, O o, Lse lse, DescaleQ descale_q, DescaleK descale_k, DescaleV descale_v,
+                        ScaleO scale_o, Amax amax
+}
+
+impl Default for hattn_forward_args {
+    /// Null pointers, and a header that is still to be filled in.
+    fn default() -> Self {
+        // SAFETY: integers and raw pointers, for which 0 is valid.
+        unsafe { std::mem::zeroed() }
+    }
+}
+
+versioned! {
+    /// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
+    pub struct hattn_quantize_tensor {
+        /// sizeof(hattn_quantize_tensor).
+        struct_size >= 40,
+        /// What is read, of the source type.
+        values: *const hattn_tensor,
+        /// What is written, HATTN_E4M3.
+        stored: *const hattn_tensor,
+        /// Its factors, HATTN_F32 as the scaling says: written, or read.
+        descale: *const hattn_tensor,
+        /// 1: the factors are given, finite and above 0 (which the CPU checks); 0: they are made of the largest magnitudes.
+        given: i32,
+        /// 0.
+        reserved: u32,
+    }
+}
+
+versioned! {
+    /// What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
+    pub struct hattn_quantize_args {
+        /// sizeof(hattn_quantize_args).
+        struct_size >= 56,
+        /// Queries; null where they are not quantised.
+        q: *const hattn_quantize_tensor,
+        /// Keys; null where they are not quantised.
+        k: *const hattn_quantize_tensor,
+        /// Values; null where they are not quantised.
+        v: *const hattn_quantize_tensor,
+        /// Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
+        /// were not finite. Null where it is not wanted.
+        counts: *const hattn_tensor,
+        /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+        workspace: *mut c_void,
+        /// At least what hattn_quantize_plan_workspace_size says.
+        workspace_bytes: usize,
+    }
+}
+
+versioned! {
+    /// What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
+    pub struct hattn_backward_args {
+        /// sizeof(hattn_backward_args).
+        struct_size >= 104,
+        /// Queries.
+        q: *const hattn_tensor,
+        /// Keys.
+        k: *const hattn_tensor,
+        /// Values.
+        v: *const hattn_tensor,
+        /// The forward pass's output.
+        o: *const hattn_tensor,
+        /// The forward pass's log-sum-exp, HATTN_F32. A row of -inf has no part in any gradient, and its own is 0.
+        lse: *const hattn_tensor,
+        /// The gradient of the output.
+        d_o: *const hattn_tensor,
+        /// The gradient of the log-sum-exp, HATTN_F32: given exactly when the problem says so, otherwise null.
+        d_lse: *const hattn_tensor,
+        /// The gradient of the queries, overwritten.
+        d_q: *const hattn_tensor,
+        /// The gradient of the keys, overwritten: the sum over the query heads that read them.
+        d_k: *const hattn_tensor,
+        /// The gradient of the values, overwritten: the sum over the query heads that read them.
+        d_v: *const hattn_tensor,
+        /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+        workspace: *mut c_void,
+        /// At least what hattn_backward_plan_workspace_size says.
+        workspace_bytes: usize,
+    }
+}
+
+tensors! {
+    hattn_backward_args: Q q, K k, V v, O o, Lse lse, DO d_o, DLse d_lse, DQ d_q, DK d_k, DV d_v
 }
 
 /// No struct grows past this, so that a wild `struct_size` is refused instead of followed.

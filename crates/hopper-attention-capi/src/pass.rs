@@ -1,5 +1,5 @@
-//! What the forward, the backward and the quantiser have in common: is it supported, plan, describe, run. Their entries are
-//! in files of their own, since cbindgen reads functions as they are written; what they do is here once.
+//! What the forward, the backward and the quantiser have in common: is it supported, plan, describe, run. Each has a file of
+//! its own with its types, and with the names and the documentation of its functions; what these take and do is here once.
 
 use std::ffi::c_char;
 
@@ -130,18 +130,96 @@ pub(crate) unsafe fn run<P: Pass>(
     })
 }
 
-/// A pass's names in C, in Rust, and the two conversions between them.
+/// A pass: its types in C and in Rust, the two conversions between them, and its functions in C, which are declared in the order
+/// of the header. `also` is a function that only this pass has.
 macro_rules! pass {
     (
-        $pass:ident, $handle:ident made by $made_by:literal,
+        $pass:ident,
         $given:ident -> $problem:ident by |$from:ident| $to_problem:expr,
         $args:ident by $to_arguments:path,
-        $plan:ident of $problem_of:ident
+        $plan:ident of $problem_of:ident;
+
+        $(#[$of_handle:meta])* struct $handle:ident;
+        $(#[$of_supported:meta])* fn $supported:ident;
+        $(#[$of_create:meta])* fn $create:ident;
+        $(also { $($also:tt)* })?
+        $(#[$of_destroy:meta])* fn $destroy:ident;
+        $(#[$of_describe:meta])* fn $describe:ident;
+        $(#[$of_workspace_size:meta])* fn $workspace_size:ident;
+        $(#[$of_run:meta])* fn $run:ident;
     ) => {
+        $crate::abi::written! {
+            $handle:
+
+            $(#[$of_handle])*
+            pub struct $handle {
+                plan: $plan,
+            }
+
+            $(#[$of_supported])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $supported(problem: *const $given, device: hattn_device) -> hattn_status {
+                // SAFETY: the caller's promise.
+                unsafe { crate::pass::supported::<$pass>(problem, device) }
+            }
+
+            $(#[$of_create])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $create(
+                problem: *const $given,
+                device: hattn_device,
+                plan: *mut *mut $handle,
+            ) -> hattn_status {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    crate::pass::create::<$pass>(problem, device, plan, |problem, device| Ok(problem.plan(device)?))
+                }
+            }
+
+            $($($also)*)?
+
+            $(#[$of_destroy])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $destroy(plan: *mut $handle) {
+                // SAFETY: the caller's promise.
+                unsafe { crate::handle::destroy(plan) };
+            }
+
+            $(#[$of_describe])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $describe(
+                plan: *const $handle,
+                text: *mut c_char,
+                capacity: usize,
+                length: *mut usize,
+            ) -> hattn_status {
+                // SAFETY: the caller's promise.
+                unsafe { crate::pass::describe::<$pass>(plan, text, capacity, length) }
+            }
+
+            $(#[$of_workspace_size])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $workspace_size(plan: *const $handle, bytes: *mut usize) -> hattn_status {
+                // SAFETY: the caller's promise.
+                unsafe { crate::pass::workspace_size::<$pass>(plan, bytes) }
+            }
+
+            $(#[$of_run])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $run(
+                plan: *const $handle,
+                args: *const $args,
+                stream: *mut CUstream_st,
+            ) -> hattn_status {
+                // SAFETY: the caller's promise.
+                unsafe { crate::pass::run::<$pass>(plan, args, stream) }
+            }
+        }
+
         impl $crate::handle::Handle for $handle {
             type Held = $plan;
             const WHAT: &'static str = "plan";
-            const MADE_BY: &'static str = $made_by;
+            const MADE_BY: &'static str = stringify!($create);
 
             fn held(&self) -> &$plan {
                 &self.plan
@@ -199,4 +277,5 @@ macro_rules! pass {
         }
     };
 }
+
 pub(crate) use pass;

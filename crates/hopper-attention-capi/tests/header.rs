@@ -5,6 +5,24 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
+use hopper_attention_capi::*;
+
+/// What macros declare, as cbindgen can read it: the structs, and the functions of the passes. What is missing here is missing
+/// from the header.
+const DECLARED: [&str; 11] = [
+    hattn_forward_problem::TEXT,
+    hattn_backward_problem::TEXT,
+    hattn_tensor::TEXT,
+    hattn_forward_args::TEXT,
+    hattn_backward_args::TEXT,
+    hattn_quantize_problem::TEXT,
+    hattn_quantize_tensor::TEXT,
+    hattn_quantize_args::TEXT,
+    hattn_forward_plan::TEXT,
+    hattn_backward_plan::TEXT,
+    hattn_quantize_plan::TEXT,
+];
+
 fn committed(path: &str, made: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
     if std::env::var_os("HATTN_UPDATE").is_some() {
@@ -57,6 +75,8 @@ fn header() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml is right");
     config.after_includes = Some(initialisers());
+    let declared = Path::new(env!("CARGO_TARGET_TMPDIR")).join("declared.rs");
+    fs::write(&declared, DECLARED.join("\n")).expect("the file can be written");
     let bindings = cbindgen::Builder::new()
         .with_config(config)
         .with_src(root.join("src/abi.rs"))
@@ -66,6 +86,7 @@ fn header() -> String {
         .with_src(root.join("src/forward.rs"))
         .with_src(root.join("src/backward.rs"))
         .with_src(root.join("src/quantize.rs"))
+        .with_src(declared)
         .generate()
         .expect("cbindgen understands the sources");
     let mut text = Vec::new();

@@ -20,7 +20,7 @@
   HOLDS(type##_##field##_at, offsetof(type, field) == (offset)); \
   HOLDS(type##_##field##_size, sizeof(((type*)0)->field) == (size));
 
-#include "../../abi/layout.def"
+#include "layout.def"
 
 HOLDS(abi_version, HATTN_ABI_VERSION == 1);
 HOLDS(statuses, HATTN_OK == 0 && HATTN_ERROR_ARGUMENT == 1 && HATTN_ERROR_ABI == 2 && HATTN_ERROR_SHAPE == 3 &&
@@ -36,6 +36,18 @@ HOLDS(corners, HATTN_BOTTOM_RIGHT == 0 && HATTN_TOP_LEFT == 1 && HATTN_UNBOUNDED
 HOLDS(enums, sizeof(hattn_status) == 4 && sizeof(hattn_dtype) == 4 && sizeof(hattn_device) == 4 &&
                  sizeof(hattn_mask) == 4 && sizeof(hattn_corner) == 4 && (hattn_status)-1 < 0);
 
+/* The functions that every pass has. */
+#define FUNCTIONS_OF(pass)                                                                 \
+  int32_t (*pass##_supported)(const hattn_##pass##_problem*, int32_t);                     \
+  int32_t (*pass##_create)(const hattn_##pass##_problem*, int32_t, hattn_##pass##_plan**); \
+  void (*pass##_destroy)(hattn_##pass##_plan*);                                            \
+  int32_t (*pass##_describe)(const hattn_##pass##_plan*, char*, size_t, size_t*);          \
+  int32_t (*pass##_workspace_size)(const hattn_##pass##_plan*, size_t*);                   \
+  int32_t (*pass##_run)(const hattn_##pass##_plan*, const hattn_##pass##_args*, struct CUstream_st*);
+#define ADDRESSES_OF(pass)                                                                                         \
+  hattn_##pass##_supported, hattn_##pass##_plan_create, hattn_##pass##_plan_destroy, hattn_##pass##_plan_describe, \
+      hattn_##pass##_plan_workspace_size, hattn_##pass##_run
+
 /* Every function with its type; the addresses also make the linker find each of them. */
 typedef struct functions {
   uint32_t (*abi_version)(void);
@@ -43,56 +55,19 @@ typedef struct functions {
   const char* (*status_name)(int32_t);
   const char* (*last_error)(void);
   int32_t (*device_count)(int32_t*);
-  int32_t (*supported)(const hattn_forward_problem*, int32_t);
   int32_t (*tuning_create)(const char*, size_t, hattn_tuning**);
   void (*tuning_destroy)(hattn_tuning*);
-  int32_t (*create)(const hattn_forward_problem*, int32_t, hattn_forward_plan**);
   int32_t (*create_tuned)(const hattn_forward_problem*, int32_t, const hattn_tuning*, hattn_forward_plan**);
-  void (*destroy)(hattn_forward_plan*);
-  int32_t (*describe)(const hattn_forward_plan*, char*, size_t, size_t*);
-  int32_t (*workspace_size)(const hattn_forward_plan*, size_t*);
-  int32_t (*run)(const hattn_forward_plan*, const hattn_forward_args*, struct CUstream_st*);
-  int32_t (*backward_supported)(const hattn_backward_problem*, int32_t);
-  int32_t (*backward_create)(const hattn_backward_problem*, int32_t, hattn_backward_plan**);
-  void (*backward_destroy)(hattn_backward_plan*);
-  int32_t (*backward_describe)(const hattn_backward_plan*, char*, size_t, size_t*);
-  int32_t (*backward_workspace_size)(const hattn_backward_plan*, size_t*);
-  int32_t (*backward_run)(const hattn_backward_plan*, const hattn_backward_args*, struct CUstream_st*);
-  int32_t (*quantize_supported)(const hattn_quantize_problem*, int32_t);
-  int32_t (*quantize_create)(const hattn_quantize_problem*, int32_t, hattn_quantize_plan**);
-  void (*quantize_destroy)(hattn_quantize_plan*);
-  int32_t (*quantize_describe)(const hattn_quantize_plan*, char*, size_t, size_t*);
-  int32_t (*quantize_workspace_size)(const hattn_quantize_plan*, size_t*);
-  int32_t (*quantize_run)(const hattn_quantize_plan*, const hattn_quantize_args*, struct CUstream_st*);
+  FUNCTIONS_OF(forward)
+  FUNCTIONS_OF(backward)
+  FUNCTIONS_OF(quantize)
 } functions;
 
 static void functions_have_their_types(void) {
-  const functions all = {hattn_abi_version,
-                         hattn_version,
-                         hattn_status_name,
-                         hattn_last_error,
-                         hattn_device_count,
-                         hattn_forward_supported,
-                         hattn_tuning_create,
-                         hattn_tuning_destroy,
-                         hattn_forward_plan_create,
-                         hattn_forward_plan_create_tuned,
-                         hattn_forward_plan_destroy,
-                         hattn_forward_plan_describe,
-                         hattn_forward_plan_workspace_size,
-                         hattn_forward_run,
-                         hattn_backward_supported,
-                         hattn_backward_plan_create,
-                         hattn_backward_plan_destroy,
-                         hattn_backward_plan_describe,
-                         hattn_backward_plan_workspace_size,
-                         hattn_backward_run,
-                         hattn_quantize_supported,
-                         hattn_quantize_plan_create,
-                         hattn_quantize_plan_destroy,
-                         hattn_quantize_plan_describe,
-                         hattn_quantize_plan_workspace_size,
-                         hattn_quantize_run};
+  const functions all = {
+      hattn_abi_version,     hattn_version,          hattn_status_name,     hattn_last_error,
+      hattn_device_count,    hattn_tuning_create,    hattn_tuning_destroy,  hattn_forward_plan_create_tuned,
+      ADDRESSES_OF(forward), ADDRESSES_OF(backward), ADDRESSES_OF(quantize)};
   CHECK(all.abi_version() == HATTN_ABI_VERSION);
   CHECK(strcmp(all.status_name(HATTN_ERROR_WORKSPACE), "HATTN_ERROR_WORKSPACE") == 0);
   CHECK(strcmp(all.status_name(15), "HATTN_ERROR_?") == 0);
@@ -109,25 +84,22 @@ static int empty(const void* value, size_t size) {
   return 1;
 }
 
+#define FILLS_THE_HEADER_ONLY(type, init, size)                   \
+  do {                                                            \
+    const type value = init;                                      \
+    CHECK(value.struct_size == (size) && value.abi_version == 1); \
+    CHECK(empty(&value, sizeof(value)));                          \
+  } while (0)
+
 static void initialisers_fill_the_header_only(void) {
-  const hattn_forward_problem problem = HATTN_FORWARD_PROBLEM_INIT;
-  const hattn_tensor tensor = HATTN_TENSOR_INIT;
-  const hattn_forward_args args = HATTN_FORWARD_ARGS_INIT;
-  const hattn_backward_problem gradients = HATTN_BACKWARD_PROBLEM_INIT;
-  const hattn_backward_args gradient_args = HATTN_BACKWARD_ARGS_INIT;
-  const hattn_quantize_problem quantising = HATTN_QUANTIZE_PROBLEM_INIT;
-  const hattn_quantize_tensor quantised = HATTN_QUANTIZE_TENSOR_INIT;
-  const hattn_quantize_args quantise_args = HATTN_QUANTIZE_ARGS_INIT;
-  CHECK(quantising.struct_size == 32 && quantising.abi_version == 1 && empty(&quantising, sizeof(quantising)));
-  CHECK(quantised.struct_size == 40 && quantised.abi_version == 1 && empty(&quantised, sizeof(quantised)));
-  CHECK(quantise_args.struct_size == 56 && quantise_args.abi_version == 1);
-  CHECK(empty(&quantise_args, sizeof(quantise_args)));
-  CHECK(problem.struct_size == 120 && problem.abi_version == 1 && empty(&problem, sizeof(problem)));
-  CHECK(tensor.struct_size == 96 && tensor.abi_version == 1 && empty(&tensor, sizeof(tensor)));
-  CHECK(args.struct_size == 104 && args.abi_version == 1 && empty(&args, sizeof(args)));
-  CHECK(gradients.struct_size == 112 && gradients.abi_version == 1 && empty(&gradients, sizeof(gradients)));
-  CHECK(gradient_args.struct_size == 104 && gradient_args.abi_version == 1);
-  CHECK(empty(&gradient_args, sizeof(gradient_args)));
+  FILLS_THE_HEADER_ONLY(hattn_tensor, HATTN_TENSOR_INIT, 96);
+  FILLS_THE_HEADER_ONLY(hattn_forward_problem, HATTN_FORWARD_PROBLEM_INIT, 120);
+  FILLS_THE_HEADER_ONLY(hattn_forward_args, HATTN_FORWARD_ARGS_INIT, 104);
+  FILLS_THE_HEADER_ONLY(hattn_backward_problem, HATTN_BACKWARD_PROBLEM_INIT, 112);
+  FILLS_THE_HEADER_ONLY(hattn_backward_args, HATTN_BACKWARD_ARGS_INIT, 104);
+  FILLS_THE_HEADER_ONLY(hattn_quantize_problem, HATTN_QUANTIZE_PROBLEM_INIT, 32);
+  FILLS_THE_HEADER_ONLY(hattn_quantize_tensor, HATTN_QUANTIZE_TENSOR_INIT, 40);
+  FILLS_THE_HEADER_ONLY(hattn_quantize_args, HATTN_QUANTIZE_ARGS_INIT, 56);
 }
 
 int main(void) {

@@ -27,6 +27,16 @@ static inline void check_text(const char* file, int line, const char* text, cons
   }
 }
 
+/* CHECK of a status; on failure says whose it was. */
+#define CHECK_STATUS(status, expected, of) check_status(__FILE__, __LINE__, (status), (expected), (of))
+
+static inline void check_status(const char* file, int line, int status, int expected, const char* of) {
+  if (status != expected) {
+    printf("%s:%d: %s: status %d, expected %d\n", file, line, of, status, expected);
+    check_broken = 1;
+  }
+}
+
 #define RUN(suite, test)                                                          \
   do {                                                                            \
     check_broken = 0;                                                             \

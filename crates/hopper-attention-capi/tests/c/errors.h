@@ -1,4 +1,5 @@
-/* What the tests of refused arguments share: sizes, memory that shows what was written, and what a text says. C99. */
+/* What the tests of refused arguments share: sizes, tensors, memory that shows what was written, and what a text says.
+   C99. */
 #ifndef HATTN_TESTS_ERRORS_H
 #define HATTN_TESTS_ERRORS_H
 
@@ -16,6 +17,15 @@ enum {
   LSE_SIZE = BATCH * HEADS_Q * SEQLEN_Q,
   POISON = 0xA5
 };
+
+/* The sizes of a problem, but for the head dims. */
+#define SET_SIZES(problem, dim_qk, dim_vo)                              \
+  do {                                                                  \
+    (problem).batch = BATCH;                                            \
+    (problem).seqlen_q = SEQLEN_Q, (problem).seqlen_kv = SEQLEN_KV;     \
+    (problem).heads_q = HEADS_Q, (problem).heads_kv = HEADS_KV;         \
+    (problem).head_dim_qk = (dim_qk), (problem).head_dim_vo = (dim_vo); \
+  } while (0)
 
 /* A dense f32 tensor on the CPU. */
 static hattn_tensor tensor(float* data, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -36,6 +46,24 @@ static hattn_tensor row_values(float* data) {
   return made;
 }
 
+/* A tensor of a pass. */
+typedef struct operand {
+  const char* name;
+  hattn_tensor* tensor;       /* the variable */
+  const hattn_tensor** given; /* where the arguments point to it */
+  int written, of_keys;       /* whether it is an output; whether it has a row for each key, or for each query */
+  int rank;
+  int64_t shape[4];
+} operand;
+
+enum { READ = 0, WRITTEN = 1, OF_QUERIES = 0, OF_KEYS = 1 };
+
+/* A row of a table of operands, of the variable and the field of the arguments with this name. */
+#define OPERAND(name, written, of_keys, rank, ...)                    \
+  {                                                                   \
+#name, &name, &args.name, written, of_keys, rank, { __VA_ARGS__ } \
+  }
+
 static int all_poison(const float* data, size_t count) {
   const unsigned char* bytes = (const unsigned char*)data;
   size_t i;
@@ -45,13 +73,19 @@ static int all_poison(const float* data, size_t count) {
   return 1;
 }
 
+/* Whether the last error is about this: its text begins with the name and a colon. */
+static int is_about(const char* what) {
+  const size_t length = strlen(what);
+  return strncmp(hattn_last_error(), what, length) == 0 && hattn_last_error()[length] == ':';
+}
+
 /* The text names what was wrong at its beginning, and has the other parts somewhere. */
-#define SAYS(what, got, allowed)                                 \
-  do {                                                           \
-    CHECK_TEXT(hattn_last_error(), what);                        \
-    CHECK(strncmp(hattn_last_error(), what, strlen(what)) == 0); \
-    CHECK_TEXT(hattn_last_error(), got);                         \
-    CHECK_TEXT(hattn_last_error(), allowed);                     \
+#define SAYS(what, got, allowed)             \
+  do {                                       \
+    CHECK_TEXT(hattn_last_error(), what);    \
+    CHECK(is_about(what));                   \
+    CHECK_TEXT(hattn_last_error(), got);     \
+    CHECK_TEXT(hattn_last_error(), allowed); \
   } while (0)
 
 #endif

@@ -54,10 +54,7 @@ static void reset(void) {
   problem.scaling = HATTN_PER_BLOCK;
   problem.amax = 1;
   problem.lse = 1;
-  problem.batch = BATCH;
-  problem.seqlen_q = SEQLEN_Q, problem.seqlen_kv = SEQLEN_KV;
-  problem.heads_q = HEADS_Q, problem.heads_kv = HEADS_KV;
-  problem.head_dim_qk = problem.head_dim_vo = DIM;
+  SET_SIZES(problem, DIM, DIM);
   quantising = no_quantising;
   quantising.forward = &problem;
   quantising.source = HATTN_F32;
@@ -252,52 +249,41 @@ static int untouched(void) {
   return all_poison(lse_values, LSE_SIZE) && all_poison(amax_value, 1);
 }
 
-#define NO_FORWARD(status, what, got, allowed) \
-  do {                                         \
-    CHECK(attend() == (status));               \
-    SAYS(what, got, allowed);                  \
-    CHECK(untouched());                        \
-    reset();                                   \
+/* What is spoilt is refused, nothing is written, and everything is right again afterwards. */
+#define NO_FORWARD(spoilt, status, what, got, allowed) \
+  do {                                                 \
+    spoilt;                                            \
+    CHECK_STATUS(attend(), (status), what);            \
+    SAYS(what, got, allowed);                          \
+    CHECK(untouched());                                \
+    reset();                                           \
   } while (0)
 
 static void what_does_not_fit_e4m3_operands_is_refused(void) {
-  args.descale_k = NULL;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "descale_k", "a null pointer", "hattn_tensor");
-  args.scale_o = NULL;
-  NO_FORWARD(HATTN_ERROR_VALUE, "scale_o", "missing", "the factor of an output of e4m3");
-  args.amax = NULL;
-  NO_FORWARD(HATTN_ERROR_VALUE, "amax", "missing", "amax(true)");
-  problem.amax = 0;
-  NO_FORWARD(HATTN_ERROR_VALUE, "amax", "given", "without amax(true)");
-  problem.output = HATTN_BF16;
-  NO_FORWARD(HATTN_ERROR_DTYPE, "o", "e4m3", "bf16, the problem's");
-  problem.output = HATTN_F32;
-  NO_FORWARD(HATTN_ERROR_DTYPE, "o", "f32", "bf16, f16, e4m3");
-  problem.scaling = HATTN_PER_TENSOR;
-  NO_FORWARD(HATTN_ERROR_SHAPE, "descale_q", "[2, 4, 1]", "[1, 1, 1]");
-  problem.scaling = 3;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "scaling", "3", "HATTN_PER_BLOCK (2)");
-  problem.amax = 2;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "amax", "2", "1 (wanted)");
-  problem.half_scores = -1;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "half_scores", "-1", "1 (wanted)");
-  descale[1].dtype = HATTN_F16;
-  NO_FORWARD(HATTN_ERROR_DTYPE, "descale_k", "f16", "f32");
-  descale[2].ndim = 4;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "descale_v", "ndim 4", "[batch, heads, blocks]");
-  scale_o.ndim = 3;
-  NO_FORWARD(HATTN_ERROR_ARGUMENT, "scale_o", "ndim 3", "[1]");
-  amax.data = lse_values;
-  NO_FORWARD(HATTN_ERROR_LAYOUT, "amax", "which meet those of lse", "its own");
-  v_descale[1] = -1.0F;
-  NO_FORWARD(HATTN_ERROR_VALUE, "descale_v", "-1", "finite and above 0");
+  NO_FORWARD(args.descale_k = NULL, HATTN_ERROR_ARGUMENT, "descale_k", "a null pointer", "hattn_tensor");
+  NO_FORWARD(args.scale_o = NULL, HATTN_ERROR_VALUE, "scale_o", "missing", "made with an e4m3 output");
+  NO_FORWARD(args.amax = NULL, HATTN_ERROR_VALUE, "amax", "missing", "amax(true)");
+  NO_FORWARD(problem.amax = 0, HATTN_ERROR_VALUE, "amax", "given", "without amax(true)");
+  NO_FORWARD(problem.output = HATTN_BF16, HATTN_ERROR_DTYPE, "o", "e4m3", "bf16, the problem's");
+  NO_FORWARD(problem.output = HATTN_F32, HATTN_ERROR_DTYPE, "o", "f32", "bf16, f16, e4m3");
+  NO_FORWARD(problem.scaling = HATTN_PER_TENSOR, HATTN_ERROR_SHAPE, "descale_q", "[2, 4, 1]", "[1, 1, 1]");
+  NO_FORWARD(problem.scaling = 3, HATTN_ERROR_ARGUMENT, "scaling", "3", "HATTN_PER_BLOCK (2)");
+  NO_FORWARD(problem.amax = 2, HATTN_ERROR_ARGUMENT, "amax", "2", "1 (wanted)");
+  NO_FORWARD(problem.half_scores = -1, HATTN_ERROR_ARGUMENT, "half_scores", "-1", "1 (wanted)");
+  NO_FORWARD(descale[1].dtype = HATTN_F16, HATTN_ERROR_DTYPE, "descale_k", "f16", "f32");
+  NO_FORWARD(descale[2].ndim = 4, HATTN_ERROR_ARGUMENT, "descale_v", "ndim 4", "[batch, heads, blocks]");
+  NO_FORWARD(scale_o.ndim = 3, HATTN_ERROR_ARGUMENT, "scale_o", "ndim 3", "[number]");
+  NO_FORWARD(amax.data = lse_values, HATTN_ERROR_LAYOUT, "amax", "which meet those of lse", "its own");
+  NO_FORWARD(v_descale[1] = -1.0F, HATTN_ERROR_VALUE, "descale_v", "-1", "finite and above 0");
   v_descale[1] = 1.0F;
 }
 
-#define NO_OPERANDS(status, what, got, allowed)            \
+/* The same of the quantiser. */
+#define NO_OPERANDS(spoilt, status, what, got, allowed)    \
   do {                                                     \
     memset(q_stored, POISON, sizeof(q_stored));            \
-    CHECK(quantise() == (status));                         \
+    spoilt;                                                \
+    CHECK_STATUS(quantise(), (status), what);              \
     SAYS(what, got, allowed);                              \
     CHECK(q_stored[0] == POISON && q_stored[9] == POISON); \
     reset();                                               \
@@ -305,39 +291,24 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
 
 static void what_cannot_be_quantised_is_refused(void) {
   hattn_quantize_plan* plan = NULL;
-  quantising.forward = NULL;
-  NO_OPERANDS(HATTN_ERROR_ARGUMENT, "forward", "a null pointer", "hattn_forward_problem");
-  quantising.source = HATTN_E4M3;
-  NO_OPERANDS(HATTN_ERROR_DTYPE, "source", "e4m3", "bf16, f16, f32");
-  quantising.hadamard = 2;
-  NO_OPERANDS(HATTN_ERROR_ARGUMENT, "hadamard", "2", "1 (wanted)");
-  quantising.struct_size = 24;
-  NO_OPERANDS(HATTN_ERROR_ABI, "problem", "struct_size 24", "32");
-  problem.dtype = HATTN_F16, problem.output = 0, problem.scaling = 0, problem.amax = 0;
-  NO_OPERANDS(HATTN_ERROR_DTYPE, "problem", "f16", "e4m3");
-  values[0].dtype = HATTN_F16;
-  NO_OPERANDS(HATTN_ERROR_DTYPE, "q.values", "f16", "f32, the quantizer's source");
-  stored[1].dtype = HATTN_F16;
-  NO_OPERANDS(HATTN_ERROR_DTYPE, "k.stored", "f16", "e4m3");
-  one[2].descale = NULL;
-  NO_OPERANDS(HATTN_ERROR_ARGUMENT, "v.descale", "a null pointer", "hattn_tensor");
-  one[2].given = 5;
-  NO_OPERANDS(HATTN_ERROR_ARGUMENT, "given", "5", "1 (given)");
-  one[0].reserved = 1;
-  NO_OPERANDS(HATTN_ERROR_ARGUMENT, "q", "a reserved field that is set", "0");
-  one[0].struct_size = 39;
-  NO_OPERANDS(HATTN_ERROR_ABI, "q", "struct_size 39", "40");
-  quantise_args.struct_size = 48;
-  NO_OPERANDS(HATTN_ERROR_ABI, "args", "struct_size 48", "56");
-  counts.shape[1] = 1;
-  NO_OPERANDS(HATTN_ERROR_SHAPE, "counts", "[3, 1]", "[3, 2]");
-  stored[0].stride[1] = 1;
-  NO_OPERANDS(HATTN_ERROR_LAYOUT, "q.stored", "uses elements twice", "step over each other");
-  stored[0].data = q_values;
-  NO_OPERANDS(HATTN_ERROR_LAYOUT, "q.stored", "which meet those of q.values", "its own");
+  NO_OPERANDS(quantising.forward = NULL, HATTN_ERROR_ARGUMENT, "forward", "a null pointer", "hattn_forward_problem");
+  NO_OPERANDS(quantising.source = HATTN_E4M3, HATTN_ERROR_DTYPE, "source", "e4m3", "bf16, f16, f32");
+  NO_OPERANDS(quantising.hadamard = 2, HATTN_ERROR_ARGUMENT, "hadamard", "2", "1 (wanted)");
+  NO_OPERANDS(quantising.struct_size = 24, HATTN_ERROR_ABI, "problem", "struct_size 24", "32");
+  problem.output = 0, problem.scaling = 0, problem.amax = 0;
+  NO_OPERANDS(problem.dtype = HATTN_F16, HATTN_ERROR_DTYPE, "problem", "f16", "e4m3");
+  NO_OPERANDS(values[0].dtype = HATTN_F16, HATTN_ERROR_DTYPE, "q.values", "f16", "f32, the problem's");
+  NO_OPERANDS(stored[1].dtype = HATTN_F16, HATTN_ERROR_DTYPE, "k.stored", "f16", "e4m3");
+  NO_OPERANDS(one[2].descale = NULL, HATTN_ERROR_ARGUMENT, "v.descale", "a null pointer", "hattn_tensor");
+  NO_OPERANDS(one[2].given = 5, HATTN_ERROR_ARGUMENT, "given", "5", "1 (given)");
+  NO_OPERANDS(one[0].reserved = 1, HATTN_ERROR_ARGUMENT, "q", "a reserved field that is set", "0");
+  NO_OPERANDS(one[0].struct_size = 39, HATTN_ERROR_ABI, "q", "struct_size 39", "40");
+  NO_OPERANDS(quantise_args.struct_size = 48, HATTN_ERROR_ABI, "args", "struct_size 48", "56");
+  NO_OPERANDS(counts.shape[1] = 1, HATTN_ERROR_SHAPE, "counts", "[3, 1]", "[3, 2]");
+  NO_OPERANDS(stored[0].stride[1] = 1, HATTN_ERROR_LAYOUT, "q.stored", "uses elements twice", "step over each other");
+  NO_OPERANDS(stored[0].data = q_values, HATTN_ERROR_LAYOUT, "q.stored", "which meet those of q.values", "its own");
   one[0].given = 1;
-  q_descale[0] = 0.0F;
-  NO_OPERANDS(HATTN_ERROR_VALUE, "q.descale", "0 at [0, 0, 0]", "finite and above 0");
+  NO_OPERANDS(q_descale[0] = 0.0F, HATTN_ERROR_VALUE, "q.descale", "0 at [0, 0, 0]", "finite and above 0");
   CHECK(hattn_quantize_plan_create(&quantising, HATTN_CPU, NULL) == HATTN_ERROR_ARGUMENT);
   CHECK(hattn_quantize_plan_create(&quantising, HATTN_CPU, &plan) == HATTN_OK);
   CHECK(hattn_quantize_run(plan, NULL, NULL) == HATTN_ERROR_ARGUMENT);

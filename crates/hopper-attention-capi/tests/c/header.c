@@ -3,29 +3,21 @@
 
 #include "check.h"
 
-static void a_plan_of_the_cpu_comes_and_goes(void) {
-  hattn_forward_problem problem = HATTN_FORWARD_PROBLEM_INIT;
-  hattn_forward_plan* plan = NULL;
-  problem.dtype = HATTN_F32;
-  problem.batch = problem.seqlen_q = problem.seqlen_kv = problem.heads_q = problem.heads_kv = 1;
-  problem.head_dim_qk = problem.head_dim_vo = 8;
-  CHECK(hattn_forward_supported(&problem, HATTN_CPU) == HATTN_OK);
-  CHECK(hattn_forward_plan_create(&problem, HATTN_CPU, &plan) == HATTN_OK && plan != NULL);
-  hattn_forward_plan_destroy(plan);
-  hattn_forward_plan_destroy(NULL);
-}
+/* The body of a test: a plan of a pass on the CPU comes and goes. */
+#define COMES_AND_GOES(pass, no_problem)                                                         \
+  hattn_##pass##_problem problem = no_problem;                                                   \
+  hattn_##pass##_plan* plan = NULL;                                                              \
+  problem.dtype = HATTN_F32;                                                                     \
+  problem.batch = problem.seqlen_q = problem.seqlen_kv = problem.heads_q = problem.heads_kv = 1; \
+  problem.head_dim_qk = problem.head_dim_vo = 8;                                                 \
+  CHECK(hattn_##pass##_supported(&problem, HATTN_CPU) == HATTN_OK);                              \
+  CHECK(hattn_##pass##_plan_create(&problem, HATTN_CPU, &plan) == HATTN_OK && plan != NULL);     \
+  hattn_##pass##_plan_destroy(plan);                                                             \
+  hattn_##pass##_plan_destroy(NULL)
 
-static void so_does_one_of_the_gradients(void) {
-  hattn_backward_problem problem = HATTN_BACKWARD_PROBLEM_INIT;
-  hattn_backward_plan* plan = NULL;
-  problem.dtype = HATTN_F32;
-  problem.batch = problem.seqlen_q = problem.seqlen_kv = problem.heads_q = problem.heads_kv = 1;
-  problem.head_dim_qk = problem.head_dim_vo = 8;
-  CHECK(hattn_backward_supported(&problem, HATTN_CPU) == HATTN_OK);
-  CHECK(hattn_backward_plan_create(&problem, HATTN_CPU, &plan) == HATTN_OK && plan != NULL);
-  hattn_backward_plan_destroy(plan);
-  hattn_backward_plan_destroy(NULL);
-}
+static void a_plan_of_the_cpu_comes_and_goes(void) { COMES_AND_GOES(forward, HATTN_FORWARD_PROBLEM_INIT); }
+
+static void so_does_one_of_the_gradients(void) { COMES_AND_GOES(backward, HATTN_BACKWARD_PROBLEM_INIT); }
 
 int main(void) {
   RUN("header", a_plan_of_the_cpu_comes_and_goes);

@@ -7,20 +7,7 @@
 #include "check.h"
 #include "reference.h"
 
-using hattn::ConstTensorView;
-using hattn::Device;
-using hattn::DType;
-using hattn::Extents;
-using hattn::ForwardArgs;
-using hattn::ForwardPlan;
-using hattn::ForwardProblem;
-using hattn::QuantizeArgs;
-using hattn::QuantizePlan;
-using hattn::QuantizeProblem;
-using hattn::QuantizeTensor;
-using hattn::Scaling;
-using hattn::Status;
-using hattn::TensorView;
+using namespace hattn;
 
 namespace {
 
@@ -116,7 +103,7 @@ void quantised_and_attended_to() {
 
     run.descale_v.reset();
     CHECK(plan.try_run(run, nullptr) == Status::Argument);
-    CHECK_TEXT(hattn::last_error(), "descale_v: a null pointer");
+    CHECK_TEXT(last_error(), "descale_v: a null pointer");
   }
 }
 
@@ -124,7 +111,7 @@ void what_is_refused_says_so() {
   const ForwardProblem forward = problem(Scaling::PerTensor);
   QuantizePlan plan;
   CHECK(QuantizePlan::create(QuantizeProblem(forward, DType::E4M3), Device::cpu(), plan) == Status::Dtype);
-  CHECK_TEXT(hattn::last_error(), "source: dtype e4m3; allowed: bf16, f16, f32");
+  CHECK_TEXT(last_error(), "source: dtype e4m3; allowed: bf16, f16, f32");
   CHECK(!plan && plan.try_run(QuantizeArgs(), nullptr) == Status::Argument);
   ForwardProblem wide(DType::F32);
   wide.seqlens(1, 1).heads(1, 1).head_dims(8, 8).scaling(Scaling::PerHead);
