@@ -1,8 +1,6 @@
 // The kernel after the backward: dQ from its sums.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "common/element.hpp"
 #include "common/prepare.hpp"
 #include "kernels.hpp"

@@ -3,7 +3,7 @@
 // have to begin as zeros.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/numeric/math.hpp>
 
 #include "common/mask.hpp"
 #include "kernels.hpp"

@@ -10,7 +10,7 @@
 // other block.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/numeric/integer_sequence.hpp>
 
 namespace hattn {
 
@@ -161,7 +161,8 @@ struct OnlineSoftmax {
       reference[r] = 0.0F;
     }
     exponentiate(scores, scale_log2, reference, row_sum);
-    auto const suits = [&](int r) { return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit; };
+    // (Both comparisons always: where one may be left out, the compiler moves the second row's sum behind the first's.)
+    auto const suits = [&](int r) { return (row_sum[r] >= kSumLeast) & (row_sum[r] < kSumLimit); };
     if (all_rows(suits)) {
       return;
     }
@@ -182,7 +183,7 @@ struct OnlineSoftmax {
       row_sum[r] *= factor[r];
     }
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
+    for (int i = 0; i < scores.size(); ++i) {
       scores(i) *= factor[row_of(i)];
     }
   }

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/tensor.hpp>
+#include <cute/arch/util.hpp>
 
 #include "kernels.hpp"
 

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <cute/arch/mma_sm80.hpp>
-#include <cute/tensor.hpp>
 
 #include "common/element.hpp"
+#include "common/fragment.hpp"
 
 namespace hattn::sm80 {
 

@@ -22,8 +22,8 @@ struct Fp8Recompute {
         cute::cast_smem_ptr_to_uint(q) + q_row * kRowBytes + (lane / 16 ^ swizzle(lane % 16)) * 16;
     std::uint32_t const k_address =
         cute::cast_smem_ptr_to_uint(k) + lane % 8 * kRowBytes + (lane / 8 % 2 ^ swizzle(lane % 8)) * 16;
-    cute::clear(scores);
-    auto pairs = cute::recast<std::uint32_t>(scores);
+    clear(scores);
+    auto& pairs = recast<std::uint32_t>(scores);
     // Where registers are short a few columns at a time: ptxas begins all products of a round before it ends one.
     constexpr int kColumns = Traits::kTileN / (Traits::kParts == 1 ? 8 : 64);
     CUTE_UNROLL

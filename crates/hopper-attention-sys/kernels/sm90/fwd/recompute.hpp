@@ -43,7 +43,7 @@ struct Recompute {
                                     (((lane / 16) ^ (lane % 8)) * 16);
     std::uint32_t const k_address =
         cute::cast_smem_ptr_to_uint(k) + (lane % 8) * 128 + (((lane / 8 % 2) ^ (lane % 8)) * 16);
-    cute::clear(scores);
+    clear(scores);
     CUTE_NO_UNROLL
     for (int step = 0; step < Traits::kHeadDimQK / 16; ++step) {
       int const slab = step / 4;
