@@ -42,7 +42,9 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
-template <int kTileN, int kSumLimitLog2, int kStrips = 1>
+// kTestsWhole: the test of a first block's sums takes all of them. Otherwise the compiler may leave some out, and moves
+// the sum of the second row behind the test of the first; which of the two suits a kernel shows in its loop.
+template <int kTileN, int kSumLimitLog2, int kStrips = 1, bool kTestsWhole = false>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kStrips;
   // Where a thread's row has its element c of 8 columns.
@@ -161,8 +163,13 @@ struct OnlineSoftmax {
       reference[r] = 0.0F;
     }
     exponentiate(scores, scale_log2, reference, row_sum);
-    // (Both comparisons always: where one may be left out, the compiler moves the second row's sum behind the first's.)
-    auto const suits = [&](int r) { return (row_sum[r] >= kSumLeast) & (row_sum[r] < kSumLimit); };
+    auto const suits = [&](int r) {
+      if constexpr (kTestsWhole) {
+        return (row_sum[r] >= kSumLeast) & (row_sum[r] < kSumLimit);
+      } else {
+        return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit;
+      }
+    };
     if (all_rows(suits)) {
       return;
     }

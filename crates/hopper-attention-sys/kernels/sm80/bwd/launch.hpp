@@ -1,9 +1,8 @@
 // From plain parameters to started kernels: what a row of bwd.def becomes.
 #pragma once
 
-#include "common/convert.hpp"
+#include "common/around.hpp"
 #include "common/fill.hpp"
-#include "common/prepare.hpp"
 #include "common/status.hpp"
 #include "sm80/bwd/kernel.hpp"
 #include "sm80/bwd/row.hpp"
@@ -12,10 +11,9 @@ namespace hattn::sm80 {
 
 template <class Traits>
 Status bwd_prepare_module() noexcept {
-  cudaFuncAttributes attributes;
   cudaError_t const errors[] = {
       cudaFuncSetAttribute(bwd_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-      cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>), cudaFuncGetAttributes(&attributes, bwd_convert<Traits>)};
+      Prepare<Traits>::load(), Convert<typename Traits::Unmasked>::load()};
   for (cudaError_t const error : errors) {
     if (error != cudaSuccess) {
       return to_status(error);
@@ -64,10 +62,9 @@ Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
                                       params.head_dim_vo,
                                       params.softmax_scale,
                                       exponent_scale(params.softmax_scale) * kLog2E};
-  int const blocks = params.batch * params.heads_q * m_blocks;
-  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);
+  Prepare<Traits>::launch(params, stream);
   bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(kernel_params);
-  bwd_convert<Traits><<<blocks, Traits::SumsPart::kThreads, 0, stream>>>(params);
+  Convert<typename Traits::Unmasked>::launch(params, stream);
   return to_status(cudaGetLastError());
 }
 

@@ -1,9 +1,9 @@
 // Everything that a row of bwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
 #pragma once
 
+#include "common/around.hpp"
 #include "common/element.hpp"
 #include "common/mask.hpp"
-#include "common/prepare.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
@@ -39,6 +39,8 @@ struct BwdTraits {
   static constexpr int kTileN = kColumns;  // keys a tile
   static constexpr int kStages = kStageCount;
   using Element = typename ElementOf<kDType>::type;
+  // What does not depend on the mask is taken of these.
+  using Unmasked = BwdTraits<kDType, MaskClass::Full, kDimQK, kDimVO, kRows, kColumns, kStageCount>;
   // P is 2 to this power larger than it should be as dV has it and the partner gets it: f16 ends at 2^-24, and a key
   // that hardly a query looks at has gradients, too. Weights are 1 at most, so that 4 times that fits.
   static constexpr int kLift = kDType == DType::F16 ? 14 : 0;

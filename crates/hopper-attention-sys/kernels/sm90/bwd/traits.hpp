@@ -3,8 +3,8 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "common/around.hpp"
 #include "common/barrier.hpp"
-#include "common/prepare.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
@@ -60,6 +60,8 @@ struct BwdTraits {
   static constexpr int kTileN = kColumns;  // keys a tile
   static constexpr int kStages = kStageCount;
   using Element = typename ElementOf<kDType>::type;
+  // What does not depend on the mask is taken of these.
+  using Unmasked = BwdTraits<kDType, MaskClass::Full, kDimQK, kDimVO, kRows, kColumns, kStageCount>;
   using Statistics = sm90::Statistics;
 
   // The first part of a block's sums is stored, not added.

@@ -19,7 +19,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, 1, Traits::kConsumers == 3>;
   static constexpr MaskClass kMask = Traits::kMask;
 
   // Named barriers 1 .. kConsumers: a warpgroup waits for its turn at its own number, where its predecessor arrives.
