@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
 # The C and C++ library as its users get it: built by CMake, installed, moved, and linked from projects out of the tree in every
 # way that is promised. Needs no GPU. scripts/test.sh runs it; alone:
-#   scripts/capi_test.sh [--cpu]      --cpu: the library without CUDA
+#   scripts/capi_test.sh [--cpu] [--only PART]      --cpu: the library without CUDA
+# Parts are `installed`, a library that is installed and found, and `sources`, one that is built beside its user; both by default.
 # CARGO_TARGET_DIR is used as by cargo. HATTN_TEST_CARGO_FLAGS and HATTN_TEST_CPU_CARGO_FLAGS are arguments for cargo build, with
 # which scripts/test.sh asks for what it has built already. A line a check, as cargo's; logs are in the target folder's capi-test/.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cuda=ON
-[ "${1:-}" != --cpu ] || cuda=OFF
+cuda=ON parts="installed sources"
+while [ $# -gt 0 ]; do
+  case $1 in
+    --cpu) cuda=OFF ;;
+    --only) parts=${2:?--only takes a part} && shift ;;
+    *) echo "capi_test: unknown option $1" >&2 && exit 1 ;;
+  esac
+  shift
+done
 
 target=${CARGO_TARGET_DIR:-$root/target}
 case $target in /*) ;; *) target=$PWD/$target ;; esac
@@ -15,12 +23,12 @@ toolchain=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
 PATH=$PATH:$toolchain/cmake/bin:$toolchain/bin
 capi=$root/crates/hopper-attention-capi
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/Cargo.toml" | head -n 1)
-work=$target/capi-test
+work=$target/capi-test/${parts// /-and-}
 build=$work/build-$cuda
 prefix=$work/moved/prefix # where the installed files are used; not where they were installed
 consumers=$work/consumers # copies of what a user would copy
 logs=$work/logs
-rm -rf "$work/installed" "$work/moved" "$consumers" "$logs"
+rm -rf "$work/installed" "$work/installed-top" "$work/moved" "$consumers" "$logs"
 mkdir -p "$work/moved" "$consumers" "$logs"
 export CARGO_TARGET_DIR=$target
 unset CFLAGS CXXFLAGS LDFLAGS LD_LIBRARY_PATH
@@ -66,8 +74,9 @@ build_again() {
   before=$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})
   cmake --build "$build" && [ "$before" = "$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})" ]
 }
+# install_tree PREFIX
 install_tree() {
-  diff <(cd "$prefix" && find . -not -type d | sort) - <<TREE
+  diff <(cd "$1" && find . -not -type d | sort) - <<TREE
 ./include/hopper_attention.h
 ./include/hopper_attention.hpp
 ./include/hopper_attention_dlpack.hpp
@@ -183,12 +192,14 @@ pkg_config() {
   [ "$(pkg-config --modversion hopper_attention)" = "$version" ] && pkg-config --static --libs hopper_attention | grep -e -lm &&
     [ "$(realpath "$(pkg-config --variable=libdir hopper_attention)")" = "$prefix/lib" ]
 }
-# One target of each kind, of a library that CMake builds beside its user.
-add_subdirectory() {
-  copy subdirectory examples/cpp && cd "$consumers/subdirectory" && cat >CMakeLists.txt <<'CMAKE' &&
-cmake_minimum_required(VERSION 3.24)
-project(consumer LANGUAGES C CXX)
-add_subdirectory("${CAPI}" hopper_attention)
+# The library without CUDA, as Cargo has built it already where scripts/test.sh says so.
+cpu_only=(-DHATTN_CUDA=OFF -DHATTN_CARGO_PROFILE=dev "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CPU_CARGO_FLAGS:-}")
+# from_sources NAME LINE...: one target of each kind, of a library that CMake builds beside its user, which the lines bring in.
+from_sources() {
+  local name=$1
+  shift
+  copy "$name" examples/cpp && cd "$consumers/$name" &&
+    { printf '%s\n' 'cmake_minimum_required(VERSION 3.24)' 'project(consumer LANGUAGES C CXX)' "$@" && cat <<'CMAKE'; } >CMakeLists.txt &&
 enable_testing()
 foreach(kind shared static)
   add_executable(attention_${kind} attention.cpp)
@@ -197,8 +208,12 @@ foreach(kind shared static)
   add_test(NAME attention_${kind} COMMAND attention_${kind})
 endforeach()
 CMAKE
-    cmake -S . -B build -G Ninja "-DCAPI=$capi" -DHATTN_CUDA=OFF -DHATTN_CARGO_PROFILE=dev \
-      "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CPU_CARGO_FLAGS:-}" && cmake --build build && ctest --test-dir build --output-on-failure
+    cmake -S . -B build -G Ninja "-DSOURCES=$root" "${cpu_only[@]}" && cmake --build build && ctest --test-dir build --output-on-failure
+}
+# The repository's own CMakeLists.txt makes and installs what the crate's does.
+from_the_top() {
+  cmake -S "$root" -B "$work/build-top" -G Ninja "${cpu_only[@]}" && cmake --build "$work/build-top" &&
+    cmake --install "$work/build-top" --prefix "$work/installed-top" && install_tree "$work/installed-top"
 }
 # Beside another Rust archive and a CUDA runtime of the program's own, each with its own global symbols.
 beside_others() {
@@ -227,9 +242,18 @@ readme_program() {
 python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
 python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
 
+case $parts in *sources*)
+  check "add_subdirectory, shared and static, CPU only" from_sources subdirectory \
+    'add_subdirectory("${SOURCES}/crates/hopper-attention-capi" hopper_attention)'
+  check "FetchContent, shared and static, CPU only" from_sources fetch 'include(FetchContent)' \
+    'FetchContent_Declare(hopper_attention SOURCE_DIR "${SOURCES}")' 'FetchContent_MakeAvailable(hopper_attention)'
+  check "the repository's CMakeLists.txt builds and installs the same" from_the_top
+  ;;
+esac
+case $parts in *installed*) ;; *) finish ;; esac
 check "cmake builds and installs" build_and_install || finish
 check "a second build changes nothing" build_again
-check "install tree" install_tree
+check "install tree" install_tree "$prefix"
 check "nothing installed names a folder of the build" relocatable
 check "licences of what is linked" licences
 check "cpack makes an archive" archive
@@ -294,7 +318,6 @@ if command -v valgrind >/dev/null; then
 else
   ignore "valgrind" "it is not installed"
 fi
-check "add_subdirectory, shared and static, CPU only" add_subdirectory
 check "beside another Rust archive and another CUDA runtime" beside_others
 check "ctypes: examples/pytorch" python_test
 finish

@@ -51,9 +51,8 @@ pack_into() {
     packages+=(-p "$(sed -n 's/^name = "\(.*\)"/\1/p' "${source%%/tests/gpu*}/Cargo.toml" | head -n 1)")
   done
   cargo test --no-run --profile gputest --features cuda "${packages[@]}" --test gpu \
-    --message-format json-render-diagnostics |
-    sed -n 's/.*"manifest_path":"[^"]*\/\([^"\/]*\)\/Cargo.toml","target":{"kind":\["\(test\|bin\)"\].*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1 \2 \3 \4/p' |
-    while read -r package kind name executable; do
+    --message-format json-render-diagnostics | python3 scripts/built_programs.py |
+    while IFS=$'\t' read -r package kind name executable; do
       # Of the binaries, the tests run hattn alone.
       case $kind-$name in
         test-gpu) cp "$executable" "$folder/$package.test" ;;

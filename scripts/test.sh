@@ -6,7 +6,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-logs=${CARGO_TARGET_DIR:-target}/test-logs
+target=${CARGO_TARGET_DIR:-target}
+logs=$target/test-logs
 started=$SECONDS
 failed_steps=()
 terminal=0
@@ -14,15 +15,24 @@ terminal=0
 # Nothing is edited between builds here: incremental compilation only costs.
 export CARGO_INCREMENTAL=0
 
+# read_times: sets `spent`, the seconds of processor time that finished commands have taken.
+read_times() {
+  times >"$logs/times" # of this shell's children: a subshell would tell of its own
+  spent=$(awk 'NR == 2 { split($0, t, /[ms ]+/); print int(t[1] * 60 + t[2] + t[3] * 60 + t[4]) }' "$logs/times")
+}
+
 # step NAME COMMAND...: runs it, keeps its output, and notes a failure without stopping.
 step() {
-  local name=$1 since=$SECONDS
+  local name=$1 since=$SECONDS before
+  read_times
+  before=$spent
   shift
   echo
   echo "== $name: $(echo "$*" | cut -c 1-120)"
   "$@" 2>&1 | tee "$logs/$name.log" | awk -v terminal="$terminal" -f scripts/progress.awk
   if [ "${PIPESTATUS[0]}" -eq 0 ]; then
-    echo "== $name: ok ($((SECONDS - since)) s)"
+    read_times
+    echo "== $name: ok ($((SECONDS - since)) s, $((spent - before)) s of processor time)"
     return
   fi
   failed_steps+=("$name")
@@ -60,6 +70,7 @@ check_clang_format() {
 scripts/bootstrap.sh --test || exit 1
 mkdir -p "$logs"
 rm -f "$logs"/*.log
+touch "$logs/started"
 
 step format cargo fmt --all --check
 check_clang_format
@@ -74,35 +85,52 @@ fi
 # Without CUDA: nothing here asks for a C++ compiler.
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
+# The library for C and C++ of what is built by now: the same packages and targets again, so that nothing is compiled twice.
+step test-capi-sources env HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" \
+  scripts/capi_test.sh --only sources
 
 # With CUDA, always for the whole workspace: another selection of packages is another set of features to Cargo, and would
-# compile the kernels again. The grid on the CPU, the training and the dependency rules do not change with the feature, and have
-# just run.
+# compile the crates again. The grids on the CPU, what must not compile, the training and the dependency rules do not change with
+# the feature, and have just run.
+# Lints need no kernels. (Clippy's build script is another one than the tests' to Cargo, so that the variable stays theirs.)
 targets=()
 for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main.rs}; do
   [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
 done | sort -u); do
-  case $name in cpu | cpu_backward | dependencies | training) ;; *) targets+=(--test "$name") ;; esac
+  case $name in
+    compile_fail | cpu | cpu_backward | cpu_fp8 | dependencies | fp8_accuracy | fp8_long | training) ;;
+    *) targets+=(--test "$name") ;;
+  esac
 done
-step clippy-cuda cargo clippy --workspace --features cuda --all-targets -- -D warnings
+step clippy-cuda env HATTN_NO_KERNELS=1 cargo clippy --workspace --features cuda --all-targets -- -D warnings
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
-# The library for C and C++ of what is built by now: the same packages and targets again, so that nothing is compiled twice.
-step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" \
-  HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" scripts/capi_test.sh
+step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" scripts/capi_test.sh --only installed
 # The bench of instruction rates, as far as a machine without a GPU can judge it.
 step rates scripts/rates.sh --build-only
 # As docs.rs does it, which has no CUDA: looking for a toolkit would fail here. hattn's comments are its help text, not rustdoc.
-step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" \
+# A wrapper, be it one that does nothing, keeps the build scripts' answers apart from those of the tests.
+step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" RUSTC_WORKSPACE_WRAPPER="$(command -v env)" \
   cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
 # What would be published: each package builds from its own files. The kernels are compiled from the checkout only.
 # Cargo takes a packed crate that it has once unpacked or compiled to be the same for ever, as it would be had it come from a
 # registry: what earlier runs left of ours goes first, or the packages would be checked against an older commit's.
-packages=${CARGO_TARGET_DIR:-target}/packages
+packages=$target/packages
 rm -rf "${CARGO_HOME:-$HOME/.cargo}"/registry/src/-*/hopper-attention-*
 rm -rf "$packages"/debug/.fingerprint/hopper-attention-*
 unpublished=(--exclude hopper-attention-tests --exclude hopper-attention-example-cudarc)
-step package env HATTN_NO_KERNELS=1 cargo package --workspace "${unpublished[@]}" --locked --allow-dirty --target-dir "$packages"
+step package env HATTN_NO_KERNELS=1 CARGO_PROFILE_DEV_DEBUG=false cargo package --workspace "${unpublished[@]}" --locked --allow-dirty --target-dir "$packages"
+
+# Kernels take minutes: whatever ran above, each was compiled once at most. nvcc's log lies beside every object.
+compiled_once() {
+  local objects folders again
+  objects=$(find "$(realpath "$target")" ${HATTN_KERNELS_DIR:+"$HATTN_KERNELS_DIR"} -name '*.cu.o.log' -newer "$logs/started" | sort -u)
+  folders=$(sed -n 's|/CMakeFiles/.*||p' <<<"$objects" | sort -u)
+  echo "$(grep -c . <<<"$objects") sources of kernels were compiled, in $(grep -c . <<<"$folders") build folders"
+  again=$(sed -n 's|.*/||p' <<<"$objects" | sort | uniq -d)
+  [ -z "$again" ] || { printf 'error: compiled more than once, in the folders\n%s\nthe sources\n%s\n' "$folders" "$again" && return 1; }
+}
+step kernels-once compiled_once
 
 read -r passed failed skipped < <(cat "$logs"/test*.log | awk -f scripts/count_tests.awk)
 gpu=$(cat "$logs"/test*.log | grep -c 'skipped: no GPU')

@@ -27,6 +27,6 @@ cat >"$source" <<END
 HATTN_FP8_SM90_INSTANCE($row)
 extern "C" hattn::FwdRow variant_row() { return hattn::HATTN_FP8_SM90_ROW($row)(); }
 END
-"${nvcc[@]}" -shared -Xcompiler -fPIC --use_fast_math -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED --expt-relaxed-constexpr \
+"${nvcc[@]}" -shared -Xcompiler -fPIC --use_fast_math --expt-relaxed-constexpr \
   --expt-extended-lambda -Xptxas -v -gencode arch=compute_90a,code=sm_90a "$@" -o "$out" "$source" "$sys/kernels/common/fill.cu" 2>&1 |
   grep -E "error|spill|C75" | sed "s|^|$out: |"

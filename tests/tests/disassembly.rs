@@ -8,7 +8,9 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use hopper_attention::{Arch, DType, KernelInfo, Pass, backward_kernels, kernels};
+use rayon::prelude::*;
+
+use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Pass, backward_kernels, kernels};
 
 /// The most shared memory that a block may ask for of an sm_90 GPU, of one of 8.0, and of each that sm80 kernels run on.
 const SMEM_LIMIT: usize = 232_448;
@@ -27,10 +29,10 @@ const REGISTERS: usize = 65_536;
 const AWAIT_ALL: &str = "DEPBAR.LE gsb0, 0x0";
 const AWAIT_ALL_BUT_ONE: &str = "DEPBAR.LE gsb0, 0x1";
 
-/// The tools' words about one compiled row.
+/// The tools' words about compiled kernels: those of an object, or one of them.
 #[derive(Clone)]
 struct Compiled {
-    /// What nvcc and ptxas printed while compiling it.
+    /// What nvcc and ptxas printed while compiling.
     log: String,
     /// `cuobjdump -sass`.
     sass: String,
@@ -45,6 +47,52 @@ impl Compiled {
             log: std::fs::read_to_string(&log).unwrap_or_else(|e| panic!("{}: {e}", log.display())),
             sass: cuobjdump("-sass", object),
             usage: cuobjdump("--dump-resource-usage", object),
+        }
+    }
+
+    /// The kernels of an object, by their names there. One that is compiled for several GPUs is named once.
+    fn functions(&self) -> Vec<&str> {
+        let mut names: Vec<_> = self.sass.lines().filter_map(|line| line.trim().strip_prefix("Function : ")).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    /// What is said of one kernel. Of the compiler's log that is also what names no kernel and is about the whole source.
+    fn of(&self, function: &str) -> Self {
+        let others: Vec<_> = self.functions().into_iter().filter(|name| *name != function).collect();
+        let kept = |text: &str, starts: fn(&str) -> Option<&str>, ends: fn(&str) -> bool| -> String {
+            let mut wanted = true;
+            let mut kept = String::new();
+            for line in text.lines() {
+                if let Some(name) = starts(line) {
+                    wanted = name == function;
+                } else if ends(line) {
+                    wanted = true;
+                }
+                // A line may name a kernel whose turn it is not.
+                let named = line.contains(function);
+                if named || (wanted && !others.iter().any(|name| line.contains(name))) {
+                    kept += line;
+                    kept.push('\n');
+                }
+            }
+            kept
+        };
+        Self {
+            // "ptxas info : Compiling entry function 'NAME' for 'sm_86'"
+            log: kept(&self.log, |line| line.split_once("Compiling entry function '")?.1.split('\'').next(), |_| false),
+            // A heading a GPU, under which every kernel begins with its name.
+            sass: kept(
+                &self.sass,
+                |line| line.trim().strip_prefix("Function : "),
+                |line| line.contains("code for ") || line.contains("Fatbin "),
+            ),
+            usage: kept(
+                &self.usage,
+                |line| line.trim().strip_prefix("Function ")?.strip_suffix(':'),
+                |line| line.contains("arch = ") || line.contains("Fatbin "),
+            ),
         }
     }
 
@@ -144,6 +192,23 @@ fn faults_with(row: &KernelInfo, smem_bytes: usize, compiled: &Compiled) -> Vec<
         Arch::Sm80 => faults_of_sm80(row, compiled),
         _ => faults_of_sm90(row, compiled),
     };
+    faults.extend(common_faults(compiled));
+    let limit = match (row.arch(), row.pass()) {
+        (Arch::Sm80, Pass::Backward) => SMEM_LIMIT_A100,
+        (Arch::Sm80, _) => SMEM_LIMIT_SM80,
+        _ => SMEM_LIMIT,
+    };
+    match compiled.resource("SHARED", MAIN_KERNEL) {
+        Some(fixed) if smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= limit => {}
+        fixed => faults
+            .push(format!("{smem_bytes} bytes of dynamic and {fixed:?} of static shared memory, at most {limit} fit")),
+    }
+    faults
+}
+
+/// What any kernel can do wrong.
+fn common_faults(compiled: &Compiled) -> Vec<String> {
+    let mut faults = Vec::new();
     for opcode in ["LDL", "STL"] {
         match compiled.count(opcode) {
             0 => {}
@@ -155,16 +220,6 @@ fn faults_with(row: &KernelInfo, smem_bytes: usize, compiled: &Compiled) -> Vec<
             Some(0) => {}
             found => faults.push(format!("{key} is {found:?}, expected 0")),
         }
-    }
-    let limit = match (row.arch(), row.pass()) {
-        (Arch::Sm80, Pass::Backward) => SMEM_LIMIT_A100,
-        (Arch::Sm80, _) => SMEM_LIMIT_SM80,
-        _ => SMEM_LIMIT,
-    };
-    match compiled.resource("SHARED", MAIN_KERNEL) {
-        Some(fixed) if smem_bytes + fixed.saturating_sub(SMEM_RESERVED) <= limit => {}
-        fixed => faults
-            .push(format!("{smem_bytes} bytes of dynamic and {fixed:?} of static shared memory, at most {limit} fit")),
     }
     let mut reports = 0;
     for line in compiled.log.lines() {
@@ -309,12 +364,90 @@ fn cuobjdump(option: &str, object: &Path) -> String {
     String::from_utf8(output.stdout).expect("cuobjdump prints text")
 }
 
-/// The objects of a list's rows, in the order of the table.
+/// The lines of a file of the build's about a list.
+fn lines_about(list: &str, kind: &str) -> Vec<String> {
+    let build = Path::new(BUILD_DIR.expect("the kernels were not built (HATTN_NO_KERNELS is set?)"));
+    let path = build.join(format!("rows/hattn_{list}.{kind}"));
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    text.lines().map(String::from).collect()
+}
+
+/// The objects of a list.
 fn objects(list: &str) -> Vec<PathBuf> {
     let build = Path::new(BUILD_DIR.expect("the kernels were not built (HATTN_NO_KERNELS is set?)"));
-    let list = build.join(format!("rows/hattn_{list}.objects"));
-    let text = std::fs::read_to_string(&list).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
-    text.lines().map(|line| build.join(line)).collect()
+    lines_about(list, "objects").iter().map(|line| build.join(line)).collect()
+}
+
+/// A list as the build compiled it.
+struct List {
+    /// Each source's name and what it was compiled to.
+    sources: Vec<(String, Compiled)>,
+    /// Of each row, in the order of the table, its source and its columns.
+    rows: Vec<(String, String)>,
+}
+
+impl List {
+    /// The source with the kernels before and after a backward.
+    const AROUND: &str = "around";
+
+    fn read(name: &str) -> Self {
+        let rows: Vec<_> = lines_about(name, "rows")
+            .iter()
+            .map(|line| line.split_once(": ").expect("a source and its row"))
+            .map(|(source, row)| (source.to_string(), row.to_string()))
+            .collect();
+        let sources = objects(name)
+            .par_iter()
+            .map(|object| {
+                let file = object.file_name().expect("a file").to_string_lossy().into_owned();
+                (file.split('.').next().unwrap_or_default().to_string(), Compiled::read(object))
+            })
+            .collect();
+        Self { sources, rows }
+    }
+
+    fn source(&self, name: &str) -> &Compiled {
+        let found = self.sources.iter().find(|(source, _)| source == name);
+        &found.unwrap_or_else(|| panic!("the build has no object of {name}")).1
+    }
+}
+
+/// The numbers among the arguments of a mangled kernel's traits, in their order: enumerators (`LNS_5DTypeE1E`) and integers
+/// (`Li128E`).
+fn traits_arguments(function: &str) -> Vec<usize> {
+    let Some((_, arguments)) = function.split_once("TraitsI") else { return Vec::new() };
+    let bytes = arguments.as_bytes();
+    let mut numbers = Vec::new();
+    let mut at = 0;
+    while at < bytes.len() {
+        let end = at + bytes[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+        if end == at {
+            at += 1;
+            continue;
+        }
+        if at > 0 && matches!(bytes[at - 1], b'i' | b'E') && bytes.get(end) == Some(&b'E') {
+            numbers.extend(arguments[at..end].parse::<usize>());
+        }
+        at = end;
+    }
+    numbers
+}
+
+/// Whether a function of an object is a row's kernel.
+fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
+    // The enumerators of kernels.hpp.
+    let mask = match row.mask() {
+        MaskClass::Full => 0,
+        MaskClass::Causal => 1,
+        MaskClass::Window => 2,
+        other => panic!("a mask class that the audit does not know: {other}"),
+    };
+    let shape = [mask, row.head_dim_qk(), row.head_dim_vo(), row.tile_m(), row.tile_n(), row.stages()];
+    let arguments = match row.dtype() {
+        DType::E4M3 => shape.into_iter().chain([usize::from(row.scores() == DType::F16)]).collect::<Vec<_>>(),
+        dtype => [usize::from(dtype == DType::BF16)].into_iter().chain(shape).collect(),
+    };
+    function.contains(MAIN_KERNEL) && traits_arguments(function) == arguments
 }
 
 /// The list of kernels that a row is from.
@@ -328,39 +461,69 @@ fn list(row: &KernelInfo) -> String {
 #[test]
 fn every_row_is_compiled_as_planned() {
     let mut report = String::new();
-    let mut all = Vec::new();
+    let mut audited = 0;
     for name in ["fwd_sm90", "fp8_sm90", "fwd_sm80", "bwd_sm90", "bwd_sm80"] {
         let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| list(row) == name).collect();
         if rows.is_empty() {
             continue; // not selected
         }
-        let objects = objects(name);
-        assert_eq!(rows.len(), objects.len(), "rows of the launch table and objects of the build");
-        all.extend(rows.into_iter().zip(objects));
-    }
-    assert_eq!(all.len(), kernels().len() + backward_kernels().len(), "rows of a list that is not audited");
-    assert!(!all.is_empty(), "the launch table is empty");
-    for (row, object) in &all {
-        // The order is the same by construction; the name makes sure of it.
-        let name = object.file_name().expect("a file").to_string_lossy().into_owned();
-        let (dtype, mask, stages) = (row.dtype(), row.mask(), row.stages());
-        let (head_dim_qk, head_dim_vo) = (row.head_dim_qk(), row.head_dim_vo());
-        let (tile_m, tile_n) = (row.tile_m(), row.tile_n());
-        let scores = if dtype == DType::E4M3 { format!("_{}", row.scores()) } else { String::new() };
-        let expected =
-            format!("_{dtype}_{mask}_qk{head_dim_qk}_vo{head_dim_vo}_m{tile_m}_n{tile_n}_s{stages}{scores}.cu.o");
-        assert!(name.ends_with(&expected), "row {row} stands where the build has {name}");
-        let compiled = Compiled::read(object);
-        println!(
-            "{row}: {} registers, {} instructions, {} matrix instructions",
-            compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
-            compiled.instructions().count(),
-            compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
-        );
-        for fault in faults(row, &compiled) {
-            let _ = writeln!(report, "{row}: {fault}");
+        let built = List::read(name);
+        let sources: Vec<_> = built.rows.iter().filter(|(_, columns)| columns != List::AROUND).collect();
+        assert_eq!(rows.len(), sources.len(), "{name}: rows of the launch table and rows of the build");
+        let mut kernels_of_rows = Vec::new();
+        for (row, (source, columns)) in rows.into_iter().zip(sources) {
+            // The order is the same by construction; the columns make sure of it.
+            let (dtype, mask, stages) = (row.dtype(), row.mask(), row.stages());
+            let (head_dim_qk, head_dim_vo) = (row.head_dim_qk(), row.head_dim_vo());
+            let (tile_m, tile_n) = (row.tile_m(), row.tile_n());
+            let scores = if dtype == DType::E4M3 { format!(", {}", row.scores()) } else { String::new() };
+            let expected =
+                format!("{dtype}, {mask}, {head_dim_qk}, {head_dim_vo}, {tile_m}, {tile_n}, {stages}{scores}");
+            assert_eq!(columns.to_lowercase(), expected, "row {row} stands where the build has another one");
+            let object = built.source(source);
+            let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();
+            assert_eq!(
+                functions.len(),
+                1,
+                "row {row} is one kernel of {source}, whose kernels are {:?}",
+                object.functions()
+            );
+            kernels_of_rows.push((source.clone(), functions[0].to_string()));
+            let compiled = object.of(functions[0]);
+            println!(
+                "{row}: {} registers, {} instructions, {} matrix instructions",
+                compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
+                compiled.instructions().count(),
+                compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
+            );
+            for fault in faults(row, &compiled) {
+                let _ = writeln!(report, "{row}: {fault}");
+            }
+            audited += 1;
+        }
+        // Nothing was compiled that is no row's, or twice.
+        let mut all: Vec<_> = built
+            .sources
+            .iter()
+            .flat_map(|(source, object)| {
+                object.functions().into_iter().map(move |name| (source.clone(), name.to_string()))
+            })
+            .filter(|(_, function)| function.contains(MAIN_KERNEL))
+            .collect();
+        all.sort_unstable();
+        kernels_of_rows.sort_unstable();
+        assert_eq!(all, kernels_of_rows, "{name}: kernels of the objects and kernels of the rows");
+        for (source, _) in built.rows.iter().filter(|(_, columns)| columns == List::AROUND) {
+            let object = built.source(source);
+            for function in object.functions() {
+                for fault in common_faults(&object.of(function)) {
+                    let _ = writeln!(report, "{source}: {function}: {fault}");
+                }
+            }
         }
     }
+    assert_eq!(audited, kernels().len() + backward_kernels().len(), "rows of a list that is not audited");
+    assert!(audited > 0, "the launch table is empty");
     assert!(report.is_empty(), "\n{report}");
 }
 
@@ -433,6 +596,49 @@ fn sm80_rows_leave_no_gpu_out() {
         let fits = |other: &&&KernelInfo| computes(other) == computes(row) && other.smem_bytes() <= SMEM_LIMIT_SM80;
         assert!(rows.iter().any(|other| fits(&other)), "nothing for 8.6 and 8.9 in place of {row}");
     }
+}
+
+/// Of several kernels in a source each gets what is said of it: a flaw is the right row's.
+#[test]
+fn the_audit_tells_kernels_apart() {
+    let name = |dim: usize| {
+        format!(
+            "_ZN5hattn4sm9010fwd_kernelINS0_9FwdTraitsILNS_5DTypeE1ELNS_9MaskClassE0ELi{dim}ELi{dim}ELi192ELi128ELi3EEEEEvNS0_12KernelParamsE14CUtensorMap_stS7_"
+        )
+    };
+    assert_eq!(traits_arguments(&name(64)), [1, 0, 64, 64, 192, 128, 3]);
+    let (first, second) = (name(64), name(128));
+    let log = format!(
+        "ptxas info    : (C7511) Potential Performance Loss: wgmma in the function '{second}'\nptxas info    : 11 bytes gmem\n"
+    );
+    let section = |name: &str, spills: usize| {
+        format!(
+            "ptxas info    : Compiling entry function '{name}' for 'sm_90a'\nptxas info    : Function properties for {name}\n    0 bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads\n"
+        )
+    };
+    let code = |gpu: &str| {
+        format!(
+            "\t\tcode for {gpu}\n\t\tFunction : {first}\n        /*0000*/                   FADD R1, R2 ;\n\t\tFunction : {second}\n        /*0000*/                   STL [R1], R2 ;\n"
+        )
+    };
+    let usage = |gpu: &str| {
+        format!("arch = {gpu}\n Function {first}:\n  REG:8 STACK:0\n Function {second}:\n  REG:9 STACK:16\n")
+    };
+    let object = Compiled {
+        log: log + &section(&first, 0) + &section(&second, 4),
+        sass: code("sm_80") + &code("sm_90"),
+        usage: usage("sm_80") + &usage("sm_90"),
+    };
+    assert_eq!(object.functions(), [second.as_str(), first.as_str()]);
+    let (sound, flawed) = (object.of(&first), object.of(&second));
+    assert_eq!((sound.codes(), sound.count("FADD"), sound.count("STL")), (2, 2, 0));
+    assert_eq!((sound.resource("REG", ""), sound.resource("STACK", "")), (Some(8), Some(0)));
+    assert!(!sound.log.contains("C7511") && sound.log.contains("0 bytes spill stores"), "{}", sound.log);
+    assert_eq!((flawed.codes(), flawed.count("FADD"), flawed.count("STL")), (2, 0, 2));
+    assert_eq!((flawed.resource("REG", ""), flawed.resource("STACK", "")), (Some(9), Some(16)));
+    assert!(flawed.log.contains("C7511") && flawed.log.contains("4 bytes spill stores"), "{}", flawed.log);
+    // What names no kernel is about all of them.
+    assert!(sound.log.contains("11 bytes gmem") && flawed.log.contains("11 bytes gmem"));
 }
 
 type Spoil<'a> = &'a dyn Fn(&mut Compiled);

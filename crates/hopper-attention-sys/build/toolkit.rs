@@ -14,6 +14,8 @@ const LEAST_CUDA: (u32, u32) = (12, 8);
 pub struct Toolkit {
     /// Folder with `bin/nvcc` and `include/`.
     pub home: PathBuf,
+    /// The version of its nvcc.
+    pub version: (u32, u32),
     /// Folder with `libcudart_static.a`.
     pub lib: PathBuf,
     /// Folder with `cutlass/cutlass.h`.
@@ -44,6 +46,7 @@ impl Toolkit {
             cmake: pinned("cmake/bin/cmake"),
             ninja: pinned("bin/ninja").or_else(|| on_path("ninja")),
             disassembler,
+            version: version(&home).with_context(|| format!("{}/bin/nvcc does not run", home.display()))?,
             home,
             lib,
         })

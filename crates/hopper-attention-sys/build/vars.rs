@@ -19,6 +19,9 @@ pub struct Vars {
     /// repository; for a packaged crate, whose folder is not to be written, `hopper-attention/toolchain` in the user's cache
     /// folder (`XDG_CACHE_HOME`, `~/.cache`).
     pub toolchain: PathBuf,
+    /// `HATTN_KERNELS_DIR`: where kernels are compiled, an absolute path; by default `kernels` in Cargo's target folder. Each
+    /// set of options has a folder of its own in it, whatever Cargo's profile.
+    pub kernels_dir: PathBuf,
     /// `HATTN_JOBS`: kernels compiled at a time; Cargo's number of jobs by default.
     pub jobs: Option<u32>,
     /// `HATTN_NVCC_FLAGS`: appended to nvcc's flags (`-lineinfo`, say).
@@ -30,6 +33,9 @@ pub struct Vars {
     pub cudart: Cudart,
     /// `DOCS_RS` or `HATTN_NO_KERNELS`: compile no C++ at all. Enough for `cargo check`, clippy and documentation.
     pub no_kernels: bool,
+    /// `CC`, `CXX`, `CUDAHOSTCXX`, `CFLAGS`, `CXXFLAGS`, `CUDAFLAGS` and the target, as names with values: CMake and the cc crate
+    /// read them, and kernels that were compiled under others are not these.
+    pub compilers: Vec<(&'static str, String)>,
     /// The features that choose what is compiled.
     pub selection: Selection,
     /// This crate's folder.
@@ -78,11 +84,17 @@ impl Vars {
             cudacxx: path("CUDACXX"),
             cutlass: path("HATTN_CUTLASS_DIR"),
             toolchain: path("HATTN_TOOLCHAIN_DIR").unwrap_or_else(|| default_toolchain(&crate_dir)),
+            kernels_dir: kernels_dir()?,
             jobs,
             nvcc_flags: text("HATTN_NVCC_FLAGS"),
             sm80_codes: sm80_codes()?,
             cudart,
             no_kernels: text("DOCS_RS").is_some() || text("HATTN_NO_KERNELS").is_some_and(|v| v != "0"),
+            compilers: ["CC", "CXX", "CUDAHOSTCXX", "CFLAGS", "CXXFLAGS", "CUDAFLAGS"]
+                .into_iter()
+                .filter_map(|name| Some((name, text(name)?)))
+                .chain([("TARGET", env::var("TARGET").context("TARGET is not set")?)])
+                .collect(),
             selection: Selection::read(),
             crate_dir,
             out_dir: PathBuf::from(env::var_os("OUT_DIR").context("OUT_DIR is not set")?),
@@ -132,6 +144,20 @@ fn sm80_codes() -> Result<String> {
         bail!("HATTN_SM80_CODES has '{other}', expected some of {} between commas", KNOWN.join(", "));
     }
     Ok(codes.join(";"))
+}
+
+/// `HATTN_KERNELS_DIR` or its default.
+fn kernels_dir() -> Result<PathBuf> {
+    if let Some(dir) = path("HATTN_KERNELS_DIR") {
+        if dir.is_relative() {
+            bail!("HATTN_KERNELS_DIR is '{}', expected an absolute path", dir.display());
+        }
+        return Ok(dir);
+    }
+    // Cargo does not name its target folder to build scripts, but marks it with one of these files.
+    let out_dir = PathBuf::from(env::var_os("OUT_DIR").context("OUT_DIR is not set")?);
+    let is_target = |dir: &&Path| [".rustc_info.json", "CACHEDIR.TAG"].iter().any(|mark| dir.join(mark).exists());
+    Ok(out_dir.ancestors().find(is_target).unwrap_or(&out_dir).join("kernels"))
 }
 
 /// The same rule as in `toolchain/bootstrap.sh`.

@@ -1,5 +1,5 @@
 // The launch tables: the rows of every architecture's list (as the build trimmed them), list after list and in their
-// order. Each row's translation unit describes itself; a row listed twice does not link.
+// order. Each row is described in the unit that compiles it; a row listed twice does not compile.
 #include "quantize/row.hpp"
 #include "sm80/bwd/row.hpp"
 #include "sm80/fwd/row.hpp"

@@ -1,10 +1,10 @@
 // The kernel after the backward: dQ from its sums.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cuda_runtime.h>
 
+#include "common/around.hpp"
 #include "common/element.hpp"
-#include "common/prepare.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -40,6 +40,19 @@ __global__ void __launch_bounds__(Traits::SumsPart::kThreads) bwd_convert(BwdPar
                                 return pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale);
                               });
   }
+}
+
+template <class Traits>
+cudaError_t Convert<Traits>::load() noexcept {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, bwd_convert<Traits>);
+}
+
+template <class Traits>
+void Convert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  int const blocks = params.batch * params.heads_q * m_blocks;
+  bwd_convert<Traits><<<blocks, Traits::SumsPart::kThreads, 0, stream>>>(params);
 }
 
 }  // namespace hattn

@@ -4,7 +4,7 @@
 #include <cutlass/numeric_types.h>
 
 #include <cstdint>
-#include <cute/tensor.hpp>
+#include <cute/util/type_traits.hpp>
 
 #include "kernels.hpp"
 

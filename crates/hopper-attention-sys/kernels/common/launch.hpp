@@ -7,21 +7,18 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/convert.hpp"
+#include "common/around.hpp"
 #include "common/fill.hpp"
-#include "common/prepare.hpp"
 #include "common/scalars.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
 
-// Loads a row's kernels on the current device, and those of fill.hpp. `main` gets its limit of shared memory raised.
-template <class Main, class... Others>
-Status prepare_kernels(Main* main, int smem_bytes, Others*... others) noexcept {
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncSetAttribute(main, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  ((error = error == cudaSuccess ? cudaFuncGetAttributes(&attributes, others) : error), ...);
+// Loads a row's kernel on the current device, and those of fill.hpp. Its limit of shared memory is raised.
+template <class Kernel>
+Status prepare_kernel(Kernel* kernel, int smem_bytes) noexcept {
+  cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   return error == cudaSuccess ? prepare_fill() : to_status(error);
 }
 
@@ -35,9 +32,12 @@ inline Status zero_tile_counter(std::uint64_t tile_counter, CUstream_st* stream)
   return zero(tile_counter, sizeof(int), stream);
 }
 
+// The same for the three kernels of a backward, of which `main` is the one in the middle.
 template <class Traits, class Main>
 Status prepare_backward(Main* main) noexcept {
-  return prepare_kernels(main, Traits::kSmemBytes, bwd_prepare<Traits>, bwd_convert<Traits>);
+  cudaError_t error = Prepare<Traits>::load();
+  error = error == cudaSuccess ? Convert<typename Traits::Unmasked>::load() : error;
+  return error == cudaSuccess ? prepare_kernel(main, Traits::kSmemBytes) : to_status(error);
 }
 
 // Starts the kernels of a backward with queries and keys; `start_main` starts the one in the middle.
@@ -47,11 +47,9 @@ Status launch_backward(BwdParams const& params, CUstream_st* stream, StartMain c
   if (zeroed.code != StatusCode::Ok) {
     return zeroed;
   }
-  BwdScalars const scalars = bwd_scalars<Traits>(params);
-  int const blocks = params.batch * params.heads_q * scalars.m_blocks;
-  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
-  start_main(scalars);
-  bwd_convert<Traits><<<blocks, Traits::SumsPart::kThreads, 0, stream>>>(params);
+  Prepare<Traits>::launch(params, stream);
+  start_main(bwd_scalars<Traits>(params));
+  Convert<typename Traits::Unmasked>::launch(params, stream);
   return to_status(cudaGetLastError());
 }
 

@@ -2,7 +2,7 @@
 // of the mask (full, causal, window) changes the shape of the code.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/numeric/math.hpp>
 
 #include "kernels.hpp"
 
@@ -26,9 +26,12 @@ struct BlockRange {
   int free_end;
 };
 
+// (By reference: passed by value, ptxas gets other code of the same numbers.)
+CUTE_DEVICE constexpr int ceil_div(int const& a, int const& b) { return (a + b - 1) / b; }
+
 template <MaskClass kMask, int kTileM, int kTileN>
 CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
-  int const blocks = cute::ceil_div(band.seqlen_kv, kTileN);
+  int const blocks = ceil_div(band.seqlen_kv, kTileN);
   if constexpr (kMask == MaskClass::Full) {
     return {0, blocks, 0, band.seqlen_kv / kTileN};
   } else {
@@ -41,9 +44,9 @@ CUTE_DEVICE BlockRange block_range(Band const& band, int m_block) {
     range.free_begin = 0;
     if constexpr (kMask == MaskClass::Window) {
       range.begin = cute::min(cute::max(0, first_row + band.left_offset) / kTileN, blocks - 1);
-      range.free_begin = cute::ceil_div(cute::max(0, last_row + band.left_offset), kTileN);
+      range.free_begin = ceil_div(cute::max(0, last_row + band.left_offset), kTileN);
     }
-    range.end = cute::max(cute::ceil_div(cute::max(0, keys_end), kTileN), range.begin + 1);
+    range.end = cute::max(ceil_div(cute::max(0, keys_end), kTileN), range.begin + 1);
     range.free_end = cute::max(0, free_keys_end) / kTileN;
     return range;
   }
@@ -57,7 +60,7 @@ struct QueryRange {
 
 template <MaskClass kMask, int kTileM, int kTileN>
 CUTE_DEVICE QueryRange query_range(Band const& band, int n_block) {
-  QueryRange range{0, cute::ceil_div(band.seqlen_q, kTileM)};
+  QueryRange range{0, ceil_div(band.seqlen_q, kTileM)};
   int const first_key = n_block * kTileN;
   if constexpr (kMask != MaskClass::Full) {
     range.begin = cute::min(cute::max(0, first_key - band.right_offset) / kTileM, range.end - 1);
@@ -65,7 +68,7 @@ CUTE_DEVICE QueryRange query_range(Band const& band, int n_block) {
   if constexpr (kMask == MaskClass::Window) {
     int const last_key = cute::min(first_key + kTileN, band.seqlen_kv) - 1;
     int const queries_end = cute::min(band.seqlen_q, last_key - band.left_offset + 1);
-    range.end = cute::max(cute::ceil_div(cute::max(0, queries_end), kTileM), range.begin + 1);
+    range.end = cute::max(ceil_div(cute::max(0, queries_end), kTileM), range.begin + 1);
   }
   return range;
 }
@@ -79,7 +82,7 @@ struct TileRange {
 
 template <MaskClass kMask, int kTileM, int kTileN>
 CUTE_DEVICE TileRange tile_range(Band const& band, int m_block) {
-  int const tiles = cute::ceil_div(band.seqlen_kv, kTileN);
+  int const tiles = ceil_div(band.seqlen_kv, kTileN);
   if constexpr (kMask == MaskClass::Full) {
     return {0, tiles};
   }

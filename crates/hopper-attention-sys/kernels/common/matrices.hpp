@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/tensor.hpp>
+#include <cute/config.hpp>
 
 namespace hattn {
 

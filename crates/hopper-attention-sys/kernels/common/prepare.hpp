@@ -3,16 +3,14 @@
 // have to begin as zeros.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cuda_runtime.h>
 
+#include "common/around.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
-
-// The progress of a block of queries that no tile of keys sees.
-constexpr int kNobody = -(1 << 30);
 
 // Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
 // appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
@@ -139,6 +137,17 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
       }
     }
   }
+}
+
+template <class Traits>
+cudaError_t Prepare<Traits>::load() noexcept {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>);
+}
+
+template <class Traits>
+void Prepare<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
 }
 
 }  // namespace hattn

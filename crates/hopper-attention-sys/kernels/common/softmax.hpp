@@ -10,7 +10,7 @@
 // other block.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/numeric/integer_sequence.hpp>
 
 namespace hattn {
 
@@ -48,7 +48,9 @@ CUTE_DEVICE float log_sum_exp(float reference, float sum) {
   return sum == 0.0F ? -INFINITY : (reference + log2_approx(sum)) * kLn2;
 }
 
-template <int kTileN, int kSumLimitLog2, int kStrips = 1>
+// kTestsWhole: the test of a first block's sums takes all of them. Otherwise the compiler may leave some out, and moves
+// the sum of the second row behind the test of the first; which of the two suits a kernel shows in its loop.
+template <int kTileN, int kSumLimitLog2, int kStrips = 1, bool kTestsWhole = false>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kStrips;
   // Where a thread's row has its element c of 8 columns.
@@ -167,7 +169,13 @@ struct OnlineSoftmax {
       reference[r] = 0.0F;
     }
     exponentiate(scores, scale_log2, reference, row_sum);
-    auto const suits = [&](int r) { return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit; };
+    auto const suits = [&](int r) {
+      if constexpr (kTestsWhole) {
+        return (row_sum[r] >= kSumLeast) & (row_sum[r] < kSumLimit);
+      } else {
+        return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit;
+      }
+    };
     if (all_rows(suits)) {
       return;
     }
@@ -188,7 +196,7 @@ struct OnlineSoftmax {
       row_sum[r] *= factor[r];
     }
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
+    for (int i = 0; i < scores.size(); ++i) {
       scores(i) *= factor[row_of(i)];
     }
   }

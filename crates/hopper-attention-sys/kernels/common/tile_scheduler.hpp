@@ -9,7 +9,7 @@
 // number of rounds.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/numeric/math.hpp>
 
 namespace hattn {
 

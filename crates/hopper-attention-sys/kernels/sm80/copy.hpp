@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/tensor.hpp>
+#include <cute/arch/util.hpp>
 
 #include "common/slab.hpp"
 #include "kernels.hpp"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/tensor.hpp>
+#include <cute/arch/util.hpp>
 
 #include "common/element.hpp"
 #include "common/slab.hpp"

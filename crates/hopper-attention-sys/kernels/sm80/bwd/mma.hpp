@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common/barrier.hpp"
+#include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
@@ -36,7 +37,7 @@ struct BwdMma {
   // scores = X Y^T, of the warp's keys of K or V and a chunk of Q or dO.
   template <class Scores>
   CUTE_DEVICE static void make_scores(std::uint32_t x, std::uint32_t y, Scores& scores) {
-    cute::clear(scores);
+    clear(scores);
     CUTE_UNROLL
     for (int step = 0; step < kHeadDim / 16; ++step) {
       std::uint32_t a[kStrips][4];
@@ -90,17 +91,17 @@ struct BwdMma {
   // The warp's part of a block's dQ, from all keys of the tile. In turns it is added after those of the tiles before.
   CUTE_DEVICE static void add_queries(BwdParams const& params, BwdScalars const& scalars, Storage& storage, int stage,
                                       int block) {
-    using namespace cute;
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const query = thread / 32 % Traits::kWarpsQueries * 32;
     int const column = thread / 32 / Traits::kWarpsQueries * Traits::kColumnsQ;
     std::uint32_t const d_s =
-        (cast_smem_ptr_to_uint(storage.d_s[stage]) + lane_offset_along(lane) ^ query % kSlabColumns * 2) +
+        (cute::cast_smem_ptr_to_uint(storage.d_s[stage]) + lane_offset_along(lane) ^ query % kSlabColumns * 2) +
         query / kSlabColumns * (kTileN * kSlabRowBytes);
-    std::uint32_t const k = (cast_smem_ptr_to_uint(storage.k) + lane_offset_down(lane) ^ column % kSlabColumns * 2) +
-                            column / kSlabColumns * (kTileN * kSlabRowBytes);
-    Tensor d_q = make_tensor<float>(Shape<Int<Traits::kValuesQ>>{});
+    std::uint32_t const k =
+        (cute::cast_smem_ptr_to_uint(storage.k) + lane_offset_down(lane) ^ column % kSlabColumns * 2) +
+        column / kSlabColumns * (kTileN * kSlabRowBytes);
+    Fragment<float, Traits::kValuesQ> d_q;
     clear(d_q);
     CUTE_UNROLL
     for (int step = 0; step < kTileN / 16; ++step) {
@@ -142,10 +143,9 @@ struct BwdMma {
   template <class Gradient>
   CUTE_DEVICE static void add_chunk(BwdScalars const& scalars, Band const& band, Storage& storage, int stage,
                                     int m_block, int chunk, Gradient& gradient) {
-    using namespace cute;
     int const lane = Traits::thread_index() % 32;
     // Where this lane has P, or dS, of its first key and queries.
-    std::uint32_t const place = cast_smem_ptr_to_uint(storage.d_s[stage]) +
+    std::uint32_t const place = cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
                                 (pair_of(Traits::thread_index()) * Traits::kKeys + lane / 4) * kSlabRowBytes +
                                 lane / 4 * 16 + lane % 4 * 4;
     auto const at = [&](int strip, int i, int r) {
@@ -170,11 +170,11 @@ struct BwdMma {
       }
     }
 
-    Tensor scores = make_tensor<float>(Shape<Int<kChunk / 2>, Int<kStrips>>{});
+    Fragment<float, kChunk / 2, kStrips> scores{};
     {
-      std::uint32_t const x = cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.k : storage.v);
+      std::uint32_t const x = cute::cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.k : storage.v);
       std::uint32_t const y =
-          cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.q[stage] : storage.d_o[stage]);
+          cute::cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.q[stage] : storage.d_o[stage]);
       make_scores(x + lane_offset_down(lane) + pair_of(Traits::thread_index()) * (Traits::kKeys * kSlabRowBytes),
                   y + lane_offset_along(lane) + chunk * (kChunk * kSlabRowBytes), scores);
     }
@@ -190,7 +190,7 @@ struct BwdMma {
       if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
-          Tensor part = scores(_, strip);
+          auto& part = scores.strip(strip);
           apply_mask_transposed<kMask, kChunk>(part, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
                                                m_chunk * kChunk + lane % 4 * 2);
         }
@@ -228,14 +228,13 @@ struct BwdMma {
       }
     }
     std::uint32_t const z =
-        cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.d_o[stage] : storage.q[stage]);
+        cute::cast_smem_ptr_to_uint(makes_p(Traits::thread_index()) ? storage.d_o[stage] : storage.q[stage]);
     add_product(operand, z + lane_offset_down(Traits::thread_index() % 32) + chunk * (kChunk * kSlabRowBytes),
                 gradient);
   }
 
   CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Band const& band,
                               Storage& storage) {
-    using namespace cute;
     QueryRange const range = query_range<kMask, kTileM, kTileN>(band, tile.block);
     storage.tile = tile;  // by every thread the same, as what follows
     storage.range = range;
@@ -251,8 +250,7 @@ struct BwdMma {
     commit_copies();
 
     // dV or dK.
-    Tensor gradient = make_tensor<float>(Shape<Int<kHeadDim / 2>, Int<kStrips>>{});
-    clear(gradient);
+    Fragment<float, kHeadDim / 2, kStrips> gradient{};
     int before = -1;  // the block whose dQ is still to be made
     CUTE_NO_UNROLL
     while (true) {

@@ -1,11 +1,9 @@
 // Everything that a row of bwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "common/around.hpp"
 #include "common/element.hpp"
 #include "common/mask.hpp"
-#include "common/prepare.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
@@ -36,6 +34,8 @@ struct LiftedStatistics : Statistics {
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
 struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
+  // What does not depend on the mask is taken of these.
+  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
   // P is 2 to this power larger than it should be as dV has it and the partner gets it: f16 ends at 2^-24, and a key
   // that hardly a query looks at has gradients, too. Weights are 1 at most, so that 4 times that fits.
   static constexpr int kLift = kDType == DType::F16 ? 14 : 0;

@@ -9,7 +9,7 @@ namespace hattn::sm80 {
 
 template <class Traits>
 Status prepare() noexcept {
-  return prepare_kernels(fwd_kernel<Traits>, Traits::kSmemBytes);
+  return prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
 }
 
 template <class Traits>

@@ -1,6 +1,7 @@
 // A warp's way through the key blocks of its tile: both products and the softmax between them.
 #pragma once
 
+#include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/mma_sync.hpp"
@@ -73,8 +74,6 @@ struct Mma {
 
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, FwdScheduler const& scheduler,
                               Band const& band, Storage& storage) {
-    using namespace cute;
-
     Tile const tile = scheduler.tile(static_cast<int>(blockIdx.x));
     BlockRange const range = block_range<kMask, kTileM, kTileN>(band, tile.block);
     storage.tile = tile;     // by every thread the same
@@ -106,27 +105,26 @@ struct Mma {
       return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n)]) + lane_offset_down(lane());
     };
 
-    Tensor scores = make_tensor<float>(Shape<Int<kTileN / 2>, Int<kStrips>>{});
-    Tensor output = make_tensor<float>(Shape<Int<Traits::kHeadDimVO / 2>, Int<kStrips>>{});
+    Fragment<float, kTileN / 2, kStrips> scores{};
+    Fragment<float, Traits::kHeadDimVO / 2, kStrips> output{};
     // P as operand of the second product: for 16-bit types the accumulator's order is the operand's.
     std::uint32_t p[kStrips][kTileN / 16][4];
     // Before the ways through the softmax meet again: there the second product begins, whose first operands need the
     // registers that the scores had.
     auto make_p = [&]() {
       CUTE_UNROLL
-      for (int i = 0; i < size(scores) / 2; ++i) {
+      for (int i = 0; i < scores.size() / 2; ++i) {
         int const at = i % (kTileN / 4);
         p[i / (kTileN / 4)][at / 4][at % 4] = pack_pair<Element>(scores(2 * i), scores(2 * i + 1));
       }
     };
     std::uint32_t queries[Traits::kQueriesInRegisters ? kStepsQK : 1][kStrips][4];
-    clear(output);
     Softmax softmax;
     softmax.clear();
 
     auto rescale_output = [&](float const(&rescale)[Softmax::kRows]) {
       CUTE_UNROLL
-      for (int i = 0; i < size(output); ++i) {
+      for (int i = 0; i < output.size(); ++i) {
         output(i) *= rescale[i / (Traits::kHeadDimVO / 2) * 2 + i / 2 % 2];
       }
     };
@@ -199,7 +197,7 @@ struct Mma {
           int const row = first_row(storage.tile) + thread % 32 / 4;
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
-            Tensor part = scores(_, strip);
+            auto& part = scores.strip(strip);
             apply_mask<kMask, kTileN>(part, band, row + 16 * strip, 2 * (thread % 4), n);
           }
           softmax.masked_block(scores, scalars.scale_log2, rescale_output);

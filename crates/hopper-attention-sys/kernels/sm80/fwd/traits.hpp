@@ -1,8 +1,6 @@
 // Everything that a row of fwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "common/element.hpp"
 #include "common/mask.hpp"
 #include "common/row.hpp"

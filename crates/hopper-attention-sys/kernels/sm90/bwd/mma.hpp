@@ -33,23 +33,7 @@ struct BwdMma {
 
   CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
                               int consumer) {
-    using namespace cute;
     int const thread_in_group = static_cast<int>(threadIdx.x) % 128;
-
-    typename Traits::template MmaScores<Traits::kHeadDimQK> mma_s;
-    typename Traits::template MmaScores<Traits::kHeadDimVO> mma_d_p;
-    typename Traits::template MmaKeys<Traits::kHeadDimVO> mma_d_v;
-    typename Traits::template MmaKeys<Traits::kHeadDimQK> mma_d_k;
-    typename Traits::MmaQueries mma_d_q;
-    typename Traits::MmaStatistics mma_statistics;
-    // Operands in shared memory are descriptors, the same for every thread: made from thread 0's slice they stay
-    // uniform.
-    auto const slice_s = mma_s.get_slice(0);
-    auto const slice_d_p = mma_d_p.get_slice(0);
-    auto const slice_d_v = mma_d_v.get_slice(0);
-    auto const slice_d_k = mma_d_k.get_slice(0);
-    auto const slice_d_q = mma_d_q.get_slice(0);
-    auto const slice_statistics = mma_statistics.get_slice(0);
 
     constexpr int kM = Traits::kTileM;
     constexpr int kN = Traits::kTileN;
@@ -57,47 +41,35 @@ struct BwdMma {
     constexpr int kVO = Traits::kHeadDimVO;
     constexpr int kStages = Traits::kStages;
     constexpr int kBuffers = Traits::kBuffersK;
-    auto rows = [](Element* tile, auto layout) { return make_tensor(make_smem_ptr(tile), layout); };
-    Tensor sK = rows(storage.k[0], typename Traits::template SmemRows<kN, kQK, kBuffers>{});
-    Tensor sV = rows(storage.v, typename Traits::template SmemRows<kN, kVO, 2>{});
-    Tensor sQ = rows(storage.q[0], typename Traits::template SmemRows<kM, kQK, kStages>{});
-    Tensor sdO = rows(storage.d_o[0], typename Traits::template SmemRows<kM, kVO, kStages>{});
-    Tensor sKt = rows(storage.k[0], typename Traits::template SmemColumns<kN, kQK, kBuffers>{});
-    Tensor sQt = rows(storage.q[0], typename Traits::template SmemColumns<kM, kQK, kStages>{});
-    Tensor sdOt = rows(storage.d_o[0], typename Traits::template SmemColumns<kM, kVO, kStages>{});
-    Tensor sStatistics =
-        make_tensor(make_smem_ptr(storage.statistics[0][0].minus_lse), typename Traits::SmemStatistics{});
-    Tensor sOnes = make_tensor(make_smem_ptr(storage.ones[0]), typename Traits::SmemOnes{});
-    // Written [key][query], and read as [query][key].
-    Tensor sdS = rows(storage.d_s[0], typename Traits::template SmemColumns<kN, kM, 2>{});
-
-    Tensor sK_rows = local_tile(sK, Shape<_64, Int<kQK>>{}, make_coord(consumer, _0{}, _));
-    Tensor sV_rows = local_tile(sV, Shape<_64, Int<kVO>>{}, make_coord(consumer, _0{}, _));
-    Tensor tSrK = slice_s.make_fragment_A(slice_s.partition_A(sK_rows));
-    Tensor tSrQ = slice_s.make_fragment_B(slice_s.partition_B(sQ));
-    Tensor tSrOnes = slice_statistics.make_fragment_A(slice_statistics.partition_A(sOnes));
-    Tensor tSrStatistics = slice_statistics.make_fragment_B(slice_statistics.partition_B(sStatistics));
-    Tensor tPrV = slice_d_p.make_fragment_A(slice_d_p.partition_A(sV_rows));
-    Tensor tPrdO = slice_d_p.make_fragment_B(slice_d_p.partition_B(sdO));
-    Tensor tVrdO = slice_d_v.make_fragment_B(slice_d_v.partition_B(sdOt));
-    Tensor tKrQ = slice_d_k.make_fragment_B(slice_d_k.partition_B(sQt));
-    // dQ: the warpgroup's half of the columns, or of the queries.
+    using MmaScores = typename Traits::MmaScores;
+    using MmaStatistics = typename Traits::MmaStatistics;
+    using MmaDV = typename Traits::template MmaKeys<kVO>;
+    using MmaDK = typename Traits::template MmaKeys<kQK>;
+    using MmaDQ = typename Traits::MmaQueries;
+    constexpr int kRowsOfGroup = 64 * 64;  // elements of a warpgroup's rows of a slab
+    auto const tSrK = Traits::template SmemRows<kN, kQK>::of(storage.k[0] + consumer * kRowsOfGroup);
+    auto const tSrQ = Traits::template SmemRows<kM, kQK>::of(storage.q[0]);
+    auto const tSrOnes = Traits::SmemOnes::of(storage.ones[0]);
+    auto const tSrStatistics = Traits::SmemStatistics::of(storage.statistics[0][0].minus_lse);
+    auto const tPrV = Traits::template SmemRows<kN, kVO>::of(storage.v + consumer * kRowsOfGroup);
+    auto const tPrdO = Traits::template SmemRows<kM, kVO>::of(storage.d_o[0]);
+    auto const tVrdO = Traits::template SmemColumns<kM, kVO>::of(storage.d_o[0]);
+    auto const tKrQ = Traits::template SmemColumns<kM, kQK>::of(storage.q[0]);
+    // dQ: the warpgroup's half of the columns, or of the queries. dS is written [key][query], and read as [query][key].
     int const half_columns = Traits::kSplitsColumns ? consumer : 0;
     int const half_queries = Traits::kSplitsColumns ? 0 : consumer;
-    Tensor sdS_half = local_tile(sdS, Shape<_64, Int<kN>>{}, make_coord(half_queries, _0{}, _));
-    Tensor sKt_half = local_tile(sKt, Shape<Int<Traits::kColumnsQ>, Int<kN>>{}, make_coord(half_columns, _0{}, _));
-    Tensor tQrdS = slice_d_q.make_fragment_A(slice_d_q.partition_A(sdS_half));
-    Tensor tQrK = slice_d_q.make_fragment_B(slice_d_q.partition_B(sKt_half));
+    auto const tQrdS = Traits::template SmemColumns<kN, kM, 64>::of(storage.d_s[0] + half_queries * (kN * 64));
+    auto const tQrK =
+        Traits::template SmemColumns<kN, kQK, Traits::kColumnsQ>::of(storage.k[0] + half_columns * (kN * 64));
 
-    Tensor tS = partition_fragment_C(mma_s, Shape<_64, Int<kM>>{});
-    Tensor tdP = partition_fragment_C(mma_d_p, Shape<_64, Int<kM>>{});
-    Tensor tdV = partition_fragment_C(mma_d_v, Shape<_64, Int<kVO>>{});
-    Tensor tdK = partition_fragment_C(mma_d_k, Shape<_64, Int<kQK>>{});
-    Tensor tdQ = partition_fragment_C(mma_d_q, Shape<_64, Int<Traits::kColumnsQ>>{});
+    typename MmaScores::Sums tS{};
+    typename MmaScores::Sums tdP{};
+    typename MmaDV::Sums tdV{};
+    typename MmaDK::Sums tdK{};
+    typename MmaDQ::Sums tdQ{};
     // The A operands of dV and dK: for 16-bit types the accumulator's element order is the operand's.
-    Tensor tP = make_tensor<Element>(partition_shape_A(mma_d_v, Shape<_64, Int<kM>>{}));
-    Tensor tdS = make_tensor<Element>(partition_shape_A(mma_d_k, Shape<_64, Int<kM>>{}));
-    static_assert(size(tP) == size(tS) && size(tdS) == size(tdP));
+    Fragment<std::uint32_t, kM / 4> tP{};
+    Fragment<std::uint32_t, kM / 4> tdS{};
 
     // The warp's first key in the tile.
     auto warp_row = [&](int thread) { return consumer * 64 + thread / 32 * 16; };
@@ -131,19 +103,18 @@ struct BwdMma {
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      issue_sum(mma_statistics, tSrOnes(_, _, _, 0), tSrStatistics(_, _, _, ring.stage), mma_s, tSrK(_, _, _, k.stage),
-                tSrQ(_, _, _, ring.stage), tS);
+      issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(0), tSrStatistics.stage(ring.stage), tSrK.stage(k.stage),
+                                          tSrQ.stage(ring.stage), tS);
     };
     auto release = [&](Mbarrier& barrier) {
-      if (elect_one_sync()) {
+      if (cute::elect_one_sync()) {
         barrier.arrive();
       }
     };
     auto pack = [&](auto& operand, auto const& values) __attribute__((always_inline)) {
-      Tensor packed = recast<std::uint32_t>(operand);
       CUTE_UNROLL
-      for (int i = 0; i < size(packed); ++i) {
-        packed(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
+      for (int i = 0; i < operand.size(); ++i) {
+        operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
     // P, from the scores of the block that comes.
@@ -154,7 +125,7 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4));
       }
       CUTE_UNROLL
-      for (int i = 0; i < size(tS); ++i) {
+      for (int i = 0; i < tS.size(); ++i) {
         tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
       }
     };
@@ -181,7 +152,7 @@ struct BwdMma {
       storage.d_q_empty[slot.stage].wait(slot.parity ^ 1);
       float4* const half = reinterpret_cast<float4*>(storage.d_q[slot.stage]) + thread_in_group_anew(thread_in_group);
       CUTE_UNROLL
-      for (int i = 0; i < size(tdQ) / 4; ++i) {
+      for (int i = 0; i < tdQ.size() / 4; ++i) {
         half[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
       }
     };
@@ -196,8 +167,9 @@ struct BwdMma {
       Tile const tile = storage.tile[buffer];
       __syncwarp();
       release(storage.k_empty[buffer]);
-      write_gradient(Int<kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, 1.0F);
-      write_gradient(Int<kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK, scalars.softmax_scale);
+      write_gradient(std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, 1.0F);
+      write_gradient(std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
+                     scalars.softmax_scale);
     };
 
     if (!await_tile()) {
@@ -215,7 +187,7 @@ struct BwdMma {
       int const stage = ring.stage ^ 1;
       auto const nought = static_cast<std::uint32_t>(scalars.batch >> 31);  // which only we know
       named_barrier_sync(1 + 2 * stage + consumer + (after & nought), 256);
-      issue_product<false>(mma_d_q, tQrdS(_, _, _, stage), tQrK(_, _, _, k_stage), tdQ);
+      issue_product<MmaDQ, false>(tQrdS.stage(stage), tQrK.stage(k_stage), tdQ);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
       store_queries();
@@ -230,10 +202,9 @@ struct BwdMma {
       // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ depends
       // on all of them.
       std::uint32_t after = 0;
-      Tensor bits = recast<std::uint32_t>(tS);
       CUTE_UNROLL
-      for (int i = 0; i < size(bits); ++i) {
-        after |= bits(i);
+      for (int i = 0; i < tS.size(); ++i) {
+        after |= __float_as_uint(tS(i));
       }
       storage.d_o_full[ring.stage].wait(ring.parity);
       if constexpr (is_first) {
@@ -251,10 +222,10 @@ struct BwdMma {
       }
       // V's place is a new value: held for the whole loop, the descriptors of an operand with one buffer would take
       // every uniform register there is.
-      issue_sum(mma_statistics, tSrOnes(_, _, _, 1), tSrStatistics(_, _, _, ring.stage), mma_d_p,
-                tPrV(_, _, _, opaque_zero()), tPrdO(_, _, _, ring.stage), tdP);
+      issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(1), tSrStatistics.stage(ring.stage), tPrV.stage(opaque_zero()),
+                                          tPrdO.stage(ring.stage), tdP);
       pack(tP, tS);
-      issue_product<true>(mma_d_v, tP, tVrdO(_, _, _, ring.stage), tdV);
+      issue_product<MmaDV, true>(tP, tVrdO.stage(ring.stage), tdV);
       if constexpr (!is_first) {
         report_queries();
       }
@@ -262,15 +233,14 @@ struct BwdMma {
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
       CUTE_UNROLL
-      for (int i = 0; i < size(tS); ++i) {
+      for (int i = 0; i < tS.size(); ++i) {
         tS(i) *= tdP(i);
       }
       pack(tdS, tS);
-      Tensor pairs = recast<std::uint32_t>(tdS);
       int const thread = thread_in_group_anew(thread_in_group);
       store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
-                          [&](int i, int j) { return pairs(4 * i + j); });
-      issue_product<true>(mma_d_k, tdS, tKrQ(_, _, _, ring.stage), tdK);
+                          [&](int i, int j) { return tdS(4 * i + j); });
+      issue_product<MmaDK, true>(tdS, tKrQ.stage(ring.stage), tdK);
       fence_proxy_async();
       named_barrier_arrive(1 + 2 * ring.stage + 1 - consumer, 256);
 
@@ -301,9 +271,9 @@ struct BwdMma {
       }
     };
     while (more) {
-      step(true_type{});
+      step(std::true_type{});
       while (!fresh) {
-        step(false_type{});
+        step(std::false_type{});
       }
     }
     finish_queries(k.stage ^ 1, 0);

@@ -1,17 +1,17 @@
 // Everything that a row of bwd.def fixes: types, tiles, register budget and the shared-memory plan.
 #pragma once
 
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
+#include <cute/arch/cluster_sm90.hpp>
 
+#include "common/around.hpp"
 #include "common/barrier.hpp"
-#include "common/prepare.hpp"
 #include "common/row.hpp"
+#include "common/scalars.hpp"
 #include "common/slab.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
+#include "sm90/wgmma.hpp"
 
 namespace hattn::sm90 {
 
@@ -56,6 +56,8 @@ static_assert(kNobody == -kFresh);
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
+  // What does not depend on the mask is taken of these.
+  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
   using Statistics = sm90::Statistics;
 
   // The first part of a block's sums is stored, not added.
@@ -81,50 +83,28 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // S^T and dP^T: a warpgroup's keys by all queries of the block.
-  template <int kHeadDim>
-  using MmaScores = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kTileM>, cute::Int<kHeadDim>>>()));
+  using MmaScores = Wgmma<Element, float, kTileM>;
   // What S and dP begin with: -LSE and -delta of each query, in three bf16 terms each, times ones. The 16 columns of
   // this product are the 8 terms of a query, twice over, of which the ones pick three.
-  using MmaStatistics = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<cutlass::bfloat16_t, cutlass::bfloat16_t, float,
-                                       cute::Shape<cute::_64, cute::Int<kTileM>, cute::_16>>()));
-  template <class Layout>
-  using Unswizzled =
-      decltype(cute::make_composed_layout(cute::Swizzle<0, 4, 3>{}, cute::smem_ptr_flag_bits<16>{}, Layout{}));
-  using SmemStatistics = Unswizzled<cute::Layout<
-      cute::Shape<cute::Shape<cute::_8, cute::Int<kTileM / 8>>, cute::Shape<cute::_8, cute::_2>, cute::Int<kStages>>,
-      cute::Stride<cute::Stride<cute::_8, cute::_64>, cute::Stride<cute::_1, cute::_0>, cute::Int<kTileM * 8>>>>;
+  using MmaStatistics = Wgmma<cutlass::bfloat16_t, float, kTileM>;
+  // Blocks of 8 x 8 terms are 128 bytes. Both halves of K are the same blocks.
+  using SmemStatistics = SmemOperand<UnswizzledBlocks<0, 8, kTileM>>;
   // All 64 rows are the same eight, so that two blocks of 8 x 8 are the whole operand; and one is shared by both
   // products.
-  using SmemOnes = Unswizzled<
-      cute::Layout<cute::Shape<cute::Shape<cute::_8, cute::_8>, cute::Shape<cute::_8, cute::_2>, cute::_2>,
-                   cute::Stride<cute::Stride<cute::_8, cute::_0>, cute::Stride<cute::_1, cute::_64>, cute::_64>>>;
+  using SmemOnes = SmemOperand<UnswizzledBlocks<8, 0, 8>>;
   // dV += P^T dO and dK += dS^T Q, with P^T and dS^T from registers.
   template <int kHeadDim>
-  using MmaKeys = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kTileM>>,
-                                       cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
+  using MmaKeys = Wgmma<Element, float, kHeadDim>;
   // dQ of the block, dS K over the keys of both warpgroups: each makes half of it.
   static constexpr bool kSplitsColumns = kTileM == 64;
   static constexpr int kColumnsQ = kSplitsColumns ? kHeadDimQK / 2 : kHeadDimQK;
-  using MmaQueries = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kColumnsQ>, cute::Int<kTileN>>,
-                                       cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::MN>()));
+  using MmaQueries = Wgmma<Element, float, kColumnsQ>;
 
-  using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
-  using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
   // A tile as it is loaded, [row][column] in slabs of 64 columns, and the same memory read as [column][row].
-  template <int kCount, int kHeadDim, int kBuffers>
-  using SmemRows = decltype(cute::tile_to_shape(
-      AtomK{}, cute::Shape<cute::Int<kCount>, cute::Int<kHeadDim>, cute::Int<kBuffers>>{}));
-  template <int kCount, int kHeadDim, int kBuffers>
-  using SmemColumns =
-      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kCount>, cute::Int<kBuffers>>{},
-                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  template <int kCount, int kHeadDim>
+  using SmemRows = SmemOperand<KMajorTile<Element, kCount, kHeadDim>>;
+  template <int kCount, int kHeadDim, int kRead = kHeadDim>
+  using SmemColumns = SmemOperand<MnMajorTile<Element, kCount, kHeadDim, kRead>>;
 
   static constexpr int kElementsQ = kTileM * kHeadDimQK;
   static constexpr int kElementsO = kTileM * kHeadDimVO;

@@ -31,14 +31,14 @@ struct Fp8Epilogue {
       }
     }
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(output); ++i) {
+    for (int i = 0; i < output.size(); ++i) {
       output(i) *= factors[i / 2 % 2];
     }
     if (params.amax != nullptr) {
       // Magnitudes compare as their bits do, and a NaN is the largest.
       unsigned largest = 0;
       CUTE_UNROLL
-      for (int i = 0; i < cute::size(output); ++i) {
+      for (int i = 0; i < output.size(); ++i) {
         bool const there = row + lane / 4 + 8 * (i / 2 % 2) < params.seqlen_q;
         largest = cute::max(largest, there ? __float_as_uint(output(i)) & 0x7fffffffU : 0U);
       }

@@ -11,7 +11,7 @@ namespace hattn::sm90 {
 template <class Traits>
 Status fp8_prepare() noexcept {
   return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
-                                         : prepare_kernels(fp8_fwd_kernel<Traits>, Traits::kSmemBytes);
+                                         : prepare_kernel(fp8_fwd_kernel<Traits>, Traits::kSmemBytes);
 }
 
 // What a forward without keys gives. (The filling kernel takes two bytes for an element.)

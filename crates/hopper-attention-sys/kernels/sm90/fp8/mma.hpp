@@ -40,27 +40,22 @@ struct Fp8Mma {
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
 
+  // A number that is known when lambdas that take it are compiled.
+  template <int kValue>
+  using Constant = std::integral_constant<int, kValue>;
+
   CUTE_DEVICE static void run(Fp8KernelParams const& params, Band const& band, Storage& storage, int consumer) {
-    using namespace cute;
-    typename Traits::MmaQK mma_qk;
-    typename Traits::template MmaPV<0> mma_pv;
-    auto const slice_qk = mma_qk.get_slice(0);
-    auto const slice_pv = mma_pv.get_slice(0);
-    Tensor sQ = make_tensor(make_smem_ptr(storage.q[0]), typename Traits::SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::SmemLayoutK{});
-    Tensor sVt = make_tensor(make_smem_ptr(storage.vt[0]), typename Traits::SmemLayoutVt{});
-    Tensor sQ_rows = local_tile(sQ, Shape<_64, Int<Traits::kHeadDimQK>>{}, make_coord(consumer, _0{}, _));
-    Tensor tSrQ = slice_qk.make_fragment_A(slice_qk.partition_A(sQ_rows));
-    Tensor tSrK = slice_qk.make_fragment_B(slice_qk.partition_B(sK));
-    Tensor tOrV = slice_pv.make_fragment_B(slice_pv.partition_B(sVt));
-    Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, Int<kTileN>>{});
+    using MmaQK = typename Traits::MmaQK;
+    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * 64 * Traits::kHeadDimQK);  // the warpgroup's rows
+    auto const tSrK = Traits::SmemK::of(storage.k[0]);
+    auto const tOrV = Traits::SmemVt::of(storage.vt[0]);
+    typename MmaQK::Sums tSrS{};
     // A part of P V of a block, and after the columns of the last part, in four elements, the sums of P.
-    Tensor tOrT = make_tensor<float>(Int<Traits::kElementsPart>{});
+    Fragment<float, Traits::kElementsPart> tOrT{};
     constexpr int kElementsO = Traits::kHeadDimVO / 2;
-    constexpr auto kLastPart = Int<Traits::kParts - 1>{};
-    Tensor tOrO = make_tensor<float>(Int<kElementsO>{});
-    Tensor tOrP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<_64, Int<kTileN>>{}));
-    static_assert(size(tOrP) == size(tSrS));
+    constexpr int kLastPart = Traits::kParts - 1;
+    Fragment<float, kElementsO> tOrO{};
+    Fragment<std::uint32_t, kTileN / 8> tOrP{};
 
     Softmax softmax;
     float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
@@ -72,24 +67,17 @@ struct Fp8Mma {
     BlockRange range{0, 0, 0, 0};
 
     auto release = [&](Mbarrier& barrier) {
-      if (elect_one_sync()) {
+      if (cute::elect_one_sync()) {
         barrier.arrive();
       }
     };
-    auto make_p = [&]() __attribute__((always_inline)) {
-      Tensor packed = recast<std::uint32_t>(tOrP);
-      Weights::pack(tSrS, packed);
-    };
-    auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
+    auto make_p = [&]() __attribute__((always_inline)) { Weights::pack(tSrS, tOrP); };
+    auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
     // Where a part's rows of V^T begin follows from where the first part's do: ptxas would make each anew.
     auto issue_part = [&](auto part, std::uint32_t stage) __attribute__((always_inline)) {
-      typename Traits::template MmaPV<part> mma_pv;
-      Tensor tOrV_first = tOrV(_, _, _, stage);
-      Tensor tOrV_part =
-          make_tensor(tOrV_first.data() + part * (Traits::kPartColumns * kTileN / 16), tOrV_first.layout());
-      constexpr auto kShape = Shape<_64, Int<Traits::template kPartRows<part>>>{};
-      Tensor sums = make_tensor(tOrT.data(), partition_fragment_C(mma_pv, kShape).layout());
-      issue_product<false>(mma_pv, tOrP, tOrV_part, sums);
+      using MmaPV = typename Traits::template MmaPV<part>;
+      auto& sums = tOrT.template part<MmaPV::Sums::size()>(0);
+      issue_product<MmaPV, false>(tOrP, tOrV.stage(stage).further(part * (Traits::kPartColumns * kTileN / 16)), sums);
     };
     // P V's first part. V's block is the one before K's. Returns where it lies.
     auto issue_output = [&]() __attribute__((always_inline)) {
@@ -99,7 +87,7 @@ struct Fp8Mma {
       } else {
         storage.vt_full[v.stage].wait_unless(v_ready, v.parity);
       }
-      issue_part(Int<0>{}, v.stage);
+      issue_part(Constant<0>{}, v.stage);
       return v.stage;
     };
     auto await_keys = [&]() __attribute__((always_inline)) {
@@ -128,13 +116,17 @@ struct Fp8Mma {
     };
     // Awaits and adds all parts but the last, which is then on its way.
     auto add_first_parts = [&](std::uint32_t stage, float ratio_v) __attribute__((always_inline)) {
-      for_each(
-          make_int_sequence<kLastPart>{}, [&](auto part) __attribute__((always_inline)) {
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(tOrT);
-            add_part(part, ratio_v);
-            issue_part(Int<part + 1>{}, stage);
-          });
+      auto const add_and_issue = [&](auto part) __attribute__((always_inline)) {
+        if constexpr (part < kLastPart) {
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(tOrT);
+          add_part(part, ratio_v);
+          issue_part(Constant<part + 1>{}, stage);
+        }
+      };
+      add_and_issue(Constant<0>{});
+      add_and_issue(Constant<1>{});
+      static_assert(kLastPart <= 2);
     };
     auto mask_block = [&](int n) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
@@ -199,14 +191,14 @@ struct Fp8Mma {
         issue_scores();
         warpgroup_wait<1>();
         release_v(v);
-        add_part(kLastPart, ratio_v);
+        add_part(Constant<kLastPart>{}, ratio_v);
         v_ready = storage.vt_full[k.stage].test(k.parity);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
       }
       auto add_output = [&]() __attribute__((always_inline)) {
         if constexpr (Traits::kParts == 1) {
-          add_part(kLastPart, ratio_v);
+          add_part(Constant<kLastPart>{}, ratio_v);
         }
         ratio_v = factors.ratio_v;
       };
@@ -250,7 +242,7 @@ struct Fp8Mma {
       if constexpr (kMask != MaskClass::Full) {
         // The right edge of a tile; its first block is behind us.
         for (; n >= cute::max(range.begin, range.free_end); --n) {
-          step(true_type{}, n);
+          step(std::true_type{}, n);
         }
       }
       if constexpr (Traits::kParts > 1) {
@@ -258,11 +250,11 @@ struct Fp8Mma {
         warpgroup_fence_operand(tOrO);
       }
       for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(false_type{}, n);
+        step(std::false_type{}, n);
       }
       if constexpr (kMask == MaskClass::Window) {
         for (; n >= range.begin; --n) {
-          step(true_type{}, n);
+          step(std::true_type{}, n);
         }
       }
 
@@ -299,13 +291,13 @@ struct Fp8Mma {
         Turns::pass(consumer);
         warpgroup_wait<1>();
         release_v(v);
-        add_part(kLastPart, ratio_v);
+        add_part(Constant<kLastPart>{}, ratio_v);
         finish_tile();
       } else {
         add_first_parts(v, ratio_v);
         warpgroup_wait<0>();
         release_v(v);
-        add_part(kLastPart, ratio_v);
+        add_part(Constant<kLastPart>{}, ratio_v);
         if constexpr (Traits::kShares) {
           // Scores have to wait: what two CTAs share passes through more registers than are left beside them.
           finish_tile();

@@ -15,8 +15,8 @@ struct Fp8Recompute {
     constexpr int kRowBytes = Traits::kHeadDimQK;
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    cute::clear(scores);
-    auto pairs = cute::recast<std::uint32_t>(scores);
+    clear(scores);
+    auto& pairs = recast<std::uint32_t>(scores);
     constexpr int kColumns = Traits::kTileN / (Traits::kParts == 1 ? 8 : 64);
     recompute_scores<Traits::kTileM, Traits::kTileN, kRowBytes, kRowBytes, kColumns>(
         q, k, thread / 32 * 16 + lane % 16, lane, [&](int i, std::uint32_t const(&a)[4], std::uint32_t const(&b)[2]) {

@@ -1,9 +1,7 @@
 // Everything that a row of fp8.def fixes: tiles, register budget and the shared-memory plan.
 #pragma once
 
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include "common/barrier.hpp"
 #include "common/mask.hpp"
@@ -12,6 +10,7 @@
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
+#include "sm90/wgmma.hpp"
 
 namespace hattn::sm90 {
 
@@ -91,9 +90,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   CUTE_DEVICE static int consumer_thread_index() { return thread_index_anew() - 128; }
 
   using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
-  using MmaQK = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, Score,
-                                       cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
+  using MmaQK = Wgmma<Element, Score, kTileN>;
   // P V in so many parts of columns, one after the other, whose sums share registers: three consumers have 160 each.
   // The last part has the rows of ones.
   static constexpr int kParts = kConsumers == 3 && kHeadDimVO == 128 ? 3 : 1;
@@ -102,22 +99,10 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static constexpr int kPartRows = kPart == kParts - 1 ? kRowsVt - kPart* kPartColumns : kPartColumns;
   static constexpr int kElementsPart = cute::max(kPartRows<0>, kPartRows<kParts - 1>) / 2;
   template <int kPart>
-  using MmaPV = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kPartRows<kPart>>, cute::Int<kTileN>>>()));
-  using AtomQK = cute::conditional_t<kHeadDimQK == 64, cute::SM90::GMMA::Layout_K_SW64_Atom<Element>,
-                                     cute::SM90::GMMA::Layout_K_SW128_Atom<Element>>;
-  using AtomV = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
-  using SmemLayoutQ = decltype(cute::tile_to_shape(
-      AtomQK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::Int<kBuffersQ>>{}));
-  using SmemLayoutK = decltype(cute::tile_to_shape(
-      AtomQK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
-  // The first part's rows of each stage.
-  using SmemLayoutVtStage =
-      decltype(cute::tile_to_shape(AtomV{}, cute::Shape<cute::Int<kPartRows<0>>, cute::Int<kTileN>>{}));
-  using SmemLayoutVt = decltype(cute::make_composed_layout(
-      SmemLayoutVtStage{}.layout_a(), SmemLayoutVtStage{}.offset(),
-      cute::append(SmemLayoutVtStage{}.layout_b(), cute::Layout<cute::Int<kStages>, cute::Int<kRowsVt * kTileN>>{})));
+  using MmaPV = Wgmma<Element, float, kPartRows<kPart>>;
+  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kHeadDimQK>>;
+  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kHeadDimQK>>;
+  using SmemVt = SmemOperand<KMajorTile<Element, kRowsVt, kTileN>>;
 
   static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
   static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;

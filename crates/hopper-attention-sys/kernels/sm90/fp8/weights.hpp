@@ -2,8 +2,6 @@
 // of f32, or of f16 in pairs of columns. Row r's reference, in powers of two, is what its exponents are taken against.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "common/e4m3.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
@@ -97,7 +95,7 @@ struct WeightsF32 {
   template <class Scores>
   CUTE_DEVICE static void multiply(Scores& scores, float const (&factor)[2]) {
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
+    for (int i = 0; i < scores.size(); ++i) {
       scores(i) *= factor[i / 2 % 2];
     }
   }
@@ -144,7 +142,7 @@ struct WeightsF16 {
 
   template <class Scores>
   CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
-    auto const pairs = cute::recast<std::uint32_t>(scores);
+    auto const& pairs = recast<std::uint32_t>(scores);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       std::uint32_t most = pairs(at(r, 0));
@@ -159,7 +157,7 @@ struct WeightsF16 {
   template <bool kAllByUnit = false, class Scores>
   CUTE_DEVICE static void exponentiate(Scores& scores, BlockFactors const& factors, float const (&)[2],
                                        Offset const (&offset)[2], float (&sums)[2]) {
-    auto pairs = cute::recast<std::uint32_t>(scores);
+    auto& pairs = recast<std::uint32_t>(scores);
     std::uint32_t partial[2] = {0, 0};
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 8; ++i) {
@@ -193,7 +191,7 @@ struct WeightsF16 {
       exponentiate<true>(scores, factors, reference, offset, sums);
       return;
     }
-    auto pairs = cute::recast<std::uint32_t>(scores);
+    auto& pairs = recast<std::uint32_t>(scores);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       // Differences first: products with the factor may be far beyond what they differ by.
@@ -217,17 +215,17 @@ struct WeightsF16 {
 
   template <class Scores>
   CUTE_DEVICE static void multiply(Scores& scores, float const (&factor)[2]) {
-    auto pairs = cute::recast<std::uint32_t>(scores);
+    auto& pairs = recast<std::uint32_t>(scores);
     std::uint32_t const by[2] = {half_pair(factor[0]), half_pair(factor[1])};
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(pairs); ++i) {
+    for (int i = 0; i < pairs.size(); ++i) {
       asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pairs(i)) : "r"(by[i % 2]));
     }
   }
 
   template <class Scores, class Packed>
   CUTE_DEVICE static void pack(Scores const& scores, Packed& packed) {
-    auto const pairs = cute::recast<std::uint32_t>(scores);
+    auto const& pairs = recast<std::uint32_t>(scores);
     CUTE_UNROLL
     for (int step = 0; step < kTileN / 32; ++step) {
       CUTE_UNROLL

@@ -11,7 +11,7 @@ namespace hattn::sm90 {
 template <class Traits>
 Status prepare() noexcept {
   return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
-                                         : prepare_kernels(fwd_kernel<Traits>, Traits::kSmemBytes);
+                                         : prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
 }
 
 template <class Traits>

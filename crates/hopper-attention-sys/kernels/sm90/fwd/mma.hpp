@@ -21,39 +21,27 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, 1, Traits::kConsumers == 3>;
   using Turns = sm90::Turns<Traits::kConsumers>;
   static constexpr MaskClass kMask = Traits::kMask;
 
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Storage& storage,
                               int consumer) {
-    using namespace cute;
+    using MmaQK = typename Traits::MmaQK;
+    using MmaPV = typename Traits::MmaPV;
+    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * (64 * 64));  // the warpgroup's rows of a slab
+    auto const tSrK = Traits::SmemK::of(storage.k[0]);
+    auto const tOrV = Traits::SmemV::of(storage.v[0]);
 
-    typename Traits::MmaQK mma_qk;
-    typename Traits::MmaPV mma_pv;
-    // Operands in shared memory are descriptors, the same for every thread: made from thread 0's slice they stay
-    // uniform.
-    auto const slice_qk = mma_qk.get_slice(0);
-    auto const slice_pv = mma_pv.get_slice(0);
-    Tensor sQ = make_tensor(make_smem_ptr(storage.q[0]), typename Traits::SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::SmemLayoutK{});
-    Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::SmemLayoutVt{});
-    Tensor sQ_rows = local_tile(sQ, Shape<_64, Int<Traits::kHeadDimQK>>{}, make_coord(consumer, _0{}, _));
-    Tensor tSrQ = slice_qk.make_fragment_A(slice_qk.partition_A(sQ_rows));
-    Tensor tSrK = slice_qk.make_fragment_B(slice_qk.partition_B(sK));
-    Tensor tOrV = slice_pv.make_fragment_B(slice_pv.partition_B(sVt));
-
-    Tensor tSrS = partition_fragment_C(mma_qk, Shape<_64, Int<Traits::kTileN>>{});
-    Tensor tOrO = partition_fragment_C(mma_pv, Shape<_64, Int<Traits::kHeadDimVO>>{});
+    typename MmaQK::Sums tSrS{};
+    typename MmaPV::Sums tOrO{};
     // P is the A operand of the second product. For 16-bit types the accumulator's element order is the operand's
     // order, so making P is a conversion in place.
-    Tensor tOrP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<_64, Int<Traits::kTileN>>{}));
-    static_assert(size(tOrP) == size(tSrS));
+    Fragment<std::uint32_t, Traits::kTileN / 4> tOrP{};
     auto make_p = [&]() {
-      Tensor packed = recast<std::uint32_t>(tOrP);
       CUTE_UNROLL
-      for (int i = 0; i < size(packed); ++i) {
-        packed(i) = pack_pair<Element>(tSrS(2 * i), tSrS(2 * i + 1));
+      for (int i = 0; i < tOrP.size(); ++i) {
+        tOrP(i) = pack_pair<Element>(tSrS(2 * i), tSrS(2 * i + 1));
       }
     };
 
@@ -73,13 +61,13 @@ struct Mma {
     };
 
     auto release_k = [&]() {
-      if (elect_one_sync()) {
+      if (cute::elect_one_sync()) {
         storage.k_empty[k.stage].arrive();
       }
       k.advance();
     };
     auto release_v = [&]() {
-      if (elect_one_sync()) {
+      if (cute::elect_one_sync()) {
         storage.v_empty[v.stage].arrive();
       }
       v.advance();
@@ -133,10 +121,10 @@ struct Mma {
       int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
       apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), n_block);
     };
-    auto issue_scores = [&]() { issue_product<false>(mma_qk, tSrQ(_, _, _, q.stage), tSrK(_, _, _, k.stage), tSrS); };
+    auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
     auto issue_output = [&]() {
       storage.v_full[v.stage].wait(v.parity);
-      issue_product<true>(mma_pv, tOrP, tOrV(_, _, _, v.stage), tOrO);
+      issue_product<MmaPV, true>(tOrP, tOrV.stage(v.stage), tOrO);
     };
     auto await_output = [&]() {
       warpgroup_wait<0>();
@@ -164,7 +152,7 @@ struct Mma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tOrO);
       CUTE_UNROLL
-      for (int i = 0; i < size(tOrO); ++i) {
+      for (int i = 0; i < tOrO.size(); ++i) {
         tOrO(i) *= rescale[i / 2 % 2];
       }
       warpgroup_fence_operand(tOrO);
@@ -217,16 +205,16 @@ struct Mma {
       if constexpr (kMask != MaskClass::Full) {
         // The right edge of 64 rows lies in two blocks at most, of which the first is behind us.
         if (n >= cute::max(range.begin, range.free_end)) {
-          step(true_type{}, n);
+          step(std::true_type{}, n);
           --n;
         }
       }
       for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(false_type{}, n);
+        step(std::false_type{}, n);
       }
       if constexpr (kMask == MaskClass::Window) {
         for (; n >= range.begin; --n) {
-          step(true_type{}, n);
+          step(std::true_type{}, n);
         }
       }
 

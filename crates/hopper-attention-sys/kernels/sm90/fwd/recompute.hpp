@@ -16,7 +16,7 @@ struct Recompute {
   CUTE_DEVICE static void scores(Scores& scores, Element const* q, Element const* k, int first_row) {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
-    cute::clear(scores);
+    clear(scores);
     recompute_scores<Traits::kTileM, Traits::kTileN, kSlabRowBytes, Traits::kHeadDimQK * sizeof(Element),
                      Traits::kTileN / 8>(q, k, first_row + (thread / 32 % 4) * 16 + lane % 16, lane,
                                          [&](int i, std::uint32_t const(&a)[4], std::uint32_t const(&b)[2]) {

@@ -1,4 +1,4 @@
-// The name under which a row's translation unit and the table know each other.
+// The name under which a row's unit and the table know each other.
 #pragma once
 
 #include "kernels.hpp"

@@ -1,9 +1,7 @@
 // Everything that a row of fwd.def fixes: types, tiles, register budget and the shared-memory plan.
 #pragma once
 
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include "common/barrier.hpp"
 #include "common/row.hpp"
@@ -12,6 +10,7 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
+#include "sm90/wgmma.hpp"
 
 namespace hattn::sm90 {
 
@@ -45,24 +44,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // This thread's place in the block. Three consumers are short of registers.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
 
-  using MmaQK = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDimQK>>>()));
-  using MmaPV = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                       cute::Shape<cute::_64, cute::Int<kHeadDimVO>, cute::Int<kTileN>>,
-                                       cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
-
-  using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
-  using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
-  using SmemLayoutQ = decltype(cute::tile_to_shape(
-      AtomK{}, cute::Shape<cute::Int<kTileM>, cute::Int<kHeadDimQK>, cute::Int<kBuffersQ>>{}));
-  using SmemLayoutK = decltype(cute::tile_to_shape(
-      AtomK{}, cute::Shape<cute::Int<kTileN>, cute::Int<kHeadDimQK>, cute::Int<kStages>>{}));
-  // V is stored as it is loaded, [key][column]; the product reads it as [column][key].
-  using SmemLayoutVt = decltype(cute::tile_to_shape(
-      AtomMN{}, cute::Shape<cute::Int<kHeadDimVO>, cute::Int<kTileN>, cute::Int<kStages>>{},
-      cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using MmaQK = Wgmma<Element, float, kTileN>;
+  using MmaPV = Wgmma<Element, float, kHeadDimVO>;
+  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK>>;
+  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK>>;
+  using SmemV = SmemOperand<MnMajorTile<Element, kTileN, kHeadDimVO>>;
 
   static constexpr int kElementsQ = kTileM * kHeadDimQK;
   static constexpr int kElementsK = kTileN * kHeadDimQK;

@@ -1,0 +1,120 @@
+# A list of kernels (fwd.def) becomes translation units of a few rows each, and a filtered copy of the list for the launch table.
+#
+# Parsing the headers takes a unit as long as one to two rows take. The rows of a unit have the same dtype, head_dim_qk and
+# scores, so that what is compiled together depends on nothing but the lists and the options that select from them.
+
+# hattn_add_rows(ARCH/PASS)
+#   Reads kernels/ARCH/PASS/PASS.def, whose rows are `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages
+#   [, scores])`, one a line, keeps those whose dtype and head_dim_qk are selected (HATTN_DTYPES, HATTN_HEAD_DIMS), and makes
+#     - for the launch table bwd_rows.def (of the pass bwd) or fwd_rows.def: the kept rows, in their order, after those of earlier
+#       lists;
+#     - objects of the library hattn_kernels: sources that include launch.hpp, beside the list, and say
+#       `HATTN_PASS_ARCH_INSTANCE(...)` once a row;
+#     - where there is an around.hpp beside the list, a source more, which includes that and says `HATTN_PASS_ARCH_PREPARE(...)`
+#       once a row, and `HATTN_PASS_ARCH_CONVERT(...)` once for all rows that differ by their mask alone;
+#     - for the audit rows/hattn_PASS_ARCH.rows, a line `source: columns` a row, in the order of the rows, and a line
+#       `source: around` for the last source.
+function(hattn_add_rows list)
+  string(REGEX MATCH "^([^/]+)/([^/]+)$" match "${list}")
+  set(arch "${CMAKE_MATCH_1}")
+  set(pass "${CMAKE_MATCH_2}")
+  set(target hattn_${pass}_${arch})
+  set(file "${CMAKE_CURRENT_SOURCE_DIR}/kernels/${list}/${pass}.def")
+  string(TOUPPER "hattn_${pass}_${arch}" macro)
+  set(table fwd_rows.def)
+  if(pass STREQUAL "bwd")
+    set(table bwd_rows.def)
+  endif()
+  set(folder "${CMAKE_CURRENT_BINARY_DIR}/rows")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${file}")
+  file(STRINGS "${file}" lines REGEX "^ *${macro}\\(")
+  set(kept "")
+  set(units "")
+  set(unmasked "")
+  foreach(line IN LISTS lines)
+    set(columns "")
+    if(line MATCHES "^ *${macro}\\(([A-Za-z0-9_, ]+)\\) *(//.*)?$")
+      string(REPLACE " " "" columns "${CMAKE_MATCH_1}")
+      string(REPLACE "," ";" columns "${columns}")
+    endif()
+    list(LENGTH columns count)
+    if(count LESS 7 OR count GREATER 8 OR "" IN_LIST columns)
+      message(FATAL_ERROR "${file}: expected ${macro}(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, scores]) "
+                          "on one line, got: ${line}")
+    endif()
+    list(JOIN columns ", " row)
+    list(POP_FRONT columns dtype mask dqk)
+    if(NOT dtype IN_LIST HATTN_DTYPES OR NOT dqk IN_LIST HATTN_HEAD_DIMS)
+      continue()
+    endif()
+    # A list of CMake's cannot hold rows with semicolons; these have commas.
+    if(row IN_LIST kept)
+      message(FATAL_ERROR "${file}: the row (${row}) is there twice")
+    endif()
+    list(APPEND kept "${row}")
+    list(LENGTH columns count)
+    set(scores "")
+    if(count EQUAL 5)
+      list(GET columns 4 scores)
+    endif()
+    string(TOLOWER "${target}_${dtype}_qk${dqk}_${scores}" unit)
+    string(REGEX REPLACE "_$" "" unit "${unit}")
+    list(APPEND units "${unit}")
+    string(APPEND text_${unit} "${macro}_INSTANCE(${row})\n")
+    string(APPEND rows_text "${unit}: ${row}\n")
+    list(JOIN columns ", " rest)
+    list(APPEND unmasked "${dtype}, ${dqk}, ${rest}")
+  endforeach()
+  if(NOT kept)
+    message(FATAL_ERROR "${file}: no row has a dtype of '${HATTN_DTYPES}' and a head_dim_qk of '${HATTN_HEAD_DIMS}'")
+  endif()
+  list(REMOVE_DUPLICATES units)
+  foreach(unit IN LISTS units)
+    hattn_write_unit(${unit} ${list}/launch.hpp "${text_${unit}}")
+  endforeach()
+  if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/kernels/${list}/around.hpp")
+    list(REMOVE_DUPLICATES unmasked)
+    set(text "")
+    foreach(row IN LISTS kept)
+      string(APPEND text "${macro}_PREPARE(${row})\n")
+    endforeach()
+    foreach(row IN LISTS unmasked)
+      string(APPEND text "${macro}_CONVERT(${row})\n")
+    endforeach()
+    set(unit "${target}_around")
+    hattn_write_unit(${unit} ${list}/around.hpp "${text}")
+    list(APPEND units "${unit}")
+    string(APPEND rows_text "${unit}: around\n")
+  endif()
+  list(TRANSFORM units PREPEND "${folder}/")
+  list(TRANSFORM units APPEND ".cu")
+  list(TRANSFORM kept REPLACE "(.+)" "${macro}(\\1)\n")
+  list(JOIN kept "" kept)
+  set_property(DIRECTORY APPEND_STRING PROPERTY hattn_${table} "${kept}")
+  add_library(${target} OBJECT ${units})
+  hattn_kernel_options(${target} ${arch})
+  hattn_add_objects(${target})
+  file(CONFIGURE OUTPUT "${folder}/${target}.rows" @ONLY CONTENT "${rows_text}")
+endfunction()
+
+# hattn_add_objects(TARGET): the objects of an object library become part of hattn_kernels, and rows/TARGET.objects lists them for
+# the audit, which reads OBJECT.log beside each too.
+function(hattn_add_objects target)
+  target_sources(hattn_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
+  file(GENERATE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/rows/${target}.objects" CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
+endfunction()
+
+# hattn_write_unit(NAME HEADER TEXT): rows/NAME.cu in the build folder, where it would change.
+function(hattn_write_unit name header text)
+  file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/rows/${name}.cu" @ONLY
+       CONTENT "// Made by CMake from the list of kernels.\n#include \"${header}\"\n\n${text}")
+endfunction()
+
+# hattn_write_rows(ROWS...): rows/ROWS in the build folder, which table.cc includes; empty without a list for it.
+function(hattn_write_rows)
+  foreach(rows IN LISTS ARGV)
+    get_property(kept DIRECTORY PROPERTY "hattn_${rows}")
+    file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/rows/${rows}" @ONLY
+         CONTENT "// Made by CMake: the selected rows of the lists of kernels.\n${kept}")
+  endforeach()
+endfunction()
