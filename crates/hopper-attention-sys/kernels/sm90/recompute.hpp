@@ -16,13 +16,15 @@ namespace hattn::sm90 {
 // where registers are short few, since ptxas begins all products of a round before it ends one.
 template <int kTileM, int kTileN, int kRowBytes, int kBytes, int kColumns, class Element, class Add>
 CUTE_DEVICE void recompute_scores(Element const* q, Element const* k, int q_row, int lane, Add const& add) {
-  std::uint32_t const q_address = slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(q), q_row, lane / 16, lane);
-  std::uint32_t const k_address = slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(k), lane % 8, lane / 8 % 2, lane);
+  std::uint32_t const q_address = slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(q), q_row, lane / 16, lane % 16);
+  std::uint32_t const k_address =
+      slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(k), lane % 8, lane / 8 % 2, lane % 8);
   CUTE_UNROLL
   for (int first = 0; first < kTileN / 8; first += kColumns) {
     CUTE_NO_UNROLL
     for (int byte = 0; byte < kBytes; byte += 32) {
-      Columns const columns = Columns::of_byte(byte);
+      // A single slab: said so, since ptxas divides otherwise.
+      Columns const columns = kBytes <= kRowBytes ? Columns{0, byte} : Columns::of_byte(byte);
       std::uint32_t a[4];
       load_matrices(columns.from<kTileM>(q_address), a);
       std::uint32_t const k_step = columns.from<kTileN>(k_address);
