@@ -160,7 +160,7 @@ fn every_rule_of_a_file_complains() {
         Source::new("crates/hopper-attention-sys/kernels/sm90/fwd/table.cc", "#include \"rust/cxx.h\"\n"),
         Source::new("benches/src/lib.rs", &format!("use {sys}::fwd_rows;\n")),
         Source::new("crates/hopper-attention/src/reference/forward.rs", "use crate::plan::Plan;\n"),
-        Source::new("crates/hopper-attention/src/reference/oracle.rs", "use crate::backward::BackwardArgs;\n"),
+        Source::new("crates/hopper-attention/src/reference/oracle.rs", "use crate::run::BackwardArgs;\n"),
         Source::new("crates/hopper-attention-capi/Cargo.toml", &format!("{} = \"1\"\n", sys.replace('_', "-"))),
         Source::new("README.md", &long),
         Source::new("tests/src/lib.rs", &format!("let x = 1;\nlet y = {word} {{ f() }};\n")),

@@ -128,13 +128,13 @@ fn sys_users(file: &Source, complaints: &mut Vec<String>) {
     }
 }
 
-/// The oracle uses nothing of what it judges.
+/// The oracle uses no module that takes part in a run, so that it is able to disagree with one.
 fn reference_imports(file: &Source, complaints: &mut Vec<String>) {
     if !file.path.starts_with(&format!("{SAFE}reference")) {
         return;
     }
     for (line, text) in numbered(&file.text) {
-        for module in ["plan", "kernels", "sys", "cpu", "forward", "backward", "raw", "quantize"] {
+        for module in ["plan", "table", "sys", "cpu", "launch", "raw", "run", "tensor", "workspace", "device"] {
             for way in ["crate::", "super::super::"] {
                 let needle = format!("{way}{module}");
                 let follows = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_');
