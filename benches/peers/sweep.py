@@ -157,7 +157,7 @@ def dtypes(job):
 
 
 def load_frontend(job, missing):
-    """What cuDNN computes e4m3 operands with; None where nobody asks for it, and where it is missing, which is told."""
+    """What cuDNN computes e4m3 operands with. None if it was not asked for, or if it is missing, which is reported."""
     if not ("e4m3" in dtypes(job) and job["python_peers"]):
         return None
     try:

@@ -48,8 +48,8 @@ __device__ __forceinline__ void run_beside(std::uint32_t const* operands, Inputs
     Moment const start = now();
     int trips = 0;
     int seen = 0;
-    // What was read in one trip decides after the next: nobody waits for the read, or for the shuffle that makes it one
-    // value for the warp.
+    // What one trip reads is used after the next trip. So the loop waits neither for the read nor for the shuffle that
+    // gives the whole warp one value.
 #pragma unroll 1
     while (trips < most_trips) {
       int const done = __shfl_sync(0xFFFFFFFF, seen, 0);

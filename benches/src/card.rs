@@ -23,7 +23,7 @@ pub struct CardState {
     pub memory_mhz: Option<f64>,
     /// Power, as the driver averages it.
     pub power_w: Option<f64>,
-    /// The limit in force.
+    /// The power limit that the card runs under now.
     pub power_limit_w: Option<f64>,
     /// The GPU's temperature.
     pub celsius: Option<f64>,

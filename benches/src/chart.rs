@@ -11,7 +11,7 @@ use crate::{PointReport, Report, Role};
 
 /// Width and height, in pixels.
 pub const SIZE: (u32, u32) = (680, 430);
-/// Room right of the plot for the libraries' names.
+/// Width right of the plot, for the libraries' names.
 const NAMES: u32 = 158;
 /// Names are at least so far apart.
 const LINE: i32 = 18;

@@ -19,7 +19,7 @@ pub const HIDDEN: usize = 2048;
 pub enum Direction {
     /// O and the LSE from Q, K and V.
     Fwd,
-    /// The gradients of Q, K and V, from that of O and what the forward left.
+    /// The gradients of Q, K and V, from Q, K, V, O, the LSE and the gradient of O.
     Bwd,
 }
 
@@ -53,7 +53,7 @@ pub enum Precision {
     Bf16,
     /// IEEE half precision.
     F16,
-    /// 4 exponent and 3 mantissa bits, with factors.
+    /// FP8 with 4 exponent and 3 mantissa bits, and descale factors.
     E4m3,
 }
 

@@ -23,7 +23,7 @@ pub(crate) const STOPPED: &str = "THE SWEEP STOPPED";
 pub struct Report {
     /// [`SCHEMA`].
     pub schema: String,
-    /// The commit that was measured, where it was told.
+    /// The commit that was measured. `None` where it was not given.
     pub commit: Option<String>,
     /// When, as RFC 3339 in UTC.
     pub date: String,

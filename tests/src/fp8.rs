@@ -189,7 +189,7 @@ pub type Output = (Tensor, Vec<f64>);
 pub struct Mutation {
     /// What is wrong.
     pub name: &'static str,
-    /// The broken output and log-sum-exp; `None` where this cannot be told from an honest result.
+    /// The broken output and log-sum-exp; `None` where this cannot be distinguished from a correct result.
     pub apply: fn(&Operands) -> Option<Output>,
 }
 

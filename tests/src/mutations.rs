@@ -1,9 +1,9 @@
-//! Ways in which a kernel may be broken, applied to an honest result: the tolerance must notice every one.
+//! Ways in which a kernel may be broken, applied to a correct result: the tolerance must notice every one.
 
 use hopper_attention::reference::{Plain, Tensor, forward_plain};
 use hopper_attention::{Corner, DType, Dims, ForwardProblem, Mask};
 
-/// A problem, its inputs and an honest result.
+/// A problem, its inputs and a correct result.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
     /// The problem.
@@ -14,9 +14,9 @@ pub struct Subject<'a> {
     pub k: &'a Tensor,
     /// Values.
     pub v: &'a Tensor,
-    /// The honest output.
+    /// The correct output.
     pub o: &'a Tensor,
-    /// The honest log-sum-exp.
+    /// The correct log-sum-exp.
     pub lse: &'a [f64],
 }
 
@@ -24,7 +24,7 @@ pub struct Subject<'a> {
 pub struct Mutation {
     /// What is wrong.
     pub name: &'static str,
-    /// The broken output and log-sum-exp; `None` where this cannot be told from an honest result.
+    /// The broken output and log-sum-exp; `None` where this cannot be distinguished from a correct result.
     pub apply: fn(Subject<'_>) -> Option<(Tensor, Vec<f64>)>,
 }
 

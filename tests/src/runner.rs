@@ -47,7 +47,7 @@ pub trait Ready: Clone + Send + Sized {
     /// Holds outputs whose guard bands were found intact against the tolerance.
     fn verdict(&self, outputs: &Self::Outputs) -> Verdict;
 
-    /// Shows each mutation's name and what it makes of an honest result; none where it cannot be told from one.
+    /// Shows each mutation's name and what it makes of a correct result; none where it cannot be distinguished from one.
     fn each_broken(&self, outputs: &Self::Outputs, see: &mut dyn FnMut(&'static str, Option<Self::Broken>));
 
     /// The report on a broken result that passes all the same.
@@ -75,7 +75,7 @@ pub trait Ready: Clone + Send + Sized {
         self.on_cpu().map_or_else(Verdict::failed, |outputs| self.verdict(&outputs))
     }
 
-    /// An honest result passes, and every mutation of it is caught; counts by name how many there were.
+    /// A correct result passes, and every mutation of it is caught; counts by name how many there were.
     ///
     /// # Panics
     /// When it does not, or one is not.
@@ -186,7 +186,7 @@ impl<T: Poison> Prepared<T> {
         self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
     }
 
-    /// The inputs and an honest result, for [`mutations`].
+    /// The inputs and a correct result, for [`mutations`].
     pub fn tensors(&self) -> [Tensor; 3] {
         [self.q.tensor(), self.k.tensor(), self.v.tensor()]
     }

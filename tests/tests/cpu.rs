@@ -46,7 +46,7 @@ proptest! {
     }
 }
 
-/// A broken kernel must fail the suite: every mutation of an honest result is caught, in every kind of case.
+/// A broken kernel must fail the suite: every mutation of a correct result is caught, in every kind of case.
 #[test]
 fn broken_results_are_caught() {
     catch_on_cpu::<Prepared<bf16>>(masks::ALL.into_iter().flat_map(|mask| {

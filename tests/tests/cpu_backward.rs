@@ -48,7 +48,7 @@ proptest! {
     }
 }
 
-/// A broken kernel must fail the suite: every mutation of honest gradients is caught, in every kind of case.
+/// A broken kernel must fail the suite: every mutation of correct gradients is caught, in every kind of case.
 #[test]
 fn broken_gradients_are_caught() {
     catch_on_cpu::<Prepared<bf16>>(masks::ALL.into_iter().flat_map(|mask| {

@@ -86,7 +86,7 @@ fn half_scores_are_as_accurate() {
     }
 }
 
-/// A broken kernel must fail the suite: every mutation of an honest result is caught, under every scaling.
+/// A broken kernel must fail the suite: every mutation of a correct result is caught, under every scaling.
 #[test]
 fn broken_results_are_caught() {
     let (mut applied, mut applied_fp8) = (vec![0; mutations::ALL.len()], vec![0; MUTATIONS.len()]);

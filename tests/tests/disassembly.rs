@@ -70,7 +70,7 @@ impl Compiled {
                 } else if ends(line) {
                     wanted = true;
                 }
-                // A line may name a kernel whose turn it is not.
+                // A line may name another kernel than the section that it stands in.
                 let named = line.contains(function);
                 if named || (wanted && !others.iter().any(|name| line.contains(name))) {
                     kept += line;

@@ -31,7 +31,7 @@ fn sums_that_are_cut_off_are_noticed() {
         say(&format!("cut off at 14 bits: {figures}"));
         complaint
     });
-    // A short sequence loses a thousandth, which is nobody's matter.
+    // A short sequence loses a thousandth, which is within the tolerance.
     assert_eq!(short, None);
     assert!(long.is_some() && longest.is_some());
 }

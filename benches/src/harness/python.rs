@@ -108,7 +108,7 @@ impl PyTorch {
         drop(stdin);
         let heard = listen(BufReader::new(stdout), at, sink);
         if heard.is_err() {
-            // Nobody is listening any more.
+            // Its events are no longer read: without this it would block on a full pipe.
             let _ = child.kill();
         }
         let status = child.wait()?;
@@ -128,7 +128,7 @@ fn listen(lines: impl BufRead, at: &mut At, sink: Sink<'_>) -> Result<()> {
         let event: Event = serde_json::from_str(&line).with_context(|| format!("an event of the script: {line}"))?;
         match &event {
             Event::Library { name, .. } => at.library = Some(name.clone()),
-            // While all take turns, nobody can be blamed.
+            // The timings of all libraries alternate, so a crash cannot be put down to one of them.
             Event::Timing { .. } => at.library = None,
             Event::Point { index, .. } => (at.next, at.library) = (index + 1, None),
             _ => (),
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_python_that_is_not_there_is_told() {
-        let (ended, told) = events(None, "python-that-nobody-has");
+        let (ended, told) = events(None, "python-that-is-missing");
         assert!(
             ended.is_ok() && matches!(&told[..], [Event::Absent { error }] if error.contains("does not start")),
             "{told:?}"

@@ -160,7 +160,7 @@ fn run_point<T: Float>(
     tell(None)?;
     let mut host: Vec<Vec<f64>> = vec![Vec::new(); contestants.len()];
     for round in 0..WARM_UPS + iters {
-        // The order rotates, so that nobody always follows the same neighbour.
+        // The order rotates, so that no library always runs after the same other one.
         let turns = right.iter().cycle().skip(round % right.len()).take(right.len()).map(|(who, ..)| *who);
         let turns: Vec<usize> = turns.collect();
         for &who in &turns {

@@ -249,9 +249,9 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--dtypes", "e4m3", "--directions", "fwd,bwd"], "e4m3 operands have no gradients");
     let out = hattn(&["bench", "--device", "cuda:4096", "--harness", "rust", "--filter", "s512"]);
     assert!(!out.status.success(), "there is no such GPU");
-    let out = hattn(&["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", "python-that-nobody-has"]);
+    let out = hattn(&["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", "python-that-is-missing"]);
     assert!(
-        text(&out.stderr).contains("--harness pytorch: python-that-nobody-has does not start"),
+        text(&out.stderr).contains("--harness pytorch: python-that-is-missing does not start"),
         "{}",
         text(&out.stderr)
     );

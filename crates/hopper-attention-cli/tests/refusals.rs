@@ -99,7 +99,7 @@ fn gradients_that_do_not_fit() {
     let refused = |more: &[(&'static str, Dtype, &'static [usize], Vec<u8>)], part: &str| {
         let input = file(more);
         refused(&folder, "--backward", &input, &["qkv.safetensors: tensor ", part]);
-        // Nobody looks at them without the option.
+        // Without --backward these tensors are not read.
         hattn_on("check --device cpu", &input, None).fine();
     };
     let d_o = || tensor("d_o", SHAPE);

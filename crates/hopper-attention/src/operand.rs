@@ -163,7 +163,7 @@ impl SlotSet {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SlotMap<T>(ArrayVec<(Slot, T), MAX_OPERANDS>);
 
-const _: () = assert!(Slot::ALL.len() <= MAX_OPERANDS, "there is room for every slot once");
+const _: () = assert!(Slot::ALL.len() <= MAX_OPERANDS, "a map holds every slot once");
 
 impl<T> Default for SlotMap<T> {
     fn default() -> Self {

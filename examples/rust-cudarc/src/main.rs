@@ -42,7 +42,7 @@ fn judge(calls: &[Call], outcomes: &[Outcome]) -> Result<()> {
     for (call, outcome) in calls.iter().zip(outcomes) {
         let report = check(call, outcome)?;
         println!("{}: {report}", call.problem);
-        ensure!(report.passed(), "an error is past what the tolerance law allows");
+        ensure!(report.passed(), "an error exceeds the tolerance");
     }
     Ok(())
 }

@@ -1,11 +1,11 @@
-//! Ways in which a backward kernel may be broken, applied to honest gradients: the tolerance must notice every one.
+//! Ways in which a backward kernel may be broken, applied to correct gradients: the tolerance must notice every one.
 
 use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain, forward_plain};
 use hopper_attention::{BackwardProblem, ForwardProblemBuilder, Mask};
 
 use crate::mutations::masks;
 
-/// A problem, its inputs and honest gradients.
+/// A problem, its inputs and correct gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
     /// The problem.
@@ -20,7 +20,7 @@ pub struct Subject<'a> {
     pub d_o: &'a Tensor,
     /// The gradient of the log-sum-exp.
     pub d_lse: Option<&'a [f64]>,
-    /// The honest gradients.
+    /// The correct gradients.
     pub honest: &'a BackwardPlain,
 }
 
@@ -28,7 +28,7 @@ pub struct Subject<'a> {
 pub struct Mutation {
     /// What is wrong.
     pub name: &'static str,
-    /// The broken gradients; `None` where these cannot be told from honest ones.
+    /// The broken gradients; `None` where these cannot be distinguished from correct ones.
     pub apply: fn(Subject<'_>) -> Option<BackwardPlain>,
 }
 

@@ -91,7 +91,7 @@ fn wrong_arguments_are_refused_and_nothing_is_written() {
 
     stream.synchronize().unwrap();
     assert!(on_device.untouched(stream, &prepared), "a refused call wrote something");
-    // After all these refusals an honest call works.
+    // After all these refusals a correct call works.
     let outputs = on_device.run(stream, &mut workspace, &plan, &prepared).unwrap();
     let report = prepared.judge(&outputs);
     assert!(report.passed(), "{report}");

@@ -56,7 +56,7 @@ impl Sum {
         Self { terms: vec![0.0; dims], squares: 0.0 }
     }
 
-    /// Adds a vector; `size` is what its weight is an honest rounding of.
+    /// Adds a weighted vector. `size` is the magnitude that the rounding error of the weight is relative to.
     fn add(&mut self, weight: f64, size: f64, vector: &[f64]) {
         self.terms.iter_mut().zip(vector).for_each(|(sum, x)| *sum += weight * x);
         self.squares += (size * norm(vector)).powi(2);

@@ -11,89 +11,97 @@ use super::words::{ArchArg, DeviceArg};
 pub struct BenchArgs {
     #[command(flatten)]
     pub points: PointArgs,
-    /// auto, cpu or cuda:N. auto takes a GPU if there is one and this build has kernels; the CPU runs small sizes
-    /// against the naive computation
+    /// Where to time: auto, cpu or cuda:N. auto takes a GPU if there is one and this build has kernels
+    ///
+    /// On the CPU the sizes are small, and the only peer is a naive computation.
     #[arg(long, default_value = "auto")]
     pub device: DeviceArg,
-    /// Time our kernels for this instruction set [default: the GPU's own]
+    /// Time our kernels for this instruction set [default: the newest that the GPU runs]
     #[arg(long)]
     pub arch: Option<ArchArg>,
-    /// Who times on a GPU: the script in PyTorch, which alone can call peers that live in Python, or the Rust harness
+    /// Which program times on a GPU: a script in PyTorch, or hattn itself. Only the script can call Python packages
     #[arg(long, value_enum, default_value_t = HarnessArg::Auto)]
     pub harness: HarnessArg,
-    /// The Python that has PyTorch
+    /// The Python interpreter that has PyTorch
     #[arg(long, value_name = "PROGRAM", default_value = "python3")]
     pub python: PathBuf,
-    /// Our shared object with the C entry, repeatable: the ratios are the first one's, others are variants [default: the
-    /// one beside this program]
+    /// A build of ours to time: a shared object with the C entry of benches/peers/README.md [default: the one beside hattn]
+    ///
+    /// It may be given several times. Ratios to peers are those of the first; the others are variants to compare it with.
     #[arg(long, value_name = "[NAME=]FILE")]
     pub ours: Vec<String>,
-    /// A peer's shared object with the C entry of benches/peers/README.md, repeatable
+    /// A peer to time: a shared object with the C entry of benches/peers/README.md. May be given several times
     #[arg(long, value_name = "[NAME=]FILE")]
     pub peer: Vec<String>,
-    /// Leave out the peers that live in Python: cuDNN (its FP8 too), FlashAttention-2, -3 and -4
+    /// Leave out the peers that are Python packages: cuDNN (also its FP8), FlashAttention-2, -3 and -4
     #[arg(long)]
     pub no_python_peers: bool,
-    /// Timings of each library at a point [default: 20 on a GPU, 12 with --quick, 5 on a CPU]
+    /// How often each library is timed at a point [default: 20 on a GPU, 12 with --quick, 5 on a CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(3..=100_000))]
     pub iters: Option<u32>,
-    /// Seed of the inputs [default: from the clock, and recorded]
+    /// Seed of the random inputs [default: from the clock; the report has it]
     #[arg(long)]
     pub seed: Option<u64>,
-    /// The commit measured, for the record
+    /// The commit that is measured. It is only written into the report
     #[arg(long)]
     pub commit: Option<String>,
-    /// Folder for bench.json, bench.csv and the charts; made if it is not there, rewritten after every point
+    /// Folder for bench.json, bench.csv and the charts. It is made if it does not exist
+    ///
+    /// bench.json is rewritten after every point, so that a sweep that stops loses nothing.
     #[arg(long, short, value_name = "DIR", overrides_with = "output")]
     pub output: Option<PathBuf>,
-    /// A report to compare with: points that moved beyond noise are told, and a slower or lost one fails the command
+    /// An older report to compare with: prints which points changed. Fails if a point got slower or is missing
     #[arg(long, value_name = "OLD.json")]
     pub compare: Option<PathBuf>,
-    /// Changes up to so many percent are noise, however alike the samples are
+    /// The smallest change that counts, in percent. More is needed where the timings scatter
     #[arg(long, value_name = "PERCENT", default_value_t = 2.0, requires = "compare")]
     pub noise: f64,
-    /// Measure nothing: show (and compare) this report
+    /// Measure nothing. Show this report instead, and compare it if --compare is given
     #[arg(long, value_name = "NEW.json", conflicts_with_all = ["output", "ours", "peer"])]
     pub from: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub struct PointArgs {
-    /// Passes: fwd, bwd
+    /// Passes to time
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Direction::Fwd])]
     pub directions: Vec<Direction>,
-    /// Types of Q, K, V, O and the gradients; e4m3: FP8 operands, whose O is bf16, in forwards that the script in PyTorch times
+    /// Element types to time
+    ///
+    /// e4m3 is FP8: Q, K and V are e4m3, O is bf16. It has forwards only, and only the script in PyTorch times it.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16])]
     pub dtypes: Vec<Precision>,
-    /// Query heads that share a key head
+    /// How many query heads share one key head
     #[arg(long, value_delimiter = ',', default_values_t = [1])]
     pub gqa: Vec<usize>,
     /// Head dims
     #[arg(long, value_delimiter = ',', default_values_t = [64, 128])]
     pub dims: Vec<usize>,
-    /// Masks: full, causal, or window:N for a query's own key and N before it
+    /// Masks: full, causal, or window:N (a query attends to its own key and the N keys before it)
     #[arg(long, value_delimiter = ',', default_values = ["full", "causal"])]
     pub masks: Vec<PointMask>,
     /// Sequence lengths [default: 512 to 16384 on a GPU, 64 to 256 on a CPU]
     #[arg(long, value_delimiter = ',', value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub seqlens: Vec<usize>,
-    /// Tokens a batch: the batch is tokens / seqlen, at least 1 [default: 16384 on a GPU, 256 on a CPU]
+    /// Tokens in a batch, so that it has tokens / seqlen sequences, at least 1 [default: 16384 on a GPU, 256 on a CPU]
     #[arg(long, conflicts_with = "batch", value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub tokens: Option<usize>,
-    /// Sequences in a batch, whatever their length
+    /// Sequences in a batch, whatever their length, in place of --tokens
     #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub batch: Option<usize>,
-    /// Hidden size, the query heads times the head dim [default: 2048 on a GPU, 256 on a CPU]
+    /// Hidden size: the number of query heads times the head dim [default: 2048 on a GPU, 256 on a CPU]
     #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub hidden: Option<usize>,
-    /// Only points whose name has all these words, such as causal/d64 or s512/f16; repeatable, any of them counts. A
-    /// point is called fwd/bf16/d64/causal/s512/b32/h32/kv32, or bwd/ and so on
+    /// Only points with all these words in their names, such as causal/d64 or s512/f16
+    ///
+    /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
+    /// query heads, key heads. If the option is given several times, a point that fits one of them is timed.
     #[arg(long, value_name = "WORD/WORD")]
     pub filter: Vec<String>,
-    /// Three lengths, one type and 12 timings
+    /// A short sweep: three sequence lengths and the first type (`bench` also times each point less often)
     #[arg(long)]
     pub quick: bool,
-    /// Storage order of Q, K, V, O and the gradients
+    /// Order of the dimensions of Q, K, V, O and the gradients in memory
     #[arg(long, value_enum, default_value_t = Order::Bshd)]
     pub layout: Order,
 }
@@ -124,11 +132,11 @@ impl PointArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum HarnessArg {
-    /// PyTorch where python3 has it with a GPU, else Rust
+    /// PyTorch if --python has it and it sees a GPU, else Rust
     Auto,
-    /// Only PyTorch
+    /// The script in PyTorch, or fail
     Pytorch,
-    /// Only Rust
+    /// hattn itself
     Rust,
 }
 
@@ -140,7 +148,7 @@ pub struct PlotArgs {
     /// Folder for the charts [default: the report's]
     #[arg(long, short, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Also put the section on speed between the markers of this file, whose folder must hold the report and the charts
+    /// Also write the section on speed into this file, between its markers. Report and charts must be below the file's folder
     #[arg(long, value_name = "README.md", conflicts_with = "output")]
     pub update: Option<PathBuf>,
 }
@@ -149,16 +157,16 @@ pub struct PlotArgs {
 pub struct TuneArgs {
     #[command(flatten)]
     pub points: PointArgs,
-    /// The GPU, cuda:N
+    /// The GPU to tune for: cuda:N
     #[arg(long, default_value = "cuda:0")]
     pub device: DeviceArg,
-    /// Timings of each kernel at a point
+    /// How often each kernel is timed at a point
     #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(3..=100_000))]
     pub iters: u32,
-    /// Seed of the inputs
+    /// Seed of the random inputs
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// File for the choices; what it holds of other shapes, cards and versions stays
+    /// File to write the choices to. What it already holds for other shapes, GPUs and versions is kept
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
 }

@@ -15,27 +15,34 @@ use words::parse_mask;
 
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
-#[command(name = "hattn", version, propagate_version = true, max_term_width = 110)]
+#[command(name = "hattn", version, propagate_version = true, max_term_width = 110, after_help = EXAMPLES)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
 }
 
+/// Below the help of `hattn` itself.
+const EXAMPLES: &str = "\
+Examples:
+  hattn random --output qkv.safetensors                       make an input
+  hattn check --input qkv.safetensors --mask causal           compute, and compare with f64
+  hattn run --input qkv.safetensors --output o.safetensors    compute, and write o and lse";
+
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Compute attention of q, k, v in a safetensors file and write o and lse, with --backward also the gradients
+    /// Compute attention of q, k and v in a safetensors file, and write o and lse (with --backward the gradients too)
     Run(RunArgs),
-    /// Compute, then compare with an f64 computation; fails past the tolerance
+    /// Compute as `run` does, and compare with an f64 computation. Fails if an error exceeds the tolerance
     Check(CheckArgs),
     /// List the devices of this machine and the kernels of this build
     Info(InfoArgs),
-    /// Write a safetensors file with normally distributed q, k, v, with --backward also gradients of o and lse
+    /// Write a safetensors file with normally distributed q, k and v (with --backward also gradients of o and lse)
     Random(RandomArgs),
-    /// Time the forward, or the backward, beside every peer on this machine, in turn
+    /// Time forward or backward passes, alternating with every other attention library on this machine
     Bench(Box<BenchArgs>),
-    /// Draw the charts of a report of `bench`, and the README's section on speed
+    /// Draw the charts of a report of `bench`; with --update also write the README's section on speed
     Plot(PlotArgs),
-    /// Time the kernels that compute a shape against each other on this card, and note the fastest for `--tuning`
+    /// Find the fastest kernel for each shape on this GPU by timing all that compute it, for `run --tuning`
     Tune(Box<TuneArgs>),
 }
 
@@ -43,8 +50,10 @@ pub enum Command {
 pub struct RunArgs {
     #[command(flatten)]
     pub compute: ComputeArgs,
-    /// Safetensors file to write: o in the input's type and layout, lse as f32 [batch, heads_q, seqlen_q]; with
-    /// --backward also d_q, d_k and d_v, as q, k and v
+    /// Safetensors file to write
+    ///
+    /// It gets o in the input's layout and the type that was computed in, and lse, the log-sum-exp of the scores, as f32
+    /// [batch, heads_q, seqlen_q]. With --backward also d_q, d_k and d_v, each like the tensor that it is the gradient of.
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
 }
@@ -53,48 +62,54 @@ pub struct RunArgs {
 pub struct CheckArgs {
     #[command(flatten)]
     pub compute: ComputeArgs,
-    /// Safetensors file to write as `run` does, when wanted; written whether or not the check passes
+    /// Also write the results, as `run` does, whether or not the check passes
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub struct ComputeArgs {
-    /// Safetensors file with q, k and v (and d_o with --backward), each bf16, f16 or f32
+    /// Safetensors file with 4-d tensors q, k and v (with --backward also d_o), all bf16, all f16 or all f32
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
-    /// Also compute d_q, d_k and d_v, from d_o in the input, of o's shape and q's type, and from d_lse, f32
-    /// [batch, heads_q, seqlen_q], where the input has one
+    /// Also compute the gradients d_q, d_k and d_v
+    ///
+    /// The input must hold d_o, the gradient of o, with o's shape and q's type. If it holds d_lse, the gradient of lse (f32
+    /// [batch, heads_q, seqlen_q]), this is used too.
     #[arg(long)]
     pub backward: bool,
-    /// Gradients that are the same bits on every run, at some cost on a GPU
+    /// Make the gradients bitwise the same on every run. On a GPU this costs time
     #[arg(long, requires = "backward")]
     pub deterministic: bool,
-    /// full, causal[:CORNER] or window:LEFT,RIGHT[:CORNER]. LEFT and RIGHT are counts of keys, `-` or `inf` for no
-    /// bound; CORNER is bottom-right (the last query meets the last key, the default) or top-left
+    /// Which keys a query attends to: full, causal[:CORNER] or window:LEFT,RIGHT[:CORNER]
+    ///
+    /// LEFT and RIGHT are how many keys before and after a query's own key are kept; `-` or `inf` means all. CORNER says which
+    /// key is a query's own if there are more or fewer keys than queries: with bottom-right (the default) the last query's
+    /// own key is the last key, with top-left the first query's own key is the first key.
     #[arg(long, default_value = "full", value_parser = parse_mask)]
     pub mask: Mask,
-    /// Softmax scale [default: 1/sqrt(head_dim of q)]
+    /// Factor on Q K^T before the softmax, finite and above 0 [default: 1/sqrt(head_dim of q)]
     #[arg(long, allow_negative_numbers = true)]
     pub scale: Option<f32>,
-    /// How the file's 4-d tensors are laid out [default: what the file's metadata says under `layout`]
+    /// Order of the dimensions of the file's 4-d tensors [default: what the file's metadata says under `layout`]
     #[arg(long)]
     pub layout: Option<FileLayout>,
-    /// auto, cpu or cuda:N. auto takes a GPU that supports the problem, else the CPU, and says why
+    /// Where to compute: auto, cpu or cuda:N. auto takes the first GPU that supports the problem, else the CPU, and prints why
     #[arg(long, default_value = "auto")]
     pub device: DeviceArg,
-    /// Compute with kernels for this instruction set alone [default: the GPU's own]
+    /// Use only kernels written for this instruction set [default: the newest that the GPU runs]
     #[arg(long)]
     pub arch: Option<ArchArg>,
-    /// What `hattn tune` wrote: its choice of kernel where it knows the shape and the card, else the built-in rule
+    /// A file that `hattn tune` wrote. Its kernel is used if it has this shape and this GPU, else the built-in choice
     #[arg(long, value_name = "FILE")]
     pub tuning: Option<PathBuf>,
-    /// Convert q, k, v and d_o to this type first [default: compute in the file's type]
+    /// Convert q, k, v and d_o to this type before computing [default: the file's type]
     #[arg(long)]
     pub dtype: Option<DTypeArg>,
-    /// Quantise q, k and v (bf16 or f16) to e4m3 on the way and compute in FP8, with factors per-tensor (the default),
-    /// per-head (of k and v, for each sequence) or per-block (128 rows of a head); o has the type of the input.
-    /// They are quantised on the CPU
+    /// Compute in FP8: quantise q, k and v (bf16 or f16) to e4m3 first. SCALING says which elements share a descale factor
+    ///
+    /// The device that computes also quantises: a GPU with the kernels of the library's quantiser, the CPU with the same
+    /// arithmetic, bit for bit. o has the type that q, k and v had before. --fp8 without SCALING means per-tensor.
     #[arg(
         long,
         value_name = "SCALING",
@@ -103,14 +118,15 @@ pub struct ComputeArgs {
         conflicts_with = "backward"
     )]
     pub fp8: Option<ScalingArg>,
-    /// Before they are quantised, rotate q and k by the signs of this seed and a Hadamard transform, which leaves their
-    /// products as they are and spreads outliers
+    /// Rotate q and k before they are quantised, by random signs (from SEED) and a Hadamard transform
+    ///
+    /// The rotation leaves Q K^T as it is, and spreads outliers over the head dim, so that less is lost by quantising.
     #[arg(long, value_name = "SEED", requires = "fp8")]
     pub hadamard: Option<u64>,
-    /// Quantise q and k to 14 in magnitude at most, in place of 448, so that a GPU may sum scores in f16, which is faster
+    /// Let a GPU sum scores in f16, which is faster. q and k are then quantised to at most 14 in magnitude, not 448
     #[arg(long, requires = "fp8")]
     pub half_scores: bool,
-    /// Runs to time, the median counts [default: 1 on a CPU, 10 on a GPU]
+    /// How many runs to time; the median is printed [default: 1 on a CPU, 10 on a GPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub repeat: Option<u32>,
 }
@@ -120,7 +136,7 @@ pub struct InfoArgs {
     /// Print only the table of supported problems, as Markdown
     #[arg(long)]
     pub markdown: bool,
-    /// Put that table between the markers of this file instead of printing it
+    /// Write the table into this file, between its markers, instead of printing it
     #[arg(long, value_name = "FILE", requires = "markdown")]
     pub update: Option<PathBuf>,
 }
@@ -154,13 +170,13 @@ pub struct RandomArgs {
     /// Element type
     #[arg(long, default_value = "bf16")]
     pub dtype: DTypeArg,
-    /// Layout of the tensors in the file, noted in its metadata
+    /// Order of the dimensions of the tensors. The file's metadata states it
     #[arg(long, default_value = "bshd")]
     pub layout: FileLayout,
-    /// Also d_o and d_lse, for `run --backward`
+    /// Also write d_o and d_lse, for `run --backward`
     #[arg(long)]
     pub backward: bool,
-    /// The same seed gives the same file, and the same q, k and v with and without --backward
+    /// Seed of the random numbers. The same seed gives the same file; --backward does not change q, k and v
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 }

@@ -50,9 +50,9 @@ impl From<DTypeArg> for DType {
 /// Instruction sets that the command line may name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ArchArg {
-    /// Ampere and later: cp.async and mma.sync
+    /// Compute capability 8.0 (Ampere) and later
     Sm80,
-    /// Hopper: TMA and WGMMA
+    /// Compute capability 9.0 (Hopper) only
     Sm90,
 }
 
@@ -71,10 +71,10 @@ pub enum ScalingArg {
     /// One factor for each of q, k and v
     #[value(name = "per-tensor")]
     Tensor,
-    /// One for each sequence and key head
+    /// One for each sequence and key head; of q, one for all query heads that read a key head
     #[value(name = "per-head")]
     Head,
-    /// One for each 128 rows of a head
+    /// One for each 128 tokens of a head
     #[value(name = "per-block")]
     Block,
 }

@@ -24,7 +24,7 @@
 //! # The floor
 //!
 //! The plain error of a row depends on luck. It is the largest of only `head_dim_vo` samples of noise, and just one sample if
-//! one column of V is much larger than the others. If the plain computation was lucky, an honest kernel would fail. The floor
+//! one column of V is much larger than the others. If the plain computation was lucky, a correct kernel would fail. The floor
 //! prevents this. It is a multiple of the known size of the noise. Sums are over the keys of a row, `p` is a key's weight, and
 //! `scale` is the softmax scale:
 //!

@@ -1,4 +1,4 @@
-//! The tolerance passes honest results, and fails wrong ones, even slightly wrong ones.
+//! The tolerance passes correct results, and fails wrong ones, even slightly wrong ones.
 
 mod backward;
 
@@ -103,7 +103,7 @@ fn honest_kernels_pass_and_are_not_far_from_the_bound() {
             }
         }
     }
-    // If honest results were never near the bound, the tolerance would be too wide.
+    // If correct results were never near the bound, the tolerance would be too wide.
     assert!(worst > 0.25, "{worst}");
 }
 
@@ -125,7 +125,7 @@ fn large_scores_and_uneven_values_pass() {
     }
 }
 
-/// The mistakes that a kernel is likely to make. Each wrong result is an honest computation of another problem.
+/// The mistakes that a kernel is likely to make. Each wrong result is a correct computation of another problem.
 #[test]
 fn wrong_results_fail() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -357,7 +357,7 @@ fn an_lse_of_scores_in_f16_has_a_least_bound() {
     }
 }
 
-/// Division by the sum of the rounded weights is honest. One key with value 0 has almost half of the row's weight. The other
+/// Division by the sum of the rounded weights is correct. One key with value 0 has almost half of the row's weight. The other
 /// keys have weights of 1.25, which e4m3 holds exactly. All weights are multiplied by a factor for which the large weight is
 /// rounded down and the others are rounded up.
 #[test]

@@ -1,4 +1,4 @@
-//! The oracle of the gradients agrees with finite differences and with numbers by hand. The tolerance passes honest gradients,
+//! The oracle of the gradients agrees with finite differences and with numbers by hand. The tolerance passes correct gradients,
 //! and fails wrong ones.
 
 use super::super::super::sample::{Given, normal};
@@ -147,7 +147,7 @@ fn honest_gradients_pass_and_are_not_far_from_the_bound() {
                 worst = worst.max(report.worst_ratio());
             }
         }
-        // If honest results were never near the bound, the tolerance would be too wide.
+        // If correct results were never near the bound, the tolerance would be too wide.
         assert!(worst > 0.25, "{dtype}: {worst}");
     }
 }
@@ -177,7 +177,7 @@ fn large_scores_and_uneven_gradients_pass() {
     }
 }
 
-/// The mistakes that a kernel is likely to make. Each wrong result is an honest computation of something else.
+/// The mistakes that a kernel is likely to make. Each wrong result is a correct computation of something else.
 #[test]
 fn wrong_gradients_fail() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
