@@ -1,17 +1,17 @@
 # How device code is compiled. Why each flag is there:
 #   compute_90a,sm_90a   WGMMA, TMA and setmaxnreg exist only in the "a" variant, which runs on Hopper and nothing else
 #   compute_80,...       the sm80 kernels are translated to PTX once, and from there to each code of HATTN_SM80_CODES
-#   -O3 --use_fast_math  flush to zero and approximate division; code that minds uses PTX by name
+#   -O3 --use_fast_math  flush to zero and approximate division; code that needs exact rounding uses PTX instructions by name
 #   -DNDEBUG             an assert is a call, and a call serialises the WGMMA pipeline
 #   -Xptxas -v           registers, stack and spills of every kernel, kept beside its object for the audit
 # No relocatable device code: every consumer would need a device-link step.
 
-# nvcc's messages go to OBJECT.log; through ccache where there is one, which keeps the messages too.
+# nvcc's messages go to OBJECT.log. If there is ccache, it is used; it keeps the messages too.
 if(NOT DEFINED CMAKE_CUDA_COMPILER_LAUNCHER)
   find_program(HATTN_CCACHE ccache)
   mark_as_advanced(HATTN_CCACHE)
   if(HATTN_CCACHE)
-    # Paths below the build folder do not count, so that Cargo's profiles and target folders share what they compile.
+    # ccache then ignores the path of the build folder, so that all builds share what they compile.
     set(CMAKE_CUDA_COMPILER_LAUNCHER
         "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${CMAKE_CURRENT_BINARY_DIR}" CCACHE_NOHASHDIR=1 "${HATTN_CCACHE}")
   endif()

@@ -1,16 +1,17 @@
 # A list of kernels (fwd.def) becomes translation units of a few rows each, and a filtered copy of the list for the launch table.
 #
-# Parsing the headers takes a unit as long as one to two rows take. The rows of a unit have the same dtype, head_dim_qk and
-# scores, so that what is compiled together depends on nothing but the lists and the options that select from them.
+# Several rows share a unit, because parsing the headers takes as long as compiling one to two rows. The rows of a unit have the
+# same dtype, head_dim_qk and scores. So what is compiled together depends only on the lists and on the options that select rows.
 
 # hattn_add_rows(ARCH/PASS)
-#   Reads kernels/ARCH/PASS/PASS.def, whose rows are `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages
-#   [, scores])`, one a line, keeps those whose dtype and head_dim_qk are selected (HATTN_DTYPES, HATTN_HEAD_DIMS), and makes
+#   Reads kernels/ARCH/PASS/PASS.def. A row is one line:
+#   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, scores])`
+#   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS), and makes of them
 #     - for the launch table bwd_rows.def (of the pass bwd) or fwd_rows.def: the kept rows, in their order, after those of earlier
 #       lists;
 #     - objects of the library hattn_kernels: sources that include launch.hpp, beside the list, and say
 #       `HATTN_PASS_ARCH_INSTANCE(...)` once a row;
-#     - where there is an around.hpp beside the list, a source more, which includes that and says `HATTN_PASS_ARCH_PREPARE(...)`
+#     - if there is an around.hpp beside the list, one more source. It includes that file and says `HATTN_PASS_ARCH_PREPARE(...)`
 #       once a row, and `HATTN_PASS_ARCH_CONVERT(...)` once for all rows that differ by their mask alone;
 #     - for the audit rows/hattn_PASS_ARCH.rows, a line `source: columns` a row, in the order of the rows, and a line
 #       `source: around` for the last source.

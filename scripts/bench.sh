@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Times our attention beside every peer on this machine, in turn, and draws the picture: builds hattn and runs `hattn bench`.
+# Times our attention beside every peer on this machine and draws charts: builds hattn and runs `hattn bench`.
 #   scripts/bench.sh [options of hattn bench, such as --quick, --gqa 8, --peer libfa3.so, --compare OLD.json, --output DIR]
 # bench.json, bench.csv and the charts go to the target folder's bench/ unless --output says otherwise. On a machine with an
 # NVIDIA driver the kernels are built too (minutes, the first time); anywhere else, or with HATTN_BENCH_DEVICE=cpu, the sweep
 # runs small sizes on the CPU backend against the naive computation and needs neither CUDA nor a C++ compiler.
 # With --dtypes e4m3 and a Python that has PyTorch it fetches NVIDIA's cuDNN frontend, pinned in benches/peers/requirements.txt,
-# into the toolchain's folder: PyTorch calls no FP8 attention of cuDNN. Without it the sweep names cuDNN as missing.
-# HATTN_BENCH_PROGRAM=FILE skips the build: a hattn with libhopper_attention_benches.so beside it, on a machine without cargo.
+# into the toolchain's folder, because PyTorch does not call cuDNN's FP8 attention. Without it the sweep reports cuDNN as missing.
+# HATTN_BENCH_PROGRAM=FILE skips the build, for a machine without cargo. FILE is a hattn with libhopper_attention_benches.so beside it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +19,7 @@ if [ -n "$commit" ]; then
   options+=(--commit "$commit")
 fi
 
-# fetch_frontend OPTION...: where the sweep has e4m3 points, and a PyTorch but no frontend.
+# fetch_frontend OPTION...: fetches cuDNN's frontend if the sweep has e4m3 points and Python has PyTorch, but not the frontend.
 fetch_frontend() {
   local python=python3 e4m3="" tag place
   while [ $# -gt 0 ]; do

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Makes this machine ready to build: the real script travels in the sys crate. Options as there: --cpu, --test.
+# Makes this machine ready to build. Runs the script of the sys crate, which is part of its package. Options: --cpu, --test.
 exec "$(dirname "${BASH_SOURCE[0]}")/../crates/hopper-attention-sys/toolchain/bootstrap.sh" "$@"

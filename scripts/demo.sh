@@ -19,10 +19,10 @@ cd "$root"
 say() { echo "demo: $*"; }
 command -v cargo >/dev/null || { echo "demo: cargo is missing: install Rust 1.88 or newer (rustup.rs)." >&2; exit 1; }
 
-# Prints the compute capabilities of the GPUs, one a line, as far as the machine tells.
+# Prints the compute capabilities of the GPUs, one a line. Prints nothing if it cannot find them out.
 gpus() {
   if command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null; then return; fi
-  # Without nvidia-smi, as in slim containers: a driver and a device node are taken for a GPU that will do.
+  # Without nvidia-smi, as in slim containers, a driver and a device node are taken for a Hopper GPU.
   if ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1' && compgen -G '/dev/nvidia[0-9]*' >/dev/null; then echo 9.0; fi
 }
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The suites that need a Hopper GPU, and nothing but a driver beside it. In the pack too, which needs no Rust where it runs.
+# The tests that need a Hopper GPU. Packed, they need only a driver where they run: no Rust and no toolkit. This script is in the
+# pack, too.
 #   scripts/gpu_test.sh                  builds and runs them here
 #   scripts/gpu_test.sh --pack [DIR]     builds them and packs the binaries into DIR (default dist/gpu), to be carried to a GPU
 #   DIR/gpu_test.sh --from DIR           runs such a folder
-# Option for a pack: --with FILE, as often as wanted, adds what was built otherwise and is then run too: libhopper_attention.so
-# (through examples/pytorch, where python3 has torch), and programs such as those of examples/cpp and examples/multithread.
+# Option for a pack: --with FILE (repeatable) adds a file that was built elsewhere, and runs it too. FILE is libhopper_attention.so
+# (which examples/pytorch uses, if python3 has torch), or a program such as those of examples/cpp and examples/multithread.
 # Options for a run: --memcheck (under compute-sanitizer, with a reduced grid, without Python), --log FILE (default
-# gpu_test.log in the folder; the suite's own record goes beside it as .json, the comparison with torch as .sdpa.json).
+# gpu_test.log in the folder; the suite's figures go beside it as .json, the comparison with torch as .sdpa.json).
 # A missing GPU is a failure here, not a skip. The last line sums the tests: "N passed, N failed, N skipped".
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -79,8 +80,8 @@ pack_into() {
   } >"$folder/about.txt"
 }
 
-# program COMMAND...: runs a program as one test. Its exit code decides; the last line is cargo's, so that it is counted. The log
-# may be kept: where it lay is nothing to it.
+# program COMMAND...: runs a program as one test. Its exit code decides. The last line has Cargo's form, so that it is counted. The
+# log's folder is left out of what is printed, since logs are committed as records.
 program() {
   echo "== ${*//"${log%/*}/"/}"
   if "$@" 2>&1; then
@@ -90,11 +91,11 @@ program() {
   fi
 }
 
-# What --with brought.
+# Runs the files that --with added.
 run_programs() {
   local name
   if [ -e libhopper_attention.so ]; then
-    # Links do not travel everywhere: the loader's name for it is made here.
+    # The name that the loader looks for. It is made here, because not every way of copying a pack keeps links.
     ln -sf libhopper_attention.so libhopper_attention.so.1
   fi
   export LD_LIBRARY_PATH=$PWD${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} HOPPER_ATTENTION_LIBRARY=$PWD/libhopper_attention.so
@@ -143,7 +144,7 @@ run_from() {
   run_programs "${wrap[@]}" | tee -a "$log" || status=1
   local passed failed skipped
   read -r passed failed skipped < <(awk -f count_tests.awk "$log")
-  # A binary that died printed no result line: that is a failure too, and so is a run without a test.
+  # A binary that crashed prints no result line. That is a failure, and so is a run without a test.
   [ $status = 0 ] || [ "$failed" -gt 0 ] || failed=1
   [ "$passed" -gt 0 ] && [ "$failed" = 0 ] || status=1
   ! grep -q 'skipped: no GPU' "$log" || status=1

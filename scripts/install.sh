@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the C and C++ library and installs it: headers, a shared and a static library, a CMake package, pkg-config files.
 #   scripts/install.sh PREFIX [--cpu] [CMake options]
-# --cpu leaves the CUDA kernels out: nothing of CUDA is needed then, and nothing of it is fetched. CMake options are those of
+# --cpu leaves the CUDA kernels out. Then no part of CUDA is needed or fetched. The CMake options are those of
 # crates/hopper-attention-capi/CMakeLists.txt, for example -DHATTN_FEATURES='sm90;bf16;hdim128' for fewer kernels.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What Hopper's SMs do in a clock (benches/README.md, "Rates"): compiles the bench, holds its disassembly against what it
-# counts, and runs it where there is a GPU.
+# Measures what Hopper's SMs do in a clock (benches/README.md, "Rates"): compiles the bench, compares its disassembly with what
+# it counts, and runs it if there is a GPU.
 #   scripts/rates.sh [--build-only | options of the bench: --only WORD, --json FILE]
 # The program is rates/rates of the target folder, and what the compiler said is beside it as rates.log.
 set -euo pipefail

@@ -12,12 +12,12 @@ started=$SECONDS
 failed_steps=()
 terminal=0
 [ ! -t 1 ] || terminal=1
-# Nothing is edited between builds here: incremental compilation only costs.
+# Nothing is edited between builds here, so incremental compilation only costs time.
 export CARGO_INCREMENTAL=0
 
 # read_times: sets `spent`, the seconds of processor time that finished commands have taken.
 read_times() {
-  times >"$logs/times" # of this shell's children: a subshell would tell of its own
+  times >"$logs/times" # counts this shell's children; in a subshell it would count the subshell's
   spent=$(awk 'NR == 2 { split($0, t, /[ms ]+/); print int(t[1] * 60 + t[2] + t[3] * 60 + t[4]) }' "$logs/times")
 }
 
@@ -40,7 +40,7 @@ step() {
   complaint "$name" 100
 }
 
-# complaint NAME LINES: what a failed step said of it.
+# complaint NAME LINES: prints the last lines that say why a step failed.
 complaint() {
   if grep -q '^failures:' "$logs/$1.log"; then
     sed -n '/^failures:/,/^test result/p' "$logs/$1.log" | tail -n "$2"
@@ -49,7 +49,7 @@ complaint() {
   fi
 }
 
-# clang-format's versions disagree with each other: the one that the sources were formatted with, or none.
+# Versions of clang-format disagree with each other. So only the one that the sources were formatted with is used.
 check_clang_format() {
   local version=14 have
   if ! command -v clang-format >/dev/null; then
@@ -82,17 +82,17 @@ else
   echo "== licences: skipped, there is no cargo-deny for this machine"
 fi
 
-# Without CUDA: nothing here asks for a C++ compiler.
+# Without CUDA: these steps need no C++ compiler.
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
-# The library for C and C++ of what is built by now: the same packages and targets again, so that nothing is compiled twice.
+# The C and C++ library, made of what is built by now. The flags select the same packages and targets, so nothing is compiled twice.
 step test-capi-sources env HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" \
   scripts/capi_test.sh --only sources
 
-# With CUDA, always for the whole workspace: another selection of packages is another set of features to Cargo, and would
-# compile the crates again. The grids on the CPU, what must not compile, the training and the dependency rules do not change with
-# the feature, and have just run.
-# Lints need no kernels. (Clippy's build script is another one than the tests' to Cargo, so that the variable stays theirs.)
+# With CUDA. Always for the whole workspace: to Cargo another selection of packages is another set of features, and it would
+# compile the crates again. Left out are tests that do not depend on the feature and have just run: the grids on the CPU, what must
+# not compile, the training, the dependency rules.
+# Lints need no kernels. (To Cargo, Clippy's build script is not that of the tests, so the variable does not disturb them.)
 targets=()
 for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main.rs}; do
   [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
@@ -106,22 +106,22 @@ step clippy-cuda env HATTN_NO_KERNELS=1 cargo clippy --workspace --features cuda
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
 step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" scripts/capi_test.sh --only installed
-# The bench of instruction rates, as far as a machine without a GPU can judge it.
+# The bench of instruction rates. Without a GPU it is compiled and its disassembly is checked.
 step rates scripts/rates.sh --build-only
-# As docs.rs does it, which has no CUDA: looking for a toolkit would fail here. hattn's comments are its help text, not rustdoc.
-# A wrapper, be it one that does nothing, keeps the build scripts' answers apart from those of the tests.
+# Documentation as docs.rs makes it, without CUDA: with this CUDA home, a search for a toolkit fails. The CLI is left out because
+# its comments are its help text. The wrapper does nothing; with one, Cargo keeps these build scripts' results apart from the tests'.
 step docs env DOCS_RS=1 HATTN_CUDA_HOME=/nonexistent RUSTDOCFLAGS="-D warnings" RUSTC_WORKSPACE_WRAPPER="$(command -v env)" \
   cargo doc --workspace --exclude hopper-attention-cli --features cuda --no-deps
-# What would be published: each package builds from its own files. The kernels are compiled from the checkout only.
-# Cargo takes a packed crate that it has once unpacked or compiled to be the same for ever, as it would be had it come from a
-# registry: what earlier runs left of ours goes first, or the packages would be checked against an older commit's.
+# What would be published: each package builds from its own files, without kernels.
+# Cargo assumes that a packed crate of one version never changes. So what earlier runs left is removed first: else the packages
+# would be checked against those of an older commit.
 packages=$target/packages
 rm -rf "${CARGO_HOME:-$HOME/.cargo}"/registry/src/-*/hopper-attention-*
 rm -rf "$packages"/debug/.fingerprint/hopper-attention-*
 unpublished=(--exclude hopper-attention-tests --exclude hopper-attention-example-cudarc)
 step package env HATTN_NO_KERNELS=1 CARGO_PROFILE_DEV_DEBUG=false cargo package --workspace "${unpublished[@]}" --locked --allow-dirty --target-dir "$packages"
 
-# Kernels take minutes: whatever ran above, each was compiled once at most. nvcc's log lies beside every object.
+# No kernel was compiled more than once by the steps above. nvcc's log lies beside every object.
 compiled_once() {
   local objects folders again
   objects=$(find "$(realpath "$target")" ${HATTN_KERNELS_DIR:+"$HATTN_KERNELS_DIR"} -name '*.cu.o.log' -newer "$logs/started" | sort -u)

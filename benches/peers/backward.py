@@ -66,7 +66,7 @@ class AutogradBackward:
             self.inner.prepare(p, *self.leaves)
             with self.inner.context():
                 self.o = self.inner.call()
-        # In the order of its own output, so that no copy of it is in anybody's time.
+        # In the order of its own output, so that no copy of it is timed.
         d_o = given["d_o"]
         self.d_o = torch.empty_strided(self.o.size(), self.o.stride(), dtype=d_o.dtype, device=d_o.device).copy_(d_o)
 

@@ -37,7 +37,7 @@ class Args(ctypes.Structure):
 
 
 class BackwardArgs(ctypes.Structure):
-    """hattn_peer_bwd_args, checked likewise."""
+    """hattn_peer_bwd_args. A test compares it with the header."""
 
     _fields_ = fields(
         ["q", "k", "v", "o", "d_o", "lse", "d_q", "d_k", "d_v"],
@@ -46,7 +46,7 @@ class BackwardArgs(ctypes.Structure):
 
 
 class Fp8Args(ctypes.Structure):
-    """hattn_peer_fwd_fp8_args, checked likewise."""
+    """hattn_peer_fwd_fp8_args. A test compares it with the header."""
 
     _fields_ = fields(
         ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"], ["q", "k", "v", "o"], ["scaling", "o_dtype"]

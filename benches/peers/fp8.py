@@ -1,4 +1,4 @@
-"""The points of e4m3 operands of sweep.py: the operands, who computes with them, and what they are held against."""
+"""The e4m3 points of sweep.py: the operands, the libraries that take them, and the exact result to compare with."""
 
 import contextlib
 import math
@@ -12,8 +12,8 @@ import entry
 # the largest here, by 5 * 2^-11 more once it is rounded to f16 (2.9e-3 were measured); 128 lost keys of 16384 are 7.8e-3.
 BOUNDS = {"slice": 4.5e-2, "row": 7e-2, "cross": 1.1e-1, "lse": 5e-3}
 LARGEST = 448.0
-# Of Q and K, a power of two less, so that f16 holds sums of their products: the same operands for everybody, who may make
-# use of it. It costs e4m3 nothing but what is below a thousandth of the largest.
+# The largest stored element of Q and K: less than LARGEST by a factor of 32, so that f16 holds sums of their products. All
+# libraries get the same operands and may use that. Only elements below a thousandth of the largest lose precision.
 LARGEST_HALF_SCORES = 14.0
 BLOCK = 128  # rows that share a factor
 SMALLEST = 2.0**-126

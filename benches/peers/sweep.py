@@ -361,7 +361,7 @@ def note_failure(run, who, error, torch):
 
 
 def make_point(p, job, forwards, frontend, torch):
-    """What everybody computes at a point."""
+    """What every library computes at a point."""
     if p["direction"] == "bwd":
         return BackwardPoint(p, job["layout"], forwards, torch)
     if p["dtype"] == "e4m3":
@@ -371,7 +371,7 @@ def make_point(p, job, forwards, frontend, torch):
 
 
 def run_point(index, p, found, job, evict, tell, torch, frontend=None):
-    """Checks and times everybody at one point."""
+    """Checks and times every library at one point."""
     found = [x for x in found if p["dtype"] == "e4m3" or not isinstance(x, fp8.Blocks)]
     runs = {x.name: {"name": x.name, "role": x.role, "status": "ok", "ms": [], "host": []} for x in found}
     runners, first, point = [], {}, None

@@ -33,7 +33,7 @@ const INK: Paint = paint((31, 35, 40), (230, 237, 243));
 const FAINT: Paint = paint((89, 99, 110), (145, 152, 161));
 const ROOFLINE: Paint = paint((110, 119, 129), (139, 148, 158));
 const OURS: Paint = paint((9, 105, 218), (88, 166, 255));
-/// Peers that everybody knows keep their colour from chart to chart.
+/// Well-known peers keep their colour from chart to chart.
 const KNOWN: [(&str, Paint); 5] = [
     ("fa3", paint((188, 76, 0), (255, 155, 80))),
     ("cudnn", paint((26, 127, 55), (86, 211, 100))),

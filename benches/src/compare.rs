@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 
 use crate::{Point, PointReport, Report, Role, Run, geometric_mean};
 
-/// A change that is smaller than this, relatively, is never told: two sweeps of one build differ by as much.
+/// The smallest relative change that is reported. Two sweeps of one build differ by as much.
 pub const FLOOR: f64 = 0.02;
 /// Changes up to this many standard errors are noise.
 const SIGMAS: f64 = 3.0;
@@ -55,7 +55,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Compares `new` with `old`. `floor` is the smallest change worth telling, see [`FLOOR`].
+    /// Compares `new` with `old`. `floor` is the smallest change that is reported, see [`FLOOR`].
     ///
     /// # Errors
     /// When they are of different devices, or share no point.

@@ -29,8 +29,8 @@ mod stats;
 pub mod table;
 pub mod tune;
 
-/// The variable by which `hattn bench --arch` says whose kernels our entry takes: `sm80` or `sm90`. The entry's arguments
-/// have no field for it, since peers have no such choice.
+/// The environment variable by which `hattn bench --arch` restricts our entry to kernels of one instruction set: `sm80` or
+/// `sm90`. The arguments of the entry have no field for it, since peers have no such choice.
 pub const ARCH_VARIABLE: &str = "HATTN_PEER_ARCH";
 
 pub use harness::{Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};

@@ -151,7 +151,7 @@ fn untimed(report: &Report) -> Vec<(String, &str)> {
             let of_pass = report.points.iter().filter(|p| p.point.direction == direction);
             let mut runs = of_pass.filter_map(|p| p.run(name)).peekable();
             if runs.peek().is_some() && runs.clone().all(|run| run.rate().is_none()) {
-                let why = runs.find_map(|run| run.error.as_deref()).unwrap_or("no reason was told");
+                let why = runs.find_map(|run| run.error.as_deref()).unwrap_or("no reason was given");
                 names.push((format!("{name}{pass}"), why));
             }
         }

@@ -63,7 +63,7 @@ pub struct Report {
 pub struct Library {
     /// Its name in the runs.
     pub name: String,
-    /// Whose it is.
+    /// Ours or a peer's.
     pub role: Role,
     /// The file or the package that it came from.
     pub file: String,
@@ -81,7 +81,7 @@ pub struct Library {
 pub struct Missing {
     /// Its name, or its file's.
     pub name: String,
-    /// Whose it is.
+    /// Ours or a peer's.
     pub role: Role,
     /// Why.
     pub error: String,
@@ -151,7 +151,7 @@ impl Busy {
     }
 }
 
-/// Whose library it is.
+/// Whether a library is ours or a peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -180,7 +180,7 @@ pub enum RunStatus {
 pub struct Run {
     /// The library.
     pub name: String,
-    /// Whose it is.
+    /// Ours or a peer's.
     pub role: Role,
     /// How it ended.
     pub status: RunStatus,

@@ -12,7 +12,7 @@ use crate::harness::{Event, Harness, Job, RawRun};
 use crate::report::STOPPED;
 use crate::{Busy, Ceiling, PointReport, Report, Run, RunStatus, SCHEMA, Summary, quantile};
 
-/// What is told while a sweep runs.
+/// What a sweep reports while it runs.
 pub enum Progress<'a> {
     /// A library is about to compute a point.
     Library {
@@ -38,7 +38,7 @@ pub enum Outcome {
     Absent(String),
 }
 
-/// Runs a harness and makes a report of what it tells.
+/// Runs a harness and makes a report of its events.
 pub struct Session<'a> {
     job: &'a Job,
     report: Report,

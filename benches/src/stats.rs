@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What is told of the timings of one library at one point.
+/// A summary of the timings of one library at one point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// Every timing, in milliseconds, in the order taken.

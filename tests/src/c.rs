@@ -260,7 +260,7 @@ impl<P: Pass> Plan<P> {
     pub fn describe(&self) -> String {
         let mut text = [1u8; 512];
         let mut length = 0;
-        // SAFETY: a live plan, and as many bytes as it is told.
+        // SAFETY: a live plan, and a buffer of as many bytes as the call is given.
         let status = unsafe { P::DESCRIBE(self.0, text.as_mut_ptr().cast(), text.len(), &raw mut length) };
         checked(status).expect("a live plan describes itself");
         let text = CStr::from_bytes_until_nul(&text).expect("a final 0").to_str().expect("UTF-8");

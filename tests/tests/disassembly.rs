@@ -340,8 +340,9 @@ fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     faults
 }
 
-/// What build.rs was told by the kernels' build; absent where that had nothing to tell.
+/// The folder of the kernels' build. `None` in a build without kernels.
 const BUILD_DIR: Option<&str> = option_env!("HATTN_BUILD_DIR");
+/// The folder with cuobjdump and nvdisasm. `None` if they were not found when the kernels were built.
 const DISASSEMBLER_DIR: Option<&str> = option_env!("HATTN_DISASSEMBLER_DIR");
 
 fn disassembler() -> &'static Path {
@@ -485,7 +486,7 @@ fn every_row_is_compiled_as_planned() {
             assert_eq!(
                 functions.len(),
                 1,
-                "row {row} is one kernel of {source}, whose kernels are {:?}",
+                "row {row} must be one kernel of {source}; its kernels are {:?}",
                 object.functions()
             );
             kernels_of_rows.push((source.clone(), functions[0].to_string()));

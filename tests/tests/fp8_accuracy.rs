@@ -1,5 +1,5 @@
 //! How far FP8 is from the f64 oracle on the tensors before they were quantised, as relative RMSE of O: measured, held
-//! against what is claimed, and against the README's table (`HATTN_UPDATE=1` writes it anew).
+//! against what is claimed, and against the README's table (`HATTN_UPDATE=1` writes it again).
 
 use std::fmt::Write as _;
 use std::path::Path;

@@ -53,7 +53,7 @@ impl Harness for Cpu {
                 library(
                     NAIVE,
                     Role::Peer,
-                    "hopper_attention::reference: forward_plain, and backward_plain, which computes the forward anew",
+                    "hopper_attention::reference: forward_plain, and backward_plain, which computes the forward again",
                 ),
             ],
             missing: vec![],
@@ -102,7 +102,7 @@ impl Clock for WallClock {
 pub(super) trait Way<T> {
     /// What it needs for a point, its outputs among it, which are full of NaN at first.
     type Ready;
-    /// Whose it is, and its name.
+    /// Ours or a peer's, and the name.
     const WHO: (Role, &'static str);
 
     fn prepare(pool: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal>;

@@ -1,4 +1,5 @@
-//! The harness on a GPU without PyTorch: everybody through the C entry, by CUDA events, with L2 emptied before each call.
+//! The harness on a GPU without PyTorch: it calls every library through the C entry. The clock is CUDA events, and
+//! L2 is emptied before each call.
 
 mod through;
 
@@ -49,7 +50,7 @@ impl Cuda {
         &self.device
     }
 
-    /// What is told before the first point.
+    /// The event that is sent before the first point.
     pub(super) fn ready(&self, job: &Job, libraries: Vec<Library>, missing: Vec<Missing>) -> Ready {
         let info = self.device.info();
         Ready {

@@ -1,8 +1,9 @@
-//! The harnesses: who times, and what they tell.
+//! The harnesses: programs that call attention libraries and time them. All send the same [`Event`]s, of which a
+//! [`Session`](crate::Session) makes one [`Report`](crate::Report). There are three:
 //!
-//! There are three, which tell the same [`Event`]s, so that one [`Session`](crate::Session) makes one [`Report`](crate::Report)
-//! of them: PyTorch's script where there is PyTorch with a GPU (it alone can call peers that live in Python), the Rust
-//! harness on a GPU without it, and the same harness on the CPU, against the naive computation.
+//! - the script in PyTorch, if there is PyTorch with a GPU; only it can call Python packages;
+//! - the Rust harness on a GPU;
+//! - the Rust harness on the CPU, where the peer is the naive computation.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -64,7 +65,7 @@ pub struct Job {
     pub ordinal: usize,
 }
 
-/// What a harness tells, in the order in which it happens.
+/// What a harness reports while it runs, in the order in which it happens.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
@@ -130,12 +131,12 @@ pub struct Ready {
     pub cupti: Option<PathBuf>,
 }
 
-/// One library at one point, as a harness tells it.
+/// One library at one point, as a harness reports it.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct RawRun {
     /// The library.
     pub name: String,
-    /// Whose it is.
+    /// Ours or a peer's.
     pub role: Role,
     /// How it ended.
     pub status: RunStatus,

@@ -37,7 +37,7 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
     report::line("accuracy", format!("relative RMSE of o, quantisation included: {}", report::digits(error)))
 }
 
-/// How far the gradients are from the f64 oracle, which computes o and lse anew.
+/// How far the gradients are from the f64 oracle, which computes o and lse again.
 pub fn judge_gradients(
     problem: &BackwardProblem,
     layout: FileLayout,

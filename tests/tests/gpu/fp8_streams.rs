@@ -99,7 +99,7 @@ fn e4m3_on_a_second_stream() {
             let Stream::Cuda(read) = ran else { unreachable!("made above") };
             assert!(outputs.written(read).unwrap().same_bits(&first), "{row}: run {run} gives other bits");
         }
-        // Operands are freed while a kernel on another stream may still read them, and their memory is written anew.
+        // Operands are freed while a kernel on another stream may still read them, and their memory is overwritten.
         let dropped = OnDevice::new(&gpu.stream, &operands);
         outputs.poison(&second);
         plan.run(&there, &mut workspace, outputs.args(dropped.inputs(operands.problem()))).unwrap();

@@ -47,7 +47,7 @@ impl<T: Float> Way<T> for Backend {
     }
 }
 
-/// The plain computation of the reference, which computes O and the LSE anew.
+/// The plain computation of the reference, which computes O and the LSE again.
 pub(super) struct Naive;
 
 impl<T: Float> Way<T> for Naive {

@@ -1,4 +1,4 @@
-//! `hattn bench` and `hattn plot`: who times is chosen here, and what it told is shown, kept, compared and drawn.
+//! `hattn bench` and `hattn plot`: chooses the harness, and prints, saves, compares and draws its report.
 
 mod harness;
 
@@ -122,7 +122,7 @@ fn show(report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Fails when ours is missing or not timed anywhere, or anybody's output is wrong.
+/// Fails when ours is missing or not timed anywhere, or the output of any library is wrong.
 fn judge(report: &Report) -> Result<()> {
     let runs = || report.points.iter().flat_map(|p| &p.runs);
     let wrong: BTreeMap<&str, usize> =
