@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Fp8Mma<Traits>::run(params, band, storage, warpgroup - 1);
+    Fp8Mma<Traits>{params, band, storage, warpgroup - 1}.run();
   }
 }
 
