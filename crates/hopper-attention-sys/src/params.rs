@@ -165,14 +165,14 @@ mod ffi {
         /// zeroes it in stream order. 0: a CTA's tiles follow from its index. sm80 has none.
         tile_counter: u64,
         /// Number of tiles at the end of the tile order that are split over CTAs by key blocks
-        /// (`kernels/sm90/fp8/share.hpp`). 0 turns splitting off.
+        /// (`kernels/sm90/fp8/split.hpp`). 0 turns splitting off.
         ///
-        /// - Range: 0, or `grid <= shared_tiles < 2 * grid`; the launch then has at least `2 * grid` tiles.
-        /// - Needs a row with `share_bytes > 0`, and a `tile_counter`.
+        /// - Range: 0, or `grid <= split_tiles < 2 * grid`; the launch then has at least `2 * grid` tiles.
+        /// - Needs a row with `split_bytes > 0`, and a `tile_counter`.
         /// - `tile_counter` is then the beginning of the workspace: a header (16 bytes, or `range_check_bytes(grid)` of a
-        ///   row with scores in f16), then `grid * share_bytes` of partial sums.
+        ///   row with scores in f16), then `grid * split_bytes` of partial sums.
         /// - A fallback row (behind one with scores in f16) has 0.
-        shared_tiles: i32,
+        split_tiles: i32,
         /// Element type of O where operands are e4m3: F16, BF16 or E4M3. Other rows have an O of their own type.
         output: DType,
         /// Descale factors of Q, f32 `[batch, heads, blocks]`. These and what follows belong to e4m3 operands alone.
@@ -342,8 +342,8 @@ mod ffi {
         smem_bytes: i32,
         /// Type in which scores are summed.
         scores: Scores,
-        /// Workspace of a CTA where the last tiles are split (`shared_tiles`), in bytes. 0: the row does not split.
-        share_bytes: i32,
+        /// Workspace of a CTA where the last tiles are split (`split_tiles`), in bytes. 0: the row does not split.
+        split_bytes: i32,
     }
 
     /// One row of the quantiser's table: its kernels for one source type.

@@ -3,7 +3,7 @@
 // Roles. One producer warpgroup (warp 0 loads K and V and works out their factors, warp 1 draws tiles, loads Q and
 // looks whether scores fit f16, range.hpp, warps 2 and 3 transpose V, load.hpp) and two consumer warpgroups of 64 query
 // rows each, or three where registers allow (mma.hpp, softmax.hpp, weights.hpp; epilogue.hpp writes O itself). The grid
-// is persistent; tile_scheduler.hpp says which tiles a CTA takes and share.hpp which parts of the last ones, mask.hpp
+// is persistent; tile_scheduler.hpp says which tiles a CTA takes and split.hpp which parts of the last ones, mask.hpp
 // which key blocks a tile visits. A block is 128 keys, which share their factors.
 //
 // Barriers. Full barriers of what is copied (one arrival and its bytes): q, k (another for the block's factors) and v;

@@ -27,7 +27,7 @@ inline Status fp8_fill_empty(FwdParams params, CUstream_st* stream) noexcept {
 
 template <class Traits>
 Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
-  using Share = Fp8Share<Traits>;
+  using Split = Fp8Split<Traits>;
   bool const looks = Traits::kScores == Scores::F16;
   bool const behind = !looks && params.range_check != 0;
   // The largest magnitude counts only once it is known that nothing was too large. Until then it is kept in the
@@ -36,9 +36,9 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   std::uint64_t const amax = keeps_amax ? params.range_check + offsetof(RangeCheck, amax) : params.amax.address;
   if (!behind) {
     std::size_t const counter_bytes =
-        params.shared_tiles != 0 ? Share::header_bytes(params.grid) + std::size_t{Share::kSignBytes} * params.grid
-        : looks                  ? sizeof(RangeCheck)
-                                 : sizeof(int);
+        params.split_tiles != 0 ? Split::header_bytes(params.grid) + std::size_t{Split::kFlagBytes} * params.grid
+        : looks                 ? sizeof(RangeCheck)
+                                : sizeof(int);
     Status zeroed = zero(keeps_amax ? params.range_check : params.tile_counter, counter_bytes, stream);
     if (zeroed.code == StatusCode::Ok) {
       zeroed = zero(params.amax.address, sizeof(float), stream);
@@ -80,10 +80,10 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   kernel.head_dim_vo = params.head_dim_vo;
   kernel.range_check = reinterpret_cast<RangeCheck*>(params.range_check);
   kernel.range_grid = params.range_grid;
-  kernel.shared_tiles = params.shared_tiles;
-  int const shared_units = params.shared_tiles * Share::units_of(params.seqlen_kv);
-  kernel.shared_units = shared_units / params.grid;
-  kernel.shared_longer = shared_units % params.grid;
+  kernel.split_tiles = params.split_tiles;
+  int const split_units = params.split_tiles * Split::units_of(params.seqlen_kv);
+  kernel.segment_units = split_units / params.grid;
+  kernel.longer_segments = split_units % params.grid;
   // A row behind another one may be started while that one's last blocks run.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -101,7 +101,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
 template <class Traits>
 constexpr FwdRow fp8_describe() noexcept {
   RowInfo info = row_info<Traits>();
-  info.share_bytes = Fp8Share<Traits>::kBytes;
+  info.split_bytes = Fp8Split<Traits>::kBytes;
   return {info, fp8_prepare<Traits>, fp8_launch<Traits>};
 }
 

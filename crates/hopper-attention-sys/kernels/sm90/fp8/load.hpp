@@ -10,7 +10,7 @@
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/range.hpp"
-#include "sm90/fp8/share.hpp"
+#include "sm90/fp8/split.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/fp8/weights.hpp"
 #include "sm90/tma.hpp"
@@ -70,7 +70,7 @@ struct Fp8Load {
     int const consumer = cute::min(lane % 16, Traits::kConsumers - 1);
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
       int const head = tile.head / params.heads_per_kv_head;
       TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
       float const* own = &factor(descale, tile.batch, head, range.end - 1);
@@ -144,13 +144,13 @@ struct Fp8Load {
       ++drawn;
     };
     if (cute::elect_one_sync()) {
-      storage.stretch.left = 0;
+      storage.segment.left = 0;
     }
     draw();
     Fp8Range<Traits> range_check;
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
       range_check.enter_tile(params, band, scheduler, tile);
       int const draws_at = late ? cute::min(range.begin + 1, range.end - 1) : range.end - 1;
       CUTE_NO_UNROLL
@@ -176,13 +176,13 @@ struct Fp8Load {
 
   CUTE_DEVICE static void draw_tile(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                     Fp8Scheduler const& scheduler, Storage& storage, std::uint32_t stage, int round) {
-    Part part;
-    Tile const tile = Fp8Share<Traits>::next(params, scheduler, round, storage.stretch, part);
+    Piece piece;
+    Tile const tile = Fp8Split<Traits>::next(params, scheduler, round, storage.segment, piece);
     storage.tile[stage] = tile;
-    storage.part[stage] = part;
+    storage.piece[stage] = piece;
     if (tile.valid()) {
       // Of a tile that is still to come: its first factors are in L2 when they are asked for.
-      BlockRange const range = Traits::blocks_of(band, tile.block, part);
+      BlockRange const range = Traits::blocks_of(band, tile.block, piece);
       int const head = tile.head / params.heads_per_kv_head;
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       tile.block * Traits::kTileM / Traits::kScaleBlock);
@@ -219,7 +219,7 @@ struct Fp8Load {
     std::uint32_t const lane_to = slab_address<Traits::kTileN>(0, lane, transposer);
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
       __syncwarp();
       if (cute::elect_one_sync()) {
         storage.tile_empty[q.stage].arrive();

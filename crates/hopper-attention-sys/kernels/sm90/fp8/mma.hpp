@@ -18,8 +18,8 @@
 #include "common/mask.hpp"
 #include "sm90/fp8/epilogue.hpp"
 #include "sm90/fp8/recompute.hpp"
-#include "sm90/fp8/share.hpp"
 #include "sm90/fp8/softmax.hpp"
+#include "sm90/fp8/split.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/product.hpp"
 #include "sm90/turns.hpp"
@@ -38,7 +38,7 @@ struct Fp8Mma {
       cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN, Traits::kPolynomialEvery>,
                           WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
   using Softmax = Fp8Softmax<Weights>;
-  using Share = Fp8Share<Traits>;
+  using Split = Fp8Split<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
@@ -120,8 +120,8 @@ struct Fp8Mma {
         warpgroup_wait<0>();
         release_v(v);
         add_part<kLastPart>();
-        if constexpr (Traits::kShares) {
-          // Scores have to wait: what two CTAs share passes through more registers than are left beside them.
+        if constexpr (Traits::kSplits) {
+          // Scores have to wait: partial sums pass through more registers than are left beside them.
           finish_tile(finished);
           if (m_block < 0) {
             break;
@@ -147,7 +147,7 @@ struct Fp8Mma {
   struct Finished {
     float sums[2];  // of weights before rounding, of the whole rows
     Tile tile;
-    int others;       // Part::sums
+    int partial;      // Piece::partial
     float largest_v;  // factor of O
   };
 
@@ -163,7 +163,7 @@ struct Fp8Mma {
     storage.tile_full[q.stage].wait(q.parity);
     Tile const tile = storage.tile[q.stage];
     m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
-    range = Traits::blocks_of(band, m_block, storage.part[q.stage]);
+    range = Traits::blocks_of(band, m_block, storage.piece[q.stage]);
   }
 
   // Hands buffer q back to the producers and moves on to the next one.
@@ -171,7 +171,7 @@ struct Fp8Mma {
     Finished finished;
     softmax.finish(finished.sums);
     finished.tile = storage.tile[q.stage];
-    finished.others = storage.part[q.stage].sums;
+    finished.partial = storage.piece[q.stage].partial;
     finished.largest_v = storage.largest_v[q.stage];
     __syncwarp();
     release(storage.tile_empty[q.stage]);
@@ -182,11 +182,11 @@ struct Fp8Mma {
   // Writes O of a tile that all products were added of, or what another CTA adds to its own.
   CUTE_DEVICE void finish_tile(Finished finished) {
     int const place = Traits::consumer_thread_index();
-    if (Traits::kShares && finished.others < 0) {
-      Share::leave(params, -1 - finished.others, place, softmax.reference, finished.sums, divisor, tOrO);
+    if (Traits::kSplits && finished.partial < 0) {
+      Split::write_partial(params, -1 - finished.partial, place, softmax.reference, finished.sums, divisor, tOrO);
     } else {
-      if (Traits::kShares && finished.others > 0) {
-        Share::join(params, finished.others - 1, place, softmax.reference, finished.sums, divisor, tOrO);
+      if (Traits::kSplits && finished.partial > 0) {
+        Split::add_partial(params, finished.partial - 1, place, softmax.reference, finished.sums, divisor, tOrO);
       }
       Fp8Epilogue<Traits>::run(params, finished.tile, consumer, softmax.reference, finished.sums, divisor,
                                finished.largest_v, tOrO);
