@@ -1,18 +1,23 @@
-// The consumer warpgroups of the FP8 forward: both products and the softmax between them.
+// A consumer warpgroup of the FP8 forward: both products and the softmax between them, for 64 queries.
 //
-// A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
-// P_{j-1} V_{j-1}, exponentiates S, adds the second product to O meanwhile and makes P_j. At a tile's border the last
-// product hides the look at the next tile, and the next tile's first S the epilogue, where registers allow it.
+// Order. The blocks of all tiles of a CTA form one stream. In the step of block j the warpgroup
+//   1. issues S_j = Q K_j^T and P_{j-1} V_{j-1};
+//   2. exponentiates S_j;
+//   3. meanwhile adds P_{j-1} V_{j-1} to O;
+//   4. makes P_j, the e4m3 weights.
+// At a tile's end, the last product hides the wait for the next tile. The next tile's first S hides the epilogue, where
+// registers allow it.
 //
-// The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
-// accumulators of its own, which are added to O in f32, times the factor of the block's V. V^T has rows of ones, so
-// that the rounded weights are summed beside O: O is divided by that, and equal values give themselves. The LSE is of
-// the weights before rounding (softmax.hpp).
+// Precision. The tensor cores keep some 13 bits of a sum of FP8 products, too few for a long sequence. So P V of each
+// block has accumulators of its own. They are multiplied by the factor of the block's V and added to O in f32. V^T has
+// rows of ones, so that the product also sums the rounded weights. O is divided by that sum, so that equal values give
+// themselves. The LSE is made of the weights before rounding (softmax.hpp).
 //
-// Three consumers at head dim 128 have no registers for all columns of P V: it comes in parts, each added to O before
-// the next is issued, and S goes with the last of them, so that exponentials have the warpgroup to themselves.
+// Parts. Three consumers at head dim 128 have too few registers for all columns of P V. There it is computed in kParts
+// parts of columns. Each part is added to O before the next is issued. S goes with the last part, so that the
+// exponentials have the warpgroup to themselves.
 //
-// A warp alone decides to move a reference: nothing that the warpgroup's products depend on may follow from that.
+// Each warp decides alone to move a reference. So nothing that the warpgroup's products depend on may follow from that.
 #pragma once
 
 #include "common/mask.hpp"
@@ -26,7 +31,8 @@
 
 namespace hattn::sm90 {
 
-// One consumer warpgroup: its operands, accumulators and place in the rings. `run` is the whole of what it does.
+// One consumer warpgroup, as one of its threads sees it: operands, accumulators, positions in the rings. `run` does
+// everything.
 //
 // All functions are inlined into the kernel, so that the members are registers.
 template <class Traits>
@@ -52,9 +58,9 @@ struct Fp8Mma {
   int const consumer;  // number of the warpgroup among the consumers, from 0
 
   // Operands in shared memory, as descriptors of their first buffer.
-  decltype(Traits::SmemQ::of(nullptr)) tSrQ;  // the 64 rows of this warpgroup
-  decltype(Traits::SmemK::of(nullptr)) tSrK;
-  decltype(Traits::SmemVt::of(nullptr)) tOrV;
+  typename Traits::SmemQ tSrQ;  // the 64 rows of this warpgroup
+  typename Traits::SmemK tSrK;
+  typename Traits::SmemVt tOrV;
 
   typename MmaQK::Sums tSrS{};  // scores of a block; its weights after the softmax
   // One part of a block's P V. Behind the columns of the last part four elements hold the sums of P.
@@ -67,8 +73,8 @@ struct Fp8Mma {
   float ratio_v = 1.0F;               // of the block that tOrP belongs to
   RingPosition<Traits::kStages> k;    // of the next K
   RingPosition<Traits::kBuffersQ> q;  // of the tile
-  bool v_ready = false;               // whether the V^T of the block in tOrP was seen to be there
-  int m_block = -1;                   // the tile's block of queries; -1: there are no more tiles
+  bool v_ready = false;               // whether vt_full was seen to be complete, for the block that tOrP belongs to
+  int m_block = -1;                   // number of the tile in its head; -1: there are no more tiles
   BlockRange range{0, 0, 0, 0};       // key blocks of the tile
 
   CUTE_DEVICE Fp8Mma(Fp8KernelParams const& given_params, Band const& given_band, Storage& given_storage, int number)

@@ -55,9 +55,11 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
 
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
   static constexpr int kRowsVt = kHeadDimVO + 8;
-  // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
-  // many 8 columns ahead of their multiply-adds (weights.hpp), 0 leaves it to ptxas; loads of V before the first store
-  // of V^T.
+  // Measured (benches/LOG.md, 23).
+  // - kTurns: consumers take turns at issuing products. Good where all tiles are of one length.
+  // - kColumnsAhead: columns, in eights, by which multiply-adds may run ahead of exponentials (weights.hpp). 0: ptxas
+  //   decides.
+  // - kTransposeBatch: loads of V before the first store of V^T.
   static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
   static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
   static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
@@ -88,14 +90,14 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
     return range;
   }
 
-  // This thread's place in its warpgroup, and among all consumers. Registers are short.
+  // This thread's number in its warpgroup, and among all consumers. Read anew at each call: registers are short.
   CUTE_DEVICE static int thread_index() { return thread_index_anew() % 128; }
   CUTE_DEVICE static int consumer_thread_index() { return thread_index_anew() - 128; }
 
   using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
   using MmaQK = Wgmma<Element, Score, kTileN>;
-  // P V in so many parts of columns, one after the other, whose sums share registers: three consumers have 160 each.
-  // The last part has the rows of ones.
+  // P V is computed in kParts parts of columns, one after the other, in the same registers: three consumers have 160
+  // each. The last part has the rows of ones.
   static constexpr int kParts = kConsumers == 3 && kHeadDimVO == 128 ? 3 : 1;
   static constexpr int kPartColumns = (kHeadDimVO / kParts + 15) / 16 * 16;
   template <int kPart>
