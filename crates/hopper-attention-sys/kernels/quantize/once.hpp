@@ -33,8 +33,8 @@ constexpr int kMeasuredBarrier = 1;
 template <int kHeadDim, Rotation kRotation>
 struct OnceTraits {
   static constexpr bool kPacked = kRotation == Rotation::None;
-  static constexpr int kTiles = kPacked ? 3 : 2;                  // in registers: the last one measured and before
-  static constexpr int kWords = kPacked ? kValues / 2 : kValues;  // of a tile, a lane
+  static constexpr int kTiles = kPacked ? 3 : 2;                  // that a CTA holds in registers
+  static constexpr int kWords = kPacked ? kValues / 2 : kValues;  // registers of one lane for one tile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTileRows = kWarps * WarpTile<kHeadDim>::kRows;
@@ -52,6 +52,7 @@ struct OnceTraits {
   static_assert(kCtas * (kSmemBytes + 1024) <= 228 * 1024, "so many CTAs share a multiprocessor");
 };
 
+// The Work of tile number `tile`, or Job::None past the last tile.
 CUTE_DEVICE Work work_once(Params const& params, unsigned tile) {
   Work work{};
   work.job = Job::None;
@@ -62,18 +63,19 @@ CUTE_DEVICE Work work_once(Params const& params, unsigned tile) {
   return work;
 }
 
-// Tells every CTA a tile's largest magnitude.
+// Publishes a tile's largest magnitude, given by its bits, for all CTAs.
 CUTE_DEVICE void tell(Params const& params, unsigned slot, unsigned largest) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(params.shared.largest + slot), "r"(largest | kMeasured)
                : "memory");
 }
 
-// What was told of so many tiles of a factor, from a number on: a lane has every 32nd.
+// Words of Shared::largest for kAnswer tiles of a factor, from tile `from` on. A lane has every 32nd word.
 constexpr unsigned kAnswer = 128;
 struct Answer {
   unsigned words[kAnswer / 32];
 };
 
+// Reads those words. A word past the factor's last tile counts as measured, with a magnitude of 0.
 CUTE_DEVICE Answer ask(Params const& params, unsigned shared, unsigned from, int lane) {
   Answer answer;
   CUTE_UNROLL
@@ -94,8 +96,10 @@ CUTE_DEVICE Answer ask(Params const& params, unsigned shared, unsigned from, int
   return answer;
 }
 
-// Waits until all tiles of a factor were measured, and returns the largest magnitude. A whole warp asks, or has asked
-// for the first ones already: each word says itself whether it is there, so that no other order is needed.
+// Waits until all tiles of a factor were measured, and returns their largest magnitude. By a whole warp.
+//
+// kAsked: the warp has asked for the first kAnswer tiles already, and `first` has their words. Each word says itself
+// whether its tile was measured (kMeasured), so that no other memory order is needed.
 template <bool kAsked>
 CUTE_DEVICE float await_all(Params const& params, unsigned shared, int lane, Answer const& first) {
   unsigned largest = 0;
