@@ -192,9 +192,9 @@ int main(int argc, char** argv) {
         }
         if (variant.drawn && tiles > p.grid) p.tile_counter = (uint64_t)counter + (behind ? 4 : 0);
         int rest = tiles % p.grid;
-        if (m == 0 && !behind && p.tile_counter && r.info.share_bytes && rest && tiles / 2 >= p.grid &&
+        if (m == 0 && !behind && p.tile_counter && r.info.split_bytes && rest && tiles / 2 >= p.grid &&
             (p.grid - rest) * ((len + 127) / 128) >= p.grid * 20) {
-          p.shared_tiles = p.grid + rest;
+          p.split_tiles = p.grid + rest;
         }
         TensorDesc* all[] = {&p.descale_q, &p.descale_k, &p.descale_v};
         for (int i = 0; i < 3; ++i) {

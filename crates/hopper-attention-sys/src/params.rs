@@ -4,15 +4,20 @@
 //! (`hopper-attention-sys/src/params.rs.h`, which includes the standard library only) through `include/kernels.hpp`.
 //! So a field is added here and nowhere else: a Rust literal that does not fill it does not compile.
 //!
+//! Who fills what: the safe crate fills the launch parameters, in `launch/forward.rs`, `launch/backward.rs` and
+//! `launch/quantize.rs`. The kernels' launchers (`kernels/*/launch.hpp`) fill the rows of the tables.
+//!
 //! Nothing here is checked at a launch. The safe crate has checked it, and the kernels rely on it:
 //!
-//! - Addresses and strides in bytes are multiples of 16, unless a field says otherwise.
-//! - `batch`, `heads_q`, `heads_kv` are at least 1, and `heads_q` is a multiple of `heads_kv`.
-//! - `seqlen_q + seqlen_kv < 2^30`. A forward has queries (`seqlen_q >= 1`) and may have no keys. In a backward one of
-//!   the two may be 0.
+//! - Tensors of four dimensions (Q, K, V, O, their gradients, what is quantised): the address is a multiple of 16. Strides
+//!   in bytes are multiples of 16, from 0 to below 2^40.
+//! - Other tensors: the address is a multiple of the element size.
+//! - The workspace: the address is a multiple of 16. Its contents are undefined before and after a launch.
+//! - `heads_q` and `heads_kv` are at least 1, and `heads_q` is a multiple of `heads_kv`. `batch * heads_q < 2^31`.
+//! - `seqlen_q + seqlen_kv < 2^30`.
+//! - A forward has queries (`batch >= 1`, `seqlen_q >= 1`), except where `amax` is wanted. It may have no keys.
+//! - A backward has `batch >= 1`. One of the two lengths may be 0.
 //! - Head dims are multiples of 8 (16 where operands are e4m3), at least 8, and at most those of the row.
-//! - `softmax_scale` is finite and above 0.
-//! - `0 <= window_left <= 2^30`, and the same of `window_right`.
 
 /// The types, in the module that cxx makes.
 #[cxx::bridge(namespace = "hattn")]
@@ -31,7 +36,8 @@ mod ffi {
         F32 = 3,
     }
 
-    /// Shape of a kernel's loop over key blocks. The bounds of the loop are run-time values (`FwdParams`).
+    /// Shape of a kernel's loop over key blocks. The bounds of the loop are run-time values (`FwdParams`). A block is `tile_n`
+    /// keys.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(u8)]
     enum MaskClass {
@@ -101,15 +107,18 @@ mod ffi {
         detail: i32,
     }
 
-    /// Place of one operand on the device: the address of its first element, and strides in elements.
+    /// Place of one operand in device memory.
     ///
-    /// An operand is indexed by batch entry, row and head. A row is
-    /// - a token of Q, K, V, O and of their gradients, whose `head_dim` elements lie side by side;
-    /// - a query of a log-sum-exp, whose queries lie side by side (`stride_row` is 1);
-    /// - a block of 128 rows of a tensor that descale factors belong to (stride 0: all of that index share a factor).
+    /// An operand is indexed by batch entry, row and head. What a row is:
+    /// - of Q, K, V, O and their gradients: a token. Its `head_dim` elements lie side by side.
+    /// - of a log-sum-exp: a query.
+    /// - of descale factors: a block of 128 tokens.
+    ///
+    /// A stride of 0 means that all indices of that dimension read the same element. Descale factors use it where several
+    /// blocks, heads or batch entries share one.
     #[derive(Debug, Clone, Copy, Default)]
     struct TensorDesc {
-        /// Device address of the first element. 0: the operand is not there.
+        /// Device address of the first element. 0: the operand was not given.
         address: u64,
         /// Elements from one batch entry to the next.
         stride_batch: i64,
@@ -120,96 +129,108 @@ mod ffi {
     }
 
     /// One forward launch.
+    ///
+    /// Tensors come from the caller. Sizes, scale and options come from the problem. The schedule (`diagonal_offset` to
+    /// `split_tiles`) comes from the plan, except for addresses: these are places in the caller's workspace, at offsets that
+    /// the plan has chosen.
     #[derive(Debug, Clone, Copy)]
     struct FwdParams {
-        /// Queries `[batch, seqlen_q, heads_q, head_dim_qk]`.
+        /// Queries `[batch, seqlen_q, heads_q, head_dim_qk]`, read.
         q: TensorDesc,
-        /// Keys `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
+        /// Keys `[batch, seqlen_kv, heads_kv, head_dim_qk]`, read.
         k: TensorDesc,
-        /// Values `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
+        /// Values `[batch, seqlen_kv, heads_kv, head_dim_vo]`, read.
         v: TensorDesc,
         /// Output `[batch, seqlen_q, heads_q, head_dim_vo]`, written.
         o: TensorDesc,
-        /// Log-sum-exp, natural logarithm, f32 `[batch, heads_q, seqlen_q]`, written. May be absent.
+        /// Log-sum-exp, natural logarithm, f32 `[batch, heads_q, seqlen_q]`, written. The queries lie side by side
+        /// (`stride_row` is 1, or unused). May be absent.
         lse: TensorDesc,
-        /// Batch entries.
+        /// Batch entries. 0 or more.
         batch: i32,
-        /// Query heads.
+        /// Query heads. At least 1.
         heads_q: i32,
-        /// Key and value heads.
+        /// Key and value heads. At least 1. Query head `h` reads key head `h / (heads_q / heads_kv)`.
         heads_kv: i32,
-        /// Queries of a batch entry.
+        /// Queries of a batch entry. 0 or more.
         seqlen_q: i32,
-        /// Keys of a batch entry.
+        /// Keys of a batch entry. 0 or more.
         seqlen_kv: i32,
-        /// Head dim of Q and K.
+        /// Head dim of Q and K, in elements.
         head_dim_qk: i32,
-        /// Head dim of V and O.
+        /// Head dim of V and O, in elements.
         head_dim_vo: i32,
-        /// Factor of Q K^T.
+        /// Factor of Q K^T. Finite and above 0. For e4m3 operands it comes on top of the descale factors.
         softmax_scale: f32,
-        /// Key that query 0 stands at. Query `i` keeps the keys from `i + diagonal_offset - window_left` to
-        /// `i + diagonal_offset + window_right`.
+        /// Key at which query 0 stands: above -2^30, below 2^30. Query `i` keeps the keys from
+        /// `i + diagonal_offset - window_left` to `i + diagonal_offset + window_right`.
         diagonal_offset: i32,
-        /// Keys kept before the diagonal. 2^30: all. Rows of class Full and Causal ignore it.
+        /// Keys kept before the diagonal: 0 to 2^30. 2^30 stands for all. Rows of class Full and Causal ignore it.
         window_left: i32,
-        /// Keys kept behind the diagonal. 2^30: all. Rows of class Full ignore it.
+        /// Keys kept behind the diagonal: 0 to 2^30. 2^30 stands for all. Rows of class Full ignore it.
         window_right: i32,
-        /// CTAs of the grid. sm90: a persistent grid. sm80: one CTA a tile.
+        /// CTAs of the grid.
+        /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
+        /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
-        /// (Batch entry, head) pairs whose tiles are walked together (`kernels/common/tile_scheduler.hpp`).
+        /// Heads in a group, at least 1. A head here is a (batch entry, query head) pair. The tile order lists the tiles group
+        /// by group (`kernels/common/tile_scheduler.hpp`).
         heads_per_group: i32,
-        /// Number of such groups. The last one has all heads that are left.
+        /// Number of groups, at least 1. The last group has all heads that are left.
         groups: i32,
-        /// Device address of 4 bytes of workspace, aligned to 4: the counter that CTAs draw their tiles from. The launch
-        /// zeroes it in stream order. 0: a CTA's tiles follow from its index. sm80 has none.
+        /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch zeroes it, in
+        /// stream order. 0: CTAs do not draw, and a CTA's tiles follow from its index. sm80 rows have 0.
         tile_counter: u64,
         /// Number of tiles at the end of the tile order that are split over CTAs by key blocks
-        /// (`kernels/sm90/fp8/share.hpp`). 0 turns splitting off.
+        /// (`kernels/sm90/fp8/split.hpp`). 0 turns splitting off.
         ///
-        /// - Range: 0, or `grid <= shared_tiles < 2 * grid`; the launch then has at least `2 * grid` tiles.
-        /// - Needs a row with `share_bytes > 0`, and a `tile_counter`.
-        /// - `tile_counter` is then the beginning of the workspace: a header (16 bytes, or `range_check_bytes(grid)` of a
-        ///   row with scores in f16), then `grid * share_bytes` of partial sums.
-        /// - A fallback row (behind one with scores in f16) has 0.
-        shared_tiles: i32,
-        /// Element type of O where operands are e4m3: F16, BF16 or E4M3. Other rows have an O of their own type.
+        /// - Range: 0, or `grid < split_tiles < 2 * grid`. The launch then has at least `2 * grid` tiles.
+        /// - Needs a row with `split_bytes > 0`, and a `tile_counter`.
+        /// - `tile_counter` is then the beginning of the workspace. The workspace has a header (16 bytes, or
+        ///   `range_check_bytes(grid)` in a row with scores in f16), then `grid * split_bytes` of flags and partial sums.
+        /// - A fallback row has 0.
+        split_tiles: i32,
+        /// Element type of O. Read by rows of e4m3 operands only: F16, BF16 or E4M3. The O of other rows has their own type.
         output: DType,
-        /// Descale factors of Q, f32 `[batch, heads, blocks]`. These and what follows belong to e4m3 operands alone.
+        /// Descale factors of Q, f32 `[batch, heads_q / descale_q_group, blocks of 128 queries]`, read. This field and all
+        /// that follow are for e4m3 operands only.
         descale_q: TensorDesc,
-        /// Descale factors of K, likewise.
+        /// Descale factors of K, f32 `[batch, heads_kv, blocks of 128 keys]`, read.
         descale_k: TensorDesc,
-        /// Descale factors of V, likewise.
+        /// Descale factors of V, f32 `[batch, heads_kv, blocks of 128 keys]`, read.
         descale_v: TensorDesc,
-        /// Query heads that share a head of `descale_q`, at least 1.
+        /// Query heads that share one head of `descale_q`: 1, or `heads_q / heads_kv` where factors are per head.
         descale_q_group: i32,
-        /// f32 `[1]`: factor of O before it is rounded to e4m3. There exactly where O is e4m3.
+        /// Factor of O before O is rounded to e4m3, f32 `[1]`, read. Given if and only if `output` is E4M3.
         scale_o: TensorDesc,
-        /// f32 `[1]`, written: the largest magnitude of O. May be absent.
+        /// Largest magnitude of O, before `scale_o`, f32 `[1]`, written. May be absent.
         amax: TensorDesc,
-        /// Device address of the workspace's beginning, as the `RangeCheck` and what belongs to it (`kernels.hpp`), for a
-        /// row with scores in f16 and for its fallback row. 0: there is no such pair.
+        /// Device address of the beginning of the workspace, as a `RangeCheck` (`include/kernels.hpp`). Both a row with scores
+        /// in f16 and the fallback row behind it have it. 0: there is no such pair.
         range_check: u64,
-        /// CTAs of the row with scores in f16.
+        /// CTAs of the row with scores in f16. The fallback row reads one word of the workspace for each.
         range_grid: i32,
     }
 
-    /// One backward launch. Fields named as in `FwdParams` mean the same.
+    /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
+    ///
+    /// Tensors come from the caller, sizes and scale from the problem, the schedule (`diagonal_offset` and what follows) from
+    /// the plan. Addresses in the workspace are the caller's, at offsets that the plan has chosen.
     #[derive(Debug, Clone, Copy)]
     struct BwdParams {
-        /// Queries.
+        /// Queries, read.
         q: TensorDesc,
-        /// Keys.
+        /// Keys, read.
         k: TensorDesc,
-        /// Values.
+        /// Values, read.
         v: TensorDesc,
-        /// The forward's output.
+        /// Output of the forward, read.
         o: TensorDesc,
-        /// The forward's log-sum-exp.
+        /// Log-sum-exp of the forward, read. Never absent.
         lse: TensorDesc,
-        /// Gradient of O, of O's shape.
+        /// Gradient of O, of O's shape, read.
         d_o: TensorDesc,
-        /// Gradient of the log-sum-exp, of its shape. May be absent.
+        /// Gradient of the log-sum-exp, f32, of its shape, read. May be absent: the gradient is then 0.
         d_lse: TensorDesc,
         /// Gradient of Q, of Q's shape, written.
         d_q: TensorDesc,
@@ -217,82 +238,89 @@ mod ffi {
         d_k: TensorDesc,
         /// Gradient of V, of V's shape, written.
         d_v: TensorDesc,
-        /// Batch entries.
+        /// Batch entries. At least 1.
         batch: i32,
-        /// Query heads.
+        /// Query heads. At least 1.
         heads_q: i32,
-        /// Key and value heads.
+        /// Key and value heads. At least 1.
         heads_kv: i32,
-        /// Queries of a batch entry.
+        /// Queries of a batch entry. 0 or more.
         seqlen_q: i32,
-        /// Keys of a batch entry.
+        /// Keys of a batch entry. 0 or more.
         seqlen_kv: i32,
-        /// Head dim of Q and K.
+        /// Head dim of Q and K, in elements.
         head_dim_qk: i32,
-        /// Head dim of V and O.
+        /// Head dim of V and O, in elements.
         head_dim_vo: i32,
-        /// Factor of Q K^T.
+        /// Factor of Q K^T. Finite and above 0.
         softmax_scale: f32,
-        /// Key that query 0 stands at.
+        /// Key at which query 0 stands: above -2^30, below 2^30.
         diagonal_offset: i32,
-        /// Keys kept before the diagonal.
+        /// Keys kept before the diagonal: 0 to 2^30. 2^30 stands for all.
         window_left: i32,
-        /// Keys kept behind the diagonal.
+        /// Keys kept behind the diagonal: 0 to 2^30. 2^30 stands for all.
         window_right: i32,
-        /// CTAs of the grid. sm90: a persistent grid. sm80: one CTA a tile.
+        /// CTAs of the main kernel's grid. A tile is `tile_n` keys of one key head.
+        /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
+        /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
-        /// (Batch entry, key head) pairs whose tiles are walked together.
+        /// Heads in a group, at least 1. A head here is a (batch entry, key head) pair.
         heads_per_group: i32,
-        /// Number of such groups. The last one has all heads that are left.
+        /// Number of groups, at least 1. The last group has all heads that are left.
         groups: i32,
-        /// Device address of workspace, aligned to 16: what is kept of each query. With
-        /// `blocks = batch * heads_q * ceil(seqlen_q / tile_m)`, `[blocks][tile_m]` of 16 bytes (sm80: 8).
+        /// Device address in the workspace, a multiple of 16: what the kernels keep of each query, `[blocks, tile_m]` of 16
+        /// bytes (sm80: 8). A block here is `tile_m` queries: `blocks = batch * heads_q * ceil(seqlen_q / tile_m)`, which is
+        /// below 2^31. The launch's first kernel writes it.
         statistics: u64,
-        /// Device address of workspace, aligned to 16: the sums of dQ, f32 `[blocks][tile_m * head_dim_qk of the row]`.
+        /// Device address in the workspace, a multiple of 16: sums of dQ, f32 `[blocks, tile_m * head_dim_qk of the row]`. The
+        /// launch's last kernel makes dQ of them.
         sums: u64,
-        /// Device address of workspace: how far the sums of each block are, i32 `[blocks]`.
+        /// Device address in the workspace: how far the sums of each block are, a count of tiles, i32 `[blocks]`.
         progress: u64,
-        /// Whether tiles add to the sums of dQ in the order of their numbers. The result is then the same on every run.
-        /// Needs a `tile_counter`.
+        /// Whether tiles add to the sums of dQ in the order of their numbers, as a deterministic pass needs. The result is
+        /// then the same on every run. Needs a `tile_counter`.
         ordered: bool,
-        /// Device address of the counter that CTAs draw their tiles from; 0: a CTA's tiles follow from its index.
+        /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch zeroes it, in
+        /// stream order. 0: a CTA's tiles follow from its index.
         tile_counter: u64,
     }
 
-    /// A tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3.
+    /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
+    ///
+    /// Tensors come from the caller, the rest from the quantiser's problem, `state` from the plan.
     #[derive(Debug, Clone, Copy, Default)]
     struct QuantizeTensor {
-        /// 16-bit elements, read.
+        /// Elements of the row's source type (16 bits), read.
         values: TensorDesc,
         /// e4m3 elements, written.
         stored: TensorDesc,
-        /// Descale factors, f32 `[batch, heads / group, blocks]`.
+        /// Descale factors, f32 `[batch, heads / group, blocks of 128 rows]`. Read where `given`, else written.
         descale: TensorDesc,
-        /// Whether the factors are read. Else they are made from the largest magnitudes and written.
+        /// Whether the caller gives the factors. Else a factor is made of the largest magnitude of the values that share it.
         given: bool,
-        /// Whether rows are rotated (Hadamard transform) before.
+        /// Whether rows are rotated (Hadamard transform) before they are quantised.
         rotated: bool,
-        /// Whether there is this tensor at all.
+        /// Whether this tensor is quantised at all.
         wanted: bool,
-        /// Largest magnitude that is stored: 448, or that divided by a power of two.
+        /// Largest magnitude that is stored: 448, or 14 for Q and K that go to scores in f16.
         most: f32,
-        /// Batch entries.
+        /// Batch entries. 0 or more.
         batch: i32,
-        /// Rows of a batch entry.
+        /// Rows of a batch entry. 0 or more.
         seqlen: i32,
-        /// Heads.
+        /// Heads. At least 1.
         heads: i32,
-        /// Head dim, a multiple of 16, at most 128.
+        /// Head dim, in elements: a multiple of 16, from 16 to 128.
         head_dim: i32,
-        /// Heads that share a head of `descale`, at least 1.
+        /// Heads that share one head of `descale`: 1, or `heads_q / heads_kv` for Q where factors are per head.
         group: i32,
-        /// Device address of workspace for what the tensor's tiles share. It is used where `shares_factors`
-        /// (`kernels.hpp`) says so, and has `16 + 8 * heads of descale` bytes, or `4 * batch * heads * ceil(seqlen / 64)`
-        /// where that is more.
+        /// Device address in the workspace, a multiple of 16: what CTAs tell each other of this tensor. It is used only where
+        /// `shares_factors` (`include/kernels.hpp`) holds. Size: the larger of `16 + 8 * factors` bytes, where `factors` is the
+        /// number of descale factors, and `4 * batch * heads * ceil(seqlen / 64)` bytes.
         state: u64,
     }
 
-    /// One launch that quantises any of Q, K and V. Each has `batch * heads * ceil(seqlen / 128) < 2^30`.
+    /// One launch that quantises any of Q, K and V. Each tensor has `batch * heads * ceil(seqlen / 128) < 2^30`.
     #[derive(Debug, Clone, Copy)]
     struct QuantizeParams {
         /// Queries.
@@ -301,40 +329,41 @@ mod ffi {
         k: QuantizeTensor,
         /// Values.
         v: QuantizeTensor,
-        /// Elements that share a descale factor.
+        /// Elements that share a descale factor. From the problem.
         scaling: Scaling,
-        /// Seed of the signs, for what is rotated.
+        /// Seed of the rotation's signs, from the caller. 0 where no tensor is rotated.
         seed: u64,
-        /// f32 `[3, 2]`, written: how many elements of q, k and v were saturated, and how many were not finite. The rows
-        /// are `stride_batch` apart, the two numbers side by side. May be absent.
+        /// How many elements were saturated and how many were not finite, f32 `[3, 2]`, written. Row 0 is q, row 1 is k, row 2
+        /// is v. Rows are `stride_batch` apart, the two numbers lie side by side. May be absent.
         counts: TensorDesc,
-        /// Device address of the workspace. The launch zeroes all of it in stream order. It begins with 48 bytes for the
-        /// counts.
+        /// Device address of the workspace. Its first 48 bytes are the counts, as six u64. The launch zeroes all of it in
+        /// stream order, unless nothing of the launch uses it.
         workspace: u64,
-        /// Size of the workspace.
+        /// Size of the workspace, in bytes. From the plan.
         workspace_bytes: u64,
-        /// Multiprocessors of the GPU, at least 1.
+        /// Multiprocessors of the GPU, at least 1. From the device.
         multiprocessors: i32,
     }
 
-    /// One row of the forward's or the backward's table: what was compiled.
+    /// One row of the forward's or the backward's table: what was compiled. Its launcher fills it at compile time, from one
+    /// line of a list of kernels (`fwd.def`, `fp8.def`, `bwd.def`).
     #[derive(Debug, Clone, Copy)]
     struct RowInfo {
         /// Instruction set.
         arch: Arch,
-        /// Element type of Q, K, V and O (of e4m3 operands O has another one).
+        /// Element type of Q, K, V and O. (Where it is e4m3, O has the type that `FwdParams::output` says.)
         dtype: DType,
         /// Mask class.
         mask: MaskClass,
-        /// Largest head dim of Q and K.
+        /// Largest head dim of Q and K, in elements.
         head_dim_qk: i32,
-        /// Largest head dim of V and O.
+        /// Largest head dim of V and O, in elements.
         head_dim_vo: i32,
         /// Queries of a tile (backward: of a block).
         tile_m: i32,
         /// Keys of a block (backward: of a tile).
         tile_n: i32,
-        /// Blocks in flight, of either operand.
+        /// Blocks in flight, of either operand. At least 1.
         stages: i32,
         /// Threads of a CTA.
         threads: i32,
@@ -342,16 +371,16 @@ mod ffi {
         smem_bytes: i32,
         /// Type in which scores are summed.
         scores: Scores,
-        /// Workspace of a CTA where the last tiles are split (`shared_tiles`), in bytes. 0: the row does not split.
-        share_bytes: i32,
+        /// Workspace of one CTA where the last tiles are split (`FwdParams::split_tiles`), in bytes. 0: the row never splits.
+        split_bytes: i32,
     }
 
-    /// One row of the quantiser's table: its kernels for one source type.
+    /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.
     #[derive(Debug, Clone, Copy)]
     struct QuantizeRowInfo {
         /// Instruction set.
         arch: Arch,
-        /// Element type of what they read.
+        /// Element type of the values that the kernels read.
         source: DType,
     }
 }

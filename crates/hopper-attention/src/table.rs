@@ -29,7 +29,7 @@ pub struct KernelInfo {
     pub(crate) threads: usize,
     pub(crate) smem_bytes: usize,
     pub(crate) scores: DType,
-    pub(crate) share_bytes: usize,
+    pub(crate) split_bytes: usize,
 }
 
 impl KernelInfo {
@@ -101,8 +101,8 @@ impl KernelInfo {
     }
 
     /// Workspace that each CTA needs where the last tiles are split over all CTAs, in bytes. 0: the kernel never splits tiles.
-    pub fn share_bytes(&self) -> usize {
-        self.share_bytes
+    pub fn split_bytes(&self) -> usize {
+        self.split_bytes
     }
 
     /// Whether a GPU can run the kernel: it has the instruction set, and enough shared memory for a CTA.
@@ -137,7 +137,7 @@ impl KernelInfo {
             threads: count(info.threads)?,
             smem_bytes: count(info.smem_bytes)?,
             scores: sys::scores(info.scores)?,
-            share_bytes: count(info.share_bytes)?,
+            split_bytes: count(info.split_bytes)?,
         })
     }
 }
@@ -269,7 +269,7 @@ mod tests {
         threads: 384,
         smem_bytes: 213 << 10,
         scores: DType::F32,
-        share_bytes: 0,
+        split_bytes: 0,
     };
 
     #[test]

@@ -193,25 +193,25 @@ fn e4m3_runs_repeat() {
     }
 }
 
-/// Whether a row lets CUDA blocks share tiles, told by a plan for two rounds and a half of long ones.
-fn shares(gpu: &Gpu, row: &KernelInfo) -> bool {
+/// Whether plans split the last tiles in this row. Asked of a plan for two and a half rounds of long tiles.
+fn splits(gpu: &Gpu, row: &KernelInfo) -> bool {
     let multiprocessors = gpu.device.info().facts.multiprocessors;
     let heads = (2 * multiprocessors + multiprocessors / 2).next_multiple_of(2);
     let case = Case::new(row.tile_m(), 6003, row.head_dim_qk(), mask_for(row, 100)).heads(1, heads, 2);
     let plan = for_row(problem(&case, Scaling::PerTensor), row).plan_with_row(&gpu.device, row).unwrap();
-    choice(&plan).unwrap().shared_tiles > 0
+    choice(&plan).unwrap().split_tiles > 0
 }
 
-/// Tiles of which two CUDA blocks compute a part each: against the oracle, the same bits on every run, and with half of the
+/// Tiles that are split, so that two CTAs compute a piece each: against the oracle, the same bits on every run, and with half of the
 /// multiprocessors taken by another launch, so that blocks come late.
 #[test]
-fn tiles_that_blocks_share() {
-    let Some(gpu) = Gpu::open("tiles_that_blocks_share") else { return };
-    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| shares(&gpu, row)).collect();
-    assert!(!rows.is_empty(), "no row shares tiles out");
+fn split_tiles_match_the_oracle() {
+    let Some(gpu) = Gpu::open("split_tiles_match_the_oracle") else { return };
+    let rows: Vec<_> = gpu.fp8_rows().into_iter().filter(|row| splits(&gpu, row)).collect();
+    assert!(!rows.is_empty(), "no row splits tiles");
     let multiprocessors = gpu.device.info().facts.multiprocessors;
     let other = gpu.device.context().new_stream().unwrap();
-    let mut shared = 0;
+    let mut split = 0;
     for row in rows {
         let (busy, held) = {
             // A tile for each of half the multiprocessors, some of a millisecond long.
@@ -236,7 +236,7 @@ fn tiles_that_blocks_share() {
             let problem = for_row(problem(&case, scaling), &row).to_builder().amax(true).build().unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
-            shared += usize::from(choice(&plan).is_some_and(|choice| choice.shared_tiles > 0));
+            split += usize::from(choice(&plan).is_some_and(|choice| choice.split_tiles > 0));
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
             let on_device = OnDevice::new(&gpu.stream, &operands);
             let first = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
@@ -261,7 +261,7 @@ fn tiles_that_blocks_share() {
             }
         }
     }
-    assert!(shared >= 4, "plans that share tiles: {shared}");
+    assert!(split >= 4, "plans that split tiles: {split}");
 }
 
 /// Where an element of Q or K, wherever it is, is too large for scores in f16, the kernel behind computes all of it: its bits
@@ -270,7 +270,7 @@ fn tiles_that_blocks_share() {
 fn what_is_too_large_for_f16_is_computed_in_f32() {
     let Some(gpu) = Gpu::open("what_is_too_large_for_f16_is_computed_in_f32") else { return };
     let multiprocessors = gpu.device.info().facts.multiprocessors;
-    let (mut found, mut shared) = (0, 0);
+    let (mut found, mut split) = (0, 0);
     let halves = gpu.fp8_rows().into_iter().filter(|row| row.scores() == DType::F16);
     for (number, row) in halves.enumerate() {
         let mask = mask_for(&row, 100);
@@ -285,7 +285,7 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
             cases.push(Case::new(1500, 150, row.head_dim_qk(), mask).heads(1, 2, 1));
             cases.push(Case::new(1, 3000, row.head_dim_qk(), mask).heads(1, 4, 4));
         }
-        if shares(&gpu, &row) {
+        if splits(&gpu, &row) {
             // Tiles of 192 queries make two rounds and a half, those of 128 five.
             let heads = 2 * multiprocessors + multiprocessors / 2;
             cases.push(Case::new(150, 6003, row.head_dim_qk(), mask).heads(1, heads, 2));
@@ -295,8 +295,8 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
             let plan = half.plan_with_row(&gpu.device, &row).unwrap();
             let chosen = *choice(&plan).unwrap();
             let behind = half.plan_with_row(&gpu.device, &chosen.fallback.unwrap().kernel).unwrap();
-            assert_eq!(choice(&behind).unwrap().shared_tiles, 0, "{behind}");
-            shared += usize::from(chosen.shared_tiles > 0);
+            assert_eq!(choice(&behind).unwrap().split_tiles, 0, "{behind}");
+            split += usize::from(chosen.split_tiles > 0);
             let bytes = plan.workspace_bytes().max(behind.workspace_bytes());
             let mut workspace = Workspace::alloc(&gpu.lane(), bytes).unwrap();
             let mut run = |plan: &ForwardPlan, operands: &Operands| {
@@ -338,5 +338,5 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
             assert!((written.amax.unwrap() - largest).abs() <= largest / 256.0, "{plan}: amax {:?}", written.amax);
         }
     }
-    assert!(found > 0 && shared > 0, "elements {found}, plans that share tiles {shared}");
+    assert!(found > 0 && split > 0, "elements {found}, plans that split tiles {split}");
 }

@@ -1,6 +1,6 @@
-// The quantiser's arithmetic, a rounding at a time: sums, products and quotients by name, so that no flag of the
-// compiler fuses two of them, flushes a subnormal or divides nearly. The CPU backend does the same ones in the same
-// order.
+// The quantiser's arithmetic, one rounding at a time. Sums, products and quotients are PTX instructions by name. So no
+// flag of the compiler fuses two of them, flushes a subnormal or approximates a division. The CPU backend does the same
+// operations in the same order.
 #pragma once
 
 #include <cstdint>
@@ -77,12 +77,12 @@ CUTE_DEVICE float larger_magnitude(float a, float b) {
 // The largest magnitude of value(0) to value(kCount - 1).
 template <int kCount, class Value>
 CUTE_DEVICE float largest_of(Value const& value) {
-  float parts[4] = {};
+  float partial[4] = {};
   CUTE_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    parts[i % 4] = larger_magnitude(parts[i % 4], value(i));
+    partial[i % 4] = larger_magnitude(partial[i % 4], value(i));
   }
-  return larger_magnitude(larger_magnitude(parts[0], parts[1]), larger_magnitude(parts[2], parts[3]));
+  return larger_magnitude(larger_magnitude(partial[0], partial[1]), larger_magnitude(partial[2], partial[3]));
 }
 
 constexpr float kLargestE4m3 = 448.0F;

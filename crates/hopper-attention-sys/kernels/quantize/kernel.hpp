@@ -1,18 +1,25 @@
-// A 16-bit tensor to e4m3: the kernel.
+// Quantises a 16-bit tensor to e4m3, where tiles do not share a descale factor, where factors are given, or where more
+// tiles share a factor than the CTAs can hold. (once.hpp is for the rest.) schedule.hpp says which tile a CTA takes
+// next, and what it does with it.
 //
-// Bound by memory, so that everything serves to keep loads in flight. A CTA walks tiles of up to 128 rows of one head
-// (schedule.hpp). Its warps are alike: each copies its own rows of a tile to shared memory with cp.async, kStages tiles
-// ahead, and stores them itself (tile.hpp), so that no barrier stands between a copy and its use. A lane has 64
-// elements of one row: rotated (rotate.hpp), measured and converted in registers.
+// The kernel is bound by memory. So everything serves to keep loads in flight.
 //
-// Shared memory: kStages tiles, 4 KB a warp, where the e4m3 bytes take the place of what they were made of on their way
-// out; a ring of Work, which thread 0 makes for all, kStages tiles ahead, with a place for the largest magnitude of
-// each tile and for a factor that was awaited.
+// A tile is up to kTileRows = 128 rows of one head. Each warp copies its own rows of a tile to shared memory with
+// cp.async, kStages tiles ahead, and stores them itself (tile.hpp). So no barrier stands between a copy and its use. A
+// lane has 64 elements of one row, in registers. It rotates them (rotate.hpp), measures them and converts them.
 //
-// One barrier a tile, between measuring and converting. Before it every warp has put its largest magnitude into the
-// tile's place, and thread 0 has made a later tile's Work and, where tiles share a factor, awaited it. Behind it thread
-// 0 zeroes the place of the tile before, which all have read; the next one to use that is two barriers away, since the
-// ring has two places more than there are stages.
+// Roles. The warps do the same. Besides, thread 0 makes the Work of a tile kStages tiles ahead, waits for factors that
+// tiles share, and publishes what the CTA has measured.
+//
+// Shared memory:
+// - kStages tiles, 4 KB for each warp. On their way out, the e4m3 bytes of a row take the place of its values.
+// - A ring of kPlaces places. A place has a tile's Work, its largest magnitude, and a factor that was waited for.
+//
+// Barriers: one __syncthreads for each tile, between measuring and converting.
+// - Before it, every warp has added its largest magnitude to the tile's place. Thread 0 has made a later tile's Work
+//   and, where tiles share a factor, has waited for it.
+// - Behind it, thread 0 zeroes the largest magnitude of the tile before, which all have read. The next tile that uses
+//   that place is two barriers away, since there are two places more than stages.
 #pragma once
 
 #include "quantize/tile.hpp"
@@ -50,7 +57,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(storage.tiles[stage][warp]));
   };
 
-  // The number of the next job: by turns, or from the counter, which is asked a tile before the answer is needed.
+  // The next job: every gridDim-th, or the next of the counter. The counter is asked one tile before the answer is
+  // needed.
   bool const drawn = params.jobs != params.tiles;
   unsigned next = 0;
   auto const draw = [&] {
@@ -83,8 +91,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     begin_copy(storage.work[i], i);
   }
 
-  // What thread 0 has measured and not told, and the factor that it last awaited: to tell waits for all that the thread
-  // has asked of the memory, and an answer takes long.
+  // Of thread 0: what it has measured and not published, and the factor that it waited for last. (To publish is slow:
+  // it waits for all that the thread has asked of the memory.)
   constexpr unsigned kNoFactor = 0xffffffffU;
   Measured measured{kNoFactor, 0, 0};
   unsigned awaited = kNoFactor;

@@ -58,8 +58,9 @@ Kernel kernel_of(int head_dim, Rotation rotation, bool once) noexcept {
   switch (rotation) {
     case Rotation::Whole:
       return small ? kernel_of<kSource, 64, Rotation::Whole>(once) : kernel_of<kSource, 128, Rotation::Whole>(once);
-    case Rotation::Parts:
-      return small ? kernel_of<kSource, 64, Rotation::Parts>(once) : kernel_of<kSource, 128, Rotation::Parts>(once);
+    case Rotation::PowersOfTwo:
+      return small ? kernel_of<kSource, 64, Rotation::PowersOfTwo>(once)
+                   : kernel_of<kSource, 128, Rotation::PowersOfTwo>(once);
     default:
       return small ? kernel_of<kSource, 64, Rotation::None>(once) : kernel_of<kSource, 128, Rotation::None>(once);
   }
@@ -67,7 +68,7 @@ Kernel kernel_of(int head_dim, Rotation rotation, bool once) noexcept {
 
 template <DType kSource>
 Status prepare() noexcept {
-  for (Rotation const rotation : {Rotation::None, Rotation::Whole, Rotation::Parts}) {
+  for (Rotation const rotation : {Rotation::None, Rotation::Whole, Rotation::PowersOfTwo}) {
     for (int const head_dim : {64, 128}) {
       for (bool const once : {false, true}) {
         Kernel const kernel = kernel_of<kSource>(head_dim, rotation, once);
@@ -92,8 +93,12 @@ inline bool negative(std::uint64_t seed, std::uint64_t number) noexcept {
   return ((z ^ (z >> 31)) >> 63) != 0;
 }
 
-// How many neighbouring heads have their tiles numbered together: those that share a factor, so that as few tiles as
-// may be lie between them (whole rows of memory gain nothing over that, benches/LOG.md, 30), or all.
+// How many neighbouring heads have their tiles numbered together (schedule.hpp).
+// - by_head: the heads that share a factor, so that few tiles lie between the first and the last tile of a factor.
+// (Whole
+//   rows of memory gain nothing over that, benches/LOG.md, 30.)
+// - Else: all heads.
+// 1 where rows lie nearer than heads.
 inline unsigned span_of(QuantizeTensor const& tensor, bool by_head) noexcept {
   if (tensor.values.stride_head >= tensor.values.stride_row) {
     return 1;
@@ -154,24 +159,24 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   }
   Rotation const rotation = !tensor.rotated               ? Rotation::None
                             : tensor.head_dim == head_dim ? Rotation::Whole
-                                                          : Rotation::Parts;
+                                                          : Rotation::PowersOfTwo;
   // Returns the grid.
   auto const divide = [&](Kernel const& kernel, bool once) {
     unsigned const ctas = given.multiprocessors * kernel.ctas;
-    unsigned const blocks = (tensor.seqlen + kernel.tile_rows - 1) / kernel.tile_rows;
-    unsigned const tiles = tensor.batch * tensor.heads * blocks;
-    // Those of a factor must be measured before the first of them can be converted.
-    unsigned const together = one ? tiles : tensor.group * blocks;
+    unsigned const tiles_a_head = (tensor.seqlen + kernel.tile_rows - 1) / kernel.tile_rows;
+    unsigned const tiles = tensor.batch * tensor.heads * tiles_a_head;
+    // All tiles of a factor must be measured before the first of them can be converted.
+    unsigned const together = one ? tiles : tensor.group * tiles_a_head;
     params.tile_rows = kernel.tile_rows;
     params.tiles = tiles;
-    params.blocks = Divisor{blocks};
+    params.tiles_a_head = Divisor{tiles_a_head};
     params.jobs = shares && !once ? 2 * tiles : tiles;
     params.tiles_a_factor = together;
     params.ahead = together + ctas < tiles ? together + ctas : tiles;
     return tiles < ctas ? tiles : ctas;
   };
   auto const start = [&](Kernel const& kernel, unsigned grid, bool once) {
-    // CTAs that keep tiles wait for each other, so that all must run at once.
+    // CTAs of once.hpp wait for each other, so that all of them must run at once.
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
@@ -187,7 +192,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   if (shares) {
     Kernel const kernel = kernel_of<kSource>(head_dim, rotation, true);
     unsigned const grid = divide(kernel, true);
-    // Up to kernel.tiles of a factor to a CTA would do, but then each waits for all others.
+    // A factor may have up to kernel.tiles tiles for each CTA. But near that bound each CTA waits for all others.
     if (params.tiles_a_factor <= 3 * kernel.tiles * grid / 4) {
       cudaError_t const error = start(kernel, grid, true);
       if (error != cudaErrorCooperativeLaunchTooLarge) {

@@ -1,22 +1,26 @@
-// A 16-bit tensor to e4m3 whose tiles share factors, with one reading: the kernel.
+// Quantises a 16-bit tensor to e4m3 where several tiles share a descale factor. Reads every value once.
 //
-// A tile is converted some tiles later than it is measured: by then other CTAs have measured theirs, of which the
-// factor is made. In between it stays in registers, as it came where it is not rotated, else as f32. All CTAs run at
-// once (launch.hpp), and none waits before what it has measured is known to all. So a CTA measures kTiles tiles from
-// the lowest that waits on, and that one never waits for a tile that is not measured, if its factor has no more than
-// kTiles for each CTA.
+// A tile is kTileRows rows of one head. A shared factor is made of the largest magnitude of all its tiles, which
+// several CTAs measure. So a CTA measures a tile, keeps it in registers, measures kTiles - 1 more, and then converts
+// the first. Meanwhile the other CTAs have measured theirs. Registers hold a tile as it came (pairs of 16-bit values),
+// or as f32 where rows are rotated.
 //
-// A CTA walks tiles of kTileRows rows of one head. As in kernel.hpp a lane has 64 elements of one row, and each warp
-// copies its own rows with cp.async and stores them itself. The next tile's copy starts when a tile has come into
-// registers, so that one stage is enough; more of them would only make every answer of the memory later.
+// No deadlock. All CTAs run at once (launch.hpp), and a CTA publishes what it has measured before it waits. A CTA has
+// measured kTiles tiles, counted from the one that it waits to convert. So the lowest tile that is waited for never
+// waits for one that is not measured yet, if its factor has at most kTiles tiles for each CTA.
 //
-// Shared memory, of each warp: 4 KB where its rows of the next tile arrive, 2 KB for e4m3 bytes on their way out. Of
-// all: a ring of Work, which thread 0 makes two tiles ahead, with the factor of each; each warp's largest magnitude of
-// a tile.
+// Roles. The warps copy, measure and convert alike: each one copies its own rows with cp.async and stores them itself.
+// A lane has 64 values of one row. Besides,
+// - thread 0 makes the Work of the tile two ahead;
+// - the last warp publishes the tile's largest magnitude, and waits for the factor of the tile that is converted next.
 //
-// Barriers: one that the last warp waits at until all have measured a tile, to tell all CTAs and await an earlier
-// tile's factor; then one of all warps, ahead of converting that one. No fence is needed, which would wait for copies
-// too.
+// Shared memory, for each warp: 4 KB for the copy of its rows of the next tile, 2 KB for e4m3 bytes on their way out.
+// One copy is in flight. It starts when the tile before it has come into registers. (More stages would only delay every
+// answer of the memory.) For all warps: a ring of Work with each tile's factor, and each warp's largest magnitude.
+//
+// Barriers. The named barrier kMeasuredBarrier: all warps have measured a tile. The last warp waits at it, the others
+// only arrive. Then __syncthreads: the Work and the factor of the tile that is converted next are there. No fence is
+// needed, which would wait for copies too.
 #pragma once
 
 #include "common/barrier.hpp"
@@ -29,8 +33,8 @@ constexpr int kMeasuredBarrier = 1;
 template <int kHeadDim, Rotation kRotation>
 struct OnceTraits {
   static constexpr bool kPacked = kRotation == Rotation::None;
-  static constexpr int kTiles = kPacked ? 3 : 2;                  // in registers: the last one measured and before
-  static constexpr int kWords = kPacked ? kValues / 2 : kValues;  // of a tile, a lane
+  static constexpr int kTiles = kPacked ? 3 : 2;                  // that a CTA holds in registers
+  static constexpr int kWords = kPacked ? kValues / 2 : kValues;  // registers of one lane for one tile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTileRows = kWarps * WarpTile<kHeadDim>::kRows;
@@ -48,6 +52,7 @@ struct OnceTraits {
   static_assert(kCtas * (kSmemBytes + 1024) <= 228 * 1024, "so many CTAs share a multiprocessor");
 };
 
+// The Work of tile number `tile`, or Job::None past the last tile.
 CUTE_DEVICE Work work_once(Params const& params, unsigned tile) {
   Work work{};
   work.job = Job::None;
@@ -58,18 +63,19 @@ CUTE_DEVICE Work work_once(Params const& params, unsigned tile) {
   return work;
 }
 
-// Tells every CTA a tile's largest magnitude.
+// Publishes a tile's largest magnitude, given by its bits, for all CTAs.
 CUTE_DEVICE void tell(Params const& params, unsigned slot, unsigned largest) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(params.shared.largest + slot), "r"(largest | kMeasured)
                : "memory");
 }
 
-// What was told of so many tiles of a factor, from a number on: a lane has every 32nd.
+// Words of Shared::largest for kAnswer tiles of a factor, from tile `from` on. A lane has every 32nd word.
 constexpr unsigned kAnswer = 128;
 struct Answer {
   unsigned words[kAnswer / 32];
 };
 
+// Reads those words. A word past the factor's last tile counts as measured, with a magnitude of 0.
 CUTE_DEVICE Answer ask(Params const& params, unsigned shared, unsigned from, int lane) {
   Answer answer;
   CUTE_UNROLL
@@ -90,8 +96,10 @@ CUTE_DEVICE Answer ask(Params const& params, unsigned shared, unsigned from, int
   return answer;
 }
 
-// Waits until all tiles of a factor were measured, and returns the largest magnitude. A whole warp asks, or has asked
-// for the first ones already: each word says itself whether it is there, so that no other order is needed.
+// Waits until all tiles of a factor were measured, and returns their largest magnitude. By a whole warp.
+//
+// kAsked: the warp has asked for the first kAnswer tiles already, and `first` has their words. Each word says itself
+// whether its tile was measured (kMeasured), so that no other memory order is needed.
 template <bool kAsked>
 CUTE_DEVICE float await_all(Params const& params, unsigned shared, int lane, Answer const& first) {
   unsigned largest = 0;
@@ -123,178 +131,245 @@ CUTE_DEVICE float await_all(Params const& params, unsigned shared, int lane, Ans
   }
 }
 
+// One thread of the kernel: where it is, and what it does. All functions are inlined into the kernel.
+//
+// Tiles are counted from 0 as the CTA takes them: `n` below is such a number. Work and factors of tile n lie in place
+// n % kPlaces of the rings.
 template <DType kSource, int kHeadDim, Rotation kRotation>
-__global__ void __launch_bounds__(OnceTraits<kHeadDim, kRotation>::kThreads, OnceTraits<kHeadDim, kRotation>::kCtas)
-    quantize_once_kernel(__grid_constant__ Params const params, __grid_constant__ Norms const norms,
-                         __grid_constant__ Signs const signs) {
+struct Once {
   using Traits = OnceTraits<kHeadDim, kRotation>;
   using WarpTile = WarpTile<kHeadDim>;
-  constexpr unsigned kPlaces = Traits::kPlaces;
-  constexpr unsigned kBehind = Traits::kTiles - 1;
-  extern __shared__ char memory[];
-  auto& storage = *reinterpret_cast<typename Traits::Storage*>(memory);
-  int const chunks = static_cast<int>(params.chunks);
-  auto const address_of = [](char const* shared) {
-    return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-  };
-  auto const begin_copy = [&](unsigned n) {
-    int const thread = thread_index();
-    WarpTile::copy(address_of(storage.tiles[thread / 32]), params, storage.work[n % kPlaces], thread);
-  };
-  auto const make_work = [&](unsigned n) { storage.work[n % kPlaces] = work_once(params, blockIdx.x + n * gridDim.x); };
+  using Storage = typename Traits::Storage;
+  using Words = std::uint32_t[Traits::kWords];  // a lane's values of a tile: pairs of the source, or the bits of f32
+  static constexpr unsigned kPlaces = Traits::kPlaces;
+  static constexpr unsigned kBehind = Traits::kTiles - 1;  // a tile is converted so many tiles after it is measured
+  // Whether the factor is asked for before a tile is measured. Where more than one tile lies between, the answer is
+  // likely to be there already, and the time that it takes is hidden.
+  static constexpr bool kAsksAhead = kBehind > 1;
 
-  if (thread_index() == 0) {
-    make_work(0);
-    make_work(1);
+  Params const& params;
+  Norms const& norms;
+  Storage& storage;
+  int const chunks;
+  LaneSigns lane_signs{};
+  unsigned not_finite = 0;  // values of this thread that were no numbers
+
+  CUTE_DEVICE Once(Params const& given_params, Norms const& given_norms, Storage& given_storage)
+      : params{given_params},
+        norms{given_norms},
+        storage{given_storage},
+        chunks{static_cast<int>(given_params.chunks)} {}
+
+  CUTE_DEVICE void run(Signs const& signs) {
+    if (thread_index() == 0) {
+      make_work(0);
+      make_work(1);
+    }
+    lane_signs = signs_of<kHeadDim>(signs, thread_index());
+    __syncthreads();
+    begin_copy(0);
+
+    Words tiles[Traits::kTiles] = {};
+    bool more = true;
+    CUTE_NO_UNROLL
+    for (unsigned n = 0; more; n += Traits::kTiles) {
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kTiles; ++i) {
+        more = more && step(n + i, tiles[i], tiles[(i + 1) % Traits::kTiles]);
+      }
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    add_counts();
   }
-  LaneSigns const lane_signs = signs_of<kHeadDim>(signs, thread_index());
-  __syncthreads();
-  begin_copy(0);
 
-  unsigned not_finite = 0;
-  // Measures tile n, if there is one, and converts the one kBehind before, which is `kept`. Returns whether there is
-  // one to convert after that.
-  auto const step = [&](unsigned n, std::uint32_t(&words)[Traits::kWords], std::uint32_t const(&kept)[Traits::kWords]) {
+ private:
+  // Measures tile n, if there is one, into `words`. Then converts tile n - kBehind, if there is one, of which `kept`
+  // are the words. Returns whether there is one to convert after that.
+  CUTE_DEVICE bool step(unsigned n, Words& words, Words const& kept) {
     unsigned const place = n % kPlaces;
     unsigned const before = (n - kBehind) % kPlaces;
     bool const there = storage.work[place].job != Job::None;
     bool const converts = n >= kBehind;
-    bool const asks = converts && thread_index() / 32 == Traits::kWarps - 1;
+    bool const asks = converts && is_last_warp();
     Answer answer;
-    // Where more than one tile lies between, the answer is likely to be yes; that it takes long is hidden then.
-    constexpr bool kAsksAhead = kBehind > 1;
     if (kAsksAhead && asks) {
       answer = ask(params, storage.work[before].shared, 0, thread_index() % 32);
     }
     if (there) {
-      int const thread = thread_index();
-      int const warp = thread / 32;
-      int const lane = thread % 32;
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      __syncwarp();
-      float largest;
-      if constexpr (Traits::kPacked) {
-        WarpTile::read(words, address_of(storage.tiles[warp]), lane);
-        __syncwarp();
-        begin_copy(n + 1);
-        largest = largest_magnitude<kSource>(words);
-      } else {
-        float x[kValues];
-        WarpTile::template read<kSource, true>(x, address_of(storage.tiles[warp]), lane_signs, lane);
-        __syncwarp();
-        begin_copy(n + 1);
-        int const row_lane = thread_index() % kLanes<kHeadDim>;  // among those of a row
-        rotate<kHeadDim, kRotation>(x, row_lane, chunks);
-        normalize<kHeadDim, kRotation>(x, row_lane, norms);
-        largest = largest_magnitude(x);
-        CUTE_UNROLL
-        for (int i = 0; i < kValues; ++i) {
-          words[i] = __float_as_uint(x[i]);
-        }
-      }
-      // Magnitudes compare as their bits do.
-      unsigned const of_warp = __reduce_max_sync(0xffffffffU, __float_as_uint(largest));
-      if (thread_index() % 32 == 0) {
-        storage.largest[n % 2][thread_index() / 32] = of_warp;
-      }
-      if (thread_index() / 32 != Traits::kWarps - 1) {
-        named_barrier_arrive(kMeasuredBarrier, Traits::kThreads);
-      } else {
-        named_barrier_sync(kMeasuredBarrier, Traits::kThreads);
-        unsigned of_tile = 0;
-        CUTE_UNROLL
-        for (unsigned const one : storage.largest[n % 2]) {
-          of_tile = max(of_tile, one);
-        }
-        if (thread_index() % 32 == 0) {
-          tell(params, storage.work[place].slot, of_tile);
-        }
-      }
+      float const largest = measure(n, words);
+      publish_largest(n, largest);
     }
     if (thread_index() == 0) {
       make_work(n + 2);
     }
     if (asks) {
-      int const lane = thread_index() % 32;
-      Work const& work = storage.work[before];
-      float const amax = await_all<kAsksAhead>(params, work.shared, lane, answer);
-      float const descale = descale_of(amax, params.most);
-      if (lane == 0) {
-        storage.factor[before] = reciprocal(descale);
-        if (work.first) {
-          *work.descale = descale;
-        }
-      }
+      make_factor(before, answer);
     }
     __syncthreads();
-
     if (converts) {
-      int const warp = thread_index() / 32;
-      int const lane = thread_index() % 32;
-      Work const& work = storage.work[before];
-      float const factor = storage.factor[before];
-      int const rows = work.rows - warp * WarpTile::kRows;
-      std::uint32_t const stored = address_of(storage.stored[warp]);
-      std::uint32_t const first_unit = WarpTile::template first_unit<kRotation>(stored, lane);
-      auto const unit = [&](int u, float(&x)[kUnit]) {
-        CUTE_UNROLL
-        for (int i = 0; i < kUnit; i += 2) {
-          if constexpr (Traits::kPacked) {
-            unpack<kSource>(kept[(u * kUnit + i) / 2], x[i], x[i + 1]);
-          } else {
-            x[i] = __uint_as_float(kept[u * kUnit + i]);
-            x[i + 1] = __uint_as_float(kept[u * kUnit + i + 1]);
-          }
-        }
-      };
-      CUTE_UNROLL
-      for (int u = 0; u < kUnitsALane; ++u) {
-        float x[kUnit];
-        unit(u, x);
-        CUTE_UNROLL
-        for (float& one : x) {
-          one = multiply(one, factor);
-        }
-        write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(x));
-      }
-      if (params.counts != nullptr) {
-        CUTE_UNROLL
-        for (int u = 0; u < kUnitsALane; ++u) {
-          if (WarpTile::template has<kRotation>(u, rows, chunks, lane)) {
-            float x[kUnit];
-            unit(u, x);
-            CUTE_UNROLL
-            for (float const one : x) {
-              not_finite += is_nan(one) ? 1 : 0;
-            }
-          }
-        }
-      }
-      __syncwarp();
-      std::uint64_t const row_bytes = params.stored.stride_row;
-      unsigned const first = warp * WarpTile::kRows;
-      WarpTile::store(stored, work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
-      __syncwarp();
+      convert(before, kept);
     }
     return n + 1 < kBehind || storage.work[(before + 1) % kPlaces].job != Job::None;
-  };
-  std::uint32_t tiles[Traits::kTiles][Traits::kWords] = {};
-  bool more = true;
-  CUTE_NO_UNROLL
-  for (unsigned n = 0; more; n += Traits::kTiles) {
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kTiles; ++i) {
-      more = more && step(n + i, tiles[i], tiles[(i + 1) % Traits::kTiles]);
+  }
+
+  CUTE_DEVICE static bool is_last_warp() { return thread_index() / 32 == Traits::kWarps - 1; }
+  CUTE_DEVICE static std::uint32_t address_of(char const* shared) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+  }
+
+  // By thread 0, before the barrier that stands ahead of the work's first use.
+  CUTE_DEVICE void make_work(unsigned n) { storage.work[n % kPlaces] = work_once(params, blockIdx.x + n * gridDim.x); }
+
+  // Starts the copy of the warp's rows of tile n to shared memory. All lanes must have read the rows of the tile
+  // before.
+  CUTE_DEVICE void begin_copy(unsigned n) {
+    int const thread = thread_index();
+    WarpTile::copy(address_of(storage.tiles[thread / 32]), params, storage.work[n % kPlaces], thread);
+  }
+
+  // Waits for the warp's rows of tile n, takes them into `words` (rotated, where they are) and starts the next copy.
+  // Returns the largest finite magnitude of the lane's values. Infinities become NaN.
+  CUTE_DEVICE float measure(unsigned n, Words& words) {
+    int const thread = thread_index();
+    int const warp = thread / 32;
+    int const lane = thread % 32;
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+    if constexpr (Traits::kPacked) {
+      WarpTile::read(words, address_of(storage.tiles[warp]), lane);
+      __syncwarp();
+      begin_copy(n + 1);
+      return largest_magnitude<kSource>(words);
+    } else {
+      float x[kValues];
+      WarpTile::template read<kSource, true>(x, address_of(storage.tiles[warp]), lane_signs, lane);
+      __syncwarp();
+      begin_copy(n + 1);
+      int const row_lane = thread_index() % kLanes<kHeadDim>;  // among those of a row
+      rotate<kHeadDim, kRotation>(x, row_lane, chunks);
+      normalize<kHeadDim, kRotation>(x, row_lane, norms);
+      float const largest = largest_magnitude(x);
+      CUTE_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        words[i] = __float_as_uint(x[i]);
+      }
+      return largest;
     }
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  // None was saturated: the factor takes the largest to the most, but for rounding.
-  if (params.counts != nullptr) {
-    not_finite = __reduce_add_sync(0xffffffffU, not_finite);
+
+  // Reduces a tile's largest magnitude over the CTA, and tells it to all CTAs. Magnitudes compare as their bits do.
+  CUTE_DEVICE void publish_largest(unsigned n, float largest) {
+    unsigned const of_warp = __reduce_max_sync(0xffffffffU, __float_as_uint(largest));
     if (thread_index() % 32 == 0) {
-      atomicAdd(&params.counts[1], static_cast<unsigned long long>(not_finite));
+      storage.largest[n % 2][thread_index() / 32] = of_warp;
+    }
+    if (!is_last_warp()) {
+      named_barrier_arrive(kMeasuredBarrier, Traits::kThreads);
+    } else {
+      named_barrier_sync(kMeasuredBarrier, Traits::kThreads);
+      unsigned of_tile = 0;
+      CUTE_UNROLL
+      for (unsigned const one : storage.largest[n % 2]) {
+        of_tile = max(of_tile, one);
+      }
+      if (thread_index() % 32 == 0) {
+        tell(params, storage.work[n % kPlaces].slot, of_tile);
+      }
     }
   }
+
+  // By the last warp: waits until all tiles of a factor were measured, and makes the factor of the tile in `place`. The
+  // first tile of a factor also writes the descale factor. `answer` is what was asked ahead, if it was.
+  CUTE_DEVICE void make_factor(unsigned place, Answer const& answer) {
+    int const lane = thread_index() % 32;
+    Work const& work = storage.work[place];
+    float const amax = await_all<kAsksAhead>(params, work.shared, lane, answer);
+    float const descale = descale_of(amax, params.most);
+    if (lane == 0) {
+      storage.factor[place] = reciprocal(descale);
+      if (work.first) {
+        *work.descale = descale;
+      }
+    }
+  }
+
+  // The values of unit u of a lane, as f32.
+  CUTE_DEVICE static void read_unit(Words const& words, int u, float (&x)[kUnit]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kUnit; i += 2) {
+      if constexpr (Traits::kPacked) {
+        unpack<kSource>(words[(u * kUnit + i) / 2], x[i], x[i + 1]);
+      } else {
+        x[i] = __uint_as_float(words[u * kUnit + i]);
+        x[i + 1] = __uint_as_float(words[u * kUnit + i + 1]);
+      }
+    }
+  }
+
+  // Multiplies the tile in `place` by its factor and stores it as e4m3, by way of shared memory. Counts what is no
+  // number, if that is asked for.
+  CUTE_DEVICE void convert(unsigned place, Words const& words) {
+    int const warp = thread_index() / 32;
+    int const lane = thread_index() % 32;
+    Work const& work = storage.work[place];
+    float const factor = storage.factor[place];
+    int const rows = work.rows - warp * WarpTile::kRows;
+    std::uint32_t const stored = address_of(storage.stored[warp]);
+    std::uint32_t const first_unit = WarpTile::template first_unit<kRotation>(stored, lane);
+    CUTE_UNROLL
+    for (int u = 0; u < kUnitsALane; ++u) {
+      float x[kUnit];
+      read_unit(words, u, x);
+      CUTE_UNROLL
+      for (float& one : x) {
+        one = multiply(one, factor);
+      }
+      write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(x));
+    }
+    if (params.counts != nullptr) {
+      count_not_finite(words, rows, lane);
+    }
+    __syncwarp();
+    std::uint64_t const row_bytes = params.stored.stride_row;
+    unsigned const first = warp * WarpTile::kRows;
+    WarpTile::store(stored, work.stored + first * row_bytes, row_bytes, rows, chunks, lane);
+    __syncwarp();
+  }
+
+  // `rows`: how many of the warp's rows there are in the tensor.
+  CUTE_DEVICE void count_not_finite(Words const& words, int rows, int lane) {
+    CUTE_UNROLL
+    for (int u = 0; u < kUnitsALane; ++u) {
+      if (WarpTile::template has<kRotation>(u, rows, chunks, lane)) {
+        float x[kUnit];
+        read_unit(words, u, x);
+        CUTE_UNROLL
+        for (float const one : x) {
+          not_finite += is_nan(one) ? 1 : 0;
+        }
+      }
+    }
+  }
+
+  // Adds what was counted to the tensor's counts. No value was saturated: the factor takes the largest magnitude to the
+  // largest that is stored, but for rounding.
+  CUTE_DEVICE void add_counts() {
+    if (params.counts != nullptr) {
+      not_finite = __reduce_add_sync(0xffffffffU, not_finite);
+      if (thread_index() % 32 == 0) {
+        atomicAdd(&params.counts[1], static_cast<unsigned long long>(not_finite));
+      }
+    }
+  }
+};
+
+template <DType kSource, int kHeadDim, Rotation kRotation>
+__global__ void __launch_bounds__(OnceTraits<kHeadDim, kRotation>::kThreads, OnceTraits<kHeadDim, kRotation>::kCtas)
+    quantize_once_kernel(__grid_constant__ Params const params, __grid_constant__ Norms const norms,
+                         __grid_constant__ Signs const signs) {
+  using Once = Once<kSource, kHeadDim, kRotation>;
+  extern __shared__ char memory[];
+  Once{params, norms, *reinterpret_cast<typename Once::Storage*>(memory)}.run(signs);
 }
 
 }  // namespace hattn::quantize

@@ -1,8 +1,8 @@
-// The Hadamard transform of rows, of which a lane holds half or all.
+// The Hadamard transform of rows. A row is in the registers of kLanes lanes: one, or two at head dim 128.
 //
-// A row is kHeadDim / 8 chunks of 8 elements; lane `l` of the row's kLanes has chunks 8 l to 8 l + 7. So all steps are
-// within a lane, but the last of head dim 128. There each lane takes both results of half of the pairs, so that only
-// half of its elements are shuffled, and what it has then is units (unit_of) of both halves of the row.
+// A row is kHeadDim / 8 chunks of 8 elements. Lane `l` of the row's lanes has chunks 8 l to 8 l + 7. So all steps are
+// within a lane, except the last one at head dim 128. There each lane takes both results of half of the pairs. So only
+// half of its elements are shuffled. Afterwards a lane has units (unit_of) of both halves of the row.
 #pragma once
 
 #include "quantize/arithmetic.hpp"
@@ -21,31 +21,33 @@ constexpr int kLanes = kHeadDim / kValues;
 // What is done before the conversion.
 enum class Rotation : int {
   None,
-  Whole,  // of head dims that fill kHeadDim
-  Parts   // of others, which are blocks of several sizes
+  Whole,       // one transform of a row, where the head dim is kHeadDim
+  PowersOfTwo  // several transforms side by side, one for each power of two in the head dim (112 = 64 + 32 + 16)
 };
 
-// Of the 32 elements from 32 i on: of the p-th pair of them the first one's is bit 15 - p of bits[i], the second one's
-// bit 31 - p, so that a shift takes them to where a packed pair has its own.
+// Which elements of a row are negated before the rotation. bits[i] is for the 32 elements from 32 i on. Of their pair
+// p, the first element has bit 15 - p and the second bit 31 - p. So one shift takes both bits to the sign bits of a
+// packed pair.
 struct Signs {
   std::uint32_t bits[4];
 };
 
-// Those of a lane's elements.
+// The signs of a lane's elements.
 struct LaneSigns {
   std::uint32_t bits[2];
 
-  // What flips them in the pair of elements 2 p and 2 p + 1.
+  // The mask that negates what is to be negated of elements 2 p and 2 p + 1, as a packed pair.
   CUTE_DEVICE std::uint32_t mask(int p) const { return bits[p / 16] << (p % 16) & 0x80008000U; }
 };
 
-// The factor at the end, of each chunk.
+// The factor of each chunk's elements at the end: 1 / sqrt(size of the chunk's transform).
 struct Norms {
   float of_chunk[16];
 };
 
-// Steps of kStep chunks. A run of 2 * kStep chunks that does not end within the `chunks` that are there from the lane's
-// first on stays as it is; kWhole says that there is none.
+// One step of the transform, between elements that are kStep chunks apart. `chunks` is how many chunks the row has,
+// from the lane's first one on. A run of 2 * kStep chunks that ends beyond them stays as it is. kWhole: there is no
+// such run.
 template <int kStep, bool kWhole>
 CUTE_DEVICE void rotate_chunks(float (&x)[kValues], int chunks) {
   CUTE_UNROLL
@@ -89,8 +91,8 @@ CUTE_DEVICE float subtract_by_lane(int lane, float a, float b) {
   return difference;
 }
 
-// All steps that are within a lane, but for the last of these where one between lanes follows, which is part of that.
-// `lane` is the one among those of the row.
+// All steps within a lane. (Where a step between lanes follows, the last one is left out: rotate_across does it.)
+// `lane` is the lane's number among those of the row.
 template <int kHeadDim, Rotation kRotation>
 CUTE_DEVICE void rotate_within(float (&x)[kValues], int lane, int chunks) {
   constexpr bool kWhole = kRotation == Rotation::Whole;
@@ -113,8 +115,9 @@ CUTE_DEVICE void rotate_within(float (&x)[kValues], int lane, int chunks) {
   }
 }
 
-// Of the step of 4 chunks, of a lane's i-th pair: the lower lane stays with sums, the upper one with differences, which
-// come of a product with 1 or -1, which is exact. The others change lanes for the last step.
+// The step of 4 chunks, for pair i of a lane, with the exchange that the last step needs. The lower lane keeps the sum
+// and sends the difference. The upper lane keeps the difference and sends the sum. (Both come of a product with 1 or
+// -1, which is exact.)
 struct Crossing {
   float stays, comes;
 };
@@ -125,7 +128,7 @@ CUTE_DEVICE Crossing cross(float const (&x)[kValues], int lane, int i) {
   return {multiply_add(sign, x[i + kValues / 2], x[i]), __shfl_xor_sync(0xffffffffU, goes, 1)};
 }
 
-// The last two steps where they cross; else nothing is left.
+// The last two steps, where the last one is between lanes. Else it does nothing.
 template <int kHeadDim, Rotation kRotation>
 CUTE_DEVICE void rotate_across(float (&x)[kValues], int lane) {
   if constexpr (kCrosses<kHeadDim, kRotation>) {
@@ -138,8 +141,8 @@ CUTE_DEVICE void rotate_across(float (&x)[kValues], int lane) {
   }
 }
 
-// The largest magnitude of what they would give, where that is finite: of a sum and a difference the larger magnitude
-// is the sum of magnitudes.
+// The largest magnitude of what rotate_across would give, if that is finite. The larger magnitude of a sum and a
+// difference is the sum of the magnitudes.
 CUTE_DEVICE float largest_across(float const (&x)[kValues], int lane) {
   return largest_of<kValues / 2>([&](int i) {
     auto const [stays, comes] = cross(x, lane, i);

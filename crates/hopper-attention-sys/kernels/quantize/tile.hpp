@@ -1,9 +1,9 @@
 // How a tile's rows come into registers and leave them.
 //
-// A row belongs to kLanes lanes (rotate.hpp), while memory wants neighbouring lanes on neighbouring bytes. Shared
-// memory is between the two, and only within a warp: its 16 or 32 rows are copied by itself and stored by itself, so
-// that a __syncwarp is all it takes. Rows lie side by side, their 16-byte pieces permuted by the row's low bits, so
-// that the eight lanes that read or write together meet all banks.
+// In registers, a row belongs to kLanes lanes (rotate.hpp). Global memory is fast where neighbouring lanes access
+// neighbouring bytes. So rows pass through shared memory. Each warp copies and stores its own 16 or 32 rows, so that a
+// __syncwarp is all that is needed. In shared memory rows lie one behind the other. Their 16-byte chunks are permuted
+// by the row's low bits, so that the eight lanes that read or write together meet all banks.
 #pragma once
 
 #include "common/thread.hpp"

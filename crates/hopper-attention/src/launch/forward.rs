@@ -55,7 +55,7 @@ impl Launch for ForwardPlan {
         let behind = sys::FwdParams {
             grid: fallback.grid,
             tile_counter: counter.map_or(0, |offset| args.workspace + offset as u64),
-            shared_tiles: 0,
+            split_tiles: 0,
             ..params
         };
         launch(&fallback.kernel, &behind)
@@ -139,7 +139,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,
         tile_counter: part(parts.tile_counter),
-        shared_tiles: choice.shared_tiles,
+        split_tiles: choice.split_tiles,
         output: sys::to_dtype(problem.output_dtype()),
         descale_q_group: match problem.scaling() {
             // All query heads that read one key head share one factor of Q.

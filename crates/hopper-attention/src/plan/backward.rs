@@ -311,7 +311,7 @@ mod tests {
                     threads: 384,
                     smem_bytes: 200 << 10,
                     scores: DType::F32,
-                    share_bytes: 0,
+                    split_bytes: 0,
                 });
             }
         }

@@ -30,7 +30,7 @@ const HEADER_BYTES: usize = 16;
 const RANGE_WORD_BYTES: usize = size_of::<u32>();
 /// The last tiles are split over all CTAs if this saves each CTA at least so many key blocks. A split itself costs about ten:
 /// a CTA writes partial sums, another one reads them, and a tile is begun twice (benches/LOG.md, entry 28).
-const SHARING_SAVES: usize = 20;
+const SPLITTING_SAVES: usize = 20;
 
 /// The second kernel of a [`Choice`] whose kernel sums scores in f16.
 ///
@@ -78,12 +78,12 @@ pub struct Choice {
     /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
     pub tile_counter: bool,
     /// Number of tiles at the end of the tile order that are split over CTAs by key blocks
-    /// (`hopper-attention-sys/kernels/sm90/fp8/share.hpp`). 0 turns splitting off.
+    /// (`hopper-attention-sys/kernels/sm90/fp8/split.hpp`). 0 turns splitting off.
     /// - Why: without splitting, some CTAs have no tile in the last round. With splitting, all CTAs compute equally many key
-    ///   blocks of the last tiles. A tile at a border between two CTAs is computed in two parts.
+    ///   blocks of the last tiles. A tile at a border between two CTAs is computed in two pieces.
     /// - Range: 0, or above `grid` and below `2 * grid`.
-    /// - Needs a kernel with `share_bytes` above 0, `tile_counter`, and `tiles >= 2 * grid`.
-    pub shared_tiles: i32,
+    /// - Needs a kernel with `split_bytes` above 0, `tile_counter`, and `tiles >= 2 * grid`.
+    pub split_tiles: i32,
     /// Number of queries by which the last tile of each head reaches past `seqlen_q`: 0 to `tile_m - 1`.
     pub padding: i32,
     /// Whether a measurement chose the kernel, and not the built-in ranking. See [`Tuning`](super::Tuning).
@@ -210,31 +210,31 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
         heads_per_group,
         groups,
         tile_counter,
-        shared_tiles: if tile_counter { shared_tiles(&kernel, tiles, grid, dims.seqlen_kv) } else { 0 },
+        split_tiles: if tile_counter { split_tiles(&kernel, tiles, grid, dims.seqlen_kv) } else { 0 },
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         tuned: false,
         fallback,
     })
 }
 
-/// How many of the last tiles to split over all CTAs: see [`Choice::shared_tiles`].
+/// How many of the last tiles to split over all CTAs: see [`Choice::split_tiles`].
 ///
 /// Without splitting, the last round has `rest` tiles, and `grid - rest` CTAs idle in it. So the last two rounds, `grid + rest`
 /// tiles, are split, if this saves enough.
-fn shared_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> i32 {
+fn split_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> i32 {
     let rest = tiles % grid.max(1);
-    if kernel.share_bytes == 0 || rest == 0 || tiles / 2 < grid {
+    if kernel.split_bytes == 0 || rest == 0 || tiles / 2 < grid {
         return 0;
     }
     let idle = (grid - rest) as usize * seqlen_kv.div_ceil(kernel.tile_n.max(1));
-    if idle >= grid as usize * SHARING_SAVES { grid + rest } else { 0 }
+    if idle >= grid as usize * SPLITTING_SAVES { grid + rest } else { 0 }
 }
 
 /// The parts of a forward workspace, as offsets in bytes from its start.
 ///
 /// ```text
 /// CTAs draw tiles             counter: 4 bytes
-/// CTAs draw and split tiles   counter: 16 bytes | partial sums: grid * share_bytes
+/// CTAs draw and split tiles   counter: 16 bytes | partial sums: grid * split_bytes
 /// there is a fallback         RangeCheck: 16 bytes | a word for each CTA: 4 * grid, rounded up to 16 | partial sums, if split
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -258,7 +258,7 @@ impl Choice {
     /// The workspace that the kernels need, in bytes:
     /// - 0 where CTAs do not draw tiles, 4 where they do;
     /// - 544 on an H100 where there is a fallback;
-    /// - where tiles are split, also `share_bytes` of the kernel for each CTA (14 MB on an H100).
+    /// - where tiles are split, also `split_bytes` of the kernel for each CTA (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
     }
@@ -267,10 +267,10 @@ impl Choice {
         let grid = self.grid as usize; // Never below 0.
         let tile_counter = self.tile_counter.then_some(0);
         let Some(fallback) = &self.fallback else {
-            let end = match (self.tile_counter, self.shared_tiles) {
+            let end = match (self.tile_counter, self.split_tiles) {
                 (false, 0) => 0,
                 (true, 0) => COUNTER_BYTES,
-                _ => HEADER_BYTES + grid * self.kernel.share_bytes,
+                _ => HEADER_BYTES + grid * self.kernel.split_bytes,
             };
             return Parts { tile_counter, fallback_counter: None, range_check: None, end };
         };
@@ -279,7 +279,7 @@ impl Choice {
             tile_counter,
             fallback_counter: fallback.tile_counter.then_some(COUNTER_BYTES),
             range_check: Some(0),
-            end: range_check + if self.shared_tiles > 0 { grid * self.kernel.share_bytes } else { 0 },
+            end: range_check + if self.split_tiles > 0 { grid * self.kernel.split_bytes } else { 0 },
         }
     }
 }
@@ -294,8 +294,8 @@ impl fmt::Display for Choice {
             "heads a group {heads_per_group}, groups {groups}, {} order",
             if self.tile_counter { "drawn" } else { "fixed" }
         )?;
-        if self.shared_tiles > 0 {
-            write!(f, ", the last {} shared out", self.shared_tiles)?;
+        if self.split_tiles > 0 {
+            write!(f, ", the last {} split", self.split_tiles)?;
         }
         write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])?;
         match &self.fallback {

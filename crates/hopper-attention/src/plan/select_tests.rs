@@ -24,7 +24,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         threads: 128 + tile_m * 2,
         smem_bytes: 200 << 10,
         scores: DType::F32,
-        share_bytes: 0,
+        split_bytes: 0,
     }
 }
 
@@ -183,24 +183,24 @@ fn long_tiles_of_e4m3_are_drawn_though_they_are_equal() {
 
 #[test]
 fn the_last_tiles_are_split_where_ctas_would_idle() {
-    let row = KernelInfo { dtype: DType::E4M3, share_bytes: 1000, ..row(0, MaskClass::Full, 128, 192) };
-    let shared = |row, [batch, heads_q, seqlen_q, seqlen_kv]: [usize; 4]| {
+    let row = KernelInfo { dtype: DType::E4M3, split_bytes: 1000, ..row(0, MaskClass::Full, 128, 192) };
+    let split = |row, [batch, heads_q, seqlen_q, seqlen_kv]: [usize; 4]| {
         let dims = Dims { batch, heads_q, heads_kv: heads_q, seqlen_q, seqlen_kv, ..DIMS };
         let choice = select(&ForwardProblem::builder(DType::E4M3, dims).build().unwrap(), &H100, &[row]).unwrap();
-        (choice.tiles, choice.shared_tiles, choice.workspace_bytes())
+        (choice.tiles, choice.split_tiles, choice.workspace_bytes())
     };
     // 76 of 132 CTAs would have no eleventh tile. A tile has 128 or 64 key blocks.
-    assert_eq!(shared(row, [1, 16, 16384, 16384]), (1376, 132 + 56, 16 + 132 * 1000));
-    assert_eq!(shared(row, [2, 16, 8192, 8192]), (1376, 132 + 56, 16 + 132 * 1000));
-    assert_eq!(shared(KernelInfo { share_bytes: 0, ..row }, [1, 16, 16384, 16384]), (1376, 0, 4));
+    assert_eq!(split(row, [1, 16, 16384, 16384]), (1376, 132 + 56, 16 + 132 * 1000));
+    assert_eq!(split(row, [2, 16, 8192, 8192]), (1376, 132 + 56, 16 + 132 * 1000));
+    assert_eq!(split(KernelInfo { split_bytes: 0, ..row }, [1, 16, 16384, 16384]), (1376, 0, 4));
     // Not split: too few key blocks; a whole number of rounds; less than two rounds. Then just over two rounds, which is split.
-    assert_eq!(shared(row, [4, 16, 4096, 4096]), (1408, 0, 4));
-    assert_eq!(shared(row, [2, 132, 192, 16384]), (264, 0, 4));
-    assert_eq!(shared(row, [1, 140, 192, 16384]), (140, 0, 4));
-    assert_eq!(shared(row, [1, 265, 192, 16384]), (265, 133, 16 + 132 * 1000));
+    assert_eq!(split(row, [4, 16, 4096, 4096]), (1408, 0, 4));
+    assert_eq!(split(row, [2, 132, 192, 16384]), (264, 0, 4));
+    assert_eq!(split(row, [1, 140, 192, 16384]), (140, 0, 4));
+    assert_eq!(split(row, [1, 265, 192, 16384]), (265, 133, 16 + 132 * 1000));
     let dims = Dims { batch: 1, seqlen_q: 16384, seqlen_kv: 16384, ..DIMS };
     let choice = select(&ForwardProblem::builder(DType::E4M3, dims).build().unwrap(), &H100, &[row]).unwrap();
-    assert!(choice.to_string().ends_with(", drawn order, the last 188 shared out"), "{choice}");
+    assert!(choice.to_string().ends_with(", drawn order, the last 188 split"), "{choice}");
 }
 
 #[test]

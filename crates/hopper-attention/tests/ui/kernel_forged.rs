@@ -16,7 +16,7 @@ fn main() {
         threads: 384,
         smem_bytes: 0,
         scores: DType::F32,
-        share_bytes: 0,
+        split_bytes: 0,
     };
     let _ = KernelInfo { smem_bytes: 0, ..kernels()[0] };
 }

@@ -1,5 +1,5 @@
-// The end of a tile, as one consumer warpgroup sees it: O / row_sum in the output's type, its largest magnitude, and
-// the log-sum-exp, straight to memory.
+// The end of a tile, for one consumer warpgroup: writes O / row_sum in the output's type, O's largest magnitude and the
+// log-sum-exp, straight to memory.
 #pragma once
 
 #include "common/e4m3.hpp"
@@ -11,7 +11,10 @@ namespace hattn::sm90 {
 
 template <class Traits>
 struct Fp8Epilogue {
-  // `reference` and `row_sum` as the softmax left them, `divisor` what O is divided by, `output` the sums of P V.
+  // - `reference`, `row_sum`: of this thread's two rows, from the softmax.
+  // - `divisor`: sums of the rounded weights, by which O is divided.
+  // - `largest_v`: factor of O.
+  // - `output`: the sums of P V. Multiplied by the factors in place.
   template <class Output>
   CUTE_DEVICE static void run(Fp8KernelParams const& params, Tile const& tile, int consumer,
                               float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
@@ -69,8 +72,8 @@ struct Fp8Epilogue {
     }
   }
 
-  // Four columns side by side at a time, which a lane has since V^T lists the even columns of 16 before the odd ones:
-  // those of accumulator elements i, i + 4, i + 1, i + 5 are `words(i)`.
+  // Writes four columns side by side at a time. A lane has them, since V^T lists the even columns of 16 before the odd
+  // ones: they are the accumulator elements i, i + 4, i + 1, i + 5. `words(i)` are these in the output's type.
   template <int kElementBytes, class Words>
   CUTE_DEVICE static void write(Fp8KernelParams const& params, Tile const& tile, int row, int lane,
                                 Words const& words) {

@@ -1,20 +1,43 @@
 // The sm_90a forward kernel of e4m3 operands, for one mask class and tile shape.
 //
-// Roles. One producer warpgroup (warp 0 loads K and V and works out their factors, warp 1 draws tiles, loads Q and
-// looks whether scores fit f16, range.hpp, warps 2 and 3 transpose V, load.hpp) and two consumer warpgroups of 64 query
-// rows each, or three where registers allow (mma.hpp, softmax.hpp, weights.hpp; epilogue.hpp writes O itself). The grid
-// is persistent; tile_scheduler.hpp says which tiles a CTA takes and share.hpp which parts of the last ones, mask.hpp
-// which key blocks a tile visits. A block is 128 keys, which share their factors.
+// A tile is kTileM queries of one head. A block is kTileN = 128 keys; its keys share their descale factors. The grid is
+// persistent: a CTA computes one tile after another. common/tile_scheduler.hpp says which tiles, split.hpp which pieces
+// of the last ones.
 //
-// Barriers. Full barriers of what is copied (one arrival and its bytes): q, k (another for the block's factors) and v;
-// empty ones (an arrival a consumer warp, of k warp 1's too; of v one a transposing warp). vt_full (an arrival a
-// transposing warp) and vt_empty hand on V^T. tile_full and tile_empty (all who read it) name a buffer's tile and hand
-// its Q back. Named barriers 1 and 2 pass the turn to issue products between two consumers.
+// Roles
 //
-// Shared memory (head dim 128, 3 stages, 4 of three consumers and no mask): Q 2 x 16 KB (24 KB of three consumers), K 3
-// x 16 KB, V^T 3 x 17 KB, V 2 x 16 KB. Head dim 64, 4 stages: Q 2 x 8 KB (12 KB of three consumers), K 4 x 8 KB, V^T 4
-// x 9 KB, V 2 x 8 KB. Rows of Q, K and V are swizzled over their 128 or 64 bytes, those of V^T hold the 128 keys of a
-// column; eight more of each stage hold ones.
+//     producer warpgroup       load.hpp
+//       warp 0                 loads K and V, and works out the factors of each block
+//       warp 1                 draws tiles, loads Q, and checks whether scores fit f16 (range.hpp)
+//       warps 2 and 3          transpose V in shared memory
+//     2 or 3 consumers         mma.hpp: a warpgroup of 64 queries each. Both products, the softmax between them
+//                              (softmax.hpp, weights.hpp), and O (epilogue.hpp)
+//
+// Barriers in shared memory: what a completed phase says, and who arrives
+//
+//     tile_full    the buffer's next tile and piece are named    warp 1
+//     tile_empty   its tile, Q and largest_v were read           warps 0 and 1, transposers, consumer warps
+//     q_full       Q has come                                    warp 1, with the bytes
+//     k_full       K and the block's factors have come           warp 0 twice, once with the bytes
+//     k_empty      K and the factors were read                   warp 1, consumer warps
+//     v_full       V has come                                    warp 0, with the bytes
+//     v_empty      V was transposed                              transposers (warps 2 and 3)
+//     vt_full      V^T is there                                  transposers
+//     vt_empty     V^T was multiplied                            consumer warps
+//
+// Named barriers 1 and 2 pass the turn to issue products between two consumers (sm90/turns.hpp).
+//
+// Shared memory, in KB. Where two numbers of stages stand, the second is for rows with a mask.
+//
+//     head dim            128            128             64            64
+//     consumers             2              3              2             3
+//     Q                2 x 16         2 x 24          2 x 8        2 x 12
+//     K                3 x 16   4 or 3 x 16           4 x 8         4 x 8
+//     V^T              3 x 17   4 or 3 x 17           4 x 9         4 x 9
+//     V                2 x 16         2 x 16          2 x 8         2 x 8
+//
+// Rows of Q, K and V are swizzled over their length, 128 or 64 bytes. A row of V^T is the 128 keys of one column. Each
+// stage of V^T has eight more rows, of ones.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -79,7 +102,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Fp8Mma<Traits>::run(params, band, storage, warpgroup - 1);
+    Fp8Mma<Traits>{params, band, storage, warpgroup - 1}.run();
   }
 }
 

@@ -14,7 +14,7 @@ Status fp8_prepare() noexcept {
                                          : prepare_kernel(fp8_fwd_kernel<Traits>, Traits::kSmemBytes);
 }
 
-// What a forward without keys gives. (The filling kernel takes two bytes for an element.)
+// The result of a forward without keys. (The filling kernel takes an element for two bytes.)
 inline Status fp8_fill_empty(FwdParams params, CUstream_st* stream) noexcept {
   if (params.output == DType::E4M3) {
     params.head_dim_vo /= 2;
@@ -27,18 +27,18 @@ inline Status fp8_fill_empty(FwdParams params, CUstream_st* stream) noexcept {
 
 template <class Traits>
 Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
-  using Share = Fp8Share<Traits>;
-  bool const looks = Traits::kScores == Scores::F16;
-  bool const behind = !looks && params.range_check != 0;
-  // The largest magnitude counts only once it is known that nothing was too large. Until then it is kept in the
-  // workspace, and the row behind publishes it or makes its own.
-  bool const keeps_amax = looks && params.amax.address != 0;
+  using Split = Fp8Split<Traits>;
+  bool const checks_range = Traits::kScores == Scores::F16;
+  bool const is_fallback = !checks_range && params.range_check != 0;
+  // The largest magnitude counts only once it is known that nothing was too large for f16. Until then it is kept in the
+  // workspace. The fallback row publishes it or makes its own.
+  bool const keeps_amax = checks_range && params.amax.address != 0;
   std::uint64_t const amax = keeps_amax ? params.range_check + offsetof(RangeCheck, amax) : params.amax.address;
-  if (!behind) {
+  if (!is_fallback) {
     std::size_t const counter_bytes =
-        params.shared_tiles != 0 ? Share::header_bytes(params.grid) + std::size_t{Share::kSignBytes} * params.grid
-        : looks                  ? sizeof(RangeCheck)
-                                 : sizeof(int);
+        params.split_tiles != 0 ? Split::header_bytes(params.grid) + std::size_t{Split::kFlagBytes} * params.grid
+        : checks_range          ? sizeof(RangeCheck)
+                                : sizeof(int);
     Status zeroed = zero(keeps_amax ? params.range_check : params.tile_counter, counter_bytes, stream);
     if (zeroed.code == StatusCode::Ok) {
       zeroed = zero(params.amax.address, sizeof(float), stream);
@@ -51,7 +51,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
     return {};  // amax was all that was wanted
   }
   if (params.seqlen_kv == 0) {
-    return behind ? Status{} : fp8_fill_empty(params, stream);
+    return is_fallback ? Status{} : fp8_fill_empty(params, stream);
   }
 
   CUtensorMap map_q, map_k, map_v;
@@ -80,11 +80,11 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   kernel.head_dim_vo = params.head_dim_vo;
   kernel.range_check = reinterpret_cast<RangeCheck*>(params.range_check);
   kernel.range_grid = params.range_grid;
-  kernel.shared_tiles = params.shared_tiles;
-  int const shared_units = params.shared_tiles * Share::units_of(params.seqlen_kv);
-  kernel.shared_units = shared_units / params.grid;
-  kernel.shared_longer = shared_units % params.grid;
-  // A row behind another one may be started while that one's last blocks run.
+  kernel.split_tiles = params.split_tiles;
+  int const split_units = params.split_tiles * Split::units_of(params.seqlen_kv);
+  kernel.segment_units = split_units / params.grid;
+  kernel.longer_segments = split_units % params.grid;
+  // A fallback row may start while the last CTAs of the row before it run.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -94,14 +94,14 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   config.dynamicSmemBytes = Traits::kSmemBytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = behind ? 1 : 0;
+  config.numAttrs = is_fallback ? 1 : 0;
   return to_status(cudaLaunchKernelEx(&config, fp8_fwd_kernel<Traits>, kernel, map_q, map_k, map_v));
 }
 
 template <class Traits>
 constexpr FwdRow fp8_describe() noexcept {
   RowInfo info = row_info<Traits>();
-  info.share_bytes = Fp8Share<Traits>::kBytes;
+  info.split_bytes = Fp8Split<Traits>::kBytes;
   return {info, fp8_prepare<Traits>, fp8_launch<Traits>};
 }
 

@@ -1,5 +1,7 @@
-// The producer warpgroup of the FP8 forward: warp 0 streams K and V, warp 1 draws tiles, loads Q and looks at what
-// scores are made of, warps 2 and 3 transpose V.
+// The producer warpgroup of the FP8 forward.
+//
+// Warp 0 loads K and V and works out the factors of each block. Warp 1 draws tiles, loads Q and checks whether scores
+// fit f16. Warps 2 and 3 transpose V.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -10,7 +12,7 @@
 #include "common/softmax.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/range.hpp"
-#include "sm90/fp8/share.hpp"
+#include "sm90/fp8/split.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/fp8/weights.hpp"
 #include "sm90/tma.hpp"
@@ -21,10 +23,11 @@ template <class Traits>
 struct Fp8Load {
   using Storage = typename Traits::SharedStorage;
 
-  // A factor of V below this part of the largest counts as it, which keeps sums in the range of f32.
+  // Least ratio of a block's factor of V to the head's largest. A smaller one counts as this, which keeps sums in the
+  // range of f32.
   static constexpr float kLeastRatio = 0x1p-100F;
 
-  // A lane's part of a head's blocks; the first 32 are not waited for.
+  // The largest factor of every 32nd block of a head, from block `lane` on. The first 32 blocks are not waited for.
   CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
     int const blocks = factors.stride_row == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
     float largest = factor(factors, batch, head, cute::min(lane, blocks - 1));
@@ -35,7 +38,8 @@ struct Fp8Load {
     return largest;
   }
 
-  // Nought, which the product of the smallest factors is, would make NaN of a masked score.
+  // Makes the factors of a block from `product`, the score's factor in powers of two. The product of the smallest
+  // factors is 0 in f32. It is replaced by the smallest normal number, since 0 would make a NaN of a masked score.
   CUTE_DEVICE static BlockFactors block_factors(float product, float ratio_v) {
     float const unit = product == 0.0F ? 0x1p-126F : product;
     std::uint32_t pair = 0;
@@ -45,7 +49,7 @@ struct Fp8Load {
     return {unit, pair, ratio_v, 0.0F};
   }
 
-  // What each role does for every tile of the CTA.
+  // Calls visit(tile, q) for every tile of the CTA, once warp 1 has named it. q is the position of its buffer.
   template <class Visit>
   CUTE_DEVICE static void tiles(Storage& storage, Visit const& visit) {
     CUTE_NO_UNROLL
@@ -60,9 +64,9 @@ struct Fp8Load {
     }
   }
 
-  // A whole warp, of which one lane copies. The lower lanes work out scores' factors, each for a consumer, and the
-  // upper ones V's ratio. K is asked for before any factor, so that their latencies, which are memory's at a head's
-  // first block, pass side by side.
+  // Warp 0. One lane copies K and V. The lower lanes work out the factors of scores, each for one consumer. The upper
+  // lanes work out the ratio of V. K is asked for before any factor, so that the two latencies pass side by side. (At a
+  // head's first block they are those of memory.)
   CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
                                           CUtensorMap const& map_v, Band const& band, Storage& storage) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
@@ -70,7 +74,7 @@ struct Fp8Load {
     int const consumer = cute::min(lane % 16, Traits::kConsumers - 1);
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
       int const head = tile.head / params.heads_per_kv_head;
       TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
       float const* own = &factor(descale, tile.batch, head, range.end - 1);
@@ -127,9 +131,9 @@ struct Fp8Load {
     }
   }
 
-  // A whole warp, of which one lane draws and copies. It follows the blocks of K, to look at those that are its tile's
-  // to look at, and draws the next tile meanwhile: when the last block but one is there, as in sm90/fwd/load.hpp, or
-  // the first.
+  // Warp 1. One lane draws tiles and copies Q. The warp follows the blocks of K and checks those that are checked with
+  // its tile (range.hpp). It draws the next tile when the last block but one has come, as in sm90/fwd/load.hpp, or when
+  // the first one has.
   CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                   Fp8Scheduler const& scheduler, Storage& storage) {
     bool const late = draws_late<Traits::kTileN>(scheduler.counter, params);
@@ -144,13 +148,13 @@ struct Fp8Load {
       ++drawn;
     };
     if (cute::elect_one_sync()) {
-      storage.stretch.left = 0;
+      storage.segment.left = 0;
     }
     draw();
     Fp8Range<Traits> range_check;
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
       range_check.enter_tile(params, band, scheduler, tile);
       int const draws_at = late ? cute::min(range.begin + 1, range.end - 1) : range.end - 1;
       CUTE_NO_UNROLL
@@ -174,15 +178,16 @@ struct Fp8Load {
     range_check.report(params);
   }
 
+  // By one lane: draws the next tile, names it in buffer `stage` and asks for its Q. `round`: tiles drawn before.
   CUTE_DEVICE static void draw_tile(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
                                     Fp8Scheduler const& scheduler, Storage& storage, std::uint32_t stage, int round) {
-    Part part;
-    Tile const tile = Fp8Share<Traits>::next(params, scheduler, round, storage.stretch, part);
+    Piece piece;
+    Tile const tile = Fp8Split<Traits>::next(params, scheduler, round, storage.segment, piece);
     storage.tile[stage] = tile;
-    storage.part[stage] = part;
+    storage.piece[stage] = piece;
     if (tile.valid()) {
-      // Of a tile that is still to come: its first factors are in L2 when they are asked for.
-      BlockRange const range = Traits::blocks_of(band, tile.block, part);
+      // The tile is still to come. Its first factors are then in L2 when they are asked for.
+      BlockRange const range = Traits::blocks_of(band, tile.block, piece);
       int const head = tile.head / params.heads_per_kv_head;
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       tile.block * Traits::kTileM / Traits::kScaleBlock);
@@ -195,7 +200,7 @@ struct Fp8Load {
     storage.tile_full[stage].arrive();
   }
 
-  // The rows of ones below V^T, which nothing writes over.
+  // By all threads of the CTA, once: the rows of ones below V^T. Nothing writes over them.
   CUTE_DEVICE static void ones(Storage& storage) {
     constexpr int kWords = 8 * Traits::kTileN / 4;
     for (int i = static_cast<int>(threadIdx.x); i < Traits::kStages * kWords; i += Traits::kThreads) {
@@ -205,10 +210,13 @@ struct Fp8Load {
     fence_proxy_async();
   }
 
-  // Whole warps: V^T, since the FP8 product wants both operands with keys side by side. 16 keys by 32 columns at a
-  // time: pairs of columns move as 16-bit elements, and a byte permutation parts them. It leaves the keys of each 16
-  // in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, which is the order in which a lane has its P, and of each 16
-  // columns the even ones before the odd ones, so that eight rows lie in as many banks (epilogue.hpp undoes it).
+  // Warps 2 and 3 (`transposer` 0 and 1): transpose V. An FP8 product needs both operands with keys side by side.
+  //
+  // A warp takes 16 keys by 32 columns at a time. Pairs of columns move as 16-bit elements, and a byte permutation
+  // separates them. The result has another order than the source:
+  // - of each 16 keys: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the order in which a lane has its P;
+  // - of each 16 columns: the even ones before the odd ones, so that eight rows lie in eight banks.
+  //   (epilogue.hpp undoes this order.)
   CUTE_DEVICE static void transpose(Band const& band, Storage& storage, int transposer) {
     constexpr int kRowBytes = Traits::kHeadDimVO;
     int const lane = static_cast<int>(threadIdx.x) % 32;
@@ -219,7 +227,7 @@ struct Fp8Load {
     std::uint32_t const lane_to = slab_address<Traits::kTileN>(0, lane, transposer);
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.part[q.stage]);
+      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
       __syncwarp();
       if (cute::elect_one_sync()) {
         storage.tile_empty[q.stage].arrive();

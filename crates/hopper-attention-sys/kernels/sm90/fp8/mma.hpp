@@ -1,229 +1,93 @@
-// The consumer warpgroups of the FP8 forward: both products and the softmax between them.
+// A consumer warpgroup of the FP8 forward: both products and the softmax between them, for 64 queries.
 //
-// A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
-// P_{j-1} V_{j-1}, exponentiates S, adds the second product to O meanwhile and makes P_j. At a tile's border the last
-// product hides the look at the next tile, and the next tile's first S the epilogue, where registers allow it.
+// Order. The blocks of all tiles of a CTA form one stream. In the step of block j the warpgroup
+//   1. issues S_j = Q K_j^T and P_{j-1} V_{j-1};
+//   2. exponentiates S_j;
+//   3. meanwhile adds P_{j-1} V_{j-1} to O;
+//   4. makes P_j, the e4m3 weights.
+// At a tile's end, the last product hides the wait for the next tile. The next tile's first S hides the epilogue, where
+// registers allow it.
 //
-// The tensor cores' own sums carry some 13 bits, so that those of a long sequence would drift: P V of a block has
-// accumulators of its own, which are added to O in f32, times the factor of the block's V. V^T has rows of ones, so
-// that the rounded weights are summed beside O: O is divided by that, and equal values give themselves. The LSE is of
-// the weights before rounding (softmax.hpp).
+// Precision. The tensor cores keep some 13 bits of a sum of FP8 products, too few for a long sequence. So P V of each
+// block has accumulators of its own. They are multiplied by the factor of the block's V and added to O in f32. V^T has
+// rows of ones, so that the product also sums the rounded weights. O is divided by that sum, so that equal values give
+// themselves. The LSE is made of the weights before rounding (softmax.hpp).
 //
-// Three consumers at head dim 128 have no registers for all columns of P V: it comes in parts, each added to O before
-// the next is issued, and S goes with the last of them, so that exponentials have the warpgroup to themselves.
+// Parts. Three consumers at head dim 128 have too few registers for all columns of P V. There it is computed in kParts
+// parts of columns. Each part is added to O before the next is issued. S goes with the last part, so that the
+// exponentials have the warpgroup to themselves.
 //
-// A warp alone decides to move a reference: nothing that the warpgroup's products depend on may follow from that.
+// Each warp decides alone to move a reference. So nothing that the warpgroup's products depend on may follow from that.
 #pragma once
 
 #include "common/mask.hpp"
 #include "sm90/fp8/epilogue.hpp"
 #include "sm90/fp8/recompute.hpp"
-#include "sm90/fp8/share.hpp"
 #include "sm90/fp8/softmax.hpp"
+#include "sm90/fp8/split.hpp"
 #include "sm90/fp8/traits.hpp"
 #include "sm90/product.hpp"
 #include "sm90/turns.hpp"
 
 namespace hattn::sm90 {
 
+// One consumer warpgroup, as one of its threads sees it: operands, accumulators, positions in the rings. `run` does
+// everything.
+//
+// All functions are inlined into the kernel, so that the members are registers.
 template <class Traits>
 struct Fp8Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
+  using MmaQK = typename Traits::MmaQK;
   using Weights =
       cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN, Traits::kPolynomialEvery>,
                           WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
   using Softmax = Fp8Softmax<Weights>;
-  using Share = Fp8Share<Traits>;
+  using Split = Fp8Split<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
+  static constexpr int kElementsO = Traits::kHeadDimVO / 2;  // of O, a thread's
+  static constexpr int kLastPart = Traits::kParts - 1;
 
-  // A number that is known when lambdas that take it are compiled.
-  template <int kValue>
-  using Constant = std::integral_constant<int, kValue>;
+  Fp8KernelParams const& params;
+  Band const& band;
+  Storage& storage;
+  int const consumer;  // number of the warpgroup among the consumers, from 0
 
-  CUTE_DEVICE static void run(Fp8KernelParams const& params, Band const& band, Storage& storage, int consumer) {
-    using MmaQK = typename Traits::MmaQK;
-    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * 64 * Traits::kHeadDimQK);  // the warpgroup's rows
-    auto const tSrK = Traits::SmemK::of(storage.k[0]);
-    auto const tOrV = Traits::SmemVt::of(storage.vt[0]);
-    typename MmaQK::Sums tSrS{};
-    // A part of P V of a block, and after the columns of the last part, in four elements, the sums of P.
-    Fragment<float, Traits::kElementsPart> tOrT{};
-    constexpr int kElementsO = Traits::kHeadDimVO / 2;
-    constexpr int kLastPart = Traits::kParts - 1;
-    Fragment<float, kElementsO> tOrO{};
-    Fragment<std::uint32_t, kTileN / 8> tOrP{};
+  // Operands in shared memory, as descriptors of their first buffer.
+  typename Traits::SmemQ tSrQ;  // the 64 rows of this warpgroup
+  typename Traits::SmemK tSrK;
+  typename Traits::SmemVt tOrV;
 
-    Softmax softmax;
-    float divisor[2] = {0.0F, 0.0F};  // sums of rounded weights, as far as O goes
-    float ratio_v = 1.0F;             // of the block whose weights P has
-    RingPosition<Traits::kStages> k;
-    RingPosition<Traits::kBuffersQ> q;
-    bool v_ready = false;  // the block's V^T, whose barrier was asked while its scores were waited for
-    int m_block = -1;
-    BlockRange range{0, 0, 0, 0};
+  typename MmaQK::Sums tSrS{};  // scores of a block; its weights after the softmax
+  // One part of a block's P V. Behind the columns of the last part four elements hold the sums of P.
+  Fragment<float, Traits::kElementsPart> tOrT{};
+  Fragment<float, kElementsO> tOrO{};          // O before the division
+  Fragment<std::uint32_t, kTileN / 8> tOrP{};  // e4m3 weights of a block
 
-    auto release = [&](Mbarrier& barrier) {
-      if (cute::elect_one_sync()) {
-        barrier.arrive();
-      }
-    };
-    auto make_p = [&]() __attribute__((always_inline)) { Weights::pack(tSrS, tOrP); };
-    auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
-    // Where a part's rows of V^T begin follows from where the first part's do: ptxas would make each anew.
-    auto issue_part = [&](auto part, std::uint32_t stage) __attribute__((always_inline)) {
-      using MmaPV = typename Traits::template MmaPV<part>;
-      auto& sums = tOrT.template part<MmaPV::Sums::size()>(0);
-      issue_product<MmaPV, false>(tOrP, tOrV.stage(stage).further(part * (Traits::kPartColumns * kTileN / 16)), sums);
-    };
-    // P V's first part. V's block is the one before K's. Returns where it lies.
-    auto issue_output = [&]() __attribute__((always_inline)) {
-      auto const v = k.before();
-      if constexpr (Traits::kParts == 1) {
-        storage.vt_full[v.stage].wait(v.parity);
-      } else {
-        storage.vt_full[v.stage].wait_unless(v_ready, v.parity);
-      }
-      issue_part(Constant<0>{}, v.stage);
-      return v.stage;
-    };
-    auto await_keys = [&]() __attribute__((always_inline)) {
-      storage.k_full[k.stage].wait(k.parity);
-      return storage.factors[k.stage][consumer];
-    };
-    auto release_k = [&]() __attribute__((always_inline)) {
-      release(storage.k_empty[k.stage]);
-      k.advance();
-    };
-    auto release_v = [&](std::uint32_t stage) __attribute__((always_inline)) {
-      warpgroup_fence_operand(tOrT);
-      release(storage.vt_empty[stage]);
-    };
-    auto add_part = [&](auto part, float ratio_v) __attribute__((always_inline)) {
-      constexpr int kFirst = part * Traits::kPartColumns / 2;
-      constexpr int kCount = cute::min(Traits::kPartColumns / 2, kElementsO - kFirst);
-      CUTE_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        tOrO(kFirst + i) = fmaf(tOrT(i), ratio_v, tOrO(kFirst + i));
-      }
-      if constexpr (part == kLastPart) {
-        divisor[0] += tOrT(kCount);
-        divisor[1] += tOrT(kCount + 2);
-      }
-    };
-    // Awaits and adds all parts but the last, which is then on its way.
-    auto add_first_parts = [&](std::uint32_t stage, float ratio_v) __attribute__((always_inline)) {
-      auto const add_and_issue = [&](auto part) __attribute__((always_inline)) {
-        if constexpr (part < kLastPart) {
-          warpgroup_wait<0>();
-          warpgroup_fence_operand(tOrT);
-          add_part(part, ratio_v);
-          issue_part(Constant<part + 1>{}, stage);
-        }
-      };
-      add_and_issue(Constant<0>{});
-      add_and_issue(Constant<1>{});
-      static_assert(kLastPart <= 2);
-    };
-    auto mask_block = [&](int n) __attribute__((always_inline)) {
-      int const thread = Traits::thread_index();
-      int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-      apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), n);
-    };
-    // The K that it reads must not have been released.
-    auto recompute_scores = [&]() {
-      Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kHeadDimQK, storage.k[k.stage]);
-    };
-    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
-      CUTE_UNROLL
-      for (int i = 0; i < kElementsO; ++i) {
-        tOrO(i) *= rescale[i / 2 % 2];
-      }
-      divisor[0] *= rescale[0];
-      divisor[1] *= rescale[1];
-    };
+  Softmax softmax;
+  float divisor[2] = {0.0F, 0.0F};    // sums of rounded weights, of the same blocks as O
+  float ratio_v = 1.0F;               // of the block that tOrP belongs to
+  RingPosition<Traits::kStages> k;    // of the next K
+  RingPosition<Traits::kBuffersQ> q;  // of the tile
+  bool v_ready = false;               // whether vt_full was seen to be complete, for the block that tOrP belongs to
+  int m_block = -1;                   // number of the tile in its head; -1: there are no more tiles
+  BlockRange range{0, 0, 0, 0};       // key blocks of the tile
 
-    // The tile in a buffer. The shuffle tells the compiler that the block is the same in the whole warp. -1: no more.
-    auto enter_tile = [&]() __attribute__((always_inline)) {
-      storage.tile_full[q.stage].wait(q.parity);
-      Tile const tile = storage.tile[q.stage];
-      m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
-      range = Traits::blocks_of(band, m_block, storage.part[q.stage]);
-    };
-    auto first_softmax = [&](BlockFactors const& factors) __attribute__((always_inline)) {
-      release_k();
-      if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
-        mask_block(range.end - 1);
-      }
-      softmax.first_block(tSrS, factors);
-      clear(tOrO);
-      divisor[0] = divisor[1] = 0.0F;
-      ratio_v = factors.ratio_v;
-      make_p();
-    };
+  CUTE_DEVICE Fp8Mma(Fp8KernelParams const& given_params, Band const& given_band, Storage& given_storage, int number)
+      : params{given_params},
+        band{given_band},
+        storage{given_storage},
+        consumer{number},
+        tSrQ{Traits::SmemQ::of(given_storage.q[0] + number * 64 * Traits::kHeadDimQK)},
+        tSrK{Traits::SmemK::of(given_storage.k[0])},
+        tOrV{Traits::SmemVt::of(given_storage.vt[0])} {}
 
-    // One key block: on entry P has the weights of the block before. Exponentials leave issue slots between them, which
-    // the additions to O and the conversions fill: so nothing pins exponentials before the wait for the second product.
-    // (ptxas puts a quarter of them there; all, half or none were slower, benches/LOG.md, 24.)
-    auto step = [&](auto masked, int n) __attribute__((always_inline)) {
-      BlockFactors factors;
-      std::uint32_t v;
-      if constexpr (Traits::kParts == 1) {
-        factors = await_keys();
-        Turns::wait(consumer);
-        issue_scores();
-        v = issue_output();
-        Turns::pass(consumer);
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(tSrS);
-        warpgroup_wait<0>();
-        release_v(v);
-      } else {
-        // Products first, then exponentials: ptxas would put these between the instructions that issue those, for which
-        // the whole warpgroup waits (benches/LOG.md, 26). Barriers take their time to answer: they are asked beside
-        // products.
-        v = issue_output();
-        factors = await_keys();
-        add_first_parts(v, ratio_v);
-        issue_scores();
-        warpgroup_wait<1>();
-        release_v(v);
-        add_part(Constant<kLastPart>{}, ratio_v);
-        v_ready = storage.vt_full[k.stage].test(k.parity);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tSrS);
-      }
-      auto add_output = [&]() __attribute__((always_inline)) {
-        if constexpr (Traits::kParts == 1) {
-          add_part(Constant<kLastPart>{}, ratio_v);
-        }
-        ratio_v = factors.ratio_v;
-      };
-      if constexpr (decltype(masked)::value) {
-        add_output();
-        mask_block(n);
-        softmax.masked_block(tSrS, factors, rescale_output);
-        make_p();
-      } else {
-        float sums[2];
-        softmax.unseen_block(tSrS, factors, sums);
-        add_output();
-        make_p();
-        // (What is rare lies elsewhere then, and the loop in one piece.)
-        if (__builtin_expect(!softmax.suits(sums), 0)) {
-          softmax.move_block(tSrS, factors, sums, recompute_scores, rescale_output);
-          make_p();
-        }
-        softmax.add(sums);
-      }
-      release_k();
-    };
-
+  CUTE_DEVICE void run() {
     Turns::begin(consumer);
-
     enter_tile();
     if (m_block < 0) {
       return;
@@ -238,36 +102,11 @@ struct Fp8Mma {
     first_softmax(factors);
 
     while (true) {
-      int n = range.end - 2;
-      if constexpr (kMask != MaskClass::Full) {
-        // The right edge of a tile; its first block is behind us.
-        for (; n >= cute::max(range.begin, range.free_end); --n) {
-          step(std::true_type{}, n);
-        }
-      }
-      if constexpr (Traits::kParts > 1) {
-        // ptxas would begin the loop with some of O elsewhere, and move it in each round.
-        warpgroup_fence_operand(tOrO);
-      }
-      for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(std::false_type{}, n);
-      }
-      if constexpr (kMask == MaskClass::Window) {
-        for (; n >= range.begin; --n) {
-          step(std::true_type{}, n);
-        }
-      }
+      visit_blocks();
 
       Turns::wait(consumer);
       std::uint32_t const v = issue_output();
-      float sums[2];
-      softmax.finish(sums);
-      Tile const tile = storage.tile[q.stage];
-      int const others = storage.part[q.stage].sums;
-      float const largest_v = storage.largest_v[q.stage];
-      __syncwarp();
-      release(storage.tile_empty[q.stage]);
-      q.advance();
+      Finished const finished = leave_tile();
       enter_tile();
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
       // the wait for the first would make ptxas serialise them.
@@ -275,39 +114,28 @@ struct Fp8Mma {
         storage.q_full[q.stage].wait(q.parity);
         factors = await_keys();
       }
-      auto finish_tile = [&]() __attribute__((always_inline)) {
-        int const place = Traits::consumer_thread_index();
-        if (Traits::kShares && others < 0) {
-          Share::leave(params, -1 - others, place, softmax.reference, sums, divisor, tOrO);
-        } else {
-          if (Traits::kShares && others > 0) {
-            Share::join(params, others - 1, place, softmax.reference, sums, divisor, tOrO);
-          }
-          Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
-        }
-      };
       if constexpr (Traits::kParts == 1) {
         issue_scores();
         Turns::pass(consumer);
         warpgroup_wait<1>();
         release_v(v);
-        add_part(Constant<kLastPart>{}, ratio_v);
-        finish_tile();
+        add_part<kLastPart>();
+        finish_tile(finished);
       } else {
-        add_first_parts(v, ratio_v);
+        add_first_parts(v);
         warpgroup_wait<0>();
         release_v(v);
-        add_part(Constant<kLastPart>{}, ratio_v);
-        if constexpr (Traits::kShares) {
-          // Scores have to wait: what two CTAs share passes through more registers than are left beside them.
-          finish_tile();
+        add_part<kLastPart>();
+        if constexpr (Traits::kSplits) {
+          // Scores have to wait: partial sums pass through more registers than are left beside them.
+          finish_tile(finished);
           if (m_block < 0) {
             break;
           }
           issue_scores();
         } else {
           issue_scores();
-          finish_tile();
+          finish_tile(finished);
         }
       }
       v_ready = false;
@@ -318,6 +146,246 @@ struct Fp8Mma {
       }
       first_softmax(factors);
     }
+  }
+
+ private:
+  // What is known of a tile when its last product is issued, and is needed until O is written.
+  struct Finished {
+    float sums[2];  // of weights before rounding, of the whole rows
+    Tile tile;
+    int partial;      // Piece::partial
+    float largest_v;  // factor of O
+  };
+
+  CUTE_DEVICE static void release(Mbarrier& barrier) {
+    if (cute::elect_one_sync()) {
+      barrier.arrive();
+    }
+  }
+
+  // Waits for the tile in buffer q and sets m_block and range. The shuffle tells the compiler that the block is the
+  // same in the whole warp.
+  CUTE_DEVICE void enter_tile() {
+    storage.tile_full[q.stage].wait(q.parity);
+    Tile const tile = storage.tile[q.stage];
+    m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
+    range = Traits::blocks_of(band, m_block, storage.piece[q.stage]);
+  }
+
+  // Hands buffer q back to the producers and moves on to the next one.
+  CUTE_DEVICE Finished leave_tile() {
+    Finished finished;
+    softmax.finish(finished.sums);
+    finished.tile = storage.tile[q.stage];
+    finished.partial = storage.piece[q.stage].partial;
+    finished.largest_v = storage.largest_v[q.stage];
+    __syncwarp();
+    release(storage.tile_empty[q.stage]);
+    q.advance();
+    return finished;
+  }
+
+  // Writes O of a tile that all products were added of, or what another CTA adds to its own.
+  CUTE_DEVICE void finish_tile(Finished finished) {
+    int const place = Traits::consumer_thread_index();
+    if (Traits::kSplits && finished.partial < 0) {
+      Split::write_partial(params, -1 - finished.partial, place, softmax.reference, finished.sums, divisor, tOrO);
+    } else {
+      if (Traits::kSplits && finished.partial > 0) {
+        Split::add_partial(params, finished.partial - 1, place, softmax.reference, finished.sums, divisor, tOrO);
+      }
+      Fp8Epilogue<Traits>::run(params, finished.tile, consumer, softmax.reference, finished.sums, divisor,
+                               finished.largest_v, tOrO);
+    }
+  }
+
+  // Waits for K of a block and returns the block's factors.
+  CUTE_DEVICE BlockFactors await_keys() {
+    storage.k_full[k.stage].wait(k.parity);
+    return storage.factors[k.stage][consumer];
+  }
+  CUTE_DEVICE void release_k() {
+    release(storage.k_empty[k.stage]);
+    k.advance();
+  }
+  CUTE_DEVICE void release_v(std::uint32_t stage) {
+    warpgroup_fence_operand(tOrT);
+    release(storage.vt_empty[stage]);
+  }
+
+  // S = Q K^T of the block that k is at.
+  CUTE_DEVICE void issue_scores() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); }
+
+  // One part of P V. Where the part's rows of V^T begin follows from where the first part's do: ptxas would make each
+  // anew.
+  template <int kPart>
+  CUTE_DEVICE void issue_part(std::uint32_t stage) {
+    using MmaPV = typename Traits::template MmaPV<kPart>;
+    auto& sums = tOrT.template part<MmaPV::Sums::size()>(0);
+    issue_product<MmaPV, false>(tOrP, tOrV.stage(stage).further(kPart * (Traits::kPartColumns * kTileN / 16)), sums);
+  }
+
+  // The first part of P V. V belongs to the block before the one that k is at. Returns the stage where it lies.
+  CUTE_DEVICE std::uint32_t issue_output() {
+    auto const v = k.before();
+    if constexpr (Traits::kParts == 1) {
+      storage.vt_full[v.stage].wait(v.parity);
+    } else {
+      storage.vt_full[v.stage].wait_unless(v_ready, v.parity);
+    }
+    issue_part<0>(v.stage);
+    return v.stage;
+  }
+
+  // Adds a part of P V, which has come, to O, and after the last part the sums of P to the divisor.
+  template <int kPart>
+  CUTE_DEVICE void add_part() {
+    constexpr int kFirst = kPart * Traits::kPartColumns / 2;
+    constexpr int kCount = cute::min(Traits::kPartColumns / 2, kElementsO - kFirst);
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      tOrO(kFirst + i) = fmaf(tOrT(i), ratio_v, tOrO(kFirst + i));
+    }
+    if constexpr (kPart == kLastPart) {
+      divisor[0] += tOrT(kCount);
+      divisor[1] += tOrT(kCount + 2);
+    }
+  }
+
+  // Waits for part kPart, adds it and issues the next one.
+  template <int kPart>
+  CUTE_DEVICE void add_and_issue(std::uint32_t stage) {
+    if constexpr (kPart < kLastPart) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrT);
+      add_part<kPart>();
+      issue_part<kPart + 1>(stage);
+    }
+  }
+  // Waits for all parts but the last and adds them. The last one is then on its way.
+  CUTE_DEVICE void add_first_parts(std::uint32_t stage) {
+    add_and_issue<0>(stage);
+    add_and_issue<1>(stage);
+    static_assert(kLastPart <= 2);
+  }
+
+  CUTE_DEVICE void mask_block(int n) {
+    int const thread = Traits::thread_index();
+    int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
+    apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), n);
+  }
+
+  // S once more, in other instructions. K must not have been released.
+  CUTE_DEVICE void recompute_scores() {
+    Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kHeadDimQK, storage.k[k.stage]);
+  }
+
+  CUTE_DEVICE void rescale_output(float const (&rescale)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kElementsO; ++i) {
+      tOrO(i) *= rescale[i / 2 % 2];
+    }
+    divisor[0] *= rescale[0];
+    divisor[1] *= rescale[1];
+  }
+
+  // The softmax of a tile's first block. Releases K, clears O and makes P.
+  CUTE_DEVICE void first_softmax(BlockFactors const& factors) {
+    release_k();
+    if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
+      mask_block(range.end - 1);
+    }
+    softmax.first_block(tSrS, factors);
+    clear(tOrO);
+    divisor[0] = divisor[1] = 0.0F;
+    ratio_v = factors.ratio_v;
+    Weights::pack(tSrS, tOrP);
+  }
+
+  // All blocks of a tile but the first, which is done.
+  CUTE_DEVICE void visit_blocks() {
+    int n = range.end - 2;
+    if constexpr (kMask != MaskClass::Full) {
+      // The right edge of a tile; its first block is behind us.
+      for (; n >= cute::max(range.begin, range.free_end); --n) {
+        step<true>(n);
+      }
+    }
+    if constexpr (Traits::kParts > 1) {
+      // ptxas would begin the loop with some of O elsewhere, and move it in each round.
+      warpgroup_fence_operand(tOrO);
+    }
+    for (; n >= cute::max(range.begin, range.free_begin); --n) {
+      step<false>(n);
+    }
+    if constexpr (kMask == MaskClass::Window) {
+      for (; n >= range.begin; --n) {
+        step<true>(n);
+      }
+    }
+  }
+
+  // One key block. On entry tOrP has the weights of the block before, on return those of block n.
+  //
+  // Exponentials leave issue slots between them, which the additions to O and the conversions fill. So nothing pins
+  // exponentials before the wait for the second product. (ptxas puts a quarter of them there; all, half or none were
+  // slower, benches/LOG.md, 24.)
+  template <bool kMasked>
+  CUTE_DEVICE void step(int n) {
+    BlockFactors factors;
+    std::uint32_t v;
+    if constexpr (Traits::kParts == 1) {
+      factors = await_keys();
+      Turns::wait(consumer);
+      issue_scores();
+      v = issue_output();
+      Turns::pass(consumer);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tSrS);
+      warpgroup_wait<0>();
+      release_v(v);
+    } else {
+      // Products first, then exponentials: ptxas would put these between the instructions that issue those, for which
+      // the whole warpgroup waits (benches/LOG.md, 26). Barriers take their time to answer: they are asked beside
+      // products.
+      v = issue_output();
+      factors = await_keys();
+      add_first_parts(v);
+      issue_scores();
+      warpgroup_wait<1>();
+      release_v(v);
+      add_part<kLastPart>();
+      v_ready = storage.vt_full[k.stage].test(k.parity);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+    }
+    auto const rescale = [&](float const(&by)[2]) __attribute__((always_inline)) { rescale_output(by); };
+    if constexpr (kMasked) {
+      add_output(factors);
+      mask_block(n);
+      softmax.masked_block(tSrS, factors, rescale);
+      Weights::pack(tSrS, tOrP);
+    } else {
+      float sums[2];
+      softmax.unseen_block(tSrS, factors, sums);
+      add_output(factors);
+      Weights::pack(tSrS, tOrP);
+      // (What is rare lies elsewhere then, and the loop in one piece.)
+      if (__builtin_expect(!softmax.suits(sums), 0)) {
+        softmax.move_block(
+            tSrS, factors, sums, [&] { recompute_scores(); }, rescale);
+        Weights::pack(tSrS, tOrP);
+      }
+      softmax.add(sums);
+    }
+    release_k();
+  }
+
+  CUTE_DEVICE void add_output(BlockFactors const& factors) {
+    if constexpr (Traits::kParts == 1) {
+      add_part<kLastPart>();
+    }
+    ratio_v = factors.ratio_v;
   }
 };
 

@@ -1,11 +1,12 @@
-// Whether scores fit f16: the check that rows with such scores make of all that they read of Q and K, and what the row
-// with scores in f32, which is launched behind them, does with it.
+// Whether scores fit f16: the check of all elements of Q and K in a row with scores in f16.
 //
-// No element of Q and K that is larger than 14 in magnitude, no NaN: then no sum of products leaves f16. Each tile's Q
-// is looked at in shared memory by the CTA that has loaded it, and each block of K by one of those that load it, so
-// that all is looked at about once. A CTA leaves a sign in the workspace that it has found what is too large, or has
-// not: where one has, what was written counts for nothing, and the row that follows computes all of it again; else its
-// CTAs return at once.
+// Scores fit if no element of Q and K is larger than 14 in magnitude, and none is a NaN: then no sum of products leaves
+// f16. Warp 1 checks each tile's Q in the shared memory of the CTA that has loaded it. It checks each block of K in one
+// of the CTAs that load it. So all elements are checked about once. Each CTA reports in its word of the workspace
+// (RangeCheck, kernels.hpp): not 0 where it has found an element that is too large.
+//
+// The fallback row, with scores in f32, is launched behind this one and reads those words. Where one is not 0, all that
+// was written counts for nothing, and the fallback row computes everything again. Else its CTAs return at once.
 #pragma once
 
 #include "common/mask.hpp"
@@ -18,16 +19,17 @@ struct Fp8Range {
   using Element = typename Traits::Element;
   static constexpr bool kLooks = Traits::kScores == Scores::F16;
 
-  // Whether this launch has anything to do; what it writes must wait until this is known.
+  // Whether this launch has anything to do. A fallback row waits here for the row before it. Nothing may be written
+  // before.
   CUTE_DEVICE static bool is_wanted(Fp8KernelParams const& params) {
     if constexpr (kLooks) {
-      // The row that follows may take the places of CTAs that have ended, to wait there for the others.
+      // The fallback row's CTAs may start where CTAs of this row have ended, and wait there for the others.
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     } else if (params.range_check != nullptr) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       std::uint32_t found = 0;
       for (int i = static_cast<int>(threadIdx.x); i < params.range_grid; i += Traits::kThreads) {
-        found |= __ldcg(signs(params) + i);
+        found |= __ldcg(words(params) + i);
       }
       if (__syncthreads_or(static_cast<int>(found)) == 0) {
         if (params.amax != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
@@ -39,16 +41,17 @@ struct Fp8Range {
     return true;
   }
 
-  // Which blocks of K are this tile's to look at: of a head's first query head, by turns where all tiles visit all
-  // blocks, and else those that the tile before does not visit. (Neither end of what tiles visit ever falls from one to
-  // the next, so that what nobody looks at nobody visits.)
+  // Decides which of the blocks of K that this tile visits are checked with it. None, unless the tile's query head is
+  // the first one that reads the key head. Where all tiles visit all blocks (no mask): every `period`-th one, from the
+  // tile's number on. Else: those that the tile before does not visit. (From one tile to the next, neither end of the
+  // visited blocks moves back. So every visited block is checked.)
   CUTE_DEVICE void enter_tile(Fp8KernelParams const& params, Band const& band, Fp8Scheduler const& scheduler,
                               Tile const& tile) {
     if constexpr (kLooks) {
       bool const first = static_cast<unsigned>(tile.head) % static_cast<unsigned>(params.heads_per_kv_head) == 0;
       if constexpr (Traits::kMask == MaskClass::Full) {
-        turns = scheduler.blocks;
-        own = first ? static_cast<unsigned>(tile.block) : turns;
+        period = scheduler.blocks;
+        own = first ? static_cast<unsigned>(tile.block) : period;
       } else {
         int const before =
             tile.block == 0 ? 0 : block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block - 1).end;
@@ -57,16 +60,17 @@ struct Fp8Range {
     }
   }
 
-  // By a whole warp.
+  // By a whole warp. Checks block n of K, if it is one that is checked with this tile.
   CUTE_DEVICE void look_at_keys(Element const* keys, int n) {
     if constexpr (kLooks) {
       bool const looks =
-          Traits::kMask == MaskClass::Full ? static_cast<unsigned>(n) % turns == own : n >= static_cast<int>(own);
+          Traits::kMask == MaskClass::Full ? static_cast<unsigned>(n) % period == own : n >= static_cast<int>(own);
       if (looks) {
         look<Traits::kBytesK>(keys);
       }
     }
   }
+  // By a whole warp. Waits for the tile's Q and checks it.
   CUTE_DEVICE void look_at_queries(Mbarrier& full, std::uint32_t parity, Element const* queries) {
     if constexpr (kLooks) {
       full.wait(parity);
@@ -74,11 +78,12 @@ struct Fp8Range {
     }
   }
 
+  // By a whole warp, once: writes the CTA's word. CTA 0 also zeroes the fallback row's counter of tiles.
   CUTE_DEVICE void report(Fp8KernelParams const& params) const {
     if constexpr (kLooks) {
       std::uint32_t const all = __reduce_or_sync(0xffffffffU, found);
       if (cute::elect_one_sync()) {
-        __stcg(signs(params) + blockIdx.x, all & 0x80808080U);
+        __stcg(words(params) + blockIdx.x, all & 0x80808080U);
         if (blockIdx.x == 0) {
           params.range_check->tile_counter_behind = 0;
         }
@@ -87,15 +92,16 @@ struct Fp8Range {
   }
 
  private:
-  CUTE_DEVICE static std::uint32_t* signs(Fp8KernelParams const& params) {
+  CUTE_DEVICE static std::uint32_t* words(Fp8KernelParams const& params) {
     return reinterpret_cast<std::uint32_t*>(params.range_check + 1);
   }
 
-  unsigned turns = 1;
-  unsigned own = 0;
-  std::uint32_t found = 0;  // the upper bit of any byte: an element beyond 14
+  unsigned period = 1;      // no mask: tiles of a head
+  unsigned own = 0;         // no mask: of each period, the block to check. Else the first block to check
+  std::uint32_t found = 0;  // not 0 in the upper bit of some byte: an element beyond 14 was found
 
-  // A magnitude is its code without the sign, and 0x56 that of 14: what is larger carries into the upper bit.
+  // Codes without the sign are in the order of magnitudes. 0x56 is the code of 14. Adding 0x80 - 0x57 carries into the
+  // byte's upper bit where the code is larger.
   template <int kBytes>
   CUTE_DEVICE void look(Element const* elements) {
     constexpr int kBatch = 4;

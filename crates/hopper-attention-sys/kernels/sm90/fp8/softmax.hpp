@@ -1,13 +1,14 @@
-// The online softmax of e4m3 weights, for a thread that holds two rows of an accumulator: that of common/softmax.hpp
-// with factors per block and limits of its own.
+// The online softmax of e4m3 weights, for a thread that holds two rows of an accumulator. It is that of
+// common/softmax.hpp, with factors per block and other limits.
 //
 // With x = unit (q . k), a weight is P = 2^(x - reference).
 //
-// e4m3 has weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen,
-// against the reference that they find. It is moved up where a lane's sum says that a weight may be past 448, and down
-// where weights come out so small that they lose bits, unless they are nothing beside what the row has already. Both
-// moves are whole powers of two by which everything is multiplied: only where the weights' own type (weights.hpp) has
-// lost them too are the scores computed again.
+// e4m3 holds weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen,
+// against the reference of the block before. The reference is moved
+// - up, where a lane's sum says that a weight may be past 448;
+// - down, where weights come out so small that they lose bits. (Not where they are negligible beside the row's sum.)
+// A move is a whole power of two, by which weights, sums and O are multiplied. The scores are computed again only where
+// the weights' own type (weights.hpp) has lost bits too.
 #pragma once
 
 #include "sm90/fp8/weights.hpp"
@@ -16,20 +17,21 @@ namespace hattn::sm90 {
 
 template <class Weights>
 struct Fp8Softmax {
-  // Of a row's largest weight where the true maximum is taken: a lane's sum of 32 weights is then below kMost.
+  // Log2 of a row's largest weight where the true maximum is taken. A lane's sum of 32 weights is then below kMost.
   static constexpr float kPeakLog2 = 3.0F;
   // What a lane may add in one block, and what it should add.
   static constexpr float kMost = 448.0F;
   static constexpr float kLeast = 0.5F;
-  // A block of a part of the row's sum as small as this may lose its bits.
-  static constexpr float kNothing = 0x1p-20F;
-  // A whole row's sum of a block after a move is 2 to this power, or up to twice that.
+  // If the sum of a block is at most this fraction of the row's sum, its weights may lose bits.
+  static constexpr float kNegligible = 0x1p-20F;
+  // After a move, a row's sum of the block is from 2^kTotalLog2 to below twice that.
   static constexpr int kTotalLog2 = 5;
 
   float reference[2];  // -inf while a row has no key
   typename Weights::Offset offset[2];
-  // kNothing times this lane's part of the sum, of weights before rounding; the quad's parts are added once a tile.
-  float nothing[2];
+  // kNegligible times this lane's sum of weights before rounding. The sums of the four lanes that share a row are added
+  // once a tile.
+  float negligible[2];
 
   CUTE_DEVICE static bool all(bool first, bool second) {
     return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
@@ -42,8 +44,8 @@ struct Fp8Softmax {
     float rescale[2];
     float sums[2];
     exact_block(scores, factors, {true, true}, rescale, sums);
-    nothing[0] = sums[0] * kNothing;
-    nothing[1] = sums[1] * kNothing;
+    negligible[0] = sums[0] * kNegligible;
+    negligible[1] = sums[1] * kNegligible;
   }
 
   // A later block in which keys are masked, so that a row may have had none before: against its maximum where that is
@@ -54,8 +56,8 @@ struct Fp8Softmax {
     float sums[2];
     exact_block(scores, factors, {false, false}, rescale, sums);
     if (!all(rescale[0] == 1.0F, rescale[1] == 1.0F)) {
-      nothing[0] *= rescale[0];
-      nothing[1] *= rescale[1];
+      negligible[0] *= rescale[0];
+      negligible[1] *= rescale[1];
       rescale_output(rescale);
     }
     add(sums);
@@ -68,8 +70,8 @@ struct Fp8Softmax {
   }
   // A NaN does not suit, nor what a reference of -inf makes.
   CUTE_DEVICE bool suits(float const (&sums)[2]) const {
-    // As instructions that combine predicates as they compare: in other words it takes a register more, for which ptxas
-    // serialises the row that shares tiles out.
+    // Instructions that compare and combine in one. Spelt otherwise it takes one more register, for which ptxas
+    // serialises the products of the row that splits tiles.
     int rows;
     asm("{\n"
         ".reg .pred a, b;\n"
@@ -83,12 +85,12 @@ struct Fp8Softmax {
         "selp.s32 %0, 1, 0, a;\n"
         "}\n"
         : "=r"(rows)
-        : "f"(sums[0]), "f"(sums[1]), "f"(nothing[0]), "f"(nothing[1]), "f"(kLeast), "f"(kMost));
+        : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost));
     return __all_sync(0xffffffffU, rows) != 0;
   }
   CUTE_DEVICE void add(float const (&sums)[2]) {
-    nothing[0] = fmaf(sums[0], kNothing, nothing[0]);
-    nothing[1] = fmaf(sums[1], kNothing, nothing[1]);
+    negligible[0] = fmaf(sums[0], kNegligible, negligible[0]);
+    negligible[1] = fmaf(sums[1], kNegligible, negligible[1]);
   }
 
   // `recompute` brings back the scores.
@@ -103,7 +105,7 @@ struct Fp8Softmax {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       total[r] = quad_sum(sums[r]);
-      small[r] = (total[r] < 4.0F * kLeast) & (total[r] > quad_sum(nothing[r]));
+      small[r] = (total[r] < 4.0F * kLeast) & (total[r] > quad_sum(negligible[r]));
       moves[r] = small[r] | !(total[r] < kMost);  // a NaN, too
       suffices = suffices & (!moves[r] | kept(total[r]));
     }
@@ -118,17 +120,17 @@ struct Fp8Softmax {
         }
         sums[r] *= factor[r];
       }
-      Weights::multiply(scores, factor);
+      Weights::rescale(scores, factor);
     }
-    nothing[0] *= factor[0];
-    nothing[1] *= factor[1];
+    negligible[0] *= factor[0];
+    negligible[1] *= factor[1];
     rescale_output(factor);
   }
 
   // The whole rows' sums.
   CUTE_DEVICE void finish(float (&sums)[2]) const {
-    sums[0] = quad_sum(nothing[0]) * (1.0F / kNothing);
-    sums[1] = quad_sum(nothing[1]) * (1.0F / kNothing);
+    sums[0] = quad_sum(negligible[0]) * (1.0F / kNegligible);
+    sums[1] = quad_sum(negligible[1]) * (1.0F / kNegligible);
   }
 
  private:

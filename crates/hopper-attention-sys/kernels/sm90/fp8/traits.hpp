@@ -25,17 +25,20 @@ struct alignas(16) BlockFactors {
   float unused;
 };
 
-// What a CTA computes of a tile (share.hpp).
-struct alignas(8) Part {
-  int cut;   // 0: all keys; above 0: those from that block on; below 0: those before block -cut
-  int sums;  // 0: nobody has others; 1 + the slot where those below are found; -1 - the slot where they are left
+// What a CTA computes of a tile: all of it, or one of two pieces (split.hpp).
+struct alignas(8) Piece {
+  // 0: all key blocks. Above 0: the blocks from `cut` on. Below 0: the blocks before -cut.
+  int cut;
+  // 0: the CTA computes all of the tile. Above 0: the CTA adds the partial sums in slot `partial - 1`. Below 0: the CTA
+  // writes its partial sums to slot `-1 - partial`.
+  int partial;
 };
 
-// What a CTA has still to compute of the tiles that are shared out.
-struct Stretch {
-  std::uint32_t position;  // in units, from the first of those tiles
-  std::uint32_t left;
-  int slot;
+// What is left of the run of key blocks that a CTA has drawn of the split tiles (split.hpp).
+struct Segment {
+  std::uint32_t position;  // units before the segment's next one, from the first split tile on
+  std::uint32_t left;      // units. 0: the CTA draws anew
+  int slot;                // of the workspace, for partial sums: how many segments were drawn before
 };
 
 template <MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages, Scores kScores>
@@ -52,9 +55,11 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
 
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
   static constexpr int kRowsVt = kHeadDimVO + 8;
-  // Measured (benches/LOG.md, 23): turns at issuing products, where all tiles are of one length; exponentials of so
-  // many 8 columns ahead of their multiply-adds (weights.hpp), 0 leaves it to ptxas; loads of V before the first store
-  // of V^T.
+  // Measured (benches/LOG.md, 23).
+  // - kTurns: consumers take turns at issuing products. Good where all tiles are of one length.
+  // - kColumnsAhead: columns, in eights, by which multiply-adds may run ahead of exponentials (weights.hpp). 0: ptxas
+  //   decides.
+  // - kTransposeBatch: loads of V before the first store of V^T.
   static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
   static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
   static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
@@ -62,9 +67,9 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
   static constexpr int kPolynomialEvery = kHeadDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
-  // Whether the last tiles are shared out (share.hpp): where a tile takes long beside what that costs, in rows that
+  // Whether plans may split the last tiles (split.hpp): where a tile takes long beside what a split costs, in rows that
   // plans choose for long sequences.
-  static constexpr bool kShares =
+  static constexpr bool kSplits =
       kMask == MaskClass::Full && kHeadDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
 
   static constexpr int kBuffersQ = 2;
@@ -75,24 +80,24 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
-  // The key blocks of a part of a tile.
-  CUTE_DEVICE static BlockRange blocks_of(Band const& band, int m_block, Part const& part) {
+  // The key blocks that a CTA visits of a tile.
+  CUTE_DEVICE static BlockRange blocks_of(Band const& band, int m_block, Piece const& piece) {
     BlockRange range = block_range<kMask, kTileM, kTileN>(band, m_block);
-    if constexpr (kShares) {
-      range.begin = cute::max(part.cut, 0);
-      range.end = part.cut < 0 ? -part.cut : range.end;
+    if constexpr (kSplits) {
+      range.begin = cute::max(piece.cut, 0);
+      range.end = piece.cut < 0 ? -piece.cut : range.end;
     }
     return range;
   }
 
-  // This thread's place in its warpgroup, and among all consumers. Registers are short.
+  // This thread's number in its warpgroup, and among all consumers. Read anew at each call: registers are short.
   CUTE_DEVICE static int thread_index() { return thread_index_anew() % 128; }
   CUTE_DEVICE static int consumer_thread_index() { return thread_index_anew() - 128; }
 
   using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
   using MmaQK = Wgmma<Element, Score, kTileN>;
-  // P V in so many parts of columns, one after the other, whose sums share registers: three consumers have 160 each.
-  // The last part has the rows of ones.
+  // P V is computed in kParts parts of columns, one after the other, in the same registers: three consumers have 160
+  // each. The last part has the rows of ones.
   static constexpr int kParts = kConsumers == 3 && kHeadDimVO == 128 ? 3 : 1;
   static constexpr int kPartColumns = (kHeadDimVO / kParts + 15) / 16 * 16;
   template <int kPart>
@@ -115,8 +120,8 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
     alignas(1024) Element vt[kStages][kBytesVt];
     alignas(1024) Element v[kStagesRaw][kBytesV];
     Tile tile[kBuffersQ];
-    Part part[kBuffersQ];                       // of that tile
-    Stretch stretch;                            // warp 1's alone
+    Piece piece[kBuffersQ];                     // of that tile
+    Segment segment;                            // of warp 1 alone
     BlockFactors factors[kStages][kConsumers];  // with K
     float largest_v[kBuffersQ];                 // factor of V of the tile's head
     Mbarrier tile_full[kBuffersQ];
@@ -162,10 +167,10 @@ struct Fp8KernelParams {
   int* tile_counter;
   RangeCheck* range_check;  // or null
   int range_grid;
-  int shared_tiles;   // at the end of the list, which CTAs share out (share.hpp); 0: none
-  int shared_units;   // that each takes of them
-  int shared_longer;  // so many of the first stretches are of one unit more
-  float scale_log2;   // softmax_scale * log2(e)
+  int split_tiles;      // tiles at the end of the tile order that are split over CTAs (split.hpp); 0: none
+  int segment_units;    // units of each CTA's segment of them, at least
+  int longer_segments;  // so many of the first segments have one unit more
+  float scale_log2;     // softmax_scale * log2(e)
 };
 
 CUTE_DEVICE float const& factor(TensorDesc const& factors, int batch, int head, int block) {

@@ -1,5 +1,6 @@
-// How a block's scores become weights and those become P, for a thread that holds two rows of an accumulator: scores
-// of f32, or of f16 in pairs of columns. Row r's reference, in powers of two, is what its exponents are taken against.
+// From a block's scores to weights, and from weights to P, for a thread that holds two rows of an accumulator. Scores
+// are f32 (WeightsF32), or f16 in pairs of columns (WeightsF16). The reference of a row is subtracted from its
+// exponents. It is in powers of two.
 #pragma once
 
 #include "common/e4m3.hpp"
@@ -91,24 +92,25 @@ struct WeightsF32 {
     exponentiate(scores, factors, reference, offset, sums);
   }
 
-  // By powers of two.
+  // Multiplies the weights of each row by a power of two.
   template <class Scores>
-  CUTE_DEVICE static void multiply(Scores& scores, float const (&factor)[2]) {
+  CUTE_DEVICE static void rescale(Scores& scores, float const (&factor)[2]) {
     CUTE_UNROLL
     for (int i = 0; i < scores.size(); ++i) {
       scores(i) *= factor[i / 2 % 2];
     }
   }
 
-  // 32 keys a step, of which a word has four: of the upper or lower row, of the first or second 16 keys.
+  // packed <- the weights as e4m3. A step is 32 keys, in four words. A word has four keys of the upper or lower row,
+  // from the first or second 16 keys.
   template <class Scores, class Packed>
   CUTE_DEVICE static void pack(Scores const& scores, Packed& packed) {
     CUTE_UNROLL
     for (int step = 0; step < kTileN / 32; ++step) {
       CUTE_UNROLL
-      for (int part = 0; part < 4; ++part) {
-        int const i = 16 * step + 8 * (part / 2) + 2 * (part % 2);
-        packed(4 * step + part) = pack_e4m3(scores(i), scores(i + 1), scores(i + 4), scores(i + 5));
+      for (int word = 0; word < 4; ++word) {
+        int const i = 16 * step + 8 * (word / 2) + 2 * (word % 2);
+        packed(4 * step + word) = pack_e4m3(scores(i), scores(i + 1), scores(i + 4), scores(i + 5));
       }
     }
   }
@@ -214,7 +216,7 @@ struct WeightsF16 {
   }
 
   template <class Scores>
-  CUTE_DEVICE static void multiply(Scores& scores, float const (&factor)[2]) {
+  CUTE_DEVICE static void rescale(Scores& scores, float const (&factor)[2]) {
     auto& pairs = recast<std::uint32_t>(scores);
     std::uint32_t const by[2] = {half_pair(factor[0]), half_pair(factor[1])};
     CUTE_UNROLL
@@ -229,15 +231,15 @@ struct WeightsF16 {
     CUTE_UNROLL
     for (int step = 0; step < kTileN / 32; ++step) {
       CUTE_UNROLL
-      for (int part = 0; part < 4; ++part) {
-        int const i = 8 * step + 4 * (part / 2) + part % 2;
+      for (int word = 0; word < 4; ++word) {
+        int const i = 8 * step + 4 * (word / 2) + word % 2;
         asm("{\n"
             ".reg .b16 low, high;\n"
             "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
             "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
             "mov.b32 %0, {low, high};\n"
             "}\n"
-            : "=r"(packed(4 * step + part))
+            : "=r"(packed(4 * step + word))
             : "r"(pairs(i)), "r"(pairs(i + 2)));
       }
     }
