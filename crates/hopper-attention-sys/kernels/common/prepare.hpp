@@ -6,8 +6,8 @@
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
-#include "common/mask.hpp"
 #include "common/scalars.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -109,10 +109,10 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
   for (int block = warp; block < blocks; block += warps) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
-    TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
-    bool const seen = range.begin < range.end;
+    KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
+    bool const seen = tiles.any();
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, range.begin) : kNobody;
+      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, tiles.first()) : kNobody;
     }
     if constexpr (Traits::kAddsToZeros) {
       if (seen) {

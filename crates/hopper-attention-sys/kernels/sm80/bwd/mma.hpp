@@ -17,6 +17,7 @@
 #include "common/mma_sync.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
+#include "common/visits.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
 
@@ -235,18 +236,17 @@ struct BwdMma {
 
   CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Band const& band,
                               Storage& storage) {
-    QueryRange const range = query_range<kMask, kTileM, kTileN>(band, tile.block);
+    QueryVisits const visits = QueryVisits::of<kMask, kTileM, kTileN>(band, tile.block, scalars.ordered);
     storage.tile = tile;  // by every thread the same, as what follows
-    storage.range = range;
-    int m = Load::first_block(scalars, range, tile.block);
+    storage.visits = visits;
+    int visit = visits.first();
     int head = tile.head * scalars.heads_per_kv_head;
-    int remaining = scalars.heads_per_kv_head * (range.end - range.begin);
+    int remaining = scalars.heads_per_kv_head * visits.count();
     int stage = remaining % 2;
-    storage.start = m;
-    storage.m_block[stage] = m;
+    storage.visit[stage] = visit;
     storage.head[stage] = head;
     Load::keys(params, scalars, tile, storage);
-    Load::queries(params, scalars, tile.batch, head, m, stage, storage);
+    Load::queries(params, scalars, tile.batch, head, visits.block(visit), stage, storage);
     commit_copies();
 
     // dV or dK.
@@ -257,19 +257,19 @@ struct BwdMma {
       await_copies<0>();
       __syncthreads();
       if constexpr (Traits::kRegistersShort) {
-        m = storage.m_block[stage];
+        visit = storage.visit[stage];
         head = storage.head[stage];
       }
-      int const m_block = m;
-      int const block = (storage.tile.batch * scalars.heads_q + head) * scalars.m_blocks + m;
+      int const m_block = storage.visits.block(visit);
+      int const block = (storage.tile.batch * scalars.heads_q + head) * scalars.m_blocks + m_block;
       if (remaining > 1) {
-        m = m + 1 == storage.range.end ? storage.range.begin : m + 1;
-        head += m == storage.start ? 1 : 0;  // the group's next one
+        visit = storage.visits.next(visit);
+        head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
         if constexpr (Traits::kRegistersShort) {
-          storage.m_block[stage ^ 1] = m;
+          storage.visit[stage ^ 1] = visit;
           storage.head[stage ^ 1] = head;
         }
-        Load::queries(params, scalars, storage.tile.batch, head, m, stage ^ 1, storage);
+        Load::queries(params, scalars, storage.tile.batch, head, storage.visits.block(visit), stage ^ 1, storage);
       }
       commit_copies();
       if (!makes_p(Traits::thread_index()) && before >= 0) {
@@ -277,8 +277,8 @@ struct BwdMma {
       }
       CUTE_UNROLL
       for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-        add_chunk(scalars, band, storage, stage, Traits::kRegistersShort ? storage.m_block[stage] : m_block, chunk,
-                  gradient);
+        add_chunk(scalars, band, storage, stage,
+                  Traits::kRegistersShort ? storage.visits.block(storage.visit[stage]) : m_block, chunk, gradient);
       }
       if (makes_p(Traits::thread_index()) && before >= 0) {
         add_queries(params, scalars, storage, stage ^ 1, before);

@@ -3,10 +3,10 @@
 
 #include "common/around.hpp"
 #include "common/element.hpp"
-#include "common/mask.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
 
@@ -112,9 +112,8 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(128) Element d_s[2][kTileN * kSlabsS * kSlabColumns];
     alignas(128) sm80::Statistics statistics[kStages][kTileM];
     Tile tile;
-    QueryRange range;  // the blocks of queries that see it
-    int start;         // the first of them visited
-    int m_block[2];    // of the block of queries in each stage
+    QueryVisits visits;  // of that tile
+    int visit[2];        // whose block of queries is in each stage
     int head[2];
     int drawn;  // the tile's place in the list
   };

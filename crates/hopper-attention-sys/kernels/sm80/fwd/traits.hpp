@@ -2,10 +2,10 @@
 #pragma once
 
 #include "common/element.hpp"
-#include "common/mask.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
 
@@ -39,16 +39,16 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
   static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
 
-  // Where a block of keys is kept.
-  CUTE_DEVICE static int stage(int n_block) { return n_block & (kStages - 1); }
+  // The buffer of a visit's keys and values. (Visits are numbered one after the other.)
+  CUTE_DEVICE static int stage(int visit) { return visit & (kStages - 1); }
 
   struct SharedStorage {
     alignas(128) Element q[kTileM * kHeadDimQK];
     alignas(128) Element k[kStages][kTileN * kHeadDimQK];
     alignas(128) Element v[kStages][kTileN * kHeadDimVO];
     Tile tile;
-    BlockRange own[kThreads / 32];  // the key blocks that each warp's rows need
-    std::uint64_t k_head;           // where the tile's head of K and V begins
+    KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
+    std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);

@@ -4,10 +4,10 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/mask.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/tma.hpp"
 
@@ -19,22 +19,15 @@ template <class Traits>
 struct BwdLoad {
   using Storage = typename Traits::SharedStorage;
 
-  // Where a tile begins. Without a mask each begins elsewhere, so that few add to the same sums at a time; under a mask
-  // that is so anyway. The consumers need not know: what they do to a block then does not depend on its place.
-  CUTE_DEVICE static int first_block(BwdScalars const& scalars, QueryRange const& range, int tile) {
-    return Traits::kMask == MaskClass::Full && !scalars.ordered ? tile * (Traits::kTileN / Traits::kTileM) % range.end
-                                                                : range.begin;
-  }
-
   struct Nothing {
     CUTE_DEVICE void operator()() const {}
   };
 
   // The blocks of queries of all tiles, in the order in which they are used; the ring runs on across heads of a group
   // and across tiles. `done` follows the last block of a tile.
-  template <class Visit, class Done = Nothing>
+  template <class Use, class Done = Nothing>
   CUTE_DEVICE static void stream(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
-                                 Visit const& visit, Done const& done = {}) {
+                                 Use const& use, Done const& done = {}) {
     RingPosition<Traits::kStages> ring;
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
@@ -46,19 +39,20 @@ struct BwdLoad {
       }
       // Read, and may be replaced: a lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      QueryRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-      int const start = first_block(scalars, range, tile.block);
+      QueryVisits const visits =
+          QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block, scalars.ordered);
       int blocks = (tile.batch * scalars.heads_q + tile.head * scalars.heads_per_kv_head) * scalars.m_blocks;
       CUTE_NO_UNROLL
       for (int i = 0; i < scalars.heads_per_kv_head; ++i, blocks += scalars.m_blocks) {
         int const head = tile.head * scalars.heads_per_kv_head + i;
-        int m = start;
+        int visit = visits.first();
         CUTE_NO_UNROLL
         do {
-          visit(ring, blocks + m, m, head, tile.batch, tile.block);
-          m = m + 1 == range.end ? range.begin : m + 1;
+          int const m = visits.block(visit);
+          use(ring, blocks + m, m, head, tile.batch, tile.block);
+          visit = visits.next(visit);
           ring.advance();
-        } while (m != start);
+        } while (!visits.is_first(visit));
       }
       done();
     }

@@ -13,6 +13,7 @@
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
+#include "common/visits.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -77,8 +78,8 @@ struct BwdMma {
     RingPosition<kStages> ring;  // of Q and dO, and of dS as well
     RingPosition<kBuffers> k;    // of K; V, in one buffer, has the parity of its stage
     int n_block = 0;
-    QueryRange range{0, 0};
-    int m_block = 0;
+    QueryVisits visits{0, 0, 0};
+    int visit = 0;
     int remaining = 0;  // blocks of this tile, all heads of the group together
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
 
@@ -90,16 +91,13 @@ struct BwdMma {
     auto enter_tile = [&]() __attribute__((always_inline)) {
       Tile const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
-      range = query_range<kMask, kM, kN>(band, n_block);
-      remaining = scalars.heads_per_kv_head * (range.end - range.begin);
-      m_block = range.begin;
+      visits = QueryVisits::of<kMask, kM, kN>(band, n_block, scalars.ordered);
+      remaining = scalars.heads_per_kv_head * visits.count();
+      visit = visits.first();
     };
     auto next_block = [&]() __attribute__((always_inline)) {
       --remaining;
-      ++m_block;
-      if (m_block == range.end) {  // the group's next query head
-        m_block = range.begin;
-      }
+      visit = visits.next(visit);
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
@@ -119,6 +117,7 @@ struct BwdMma {
     };
     // P, from the scores of the block that comes.
     auto exponentials = [&]() __attribute__((always_inline)) {
+      int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,

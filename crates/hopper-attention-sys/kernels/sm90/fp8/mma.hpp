@@ -16,6 +16,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/visits.hpp"
 #include "sm90/fp8/epilogue.hpp"
 #include "sm90/fp8/recompute.hpp"
 #include "sm90/fp8/share.hpp"
@@ -64,7 +65,7 @@ struct Fp8Mma {
     RingPosition<Traits::kBuffersQ> q;
     bool v_ready = false;  // the block's V^T, whose barrier was asked while its scores were waited for
     int m_block = -1;
-    BlockRange range{0, 0, 0, 0};
+    KeyVisits visits{0, 0, 0, 0};
 
     auto release = [&](Mbarrier& barrier) {
       if (cute::elect_one_sync()) {
@@ -128,10 +129,10 @@ struct Fp8Mma {
       add_and_issue(Constant<1>{});
       static_assert(kLastPart <= 2);
     };
-    auto mask_block = [&](int n) __attribute__((always_inline)) {
+    auto mask_block = [&](int visit) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
       int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-      apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), n);
+      apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), visits.block(visit));
     };
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
@@ -151,12 +152,12 @@ struct Fp8Mma {
       storage.tile_full[q.stage].wait(q.parity);
       Tile const tile = storage.tile[q.stage];
       m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
-      range = Traits::blocks_of(band, m_block, storage.part[q.stage]);
+      visits = Traits::visits_of(band, m_block, storage.part[q.stage]);
     };
     auto first_softmax = [&](BlockFactors const& factors) __attribute__((always_inline)) {
       release_k();
       if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
-        mask_block(range.end - 1);
+        mask_block(visits.first());
       }
       softmax.first_block(tSrS, factors);
       clear(tOrO);
@@ -168,7 +169,7 @@ struct Fp8Mma {
     // One key block: on entry P has the weights of the block before. Exponentials leave issue slots between them, which
     // the additions to O and the conversions fill: so nothing pins exponentials before the wait for the second product.
     // (ptxas puts a quarter of them there; all, half or none were slower, benches/LOG.md, 24.)
-    auto step = [&](auto masked, int n) __attribute__((always_inline)) {
+    auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       BlockFactors factors;
       std::uint32_t v;
       if constexpr (Traits::kParts == 1) {
@@ -204,7 +205,7 @@ struct Fp8Mma {
       };
       if constexpr (decltype(masked)::value) {
         add_output();
-        mask_block(n);
+        mask_block(visit);
         softmax.masked_block(tSrS, factors, rescale_output);
         make_p();
       } else {
@@ -238,23 +239,23 @@ struct Fp8Mma {
     first_softmax(factors);
 
     while (true) {
-      int n = range.end - 2;
+      int visit = visits.next(visits.first());
       if constexpr (kMask != MaskClass::Full) {
         // The right edge of a tile; its first block is behind us.
-        for (; n >= cute::max(range.begin, range.free_end); --n) {
-          step(std::true_type{}, n);
+        for (; visits.on_right_edge(visit); visit = visits.next(visit)) {
+          step(std::true_type{}, visit);
         }
       }
       if constexpr (Traits::kParts > 1) {
         // ptxas would begin the loop with some of O elsewhere, and move it in each round.
         warpgroup_fence_operand(tOrO);
       }
-      for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(std::false_type{}, n);
+      for (; visits.before_left_edge(visit); visit = visits.next(visit)) {
+        step(std::false_type{}, visit);
       }
       if constexpr (kMask == MaskClass::Window) {
-        for (; n >= range.begin; --n) {
-          step(std::true_type{}, n);
+        for (; visits.has(visit); visit = visits.next(visit)) {
+          step(std::true_type{}, visit);
         }
       }
 

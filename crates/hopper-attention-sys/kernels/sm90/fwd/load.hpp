@@ -2,9 +2,9 @@
 // leaves from the buffer that the next but one Q tile arrives in. One lane of each works; the others leave at once.
 #pragma once
 
-#include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/tma.hpp"
 
@@ -41,23 +41,23 @@ struct Load {
       if (!tile.valid()) {
         break;
       }
-      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      KeyVisits const visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n) {
-        if (n == cute::min(range.begin + 1, range.end - 1)) {
+      for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
+        if (visit == visits.last_but_one()) {
           storage.next_wanted.arrive();
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
         load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
-                                                      n * Traits::kTileN, head, tile.batch);
+                                                      visits.block(visit) * Traits::kTileN, head, tile.batch);
         k.advance();
         if (v_pending) {
           load_v();
         }
         v_pending = true;
-        v_row = n * Traits::kTileN;
+        v_row = visits.block(visit) * Traits::kTileN;
         v_head = head;
         v_batch = tile.batch;
       }

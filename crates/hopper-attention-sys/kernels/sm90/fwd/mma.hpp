@@ -9,6 +9,7 @@
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
+#include "common/visits.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/traits.hpp"
@@ -50,7 +51,7 @@ struct Mma {
     RingPosition<Traits::kStages> v;
     RingPosition<Traits::kBuffersQ> q;
     int m_block = -1;
-    BlockRange range{0, 0, 0, 0};
+    KeyVisits visits{0, 0, 0, 0};
 
     // The tile in a buffer. The shuffle tells the compiler that the block is the same in the whole warp, which keeps
     // what depends on it (loop bounds, descriptors) in uniform registers. -1: no more tiles.
@@ -75,20 +76,20 @@ struct Mma {
     // The blocks of the tile that this warpgroup's rows need. It passes over those before (the result) and after them
     // with its turns.
     auto enter_tile = [&]() __attribute__((always_inline)) {
-      BlockRange const tile_range = block_range<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
+      KeyVisits const tile_visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
       if constexpr (kMask == MaskClass::Full) {
-        range = tile_range;
+        visits = tile_visits;
         return 0;
       } else {
         int const strip = m_block * Traits::kConsumers + consumer;
-        range = within<kMask>(block_range<kMask, 64, Traits::kTileN>(band, strip), tile_range);
-        return tile_range.end - range.end;
+        visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
+        return visits.skipped_before(tile_visits);
       }
     };
     // Worked out again where it is needed: registers are short while the tile is under way.
     auto skipped_after = [&]() __attribute__((always_inline)) {
       if constexpr (kMask == MaskClass::Window) {
-        return range.begin - block_range<kMask, Traits::kTileM, Traits::kTileN>(band, m_block).begin;
+        return visits.skipped_after(KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block));
       } else {
         return 0;
       }
@@ -115,11 +116,11 @@ struct Mma {
         v.make_uniform();
       }
     };
-    auto mask_block = [&](int n_block) __attribute__((always_inline)) {
+    auto mask_block = [&](int visit) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
       int const lane = thread % 32;
       int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
-      apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), n_block);
+      apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), visits.block(visit));
     };
     auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
     auto issue_output = [&]() {
@@ -140,7 +141,7 @@ struct Mma {
     auto first_softmax = [&]() __attribute__((always_inline)) {
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
         release_k();
-        mask_block(range.end - 1);
+        mask_block(visits.first());
         softmax.first_masked_block(tSrS, scalars.scale_log2);
       } else {
         softmax.first_block(tSrS, scalars.scale_log2, recompute_scores);
@@ -159,7 +160,7 @@ struct Mma {
     };
 
     // One key block: on entry P is of the block before.
-    auto step = [&](auto masked, int n_block) __attribute__((always_inline)) {
+    auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
       Turns::wait(consumer);
       issue_scores();
@@ -168,7 +169,7 @@ struct Mma {
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
-        mask_block(n_block);
+        mask_block(visit);
         softmax.masked_block(tSrS, scalars.scale_log2, rescale_output);
       } else {
         // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
@@ -201,20 +202,20 @@ struct Mma {
     skip_v(skipped_before);
 
     while (true) {
-      int n = range.end - 2;
+      int visit = visits.next(visits.first());
       if constexpr (kMask != MaskClass::Full) {
         // The right edge of 64 rows lies in two blocks at most, of which the first is behind us.
-        if (n >= cute::max(range.begin, range.free_end)) {
-          step(std::true_type{}, n);
-          --n;
+        if (visits.on_right_edge(visit)) {
+          step(std::true_type{}, visit);
+          visit = visits.next(visit);
         }
       }
-      for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(std::false_type{}, n);
+      for (; visits.before_left_edge(visit); visit = visits.next(visit)) {
+        step(std::false_type{}, visit);
       }
       if constexpr (kMask == MaskClass::Window) {
-        for (; n >= range.begin; --n) {
-          step(std::true_type{}, n);
+        for (; visits.has(visit); visit = visits.next(visit)) {
+          step(std::true_type{}, visit);
         }
       }
 
