@@ -5,6 +5,7 @@
 
 #include "common/around.hpp"
 #include "common/element.hpp"
+#include "common/status.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -18,8 +19,8 @@ __global__ void __launch_bounds__(Traits::SumsPart::kThreads) bwd_convert(BwdPar
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   // From the last to the first: the sums that were written last are still in the second-level cache.
   std::int64_t const block = gridDim.x - 1 - blockIdx.x;
-  // What no tile of keys sees has no sums; prepare.hpp wrote its zeros.
-  if (reinterpret_cast<int const*>(params.progress)[block] == kNobody) {
+  // What no tile of keys sees has no sums; statistics.hpp wrote its zeros.
+  if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
     return;
   }
   std::int64_t const batch_head = block / m_blocks;
@@ -43,13 +44,12 @@ __global__ void __launch_bounds__(Traits::SumsPart::kThreads) bwd_convert(BwdPar
 }
 
 template <class Traits>
-cudaError_t Convert<Traits>::load() noexcept {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, bwd_convert<Traits>);
+Status BwdConvert<Traits>::load() noexcept {
+  return load_kernel(bwd_convert<Traits>);
 }
 
 template <class Traits>
-void Convert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   int const blocks = params.batch * params.heads_q * m_blocks;
   bwd_convert<Traits><<<blocks, Traits::SumsPart::kThreads, 0, stream>>>(params);

@@ -11,6 +11,9 @@
 
 #include <cute/numeric/math.hpp>
 
+#include "common/scalars.hpp"
+#include "kernels.hpp"
+
 namespace hattn {
 
 struct alignas(16) Tile {
@@ -63,6 +66,25 @@ struct TileScheduler {
     return tile;
   }
 };
+
+using FwdScheduler = TileScheduler<false>;
+using BwdScheduler = TileScheduler<true>;
+
+// The scheduler of a forward of 16-bit operands. Under a mask the last queries see the most keys, so their tiles come
+// first.
+template <class Traits>
+CUTE_DEVICE FwdScheduler fwd_scheduler(FwdParams const& params, FwdScalars const& scalars, int* tile_counter) {
+  int const m_tiles = (scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  bool const last_first = Traits::kMask != MaskClass::Full;
+  return {m_tiles, params.heads_q, params.batch, scalars.heads_per_group, scalars.groups, last_first, tile_counter};
+}
+
+// The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
+// first.
+CUTE_DEVICE BwdScheduler bwd_scheduler(BwdScalars const& scalars) {
+  return {scalars.n_tiles, scalars.heads_kv,    scalars.batch, scalars.heads_per_group, scalars.groups,
+          false,           scalars.tile_counter};
+}
 
 // Whether a persistent forward draws a CTA's next tile late, while the last keys but one of a tile are on their way.
 //

@@ -31,10 +31,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
-  BwdScheduler const scheduler{scalars.n_tiles,         scalars.heads_kv, scalars.batch,
-                               scalars.heads_per_group, scalars.groups,   false,
-                               scalars.tile_counter};
-  // The first keys are seen by the most queries under a causal mask, so they come first, with the most work.
+  BwdScheduler const scheduler = bwd_scheduler(scalars);
   int index = static_cast<int>(blockIdx.x);
   if (scalars.tile_counter != nullptr) {
     if (threadIdx.x == 0) {

@@ -121,6 +121,4 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kSmemBytes <= 166912, "more shared memory than a block can have on compute capability 8.0");
 };
 
-using BwdScheduler = TileScheduler<true>;
-
 }  // namespace hattn::sm80

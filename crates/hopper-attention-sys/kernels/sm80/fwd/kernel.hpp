@@ -29,13 +29,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ FwdScalars const scalars) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
-  FwdScheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
-                               params.heads_q,
-                               params.batch,
-                               scalars.heads_per_group,
-                               scalars.groups,
-                               Traits::kMask != MaskClass::Full,
-                               nullptr};
+  FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, nullptr);
   Band const band = band_of(scalars);
   Mma<Traits>::run(params, scalars, scheduler, band, storage);
 }

@@ -17,7 +17,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, Traits::kStrips>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), Traits::kStrips>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;

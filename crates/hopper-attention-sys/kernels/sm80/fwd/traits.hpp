@@ -36,9 +36,6 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // does not stay in them.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
-  // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
-  static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
-
   // The buffer of a visit's keys and values. (Visits are numbered one after the other.)
   CUTE_DEVICE static int stage(int visit) { return visit & (kStages - 1); }
 
@@ -54,7 +51,5 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 101376, "more shared memory than a block can have on compute capability 8.6 and 8.9");
 };
-
-using FwdScheduler = TileScheduler<false>;
 
 }  // namespace hattn::sm80

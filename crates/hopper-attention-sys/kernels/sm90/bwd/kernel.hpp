@@ -37,31 +37,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(&map_q);
-    cute::prefetch_tma_descriptor(&map_k);
-    cute::prefetch_tma_descriptor(&map_v);
-    cute::prefetch_tma_descriptor(&map_d_o);
-    for (int i = 0; i < Traits::kBuffersK; ++i) {
-      storage.tile_full[i].init(1);
-      storage.k_full[i].init(1);
-      storage.k_empty[i].init(Traits::kWarps + (scalars.ordered ? 3 : 2));  // and the lanes that read the tile
-    }
-    for (int i = 0; i < Traits::kSlotsQ; ++i) {
-      storage.d_q_full[i].init(4);
-      storage.d_q_empty[i].init(1);
-    }
-    for (int i = 0; i < 2; ++i) {
-      storage.turn_full[i].init(1);
-      storage.turn_empty[i].init(1);
-    }
+    prefetch_maps(map_q, map_k, map_v, map_d_o);
+    init_barriers(storage.tile_full, 1);
+    init_barriers(storage.k_full, 1);
+    init_barriers(storage.k_empty, Traits::kWarps + (scalars.ordered ? 3 : 2));  // and the lanes that read the tile
+    init_barriers(storage.d_q_full, 4);
+    init_barriers(storage.d_q_empty, 1);
+    init_barriers(storage.sent_full, 1);
+    init_barriers(storage.sent_empty, 1);
     storage.next_wanted.init(1);
     storage.v_full.init(1);
     storage.v_empty.init(Traits::kWarps);
-    for (int i = 0; i < Traits::kStages; ++i) {
-      storage.q_full[i].init(1);
-      storage.d_o_full[i].init(1);
-      storage.block_empty[i].init(Traits::kWarps);
-    }
+    init_barriers(storage.q_full, 1);
+    init_barriers(storage.d_o_full, 1);
+    init_barriers(storage.block_empty, Traits::kWarps);
     fence_mbarrier_init();
   }
   if (threadIdx.x < 3 * 64) {
@@ -74,10 +63,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  // The first keys are seen by the most queries under a causal mask, so they come first, with the most work.
-  BwdScheduler const scheduler{scalars.n_tiles,         scalars.heads_kv, scalars.batch,
-                               scalars.heads_per_group, scalars.groups,   false,
-                               scalars.tile_counter};
+  BwdScheduler const scheduler = bwd_scheduler(scalars);
 
   Band const band = band_of(scalars);
 
@@ -89,7 +75,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (warp == 1 && cute::elect_one_sync()) {
       BwdLoad<Traits>::tiles(map_k, map_v, scheduler, storage);
     } else if (warp == 2 && scalars.ordered && cute::elect_one_sync()) {
-      BwdLoad<Traits>::turns(params, scalars, band, storage);
+      BwdLoad<Traits>::report_sent(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
       BwdLoad<Traits>::query_gradients(params, scalars, band, storage);
     }

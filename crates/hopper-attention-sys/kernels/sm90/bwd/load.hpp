@@ -13,8 +13,6 @@
 
 namespace hattn::sm90 {
 
-using BwdScheduler = TileScheduler<true>;
-
 template <class Traits>
 struct BwdLoad {
   using Storage = typename Traits::SharedStorage;
@@ -126,7 +124,7 @@ struct BwdLoad {
       });
       return;
     }
-    RingPosition<2> turn;
+    RingPosition<2> sent;
     int next = -1;  // a block whose progress was asked for early
     int seen = 0;
     stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, int, int n) {
@@ -149,24 +147,24 @@ struct BwdLoad {
       }
       free_halves();
       await_bulk_arrival<0>();
-      storage.turn_empty[turn.stage].wait(turn.parity ^ 1);
-      storage.turn_step[turn.stage] = first ? 1 - kFresh : 1;
-      storage.turn_full[turn.stage].arrive();
-      turn.advance();
+      storage.sent_empty[sent.stage].wait(sent.parity ^ 1);
+      storage.sent_step[sent.stage] = first ? 1 - kFresh : 1;
+      storage.sent_full[sent.stage].arrive();
+      sent.advance();
     });
   }
 
   // Passes on each block's turn. Only a release makes a part that has been added visible to other multiprocessors (the
   // copy engine's own wait does not: without, one run in 7000 had other bits, benches/LOG.md, 17), and it waits for the
   // memory, so that it has a warp of its own.
-  CUTE_DEVICE static void turns(BwdParams const& params, BwdScalars const& scalars, Band const& band,
-                                Storage& storage) {
-    RingPosition<2> turn;
+  CUTE_DEVICE static void report_sent(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+                                      Storage& storage) {
+    RingPosition<2> sent;
     stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
-      storage.turn_full[turn.stage].wait(turn.parity);
-      int const step = storage.turn_step[turn.stage];
-      storage.turn_empty[turn.stage].arrive();
-      turn.advance();
+      storage.sent_full[sent.stage].wait(sent.parity);
+      int const step = storage.sent_step[sent.stage];
+      storage.sent_empty[sent.stage].arrive();
+      sent.advance();
       add_release(scalars.progress + block, step);
     });
   }

@@ -46,12 +46,12 @@ struct alignas(16) Statistics {
 };
 
 // How far a block's sums are, as a count: the tiles that have come to it, and kStored more once the first one's part is
-// there. In turns, the number of the tile whose turn it is, and kFresh more before the first one's; kNobody where no
+// there. In turns, the number of the tile whose turn it is, and kFresh more before the first one's; kUnvisited where no
 // tile sees the block.
 using Progress = int;
 constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
-static_assert(kNobody == -kFresh);
+static_assert(kUnvisited == -kFresh);
 
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
@@ -164,9 +164,9 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier d_o_full[kStages];
     Mbarrier d_q_full[kSlotsQ];
     Mbarrier d_q_empty[kSlotsQ];
-    Mbarrier turn_full[2];
-    Mbarrier turn_empty[2];
-    int turn_step[2];  // what the progress of a sent block changes by
+    Mbarrier sent_full[2];
+    Mbarrier sent_empty[2];
+    int sent_step[2];  // what is added to the progress of a block whose dQ was sent
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");

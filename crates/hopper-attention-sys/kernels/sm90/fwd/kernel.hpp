@@ -32,35 +32,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(&map_q);
-    cute::prefetch_tma_descriptor(&map_k);
-    cute::prefetch_tma_descriptor(&map_v);
-    cute::prefetch_tma_descriptor(&map_o);
-    for (int i = 0; i < Traits::kBuffersQ; ++i) {
-      storage.tile_full[i].init(1);
-      storage.q_full[i].init(1);
-      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-        storage.o_full[i][consumer].init(4);
-      }
+    prefetch_maps(map_q, map_k, map_v, map_o);
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    init_barriers(storage.tile_full, 1);
+    init_barriers(storage.q_full, 1);
+    for (auto& consumers : storage.o_full) {
+      init_barriers(consumers, 4);
     }
     storage.next_wanted.init(1);
-    for (int i = 0; i < Traits::kStages; ++i) {
-      storage.k_full[i].init(1);
-      storage.v_full[i].init(1);
-      storage.k_empty[i].init(4 * Traits::kConsumers);
-      storage.v_empty[i].init(4 * Traits::kConsumers);
-    }
+    init_barriers(storage.k_full, 1);
+    init_barriers(storage.v_full, 1);
+    init_barriers(storage.k_empty, kConsumerWarps);
+    init_barriers(storage.v_empty, kConsumerWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
 
-  FwdScheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
-                               params.heads_q,
-                               params.batch,
-                               scalars.heads_per_group,
-                               scalars.groups,
-                               Traits::kMask != MaskClass::Full,
-                               scalars.tile_counter};
+  FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, scalars.tile_counter);
   Band const band = band_of(scalars);
 
   if (warpgroup == 0) {

@@ -22,7 +22,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, 1, Traits::kConsumers == 3>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), 1, Traits::kConsumers == 3>;
   using Turns = sm90::Turns<Traits::kConsumers>;
   static constexpr MaskClass kMask = Traits::kMask;
 

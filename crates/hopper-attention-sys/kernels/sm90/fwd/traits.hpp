@@ -32,9 +32,6 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // brings (benches/LOG.md, 8 and 9).
   static constexpr int kBuffersQ = kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
 
-  // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
-  static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
-
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
@@ -74,7 +71,5 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
 };
-
-using FwdScheduler = TileScheduler<false>;
 
 }  // namespace hattn::sm90

@@ -7,6 +7,7 @@
 
 #include "common/around.hpp"
 #include "common/scalars.hpp"
+#include "common/status.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
 
@@ -15,7 +16,7 @@ namespace hattn {
 // Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
 // appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
 template <class Traits>
-__global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
+__global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
   constexpr int kTileM = Traits::kTileM;
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
     bool const seen = tiles.any();
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, tiles.first()) : kNobody;
+      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
     }
     if constexpr (Traits::kAddsToZeros) {
       if (seen) {
@@ -140,14 +141,13 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
 }
 
 template <class Traits>
-cudaError_t Prepare<Traits>::load() noexcept {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>);
+Status BwdStatistics<Traits>::load() noexcept {
+  return load_kernel(bwd_statistics<Traits>);
 }
 
 template <class Traits>
-void Prepare<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
-  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
+void BwdStatistics<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+  bwd_statistics<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
 }
 
 }  // namespace hattn
