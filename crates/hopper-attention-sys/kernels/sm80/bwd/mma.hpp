@@ -14,12 +14,12 @@
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
-#include "common/mma_sync.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
+#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -50,12 +50,8 @@ struct BwdMma {
       for (int n = 0; n < kChunk / 16; ++n) {
         std::uint32_t b[4];
         load_matrices(Columns::of_step(step).from<kTileM>(y) + n * (16 * kSlabRowBytes), b);
-        CUTE_UNROLL
-        for (int strip = 0; strip < kStrips; ++strip) {
-          int const at = strip * (kChunk / 2) + 8 * n;
-          mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
-          mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
-        }
+        multiply_step<Element, kStrips, kChunk>(
+            [&](int strip) -> auto const& { return a[strip]; }, b, n, scores);
       }
     }
   }
@@ -70,12 +66,8 @@ struct BwdMma {
       for (int i = 0; i < kHeadDim / 16; ++i) {
         std::uint32_t b[4];
         load_transposed(Columns::of_step(i).from<kTileM>(z) + step * (16 * kSlabRowBytes), b);
-        CUTE_UNROLL
-        for (int strip = 0; strip < kStrips; ++strip) {
-          int const at = strip * (kHeadDim / 2) + 8 * i;
-          mma_sync<Element>(gradient, at, f[strip][step], b[0], b[1]);
-          mma_sync<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
-        }
+        multiply_step<Element, kStrips, kHeadDim>(
+            [&](int strip) -> auto const& { return f[strip][step]; }, b, i, gradient);
       }
     }
   }
@@ -113,12 +105,8 @@ struct BwdMma {
       for (int i = 0; i < Traits::kColumnsQ / 16; ++i) {
         std::uint32_t b[4];
         load_transposed((k ^ i * 32) + step * 16 * kSlabRowBytes, b);
-        CUTE_UNROLL
-        for (int strip = 0; strip < 2; ++strip) {
-          int const at = strip * (Traits::kValuesQ / 2) + 8 * i;
-          mma_sync<Element>(d_q, at, a[strip], b[0], b[1]);
-          mma_sync<Element>(d_q, at + 4, a[strip], b[2], b[3]);
-        }
+        multiply_step<Element, 2, Traits::kValuesQ>(
+            [&](int strip) -> auto const& { return a[strip]; }, b, i, d_q);
       }
     }
     if (scalars.ordered) {

@@ -4,12 +4,12 @@
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
-#include "common/mma_sync.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
 #include "sm80/fwd/traits.hpp"
+#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -42,12 +42,8 @@ struct Mma {
     for (int n = 0; n < kTileN / 16; ++n) {
       std::uint32_t b[4];
       load_matrices(Columns::of_step(step).from<kTileN>(k) + n * (16 * kSlabRowBytes), b);
-      CUTE_UNROLL
-      for (int strip = 0; strip < kStrips; ++strip) {
-        int const at = strip * (kTileN / 2) + 8 * n;
-        mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
-        mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
-      }
+      multiply_step<Element, kStrips, kTileN>(
+          [&](int strip) -> auto const& { return a[strip]; }, b, n, scores);
     }
   }
 
@@ -59,12 +55,8 @@ struct Mma {
     for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
       std::uint32_t b[4];
       load_transposed(Columns::of_step(i).from<kTileN>(v) + key * (16 * kSlabRowBytes), b);
-      CUTE_UNROLL
-      for (int strip = 0; strip < kStrips; ++strip) {
-        int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
-        mma_sync<Element>(output, at, p[strip][key], b[0], b[1]);
-        mma_sync<Element>(output, at + 4, p[strip][key], b[2], b[3]);
-      }
+      multiply_step<Element, kStrips, Traits::kHeadDimVO>(
+          [&](int strip) -> auto const& { return p[strip][key]; }, b, i, output);
     }
   }
 
