@@ -1,6 +1,6 @@
 // The kernels that run before and after a backward kernel, as its launch sees them.
 //
-// bwd_statistics (statistics.hpp) and bwd_convert (convert.hpp) depend on fewer columns than a row has. They are
+// bwd_statistics (prepare.hpp) and bwd_convert (convert.hpp) depend on fewer columns than a row has. They are
 // compiled once for all the rows of a list, in a unit of their own. A row's unit calls the functions declared here; the
 // other unit defines them (HATTN_INSTANTIATE_*).
 #pragma once
@@ -31,7 +31,7 @@ struct BwdConvert {
 
 }  // namespace hattn
 
-// What the unit of a list says once a row, with the list's traits template and the row's columns.
+// What the unit around a list says once a row, with the list's traits template and the row's columns.
 #define HATTN_INSTANTIATE_STATISTICS(Traits, dtype, mask, ...) \
   template struct hattn::BwdStatistics<Traits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>;
 // And once for all rows that differ by their mask alone, with the columns but the mask.

@@ -33,8 +33,7 @@ CUTE_DEVICE bool is_free(Band const& band, int m_block, int n_block) {
   return free;
 }
 
-// Whether a block of queries sees none of a tile of keys, of those that the mask is for: keys past the end count as
-// seen.
+// Whether the mask hides all of a tile of keys from a block of queries. Keys past the end count as seen.
 template <MaskClass kMask, int kTileM, int kTileN>
 CUTE_DEVICE bool is_hidden(Band const& band, int m_block, int n_block) {
   bool hidden = false;
@@ -47,8 +46,8 @@ CUTE_DEVICE bool is_hidden(Band const& band, int m_block, int n_block) {
   return hidden;
 }
 
-// Sets the scores of masked keys in one block to -inf. `scores` holds a thread's part of an m64 accumulator: element
-// (c, r, i) is row `row + 8 r`, column `8 i + column + c` of the block.
+// Sets the scores of masked keys in one block to -inf. `scores` holds a thread's elements of an m64 accumulator:
+// element (c, r, i) is row `row + 8 r`, column `8 i + column + c` of the block.
 template <MaskClass kMask, int kTileN, class Scores>
 CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int column, int n_block) {
   int const origin = n_block * kTileN + column;

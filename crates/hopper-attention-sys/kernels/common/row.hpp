@@ -7,10 +7,11 @@
 //
 // - *CTA*: a thread block.
 // - *tile*: what a CTA computes at a time. Forward: tile_m queries of a query head. Backward: tile_n keys of a key
-// head.
+//   head.
 // - *block*: what a tile visits, one after the other (visits.hpp). Forward: tile_n keys. Backward: tile_m queries.
 // - *chunk*: some of a block's rows, where a warp takes a block in several steps.
 // - *strip*: 16 rows of a warp, the height of an mma.sync product.
+// - *part*: some of the columns of a product, where registers do not hold all of them (sm90/fp8).
 // - *stage*: a buffer of a ring through which blocks pass.
 // - *turn*: the right to issue products, which warpgroups pass around (sm90/turns.hpp). Nothing else is a turn.
 // - *ordered*: of a backward in which tiles add to dQ in the order of their numbers (deterministic).
@@ -28,7 +29,7 @@ namespace hattn {
 
 // The columns of a line, as the base of a kernel's traits.
 //
-// A scalars template names its own parameters like these constants. Inside it the parameters are found, outside
+// A traits template names its own parameters like these constants. Inside it the parameters are found, outside
 // (Traits::kTileM) the constants.
 template <Arch kArchOfRow, DType kDTypeOfRow, MaskClass kMaskOfRow, int kDimQK, int kDimVO, int kRows, int kColumns,
           int kStageCount, Scores kScoresOfRow = Scores::F32>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/convert.hpp"
-#include "common/statistics.hpp"
+#include "common/prepare.hpp"
 #include "sm80/bwd/traits.hpp"
 
 #define HATTN_BWD_SM80_PREPARE(...) HATTN_INSTANTIATE_STATISTICS(hattn::sm80::BwdTraits, __VA_ARGS__)

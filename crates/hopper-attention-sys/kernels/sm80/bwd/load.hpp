@@ -1,4 +1,5 @@
-// What a block copies for its warps: K and V once, Q with its statistics and dO block by block, every thread its share.
+// What a CTA copies to shared memory: K and V once, Q with its statistics and dO block by block. Every thread copies
+// its share.
 #pragma once
 
 #include "common/scalars.hpp"

@@ -1,12 +1,12 @@
-// A warp's way through the blocks of queries of its tile (Dao 2023, FlashAttention-2, algorithm 2, with keys outside
-// and queries inside).
+// A warp of the backward (Dao 2023, FlashAttention-2, algorithm 2, with keys outside and queries inside).
 //
-//   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
+//     P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
 //
-// The two warps of a pair have the same keys. One makes S, P and dV, the other dP, dS and dK: of the same instructions,
-// on other tiles. Scores are transposed, so that P and dS are operands as they lie in registers. The second warp gets P
-// through the place in shared memory where it puts dS, rounded as dV has it, and where that is f16 lifted (traits.hpp):
-// what P loses there is multiplied by dP.
+// The two warps of a pair have the same keys. One computes S, P and dV, the other dP, dS and dK, by the same
+// instructions on other operands. Scores are transposed, so that P and dS are operands as they lie in registers.
+//
+// The second warp reads P from where it then writes dS in shared memory. This P is rounded as dV has it, and lifted
+// where that is f16 (kLift in traits.hpp).
 #pragma once
 
 #include "common/barrier.hpp"
@@ -81,7 +81,8 @@ struct BwdMma {
     return (warp < Traits::kPairs ? warp : warp + away) % Traits::kPairs;
   }
 
-  // The warp's part of a block's dQ, from all keys of the tile. In turns it is added after those of the tiles before.
+  // dQ of a block, from all keys of the tile: the warp's queries and columns. Ordered: it is added after dQ of the
+  // tiles before.
   CUTE_DEVICE static void add_queries(BwdParams const& params, BwdScalars const& scalars, Storage& storage, int stage,
                                       int block) {
     int const thread = Traits::thread_index();
@@ -110,12 +111,12 @@ struct BwdMma {
       }
     }
     if (scalars.ordered) {
-      int const turn = storage.tile.block * Traits::kWarps;
-      while (load_acquire(scalars.progress + block) < turn) {
+      int const warps_before = storage.tile.block * Traits::kWarps;
+      while (load_acquire(scalars.progress + block) < warps_before) {
       }
     }
     float* const sums = scalars.sums + static_cast<std::int64_t>(block) * Traits::kElementsQ +
-                        Traits::SumsPart::offset(Traits::thread_index());
+                        Traits::ThreadSums::offset(Traits::thread_index());
     CUTE_UNROLL
     for (int i = 0; i < Traits::kValuesQ; ++i) {
       asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sums + 32 * i), "f"(d_q(i)) : "memory");
@@ -128,7 +129,7 @@ struct BwdMma {
     }
   }
 
-  // One chunk of a block of queries: its part of dV or dK.
+  // One chunk of a block: adds its products to dV or dK.
   template <class Gradient>
   CUTE_DEVICE static void add_chunk(BwdScalars const& scalars, Band const& band, Storage& storage, int stage,
                                     int m_block, int chunk, Gradient& gradient) {
@@ -179,8 +180,8 @@ struct BwdMma {
       if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
-          auto& part = scores.strip(strip);
-          apply_mask_transposed<kMask, kChunk>(part, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
+          auto& strip_scores = scores.strip(strip);
+          apply_mask_transposed<kMask, kChunk>(strip_scores, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
                                                m_chunk * kChunk + lane % 4 * 2);
         }
       }

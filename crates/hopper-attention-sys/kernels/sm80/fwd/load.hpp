@@ -1,4 +1,4 @@
-// What the block copies for its warps: Q once, K and V block by block, every thread its share.
+// What a CTA copies to shared memory: Q once, K and V block by block. Every thread copies its share.
 #pragma once
 
 #include "common/scalars.hpp"

@@ -1,4 +1,7 @@
-// A warp's way through the key blocks of its tile: both products and the softmax between them.
+// A warp of the forward: both products of each block, and the softmax between them.
+//
+// For each block a warp computes S = Q K^T of its 32 queries, masks it if the block is on an edge, exponentiates it to
+// P, and adds P V to O. Everything stays in the warp's registers. The copies of the next blocks run meanwhile.
 #pragma once
 
 #include "common/fragment.hpp"
@@ -121,9 +124,9 @@ struct Mma {
       }
     };
 
-    // What a block's loads wait for lies before its barrier, what they overwrite is dead after it. With two stages
-    // there is one, for both operands of the next block. With one, the next K is loaded after the softmax, which may
-    // need the scores again, and V after the product of the block before.
+    // Copies of a block are waited for before a barrier, and what they overwrite has been read before it. With two
+    // stages there is one barrier a block, for both operands of the next one. With one stage, the next K is copied
+    // after the softmax, which may compute the scores again, and V after the product of the block before.
     CUTE_NO_UNROLL
     for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
       bool const first = visits.is_first(visit);
@@ -190,8 +193,8 @@ struct Mma {
           int const row = first_row(storage.tile) + thread % 32 / 4;
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
-            auto& part = scores.strip(strip);
-            apply_mask<kMask, kTileN>(part, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
+            auto& strip_scores = scores.strip(strip);
+            apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
           }
           softmax.masked_block(scores, scalars.scale_log2, rescale_output);
           make_p();

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/convert.hpp"
-#include "common/statistics.hpp"
+#include "common/prepare.hpp"
 #include "sm90/bwd/traits.hpp"
 
 #define HATTN_BWD_SM90_PREPARE(...) HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, __VA_ARGS__)

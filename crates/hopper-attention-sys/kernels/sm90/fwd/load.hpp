@@ -1,5 +1,8 @@
-// The producer warpgroup. Warp 0 streams K and V through their rings; warp 1 loads Q and stores O, since an O tile
-// leaves from the buffer that the next but one Q tile arrives in. One lane of each works; the others leave at once.
+// The producer warpgroup of the forward. One lane of a warp works, the other lanes leave at once.
+//
+// - Warp 0 loads K and V, block by block, through their rings.
+// - Warp 1 draws tiles, loads Q and stores O. Both are its work because O leaves from the buffer that a later Q
+//   arrives in.
 #pragma once
 
 #include "common/scalars.hpp"
@@ -14,8 +17,8 @@ template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
 
-  // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
-  // consumers take them.
+  // Loads in the order in which the consumers read: K0, K1, V0, K2, V1, ... V of a block comes after K of the next
+  // block. The order runs on from tile to tile.
   CUTE_DEVICE static void keys_and_values(FwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
                                           Band const& band, Storage& storage) {
     RingPosition<Traits::kStages> k;
@@ -67,8 +70,8 @@ struct Load {
     }
   }
 
-  // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for. Where a tile
-  // lies is worked out once, here.
+  // Draws tiles, loads Q, stores O. A tile is announced to the consumers and to warp 0 when its Q is asked for. Where a
+  // tile lies is worked out once, here.
   CUTE_DEVICE static void queries_and_outputs(FwdParams const& params, FwdScalars const& scalars,
                                               CUtensorMap const& map_q, CUtensorMap const& map_o,
                                               FwdScheduler const& scheduler, Storage& storage) {
@@ -114,7 +117,7 @@ struct Load {
             map_o, storage.q[q.stage], consumer, tile.block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
         cute::tma_store_arrive();
       }
-      // The buffer may be written again (or the block may end) once the copy engine has read it.
+      // The buffer may be written again (or the CTA may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
       if (!late) {
         announce_next();

@@ -1,9 +1,15 @@
-// The consumer warpgroups: both products and the softmax between them.
+// The consumer warpgroups of the forward: both products, and the softmax between them.
 //
-// A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
-// O += P_{j-1} V_{j-1}, then exponentiates S while the second product still runs. At a tile's border the last product
-// hides the look at the next tile, and the next tile's first S hides the epilogue.
-// The warpgroups take turns at issuing (ping-pong), so that one exponentiates while the other multiplies.
+// The blocks of all tiles of a CTA form one stream. For block j a warpgroup
+// 1. waits for its turn, issues S = Q K_j^T and then O += P_{j-1} V_{j-1}, and passes the turn on;
+// 2. waits for S, masks it if the block is on an edge, and exponentiates it while the second product still runs;
+// 3. waits for the second product, and converts S to P_j.
+//
+// So the product with V is always one block late. Between two tiles the stream does not stop: while the last product
+// of a tile runs, its row sums are finished and the next tile is looked up; while the first S of the next tile is
+// computed, O of the finished tile is written.
+//
+// Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
 
 #include "common/mask.hpp"
@@ -73,8 +79,8 @@ struct Mma {
       }
       v.advance();
     };
-    // The blocks of the tile that this warpgroup's rows need. It passes over those before (the result) and after them
-    // with its turns.
+    // The visits that this warpgroup's rows need. The warpgroup passes over the tile's visits before them (the result)
+    // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
       KeyVisits const tile_visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
       if constexpr (kMask == MaskClass::Full) {
@@ -159,7 +165,7 @@ struct Mma {
       warpgroup_fence_operand(tOrO);
     };
 
-    // One key block: on entry P is of the block before.
+    // One block. On entry P is of the block before.
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
       Turns::wait(consumer);
@@ -204,7 +210,7 @@ struct Mma {
     while (true) {
       int visit = visits.next(visits.first());
       if constexpr (kMask != MaskClass::Full) {
-        // The right edge of 64 rows lies in two blocks at most, of which the first is behind us.
+        // The right edge of 64 rows lies in two blocks at most. The first of them has been visited.
         if (visits.on_right_edge(visit)) {
           step(std::true_type{}, visit);
           visit = visits.next(visit);
@@ -221,8 +227,8 @@ struct Mma {
 
       // The border: while this tile's last product runs, its rows are finished and the next tile is looked at; while
       // the next tile's first scores are computed, this tile's O is handed over.
-      // Two warpgroups keep the turn until both products are issued, three pass it between them: each gains so. Where
-      // blocks may be skipped, turns are passed for those too.
+      // Two warpgroups keep the turn until both products are issued. Three pass it on between the two: each is faster
+      // so. Where blocks may be skipped, turns are passed in those too.
       constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2;
       Turns::wait(consumer);
       issue_output();

@@ -35,10 +35,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  // More than a block is launched with would never be granted.
+  // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
-  // This thread's place in the block. Three consumers are short of registers.
+  // This thread's index in the CTA. Three consumers are short of registers.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
 
   using MmaQK = Wgmma<Element, float, kTileN>;
@@ -69,7 +69,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier v_empty[kStages];
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
-  static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
+  static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
 };
 
 }  // namespace hattn::sm90

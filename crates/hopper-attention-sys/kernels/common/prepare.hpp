@@ -1,6 +1,7 @@
-// The kernel before the backward: what it needs of each query, and how far the sums of dQ are. What differs between
-// architectures is the Traits': the form of the statistics, the count that a block begins with, and whether its sums
-// have to begin as zeros.
+// The kernel before a backward kernel: the statistics of each query, and the sums of dQ as they begin.
+//
+// What differs between architectures is in the Traits: the form of the statistics (Statistics), the count that a
+// block's progress begins with (fresh), and whether the sums of dQ have to begin as zeros (kAddsToZeros).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -103,7 +104,8 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     }
   }
 
-  // Nothing has been added to any block; in turns, the first of the tiles that see it begins. A warp a block.
+  // The progress of each block: nothing has been added. In an ordered backward the first tile that visits the block is
+  // the first to add. A warp writes one block.
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv};
   int const blocks = params.batch * params.heads_q * m_blocks;
@@ -111,12 +113,13 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
     KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
-    bool const seen = tiles.any();
+    bool const visited = tiles.any();
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
+      reinterpret_cast<int*>(params.progress)[block] =
+          visited ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
     }
     if constexpr (Traits::kAddsToZeros) {
-      if (seen) {
+      if (visited) {
         auto* const sums =
             reinterpret_cast<float4*>(params.sums) + static_cast<std::int64_t>(block) * (Traits::kElementsQ / 4);
         for (int i = static_cast<int>(threadIdx.x) % 32; i < Traits::kElementsQ / 4; i += 32) {
@@ -124,7 +127,7 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
         }
       }
     }
-    if (!seen) {
+    if (!visited) {
       // No tile will write its dQ.
       int const batch = batch_head / params.heads_q;
       int const head = batch_head - batch * params.heads_q;
