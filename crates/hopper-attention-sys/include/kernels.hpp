@@ -1,11 +1,24 @@
 // The C++ interface of the kernels: what was compiled, and how a launch is started.
 //
-// The structs that Rust fills and reads (FwdParams, BwdParams, QuantizeParams, RowInfo, Status, ...) are defined once,
-// in src/params.rs. cxx makes the first header below of it. What each field means, its unit and its range stand there,
-// and are copied into the header.
+// A compiled kernel is a row of a launch table. There are three tables: forward, backward, quantiser. A row has
+// - info: what was compiled (element type, mask class, head dims, tile, ...);
+// - prepare: loads its kernels on the current device, once, ahead of the first launch;
+// - launch: enqueues its kernels on a stream, for one problem.
 //
-// Both the host compiler (cpp/bridge.cc) and nvcc (the launchers) include this file. It sees the standard library only:
-// no CUTLASS, no rust/cxx.h.
+// How a call comes here: Rust chooses a row by its info, fills a struct of parameters (FwdParams, BwdParams or
+// QuantizeParams), and names the row by its index in the table (bridge.h, cpp/bridge.cc). Nothing on this side checks
+// the parameters: the safe crate has.
+//
+// Where the rest is:
+// - src/params.rs defines the structs that both languages use (the parameters, RowInfo, Status, ...). cxx makes the
+//   first header below of it. What each field means, its unit and its range stand there, and are copied into the
+//   header.
+// - kernels/ARCH/PASS/PASS.def is the list of rows of an architecture and pass, and launch.hpp beside it their prepare
+//   and launch. kernels/table.cc makes the tables of the lists.
+// - kernels/common/row.hpp defines the words that the kernels use: tile, block, stage, turn.
+//
+// Both the host compiler (cpp/bridge.cc) and nvcc (the launchers) include this file. It sees the standard library
+// only: no CUTLASS, no rust/cxx.h.
 #pragma once
 
 #include <cstddef>
@@ -17,37 +30,38 @@ struct CUstream_st;
 
 namespace hattn {
 
-// The beginning of the workspace of a row with scores in f16, and of its fallback row with scores in f32.
+// The header of the workspace that a row with scores in f16 shares with its fallback row, whose scores are in f32.
 //
-// Both rows are launched with the same problem, the fallback row behind the other. The first row looks for elements of
-// Q and K that are too large for scores in f16. Only if one of its CTAs has found one does the fallback row compute
-// everything again; else its CTAs return at once.
+// Both rows are launched with the same problem, first the row with scores in f16, then the fallback row.
+// 1. The first row computes the result. It also looks for elements of Q and K that are too large for scores in f16.
+// 2. The fallback row reads what the first row has found. If there is such an element, it computes everything again.
+//    Else its CTAs return at once.
 //
-// The header is followed by one word for each CTA of the first row: not 0 where that CTA has found such an element.
-// Every CTA writes its word.
+// After the header comes one word for each CTA of the first row. Every CTA writes its word: not 0 if it has found such
+// an element.
 struct RangeCheck {
-  std::int32_t tile_counter;         // of the first row
+  std::int32_t tile_counter;         // of the first row; its launch zeroes it
   std::int32_t tile_counter_behind;  // of the fallback row; the first row's kernel zeroes it
-  std::uint32_t amax;                // the bits of the first row's largest magnitude of O
+  std::uint32_t amax;                // largest magnitude of O, the bits of an f32; the first row writes it
   std::uint32_t unused;
 };
 
-// Bytes of the RangeCheck and of the words of `grid` CTAs, rounded up to 16.
+// Bytes of the RangeCheck and of the words of `grid` CTAs after it. The words are rounded up to a multiple of 16.
 constexpr std::size_t range_check_bytes(std::int32_t grid) {
   return sizeof(RangeCheck) + (sizeof(std::uint32_t) * grid + 15) / 16 * 16;
 }
 
-// Whether tiles of several CTAs share a descale factor that is made of their values.
+// Whether tiles of several CTAs share a descale factor that the quantiser makes of their values.
 inline bool shares_factors(QuantizeTensor const& tensor, Scaling scaling) noexcept {
   return !tensor.given && scaling != Scaling::PerBlock;
 }
 
-// One row of a launch table: what was compiled, and how to start it.
+// One row of a launch table.
 template <class Info, class Params>
 struct TableRow {
   Info info;
-  // Loads the row's kernels on the current device and raises their limit of shared memory. A later launch then does
-  // neither: a lazy load would break a graph capture.
+  // Loads the row's kernels on the current device and raises their limit of shared memory. A later launch then loads
+  // nothing: a lazy load would break a graph capture.
   Status (*prepare)() noexcept;
   // Enqueues the row's kernels on the stream and returns. Takes no memory and does not synchronise.
   Status (*launch)(Params const& params, CUstream_st* stream) noexcept;

@@ -1,8 +1,8 @@
 // The kernels that run before and after a backward kernel, as its launch sees them.
 //
-// bwd_prepare (prepare.hpp) and bwd_convert (convert.hpp) depend on fewer columns than a row has, and are compiled once
-// for all the rows of a list, in a unit of their own. A row's unit calls the functions declared here; the other unit
-// defines them.
+// bwd_statistics (prepare.hpp) and bwd_convert (convert.hpp) depend on fewer columns than a row has. They are
+// compiled once for all the rows of a list, in a unit of their own. A row's unit calls the functions declared here; the
+// other unit defines them (HATTN_INSTANTIATE_*).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,22 +11,29 @@
 
 namespace hattn {
 
-// The progress of a block of queries that no tile of keys sees.
-constexpr int kNobody = -(1 << 30);
+// The progress of a block of queries that no tile of keys visits.
+constexpr int kUnvisited = -(1 << 30);
 
-// bwd_prepare of one row's traits.
+// bwd_statistics of one row's traits.
 template <class Traits>
-struct Prepare {
+struct BwdStatistics {
   // Loads the kernel's module on the current device.
-  static cudaError_t load() noexcept;
+  static Status load() noexcept;
   static void launch(BwdParams const& params, cudaStream_t stream) noexcept;
 };
 
 // bwd_convert of `Traits::Unmasked`: it does not depend on the mask.
 template <class Traits>
-struct Convert {
-  static cudaError_t load() noexcept;
+struct BwdConvert {
+  static Status load() noexcept;
   static void launch(BwdParams const& params, cudaStream_t stream) noexcept;
 };
 
 }  // namespace hattn
+
+// What the unit around a list says once a row, with the list's traits template and the row's columns.
+#define HATTN_INSTANTIATE_STATISTICS(Traits, dtype, mask, ...) \
+  template struct hattn::BwdStatistics<Traits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>;
+// And once for all rows that differ by their mask alone, with the columns but the mask.
+#define HATTN_INSTANTIATE_CONVERT(Traits, dtype, ...) \
+  template struct hattn::BwdConvert<Traits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;

@@ -74,6 +74,14 @@ struct Mbarrier {
   }
 };
 
+// Initialises every barrier of an array.
+template <int kCount>
+CUTE_DEVICE void init_barriers(Mbarrier (&barriers)[kCount], std::uint32_t arrivals) {
+  for (Mbarrier& barrier : barriers) {
+    barrier.init(arrivals);
+  }
+}
+
 // Makes the initialised barriers visible to the copy engine.
 CUTE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

@@ -5,54 +5,54 @@
 
 #include "common/around.hpp"
 #include "common/element.hpp"
+#include "common/status.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
 
-// The sums of a block of queries lie as the accumulators of the warps that made them did: Traits::SumsPart is a
-// thread's share, strips of 16 queries a warp.
+// The sums of a block lie in memory as they lay in the accumulators of the warps that made them. Traits::ThreadSums is
+// what a thread had of them: strips of 16 queries a warp.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::SumsPart::kThreads) bwd_convert(BwdParams const params) {
+__global__ void __launch_bounds__(Traits::ThreadSums::kThreads) bwd_convert(BwdParams const params) {
   using Element = typename Traits::Element;
-  using Part = typename Traits::SumsPart;
+  using ThreadSums = typename Traits::ThreadSums;
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  // From the last to the first: the sums that were written last are still in the second-level cache.
+  // From the last block to the first: the sums that were written last are still in L2.
   std::int64_t const block = gridDim.x - 1 - blockIdx.x;
-  // What no tile of keys sees has no sums; prepare.hpp wrote its zeros.
-  if (reinterpret_cast<int const*>(params.progress)[block] == kNobody) {
+  // A block that no tile visits has no sums. prepare.hpp has written the zeros of its dQ.
+  if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
     return;
   }
   std::int64_t const batch_head = block / m_blocks;
   int const m_block = static_cast<int>(block % m_blocks);
   std::int64_t const batch = batch_head / params.heads_q;
   std::int64_t const head = batch_head % params.heads_q;
-  Part part;
-  part.load(reinterpret_cast<float const*>(params.sums), block);
-  int const column = Part::column();
+  ThreadSums thread_sums;
+  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
+  int const column = ThreadSums::column();
   std::uint64_t const first =
       params.d_q.address + 2 * (batch * params.d_q.stride_batch + head * params.d_q.stride_head + column);
   CUTE_UNROLL
-  for (int strip = 0; strip < Part::kStrips; ++strip) {
-    write_pairs<Part::kWidth>(first, 2 * params.d_q.stride_row, m_block * Traits::kTileM + Part::row() + 16 * strip,
-                              params.seqlen_q, params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32,
-                              [&](int i, int j) {
-                                float2 const pair = part.pair(strip, i, j);
-                                return pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale);
-                              });
+  for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
+    write_pairs<ThreadSums::kWidth>(
+        first, 2 * params.d_q.stride_row, m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, params.seqlen_q,
+        params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
+          float2 const pair = thread_sums.pair(strip, i, j);
+          return pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale);
+        });
   }
 }
 
 template <class Traits>
-cudaError_t Convert<Traits>::load() noexcept {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, bwd_convert<Traits>);
+Status BwdConvert<Traits>::load() noexcept {
+  return load_kernel(bwd_convert<Traits>);
 }
 
 template <class Traits>
-void Convert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   int const blocks = params.batch * params.heads_q * m_blocks;
-  bwd_convert<Traits><<<blocks, Traits::SumsPart::kThreads, 0, stream>>>(params);
+  bwd_convert<Traits><<<blocks, Traits::ThreadSums::kThreads, 0, stream>>>(params);
 }
 
 }  // namespace hattn

@@ -21,6 +21,9 @@ struct ElementOf<DType::F16> {
   using type = cutlass::half_t;
 };
 
+// The limit of a lane's sum of P over one block, as a power of two: bf16 has the range of f32, f16 ends at 65504.
+CUTE_HOST_DEVICE constexpr int sum_limit_log2(DType dtype) { return dtype == DType::BF16 ? 32 : 15; }
+
 // Two f32 to one packed pair, rounded to nearest even.
 template <class Element>
 CUTE_DEVICE std::uint32_t pack_pair(float low, float high) {

@@ -39,10 +39,7 @@ Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int he
 
 }  // namespace
 
-Status prepare_fill() noexcept {
-  cudaFuncAttributes attributes;
-  return to_status(cudaFuncGetAttributes(&attributes, fill));
-}
+Status prepare_fill() noexcept { return load_kernel(fill); }
 
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept {
   return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, params.lse, stream);
@@ -56,8 +53,7 @@ Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexc
     return zero(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk);
   }
   Status const status = zero(params.d_k, params.seqlen_kv, params.heads_kv, params.head_dim_qk);
-  return status.code != StatusCode::Ok ? status
-                                       : zero(params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo);
+  return !is_ok(status) ? status : zero(params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo);
 }
 
 }  // namespace hattn

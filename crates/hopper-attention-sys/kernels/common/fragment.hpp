@@ -1,4 +1,4 @@
-// A thread's part of a tile, in registers.
+// A thread's elements of a tile, in registers.
 #pragma once
 
 #include <cute/config.hpp>

@@ -1,5 +1,5 @@
-// What all launchers do alike: load kernels ahead of their first launch, zero workspace, and start the three kernels of
-// a backward.
+// What all launchers do alike: load kernels ahead of their first launch, fill the outputs of empty problems, zero
+// workspace, start the kernels, and describe a row to the launch table.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,17 +9,26 @@
 
 #include "common/around.hpp"
 #include "common/fill.hpp"
+#include "common/row.hpp"
 #include "common/scalars.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
 
-// Loads a row's kernel on the current device, and those of fill.hpp. Its limit of shared memory is raised.
+// Loads a row's kernel and those of fill.hpp on the current device. The kernel's limit of shared memory is raised.
 template <class Kernel>
 Status prepare_kernel(Kernel* kernel, int smem_bytes) noexcept {
   cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   return error == cudaSuccess ? prepare_fill() : to_status(error);
+}
+
+// The same for the three kernels of a backward. `main` is the one in the middle.
+template <class Traits, class Main>
+Status prepare_backward(Main* main) noexcept {
+  Status status = BwdStatistics<Traits>::load();
+  status = is_ok(status) ? BwdConvert<typename Traits::Unmasked>::load() : status;
+  return is_ok(status) ? prepare_kernel(main, Traits::kSmemBytes) : status;
 }
 
 // Zeroes device memory in stream order. Address 0: there is none.
@@ -32,25 +41,44 @@ inline Status zero_tile_counter(std::uint64_t tile_counter, CUstream_st* stream)
   return zero(tile_counter, sizeof(int), stream);
 }
 
-// The same for the three kernels of a backward, of which `main` is the one in the middle.
-template <class Traits, class Main>
-Status prepare_backward(Main* main) noexcept {
-  cudaError_t error = Prepare<Traits>::load();
-  error = error == cudaSuccess ? Convert<typename Traits::Unmasked>::load() : error;
-  return error == cudaSuccess ? prepare_kernel(main, Traits::kSmemBytes) : to_status(error);
+// Starts a forward of 16-bit operands. `start(scalars)` starts its kernel, where there are keys, and returns a Status.
+template <class Start>
+Status launch_forward(FwdParams const& params, CUstream_st* stream, Start const& start) noexcept {
+  if (params.seqlen_kv == 0) {
+    return launch_fill_empty(params, stream);
+  }
+  Status status = zero_tile_counter(params.tile_counter, stream);
+  status = is_ok(status) ? start(fwd_scalars(params)) : status;
+  return is_ok(status) ? to_status(cudaGetLastError()) : status;
 }
 
-// Starts the kernels of a backward with queries and keys; `start_main` starts the one in the middle.
+// Starts a backward. `start_main(scalars)` starts the kernel in the middle, where there are queries and keys, and
+// returns a Status.
 template <class Traits, class StartMain>
 Status launch_backward(BwdParams const& params, CUstream_st* stream, StartMain const& start_main) noexcept {
-  Status const zeroed = zero_tile_counter(params.tile_counter, stream);
-  if (zeroed.code != StatusCode::Ok) {
-    return zeroed;
+  if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
+    return launch_fill_gradients(params, stream);
   }
-  Prepare<Traits>::launch(params, stream);
-  start_main(bwd_scalars<Traits>(params));
-  Convert<typename Traits::Unmasked>::launch(params, stream);
-  return to_status(cudaGetLastError());
+  Status status = zero_tile_counter(params.tile_counter, stream);
+  if (is_ok(status)) {
+    BwdStatistics<Traits>::launch(params, stream);
+    status = start_main(bwd_scalars<Traits>(params));
+  }
+  if (is_ok(status)) {
+    BwdConvert<typename Traits::Unmasked>::launch(params, stream);
+    status = to_status(cudaGetLastError());
+  }
+  return status;
 }
 
 }  // namespace hattn
+
+// Defines a row's function: what a unit says once a row. `Traits` is the list's traits template, and `Launch` a
+// template over such traits with the row's static `prepare` and `launch`.
+#define HATTN_INSTANCE(Row, list, Traits, Launch, dtype, mask, ...)                              \
+  namespace hattn {                                                                              \
+  Row HATTN_ROW(list, dtype, mask, __VA_ARGS__)() noexcept {                                     \
+    using TraitsOfRow = Traits<DType::dtype, MaskClass::mask, __VA_ARGS__>;                      \
+    return {row_info<TraitsOfRow>(), Launch<TraitsOfRow>::prepare, Launch<TraitsOfRow>::launch}; \
+  }                                                                                              \
+  }

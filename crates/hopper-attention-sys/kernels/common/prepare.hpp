@@ -1,13 +1,15 @@
-// The kernel before the backward: what it needs of each query, and how far the sums of dQ are. What differs between
-// architectures is the Traits': the form of the statistics, the count that a block begins with, and whether its sums
-// have to begin as zeros.
+// The kernel before a backward kernel: the statistics of each query, and the sums of dQ as they begin.
+//
+// What differs between architectures is in the Traits: the form of the statistics (Statistics), the count that a
+// block's progress begins with (fresh), and whether the sums of dQ have to begin as zeros (kAddsToZeros).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
-#include "common/mask.hpp"
 #include "common/scalars.hpp"
+#include "common/status.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -15,7 +17,7 @@ namespace hattn {
 // Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
 // appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
 template <class Traits>
-__global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
+__global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
   constexpr int kTileM = Traits::kTileM;
@@ -102,20 +104,22 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
     }
   }
 
-  // Nothing has been added to any block; in turns, the first of the tiles that see it begins. A warp a block.
+  // The progress of each block: nothing has been added. In an ordered backward the first tile that visits the block is
+  // the first to add. A warp writes one block.
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv};
   int const blocks = params.batch * params.heads_q * m_blocks;
   for (int block = warp; block < blocks; block += warps) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
-    TileRange const range = tile_range<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
-    bool const seen = range.begin < range.end;
+    KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
+    bool const visited = tiles.any();
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<int*>(params.progress)[block] = seen ? Traits::fresh(params.ordered, range.begin) : kNobody;
+      reinterpret_cast<int*>(params.progress)[block] =
+          visited ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
     }
     if constexpr (Traits::kAddsToZeros) {
-      if (seen) {
+      if (visited) {
         auto* const sums =
             reinterpret_cast<float4*>(params.sums) + static_cast<std::int64_t>(block) * (Traits::kElementsQ / 4);
         for (int i = static_cast<int>(threadIdx.x) % 32; i < Traits::kElementsQ / 4; i += 32) {
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
         }
       }
     }
-    if (!seen) {
+    if (!visited) {
       // No tile will write its dQ.
       int const batch = batch_head / params.heads_q;
       int const head = batch_head - batch * params.heads_q;
@@ -140,14 +144,13 @@ __global__ void __launch_bounds__(256) bwd_prepare(BwdParams const params) {
 }
 
 template <class Traits>
-cudaError_t Prepare<Traits>::load() noexcept {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, bwd_prepare<Traits>);
+Status BwdStatistics<Traits>::load() noexcept {
+  return load_kernel(bwd_statistics<Traits>);
 }
 
 template <class Traits>
-void Prepare<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
-  bwd_prepare<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
+void BwdStatistics<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+  bwd_statistics<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
 }
 
 }  // namespace hattn

@@ -1,13 +1,35 @@
-// What one line of a list of kernels fixes, and how a launch table describes it.
+// One line of a list of kernels (*.def): the row that it becomes, and the words for what kernels work on.
+//
+// A row is known under one function, which describes it. The row's unit defines the function (HATTN_INSTANCE in
+// launch.hpp), and the launch table calls it (table.cc).
+//
+// Each of these words means one thing in all kernels:
+//
+// - *CTA*: a thread block.
+// - *tile*: what a CTA computes at a time. Forward: tile_m queries of a query head. Backward: tile_n keys of a key
+//   head.
+// - *block*: what a tile visits, one after the other (visits.hpp). Forward: tile_n keys. Backward: tile_m queries.
+// - *chunk*: some of a block's rows, where a warp takes a block in several steps.
+// - *strip*: 16 rows of a warp, the height of an mma.sync product.
+// - *part*: some of the columns of a product, where registers do not hold all of them (sm90/fp8).
+// - *stage*: a buffer of a ring through which blocks pass.
+// - *turn*: the right to issue products, which warpgroups pass around (sm90/turns.hpp). Nothing else is a turn.
+// - *ordered*: of a backward in which tiles add to dQ in the order of their numbers (deterministic).
+// - *prepare*: load kernels ahead of their first launch. What runs before the backward kernel computes *statistics*.
+// - *issue*: start an asynchronous product of a warpgroup. *multiply*: all instructions of a product.
 #pragma once
 
 #include "kernels.hpp"
+
+// The name of a row's function. `list` is ARCH_PASS. (Rows with more columns have names of their own.)
+#define HATTN_ROW(list, dtype, mask, dqk, dvo, tile_m, tile_n, stages) \
+  row_##list##_##dtype##_##mask##_##dqk##_##dvo##_##tile_m##_##tile_n##_##stages
 
 namespace hattn {
 
 // The columns of a line, as the base of a kernel's traits.
 //
-// A scalars template names its own parameters like these constants. Inside it the parameters are found, outside
+// A traits template names its own parameters like these constants. Inside it the parameters are found, outside
 // (Traits::kTileM) the constants.
 template <Arch kArchOfRow, DType kDTypeOfRow, MaskClass kMaskOfRow, int kDimQK, int kDimVO, int kRows, int kColumns,
           int kStageCount, Scores kScoresOfRow = Scores::F32>

@@ -78,13 +78,13 @@ struct OnlineSoftmax {
   }
 
   // What one lane may add to a row in one block, and with it every element of P: far below the largest value of P's
-  // type, with room for the products with V.
+  // type, so that the products with V do not overflow.
   static constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
   // What it must add in the first: P must not be too small for its type either.
   static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 0.25F;
 
   float reference[kRows];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
-  float row_sum[kRows];    // this lane's part of the sum; the quad's parts are added once a tile
+  float row_sum[kRows];    // this lane's sum; the four lanes of a quad are added once a tile
 
   template <class Scores>
   CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[kRows]) {

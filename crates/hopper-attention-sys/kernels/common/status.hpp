@@ -1,7 +1,7 @@
 // What a CUDA runtime call said, as a launch reports it.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -11,6 +11,15 @@ namespace hattn {
 
 inline Status to_status(cudaError_t error) noexcept {
   return error == cudaSuccess ? Status{} : Status{StatusCode::Cuda, static_cast<std::int32_t>(error)};
+}
+
+inline bool is_ok(Status const& status) noexcept { return status.code == StatusCode::Ok; }
+
+// Loads the module of a kernel on the current device.
+template <class Kernel>
+Status load_kernel(Kernel* kernel) noexcept {
+  cudaFuncAttributes attributes;
+  return to_status(cudaFuncGetAttributes(&attributes, kernel));
 }
 
 }  // namespace hattn

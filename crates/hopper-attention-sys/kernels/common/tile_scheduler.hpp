@@ -1,29 +1,35 @@
-// The order in which a persistent grid walks the (block, head, batch) tiles.
+// The order in which a grid walks the tiles of a launch.
 //
-// Tiles are listed group by group, a group being `heads_per_group` (batch, head) pairs whose other operands are meant
-// to stay in L2 together; inside a group the tiles with the most work come first: under a causal mask the last queries
-// and the first keys. The last group has all heads that are left, which may be many: the more tiles it has, the shorter
-// are those that the grid ends with. With a counter each CTA draws the next tile of the list when it can take one.
-// Without, the grid takes `grid` tiles a round in alternating direction, so that a CTA that had a long tile in one
-// round has a short one in the next: nothing to zero and nothing to fetch, but balanced only where a group is a whole
-// number of rounds.
+// Tiles are listed group by group. A group is `heads_per_group` (batch, head) pairs, whose other operands are meant to
+// stay in L2 together. Inside a group the tiles with the most work come first: under a causal mask the last queries
+// and the first keys. The last group has all heads that are left, which may be many: the more tiles it has, the
+// shorter are the tiles that the grid ends with.
+//
+// How a persistent grid takes tiles of that list:
+// - With a counter, a CTA draws the next tile when it can take one.
+// - Without, the grid takes `grid` tiles a round, in alternating direction, so that a CTA that had a long tile in one
+//   round has a short one in the next. There is nothing to zero and nothing to fetch, but the work is balanced only
+//   where a group is a whole number of rounds.
 #pragma once
 
 #include <cute/numeric/math.hpp>
 
+#include "common/scalars.hpp"
+#include "kernels.hpp"
+
 namespace hattn {
 
 struct alignas(16) Tile {
-  int block;  // of queries (forward) or keys (backward)
+  int block;  // its index in the sequence: tile_m queries each (forward) or tile_n keys (backward)
   int head;
   int batch;  // below 0: no tile
 
   CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
 
-// kDrawsFirst: a CTA's first tile is drawn too. Where tiles wait for tiles before them that is needed: every tile
-// before a drawn one is in the hands of a CTA that runs, while one that follows from an index may belong to a CTA that
-// never finds a place.
+// kDrawsFirst: a CTA's first tile is drawn too. This is needed where tiles wait for tiles before them (an ordered
+// backward). Every tile before a drawn one belongs to a CTA that is running. A tile that follows from a CTA's index may
+// belong to a CTA that cannot start before others end.
 template <bool kDrawsFirst>
 struct TileScheduler {
   int blocks;
@@ -64,10 +70,30 @@ struct TileScheduler {
   }
 };
 
+using FwdScheduler = TileScheduler<false>;
+using BwdScheduler = TileScheduler<true>;
+
+// The scheduler of a forward of 16-bit operands. Under a mask the last queries see the most keys, so their tiles come
+// first.
+template <class Traits>
+CUTE_DEVICE FwdScheduler fwd_scheduler(FwdParams const& params, FwdScalars const& scalars, int* tile_counter) {
+  int const m_tiles = (scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  bool const last_first = Traits::kMask != MaskClass::Full;
+  return {m_tiles, params.heads_q, params.batch, scalars.heads_per_group, scalars.groups, last_first, tile_counter};
+}
+
+// The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
+// first.
+CUTE_DEVICE BwdScheduler bwd_scheduler(BwdScalars const& scalars) {
+  return {scalars.n_tiles, scalars.heads_kv,    scalars.batch, scalars.heads_per_group, scalars.groups,
+          false,           scalars.tile_counter};
+}
+
 // Whether a persistent forward draws a CTA's next tile late, while the last keys but one of a tile are on their way.
 //
-// A tile that is drawn is kept from the other CTAs, and the grid ends as evenly as its draws are late. Tiles of few key
-// blocks must be drawn early, or their Q is waited for: as soon as there is a buffer (benches/LOG.md, 16).
+// A tile that is drawn is kept from the other CTAs, so that the grid ends as evenly as its draws are late. Tiles of few
+// key blocks are drawn early, as soon as there is a buffer. Else the consumers would wait for Q
+// (benches/LOG.md, 16).
 template <int kTileN, class Scalars>
 CUTE_DEVICE bool draws_late(int const* counter, Scalars const& scalars) {
   constexpr int kFew = 4 * kTileN;

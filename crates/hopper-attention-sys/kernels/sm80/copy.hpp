@@ -33,7 +33,7 @@ CUTE_DEVICE void await_copies() {
 // Copies rows [first, first + kRows) of one head into a tile, every one of kThreads threads its share: the same chunk
 // of every kRowsAPass-th row. Columns from `columns` on become zeros; so do, where kRagged, rows from `rows` on, while
 // otherwise all of them are there.
-// `thread` is this one's index in the block.
+// `thread` is the calling thread's index in the CTA.
 template <int kRows, int kHeadDim, int kThreads, bool kRagged>
 CUTE_DEVICE void copy_tile(std::uint32_t tile, std::uint64_t head, std::int64_t row_bytes, int first, int rows,
                            int columns, int thread) {

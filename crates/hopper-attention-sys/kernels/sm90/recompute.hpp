@@ -1,5 +1,7 @@
-// One warp's scores of one key block, computed again from shared memory with mma.sync. The softmax needs them in the
-// rare block whose exponents ran away; wgmma would take the whole warpgroup's agreement in every block.
+// The scores of one warp and one block, computed again from shared memory with mma.sync.
+//
+// The softmax asks for them in the rare block whose exponents overflowed. With wgmma the whole warpgroup would have to
+// agree on it in every block.
 #pragma once
 
 #include "common/barrier.hpp"

@@ -12,6 +12,12 @@ namespace hattn::sm90 {
 constexpr std::uint64_t kEvictFirst = 0x12F0000000000000ULL;
 constexpr std::uint64_t kEvictLast = 0x14F0000000000000ULL;
 
+// Fetches tensor maps into the cache that the copy engine reads them from.
+template <class... Maps>
+CUTE_DEVICE void prefetch_maps(Maps const&... maps) {
+  (cute::prefetch_tma_descriptor(&maps), ...);
+}
+
 // Copies rows [row, row + kRows) of one head into a tile; what lies beyond the tensor reads as zero.
 template <int kRows, int kHeadDim, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,

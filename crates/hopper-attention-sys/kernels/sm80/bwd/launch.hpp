@@ -3,36 +3,21 @@
 
 #include "common/launch.hpp"
 #include "sm80/bwd/kernel.hpp"
-#include "sm80/bwd/row.hpp"
 
 namespace hattn::sm80 {
 
 template <class Traits>
-Status bwd_prepare_module() noexcept {
-  return prepare_backward<Traits>(bwd_kernel<Traits>);
-}
+struct BwdLaunch {
+  static Status prepare() noexcept { return prepare_backward<Traits>(bwd_kernel<Traits>); }
 
-template <class Traits>
-Status bwd_launch(BwdParams const& params, CUstream_st* stream) noexcept {
-  if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
-    return launch_fill_gradients(params, stream);
+  static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
+    return launch_backward<Traits>(params, stream, [&](BwdScalars const& scalars) {
+      bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
+      return Status{};
+    });
   }
-  return launch_backward<Traits>(params, stream, [&](BwdScalars const& scalars) {
-    bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
-  });
-}
-
-template <class Traits>
-constexpr BwdRow bwd_describe() noexcept {
-  return {row_info<Traits>(), bwd_prepare_module<Traits>, bwd_launch<Traits>};
-}
+};
 
 }  // namespace hattn::sm80
 
-// Defines the row that table.cc lists.
-#define HATTN_BWD_SM80_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages)                                     \
-  namespace hattn {                                                                                                \
-  BwdRow HATTN_BWD_SM80_ROW(dtype, mask, dqk, dvo, tile_m, tile_n, stages)() noexcept {                            \
-    return sm80::bwd_describe<sm80::BwdTraits<DType::dtype, MaskClass::mask, dqk, dvo, tile_m, tile_n, stages>>(); \
-  }                                                                                                                \
-  }
+#define HATTN_BWD_SM80_INSTANCE(...) HATTN_INSTANCE(BwdRow, sm80_bwd, sm80::BwdTraits, sm80::BwdLaunch, __VA_ARGS__)

@@ -1,4 +1,5 @@
-// What a block copies for its warps: K and V once, Q with its statistics and dO block by block, every thread its share.
+// What a CTA copies to shared memory: K and V once, Q with its statistics and dO block by block. Every thread copies
+// its share.
 #pragma once
 
 #include "common/scalars.hpp"
@@ -10,14 +11,6 @@ namespace hattn::sm80 {
 template <class Traits>
 struct BwdLoad {
   using Storage = typename Traits::SharedStorage;
-
-  // Where a tile begins. Without a mask each begins elsewhere, so that few add to the same sums at a time; under a mask
-  // that is so anyway, and in turns all go by the same order.
-  CUTE_DEVICE static int first_block(BwdScalars const& scalars, QueryRange const& range, int tile) {
-    return Traits::kMask == MaskClass::Full && !scalars.ordered
-               ? static_cast<int>(static_cast<std::int64_t>(tile) * Traits::kTileN / Traits::kTileM % range.end)
-               : range.begin;
-  }
 
   CUTE_DEVICE static void keys(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Storage& storage) {
     int const thread = static_cast<int>(threadIdx.x);

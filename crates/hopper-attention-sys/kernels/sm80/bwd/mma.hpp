@@ -1,12 +1,12 @@
-// A warp's way through the blocks of queries of its tile (Dao 2023, FlashAttention-2, algorithm 2, with keys outside
-// and queries inside).
+// A warp of the backward (Dao 2023, FlashAttention-2, algorithm 2, with keys outside and queries inside).
 //
-//   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
+//     P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
 //
-// The two warps of a pair have the same keys. One makes S, P and dV, the other dP, dS and dK: of the same instructions,
-// on other tiles. Scores are transposed, so that P and dS are operands as they lie in registers. The second warp gets P
-// through the place in shared memory where it puts dS, rounded as dV has it, and where that is f16 lifted (traits.hpp):
-// what P loses there is multiplied by dP.
+// The two warps of a pair have the same keys. One computes S, P and dV, the other dP, dS and dK, by the same
+// instructions on other operands. Scores are transposed, so that P and dS are operands as they lie in registers.
+//
+// The second warp reads P from where it then writes dS in shared memory. This P is rounded as dV has it, and lifted
+// where that is f16 (kLift in traits.hpp).
 #pragma once
 
 #include "common/barrier.hpp"
@@ -14,11 +14,12 @@
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
-#include "common/mma_sync.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
+#include "common/visits.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
+#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -49,12 +50,8 @@ struct BwdMma {
       for (int n = 0; n < kChunk / 16; ++n) {
         std::uint32_t b[4];
         load_matrices(Columns::of_step(step).from<kTileM>(y) + n * (16 * kSlabRowBytes), b);
-        CUTE_UNROLL
-        for (int strip = 0; strip < kStrips; ++strip) {
-          int const at = strip * (kChunk / 2) + 8 * n;
-          mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
-          mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
-        }
+        multiply_step<Element, kStrips, kChunk>(
+            [&](int strip) -> auto const& { return a[strip]; }, b, n, scores);
       }
     }
   }
@@ -69,12 +66,8 @@ struct BwdMma {
       for (int i = 0; i < kHeadDim / 16; ++i) {
         std::uint32_t b[4];
         load_transposed(Columns::of_step(i).from<kTileM>(z) + step * (16 * kSlabRowBytes), b);
-        CUTE_UNROLL
-        for (int strip = 0; strip < kStrips; ++strip) {
-          int const at = strip * (kHeadDim / 2) + 8 * i;
-          mma_sync<Element>(gradient, at, f[strip][step], b[0], b[1]);
-          mma_sync<Element>(gradient, at + 4, f[strip][step], b[2], b[3]);
-        }
+        multiply_step<Element, kStrips, kHeadDim>(
+            [&](int strip) -> auto const& { return f[strip][step]; }, b, i, gradient);
       }
     }
   }
@@ -88,7 +81,8 @@ struct BwdMma {
     return (warp < Traits::kPairs ? warp : warp + away) % Traits::kPairs;
   }
 
-  // The warp's part of a block's dQ, from all keys of the tile. In turns it is added after those of the tiles before.
+  // dQ of a block, from all keys of the tile: the warp's queries and columns. Ordered: it is added after dQ of the
+  // tiles before.
   CUTE_DEVICE static void add_queries(BwdParams const& params, BwdScalars const& scalars, Storage& storage, int stage,
                                       int block) {
     int const thread = Traits::thread_index();
@@ -112,21 +106,17 @@ struct BwdMma {
       for (int i = 0; i < Traits::kColumnsQ / 16; ++i) {
         std::uint32_t b[4];
         load_transposed((k ^ i * 32) + step * 16 * kSlabRowBytes, b);
-        CUTE_UNROLL
-        for (int strip = 0; strip < 2; ++strip) {
-          int const at = strip * (Traits::kValuesQ / 2) + 8 * i;
-          mma_sync<Element>(d_q, at, a[strip], b[0], b[1]);
-          mma_sync<Element>(d_q, at + 4, a[strip], b[2], b[3]);
-        }
+        multiply_step<Element, 2, Traits::kValuesQ>(
+            [&](int strip) -> auto const& { return a[strip]; }, b, i, d_q);
       }
     }
     if (scalars.ordered) {
-      int const turn = storage.tile.block * Traits::kWarps;
-      while (load_acquire(scalars.progress + block) < turn) {
+      int const warps_before = storage.tile.block * Traits::kWarps;
+      while (load_acquire(scalars.progress + block) < warps_before) {
       }
     }
     float* const sums = scalars.sums + static_cast<std::int64_t>(block) * Traits::kElementsQ +
-                        Traits::SumsPart::offset(Traits::thread_index());
+                        Traits::ThreadSums::offset(Traits::thread_index());
     CUTE_UNROLL
     for (int i = 0; i < Traits::kValuesQ; ++i) {
       asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sums + 32 * i), "f"(d_q(i)) : "memory");
@@ -139,7 +129,7 @@ struct BwdMma {
     }
   }
 
-  // One chunk of a block of queries: its part of dV or dK.
+  // One chunk of a block: adds its products to dV or dK.
   template <class Gradient>
   CUTE_DEVICE static void add_chunk(BwdScalars const& scalars, Band const& band, Storage& storage, int stage,
                                     int m_block, int chunk, Gradient& gradient) {
@@ -190,8 +180,8 @@ struct BwdMma {
       if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
-          auto& part = scores.strip(strip);
-          apply_mask_transposed<kMask, kChunk>(part, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
+          auto& strip_scores = scores.strip(strip);
+          apply_mask_transposed<kMask, kChunk>(strip_scores, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
                                                m_chunk * kChunk + lane % 4 * 2);
         }
       }
@@ -235,18 +225,17 @@ struct BwdMma {
 
   CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Band const& band,
                               Storage& storage) {
-    QueryRange const range = query_range<kMask, kTileM, kTileN>(band, tile.block);
+    QueryVisits const visits = QueryVisits::of<kMask, kTileM, kTileN>(band, tile.block, scalars.ordered);
     storage.tile = tile;  // by every thread the same, as what follows
-    storage.range = range;
-    int m = Load::first_block(scalars, range, tile.block);
+    storage.visits = visits;
+    int visit = visits.first();
     int head = tile.head * scalars.heads_per_kv_head;
-    int remaining = scalars.heads_per_kv_head * (range.end - range.begin);
+    int remaining = scalars.heads_per_kv_head * visits.count();
     int stage = remaining % 2;
-    storage.start = m;
-    storage.m_block[stage] = m;
+    storage.visit[stage] = visit;
     storage.head[stage] = head;
     Load::keys(params, scalars, tile, storage);
-    Load::queries(params, scalars, tile.batch, head, m, stage, storage);
+    Load::queries(params, scalars, tile.batch, head, visits.block(visit), stage, storage);
     commit_copies();
 
     // dV or dK.
@@ -257,19 +246,19 @@ struct BwdMma {
       await_copies<0>();
       __syncthreads();
       if constexpr (Traits::kRegistersShort) {
-        m = storage.m_block[stage];
+        visit = storage.visit[stage];
         head = storage.head[stage];
       }
-      int const m_block = m;
-      int const block = (storage.tile.batch * scalars.heads_q + head) * scalars.m_blocks + m;
+      int const m_block = storage.visits.block(visit);
+      int const block = (storage.tile.batch * scalars.heads_q + head) * scalars.m_blocks + m_block;
       if (remaining > 1) {
-        m = m + 1 == storage.range.end ? storage.range.begin : m + 1;
-        head += m == storage.start ? 1 : 0;  // the group's next one
+        visit = storage.visits.next(visit);
+        head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
         if constexpr (Traits::kRegistersShort) {
-          storage.m_block[stage ^ 1] = m;
+          storage.visit[stage ^ 1] = visit;
           storage.head[stage ^ 1] = head;
         }
-        Load::queries(params, scalars, storage.tile.batch, head, m, stage ^ 1, storage);
+        Load::queries(params, scalars, storage.tile.batch, head, storage.visits.block(visit), stage ^ 1, storage);
       }
       commit_copies();
       if (!makes_p(Traits::thread_index()) && before >= 0) {
@@ -277,8 +266,8 @@ struct BwdMma {
       }
       CUTE_UNROLL
       for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-        add_chunk(scalars, band, storage, stage, Traits::kRegistersShort ? storage.m_block[stage] : m_block, chunk,
-                  gradient);
+        add_chunk(scalars, band, storage, stage,
+                  Traits::kRegistersShort ? storage.visits.block(storage.visit[stage]) : m_block, chunk, gradient);
       }
       if (makes_p(Traits::thread_index()) && before >= 0) {
         add_queries(params, scalars, storage, stage ^ 1, before);

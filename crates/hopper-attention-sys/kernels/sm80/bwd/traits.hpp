@@ -1,19 +1,19 @@
-// Everything that a row of bwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
+// Everything that a row of bwd.def fixes: types, tiles, and what a CTA asks of a multiprocessor.
 #pragma once
 
 #include "common/around.hpp"
 #include "common/element.hpp"
-#include "common/mask.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
 
 namespace hattn::sm80 {
 
-// -LSE as a power of two and -delta of a query, as P lifted by a power of two wants them. A query without keys has an
-// infinite LSE here, which makes its P nought.
+// -LSE, as a power of two, and -delta of a query, for a P that is lifted by a power of two. A query without keys has an
+// infinite LSE here, which makes its P zero.
 struct alignas(8) Statistics {
   float minus_lse;
   float minus_delta;
@@ -55,7 +55,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kWarps = 2 * kPairs;
   static constexpr int kThreads = 32 * kWarps;
   // A multiprocessor's registers, 65536, are eight warps with 255 for each thread.
-  static constexpr int kBlocks = 8 / kWarps;
+  static constexpr int kCtas = 8 / kWarps;
   static_assert(kTileN % kKeys == 0 && 8 % kWarps == 0, "four or eight warps");
   static_assert(kTileM % kChunk == 0 && kChunk % 16 == 0);
 
@@ -70,12 +70,13 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // more than it saved (benches/LOG.md, 21).
   static constexpr bool kSkipsHidden = kMask != MaskClass::Full && kChunks == 1;
 
-  // Every part is added. In turns, by each warp: the count of a block is that of the warps that have come to it.
+  // Every tile adds to sums that begin as zeros. Ordered: the progress of a block counts the warps that have added to
+  // it, and begins with the warps of the tiles before the first that visits it.
   static constexpr bool kAddsToZeros = true;
   CUTE_DEVICE static int fresh(bool ordered, int first_tile) { return ordered ? kWarps * first_tile : 0; }
 
-  // A thread's share of a block's sums, as a thread of the kernel had it.
-  struct SumsPart {
+  // What a thread has of a block's sums, as the thread of the kernel had it.
+  struct ThreadSums {
     static constexpr int kThreads = BwdTraits::kThreads;
     static constexpr int kStrips = 2;
     static constexpr int kWidth = kColumnsQ;
@@ -96,9 +97,9 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     }
   };
 
-  // With one chunk a block ptxas runs out of registers: what is looked at once a block waits in shared memory, and this
-  // thread's place in the block is read anew at each call, so that what follows from it does not stay in registers.
-  // With several, each profits from what the one before made.
+  // With one chunk a block ptxas runs out of registers: what is needed once a block waits in shared memory, and this
+  // thread's index in the CTA is read anew at each call, so that what follows from it does not stay in registers. With
+  // several chunks, each profits from what the one before made.
   static constexpr bool kRegistersShort = kChunks == 1;
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
@@ -112,16 +113,13 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(128) Element d_s[2][kTileN * kSlabsS * kSlabColumns];
     alignas(128) sm80::Statistics statistics[kStages][kTileM];
     Tile tile;
-    QueryRange range;  // the blocks of queries that see it
-    int start;         // the first of them visited
-    int m_block[2];    // of the block of queries in each stage
+    QueryVisits visits;  // of that tile
+    int visit[2];        // whose block of queries is in each stage
     int head[2];
     int drawn;  // the tile's place in the list
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
-  static_assert(kSmemBytes <= 166912, "more shared memory than a block can have on compute capability 8.0");
+  static_assert(kSmemBytes <= 166912, "more shared memory than a CTA can have on compute capability 8.0");
 };
-
-using BwdScheduler = TileScheduler<true>;
 
 }  // namespace hattn::sm80

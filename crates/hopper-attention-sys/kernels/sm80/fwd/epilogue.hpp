@@ -1,4 +1,4 @@
-// The end of a tile, as one warp sees it: its rows of O / row_sum and of the log-sum-exp, straight to memory.
+// The end of a tile, for one warp: its rows of O / row_sum and of the log-sum-exp go straight to memory.
 #pragma once
 
 #include "common/softmax.hpp"

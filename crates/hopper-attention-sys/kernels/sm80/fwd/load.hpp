@@ -1,8 +1,9 @@
-// What the block copies for its warps: Q once, K and V block by block, every thread its share.
+// What a CTA copies to shared memory: Q once, K and V block by block. Every thread copies its share.
 #pragma once
 
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "sm80/copy.hpp"
 #include "sm80/fwd/traits.hpp"
 
@@ -29,37 +30,38 @@ struct Load {
     storage.v_head = v_head;
   }
 
-  // Q, and the first block of keys and values visited, which alone may be ragged; as two groups, V being the second.
-  CUTE_DEVICE void first(Tile const& tile, int n_block) const {
+  // Q, and the keys and values of the first visit, whose block alone may be ragged. These are two groups of copies; V
+  // is the second.
+  CUTE_DEVICE void first(Tile const& tile, KeyVisits const& visits) const {
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
         cute::cast_smem_ptr_to_uint(storage.q), head_address(params.q, tile.batch, tile.head), 2 * params.q.stride_row,
         tile.block * Traits::kTileM, scalars.seqlen_q, params.head_dim_qk, Traits::thread_index());
-    keys<true>(k_head, n_block);
+    keys<true>(k_head, visits, visits.first());
     commit_copies();
-    values<true>(v_head, n_block);
+    values<true>(v_head, visits, visits.first());
     commit_copies();
   }
 
-  // A later block of keys, or of their values, into its stage. A barrier has passed since `first`.
-  CUTE_DEVICE void next_keys(int n_block) const {
-    keys<false>(Traits::kRegistersShort ? storage.k_head : k_head, n_block);
+  // The keys of a later visit, or their values, into their stage. A barrier has passed since `first`.
+  CUTE_DEVICE void next_keys(KeyVisits const& visits, int visit) const {
+    keys<false>(Traits::kRegistersShort ? storage.k_head : k_head, visits, visit);
   }
-  CUTE_DEVICE void next_values(int n_block) const {
-    values<false>(Traits::kRegistersShort ? storage.v_head : v_head, n_block);
+  CUTE_DEVICE void next_values(KeyVisits const& visits, int visit) const {
+    values<false>(Traits::kRegistersShort ? storage.v_head : v_head, visits, visit);
   }
 
  private:
   template <bool kRagged>
-  CUTE_DEVICE void keys(std::uint64_t head, int n_block) const {
+  CUTE_DEVICE void keys(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, kRagged>(
-        cute::cast_smem_ptr_to_uint(storage.k[Traits::stage(n_block)]), head, 2 * params.k.stride_row,
-        n_block * Traits::kTileN, scalars.seqlen_kv, params.head_dim_qk, Traits::thread_index());
+        cute::cast_smem_ptr_to_uint(storage.k[Traits::stage(visit)]), head, 2 * params.k.stride_row,
+        visits.block(visit) * Traits::kTileN, scalars.seqlen_kv, params.head_dim_qk, Traits::thread_index());
   }
   template <bool kRagged>
-  CUTE_DEVICE void values(std::uint64_t head, int n_block) const {
+  CUTE_DEVICE void values(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, kRagged>(
-        cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n_block)]), head, 2 * params.v.stride_row,
-        n_block * Traits::kTileN, scalars.seqlen_kv, params.head_dim_vo, Traits::thread_index());
+        cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(visit)]), head, 2 * params.v.stride_row,
+        visits.block(visit) * Traits::kTileN, scalars.seqlen_kv, params.head_dim_vo, Traits::thread_index());
   }
 };
 

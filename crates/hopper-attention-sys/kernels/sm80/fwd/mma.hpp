@@ -1,14 +1,18 @@
-// A warp's way through the key blocks of its tile: both products and the softmax between them.
+// A warp of the forward: both products of each block, and the softmax between them.
+//
+// For each block a warp computes S = Q K^T of its 32 queries, masks it if the block is on an edge, exponentiates it to
+// P, and adds P V to O. Everything stays in the warp's registers. The copies of the next blocks run meanwhile.
 #pragma once
 
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
-#include "common/mma_sync.hpp"
 #include "common/softmax.hpp"
+#include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
 #include "sm80/fwd/traits.hpp"
+#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 
@@ -16,7 +20,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, Traits::kStrips>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), Traits::kStrips>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
@@ -41,12 +45,8 @@ struct Mma {
     for (int n = 0; n < kTileN / 16; ++n) {
       std::uint32_t b[4];
       load_matrices(Columns::of_step(step).from<kTileN>(k) + n * (16 * kSlabRowBytes), b);
-      CUTE_UNROLL
-      for (int strip = 0; strip < kStrips; ++strip) {
-        int const at = strip * (kTileN / 2) + 8 * n;
-        mma_sync<Element>(scores, at, a[strip], b[0], b[1]);
-        mma_sync<Element>(scores, at + 4, a[strip], b[2], b[3]);
-      }
+      multiply_step<Element, kStrips, kTileN>(
+          [&](int strip) -> auto const& { return a[strip]; }, b, n, scores);
     }
   }
 
@@ -58,12 +58,8 @@ struct Mma {
     for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
       std::uint32_t b[4];
       load_transposed(Columns::of_step(i).from<kTileN>(v) + key * (16 * kSlabRowBytes), b);
-      CUTE_UNROLL
-      for (int strip = 0; strip < kStrips; ++strip) {
-        int const at = strip * (Traits::kHeadDimVO / 2) + 8 * i;
-        mma_sync<Element>(output, at, p[strip][key], b[0], b[1]);
-        mma_sync<Element>(output, at + 4, p[strip][key], b[2], b[3]);
-      }
+      multiply_step<Element, kStrips, Traits::kHeadDimVO>(
+          [&](int strip) -> auto const& { return p[strip][key]; }, b, i, output);
     }
   }
 
@@ -75,16 +71,15 @@ struct Mma {
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, FwdScheduler const& scheduler,
                               Band const& band, Storage& storage) {
     Tile const tile = scheduler.tile(static_cast<int>(blockIdx.x));
-    BlockRange const range = block_range<kMask, kTileM, kTileN>(band, tile.block);
+    KeyVisits const visits = KeyVisits::of<kMask, kTileM, kTileN>(band, tile.block);
     storage.tile = tile;     // by every thread the same
-    BlockRange own = range;  // the key blocks that this warp's rows need
+    KeyVisits own = visits;  // those that this warp's rows need
     if constexpr (kMask != MaskClass::Full) {
-      own = within<kMask>(block_range<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows),
-                          range);
+      own = KeyVisits::of_rows<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows, visits);
       storage.own[Traits::thread_index() / 32] = own;
     }
     Load<Traits> const load(params, scalars, storage, tile);
-    load.first(tile, range.end - 1);
+    load.first(tile, visits);
 
     // This lane's first address in Q, K and V, worked out where it is needed: the compiler is not to see through it, or
     // the addresses of all steps would be made before the loop and take registers in it. Without a mask there is one
@@ -96,13 +91,13 @@ struct Mma {
       return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down(lane()) +
              Traits::thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
     };
-    auto k_lane = [&](int n) {
+    auto k_lane = [&](int visit) {
       std::uint32_t const first =
           kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane());
-      return first + offsetof(Storage, k) + Traits::stage(n) * sizeof(storage.k[0]);
+      return first + offsetof(Storage, k) + Traits::stage(visit) * sizeof(storage.k[0]);
     };
-    auto v_lane = [&](int n) {
-      return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(n)]) + lane_offset_down(lane());
+    auto v_lane = [&](int visit) {
+      return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(visit)]) + lane_offset_down(lane());
     };
 
     Fragment<float, kTileN / 2, kStrips> scores{};
@@ -129,12 +124,13 @@ struct Mma {
       }
     };
 
-    // What a block's loads wait for lies before its barrier, what they overwrite is dead after it. With two stages
-    // there is one, for both operands of the next block. With one, the next K is loaded after the softmax, which may
-    // need the scores again, and V after the product of the block before.
+    // Copies of a block are waited for before a barrier, and what they overwrite has been read before it. With two
+    // stages there is one barrier a block, for both operands of the next one. With one stage, the next K is copied
+    // after the softmax, which may compute the scores again, and V after the product of the block before.
     CUTE_NO_UNROLL
-    for (int n = range.end - 1; n >= range.begin; --n) {
-      bool const first = n == range.end - 1;
+    for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
+      bool const first = visits.is_first(visit);
+      int const next = visits.next(visit);
       if (kStages == 1 && first) {
         await_copies<1>();
       } else {
@@ -145,12 +141,12 @@ struct Mma {
         asm volatile("" : "+r"(along));
       }
       if (kStages == 1 && !first) {
-        load.next_values(n);
+        load.next_values(visits, visit);
         commit_copies();
       }
-      if (kStages == 2 && n > range.begin) {
-        load.next_keys(n - 1);
-        load.next_values(n - 1);
+      if (kStages == 2 && visits.has(next)) {
+        load.next_keys(visits, next);
+        load.next_values(visits, next);
         commit_copies();
       }
       if (Traits::kQueriesInRegisters && first) {
@@ -164,13 +160,13 @@ struct Mma {
       if constexpr (kMask != MaskClass::Full && Traits::kRegistersShort) {
         own = storage.own[Traits::thread_index() / 32];
       }
-      bool const needed = kMask == MaskClass::Full || (n < own.end && n >= own.begin);
+      bool const needed = kMask == MaskClass::Full || own.contains(visit);
       // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
-      bool const masked = kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0
-                                                   : n == own.end - 1 || n >= own.free_end || n < own.free_begin;
+      bool const masked =
+          kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0 : own.is_first(visit) || own.on_edge(visit);
       if (needed) {
         std::uint32_t const q = q_lane();
-        std::uint32_t const k = k_lane(n);
+        std::uint32_t const k = k_lane(visit);
         clear(scores);
         CUTE_UNROLL
         for (int step = 0; step < kStepsQK; ++step) {
@@ -183,7 +179,7 @@ struct Mma {
         }
         auto recompute = [&]() {
           std::uint32_t const q_again = q_lane();
-          std::uint32_t const k_again = k_lane(n);
+          std::uint32_t const k_again = k_lane(visit);
           clear(scores);
           CUTE_NO_UNROLL
           for (int step = 0; step < kStepsQK; ++step) {
@@ -197,8 +193,8 @@ struct Mma {
           int const row = first_row(storage.tile) + thread % 32 / 4;
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
-            auto& part = scores.strip(strip);
-            apply_mask<kMask, kTileN>(part, band, row + 16 * strip, 2 * (thread % 4), n);
+            auto& strip_scores = scores.strip(strip);
+            apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
           }
           softmax.masked_block(scores, scalars.scale_log2, rescale_output);
           make_p();
@@ -214,13 +210,13 @@ struct Mma {
       if constexpr (kStages == 1) {
         await_copies<0>();
         __syncthreads();
-        if (n > range.begin) {
-          load.next_keys(n - 1);
+        if (visits.has(next)) {
+          load.next_keys(visits, next);
           commit_copies();
         }
       }
       if (needed) {
-        std::uint32_t const v = v_lane(n);
+        std::uint32_t const v = v_lane(visit);
         CUTE_UNROLL
         for (int key = 0; key < kTileN / 16; ++key) {
           output_step(p, v, key, output);

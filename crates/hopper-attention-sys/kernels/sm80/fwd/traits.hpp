@@ -1,11 +1,11 @@
-// Everything that a row of fwd.def fixes: types, tiles, and what a block asks of a multiprocessor.
+// Everything that a row of fwd.def fixes: types, tiles, and what a CTA asks of a multiprocessor.
 #pragma once
 
 #include "common/element.hpp"
-#include "common/mask.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 #include "sm80/copy.hpp"
 
@@ -20,41 +20,36 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kStrips = 2;
   static constexpr int kWarpRows = 16 * kStrips;
   static constexpr int kThreads = kTileM / kWarpRows * 32;
-  // A multiprocessor's registers, 65536, are two blocks of four warps with 255 each.
-  static constexpr int kBlocks = 65536 / 256 / kThreads;
-  static_assert(kTileM % kWarpRows == 0 && kThreads == 128, "four warps, two blocks a multiprocessor");
+  // A multiprocessor's registers, 65536, are two CTAs of four warps with 255 for each thread.
+  static constexpr int kCtas = 65536 / 256 / kThreads;
+  static_assert(kTileM % kWarpRows == 0 && kThreads == 128, "four warps, two CTAs a multiprocessor");
   static_assert(kTileN % 16 == 0 && kTileN >= kWarpRows, "the edge of a mask lies in two blocks of a warp at most");
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
   static_assert(kStages == 1 || kStages == 2, "a stage is loaded while the other is used");
 
   // Where O and the scores leave registers for it, Q is read from shared memory once.
   static constexpr bool kQueriesInRegisters = kHeadDimQK + kHeadDimVO <= 128;
-  // Elsewhere registers are short: what is looked at once a block of keys waits in shared memory or is worked out anew.
+  // Elsewhere registers are short: what is needed once a block waits in shared memory or is computed anew.
   static constexpr bool kRegistersShort = !kQueriesInRegisters;
 
-  // This thread's place in the block, where registers are short read anew at each call, so that what follows from it
-  // does not stay in them.
+  // This thread's index in the CTA. Where registers are short it is read anew at each call, so that what follows from
+  // it does not stay in them.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
-  // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
-  static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
-
-  // Where a block of keys is kept.
-  CUTE_DEVICE static int stage(int n_block) { return n_block & (kStages - 1); }
+  // The buffer of a visit's keys and values. (Visits are numbered one after the other.)
+  CUTE_DEVICE static int stage(int visit) { return visit & (kStages - 1); }
 
   struct SharedStorage {
     alignas(128) Element q[kTileM * kHeadDimQK];
     alignas(128) Element k[kStages][kTileN * kHeadDimQK];
     alignas(128) Element v[kStages][kTileN * kHeadDimVO];
     Tile tile;
-    BlockRange own[kThreads / 32];  // the key blocks that each warp's rows need
-    std::uint64_t k_head;           // where the tile's head of K and V begins
+    KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
+    std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
-  static_assert(kSmemBytes <= 101376, "more shared memory than a block can have on compute capability 8.6 and 8.9");
+  static_assert(kSmemBytes <= 101376, "more shared memory than a CTA can have on compute capability 8.6 and 8.9");
 };
-
-using FwdScheduler = TileScheduler<false>;
 
 }  // namespace hattn::sm80

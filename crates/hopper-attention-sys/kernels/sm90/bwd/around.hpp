@@ -5,10 +5,5 @@
 #include "common/prepare.hpp"
 #include "sm90/bwd/traits.hpp"
 
-// One line a row, and one a row whatever its mask.
-#define HATTN_BWD_SM90_PREPARE(dtype, mask, dqk, dvo, tile_m, tile_n, stages) \
-  template struct hattn::Prepare<                                             \
-      hattn::sm90::BwdTraits<hattn::DType::dtype, hattn::MaskClass::mask, dqk, dvo, tile_m, tile_n, stages>>;
-#define HATTN_BWD_SM90_CONVERT(dtype, dqk, dvo, tile_m, tile_n, stages) \
-  template struct hattn::Convert<                                       \
-      hattn::sm90::BwdTraits<hattn::DType::dtype, hattn::MaskClass::Full, dqk, dvo, tile_m, tile_n, stages>>;
+#define HATTN_BWD_SM90_PREPARE(...) HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, __VA_ARGS__)
+#define HATTN_BWD_SM90_CONVERT(...) HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, __VA_ARGS__)

@@ -1,23 +1,46 @@
-// The sm_90a backward kernel: dK, dV of a tile of keys, and its part of dQ, for one dtype, mask class and tile shape.
+// The sm_90a backward kernel: dK and dV of a tile, and what the tile adds to dQ, for one dtype, mask class and tile
+// shape.
 //
-// A tile is kTileN keys of one key head; a CTA walks the blocks of kTileM queries that see them, of every query head of
-// the group, and keeps dK and dV in registers meanwhile. Scores are transposed (keys are rows), so that P^T and dS^T
-// come out as the register operands of dV += P^T dO and dK += dS^T Q, and only dS goes through shared memory, for dQ =
-// dS K.
+// The grid is persistent. A tile is kTileN keys of one key head. It visits the blocks of kTileM queries that see its
+// keys, in every query head of the group (common/visits.hpp). dK and dV stay in registers meanwhile.
 //
-// Roles. One producer warpgroup (warp 0 streams Q, the statistics and dO, warp 1 K and V; warp 3 adds dQ to its sums,
-// warp 2 passes on the turns to do so; load.hpp) and two consumer warpgroups of 64 keys each (mma.hpp). dQ leaves the
-// registers through shared memory, dK and dV straight for global memory. The grid is persistent.
+// Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of dV += P^T dO
+// and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
 //
-// Barriers. Full barriers (one arrival and the bytes of a copy), empty ones (one arrival a consumer warp): q (with the
-// statistics) and d_o per stage, which empty together, k per buffer, v. d_q_full of each consumer warpgroup's half (an
-// arrival a warp: it is written) and d_q_empty (one: the copy engine has read it). With one arrival each: tile_full (a
-// buffer's tile is named), next_wanted (another should be), turn_full and turn_empty (a block's part has been added).
-// Named barriers 1 to 4, for each buffer of dS and warpgroup: the other warpgroup's dS is written.
+// Roles:
+// - Producer warpgroup (load.hpp). One lane of each warp works:
+//   - warp 0 loads Q with its statistics, and dO;
+//   - warp 1 draws tiles and loads K and V;
+//   - warp 2 works in an ordered backward only: it reports each block whose dQ has been added;
+//   - warp 3 adds dQ of each block to the sums in global memory.
+// - Two consumer warpgroups of 64 keys each (mma.hpp). They write dK and dV straight to global memory, and dQ to
+//   shared memory.
 //
-// Shared memory (head dim 128, 64x128): K 2 x 32 KB, V 32 KB, Q and dO 2 x 32 KB, dS 2 x 16 KB, dQ 32 KB, statistics
-// 2 KB: 226 KB. Head dim 64, 128x128: K 2 x 16 KB, V 16 KB, Q and dO 2 x 32 KB, dS 2 x 32 KB, dQ 32 KB, statistics 4
-// KB: 212 KB.
+// Barriers in shared memory. "Full" hands a buffer on, "empty" hands it back.
+//
+//     barrier      one for       arrivals                      completes when
+//     q_full       stage         1, and the bytes of copies    Q and the statistics of a block are there
+//     d_o_full     stage         1, and the bytes of the copy  dO of a block is there
+//     block_empty  stage         1 a consumer warp             Q, dO and the statistics have been read
+//     k_full       buffer of K   1, and the bytes of the copy  K of a tile is there
+//     k_empty      buffer of K   1 a consumer warp, and        K and tile[] have been read
+//                                1 a producer warp that reads tile[]
+//     v_full       CTA           1, and the bytes of the copy  V of a tile is there
+//     v_empty      CTA           1 a consumer warp             V has been read
+//     d_q_full     half of dQ    1 a warp of its consumer      dQ of a block is written to it
+//     d_q_empty    half of dQ    1                             the copy engine has read it
+//     tile_full    buffer of K   1                             tile[] says whose K the buffer is for
+//     next_wanted  CTA           1                             warp 0 has asked for all of the tile's blocks
+//     sent_full    2             1                             dQ of a block has been added (ordered only)
+//     sent_empty   2             1                             warp 2 has read sent_step[] (ordered only)
+//
+// Named barriers 1 to 4, one for each buffer of dS and warpgroup: the other warpgroup has written its dS.
+//
+// Shared memory:
+//
+//     head dim  block x tile  K          V      Q, dO          dS         dQ     statistics  all
+//     128       64x128        2 x 32 KB  32 KB  2 x 16 KB each  2 x 16 KB  32 KB  2 KB        226 KB
+//     64        128x128       2 x 16 KB  16 KB  2 x 16 KB each  2 x 32 KB  32 KB  4 KB        212 KB
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -37,47 +60,33 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(&map_q);
-    cute::prefetch_tma_descriptor(&map_k);
-    cute::prefetch_tma_descriptor(&map_v);
-    cute::prefetch_tma_descriptor(&map_d_o);
-    for (int i = 0; i < Traits::kBuffersK; ++i) {
-      storage.tile_full[i].init(1);
-      storage.k_full[i].init(1);
-      storage.k_empty[i].init(Traits::kWarps + (scalars.ordered ? 3 : 2));  // and the lanes that read the tile
-    }
-    for (int i = 0; i < Traits::kSlotsQ; ++i) {
-      storage.d_q_full[i].init(4);
-      storage.d_q_empty[i].init(1);
-    }
-    for (int i = 0; i < 2; ++i) {
-      storage.turn_full[i].init(1);
-      storage.turn_empty[i].init(1);
-    }
+    prefetch_maps(map_q, map_k, map_v, map_d_o);
+    init_barriers(storage.tile_full, 1);
+    init_barriers(storage.k_full, 1);
+    init_barriers(storage.k_empty, Traits::kWarps + (scalars.ordered ? 3 : 2));  // and the lanes that read the tile
+    init_barriers(storage.d_q_full, 4);
+    init_barriers(storage.d_q_empty, 1);
+    init_barriers(storage.sent_full, 1);
+    init_barriers(storage.sent_empty, 1);
     storage.next_wanted.init(1);
     storage.v_full.init(1);
     storage.v_empty.init(Traits::kWarps);
-    for (int i = 0; i < Traits::kStages; ++i) {
-      storage.q_full[i].init(1);
-      storage.d_o_full[i].init(1);
-      storage.block_empty[i].init(Traits::kWarps);
-    }
+    init_barriers(storage.q_full, 1);
+    init_barriers(storage.d_o_full, 1);
+    init_barriers(storage.block_empty, Traits::kWarps);
     fence_mbarrier_init();
   }
   if (threadIdx.x < 3 * 64) {
-    // Rows of eight: ones for the terms of -LSE, none, ones for those of -delta.
-    int const part = static_cast<int>(threadIdx.x) / 64;
+    // Three operands of rows of eight: ones for the terms of -LSE, zeros, ones for the terms of -delta.
+    int const operand = static_cast<int>(threadIdx.x) / 64;
     int const term = static_cast<int>(threadIdx.x) % 8 / 3;
-    bool const picked = (part == 0 && term == 0) || (part == 2 && term == 1);
-    storage.ones[part][threadIdx.x % 64] = cutlass::bfloat16_t{picked ? 1.0F : 0.0F};
+    bool const picked = (operand == 0 && term == 0) || (operand == 2 && term == 1);
+    storage.ones[operand][threadIdx.x % 64] = cutlass::bfloat16_t{picked ? 1.0F : 0.0F};
     fence_proxy_async();
   }
   __syncthreads();
 
-  // The first keys are seen by the most queries under a causal mask, so they come first, with the most work.
-  BwdScheduler const scheduler{scalars.n_tiles,         scalars.heads_kv, scalars.batch,
-                               scalars.heads_per_group, scalars.groups,   false,
-                               scalars.tile_counter};
+  BwdScheduler const scheduler = bwd_scheduler(scalars);
 
   Band const band = band_of(scalars);
 
@@ -89,7 +98,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (warp == 1 && cute::elect_one_sync()) {
       BwdLoad<Traits>::tiles(map_k, map_v, scheduler, storage);
     } else if (warp == 2 && scalars.ordered && cute::elect_one_sync()) {
-      BwdLoad<Traits>::turns(params, scalars, band, storage);
+      BwdLoad<Traits>::report_sent(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
       BwdLoad<Traits>::query_gradients(params, scalars, band, storage);
     }

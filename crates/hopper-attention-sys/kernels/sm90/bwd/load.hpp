@@ -1,40 +1,35 @@
-// The producer warpgroup of the backward, one lane of each warp: warp 0 streams Q with its statistics and dO, warp 1 K
-// and V; warp 3 adds each block's dQ to the sums in global memory, and warp 2 passes on the turns to do so.
+// The producer warpgroup of the backward. One lane of each warp works:
+//
+// - warp 0 loads Q with its statistics, and dO, block by block;
+// - warp 1 draws tiles and loads K and V;
+// - warp 2 works in an ordered backward only: it reports each block whose dQ has been added;
+// - warp 3 adds dQ of each block to the sums in global memory.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/mask.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/tma.hpp"
 
 namespace hattn::sm90 {
 
-using BwdScheduler = TileScheduler<true>;
-
 template <class Traits>
 struct BwdLoad {
   using Storage = typename Traits::SharedStorage;
-
-  // Where a tile begins. Without a mask each begins elsewhere, so that few add to the same sums at a time; under a mask
-  // that is so anyway. The consumers need not know: what they do to a block then does not depend on its place.
-  CUTE_DEVICE static int first_block(BwdScalars const& scalars, QueryRange const& range, int tile) {
-    return Traits::kMask == MaskClass::Full && !scalars.ordered ? tile * (Traits::kTileN / Traits::kTileM) % range.end
-                                                                : range.begin;
-  }
 
   struct Nothing {
     CUTE_DEVICE void operator()() const {}
   };
 
-  // The blocks of queries of all tiles, in the order in which they are used; the ring runs on across heads of a group
-  // and across tiles. `done` follows the last block of a tile.
-  template <class Visit, class Done = Nothing>
+  // Calls `use` for the blocks of all tiles, in the order in which the consumers take them, and `done` after the last
+  // block of a tile. The ring runs on across the heads of a group and across tiles.
+  template <class Use, class Done = Nothing>
   CUTE_DEVICE static void stream(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
-                                 Visit const& visit, Done const& done = {}) {
+                                 Use const& use, Done const& done = {}) {
     RingPosition<Traits::kStages> ring;
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
@@ -44,21 +39,22 @@ struct BwdLoad {
       if (!tile.valid()) {
         break;
       }
-      // Read, and may be replaced: a lane can be a tile behind the consumers where tiles have one block.
+      // tile[] has been read. This lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      QueryRange const range = query_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-      int const start = first_block(scalars, range, tile.block);
+      QueryVisits const visits =
+          QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block, scalars.ordered);
       int blocks = (tile.batch * scalars.heads_q + tile.head * scalars.heads_per_kv_head) * scalars.m_blocks;
       CUTE_NO_UNROLL
       for (int i = 0; i < scalars.heads_per_kv_head; ++i, blocks += scalars.m_blocks) {
         int const head = tile.head * scalars.heads_per_kv_head + i;
-        int m = start;
+        int visit = visits.first();
         CUTE_NO_UNROLL
         do {
-          visit(ring, blocks + m, m, head, tile.batch, tile.block);
-          m = m + 1 == range.end ? range.begin : m + 1;
+          int const m = visits.block(visit);
+          use(ring, blocks + m, m, head, tile.batch, tile.block);
+          visit = visits.next(visit);
           ring.advance();
-        } while (m != start);
+        } while (!visits.is_first(visit));
       }
       done();
     }
@@ -83,9 +79,9 @@ struct BwdLoad {
     stream(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
   }
 
-  // A block's dQ, from shared memory to the sums in global memory: the first tile to come stores its part, the others
-  // add theirs. In turns tiles come by their number, so that the sums are the same on every run. Either way a tile
-  // waits only for tiles that were drawn before it.
+  // dQ of each block, from shared memory to the sums in global memory. The first tile that comes to a block stores its
+  // dQ, the others add theirs. Ordered: tiles come by their number, so that the sums are the same on every run. Either
+  // way a tile waits only for tiles that were drawn before it.
   CUTE_DEVICE static void query_gradients(BwdParams const& params, BwdScalars const& scalars, Band const& band,
                                           Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
@@ -113,7 +109,7 @@ struct BwdLoad {
     };
     if (!scalars.ordered) {
       stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
-        // Asked early: the answer is there when the part is.
+        // Asked early: the answer is there when dQ is.
         int now = atomicAdd(progress(block), 1);
         await_half();
         bool const first = now == 0;
@@ -132,7 +128,7 @@ struct BwdLoad {
       });
       return;
     }
-    RingPosition<2> turn;
+    RingPosition<2> sent;
     int next = -1;  // a block whose progress was asked for early
     int seen = 0;
     stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, int, int n) {
@@ -155,29 +151,29 @@ struct BwdLoad {
       }
       free_halves();
       await_bulk_arrival<0>();
-      storage.turn_empty[turn.stage].wait(turn.parity ^ 1);
-      storage.turn_step[turn.stage] = first ? 1 - kFresh : 1;
-      storage.turn_full[turn.stage].arrive();
-      turn.advance();
+      storage.sent_empty[sent.stage].wait(sent.parity ^ 1);
+      storage.sent_step[sent.stage] = first ? 1 - kFresh : 1;
+      storage.sent_full[sent.stage].arrive();
+      sent.advance();
     });
   }
 
-  // Passes on each block's turn. Only a release makes a part that has been added visible to other multiprocessors (the
-  // copy engine's own wait does not: without, one run in 7000 had other bits, benches/LOG.md, 17), and it waits for the
-  // memory, so that it has a warp of its own.
-  CUTE_DEVICE static void turns(BwdParams const& params, BwdScalars const& scalars, Band const& band,
-                                Storage& storage) {
-    RingPosition<2> turn;
+  // Reports each block whose dQ has been added, so that the next tile may add. Only a release makes what was added
+  // visible to other multiprocessors. (The copy engine's own wait does not: without the release, one run in 7000 had
+  // other bits, benches/LOG.md, 17.) A release waits for the memory, which is why it has a warp of its own.
+  CUTE_DEVICE static void report_sent(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+                                      Storage& storage) {
+    RingPosition<2> sent;
     stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
-      storage.turn_full[turn.stage].wait(turn.parity);
-      int const step = storage.turn_step[turn.stage];
-      storage.turn_empty[turn.stage].arrive();
-      turn.advance();
+      storage.sent_full[sent.stage].wait(sent.parity);
+      int const step = storage.sent_step[sent.stage];
+      storage.sent_empty[sent.stage].arrive();
+      sent.advance();
       add_release(scalars.progress + block, step);
     });
   }
 
-  // Also draws the tiles: one is announced to the others when its K is asked for.
+  // Draws tiles, loads K and V. A tile is announced to the other warps when its K is asked for.
   CUTE_DEVICE static void tiles(CUtensorMap const& map_k, CUtensorMap const& map_v, BwdScheduler const& scheduler,
                                 Storage& storage) {
     int round = 0;
@@ -201,8 +197,9 @@ struct BwdLoad {
       Tile const again = storage.tile[k.stage];
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                     again.block * Traits::kTileN, again.head, again.batch);
-      // Not before all blocks of this one have been asked for: what is drawn is kept from the others, and the grid ends
-      // as evenly as its draws are late. Where tiles wait for each other, they should begin in the order of the list.
+      // The next tile is drawn only when all blocks of this one have been asked for. A drawn tile is kept from the
+      // other CTAs, so that the grid ends as evenly as its draws are late. Where tiles wait for each other, they should
+      // begin in the order of the list.
       storage.next_wanted.wait(k.stage);
       drawn = scheduler.draw(++round);
     }

@@ -1,18 +1,22 @@
 // The consumer warpgroups of the backward (Dao 2023, FlashAttention-2, algorithm 2, with keys outside and queries
 // inside).
 //
-//   P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
+//     P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
 //
-// All the blocks of a CTA's tiles form one stream. For each, the products are issued in the order dQ of the block
-// before, dP, dV, dK, and S of the next block. dQ needs dS of both warpgroups, and comes a block late so that neither
-// waits for the other: while one does its exponentials, which stand alone, the tensor cores work for the other one. A
-// step begins and ends with nothing in flight, and dQ leaves its registers before dP, which shares them, is issued.
+// The blocks of all tiles of a CTA form one stream. Between the exponentials of a block and those of the next one,
+// products are issued in this order: dQ of the block before, dP, dV, dK, and S of the next block.
+//
+// dQ of a block needs dS of both warpgroups. It comes a block late, so that neither warpgroup waits for the other.
+// While one computes exponentials, with no product of its own in flight, the tensor cores work for the other.
+//
+// A step begins and ends with no product in flight. dQ and dP share registers: dQ is stored before dP is issued.
 #pragma once
 
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
+#include "common/visits.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -77,8 +81,8 @@ struct BwdMma {
     RingPosition<kStages> ring;  // of Q and dO, and of dS as well
     RingPosition<kBuffers> k;    // of K; V, in one buffer, has the parity of its stage
     int n_block = 0;
-    QueryRange range{0, 0};
-    int m_block = 0;
+    QueryVisits visits{0, 0, 0};
+    int visit = 0;
     int remaining = 0;  // blocks of this tile, all heads of the group together
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
 
@@ -90,16 +94,13 @@ struct BwdMma {
     auto enter_tile = [&]() __attribute__((always_inline)) {
       Tile const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
-      range = query_range<kMask, kM, kN>(band, n_block);
-      remaining = scalars.heads_per_kv_head * (range.end - range.begin);
-      m_block = range.begin;
+      visits = QueryVisits::of<kMask, kM, kN>(band, n_block, scalars.ordered);
+      remaining = scalars.heads_per_kv_head * visits.count();
+      visit = visits.first();
     };
     auto next_block = [&]() __attribute__((always_inline)) {
       --remaining;
-      ++m_block;
-      if (m_block == range.end) {  // the group's next query head
-        m_block = range.begin;
-      }
+      visit = visits.next(visit);
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
@@ -117,8 +118,9 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // P, from the scores of the block that comes.
+    // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
+      int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
@@ -162,7 +164,7 @@ struct BwdMma {
       release(storage.d_q_full[slot.stage]);
       next_slot();
     };
-    // A tile's dK and dV. Its name may be replaced then, and K as well.
+    // Writes dK and dV of a tile. Its tile[] and K may be overwritten then.
     auto hand_over = [&](int buffer) __attribute__((always_inline)) {
       Tile const tile = storage.tile[buffer];
       __syncwarp();
@@ -173,7 +175,7 @@ struct BwdMma {
     };
 
     if (!await_tile()) {
-      return;  // the others drew them all before this CTA had a place
+      return;  // other CTAs drew all tiles before this one started
     }
     enter_tile();
     storage.k_full[0].wait(0);
@@ -182,11 +184,11 @@ struct BwdMma {
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
 
-    // dQ of the block before, of both warpgroups' dS; `after` is what must have been computed by then.
+    // dQ of the block before, of dS of both warpgroups. `after` is what must have been computed by then.
     auto finish_queries = [&](int k_stage, std::uint32_t after) __attribute__((always_inline)) {
       int const stage = ring.stage ^ 1;
-      auto const nought = static_cast<std::uint32_t>(scalars.batch >> 31);  // which only we know
-      named_barrier_sync(1 + 2 * stage + consumer + (after & nought), 256);
+      auto const zero = static_cast<std::uint32_t>(scalars.batch >> 31);  // batch > 0, which ptxas does not know
+      named_barrier_sync(1 + 2 * stage + consumer + (after & zero), 256);
       issue_product<MmaDQ, false>(tQrdS.stage(stage), tQrK.stage(k_stage), tdQ);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
@@ -195,7 +197,7 @@ struct BwdMma {
     bool more = true;    // whether there is a tile whose first scores are there
     bool any = false;    // whether there was one before it
     bool fresh = false;  // whether the scores are of a new tile
-    // One block: from its scores to the next one's.
+    // One block: from its scores to the scores of the next block.
     auto step = [&](auto is_first) __attribute__((always_inline)) {
       exponentials();
       warpgroup_fence_operand(tS);
@@ -257,7 +259,7 @@ struct BwdMma {
           storage.k_full[k.stage].wait(k.parity);
         }
       }
-      // After the last tile the scores are those of whatever lies in the buffers, for nobody.
+      // After the last tile the scores are of whatever lies in the buffers. They are not used.
       if (more) {
         storage.q_full[ring.stage].wait(ring.parity);
       }

@@ -45,13 +45,14 @@ struct alignas(16) Statistics {
   }
 };
 
-// How far a block's sums are, as a count: the tiles that have come to it, and kStored more once the first one's part is
-// there. In turns, the number of the tile whose turn it is, and kFresh more before the first one's; kNobody where no
-// tile sees the block.
+// How far the sums of dQ of a block are, as a count. Written by the kernel before (fresh) and by the tiles.
+// - Unordered: the tiles that have come to the block, and kStored more once the first of them has stored its dQ.
+// - Ordered: the number of the tile that may add next, and kFresh more until the first tile has stored its dQ.
+// - kUnvisited: no tile visits the block.
 using Progress = int;
 constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
-static_assert(kNobody == -kFresh);
+static_assert(kUnvisited == -kFresh);
 
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
@@ -60,7 +61,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
   using Statistics = sm90::Statistics;
 
-  // The first part of a block's sums is stored, not added.
+  // The first tile stores its dQ over what is there, and does not add.
   static constexpr bool kAddsToZeros = false;
   CUTE_DEVICE static Progress fresh(bool ordered, int first_tile) { return ordered ? kFresh + first_tile : 0; }
 
@@ -79,7 +80,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
-  // More than a block is launched with would never be granted.
+  // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // S^T and dP^T: a warpgroup's keys by all queries of the block.
@@ -117,8 +118,8 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
   static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
 
-  // A thread's share of a block's sums, as a thread of the consumers had it.
-  struct SumsPart {
+  // What a thread has of a block's sums, as the thread of the consumers had it.
+  struct ThreadSums {
     static constexpr int kThreads = 256;
     static constexpr int kStrips = 1;
     static constexpr int kWidth = kColumnsQ;
@@ -148,7 +149,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(1024) Element q[kStages][kElementsQ];
     alignas(1024) Element d_o[kStages][kElementsO];
     alignas(1024) Element d_s[2][kElementsS];
-    // Operands with strides of nought: memcheck takes them for as long as their shape says, so that more must follow.
+    // Operands with strides of zero. memcheck takes them for as long as their shape says, so that more must follow.
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
@@ -164,12 +165,12 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier d_o_full[kStages];
     Mbarrier d_q_full[kSlotsQ];
     Mbarrier d_q_empty[kSlotsQ];
-    Mbarrier turn_full[2];
-    Mbarrier turn_empty[2];
-    int turn_step[2];  // what the progress of a sent block changes by
+    Mbarrier sent_full[2];
+    Mbarrier sent_empty[2];
+    int sent_step[2];  // what is added to the progress of a block whose dQ was sent
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
-  static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
+  static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
 };
 
 }  // namespace hattn::sm90

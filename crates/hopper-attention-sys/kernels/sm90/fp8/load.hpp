@@ -6,10 +6,10 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/slab.hpp"
 #include "common/softmax.hpp"
+#include "common/visits.hpp"
 #include "sm90/element.hpp"
 #include "sm90/fp8/range.hpp"
 #include "sm90/fp8/split.hpp"
@@ -74,10 +74,10 @@ struct Fp8Load {
     int const consumer = cute::min(lane % 16, Traits::kConsumers - 1);
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
+      KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       int const head = tile.head / params.heads_per_kv_head;
       TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
-      float const* own = &factor(descale, tile.batch, head, range.end - 1);
+      float const* own = &factor(descale, tile.batch, head, visits.block(visits.first()));
       float largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv, lane);
       // What a block's own factor is multiplied by, once V's largest is known.
       float other =
@@ -85,16 +85,16 @@ struct Fp8Load {
                  cute::min(tile.block * Traits::kTileM + 64 * consumer, params.seqlen_q - 1) / Traits::kScaleBlock);
       bool first = true;
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n, ++count) {
+      for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
         auto const v = RingPosition<Traits::kStagesRaw>::of(count);
         float const factor = *own;
-        own -= descale.stride_row;
+        own -= (visits.block(visit) - visits.block(visits.next(visit))) * descale.stride_row;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
           cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,
-                                       n * Traits::kTileN, head, tile.batch);
+                                       visits.block(visit) * Traits::kTileN, head, tile.batch);
         }
         if (first) {
           first = false;
@@ -118,7 +118,7 @@ struct Fp8Load {
           storage.v_empty[v.stage].wait(v.parity ^ 1);
           storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
           cute::SM90_TMA_LOAD_4D::copy(&map_v, &storage.v_full[v.stage].word, kEvictLast, storage.v[v.stage], 0,
-                                       n * Traits::kTileN, head, tile.batch);
+                                       visits.block(visit) * Traits::kTileN, head, tile.batch);
         }
         __syncwarp();
       }
@@ -154,17 +154,17 @@ struct Fp8Load {
     Fp8Range<Traits> range_check;
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
+      KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       range_check.enter_tile(params, band, scheduler, tile);
-      int const draws_at = late ? cute::min(range.begin + 1, range.end - 1) : range.end - 1;
+      int const draws_at = late ? visits.last_but_one() : visits.first();
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n, ++count) {
+      for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
         storage.k_full[k.stage].wait(k.parity);
-        if (n == draws_at) {
+        if (visit == draws_at) {
           draw();
         }
-        range_check.look_at_keys(storage.k[k.stage], n);
+        range_check.look_at_keys(storage.k[k.stage], visits.block(visit));
         if (cute::elect_one_sync()) {
           storage.k_empty[k.stage].arrive();
         }
@@ -187,12 +187,12 @@ struct Fp8Load {
     storage.piece[stage] = piece;
     if (tile.valid()) {
       // The tile is still to come. Its first factors are then in L2 when they are asked for.
-      BlockRange const range = Traits::blocks_of(band, tile.block, piece);
+      KeyVisits const visits = Traits::visits_of(band, tile.block, piece);
       int const head = tile.head / params.heads_per_kv_head;
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       tile.block * Traits::kTileM / Traits::kScaleBlock);
-      prefetch_factor(params.descale_k, tile.batch, head, range.end - 1);
-      prefetch_factor(params.descale_v, tile.batch, head, range.end - 1);
+      prefetch_factor(params.descale_k, tile.batch, head, visits.block(visits.first()));
+      prefetch_factor(params.descale_v, tile.batch, head, visits.block(visits.first()));
       storage.q_full[stage].arrive_expect_bytes(Traits::kBytesQ);
       cute::SM90_TMA_LOAD_4D::copy(&map_q, &storage.q_full[stage].word, kEvictFirst, storage.q[stage], 0,
                                    tile.block * Traits::kTileM, tile.head, tile.batch);
@@ -227,13 +227,13 @@ struct Fp8Load {
     std::uint32_t const lane_to = slab_address<Traits::kTileN>(0, lane, transposer);
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
     tiles(storage, [&](Tile const& tile, auto const& q) {
-      BlockRange const range = Traits::blocks_of(band, tile.block, storage.piece[q.stage]);
+      KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       __syncwarp();
       if (cute::elect_one_sync()) {
         storage.tile_empty[q.stage].arrive();
       }
       CUTE_NO_UNROLL
-      for (int left = range.end - range.begin; left > 0; --left) {
+      for (int left = visits.count(); left > 0; --left) {
         auto const v = RingPosition<Traits::kStagesRaw>::of(count);
         auto const vt = RingPosition<Traits::kStages>::of(count);
         storage.v_full[v.stage].wait(v.parity);

@@ -21,6 +21,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/visits.hpp"
 #include "sm90/fp8/epilogue.hpp"
 #include "sm90/fp8/recompute.hpp"
 #include "sm90/fp8/softmax.hpp"
@@ -75,7 +76,7 @@ struct Fp8Mma {
   RingPosition<Traits::kBuffersQ> q;  // of the tile
   bool v_ready = false;               // whether vt_full was seen to be complete, for the block that tOrP belongs to
   int m_block = -1;                   // number of the tile in its head; -1: there are no more tiles
-  BlockRange range{0, 0, 0, 0};       // key blocks of the tile
+  KeyVisits visits{0, 0, 0, 0};       // key blocks of the tile
 
   CUTE_DEVICE Fp8Mma(Fp8KernelParams const& given_params, Band const& given_band, Storage& given_storage, int number)
       : params{given_params},
@@ -163,13 +164,13 @@ struct Fp8Mma {
     }
   }
 
-  // Waits for the tile in buffer q and sets m_block and range. The shuffle tells the compiler that the block is the
+  // Waits for the tile in buffer q and sets m_block and visits. The shuffle tells the compiler that the block is the
   // same in the whole warp.
   CUTE_DEVICE void enter_tile() {
     storage.tile_full[q.stage].wait(q.parity);
     Tile const tile = storage.tile[q.stage];
     m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
-    range = Traits::blocks_of(band, m_block, storage.piece[q.stage]);
+    visits = Traits::visits_of(band, m_block, storage.piece[q.stage]);
   }
 
   // Hands buffer q back to the producers and moves on to the next one.
@@ -269,10 +270,10 @@ struct Fp8Mma {
     static_assert(kLastPart <= 2);
   }
 
-  CUTE_DEVICE void mask_block(int n) {
+  CUTE_DEVICE void mask_block(int visit) {
     int const thread = Traits::thread_index();
     int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-    apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), n);
+    apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), visits.block(visit));
   }
 
   // S once more, in other instructions. K must not have been released.
@@ -293,7 +294,7 @@ struct Fp8Mma {
   CUTE_DEVICE void first_softmax(BlockFactors const& factors) {
     release_k();
     if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
-      mask_block(range.end - 1);
+      mask_block(visits.first());
     }
     softmax.first_block(tSrS, factors);
     clear(tOrO);
@@ -304,34 +305,34 @@ struct Fp8Mma {
 
   // All blocks of a tile but the first, which is done.
   CUTE_DEVICE void visit_blocks() {
-    int n = range.end - 2;
+    int visit = visits.next(visits.first());
     if constexpr (kMask != MaskClass::Full) {
       // The right edge of a tile; its first block is behind us.
-      for (; n >= cute::max(range.begin, range.free_end); --n) {
-        step<true>(n);
+      for (; visits.on_right_edge(visit); visit = visits.next(visit)) {
+        step<true>(visit);
       }
     }
     if constexpr (Traits::kParts > 1) {
       // ptxas would begin the loop with some of O elsewhere, and move it in each round.
       warpgroup_fence_operand(tOrO);
     }
-    for (; n >= cute::max(range.begin, range.free_begin); --n) {
-      step<false>(n);
+    for (; visits.before_left_edge(visit); visit = visits.next(visit)) {
+      step<false>(visit);
     }
     if constexpr (kMask == MaskClass::Window) {
-      for (; n >= range.begin; --n) {
-        step<true>(n);
+      for (; visits.has(visit); visit = visits.next(visit)) {
+        step<true>(visit);
       }
     }
   }
 
-  // One key block. On entry tOrP has the weights of the block before, on return those of block n.
+  // One key block. On entry tOrP has the weights of the block before, on return those of the block of `visit`.
   //
   // Exponentials leave issue slots between them, which the additions to O and the conversions fill. So nothing pins
   // exponentials before the wait for the second product. (ptxas puts a quarter of them there; all, half or none were
   // slower, benches/LOG.md, 24.)
   template <bool kMasked>
-  CUTE_DEVICE void step(int n) {
+  CUTE_DEVICE void step(int visit) {
     BlockFactors factors;
     std::uint32_t v;
     if constexpr (Traits::kParts == 1) {
@@ -362,7 +363,7 @@ struct Fp8Mma {
     auto const rescale = [&](float const(&by)[2]) __attribute__((always_inline)) { rescale_output(by); };
     if constexpr (kMasked) {
       add_output(factors);
-      mask_block(n);
+      mask_block(visit);
       softmax.masked_block(tSrS, factors, rescale);
       Weights::pack(tSrS, tOrP);
     } else {

@@ -9,7 +9,7 @@
 // was written counts for nothing, and the fallback row computes everything again. Else its CTAs return at once.
 #pragma once
 
-#include "common/mask.hpp"
+#include "common/visits.hpp"
 #include "sm90/fp8/traits.hpp"
 
 namespace hattn::sm90 {
@@ -53,8 +53,11 @@ struct Fp8Range {
         period = scheduler.blocks;
         own = first ? static_cast<unsigned>(tile.block) : period;
       } else {
-        int const before =
-            tile.block == 0 ? 0 : block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block - 1).end;
+        int before = 0;  // one more than the largest block that the tile before visits
+        if (tile.block != 0) {
+          auto const visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block - 1);
+          before = visits.block(visits.first()) + 1;
+        }
         own = first ? before : 0x7fffffffU;
       }
     }

@@ -4,11 +4,11 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "common/barrier.hpp"
-#include "common/mask.hpp"
 #include "common/row.hpp"
 #include "common/scalars.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "kernels.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -81,13 +81,12 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // The key blocks that a CTA visits of a tile.
-  CUTE_DEVICE static BlockRange blocks_of(Band const& band, int m_block, Piece const& piece) {
-    BlockRange range = block_range<kMask, kTileM, kTileN>(band, m_block);
+  CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block, Piece const& piece) {
+    KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
     if constexpr (kSplits) {
-      range.begin = cute::max(piece.cut, 0);
-      range.end = piece.cut < 0 ? -piece.cut : range.end;
+      visits.keep_share(piece.cut);
     }
-    return range;
+    return visits;
   }
 
   // This thread's number in its warpgroup, and among all consumers. Read anew at each call: registers are short.

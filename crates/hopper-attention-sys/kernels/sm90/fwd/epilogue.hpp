@@ -1,5 +1,8 @@
-// The end of a tile, as one consumer warpgroup sees it: O / row_sum in the output type into this warpgroup's rows of
-// the dead Q buffer (the store itself is the producer's), and the log-sum-exp straight to memory.
+// The end of a tile, for one consumer warpgroup.
+//
+// - The log-sum-exp goes straight to memory.
+// - O / row_sum, in the output type, goes to the warpgroup's rows of the buffer of Q, whose Q is no longer needed.
+//   Warp 1 of the producers stores it from there.
 #pragma once
 
 #include "common/mask.hpp"

@@ -1,18 +1,39 @@
 // The sm_90a forward kernel: O = softmax(mask(scale Q K^T)) V for one dtype, mask class and tile shape.
 //
-// Roles. One producer warpgroup (few registers: warp 0 loads K and V, warp 1 loads Q and stores O, load.hpp) and two or
-// three consumer warpgroups of 64 query rows each (most registers: products and softmax, mma.hpp; epilogue.hpp). The
-// grid is persistent; tile_scheduler.hpp says which tiles a CTA takes, mask.hpp which key blocks a tile visits.
+// The grid is persistent: a CTA computes tiles until the scheduler has no more (common/tile_scheduler.hpp). A tile is
+// kTileM queries of one query head. It visits blocks of kTileN keys, from the last to the first (common/visits.hpp).
 //
-// Barriers. Full barriers (one arrival and the bytes of a copy) hand a buffer to the consumers, empty ones (one arrival
-// a consumer warp, after its wgmma wait) hand it back: k_full/k_empty and v_full/v_empty per stage, so that V may
-// lag behind K by a block. q_full per Q buffer; its way back is o_full (one arrival a warp and consumer), after which
-// warp 1 stores O and only then loads the Q of the tile kBuffersQ later. tile_full names a buffer's tile; next_wanted
-// asks warp 1 for another. Named barriers 1..3 pass the turn to issue products around.
+// Roles:
+// - Producer warpgroup, with few registers (load.hpp). One lane of each warp works:
+//   - warp 0 loads K and V;
+//   - warp 1 draws tiles, loads Q and stores O;
+//   - warps 2 and 3 end at once.
+// - Two or three consumer warpgroups, with most registers. Each has 64 queries of the tile: both products and the
+//   softmax (mma.hpp), then the tile's end (epilogue.hpp).
 //
-// Shared memory (head dim 128, 128x128, 2 stages): Q 2 x 32 KB, K 2 x 32 KB, V 2 x 32 KB, all as 64-column slabs of
-// 128-byte swizzled rows; barriers < 1 KB. O is staged over its own Q. Head dim 64, 192x128, 3 stages: Q 2 x 24 KB, K
-// and V 3 x 16 KB; 128x128, 4 stages: Q 3 x 16 KB, K and V 4 x 16 KB.
+// Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
+//
+//     barrier          one for          arrivals                        completes when
+//     k_full, v_full   stage            1, and the bytes of the copy    K or V of a block is there
+//     k_empty, v_empty stage            1 a consumer warp               the warp's products have read the buffer
+//     q_full           buffer of Q      1, and the bytes of the copy    Q of a tile is there
+//     o_full           buffer, consumer 1 a warp of that consumer       its rows of O are in the buffer of Q
+//     tile_full        buffer of Q      1                               tile[] says whose Q the buffer is for
+//     next_wanted      CTA              1                               warp 0 has come to the tile's last K but one
+//
+// K and V have barriers of their own, because the product with V lags behind the product with K by a block. A buffer
+// of Q has no empty barrier: after o_full, warp 1 stores O from it, and only then loads the Q of the tile kBuffersQ
+// later.
+//
+// Named barriers 1 to kConsumers pass the turn to issue products around (sm90/turns.hpp).
+//
+// Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp). Barriers take less than 1
+// KB. O overwrites its own Q.
+//
+//     head dim  tile     Q          K          V
+//     128       128x128  2 x 32 KB  2 x 32 KB  2 x 32 KB
+//     64        192x128  2 x 24 KB  3 x 16 KB  3 x 16 KB
+//     64        128x128  3 x 16 KB  4 x 16 KB  4 x 16 KB
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -32,35 +53,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(&map_q);
-    cute::prefetch_tma_descriptor(&map_k);
-    cute::prefetch_tma_descriptor(&map_v);
-    cute::prefetch_tma_descriptor(&map_o);
-    for (int i = 0; i < Traits::kBuffersQ; ++i) {
-      storage.tile_full[i].init(1);
-      storage.q_full[i].init(1);
-      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-        storage.o_full[i][consumer].init(4);
-      }
+    prefetch_maps(map_q, map_k, map_v, map_o);
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    init_barriers(storage.tile_full, 1);
+    init_barriers(storage.q_full, 1);
+    for (auto& consumers : storage.o_full) {
+      init_barriers(consumers, 4);
     }
     storage.next_wanted.init(1);
-    for (int i = 0; i < Traits::kStages; ++i) {
-      storage.k_full[i].init(1);
-      storage.v_full[i].init(1);
-      storage.k_empty[i].init(4 * Traits::kConsumers);
-      storage.v_empty[i].init(4 * Traits::kConsumers);
-    }
+    init_barriers(storage.k_full, 1);
+    init_barriers(storage.v_full, 1);
+    init_barriers(storage.k_empty, kConsumerWarps);
+    init_barriers(storage.v_empty, kConsumerWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
 
-  FwdScheduler const scheduler{(scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
-                               params.heads_q,
-                               params.batch,
-                               scalars.heads_per_group,
-                               scalars.groups,
-                               Traits::kMask != MaskClass::Full,
-                               scalars.tile_counter};
+  FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, scalars.tile_counter);
   Band const band = band_of(scalars);
 
   if (warpgroup == 0) {

@@ -1,10 +1,13 @@
-// The producer warpgroup. Warp 0 streams K and V through their rings; warp 1 loads Q and stores O, since an O tile
-// leaves from the buffer that the next but one Q tile arrives in. One lane of each works; the others leave at once.
+// The producer warpgroup of the forward. One lane of a warp works, the other lanes leave at once.
+//
+// - Warp 0 loads K and V, block by block, through their rings.
+// - Warp 1 draws tiles, loads Q and stores O. Both are its work because O leaves from the buffer that a later Q
+//   arrives in.
 #pragma once
 
-#include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/tma.hpp"
 
@@ -14,8 +17,8 @@ template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
 
-  // The order K0, K1, V0, K2, V1, ... runs on across tile borders: a V follows the K of the block after it, as the
-  // consumers take them.
+  // Loads in the order in which the consumers read: K0, K1, V0, K2, V1, ... V of a block comes after K of the next
+  // block. The order runs on from tile to tile.
   CUTE_DEVICE static void keys_and_values(FwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
                                           Band const& band, Storage& storage) {
     RingPosition<Traits::kStages> k;
@@ -41,23 +44,23 @@ struct Load {
       if (!tile.valid()) {
         break;
       }
-      BlockRange const range = block_range<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      KeyVisits const visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
-      for (int n = range.end - 1; n >= range.begin; --n) {
-        if (n == cute::min(range.begin + 1, range.end - 1)) {
+      for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
+        if (visit == visits.last_but_one()) {
           storage.next_wanted.arrive();
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
         load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
-                                                      n * Traits::kTileN, head, tile.batch);
+                                                      visits.block(visit) * Traits::kTileN, head, tile.batch);
         k.advance();
         if (v_pending) {
           load_v();
         }
         v_pending = true;
-        v_row = n * Traits::kTileN;
+        v_row = visits.block(visit) * Traits::kTileN;
         v_head = head;
         v_batch = tile.batch;
       }
@@ -67,8 +70,8 @@ struct Load {
     }
   }
 
-  // Also draws the tiles: one is announced to the consumers and to the other warp when its Q is asked for. Where a tile
-  // lies is worked out once, here.
+  // Draws tiles, loads Q, stores O. A tile is announced to the consumers and to warp 0 when its Q is asked for. Where a
+  // tile lies is worked out once, here.
   CUTE_DEVICE static void queries_and_outputs(FwdParams const& params, FwdScalars const& scalars,
                                               CUtensorMap const& map_q, CUtensorMap const& map_o,
                                               FwdScheduler const& scheduler, Storage& storage) {
@@ -114,7 +117,7 @@ struct Load {
             map_o, storage.q[q.stage], consumer, tile.block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
         cute::tma_store_arrive();
       }
-      // The buffer may be written again (or the block may end) once the copy engine has read it.
+      // The buffer may be written again (or the CTA may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
       if (!late) {
         announce_next();

@@ -1,14 +1,21 @@
-// The consumer warpgroups: both products and the softmax between them.
+// The consumer warpgroups of the forward: both products, and the softmax between them.
 //
-// A CTA's tiles and their key blocks form one stream. In each step a warpgroup issues S = Q K_j^T together with
-// O += P_{j-1} V_{j-1}, then exponentiates S while the second product still runs. At a tile's border the last product
-// hides the look at the next tile, and the next tile's first S hides the epilogue.
-// The warpgroups take turns at issuing (ping-pong), so that one exponentiates while the other multiplies.
+// The blocks of all tiles of a CTA form one stream. For block j a warpgroup
+// 1. waits for its turn, issues S = Q K_j^T and then O += P_{j-1} V_{j-1}, and passes the turn on;
+// 2. waits for S, masks it if the block is on an edge, and exponentiates it while the second product still runs;
+// 3. waits for the second product, and converts S to P_j.
+//
+// So the product with V is always one block late. Between two tiles the stream does not stop: while the last product
+// of a tile runs, its row sums are finished and the next tile is looked up; while the first S of the next tile is
+// computed, O of the finished tile is written.
+//
+// Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
 
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
+#include "common/visits.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/traits.hpp"
@@ -21,7 +28,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, Traits::kSumLimitLog2, 1, Traits::kConsumers == 3>;
+  using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), 1, Traits::kConsumers == 3>;
   using Turns = sm90::Turns<Traits::kConsumers>;
   static constexpr MaskClass kMask = Traits::kMask;
 
@@ -50,7 +57,7 @@ struct Mma {
     RingPosition<Traits::kStages> v;
     RingPosition<Traits::kBuffersQ> q;
     int m_block = -1;
-    BlockRange range{0, 0, 0, 0};
+    KeyVisits visits{0, 0, 0, 0};
 
     // The tile in a buffer. The shuffle tells the compiler that the block is the same in the whole warp, which keeps
     // what depends on it (loop bounds, descriptors) in uniform registers. -1: no more tiles.
@@ -72,23 +79,23 @@ struct Mma {
       }
       v.advance();
     };
-    // The blocks of the tile that this warpgroup's rows need. It passes over those before (the result) and after them
-    // with its turns.
+    // The visits that this warpgroup's rows need. The warpgroup passes over the tile's visits before them (the result)
+    // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
-      BlockRange const tile_range = block_range<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
+      KeyVisits const tile_visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
       if constexpr (kMask == MaskClass::Full) {
-        range = tile_range;
+        visits = tile_visits;
         return 0;
       } else {
         int const strip = m_block * Traits::kConsumers + consumer;
-        range = within<kMask>(block_range<kMask, 64, Traits::kTileN>(band, strip), tile_range);
-        return tile_range.end - range.end;
+        visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
+        return visits.skipped_before(tile_visits);
       }
     };
     // Worked out again where it is needed: registers are short while the tile is under way.
     auto skipped_after = [&]() __attribute__((always_inline)) {
       if constexpr (kMask == MaskClass::Window) {
-        return range.begin - block_range<kMask, Traits::kTileM, Traits::kTileN>(band, m_block).begin;
+        return visits.skipped_after(KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block));
       } else {
         return 0;
       }
@@ -115,11 +122,11 @@ struct Mma {
         v.make_uniform();
       }
     };
-    auto mask_block = [&](int n_block) __attribute__((always_inline)) {
+    auto mask_block = [&](int visit) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
       int const lane = thread % 32;
       int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
-      apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), n_block);
+      apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), visits.block(visit));
     };
     auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
     auto issue_output = [&]() {
@@ -140,7 +147,7 @@ struct Mma {
     auto first_softmax = [&]() __attribute__((always_inline)) {
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
         release_k();
-        mask_block(range.end - 1);
+        mask_block(visits.first());
         softmax.first_masked_block(tSrS, scalars.scale_log2);
       } else {
         softmax.first_block(tSrS, scalars.scale_log2, recompute_scores);
@@ -158,8 +165,8 @@ struct Mma {
       warpgroup_fence_operand(tOrO);
     };
 
-    // One key block: on entry P is of the block before.
-    auto step = [&](auto masked, int n_block) __attribute__((always_inline)) {
+    // One block. On entry P is of the block before.
+    auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
       Turns::wait(consumer);
       issue_scores();
@@ -168,7 +175,7 @@ struct Mma {
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       if constexpr (decltype(masked)::value) {
-        mask_block(n_block);
+        mask_block(visit);
         softmax.masked_block(tSrS, scalars.scale_log2, rescale_output);
       } else {
         // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
@@ -201,27 +208,27 @@ struct Mma {
     skip_v(skipped_before);
 
     while (true) {
-      int n = range.end - 2;
+      int visit = visits.next(visits.first());
       if constexpr (kMask != MaskClass::Full) {
-        // The right edge of 64 rows lies in two blocks at most, of which the first is behind us.
-        if (n >= cute::max(range.begin, range.free_end)) {
-          step(std::true_type{}, n);
-          --n;
+        // The right edge of 64 rows lies in two blocks at most. The first of them has been visited.
+        if (visits.on_right_edge(visit)) {
+          step(std::true_type{}, visit);
+          visit = visits.next(visit);
         }
       }
-      for (; n >= cute::max(range.begin, range.free_begin); --n) {
-        step(std::false_type{}, n);
+      for (; visits.before_left_edge(visit); visit = visits.next(visit)) {
+        step(std::false_type{}, visit);
       }
       if constexpr (kMask == MaskClass::Window) {
-        for (; n >= range.begin; --n) {
-          step(std::true_type{}, n);
+        for (; visits.has(visit); visit = visits.next(visit)) {
+          step(std::true_type{}, visit);
         }
       }
 
       // The border: while this tile's last product runs, its rows are finished and the next tile is looked at; while
       // the next tile's first scores are computed, this tile's O is handed over.
-      // Two warpgroups keep the turn until both products are issued, three pass it between them: each gains so. Where
-      // blocks may be skipped, turns are passed for those too.
+      // Two warpgroups keep the turn until both products are issued. Three pass it on between the two: each is faster
+      // so. Where blocks may be skipped, turns are passed in those too.
       constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2;
       Turns::wait(consumer);
       issue_output();

@@ -32,16 +32,13 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // brings (benches/LOG.md, 8 and 9).
   static constexpr int kBuffersQ = kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
 
-  // A lane's sum over one block, as a power of two: bf16 P has the range of f32, f16 P ends at 65504.
-  static constexpr int kSumLimitLog2 = kDType == DType::BF16 ? 32 : 15;
-
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  // More than a block is launched with would never be granted.
+  // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
-  // This thread's place in the block. Three consumers are short of registers.
+  // This thread's index in the CTA. Three consumers are short of registers.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
 
   using MmaQK = Wgmma<Element, float, kTileN>;
@@ -72,9 +69,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier v_empty[kStages];
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
-  static_assert(kSmemBytes <= 232448, "more shared memory than an sm_90 block can have");
+  static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
 };
-
-using FwdScheduler = TileScheduler<false>;
 
 }  // namespace hattn::sm90
