@@ -18,30 +18,30 @@
 #include <stddef.h>
 #include <stdint.h>
 
-struct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */
+struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 
-/* Structs with their header filled in and everything else 0. */
+/* Initial values of structs: struct_size and abi_version are filled in, everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define HATTN_QUANTIZE_PROBLEM_INIT \
+  { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
   { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
-#define HATTN_QUANTIZE_PROBLEM_INIT \
-  { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
+#define HATTN_BACKWARD_ARGS_INIT \
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
   { sizeof(hattn_quantize_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0 }
-#define HATTN_BACKWARD_ARGS_INIT \
-  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
-// The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
+// The version of the ABI. Every struct carries it. It changes when something is removed or changes its meaning.
 #define HATTN_ABI_VERSION 1
 
-// A window without a bound on this side.
+// No bound on this side of a window.
 #define HATTN_UNBOUNDED -1
 
 // How the gradients of one problem are computed on one device. Made once and run as often as wanted, by any threads and
@@ -63,175 +63,196 @@ typedef struct hattn_tuning hattn_tuning;
 // HATTN_OK, or why nothing was done; hattn_last_error has the words.
 typedef int32_t hattn_status;
 
-// The type of a tensor's elements. 0 is none, so that a forgotten field is refused.
+// An element type: HATTN_F16, HATTN_BF16, HATTN_F32 or HATTN_E4M3.
+// 0 is none of them, so that a forgotten field is refused.
 typedef int32_t hattn_dtype;
 
-// Which keys a query attends to. A query that keeps no key gets output 0 and log-sum-exp -inf.
+// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
+// A query without keys gets output 0 and log-sum-exp -inf.
 typedef int32_t hattn_mask;
 
-// Where the diagonal of a causal mask or window lies when seqlen_q and seqlen_kv differ.
+// Which key a query meets, for causal masks and windows: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
+// The two differ when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
 
-// The instruction set that kernels are written for.
+// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 typedef int32_t hattn_arch;
 
-// How many elements of Q, K or V of HATTN_E4M3 share a descale factor: a real value is what is stored times its factor.
-// Factors are HATTN_F32 [batch, heads, blocks].
+// Which elements of a HATTN_E4M3 tensor share a descale factor: HATTN_PER_TENSOR, HATTN_PER_HEAD or HATTN_PER_BLOCK.
+// A real value is the stored value times its factor. Factors are HATTN_F32 tensors [batch, heads, blocks].
+// A dimension has size 1 where all of its entries share the factor.
 typedef int32_t hattn_scaling;
 
-// The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
+// A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 //
-// Q is [batch, seqlen_q, heads_q, head_dim_qk], K [batch, seqlen_kv, heads_kv, head_dim_qk],
-// V [batch, seqlen_kv, heads_kv, head_dim_vo], O [batch, seqlen_q, heads_q, head_dim_vo].
+// Shapes:
+// - Q: [batch, seqlen_q, heads_q, head_dim_qk]
+// - K: [batch, seqlen_kv, heads_kv, head_dim_qk]
+// - V: [batch, seqlen_kv, heads_kv, head_dim_vo]
+// - O: [batch, seqlen_q, heads_q, head_dim_vo]
+//
+// Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
+// On a GPU, head dims are multiples of 8 (16 for HATTN_E4M3). Their largest value depends on the compiled kernels.
 typedef struct hattn_forward_problem {
   // sizeof(hattn_forward_problem).
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too. HATTN_E4M3: of Q, K and V, which have factors then.
+  // Element type of Q, K and V: HATTN_F16, HATTN_BF16 or HATTN_E4M3. On the CPU also HATTN_F32.
+  // HATTN_E4M3 operands come with descale factors.
   hattn_dtype dtype;
   // Which keys a query attends to.
   hattn_mask mask;
-  // Where a causal mask or a window is aligned.
+  // Which key a query meets. Only causal masks and windows use it.
   hattn_corner corner;
-  // 1: the log-sum-exp of each row is an output; 0: it is not.
+  // 1: the log-sum-exp of each query is an output. 0: it is not.
   int32_t lse;
-  // Sequences; may be 0.
+  // Number of sequences, 0 or more.
   int64_t batch;
-  // Queries in a sequence; may be 0.
+  // Number of queries in each sequence, 0 or more.
   int64_t seqlen_q;
-  // Keys in a sequence; may be 0.
+  // Number of keys in each sequence, 0 or more.
   int64_t seqlen_kv;
-  // Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
+  // Number of query heads, a multiple of heads_kv. Query head h reads key head h / (heads_q / heads_kv).
   int64_t heads_q;
-  // Key and value heads.
+  // Number of key and value heads, 1 or more.
   int64_t heads_kv;
-  // Length of a query and of a key.
+  // Number of elements of a query and of a key, 1 or more.
   int64_t head_dim_qk;
-  // Length of a value and of an output.
+  // Number of elements of a value and of an output, 1 or more.
   int64_t head_dim_vo;
-  // With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+  // Number of keys that a window keeps before the key that the query meets. HATTN_UNBOUNDED: all of them.
+  // Only HATTN_MASK_WINDOW uses it.
   int64_t window_left;
-  // With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
+  // Number of keys that a window keeps after the key that the query meets. HATTN_UNBOUNDED: all of them.
+  // Only HATTN_MASK_WINDOW uses it.
   int64_t window_right;
-  // The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
+  // The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
   float softmax_scale;
-  // Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
+  // Restricts plans to kernels of one instruction set. Planning fails if the GPU or the library has no such kernel.
   hattn_arch arch;
-  // Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
+  // Element type of O. 0 stands for dtype, and for HATTN_BF16 with HATTN_E4M3 operands.
+  // HATTN_E4M3 operands may also have HATTN_F16 or HATTN_E4M3. Other operands have their own type only.
   hattn_dtype output;
-  // With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
+  // Which elements share a descale factor. Must be 0 unless the operands are HATTN_E4M3.
   hattn_scaling scaling;
-  // With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
+  // 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
   int32_t amax;
-  // With HATTN_E4M3 operands, 1: scores may be summed in half precision, which is faster on a GPU where no stored element of
-  // Q and K is larger than 14 in magnitude, and hattn_quantize_run of this problem makes none. The kernel looks: where one is
-  // larger, or a NaN, another kernel computes all again, and it takes twice as long and more. 0: single precision. Otherwise 0.
+  // 1: scores may be summed in half precision. 0: in single precision. Must be 0 unless the operands are HATTN_E4M3.
+  //
+  // A GPU sums faster in half precision. The sums fit where no stored element of Q or K is larger in magnitude than 14.
+  // hattn_quantize_run stores no larger elements if the problem has this option. Results are right for any elements:
+  // the kernel checks each one. If an element is larger or NaN, a second kernel computes everything again in single
+  // precision. The run then takes more than twice as long. The CPU always sums in single precision.
   int32_t half_scores;
 } hattn_forward_problem;
 
-// Where something is: HATTN_CPU, or the ordinal of a GPU (0 and above) in the CUDA driver's order.
+// A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
 typedef int32_t hattn_device;
 
-// Borrowed memory. Begin with HATTN_TENSOR_INIT.
+// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
+//
+// The element at index [i, j, ..] is stride[0] * i + stride[1] * j + .. elements behind data.
+// The order of the dimensions is fixed:
+// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
+// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
+// - 1 or 2 dimensions: as the comment of the argument says
+//
+// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
+//
+// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
+// All other tensors are aligned to their elements. No two elements of an output have the same address.
 typedef struct hattn_tensor {
   // sizeof(hattn_tensor).
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // The first element. Inputs are only read. Anything where there is no element.
+  // Address of the first element, on the host or on a GPU. Not used if there are no elements.
+  // Inputs are only read, so a const pointer may be cast to this type.
   void *data;
-  // Of the elements.
+  // Element type.
   hattn_dtype dtype;
   // Where the memory is.
   hattn_device device;
-  // 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp, or [batch, heads, blocks], factors.
-  // 2: [3, 2], counts. 1: a single number.
+  // Number of dimensions, 1 to 4.
   int32_t ndim;
-  // 0.
+  // Must be 0.
   int32_t reserved;
-  // Sizes; from ndim on not looked at.
+  // Size of each dimension, outermost first. Entries from ndim on are not used.
   int64_t shape[4];
-  // From one element to the next, in elements; the innermost is 1. From ndim on not looked at.
+  // Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
   int64_t stride[4];
 } hattn_tensor;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
+//
+// A tensor with a condition ("given exactly if") must be null where the condition does not hold.
 typedef struct hattn_forward_args {
   // sizeof(hattn_forward_args).
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // Queries.
+  // Queries, read: [batch, seqlen_q, heads_q, head_dim_qk].
   const struct hattn_tensor *q;
-  // Keys.
+  // Keys, read: [batch, seqlen_kv, heads_kv, head_dim_qk].
   const struct hattn_tensor *k;
-  // Values.
+  // Values, read: [batch, seqlen_kv, heads_kv, head_dim_vo].
   const struct hattn_tensor *v;
-  // The output.
+  // The output, written: [batch, seqlen_q, heads_q, head_dim_vo].
   const struct hattn_tensor *o;
-  // The log-sum-exp of each row, natural log, HATTN_F32: given exactly when the problem says so, otherwise null.
+  // The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q].
+  // Given exactly if the problem's lse is 1.
   const struct hattn_tensor *lse;
-  // Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
+  // Runs that may overlap in time need one each.
   void *workspace;
-  // At least what hattn_forward_plan_workspace_size says.
+  // Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
   size_t workspace_bytes;
-  // The factors of Q, K and V, HATTN_F32, finite and above 0 (which the CPU checks): given exactly with HATTN_E4M3
-  // operands, otherwise null.
+  // Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling has the shape.
+  // Given exactly if the operands are HATTN_E4M3. Only the CPU checks the values.
   const struct hattn_tensor *descale_q;
-  // As descale_q.
+  // Descale factors of K, as descale_q.
   const struct hattn_tensor *descale_k;
-  // As descale_q.
+  // Descale factors of V, as descale_q.
   const struct hattn_tensor *descale_v;
-  // What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
+  // The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32 [1].
+  // Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
   const struct hattn_tensor *scale_o;
-  // The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
-  // null.
+  // The largest magnitude of O before scale_o and rounding, written: HATTN_F32 [1].
+  // Given exactly if the problem's amax is 1.
   const struct hattn_tensor *amax;
 } hattn_forward_args;
 
-// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
+// The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
 //
-// dQ, dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O.
+// dQ, dK, dV and dO (the gradient of the output) have the shapes of Q, K, V and O.
+// Fields without a comment mean the same as in hattn_forward_problem.
 typedef struct hattn_backward_problem {
   // sizeof(hattn_backward_problem).
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // Of Q, K, V, O and all gradients but the log-sum-exp's: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+  // Element type of Q, K, V, O, dO, dQ, dK and dV: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
   hattn_dtype dtype;
-  // Which keys a query attends to.
   hattn_mask mask;
-  // Where a causal mask or a window is aligned.
   hattn_corner corner;
-  // 1: a gradient of the log-sum-exp is an input; 0: it is not.
+  // 1: a gradient of the log-sum-exp is an input. 0: it is not.
   int32_t d_lse;
-  // Sequences; may be 0.
   int64_t batch;
-  // Queries in a sequence; may be 0.
   int64_t seqlen_q;
-  // Keys in a sequence; may be 0.
   int64_t seqlen_kv;
-  // Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
   int64_t heads_q;
-  // Key and value heads.
   int64_t heads_kv;
-  // Length of a query and of a key.
   int64_t head_dim_qk;
-  // Length of a value and of an output.
   int64_t head_dim_vo;
-  // With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
   int64_t window_left;
-  // With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
   int64_t window_right;
-  // The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
   float softmax_scale;
-  // 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
-  // there.
+  // 1: the same inputs, plan and device always give the same bits. This may cost time on a GPU.
+  // 0: sums on a GPU may be added in another order each time. The CPU always gives the same bits.
   int32_t deterministic;
-  // Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
   hattn_arch arch;
-  // 0.
+  // Must be 0.
   uint32_t reserved;
 } hattn_backward_problem;
 
@@ -241,19 +262,21 @@ typedef struct hattn_backward_args {
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // Queries.
+  // Queries, read.
   const struct hattn_tensor *q;
-  // Keys.
+  // Keys, read.
   const struct hattn_tensor *k;
-  // Values.
+  // Values, read.
   const struct hattn_tensor *v;
-  // The forward pass's output.
+  // The output of the forward pass, read.
   const struct hattn_tensor *o;
-  // The forward pass's log-sum-exp, HATTN_F32. A row of -inf has no part in any gradient, and its own is 0.
+  // The log-sum-exp of the forward pass, read: HATTN_F32 [batch, heads_q, seqlen_q].
+  // A query whose log-sum-exp is -inf has gradient 0 and adds nothing to any other gradient.
   const struct hattn_tensor *lse;
-  // The gradient of the output.
+  // The gradient of the output, read.
   const struct hattn_tensor *d_o;
-  // The gradient of the log-sum-exp, HATTN_F32: given exactly when the problem says so, otherwise null.
+  // The gradient of the log-sum-exp, read: HATTN_F32 [batch, heads_q, seqlen_q].
+  // Given exactly if the problem's d_lse is 1, otherwise null.
   const struct hattn_tensor *d_lse;
   // The gradient of the queries, overwritten.
   const struct hattn_tensor *d_q;
@@ -261,30 +284,38 @@ typedef struct hattn_backward_args {
   const struct hattn_tensor *d_k;
   // The gradient of the values, overwritten: the sum over the query heads that read them.
   const struct hattn_tensor *d_v;
-  // Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
+  // Runs that may overlap in time need one each.
   void *workspace;
-  // At least what hattn_backward_plan_workspace_size says.
+  // Size of the workspace in bytes: at least what hattn_backward_plan_workspace_size gives.
   size_t workspace_bytes;
 } hattn_backward_args;
 
-// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
+// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
 //
-// A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
-// stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
-// as NaN. Of Q and K it is 14 in place of 448 where the forward problem has half_scores.
+// For the elements x that share a descale factor, where amax is the largest finite magnitude among them:
+//
+// - descale is max(amax / most, the smallest normal float). The caller may give it instead.
+// - stored is x * (1 / descale), rounded to the nearest HATTN_E4M3, ties to even. Arithmetic is in single precision.
+// - most is 448. It is 14 for Q and K if the forward problem has half_scores.
+// - An element that would round to a magnitude above most is stored as most, with its sign.
+//   This happens with given factors only.
+// - An element that is not finite is stored as NaN.
 typedef struct hattn_quantize_problem {
   // sizeof(hattn_quantize_problem).
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // What the operands are for: sizes, HATTN_E4M3 and the scaling.
+  // The forward pass that takes the operands. Its dtype is HATTN_E4M3. It is read during the call only.
   const struct hattn_forward_problem *forward;
-  // Of the values: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
+  // Element type of the values that are quantised: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
   hattn_dtype source;
-  // 1: Q and K are rotated before, by signs and a Hadamard transform over the head dim, which leaves Q K^T as it is and
-  // spreads outliers; 0: they are not.
+  // 1: rotate each query and key before it is quantised. 0: do not.
+  //
+  // The rotation multiplies the elements by random signs and applies a Hadamard transform over the head dim.
+  // It leaves Q K^T as it is, and spreads an outlier over its whole vector.
   int32_t hadamard;
-  // With hadamard: of the signs; queries and keys that meet have the same. Otherwise not looked at.
+  // The seed of the random signs. Queries and keys of one forward pass need the same seed. Only hadamard uses it.
   uint64_t seed;
 } hattn_quantize_problem;
 
@@ -294,15 +325,16 @@ typedef struct hattn_quantize_tensor {
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // What is read, of the source type.
+  // What is quantised, read. The element type is the problem's source, the shape that of Q, K or V.
   const struct hattn_tensor *values;
-  // What is written, HATTN_E4M3.
+  // What it is quantised to, written: HATTN_E4M3, the same shape.
   const struct hattn_tensor *stored;
-  // Its factors, HATTN_F32 as the scaling says: written, or read.
+  // The descale factors: HATTN_F32. hattn_scaling has the shape.
   const struct hattn_tensor *descale;
-  // 1: the factors are given, finite and above 0 (which the CPU checks); 0: they are made of the largest magnitudes.
+  // 1: the factors are read. They are finite and above 0, which only the CPU checks.
+  // 0: the factors are made of the largest magnitudes, and written.
   int32_t given;
-  // 0.
+  // Must be 0.
   uint32_t reserved;
 } hattn_quantize_tensor;
 
@@ -312,52 +344,54 @@ typedef struct hattn_quantize_args {
   uint32_t struct_size;
   // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // Queries; null where they are not quantised.
+  // Queries. Null if they are not quantised.
   const struct hattn_quantize_tensor *q;
-  // Keys; null where they are not quantised.
+  // Keys. Null if they are not quantised.
   const struct hattn_quantize_tensor *k;
-  // Values; null where they are not quantised.
+  // Values. Null if they are not quantised.
   const struct hattn_quantize_tensor *v;
-  // Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
-  // were not finite. Null where it is not wanted.
+  // Two numbers for each of q, k and v, written: HATTN_F32 [3, 2]. Null if they are not wanted.
+  // The first counts the elements that were stored as 448 (or 14) because they were too large.
+  // The second counts the elements that were not finite.
   const struct hattn_tensor *counts;
-  // Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
+  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
+  // Runs that may overlap in time need one each.
   void *workspace;
-  // At least what hattn_quantize_plan_workspace_size says.
+  // Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
   size_t workspace_bytes;
 } hattn_quantize_args;
 
-// IEEE 754 half precision.
+// IEEE 754 half precision, 2 bytes.
 #define HATTN_F16 1
 
-// bfloat16.
+// bfloat16, 2 bytes.
 #define HATTN_BF16 2
 
-// IEEE 754 single precision.
+// IEEE 754 single precision, 4 bytes.
 #define HATTN_F32 3
 
-// 8-bit float with 4 exponent and 3 mantissa bits, largest value 448.
+// FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 #define HATTN_E4M3 4
 
-// The cores of this machine.
+// The host: all cores of this machine.
 #define HATTN_CPU -1
 
 // Every key.
 #define HATTN_MASK_FULL 0
 
-// The keys up to the one where the query stands.
+// The keys up to and with the key that the query meets (see hattn_corner).
 #define HATTN_MASK_CAUSAL 1
 
-// The keys from window_left before to window_right after the one where the query stands.
+// The keys from window_left before to window_right after the key that the query meets, both included.
 #define HATTN_MASK_WINDOW 2
 
-// The last query stands at the last key: query i at key i + seqlen_kv - seqlen_q.
+// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
 #define HATTN_BOTTOM_RIGHT 0
 
-// The first query stands at the first key: query i at key i.
+// The first query meets the first key. Query i meets key i.
 #define HATTN_TOP_LEFT 1
 
-// The GPU's own. The CPU takes no other.
+// The newest one that the GPU runs. The CPU takes no other value.
 #define HATTN_ARCH_OWN 0
 
 // Compute capability 8.0 and later.
@@ -366,14 +400,15 @@ typedef struct hattn_quantize_args {
 // Compute capability 9.0.
 #define HATTN_ARCH_SM90 90
 
-// All of them: factors [1, 1, 1].
+// One factor for each of Q, K and V: [1, 1, 1].
 #define HATTN_PER_TENSOR 0
 
-// Those of one sequence and key head, of Q those of all query heads that read it: factors [batch, heads_kv, 1].
+// One factor for each sequence and key head: [batch, heads_kv, 1].
+// All query heads that read one key head share one factor of Q.
 #define HATTN_PER_HEAD 1
 
-// 128 rows of one head, as far as they exist: factors [batch, heads, ceil(seqlen / 128)], of Q with heads_q and seqlen_q, of
-// K and V with heads_kv and seqlen_kv.
+// One factor for each block of 128 rows of a head. The last block may be shorter.
+// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
 #define HATTN_PER_BLOCK 2
 
 // It was done, or enqueued.
@@ -441,28 +476,28 @@ const char *hattn_version(void);
 // Counts the GPUs of this machine, whether or not there is a kernel for them: 0 where there is no driver, and in a
 // library that was built without CUDA. Opens no context.
 //
-// # Safety
+// The caller promises:
 // `count` is null, which is refused, or valid for writing.
 hattn_status hattn_device_count(int32_t *count);
 
 // Reads the text that `hattn tune` wrote, `length` bytes of it, and writes it to `*tuning`; null there on failure. The
 // library itself opens no file.
 //
-// # Safety
+// The caller promises:
 // `text` is valid for reading `length` bytes, null when that is 0; `tuning` is null, which is refused, or valid for
 // writing.
 hattn_status hattn_tuning_create(const char *text, size_t length, struct hattn_tuning **tuning);
 
 // Frees a tuning; null is fine. Plans that were made with it go on.
 //
-// # Safety
+// The caller promises:
 // `tuning` is null, or came from hattn_tuning_create and is used nowhere, now or later.
 void hattn_tuning_destroy(struct hattn_tuning *tuning);
 
 // Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
 // HATTN_ERROR_UNSUPPORTED, HATTN_ERROR_NO_DEVICE, or what is wrong with the problem. Opens no context and loads nothing.
 //
-// # Safety
+// The caller promises:
 // `problem` is null, which is refused, or points to a struct of the size that it says.
 hattn_status hattn_forward_supported(const struct hattn_forward_problem *problem,
                                      hattn_device device);
@@ -470,7 +505,7 @@ hattn_status hattn_forward_supported(const struct hattn_forward_problem *problem
 // Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
 // context, the one that cudaSetDevice uses, and leaves the thread's current context as it was.
 //
-// # Safety
+// The caller promises:
 // `problem` is as for hattn_forward_supported; `plan` is null, which is refused, or valid for writing.
 hattn_status hattn_forward_plan_create(const struct hattn_forward_problem *problem,
                                        hattn_device device,
@@ -479,7 +514,7 @@ hattn_status hattn_forward_plan_create(const struct hattn_forward_problem *probl
 // As hattn_forward_plan_create, but with the kernel that the tuning holds for this problem on this card, where it holds
 // one. The tuning may be freed afterwards.
 //
-// # Safety
+// The caller promises:
 // As for hattn_forward_plan_create; `tuning` is null, which is refused, or a live tuning.
 hattn_status hattn_forward_plan_create_tuned(const struct hattn_forward_problem *problem,
                                              hattn_device device,
@@ -488,14 +523,14 @@ hattn_status hattn_forward_plan_create_tuned(const struct hattn_forward_problem 
 
 // Frees a plan; null is fine. Work that was enqueued with it goes on.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, or came from hattn_forward_plan_create and is used nowhere, now or later.
 void hattn_forward_plan_destroy(struct hattn_forward_plan *plan);
 
 // Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much
 // of it as fits `capacity` is written to `text`, always with a final 0.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
 // `length` is null, when it is not wanted, or valid for writing.
 hattn_status hattn_forward_plan_describe(const struct hattn_forward_plan *plan,
@@ -505,7 +540,7 @@ hattn_status hattn_forward_plan_describe(const struct hattn_forward_plan *plan,
 
 // Writes to `*bytes` how large a workspace the plan needs: exact, and often 0.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
 hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *plan, size_t *bytes);
 
@@ -517,7 +552,7 @@ hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *
 // the stream has done the work. On the CPU it is done on return, on all cores; the stream is not looked at, and outputs
 // must have a range of addresses of their own.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `args` and its tensors are null, which is refused but for `lse`, `scale_o`, `amax`
 // and the factors, or
 // point to structs of the sizes that they say. Each tensor's memory is valid where it says for every element that its
@@ -529,14 +564,14 @@ hattn_status hattn_forward_run(const struct hattn_forward_plan *plan,
 
 // Whether hattn_backward_plan_create would find a kernel for the problem on the device; as hattn_forward_supported.
 //
-// # Safety
+// The caller promises:
 // `problem` is null, which is refused, or points to a struct of the size that it says.
 hattn_status hattn_backward_supported(const struct hattn_backward_problem *problem, hattn_device device);
 
 // Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
 // context, as hattn_forward_plan_create does.
 //
-// # Safety
+// The caller promises:
 // `problem` is as for hattn_backward_supported; `plan` is null, which is refused, or valid for writing.
 hattn_status hattn_backward_plan_create(const struct hattn_backward_problem *problem,
                                         hattn_device device,
@@ -544,13 +579,13 @@ hattn_status hattn_backward_plan_create(const struct hattn_backward_problem *pro
 
 // Frees a plan; null is fine. Work that was enqueued with it goes on.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, or came from hattn_backward_plan_create and is used nowhere, now or later.
 void hattn_backward_plan_destroy(struct hattn_backward_plan *plan);
 
 // Says in words what the plan computes and how, as hattn_forward_plan_describe does.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
 // `length` is null, when it is not wanted, or valid for writing.
 hattn_status hattn_backward_plan_describe(const struct hattn_backward_plan *plan,
@@ -560,7 +595,7 @@ hattn_status hattn_backward_plan_describe(const struct hattn_backward_plan *plan
 
 // Writes to `*bytes` how large a workspace the plan needs: exact. 0 on the CPU; on a GPU it holds the sums of dQ in f32.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
 hattn_status hattn_backward_plan_workspace_size(const struct hattn_backward_plan *plan,
                                                 size_t *bytes);
@@ -568,7 +603,7 @@ hattn_status hattn_backward_plan_workspace_size(const struct hattn_backward_plan
 // Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
 // those of hattn_forward_run.
 //
-// # Safety
+// The caller promises:
 // As for hattn_forward_run, with a live plan of hattn_backward_plan_create; `d_lse` is the tensor that may be null, and
 // the outputs are `d_q`, `d_k` and `d_v`.
 hattn_status hattn_backward_run(const struct hattn_backward_plan *plan,
@@ -577,14 +612,14 @@ hattn_status hattn_backward_run(const struct hattn_backward_plan *plan,
 
 // Whether hattn_quantize_plan_create would find kernels for the problem on the device; as hattn_forward_supported.
 //
-// # Safety
+// The caller promises:
 // `problem` is null, which is refused, or points to a struct of the size that it says, and so does its `forward`.
 hattn_status hattn_quantize_supported(const struct hattn_quantize_problem *problem, hattn_device device);
 
 // Picks kernels and loads them, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
 // context, as hattn_forward_plan_create does.
 //
-// # Safety
+// The caller promises:
 // `problem` is as for hattn_quantize_supported; `plan` is null, which is refused, or valid for writing.
 hattn_status hattn_quantize_plan_create(const struct hattn_quantize_problem *problem,
                                         hattn_device device,
@@ -592,13 +627,13 @@ hattn_status hattn_quantize_plan_create(const struct hattn_quantize_problem *pro
 
 // Frees a plan; null is fine. Work that was enqueued with it goes on.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, or came from hattn_quantize_plan_create and is used nowhere, now or later.
 void hattn_quantize_plan_destroy(struct hattn_quantize_plan *plan);
 
 // Says in words what the plan does and how, as hattn_forward_plan_describe.
 //
-// # Safety
+// The caller promises:
 // As for hattn_forward_plan_describe, with a plan of quantising.
 hattn_status hattn_quantize_plan_describe(const struct hattn_quantize_plan *plan,
                                           char *text,
@@ -607,14 +642,14 @@ hattn_status hattn_quantize_plan_describe(const struct hattn_quantize_plan *plan
 
 // Writes to `*bytes` how large a workspace the plan needs: none on the CPU.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
 hattn_status hattn_quantize_plan_workspace_size(const struct hattn_quantize_plan *plan, size_t *bytes);
 
 // Quantises what is given, under the rules of hattn_forward_run. What it writes may be read by a forward pass that is
 // enqueued on the same stream afterwards.
 //
-// # Safety
+// The caller promises:
 // `plan` is null, which is refused, or a live plan; `args` points to a struct of the size that it says or is null, which is
 // refused, and so do q, k, v, counts (where null is fine) and their tensors. Otherwise as for hattn_forward_run.
 hattn_status hattn_quantize_run(const struct hattn_quantize_plan *plan,

@@ -130,6 +130,30 @@ pub(crate) unsafe fn run<P: Pass>(
     })
 }
 
+/// Declares items, and keeps their text in the constant `TEXT` of a type. cbindgen does not expand macros, so
+/// `tests/header.rs` gives it the texts.
+///
+/// `written! { hattn_thing: pub struct hattn_thing; }` becomes
+///
+/// ```text
+/// pub struct hattn_thing;
+/// impl hattn_thing {
+///     pub const TEXT: &'static str = "pub struct hattn_thing;";
+/// }
+/// ```
+macro_rules! written {
+    ($name:ident: $($item:tt)*) => {
+        $($item)*
+
+        impl $name {
+            /// The declarations in Rust.
+            #[doc(hidden)]
+            pub const TEXT: &'static str = stringify!($($item)*);
+        }
+    };
+}
+pub(crate) use written;
+
 /// A pass: its types in C and in Rust, the two conversions between them, and its functions in C, which are declared in the order
 /// of the header. `also` is a function that only this pass has.
 macro_rules! pass {
@@ -148,7 +172,7 @@ macro_rules! pass {
         $(#[$of_workspace_size:meta])* fn $workspace_size:ident;
         $(#[$of_run:meta])* fn $run:ident;
     ) => {
-        $crate::abi::written! {
+        $crate::pass::written! {
             $handle:
 
             $(#[$of_handle])*
