@@ -1,5 +1,5 @@
-//! From the ABI's structs to the safe crate's values. Almost everything is checked there. What is refused here has no value in
-//! the safe crate, such as an unknown constant.
+//! From the ABI's structs to the safe crate's values. The safe crate checks these. What is refused here has no value there,
+//! such as an unknown constant.
 
 use std::ffi::c_void;
 
