@@ -218,7 +218,7 @@ pub struct hattn_quantize_problem {
 
 /// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
 ///
-/// The element at index [i, j, ..] is stride[0] * i + stride[1] * j + .. elements behind data.
+/// The offset of an element from data, in elements, is the sum of index times stride over all dimensions.
 /// The order of the dimensions is fixed:
 /// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 /// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
@@ -285,10 +285,10 @@ pub struct hattn_forward_args {
     pub descale_k: *const hattn_tensor,
     /// Descale factors of V, as descale_q.
     pub descale_v: *const hattn_tensor,
-    /// The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32 [1].
+    /// The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32, 1 dimension of size 1.
     /// Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
     pub scale_o: *const hattn_tensor,
-    /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32 [1].
+    /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
     /// Given exactly if the problem's amax is 1.
     pub amax: *const hattn_tensor,
 }
