@@ -4,6 +4,7 @@
 
 use std::ffi::c_void;
 use std::mem::offset_of;
+use std::ops::Range;
 
 use hopper_attention::Slot;
 
@@ -421,6 +422,8 @@ pub(crate) unsafe trait Versioned: Copy {
     const NAME: &'static str;
     /// The size, in bytes, that the struct had when it was added to this version of the ABI. No caller knows a smaller one.
     const LEAST: usize;
+    /// The bytes of the field `reserved`, which must be 0. Empty for a struct without that field.
+    const RESERVED: Range<usize>;
 }
 
 /// The layout of a struct, in bytes. `tests/header.rs` makes `abi/layout.def` and the C header's initialisers of it.
@@ -441,7 +444,7 @@ pub struct StructLayout {
 ///
 /// - assertions about `hattn_pair`: its size is 24, `second` is at 16, and so on;
 /// - an assertion that there is no padding, which has any bytes in C and so could never become a field;
-/// - `unsafe impl Versioned for hattn_pair`, with `LEAST` 16;
+/// - `unsafe impl Versioned for hattn_pair`, with `LEAST` 16 and the bytes of a field `reserved`, if there is one;
 /// - an element of `LAYOUTS`.
 macro_rules! layouts {
     ($($name:ident: $least:literal to $size:literal bytes { $($field:ident $offset:literal),* $(,)? })*) => {
@@ -465,6 +468,7 @@ macro_rules! layouts {
             unsafe impl Versioned for $name {
                 const NAME: &'static str = stringify!($name);
                 const LEAST: usize = $least;
+                const RESERVED: Range<usize> = reserved(&[$((stringify!($field), $offset)),*], $size);
             }
         )*
 
@@ -474,6 +478,18 @@ macro_rules! layouts {
             StructLayout { name: stringify!($name), size: $size, fields: &[$((stringify!($field), $offset)),*] },
         )*];
     };
+}
+
+/// The bytes of the field `reserved`, from the names and the offsets of all fields and the size of the struct.
+const fn reserved(fields: &[(&str, usize)], size: usize) -> Range<usize> {
+    let mut at = 0;
+    while at < fields.len() {
+        if matches!(fields[at].0.as_bytes(), b"reserved") {
+            return fields[at].1..if at + 1 < fields.len() { fields[at + 1].1 } else { size };
+        }
+        at += 1;
+    }
+    0..0
 }
 
 /// The size of the field that a function picks.
@@ -550,6 +566,10 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
     if surplus {
         return refuse(size, format!("{known}, or more if the fields that this library does not know are 0"));
     }
+    // SAFETY: the caller promises `size` bytes.
+    if T::RESERVED.into_iter().any(|at| at < size && unsafe { *pointer.cast::<u8>().add(at) } != 0) {
+        return Err(Failure::argument(what, "a reserved field that is set", "0"));
+    }
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
     // SAFETY: both sides hold that many bytes; all bits, and the zeros after them, are valid for T.
     unsafe {
@@ -606,6 +626,23 @@ mod tests {
         newer.0[size - 1] = 0;
         newer.0[size] = 1;
         assert!(text(&newer).is_ok());
+    }
+
+    #[test]
+    fn reserved_fields_must_be_zero() {
+        assert_eq!(<hattn_forward_problem as Versioned>::RESERVED, 0..0);
+        assert_eq!(<hattn_tensor as Versioned>::RESERVED, 28..32);
+        assert_eq!(<hattn_backward_problem as Versioned>::RESERVED, 108..112);
+        let mut given = block(112, 1);
+        // SAFETY: aligned, and larger than any size that is followed.
+        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
+        assert!(read(&given).is_ok());
+        given.0[111] = 1;
+        let want = "problem: a reserved field that is set; allowed: 0";
+        assert_eq!(read(&given).unwrap_err().to_string(), want);
+        // An older caller's struct ends before the field.
+        given.0[..4].copy_from_slice(&104_u32.to_ne_bytes());
+        assert!(read(&given).is_ok());
     }
 
     #[test]

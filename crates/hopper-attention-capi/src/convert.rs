@@ -55,7 +55,6 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
 
 /// A backward problem, with all of the safe crate's checks. All fields but two describe the forward problem.
 pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<BackwardProblem> {
-    reserved("problem", given.reserved != 0)?;
     let d_lse = flag("d_lse", given.d_lse, "given")?;
     let deterministic = flag("deterministic", given.deterministic, "wanted")?;
     let forward = hattn_forward_problem {
@@ -176,10 +175,6 @@ fn not_null<T: Versioned>(what: &str, pointer: *const T) -> Outcome {
     if pointer.is_null() { Err(Failure::argument(what, "a null pointer", allowed)) } else { Ok(()) }
 }
 
-fn reserved(what: &str, set: bool) -> Outcome {
-    if set { Err(Failure::argument(what, "a reserved field that is set", "0")) } else { Ok(()) }
-}
-
 /// The arguments of a run, from the tensors and the workspace of a struct.
 ///
 /// A null pointer is a tensor that is not given. It is refused here only if every problem of the pass has that operand.
@@ -237,7 +232,6 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
         }
         // SAFETY: the caller's promise.
         let from = unsafe { read(name, given) }?;
-        reserved(name, from.reserved != 0)?;
         let [values, stored, written, read] = slots;
         let descale = if flag("given", from.given, "given")? { read } else { written };
         for (slot, tensor) in [(values, from.values), (stored, from.stored), (descale, from.descale)] {
@@ -254,7 +248,6 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
 unsafe fn tensor(slot: Slot, given: *const hattn_tensor) -> Outcome<RawTensor> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(slot.name(), given) }?;
-    reserved(slot.name(), given.reserved != 0)?;
     match slot.rank() {
         1 => ranked::<1>(slot, &given),
         2 => ranked::<2>(slot, &given),
