@@ -630,9 +630,9 @@ mod tests {
 
     #[test]
     fn reserved_fields_must_be_zero() {
-        assert_eq!(<hattn_forward_problem as Versioned>::RESERVED, 0..0);
-        assert_eq!(<hattn_tensor as Versioned>::RESERVED, 28..32);
-        assert_eq!(<hattn_backward_problem as Versioned>::RESERVED, 108..112);
+        assert_eq!(reserved(&[("first", 0), ("second", 8)], 12), 0..0);
+        assert_eq!(reserved(&[("first", 0), ("reserved", 8)], 12), 8..12);
+        assert_eq!(reserved(&[("reserved", 0), ("second", 4)], 12), 0..4);
         let mut given = block(112, 1);
         // SAFETY: aligned, and larger than any size that is followed.
         let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
