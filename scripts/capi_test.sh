@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
-# The C and C++ library as its users get it: built by CMake, installed, moved, and linked from projects out of the tree in every
-# way that is promised. Needs no GPU. scripts/test.sh runs it; alone:
-#   scripts/capi_test.sh [--cpu] [--only PART]      --cpu: the library without CUDA
-# Parts are `installed`, a library that is installed and found, and `sources`, one that is built beside its user; both by default.
-# CARGO_TARGET_DIR is used as by cargo. HATTN_TEST_CARGO_FLAGS and HATTN_TEST_CPU_CARGO_FLAGS are arguments for cargo build, with
-# which scripts/test.sh asks for what it has built already. A line a check, as cargo's; logs are in the target folder's capi-test/.
+# Tests the C and C++ library as users get it. CMake builds, installs and moves it. Projects outside the tree link it in every
+# way that we promise. Needs no GPU. scripts/test.sh runs this script.
+#
+#   scripts/capi_test.sh [--cpu] [--only PART]
+#     --cpu        the library without CUDA
+#     --only PART  one of two parts. `installed`: the library is installed and found. `sources`: it is built beside its user.
+#
+# Environment:
+#   CARGO_TARGET_DIR            as for cargo
+#   HATTN_TEST_CARGO_FLAGS      more arguments for cargo build, so that scripts/test.sh can reuse what it has built
+#   HATTN_TEST_CPU_CARGO_FLAGS  the same for libraries without CUDA
+#
+# Prints a line for each check. Logs are in capi-test/ in the target folder.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cuda=ON parts="installed sources"
@@ -25,17 +32,17 @@ capi=$root/crates/hopper-attention-capi
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/Cargo.toml" | head -n 1)
 work=$target/capi-test/${parts// /-and-}
 build=$work/build-$cuda
-prefix=$work/moved/prefix # where the installed files are used; not where they were installed
-consumers=$work/consumers # copies of what a user would copy
+prefix=$work/moved/prefix # where the installed files are moved to, and used
+consumers=$work/consumers # the projects of users: copies of our examples and tests
 logs=$work/logs
 rm -rf "$work/installed" "$work/installed-top" "$work/moved" "$consumers" "$logs"
 mkdir -p "$work/moved" "$consumers" "$logs"
 export CARGO_TARGET_DIR=$target
 unset CFLAGS CXXFLAGS LDFLAGS LD_LIBRARY_PATH
 
-# No `grep -q` after a pipe: it leaves early, and what writes to it then fails.
+# No `grep -q` after a pipe: it ends early, and the writer fails.
 passed=0 failed=0 ignored=0 started=$SECONDS
-# check NAME COMMAND...: runs it; its output is shown when it fails only.
+# check NAME COMMAND...: runs a command. Shows its output only if it fails.
 check() {
   local name=$1 since=$SECONDS log
   log="$logs/${name//[ \/:]/_}.log"
@@ -68,13 +75,13 @@ build_and_install() {
     "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CARGO_FLAGS:-}" && cmake --build "$build" &&
     cmake --install "$build" --prefix "$work/installed" && mv "$work/installed" "$prefix"
 }
-# A library that is up to date stays as it is, so that its users are not linked again.
+# A second build leaves the library as it is, so that its users are not linked again.
 build_again() {
   local before
   before=$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})
   cmake --build "$build" && [ "$before" = "$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})" ]
 }
-# install_tree PREFIX
+# install_tree PREFIX: exactly these files are installed.
 install_tree() {
   diff <(cd "$1" && find . -not -type d | sort) - <<TREE
 ./include/hopper_attention.h
@@ -94,7 +101,7 @@ install_tree() {
 ./share/doc/hopper_attention/THIRD-PARTY-LICENSES.txt
 TREE
 }
-# No folder of the machine that built it is in what is installed as text.
+# No installed text file names a folder of the build machine.
 relocatable() { ! grep -rIn -e "$work" -e "$root" "$prefix/lib/cmake" "$prefix/lib/pkgconfig" "$prefix/include"; }
 licences() {
   local file=$prefix/share/doc/hopper_attention/THIRD-PARTY-LICENSES.txt name
@@ -109,7 +116,7 @@ archive() { (cd "$build" && cpack -G TGZ -B "$work/packages" && tar tzf "$work"/
 so=$prefix/lib/libhopper_attention.so
 a=$prefix/lib/libhopper_attention.a
 dynamic() { readelf -dW "$so"; }
-# Exactly the committed list, all under the version node; and nothing else is global in the archive either.
+# The shared library exports exactly the committed list, under the version node. The archive has the same global symbols.
 so_symbols() {
   diff <(nm -D --defined-only "$so" | awk '$2 != "A" { print $3 }' | sort) <(sed 's/$/@@HATTN_1/' "$capi/abi/symbols.txt" | sort)
 }
@@ -123,15 +130,15 @@ so_hardened() {
   dynamic | grep 'FLAGS.*NOW' && readelf -lW "$so" | grep GNU_RELRO && readelf -lW "$so" | grep GNU_STACK | grep -v 'RWE' &&
     readelf -nW "$so" | grep 'Build ID' && ! dynamic | grep -E 'TEXTREL|RPATH|RUNPATH'
 }
-# Libraries of every Linux with glibc; no CUDA: the driver is asked for at run time.
+# The library needs only libraries that every Linux with glibc has. It loads the CUDA driver at run time.
 so_needs() { ! dynamic | grep NEEDED | grep -vE '\[(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux-[a-z0-9_-]+)\.so\.[0-9]+\]'; }
 undefined() {
   ! { nm -D --undefined-only "$so" && nm --undefined-only "$a"; } | awk '{ print $NF }' |
     grep -E '^(hattn_|cu[A-Z]|cuda|__cuda|_R|_ZN|__rust|rust_)' | grep -vE '^_ZN?K?St|^_ZNS'
 }
-# linked_archive NAME: where CMake found it.
+# linked_archive NAME: the path at which CMake found an archive.
 linked_archive() { tr '; ' '\n\n' <"$build/libraries.stamp" | grep "/$1\$"; }
-# sections FILE NAME...: bytes of the sections of these names, in an object, an archive or a library.
+# sections FILE NAME...: the total size in bytes of the sections with these names, in an object, an archive or a library.
 sections() {
   local file=$1 names
   shift
@@ -139,7 +146,7 @@ sections() {
   readelf -SW "$file" | sed 's/^ *\[ *[0-9]*\] *//' | awk -v names="$names|" 'index(names, "|" $1 "|") { print "0x" $5 }' |
     while read -r size; do echo $((size)); done | awk '{ sum += $1 } END { print sum + 0 }'
 }
-# The kernels announce themselves in constructors that nothing refers to: each must have come through the links.
+# Kernels are registered by constructors that nothing refers to. The links must have kept all of them.
 registration() {
   local kernels bytes file
   kernels=$(linked_archive libhattn_kernels.a)
@@ -163,9 +170,9 @@ hpp_as() { printf '#include <hopper_attention.hpp>\nint main() { return 0; }\n' 
 
 # -- projects out of the tree
 
-# copy NAME FOLDER: as a user would, without what git ignores.
+# copy NAME FOLDER: copies a folder of the repository, as a user would.
 copy() { mkdir -p "$consumers/$1" && (cd "$root/$2" && cp -r . "$consumers/$1"); }
-# project NAME FOLDER OPTION...: a copy of a project, configured against the moved prefix, built and run by ctest.
+# project NAME FOLDER OPTION...: copies a project, configures it with the moved prefix, builds it, and runs its ctest.
 project() {
   local name=$1 folder=$2
   shift 2
@@ -178,7 +185,7 @@ makefile() {
   shift
   copy "$name" examples/cpp && cd "$consumers/$name" && PKG_CONFIG_PATH=$prefix/lib/pkgconfig make check "$@"
 }
-# ldd says which library a program found; a static one finds none of ours.
+# ldd shows which library a program loads. A static program loads none of ours.
 linked() { ldd "$consumers/$1" | grep "$prefix/lib/libhopper_attention.so.1"; }
 not_linked() { ! ldd "$consumers/$1" | grep hopper_attention; }
 
@@ -192,9 +199,10 @@ pkg_config() {
   [ "$(pkg-config --modversion hopper_attention)" = "$version" ] && pkg-config --static --libs hopper_attention | grep -e -lm &&
     [ "$(realpath "$(pkg-config --variable=libdir hopper_attention)")" = "$prefix/lib" ]
 }
-# The library without CUDA, as Cargo has built it already where scripts/test.sh says so.
+# Options for a library without CUDA. Under scripts/test.sh, Cargo has built it already.
 cpu_only=(-DHATTN_CUDA=OFF -DHATTN_CARGO_PROFILE=dev "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CPU_CARGO_FLAGS:-}")
-# from_sources NAME LINE...: one target of each kind, of a library that CMake builds beside its user, which the lines bring in.
+# from_sources NAME LINE...: a project whose CMakeLists.txt brings our sources in by these lines. CMake builds the library with it.
+# The project links both kinds of library.
 from_sources() {
   local name=$1
   shift
@@ -210,12 +218,12 @@ endforeach()
 CMAKE
     cmake -S . -B build -G Ninja "-DSOURCES=$root" "${cpu_only[@]}" && cmake --build build && ctest --test-dir build --output-on-failure
 }
-# The repository's own CMakeLists.txt makes and installs what the crate's does.
+# The CMakeLists.txt at the top of the repository installs the same files as the crate's.
 from_the_top() {
   cmake -S "$root" -B "$work/build-top" -G Ninja "${cpu_only[@]}" && cmake --build "$work/build-top" &&
     cmake --install "$work/build-top" --prefix "$work/installed-top" && install_tree "$work/installed-top"
 }
-# Beside another Rust archive and a CUDA runtime of the program's own, each with its own global symbols.
+# A program may hold another Rust archive and another CUDA runtime beside ours.
 beside_others() {
   mkdir -p "$consumers/beside" && cd "$consumers/beside" || return 1
   printf '#[unsafe(no_mangle)]\npub extern "C" fn other() -> usize {\n    std::thread::spawn(|| format!("{}", std::env::args().count()).len()).join().unwrap_or(0)\n}\n' >other.rs
@@ -226,13 +234,13 @@ beside_others() {
   fi
   libs="-lstdc++ -lgcc_s -lpthread -ldl -lrt -lm"
   rustc --edition 2024 --crate-type staticlib -O other.rs -o libother.a || return 1
-  # In both orders: the first of two equal symbols would win.
+  # In both orders, since the linker takes the first of two equal symbols.
   for order in "$a libother.a" "libother.a $a"; do
     # shellcheck disable=SC2086 # lists of words
     cc -I "$prefix/include" main.c $order "${cudart[@]}" $libs -o "beside" -Wl,--fatal-warnings && ./beside || return 1
   done
 }
-# The program that the README shows, linked as the README says.
+# The README's program, linked as the README says.
 readme_program() {
   mkdir -p "$consumers/readme" && cd "$consumers/readme" &&
     sed -n '/^```cpp$/,/^```$/p' "$root/README.md" | grep -v '^```' >mine.cpp && [ -s mine.cpp ] &&
@@ -279,10 +287,10 @@ for compiler in gcc clang; do
   fi
 done
 
-# The C and C++ tests, and what a copy of them does not hold.
+# The options of the C and C++ tests: folders that a copy of tests/c lacks.
 tests=(crates/hopper-attention-capi/tests/c "-DHATTN_ABI_DIR=$capi/abi")
 [ ! -d "$toolchain/dlpack/include" ] || tests+=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include")
-# With CUDA's headers and a static runtime of their own, the programs can take a GPU, and show that two runtimes get along.
+# With the toolkit, programs link a static CUDA runtime of their own beside the library's.
 toolkit=()
 if [ $cuda = ON ]; then toolkit=("-DCUDAToolkit_ROOT=$(dirname "$(dirname "$(linked_archive libcudart_static.a)")")"); fi
 sanitize=(-DCMAKE_C_FLAGS=-fsanitize=address,undefined -DCMAKE_CXX_FLAGS=-fsanitize=address,undefined)
@@ -297,8 +305,10 @@ check "it needs no library" not_linked cpp-static/build/attention
 check "find_package, shared, sanitizers: examples/cpp" project cpp-sanitized examples/cpp "${sanitize[@]}"
 check "find_package, shared: examples/multithread" project threads-shared examples/multithread "${toolkit[@]}"
 check "find_package, static, sanitizers: examples/multithread" project threads-sanitized examples/multithread -DHATTN_LINK=static "${sanitize[@]}"
-check "find_package of version 0.1" version_of 0.1 1
-check "find_package refuses version 0.2" version_of 0.2 0
+minor=${version#*.} minor=${minor%%.*}
+check "find_package of version ${version%%.*}.$minor" version_of "${version%%.*}.$minor" 1
+check "find_package refuses version ${version%%.*}.$((minor + 1))" version_of "${version%%.*}.$((minor + 1))" 0
+check "find_package refuses version ${version%%.*}.$((minor - 1))" version_of "${version%%.*}.$((minor - 1))" 0
 if command -v pkg-config >/dev/null; then
   check "pkg-config" pkg_config
   check "pkg-config, shared: examples/cpp" makefile make-shared

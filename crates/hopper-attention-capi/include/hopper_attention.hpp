@@ -1,5 +1,5 @@
-// Hopper Attention for C++17: hopper_attention.h with RAII, typed tensor views and exceptions. Header-only; it needs
-// the standard library and the C header, and adds no symbol to the library.
+// Hopper Attention for C++17: hopper_attention.h with RAII, typed tensor views and exceptions. Header-only. It needs
+// the standard library and the C header, and adds no symbol to the library. The C header says more about each option.
 //
 //   hattn::ForwardProblem problem(hattn::DType::F32);
 //   problem.batch(2).seqlens(512, 512).heads(8, 2).head_dims(64, 64).causal();
@@ -14,11 +14,11 @@
 //
 // BackwardProblem(problem), BackwardPlan and BackwardArgs do the same for the gradients.
 //
-// Whatever fails throws hattn::Error. Each function that throws has a twin that does not: it returns a Status, takes
-// its result as a reference, and is called try_ or create. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined,
-// only the twins are there. Nothing is launched or written by a call that is refused.
+// Errors: a call that fails throws hattn::Error. Each function that throws has a twin that does not. The twin is named
+// try_.. or create. It returns a Status and writes its result through a reference. With -fno-exceptions, or with
+// HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that refuses its arguments launches and writes nothing.
 //
-// Views, problems and arguments are values without ownership: memory, streams and workspaces stay the caller's.
+// Ownership: views, problems and arguments own nothing. Memory, streams and workspaces belong to the caller.
 #ifndef HOPPER_ATTENTION_HPP
 #define HOPPER_ATTENTION_HPP
 
@@ -45,8 +45,8 @@
 
 static_assert(HATTN_ABI_VERSION == 1, "hopper_attention.hpp and hopper_attention.h are of different versions");
 
-// Classes have fewer members without exceptions, so they are other classes there: objects of both kinds may be linked
-// into one program, and a view that is passed between them does not link instead of going wrong.
+// Without exceptions, classes have fewer members, so they get another namespace. Object files of both kinds may then be
+// linked into one program. A view that is passed from one kind to the other is a link error.
 #ifdef HATTN_NO_EXCEPTIONS
 #define HATTN_DETAIL_NAMESPACE v1_noexcept
 #else
@@ -56,33 +56,33 @@ static_assert(HATTN_ABI_VERSION == 1, "hopper_attention.hpp and hopper_attention
 namespace hattn {
 inline namespace HATTN_DETAIL_NAMESPACE {
 
-// How a call went. The text that goes with a failure is last_error().
+// How a call ended. last_error() is the text of a failure.
 enum class Status : hattn_status {
   Ok = HATTN_OK,
-  Argument = HATTN_ERROR_ARGUMENT,        // a null pointer, or a number that names nothing
-  Abi = HATTN_ERROR_ABI,                  // library and header do not fit each other
-  Shape = HATTN_ERROR_SHAPE,              // not the shape that the problem has
+  Argument = HATTN_ERROR_ARGUMENT,        // a null pointer, or an unknown constant
+  Abi = HATTN_ERROR_ABI,                  // library and header have different versions
+  Shape = HATTN_ERROR_SHAPE,              // a tensor has another shape than the problem says
   Layout = HATTN_ERROR_LAYOUT,            // address, alignment, strides, overlap
-  Dtype = HATTN_ERROR_DTYPE,              // not an element type for this place
-  Value = HATTN_ERROR_VALUE,              // a number out of range, or an option missing or not wanted
-  Unsupported = HATTN_ERROR_UNSUPPORTED,  // a legal problem that this build has no kernel for
-  Workspace = HATTN_ERROR_WORKSPACE,      // too small
-  Device = HATTN_ERROR_DEVICE,            // something is not where the plan is
+  Dtype = HATTN_ERROR_DTYPE,              // an element type that is not allowed here
+  Value = HATTN_ERROR_VALUE,              // a number out of range, or a tensor missing or not wanted
+  Unsupported = HATTN_ERROR_UNSUPPORTED,  // a valid problem without a kernel on this device
+  Workspace = HATTN_ERROR_WORKSPACE,      // the workspace is null or too small
+  Device = HATTN_ERROR_DEVICE,            // a tensor or the stream is on another device
   Capture = HATTN_ERROR_CAPTURE,          // not possible while the stream is captured
-  Driver = HATTN_ERROR_DRIVER,            // the CUDA driver failed
-  Launch = HATTN_ERROR_LAUNCH,            // the kernel could not be loaded or launched
-  NoDevice = HATTN_ERROR_NO_DEVICE,       // the device that was asked for is not there
+  Driver = HATTN_ERROR_DRIVER,            // the CUDA driver returned an error
+  Launch = HATTN_ERROR_LAUNCH,            // a kernel could not be loaded or launched
+  NoDevice = HATTN_ERROR_NO_DEVICE,       // no such GPU, no driver, or no CUDA in the library
   Internal = HATTN_ERROR_INTERNAL,        // a bug of the library
 };
 
 constexpr bool ok(Status status) noexcept { return status == Status::Ok; }
 
-// "HATTN_ERROR_SHAPE", say.
+// The name of a status, such as "HATTN_ERROR_SHAPE".
 inline const char* name(Status status) noexcept { return hattn_status_name(static_cast<hattn_status>(status)); }
 
 namespace detail {
 
-// What this header or the DLPack one refused by itself; what the library refused has its text there.
+// The text of this thread's last failure, if a C++ header refused the call itself (own). Otherwise the library has it.
 struct Note {
   bool own;
   char text[512];
@@ -112,7 +112,7 @@ refuse(Status status, const char* format, ...) noexcept {
   return status;
 }
 
-// An empty struct of the C header's that says how large it is and for which version it was written.
+// A struct of the C header with its size and version filled in. Everything else is 0.
 template <class T>
 constexpr T tagged() noexcept {
   T empty{};
@@ -121,8 +121,10 @@ constexpr T tagged() noexcept {
   return empty;
 }
 
-// The C functions of each pass by one name, so that templates find them by what they take. A program that uses none of
-// a pass asks no library for its functions.
+// The C functions of all passes under one name each, so that templates can call them. For the forward pass this makes
+//   hattn_status c_supported(const hattn_forward_problem*, hattn_device)    which calls hattn_forward_supported
+// and c_create, c_destroy, c_describe and c_workspace_size. They are inline: a program that does not use a pass needs
+// none of its symbols.
 #define HATTN_DETAIL_PASS(pass)                                                                          \
   inline hattn_status c_supported(const hattn_##pass##_problem* problem, hattn_device device) noexcept { \
     return hattn_##pass##_supported(problem, device);                                                    \
@@ -153,8 +155,7 @@ struct Destroy {
   }
 };
 
-// Whether the library that was linked or loaded speaks the version of the header. Asked once; whatever struct crosses
-// the boundary carries the version as well.
+// Whether the library that was linked or loaded has the ABI version of this header. The library is asked once.
 inline Status check_abi() noexcept {
   static const std::uint32_t found = hattn_abi_version();
   if (found == HATTN_ABI_VERSION) return Status::Ok;
@@ -164,15 +165,15 @@ inline Status check_abi() noexcept {
 
 }  // namespace detail
 
-// What was wrong with this thread's last call that failed, what it got and what is allowed; "" before any. Valid until
-// the thread's next failure.
+// The text of this thread's last failure: what was wrong, what it was, and what is allowed. "" before the first
+// failure. Valid until the thread's next failure.
 inline const char* last_error() noexcept { return detail::note().own ? detail::note().text : hattn_last_error(); }
 
-// The library's version, "0.1.0", say.
+// The version of the library, such as "0.2.0".
 inline const char* version() noexcept { return hattn_version(); }
 
 #ifndef HATTN_NO_EXCEPTIONS
-// A call that failed: what() is the status's name and last_error().
+// A call that failed. what() is the name of the status and last_error().
 class Error : public std::runtime_error {
  public:
   Error(Status status, const char* text)
@@ -191,39 +192,30 @@ inline void check(Status status) {
 }  // namespace detail
 #endif
 
-// Element types. The GPU computes F16, BF16 and E4M3, the CPU F32 as well.
+// Element types. GPUs compute F16, BF16 and E4M3. The CPU also computes F32.
 enum class DType : hattn_dtype { F16 = HATTN_F16, BF16 = HATTN_BF16, F32 = HATTN_F32, E4M3 = HATTN_E4M3 };
 
-// The DType of a C++ type. Specialise it for types of your own:
+// The DType of a C++ type. CUDA's types are known if their headers are included before this one. For types of your own:
 //   template <> struct hattn::dtype_of<my::half> { static constexpr hattn::DType value = hattn::DType::F16; };
-// CUDA's types are known when their headers were included before this one.
 template <class T>
 struct dtype_of;
 
 template <>
-struct dtype_of<float> {
-  static constexpr DType value = DType::F32;
-};
+struct dtype_of<float> : std::integral_constant<DType, DType::F32> {};
 #ifdef __CUDA_FP16_TYPES_EXIST__
 template <>
-struct dtype_of<__half> {
-  static constexpr DType value = DType::F16;
-};
+struct dtype_of<__half> : std::integral_constant<DType, DType::F16> {};
 #endif
 #ifdef __CUDA_BF16_TYPES_EXIST__
 template <>
-struct dtype_of<__nv_bfloat16> {
-  static constexpr DType value = DType::BF16;
-};
+struct dtype_of<__nv_bfloat16> : std::integral_constant<DType, DType::BF16> {};
 #endif
 #ifdef __CUDA_FP8_TYPES_EXIST__
 template <>
-struct dtype_of<__nv_fp8_e4m3> {
-  static constexpr DType value = DType::E4M3;
-};
+struct dtype_of<__nv_fp8_e4m3> : std::integral_constant<DType, DType::E4M3> {};
 #endif
 
-// The CPU, or a GPU by its ordinal in the CUDA driver's order (which the runtime's cudaSetDevice follows).
+// The CPU, or a GPU by its ordinal, in the order of the CUDA driver and cudaSetDevice.
 class Device {
  public:
   static constexpr Device cpu() noexcept { return Device(HATTN_CPU); }
@@ -241,7 +233,7 @@ class Device {
   hattn_device value_;
 };
 
-// GPUs that the CUDA driver shows; 0 without a driver. Opens no context.
+// The number of GPUs that the CUDA driver shows. 0 without a driver. Creates no context.
 [[nodiscard]] inline Status try_device_count(int& count) noexcept {
   if (const Status status = detail::check_abi(); !ok(status)) return status;
   std::int32_t found = 0;
@@ -261,18 +253,18 @@ inline int device_count() {
 // Sizes or strides of up to four dimensions, outermost first.
 class Extents {
  public:
-  // Of Q, K, V and O.
+  // Q, K, V, O and their gradients.
   constexpr Extents(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, std::int64_t head_dim) noexcept
       : size_(4), values_{batch, seqlen, heads, head_dim} {}
 
-  // Of the log-sum-exp, and of factors: [batch, heads, blocks].
+  // A log-sum-exp or its gradient. Also descale factors: [batch, heads, blocks].
   constexpr Extents(std::int64_t batch, std::int64_t heads, std::int64_t seqlen) noexcept
       : size_(3), values_{batch, heads, seqlen, 0} {}
 
-  // Of counts, and of a single number.
+  // Two dimensions, and one.
   constexpr Extents(std::int64_t rows, std::int64_t columns) noexcept : size_(2), values_{rows, columns, 0, 0} {}
   explicit constexpr Extents(std::int64_t size) noexcept : size_(1), values_{size, 0, 0, 0} {}
-  // The first of these, at most 4.
+  // The first `count` of four values.
   constexpr Extents(std::int32_t count, const std::int64_t (&of)[4]) noexcept
       : size_(count), values_{of[0], of[1], of[2], of[3]} {}
 
@@ -281,7 +273,7 @@ class Extents {
   constexpr const std::int64_t* begin() const noexcept { return values_; }
   constexpr const std::int64_t* end() const noexcept { return values_ + size_; }
 
-  // The product: how many elements a shape has.
+  // The product of the sizes: the number of elements of a shape.
   constexpr std::int64_t elements() const noexcept {
     std::int64_t count = 1;
     for (const std::int64_t size : *this) count *= size;
@@ -293,35 +285,37 @@ class Extents {
   std::int64_t values_[4];
 };
 
-// A tensor by the address of its first element: the library's std::span. The logical order is
-// [batch, seqlen, heads, head_dim], that of the log-sum-exp [batch, heads, seqlen]; memory orders are strides, in
-// elements, of which the innermost is 1. A view checks nothing: the call that takes it does.
+// A tensor in memory of the caller: address, element type, device, shape and strides. It owns nothing, as std::span.
 //
-// TensorView is written, ConstTensorView is only read; the first converts to the second.
+// - The order of the dimensions is fixed: [batch, seqlen, heads, head_dim]. A log-sum-exp is [batch, heads, seqlen].
+// - Strides are in elements and give the order in memory. The innermost one is 1.
+// - A view is not checked when it is made. The call that takes it checks it.
+//
+// A TensorView is written. A ConstTensorView is only read. The first converts to the second.
 template <class Void>
 class BasicTensorView {
   static_assert(std::is_void_v<Void>, "use TensorView or ConstTensorView");
 
  public:
-  // No tensor: refused wherever it is given.
+  // No tensor. Every call refuses it.
   constexpr BasicTensorView() noexcept = default;
 
   // NOLINTNEXTLINE(google-explicit-constructor): as std::span<T> to std::span<const T>.
   template <class Other, class = std::enable_if_t<std::is_const_v<Void> && !std::is_same_v<Other, Void>>>
   constexpr BasicTensorView(const BasicTensorView<Other>& other) noexcept : tensor_(other.c_tensor()) {}
 
-  // Row-major without gaps.
+  // A row-major tensor without gaps.
   static constexpr BasicTensorView contiguous(Void* data, DType dtype, Device device, const Extents& shape) noexcept {
     return BasicTensorView(data, dtype, device, shape, compact(shape));
   }
 
-  // Any strides, in elements.
+  // A tensor with any strides, in elements.
   static constexpr BasicTensorView strided(Void* data, DType dtype, Device device, const Extents& shape,
                                            const Extents& stride) noexcept {
     return BasicTensorView(data, dtype, device, shape, stride);
   }
 
-  // The same with the element type taken from the pointer.
+  // The same two, with the element type of the pointer.
   template <class T>
   static constexpr BasicTensorView contiguous(T* data, Device device, const Extents& shape) noexcept {
     return contiguous(checked(data), dtype_of<std::remove_cv_t<T>>::value, device, shape);
@@ -333,12 +327,12 @@ class BasicTensorView {
     return strided(checked(data), dtype_of<std::remove_cv_t<T>>::value, device, shape, stride);
   }
 
-  // The strides of a row-major tensor without gaps. One that does not fit becomes the largest number, which the library
-  // refuses wherever it matters.
+  // The strides of a row-major tensor without gaps. A stride that overflows becomes the largest int64, which the
+  // library refuses.
   static constexpr Extents compact(const Extents& shape) noexcept {
     std::int64_t stride[4] = {1, 1, 1, 1};
     for (std::int32_t axis = shape.size() - 1; axis > 0; --axis) {
-      // An empty dimension would give the outer ones stride 0; nothing is there, but this keeps them regular.
+      // An empty dimension counts as 1. Otherwise the outer strides would be 0.
       const std::int64_t size = shape[axis] < 1 ? 1 : shape[axis];
       const bool fits = stride[axis] <= std::numeric_limits<std::int64_t>::max() / size;
       stride[axis - 1] = fits ? stride[axis] * size : std::numeric_limits<std::int64_t>::max();
@@ -346,8 +340,9 @@ class BasicTensorView {
     return {shape.size(), stride};
   }
 
-  // The same memory with two dimensions exchanged: contiguous(p, device, {b, heads, seqlen, d}).transposed(1, 2) is
-  // memory that is [batch, heads, seqlen, head_dim] in the logical order. Axes that are not there give no tensor.
+  // The same memory with two dimensions exchanged. For memory that is [batch, heads, seqlen, head_dim]:
+  //   contiguous(p, device, {batch, heads, seqlen, head_dim}).transposed(1, 2)
+  // An axis that does not exist gives a view that is no tensor.
   constexpr BasicTensorView transposed(int a, int b) const noexcept {
     if (a < 0 || b < 0 || a >= ndim() || b >= ndim()) return BasicTensorView();
     BasicTensorView other = *this;
@@ -367,17 +362,17 @@ class BasicTensorView {
   constexpr std::int64_t shape(int axis) const noexcept { return tensor_.shape[axis]; }
   constexpr std::int64_t stride(int axis) const noexcept { return tensor_.stride[axis]; }
 
-  // What the C functions take.
+  // The struct that the C functions take.
   constexpr const hattn_tensor& c_tensor() const noexcept { return tensor_; }
 
  private:
   constexpr BasicTensorView(Void* data, DType dtype, Device device, const Extents& shape,
                             const Extents& stride) noexcept {
-    // Inputs are only read through it: the C struct is the same for both.
+    // The C struct is the same for inputs and outputs. The library only reads inputs.
     tensor_.data = const_cast<void*>(data);
     tensor_.dtype = static_cast<hattn_dtype>(dtype);
     tensor_.device = device.c_value();
-    // As many strides as sizes; with 0 dimensions it is refused.
+    // There must be as many strides as sizes. A tensor with 0 dimensions is refused.
     tensor_.ndim = shape.size() == stride.size() ? shape.size() : 0;
     for (std::int32_t axis = 0; axis < tensor_.ndim; ++axis) {
       tensor_.shape[axis] = shape[axis];
@@ -400,25 +395,27 @@ using ConstTensorView = BasicTensorView<const void>;
 // Which keys a query attends to.
 enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSAL, Window = HATTN_MASK_WINDOW };
 
-// Which ends of the two sequences meet when they differ in length: the last query and the last key, or the first ones.
+// Which key a query meets. BottomRight: the last query meets the last key. TopLeft: the first query meets the first
+// key.
 enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
 
-// The instruction set of the kernels that compute a problem: a GPU's own, or one by name.
+// The instruction set of the kernels that compute a problem. Own: the newest one that the GPU runs.
 enum class Arch : hattn_arch { Own = HATTN_ARCH_OWN, Sm80 = HATTN_ARCH_SM80, Sm90 = HATTN_ARCH_SM90 };
 
-// How many elements of Q, K and V of E4M3 share a descale factor: all, those of a sequence and key head, or 128 rows.
+// Which elements of Q, K and V of E4M3 share a descale factor.
+// PerTensor: all. PerHead: those of a sequence and key head. PerBlock: those of 128 rows of a head.
 enum class Scaling : hattn_scaling {
   PerTensor = HATTN_PER_TENSOR,
   PerHead = HATTN_PER_HEAD,
   PerBlock = HATTN_PER_BLOCK
 };
 
-// A window's bound that keeps all keys on its side.
+// No bound on this side of a window.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 
 namespace detail {
 
-// What the problems of both passes say of their tensors.
+// What the problems of both passes have in common. Self is the derived class.
 template <class Self, class CProblem>
 class Problem {
  public:
@@ -437,22 +434,23 @@ class Problem {
   }
   constexpr Extents lse_shape() const noexcept { return {problem_.batch, problem_.heads_q, problem_.seqlen_q}; }
 
-  // Ok when the device computes it; Unsupported or NoDevice when it does not; else what is wrong with the problem.
-  // Opens no context and loads nothing. Never throws: the answer is the result.
+  // Ok: the device computes the problem. Unsupported: there is no kernel. NoDevice: there is no such device. Any other
+  // status says what is wrong with the problem. Creates no context, loads nothing and never throws.
   [[nodiscard]] Status supported(Device device) const noexcept {
     if (const Status status = check_abi(); !ok(status)) return status;
     return from_library(c_supported(&problem_, device.c_value()));
   }
 
-  // What the C functions take.
+  // The struct that the C functions take.
   constexpr const CProblem& c_problem() const noexcept { return problem_; }
 
  protected:
   constexpr Problem() noexcept = default;
 
-  template <class T>
-  constexpr Self& set(T& field, T value) noexcept {
-    field = value;
+  // Sets a field of problem_. A bool becomes 0 or 1, and an enum its C value.
+  template <class Field, class Value>
+  constexpr Self& set(Field& field, Value value) noexcept {
+    field = static_cast<Field>(value);
     return static_cast<Self&>(*this);
   }
 
@@ -461,11 +459,13 @@ class Problem {
 
 }  // namespace detail
 
-// O = softmax(mask(softmax_scale * Q K^T)) V as numbers. Every setter returns the problem; what is not set is 0, a full
-// mask, the scale 1 / sqrt(head_dim_qk) and no log-sum-exp. The numbers are checked where the problem is used.
+// A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V.
+//
+// Setters return the problem, so that they can be chained. Defaults: batch 1, all other sizes 0, a full mask, the scale
+// 1 / sqrt(head_dim_qk), no optional output. Numbers are checked when the problem is used.
 class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_problem> {
  public:
-  // The element type of Q, K, V and O. One sequence, until batch() says otherwise.
+  // The element type of Q, K and V. It is also that of O, unless it is E4M3 (see output).
   explicit constexpr ForwardProblem(DType dtype) noexcept {
     problem_.dtype = static_cast<hattn_dtype>(dtype);
     problem_.batch = 1;
@@ -474,72 +474,65 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   constexpr ForwardProblem& batch(std::int64_t sequences) noexcept { return set(problem_.batch, sequences); }
 
   constexpr ForwardProblem& seqlens(std::int64_t q, std::int64_t kv) noexcept {
-    problem_.seqlen_q = q;
-    problem_.seqlen_kv = kv;
-    return *this;
+    return set(problem_.seqlen_q, q).set(problem_.seqlen_kv, kv);
   }
 
-  // q is a multiple of kv: head h of Q reads head h / (q / kv) of K and V.
+  // q is a multiple of kv. Head h of Q reads head h / (q / kv) of K and V.
   constexpr ForwardProblem& heads(std::int64_t q, std::int64_t kv) noexcept {
-    problem_.heads_q = q;
-    problem_.heads_kv = kv;
-    return *this;
+    return set(problem_.heads_q, q).set(problem_.heads_kv, kv);
   }
 
-  // qk: the length of a query and of a key, vo: that of a value and of an output.
+  // qk: number of elements of a query and of a key. vo: number of elements of a value and of an output.
   constexpr ForwardProblem& head_dims(std::int64_t qk, std::int64_t vo) noexcept {
-    problem_.head_dim_qk = qk;
-    problem_.head_dim_vo = vo;
-    return *this;
+    return set(problem_.head_dim_qk, qk).set(problem_.head_dim_vo, vo);
   }
 
-  // Mask::Window takes its bounds from window().
-  constexpr ForwardProblem& mask(Mask mask) noexcept { return set(problem_.mask, static_cast<hattn_mask>(mask)); }
+  // For Mask::Window, call window() instead: it also sets the bounds.
+  constexpr ForwardProblem& mask(Mask mask) noexcept { return set(problem_.mask, mask); }
 
-  // The keys up to the one where the query stands.
+  // The keys up to and with the key that the query meets.
   constexpr ForwardProblem& causal(Corner corner = Corner::BottomRight) noexcept {
     return mask(Mask::Causal).corner(corner);
   }
 
-  // The keys from left before to right after the one where the query stands, both included; kUnbounded: all of them.
+  // The keys from `left` before to `right` after the key that the query meets, both included. kUnbounded: all of them.
   constexpr ForwardProblem& window(std::int64_t left, std::int64_t right,
                                    Corner corner = Corner::BottomRight) noexcept {
-    problem_.window_left = left;
-    problem_.window_right = right;
-    return mask(Mask::Window).corner(corner);
+    return set(problem_.window_left, left).set(problem_.window_right, right).mask(Mask::Window).corner(corner);
   }
 
-  constexpr ForwardProblem& corner(Corner corner) noexcept {
-    return set(problem_.corner, static_cast<hattn_corner>(corner));
-  }
+  constexpr ForwardProblem& corner(Corner corner) noexcept { return set(problem_.corner, corner); }
 
-  // Finite and above 0; 0 stands for 1 / sqrt(head_dim_qk).
+  // The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
   constexpr ForwardProblem& softmax_scale(float scale) noexcept { return set(problem_.softmax_scale, scale); }
 
-  // Unsupported where the GPU does not run such kernels or the build has none, and on the CPU but for Arch::Own.
-  constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, static_cast<hattn_arch>(arch)); }
+  // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
+  constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
-  // Whether the log-sum-exp of each row is an output: natural log, f32, [batch, heads_q, seqlen_q].
-  constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted ? 1 : 0); }
+  // Whether the log-sum-exp of each query is an output: natural logarithm, F32, [batch, heads_q, seqlen_q].
+  constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted); }
 
-  // Of E4M3 operands (hopper_attention_fp8.hpp makes them): O's type, BF16 unless set; who shares a factor; O's amax;
-  // whether scores may be summed in f16, which is faster where no stored Q and K is beyond 14 in magnitude.
-  constexpr ForwardProblem& output(DType dtype) noexcept {
-    return set(problem_.output, static_cast<hattn_dtype>(dtype));
-  }
-  constexpr ForwardProblem& scaling(Scaling scaling) noexcept {
-    return set(problem_.scaling, static_cast<hattn_scaling>(scaling));
-  }
-  constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted ? 1 : 0); }
-  constexpr ForwardProblem& half_scores(bool wanted) noexcept { return set(problem_.half_scores, wanted ? 1 : 0); }
+  // The options from here on are for E4M3 operands only. hopper_attention_fp8.hpp makes such operands.
+
+  // The element type of O: BF16 (the default), F16 or E4M3.
+  constexpr ForwardProblem& output(DType dtype) noexcept { return set(problem_.output, dtype); }
+
+  // Which elements share a descale factor. Default: PerTensor.
+  constexpr ForwardProblem& scaling(Scaling scaling) noexcept { return set(problem_.scaling, scaling); }
+
+  // Whether the largest magnitude of O, before scale_o and rounding, is an output: F32 [1].
+  constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted); }
+
+  // Whether scores may be summed in half precision. It is fast if no stored element of Q and K is larger than 14.
+  constexpr ForwardProblem& half_scores(bool wanted) noexcept { return set(problem_.half_scores, wanted); }
 };
 
-// The gradients of a forward pass with respect to Q, K and V, as numbers: its sizes, type, mask, scale and arch. dQ,
-// dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O. Every setter returns the problem.
+// The gradients of a forward pass with respect to Q, K and V, as numbers. dQ, dK, dV and dO (the gradient of the
+// output) have the shapes of Q, K, V and O. Setters return the problem.
 class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_problem> {
  public:
-  // Of this forward pass, whether or not it was made with its log-sum-exp, which is an input here. Without a gradient
-  // of the log-sum-exp, and in whatever order of summation is fastest.
+  // The gradients of this forward pass. The log-sum-exp is an input, whether or not `forward` has lse(true). Defaults:
+  // no gradient of the log-sum-exp, not deterministic.
   explicit constexpr BackwardProblem(const ForwardProblem& forward) noexcept {
     const hattn_forward_problem& of = forward.c_problem();
     problem_.dtype = of.dtype;
@@ -558,48 +551,45 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.arch = of.arch;
   }
 
-  // Whether a gradient of the log-sum-exp is an input: f32, [batch, heads_q, seqlen_q].
-  constexpr BackwardProblem& d_lse(bool given) noexcept { return set(problem_.d_lse, given ? 1 : 0); }
+  // Whether a gradient of the log-sum-exp is an input: F32, [batch, heads_q, seqlen_q].
+  constexpr BackwardProblem& d_lse(bool given) noexcept { return set(problem_.d_lse, given); }
 
-  // Whether the same inputs, plan and device give the same bits. It may cost time on a GPU; the CPU does so in any
-  // case.
-  constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted ? 1 : 0); }
+  // Whether the same inputs, plan and device always give the same bits. This may cost time on a GPU.
+  constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted); }
 };
 
-// Scratch memory of the caller's, where the plan is: at least plan.workspace_bytes(), of 16-byte alignment on a GPU.
+// Scratch memory on the plan's device: at least plan.workspace_bytes() bytes, aligned to 16 bytes.
 struct Workspace {
   void* data = nullptr;
   std::size_t bytes = 0;
 };
 
-// What a forward pass reads and writes.
+// What a forward pass reads (ConstTensorView) and writes (TensorView).
 struct ForwardArgs {
-  ConstTensorView q{};  // [batch, seqlen_q, heads_q, head_dim_qk]
-  ConstTensorView k{};  // [batch, seqlen_kv, heads_kv, head_dim_qk]
-  ConstTensorView v{};  // [batch, seqlen_kv, heads_kv, head_dim_vo]
-  TensorView o{};       // [batch, seqlen_q, heads_q, head_dim_vo]
-  // f32 [batch, heads_q, seqlen_q]: given exactly when the problem says lse(true).
-  std::optional<TensorView> lse{};
+  ConstTensorView q{};              // [batch, seqlen_q, heads_q, head_dim_qk]
+  ConstTensorView k{};              // [batch, seqlen_kv, heads_kv, head_dim_qk]
+  ConstTensorView v{};              // [batch, seqlen_kv, heads_kv, head_dim_vo]
+  TensorView o{};                   // [batch, seqlen_q, heads_q, head_dim_vo]
+  std::optional<TensorView> lse{};  // F32 [batch, heads_q, seqlen_q]; given exactly if the problem has lse(true)
   Workspace workspace{};
-  // With E4M3 operands, and then always: f32 [batch, heads, blocks].
+  // Descale factors: F32 [batch, heads, blocks]. Given exactly with E4M3 operands.
   std::optional<ConstTensorView> descale_q{}, descale_k{}, descale_v{};
-  std::optional<ConstTensorView> scale_o{};  // f32 [1], on O before it is rounded: given exactly with an output of E4M3
-  std::optional<TensorView> amax{};          // f32 [1]: given exactly when the problem says amax(true)
+  std::optional<ConstTensorView> scale_o{};  // F32 [1], the factor on O; given exactly with an output of E4M3
+  std::optional<TensorView> amax{};  // F32 [1], the largest magnitude of O; given exactly if the problem has amax(true)
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
 struct BackwardArgs {
-  ConstTensorView q{};    // [batch, seqlen_q, heads_q, head_dim_qk]
-  ConstTensorView k{};    // [batch, seqlen_kv, heads_kv, head_dim_qk]
-  ConstTensorView v{};    // [batch, seqlen_kv, heads_kv, head_dim_vo]
-  ConstTensorView o{};    // [batch, seqlen_q, heads_q, head_dim_vo], what the forward pass gave
-  ConstTensorView lse{};  // f32 [batch, heads_q, seqlen_q], what the forward pass gave
-  ConstTensorView d_o{};  // as o
-  // As lse: given exactly when the problem says d_lse(true).
-  std::optional<ConstTensorView> d_lse{};
-  TensorView d_q{};  // as q
-  TensorView d_k{};  // as k: the sum over the query heads that read a key
-  TensorView d_v{};  // as v: the same
+  ConstTensorView q{};                     // [batch, seqlen_q, heads_q, head_dim_qk]
+  ConstTensorView k{};                     // [batch, seqlen_kv, heads_kv, head_dim_qk]
+  ConstTensorView v{};                     // [batch, seqlen_kv, heads_kv, head_dim_vo]
+  ConstTensorView o{};                     // [batch, seqlen_q, heads_q, head_dim_vo], written by the forward pass
+  ConstTensorView lse{};                   // F32 [batch, heads_q, seqlen_q], written by the forward pass
+  ConstTensorView d_o{};                   // as o
+  std::optional<ConstTensorView> d_lse{};  // as lse; given exactly if the problem has d_lse(true)
+  TensorView d_q{};                        // as q
+  TensorView d_k{};                        // as k, summed over the query heads that read a key
+  TensorView d_v{};                        // as v, summed likewise
   Workspace workspace{};
 };
 
@@ -610,7 +600,7 @@ const hattn_tensor* c_tensor(const std::optional<View>& view) noexcept {
   return view ? &view->c_tensor() : nullptr;
 }
 
-// What the arguments of both passes have in common, for C.
+// The C struct of a pass, with the arguments that both passes have filled in.
 template <class C, class Args>
 C c_args(const Args& args) noexcept {
   auto c = tagged<C>();
@@ -623,7 +613,7 @@ C c_args(const Args& args) noexcept {
   return c;
 }
 
-// A struct that the library made and frees; movable and not copyable.
+// Owns a struct that the library made, such as a plan. Movable, not copyable.
 template <class C>
 class Owner {
  public:
@@ -633,7 +623,7 @@ class Owner {
  protected:
   Owner() noexcept = default;
 
-  // Takes what a C function makes; stays as it was on failure.
+  // Takes ownership of what `make` writes to its argument. On failure this stays as it was.
   template <class Make>
   Status take(const Make& make) noexcept {
     if (const Status status = check_abi(); !ok(status)) return status;
@@ -646,21 +636,21 @@ class Owner {
   std::unique_ptr<C, Destroy> owned_{};
 };
 
-// What every plan has; Self also has try_run.
+// What all plans have in common. Self is the derived class. It must have try_run.
 template <class Self, class ItsProblem, class ItsArgs, class C>
 class Plan : public Owner<C> {
  public:
 #ifndef HATTN_NO_EXCEPTIONS
-  // Chooses the kernel and, on a GPU, loads it.
+  // Chooses a kernel and, on a GPU, loads it.
   Plan(const ItsProblem& problem, Device device) { check(take_for(problem, device)); }
 #endif
 
-  // The same; plan stays as it was on failure.
+  // The same without exceptions. On failure `plan` stays as it was.
   [[nodiscard]] static Status create(const ItsProblem& problem, Device device, Self& plan) noexcept {
     return plan.take_for(problem, device);
   }
 
-  // Takes a plan of the C functions, and gives one back to them.
+  // adopt takes ownership of a plan that C functions made. release gives ownership up.
   static Self adopt(C* plan) noexcept {
     Self owner;
     owner.owned_.reset(plan);
@@ -668,12 +658,13 @@ class Plan : public Owner<C> {
   }
   [[nodiscard]] C* release() noexcept { return this->owned_.release(); }
 
-  // The workspace that each run in flight needs.
+  // The size of the workspace in bytes. Runs that may overlap in time need one workspace each.
   [[nodiscard]] Status try_workspace_bytes(std::size_t& bytes) const noexcept {
     return from_library(c_workspace_size(this->get(), &bytes));
   }
 
-  // Writes as much of the description as fits, 0-terminated unless capacity is 0; length is that of the whole.
+  // Writes as much of the description as fits into `capacity` bytes, with a final 0. `length` becomes the length of the
+  // whole text, without the 0.
   [[nodiscard]] Status try_describe(char* text, std::size_t capacity, std::size_t& length) const noexcept {
     return from_library(c_describe(this->get(), text, capacity, &length));
   }
@@ -685,7 +676,7 @@ class Plan : public Owner<C> {
     return bytes;
   }
 
-  // The kernel, its tiles and the order in which they are walked.
+  // What the plan computes, with which kernel, and in which order.
   std::string describe() const {
     std::size_t length = 0;
     check(try_describe(nullptr, 0, length));
@@ -711,26 +702,27 @@ class Plan : public Owner<C> {
 
 }  // namespace detail
 
-// Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
-// writes. Owned, movable and not copyable. An empty one (default-made or moved from) is refused by every call.
+// Which kernel was measured to be the fastest, for each version of the library, card and problem. `hattn tune` writes
+// it. Movable, not copyable. Calls refuse an empty one (default-constructed or moved from).
 class Tuning : public detail::Owner<hattn_tuning> {
  public:
   Tuning() noexcept = default;
 
 #ifndef HATTN_NO_EXCEPTIONS
-  // Reads the text of a file that `hattn tune` wrote; opening it is the caller's.
+  // Reads the text that `hattn tune` wrote. The caller reads the file.
   explicit Tuning(const std::string& text) { detail::check(create(text.data(), text.size(), *this)); }
 #endif
 
-  // The same; tuning stays as it was on failure.
+  // The same without exceptions. On failure `tuning` stays as it was.
   [[nodiscard]] static Status create(const char* text, std::size_t length, Tuning& tuning) noexcept {
     return tuning.take([&](hattn_tuning** made) { return hattn_tuning_create(text, length, made); });
   }
 };
 
-// How a problem is computed on a device; owned, movable and not copyable. Made once, run often, by any threads and
-// streams at once. An empty one (default-made or moved from) is refused by every call. detail::Plan has what it shares
-// with other plans: ForwardPlan(problem, device) and create, run, workspace_bytes, describe, adopt and release.
+// How a problem is computed on a device. A plan is made once and run as often as wanted, by any threads and on any
+// streams at once. Movable, not copyable. Calls refuse an empty plan (default-constructed or moved from).
+//
+// Inherited from detail::Plan: ForwardPlan(problem, device), create, run, workspace_bytes, describe, adopt, release.
 class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs, hattn_forward_plan> {
  public:
   using Plan::create;
@@ -738,13 +730,13 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
   ForwardPlan() noexcept = default;
 
 #ifndef HATTN_NO_EXCEPTIONS
-  // The kernel that the tuning holds for the problem on this card, where it holds one.
+  // Uses the kernel that the tuning has for the problem on this card, if it has one.
   ForwardPlan(const ForwardProblem& problem, Device device, const Tuning& tuning) {
     detail::check(create(problem, device, tuning, *this));
   }
 #endif
 
-  // The same; plan stays as it was on failure.
+  // The same without exceptions. On failure `plan` stays as it was.
   [[nodiscard]] static Status create(const ForwardProblem& problem, Device device, const Tuning& tuning,
                                      ForwardPlan& plan) noexcept {
     return plan.take([&](hattn_forward_plan** made) {
@@ -752,9 +744,9 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
     });
   }
 
-  // Computes the problem. On the CPU it is done on return, and the stream is not looked at. On a GPU it is enqueued on
-  // the stream (null: the default one) and returns, without allocating, waiting or loading anything; tensors and
-  // workspace stay valid until the stream is past it. The thread's current CUDA context is left as it was.
+  // Computes the problem. On a GPU the work is enqueued on the stream (null: the default stream). The call allocates
+  // nothing and waits for nothing. Tensors and workspace must stay valid until the work is done. On the CPU the work is
+  // done on return, and the stream is not used.
   [[nodiscard]] Status try_run(const ForwardArgs& args, CUstream_st* stream) const noexcept {
     auto c = detail::c_args<hattn_forward_args>(args);
     c.lse = detail::c_tensor(args.lse);
@@ -767,13 +759,13 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
   }
 };
 
-// How the gradients of a problem are computed on a device; otherwise as ForwardPlan.
+// How the gradients of a problem are computed on a device. Used as ForwardPlan.
 class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, BackwardArgs, hattn_backward_plan> {
  public:
   using Plan::Plan;
   BackwardPlan() noexcept = default;
 
-  // Computes the gradients, under the rules of ForwardPlan::try_run.
+  // Computes the gradients. Rules as for ForwardPlan::try_run.
   [[nodiscard]] Status try_run(const BackwardArgs& args, CUstream_st* stream) const noexcept {
     auto c = detail::c_args<hattn_backward_args>(args);
     c.lse = &args.lse.c_tensor();

@@ -1,14 +1,14 @@
-// DLPack tensors in and out of Hopper Attention. Header-only, over hopper_attention.hpp and <dlpack/dlpack.h> 1.x,
-// which is the user's to provide.
+// DLPack tensors in and out of Hopper Attention. Header-only, on top of hopper_attention.hpp and <dlpack/dlpack.h> 1.x,
+// which the user provides.
 //
 //   args.q = hattn::dlpack_input(*q_capsule_pointer, "q");     // DLTensor, DLManagedTensor, DLManagedTensorVersioned
-//   args.o = hattn::dlpack_output(*o_capsule_pointer, "o");    // refuses what is marked read-only
-//   DLTensor borrowed = hattn::dlpack_borrow(view);            // as long as view lives
-//   hattn::DlpackPtr owned = hattn::dlpack_share(view, owner); // owner (a shared_ptr) lives until the deleter is
+//   args.o = hattn::dlpack_output(*o_capsule_pointer, "o");    // refuses a tensor that is marked read-only
+//   DLTensor borrowed = hattn::dlpack_borrow(view);            // valid as long as view lives
+//   hattn::DlpackPtr owned = hattn::dlpack_share(view, owner); // keeps owner, a shared_ptr, until its deleter is
 //   called
 //
-// Views own nothing: the DLPack tensor that they were made from must outlive every run that uses them. Streams are the
-// caller's as well: DLPack tensors are exchanged without synchronisation here, so run on the producer's stream.
+// Ownership: views own nothing. A DLPack tensor must outlive every run that uses a view of it.
+// Streams: nothing is synchronised here. Run on the stream of the tensor's producer.
 #ifndef HOPPER_ATTENTION_DLPACK_HPP
 #define HOPPER_ATTENTION_DLPACK_HPP
 
@@ -37,7 +37,7 @@ namespace detail {
 inline constexpr unsigned kDlpackE4m3fn = 10;
 
 inline Status dlpack_dtype(const DLDataType& type, const char* name, DType& dtype) noexcept {
-  const unsigned code = type.lanes == 1 ? type.code : 256U;  // nothing has several lanes
+  const unsigned code = type.lanes == 1 ? type.code : 256U;  // vector types are refused
   if (code == kDLFloat && type.bits == 16) {
     dtype = DType::F16;
   } else if (code == kDLFloat && type.bits == 32) {
@@ -59,7 +59,7 @@ inline Status dlpack_device(const DLDevice& from, const char* name, const std::o
                             Device& device) noexcept {
   switch (static_cast<int>(from.device_type)) {
     case kDLCPU:
-    case kDLCUDAHost:  // pinned memory is the host's, and is computed on there
+    case kDLCUDAHost:  // pinned memory is host memory
       device = Device::cpu();
       return Status::Ok;
     case kDLCUDA:
@@ -69,7 +69,7 @@ inline Status dlpack_device(const DLDevice& from, const char* name, const std::o
       device = Device::cuda(from.device_id);
       return Status::Ok;
     case kDLCUDAManaged:
-      // Reachable from everywhere, and DLPack does not say from where it is used: device_id is always 0.
+      // Every device reaches managed memory. DLPack does not say which one uses it: device_id is always 0.
       if (!managed) {
         return refuse(Status::Device, "%s: CUDA managed memory, which is on no one device; allowed: with managed_on",
                       name);
@@ -83,7 +83,7 @@ inline Status dlpack_device(const DLDevice& from, const char* name, const std::o
   }
 }
 
-// The address of the first element; null where there is none.
+// Writes the address of the first element to data. Null if there are no elements.
 inline Status dlpack_data(const DLTensor& from, const char* name, bool empty, void*& data) noexcept {
   data = nullptr;
   if (from.data == nullptr) {
@@ -107,9 +107,8 @@ Status dlpack_view(const DLTensor& from, const char* name, const std::optional<D
   if (const Status status = dlpack_device(from.device, name, managed, device); !ok(status)) return status;
   if (from.ndim < 1 || from.ndim > 4) {
     return refuse(Status::Shape,
-                  "%s: %d dimensions; allowed: 4, [batch, seqlen, heads, head_dim], 3 for the log-sum-exp and factors, "
-                  "[batch, heads, ..], 2 for counts and 1 for a single number",
-                  name, int{from.ndim});
+                  "%s: %d dimensions; allowed: 4, [batch, seqlen, heads, head_dim], or 1 to 3 for other tensors", name,
+                  int{from.ndim});
   }
   if (from.shape == nullptr) {
     return refuse(Status::Argument, "%s: shape is null; allowed: the sizes of %d dimensions", name, int{from.ndim});
@@ -130,8 +129,8 @@ Status dlpack_view(const DLTensor& from, const char* name, const std::optional<D
   for (int axis = 0; axis < from.ndim; ++axis) sizes[axis] = from.shape[axis];
   const Extents shape(from.ndim, sizes);
   const Extents compact = View::compact(shape);
-  // Null strides are compact ones (before DLPack 1.2). Where there is no second element a stride says nothing, and
-  // producers put anything there.
+  // Null strides mean a row-major tensor without gaps (before DLPack 1.2). In a dimension of size 0 or 1 the stride is
+  // not used, and producers write anything.
   for (int axis = 0; axis < from.ndim; ++axis) {
     strides[axis] = from.strides == nullptr || shape[axis] < 2 ? compact[axis] : std::int64_t{from.strides[axis]};
   }
@@ -139,7 +138,7 @@ Status dlpack_view(const DLTensor& from, const char* name, const std::optional<D
   return Status::Ok;
 }
 
-// The plain and the old managed tensor cannot say that they are read-only.
+// DLTensor and DLManagedTensor have no read-only flag.
 inline Status dlpack_open(const DLTensor& from, const char*, bool, const DLTensor*& tensor) noexcept {
   tensor = &from;
   return Status::Ok;
@@ -152,7 +151,7 @@ inline Status dlpack_open(const DLManagedTensor& from, const char*, bool, const 
 
 inline Status dlpack_open(const DLManagedTensorVersioned& from, const char* name, bool output,
                           const DLTensor*& tensor) noexcept {
-  // Of another major version only the fields up to the flags are known.
+  // In another major version only the fields before dl_tensor are known.
   if (from.version.major != DLPACK_MAJOR_VERSION) {
     return refuse(Status::Abi, "%s: DLPack version %u.%u; allowed: %u.x", name, unsigned{from.version.major},
                   unsigned{from.version.minor}, unsigned{DLPACK_MAJOR_VERSION});
@@ -176,16 +175,18 @@ Status dlpack_import(const Source& source, const char* name, const std::optional
 
 }  // namespace detail
 
-// A tensor that is only read: Q, K or V. Source is DLTensor, DLManagedTensor or DLManagedTensorVersioned, whose deleter
-// stays the caller's to call. What is refused is called by name in the text. managed_on: the device on which CUDA
-// managed memory is used. view stays as it was on failure.
+// A view of a tensor that is only read, such as Q, K or V. On failure view stays as it was.
+//
+// - source: a DLTensor, DLManagedTensor or DLManagedTensorVersioned. Its deleter is not called.
+// - name: what errors call the tensor.
+// - managed_on: the device that uses the tensor, if it is in CUDA managed memory. Required for such a tensor.
 template <class Source>
 [[nodiscard]] Status try_dlpack_input(const Source& source, const char* name, ConstTensorView& view,
                                       std::optional<Device> managed_on = std::nullopt) noexcept {
   return detail::dlpack_import(source, name, managed_on, view);
 }
 
-// The same for a tensor that is written: O or the log-sum-exp.
+// The same for a tensor that is written, such as O or the log-sum-exp.
 template <class Source>
 [[nodiscard]] Status try_dlpack_output(const Source& source, const char* name, TensorView& view,
                                        std::optional<Device> managed_on = std::nullopt) noexcept {
@@ -208,7 +209,7 @@ TensorView dlpack_output(const Source& source, const char* name, std::optional<D
 }
 #endif
 
-// Owns a managed tensor, the library's or another's: calls its deleter, if it has one.
+// Calls the deleter of a managed tensor, if it has one.
 struct DlpackDelete {
   template <class Managed>
   void operator()(Managed* tensor) const noexcept {
@@ -218,8 +219,8 @@ struct DlpackDelete {
 using DlpackPtr = std::unique_ptr<DLManagedTensorVersioned, DlpackDelete>;
 using DlpackLegacyPtr = std::unique_ptr<DLManagedTensor, DlpackDelete>;
 
-// The view as DLPack's plain tensor, which points to the view's shape and strides: it is valid while the view lives and
-// stays as it is. DLTensor has no way to say that a ConstTensorView is only to be read.
+// A view as a DLTensor. It points to the shape and the strides in the view, so the view must live and stay unchanged as
+// long as it is used. A DLTensor has no read-only flag: consumers must not write the tensor of a ConstTensorView.
 template <class Void>
 DLTensor dlpack_borrow(const BasicTensorView<Void>& view) noexcept {
   const hattn_tensor& from = view.c_tensor();
@@ -243,17 +244,16 @@ DLTensor dlpack_borrow(const BasicTensorView<Void>& view) noexcept {
       tensor.dtype.code = detail::kDlpackE4m3fn, tensor.dtype.bits = 8;
       break;
   }
-  // DLPack's consumers only read them.
+  // DLPack consumers only read shape and strides.
   tensor.shape = const_cast<std::int64_t*>(from.shape);
   tensor.strides = const_cast<std::int64_t*>(from.stride);
   return tensor;
 }
 template <class Void>
-DLTensor dlpack_borrow(const BasicTensorView<Void>&& view) = delete;  // nothing would be left to point to
+DLTensor dlpack_borrow(const BasicTensorView<Void>&& view) = delete;  // the view would be gone
 
-// The view as a managed tensor that keeps owner, and with it the memory, until its deleter is called, in whichever
-// thread that is. A ConstTensorView is marked read-only. Hand it on with release(). Null when there is no memory for
-// it.
+// A view as a managed tensor. It keeps owner, and with it the memory, until its deleter is called, on any thread. The
+// tensor of a ConstTensorView is marked read-only. release() hands it to a consumer. Null if the host is out of memory.
 template <class Void>
 [[nodiscard]] DlpackPtr try_dlpack_share(const BasicTensorView<Void>& view,
                                          std::shared_ptr<const void> owner) noexcept {
@@ -274,7 +274,7 @@ template <class Void>
 }
 
 #ifndef HATTN_NO_EXCEPTIONS
-// The same; throws std::bad_alloc.
+// The same. Throws std::bad_alloc in place of null.
 template <class Void>
 [[nodiscard]] DlpackPtr dlpack_share(const BasicTensorView<Void>& view, std::shared_ptr<const void> owner) {
   DlpackPtr shared = try_dlpack_share(view, std::move(owner));

@@ -1,5 +1,5 @@
-// FP8 operands for Hopper Attention: the shapes of their factors, and the quantiser that makes them of 16-bit tensors.
-// Header-only, over hopper_attention.hpp, whose rules for errors and ownership hold here too.
+// FP8 operands for Hopper Attention: the shapes of descale factors, and the quantiser, which makes FP8 operands of
+// 16-bit tensors. Header-only, on top of hopper_attention.hpp. Errors and ownership are as there.
 //
 //   hattn::ForwardProblem problem(hattn::DType::E4M3);
 //   problem.batch(2).seqlens(512, 512).heads(8, 2).head_dims(64, 64).scaling(hattn::Scaling::PerBlock);
@@ -17,7 +17,7 @@
 namespace hattn {
 inline namespace HATTN_DETAIL_NAMESPACE {
 
-// Rows that share a factor under Scaling::PerBlock.
+// The number of rows that share a descale factor with Scaling::PerBlock.
 inline constexpr std::int64_t kScaleBlock = 128;
 
 namespace detail {
@@ -34,7 +34,7 @@ constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64
 }
 }  // namespace detail
 
-// [batch, heads, blocks] of the factors of Q, and of those of K and V.
+// The shape of the descale factors of Q, and of those of K and V: [batch, heads, blocks].
 constexpr Extents descale_q_shape(const ForwardProblem& problem) noexcept {
   return detail::descale_shape(problem.c_problem(), problem.c_problem().seqlen_q, problem.c_problem().heads_q);
 }
@@ -42,16 +42,16 @@ constexpr Extents descale_kv_shape(const ForwardProblem& problem) noexcept {
   return detail::descale_shape(problem.c_problem(), problem.c_problem().seqlen_kv, problem.c_problem().heads_kv);
 }
 
-// Taking Q, K and V to the operands of a problem of E4M3, as numbers. It refers to the problem by value.
+// How Q, K and V become E4M3 operands of a forward problem, as numbers. It holds a copy of that problem.
 class QuantizeProblem {
  public:
-  // From tensors of this type: F16 or BF16, on the CPU F32 too. Without incoherent processing.
+  // source: element type of the values that are quantised, F16 or BF16; on the CPU also F32. Default: no rotation.
   constexpr QuantizeProblem(const ForwardProblem& problem, DType source) noexcept : forward_(problem.c_problem()) {
     problem_.source = static_cast<hattn_dtype>(source);
   }
 
-  // Q and K are rotated before, by the signs of this seed and a Hadamard transform. Queries and keys that meet have the
-  // same seed.
+  // Rotates each query and key before it is quantised, by random signs and a Hadamard transform. Q K^T stays as it is,
+  // and outliers spread over their vectors. Queries and keys of one forward pass need the same seed.
   constexpr QuantizeProblem& hadamard(std::uint64_t seed) noexcept {
     problem_.hadamard = 1;
     problem_.seed = seed;
@@ -65,7 +65,7 @@ class QuantizeProblem {
     return detail::from_library(detail::c_supported(&problem, device.c_value()));
   }
 
-  // What the C functions take, valid as long as this.
+  // The struct that the C functions take. It points into this object.
   constexpr hattn_quantize_problem c_problem() const noexcept {
     hattn_quantize_problem problem = problem_;
     problem.forward = &forward_;
@@ -79,28 +79,28 @@ class QuantizeProblem {
 
 // One tensor to quantise.
 struct QuantizeTensor {
-  ConstTensorView values{};  // of the source type
-  TensorView stored{};       // of E4M3
-  TensorView descale{};      // f32 [batch, heads, blocks]: written, or read where they are given
-  bool given = false;
+  ConstTensorView values{};  // read: the source type
+  TensorView stored{};       // written: E4M3, the shape of values
+  TensorView descale{};      // F32 [batch, heads, blocks]: written, or read if given
+  bool given = false;        // whether the caller gives the factors
 };
 
-// What a quantiser reads and writes: any of Q, K and V.
+// What a quantiser reads and writes. Any of q, k and v may be absent.
 struct QuantizeArgs {
   std::optional<QuantizeTensor> q{}, k{}, v{};
-  // f32 [3, 2], written: elements of q, k and v that were too large and stored as 448 (or 14), and that were not
-  // finite.
+  // Two numbers for each of q, k and v, written: F32 [3, 2]. The first counts the elements that were stored as 448 (or
+  // 14) because they were too large. The second counts the elements that were not finite. May be absent.
   std::optional<TensorView> counts{};
   Workspace workspace{};
 };
 
-// How tensors are quantised on a device; otherwise as ForwardPlan.
+// How tensors are quantised on a device. Used as ForwardPlan.
 class QuantizePlan : public detail::Plan<QuantizePlan, QuantizeProblem, QuantizeArgs, hattn_quantize_plan> {
  public:
   using Plan::Plan;
   QuantizePlan() noexcept = default;
 
-  // Quantises, under the rules of ForwardPlan::try_run.
+  // Quantises the tensors. Rules as for ForwardPlan::try_run.
   [[nodiscard]] Status try_run(const QuantizeArgs& args, CUstream_st* stream) const noexcept {
     const auto tensor = [](const std::optional<QuantizeTensor>& from) {
       auto c = detail::tagged<hattn_quantize_tensor>();

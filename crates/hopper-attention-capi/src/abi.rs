@@ -1,421 +1,538 @@
-//! The structs and constants of the ABI, and how a struct of another version is read.
+//! The structs and constants of the ABI, their layout in bytes, and how a struct of another version is read.
+//!
+//! `include/hopper_attention.h` is made of this file, with its comments. Write them for a C programmer.
 
 use std::ffi::c_void;
+use std::mem::offset_of;
+use std::ops::Range;
 
 use hopper_attention::Slot;
 
 use crate::status::{Failure, Outcome};
 
-/// The version of the ABI, which every struct carries. It changes when something is removed or changes its meaning.
+/// The version of the ABI. Every struct carries it. It changes when something is removed or changes its meaning.
 pub const HATTN_ABI_VERSION: u32 = 1;
 
-/// The type of a tensor's elements. 0 is none, so that a forgotten field is refused.
+/// An element type: HATTN_F16, HATTN_BF16, HATTN_F32 or HATTN_E4M3.
+/// 0 is none of them, so that a forgotten field is refused.
 pub type hattn_dtype = i32;
-/// IEEE 754 half precision.
+/// IEEE 754 half precision, 2 bytes.
 pub const HATTN_F16: hattn_dtype = 1;
-/// bfloat16.
+/// bfloat16, 2 bytes.
 pub const HATTN_BF16: hattn_dtype = 2;
-/// IEEE 754 single precision.
+/// IEEE 754 single precision, 4 bytes.
 pub const HATTN_F32: hattn_dtype = 3;
-/// 8-bit float with 4 exponent and 3 mantissa bits, largest value 448.
+/// FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 pub const HATTN_E4M3: hattn_dtype = 4;
 
-/// Where something is: HATTN_CPU, or the ordinal of a GPU (0 and above) in the CUDA driver's order.
+/// A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
 pub type hattn_device = i32;
-/// The cores of this machine.
+/// The host: all cores of this machine.
 pub const HATTN_CPU: hattn_device = -1;
 
-/// Which keys a query attends to. A query that keeps no key gets output 0 and log-sum-exp -inf.
+/// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
+/// A query without keys gets output 0 and log-sum-exp -inf.
 pub type hattn_mask = i32;
 /// Every key.
 pub const HATTN_MASK_FULL: hattn_mask = 0;
-/// The keys up to the one where the query stands.
+/// The keys up to and with the key that the query meets (see hattn_corner).
 pub const HATTN_MASK_CAUSAL: hattn_mask = 1;
-/// The keys from window_left before to window_right after the one where the query stands.
+/// The keys from window_left before to window_right after the key that the query meets, both included.
 pub const HATTN_MASK_WINDOW: hattn_mask = 2;
 
-/// Where the diagonal of a causal mask or window lies when seqlen_q and seqlen_kv differ.
+/// Which key a query meets, for causal masks and windows: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
+/// The two differ when seqlen_q and seqlen_kv differ.
 pub type hattn_corner = i32;
-/// The last query stands at the last key: query i at key i + seqlen_kv - seqlen_q.
+/// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
 pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
-/// The first query stands at the first key: query i at key i.
+/// The first query meets the first key. Query i meets key i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
-/// The instruction set that kernels are written for.
+/// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 pub type hattn_arch = i32;
-/// The GPU's own. The CPU takes no other.
+/// The newest one that the GPU runs. The CPU takes no other value.
 pub const HATTN_ARCH_OWN: hattn_arch = 0;
 /// Compute capability 8.0 and later.
 pub const HATTN_ARCH_SM80: hattn_arch = 80;
 /// Compute capability 9.0.
 pub const HATTN_ARCH_SM90: hattn_arch = 90;
 
-/// How many elements of Q, K or V of HATTN_E4M3 share a descale factor: a real value is what is stored times its factor.
-/// Factors are HATTN_F32 [batch, heads, blocks].
+/// Which elements of a HATTN_E4M3 tensor share a descale factor: HATTN_PER_TENSOR, HATTN_PER_HEAD or HATTN_PER_BLOCK.
+/// A real value is the stored value times its factor. Factors are HATTN_F32 tensors [batch, heads, blocks].
+/// A dimension has size 1 where all of its entries share the factor.
 pub type hattn_scaling = i32;
-/// All of them: factors [1, 1, 1].
+/// One factor for each of Q, K and V: [1, 1, 1].
 pub const HATTN_PER_TENSOR: hattn_scaling = 0;
-/// Those of one sequence and key head, of Q those of all query heads that read it: factors [batch, heads_kv, 1].
+/// One factor for each sequence and key head: [batch, heads_kv, 1].
+/// All query heads that read one key head share one factor of Q.
 pub const HATTN_PER_HEAD: hattn_scaling = 1;
-/// 128 rows of one head, as far as they exist: factors [batch, heads, ceil(seqlen / 128)], of Q with heads_q and seqlen_q, of
-/// K and V with heads_kv and seqlen_kv.
+/// One factor for each block of 128 rows of a head. The last block may be shorter.
+/// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
 pub const HATTN_PER_BLOCK: hattn_scaling = 2;
 
-/// A window without a bound on this side.
+/// No bound on this side of a window.
 pub const HATTN_UNBOUNDED: i64 = -1;
 
-/// A CUstream, which is a cudaStream_t, points to one.
+/// What a CUstream or a cudaStream_t points to.
 pub struct CUstream_st {
     _private: [u8; 0],
 }
 
-/// A struct that says how large its caller thinks it is.
+/// A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 ///
-/// # Safety
-/// `repr(C)`, beginning with `struct_size` and `abi_version` as u32, and valid for all bits, 0 included.
-pub(crate) unsafe trait Versioned: Copy {
-    /// Its name in C.
-    const NAME: &'static str;
-    /// Its size when it came into this version of the ABI: no caller knows less.
-    const LEAST: usize;
-}
-
-/// Declares structs of the ABI: adds what all of them have, and makes each [`Versioned`]. `struct_size >= LEAST` stands for
-/// the first field.
-macro_rules! versioned {
-    ($(
-        $(#[$about:meta])*
-        pub struct $name:ident {
-            $(#[$of_size:meta])*
-            struct_size >= $least:literal,
-            $($(#[$of_field:meta])* $field:ident: $type:ty,)*
-        }
-    )*) => {$(
-        written! {
-            $name:
-            $(#[$about])*
-            #[repr(C)]
-            #[derive(Clone, Copy, Debug)]
-            pub struct $name {
-                $(#[$of_size])*
-                pub struct_size: u32,
-                /// HATTN_ABI_VERSION.
-                pub abi_version: u32,
-                $($(#[$of_field])* pub $field: $type,)*
-            }
-        }
-
-        // SAFETY: integers, floats and raw pointers, with the header first.
-        unsafe impl Versioned for $name {
-            const NAME: &'static str = stringify!($name);
-            const LEAST: usize = $least;
-        }
-    )*};
-}
-
-/// Keeps the text of items with a type. cbindgen expands no macro, and tests/header.rs gives it the texts.
-macro_rules! written {
-    ($name:ident: $($item:tt)*) => {
-        $($item)*
-
-        impl $name {
-            /// The declarations in Rust.
-            #[doc(hidden)]
-            pub const TEXT: &'static str = stringify!($($item)*);
-        }
-    };
-}
-pub(crate) use written;
-
-/// The tensors of a struct of arguments: each operand with the field that has it.
-macro_rules! tensors {
-    ($args:ident: $($slot:ident $field:ident),*) => {
-        impl $args {
-            /// Its tensors, by the names of their operands.
-            pub(crate) fn tensors(&self) -> [(Slot, *const hattn_tensor); [$(Slot::$slot),*].len()] {
-                [$((Slot::$slot, self.$field)),*]
-            }
-        }
-    };
-}
-
-/// Declares the problem of a pass: the fields that both passes have stand here. What follows `dtype` and the pass's flag lies
-/// behind them.
-macro_rules! problem {
-    (
-        $(#[$about:meta])*
-        pub struct $name:ident {
-            $(#[$of_size:meta])*
-            struct_size >= $least:literal,
-            $(#[$of_dtype:meta])*
-            dtype,
-            $(#[$of_flag:meta])*
-            $flag:ident,
-            $($behind:tt)*
-        }
-    ) => {
-        versioned! {
-            $(#[$about])*
-            #[derive(Default, PartialEq)]
-            pub struct $name {
-                $(#[$of_size])*
-                struct_size >= $least,
-                $(#[$of_dtype])*
-                dtype: hattn_dtype,
-                /// Which keys a query attends to.
-                mask: hattn_mask,
-                /// Where a causal mask or a window is aligned.
-                corner: hattn_corner,
-                $(#[$of_flag])*
-                $flag: i32,
-                /// Sequences; may be 0.
-                batch: i64,
-                /// Queries in a sequence; may be 0.
-                seqlen_q: i64,
-                /// Keys in a sequence; may be 0.
-                seqlen_kv: i64,
-                /// Query heads, a multiple of heads_kv: head h reads key head h / (heads_q / heads_kv).
-                heads_q: i64,
-                /// Key and value heads.
-                heads_kv: i64,
-                /// Length of a query and of a key.
-                head_dim_qk: i64,
-                /// Length of a value and of an output.
-                head_dim_vo: i64,
-                /// With HATTN_MASK_WINDOW: keys kept before a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
-                window_left: i64,
-                /// With HATTN_MASK_WINDOW: keys kept after a query's own; HATTN_UNBOUNDED: all. Otherwise not looked at.
-                window_right: i64,
-                /// The factor on Q K^T, finite and above 0; 0 for 1 / sqrt(head_dim_qk).
-                softmax_scale: f32,
-                $($behind)*
-            }
-        }
-    };
-}
-
-problem! {
-    /// The forward pass O = softmax(mask(softmax_scale * Q K^T)) V, as numbers. Begin with HATTN_FORWARD_PROBLEM_INIT.
+/// Shapes:
+/// - Q: [batch, seqlen_q, heads_q, head_dim_qk]
+/// - K: [batch, seqlen_kv, heads_kv, head_dim_qk]
+/// - V: [batch, seqlen_kv, heads_kv, head_dim_vo]
+/// - O: [batch, seqlen_q, heads_q, head_dim_vo]
+///
+/// Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
+/// On a GPU, head dims are multiples of 8 (16 for HATTN_E4M3). Their largest value depends on the compiled kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct hattn_forward_problem {
+    /// sizeof(hattn_forward_problem).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Element type of Q, K and V: HATTN_F16, HATTN_BF16 or HATTN_E4M3. On the CPU also HATTN_F32.
+    /// HATTN_E4M3 operands come with descale factors.
+    pub dtype: hattn_dtype,
+    /// Which keys a query attends to.
+    pub mask: hattn_mask,
+    /// Which key a query meets. Only causal masks and windows use it.
+    pub corner: hattn_corner,
+    /// 1: the log-sum-exp of each query is an output. 0: it is not.
+    pub lse: i32,
+    /// Number of sequences, 0 or more.
+    pub batch: i64,
+    /// Number of queries in each sequence, 0 or more.
+    pub seqlen_q: i64,
+    /// Number of keys in each sequence, 0 or more.
+    pub seqlen_kv: i64,
+    /// Number of query heads, a multiple of heads_kv. Query head h reads key head h / (heads_q / heads_kv).
+    pub heads_q: i64,
+    /// Number of key and value heads, 1 or more.
+    pub heads_kv: i64,
+    /// Number of elements of a query and of a key, 1 or more.
+    pub head_dim_qk: i64,
+    /// Number of elements of a value and of an output, 1 or more.
+    pub head_dim_vo: i64,
+    /// Number of keys that a window keeps before the key that the query meets. HATTN_UNBOUNDED: all of them.
+    /// Only HATTN_MASK_WINDOW uses it.
+    pub window_left: i64,
+    /// Number of keys that a window keeps after the key that the query meets. HATTN_UNBOUNDED: all of them.
+    /// Only HATTN_MASK_WINDOW uses it.
+    pub window_right: i64,
+    /// The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
+    pub softmax_scale: f32,
+    /// Restricts plans to kernels of one instruction set. Planning fails if the GPU or the library has no such kernel.
+    pub arch: hattn_arch,
+    /// Element type of O. 0 stands for dtype, and for HATTN_BF16 with HATTN_E4M3 operands.
+    /// HATTN_E4M3 operands may also have HATTN_F16 or HATTN_E4M3. Other operands have their own type only.
+    pub output: hattn_dtype,
+    /// Which elements share a descale factor. Must be 0 unless the operands are HATTN_E4M3.
+    pub scaling: hattn_scaling,
+    /// 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
+    pub amax: i32,
+    /// 1: scores may be summed in half precision. 0: in single precision. Must be 0 unless the operands are HATTN_E4M3.
     ///
-    /// Q is [batch, seqlen_q, heads_q, head_dim_qk], K [batch, seqlen_kv, heads_kv, head_dim_qk],
-    /// V [batch, seqlen_kv, heads_kv, head_dim_vo], O [batch, seqlen_q, heads_q, head_dim_vo].
-    pub struct hattn_forward_problem {
-        /// sizeof(hattn_forward_problem).
-        struct_size >= 104,
-        /// Of Q, K, V and O: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too. HATTN_E4M3: of Q, K and V, which have factors then.
-        dtype,
-        /// 1: the log-sum-exp of each row is an output; 0: it is not.
-        lse,
-        /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
-        arch: hattn_arch,
-        /// Of O: 0 for dtype, of HATTN_E4M3 operands for HATTN_BF16; these may have HATTN_F16 and HATTN_E4M3 too.
-        output: hattn_dtype,
-        /// With HATTN_E4M3 operands: how many elements share a factor. Otherwise 0.
-        scaling: hattn_scaling,
-        /// With HATTN_E4M3 operands, 1: the largest magnitude of O is an output; 0: it is not. Otherwise 0.
-        amax: i32,
-        /// With HATTN_E4M3 operands, 1: scores may be summed in half precision, which is faster on a GPU where no stored element of
-        /// Q and K is larger than 14 in magnitude, and hattn_quantize_run of this problem makes none. The kernel looks: where one is
-        /// larger, or a NaN, another kernel computes all again, and it takes twice as long and more. 0: single precision. Otherwise 0.
-        half_scores: i32,
-    }
-}
-
-versioned! {
-    /// Taking Q, K and V to operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
-    ///
-    /// A factor is max(amax / 448, the smallest normal number), amax the largest finite magnitude that shares it, and what is
-    /// stored the nearest to the value times 1 / factor, or 448 with its sign where that is larger; what is not finite is stored
-    /// as NaN. Of Q and K it is 14 in place of 448 where the forward problem has half_scores.
-    pub struct hattn_quantize_problem {
-        /// sizeof(hattn_quantize_problem).
-        struct_size >= 32,
-        /// What the operands are for: sizes, HATTN_E4M3 and the scaling.
-        forward: *const hattn_forward_problem,
-        /// Of the values: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
-        source: hattn_dtype,
-        /// 1: Q and K are rotated before, by signs and a Hadamard transform over the head dim, which leaves Q K^T as it is and
-        /// spreads outliers; 0: they are not.
-        hadamard: i32,
-        /// With hadamard: of the signs; queries and keys that meet have the same. Otherwise not looked at.
-        seed: u64,
-    }
-}
-
-problem! {
-    /// The gradients of the forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
-    ///
-    /// dQ, dK, dV and dO, the gradient of the output, have the shapes of Q, K, V and O.
-    pub struct hattn_backward_problem {
-        /// sizeof(hattn_backward_problem).
-        struct_size >= 104,
-        /// Of Q, K, V, O and all gradients but the log-sum-exp's: HATTN_F16 or HATTN_BF16; on the CPU HATTN_F32 too.
-        dtype,
-        /// 1: a gradient of the log-sum-exp is an input; 0: it is not.
-        d_lse,
-        /// 1: the same inputs, plan and device give the same bits, which may cost time on a GPU; 0: that is not promised
-        /// there.
-        deterministic: i32,
-        /// Which kernels compute it; a GPU that does not run them, or a build without them, has no plan.
-        arch: hattn_arch,
-        /// 0.
-        reserved: u32,
-    }
-}
-
-versioned! {
-    /// Borrowed memory. Begin with HATTN_TENSOR_INIT.
-    pub struct hattn_tensor {
-        /// sizeof(hattn_tensor).
-        struct_size >= 96,
-        /// The first element. Inputs are only read. Anything where there is no element.
-        data: *mut c_void,
-        /// Of the elements.
-        dtype: hattn_dtype,
-        /// Where the memory is.
-        device: hattn_device,
-        /// 4: [batch, seqlen, heads, head_dim]. 3: [batch, heads, seqlen], the log-sum-exp, or [batch, heads, blocks], factors.
-        /// 2: [3, 2], counts. 1: a single number.
-        ndim: i32,
-        /// 0.
-        reserved: i32,
-        /// Sizes; from ndim on not looked at.
-        shape: [i64; 4],
-        /// From one element to the next, in elements; the innermost is 1. From ndim on not looked at.
-        stride: [i64; 4],
-    }
-}
-
-versioned! {
-    /// What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
-    pub struct hattn_forward_args {
-        /// sizeof(hattn_forward_args).
-        struct_size >= 64,
-        /// Queries.
-        q: *const hattn_tensor,
-        /// Keys.
-        k: *const hattn_tensor,
-        /// Values.
-        v: *const hattn_tensor,
-        /// The output.
-        o: *const hattn_tensor,
-        /// The log-sum-exp of each row, natural log, HATTN_F32: given exactly when the problem says so, otherwise null.
-        lse: *const hattn_tensor,
-        /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
-        workspace: *mut c_void,
-        /// At least what hattn_forward_plan_workspace_size says.
-        workspace_bytes: usize,
-        /// The factors of Q, K and V, HATTN_F32, finite and above 0 (which the CPU checks): given exactly with HATTN_E4M3
-        /// operands, otherwise null.
-        descale_q: *const hattn_tensor,
-        /// As descale_q.
-        descale_k: *const hattn_tensor,
-        /// As descale_q.
-        descale_v: *const hattn_tensor,
-        /// What O is multiplied by before it is rounded, one HATTN_F32: given exactly with an output of HATTN_E4M3, otherwise null.
-        scale_o: *const hattn_tensor,
-        /// The largest magnitude of O before that, one HATTN_F32, written: given exactly when the problem says so, otherwise
-        /// null.
-        amax: *const hattn_tensor,
-    }
+    /// A GPU sums faster in half precision. The sums fit where no stored element of Q or K is larger in magnitude than 14.
+    /// hattn_quantize_run stores no larger elements if the problem has this option. Results are right for any elements:
+    /// the kernel checks each one. If an element is larger or NaN, a second kernel computes everything again in single
+    /// precision. The run then takes more than twice as long. The CPU always sums in single precision.
+    pub half_scores: i32,
 }
 
 impl hattn_forward_problem {
-    /// The optional operands that it may ask for, with the fields that do.
-    pub(crate) fn asked_for(&self) -> [(Slot, i32); 2] {
+    /// The optional operands that the problem may ask for, each with its field. A field is 0 or 1.
+    pub(crate) fn asked_for(&self) -> impl IntoIterator<Item = (Slot, i32)> {
         [(Slot::Lse, self.lse), (Slot::Amax, self.amax)]
     }
 }
 
-tensors! {
-    hattn_forward_args: Q q, K k, V v, O o, Lse lse, DescaleQ descale_q, DescaleK descale_k, DescaleV descale_v,
-                        ScaleO scale_o, Amax amax
+/// The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
+///
+/// dQ, dK, dV and dO (the gradient of the output) have the shapes of Q, K, V and O.
+/// Fields without a comment mean the same as in hattn_forward_problem.
+#[repr(C)]
+#[allow(missing_docs, reason = "the fields of hattn_forward_problem are explained there")]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct hattn_backward_problem {
+    /// sizeof(hattn_backward_problem).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Element type of Q, K, V, O, dO, dQ, dK and dV: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
+    pub dtype: hattn_dtype,
+    pub mask: hattn_mask,
+    pub corner: hattn_corner,
+    /// 1: a gradient of the log-sum-exp is an input. 0: it is not.
+    pub d_lse: i32,
+    pub batch: i64,
+    pub seqlen_q: i64,
+    pub seqlen_kv: i64,
+    pub heads_q: i64,
+    pub heads_kv: i64,
+    pub head_dim_qk: i64,
+    pub head_dim_vo: i64,
+    pub window_left: i64,
+    pub window_right: i64,
+    pub softmax_scale: f32,
+    /// 1: the same inputs, plan and device always give the same bits. This may cost time on a GPU.
+    /// 0: sums on a GPU may be added in another order each time. The CPU always gives the same bits.
+    pub deterministic: i32,
+    pub arch: hattn_arch,
+    /// Must be 0.
+    pub reserved: u32,
 }
 
-impl Default for hattn_forward_args {
-    /// Null pointers, and a header that is still to be filled in.
-    fn default() -> Self {
-        // SAFETY: integers and raw pointers, for which 0 is valid.
-        unsafe { std::mem::zeroed() }
+/// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
+///
+/// For the elements x that share a descale factor, where amax is the largest finite magnitude among them:
+///
+/// - descale is max(amax / most, the smallest normal float). The caller may give it instead.
+/// - stored is x * (1 / descale), rounded to the nearest HATTN_E4M3, ties to even. Arithmetic is in single precision.
+/// - most is 448. It is 14 for Q and K if the forward problem has half_scores.
+/// - An element that would round to a magnitude above most is stored as most, with its sign.
+///   This happens with given factors only.
+/// - An element that is not finite is stored as NaN.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_quantize_problem {
+    /// sizeof(hattn_quantize_problem).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// The forward pass that takes the operands. Its dtype is HATTN_E4M3. It is read during the call only.
+    pub forward: *const hattn_forward_problem,
+    /// Element type of the values that are quantised: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
+    pub source: hattn_dtype,
+    /// 1: rotate each query and key before it is quantised. 0: do not.
+    ///
+    /// The rotation multiplies the elements by random signs and applies a Hadamard transform over the head dim.
+    /// It leaves Q K^T as it is, and spreads an outlier over its whole vector.
+    pub hadamard: i32,
+    /// The seed of the random signs. Queries and keys of one forward pass need the same seed. Only hadamard uses it.
+    pub seed: u64,
+}
+
+/// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
+///
+/// The offset of an element from data, in elements, is the sum of index times stride over all dimensions.
+/// The order of the dimensions is fixed:
+/// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
+/// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
+/// - 1 or 2 dimensions: as the comment of the argument says
+///
+/// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
+///
+/// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
+/// All other tensors are aligned to their elements. No two elements of an output have the same address.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_tensor {
+    /// sizeof(hattn_tensor).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Address of the first element, on the host or on a GPU. Not used if there are no elements.
+    /// Inputs are only read, so a const pointer may be cast to this type.
+    pub data: *mut c_void,
+    /// Element type.
+    pub dtype: hattn_dtype,
+    /// Where the memory is.
+    pub device: hattn_device,
+    /// Number of dimensions, 1 to 4.
+    pub ndim: i32,
+    /// Must be 0.
+    pub reserved: i32,
+    /// Size of each dimension, outermost first. Entries from ndim on are not used.
+    pub shape: [i64; 4],
+    /// Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
+    pub stride: [i64; 4],
+}
+
+/// What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
+///
+/// A tensor with a condition ("given exactly if") must be null where the condition does not hold.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_forward_args {
+    /// sizeof(hattn_forward_args).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Queries, read: [batch, seqlen_q, heads_q, head_dim_qk].
+    pub q: *const hattn_tensor,
+    /// Keys, read: [batch, seqlen_kv, heads_kv, head_dim_qk].
+    pub k: *const hattn_tensor,
+    /// Values, read: [batch, seqlen_kv, heads_kv, head_dim_vo].
+    pub v: *const hattn_tensor,
+    /// The output, written: [batch, seqlen_q, heads_q, head_dim_vo].
+    pub o: *const hattn_tensor,
+    /// The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q].
+    /// Given exactly if the problem's lse is 1.
+    pub lse: *const hattn_tensor,
+    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
+    /// Runs that may overlap in time need one each.
+    pub workspace: *mut c_void,
+    /// Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
+    pub workspace_bytes: usize,
+    /// Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling has the shape.
+    /// Given exactly if the operands are HATTN_E4M3. Only the CPU checks the values.
+    pub descale_q: *const hattn_tensor,
+    /// Descale factors of K, as descale_q.
+    pub descale_k: *const hattn_tensor,
+    /// Descale factors of V, as descale_q.
+    pub descale_v: *const hattn_tensor,
+    /// The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32, 1 dimension of size 1.
+    /// Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
+    pub scale_o: *const hattn_tensor,
+    /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
+    /// Given exactly if the problem's amax is 1.
+    pub amax: *const hattn_tensor,
+}
+
+impl hattn_forward_args {
+    /// The tensors, each with the operand that it is.
+    pub(crate) fn tensors(&self) -> impl IntoIterator<Item = (Slot, *const hattn_tensor)> {
+        [
+            (Slot::Q, self.q),
+            (Slot::K, self.k),
+            (Slot::V, self.v),
+            (Slot::O, self.o),
+            (Slot::Lse, self.lse),
+            (Slot::DescaleQ, self.descale_q),
+            (Slot::DescaleK, self.descale_k),
+            (Slot::DescaleV, self.descale_v),
+            (Slot::ScaleO, self.scale_o),
+            (Slot::Amax, self.amax),
+        ]
     }
 }
 
-versioned! {
-    /// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
-    pub struct hattn_quantize_tensor {
-        /// sizeof(hattn_quantize_tensor).
-        struct_size >= 40,
-        /// What is read, of the source type.
-        values: *const hattn_tensor,
-        /// What is written, HATTN_E4M3.
-        stored: *const hattn_tensor,
-        /// Its factors, HATTN_F32 as the scaling says: written, or read.
-        descale: *const hattn_tensor,
-        /// 1: the factors are given, finite and above 0 (which the CPU checks); 0: they are made of the largest magnitudes.
-        given: i32,
-        /// 0.
-        reserved: u32,
+/// What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_backward_args {
+    /// sizeof(hattn_backward_args).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Queries, read.
+    pub q: *const hattn_tensor,
+    /// Keys, read.
+    pub k: *const hattn_tensor,
+    /// Values, read.
+    pub v: *const hattn_tensor,
+    /// The output of the forward pass, read.
+    pub o: *const hattn_tensor,
+    /// The log-sum-exp of the forward pass, read: HATTN_F32 [batch, heads_q, seqlen_q].
+    /// A query whose log-sum-exp is -inf has gradient 0 and adds nothing to any other gradient.
+    pub lse: *const hattn_tensor,
+    /// The gradient of the output, read.
+    pub d_o: *const hattn_tensor,
+    /// The gradient of the log-sum-exp, read: HATTN_F32 [batch, heads_q, seqlen_q].
+    /// Given exactly if the problem's d_lse is 1, otherwise null.
+    pub d_lse: *const hattn_tensor,
+    /// The gradient of the queries, overwritten.
+    pub d_q: *const hattn_tensor,
+    /// The gradient of the keys, overwritten: the sum over the query heads that read them.
+    pub d_k: *const hattn_tensor,
+    /// The gradient of the values, overwritten: the sum over the query heads that read them.
+    pub d_v: *const hattn_tensor,
+    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
+    /// Runs that may overlap in time need one each.
+    pub workspace: *mut c_void,
+    /// Size of the workspace in bytes: at least what hattn_backward_plan_workspace_size gives.
+    pub workspace_bytes: usize,
+}
+
+impl hattn_backward_args {
+    /// The tensors, each with the operand that it is.
+    pub(crate) fn tensors(&self) -> impl IntoIterator<Item = (Slot, *const hattn_tensor)> {
+        [
+            (Slot::Q, self.q),
+            (Slot::K, self.k),
+            (Slot::V, self.v),
+            (Slot::O, self.o),
+            (Slot::Lse, self.lse),
+            (Slot::DO, self.d_o),
+            (Slot::DLse, self.d_lse),
+            (Slot::DQ, self.d_q),
+            (Slot::DK, self.d_k),
+            (Slot::DV, self.d_v),
+        ]
     }
 }
 
-versioned! {
-    /// What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
-    pub struct hattn_quantize_args {
-        /// sizeof(hattn_quantize_args).
-        struct_size >= 56,
-        /// Queries; null where they are not quantised.
-        q: *const hattn_quantize_tensor,
-        /// Keys; null where they are not quantised.
-        k: *const hattn_quantize_tensor,
-        /// Values; null where they are not quantised.
-        v: *const hattn_quantize_tensor,
-        /// Where to count, HATTN_F32 [3, 2], of q, k and v: elements that were too large and stored as 448 (or 14), and those that
-        /// were not finite. Null where it is not wanted.
-        counts: *const hattn_tensor,
-        /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
-        workspace: *mut c_void,
-        /// At least what hattn_quantize_plan_workspace_size says.
-        workspace_bytes: usize,
+/// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_quantize_tensor {
+    /// sizeof(hattn_quantize_tensor).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// What is quantised, read. The element type is the problem's source, the shape that of Q, K or V.
+    pub values: *const hattn_tensor,
+    /// What it is quantised to, written: HATTN_E4M3, the same shape.
+    pub stored: *const hattn_tensor,
+    /// The descale factors: HATTN_F32. hattn_scaling has the shape.
+    pub descale: *const hattn_tensor,
+    /// 1: the factors are read. They are finite and above 0, which only the CPU checks.
+    /// 0: the factors are made of the largest magnitudes, and written.
+    pub given: i32,
+    /// Must be 0.
+    pub reserved: u32,
+}
+
+/// What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct hattn_quantize_args {
+    /// sizeof(hattn_quantize_args).
+    pub struct_size: u32,
+    /// HATTN_ABI_VERSION.
+    pub abi_version: u32,
+    /// Queries. Null if they are not quantised.
+    pub q: *const hattn_quantize_tensor,
+    /// Keys. Null if they are not quantised.
+    pub k: *const hattn_quantize_tensor,
+    /// Values. Null if they are not quantised.
+    pub v: *const hattn_quantize_tensor,
+    /// Two numbers for each of q, k and v, written: HATTN_F32 [3, 2]. Null if they are not wanted.
+    /// The first counts the elements that were stored as 448 (or 14) because they were too large.
+    /// The second counts the elements that were not finite.
+    pub counts: *const hattn_tensor,
+    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
+    /// Runs that may overlap in time need one each.
+    pub workspace: *mut c_void,
+    /// Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
+    pub workspace_bytes: usize,
+}
+
+/// A struct that begins with its own size, as the caller's header has it.
+///
+/// # Safety
+/// The struct is `repr(C)` and begins with `struct_size` and `abi_version`, two u32. All bits are valid for it.
+pub(crate) unsafe trait Versioned: Copy {
+    /// The name in C.
+    const NAME: &'static str;
+    /// The size, in bytes, that the struct had when it was added to this version of the ABI. No caller knows a smaller one.
+    const LEAST: usize;
+    /// The bytes of the field `reserved`, which must be 0. Empty for a struct without that field.
+    const RESERVED: Range<usize>;
+}
+
+/// The layout of a struct, in bytes. `tests/header.rs` makes `abi/layout.def` and the C header's initialisers of it.
+#[doc(hidden)]
+pub struct StructLayout {
+    /// The name in C.
+    pub name: &'static str,
+    /// The size.
+    pub size: usize,
+    /// The name and the offset of each field, in order. There is no padding.
+    pub fields: &'static [(&'static str, usize)],
+}
+
+/// States the layouts that the ABI promises, as literal numbers: `LEAST to SIZE bytes`, then each field with its offset.
+/// `LEAST` is the struct's first size. It stays as it is when the struct grows.
+///
+/// The entry `hattn_pair: 16 to 24 bytes { struct_size 0, abi_version 4, first 8, second 16 }` becomes
+///
+/// - assertions about `hattn_pair`: its size is 24, `second` is at 16, and so on;
+/// - an assertion that there is no padding, which has any bytes in C and so could never become a field;
+/// - `unsafe impl Versioned for hattn_pair`, with `LEAST` 16 and the bytes of a field `reserved`, if there is one;
+/// - an element of `LAYOUTS`.
+macro_rules! layouts {
+    ($($name:ident: $least:literal to $size:literal bytes { $($field:ident $offset:literal),* $(,)? })*) => {
+        $(
+            const _: () = {
+                let _header: fn(&$name) -> [u32; 2] = |value| [value.struct_size, value.abi_version];
+                assert!(offset_of!($name, struct_size) == 0 && offset_of!($name, abi_version) == 4);
+                assert!(size_of::<$name>() == $size, concat!("the size of ", stringify!($name)));
+                assert!(align_of::<$name>() == 8 && $least <= $size && $size <= MOST);
+                let mut end = 0;
+                $(
+                    assert!(offset_of!($name, $field) == $offset, concat!("the offset of ", stringify!($field)));
+                    assert!(end == $offset, concat!("padding or an unlisted field before ", stringify!($field)));
+                    end = $offset + size_of_field(|value: &$name| &value.$field);
+                )*
+                assert!(end == $size, concat!("padding or an unlisted field at the end of ", stringify!($name)));
+            };
+
+            // SAFETY: the assertions hold the header. Structs of this file are repr(C). Their fields are integers, floats and
+            // raw pointers, for which all bits are valid.
+            unsafe impl Versioned for $name {
+                const NAME: &'static str = stringify!($name);
+                const LEAST: usize = $least;
+                const RESERVED: Range<usize> = reserved(&[$((stringify!($field), $offset)),*], $size);
+            }
+        )*
+
+        /// The layout of every struct.
+        #[doc(hidden)]
+        pub const LAYOUTS: &[StructLayout] = &[$(
+            StructLayout { name: stringify!($name), size: $size, fields: &[$((stringify!($field), $offset)),*] },
+        )*];
+    };
+}
+
+/// The bytes of the field `reserved`, from the names and the offsets of all fields and the size of the struct.
+const fn reserved(fields: &[(&str, usize)], size: usize) -> Range<usize> {
+    let mut at = 0;
+    while at < fields.len() {
+        if matches!(fields[at].0.as_bytes(), b"reserved") {
+            return fields[at].1..if at + 1 < fields.len() { fields[at + 1].1 } else { size };
+        }
+        at += 1;
+    }
+    0..0
+}
+
+/// The size of the field that a function picks.
+const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
+    size_of::<F>()
+}
+
+layouts! {
+    hattn_forward_problem: 104 to 120 bytes {
+        struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
+        batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
+        window_left 80, window_right 88, softmax_scale 96, arch 100,
+        output 104, scaling 108, amax 112, half_scores 116,
+    }
+    hattn_backward_problem: 104 to 112 bytes {
+        struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
+        batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
+        window_left 80, window_right 88, softmax_scale 96, deterministic 100,
+        arch 104, reserved 108,
+    }
+    hattn_quantize_problem: 32 to 32 bytes {
+        struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
+    }
+    hattn_tensor: 96 to 96 bytes {
+        struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
+    }
+    hattn_forward_args: 64 to 104 bytes {
+        struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
+        descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
+    }
+    hattn_backward_args: 104 to 104 bytes {
+        struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
+        workspace 88, workspace_bytes 96,
+    }
+    hattn_quantize_tensor: 40 to 40 bytes {
+        struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,
+    }
+    hattn_quantize_args: 56 to 56 bytes {
+        struct_size 0, abi_version 4, q 8, k 16, v 24, counts 32, workspace 40, workspace_bytes 48,
     }
 }
 
-versioned! {
-    /// What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
-    pub struct hattn_backward_args {
-        /// sizeof(hattn_backward_args).
-        struct_size >= 104,
-        /// Queries.
-        q: *const hattn_tensor,
-        /// Keys.
-        k: *const hattn_tensor,
-        /// Values.
-        v: *const hattn_tensor,
-        /// The forward pass's output.
-        o: *const hattn_tensor,
-        /// The forward pass's log-sum-exp, HATTN_F32. A row of -inf has no part in any gradient, and its own is 0.
-        lse: *const hattn_tensor,
-        /// The gradient of the output.
-        d_o: *const hattn_tensor,
-        /// The gradient of the log-sum-exp, HATTN_F32: given exactly when the problem says so, otherwise null.
-        d_lse: *const hattn_tensor,
-        /// The gradient of the queries, overwritten.
-        d_q: *const hattn_tensor,
-        /// The gradient of the keys, overwritten: the sum over the query heads that read them.
-        d_k: *const hattn_tensor,
-        /// The gradient of the values, overwritten: the sum over the query heads that read them.
-        d_v: *const hattn_tensor,
-        /// Scratch memory on the plan's device, aligned to 16 bytes; null where the plan needs none.
-        workspace: *mut c_void,
-        /// At least what hattn_backward_plan_workspace_size says.
-        workspace_bytes: usize,
-    }
-}
-
-tensors! {
-    hattn_backward_args: Q q, K k, V v, O o, Lse lse, DO d_o, DLse d_lse, DQ d_q, DK d_k, DV d_v
-}
-
-/// No struct grows past this, so that a wild `struct_size` is refused instead of followed.
+/// The largest size of any struct, in bytes. A larger `struct_size` is refused, so that a wild one is not followed.
 const MOST: usize = 4096;
 
 /// Reads a struct that may be older or newer than this library.
@@ -449,6 +566,10 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
     if surplus {
         return refuse(size, format!("{known}, or more if the fields that this library does not know are 0"));
     }
+    // SAFETY: the caller promises `size` bytes.
+    if T::RESERVED.into_iter().any(|at| at < size && unsafe { *pointer.cast::<u8>().add(at) } != 0) {
+        return Err(Failure::argument(what, "a reserved field that is set", "0"));
+    }
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
     // SAFETY: both sides hold that many bytes; all bits, and the zeros after them, are valid for T.
     unsafe {
@@ -456,9 +577,6 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
         Ok(value.assume_init())
     }
 }
-
-// The layout that the ABI promises: abi/layout.def.
-include!(concat!(env!("OUT_DIR"), "/layout.rs"));
 
 #[cfg(test)]
 mod tests {
@@ -496,21 +614,41 @@ mod tests {
 
     #[test]
     fn fields_of_a_newer_caller_must_be_zero() {
-        let mut newer = block(128, 1);
+        let known = size_of::<hattn_forward_problem>();
+        let size = known + 8;
+        let mut newer = block(size as u32, 1);
         newer.0[24] = 3;
         assert_eq!(text(&newer).unwrap().batch, 3);
-        newer.0[127] = 1;
-        assert!(text(&newer).unwrap_err().starts_with("problem: struct_size 128; allowed: 120, or more if"));
-        // Past what the caller says is not the struct's.
-        newer.0[127] = 0;
-        newer.0[128] = 1;
+        newer.0[size - 1] = 1;
+        let want = format!("problem: struct_size {size}; allowed: {known}, or more if");
+        assert!(text(&newer).unwrap_err().starts_with(&want));
+        // Bytes behind the size that the caller gave are not the struct's.
+        newer.0[size - 1] = 0;
+        newer.0[size] = 1;
         assert!(text(&newer).is_ok());
+    }
+
+    #[test]
+    fn reserved_fields_must_be_zero() {
+        assert_eq!(reserved(&[("first", 0), ("second", 8)], 12), 0..0);
+        assert_eq!(reserved(&[("first", 0), ("reserved", 8)], 12), 8..12);
+        assert_eq!(reserved(&[("reserved", 0), ("second", 4)], 12), 0..4);
+        let mut given = block(112, 1);
+        // SAFETY: aligned, and larger than any size that is followed.
+        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
+        assert!(read(&given).is_ok());
+        given.0[111] = 1;
+        let want = "problem: a reserved field that is set; allowed: 0";
+        assert_eq!(read(&given).unwrap_err().to_string(), want);
+        // An older caller's struct ends before the field.
+        given.0[..4].copy_from_slice(&104_u32.to_ne_bytes());
+        assert!(read(&given).is_ok());
     }
 
     #[test]
     fn fields_that_an_older_caller_does_not_know_are_zero() {
         let mut older = block(104, 1);
-        older.0[104..120].fill(1);
+        older.0[104..4096].fill(1);
         let read = text(&older).unwrap();
         assert_eq!((read.output, read.scaling, read.amax, read.half_scores), (0, 0, 0, 0));
     }

@@ -1,4 +1,4 @@
-//! The gradients: are they supported, plan, describe, run.
+//! The gradients: the functions of C and their documentation. `pass.rs` has what they do.
 
 use std::ffi::c_char;
 
@@ -16,47 +16,48 @@ pass! {
     hattn_backward_args by convert::backward_arguments,
     BackwardPlan of problem;
 
-    /// How the gradients of one problem are computed on one device. Made once and run as often as wanted, by any threads and
-    /// on any streams of the device at once. Holds no device memory.
+    /// How the gradients of one problem are computed on one device. Plans are used as hattn_forward_plan.
     struct hattn_backward_plan;
 
-    /// Whether hattn_backward_plan_create would find a kernel for the problem on the device; as hattn_forward_supported.
+    /// Whether hattn_backward_plan_create would find kernels for the problem on the device, as hattn_forward_supported.
     ///
     /// # Safety
-    /// `problem` is null, which is refused, or points to a struct of the size that it says.
+    /// `problem` is null, or points to a struct of the size that the struct says.
     fn hattn_backward_supported;
 
-    /// Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
-    /// context, as hattn_forward_plan_create does.
+    /// Makes a plan: chooses kernels and loads them. Writes the plan to `*plan`, or null on failure.
+    ///
+    /// It uses contexts as hattn_forward_plan_create does. hattn_backward_plan_destroy frees the plan.
     ///
     /// # Safety
-    /// `problem` is as for hattn_backward_supported; `plan` is null, which is refused, or valid for writing.
+    /// - `problem` is as for hattn_backward_supported.
+    /// - `plan` is null, or can be written.
     fn hattn_backward_plan_create;
 
-    /// Frees a plan; null is fine. Work that was enqueued with it goes on.
+    /// Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
     ///
     /// # Safety
-    /// `plan` is null, or came from hattn_backward_plan_create and is used nowhere, now or later.
+    /// `plan` is null, or live and not used by any other call, now or later.
     fn hattn_backward_plan_destroy;
 
-    /// Says in words what the plan computes and how, as hattn_forward_plan_describe does.
+    /// Describes the plan, as hattn_forward_plan_describe.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
-    /// `length` is null, when it is not wanted, or valid for writing.
+    /// As for hattn_forward_plan_describe.
     fn hattn_backward_plan_describe;
 
-    /// Writes to `*bytes` how large a workspace the plan needs: exact. 0 on the CPU; on a GPU it holds the sums of dQ in f32.
+    /// Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is 0 on the CPU. On a GPU
+    /// the workspace holds the sums of dQ in single precision.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+    /// - `plan` is null or live.
+    /// - `bytes` is null, or can be written.
     fn hattn_backward_plan_workspace_size;
 
     /// Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
     /// those of hattn_forward_run.
     ///
     /// # Safety
-    /// As for hattn_forward_run, with a live plan of hattn_backward_plan_create; `d_lse` is the tensor that may be null, and
-    /// the outputs are `d_q`, `d_k` and `d_v`.
+    /// As for hattn_forward_run. The outputs are `d_q`, `d_k` and `d_v`.
     fn hattn_backward_run;
 }

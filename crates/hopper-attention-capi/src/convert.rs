@@ -1,4 +1,5 @@
-//! From the ABI's structs to the safe crate's values. Only what those cannot express is refused here.
+//! From the ABI's structs to the safe crate's values. The safe crate checks these. What is refused here has no value there,
+//! such as an unknown constant.
 
 use std::ffi::c_void;
 
@@ -52,9 +53,8 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
     Ok(problem.build()?)
 }
 
-/// A backward problem, with all of the safe crate's checks: but for two fields the forward problem that it is of.
+/// A backward problem, with all of the safe crate's checks. All fields but two describe the forward problem.
 pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<BackwardProblem> {
-    reserved("problem", given.reserved != 0)?;
     let d_lse = flag("d_lse", given.d_lse, "given")?;
     let deterministic = flag("deterministic", given.deterministic, "wanted")?;
     let forward = hattn_forward_problem {
@@ -175,22 +175,20 @@ fn not_null<T: Versioned>(what: &str, pointer: *const T) -> Outcome {
     if pointer.is_null() { Err(Failure::argument(what, "a null pointer", allowed)) } else { Ok(()) }
 }
 
-fn reserved(what: &str, set: bool) -> Outcome {
-    if set { Err(Failure::argument(what, "a reserved field that is set", "0")) } else { Ok(()) }
-}
-
-/// The tensors of a struct, each as the operand that it is named for. A null pointer is a tensor that is not given.
+/// The arguments of a run, from the tensors and the workspace of a struct.
+///
+/// A null pointer is a tensor that is not given. It is refused here only if every problem of the pass has that operand.
 ///
 /// # Safety
 /// The tensors are null or as [`read`] asks.
 unsafe fn arguments(
-    tensors: &[(Slot, *const hattn_tensor)],
+    tensors: impl IntoIterator<Item = (Slot, *const hattn_tensor)>,
     operands: &Operands,
     workspace: *mut c_void,
     workspace_bytes: usize,
 ) -> Outcome<RawArgs> {
     let mut args = RawArgs::new().with_workspace(workspace as u64, workspace_bytes);
-    for &(slot, given) in tensors {
+    for (slot, given) in tensors {
         if given.is_null() && !operands.find(slot).is_some_and(Operand::is_always_required) {
             continue;
         }
@@ -200,25 +198,25 @@ unsafe fn arguments(
     Ok(args)
 }
 
-/// What a forward pass is given.
+/// The arguments of a forward pass.
 ///
 /// # Safety
 /// As [`arguments`].
 pub(crate) unsafe fn forward_arguments(args: &hattn_forward_args, operands: &Operands) -> Outcome<RawArgs> {
     // SAFETY: the caller's promise.
-    unsafe { arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
+    unsafe { arguments(args.tensors(), operands, args.workspace, args.workspace_bytes) }
 }
 
-/// What a backward pass is given.
+/// The arguments of a backward pass.
 ///
 /// # Safety
 /// As [`arguments`].
 pub(crate) unsafe fn backward_arguments(args: &hattn_backward_args, operands: &Operands) -> Outcome<RawArgs> {
     // SAFETY: the caller's promise.
-    unsafe { arguments(&args.tensors(), operands, args.workspace, args.workspace_bytes) }
+    unsafe { arguments(args.tensors(), operands, args.workspace, args.workspace_bytes) }
 }
 
-/// The tensors of a quantiser's struct.
+/// The arguments of a quantiser.
 ///
 /// # Safety
 /// The structs are null or as [`read`] asks.
@@ -234,7 +232,6 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
         }
         // SAFETY: the caller's promise.
         let from = unsafe { read(name, given) }?;
-        reserved(name, from.reserved != 0)?;
         let [values, stored, written, read] = slots;
         let descale = if flag("given", from.given, "given")? { read } else { written };
         for (slot, tensor) in [(values, from.values), (stored, from.stored), (descale, from.descale)] {
@@ -243,7 +240,7 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
         }
     }
     // SAFETY: the caller's promise.
-    unsafe { arguments(&tensors, operands, args.workspace, args.workspace_bytes) }
+    unsafe { arguments(tensors, operands, args.workspace, args.workspace_bytes) }
 }
 
 /// # Safety
@@ -251,7 +248,6 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
 unsafe fn tensor(slot: Slot, given: *const hattn_tensor) -> Outcome<RawTensor> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(slot.name(), given) }?;
-    reserved(slot.name(), given.reserved != 0)?;
     match slot.rank() {
         1 => ranked::<1>(slot, &given),
         2 => ranked::<2>(slot, &given),

@@ -1,4 +1,4 @@
-//! Devices, each opened once, and the versions of the library.
+//! Devices, and the versions of the library.
 
 use std::ffi::c_char;
 
@@ -8,23 +8,24 @@ use crate::abi::{HATTN_ABI_VERSION, HATTN_CPU, hattn_device};
 use crate::handle;
 use crate::status::{Failure, Outcome, entry, hattn_status};
 
-/// The version of the ABI that this library speaks; compare it with HATTN_ABI_VERSION.
+/// The version of the ABI that the library has. A program that was compiled with this header needs HATTN_ABI_VERSION.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_abi_version() -> u32 {
     HATTN_ABI_VERSION
 }
 
-/// The version of the library, such as "0.2.0".
+/// The version of the library, such as "0.2.0". The string is never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Counts the GPUs of this machine, whether or not there is a kernel for them: 0 where there is no driver, and in a
-/// library that was built without CUDA. Opens no context.
+/// Writes the number of GPUs that the CUDA driver shows to `*count`, with or without kernels for them. Creates no context.
+///
+/// It is 0 if there is no driver, or if the library was built without CUDA.
 ///
 /// # Safety
-/// `count` is null, which is refused, or valid for writing.
+/// `count` is null, or can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_device_count(count: *mut i32) -> hattn_status {
     entry(|| {
@@ -43,7 +44,7 @@ pub(crate) fn ordinal(what: &str, device: hattn_device) -> Outcome<Option<usize>
     }
 }
 
-/// A device, opened at its first use and kept: a GPU's primary context, which the last plan would otherwise take with it.
+/// A device. A GPU is opened at its first use and stays open, so that its primary context outlives the plans.
 pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
     match ordinal("device", device)? {
         None => Ok(Device::cpu()),
@@ -51,13 +52,13 @@ pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
     }
 }
 
-/// What is known of a GPU, without opening it; `None` for the CPU.
+/// The facts of a GPU, without opening it. `None` for the CPU.
 pub(crate) fn facts(device: hattn_device) -> Outcome<Option<DeviceFacts>> {
     let Some(ordinal) = ordinal("device", device)? else { return Ok(None) };
     let mut found = Device::available();
     match found.iter().position(|info| info.ordinal == ordinal) {
         Some(index) => Ok(Some(found.swap_remove(index).facts)),
-        // It does not answer, or is not there: opening it says which.
+        // The GPU is not there, or does not answer. The error of opening it says which.
         None => Ok(Device::cuda(ordinal)?.info().map(|info| info.facts)),
     }
 }

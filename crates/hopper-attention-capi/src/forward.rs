@@ -1,4 +1,4 @@
-//! The forward pass: is it supported, plan, describe, run.
+//! The forward pass: the functions of C and their documentation. `pass.rs` has what they do.
 
 use std::ffi::c_char;
 
@@ -18,30 +18,41 @@ pass! {
     hattn_forward_args by convert::forward_arguments,
     ForwardPlan of problem;
 
-    /// How one problem is computed on one device. Made once and run as often as wanted, by any threads and on any streams of
-    /// the device at once. Holds no device memory.
+    /// How one forward problem is computed on one device: which kernel, with which tiles, in which order.
+    ///
+    /// A plan is made once and run as often as wanted. Many threads may run it at once, on any streams of the device.
+    /// It holds no device memory.
     struct hattn_forward_plan;
 
-    /// Whether hattn_forward_plan_create would find a kernel for the problem on the device: HATTN_OK,
-    /// HATTN_ERROR_UNSUPPORTED, HATTN_ERROR_NO_DEVICE, or what is wrong with the problem. Opens no context and loads nothing.
+    /// Whether hattn_forward_plan_create would find a kernel for the problem on the device. Creates no context and loads
+    /// nothing.
+    ///
+    /// HATTN_OK: it would. HATTN_ERROR_UNSUPPORTED: there is no kernel. HATTN_ERROR_NO_DEVICE: there is no such device.
+    /// Any other status says what is wrong with the problem.
     ///
     /// # Safety
-    /// `problem` is null, which is refused, or points to a struct of the size that it says.
+    /// `problem` is null, or points to a struct of the size that the struct says.
     fn hattn_forward_supported;
 
-    /// Picks a kernel and loads it, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
-    /// context, the one that cudaSetDevice uses, and leaves the thread's current context as it was.
+    /// Makes a plan: chooses a kernel and loads it. Writes the plan to `*plan`, or null on failure.
+    ///
+    /// On a GPU this retains the primary context, the one that cudaSetDevice uses. The thread's current context stays as it
+    /// was. hattn_forward_plan_destroy frees the plan.
     ///
     /// # Safety
-    /// `problem` is as for hattn_forward_supported; `plan` is null, which is refused, or valid for writing.
+    /// - `problem` is null, or points to a struct of the size that the struct says.
+    /// - `plan` is null, or can be written.
     fn hattn_forward_plan_create;
 
     also {
-        /// As hattn_forward_plan_create, but with the kernel that the tuning holds for this problem on this card, where it holds
-        /// one. The tuning may be freed afterwards.
+        /// The same as hattn_forward_plan_create, with the kernel that was measured to be the fastest.
+        ///
+        /// If the tuning has no entry for this problem on this card, the plan is the same as without it. The tuning may be
+        /// destroyed after the call.
         ///
         /// # Safety
-        /// As for hattn_forward_plan_create; `tuning` is null, which is refused, or a live tuning.
+        /// - `problem` and `plan` are as for hattn_forward_plan_create.
+        /// - `tuning` is null or live.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn hattn_forward_plan_create_tuned(
             problem: *const hattn_forward_problem,
@@ -56,39 +67,51 @@ pass! {
         }
     }
 
-    /// Frees a plan; null is fine. Work that was enqueued with it goes on.
+    /// Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
     ///
     /// # Safety
-    /// `plan` is null, or came from hattn_forward_plan_create and is used nowhere, now or later.
+    /// `plan` is null, or live and not used by any other call, now or later.
     fn hattn_forward_plan_destroy;
 
-    /// Says in words what the plan computes and how. `*length` becomes the length of the text without its final 0; as much
-    /// of it as fits `capacity` is written to `text`, always with a final 0.
+    /// Describes the plan: what it computes, with which kernel, and in which order.
+    ///
+    /// Writes the length of the text to `*length`, in bytes without the final 0. Writes as much of the text as fits to
+    /// `text`, with a final 0. `text` may be null if `capacity` is 0. `length` may be null.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `text` is valid for writing `capacity` bytes, null when that is 0;
-    /// `length` is null, when it is not wanted, or valid for writing.
+    /// - `plan` is null or live.
+    /// - `text` is null, or `capacity` bytes of it can be written.
+    /// - `length` is null, or can be written.
     fn hattn_forward_plan_describe;
 
-    /// Writes to `*bytes` how large a workspace the plan needs: exact, and often 0.
+    /// Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is often 0.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+    /// - `plan` is null or live.
+    /// - `bytes` is null, or can be written.
     fn hattn_forward_plan_workspace_size;
 
-    /// Computes the plan's problem. Types, shapes, strides, alignment and places are checked before anything is launched;
-    /// what the addresses lead to cannot be.
+    /// Computes the plan's problem.
     ///
-    /// On a GPU it is enqueued on the stream, null for the default one, without allocating, waiting or loading anything, so
-    /// that it can be captured in a graph; the thread's current context is left as it was. Memory must stay as it is until
-    /// the stream has done the work. On the CPU it is done on return, on all cores; the stream is not looked at, and outputs
-    /// must have a range of addresses of their own.
+    /// The call checks types, shapes, strides, alignment, devices and the size of the workspace before it launches anything.
+    /// It cannot check the memory behind an address.
+    ///
+    /// On a GPU:
+    /// - The work is enqueued on `stream`. A null stream is the default stream.
+    /// - The call allocates nothing, waits for nothing and loads nothing. A CUDA graph can capture it.
+    /// - The thread's current context stays as it was.
+    ///
+    /// On the CPU:
+    /// - All cores compute, and the work is done on return. `stream` is not used.
+    /// - The address range of an output, gaps included, must overlap no other tensor's.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `args` and its tensors are null, which is refused but for `lse`, `scale_o`, `amax`
-    /// and the factors, or
-    /// point to structs of the sizes that they say. Each tensor's memory is valid where it says for every element that its
-    /// shape and strides reach, and so is the workspace. Nothing writes the inputs, and nothing else uses outputs and
-    /// workspace, until the work is done; outputs and workspace share no element with anything else. The stream is live.
+    /// - `plan` is null or live.
+    /// - `args` and what it points to are null, or structs of the sizes that the structs say.
+    /// - Every element that a tensor's shape and strides reach is valid memory on the tensor's device. So is the workspace.
+    /// - Until the work is done, this memory stays valid. Nothing writes the inputs. Nothing else uses the outputs and the
+    ///   workspace.
+    /// - The outputs and the workspace share no element with each other or with an input.
+    /// - `stream` is null, or a live stream of the plan's device. On the CPU it may be anything.
     fn hattn_forward_run;
 }

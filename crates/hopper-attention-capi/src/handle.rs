@@ -1,4 +1,5 @@
-//! What C holds by a pointer, such as plans: made, looked at and freed in one way; and what entries write for C.
+//! Opaque structs that C holds by a pointer, such as plans: how they are made, read and freed. Also how results are written
+//! through C's pointers.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -7,23 +8,23 @@ use crate::status::{Failure, Outcome, entry};
 
 /// An opaque struct of the ABI.
 pub(crate) trait Handle {
-    /// What is in it.
+    /// The value in the struct.
     type Held;
-    /// The arguments' name for it.
+    /// The name that arguments and errors use, such as `plan`.
     const WHAT: &'static str;
-    /// The entry that makes one.
+    /// The function of C that makes one.
     const MADE_BY: &'static str;
 
     fn held(&self) -> &Self::Held;
 }
 
-/// Writes a new handle to `*place`; null there on failure.
+/// Makes a handle and writes it to `*place`. Writes null on failure.
 ///
 /// # Safety
 /// `place` is null, which is refused, or valid for writing.
 pub(crate) unsafe fn create<H: Handle>(place: *mut *mut H, make: impl FnOnce() -> Outcome<H>) -> Outcome {
     not_null(H::WHAT, place, format_args!("where to write the {}", H::WHAT))?;
-    // SAFETY: not null, so the caller says it is valid.
+    // SAFETY: not null, so the caller promises that it is valid.
     unsafe { place.write(std::ptr::null_mut()) };
     let made = make()?;
     // SAFETY: as above.
@@ -31,7 +32,7 @@ pub(crate) unsafe fn create<H: Handle>(place: *mut *mut H, make: impl FnOnce() -
     Ok(())
 }
 
-/// Frees a handle; null is fine.
+/// Frees a handle. It may be null.
 ///
 /// # Safety
 /// `handle` is null, or came from [`create`] and is used nowhere, now or later.
@@ -56,32 +57,33 @@ pub(crate) unsafe fn live<'a, H: Handle + 'a>(handle: *const H) -> Outcome<&'a H
     }
 }
 
-/// Writes a value to `*place`, `words` saying what it is.
+/// Writes a value to `*place`. `words` says what the value is, for an error.
 ///
 /// # Safety
 /// `place` is null, which is refused, or valid for writing.
 pub(crate) unsafe fn put<T>(what: &str, place: *mut T, words: &str, value: T) -> Outcome {
     not_null(what, place, format_args!("where to write {words}"))?;
-    // SAFETY: not null, so the caller says it is valid.
+    // SAFETY: not null, so the caller promises that it is valid.
     unsafe { place.write(value) };
     Ok(())
 }
 
-/// Writes as much of the words as fits `capacity`, always with a final 0, and their length without it to `*length`.
+/// Writes as much of the text as fits into `capacity` bytes, with a final 0. Writes the length of the whole text, without
+/// the 0, to `*length`.
 ///
 /// # Safety
-/// `text` is valid for writing `capacity` bytes, null when that is 0; `length` is null, when it is not wanted, or valid
+/// `text` is null, which is refused unless `capacity` is 0, or valid for writing `capacity` bytes. `length` is null, or valid
 /// for writing.
 pub(crate) unsafe fn put_text(words: &str, text: *mut c_char, capacity: usize, length: *mut usize) -> Outcome {
     if capacity > 0 {
         not_null("text", text, "where to write `capacity` bytes")?;
     }
     if !length.is_null() {
-        // SAFETY: not null, so the caller says it is valid.
+        // SAFETY: not null, so the caller promises that it is valid.
         unsafe { length.write(words.len()) };
     }
-    if let Some(room) = capacity.checked_sub(1) {
-        let fits = words.len().min(room);
+    if let Some(most) = capacity.checked_sub(1) {
+        let fits = words.len().min(most);
         // SAFETY: `fits` bytes and a 0 are within `capacity`.
         unsafe {
             std::ptr::copy_nonoverlapping(words.as_ptr(), text.cast::<u8>(), fits);

@@ -1,15 +1,17 @@
-//! The C ABI of `hopper-attention`. C and C++ programs see it as `hopper_attention.h`, which cbindgen makes of this crate;
+//! The C ABI of `hopper-attention`. C and C++ programs include `hopper_attention.h`, which cbindgen makes of this crate.
 //! `README.md` at the root says how to link.
 //!
-//! Each entry reads its arguments, hands them to the safe crate's problems and plans (all checks live there, once), and
-//! turns what comes back into a status and a text. No panic crosses.
+//! Each function reads its arguments, calls the safe crate, and turns the result into a status and a text. The safe crate
+//! makes all checks. A panic becomes a status too.
 //!
 //! # The stability of the ABI
 //!
-//! Within one `HATTN_ABI_VERSION`, the major number of the shared library, functions and constants are only added, and
-//! structs only grow at their end. Each struct says how large its caller thinks it is: fields that an older caller does
-//! not know are read as 0, which always means what the library did before, and fields that an older library does not
-//! know must be 0.
+//! `HATTN_ABI_VERSION` is the major number of the shared library. Within one version:
+//!
+//! - Functions and constants are only added. Structs only grow at their end.
+//! - Each struct begins with the size that its caller knows.
+//! - Fields that an older caller does not know are read as 0. 0 always means what the library did before.
+//! - Fields that an older library does not know must be 0.
 
 #![deny(missing_docs)]
 // The names are C's.

@@ -1,5 +1,8 @@
-//! What the forward, the backward and the quantiser have in common: is it supported, plan, describe, run. Each has a file of
-//! its own with its types, and with the names and the documentation of its functions; what these take and do is here once.
+//! What the forward pass, the backward pass and the quantiser have in common.
+//!
+//! Each has the same six functions: supported, plan_create, plan_destroy, plan_describe, plan_workspace_size, run. What they
+//! do is here, once, as generic functions over a [`Pass`]. `forward.rs`, `backward.rs` and `quantize.rs` have the types, the
+//! names and the documentation. They declare the functions by [`pass!`].
 
 use std::ffi::c_char;
 
@@ -11,39 +14,48 @@ use crate::devices;
 use crate::handle::{self, Handle, live};
 use crate::status::{Outcome, entry, hattn_status};
 
-/// A pass of the ABI: its structs, and the safe crate's calls that they stand for.
+/// A pass of the ABI: its structs, and the calls of the safe crate that compute it.
 pub(crate) trait Pass {
-    /// The problem in C.
+    /// The struct of the problem.
     type Given: Versioned;
-    /// The arguments in C.
+    /// The struct of the arguments.
     type Args: Versioned;
-    /// The problem in Rust.
+    /// The problem of the safe crate.
     type Problem;
-    /// The plan in Rust.
+    /// The plan of the safe crate.
     type Plan;
-    /// The plan's handle in C.
+    /// What C holds of a plan.
     type Handle: Handle<Held = Self::Plan> + From<Self::Plan>;
 
+    /// The problem that a struct describes, with all of the safe crate's checks.
+    ///
     /// # Safety
     /// What the struct points to is as [`read`] asks.
     unsafe fn problem(given: &Self::Given) -> Outcome<Self::Problem>;
 
+    /// A plan for an open device.
     fn plan(problem: &Self::Problem, device: &Device) -> Result<Self::Plan>;
 
+    /// A plan for the facts of a GPU. Nothing is loaded.
     fn plan_for(problem: &Self::Problem, facts: &DeviceFacts) -> Result<Self::Plan>;
 
+    /// The description of a plan: its problem, its kernel and its order.
     fn words(plan: &Self::Plan) -> String;
 
+    /// The size of the workspace that a run needs.
     fn workspace_bytes(plan: &Self::Plan) -> usize;
 
+    /// The tensors that a run reads and writes.
     fn operands(plan: &Self::Plan) -> &Operands;
 
-    /// The tensors and the workspace.
+    /// The arguments of a run, from their struct.
     ///
     /// # Safety
     /// What the struct points to is as [`read`] asks.
     unsafe fn arguments(args: &Self::Args, operands: &Operands) -> Outcome<RawArgs>;
 
+    /// Checks the arguments and runs the plan.
+    ///
     /// # Safety
     /// As `run_raw` of the plan.
     unsafe fn run(plan: &Self::Plan, args: &RawArgs, stream: *mut CUstream_st) -> Result<()>;
@@ -59,7 +71,7 @@ pub(crate) unsafe fn supported<P: Pass>(problem: *const P::Given, device: hattn_
         let problem = unsafe { P::problem(&read("problem", problem)?) }?;
         match devices::facts(device)? {
             Some(facts) => P::plan_for(&problem, &facts)?,
-            // Loads nothing.
+            // A plan for the CPU loads nothing.
             None => P::plan(&problem, &Device::cpu())?,
         };
         Ok(())
@@ -87,7 +99,7 @@ pub(crate) unsafe fn create<P: Pass>(
     })
 }
 
-/// Writes what the plan computes and how.
+/// Writes the description of a plan.
 ///
 /// # Safety
 /// `plan` is null, which is refused, or live; the rest is as for [`handle::put_text`].
@@ -101,7 +113,7 @@ pub(crate) unsafe fn describe<P: Pass>(
     entry(|| unsafe { handle::put_text(&P::words(live(plan)?), text, capacity, length) })
 }
 
-/// Writes how large a workspace the plan needs.
+/// Writes the size of the workspace that a run needs.
 ///
 /// # Safety
 /// `plan` is null, which is refused, or live; `bytes` is null, which is refused, or valid for writing.
@@ -130,8 +142,58 @@ pub(crate) unsafe fn run<P: Pass>(
     })
 }
 
-/// A pass: its types in C and in Rust, the two conversions between them, and its functions in C, which are declared in the order
-/// of the header. `also` is a function that only this pass has.
+/// Declares items, and keeps their text in the constant `TEXT` of a type. cbindgen does not expand macros, so
+/// `tests/header.rs` gives it the texts.
+///
+/// `written! { hattn_thing: pub struct hattn_thing; }` becomes
+///
+/// ```text
+/// pub struct hattn_thing;
+/// impl hattn_thing {
+///     pub const TEXT: &'static str = "pub struct hattn_thing;";
+/// }
+/// ```
+macro_rules! written {
+    ($name:ident: $($item:tt)*) => {
+        $($item)*
+
+        impl $name {
+            /// The declarations in Rust.
+            #[doc(hidden)]
+            pub const TEXT: &'static str = stringify!($($item)*);
+        }
+    };
+}
+pub(crate) use written;
+
+/// Declares a pass: its [`Pass`], its opaque plan, and its six functions, in the order of the header.
+///
+/// ```text
+/// pass! {
+///     Forward,                                                       // the type that implements Pass
+///     hattn_forward_problem -> ForwardProblem by |given| ..,         // the problem: struct, type, conversion
+///     hattn_forward_args by convert::forward_arguments,              // the arguments: struct, conversion
+///     ForwardPlan of problem;                                        // the plan, and its method that gives the problem
+///
+///     struct hattn_forward_plan;                                     // names, each with its documentation
+///     fn hattn_forward_supported;
+///     ..
+/// }
+/// ```
+///
+/// A name becomes a function that calls the generic one of this file:
+///
+/// ```text
+/// #[unsafe(no_mangle)]
+/// pub unsafe extern "C" fn hattn_forward_supported(
+///     problem: *const hattn_forward_problem,
+///     device: hattn_device,
+/// ) -> hattn_status {
+///     unsafe { crate::pass::supported::<Forward>(problem, device) }
+/// }
+/// ```
+///
+/// `also { .. }` has a function that only this pass has.
 macro_rules! pass {
     (
         $pass:ident,
@@ -148,7 +210,7 @@ macro_rules! pass {
         $(#[$of_workspace_size:meta])* fn $workspace_size:ident;
         $(#[$of_run:meta])* fn $run:ident;
     ) => {
-        $crate::abi::written! {
+        $crate::pass::written! {
             $handle:
 
             $(#[$of_handle])*

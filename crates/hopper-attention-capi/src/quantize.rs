@@ -1,4 +1,4 @@
-//! The quantiser: is it supported, plan, describe, run.
+//! The quantiser: the functions of C and their documentation. `pass.rs` has what they do.
 
 use std::ffi::c_char;
 
@@ -19,46 +19,47 @@ pass! {
     hattn_quantize_args by convert::quantize_arguments,
     QuantizePlan of quantizer;
 
-    /// How Q, K and V are taken to HATTN_E4M3 on one device. Made once and run as often as wanted, by any threads and on any
-    /// streams of the device at once. Holds no device memory.
+    /// How Q, K and V are quantised to HATTN_E4M3 on one device. Plans are used as hattn_forward_plan.
     struct hattn_quantize_plan;
 
-    /// Whether hattn_quantize_plan_create would find kernels for the problem on the device; as hattn_forward_supported.
+    /// Whether hattn_quantize_plan_create would find kernels for the problem on the device, as hattn_forward_supported.
     ///
     /// # Safety
-    /// `problem` is null, which is refused, or points to a struct of the size that it says, and so does its `forward`.
+    /// `problem` and its `forward` are null, or point to structs of the sizes that the structs say.
     fn hattn_quantize_supported;
 
-    /// Picks kernels and loads them, and writes the plan to `*plan`; null there on failure. On a GPU this opens its primary
-    /// context, as hattn_forward_plan_create does.
+    /// Makes a plan: chooses kernels and loads them. Writes the plan to `*plan`, or null on failure.
+    ///
+    /// It uses contexts as hattn_forward_plan_create does. hattn_quantize_plan_destroy frees the plan.
     ///
     /// # Safety
-    /// `problem` is as for hattn_quantize_supported; `plan` is null, which is refused, or valid for writing.
+    /// - `problem` is as for hattn_quantize_supported.
+    /// - `plan` is null, or can be written.
     fn hattn_quantize_plan_create;
 
-    /// Frees a plan; null is fine. Work that was enqueued with it goes on.
+    /// Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
     ///
     /// # Safety
-    /// `plan` is null, or came from hattn_quantize_plan_create and is used nowhere, now or later.
+    /// `plan` is null, or live and not used by any other call, now or later.
     fn hattn_quantize_plan_destroy;
 
-    /// Says in words what the plan does and how, as hattn_forward_plan_describe.
+    /// Describes the plan, as hattn_forward_plan_describe.
     ///
     /// # Safety
-    /// As for hattn_forward_plan_describe, with a plan of quantising.
+    /// As for hattn_forward_plan_describe.
     fn hattn_quantize_plan_describe;
 
-    /// Writes to `*bytes` how large a workspace the plan needs: none on the CPU.
+    /// Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is 0 on the CPU.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `bytes` is null, which is refused, or valid for writing.
+    /// - `plan` is null or live.
+    /// - `bytes` is null, or can be written.
     fn hattn_quantize_plan_workspace_size;
 
-    /// Quantises what is given, under the rules of hattn_forward_run. What it writes may be read by a forward pass that is
-    /// enqueued on the same stream afterwards.
+    /// Quantises the given tensors. Checks, streams and lifetimes are those of hattn_forward_run. A forward pass on the same
+    /// stream may read the results without waiting.
     ///
     /// # Safety
-    /// `plan` is null, which is refused, or a live plan; `args` points to a struct of the size that it says or is null, which is
-    /// refused, and so do q, k, v, counts (where null is fine) and their tensors. Otherwise as for hattn_forward_run.
+    /// As for hattn_forward_run. The outputs are `stored`, `counts`, and `descale` unless it is given.
     fn hattn_quantize_run;
 }

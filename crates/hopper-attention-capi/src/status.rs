@@ -1,4 +1,4 @@
-//! Statuses, the text of a thread's last failure, and the wall that no panic crosses.
+//! Statuses, the text of a thread's last failure, and how panics become failures.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char};
@@ -8,37 +8,37 @@ use std::sync::Once;
 
 use hopper_attention::Error;
 
-/// HATTN_OK, or why nothing was done; hattn_last_error has the words.
+/// How a call ended: HATTN_OK, or one of HATTN_ERROR_. hattn_last_error gives the text of an error.
 pub type hattn_status = i32;
-/// It was done, or enqueued.
+/// The work is done, or enqueued on the stream.
 pub const HATTN_OK: hattn_status = 0;
-/// A null pointer, or a number that is none of the constants for its place.
+/// A null pointer, or a number that is not one of the constants of its type.
 pub const HATTN_ERROR_ARGUMENT: hattn_status = 1;
-/// A struct of a size or version that this library does not know.
+/// A struct with a size or a version that the library does not know.
 pub const HATTN_ERROR_ABI: hattn_status = 2;
-/// A tensor's shape is not the problem's.
+/// A tensor has another shape than the problem says.
 pub const HATTN_ERROR_SHAPE: hattn_status = 3;
-/// A tensor's strides, alignment or range of addresses.
+/// The strides, the alignment or the address range of a tensor are not allowed.
 pub const HATTN_ERROR_LAYOUT: hattn_status = 4;
-/// An element type that does not fit there.
+/// An element type that is not allowed for this tensor or option.
 pub const HATTN_ERROR_DTYPE: hattn_status = 5;
-/// A number out of range, or an argument that is missing or not wanted.
+/// A number out of range, or a tensor that is missing or must be null.
 pub const HATTN_ERROR_VALUE: hattn_status = 6;
-/// A legal problem for which this library has no kernel on this device.
+/// The problem is valid, but the library has no kernel for it on this device.
 pub const HATTN_ERROR_UNSUPPORTED: hattn_status = 7;
-/// The workspace is missing or too small.
+/// The workspace is null or too small.
 pub const HATTN_ERROR_WORKSPACE: hattn_status = 8;
-/// A tensor or the stream is not where the plan is.
+/// A tensor or the stream is on another device than the plan.
 pub const HATTN_ERROR_DEVICE: hattn_status = 9;
-/// Not possible while the stream is captured.
+/// The call is not possible while the stream is captured into a CUDA graph.
 pub const HATTN_ERROR_CAPTURE: hattn_status = 10;
-/// The CUDA driver returned an error, possibly that of earlier work.
+/// The CUDA driver returned an error. It may come from earlier work.
 pub const HATTN_ERROR_DRIVER: hattn_status = 11;
-/// The kernel could not be loaded or launched.
+/// A kernel could not be loaded or launched.
 pub const HATTN_ERROR_LAUNCH: hattn_status = 12;
-/// No such GPU, no driver, or a library built without CUDA.
+/// There is no such GPU, or no driver, or the library was built without CUDA.
 pub const HATTN_ERROR_NO_DEVICE: hattn_status = 13;
-/// A bug of this library.
+/// A bug of the library.
 pub const HATTN_ERROR_INTERNAL: hattn_status = 14;
 
 const NAMES: [&CStr; 15] = [
@@ -59,15 +59,16 @@ const NAMES: [&CStr; 15] = [
     c"HATTN_ERROR_INTERNAL",
 ];
 
-/// The name of a status, such as "HATTN_ERROR_SHAPE"; "HATTN_ERROR_?" for a number that is none.
+/// The name of a status, such as "HATTN_ERROR_SHAPE". "HATTN_ERROR_?" for any other number. The string is never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_status_name(status: hattn_status) -> *const c_char {
     let name = usize::try_from(status).ok().and_then(|index| NAMES.get(index));
     name.map_or(c"HATTN_ERROR_?".as_ptr(), |name| name.as_ptr())
 }
 
-/// The last failure of this thread: what was wrong, what it was, and what is allowed. "" before the first one. Valid
-/// until the thread's next failure.
+/// The text of this thread's last failure: what was wrong, what it was, and what is allowed. "" before the first failure.
+///
+/// The string stays valid until the next failure of this thread, or its end.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_last_error() -> *const c_char {
     // A thread that is ending may have lost its text.
@@ -76,13 +77,13 @@ pub extern "C" fn hattn_last_error() -> *const c_char {
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
-    /// Whether this thread is inside of an entry.
+    /// Whether this thread is inside a function of the ABI.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
-    /// What the panic of this entry said.
+    /// The message of the panic that ends this call.
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Why an entry did nothing.
+/// Why a call failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Argument(String),
@@ -135,7 +136,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Runs an entry: its failure becomes a status and this thread's text, and so does a panic.
+/// Runs the body of a function of the ABI. A failure or a panic becomes a status and this thread's text.
 pub(crate) fn entry(body: impl FnOnce() -> Outcome) -> hattn_status {
     silence_panics();
     let inside = INSIDE.replace(true);
@@ -146,14 +147,14 @@ pub(crate) fn entry(body: impl FnOnce() -> Outcome) -> hattn_status {
         Ok(Err(failure)) => (failure.status(), failure.to_string()),
         Err(_) => (HATTN_ERROR_INTERNAL, format!("a bug of the library, {}", PANIC.take())),
     };
-    // There is no 0 in our texts; one in a name that a driver gave would end the text early.
+    // Our texts have no 0 byte. One in a name that a driver gave would end the text early.
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     let _ = LAST_ERROR.try_with(|last| last.replace(text));
     status
 }
 
-/// Keeps panics inside of entries from being printed: a library has no business on its host's stderr. Panics elsewhere
-/// go to whatever hook was there.
+/// Keeps panics inside the ABI's functions from being printed, because a library must not write to its host's stderr.
+/// Panics elsewhere go to the hook that was there before.
 fn silence_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -1,4 +1,4 @@
-//! What was measured to be the fastest, for plans.
+//! Tunings: which kernels were measured to be the fastest.
 
 use std::ffi::c_char;
 
@@ -7,8 +7,9 @@ use hopper_attention::Tuning;
 use crate::handle::{self, Handle};
 use crate::status::{Failure, entry, hattn_status};
 
-/// Which kernel was measured to be the fastest, by version of the library, card and shape: what the program `hattn tune`
-/// writes. Used by any threads at once.
+/// Which kernel was measured to be the fastest, for each version of the library, card and problem.
+///
+/// The program `hattn tune` measures and writes it as text. Many threads may use a tuning at once.
 pub struct hattn_tuning {
     tuning: Tuning,
 }
@@ -23,12 +24,14 @@ impl Handle for hattn_tuning {
     }
 }
 
-/// Reads the text that `hattn tune` wrote, `length` bytes of it, and writes it to `*tuning`; null there on failure. The
-/// library itself opens no file.
+/// Makes a tuning of `length` bytes of text, which `hattn tune` wrote. Writes it to `*tuning`, or null on failure.
+///
+/// The library opens no file: the caller reads the text. `text` may be null if `length` is 0. hattn_tuning_destroy frees
+/// the tuning.
 ///
 /// # Safety
-/// `text` is valid for reading `length` bytes, null when that is 0; `tuning` is null, which is refused, or valid for
-/// writing.
+/// - `text` is null, or `length` bytes of it can be read.
+/// - `tuning` is null, or can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_tuning_create(
     text: *const c_char,
@@ -39,7 +42,7 @@ pub unsafe extern "C" fn hattn_tuning_create(
         let bytes = match length {
             0 => &[],
             _ if text.is_null() => return Err(Failure::argument("text", "a null pointer", "`length` bytes of text")),
-            // SAFETY: not null, so the caller says that `length` bytes can be read.
+            // SAFETY: not null, so the caller promises that `length` bytes can be read.
             _ => unsafe { std::slice::from_raw_parts(text.cast::<u8>(), length) },
         };
         let words = std::str::from_utf8(bytes);
@@ -50,10 +53,10 @@ pub unsafe extern "C" fn hattn_tuning_create(
     entry(|| unsafe { handle::create(tuning, make) })
 }
 
-/// Frees a tuning; null is fine. Plans that were made with it go on.
+/// Frees a tuning. `tuning` may be null. Plans that were made with it stay valid.
 ///
 /// # Safety
-/// `tuning` is null, or came from hattn_tuning_create and is used nowhere, now or later.
+/// `tuning` is null, or live and not used by any other call, now or later.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_tuning_destroy(tuning: *mut hattn_tuning) {
     // SAFETY: the caller's promise.

@@ -1,27 +1,18 @@
-//! The committed C header is the one that cbindgen makes of the sources, and the committed list of symbols is what it
-//! declares. With HATTN_UPDATE=1 both are written anew.
+//! Holds what is generated from the sources against the committed files. With HATTN_UPDATE=1 the files are written instead.
+//!
+//! - `include/hopper_attention.h`: cbindgen makes it of `src/`.
+//! - `abi/symbols.txt`: the functions that the header declares.
+//! - `abi/layout.def`: the layout of each struct, for the C compiler to check (`tests/c/abi_layout.c`).
 
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
 use hopper_attention_capi::*;
 
-/// What macros declare, as cbindgen can read it: the structs, and the functions of the passes. What is missing here is missing
-/// from the header.
-const DECLARED: [&str; 11] = [
-    hattn_forward_problem::TEXT,
-    hattn_backward_problem::TEXT,
-    hattn_tensor::TEXT,
-    hattn_forward_args::TEXT,
-    hattn_backward_args::TEXT,
-    hattn_quantize_problem::TEXT,
-    hattn_quantize_tensor::TEXT,
-    hattn_quantize_args::TEXT,
-    hattn_forward_plan::TEXT,
-    hattn_backward_plan::TEXT,
-    hattn_quantize_plan::TEXT,
-];
+/// The declarations that a macro makes, as cbindgen can read them. What is missing here is missing from the header.
+const DECLARED: [&str; 3] = [hattn_forward_plan::TEXT, hattn_backward_plan::TEXT, hattn_quantize_plan::TEXT];
 
 fn committed(path: &str, made: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
@@ -39,34 +30,51 @@ fn committed(path: &str, made: &str) {
     );
 }
 
-/// An initialiser for each struct of `abi/layout.def`: its header filled in, and everything else 0.
-fn initialisers() -> String {
-    let list =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("abi/layout.def")).expect("the list of fields");
-    let mut structs: Vec<(&str, String)> = Vec::new();
-    for line in list.lines() {
-        let columns = |kind: &str| -> Option<Vec<&str>> {
-            Some(line.strip_prefix(kind)?.trim_end_matches(')').split(", ").collect())
-        };
-        if let Some(columns) = columns("STRUCT(") {
-            structs.push((columns[0], format!("sizeof({}), HATTN_ABI_VERSION", columns[0])));
-        } else if let Some(columns) = columns("FIELD(") {
-            let (_, values) = structs.last_mut().expect("a struct before its fields");
-            let size: usize = columns[3].parse().expect("a size");
-            values.push_str(match (columns[1], size) {
-                ("struct_size" | "abi_version", _) => "",
-                (_, 32) => ", {0, 0, 0, 0}",
-                _ => ", 0",
-            });
+/// The name, the offset and the size of each field. Fields lie side by side, so a field ends where the next one begins.
+fn fields(of: &StructLayout) -> impl Iterator<Item = (&'static str, usize, usize)> {
+    let ends = of.fields.iter().skip(1).map(|&(_, offset)| offset).chain([of.size]);
+    of.fields.iter().zip(ends).map(|(&(name, offset), end)| (name, offset, end - offset))
+}
+
+/// The macro that initialises a struct, such as `HATTN_TENSOR_INIT`.
+fn initialiser(of: &StructLayout) -> String {
+    of.name.to_uppercase() + "_INIT"
+}
+
+/// `abi/layout.def`.
+fn layout() -> String {
+    let mut text = String::from(
+        "// The layout of ABI version 1, in bytes. Made of src/abi.rs by tests/header.rs; do not edit.\n\
+         // A line that changes or goes away is a break of the ABI. The last fields and the size of a struct may grow.\n\
+         // STRUCT(struct, initialiser, size)\n\
+         // FIELD(struct, field, offset, size)\n",
+    );
+    for of in LAYOUTS {
+        writeln!(text, "\nSTRUCT({}, {}, {})", of.name, initialiser(of), of.size).expect("a String takes any text");
+        for (name, offset, size) in fields(of) {
+            writeln!(text, "FIELD({}, {name}, {offset}, {size})", of.name).expect("a String takes any text");
         }
     }
+    text
+}
+
+/// The header's initialisers. `struct_size` and `abi_version` are filled in, everything else is 0.
+fn initialisers() -> String {
     let mut text = String::from(
-        "\nstruct CUstream_st; /* a CUstream, which is a cudaStream_t, points to one */\n\n\
-         /* Structs with their header filled in and everything else 0. */",
+        "\nstruct CUstream_st; /* what a CUstream or a cudaStream_t points to */\n\n\
+         /* Initial values of structs: struct_size and abi_version are filled in, everything else is 0. */",
     );
-    for (name, values) in structs {
-        let macro_name = name.to_uppercase() + "_INIT";
-        text += &format!("\n#define {macro_name} \\\n  {{ {values} }}");
+    for of in LAYOUTS {
+        let zeros: String = fields(of)
+            .skip(2)
+            .map(|(_, _, size)| match size {
+                32 => ", {0, 0, 0, 0}", // an array of four int64_t
+                _ => ", 0",
+            })
+            .collect();
+        let (macro_name, name) = (initialiser(of), of.name);
+        write!(text, "\n#define {macro_name} \\\n  {{ sizeof({name}), HATTN_ABI_VERSION{zeros} }}")
+            .expect("a String takes any text");
     }
     text
 }
@@ -91,12 +99,19 @@ fn header() -> String {
         .expect("cbindgen understands the sources");
     let mut text = Vec::new();
     bindings.write(&mut text);
-    String::from_utf8(text).expect("a header is text")
+    let text = String::from_utf8(text).expect("a header is text");
+    // Rust's word for the conditions of a call, which C's readers do not know.
+    text.replace("// # Safety\n", "// The caller promises:\n")
 }
 
 #[test]
 fn the_header_is_made_of_the_sources() {
     committed("include/hopper_attention.h", &header());
+}
+
+#[test]
+fn the_layout_for_c_is_made_of_the_layout_in_rust() {
+    committed("abi/layout.def", &layout());
 }
 
 #[test]

@@ -229,9 +229,9 @@ static void null_pointers_are_refused(void) {
 }
 
 static void misaligned_pointers_are_refused(void) {
-  /* Room for a struct that begins 4 bytes past a multiple of 8. */
-  static int64_t room[20];
-  const void* odd = (const char*)(void*)room + 4;
+  /* A buffer for a struct that begins 4 bytes past a multiple of 8. */
+  static int64_t buffer[20];
+  const void* odd = (const char*)(void*)buffer + 4;
   const operand* op;
   int bytes;
   CHECK(PASS(supported)((const PASS(problem)*)odd, HATTN_CPU) == HATTN_ERROR_ARGUMENT);

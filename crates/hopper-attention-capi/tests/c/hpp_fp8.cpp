@@ -35,7 +35,7 @@ void factors_have_the_shapes_that_the_scaling_gives() {
 
 std::size_t count(const Extents& shape) { return static_cast<std::size_t>(shape.elements()); }
 
-// A tensor of f32 values with room for what it is quantised to.
+// A tensor of f32 values, and buffers for what it is quantised to.
 struct Operand {
   Operand(const Extents& of, const Extents& of_factors, std::uint32_t seed)
       : shape(of), factors(of_factors), values(count(of)), stored(count(of), 0x55), descale(count(of_factors), -1.0F) {
@@ -95,7 +95,7 @@ void quantised_and_attended_to() {
     ForwardPlan plan;
     CHECK(ForwardPlan::create(forward, Device::cpu(), plan) == Status::Ok);
     CHECK(plan.try_run(run, nullptr) == Status::Ok);
-    // Means of values, so no larger than they are; the law of the library's own tests says how close.
+    // Means of values, so no larger than the values. The tolerance of the library's own tests says how close.
     float largest = 0.0F;
     for (const float x : v.values) largest = std::fmax(largest, std::fabs(x));
     CHECK(amax > 0.0F && amax <= largest * 1.1F);
