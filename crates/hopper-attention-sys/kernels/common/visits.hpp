@@ -76,7 +76,7 @@ struct KeyVisits {
 
   // Keeps only a share of the visits. cut > 0: those of block `cut` and after it. cut < 0: those before block -cut.
   // 0: all. Only where there is no mask.
-  CUTE_DEVICE void keep_share(int const& cut) {
+  CUTE_DEVICE void keep_piece(int const& cut) {
     begin = cute::max(cut, 0);
     end = cut < 0 ? -cut : end;
   }

@@ -84,7 +84,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block, Piece const& piece) {
     KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
     if constexpr (kSplits) {
-      visits.keep_share(piece.cut);
+      visits.keep_piece(piece.cut);
     }
     return visits;
   }
