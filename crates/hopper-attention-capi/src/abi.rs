@@ -257,7 +257,7 @@ pub struct hattn_tensor {
 ///
 /// A tensor with a condition ("given exactly if") must be null where the condition does not hold.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct hattn_forward_args {
     /// sizeof(hattn_forward_args).
     pub struct_size: u32,
