@@ -596,7 +596,7 @@ hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *
 // - Until the work is done, this memory stays valid. Nothing writes the inputs. Nothing else uses the outputs and the
 //   workspace.
 // - The outputs and the workspace share no element with each other or with an input.
-// - `stream` is null, or a live stream of the plan's device. On the CPU it may be anything.
+// - `stream` is null or live. On the CPU it may be anything.
 hattn_status hattn_forward_run(const struct hattn_forward_plan *plan,
                                const struct hattn_forward_args *args,
                                struct CUstream_st *stream);

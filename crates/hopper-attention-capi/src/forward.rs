@@ -112,6 +112,6 @@ pass! {
     /// - Until the work is done, this memory stays valid. Nothing writes the inputs. Nothing else uses the outputs and the
     ///   workspace.
     /// - The outputs and the workspace share no element with each other or with an input.
-    /// - `stream` is null, or a live stream of the plan's device. On the CPU it may be anything.
+    /// - `stream` is null or live. On the CPU it may be anything.
     fn hattn_forward_run;
 }
