@@ -1,8 +1,8 @@
-# cmake -D... -P HattnBuild.cmake: runs Cargo, then makes the shared and the static library of what it built.
+# cmake -D... -P HattnBuild.cmake: runs Cargo, then makes the shared and the static library of its output.
 #
-# Cargo's archive holds Rust's standard library and every crate, all with global symbols: two such archives do not go into one
-# program. So everything (that archive, the kernels, the CUDA runtime) is linked into one relocatable object first, of which
-# only the names in abi/symbols.txt stay global; both libraries are made of that object.
+# Cargo's archive holds Rust's standard library and every crate, all with global symbols. A program cannot link two such
+# archives. So the archive, the kernels and the CUDA runtime are first linked into one relocatable object. Only the names in
+# abi/symbols.txt stay global there. Both libraries are made of that object.
 
 set(command "${CARGO}" build --manifest-path "${MANIFEST_DIR}/Cargo.toml" --package hopper-attention-capi --lib
             --profile "${PROFILE}" --target-dir "${TARGET_DIR}" --message-format json-render-diagnostics)
@@ -15,7 +15,7 @@ if(CUDA)
 endif()
 separate_arguments(flags UNIX_COMMAND "${FLAGS}")
 list(APPEND command ${selection} ${flags})
-# A shared CUDA runtime is a choice for Rust programs: here it goes into the library.
+# Rust programs may choose a shared CUDA runtime. This library always contains a static one.
 unset(ENV{HATTN_CUDART})
 set(ENV{HATTN_KERNELS_DIR} "${KERNELS_DIR}")
 execute_process(COMMAND ${command} OUTPUT_FILE "${WORK}/cargo.json" RESULT_VARIABLE status)
@@ -24,7 +24,7 @@ if(NOT status EQUAL 0)
   message(FATAL_ERROR "hopper_attention: Cargo failed (its message is above): ${command}")
 endif()
 
-# elements(JSON MEMBER RESULT): the strings of an array as a list.
+# elements(JSON MEMBER RESULT): the strings of a JSON array as a list.
 function(elements json member result)
   set(found "")
   string(JSON count ERROR_VARIABLE none LENGTH "${json}" ${member})
@@ -38,7 +38,7 @@ function(elements json member result)
   set(${result} "${found}" PARENT_SCOPE)
 endfunction()
 
-# What Cargo says of the packages that it built, or found built: the archive, and where the sys crate's libraries are.
+# Cargo prints a message for each package. Read the path of the archive and the folders of the sys crate's libraries.
 set(archives "")
 set(folders "")
 file(STRINGS "${WORK}/cargo.json" lines REGEX "hopper-attention-capi")
@@ -79,7 +79,7 @@ if(CUDA)
   endforeach()
 endif()
 
-# Nothing to do when the libraries are newer than all that they are made of, and were made in the same way.
+# Stop here if the libraries are newer than all of their inputs, and were made with the same options.
 set(symbols "${MANIFEST_DIR}/abi/symbols.txt")
 set(map "${MANIFEST_DIR}/abi/hopper_attention.map")
 set(recipe "${archives} ${LD} ${OBJCOPY} ${AR} ${CC} ${STRIP} ${SYSTEM_LIBS} ${SONAME}")
@@ -102,7 +102,7 @@ if(NOT stale)
   return()
 endif()
 
-# run(COMMAND...): or an error that says what failed.
+# run(COMMAND...): runs a command, and stops with its output if it fails.
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status)
   if(NOT status EQUAL 0)
@@ -119,13 +119,14 @@ set(roots "")
 foreach(name IN LISTS names)
   list(APPEND roots -u ${name})
 endforeach()
-# Only what the entries need, and what runs at load time (the registration of the kernels): tests compare with the archives.
-# Groups are resolved here: one that stayed a group could be dropped in favour of another library's of the same name, together
-# with symbols that are no longer its own.
+# --gc-sections keeps what the functions of the ABI need, and constructors, which register the kernels. Tests compare the
+# sections with those of the archives.
+# --force-group-allocation resolves section groups. A linker may drop a group in favour of another library's group of the same
+# name. That would also drop our symbols in it, which are local by then.
 run("${LD}" -r --gc-sections --force-group-allocation ${roots} --start-group ${archives} --end-group -o "${WORK}/linked.o")
-# Statics of inline functions are "unique" in g++'s objects, which objcopy makes local only after they were made weak.
+# g++ makes statics of inline functions "unique" symbols. objcopy makes them local only if they were made weak before.
 run("${OBJCOPY}" --wildcard "--weaken-symbol=_Z*" "${WORK}/linked.o")
-# Rust's standard library carries LLVM bitcode, which no C linker can use and some tools choke on.
+# Rust's standard library contains LLVM bitcode. No C linker uses it, and some tools fail on it.
 set(strip "")
 if(STRIP)
   set(strip --strip-unneeded)
@@ -150,13 +151,13 @@ file(CREATE_LINK "${name}" "${folder}/${SONAME}" SYMBOLIC)
 file(CREATE_LINK "${SONAME}" "${folder}/libhopper_attention.so" SYMBOLIC)
 file(REMOVE "${object}")
 
-# The licences of what went in.
+# The licences of everything that was linked.
 run("${CARGO}" tree --manifest-path "${MANIFEST_DIR}/Cargo.toml" --package hopper-attention-capi ${selection}
     --edges normal,no-proc-macro --prefix none --format "{p}|{l}" --offline OUTPUT_FILE "${WORK}/crates.txt")
 string(REPLACE ";" "," linked "${archives}")
 set(rustc "$ENV{RUSTC}")
 if(NOT rustc)
-  # The rustc that Cargo uses is the one beside it, or that of the same rustup.
+  # Cargo uses the rustc in its own folder, or the one of the same rustup.
   cmake_path(REPLACE_FILENAME CARGO rustc OUTPUT_VARIABLE rustc)
 endif()
 execute_process(COMMAND "${rustc}" --print sysroot OUTPUT_VARIABLE sysroot OUTPUT_STRIP_TRAILING_WHITESPACE)

@@ -1,4 +1,4 @@
-# What is installed, and what packages hold: `runtime` is what a program needs, `development` what a compiler does.
+# The installed files and the packages. Component `runtime`: what programs need. `development`: what compilers need.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -8,25 +8,25 @@ file(RELATIVE_PATH HATTN_PC_PREFIX "/${pc_dir}" "/")
 string(REGEX REPLACE "/$" "" HATTN_PC_PREFIX "${HATTN_PC_PREFIX}")
 configure_package_config_file(cmake/hopper_attentionConfig.cmake.in "${PROJECT_BINARY_DIR}/hopper_attentionConfig.cmake"
   INSTALL_DESTINATION "${config_dir}" PATH_VARS CMAKE_INSTALL_INCLUDEDIR CMAKE_INSTALL_LIBDIR)
-# Before 1.0 a minor version may break the sources, so only the same minor version will do.
+# Before 1.0 a minor version may break sources, so find_package accepts the same minor version only.
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/hopper_attentionConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
 
-# hattn_pkg_config(NAME DESCRIPTION LINKED PRIVATE): NAME.pc, with what a program is linked with, and with what the shared library
-# is linked itself.
+# hattn_pkg_config(NAME DESCRIPTION LINKED PRIVATE): writes NAME.pc. LINKED: what a program links. PRIVATE: what the shared library
+# links itself.
 function(hattn_pkg_config HATTN_PC_NAME HATTN_PC_DESCRIPTION HATTN_PC_LINKED HATTN_PC_PRIVATE)
   configure_file(cmake/hopper_attention.pc.in "${PROJECT_BINARY_DIR}/${HATTN_PC_NAME}.pc" @ONLY)
 endfunction()
 list(TRANSFORM HATTN_SYSTEM_LIBS PREPEND "-l" OUTPUT_VARIABLE system_libs)
 list(JOIN system_libs " " system_libs)
 hattn_pkg_config(hopper_attention "${PROJECT_DESCRIPTION}" "-L\${libdir} -lhopper_attention" "${system_libs}")
-# Where both libraries are installed a linker prefers the shared one, also with `pkg-config --static`: this takes the archive.
+# If both libraries are installed, linkers take the shared one, even with `pkg-config --static`. This file names the archive.
 hattn_pkg_config(hopper_attention-static "${PROJECT_DESCRIPTION} (the static library)"
   "\${libdir}/libhopper_attention.a ${system_libs}" "")
 
 install(FILES "${hattn_shared}" "${hattn_lib}/libhopper_attention.so.${HATTN_ABI_VERSION}"
   DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT runtime
   PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE GROUP_READ GROUP_EXECUTE WORLD_READ WORLD_EXECUTE)
-# The links to the repository's licences as the files that they are.
+# In the repository, the licence files of the crate are links. Install the files that they point to.
 foreach(name LICENSE-MIT LICENSE-APACHE)
   file(REAL_PATH "${PROJECT_SOURCE_DIR}/${name}" licence)
   install(FILES "${licence}" DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT runtime RENAME "${name}")
@@ -41,7 +41,7 @@ install(FILES "${PROJECT_BINARY_DIR}/hopper_attention.pc" "${PROJECT_BINARY_DIR}
   DESTINATION "${pc_dir}" COMPONENT development)
 
 if(HATTN_IS_TOP_LEVEL)
-  # `cpack` in the build folder makes an archive of both parts; `cpack -G DEB`, a Debian package of each.
+  # In the build folder, `cpack` makes an archive of both components. `cpack -G DEB` makes a Debian package of each.
   set(hattn_flavour cpu)
   if(HATTN_CUDA)
     set(hattn_flavour cuda)

@@ -1,14 +1,14 @@
-# cmake -D... -P HattnLicenses.cmake: writes the licences of everything that is linked into the libraries beside our own code.
+# cmake -D... -P HattnLicenses.cmake: writes the licences of everything in the libraries that is not our own code.
 #   MESSAGES  Cargo's messages of the build
 #   TREE      lines `name vVERSION ...|LICENCE` of the crates that are linked (build scripts and macros are not)
-#   ARCHIVES  what was linked, with commas between
+#   ARCHIVES  the linked archives, separated by commas
 #   SYSROOT   the Rust toolchain's folder
-#   OUTPUT    the file
+#   OUTPUT    the file that is written
 
 set(text "The libraries of hopper_attention contain code of others, under these licences.\n")
 set(seen "")
 
-# section(TITLE FILE...): the texts; one that was printed before is named.
+# section(TITLE FILE...): appends the texts. A text that stands there already is only named.
 function(section title)
   string(APPEND text "\n==== ${title}\n")
   foreach(file IN LISTS ARGN)
@@ -25,7 +25,7 @@ function(section title)
   set(text "${text}" PARENT_SCOPE)
 endfunction()
 
-# licence_files(FOLDER RESULT)
+# licence_files(FOLDER RESULT): the licence files in a folder.
 function(licence_files folder result)
   file(GLOB files LIST_DIRECTORIES false "${folder}/LICEN[SC]E*" "${folder}/COPYING*" "${folder}/COPYRIGHT*" "${folder}/UNLICENSE*"
        "${folder}/NOTICE*" "${folder}/[Ll]icense*")
@@ -41,7 +41,7 @@ foreach(line IN LISTS lines)
   string(JSON manifest GET "${line}" manifest_path)
   string(JSON kind GET "${line}" target kind 0)
   cmake_path(GET manifest PARENT_PATH folder)
-  # In the workspace, or in the registry's cache when the C ABI's crate was taken from there.
+  # The sys crate is in the workspace, or in the registry's cache if the C ABI's crate is.
   if(id MATCHES "hopper-attention-sys[@#]" AND kind STREQUAL "lib")
     set(sys "${folder}")
   endif()
@@ -53,7 +53,7 @@ foreach(line IN LISTS lines)
   endif()
   set(name "${CMAKE_MATCH_1}")
   set(version "${CMAKE_MATCH_2}")
-  # A crate may have been built twice, for us and for a build script.
+  # Cargo may have built a crate twice: for the library and for a build script.
   if("${name} ${version}" IN_LIST seen)
     continue()
   endif()
@@ -69,7 +69,7 @@ foreach(line IN LISTS lines)
   endforeach()
 endforeach()
 
-# Rustup keeps every licence of the toolchain there; these two are the library's.
+# Rustup keeps the licences of the whole toolchain there. These two are the standard library's.
 file(GLOB files "${SYSROOT}/share/doc/rust/licenses/MIT.txt" "${SYSROOT}/share/doc/rust/licenses/Apache-2.0.txt")
 section("the Rust standard library (MIT OR Apache-2.0)" ${files})
 
@@ -79,7 +79,7 @@ if(ARCHIVES MATCHES "([^,]*)/libcudart_static\\.a")
   cmake_path(GET CMAKE_MATCH_1 PARENT_PATH home)
   file(REAL_PATH "${home}" home)
   cmake_path(GET home PARENT_PATH toolchain)
-  # The pinned wheels' licences, or the toolkit's.
+  # The licences of the pinned wheels, or of the toolkit.
   file(GLOB files "${toolchain}/licenses/nvidia_cuda_runtime/*")
   file(GLOB cccl "${toolchain}/licenses/nvidia_cuda_cccl/*")
   if(NOT files)
