@@ -66,11 +66,13 @@ struct Fp8Mma {
   typename MmaQK::Sums tSrS{};  // scores of a block; its weights after the softmax
   // One part of a block's P V. Behind the columns of the last part four elements hold the sums of P.
   Fragment<float, Traits::kElementsPart> tOrT{};
+  // Sums of rounded weights, of the same blocks as O. Declared before O: with the two the other way round, ptxas orders
+  // the loop of head dim 64 so that it takes 2% longer (benches/LOG.md, 32).
+  float divisor[2] = {0.0F, 0.0F};
   Fragment<float, kElementsO> tOrO{};          // O before the division
   Fragment<std::uint32_t, kTileN / 8> tOrP{};  // e4m3 weights of a block
 
   Softmax softmax;
-  float divisor[2] = {0.0F, 0.0F};    // sums of rounded weights, of the same blocks as O
   float ratio_v = 1.0F;               // of the block that tOrP belongs to
   RingPosition<Traits::kStages> k;    // of the next K
   RingPosition<Traits::kBuffersQ> q;  // of the tile
