@@ -41,30 +41,38 @@ inline Status zero_tile_counter(std::uint64_t tile_counter, CUstream_st* stream)
   return zero(tile_counter, sizeof(int), stream);
 }
 
-// Starts a forward of 16-bit operands. `start(scalars)` starts its kernel, where there are keys, and returns a Status.
-template <class Start>
-Status launch_forward(FwdParams const& params, CUstream_st* stream, Start const& start) noexcept {
+// Encodes nothing, for kernels without tensor maps.
+inline Status no_maps() noexcept { return {}; }
+
+// Starts a forward of 16-bit operands. Where there are keys, `encode()` makes the kernel's tensor maps and returns a
+// Status, before anything is enqueued. `start(scalars)` then starts the kernel.
+template <class Encode, class Start>
+Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode, Start const& start) noexcept {
   if (params.seqlen_kv == 0) {
     return launch_fill_empty(params, stream);
   }
-  Status status = zero_tile_counter(params.tile_counter, stream);
-  status = is_ok(status) ? start(fwd_scalars(params)) : status;
-  return is_ok(status) ? to_status(cudaGetLastError()) : status;
+  Status status = encode();
+  status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
+  if (is_ok(status)) {
+    start(fwd_scalars(params));
+    status = to_status(cudaGetLastError());
+  }
+  return status;
 }
 
-// Starts a backward. `start_main(scalars)` starts the kernel in the middle, where there are queries and keys, and
-// returns a Status.
-template <class Traits, class StartMain>
-Status launch_backward(BwdParams const& params, CUstream_st* stream, StartMain const& start_main) noexcept {
+// Starts the three kernels of a backward, where there are queries and keys. `encode` is as above. `start_main(scalars)`
+// starts the kernel in the middle.
+template <class Traits, class Encode, class StartMain>
+Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode const& encode,
+                       StartMain const& start_main) noexcept {
   if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
-  Status status = zero_tile_counter(params.tile_counter, stream);
+  Status status = encode();
+  status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
   if (is_ok(status)) {
     BwdStatistics<Traits>::launch(params, stream);
-    status = start_main(bwd_scalars<Traits>(params));
-  }
-  if (is_ok(status)) {
+    start_main(bwd_scalars<Traits>(params));
     BwdConvert<typename Traits::Unmasked>::launch(params, stream);
     status = to_status(cudaGetLastError());
   }

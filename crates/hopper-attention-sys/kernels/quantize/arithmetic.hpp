@@ -92,6 +92,13 @@ constexpr std::uint32_t kInfinity = 0x7f800000U;
 CUTE_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & kMagnitude) == kInfinity; }
 CUTE_DEVICE bool is_nan(float x) { return (__float_as_uint(x) & kMagnitude) > kInfinity; }
 
+// How many of a pair of 16-bit values are NaN. The sum sets a value's top bit where its magnitude is above infinity.
+template <DType kSource>
+CUTE_DEVICE unsigned nans_of_pair(std::uint32_t pair) {
+  constexpr std::uint32_t kToTopBit = kSource == DType::F16 ? 0x03ff03ffU : 0x007f007fU;
+  return __popc(((pair & 0x7fff7fffU) + kToTopBit) & 0x80008000U);
+}
+
 // The descale factor of a largest magnitude, which becomes `most`.
 CUTE_DEVICE float descale_of(float amax, float most) {
   constexpr float kSmallestNormal = 0x1p-126F;

@@ -341,11 +341,16 @@ struct Once {
     CUTE_UNROLL
     for (int u = 0; u < kUnitsALane; ++u) {
       if (WarpTile::template has<kRotation>(u, rows, chunks, lane)) {
-        float x[kUnit];
-        read_unit(words, u, x);
-        CUTE_UNROLL
-        for (float const one : x) {
-          not_finite += is_nan(one) ? 1 : 0;
+        if constexpr (Traits::kPacked) {
+          CUTE_UNROLL
+          for (int i = 0; i < kUnit / 2; ++i) {
+            not_finite += nans_of_pair<kSource>(words[u * kUnit / 2 + i]);
+          }
+        } else {
+          CUTE_UNROLL
+          for (int i = 0; i < kUnit; ++i) {
+            not_finite += is_nan(__uint_as_float(words[u * kUnit + i])) ? 1 : 0;
+          }
         }
       }
     }

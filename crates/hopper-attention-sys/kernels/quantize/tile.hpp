@@ -176,10 +176,28 @@ CUTE_DEVICE float largest_magnitude(float (&x)[kValues]) {
   return most;
 }
 
+// The largest magnitude of pairs of f16, compared two at a time. NaN is skipped.
+CUTE_DEVICE float largest_of_halves(std::uint32_t const (&pairs)[kValues / 2]) {
+  // Two chains, since a comparison takes a few cycles.
+  std::uint32_t most[2] = {0, 0};
+  CUTE_UNROLL
+  for (int i = 0; i < kValues / 2; ++i) {
+    asm("max.f16x2 %0, %0, %1;" : "+r"(most[i % 2]) : "r"(pairs[i] & 0x7fff7fffU));
+  }
+  float low[2];
+  float high[2];
+  unpack<DType::F16>(most[0], low[0], high[0]);
+  unpack<DType::F16>(most[1], low[1], high[1]);
+  return fmaxf(fmaxf(low[0], high[0]), fmaxf(low[1], high[1]));
+}
+
 // The same of pairs of the source type.
 template <DType kSource>
 CUTE_DEVICE float largest_magnitude(std::uint32_t (&pairs)[kValues / 2]) {
   auto const largest = [&] {
+    if constexpr (kSource == DType::F16) {
+      return largest_of_halves(pairs);
+    }
     return largest_of<kValues>([&](int i) {
       float low, high;
       unpack<kSource>(pairs[i / 2], low, high);

@@ -11,9 +11,8 @@ struct BwdLaunch {
   static Status prepare() noexcept { return prepare_backward<Traits>(bwd_kernel<Traits>); }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
-    return launch_backward<Traits>(params, stream, [&](BwdScalars const& scalars) {
+    return launch_backward<Traits>(params, stream, no_maps, [&](BwdScalars const& scalars) {
       bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
-      return Status{};
     });
   }
 };

@@ -11,9 +11,8 @@ struct FwdLaunch {
   static Status prepare() noexcept { return prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes); }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
-    return launch_forward(params, stream, [&](FwdScalars const& scalars) {
+    return launch_forward(params, stream, no_maps, [&](FwdScalars const& scalars) {
       fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
-      return Status{};
     });
   }
 };

@@ -15,18 +15,18 @@ struct BwdLaunch {
   }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
-    return launch_backward<Traits>(params, stream, [&](BwdScalars const& scalars) {
-      CUtensorMap map_q, map_k, map_v, map_d_o;
+    CUtensorMap map_q, map_k, map_v, map_d_o;
+    auto const encode_maps = [&]() {
       MapEncoder<BwdParams> encode{params, Traits::kDType};
       encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
       encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
       encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
       encode.queries(map_d_o, params.d_o, params.head_dim_vo, Traits::kTileM);
-      if (is_ok(encode.status)) {
-        bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
-                                                                                          map_v, map_d_o);
-      }
       return encode.status;
+    };
+    return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
+      bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
+                                                                                        map_v, map_d_o);
     });
   }
 };

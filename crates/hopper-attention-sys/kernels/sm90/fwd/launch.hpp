@@ -15,18 +15,18 @@ struct FwdLaunch {
   }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
-    return launch_forward(params, stream, [&](FwdScalars const& scalars) {
-      CUtensorMap map_q, map_k, map_v, map_o;
+    CUtensorMap map_q, map_k, map_v, map_o;
+    auto const encode_maps = [&]() {
       MapEncoder<FwdParams> encode{params, Traits::kDType};
       encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
       encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
       encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
       encode.queries(map_o, params.o, params.head_dim_vo, 64);  // a consumer warpgroup's rows
-      if (is_ok(encode.status)) {
-        fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
-                                                                                          map_v, map_o);
-      }
       return encode.status;
+    };
+    return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
+      fwd_kernel<Traits>
+          <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_o);
     });
   }
 };
