@@ -86,7 +86,7 @@ typedef int32_t hattn_dtype;
 // A query without keys gets output 0 and log-sum-exp -inf.
 typedef int32_t hattn_mask;
 
-// Which key a query meets, for causal masks and windows: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
+// Which key a query meets: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. Causal masks and windows count keys from that key.
 // The two differ when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
 
@@ -223,7 +223,7 @@ typedef struct hattn_forward_args {
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
   size_t workspace_bytes;
-  // Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling has the shape.
+  // Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling says which shape.
   // Given exactly if the operands are HATTN_E4M3. Only the CPU checks the values.
   const struct hattn_tensor *descale_q;
   // Descale factors of K, as descale_q.
@@ -344,7 +344,7 @@ typedef struct hattn_quantize_tensor {
   const struct hattn_tensor *values;
   // What it is quantised to, written: HATTN_E4M3, the same shape.
   const struct hattn_tensor *stored;
-  // The descale factors: HATTN_F32. hattn_scaling has the shape.
+  // The descale factors: HATTN_F32. hattn_scaling says which shape.
   const struct hattn_tensor *descale;
   // 1: the factors are read. They are finite and above 0, which only the CPU checks.
   // 0: the factors are made of the largest magnitudes, and written.
@@ -406,7 +406,7 @@ typedef struct hattn_quantize_args {
 // The first query meets the first key. Query i meets key i.
 #define HATTN_TOP_LEFT 1
 
-// The newest one that the GPU runs. The CPU takes no other value.
+// The newest instruction set that the GPU runs. The CPU takes this value only.
 #define HATTN_ARCH_OWN 0
 
 // Compute capability 8.0 and later.
@@ -475,7 +475,7 @@ typedef struct hattn_quantize_args {
 extern "C" {
 #endif // __cplusplus
 
-// The name of a status, such as "HATTN_ERROR_SHAPE". "HATTN_ERROR_?" for any other number. The string is never freed.
+// The name of a status, such as "HATTN_ERROR_SHAPE". "HATTN_ERROR_?" for any other number. The string is static.
 const char *hattn_status_name(hattn_status status);
 
 // The text of this thread's last failure: what was wrong, what it was, and what is allowed. "" before the first failure.
@@ -486,12 +486,12 @@ const char *hattn_last_error(void);
 // The version of the ABI that the library has. A program that was compiled with this header needs HATTN_ABI_VERSION.
 uint32_t hattn_abi_version(void);
 
-// The version of the library, such as "0.2.0". The string is never freed.
+// The version of the library, such as "0.2.0". The string is static: do not free it.
 const char *hattn_version(void);
 
 // Writes the number of GPUs that the CUDA driver shows to `*count`, with or without kernels for them. Creates no context.
 //
-// It is 0 if there is no driver, or if the library was built without CUDA.
+// The number is 0 if there is no driver, or if the library was built without CUDA.
 //
 // The caller promises:
 // `count` is null, or can be written.

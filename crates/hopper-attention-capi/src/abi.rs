@@ -40,7 +40,7 @@ pub const HATTN_MASK_CAUSAL: hattn_mask = 1;
 /// The keys from window_left before to window_right after the key that the query meets, both included.
 pub const HATTN_MASK_WINDOW: hattn_mask = 2;
 
-/// Which key a query meets, for causal masks and windows: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
+/// Which key a query meets: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. Causal masks and windows count keys from that key.
 /// The two differ when seqlen_q and seqlen_kv differ.
 pub type hattn_corner = i32;
 /// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
@@ -50,7 +50,7 @@ pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
 /// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 pub type hattn_arch = i32;
-/// The newest one that the GPU runs. The CPU takes no other value.
+/// The newest instruction set that the GPU runs. The CPU takes this value only.
 pub const HATTN_ARCH_OWN: hattn_arch = 0;
 /// Compute capability 8.0 and later.
 pub const HATTN_ARCH_SM80: hattn_arch = 80;
@@ -279,7 +279,7 @@ pub struct hattn_forward_args {
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
     pub workspace_bytes: usize,
-    /// Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling has the shape.
+    /// Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling says which shape.
     /// Given exactly if the operands are HATTN_E4M3. Only the CPU checks the values.
     pub descale_q: *const hattn_tensor,
     /// Descale factors of K, as descale_q.
@@ -379,7 +379,7 @@ pub struct hattn_quantize_tensor {
     pub values: *const hattn_tensor,
     /// What it is quantised to, written: HATTN_E4M3, the same shape.
     pub stored: *const hattn_tensor,
-    /// The descale factors: HATTN_F32. hattn_scaling has the shape.
+    /// The descale factors: HATTN_F32. hattn_scaling says which shape.
     pub descale: *const hattn_tensor,
     /// 1: the factors are read. They are finite and above 0, which only the CPU checks.
     /// 0: the factors are made of the largest magnitudes, and written.

@@ -14,7 +14,7 @@ pub extern "C" fn hattn_abi_version() -> u32 {
     HATTN_ABI_VERSION
 }
 
-/// The version of the library, such as "0.2.0". The string is never freed.
+/// The version of the library, such as "0.2.0". The string is static: do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
@@ -22,7 +22,7 @@ pub extern "C" fn hattn_version() -> *const c_char {
 
 /// Writes the number of GPUs that the CUDA driver shows to `*count`, with or without kernels for them. Creates no context.
 ///
-/// It is 0 if there is no driver, or if the library was built without CUDA.
+/// The number is 0 if there is no driver, or if the library was built without CUDA.
 ///
 /// # Safety
 /// `count` is null, or can be written.

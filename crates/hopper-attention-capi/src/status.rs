@@ -59,7 +59,7 @@ const NAMES: [&CStr; 15] = [
     c"HATTN_ERROR_INTERNAL",
 ];
 
-/// The name of a status, such as "HATTN_ERROR_SHAPE". "HATTN_ERROR_?" for any other number. The string is never freed.
+/// The name of a status, such as "HATTN_ERROR_SHAPE". "HATTN_ERROR_?" for any other number. The string is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_status_name(status: hattn_status) -> *const c_char {
     let name = usize::try_from(status).ok().and_then(|index| NAMES.get(index));

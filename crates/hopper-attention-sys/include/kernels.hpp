@@ -1,20 +1,24 @@
 // The C++ interface of the kernels: what was compiled, and how a launch is started.
 //
-// A compiled kernel is a row of a launch table. There are three tables: forward, backward, quantiser. A row has
+// What was compiled is listed in launch tables. There are three tables: forward, backward, quantiser. A *row* of a
+// table is one compiled kernel, with the small kernels that its launch runs around it. (A row of the quantiser has all
+// kernels of one source type.) A row has
 // - info: what was compiled (element type, mask class, head dims, tile, ...);
 // - prepare: loads its kernels on the current device, once, ahead of the first launch;
 // - launch: enqueues its kernels on a stream, for one problem.
 //
+// (Elsewhere a row is also a row of a tensor: the elements of one token in one head.)
+//
 // How a call comes here: Rust chooses a row by its info, fills a struct of parameters (FwdParams, BwdParams or
 // QuantizeParams), and names the row by its index in the table (bridge.h, cpp/bridge.cc). Nothing on this side checks
-// the parameters: the safe crate has.
+// the parameters: the safe crate has checked them.
 //
 // Where the rest is:
-// - src/params.rs defines the structs that both languages use (the parameters, RowInfo, Status, ...). cxx makes the
-//   first header below of it. What each field means, its unit and its range stand there, and are copied into the
-//   header.
-// - kernels/ARCH/PASS/PASS.def is the list of rows of an architecture and pass, and launch.hpp beside it their prepare
-//   and launch. kernels/table.cc makes the tables of the lists.
+// - src/params.rs defines the structs that both languages use (the parameters, RowInfo, Status, ...). cxx makes a
+//   header of that file: the first one that is included below. The meaning, unit and range of each field stand in
+//   params.rs, and are copied into the header.
+// - kernels/ARCH/PASS/PASS.def is the list of rows of an architecture and pass. launch.hpp beside it defines their
+//   prepare and launch. kernels/table.cc makes the tables from the lists.
 // - kernels/common/row.hpp defines the words that the kernels use: tile, block, stage, turn.
 //
 // Both the host compiler (cpp/bridge.cc) and nvcc (the launchers) include this file. It sees the standard library
@@ -32,7 +36,9 @@ namespace hattn {
 
 // The header of the workspace that a row with scores in f16 shares with its fallback row, whose scores are in f32.
 //
-// Both rows are launched with the same problem, first the row with scores in f16, then the fallback row.
+// FP8 only. Q K^T may be summed in f16, which is faster, where no element of Q and K is too large. The fallback row is
+// for the other case. Both rows are launched with the same problem: first the row with scores in f16, then the fallback
+// row.
 // 1. The first row computes the result. It also looks for elements of Q and K that are too large for scores in f16.
 // 2. The fallback row reads what the first row has found. If there is such an element, it computes everything again.
 //    Else its CTAs return at once.
@@ -51,7 +57,8 @@ constexpr std::size_t range_check_bytes(std::int32_t grid) {
   return sizeof(RangeCheck) + (sizeof(std::uint32_t) * grid + 15) / 16 * 16;
 }
 
-// Whether tiles of several CTAs share a descale factor that the quantiser makes of their values.
+// Whether a descale factor is made of the values of several tiles, so that CTAs must tell each other what they
+// measured.
 inline bool shares_factors(QuantizeTensor const& tensor, Scaling scaling) noexcept {
   return !tensor.given && scaling != Scaling::PerBlock;
 }

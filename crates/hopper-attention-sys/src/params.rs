@@ -1,5 +1,10 @@
 //! The one definition of what Rust hands to the kernels, and of what the kernels say of themselves.
 //!
+//! Words: a *tile* is what a CTA computes at a time. A *block* is what a tile visits, one after the other. In the
+//! forward a tile is `tile_m` queries and a block is `tile_n` keys. In the backward a tile is `tile_n` keys and a block
+//! is `tile_m` queries. A *row* is a row of a launch table (one compiled kernel), or a row of a tensor, as the sentence
+//! says.
+//!
 //! Both sides read it. Rust uses the types below. C++ includes the header that cxx makes of this file
 //! (`hopper-attention-sys/src/params.rs.h`, which includes the standard library only) through `include/kernels.hpp`.
 //! So a field is added here and nowhere else: a Rust literal that does not fill it does not compile.
@@ -59,13 +64,13 @@ mod ffi {
         Sm90 = 1,
     }
 
-    /// Elements that share one descale factor.
+    /// Which elements of an e4m3 tensor share one descale factor. A real value is the stored value times its factor.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(u8)]
     enum Scaling {
         /// All of a tensor.
         PerTensor = 0,
-        /// Those of one batch entry and key head.
+        /// All rows of one batch entry and key head. Of Q: all rows of the query heads that read the key head.
         PerHead = 1,
         /// 128 rows of one head.
         PerBlock = 2,
@@ -75,10 +80,10 @@ mod ffi {
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(u8)]
     enum Scores {
-        /// Single precision. For e4m3 operands this is what the tensor cores keep of such a sum.
+        /// Single precision. (Of a sum of e4m3 products the tensor cores keep only some 13 bits.)
         F32 = 0,
         /// Half precision. Sums fit where no element of Q and K is larger than 14 in magnitude (448 / 32):
-        /// 128 * 14^2 = 25088. The kernel checks all that it reads (`range_check`).
+        /// 128 * 14^2 = 25088. The kernel checks all elements that it reads, and reports in `FwdParams::range_check`.
         F16 = 1,
     }
 
@@ -103,7 +108,7 @@ mod ffi {
     struct Status {
         /// Kind of failure.
         code: StatusCode,
-        /// Number that the failing call returned, else 0.
+        /// The number that the comment of the code names (`StatusCode`), else 0.
         detail: i32,
     }
 
@@ -169,7 +174,7 @@ mod ffi {
         window_left: i32,
         /// Keys kept behind the diagonal: 0 to 2^30. 2^30 stands for all. Rows of class Full ignore it.
         window_right: i32,
-        /// CTAs of the grid.
+        /// CTAs of the grid. A tile is `tile_m` queries of one query head.
         /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
         /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
@@ -188,7 +193,7 @@ mod ffi {
         /// - Needs a row with `split_bytes > 0`, and a `tile_counter`.
         /// - `tile_counter` is then the beginning of the workspace. The workspace has a header (16 bytes, or
         ///   `range_check_bytes(grid)` in a row with scores in f16), then `grid * split_bytes` of flags and partial sums.
-        /// - A fallback row has 0.
+        /// - A fallback row (see `RangeCheck` in `include/kernels.hpp`) has 0.
         split_tiles: i32,
         /// Element type of O. Read by rows of e4m3 operands only: F16, BF16 or E4M3. The O of other rows has their own type.
         output: DType,
@@ -205,8 +210,9 @@ mod ffi {
         scale_o: TensorDesc,
         /// Largest magnitude of O, before `scale_o`, f32 `[1]`, written. May be absent.
         amax: TensorDesc,
-        /// Device address of the beginning of the workspace, as a `RangeCheck` (`include/kernels.hpp`). Both a row with scores
-        /// in f16 and the fallback row behind it have it. 0: there is no such pair.
+        /// Device address of the beginning of the workspace, which has a `RangeCheck` there (`include/kernels.hpp`). A
+        /// row with scores in f16 and the fallback row that is launched after it get the same address. 0: there is no
+        /// such pair.
         range_check: u64,
         /// CTAs of the row with scores in f16. The fallback row reads one word of the workspace for each.
         range_grid: i32,
@@ -268,17 +274,20 @@ mod ffi {
         heads_per_group: i32,
         /// Number of groups, at least 1. The last group has all heads that are left.
         groups: i32,
-        /// Device address in the workspace, a multiple of 16: what the kernels keep of each query, `[blocks, tile_m]` of 16
-        /// bytes (sm80: 8). A block here is `tile_m` queries: `blocks = batch * heads_q * ceil(seqlen_q / tile_m)`, which is
-        /// below 2^31. The launch's first kernel writes it.
+        /// Device address in the workspace, a multiple of 16: the statistics of each query, made of its LSE and of
+        /// `delta = rowsum(dO * O) - dLSE`. `[blocks, tile_m]` of 16 bytes (sm80: 8). A block here is `tile_m` queries:
+        /// `blocks = batch * heads_q * ceil(seqlen_q / tile_m)`, which is below 2^31. The launch's first kernel writes
+        /// it.
         statistics: u64,
-        /// Device address in the workspace, a multiple of 16: sums of dQ, f32 `[blocks, tile_m * head_dim_qk of the row]`. The
-        /// launch's last kernel makes dQ of them.
+        /// Device address in the workspace, a multiple of 16: sums of dQ, f32
+        /// `[blocks, tile_m * head_dim_qk of the row]`. Tiles add to them. The launch's last kernel converts them to dQ.
         sums: u64,
-        /// Device address in the workspace: how far the sums of each block are, a count of tiles, i32 `[blocks]`.
+        /// Device address in the workspace: which tiles have added to the sums of each block, i32 `[blocks]`. The
+        /// launch's first kernel writes the initial values. What is counted depends on the architecture. sm90: see
+        /// `Progress` in `kernels/sm90/bwd/traits.hpp`. sm80: warps, and only where `ordered`.
         progress: u64,
-        /// Whether tiles add to the sums of dQ in the order of their numbers, as a deterministic pass needs. The result is
-        /// then the same on every run. Needs a `tile_counter`.
+        /// Whether tiles add to the sums of dQ in the order of their numbers. The result is then the same on every run,
+        /// as a deterministic pass needs. Needs a `tile_counter`.
         ordered: bool,
         /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch zeroes it, in
         /// stream order. 0: a CTA's tiles follow from its index.
@@ -298,7 +307,7 @@ mod ffi {
         descale: TensorDesc,
         /// Whether the caller gives the factors. Else a factor is made of the largest magnitude of the values that share it.
         given: bool,
-        /// Whether rows are rotated (Hadamard transform) before they are quantised.
+        /// Whether rows are rotated (random signs, then a Hadamard transform) before they are quantised.
         rotated: bool,
         /// Whether this tensor is quantised at all.
         wanted: bool,
@@ -314,9 +323,10 @@ mod ffi {
         head_dim: i32,
         /// Heads that share one head of `descale`: 1, or `heads_q / heads_kv` for Q where factors are per head.
         group: i32,
-        /// Device address in the workspace, a multiple of 16: what CTAs tell each other of this tensor. It is used only where
-        /// `shares_factors` (`include/kernels.hpp`) holds. Size: the larger of `16 + 8 * factors` bytes, where `factors` is the
-        /// number of descale factors, and `4 * batch * heads * ceil(seqlen / 64)` bytes.
+        /// Device address in the workspace, a multiple of 16. CTAs tell each other there which largest magnitudes they
+        /// have measured. It is used only where `shares_factors` (`include/kernels.hpp`) holds. Size: the larger of
+        /// `16 + 8 * factors` bytes, where `factors` is the number of descale factors, and
+        /// `4 * batch * heads * ceil(seqlen / 64)` bytes.
         state: u64,
     }
 

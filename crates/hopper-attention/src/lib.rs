@@ -42,8 +42,8 @@
 //! The gradients have the same steps: [`BackwardProblem`], [`BackwardPlan`], [`BackwardArgs`]. So has quantising to FP8:
 //! [`Quantizer`], [`QuantizePlan`], [`QuantizeArgs`].
 //!
-//! [`raw`] takes addresses in place of tensors. [`reference`](mod@reference) has the f64 oracle that results are tested
-//! against.
+//! [`raw`] takes addresses in place of tensors. [`reference`](mod@reference) has the oracle: a plain computation in f64
+//! that results are compared with.
 //!
 //! The feature `cuda` adds the GPU kernels. It also re-exports `cudarc`, whose types appear in this API. Without `cuda` the
 //! crate needs no C++ compiler, and everything runs on the CPU.
@@ -112,11 +112,11 @@
 //! times its descale factor. The problem's [`Scaling`] says which elements share a factor: a whole tensor, a head, or a
 //! block of 128 rows of a head.
 //!
-//! - The output is bf16, f16 or e4m3. An e4m3 output is multiplied by a factor of its own
-//!   ([`scale_o`](ForwardArgs::scale_o)) before it is rounded.
+//! - The output is bf16, f16 or e4m3. An e4m3 output is O times a factor that the caller gives
+//!   ([`scale_o`](ForwardArgs::scale_o)), rounded.
 //! - A [`Quantizer`] makes e4m3 tensors from wider ones. It gives the same bytes on the CPU and on a GPU.
-//! - Products of stored values are summed in f32. The tensor cores of a GPU keep only about 13 bits of such a sum. They may
-//!   sum scores in f16 if the problem allows it ([`half_scores`](ForwardProblemBuilder::half_scores)).
+//! - Products of stored values are summed in f32. The tensor cores of a GPU keep only about 13 bits of such a sum. A
+//!   GPU may sum scores in f16 instead if the problem allows it ([`half_scores`](ForwardProblemBuilder::half_scores)).
 //! - The weights of the softmax (P) are rounded to e4m3 before they are multiplied with V.
 //! - GPU kernels take head dims that are multiples of 16.
 //! - There is no backward pass.
@@ -161,7 +161,8 @@
 //!   then a Hadamard transform.
 //! - The derivative of the softmax contains `rowsum(P * dP)`. Dao et al., *FlashAttention* (2022), appendix B, shows that it
 //!   equals `rowsum(dO * O)`.
-//! - The derivative of the LSE with respect to a score is P. So `dLSE` is subtracted within delta.
+//! - The derivative of the LSE with respect to a score is P. So `dLSE` adds `P * dLSE` to dS, which is the same as to
+//!   subtract `dLSE` within delta.
 //!
 //! # Errors
 //!
@@ -189,8 +190,8 @@
 //!
 //! The guarantee rests on cudarc (0.19). It ends where the guarantee of cudarc ends:
 //!
-//! - The caller orders the uses of memory after `unsafe CudaContext::disable_event_tracking`, with borrowed streams and raw
-//!   views, and in [`raw`].
+//! - In three cases the caller must order the uses of memory: after `unsafe CudaContext::disable_event_tracking`, with
+//!   borrowed streams and raw views, and in [`raw`].
 //! - A graph replays addresses. The caller keeps the captured buffers alive while the graph runs. cudarc does not check this.
 //! - The per-thread default stream is a different stream on each thread, but all of these compare equal.
 //! - cudarc records events only while streams made with `new_stream` exist. Keep the stream of a launch alive until the

@@ -263,8 +263,8 @@ pub enum Access {
 pub enum Presence {
     /// The caller must give the operand.
     Required,
-    /// The caller must not give the operand: the problem was made without the option, or is not of the kind, that the operand
-    /// belongs to.
+    /// The caller must not give the operand. The operand belongs to an option that the problem was made without, or to
+    /// another kind of problem.
     Refused,
     /// The caller may give the operand or not.
     Optional,

@@ -1,8 +1,11 @@
 // The kernels that run before and after a backward kernel, as its launch sees them.
 //
-// bwd_statistics (prepare.hpp) and bwd_convert (convert.hpp) depend on fewer columns than a row has. They are
-// compiled once for all the rows of a list, in a unit of their own. A row's unit calls the functions declared here; the
-// other unit defines them (HATTN_INSTANTIATE_*).
+// - Before: bwd_statistics (prepare.hpp) makes the statistics of each query, from its LSE and delta.
+// - After: bwd_convert (convert.hpp) converts the f32 sums of dQ to dQ.
+//
+// Both depend on fewer columns of the list than the backward kernel does. So rows share them. They are compiled in a
+// translation unit of their own, which defines the functions declared here (HATTN_INSTANTIATE_*). The unit of a row
+// only calls the functions.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,10 +1,12 @@
 // One line of a list of kernels (*.def): the row that it becomes, and the words for what kernels work on.
 //
-// A row is known under one function, which describes it. The row's unit defines the function (HATTN_INSTANCE in
-// launch.hpp), and the launch table calls it (table.cc).
+// A row has one function, which describes it. The row's own translation unit (a *unit*) defines the function
+// (HATTN_INSTANCE in launch.hpp). The launch table calls it (table.cc).
 //
 // Each of these words means one thing in all kernels:
 //
+// - *row*: one compiled kernel, a row of a launch table. Also a row of a tensor or a matrix: a query, or a key.
+// - *column*: of a list, such as `dtype` or `tile_m`. Also a column of a matrix.
 // - *CTA*: a thread block.
 // - *tile*: what a CTA computes at a time. Forward: tile_m queries of a query head. Backward: tile_n keys of a key
 //   head.
@@ -14,14 +16,16 @@
 // - *part*: some of the columns of a product, where registers do not hold all of them (sm90/fp8).
 // - *stage*: a buffer of a ring through which blocks pass.
 // - *turn*: the right to issue products, which warpgroups pass around (sm90/turns.hpp). Nothing else is a turn.
-// - *ordered*: of a backward in which tiles add to dQ in the order of their numbers (deterministic).
-// - *prepare*: load kernels ahead of their first launch. What runs before the backward kernel computes *statistics*.
-// - *issue*: start an asynchronous product of a warpgroup. *multiply*: all instructions of a product.
+// - *ordered*: said of a backward in which tiles add to dQ in the order of their numbers (deterministic).
+// - *statistics*: what the kernel before the backward kernel makes of a query's LSE and delta.
+// - *prepare*: load kernels ahead of their first launch.
+// - *issue*: start an asynchronous product of a warpgroup.
+// - *multiply*: run all instructions of a product.
 #pragma once
 
 #include "kernels.hpp"
 
-// The name of a row's function. `list` is ARCH_PASS. (Rows with more columns have names of their own.)
+// The name of a row's function. `list` is ARCH_PASS. (Rows of fp8.def have more columns, and a macro of their own.)
 #define HATTN_ROW(list, dtype, mask, dqk, dvo, tile_m, tile_n, stages) \
   row_##list##_##dtype##_##mask##_##dqk##_##dvo##_##tile_m##_##tile_n##_##stages
 

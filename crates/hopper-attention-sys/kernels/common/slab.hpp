@@ -9,13 +9,14 @@
 //     row 2   2 3 0 1 6 7 4 5
 //     ...
 //
-// So eight rows of one chunk lie in eight different groups of banks, for copies, ldmatrix, stmatrix and wgmma alike.
+// So the same chunk of eight consecutive rows lies in eight different groups of banks. Copies, ldmatrix, stmatrix and
+// wgmma all access it without conflicts.
 //
-// A tile begins at a multiple of 128 bytes (sm90: 1024). Xor-ing an address in it with 16 c therefore xors the index of
-// the chunk with c.
+// A tile begins at a multiple of 128 bytes (sm90: 1024). So to xor an address within the tile with 16 * c is to xor the
+// index of the chunk with c.
 //
-// Tiles of e4m3 elements have one slab, with rows as long as the head dim: 128 bytes as above, or 64 bytes, four chunks
-// whose index is xor-ed with bits 1 and 2 of the row (the 64-byte swizzle).
+// A tile of e4m3 elements has one slab, with rows as long as the head dim. Rows of 128 bytes are swizzled as above.
+// Rows of 64 bytes have four chunks, whose index is xor-ed with bits 1 and 2 of the row (the 64-byte swizzle).
 #pragma once
 
 #include <cstdint>

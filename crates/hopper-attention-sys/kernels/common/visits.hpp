@@ -1,7 +1,7 @@
 // What a tile visits: which blocks of the other operand, in which order, and which of them need the mask.
 //
-// There is one type for each direction. The loading warps and the computing warps of a tile make the same visits,
-// since each makes them of the same band and tile:
+// There are three types. Each is computed from a band (the mask's bounds, mask.hpp) and the index of a tile or a block.
+// So the loading warps and the computing warps of a tile make the same visits, without telling each other.
 //
 // - KeyVisits (forward): the blocks of kTileN keys that a tile of queries visits.
 // - QueryVisits (backward): the blocks of kTileM queries that a tile of keys visits, in each query head of its group.
@@ -9,14 +9,14 @@
 //
 // A *visit* is a place in that order. It is an int that only these types interpret: `first()` is the first visit,
 // `next(visit)` the one after a visit, `block(visit)` the index of the block that is visited. Today visits are a range
-// of blocks, so that a visit and its block are the same number. A list of block indices in memory would change `of`
-// and `block`, and none of the callers.
+// of blocks, so that a visit and its block are the same number. To visit a list of block indices in memory
+// (block-sparse attention), `of` and `block` would change, and none of the callers.
 //
 // A tile has at least one visit, so that all tiles take the same path through a kernel. The one block that a tile
 // without keys (or without queries) visits is masked whole.
 //
-// Numbers are passed by reference: passed by value, ptxas gets other code of the same numbers, and spills registers in
-// an FP8 row.
+// Numbers are passed by reference. When they were passed by value, the compiler's code differed and ptxas spilled
+// registers in an FP8 kernel.
 #pragma once
 
 #include "common/mask.hpp"

@@ -1,15 +1,22 @@
-// Quantises a 16-bit tensor to e4m3, where tiles do not share a descale factor, where factors are given, or where more
-// tiles share a factor than the CTAs can hold. (once.hpp is for the rest.) schedule.hpp says which tile a CTA takes
-// next, and what it does with it.
+// Quantises a 16-bit tensor to e4m3, in one of three cases:
+// - each tile has a descale factor to itself;
+// - the caller gives the factors;
+// - more tiles share a factor than all CTAs together can hold in registers. Each tile is then read twice.
+//
+// Where fewer tiles share a factor, the kernel of once.hpp is used. schedule.hpp says which tile a CTA takes next, and
+// what the CTA does with it. A tile with what is done with it is a Work.
 //
 // The kernel is bound by memory. So everything serves to keep loads in flight.
 //
 // A tile is up to kTileRows = 128 rows of one head. Each warp copies its own rows of a tile to shared memory with
 // cp.async, kStages tiles ahead, and stores them itself (tile.hpp). So no barrier stands between a copy and its use. A
-// lane has 64 elements of one row, in registers. It rotates them (rotate.hpp), measures them and converts them.
+// lane has 64 elements of one row, in registers. It rotates them (rotate.hpp). It measures them: it finds their largest
+// magnitude. It converts them to e4m3.
 //
-// Roles. The warps do the same. Besides, thread 0 makes the Work of a tile kStages tiles ahead, waits for factors that
-// tiles share, and publishes what the CTA has measured.
+// Roles. All warps do the same. Thread 0 also
+// - makes the Work of a tile kStages tiles ahead;
+// - waits for factors that tiles share;
+// - publishes in the workspace what the CTA has measured.
 //
 // Shared memory:
 // - kStages tiles, 4 KB for each warp. On their way out, the e4m3 bytes of a row take the place of its values.
@@ -18,8 +25,8 @@
 // Barriers: one __syncthreads for each tile, between measuring and converting.
 // - Before it, every warp has added its largest magnitude to the tile's place. Thread 0 has made a later tile's Work
 //   and, where tiles share a factor, has waited for it.
-// - Behind it, thread 0 zeroes the largest magnitude of the tile before, which all have read. The next tile that uses
-//   that place is two barriers away, since there are two places more than stages.
+// - After it, thread 0 zeroes the largest magnitude of the tile before, which all warps have read. The next tile that
+//   uses that place is two barriers away, since there are two places more than stages.
 #pragma once
 
 #include "quantize/tile.hpp"

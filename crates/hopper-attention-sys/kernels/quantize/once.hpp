@@ -1,26 +1,29 @@
 // Quantises a 16-bit tensor to e4m3 where several tiles share a descale factor. Reads every value once.
 //
-// A tile is kTileRows rows of one head. A shared factor is made of the largest magnitude of all its tiles, which
-// several CTAs measure. So a CTA measures a tile, keeps it in registers, measures kTiles - 1 more, and then converts
-// the first. Meanwhile the other CTAs have measured theirs. Registers hold a tile as it came (pairs of 16-bit values),
-// or as f32 where rows are rotated.
+// A tile is kTileRows rows of one head. To measure a tile is to find its largest magnitude. A shared factor is made of
+// the largest magnitude of all its tiles, which several CTAs measure. So a CTA measures a tile, keeps it in registers,
+// measures kTiles - 1 more, and then converts the first. Meanwhile the other CTAs have measured theirs. Registers hold
+// a tile as it came (pairs of 16-bit values), or as f32 where rows are rotated.
 //
-// No deadlock. All CTAs run at once (launch.hpp), and a CTA publishes what it has measured before it waits. A CTA has
-// measured kTiles tiles, counted from the one that it waits to convert. So the lowest tile that is waited for never
-// waits for one that is not measured yet, if its factor has at most kTiles tiles for each CTA.
+// No deadlock. All CTAs run at once (launch.hpp), and a CTA publishes what it has measured before it waits. When a CTA
+// waits, it has measured kTiles tiles: the tile that it waits to convert, and those after it. Take the lowest tile that
+// is waited for. All tiles of its factor have been measured by then, if the factor has at most kTiles tiles for each
+// CTA. So this wait ends.
 //
 // Roles. The warps copy, measure and convert alike: each one copies its own rows with cp.async and stores them itself.
-// A lane has 64 values of one row. Besides,
-// - thread 0 makes the Work of the tile two ahead;
+// A lane has 64 values of one row. In addition
+// - thread 0 makes the Work (schedule.hpp) of the tile two ahead;
 // - the last warp publishes the tile's largest magnitude, and waits for the factor of the tile that is converted next.
 //
 // Shared memory, for each warp: 4 KB for the copy of its rows of the next tile, 2 KB for e4m3 bytes on their way out.
-// One copy is in flight. It starts when the tile before it has come into registers. (More stages would only delay every
-// answer of the memory.) For all warps: a ring of Work with each tile's factor, and each warp's largest magnitude.
+// One copy is in flight. It starts when the tile before it has come into registers. (With more copies in flight every
+// load only takes longer.) For all warps: a ring of Work with each tile's factor, and each warp's largest magnitude.
 //
-// Barriers. The named barrier kMeasuredBarrier: all warps have measured a tile. The last warp waits at it, the others
-// only arrive. Then __syncthreads: the Work and the factor of the tile that is converted next are there. No fence is
-// needed, which would wait for copies too.
+// Barriers:
+// - The named barrier kMeasuredBarrier: all warps have measured a tile. The last warp waits at it, the others only
+//   arrive.
+// - Then __syncthreads: the Work and the factor of the tile that is converted next are there. No fence is needed. (A
+//   fence would wait for copies too.)
 #pragma once
 
 #include "common/barrier.hpp"

@@ -1,5 +1,7 @@
 // Which tile a CTA takes next, and what it does with it.
 //
+// A tile is some rows of one head. To measure a tile is to find its largest magnitude.
+//
 // Tiles are numbered as they lie in memory. Where neighbouring heads lie nearer than neighbouring rows, a span of
 // `span` heads is numbered together: the first tiles of all its heads, then their second tiles, and so on. Then comes
 // the next span.
@@ -7,12 +9,12 @@
 // There are three schedules:
 //
 // 1. A tile has its factor to itself, or its factor is given (kernel.hpp). A CTA takes every gridDim-th tile.
-// 2. Tiles share a factor, and the CTAs can hold all tiles of one (once.hpp). A CTA takes every gridDim-th tile, keeps
-//    it in registers until it has measured one or two more, and then converts it.
-// 3. Tiles share a factor, and there are more than that (kernel.hpp). Each tile is taken twice, as two jobs: it is
-//    measured, and later read again and converted. Measuring runs ahead by the tiles of one factor and as many more as
-//    there are CTAs. So the second reading finds the tile in the second-level cache (up to what the cache holds) and
-//    seldom waits.
+// 2. Tiles share a factor, and the CTAs together can hold all tiles of one factor in registers (once.hpp). A CTA takes
+//    every gridDim-th tile, keeps it in registers until it has measured one or two more, and then converts it.
+// 3. Tiles share a factor, and a factor has more tiles than that (kernel.hpp). Each tile is taken twice, as two jobs:
+//    it is measured, and later read again and converted. Measuring runs ahead by the tiles of one factor and as many
+//    more as there are CTAs. So the second reading finds the tile in the second-level cache (up to what the cache
+//    holds) and seldom waits.
 //
 // No deadlock in schedule 3. CTAs draw jobs by number from a counter, and a job waits for lower numbers only. A CTA
 // does its jobs in the order of their numbers, and publishes what it has measured before it waits. So the lowest job

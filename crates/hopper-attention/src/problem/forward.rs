@@ -94,8 +94,8 @@ impl ForwardProblemBuilder {
 
     /// Restricts plans to kernels of one instruction set (default: the newest one that the GPU runs).
     ///
-    /// Where the GPU has no such kernel for the problem, planning fails. The CPU refuses a problem with this option. A
-    /// backward problem made from this one has the same restriction.
+    /// If there is no such kernel for the problem and the GPU, planning fails. The CPU refuses a problem with this
+    /// option. A backward problem made from this one has the same restriction.
     pub fn arch(self, arch: Arch) -> Self {
         Self { arch: Some(arch), ..self }
     }
@@ -360,7 +360,8 @@ impl ForwardProblem {
         self.fp8.is_some_and(|fp8| fp8.half_scores)
     }
 
-    /// Whether `scale_o`, the factor of a stored O, is an input. It is one exactly when the output is e4m3.
+    /// Whether `scale_o` is an input: the factor that O is multiplied by before it is rounded to e4m3. True exactly
+    /// when the output is e4m3.
     pub fn takes_scale_o(&self) -> bool {
         self.output_dtype() == DType::E4M3
     }

@@ -109,9 +109,9 @@ impl<'a> ForwardArgs<'a> {
 ///
 /// The dimensions of every 4-d tensor are in the logical order `[batch, seqlen, heads, head_dim]`, with any strides.
 ///
-/// A NaN in an input reaches gradients through each pair of a query and a key that the mask keeps. Those gradients become
-/// NaN. An infinity reaches the same gradients, which become infinities or NaN. On the CPU no other gradients change. On a
-/// GPU:
+/// A NaN in an input reaches gradients through each pair of a query and a key that the mask keeps. Those gradients
+/// become NaN. An infinity reaches the same gradients. They become infinities or NaN. On the CPU no other gradients
+/// change. On a GPU:
 /// - The NaN or infinity also reaches the gradients of masked pairs in its block, because a product takes a whole block.
 /// - If `rowsum(d_o * o) - d_lse` of a query is infinite or NaN, the value reaches dV too, because the kernel holds this
 ///   number and the query's LSE in one operand of a product.
@@ -151,7 +151,8 @@ impl<'a> BackwardArgs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Descale<'a> {
-    /// The quantiser makes each factor from the largest finite magnitude that shares it, and writes the factors here.
+    /// The quantiser makes each factor from the largest finite magnitude of the elements that share it. It writes the
+    /// factors here.
     FromAmax(TensorMut<'a, f32, 3>),
     /// The caller gives the factors. Each must be finite and above 0. The CPU checks this. A GPU does not.
     Given(TensorRef<'a, f32, 3>),
@@ -159,9 +160,10 @@ pub enum Descale<'a> {
 
 /// The tensors to quantise: any of Q, K and V.
 ///
-/// Each of them has three tensors:
+/// For each of Q, K and V that is quantised, the caller gives three tensors:
 /// - `values`, read, and `stored`, written: `[batch, seqlen, heads, head_dim]`, of the problem's shape for Q, K or V.
-/// - `descale`: the factors, `[batch, heads, blocks]`, as [`Scaling`](crate::Scaling) says.
+/// - `descale`: the factors, `[batch, heads, blocks]`, as [`Scaling`](crate::Scaling) says. [`Descale`] says whether
+///   they are read or written.
 #[derive(Debug)]
 #[must_use]
 pub struct QuantizeArgs<'a>(Args<'a>);

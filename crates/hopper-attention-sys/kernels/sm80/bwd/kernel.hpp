@@ -1,24 +1,30 @@
 // The sm_80 backward kernel: dK and dV of a tile, and what the tile adds to dQ, for one dtype, mask class and tile
 // shape.
 //
+// Words such as tile, block, chunk and ordered are defined in common/row.hpp.
+//
 // A CTA computes one tile of kTileN keys of one key head, and ends. The tile visits the blocks of kTileM queries that
-// see its keys, in every query head of the group (common/visits.hpp). dK and dV stay in registers meanwhile.
+// attend to its keys, in every query head that reads the key head (common/visits.hpp). dK and dV stay in registers
+// meanwhile.
+//
+// Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query, from its LSE
+// and delta (Statistics in traits.hpp). The one after converts the f32 sums of dQ to dQ.
 //
 // Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of the products
 // dV += P^T dO and dK += dS^T Q.
 //
-// Roles. Two warps, a pair, share the keys of which dV, or dK, fills half of a warp's registers: 32 keys at head dim
-// 128, 64 keys at 64.
-// - One warp of a pair computes S, P and dV. The other computes dP, dS and dK: the same products of other operands.
-//   While one exponentiates, the other multiplies.
-// - P goes from the one to the other through shared memory. dS then takes its place there.
+// Roles. Two warps form a pair and share keys: 32 keys at head dim 128, 64 keys at head dim 64. dV (or dK) of so many
+// keys fills half of a warp's registers.
+// - The P warp of a pair computes S, P and dV. The dS warp computes dP, dS and dK. Both run the same sequence of
+//   products on different operands. While one exponentiates, the other multiplies.
+// - The P warp hands P to the dS warp through shared memory. dS then overwrites P there.
 // - All warps of the CTA compute dQ = dS K of a block, each for 32 queries and some columns. They add it in f32 to the
-//   sums in global memory. It comes a block late, when all of dS is there. The warps of P do this after their other
-//   products, the warps of dS before, so that the two of a pair come to their named barrier together.
+//   sums in global memory. dQ is computed a block late, when all of dS is there. P warps compute dQ after their other
+//   products and dS warps before, so that both warps of a pair come to their named barrier together.
 // - All threads copy K and V once, and Q with its statistics and dO block by block (cp.async, load.hpp).
 //
-// Ordered: tiles add to a block in the order of their numbers. A warp waits until every warp of the tile before has
-// added. Tiles are drawn from a counter then, so that the tiles that a CTA waits for are running.
+// Ordered: tiles add to a block's dQ in the order of their numbers. A warp waits until every warp of the tile before
+// has added. An ordered launch draws tiles from a counter. So the tiles that a CTA waits for are running.
 //
 // Barriers:
 // - One __syncthreads a block: its Q and dO have arrived, Q and dO of the block before may be overwritten, and dS of

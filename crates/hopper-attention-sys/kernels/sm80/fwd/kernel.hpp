@@ -1,15 +1,18 @@
 // The sm_80 forward kernel: O = softmax(mask(scale Q K^T)) V for one dtype, mask class and tile shape.
 //
-// A CTA computes one tile of 128 queries of one query head, and ends. The grid has a CTA for each tile, in the order
-// of common/tile_scheduler.hpp: under a mask the GPU starts the longest tiles first. Two CTAs share a multiprocessor,
-// so that one multiplies while the other exponentiates or ends. A tile visits blocks of kTileN keys, from the last to
+// Words such as tile, block and stage are defined in common/row.hpp.
+//
+// A CTA computes one tile of 128 queries of one query head, and ends. The grid has a CTA for each tile, in the order of
+// common/tile_scheduler.hpp: under a mask the GPU starts the longest tiles first. Two CTAs share a multiprocessor, so
+// that one multiplies while the other exponentiates or writes O. A tile visits blocks of kTileN keys, from the last to
 // the first (common/visits.hpp).
 //
-// Roles. A CTA has four warps of 32 queries each, and no warp needs the scores of another. All of them do everything:
+// Roles. A CTA has four warps of 32 queries each, and no warp needs the scores of another. Each warp takes part in
+// every step:
 // 1. every thread copies its share of Q, K and V to shared memory (cp.async, load.hpp);
 // 2. a warp reads operands from there (ldmatrix), multiplies (mma.sync m16n8k16) and exponentiates (mma.hpp);
-// 3. a warp writes its rows of O and of the log-sum-exp (epilogue.hpp). A warp passes over the blocks in which its own
-//    rows have no key.
+// 3. a warp writes its rows of O and of the log-sum-exp (epilogue.hpp).
+// A warp skips the products of blocks in which its own rows have no key.
 //
 // Barriers. __syncthreads only, each after a wait for the thread's own copies:
 // - two stages: one a block. The next K and V are copied while this block is used.

@@ -1,8 +1,13 @@
 // The sm_90a backward kernel: dK and dV of a tile, and what the tile adds to dQ, for one dtype, mask class and tile
 // shape.
 //
-// The grid is persistent. A tile is kTileN keys of one key head. It visits the blocks of kTileM queries that see its
-// keys, in every query head of the group (common/visits.hpp). dK and dV stay in registers meanwhile.
+// Words such as tile, block, stage and ordered are defined in common/row.hpp.
+//
+// The grid is persistent. A tile is kTileN keys of one key head. It visits the blocks of kTileM queries that attend to
+// its keys, in every query head that reads the key head (common/visits.hpp). dK and dV stay in registers meanwhile.
+//
+// Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
+// dP begin with, from its LSE and delta (Statistics in traits.hpp). The one after converts the f32 sums of dQ to dQ.
 //
 // Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of dV += P^T dO
 // and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
@@ -11,12 +16,14 @@
 // - Producer warpgroup (load.hpp). One lane of each warp works:
 //   - warp 0 loads Q with its statistics, and dO;
 //   - warp 1 draws tiles and loads K and V;
-//   - warp 2 works in an ordered backward only: it reports each block whose dQ has been added;
+//   - warp 2 works in an ordered backward only: it reports each block whose dQ has been added, so that the next tile
+//     may add to that block;
 //   - warp 3 adds dQ of each block to the sums in global memory.
 // - Two consumer warpgroups of 64 keys each (mma.hpp). They write dK and dV straight to global memory, and dQ to
 //   shared memory.
 //
-// Barriers in shared memory. "Full" hands a buffer on, "empty" hands it back.
+// Barriers in shared memory. "Full" hands a buffer on, "empty" hands it back. A half of dQ is what one consumer
+// computes of a block's dQ: half of the columns where a block is 64 queries, half of the queries where it is 128.
 //
 //     barrier      one for       arrivals                      completes when
 //     q_full       stage         1, and the bytes of copies    Q and the statistics of a block are there
@@ -31,14 +38,16 @@
 //     d_q_empty    half of dQ    1                             the copy engine has read it
 //     tile_full    buffer of K   1                             tile[] says whose K the buffer is for
 //     next_wanted  CTA           1                             warp 0 has asked for all of the tile's blocks
-//     sent_full    2             1                             dQ of a block has been added (ordered only)
-//     sent_empty   2             1                             warp 2 has read sent_step[] (ordered only)
+//     sent_full    place of 2    1                             dQ of a block has been added (ordered only)
+//     sent_empty   place of 2    1                             warp 2 has read sent_step[] (ordered only)
+//
+// sent_full and sent_empty belong to sent_step[], a ring of two places. Through it warp 3 tells warp 2 what to report.
 //
 // Named barriers 1 to 4, one for each buffer of dS and warpgroup: the other warpgroup has written its dS.
 //
 // Shared memory:
 //
-//     head dim  block x tile  K          V      Q, dO          dS         dQ     statistics  all
+//     head dim  block x tile  K          V      Q, dO           dS         dQ     statistics  all
 //     128       64x128        2 x 32 KB  32 KB  2 x 16 KB each  2 x 16 KB  32 KB  2 KB        226 KB
 //     64        128x128       2 x 16 KB  16 KB  2 x 16 KB each  2 x 32 KB  32 KB  4 KB        212 KB
 #pragma once

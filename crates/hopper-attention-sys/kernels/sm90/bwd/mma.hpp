@@ -3,13 +3,16 @@
 //
 //     P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P o (dP - delta)    dK += dS^T Q    dQ += dS K
 //
+// Here "o" multiplies element by element, and delta = rowsum(dO o O) - dLSE.
+//
 // The blocks of all tiles of a CTA form one stream. Between the exponentials of a block and those of the next one,
 // products are issued in this order: dQ of the block before, dP, dV, dK, and S of the next block.
 //
-// dQ of a block needs dS of both warpgroups. It comes a block late, so that neither warpgroup waits for the other.
-// While one computes exponentials, with no product of its own in flight, the tensor cores work for the other.
+// dQ of a block needs dS of both warpgroups. So dQ is computed a block late, and neither warpgroup waits for the other.
+// While one warpgroup computes exponentials, with no product of its own in flight, the tensor cores work for the other.
 //
-// A step begins and ends with no product in flight. dQ and dP share registers: dQ is stored before dP is issued.
+// The step of a block begins and ends with no product in flight. dQ and dP share registers: dQ is stored before dP is
+// issued.
 #pragma once
 
 #include "common/mask.hpp"

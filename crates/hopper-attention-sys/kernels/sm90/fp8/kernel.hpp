@@ -1,8 +1,14 @@
 // The sm_90a forward kernel of e4m3 operands, for one mask class and tile shape.
 //
-// A tile is kTileM queries of one head. A block is kTileN = 128 keys; its keys share their descale factors. The grid is
-// persistent: a CTA computes one tile after another. common/tile_scheduler.hpp says which tiles, split.hpp which pieces
-// of the last ones.
+// Words such as tile, block, stage and turn are defined in common/row.hpp.
+//
+// A tile is kTileM queries of one head. A block is kTileN = 128 keys. All keys of a block have the same descale factor,
+// and so have its values. The grid is persistent: a CTA computes one tile after another. common/tile_scheduler.hpp says
+// which tiles. The last tiles may be split into pieces, which different CTAs compute (split.hpp).
+//
+// The factors of a block are made of the descale factors: what a score is multiplied by (of Q and K, with the softmax
+// scale), and what the block's P V is multiplied by (of V). The latter is relative to largest_v, the largest descale
+// factor of V's head. O is multiplied by largest_v at the end.
 //
 // Roles
 //
@@ -16,7 +22,7 @@
 // Barriers in shared memory: what a completed phase says, and who arrives
 //
 //     tile_full    the buffer's next tile and piece are named    warp 1
-//     tile_empty   its tile, Q and largest_v were read           warps 0 and 1, transposers, consumer warps
+//     tile_empty   the buffer's tile, Q and largest_v were read  warps 0 and 1, transposers, consumer warps
 //     q_full       Q has come                                    warp 1, with the bytes
 //     k_full       K and the block's factors have come           warp 0 twice, once with the bytes
 //     k_empty      K and the factors were read                   warp 1, consumer warps
@@ -37,7 +43,7 @@
 //     V                2 x 16         2 x 16          2 x 8         2 x 8
 //
 // Rows of Q, K and V are swizzled over their length, 128 or 64 bytes. A row of V^T is the 128 keys of one column. Each
-// stage of V^T has eight more rows, of ones.
+// stage of V^T has eight more rows, of ones: the product with V^T then sums the weights too (mma.hpp).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

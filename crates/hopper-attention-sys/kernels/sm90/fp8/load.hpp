@@ -1,7 +1,8 @@
 // The producer warpgroup of the FP8 forward.
 //
-// Warp 0 loads K and V and works out the factors of each block. Warp 1 draws tiles, loads Q and checks whether scores
-// fit f16. Warps 2 and 3 transpose V.
+// - Warp 0 loads K and V. It also makes the factors of each block of the descale factors (kernel.hpp).
+// - Warp 1 draws tiles and loads Q. In a row with scores in f16 it also checks whether the scores fit (range.hpp).
+// - Warps 2 and 3 transpose V, because FP8 products need both operands with keys side by side.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>

@@ -5,19 +5,22 @@
 //   2. exponentiates S_j;
 //   3. meanwhile adds P_{j-1} V_{j-1} to O;
 //   4. makes P_j, the e4m3 weights.
-// At a tile's end, the last product hides the wait for the next tile. The next tile's first S hides the epilogue, where
-// registers allow it.
+// At a tile's end, the last product runs while the warpgroup waits for the next tile. The next tile's first S runs
+// during the epilogue, where registers allow it.
 //
 // Precision. The tensor cores keep some 13 bits of a sum of FP8 products, too few for a long sequence. So P V of each
-// block has accumulators of its own. They are multiplied by the factor of the block's V and added to O in f32. V^T has
-// rows of ones, so that the product also sums the rounded weights. O is divided by that sum, so that equal values give
-// themselves. The LSE is made of the weights before rounding (softmax.hpp).
+// block has accumulators of its own. They are multiplied by the factor of the block's V and added to O in f32.
+//
+// V^T has rows of ones, so that the product also sums the rounded weights. O is divided by that sum. So if all values
+// are equal, O is that value. The LSE is made of the weights before rounding (softmax.hpp).
 //
 // Parts. Three consumers at head dim 128 have too few registers for all columns of P V. There it is computed in kParts
-// parts of columns. Each part is added to O before the next is issued. S goes with the last part, so that the
-// exponentials have the warpgroup to themselves.
+// parts of columns. Each part is added to O before the next is issued. S is issued with the last part, so that nothing
+// else is left to do during the exponentials.
 //
-// Each warp decides alone to move a reference. So nothing that the warpgroup's products depend on may follow from that.
+// References. P is 2^(x - reference), where x is a scaled score. The reference takes the place of the row maximum, and
+// is moved only where weights come out too large or too small for e4m3 (softmax.hpp). Each warp decides this alone. So
+// no branch around a product, which the whole warpgroup issues, may depend on it.
 #pragma once
 
 #include "common/mask.hpp"

@@ -1,7 +1,7 @@
 // Splits the last tiles over all CTAs, so that the grid ends evenly (stream-K).
 //
-// Why. All tiles take the same time here (no mask). With 15.5 tiles for each CTA, half of the CTAs would idle in the
-// last round.
+// Why. Only rows without a mask split, so all tiles take the same time. With 15.5 tiles for each CTA, half of the CTAs
+// would idle in the last round.
 //
 // How. The last `split_tiles` tiles are laid end to end, as one run of key blocks. The run is cut into one segment for
 // each CTA. All segments have the same number of units of kUnit blocks, or one more. Where a cut divides a tile, the
@@ -14,12 +14,13 @@
 // The run has a tile's blocks in the order in which a CTA visits them, from the last keys to the first. So the earlier
 // piece (B0) has the tile's last keys, and the later piece (B1) its first keys.
 //
-// - The later piece comes first in its segment. Its CTA writes partial sums (O, row sums, divisors and references) to
-//   the workspace, then sets a flag.
+// - The later piece comes first in its segment. Its CTA writes partial sums to the workspace: O, row sums, divisors
+//   (sums of the rounded weights) and references (what stands for row maxima, softmax.hpp). Then it sets a flag.
 // - The earlier piece comes last in its segment. Its CTA waits for the flag, adds the partial sums to its own and
 //   writes O.
 //
-// CTAs draw segments from the last one to the first. So a CTA waits only for one that has drawn before it, and runs.
+// CTAs draw segments from the last one to the first. So a CTA waits only for a CTA that has drawn before it. That CTA
+// is running, so there is no deadlock.
 //
 // Workspace, from `tile_counter` on:
 //

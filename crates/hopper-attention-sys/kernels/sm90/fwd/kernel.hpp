@@ -1,15 +1,18 @@
 // The sm_90a forward kernel: O = softmax(mask(scale Q K^T)) V for one dtype, mask class and tile shape.
 //
+// Words such as tile, block, stage and turn are defined in common/row.hpp.
+//
 // The grid is persistent: a CTA computes tiles until the scheduler has no more (common/tile_scheduler.hpp). A tile is
-// kTileM queries of one query head. It visits blocks of kTileN keys, from the last to the first (common/visits.hpp).
+// kTileM queries of one query head. A tile visits blocks of kTileN keys, from the last to the first
+// (common/visits.hpp).
 //
 // Roles:
 // - Producer warpgroup, with few registers (load.hpp). One lane of each warp works:
 //   - warp 0 loads K and V;
 //   - warp 1 draws tiles, loads Q and stores O;
 //   - warps 2 and 3 end at once.
-// - Two or three consumer warpgroups, with most registers. Each has 64 queries of the tile: both products and the
-//   softmax (mma.hpp), then the tile's end (epilogue.hpp).
+// - Two or three consumer warpgroups, with most registers. Each computes 64 queries of the tile: both products and the
+//   softmax (mma.hpp), then O and the LSE (epilogue.hpp).
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //
@@ -21,9 +24,10 @@
 //     tile_full        buffer of Q      1                               tile[] says whose Q the buffer is for
 //     next_wanted      CTA              1                               warp 0 has come to the tile's last K but one
 //
-// K and V have barriers of their own, because the product with V lags behind the product with K by a block. A buffer
-// of Q has no empty barrier: after o_full, warp 1 stores O from it, and only then loads the Q of the tile kBuffersQ
-// later.
+// next_wanted tells warp 1 to draw the next tile, where tiles are drawn late (draws_late, common/tile_scheduler.hpp).
+//
+// K and V have separate barriers, because the product with V lags behind the product with K by a block. A buffer of Q
+// has no empty barrier: after o_full, warp 1 stores O from it, and only then loads the Q of the tile kBuffersQ later.
 //
 // Named barriers 1 to kConsumers pass the turn to issue products around (sm90/turns.hpp).
 //

@@ -1,8 +1,8 @@
 // The producer warpgroup of the forward. One lane of a warp works, the other lanes leave at once.
 //
 // - Warp 0 loads K and V, block by block, through their rings.
-// - Warp 1 draws tiles, loads Q and stores O. Both are its work because O leaves from the buffer that a later Q
-//   arrives in.
+// - Warp 1 draws tiles, loads Q and stores O. One warp does both, because O is stored from the buffer that a later Q is
+//   loaded into.
 #pragma once
 
 #include "common/scalars.hpp"

@@ -5,9 +5,9 @@
 // 2. waits for S, masks it if the block is on an edge, and exponentiates it while the second product still runs;
 // 3. waits for the second product, and converts S to P_j.
 //
-// So the product with V is always one block late. Between two tiles the stream does not stop: while the last product
-// of a tile runs, its row sums are finished and the next tile is looked up; while the first S of the next tile is
-// computed, O of the finished tile is written.
+// So the product with V is always one block late. Between two tiles the stream does not stop:
+// - While the last product of a tile runs, the warpgroup finishes the tile's row sums and looks up the next tile.
+// - While the first S of the next tile is computed, it writes O of the finished tile.
 //
 // Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
