@@ -3,6 +3,7 @@
 
 #![deny(missing_docs)]
 
+pub mod allocations;
 pub mod backward;
 pub mod c;
 pub mod data;

@@ -2,12 +2,19 @@
 
 use std::ptr::null_mut;
 
+use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::Tensor;
-use hopper_attention::{DType, E4M3, Element, ForwardProblem, Layout, Mask, Quantizer, Scaling, bf16};
+use hopper_attention::{
+    DType, Device, Dims, E4M3, Element, ForwardProblem, Layout, Mask, Quantizer, Scaling, Slot, bf16,
+};
 use hopper_attention_capi::{HATTN_CPU, HATTN_ERROR_ARGUMENT, HATTN_ERROR_VALUE};
+use hopper_attention_tests::allocations::{Counting, counted};
 use hopper_attention_tests::c::{Fp8Memory, Memory, Plan, QuantizeMemory, problem, quantize_problem, tensor};
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::problems::Case;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
 
 /// Of a tensor in host memory.
 fn host<T: Element, const R: usize>(data: &[T], shape: [usize; R]) -> hopper_attention_capi::hattn_tensor {
@@ -98,4 +105,54 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
     // SAFETY: as above.
     let (status, text) = unsafe { plan.run_fp8(&memory, &surplus, null_mut()) }.unwrap_err();
     assert!(status == HATTN_ERROR_VALUE && text.starts_with("amax: given"), "{text}");
+}
+
+/// The CPU's computation allocates, so a run through C is held to the same run of the raw layer.
+#[test]
+fn the_way_through_c_allocates_nothing() {
+    assert_ne!(counted(|| Box::new(1)).1, 0, "allocations are not counted");
+    let given = ForwardProblem::builder(DType::E4M3, Dims::new(1, 8, 2, 16)).build().unwrap();
+    let quantizer = Quantizer::builder(&given, DType::BF16).build().unwrap();
+    let (shape, of_factors) = (given.q_shape(), given.descale_q_shape());
+    let values = vec![bf16::from_f32(1.0); shape.iter().product()];
+    let mut stored = [(); 3].map(|()| vec![E4M3::from_bits(0); values.len()]);
+    let mut descale = [[0.0f32]; 3];
+    let mut counts = [0.0f32; 6];
+    let mut tensors = [None; 3];
+    let mut args = RawArgs::new();
+    let raw = |address, dtype, layout: Layout<4>| RawTensor::new(address, dtype, Place::Cpu, layout);
+    let slots = [
+        [Slot::QValues, Slot::QStored, Slot::QDescale],
+        [Slot::KValues, Slot::KStored, Slot::KDescale],
+        [Slot::VValues, Slot::VStored, Slot::VDescale],
+    ];
+    let layout = Layout::contiguous(shape).unwrap();
+    for (i, [of_values, of_stored, of_descale]) in slots.into_iter().enumerate() {
+        let factors = Layout::contiguous(of_factors).unwrap();
+        let factors = RawTensor::new(descale[i].as_mut_ptr() as u64, DType::F32, Place::Cpu, factors);
+        args = args
+            .with(of_values, raw(values.as_ptr() as u64, DType::BF16, layout))
+            .with(of_stored, raw(stored[i].as_mut_ptr() as u64, DType::E4M3, layout))
+            .with(of_descale, factors);
+        let written = [host_mut(&mut stored[i], shape), host_mut(&mut descale[i], of_factors)];
+        tensors[i] = Some(([host(&values, shape), written[0], written[1]], false));
+    }
+    let of_counts = Layout::contiguous([3, 2]).unwrap();
+    args = args.with(Slot::Counts, RawTensor::new(counts.as_mut_ptr() as u64, DType::F32, Place::Cpu, of_counts));
+    let memory =
+        QuantizeMemory { tensors, counts: Some(host_mut(&mut counts, [3, 2])), workspace: 0, workspace_bytes: 0 };
+
+    let forward = problem(&given);
+    let through_c = Plan::new(&quantize_problem(&quantizer, &forward), HATTN_CPU).unwrap();
+    let plan = quantizer.plan(&Device::cpu()).unwrap();
+    for round in 0..3 {
+        // SAFETY: the memory is that of the vectors above, which nothing else uses meanwhile.
+        let (ran, of_raw) = counted(|| unsafe { plan.run_raw(&args, null_mut()) });
+        ran.unwrap();
+        // SAFETY: as above.
+        let (ran, of_c) = counted(|| unsafe { through_c.run(&memory, null_mut()) });
+        ran.unwrap();
+        // The first runs start the CPU's threads.
+        assert!(round == 0 || of_c == of_raw, "{of_c} calls of the allocator through C, {of_raw} of the raw layer");
+    }
 }

@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 
+use arrayvec::ArrayVec;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
     Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand, Operands, Quantizer,
@@ -221,7 +222,9 @@ pub(crate) unsafe fn backward_arguments(args: &hattn_backward_args, operands: &O
 /// # Safety
 /// The structs are null or as [`read`] asks.
 pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &Operands) -> Outcome<RawArgs> {
-    let mut tensors = vec![(Slot::Counts, args.counts)];
+    // A run allocates nothing.
+    let mut tensors = ArrayVec::<_, 10>::new();
+    tensors.push((Slot::Counts, args.counts));
     for (name, given, slots) in [
         ("q", args.q, [Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven]),
         ("k", args.k, [Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven]),

@@ -6,13 +6,12 @@ use hopper_attention::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use hopper_attention::reference::Tensor;
 use hopper_attention::{DType, Device, E4M3, Element, Layout, Mask, Quantizer, Scaling, Workspace, bf16};
 use hopper_attention_capi::{HATTN_ERROR_LAYOUT, HATTN_ERROR_UNSUPPORTED, HATTN_ERROR_WORKSPACE, hattn_tensor};
+use hopper_attention_tests::allocations::counted;
 use hopper_attention_tests::c::{Fp8Memory, Memory, Plan, QuantizeMemory, problem, quantize_problem, tensor};
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::OnDevice;
 use hopper_attention_tests::problems::Case;
-
-use crate::allocations::counted;
 
 /// A tensor at the beginning of a slice. What wrote the slice is ordered before what uses the stream.
 fn read<T: Element, const R: usize>(gpu: &Gpu, slice: &CudaSlice<T>, shape: [usize; R]) -> hattn_tensor {

@@ -4,12 +4,12 @@ use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCa
 use hopper_attention::{
     DType, E4M3, ForwardPlan, ForwardProblem, KernelInfo, Scaling, Stream, Workspace, bf16, kernels,
 };
+use hopper_attention_tests::allocations::counted;
 use hopper_attention_tests::fp8::{Operands, for_row};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs};
 use hopper_attention_tests::problems::{Case, Grid};
 
-use crate::allocations::counted;
 use crate::mask_of;
 
 const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

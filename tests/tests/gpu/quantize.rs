@@ -6,6 +6,7 @@ use hopper_attention::{
     DType, Descale, Device, Dims, E4M3, Error, Float, ForwardProblem, ForwardProblemBuilder, Layout, Mask,
     QuantizeArgs, Quantizer, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
+use hopper_attention_tests::allocations::counted;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{Inputs, Outputs};
 use hopper_attention_tests::gpu::quantize::{Kind, Like, OnDevice, Outcome, Sample};
@@ -15,7 +16,6 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
-use crate::allocations::counted;
 use crate::with_dtype;
 
 const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
