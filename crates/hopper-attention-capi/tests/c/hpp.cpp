@@ -174,7 +174,7 @@ void problems_hold_what_was_set() {
   constexpr ForwardProblem problem = all_set().lse(true);
   static_assert(problem.dtype() == DType::BF16 && problem.k_shape()[2] == 2 && problem.lse_shape().size() == 3);
   holds_all(problem);
-  CHECK(problem.c_problem().struct_size == 120 && problem.c_problem().lse == 1);
+  CHECK(problem.c_problem().struct_size == sizeof(hattn_forward_problem) && problem.c_problem().lse == 1);
   const hattn_forward_problem causal = ForwardProblem(DType::F16).causal().c_problem();
   CHECK(causal.mask == HATTN_MASK_CAUSAL && causal.corner == HATTN_BOTTOM_RIGHT && causal.lse == 0);
   CHECK(causal.arch == HATTN_ARCH_OWN);
