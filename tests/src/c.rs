@@ -4,7 +4,6 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::null;
 
-use hopper_attention::Slot;
 use hopper_attention::{Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling};
 use hopper_attention_capi::*;
 
@@ -81,8 +80,6 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         },
         amax: i32::from(problem.wants_amax()),
         half_scores: i32::from(problem.allows_half_scores()),
-        sink: i32::from(problem.wants(Slot::Sink)),
-        reserved: 0,
     }
 }
 

@@ -36,7 +36,7 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 
 /* Initial values of structs: struct_size and abi_version are filled in, everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
-  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
@@ -44,7 +44,7 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
-  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
   { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
@@ -160,10 +160,6 @@ typedef struct hattn_forward_problem {
   // the kernel checks each one. If an element is larger or NaN, a second kernel computes everything again in single
   // precision. The run then takes more than twice as long. The CPU always sums in single precision.
   int32_t half_scores;
-  // 1: a score of each query head that no key has is an input. 0: it is not.
-  int32_t sink;
-  // Must be 0.
-  uint32_t reserved;
 } hattn_forward_problem;
 
 // A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
@@ -240,8 +236,6 @@ typedef struct hattn_forward_args {
   // The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
   // Given exactly if the problem's amax is 1.
   const struct hattn_tensor *amax;
-  // A score of each query head that no key has, read: HATTN_F32 [heads_q]. Given exactly if the problem's sink is 1.
-  const struct hattn_tensor *sink;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.

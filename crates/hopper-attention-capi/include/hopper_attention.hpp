@@ -523,9 +523,6 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // Whether the largest magnitude of O, before scale_o and rounding, is an output: F32 [1].
   constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted); }
 
-  // Whether a score of each query head that no key has is an input: F32 [heads_q].
-  constexpr ForwardProblem& sink(bool wanted) noexcept { return set(problem_.sink, wanted); }
-
   // Whether scores may be summed in half precision. It is fast if no stored element of Q and K is larger than 14.
   constexpr ForwardProblem& half_scores(bool wanted) noexcept { return set(problem_.half_scores, wanted); }
 };
@@ -579,7 +576,6 @@ struct ForwardArgs {
   std::optional<ConstTensorView> descale_q{}, descale_k{}, descale_v{};
   std::optional<ConstTensorView> scale_o{};  // F32 [1], the factor on O; given exactly with an output of E4M3
   std::optional<TensorView> amax{};  // F32 [1], the largest magnitude of O; given exactly if the problem has amax(true)
-  std::optional<ConstTensorView> sink{};  // F32 [heads_q], a score that no key has; given exactly with sink(true)
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -759,7 +755,6 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
     c.descale_v = detail::c_tensor(args.descale_v);
     c.scale_o = detail::c_tensor(args.scale_o);
     c.amax = detail::c_tensor(args.amax);
-    c.sink = detail::c_tensor(args.sink);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
 };

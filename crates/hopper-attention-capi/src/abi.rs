@@ -142,16 +142,12 @@ pub struct hattn_forward_problem {
     /// the kernel checks each one. If an element is larger or NaN, a second kernel computes everything again in single
     /// precision. The run then takes more than twice as long. The CPU always sums in single precision.
     pub half_scores: i32,
-    /// 1: a score of each query head that no key has is an input. 0: it is not.
-    pub sink: i32,
-    /// Must be 0.
-    pub reserved: u32,
 }
 
 impl hattn_forward_problem {
     /// The optional operands that the problem may ask for, each with its field. A field is 0 or 1.
     pub(crate) fn asked_for(&self) -> impl IntoIterator<Item = (Slot, i32)> {
-        [(Slot::Lse, self.lse), (Slot::Amax, self.amax), (Slot::Sink, self.sink)]
+        [(Slot::Lse, self.lse), (Slot::Amax, self.amax)]
     }
 }
 
@@ -296,8 +292,6 @@ pub struct hattn_forward_args {
     /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
     /// Given exactly if the problem's amax is 1.
     pub amax: *const hattn_tensor,
-    /// A score of each query head that no key has, read: HATTN_F32 [heads_q]. Given exactly if the problem's sink is 1.
-    pub sink: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -314,7 +308,6 @@ impl hattn_forward_args {
             (Slot::DescaleV, self.descale_v),
             (Slot::ScaleO, self.scale_o),
             (Slot::Amax, self.amax),
-            (Slot::Sink, self.sink),
         ]
     }
 }
@@ -505,11 +498,11 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 128 bytes {
+    hattn_forward_problem: 104 to 120 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
-        output 104, scaling 108, amax 112, half_scores 116, sink 120, reserved 124,
+        output 104, scaling 108, amax 112, half_scores 116,
     }
     hattn_backward_problem: 104 to 112 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
@@ -523,9 +516,9 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 112 bytes {
+    hattn_forward_args: 64 to 104 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
-        descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96, sink 104,
+        descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
     }
     hattn_backward_args: 104 to 104 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,

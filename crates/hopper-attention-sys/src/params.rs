@@ -210,8 +210,6 @@ mod ffi {
         scale_o: TensorDesc,
         /// Largest magnitude of O, before `scale_o`, f32 `[1]`, written. May be absent.
         amax: TensorDesc,
-        /// Score of each query head that no key has, f32 `[heads_q]`, read. May be absent.
-        sink: TensorDesc,
         /// Device address of the beginning of the workspace, which has a `RangeCheck` there (`include/kernels.hpp`). A
         /// row with scores in f16 and the fallback row that is launched after it get the same address. 0: there is no
         /// such pair.

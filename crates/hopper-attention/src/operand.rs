@@ -67,8 +67,6 @@ slots! {
     ScaleO => "scale_o", "[number]";
     /// The largest magnitude of the output, before it is scaled and rounded.
     Amax => "amax", "[number]";
-    /// A score of each query head that no key has.
-    Sink => "sink", "[heads]";
     /// The gradient of the output.
     DO => "d_o", "[batch, seqlen, heads, head_dim]";
     /// The gradient of the log-sum-exp.
@@ -223,10 +221,6 @@ macro_rules! operand_setters {
             ///
             /// It must be given exactly when the problem was made with [`amax(true)`](crate::ForwardProblemBuilder::amax).
             amax: write TensorMut<f32, 1> as Amax;
-            /// A score of each query head that no key has, `[heads_q]`.
-            ///
-            /// It must be given exactly when the problem was made with [`sink(true)`](crate::ForwardProblemBuilder::sink).
-            sink: read TensorRef<f32, 1> as Sink;
         }
     };
     (BackwardArgs, $expand:ident) => {

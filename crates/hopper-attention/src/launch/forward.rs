@@ -124,7 +124,6 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         descale_v: operand(Slot::DescaleV),
         scale_o: operand(Slot::ScaleO),
         amax: operand(Slot::Amax),
-        sink: operand(Slot::Sink),
         batch: small("batch", dims.batch)?,
         heads_q: small("heads_q", dims.heads_q)?,
         heads_kv: small("heads_kv", dims.heads_kv)?,

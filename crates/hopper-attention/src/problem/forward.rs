@@ -122,11 +122,6 @@ impl ForwardProblemBuilder {
         self.operand(Slot::Amax, wanted)
     }
 
-    /// Whether a score of each query head that no key has is an input: f32, `[heads_q]` (default: no).
-    pub fn sink(self, wanted: bool) -> Self {
-        self.operand(Slot::Sink, wanted)
-    }
-
     /// Whether scores may be summed in f16 (default: no). For e4m3 operands only.
     ///
     /// The tensor cores of a GPU sum FP8 products faster in f16 than in f32. The sums fit f16 where no stored element of Q
@@ -161,7 +156,7 @@ impl ForwardProblemBuilder {
             let (got, allowed) = (softmax_scale.to_string(), "finite and above 0".into());
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
-        asked_for.check_among(&[Slot::Lse, Slot::Amax, Slot::Sink])?;
+        asked_for.check_among(&[Slot::Lse, Slot::Amax])?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), asked_for, arch, fp8 })
     }
@@ -212,7 +207,6 @@ impl ForwardProblem {
             Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).of_kind(fp8, "e4m3 operands"),
             Operand::read(Slot::ScaleO, DType::F32, [1]).when(self.takes_scale_o(), "an e4m3 output"),
             Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants(Slot::Amax), "amax(true)"),
-            Operand::read(Slot::Sink, DType::F32, [self.dims.heads_q]).when(self.wants(Slot::Sink), "sink(true)"),
         ])
     }
 
