@@ -1,13 +1,18 @@
 // Online softmax over blocks of keys (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1), for a thread
 // that holds two rows of an accumulator, or of several of them (strips), one after the other.
 //
-// P, the row sum and O share one reference per row (the subtrahend of the exponents), so any reference gives the same
-// quotient and only overflow, underflow and the rounding of P matter. A block in which keys are masked may be all that
-// a row has: it is taken against the row's true maximum, so that P of a key that stands out is 1 and exact. Other
-// blocks are exponentiated unseen, a tile's first one against 0, later ones against the reference that they find. Only
-// when a block's sum shows that this does not suit (or that there is no reference yet, or a NaN) are the scores
-// computed again and the maximum taken. That is rare, and saves a maximum, its shuffles and their latency in every
-// other block.
+// The reference of a row is what is subtracted from its scores before the exponential. P, the row sum and O share it.
+// So any reference gives the same quotient, and only overflow, underflow and the rounding of P matter.
+//
+// Which reference a block is exponentiated against:
+// - A block in which keys are masked may be all that a row has. Its scores are compared first, and the row's true
+//   maximum is the reference. So P of a key that stands out is 1, and exact.
+// - Any other block is exponentiated unseen: no maximum of its scores is taken first. A tile's first block takes 0 as
+//   the reference, a later block the reference of the block before.
+//
+// The sum of an unseen block shows whether its reference suited it. If not (or if there is no reference yet, or a NaN),
+// the scores are computed again and their maximum is taken. That is rare. In all other blocks it saves the maximum, its
+// shuffles and their latency.
 #pragma once
 
 #include <cute/numeric/integer_sequence.hpp>

@@ -12,8 +12,11 @@
 
 namespace hattn::sm80 {
 
-// -LSE, as a power of two, and -delta of a query, for a P that is lifted by a power of two. A query without keys has an
-// infinite LSE here, which makes its P zero.
+// What the kernel keeps of a query: -LSE log2(e) + kLift, and -delta 2^-kLift.
+//
+// P comes out 2^kLift times too large: it is lifted (kLift below says why). dP and delta are divided by as much, so
+// that dS = P (dP - delta) is right, and dV is divided at the end. A query without keys has -inf here, which makes its P
+// zero.
 struct alignas(8) Statistics {
   float minus_lse;
   float minus_delta;
@@ -36,8 +39,9 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
-  // P is 2 to this power larger than it should be as dV has it and the partner gets it: f16 ends at 2^-24, and a key
-  // that hardly a query looks at has gradients, too. Weights are 1 at most, so that 4 times that fits.
+  // How far P is lifted, in powers of two, where it is an operand of dV and where the second warp of the pair reads it.
+  // f16 holds nothing below 2^-24, and a key that no query weighs much has gradients, too. P is 1 at most, and f16 holds
+  // 4 times 2^14.
   static constexpr int kLift = kDType == DType::F16 ? 14 : 0;
   static constexpr float kDrop = 1.0F / (1 << kLift);
   using Statistics = LiftedStatistics<kLift>;

@@ -24,8 +24,10 @@ CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
   }
 }
 
-// What the scores of a query begin with, -LSE over the scale, and what dP begins with, -delta: sums of three terms. A
-// query without keys gets a number so low that its P is 0: not -inf, which would make NaN of the zeros that it meets.
+// What the kernel keeps of a query. S and dP begin with these numbers in place of 0, so that no thread has to subtract
+// them: S with -LSE divided by the scale, dP with -delta. The tensor cores add them, as one more k-step of the product,
+// whose operands have 16 bits. So each number is a sum of three terms, 24 bits (SmemOnes below). A query without keys
+// gets a number so low that its P is 0: not -inf, which would make NaN of the zeros that it meets.
 struct alignas(16) Statistics {
   cutlass::bfloat16_t minus_lse[3];
   cutlass::bfloat16_t minus_delta[3];
@@ -45,7 +47,8 @@ struct alignas(16) Statistics {
   }
 };
 
-// How far the sums of dQ of a block are, as a count. Written by the kernel before (fresh) and by the tiles.
+// How far the sums of dQ of a block are, as a count. The kernel before writes what it begins with (BwdTraits::fresh),
+// the tiles what follows.
 // - Unordered: the tiles that have come to the block, and kStored more once the first of them has stored its dQ.
 // - Ordered: the number of the tile that may add next, and kFresh more until the first tile has stored its dQ.
 // - kUnvisited: no tile visits the block.

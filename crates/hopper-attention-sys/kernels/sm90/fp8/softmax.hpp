@@ -3,8 +3,8 @@
 //
 // With x = unit (q . k), a weight is P = 2^(x - reference).
 //
-// e4m3 holds weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen,
-// against the reference of the block before. The reference is moved
+// e4m3 holds weights from 2^-9 to 448, and keeps three bits of them down to 2^-6. Most blocks are exponentiated unseen
+// (no maximum of their scores is taken first), against the reference of the block before. The reference is moved
 // - up, where a lane's sum says that a weight may be past 448;
 // - down, where weights come out so small that they lose bits. (Not where they are negligible beside the row's sum.)
 // A move is a whole power of two, by which weights, sums and O are multiplied. The scores are computed again only where
