@@ -15,7 +15,7 @@ namespace hattn::sm80 {
 // What the kernel keeps of a query: -LSE log2(e) + kLift, and -delta 2^-kLift.
 //
 // P comes out 2^kLift times too large: it is lifted (kLift below says why). dP and delta are divided by as much, so
-// that dS = P (dP - delta) is right, and dV is divided at the end. A query without keys has -inf here, which makes its P
+// that dS = P (dP - delta) is right, and dV is divided at the end. A query without keys has -inf here, so that its P is
 // zero.
 struct alignas(8) Statistics {
   float minus_lse;
