@@ -40,8 +40,8 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
   // How far P is lifted, in powers of two, where it is an operand of dV and where the second warp of the pair reads it.
-  // f16 holds nothing below 2^-24, and a key that no query weighs much has gradients, too. P is 1 at most, and f16 holds
-  // 4 times 2^14.
+  // f16 holds nothing below 2^-24, and a key that no query weighs much has gradients, too. P is 1 at most, and f16
+  // holds 4 times 2^14.
   static constexpr int kLift = kDType == DType::F16 ? 14 : 0;
   static constexpr float kDrop = 1.0F / (1 << kLift);
   using Statistics = LiftedStatistics<kLift>;
