@@ -31,7 +31,8 @@ if [ -x "$toolchain/cmake/bin/cmake" ]; then PATH=$toolchain/cmake/bin:$PATH; fi
 target=${CARGO_TARGET_DIR:-$root/target}
 case $target in /*) ;; *) target=$PWD/$target ;; esac
 build=$target/capi-$([ $cuda = ON ] && echo cuda || echo cpu)
-CARGO_TARGET_DIR=$target cmake -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" "$@"
+# Fresh: options of an earlier call are not those of this one.
+CARGO_TARGET_DIR=$target cmake --fresh -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" "$@"
 cmake --build "$build"
 cmake --install "$build" --prefix "$prefix" >/dev/null
 echo
