@@ -530,15 +530,7 @@ fn every_row_is_compiled_as_planned() {
 
 /// What is wrong with the quantiser's kernels, which are bit for bit the CPU's: no flag may have touched their arithmetic.
 fn faults_of_quantiser(compiled: &Compiled) -> Vec<String> {
-    let mut faults = Vec::new();
-    for function in compiled.functions() {
-        for key in ["STACK", "LOCAL"] {
-            match compiled.resource(key, function) {
-                Some(0) => {}
-                found => faults.push(format!("{function}: {key} is {found:?}, expected 0")),
-            }
-        }
-    }
+    let mut faults = common_faults(compiled);
     for (opcode, why) in [("LDGSTS", "copies past the registers"), ("F2FP", "conversions to e4m3")] {
         if compiled.count(opcode) == 0 {
             faults.push(format!("no {opcode}: {why}"));
