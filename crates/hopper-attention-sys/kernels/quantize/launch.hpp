@@ -223,7 +223,7 @@ Status launch(QuantizeParams const& params, CUstream_st* stream) noexcept {
   }
   for (int i = 0; i < 3; ++i) {
     Status const status = launch_tensor<kSource>(params, *tensors[i], counts ? counted + 2 * i : nullptr, stream);
-    if (status.code != StatusCode::Ok) {
+    if (!is_ok(status)) {
       return status;
     }
   }

@@ -81,7 +81,7 @@ struct MapEncoder {
 
  private:
   void encode(CUtensorMap& map, TensorDesc const& tensor, int seqlen, int heads, int head_dim, int box_rows) noexcept {
-    if (status.code == StatusCode::Ok) {
+    if (is_ok(status)) {
       status = encode_tensor_map(map, dtype, tensor, params.batch, seqlen, heads, head_dim, box_rows, box_columns);
     }
   }

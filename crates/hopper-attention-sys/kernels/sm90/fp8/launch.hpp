@@ -40,10 +40,10 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
         : checks_range          ? sizeof(RangeCheck)
                                 : sizeof(int);
     Status zeroed = zero(keeps_amax ? params.range_check : params.tile_counter, counter_bytes, stream);
-    if (zeroed.code == StatusCode::Ok) {
+    if (is_ok(zeroed)) {
       zeroed = zero(params.amax.address, sizeof(float), stream);
     }
-    if (zeroed.code != StatusCode::Ok) {
+    if (!is_ok(zeroed)) {
       return zeroed;
     }
   }
@@ -59,7 +59,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
   encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
   encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
-  if (encode.status.code != StatusCode::Ok) {
+  if (!is_ok(encode.status)) {
     return encode.status;
   }
 
