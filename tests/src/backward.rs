@@ -127,6 +127,16 @@ impl<T: Poison> Prepared<T> {
         self.expected.check(&d_q, &d_k, &d_v).expect("matching shapes")
     }
 
+    /// The plain computation's errors as a share of the gradients.
+    fn noise(&self) -> [f64; 3] {
+        let (plain, exact) = (self.expected.plain(), self.expected.oracle());
+        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+        [(&plain.d_q, &exact.d_q), (&plain.d_k, &exact.d_k), (&plain.d_v, &exact.d_v)].map(|(plain, exact)| {
+            let errors = plain.data().iter().zip(exact.data()).map(|(plain, exact)| plain - exact);
+            norm(&mut { errors }) / norm(&mut exact.data().iter().copied())
+        })
+    }
+
     /// Whether no input was written since `before`.
     pub fn check_unchanged(&self, before: &Self) -> Result<(), String> {
         let inputs = [&self.q, &self.k, &self.v, &self.o, &self.d_o];
@@ -170,8 +180,7 @@ impl<T: Poison> Ready for Prepared<T> {
     }
 
     fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
-        let report = self.judge(outputs);
-        Verdict { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
+        (&self.judge(outputs)).into()
     }
 
     fn each_broken(&self, outputs: &Outputs<T>, see: &mut dyn FnMut(&'static str, Option<BackwardPlain>)) {
@@ -184,6 +193,7 @@ impl<T: Poison> Ready for Prepared<T> {
             d_o: &self.d_o.tensor(),
             d_lse: d_lse.as_deref(),
             honest: &outputs.tensors(),
+            noise: self.noise(),
         };
         mutations::ALL.iter().for_each(|mutation| see(mutation.name, (mutation.apply)(subject)));
     }

@@ -29,7 +29,7 @@ pub struct Mutation {
 }
 
 /// All of them.
-pub const ALL: [Mutation; 14] = [
+pub const ALL: [Mutation; 21] = [
     Mutation { name: "all zero", apply: |s| Some((Tensor::zeros(s.o.shape()), vec![0.0; s.lse.len()])) },
     Mutation { name: "two heads swapped", apply: swapped_heads },
     Mutation { name: "a tile of queries from its neighbour", apply: repeated_tile },
@@ -40,7 +40,14 @@ pub const ALL: [Mutation; 14] = [
     Mutation { name: "the mask forgotten", apply: |s| with_mask(s, Mask::Full) },
     Mutation { name: "unscaled", apply: |s| scaled(s, 1.0 / s.problem.softmax_scale()) },
     Mutation { name: "the scale of another head dim", apply: |s| scaled(s, 1.1) },
-    Mutation { name: "not normalised by one key", apply: not_normalised },
+    Mutation { name: "a key in the middle dropped", apply: middle_key_dropped },
+    Mutation { name: "O too large by a common factor", apply: |s| times(s, 1.0 + small(s)) },
+    Mutation { name: "O too small by a common factor", apply: |s| times(s, 1.0 - small(s)) },
+    Mutation { name: "the lse off by a common term", apply: |s| Some((s.o.clone(), moved(s.lse, small(s)))) },
+    Mutation { name: "a column too large", apply: |s| column(s, |row, dim| row[dim] * (1.0 + small_in_column(s))) },
+    Mutation { name: "a column of its neighbour", apply: |s| column(s, |row, dim| row[(dim + 1) % row.len()]) },
+    Mutation { name: "sums rescaled by the factor of another block", apply: late_factor },
+    Mutation { name: "a block of queries too large", apply: tile_too_large },
     Mutation { name: "the last row not written", apply: unwritten_row },
     Mutation { name: "the lse in base 2", apply: base_2 },
     Mutation { name: "the lse without the row maximum's scale", apply: |s| Some((s.o.clone(), halved(s.lse))) },
@@ -151,12 +158,104 @@ fn scaled(s: Subject<'_>, factor: f32) -> Option<(Tensor, Vec<f64>)> {
     computed(&problem, s.q, s.k, s.v)
 }
 
-fn not_normalised(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+/// The common factor, minus 1, that must be noticed: 0.5%, and 2% where P is rounded to the three bits of e4m3.
+pub(crate) fn small(s: Subject<'_>) -> f64 {
+    if s.problem.dtype() == DType::E4M3 { 0.02 } else { 0.005 }
+}
+
+/// Likewise for one column, which has fewer elements.
+fn small_in_column(s: Subject<'_>) -> f64 {
+    if s.problem.dtype() == DType::E4M3 { 0.25 } else { 0.005 }
+}
+
+fn times(s: Subject<'_>, factor: f64) -> Option<(Tensor, Vec<f64>)> {
     let mut o = s.o.clone();
-    // Rounding P to the three bits of e4m3 moves an output by some percent.
-    let factor = if s.problem.dtype() == DType::E4M3 { 1.25 } else { 1.05 };
     o.data_mut().iter_mut().for_each(|x| *x *= factor);
     Some((o, s.lse.to_vec()))
+}
+
+/// The last column of the last head is another one.
+fn column(s: Subject<'_>, value: impl Fn(&[f64], usize) -> f64) -> Option<(Tensor, Vec<f64>)> {
+    let [_, _, heads, dims] = s.o.shape();
+    let o = Tensor::from_fn(s.o.shape(), |[b, q, h, d]| {
+        let row = s.o.row(b, q, h);
+        if (h, d) == (heads - 1, dims - 1) { value(row, d) } else { row[d] }
+    });
+    Some((o, s.lse.to_vec()))
+}
+
+/// Some queries of one head, as if another block's row sums had been read.
+fn tile_too_large(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let heads = s.o.shape()[2];
+    let factor = if s.problem.dtype() == DType::E4M3 { 1.1 } else { 1.005 };
+    let first = full_block(s.o)?;
+    let wrong = |q: usize, h: usize| h == heads - 1 && (first..first + 64).contains(&q);
+    let o = Tensor::from_fn(s.o.shape(), |[b, q, h, d]| s.o.row(b, q, h)[d] * if wrong(q, h) { factor } else { 1.0 });
+    Some((o, s.lse.to_vec()))
+}
+
+/// The first of 64 tokens, whose number is a multiple of 64, that have a part in a result.
+pub(crate) fn full_block(tensor: &Tensor) -> Option<usize> {
+    let [_, seqlen, heads, _] = tensor.shape();
+    let full =
+        |first: &usize| (*first..first + 64).all(|token| tensor.row(0, token, heads - 1).iter().any(|x| *x != 0.0));
+    (0..seqlen / 64).map(|block| block * 64).find(full)
+}
+
+fn middle_key_dropped(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let dims = s.problem.dims();
+    if s.problem.mask() != Mask::Full || dims.seqlen_kv < 2 {
+        return None;
+    }
+    let dropped = dims.seqlen_kv / 2;
+    let shorter = |t: &Tensor| {
+        let [batch, seqlen, heads, dim] = t.shape();
+        Tensor::from_fn([batch, seqlen - 1, heads, dim], |[b, k, h, d]| t.row(b, k + usize::from(k >= dropped), h)[d])
+    };
+    let options = ForwardProblem::builder(s.problem.dtype(), dims.with_seqlen_kv(dims.seqlen_kv - 1));
+    let problem = options.softmax_scale(s.problem.softmax_scale()).build().ok()?;
+    computed(&problem, s.q, &shorter(s.k), &shorter(s.v))
+}
+
+/// When the last 64 keys were added, the sums so far were divided by the factor of the block before.
+fn late_factor(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
+    let dims = s.problem.dims();
+    let group = s.problem.group_size();
+    let mut differs = false;
+    let mut o = s.o.clone();
+    for (batch, head, query) in places(s.problem.lse_shape()) {
+        let keep = |key: &usize| s.problem.mask().keep(query, *key, dims.seqlen_q, dims.seqlen_kv);
+        let keys: Vec<usize> = (0..dims.seqlen_kv).filter(keep).collect();
+        let q_row = s.q.row(batch, query, head);
+        let score = |&key: &usize| {
+            let products = q_row.iter().zip(s.k.row(batch, key, head / group)).map(|(q, k)| q * k);
+            f64::from(s.problem.softmax_scale()) * products.sum::<f64>()
+        };
+        let scores: Vec<f64> = keys.iter().map(score).collect();
+        let Some(last) = keys.len().checked_sub(64).filter(|&last| last > 64) else { continue };
+        let largest = |scores: &[f64]| scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        // The maximum grows in the last block but one, by this factor.
+        let factor = (largest(&scores[..last - 64]) - largest(&scores[..last])).exp();
+        let row_max = largest(&scores);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - row_max).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        differs |= factor < 0.8;
+        let o_row = o.row_mut(batch, query, head);
+        for (key, weight) in keys[..last].iter().zip(&weights) {
+            let values = s.v.row(batch, *key, head / group);
+            o_row.iter_mut().zip(values).for_each(|(o, v)| *o += weight / sum * v * (factor - 1.0));
+        }
+    }
+    differs.then(|| (o, s.lse.to_vec()))
+}
+
+/// All places `(batch, head, token)` of a shape `[batch, heads, tokens]`.
+pub(crate) fn places([batch, heads, tokens]: [usize; 3]) -> impl Iterator<Item = (usize, usize, usize)> {
+    (0..batch * heads * tokens).map(move |i| (i / tokens / heads, i / tokens % heads, i % tokens))
+}
+
+fn moved(lse: &[f64], term: f64) -> Vec<f64> {
+    lse.iter().map(|lse| lse + term).collect()
 }
 
 fn unwritten_row(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {

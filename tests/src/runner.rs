@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 
-use hopper_attention::reference::{Expected, Report, Tensor};
+use hopper_attention::reference::tolerance::Ratios;
+use hopper_attention::reference::{BackwardReport, Expected, Report, Tensor};
 use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Stream, TensorMut, TensorRef, Workspace};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -251,8 +252,8 @@ impl<T: Poison> Ready for Prepared<T> {
 /// What came of one run.
 #[derive(Clone, Debug)]
 pub struct Verdict {
-    /// The largest error as a fraction of its tolerance.
-    pub worst_ratio: f64,
+    /// For each kind of bound the largest error as a fraction of it.
+    pub ratios: Ratios,
     /// What is wrong, if anything is.
     pub wrong: Option<String>,
 }
@@ -260,13 +261,19 @@ pub struct Verdict {
 impl Verdict {
     /// A run that failed before it could be judged.
     pub fn failed(why: impl Into<String>) -> Self {
-        Self { worst_ratio: f64::INFINITY, wrong: Some(why.into()) }
+        Self { ratios: Ratios::default(), wrong: Some(why.into()) }
     }
 }
 
 impl From<&Report> for Verdict {
     fn from(report: &Report) -> Self {
-        Self { worst_ratio: report.worst_ratio(), wrong: (!report.passed()).then(|| report.to_string()) }
+        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
+    }
+}
+
+impl From<&BackwardReport> for Verdict {
+    fn from(report: &BackwardReport) -> Self {
+        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
     }
 }
 
@@ -284,10 +291,27 @@ struct Tally {
     row: String,
     cases: usize,
     failed: usize,
-    /// The largest error as a fraction of its tolerance, of the cases that passed.
-    worst_ratio: f64,
+    /// For each kind of bound the largest error as a fraction of it, of the cases that passed.
+    worst: [Worst; 4],
+}
+
+/// The largest error as a fraction of its bound.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Worst {
+    ratio: f64,
     /// The case that has it.
-    worst_case: String,
+    case: String,
+}
+
+/// The kinds of bounds, as a table names them.
+const KINDS: [&str; 4] = ["row", "tensor", "rms", "common"];
+
+impl Tally {
+    /// The largest error of all kinds.
+    fn worst(&self) -> (&'static str, &Worst) {
+        let worst = KINDS.into_iter().zip(&self.worst);
+        worst.max_by(|(_, a), (_, b)| a.ratio.total_cmp(&b.ratio)).expect("four kinds")
+    }
 }
 
 /// What is recorded of a run.
@@ -310,7 +334,7 @@ impl Runner {
     pub fn new<R: ToString>(rows: impl IntoIterator<Item = R>) -> Self {
         let rows = rows
             .into_iter()
-            .map(|row| Tally { row: row.to_string(), cases: 0, failed: 0, worst_ratio: 0.0, worst_case: String::new() })
+            .map(|row| Tally { row: row.to_string(), cases: 0, failed: 0, worst: Default::default() })
             .collect();
         Self { rows, failures: Vec::new(), failed: 0 }
     }
@@ -327,11 +351,14 @@ impl Runner {
                     self.failures.push(format!("{}: {dtype} {case}: {wrong}", tally.row));
                 }
             }
-            None if verdict.worst_ratio >= tally.worst_ratio => {
-                tally.worst_ratio = verdict.worst_ratio;
-                tally.worst_case = format!("{dtype} {case}");
+            None => {
+                let Ratios { row, tensor, rms, common, .. } = verdict.ratios;
+                for (worst, ratio) in tally.worst.iter_mut().zip([row, tensor, rms, common]) {
+                    if ratio >= worst.ratio {
+                        *worst = Worst { ratio, case: format!("{dtype} {case}") };
+                    }
+                }
             }
-            None => {}
         }
     }
 
@@ -350,8 +377,10 @@ impl Runner {
         for row in self.rows {
             sum.cases += row.cases;
             sum.failed += row.failed;
-            if row.worst_ratio >= sum.worst_ratio {
-                (sum.worst_ratio, sum.worst_case) = (row.worst_ratio, format!("{}: {}", row.row, row.worst_case));
+            for (sum, worst) in sum.worst.iter_mut().zip(row.worst) {
+                if worst.ratio >= sum.ratio {
+                    *sum = Worst { case: format!("{}: {}", row.row, worst.case), ..worst };
+                }
             }
         }
         other.failed += self.failed;
@@ -360,12 +389,18 @@ impl Runner {
 
     /// The table.
     pub fn table(&self) -> String {
-        let mut table = String::from("  cases  failed  worst/tolerance  row\n");
-        for Tally { row, cases, failed, worst_ratio, worst_case } in &self.rows {
+        let mut table = String::from("  cases  failed  error as a share of its bound: row, tensor, rms, common  row\n");
+        for tally in &self.rows {
             // Writing to a String cannot fail.
-            let _ = writeln!(table, "{cases:>7} {failed:>7} {worst_ratio:>16.3}  {row}");
-            if !worst_case.is_empty() {
-                let _ = writeln!(table, "{:>34}worst: {worst_case}", "");
+            let _ = write!(table, "{:>7} {:>7}", tally.cases, tally.failed);
+            tally.worst.iter().for_each(|worst| {
+                let _ = write!(table, " {:>7.3}", worst.ratio);
+            });
+            let _ = writeln!(table, "  {}", tally.row);
+            if let (kind, Worst { case, .. }) = tally.worst()
+                && !case.is_empty()
+            {
+                let _ = writeln!(table, "{:>34}worst ({kind}): {case}", "");
             }
         }
         let cases: usize = self.rows.iter().map(|row| row.cases).sum();

@@ -1,5 +1,6 @@
 //! The whole grid through the CPU backend, under the tolerance.
 
+use hopper_attention::reference::tolerance::Ratios;
 use hopper_attention::{DType, Mask, bf16, f16};
 use hopper_attention_tests::data::{Poison, Values};
 use hopper_attention_tests::layouts::Placement;
@@ -49,14 +50,19 @@ proptest! {
 /// A broken kernel must fail the suite: every mutation of a correct result is caught, in every kind of case.
 #[test]
 fn broken_results_are_caught() {
-    catch_on_cpu::<Prepared<bf16>>(masks::ALL.into_iter().flat_map(|mask| {
-        [
-            Case::new(131, 200, 64, mask).heads(2, 4, 2),
-            Case::new(300, 150, 128, mask),
-            Case { values: Values::Offset, ..Case::new(131, 200, 64, mask) },
-            Case::new(70, 1500, 64, mask),
-        ]
-    }));
+    let cases = || {
+        masks::ALL.into_iter().flat_map(|mask| {
+            [
+                Case::new(131, 200, 64, mask).heads(2, 4, 2),
+                Case::new(300, 150, 128, mask),
+                Case { values: Values::Offset, ..Case::new(131, 200, 64, mask) },
+                Case::new(70, 1500, 64, mask),
+            ]
+        })
+    };
+    catch_on_cpu::<Prepared<bf16>>(cases());
+    catch_on_cpu::<Prepared<f16>>(cases());
+    catch_on_cpu::<Prepared<f32>>(cases());
 }
 
 /// What watches the memory must itself be able to fail.
@@ -82,7 +88,7 @@ fn guards_see_every_stray_write() {
 #[should_panic(expected = "rows that took no case")]
 fn a_row_without_cases_fails() {
     let mut runner = Runner::new(["busy", "idle"]);
-    runner.take(0, &Case::new(1, 1, 8, Mask::Full), DType::BF16, Verdict { worst_ratio: 0.1, wrong: None });
+    runner.take(0, &Case::new(1, 1, 8, Mask::Full), DType::BF16, Verdict { ratios: Ratios::default(), wrong: None });
     runner.finish();
 }
 

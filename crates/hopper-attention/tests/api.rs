@@ -8,8 +8,8 @@ use std::ptr::null_mut;
 
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
-    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, GradientScale, Oracle, Plain, Report,
-    RowScale, Tensor, tolerance::Figures,
+    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, Noise, Oracle, Plain, Report, RowScale,
+    Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
 use proptest::prelude::*;
@@ -104,7 +104,7 @@ types! { OF_REFERENCE:
     BackwardReport is Data;
     Expected is Data;
     Figures is Data;
-    GradientScale is Data;
+    Noise is Data;
     Oracle is Data;
     Plain is Data;
     Report is Data;

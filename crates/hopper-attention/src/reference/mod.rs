@@ -38,7 +38,7 @@ pub(crate) mod sample;
 mod tensor;
 pub mod tolerance;
 
-pub use oracle::{BackwardOracle, GradientScale, Oracle, RowScale, backward, forward};
+pub use oracle::{BackwardOracle, Noise, Oracle, RowScale, backward, forward};
 pub use plain::{BackwardPlain, Plain, backward_plain, forward_plain};
 pub use tensor::Tensor;
 pub use tolerance::{BackwardExpected, BackwardReport, Expected, Report};

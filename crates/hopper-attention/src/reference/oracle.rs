@@ -2,12 +2,13 @@
 
 mod backward;
 
+use super::rounding::unit_roundoff;
 use super::{Tensor, check_inputs, each_row, gather};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 
-pub use backward::{BackwardOracle, GradientScale, backward};
+pub use backward::{BackwardOracle, Noise, backward};
 
 /// The exact results of a forward pass.
 #[derive(Clone, Debug)]
@@ -16,6 +17,14 @@ pub struct Oracle {
     pub o: Tensor,
     /// The log-sum-exp of each query, natural log, `[batch, heads_q, seqlen_q]`. -inf where every key is masked.
     pub lse: Vec<f64>,
+    /// The effect of rounding P on each element of the output: `sqrt(sum over keys of (p * v)^2)`, in the shape of `o`.
+    ///
+    /// If each p has an independent error with a relative standard deviation of 1, this is the standard deviation of the
+    /// output's error. For e4m3 operands it is the larger of two roots:
+    /// - the one above, without the largest weight of the row. That weight is rounded as a share of itself, so it is exact;
+    /// - `sqrt(sum over keys of (p * (v - o))^2)`. It holds where O is divided by the sum of the *rounded* P: an error that all
+    ///   p share then cancels.
+    pub weighted: Tensor,
     /// For each query the sizes of rounding errors, `[batch, heads_q, seqlen_q]`.
     pub scales: Vec<RowScale>,
 }
@@ -23,21 +32,20 @@ pub struct Oracle {
 /// The sizes of rounding errors in the results of one query (a row). The tolerance makes its floor of them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowScale {
-    /// The effect of rounding P on the output: `max over d of sqrt(sum over keys of (p * v[d])^2)`.
-    ///
-    /// If each p has an independent error with a relative standard deviation of 1, this is the standard deviation of the
-    /// output's error.
-    pub weighted: f64,
-    /// The same where O is divided by the sum of the *rounded* P: `max over d of sqrt(sum over keys of (p * (v[d] - o[d]))^2)`.
-    ///
-    /// An error that all p share then cancels. This is for e4m3 operands. It is 0 for other operands, where O is divided by
-    /// the exact sum.
-    pub centred: f64,
     /// The size of the terms of the scores: `softmax_scale * |q| * sum over keys of p * |k|`.
     ///
     /// It is an upper bound for the sum of the magnitudes that are added up for a score, averaged over keys by weight. A unit
     /// roundoff times this number is the size of a score's error.
     pub score: f64,
+    /// The effect of rounding P on the row along its own direction: as [`Oracle::weighted`], with `(v . o)` in place of `v` and
+    /// `((v - o) . o)` in place of `v - o`.
+    pub along: f64,
+    /// The share of the weights that have the same rounding error, from 0 to 1.
+    ///
+    /// Weights that differ by less than a unit roundoff are rounded alike. Then their errors do not average out over the
+    /// keys, nor over rows. The largest weight of a row is not rounded. The share is
+    /// `(1 - largest p) * min(1, u / (4 * standard deviation of the scores))`, with the scores weighted by p.
+    pub alike: f64,
     /// The largest score of the row.
     pub row_max: f64,
     /// The number of keys that the mask keeps.
@@ -46,6 +54,7 @@ pub struct RowScale {
 
 struct Row {
     o: Vec<f64>,
+    weighted: Vec<f64>,
     lse: f64,
     scale: RowScale,
 }
@@ -64,8 +73,9 @@ pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> 
     check_inputs(problem, q, k, v)?;
     let rows = each_row(problem.lse_shape(), |[batch, head, query]| row(problem, q, k, v, batch, head, query));
     let o = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.o));
+    let weighted = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.weighted));
     let (lse, scales) = rows.into_iter().map(|row| (row.lse, row.scale)).unzip();
-    Ok(Oracle { o, lse, scales })
+    Ok(Oracle { o, lse, weighted, scales })
 }
 
 fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usize, head: usize, query: usize) -> Row {
@@ -82,40 +92,76 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
     // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
     let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
-        return Row { o, lse: f64::NEG_INFINITY, scale: RowScale::default() };
+        return Row { weighted: o.clone(), o, lse: f64::NEG_INFINITY, scale: RowScale::default() };
     }
     let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
     let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
     let row_sum: f64 = weights.iter().sum();
 
-    let mut squares = vec![0.0; dims.head_dim_vo];
     let mut key_norm = 0.0;
     for (&key, weight) in keys.iter().zip(&weights) {
         let (p, v_row, k_row) = (weight / row_sum, v.row(batch, key, head_kv), k.row(batch, key, head_kv));
-        for ((o, square), &v) in o.iter_mut().zip(&mut squares).zip(v_row) {
-            let term = p * v;
-            *o += term;
-            *square += term * term;
+        o.iter_mut().zip(v_row).for_each(|(o, v)| *o += p * v);
+        // A key of weight 0 may be infinite.
+        if p != 0.0 {
+            key_norm += p * dot(k_row, k_row).sqrt();
         }
-        key_norm += p * dot(k_row, k_row).sqrt();
     }
-    let mut centred = vec![0.0; dims.head_dim_vo];
-    if problem.dtype() == DType::E4M3 {
-        for (&key, weight) in keys.iter().zip(&weights) {
-            for ((square, &o), &v) in centred.iter_mut().zip(&o).zip(v.row(batch, key, head_kv)) {
-                *square += (weight / row_sum * (v - o)).powi(2);
+
+    let mut noise = WeightNoise::new(dims.head_dim_vo);
+    let mut centred = WeightNoise::new(dims.head_dim_vo);
+    let o_squares = dot(&o, &o);
+    for (&key, weight) in keys.iter().zip(&weights) {
+        let (p, v_row) = (weight / row_sum, v.row(batch, key, head_kv));
+        let along = dot(v_row, &o);
+        if problem.dtype() == DType::E4M3 {
+            centred.add(p, v_row.iter().zip(&o).map(|(v, o)| v - o), along - o_squares);
+            // Rounding does not change the largest weight, if it is rounded as a share of itself.
+            if *weight == 1.0 {
+                continue;
             }
         }
+        noise.add(p, v_row.iter().copied(), along);
     }
-    let largest_root = |squares: &[f64]| squares.iter().copied().fold(0.0, f64::max).sqrt();
+    let weighted = noise.squares.iter().zip(&centred.squares).map(|(a, b)| a.max(*b).sqrt()).collect();
     let scale = RowScale {
-        weighted: largest_root(&squares),
-        centred: largest_root(&centred),
         score: softmax_scale * dot(q_row, q_row).sqrt() * key_norm,
+        along: noise.along.max(centred.along).sqrt(),
+        alike: alike(unit_roundoff(problem.dtype()), &scores, &weights),
         row_max,
         keys: keys.len(),
     };
-    Row { o, lse: shift + row_sum.ln(), scale }
+    Row { o, weighted, lse: shift + row_sum.ln(), scale }
+}
+
+/// The variance of a row's errors, if each weight has an independent error with a relative standard deviation of 1.
+struct WeightNoise {
+    squares: Vec<f64>,
+    /// Of the sum of the errors times the row.
+    along: f64,
+}
+
+impl WeightNoise {
+    fn new(dim: usize) -> Self {
+        Self { squares: vec![0.0; dim], along: 0.0 }
+    }
+
+    fn add(&mut self, p: f64, values: impl Iterator<Item = f64>, along: f64) {
+        self.squares.iter_mut().zip(values).for_each(|(square, v)| *square += (p * v).powi(2));
+        self.along += (p * along).powi(2);
+    }
+}
+
+/// The share of weights that have the same rounding error ([`RowScale::alike`]). `weights` are relative to the largest.
+fn alike(unit_roundoff: f64, scores: &[f64], weights: &[f64]) -> f64 {
+    let sum: f64 = weights.iter().sum();
+    let mean = |value: &dyn Fn(f64) -> f64| {
+        let terms = scores.iter().zip(weights).filter(|(_, weight)| **weight > 0.0);
+        terms.map(|(score, weight)| value(*score) * weight).sum::<f64>() / sum
+    };
+    let middle = mean(&|score| score);
+    let spread = mean(&|score| (score - middle).powi(2)).sqrt();
+    (1.0 - 1.0 / sum) * (unit_roundoff / (4.0 * spread)).min(1.0)
 }
 
 /// A dot product in eight partial sums, so that the compiler may use vectors.

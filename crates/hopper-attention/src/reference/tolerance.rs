@@ -100,6 +100,8 @@
 //!   gradient in which no pair has a part.
 
 mod backward;
+mod figures;
+mod tally;
 
 use std::fmt;
 
@@ -111,6 +113,9 @@ use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 
 pub use backward::{BackwardExpected, BackwardReport};
+pub use figures::{Bound, Figures, Group, Ratios};
+
+use tally::{Row, Tally};
 
 /// How many times the plain computation's error is allowed.
 const TIMES_PLAIN: f64 = 2.0;
@@ -122,6 +127,18 @@ const GRADIENT_ULPS: f64 = 1.0;
 const LSE_ULPS: f64 = 4.0;
 /// The factor of the floor, in place of the 0.42 of the noise (see above).
 const FLOOR: f64 = 1.5;
+/// The standard deviation of rounding a number, in unit roundoffs of it (see above).
+const ROUNDING: f64 = 0.42;
+/// How many times the plain computation's root mean square is allowed.
+const TIMES_RMS: f64 = 1.6;
+/// How many standard deviations a sum over a group may be off by chance.
+const DEVIATIONS: f64 = 5.0;
+/// The share of the unit roundoff by which all elements may be off together.
+const COMMON: f64 = 0.0625;
+/// The standard deviation of the LSE, as a share of the `max` in its tolerance and of an ulp.
+const LSE_DEVIATION: f64 = 0.5;
+/// The number of neighbouring tokens that are judged as a group.
+const BLOCK: usize = 64;
 /// The unit roundoff `s` of a sum of e4m3 products.
 ///
 /// Hopper's tensor cores add 32 products at a time. Each product is cut off (not rounded) at about 2^-13 of the largest
@@ -215,48 +232,61 @@ impl Expected {
     }
 
     fn check_o(&self, got: &Tensor) -> Figures {
-        let mut tally = Tally::default();
+        let mut tally = Tally::new(got.shape(), Some(COMMON * self.unit_roundoff.max(self.output_roundoff)));
         for (row, scale) in self.oracle.scales.iter().enumerate() {
             let [batch, head, query] = place(self.shape, row);
-            let exact = self.oracle.o.row(batch, query, head);
-            let magnitude = largest(exact.iter().copied());
-            let floor = FLOOR
-                * ((self.unit_roundoff + SCORE_ROUNDOFFS * self.sum_roundoff * scale.score)
-                    * scale.weighted.max(scale.centred)
-                    + U32 * (scale.keys as f64).sqrt() * scale.weighted.max(magnitude));
-            tally.row(
-                Row {
-                    got: got.row(batch, query, head),
-                    exact,
-                    plain: self.plain.o.row(batch, query, head),
-                    floor,
-                    ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
-                },
-                |dim| vec![batch, query, head, dim],
-            );
+            let (exact, weighted) =
+                (self.oracle.o.row(batch, query, head), self.oracle.weighted.row(batch, query, head));
+            let (magnitude, weighted_max) = (largest(exact), largest(weighted));
+            let of_scores = SCORE_ROUNDOFFS * self.sum_roundoff * scale.score;
+            let of_sums = U32 * (scale.keys as f64).sqrt();
+            let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
+            let deviation = |of_p: f64, exact: f64| {
+                let rounding = (self.unit_roundoff * of_p).hypot(self.output_roundoff * exact);
+                ROUNDING * (rounding.hypot(self.output_least) + of_scores * of_p) + of_sums * of_p.max(exact.abs())
+            };
+            tally.row(&Row {
+                at: [batch, query, head],
+                got: got.row(batch, query, head),
+                exact,
+                plain: self.plain.o.row(batch, query, head),
+                deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
+                along: deviation(scale.along, squares_norm(exact)),
+                alike: alike(self.unit_roundoff * scale.alike, scale.keys, exact, weighted),
+                floor: FLOOR * floor,
+                ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
+            });
         }
         tally.figures()
     }
 
     fn check_lse(&self, got: &[f64]) -> Figures {
-        let mut tally = Tally::default();
+        let [batch, heads, queries] = self.shape;
+        let mut tally = Tally::new([batch, queries, heads, 1], None);
         for (row, scale) in self.oracle.scales.iter().enumerate() {
             let [batch, head, query] = place(self.shape, row);
             let exact = self.oracle.lse[row];
             // A query without keys has LSE -inf. It must match exactly, and must not widen the bound on the tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
-            tally.row(
-                Row {
-                    got: &got[row..=row],
-                    exact: &self.oracle.lse[row..=row],
-                    plain: &self.plain.lse[row..=row],
-                    floor: (SCORE_ROUNDOFFS * self.sum_roundoff * scale.score).max(self.lse_least),
-                    ulps: LSE_ULPS * 2.0 * U32 * magnitude.max(1.0),
-                },
-                |_| vec![batch, head, query],
-            );
+            let floor = (SCORE_ROUNDOFFS * self.sum_roundoff * scale.score).max(self.lse_least);
+            let ulp = 2.0 * U32 * magnitude.max(1.0);
+            tally.row(&Row {
+                at: [batch, query, head],
+                got: &got[row..=row],
+                exact: &self.oracle.lse[row..=row],
+                plain: &self.plain.lse[row..=row],
+                deviation: vec![LSE_DEVIATION * (floor + ulp)],
+                along: 0.0,
+                alike: vec![0.0],
+                floor,
+                ulps: LSE_ULPS * ulp,
+            });
         }
-        tally.figures()
+        let mut figures = tally.figures();
+        if let [batch, query, head, _] = figures.worst_at[..] {
+            figures.worst_at = vec![batch, head, query];
+        }
+        figures
     }
 }
 
@@ -279,6 +309,11 @@ impl Report {
     pub fn worst_ratio(&self) -> f64 {
         self.lse.as_ref().map_or(0.0, |lse| lse.worst_ratio).max(self.o.worst_ratio)
     }
+
+    /// The same for each kind of bound.
+    pub fn ratios(&self) -> Ratios {
+        self.lse.as_ref().map_or(self.o.ratios, |lse| self.o.ratios.max(lse.ratios))
+    }
 }
 
 impl fmt::Display for Report {
@@ -291,133 +326,26 @@ impl fmt::Display for Report {
     }
 }
 
-/// How one tensor compares with the tolerance.
-#[derive(Clone, Debug, Default)]
-pub struct Figures {
-    /// The largest error as a fraction of its tolerance. At most 1 within the tolerance. Infinite where a NaN or infinity does
-    /// not match.
-    pub worst_ratio: f64,
-    /// The index of that error: `[batch, token, head, dim]` for an output or a gradient, `[batch, head, query]` for an LSE.
-    /// Empty if the tensor is empty or has no error.
-    pub worst_at: Vec<usize>,
-    /// The value that was found there.
-    pub worst_got: f64,
-    /// The exact value there.
-    pub worst_exact: f64,
-    /// Whether `worst_ratio` is for the bound on the whole tensor. If not, it is for the bound on a row.
-    pub worst_on_tensor: bool,
-    /// The largest error.
-    pub max: f64,
-    /// The largest error of the plain computation.
-    pub plain_max: f64,
-    /// The root mean square of the errors.
-    pub rms: f64,
-    /// The root mean square of the plain computation's errors.
-    pub plain_rms: f64,
+/// The norm of the squares. If each element has an independent relative error with a standard deviation of 1, this is the
+/// standard deviation of the sum of the errors times the elements.
+fn squares_norm(row: &[f64]) -> f64 {
+    row.iter().map(|x| x.powi(4)).sum::<f64>().sqrt()
 }
 
-impl fmt::Display for Figures {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { worst_ratio, worst_at, worst_got, worst_exact, max, plain_max, rms, plain_rms, .. } = self;
-        write!(f, "error {worst_ratio:.3} of tolerance")?;
-        if !worst_at.is_empty() {
-            let whole = if self.worst_on_tensor { "the tensor" } else { "its row" };
-            write!(f, " (over {whole}) at {worst_at:?}: got {worst_got:e}, exact {worst_exact:e}")?;
-        }
-        write!(f, "; max {max:.2e} (plain {plain_max:.2e}), rms {rms:.2e} (plain {plain_rms:.2e})")
-    }
-}
-
-/// One row to be judged.
-struct Row<'a> {
-    got: &'a [f64],
-    exact: &'a [f64],
-    plain: &'a [f64],
-    floor: f64,
-    ulps: f64,
-}
-
-/// The figures of a tensor while its rows are judged one after another.
-#[derive(Default)]
-struct Tally {
-    figures: Figures,
-    /// The largest floor of a row.
-    floor_max: f64,
-    /// The largest allowance of a row in ulps.
-    ulps_max: f64,
-    /// The index of the largest error, the value that was found there, and the exact value.
-    max_at: (Vec<usize>, f64, f64),
-    /// Sum of the squared errors.
-    squares: f64,
-    /// Sum of the plain computation's squared errors.
-    plain_squares: f64,
-    /// Number of finite elements.
-    finite: usize,
-}
-
-impl Tally {
-    fn row(&mut self, row: Row<'_>, place: impl Fn(usize) -> Vec<usize>) {
-        let (mut worst, mut worst_dim, mut plain_worst) = (0.0_f64, None, 0.0_f64);
-        for (dim, ((&got, &exact), &plain)) in row.got.iter().zip(row.exact).zip(row.plain).enumerate() {
-            if !exact.is_finite() || !got.is_finite() {
-                if !(got == exact || got.is_nan() && exact.is_nan()) {
-                    self.worst(f64::INFINITY, || place(dim), got, exact);
-                }
-                continue;
-            }
-            let (error, plain_error) = ((got - exact).abs(), (plain - exact).abs());
-            if error > worst {
-                (worst, worst_dim) = (error, Some(dim));
-            }
-            self.squares += error * error;
-            self.finite += 1;
-            // If the plain computation overflowed, its error does not widen the tolerance.
-            if plain_error.is_finite() {
-                plain_worst = plain_worst.max(plain_error);
-                self.plain_squares += plain_error * plain_error;
-            }
-        }
-        // NaN inputs give a NaN floor. `f64::max` ignores the NaN.
-        let floor = row.floor.max(0.0);
-        let ulps = row.ulps.max(0.0);
-        if let Some(dim) = worst_dim {
-            let ratio = worst / (TIMES_PLAIN * plain_worst.max(floor) + ulps);
-            self.worst(ratio, || place(dim), row.got[dim], row.exact[dim]);
-            if worst > self.figures.max {
-                self.figures.max = worst;
-                self.max_at = (place(dim), row.got[dim], row.exact[dim]);
-            }
-        }
-        self.figures.plain_max = self.figures.plain_max.max(plain_worst);
-        self.floor_max = self.floor_max.max(floor);
-        self.ulps_max = self.ulps_max.max(ulps);
-    }
-
-    fn worst(&mut self, ratio: f64, place: impl Fn() -> Vec<usize>, got: f64, exact: f64) {
-        if ratio > self.figures.worst_ratio {
-            self.figures.worst_ratio = ratio;
-            self.figures.worst_at = place();
-            (self.figures.worst_got, self.figures.worst_exact) = (got, exact);
-        }
-    }
-
-    fn figures(mut self) -> Figures {
-        let tolerance = TIMES_PLAIN * self.figures.plain_max.max(self.floor_max) + self.ulps_max;
-        if self.figures.max > 0.0 && self.figures.max / tolerance > self.figures.worst_ratio {
-            let (at, got, exact) = std::mem::take(&mut self.max_at);
-            self.figures.worst_on_tensor = true;
-            self.worst(self.figures.max / tolerance, || at.clone(), got, exact);
-        }
-        let mean = |squares: f64| if self.finite == 0 { 0.0 } else { (squares / self.finite as f64).sqrt() };
-        self.figures.rms = mean(self.squares);
-        self.figures.plain_rms = mean(self.plain_squares);
-        self.figures
-    }
+/// The part of the errors of a row that does not average out over elements.
+///
+/// - `same` is the relative error of factors that are rounded alike. It goes with the element where all factors share it. It
+///   goes with the root of the squared terms where each term has its own, the same one in all rows.
+/// - A sum in f32 of so many terms may be cut off after each term, as tensor cores do. That is half an ulp a term.
+fn alike(same: f64, terms: usize, exact: &[f64], weighted: &[f64]) -> Vec<f64> {
+    let cut_off = U32 * terms as f64;
+    let alike = |(exact, weighted): (&f64, &f64)| same * (exact.abs() + weighted) + cut_off * exact.abs();
+    exact.iter().zip(weighted).map(alike).collect()
 }
 
 /// The largest finite magnitude.
-fn largest(values: impl Iterator<Item = f64>) -> f64 {
-    values.map(f64::abs).filter(|x| x.is_finite()).fold(0.0, f64::max)
+fn largest(values: &[f64]) -> f64 {
+    values.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f64::max)
 }
 
 #[cfg(test)]

@@ -2,12 +2,11 @@
 
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::{Tensor, check_backward_inputs, each_row, gather};
-use super::dot;
+use super::{alike, dot};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
-/// The exact gradients, and for each of their rows the sizes of rounding errors. Rows are in the order of
-/// `[batch, head, token]`.
+/// The exact gradients, and the sizes of their rounding errors.
 #[derive(Clone, Debug)]
 pub struct BackwardOracle {
     /// The gradient of Q, `[batch, seqlen_q, heads_q, head_dim_qk]`.
@@ -16,26 +15,31 @@ pub struct BackwardOracle {
     pub d_k: Tensor,
     /// The gradient of V, `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub d_v: Tensor,
-    /// The sizes of rounding errors in the rows of dQ.
-    pub d_q_scales: Vec<GradientScale>,
-    /// The sizes of rounding errors in the rows of dK.
-    pub d_k_scales: Vec<GradientScale>,
-    /// The sizes of rounding errors in the rows of dV.
-    pub d_v_scales: Vec<GradientScale>,
+    /// The rounding errors of dQ.
+    pub d_q_noise: Noise,
+    /// The rounding errors of dK.
+    pub d_k_noise: Noise,
+    /// The rounding errors of dV.
+    pub d_v_noise: Noise,
 }
 
-/// The sizes of rounding errors in a row of a gradient. The tolerance makes its floor of them.
+/// The sizes of rounding errors in a gradient. The tolerance makes its bounds of them.
 ///
 /// [`tolerance`](crate::reference::tolerance) has the formulas.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct GradientScale {
-    /// The effect of rounding P, dS, delta and the f32 sums behind them: the standard deviation of an element, if each
-    /// rounding has a standard deviation of one unit roundoff. The largest over the row.
-    pub noise: f64,
-    /// The root of the sum of the squared terms of an element. The largest over the row.
-    pub weighted: f64,
-    /// The number of pairs of a query and a key that have a part in the row.
-    pub terms: usize,
+#[derive(Clone, Debug)]
+pub struct Noise {
+    /// The effect of rounding P, dS, delta and the f32 sums behind them: the standard deviation of each element, if each
+    /// rounding has a standard deviation of one unit roundoff. In the gradient's shape.
+    pub deviation: Tensor,
+    /// The root of the sum of the squared terms of each element, in the gradient's shape.
+    pub weighted: Tensor,
+    /// For each row the share of the rounded factors that have the same rounding error, as
+    /// [`RowScale::alike`](super::RowScale::alike). For dV these are the probabilities. For dQ and dK they are dS, which
+    /// differ, so the share is 0. Rows are in the order of `[batch, head, token]`.
+    pub alike: Vec<f64>,
+    /// For each row the number of pairs of a query and a key that have a part in it. Rows are in the order of
+    /// `[batch, head, token]`.
+    pub terms: Vec<usize>,
 }
 
 /// Computes the gradients in f64. O and the LSE are computed anew.
@@ -64,19 +68,26 @@ pub fn backward(
     let shape = problem.d_lse_shape();
     let (rows, queries): (Vec<Row>, Vec<_>) =
         each_row(shape, |[batch, head, query]| exact.query(batch, head, query)).into_iter().unzip();
-    let (d_q, d_q_scales) = with_scales(problem.d_q_shape(), &queries);
+    let (d_q, d_q_noise) = with_noise(problem.d_q_shape(), &queries);
 
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
     let (keys, values): (Vec<_>, Vec<_>) =
         each_row(shape, |[batch, head, key]| exact.key(&rows, batch, head, key)).into_iter().unzip();
-    let (d_k, d_k_scales) = with_scales(problem.d_k_shape(), &keys);
-    let (d_v, d_v_scales) = with_scales(problem.d_v_shape(), &values);
-    Ok(BackwardOracle { d_q, d_k, d_v, d_q_scales, d_k_scales, d_v_scales })
+    let (d_k, d_k_noise) = with_noise(problem.d_k_shape(), &keys);
+    let (d_v, d_v_noise) = with_noise(problem.d_v_shape(), &values);
+    Ok(BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise })
 }
 
-/// The tensor that these rows make, and the scales of the rows.
-fn with_scales(shape: [usize; 4], rows: &[Sum]) -> (Tensor, Vec<GradientScale>) {
-    (gather(shape, rows, |row, out| out.copy_from_slice(&row.values)), rows.iter().map(Sum::scale).collect())
+/// The tensor that these rows make, and its noise.
+fn with_noise(shape: [usize; 4], rows: &[Sum]) -> (Tensor, Noise) {
+    let roots = |squares: &[f64], out: &mut [f64]| out.iter_mut().zip(squares).for_each(|(out, x)| *out = x.sqrt());
+    let noise = Noise {
+        deviation: gather(shape, rows, |row, out| roots(&row.noise_squares, out)),
+        weighted: gather(shape, rows, |row, out| roots(&row.squares, out)),
+        alike: rows.iter().map(|row| row.alike).collect(),
+        terms: rows.iter().map(|row| row.terms).collect(),
+    };
+    (gather(shape, rows, |row, out| out.copy_from_slice(&row.values)), noise)
 }
 
 struct Exact<'a> {
@@ -102,6 +113,8 @@ struct Row {
     delta_noise: f64,
     q_norm: f64,
     d_o_norm: f64,
+    /// The share of the probabilities that have the same rounding error.
+    alike: f64,
 }
 
 /// One query and one key that the query keeps. The noise is `n(p)` and `n(dS)` in the tolerance.
@@ -119,7 +132,7 @@ impl Exact<'_> {
         let head_kv = head / self.problem.forward().group_size();
         let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
         let (q_norm, d_o_norm) = (norm(q_row), norm(d_o_row));
-        let mut row = Row { lse: f64::NEG_INFINITY, delta: 0.0, delta_noise: 0.0, q_norm, d_o_norm };
+        let mut row = Row { lse: f64::NEG_INFINITY, delta: 0.0, delta_noise: 0.0, q_norm, d_o_norm, alike: 0.0 };
         let mut sum = Sum::new(dims.head_dim_qk);
 
         let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| self.keep(query, key)).collect();
@@ -130,7 +143,9 @@ impl Exact<'_> {
             return (row, sum);
         }
         let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
-        row.lse = shift + scores.iter().map(|score| (score - shift).exp()).sum::<f64>().ln();
+        let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
+        row.lse = shift + weights.iter().sum::<f64>().ln();
+        row.alike = alike(unit_roundoff(self.problem.dtype()), &scores, &weights);
 
         let d_p: Vec<f64> = keys.iter().map(|&key| dot(d_o_row, self.v.row(batch, key, head_kv))).collect();
         let mut o = Sum::new(dims.head_dim_vo);
@@ -184,6 +199,7 @@ impl Exact<'_> {
                 d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
                 d_v.add(pair.p, d_o_row);
                 d_v.add_noise(pair.p_noise, d_o_row);
+                d_v.alike = d_v.alike.max(row.alike);
             }
         }
         (d_k, d_v)
@@ -238,12 +254,13 @@ struct Sum {
     values: Vec<f64>,
     squares: Vec<f64>,
     noise_squares: Vec<f64>,
+    alike: f64,
     terms: usize,
 }
 
 impl Sum {
     fn new(dim: usize) -> Self {
-        Self { values: vec![0.0; dim], squares: vec![0.0; dim], noise_squares: vec![0.0; dim], terms: 0 }
+        Self { values: vec![0.0; dim], squares: vec![0.0; dim], noise_squares: vec![0.0; dim], alike: 0.0, terms: 0 }
     }
 
     fn add(&mut self, weight: f64, vector: &[f64]) {
@@ -257,11 +274,6 @@ impl Sum {
 
     fn add_noise(&mut self, noise: f64, vector: &[f64]) {
         self.noise_squares.iter_mut().zip(vector).for_each(|(square, x)| *square += (noise * x) * (noise * x));
-    }
-
-    fn scale(&self) -> GradientScale {
-        let root = |squares: &[f64]| squares.iter().copied().fold(0.0, f64::max).sqrt();
-        GradientScale { noise: root(&self.noise_squares), weighted: root(&self.squares), terms: self.terms }
     }
 }
 

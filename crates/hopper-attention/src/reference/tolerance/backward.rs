@@ -3,10 +3,8 @@
 use std::fmt;
 
 use super::super::rounding::{U32, half_subnormal, unit_roundoff};
-use super::super::{
-    BackwardOracle, BackwardPlain, GradientScale, Tensor, backward, backward_plain, place, shape_error,
-};
-use super::{FLOOR, Figures, GRADIENT_ULPS, Row, Tally, largest};
+use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, backward, backward_plain, place, shape_error};
+use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, ROUNDING, Ratios, Row, Tally, alike, largest, squares_norm};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
@@ -56,9 +54,9 @@ impl BackwardExpected {
     pub fn check(&self, d_q: &Tensor, d_k: &Tensor, d_v: &Tensor) -> Result<BackwardReport> {
         let Self { oracle, plain, .. } = self;
         Ok(BackwardReport {
-            d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_scales)?,
-            d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_scales)?,
-            d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_scales)?,
+            d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_noise)?,
+            d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_noise)?,
+            d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_noise)?,
         })
     }
 
@@ -68,30 +66,38 @@ impl BackwardExpected {
         got: &Tensor,
         exact: &Tensor,
         plain: &Tensor,
-        scales: &[GradientScale],
+        noise: &Noise,
     ) -> Result<Figures> {
         if got.shape() != exact.shape() {
             return Err(shape_error(name, got.shape(), exact.shape()));
         }
         let [batch, seqlen, heads, _] = exact.shape();
-        let mut tally = Tally::default();
-        for (i, scale) in scales.iter().enumerate() {
+        let (roundoff, least) = (unit_roundoff(self.dtype), half_subnormal(self.dtype));
+        let mut tally = Tally::new(exact.shape(), Some(COMMON * roundoff));
+        for (i, (&terms, &same)) in noise.terms.iter().zip(&noise.alike).enumerate() {
             let [batch, head, token] = place([batch, heads, seqlen], i);
-            let exact = exact.row(batch, token, head);
-            let magnitude = largest(exact.iter().copied());
-            let accumulated = U32 * (scale.terms as f64).sqrt() * scale.weighted.max(magnitude);
-            // A row without pairs must be exactly 0, so it is allowed no ulp. Among subnormal numbers an ulp has a fixed size.
-            let ulp = (2.0 * unit_roundoff(self.dtype) * magnitude).max(2.0 * half_subnormal(self.dtype));
-            tally.row(
-                Row {
-                    got: got.row(batch, token, head),
-                    exact,
-                    plain: plain.row(batch, token, head),
-                    floor: FLOOR * (scale.noise + accumulated),
-                    ulps: if scale.terms == 0 { 0.0 } else { GRADIENT_ULPS * ulp },
-                },
-                |dim| vec![batch, token, head, dim],
-            );
+            let [exact, noise, weighted] =
+                [exact, &noise.deviation, &noise.weighted].map(|tensor| tensor.row(batch, token, head));
+            let magnitude = largest(exact);
+            let of_sums = U32 * (terms as f64).sqrt();
+            // A row without pairs must be exactly 0, so it is allowed nothing. Among subnormal numbers an ulp has a fixed size.
+            let least = if terms == 0 { 0.0 } else { least };
+            let of_terms = |(noise, weighted): (&f64, &f64)| ROUNDING * noise.hypot(least) + of_sums * weighted;
+            let of_terms: Vec<f64> = noise.iter().zip(weighted).map(of_terms).collect();
+            let rounding = ROUNDING * roundoff;
+            // As if what is summed had the same error in all elements.
+            let along: f64 = of_terms.iter().zip(exact).map(|(noise, exact)| noise * exact.abs()).sum();
+            tally.row(&Row {
+                at: [batch, token, head],
+                got: got.row(batch, token, head),
+                exact,
+                plain: plain.row(batch, token, head),
+                deviation: of_terms.iter().zip(exact).map(|(noise, exact)| noise.hypot(rounding * exact)).collect(),
+                along: along.hypot(rounding * squares_norm(exact)),
+                alike: alike(roundoff * same, terms, exact, weighted),
+                floor: FLOOR * (largest(noise) + of_sums * largest(weighted).max(magnitude)),
+                ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
+            });
         }
         Ok(tally.figures())
     }
@@ -117,6 +123,11 @@ impl BackwardReport {
     /// The largest error as a fraction of its tolerance, over the three gradients. At most 1 within the tolerance.
     pub fn worst_ratio(&self) -> f64 {
         self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio)
+    }
+
+    /// The same for each kind of bound.
+    pub fn ratios(&self) -> Ratios {
+        self.d_q.ratios.max(self.d_k.ratios).max(self.d_v.ratios)
     }
 }
 
