@@ -5,6 +5,8 @@ pub mod mutations;
 use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, forward_plain};
 use hopper_attention::{BackwardArgs, BackwardProblem, DType, Device, Stream, TensorMut, TensorRef, Workspace};
 
+use rayon::prelude::*;
+
 use crate::data::{Image, Input, Poison};
 use crate::problems::Case;
 use crate::runner::{Ready, Verdict};
@@ -183,7 +185,7 @@ impl<T: Poison> Ready for Prepared<T> {
         (&self.judge(outputs)).into()
     }
 
-    fn each_broken(&self, outputs: &Outputs<T>, see: &mut dyn FnMut(&'static str, Option<BackwardPlain>)) {
+    fn mutated(&self, outputs: &Outputs<T>) -> Vec<(&'static str, Option<Option<String>>)> {
         let d_lse = self.d_lse.as_ref().map(Image::values);
         let subject = Subject {
             problem: &self.problem,
@@ -195,7 +197,8 @@ impl<T: Poison> Ready for Prepared<T> {
             honest: &outputs.tensors(),
             noise: self.noise(),
         };
-        mutations::ALL.iter().for_each(|mutation| see(mutation.name, (mutation.apply)(subject)));
+        let judged = |broken: Option<_>| broken.map(|broken| self.passes(&broken));
+        mutations::ALL.par_iter().map(|mutation| (mutation.name, judged((mutation.apply)(subject)))).collect()
     }
 
     fn passes(&self, BackwardPlain { d_q, d_k, d_v }: &BackwardPlain) -> Option<String> {

@@ -15,9 +15,9 @@ use crate::problems::{Case, Grid};
 use crate::say;
 
 /// A case of a pass, prepared for one element type: what forwards and backwards have in common.
-pub trait Ready: Clone + Send + Sized {
+pub trait Ready: Clone + Send + Sync + Sized {
     /// What a run writes.
-    type Outputs;
+    type Outputs: Send + Sync;
     /// A result in f64, with something wrong about it.
     type Broken;
 
@@ -48,8 +48,9 @@ pub trait Ready: Clone + Send + Sized {
     /// Holds outputs whose guard bands were found intact against the tolerance.
     fn verdict(&self, outputs: &Self::Outputs) -> Verdict;
 
-    /// Shows each mutation's name and what it makes of a correct result; none where it cannot be distinguished from one.
-    fn each_broken(&self, outputs: &Self::Outputs, see: &mut dyn FnMut(&'static str, Option<Self::Broken>));
+    /// Each mutation's name and the report on what it makes of a correct result if that passes all the same. No report where the
+    /// result cannot be distinguished from a correct one.
+    fn mutated(&self, outputs: &Self::Outputs) -> Vec<(&'static str, Option<Option<String>>)>;
 
     /// The report on a broken result that passes all the same.
     fn passes(&self, broken: &Self::Broken) -> Option<String>;
@@ -84,14 +85,13 @@ pub trait Ready: Clone + Send + Sized {
         let case = self.case();
         let wrong = self.verdict(outputs).wrong;
         assert!(wrong.is_none(), "{place}, {case}: {}", wrong.unwrap_or_default());
-        self.each_broken(outputs, &mut |name, broken| {
+        for (name, passes) in self.mutated(outputs) {
             let applied = applied.entry(name).or_default();
-            if let Some(broken) = broken {
-                let passes = self.passes(&broken);
+            if let Some(passes) = passes {
                 assert!(passes.is_none(), "{place}: not caught: {name}, {case}: {}", passes.unwrap_or_default());
                 *applied += 1;
             }
-        });
+        }
     }
 }
 
@@ -236,11 +236,12 @@ impl<T: Poison> Ready for Prepared<T> {
         (&self.judge(outputs)).into()
     }
 
-    fn each_broken(&self, outputs: &Outputs<T>, see: &mut dyn FnMut(&'static str, Option<Self::Broken>)) {
+    fn mutated(&self, outputs: &Outputs<T>) -> Vec<(&'static str, Option<Option<String>>)> {
         let [q, k, v] = self.tensors();
         let (o, lse) = (outputs.o.tensor(), outputs.lse.as_ref().map(Image::values).expect("a case with an LSE"));
         let subject = Subject { problem: &self.problem, q: &q, k: &k, v: &v, o: &o, lse: &lse };
-        mutations::ALL.iter().for_each(|mutation| see(mutation.name, (mutation.apply)(subject)));
+        let judged = |broken: Option<_>| broken.map(|broken| self.passes(&broken));
+        mutations::ALL.par_iter().map(|mutation| (mutation.name, judged((mutation.apply)(subject)))).collect()
     }
 
     fn passes(&self, (o, lse): &Self::Broken) -> Option<String> {

@@ -12,6 +12,7 @@ use hopper_attention::{
     BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, Float, ForwardArgs, ForwardPlan,
     KernelInfo, Layout, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
 };
+use rayon::prelude::*;
 
 use crate::c::{Memory, tensor};
 use crate::data::{GUARD, Image, Poison};
@@ -113,9 +114,14 @@ pub fn take_rows<P: Ready, M>(
     for cases in cases.chunks(64) {
         for prepared in P::all(cases) {
             let mut memory = upload(&prepared);
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == P::DTYPE) {
-                let Some(ran) = run(row, &prepared, &mut memory) else { continue };
-                let verdict = ran.map_or_else(Verdict::failed, |outputs| prepared.verdict(&outputs));
+            let of_type = rows.iter().enumerate().filter(|(_, row)| row.dtype() == P::DTYPE);
+            let ran: Vec<_> = of_type.filter_map(|(i, row)| Some((i, run(row, &prepared, &mut memory)?))).collect();
+            // The oracle's side takes longer than the GPU.
+            let judged = ran.into_par_iter().map(|(i, ran)| match ran {
+                Ok(outputs) => (i, prepared.verdict(&outputs)),
+                Err(why) => (i, Verdict::failed(why)),
+            });
+            for (i, verdict) in judged.collect::<Vec<_>>() {
                 runner.take(i, prepared.case(), P::DTYPE, verdict);
             }
             let unchanged = check_inputs(&prepared, &memory);

@@ -131,12 +131,14 @@ const FLOOR: f64 = 1.5;
 const ROUNDING: f64 = 0.42;
 /// How many times the plain computation's root mean square is allowed.
 const TIMES_RMS: f64 = 1.6;
+/// The share of the error of scores that may be the same in all elements.
+const SCORES_ALIKE: f64 = 0.125;
 /// How many standard deviations a sum over a group may be off by chance.
 const DEVIATIONS: f64 = 5.0;
 /// The share of the unit roundoff by which all elements may be off together.
 const COMMON: f64 = 0.0625;
 /// The standard deviation of the LSE, as a share of the `max` in its tolerance and of an ulp.
-const LSE_DEVIATION: f64 = 0.5;
+const LSE_DEVIATION: f64 = 1.0;
 /// The number of neighbouring tokens that are judged as a group.
 const BLOCK: usize = 64;
 /// The unit roundoff `s` of a sum of e4m3 products.
@@ -252,7 +254,7 @@ impl Expected {
                 plain: self.plain.o.row(batch, query, head),
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, squares_norm(exact)),
-                alike: alike(self.unit_roundoff * scale.alike, scale.keys, exact, weighted),
+                alike: alike(self.unit_roundoff * scale.alike + SCORES_ALIKE * of_scores, scale.keys, exact, weighted),
                 floor: FLOOR * floor,
                 ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
             });
