@@ -15,6 +15,7 @@ mod random;
 mod report;
 mod request;
 mod run;
+mod signals;
 mod tune;
 mod values;
 
@@ -30,6 +31,7 @@ const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     report::tell_panics();
+    signals::fail_writes_past_the_limit();
     // A panic is a bug. Its sentence has been printed by then.
     std::panic::catch_unwind(|| match Cli::try_parse() {
         Ok(cli) => ended(execute(cli.command).and_then(|()| report::finish())),
