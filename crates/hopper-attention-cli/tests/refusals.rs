@@ -172,7 +172,7 @@ fn a_file_that_is_cut_off_or_no_safetensors_file() {
 fn an_input_that_is_not_there() {
     let folder = Folder::new();
     refused(&folder, "", &folder.path("nothing.safetensors"), &["nothing.safetensors: cannot be opened: No such file"]);
-    refused(&folder, "", &folder.path("."), &["a folder; allowed: a safetensors file"]);
+    refused(&folder, "", &folder.path("."), &["a folder; allowed: a regular file"]);
 }
 
 #[test]
