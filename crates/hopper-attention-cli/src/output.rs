@@ -1,7 +1,8 @@
 //! Writing files so that a reader sees the old file or the whole new one, never a part.
 
 use std::collections::BTreeMap;
-use std::io::{BufWriter, Write};
+use std::ffi::OsStr;
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -30,9 +31,17 @@ impl AtomicFile {
     }
 
     fn make(path: &Path) -> Result<Self> {
-        ensure!(path.file_name().is_some(), "not a file name; allowed: a file in a folder that can be written");
+        // `folder/` and `folder/.` would end in a name too, but nothing can be renamed to them.
+        let named = |name: &OsStr| path.as_os_str().as_encoded_bytes().ends_with(name.as_encoded_bytes());
+        ensure!(
+            path.file_name().is_some_and(named),
+            "not a file name; allowed: a file in a folder that can be written"
+        );
         let path = followed(path)?;
-        let old = path.metadata().ok();
+        let old = match path.metadata() {
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
+            about => Some(about.context("cannot be written")?),
+        };
         if let Some(about) = &old {
             ensure!(!about.is_dir(), "a folder; allowed: a file name");
             ensure!(about.is_file(), "not a regular file; allowed: a regular file or a new name");

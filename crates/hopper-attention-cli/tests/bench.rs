@@ -277,6 +277,10 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");
     refused(&["--arch", "sm70"], "invalid value 'sm70' for '--arch");
     refused(&["--compare", "nowhere.json"], "report nowhere.json");
+    for noise in ["nan", "inf", "-1"] {
+        let option = format!("--noise={noise}");
+        refused(&["--compare", "nowhere.json", &option], "; allowed: finite, 0 and above");
+    }
     refused(
         &["--dtypes", "e4m3"],
         "fwd/e4m3/d64/full/s64/b4/h4/kv4: e4m3 operands are timed by the harness in PyTorch alone",

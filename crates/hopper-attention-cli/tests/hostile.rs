@@ -377,7 +377,7 @@ fn sweeps_that_are_too_large_are_refused() {
     }
     // The inputs fit in memory, and what the naive computation needs besides does not.
     let line =
-        "bench --device cpu --dtypes bf16 --masks full --dims 64 --seqlens 1024 --tokens 1024 --hidden 8192 --iters 3";
+        "bench --device cpu --dtypes bf16 --masks full --dims 64 --seqlens 16 --tokens 4096 --hidden 2048 --iters 3";
     let ran = limited(300_000, &line.split(' ').collect::<Vec<_>>());
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert!(ran.stdout.contains("WRONG: naive, first at ") && ran.stdout.contains("in f64: out of memory"), "{ran:?}");

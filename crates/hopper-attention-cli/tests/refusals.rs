@@ -191,6 +191,9 @@ fn an_output_that_cannot_be_written() {
         (read_only.clone(), "read-only; allowed: "),
         (folder.path("folder"), "a folder; allowed: a file name"),
         (PathBuf::from("/"), "allowed: "),
+        (folder.path("new/"), "not a file name"),
+        (folder.path("new/."), "not a file name"),
+        (folder.path(&"long".repeat(70)), "cannot be written: File name too long"),
         (PathBuf::from("/dev/null"), "not a regular file"),
     ];
     for (output, part) in cases {

@@ -19,6 +19,8 @@ use crate::report::{self, Bar};
 
 /// `hattn bench`.
 pub fn bench(args: &BenchArgs) -> Result<()> {
+    let noise = args.noise;
+    ensure!(noise.is_finite() && noise >= 0.0, "--noise {noise}; allowed: finite, 0 and above");
     // Before the work: a wrong name should cost nothing.
     let old = args.compare.as_deref().map(Report::load).transpose()?;
     let report = match &args.from {
@@ -26,7 +28,7 @@ pub fn bench(args: &BenchArgs) -> Result<()> {
         None => measure(args)?,
     };
     show(&report);
-    let compared = old.map(|old| Comparison::new(&old, &report, args.noise / 100.0)).transpose()?;
+    let compared = old.map(|old| Comparison::new(&old, &report, noise / 100.0)).transpose()?;
     if let Some(compared) = &compared {
         report::plain(&format!("\n{compared}\n"));
     }
