@@ -98,7 +98,7 @@ for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main
   [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
 done | sort -u); do
   case $name in
-    compile_fail | cpu | cpu_backward | cpu_fp8 | dependencies | fp8_accuracy | fp8_long | training) ;;
+    compile_fail | cpu | cpu_backward | cpu_fp8 | dependencies | fp8_accuracy | fp8_long | fuzz_files | training) ;;
     *) targets+=(--test "$name") ;;
   esac
 done

@@ -94,14 +94,15 @@ impl Card {
     pub fn watch(&self) -> Watch {
         let (card, stop, states) = (self.clone(), Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
         let (stopped, seen) = (stop.clone(), states.clone());
-        let thread = std::thread::spawn(move || {
+        // Without a thread nothing is seen, and the point is timed all the same.
+        let thread = std::thread::Builder::new().spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
                 let state = card.state();
                 seen.lock().unwrap_or_else(PoisonError::into_inner).push(state);
                 std::thread::sleep(Duration::from_millis(10));
             }
         });
-        Watch { stop, states, thread }
+        Watch { stop, states, thread: thread.ok() }
     }
 }
 
@@ -109,7 +110,7 @@ impl Card {
 pub struct Watch {
     stop: Arc<AtomicBool>,
     states: Arc<Mutex<Vec<CardState>>>,
-    thread: JoinHandle<()>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Watch {
@@ -117,7 +118,7 @@ impl Watch {
     pub fn stop(self) -> Vec<CardState> {
         self.stop.store(true, Ordering::Relaxed);
         // It cannot panic: if it did, what it saw until then is here all the same.
-        let _ = self.thread.join();
+        let _ = self.thread.map(JoinHandle::join);
         std::mem::take(&mut self.states.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -7,6 +7,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use crate::text::printable;
 use crate::{PointReport, Report, Role};
 
 /// Width and height, in pixels.
@@ -140,7 +141,9 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
         let day = report.date.split('T').next().unwrap_or_default();
         let p = &points[0].point;
         let sizes = format!("{} tokens a batch, {} query heads", p.batch * p.seqlen, p.heads_q);
-        root.draw_text(&format!("{}: {sizes}, {day}{commit}", report.device), &style(14, FAINT), (16, 38))?;
+        // XML has no place for most control characters.
+        let about = printable(&format!("{}: {sizes}, {day}{commit}", report.device));
+        root.draw_text(&about, &style(14, FAINT), (16, 38))?;
 
         let mut chart = ChartBuilder::on(&root)
             .margin_top(66)
@@ -194,7 +197,11 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
             chart.draw_series(medians.clone().map(|at| Circle::new(at, line.width as i32 + 1, color.filled())))?;
             if let Some(&(x, [_, y, _])) = line.points.last() {
                 let end = (x, y);
-                names.push((chart.backend_coord(&end).1, format!("{} {}", line.name, rate(end.1)), line.paint));
+                names.push((
+                    chart.backend_coord(&end).1,
+                    format!("{} {}", printable(line.name), rate(end.1)),
+                    line.paint,
+                ));
             }
         }
         let x = SIZE.0 as i32 - NAMES as i32 - 6;

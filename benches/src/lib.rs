@@ -21,12 +21,14 @@ pub mod csv;
 pub mod entry;
 mod harness;
 pub mod host;
+pub mod memory;
 mod point;
 pub mod readme;
 mod report;
 mod session;
 mod stats;
 pub mod table;
+pub mod text;
 pub mod tune;
 
 /// The environment variable by which `hattn bench --arch` restricts our entry to kernels of one instruction set: `sm80` or

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask};
 use serde::{Deserialize, Serialize};
 
@@ -12,6 +12,15 @@ use serde::{Deserialize, Serialize};
 pub const TOKENS: usize = 16384;
 /// Hidden size in the papers' setting: `heads_q * head_dim`.
 pub const HIDDEN: usize = 2048;
+
+/// The largest size of a dimension, as the library has it.
+const MAX_SIZE: usize = i32::MAX as usize;
+/// Elements of Q: with as many of the other tensors, their bytes can be counted and addressed.
+const MAX_ELEMENTS: u128 = 1 << 56;
+/// Operations of a backward without a mask.
+const MAX_OPERATIONS: u128 = 1 << 63;
+/// Points of one sweep.
+const MAX_POINTS: usize = 100_000;
 
 /// Which pass is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
@@ -135,6 +144,26 @@ pub struct Point {
 }
 
 impl Point {
+    /// Whether the point's sizes make a problem whose operations and bytes can be counted. Whoever has a point from outside
+    /// asks this first: the other methods take it for granted.
+    ///
+    /// # Errors
+    /// Where a size is 0 or past the library's limit, where heads do not divide, or where the sizes are too large together.
+    pub fn check(&self) -> Result<()> {
+        let Self { heads_q, heads_kv, head_dim, seqlen, batch, .. } = *self;
+        for (name, size) in
+            [("heads_q", heads_q), ("heads_kv", heads_kv), ("head_dim", head_dim), ("seqlen", seqlen), ("batch", batch)]
+        {
+            ensure!((1..=MAX_SIZE).contains(&size), "{name} {size}; allowed: 1 to {MAX_SIZE}");
+        }
+        ensure!(heads_q % heads_kv == 0, "heads_q {heads_q} with heads_kv {heads_kv}; allowed: a multiple of heads_kv");
+        let elements = [batch, seqlen, heads_q, head_dim].into_iter().map(|size| size as u128).product::<u128>();
+        ensure!(elements < MAX_ELEMENTS, "q of {elements} elements; allowed: below {MAX_ELEMENTS}");
+        let operations = 10 * elements * seqlen as u128;
+        ensure!(operations < MAX_OPERATIONS, "{operations} operations; allowed: below {MAX_OPERATIONS}");
+        Ok(())
+    }
+
     /// Query heads that share a key head.
     pub fn group(&self) -> usize {
         self.heads_q / self.heads_kv
@@ -175,7 +204,11 @@ impl Point {
         match (self.causal, self.window) {
             (false, _) => each * seqlen.pow(2),
             (true, None) => each * seqlen.pow(2) / 2,
-            (true, Some(_)) => (0..self.seqlen).map(|query| self.keys(query).len() as u64).sum::<u64>() * each,
+            (true, Some(keys)) => {
+                // The first queries see 1, 2, ... keys, and those after them all of the window and their own.
+                let full = (keys as u64).saturating_add(1).min(seqlen);
+                (full * (full + 1) / 2 + (seqlen - full) * full) * each
+            }
         }
     }
 
@@ -300,12 +333,15 @@ impl Sweep {
     /// The points, in the order of the fields, the length fastest.
     ///
     /// # Errors
-    /// When heads do not divide, or nothing is left to time.
+    /// When heads do not divide, sizes are too large, there are more than 100,000 points, or nothing is left to time.
     pub fn points(&self) -> Result<Vec<Point>> {
         ensure!(
             !(self.directions.contains(&Direction::Bwd) && self.dtypes.contains(&Precision::E4m3)),
             "--directions bwd --dtypes e4m3: e4m3 operands have no gradients; allowed: --directions fwd, or --dtypes bf16,f16"
         );
+        let lists = [self.directions.len(), self.dtypes.len(), self.gqa.len(), self.dims.len()];
+        let all = lists.into_iter().chain([self.masks.len(), self.seqlens.len()]).fold(1, usize::saturating_mul);
+        ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
         let mut points = Vec::new();
         for &direction in &self.directions {
             for &dtype in &self.dtypes {
@@ -316,7 +352,6 @@ impl Sweep {
                 }
             }
         }
-        let all = points.len();
         points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
         ensure!(
             !points.is_empty(),
@@ -354,7 +389,9 @@ impl Sweep {
             };
             for &seqlen in &self.seqlens {
                 let batch = self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
-                points.push(Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, batch });
+                let point = Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, batch };
+                point.check().with_context(|| format!("the point {point}"))?;
+                points.push(point);
             }
         }
         Ok(())
@@ -427,6 +464,10 @@ mod tests {
         assert_eq!((0..8).map(|query| narrow.keys(query)).collect::<Vec<_>>()[..4], [0..1, 0..2, 0..3, 1..4]);
         let pairs = |p: &Point| p.flops() / (4 * 64 * 2048);
         assert_eq!((pairs(&narrow), pairs(&wide)), (1 + 2 + 6 * 3, 36));
+        for keys in [0, 1, 6, 7, 8, usize::MAX] {
+            let point = Point { window: Some(keys), ..narrow.clone() };
+            assert_eq!(pairs(&point), (0..8).map(|query| point.keys(query).len() as u64).sum::<u64>(), "{keys}");
+        }
         let mask = narrow.problem().unwrap().mask();
         assert!((0..8).all(|q| (0..8).all(|kv| mask.keep(q, kv, 8, 8) == narrow.keys(q).contains(&kv))));
         // A report says no more of other points than it did before windows could be timed.
@@ -481,6 +522,45 @@ mod tests {
         let refused = |sweep: Sweep| sweep.points().unwrap_err().to_string();
         assert!(refused(Sweep { dims: vec![96], ..Sweep::papers() }).contains("head dim 96"));
         assert!(refused(Sweep { gqa: vec![5], ..Sweep::papers() }).contains("--gqa 5"));
+    }
+
+    /// Whatever the sizes, a point is refused with words, or all that is counted of it fits its type.
+    #[test]
+    fn sizes_that_cannot_be_counted_are_refused() {
+        let point = paper(512, 64);
+        let changed = |change: fn(&mut Point)| {
+            let mut point = point.clone();
+            change(&mut point);
+            point.check().expect_err("it was taken").to_string()
+        };
+        assert_eq!(changed(|p| p.heads_kv = 0), "heads_kv 0; allowed: 1 to 2147483647");
+        assert_eq!(changed(|p| p.seqlen = 1 << 31), "seqlen 2147483648; allowed: 1 to 2147483647");
+        assert_eq!(changed(|p| p.heads_kv = 5), "heads_q 32 with heads_kv 5; allowed: a multiple of heads_kv");
+        assert!(changed(|p| p.batch = MAX_SIZE).ends_with(" operations; allowed: below 9223372036854775808"));
+        let huge = i32::MAX as usize;
+        for sizes in
+            [[huge; 5], [huge, 1, huge, 1, 1], [1, huge, 1, 1, huge], [1, huge, 1, 8, 64], [1 << 30, 1, 1, 1, 8]]
+        {
+            let [batch, seqlen, heads_q, heads_kv, head_dim] = sizes;
+            for (direction, window) in Direction::ALL.into_iter().flat_map(|way| [(way, None), (way, Some(3))]) {
+                let causal = window.is_some();
+                let point =
+                    Point { direction, batch, seqlen, heads_q, heads_kv, head_dim, causal, window, ..point.clone() };
+                if point.check().is_ok() {
+                    // Overflows panic here.
+                    assert!(point.flops() > 0 && point.bytes() > 0 && point.elements(heads_q) > 0);
+                }
+            }
+        }
+        let sweep = Sweep { hidden: 64, dims: vec![64], seqlens: vec![usize::MAX >> 1], ..Sweep::small() };
+        let refused = format!("{:#}", sweep.points().expect_err("it was taken"));
+        assert!(
+            refused.contains("/s9223372036854775807/b1/h1/kv1: seqlen 9223372036854775807; allowed: 1 to"),
+            "{refused}"
+        );
+        let sweep = Sweep { seqlens: vec![1; 2000], masks: vec![PointMask::Full; 50], ..Sweep::papers() };
+        let refused = sweep.points().expect_err("it was taken").to_string();
+        assert_eq!(refused, "a sweep of 400000 points; allowed: up to 100000");
     }
 
     #[test]

@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use crate::card::CardState;
 use crate::host::HostCost;
-use crate::{Point, Summary, quantile};
+use crate::stats::measured;
+use crate::{Point, Summary, quantile, text};
 
 /// The schema's name and version; it changes when a field changes its meaning or goes.
 pub const SCHEMA: &str = "hattn-bench/1";
@@ -270,15 +271,32 @@ impl Report {
     /// Reads a report.
     ///
     /// # Errors
-    /// When the file cannot be read or has another schema.
+    /// When the file cannot be read, has another schema, or holds a number that no measurement gives.
     pub fn load(path: &Path) -> Result<Self> {
         let load = || {
-            let value: Value = serde_json::from_str(&std::fs::read_to_string(path)?)?;
+            let value: Value = serde_json::from_str(&text::read(path)?)?;
             let schema = value["schema"].as_str().unwrap_or("none");
             ensure!(schema == SCHEMA, "its schema is {schema}; allowed: {SCHEMA}");
-            Ok(serde_json::from_value(value)?)
+            let report: Self = serde_json::from_value(value)?;
+            report.check()?;
+            Ok(report)
         };
         load().with_context(|| format!("report {}", path.display()))
+    }
+
+    /// Whether everything that is divided by, multiplied or drawn is such that this can be done.
+    fn check(&self) -> Result<()> {
+        for PointReport { point, runs, .. } in &self.points {
+            point.check().with_context(|| format!("the point {point}"))?;
+            for run in runs {
+                let checked = run.summary.as_ref().map_or(Ok(()), Summary::check);
+                checked.with_context(|| format!("{} at {point}", run.name))?;
+            }
+        }
+        for Ceiling { what, tera_per_s, .. } in &self.ceilings {
+            measured("tera_per_s", *tera_per_s).with_context(|| format!("ceiling {what}"))?;
+        }
+        Ok(())
     }
 
     /// The JSON, a point a line, so that a change of a few points is a change of a few lines.
@@ -432,6 +450,34 @@ pub(crate) mod tests {
         assert!(error.ends_with("its schema is hattn-sweep/1; allowed: hattn-bench/1"), "{error}");
         std::fs::write(&path, report().json().unwrap()).unwrap();
         assert_eq!(Report::load(&path).unwrap(), report());
+    }
+
+    /// What would be divided by 0, overflow or have no place in a chart.
+    #[test]
+    fn numbers_that_nobody_measures_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report.json");
+        let refused = |pointer: &str, number: f64| {
+            let mut json = serde_json::to_value(report()).unwrap();
+            let place = json.pointer_mut(pointer).unwrap();
+            *place = if number.fract() == 0.0 && number >= 0.0 { (number as u64).into() } else { number.into() };
+            std::fs::write(&path, json.to_string()).unwrap();
+            format!("{:#}", Report::load(&path).expect_err("it was read"))
+        };
+        assert!(refused("/points/0/point/heads_kv", 0.0).ends_with("heads_kv 0; allowed: 1 to 2147483647"));
+        assert!(refused("/points/1/point/batch", 1e18).contains("batch 1000000000000000000; allowed: "));
+        let run = |name: &str, number| refused(&format!("/points/0/runs/0/{name}"), number);
+        let wrong = run("iqr_percent", -0.5);
+        assert!(
+            wrong.ends_with("fa3 at fwd/bf16/d64/causal/s512/b32/h32/kv32: iqr_percent -0.5; allowed: 0 to 1e12"),
+            "{wrong}"
+        );
+        for (name, number) in [("tflops", 1.5e300), ("tflops", -0.5), ("q3_ms", 1e-300), ("median_ms", 0.0)] {
+            let wrong = run(name, number);
+            assert!(wrong.contains(&format!(": {name} ")) && wrong.ends_with("; allowed: 1e-12 to 1e12"), "{wrong}");
+        }
+        let wrong = refused("/ceilings/0/tera_per_s", 0.0);
+        assert!(wrong.ends_with("ceiling product_bf16: tera_per_s 0; allowed: 1e-12 to 1e12"), "{wrong}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Order statistics of raw timings.
 
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
 /// A summary of the timings of one library at one point.
@@ -27,6 +28,27 @@ impl Summary {
         let iqr_percent = 100.0 * (q3_ms - q1_ms) / median_ms;
         Some(Self { ms, median_ms, q1_ms, q3_ms, iqr_percent, tflops: flops as f64 / median_ms * 1e-9 })
     }
+
+    /// Whether the figures could have been measured.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { ms: _, median_ms, q1_ms, q3_ms, iqr_percent, tflops } = *self;
+        for (name, figure) in [("median_ms", median_ms), ("q1_ms", q1_ms), ("q3_ms", q3_ms), ("tflops", tflops)] {
+            measured(name, figure)?;
+        }
+        ensure!((0.0..=LARGEST).contains(&iqr_percent), "iqr_percent {iqr_percent}; allowed: 0 to {LARGEST:e}");
+        Ok(())
+    }
+}
+
+/// The least and the largest figure that is taken for a measurement: far from all real ones, and no product or quotient of a
+/// few of them is infinite.
+const LEAST: f64 = 1e-12;
+const LARGEST: f64 = 1e12;
+
+/// Whether a figure of a report could be a time, a rate or a ratio.
+pub(crate) fn measured(name: &str, figure: f64) -> Result<()> {
+    ensure!((LEAST..=LARGEST).contains(&figure), "{name} {figure}; allowed: {LEAST:e} to {LARGEST:e}");
+    Ok(())
 }
 
 /// The `q`-quantile, linear between order statistics; `None` of nothing.

@@ -1,9 +1,14 @@
-//! A report on the terminal.
+//! A report on the terminal. Tables have colours, so what is in their cells is made printable here. The lines that are no
+//! tables are made printable where they are printed.
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 
 use crate::host::HostCost;
+use crate::text::{excerpt, printable};
 use crate::{Direction, PointReport, Report, Run, RunStatus, geometric_mean};
+
+/// A name in a table is cut to so many characters.
+const LONGEST: usize = 60;
 
 /// One line a point: TFLOP/s of each library, ours over the best peer, our share of the roofline, the widest
 /// interquartile range. Colours only where stdout is a terminal.
@@ -13,7 +18,7 @@ pub fn points(report: &Report) -> Table {
     table.load_preset(presets::NOTHING);
     let fixed = ["pass", "dtype", "hd", "mask", "gqa", "seqlen"];
     let header = fixed.into_iter().chain(names.iter().copied()).chain(["ours/best", "roofline", "iqr"]);
-    table.set_header(header.map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
+    table.set_header(header.map(name));
     for result in &report.points {
         let p = &result.point;
         let sizes = [p.head_dim.to_string(), p.mask_name(), p.group().to_string(), p.seqlen.to_string()];
@@ -39,6 +44,11 @@ pub fn points(report: &Report) -> Table {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
+}
+
+/// A name, as a report or a harness has it.
+fn name(name: impl AsRef<str>) -> Cell {
+    Cell::new(excerpt(name.as_ref(), LONGEST)).add_attribute(Attribute::Bold)
 }
 
 fn rate(run: &Run) -> Cell {
@@ -156,7 +166,7 @@ pub fn host(cost: &HostCost) -> Table {
         .into_iter()
         .chain(problems.iter().map(ToString::to_string))
         .chain(["driver calls".into()]);
-    table.set_header(header.map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
+    table.set_header(header.map(name));
     let mut kinds: Vec<&str> = Vec::new();
     for call in &cost.calls {
         if !kinds.contains(&call.what.as_str()) {
@@ -164,7 +174,7 @@ pub fn host(cost: &HostCost) -> Table {
         }
     }
     for kind in kinds {
-        let mut row = vec![Cell::new(kind)];
+        let mut row = vec![Cell::new(excerpt(kind, LONGEST))];
         row.extend(problems.iter().map(|problem| {
             let call = cost.calls.iter().find(|call| call.what == kind && call.problem == *problem);
             Cell::new(
@@ -178,7 +188,7 @@ pub fn host(cost: &HostCost) -> Table {
                 calls.iter().map(|(name, count)| if *count == 1.0 { name.clone() } else { format!("{count} {name}") });
             each.collect::<Vec<_>>().join(", ")
         });
-        row.push(Cell::new(calls));
+        row.push(Cell::new(printable(&calls)));
         table.add_row(row);
     }
     table

@@ -6,7 +6,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rand_distr::StandardNormal;
 
-use crate::{Direction, Order, Point, Role};
+use crate::{Direction, Order, Point, Role, memory};
 
 /// Why a library does not compute a point.
 #[derive(Debug)]
@@ -112,18 +112,22 @@ pub(super) struct Pool<T> {
 }
 
 impl<T: Float> Pool<T> {
-    pub(super) fn new(points: &[&Point], seed: u64) -> Self {
+    pub(super) fn new(points: &[&Point], seed: u64) -> Result<Self> {
         let most = |points: &[&Point], heads: fn(&Point) -> usize| {
             points.iter().map(|p| p.elements(heads(p))).max().unwrap_or(0)
         };
         let backward: Vec<&Point> = points.iter().copied().filter(|p| p.direction == Direction::Bwd).collect();
         let mut rng = SmallRng::seed_from_u64(seed);
-        let mut draw = |count| (0..count).map(|_| T::from_f32(rng.sample(StandardNormal))).collect();
-        Self {
-            q: draw(most(points, |p| p.heads_q)),
-            k: draw(most(points, |p| p.heads_kv)),
-            v: draw(most(points, |p| p.heads_kv)),
-            d_o: draw(most(&backward, |p| p.heads_q)),
-        }
+        let mut draw = |count| {
+            let mut drawn = memory::reserved(count)?;
+            drawn.extend((0..count).map(|_| T::from_f32(rng.sample(StandardNormal))));
+            anyhow::Ok(drawn)
+        };
+        Ok(Self {
+            q: draw(most(points, |p| p.heads_q))?,
+            k: draw(most(points, |p| p.heads_kv))?,
+            v: draw(most(points, |p| p.heads_kv))?,
+            d_o: draw(most(&backward, |p| p.heads_q))?,
+        })
     }
 }

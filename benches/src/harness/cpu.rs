@@ -15,8 +15,8 @@ use hopper_attention::{
 
 use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, turns};
-use crate::Role;
 use crate::report::Library;
+use crate::{Role, memory};
 
 /// Our CPU backend against what a careful author without any tiling would write.
 pub struct Cpu;
@@ -162,7 +162,8 @@ impl<T: Float> Way<T> for Backend {
     fn prepare(_: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
         let plan = task.point.problem()?.plan(&Device::cpu())?;
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
-        let written = (vec![T::from_f32(f32::NAN); task.q.span()], vec![f32::NAN; task.lse.span()]);
+        let written =
+            (memory::filled(task.q.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
         Ok(Planned { plan, workspace, written })
     }
 
@@ -178,7 +179,7 @@ impl<T: Float> Way<T> for Backend {
     }
 
     fn outputs(Planned { written: (o, lse), .. }: &Self::Ready) -> Result<Outputs<T>> {
-        Ok(Outputs { tensors: vec![o.clone()], lse: lse.clone() })
+        Ok(Outputs { tensors: vec![memory::copied(o)?], lse: memory::copied(lse)? })
     }
 }
 
@@ -198,6 +199,7 @@ impl<T: Float> Way<T> for Naive {
     const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 
     fn prepare(Pool { q, k, v, .. }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
+        probe([&task.q, &task.kv, &task.kv], [&task.q])?;
         let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv)].map(|(x, at)| Tensor::from_strided(x, at));
         Ok(Plainly { problem: task.point.problem()?, inputs, plain: None, layouts: [task.q] })
     }
@@ -211,13 +213,22 @@ impl<T: Float> Way<T> for Naive {
     fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
         let plain = ready.plain.as_ref().context("it was not called")?;
         let lse = plain.lse.iter().map(|&lse| lse as f32).collect();
-        Ok(Outputs { tensors: vec![narrow(&plain.o, &ready.layouts[0])], lse })
+        Ok(Outputs { tensors: vec![narrow(&plain.o, &ready.layouts[0])?], lse })
     }
 }
 
+/// Whether there is memory for what the reference holds in f64: inputs, outputs, and as much again meanwhile.
+fn probe<const INPUTS: usize, const OUTPUTS: usize>(
+    inputs: [&Layout<4>; INPUTS],
+    outputs: [&Layout<4>; OUTPUTS],
+) -> Result<()> {
+    let elements: usize = inputs.into_iter().chain(outputs).map(Layout::span).sum();
+    memory::probe(2 * size_of::<f64>() * elements).context("the naive computation, in f64")
+}
+
 /// A tensor of the reference as it would lie in memory.
-fn narrow<T: Float>(tensor: &Tensor, layout: &Layout<4>) -> Vec<T> {
-    let mut data = vec![T::from_f32(f32::NAN); layout.span()];
+fn narrow<T: Float>(tensor: &Tensor, layout: &Layout<4>) -> Result<Vec<T>> {
+    let mut data = memory::filled(layout.span(), T::from_f32(f32::NAN))?;
     let [batch, seqlen, heads, _] = tensor.shape();
     for (b, s, h) in (0..batch).flat_map(|b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h)))) {
         for (d, &value) in tensor.row(b, s, h).iter().enumerate() {
@@ -226,5 +237,5 @@ fn narrow<T: Float>(tensor: &Tensor, layout: &Layout<4>) -> Vec<T> {
             }
         }
     }
-    data
+    Ok(data)
 }

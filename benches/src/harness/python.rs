@@ -98,11 +98,11 @@ impl PyTorch {
             _ => bail!("the script's pipes are missing"),
         };
         // What it says is kept for the case that it dies: on a terminal it would break the progress bar.
-        let said = std::thread::spawn(move || {
+        let said = std::thread::Builder::new().spawn(move || {
             let mut said = Vec::new();
             let _ = stderr.read_to_end(&mut said);
             String::from_utf8_lossy(&said).into_owned()
-        });
+        })?;
         // A script that dies before it has read its task says why itself.
         let _ = stdin.write_all(task.to_string().as_bytes());
         drop(stdin);

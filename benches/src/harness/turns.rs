@@ -47,7 +47,8 @@ fn run_as<T: Float, P: Place>(
     points: &[(usize, &Point)],
     sink: Sink<'_>,
 ) -> Result<()> {
-    let pool = Pool::<T>::new(&points.iter().map(|&(_, point)| point).collect::<Vec<_>>(), job.seed);
+    let pool = Pool::<T>::new(&points.iter().map(|&(_, point)| point).collect::<Vec<_>>(), job.seed)
+        .context("drawing the inputs")?;
     let mut forwards = place.forwards(&pool)?;
     let any_backward = points.iter().any(|(_, point)| point.direction == Direction::Bwd);
     let mut backwards = if any_backward { place.backwards(&pool)? } else { vec![] };

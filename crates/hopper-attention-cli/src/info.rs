@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::{Device, Error, KernelInfo, backward_kernels, kernels, support_table};
+use hopper_attention_benches::text;
 
 use crate::args::InfoArgs;
 use crate::compute::device_name;
@@ -23,7 +24,8 @@ fn all_kernels() -> impl Iterator<Item = &'static KernelInfo> {
 /// `hattn info`.
 pub fn info(args: &InfoArgs) -> Result<()> {
     if !args.markdown {
-        return overview();
+        report::plain(&overview()?);
+        return Ok(());
     }
     ensure!(
         !kernels().is_empty(),
@@ -32,11 +34,12 @@ pub fn info(args: &InfoArgs) -> Result<()> {
     let table = support_table(all_kernels());
     match &args.update {
         None => report::plain(&table),
-        Some(path) => update(path, &table).with_context(|| format!("update {}", path.display())),
+        Some(path) => update(path, &table).with_context(|| format!("update {}", path.display()))?,
     }
+    Ok(())
 }
 
-fn overview() -> Result<()> {
+fn overview() -> Result<String> {
     let mut text = format!("hattn {}\n\ndevices\n  {}\n", env!("CARGO_PKG_VERSION"), device_name(&Device::cpu()));
     let gpus = Device::available();
     for gpu in &gpus {
@@ -58,17 +61,19 @@ fn overview() -> Result<()> {
     if kernels().is_empty() {
         text += "  none in this build; `--features cuda` compiles them\n";
     }
-    report::plain(&text)
+    Ok(text)
 }
 
 fn update(path: &Path, table: &str) -> Result<()> {
-    let old = std::fs::read_to_string(path).context("cannot be read")?;
+    let old = text::read(path)?;
     let new = with_table(&old, table)?;
     if new == old {
-        return report::line("same", path.display());
+        report::line("same", path.display());
+        return Ok(());
     }
     AtomicFile::create(path)?.finish(|writer| writer.write_all(new.as_bytes()))?;
-    report::line("updated", path.display())
+    report::line("updated", path.display());
+    Ok(())
 }
 
 /// The text with everything between the markers replaced.

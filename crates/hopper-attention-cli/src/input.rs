@@ -1,11 +1,15 @@
 //! Reading files. Of a safetensors file the header is checked whole before a tensor's bytes are read.
 
+mod header;
+
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::{DType, Tuning};
+use hopper_attention_benches::memory;
+use hopper_attention_benches::text::{self, excerpt};
 use safetensors::Dtype as FileDtype;
 use safetensors::tensor::Metadata;
 
@@ -14,6 +18,12 @@ use crate::values::Values;
 
 /// The largest header that the format allows, in bytes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// A byte of a header may take so many while it is parsed: the entries of a map with short keys take the most.
+const PARSED_BYTES: usize = 32;
+/// So many names of tensors are listed where one is missing.
+const LISTED: usize = 8;
+/// A name, or another word of the file, is cut to so many characters in an error.
+const LONGEST: usize = 60;
 
 /// An open safetensors file whose header has been found consistent with its length.
 pub struct TensorFile {
@@ -30,9 +40,8 @@ impl TensorFile {
     }
 
     fn parse(path: &Path) -> Result<Self> {
-        let mut file = File::open(path).context("cannot be opened")?;
+        let mut file = text::open(path)?;
         let about = file.metadata().context("cannot be read")?;
-        ensure!(!about.is_dir(), "a folder; allowed: a safetensors file");
         let file_bytes = about.len();
 
         let mut prefix = [0; 8];
@@ -49,9 +58,11 @@ impl TensorFile {
             data_start <= file_bytes,
             "truncated or not a safetensors file: a header of {header_bytes} bytes in a file of {file_bytes}"
         );
-        let mut header = vec![0; usize::try_from(header_bytes)?];
+        let header_bytes = usize::try_from(header_bytes)?;
+        let mut header = memory::filled(header_bytes, 0)?;
         file.read_exact(&mut header).context("cannot be read")?;
-        let header: Metadata = serde_json::from_slice(&header).context("bad safetensors header")?;
+        memory::probe(header_bytes * PARSED_BYTES).context("reading the header")?;
+        let header = header::parse(&header).context("bad safetensors header")?;
 
         let want = header.data_len() as u64;
         let got = file_bytes - data_start;
@@ -68,7 +79,11 @@ impl TensorFile {
         let layouts = [FileLayout::Bshd, FileLayout::Bhsd, FileLayout::Thd];
         match layouts.into_iter().find(|layout| layout.name() == text.to_lowercase()) {
             Some(layout) => Ok(Some(layout)),
-            None => bail!("input {}: metadata layout `{text}`; allowed: bshd, bhsd", self.path.display()),
+            None => bail!(
+                "input {}: metadata layout `{}`; allowed: bshd, bhsd",
+                self.path.display(),
+                excerpt(text, LONGEST)
+            ),
         }
     }
 
@@ -80,9 +95,7 @@ impl TensorFile {
     /// A tensor's element type and its shape as the file has it.
     pub fn tensor(&self, name: &str) -> Result<(DType, &[usize])> {
         let Some(info) = self.header.info(name) else {
-            let names = self.header.offset_keys();
-            let found = if names.is_empty() { "none".into() } else { names.join(", ") };
-            bail!("input {}: tensor `{name}` is missing; found: {found}", self.path.display());
+            bail!("input {}: tensor `{name}` is missing; found: {}", self.path.display(), self.names());
         };
         let dtype = match info.dtype {
             FileDtype::BF16 => DType::BF16,
@@ -93,6 +106,18 @@ impl TensorFile {
             }
         };
         Ok((dtype, &info.shape))
+    }
+
+    /// The first names of what is in the file, and how many there are besides.
+    fn names(&self) -> String {
+        let mut names = self.header.offset_keys();
+        names.sort_unstable();
+        let shown: Vec<String> = names.iter().take(LISTED).map(|name| excerpt(name, LONGEST)).collect();
+        match names.len() {
+            0 => "none".into(),
+            all if all > LISTED => format!("{} and {} more", shown.join(", "), all - LISTED),
+            _ => shown.join(", "),
+        }
     }
 
     /// Whether a tensor is there, of this type and shape, whose dimensions are called `axes`.
@@ -107,7 +132,8 @@ impl TensorFile {
     /// Reads a tensor, as another type where that is wanted.
     pub fn read(&mut self, name: &str, dtype: DType) -> Result<Values> {
         let (found, shape) = self.tensor(name)?;
-        let mut values = Values::unwritten(found, shape)?;
+        let mut values = Values::unwritten(found, shape)
+            .with_context(|| format!("input {}: tensor `{name}`", self.path.display()))?;
         // The header's checks tie the offsets to shape and type.
         let begin = self.header.info(name).map_or(0, |info| info.data_offsets.0);
         self.file
@@ -120,6 +146,6 @@ impl TensorFile {
 
 /// Reads what `hattn tune` wrote.
 pub fn tuning(path: &Path) -> Result<Tuning> {
-    let load = || Ok::<_, anyhow::Error>(std::fs::read_to_string(path)?.parse()?);
+    let load = || Ok::<_, anyhow::Error>(text::read(path)?.parse()?);
     load().with_context(|| format!("tuning {}", path.display()))
 }

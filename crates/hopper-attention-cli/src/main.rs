@@ -1,6 +1,6 @@
 //! `hattn`: exact attention on tensor files, its check against an f64 oracle, what this machine can run, and how fast.
 //!
-//! Exit codes: 0 done, 1 refused or failed (one sentence on stderr), 2 a command line that cannot be read.
+//! `args::MORE_HELP` lists the exit codes. Every failure is one sentence on stderr.
 
 mod args;
 mod bench;
@@ -15,17 +15,37 @@ mod random;
 mod report;
 mod request;
 mod run;
+mod signals;
 mod tune;
 mod values;
 
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::Parser;
 
 use args::{Cli, Command};
 
+/// The exit code of a command line that cannot be read.
+const USAGE: u8 = 2;
+
 fn main() -> ExitCode {
-    let done = match Cli::parse().command {
+    report::tell_panics();
+    signals::fail_writes_past_the_limit();
+    // A panic is a bug. Its sentence has been printed by then.
+    std::panic::catch_unwind(|| match Cli::try_parse() {
+        Ok(cli) => ended(execute(cli.command).and_then(|()| report::finish())),
+        Err(wrong) if wrong.use_stderr() => {
+            report::complain(&wrong.to_string());
+            ExitCode::from(USAGE)
+        }
+        Err(help) => ended(report::help(&help)),
+    })
+    .unwrap_or(ExitCode::FAILURE)
+}
+
+fn execute(command: Command) -> Result<()> {
+    match command {
         Command::Run(args) => run::run(&args),
         Command::Check(args) => run::check(&args),
         Command::Info(args) => info::info(&args),
@@ -33,13 +53,15 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::bench(&args),
         Command::Plot(args) => bench::plot(&args),
         Command::Tune(args) => tune::tune(&args),
-    };
+    }
+}
+
+fn ended(done: Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // One line, whatever a cause may say.
-            let sentence = format!("{error:#}").replace('\n', " ");
-            eprintln!("hattn: {sentence}");
+            report::complain(&format!("hattn: {}", format!("{error:#}").replace('\n', " ")));
             ExitCode::FAILURE
         }
     }

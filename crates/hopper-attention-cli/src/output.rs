@@ -1,13 +1,19 @@
 //! Writing files so that a reader sees the old file or the whole new one, never a part.
 
 use std::collections::BTreeMap;
-use std::io::{BufWriter, Write};
+use std::ffi::OsStr;
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use hopper_attention::DType;
 use serde_json::json;
 use tempfile::{Builder, NamedTempFile};
+
+use crate::signals::{Listed, removed_by_signals};
+
+/// As many symbolic links may lead to an output, one to the next; Linux has the same limit.
+const MAX_LINKS: usize = 40;
 
 /// A file that appears under its name, complete, at [`finish`](Self::finish), and leaves nothing behind otherwise.
 ///
@@ -15,6 +21,7 @@ use tempfile::{Builder, NamedTempFile};
 pub struct AtomicFile {
     path: PathBuf,
     temporary: NamedTempFile,
+    listed: Listed,
 }
 
 impl AtomicFile {
@@ -24,14 +31,21 @@ impl AtomicFile {
     }
 
     fn make(path: &Path) -> Result<Self> {
-        let mut path = path.to_path_buf();
-        ensure!(path.file_name().is_some(), "not a file name; allowed: a file in a folder that can be written");
-        if let Ok(about) = path.metadata() {
+        // `folder/` and `folder/.` would end in a name too, but nothing can be renamed to them.
+        let named = |name: &OsStr| path.as_os_str().as_encoded_bytes().ends_with(name.as_encoded_bytes());
+        ensure!(
+            path.file_name().is_some_and(named),
+            "not a file name; allowed: a file in a folder that can be written"
+        );
+        let path = followed(path)?;
+        let old = match path.metadata() {
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
+            about => Some(about.context("cannot be written")?),
+        };
+        if let Some(about) = &old {
             ensure!(!about.is_dir(), "a folder; allowed: a file name");
             ensure!(about.is_file(), "not a regular file; allowed: a regular file or a new name");
             ensure!(!about.permissions().readonly(), "read-only; allowed: a file that can be written, or a new name");
-            // Through a symbolic link: the rename must replace the file that the link leads to, not the link.
-            path = path.canonicalize().context("cannot be resolved")?;
         }
         let folder = match path.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -39,20 +53,26 @@ impl AtomicFile {
         };
         let mut builder = Builder::new();
         builder.prefix(".hattn-").suffix(".part");
-        // What a plain `File::create` would ask for; the user's umask takes its part away.
+        // A new file has what a plain `File::create` would ask for; the user's umask takes its part away.
         #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let temporary = builder.tempfile_in(folder).map_err(|error| {
+        let new = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        #[cfg(unix)]
+        builder.permissions(old.as_ref().map_or(new, std::fs::Metadata::permissions));
+        let (temporary, listed) = removed_by_signals(|| builder.tempfile_in(folder)).map_err(|error| {
             // Without the path of the temporary file, which the user never asked for.
             let text = error.to_string();
             anyhow!("cannot be written: {}", text.rsplit_once(" at path ").map_or(text.as_str(), |(words, _)| words))
         })?;
-        Ok(Self { path, temporary })
+        if let Some(about) = old {
+            // The umask took its part of these too.
+            temporary.as_file().set_permissions(about.permissions()).context("its permissions cannot be kept")?;
+        }
+        Ok(Self { path, temporary, listed })
     }
 
     /// Fills the file with `write` and gives it its name.
     pub fn finish(self, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<()> {
-        let Self { path, temporary } = self;
+        let Self { path, temporary, listed } = self;
         let fill = || {
             let mut writer = BufWriter::with_capacity(1 << 20, temporary.as_file());
             write(&mut writer)?;
@@ -64,8 +84,20 @@ impl AtomicFile {
             .persist(&path)
             .map_err(|error| error.error)
             .with_context(|| format!("output {} cannot be put in place", path.display()))?;
+        drop(listed); // not before the file has its name
         Ok(())
     }
+}
+
+/// Where symbolic links lead, be there a file or none yet. The rename must replace what the last of them leads to, not a link.
+fn followed(path: &Path) -> Result<PathBuf> {
+    let mut path = path.to_path_buf();
+    for _ in 0..MAX_LINKS {
+        // What is no link has no target: a file, or nothing yet.
+        let Ok(target) = path.read_link() else { return Ok(path) };
+        path = path.parent().unwrap_or(Path::new("")).join(target);
+    }
+    bail!("more than {MAX_LINKS} symbolic links, one to the next; allowed: up to {MAX_LINKS}")
 }
 
 /// A tensor to write.

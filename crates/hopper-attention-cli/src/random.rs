@@ -61,5 +61,6 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let others =
         others.into_iter().map(|operand| format!(", {} {} {:?}", operand.slot(), operand.dtype(), operand.shape()));
     let (in_order, others) = (in_order.collect::<String>(), others.collect::<String>());
-    report::line("output", format!("{}: {in_order}{dtype} {layout}{others}", args.output.display()))
+    report::line("output", format!("{}: {in_order}{dtype} {layout}{others}", args.output.display()));
+    Ok(())
 }

@@ -2,40 +2,86 @@
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use comfy_table::Table;
 use hopper_attention_benches::Progress;
+use hopper_attention_benches::text::{excerpt, printable};
 use indicatif::{ProgressBar, ProgressStyle};
 
+/// Lines on stderr are cut to so many characters: a file or an argument may hold any amount.
+const LONGEST: usize = 1000;
+
+/// The first error of standard output.
+static STDOUT: OnceLock<std::io::Error> = OnceLock::new();
+
 /// Prints `text` under `label`, one line for each line of it.
-///
-/// A reader that has gone away (`hattn … | head`) is no reason to stop: the files still get written.
-pub fn line(label: &str, text: impl Display) -> Result<()> {
-    let mut stdout = std::io::stdout().lock();
-    let text = text.to_string();
-    for (number, text) in text.lines().enumerate() {
+pub fn line(label: &str, text: impl Display) {
+    for (number, text) in text.to_string().lines().enumerate() {
         let label = if number == 0 { label } else { "" };
-        ignore_closed(writeln!(stdout, "{label:<8} {text}"))?;
+        put(&format!("{label:<8} {}\n", printable(text)));
     }
-    Ok(())
 }
 
-/// Prints text as it is.
-pub fn plain(text: &str) -> Result<()> {
-    ignore_closed(std::io::stdout().lock().write_all(text.as_bytes()))
+/// Prints lines of text.
+pub fn plain(text: &str) {
+    put(&by_line(text, printable));
 }
 
-fn ignore_closed(written: std::io::Result<()>) -> Result<()> {
-    match written {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other?),
+/// Prints a table. The text in its cells must be printable; what else is in it are colours.
+pub fn table(table: &Table) {
+    put(&format!("{table}\n"));
+}
+
+/// Prints the help or the version.
+pub fn help(help: &clap::Error) -> Result<()> {
+    note(help.print());
+    finish()
+}
+
+/// Writes to standard output, where nothing else does. An error is kept for [`finish`]: results still get written.
+fn put(text: &str) {
+    note(std::io::stdout().lock().write_all(text.as_bytes()));
+}
+
+/// A reader that has gone away (`hattn ... | head`) is no error.
+fn note(written: std::io::Result<()>) {
+    if let Err(error) = written
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        let _ = STDOUT.set(error); // the first one is kept
     }
+}
+
+/// Whether standard output took everything. To be asked last.
+pub fn finish() -> Result<()> {
+    note(std::io::stdout().flush());
+    STDOUT.get().map_or(Ok(()), |error| bail!("standard output: {error}"))
+}
+
+/// Writes lines to stderr, where nothing else does but the progress bars. Where stderr takes nothing, nobody can be told.
+pub fn complain(text: &str) {
+    let text = by_line(text.trim_end_matches('\n'), |line| excerpt(line, LONGEST));
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 
 /// Something the user should know although the work goes on.
 pub fn warn(text: impl Display) {
-    eprintln!("hattn: warning: {text}");
+    complain(&format!("hattn: warning: {text}").replace('\n', " "));
+}
+
+/// Makes a sentence of every panic.
+pub fn tell_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let text = panic.to_string().replace('\n', " ");
+        complain(&format!("hattn: this is a bug of hattn, please report it: {text}"));
+    }));
+}
+
+fn by_line(text: &str, shown: impl Fn(&str) -> String) -> String {
+    text.split('\n').map(shown).collect::<Vec<_>>().join("\n")
 }
 
 /// Shows a spinner with `text` while `work` runs; nothing where stderr is not a terminal.
@@ -44,7 +90,10 @@ pub fn busy<T>(text: &'static str, work: impl FnOnce() -> T) -> T {
     if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
         spinner.set_style(style);
     }
-    spinner.enable_steady_tick(Duration::from_millis(120));
+    // Ticks take a thread, which a machine without room for one need not have to show nothing.
+    if !spinner.is_hidden() {
+        spinner.enable_steady_tick(Duration::from_millis(120));
+    }
     let done = work();
     spinner.finish_and_clear();
     done
@@ -72,7 +121,7 @@ impl Bar {
     /// What is going on.
     pub fn show(&self, progress: &Progress<'_>) {
         match progress {
-            Progress::Library { point, name } => self.0.set_message(format!("{point} {name}")),
+            Progress::Library { point, name } => self.0.set_message(excerpt(&format!("{point} {name}"), 80)),
             Progress::Report(report) => self.0.set_position(report.points.len() as u64),
         }
         self.0.tick();

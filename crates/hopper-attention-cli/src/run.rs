@@ -40,7 +40,7 @@ fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<(
         }
         None => None,
     };
-    describe(args, &request, &choice)?;
+    describe(args, &request, &choice);
     let tensors = report::busy("reading", || request.read())?;
     tensors.iter().for_each(|(slot, values)| warn_nonfinite(*slot, values));
     execute(args, &request, &choice, tensors, output, check)
@@ -68,10 +68,10 @@ fn execute(
         anyhow::Ok(time)
     };
     let time = pass("computing", &choice.plan)?;
-    tell_speed("", time, repeat, flops(problem))?;
+    tell_speed("", time, repeat, flops(problem));
     if let Some(plan) = &choice.backward {
         let time = pass("computing gradients", plan)?;
-        tell_speed("backward ", time, repeat, backward_flops(plan.problem()))?;
+        tell_speed("backward ", time, repeat, backward_flops(plan.problem()));
     }
 
     if let Some((path, file)) = output {
@@ -82,7 +82,7 @@ fn execute(
         };
         let written: Vec<String> = outputs(&problem.operands()).map(text).collect();
         let beside = if backward.is_some() { ", d_q, d_k and d_v as q, k and v" } else { "" };
-        report::line("output", format!("{}: {}{beside}", path.display(), written.join(", ")))?;
+        report::line("output", format!("{}: {}{beside}", path.display(), written.join(", ")));
     }
     if !check {
         return Ok(());
@@ -97,30 +97,30 @@ fn execute(
     verdict(&figures)
 }
 
-fn tell_speed(pass: &str, time: Duration, repeat: u32, flops: f64) -> Result<()> {
+fn tell_speed(pass: &str, time: Duration, repeat: u32, flops: f64) {
     let runs = if repeat == 1 { "one run".into() } else { format!("median of {repeat} runs") };
-    report::line("time", format!("{pass}{}, {runs}", report::duration(time)))?;
+    report::line("time", format!("{pass}{}, {runs}", report::duration(time)));
     let rate = report::digits(flops / time.as_secs_f64().max(1e-9) / 1e12);
     report::line(
         "rate",
         format!("{pass}{rate} TFLOP/s ({} GFLOP over the pairs that the mask keeps)", report::digits(flops / 1e9)),
-    )
+    );
 }
 
-fn describe(args: &ComputeArgs, request: &Request, choice: &Choice) -> Result<()> {
+fn describe(args: &ComputeArgs, request: &Request, choice: &Choice) {
     let Request { file_dtype, layout, layout_source, problem, .. } = request;
     let mut input = format!("{}: {file_dtype} {} (from {layout_source})", args.input.display(), layout.name());
     if *file_dtype != problem.output_dtype() {
         input += &format!(", converted to {}", problem.output_dtype());
     }
-    report::line("input", input)?;
+    report::line("input", input);
     if let Some(plan) = &choice.quantise {
-        report::line("fp8", format!("{}: {plan}", plan.quantizer()))?;
+        report::line("fp8", format!("{}: {plan}", plan.quantizer()));
     }
-    report::line("problem", problem)?;
-    report::line("plan", &choice.plan)?;
+    report::line("problem", problem);
+    report::line("plan", &choice.plan);
     if let Some(plan) = &choice.backward {
-        report::line("backward", format!("{}\n{plan}", plan.problem()))?;
+        report::line("backward", format!("{}\n{plan}", plan.problem()));
     }
     let device = compute::device_name(&choice.device);
     match &choice.why {
@@ -167,8 +167,10 @@ fn write(file: AtomicFile, request: &Request, tensors: &Tensors) -> Result<()> {
 /// Multiplications and additions of both matrix products, over the pairs of query and key that the mask keeps.
 fn flops(problem: &ForwardProblem) -> f64 {
     let dims = problem.dims();
-    let pairs = kept_pairs(&problem.mask(), dims.seqlen_q, dims.seqlen_kv) as f64;
-    2.0 * (dims.batch * dims.heads_q) as f64 * pairs * (dims.head_dim_qk + dims.head_dim_vo) as f64
+    let heads = dims.batch * dims.heads_q;
+    // Without heads the file may state any number of queries, and they would all be counted.
+    let pairs = if heads == 0 { 0 } else { kept_pairs(&problem.mask(), dims.seqlen_q, dims.seqlen_kv) } as f64;
+    2.0 * heads as f64 * pairs * (dims.head_dim_qk + dims.head_dim_vo) as f64
 }
 
 /// The same of the five products of the gradients: the scores, dQ and dK of one head dim, dP and dV of the other.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, bail};
 use hopper_attention::reference::Tensor;
 use hopper_attention::{DType, E4M3, Element, Layout, Slot, bf16, f16};
+use hopper_attention_benches::memory;
 
 /// The tensors of a problem. Those of four dimensions lie in the file's order, and all without gaps.
 pub type Tensors = BTreeMap<Slot, Values>;
@@ -90,8 +91,10 @@ impl Values {
     }
 
     /// All of them, in f64.
-    pub fn wide(&self) -> Vec<f64> {
-        each!(self, elements => elements.iter().map(|&value| f64::from(Element::to_f32(value))).collect())
+    pub fn wide(&self) -> Result<Vec<f64>> {
+        let mut wide = memory::reserved(self.len())?;
+        each!(self, elements => wide.extend(elements.iter().map(|&value| f64::from(Element::to_f32(value)))));
+        Ok(wide)
     }
 
     /// Those that a layout picks, in f64.
@@ -100,14 +103,8 @@ impl Values {
     }
 }
 
-/// An allocation that the system refuses is an error, not an abort.
 fn nan<T: Element>(shape: &[usize]) -> Result<Vec<T>> {
     let len = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
     let len = len.with_context(|| format!("shape {shape:?}; allowed: a number of elements that fits the machine"))?;
-    let mut values = Vec::new();
-    values
-        .try_reserve_exact(len)
-        .with_context(|| format!("out of memory: {len} elements of {} bytes", size_of::<T>()))?;
-    values.resize(len, T::from_f32(f32::NAN));
-    Ok(values)
+    memory::filled(len, T::from_f32(f32::NAN))
 }

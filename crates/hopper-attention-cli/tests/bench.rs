@@ -1,5 +1,7 @@
 //! `hattn bench` and `hattn plot` as a user runs them, on the CPU: a sweep, its files, comparisons, charts, refusals.
 
+mod common;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -7,7 +9,7 @@ use serde_json::Value;
 
 fn hattn(arguments: &[&str]) -> Output {
     // A terminal's colours would be in the way.
-    Command::new(env!("CARGO_BIN_EXE_hattn")).args(arguments).env("NO_COLOR", "1").output().expect("hattn starts")
+    Command::new(common::program()).args(arguments).env("NO_COLOR", "1").output().expect("hattn starts")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -221,8 +223,41 @@ fn a_readme_gets_its_section() {
     }
     assert!(text(&update().stdout).contains("same"));
     std::fs::write(&readme, "no markers").expect("written");
+    let chart = record.join("fwd-bf16-d32-full.svg");
+    std::fs::write(&chart, "an older chart").expect("written");
     let refused = update();
-    assert!(!refused.status.success() && text(&refused.stderr).contains("are missing"), "{}", text(&refused.stderr));
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused.stderr).contains("are missing"), "{}", text(&refused.stderr));
+    assert_eq!(text(&refused.stdout), "", "it was refused after charts had been written");
+    assert_eq!(std::fs::read_to_string(&chart).expect("still there"), "an older chart");
+}
+
+/// What is refused leaves nothing, and not even an empty folder.
+#[test]
+fn a_refused_sweep_makes_no_folder() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let new = folder.path().join("new/folder");
+    let path = new.to_str().expect("UTF-8");
+    // Found before the sweep begins, and by its harness.
+    for wrong in [&["--dims", "96"][..], &["--dtypes", "e4m3"], &["--hidden", "1099511627776", "--tokens", "1"]] {
+        let out = hattn(&[&["bench", "--device", "cpu", "--output", path], wrong].concat());
+        assert_eq!(out.status.code(), Some(1), "{wrong:?}: {}", text(&out.stderr));
+        assert!(!folder.path().join("new").exists(), "{wrong:?}");
+    }
+    // A folder that was there stays.
+    std::fs::create_dir_all(&new).expect("made");
+    assert!(!hattn(&["bench", "--device", "cpu", "--dims", "96", "--output", path]).status.success());
+    assert!(new.exists());
+    // A report without a timing has no charts.
+    let report = folder.path().join("bench.json");
+    assert!(sweep(folder.path(), &["--filter", "d32/full"]).status.success());
+    let mut json = json(&report);
+    json["points"] = Value::Array(vec![]);
+    std::fs::write(&report, json.to_string()).expect("written");
+    let charts = folder.path().join("charts");
+    let out = hattn(&["plot", report.to_str().expect("UTF-8"), "--output", charts.to_str().expect("UTF-8")]);
+    assert!(text(&out.stderr).contains("no point that was timed"), "{}", text(&out.stderr));
+    assert!(!charts.exists());
 }
 
 #[test]
@@ -242,6 +277,10 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");
     refused(&["--arch", "sm70"], "invalid value 'sm70' for '--arch");
     refused(&["--compare", "nowhere.json"], "report nowhere.json");
+    for noise in ["nan", "inf", "-1"] {
+        let option = format!("--noise={noise}");
+        refused(&["--compare", "nowhere.json", &option], "; allowed: finite, 0 and above");
+    }
     refused(
         &["--dtypes", "e4m3"],
         "fwd/e4m3/d64/full/s64/b4/h4/kv4: e4m3 operands are timed by the harness in PyTorch alone",

@@ -172,7 +172,7 @@ fn a_file_that_is_cut_off_or_no_safetensors_file() {
 fn an_input_that_is_not_there() {
     let folder = Folder::new();
     refused(&folder, "", &folder.path("nothing.safetensors"), &["nothing.safetensors: cannot be opened: No such file"]);
-    refused(&folder, "", &folder.path("."), &["a folder; allowed: a safetensors file"]);
+    refused(&folder, "", &folder.path("."), &["a folder; allowed: a regular file"]);
 }
 
 #[test]
@@ -191,6 +191,9 @@ fn an_output_that_cannot_be_written() {
         (read_only.clone(), "read-only; allowed: "),
         (folder.path("folder"), "a folder; allowed: a file name"),
         (PathBuf::from("/"), "allowed: "),
+        (folder.path("new/"), "not a file name"),
+        (folder.path("new/."), "not a file name"),
+        (folder.path(&"long".repeat(70)), "cannot be written: File name too long"),
         (PathBuf::from("/dev/null"), "not a regular file"),
     ];
     for (output, part) in cases {

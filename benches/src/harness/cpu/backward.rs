@@ -3,12 +3,12 @@
 use anyhow::{Context as _, Result};
 use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain};
 use hopper_attention::{
-    Args, BackwardPlan, BackwardProblem, Device, Float, Slot, Stream, TensorMut, TensorRef, Workspace,
+    Args, BackwardPlan, BackwardProblem, Device, Float, Layout, Slot, Stream, TensorMut, TensorRef, Workspace,
 };
 
-use super::{NAIVE, Plainly, Planned, Way, narrow};
-use crate::Role;
+use super::{NAIVE, Plainly, Planned, Way, narrow, probe};
 use crate::harness::contest::{Outputs, Pool, Refusal, Task};
+use crate::{Role, memory};
 
 /// The CPU backend through the safe API.
 pub(in crate::harness) struct Backend;
@@ -21,7 +21,8 @@ impl<T: Float> Way<T> for Backend {
     fn prepare(_: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
         let plan = task.point.backward_problem()?.plan(&Device::cpu())?;
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
-        let written = [task.q, task.kv, task.kv].map(|layout| vec![T::from_f32(f32::NAN); layout.span()]);
+        let unwritten = |layout: &Layout<4>| memory::filled(layout.span(), T::from_f32(f32::NAN));
+        let written = [unwritten(&task.q)?, unwritten(&task.kv)?, unwritten(&task.kv)?];
         Ok(Planned { plan, workspace, written })
     }
 
@@ -43,7 +44,8 @@ impl<T: Float> Way<T> for Backend {
     }
 
     fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
-        Ok(Outputs { tensors: ready.written.to_vec(), lse: vec![] })
+        let tensors = ready.written.iter().map(|tensor| memory::copied(tensor)).collect::<Result<_>>()?;
+        Ok(Outputs { tensors, lse: vec![] })
     }
 }
 
@@ -55,6 +57,7 @@ impl<T: Float> Way<T> for Naive {
     const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 
     fn prepare(Pool { q, k, v, d_o }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
+        probe([&task.q, &task.kv, &task.kv, &task.q], [&task.q, &task.kv, &task.kv])?;
         let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv), (d_o, &task.q)];
         let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
         let problem = task.point.backward_problem()?;
@@ -70,6 +73,7 @@ impl<T: Float> Way<T> for Naive {
     fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
         let plain = ready.plain.as_ref().context("it was not called")?;
         let gradients = [&plain.d_q, &plain.d_k, &plain.d_v].into_iter().zip(&ready.layouts);
-        Ok(Outputs { tensors: gradients.map(|(tensor, layout)| narrow(tensor, layout)).collect(), lse: vec![] })
+        let tensors = gradients.map(|(tensor, layout)| narrow(tensor, layout)).collect::<Result<_>>()?;
+        Ok(Outputs { tensors, lse: vec![] })
     }
 }

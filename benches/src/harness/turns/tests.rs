@@ -66,7 +66,7 @@ fn point(direction: Direction) -> Point {
 /// Ours beside broken ones: what is not right is named and the others take turns.
 fn turns_of(direction: Direction) -> Vec<RawRun> {
     let point = point(direction);
-    let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
+    let (pool, log) = (Pool::<bf16>::new(&[&point], 1).unwrap(), RefCell::default());
     let ours = || -> Box<dyn Contestant<bf16> + '_> {
         match direction {
             Direction::Fwd => Box::new(OnCpu::<_, Backend>::new(&pool)),
@@ -119,7 +119,7 @@ fn backwards_take_turns() {
 #[test]
 fn gradients_need_a_forward_that_is_right() {
     let point = point(Direction::Bwd);
-    let (pool, log) = (Pool::<bf16>::new(&[&point], 1), RefCell::default());
+    let (pool, log) = (Pool::<bf16>::new(&[&point], 1).unwrap(), RefCell::default());
     let task = Task::new(&point, Order::Bshd).unwrap();
     let broken = |how| Box::new(Broken { inner: Box::new(OnCpu::<_, Backend>::new(&pool)), how, calls: 0, log: &log });
     let mut forwards: Contestants<'_, bf16> = vec![broken("unsupported"), broken("failing"), broken("wrong")];

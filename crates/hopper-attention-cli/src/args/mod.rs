@@ -15,18 +15,32 @@ use words::parse_mask;
 
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
-#[command(name = "hattn", version, propagate_version = true, max_term_width = 110, after_help = EXAMPLES)]
+#[command(
+    name = "hattn",
+    bin_name = "hattn",
+    version,
+    propagate_version = true,
+    max_term_width = 110,
+    after_help = MORE_HELP
+)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
 }
 
 /// Below the help of `hattn` itself.
-const EXAMPLES: &str = "\
+const MORE_HELP: &str = "\
 Examples:
   hattn random --output qkv.safetensors                       make an input
   hattn check --input qkv.safetensors --mask causal           compute, and compare with f64
-  hattn run --input qkv.safetensors --output o.safetensors    compute, and write o and lse";
+  hattn run --input qkv.safetensors --output o.safetensors    compute, and write o and lse
+
+Exit codes:
+  0   done
+  1   refused or failed; one sentence on stderr says why
+  2   the command line cannot be read
+A signal ends hattn as it ends any program; the shell shows 128 and the signal's number. A file that was to be
+overwritten is then as it was.";
 
 #[derive(Debug, Subcommand)]
 pub enum Command {

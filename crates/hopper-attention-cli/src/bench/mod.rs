@@ -7,8 +7,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use hopper_attention::Arch;
+use hopper_attention_benches::chart::Chart;
 use hopper_attention_benches::compare::Comparison;
-use hopper_attention_benches::{ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, readme, table};
+use hopper_attention_benches::{
+    ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, readme, table, text,
+};
 
 use crate::args::{BenchArgs, PlotArgs};
 use crate::output::AtomicFile;
@@ -16,16 +19,18 @@ use crate::report::{self, Bar};
 
 /// `hattn bench`.
 pub fn bench(args: &BenchArgs) -> Result<()> {
+    let noise = args.noise;
+    ensure!(noise.is_finite() && noise >= 0.0, "--noise {noise}; allowed: finite, 0 and above");
     // Before the work: a wrong name should cost nothing.
     let old = args.compare.as_deref().map(Report::load).transpose()?;
     let report = match &args.from {
         Some(path) => Report::load(path)?,
         None => measure(args)?,
     };
-    show(&report)?;
-    let compared = old.map(|old| Comparison::new(&old, &report, args.noise / 100.0)).transpose()?;
+    show(&report);
+    let compared = old.map(|old| Comparison::new(&old, &report, noise / 100.0)).transpose()?;
     if let Some(compared) = &compared {
-        report::plain(&format!("\n{compared}\n"))?;
+        report::plain(&format!("\n{compared}\n"));
     }
     if args.from.is_none() {
         judge(&report)?;
@@ -42,9 +47,7 @@ fn measure(args: &BenchArgs) -> Result<Report> {
         // SAFETY: this is the only thread so far. The harnesses, in this process and in Python's, find it later.
         unsafe { std::env::set_var(ARCH_VARIABLE, Arch::from(arch).to_string()) };
     }
-    if let Some(folder) = &args.output {
-        std::fs::create_dir_all(folder).with_context(|| format!("folder {}", folder.display()))?;
-    }
+    let _made = args.output.as_deref().map(MadeFolder::new).transpose()?;
     let bar = Bar::new(0);
     let mut progress = |progress: Progress<'_>| {
         bar.show(&progress);
@@ -66,13 +69,13 @@ fn measure(args: &BenchArgs) -> Result<Report> {
     }
     if let Some(folder) = &args.output {
         save(&report, &folder.join("bench.json"))?;
-        let mut text = Vec::new();
-        csv::write(&report, &mut text)?;
-        write(&folder.join("bench.csv"), &text)?;
+        let mut bytes = Vec::new();
+        csv::write(&report, &mut bytes)?;
+        write(&folder.join("bench.csv"), &bytes)?;
         if report.points.iter().any(|p| p.runs.iter().any(|run| run.rate().is_some())) {
-            draw(&report, folder)?;
+            write_charts(&chart::charts(&report)?, folder)?;
         }
-        report::line("wrote", folder.display())?;
+        report::line("wrote", folder.display());
     }
     Ok(report)
 }
@@ -85,18 +88,17 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     AtomicFile::create(path)?.finish(|writer| writer.write_all(bytes))
 }
 
-/// The charts, in a folder.
-fn draw(report: &Report, folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut paths = Vec::new();
-    for chart in chart::charts(report)? {
+/// Writes charts into a folder; where they are.
+fn write_charts(charts: &[Chart], folder: &Path) -> Result<Vec<PathBuf>> {
+    let write = |chart: &Chart| {
         let path = folder.join(&chart.file);
         write(&path, chart.svg.as_bytes())?;
-        paths.push(path);
-    }
-    Ok(paths)
+        Ok(path)
+    };
+    charts.iter().map(write).collect()
 }
 
-fn show(report: &Report) -> Result<()> {
+fn show(report: &Report) {
     let mut points = table::points(report);
     let mut costs = report.host.as_ref().map(table::host);
     // https://no-color.org
@@ -105,21 +107,23 @@ fn show(report: &Report) -> Result<()> {
         costs.as_mut().map(comfy_table::Table::force_no_tty);
     }
     let commit = report.commit.as_ref().map_or_else(String::new, |commit| format!(", commit {commit}"));
-    report::plain(&format!("{}, {} harness, {}{commit}\n", report.device, report.harness, report.date))?;
-    report::plain(&format!("{}\n\nTFLOP/s\n{points}\n\n", report.method))?;
+    report::plain(&format!("{}, {} harness, {}{commit}\n", report.device, report.harness, report.date));
+    report::plain(&format!("{}\n\nTFLOP/s\n", report.method));
+    report::table(&points);
+    report::plain("\n");
     for line in table::ratios(report) {
-        report::plain(&format!("{line}\n"))?;
+        report::plain(&format!("{line}\n"));
     }
     if let (Some(costs), Some(host)) = (&costs, &report.host) {
-        report::plain(&format!("\n{costs}\n"))?;
+        report::plain("\n");
+        report::table(costs);
         for note in &host.notes {
-            report::plain(&format!("note: {note}\n"))?;
+            report::plain(&format!("note: {note}\n"));
         }
     }
     for line in table::remarks(report) {
-        report::plain(&format!("{line}\n"))?;
+        report::plain(&format!("{line}\n"));
     }
-    Ok(())
 }
 
 /// Fails when ours is missing or not timed anywhere, or the output of any library is wrong.
@@ -139,26 +143,68 @@ fn judge(report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// `hattn plot`.
+/// `hattn plot`. What can be refused is, before the first chart is written.
 pub fn plot(args: &PlotArgs) -> Result<()> {
     let report = Report::load(&args.report)?;
+    let charts = chart::charts(&report)?;
+    let update = args.update.as_deref().map(|path| Update::new(path, &report, &args.report)).transpose()?;
     let own = args.report.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folder = args.output.as_deref().unwrap_or(own);
-    std::fs::create_dir_all(folder).with_context(|| format!("folder {}", folder.display()))?;
-    for path in draw(&report, folder)? {
-        report::line("wrote", path.display())?;
+    let _made = MadeFolder::new(folder)?;
+    for path in write_charts(&charts, folder)? {
+        report::line("wrote", path.display());
     }
-    let Some(path) = &args.update else { return Ok(()) };
-    let update = || {
-        let old = std::fs::read_to_string(path).context("cannot be read")?;
-        let new = readme::update(&old, &report, &below(&args.report, path)?)?;
-        if new == old {
-            return report::line("same", path.display());
+    update.map_or(Ok(()), Update::finish)
+}
+
+/// A file that gets its section on speed.
+struct Update<'a> {
+    path: &'a Path,
+    /// Its new text, and where that goes. None if it has this text.
+    new: Option<(String, AtomicFile)>,
+}
+
+impl<'a> Update<'a> {
+    fn new(path: &'a Path, report: &Report, record: &Path) -> Result<Self> {
+        let update = || {
+            let old = text::read(path)?;
+            let new = readme::update(&old, report, &below(record, path)?)?;
+            let new = (new != old).then(|| Ok::<_, anyhow::Error>((new, AtomicFile::create(path)?)));
+            Ok::<_, anyhow::Error>(Self { path, new: new.transpose()? })
+        };
+        update().with_context(|| format!("update {}", path.display()))
+    }
+
+    fn finish(self) -> Result<()> {
+        match self.new {
+            None => report::line("same", self.path.display()),
+            Some((text, file)) => {
+                file.finish(|writer| writer.write_all(text.as_bytes()))?;
+                report::line("updated", self.path.display());
+            }
         }
-        write(path, new.as_bytes())?;
-        report::line("updated", path.display())
-    };
-    update().with_context(|| format!("update {}", path.display()))
+        Ok(())
+    }
+}
+
+/// Folders that were made for files. If none came, they are removed again.
+struct MadeFolder<'a>(Vec<&'a Path>);
+
+impl<'a> MadeFolder<'a> {
+    /// Makes a folder and those above it, as far as they are missing.
+    fn new(folder: &'a Path) -> Result<Self> {
+        let missing = folder.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        let made = Self(missing.collect());
+        std::fs::create_dir_all(folder).with_context(|| format!("folder {}", folder.display()))?;
+        Ok(made)
+    }
+}
+
+impl Drop for MadeFolder<'_> {
+    fn drop(&mut self) {
+        // The innermost first. A folder that holds something stays.
+        self.0.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
+    }
 }
 
 /// A file's path as seen from the folder of another.

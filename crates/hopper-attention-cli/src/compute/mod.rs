@@ -6,7 +6,7 @@ mod cuda;
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use hopper_attention::{
     Access, Args, BackwardPlan, Device, ForwardPlan, Operands, Presence, QuantizePlan, Stream, Workspace,
 };
@@ -60,7 +60,8 @@ pub fn compute(
     repeat: u32,
 ) -> Result<Duration> {
     for operand in outputs(plan.operands()) {
-        tensors.insert(operand.slot(), Values::unwritten(operand.dtype(), operand.shape())?);
+        let values = Values::unwritten(operand.dtype(), operand.shape()).with_context(|| operand.slot().to_string())?;
+        tensors.insert(operand.slot(), values);
     }
     let stream = device.new_stream()?;
     let mut buffers = Vec::new();

@@ -3,7 +3,8 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -24,8 +25,13 @@ fn place(built: &str) -> PathBuf {
     }
 }
 
+/// The binary.
+pub fn program() -> PathBuf {
+    place(env!("CARGO_BIN_EXE_hattn"))
+}
+
 fn command() -> Command {
-    Command::new(place(env!("CARGO_BIN_EXE_hattn")))
+    Command::new(program())
 }
 
 /// What a run of the binary gave.
@@ -38,7 +44,8 @@ pub struct Ran {
 
 impl Ran {
     pub fn of(command: &mut Command) -> Self {
-        let output = command.output().expect("the binary starts");
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        let output = ended(child.expect("the binary starts"));
         let text = |bytes| String::from_utf8(bytes).expect("the binary prints UTF-8");
         Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
     }
@@ -69,6 +76,36 @@ impl Ran {
             assert!(self.stderr.contains(part), "`{part}` is not in: {}", self.stderr);
         }
     }
+}
+
+/// What a run gave once it has ended. One that takes minutes hangs, and is ended here.
+#[track_caller]
+pub fn ended(child: Child) -> Output {
+    let id = child.id().to_string();
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || tell.send(child.wait_with_output()));
+    told.recv_timeout(Duration::from_secs(120))
+        .unwrap_or_else(|_| {
+            let _ = Command::new("kill").args(["-KILL", &id]).status();
+            panic!("hattn hangs");
+        })
+        .expect("its output can be read")
+}
+
+/// Waits until something holds, a minute at most.
+#[track_caller]
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(60), "waited too long until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Sends a signal, by its name without SIG.
+pub fn send(signal: &str, process: &Child) {
+    let sent = Command::new("kill").args([format!("-{signal}"), process.id().to_string()]).status();
+    assert!(sent.expect("kill starts").success());
 }
 
 /// Runs `hattn` with these arguments.
@@ -158,6 +195,11 @@ impl Folder {
         std::fs::write(&path, file).expect("a file that can be written");
         path
     }
+}
+
+/// A safetensors file with this header, whatever it says, and then these bytes.
+pub fn with_header(header: &[u8], tensors: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header, tensors].concat()
 }
 
 /// Little-endian bytes of f32.
