@@ -172,7 +172,7 @@ pub(crate) unsafe fn quantizer(given: &hattn_quantize_problem) -> Outcome<Quanti
 }
 
 fn not_null<T: Versioned>(what: &str, pointer: *const T) -> Outcome {
-    let allowed = format_args!("a {}", T::NAME);
+    let allowed = format_args!("a pointer to a {}", T::LAYOUT.name);
     if pointer.is_null() { Err(Failure::argument(what, "a null pointer", allowed)) } else { Ok(()) }
 }
 

@@ -98,6 +98,10 @@ impl Failure {
         Self::Argument(format!("{what}: {got}; allowed: {allowed}"))
     }
 
+    pub fn abi(what: &str, got: &str, allowed: impl fmt::Display) -> Self {
+        Self::Abi(format!("{what}: {got}; allowed: {allowed}"))
+    }
+
     pub fn status(&self) -> hattn_status {
         match self {
             Self::Argument(_) => HATTN_ERROR_ARGUMENT,
