@@ -560,12 +560,12 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
     }
     if !pointer.is_aligned() {
         let allowed = format_args!("multiples of {ALIGNMENT} bytes");
-        return Err(Failure::argument(what, &format!("address {pointer:p}"), allowed));
+        return Err(Failure::argument(what, format_args!("address {pointer:p}"), allowed));
     }
     // SAFETY: neither null nor misaligned, so the caller promises a header.
     let [size, version] = unsafe { pointer.cast::<[u32; 2]>().read() };
     if version != HATTN_ABI_VERSION {
-        return Err(Failure::abi(what, &format!("abi_version {version}"), HATTN_ABI_VERSION));
+        return Err(Failure::abi(what, format_args!("abi_version {version}"), HATTN_ABI_VERSION));
     }
     let size = size as usize;
     let is_newer = size > known && size <= MOST && size.is_multiple_of(ALIGNMENT);
@@ -578,7 +578,7 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
              know are 0",
             sizes.join(", ")
         );
-        return Err(Failure::abi(what, &format!("struct_size {size}"), allowed));
+        return Err(Failure::abi(what, format_args!("struct_size {size}"), allowed));
     }
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
     // SAFETY: both sides hold that many bytes; all bits, and the zeros after them, are valid for T.
@@ -590,7 +590,7 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
         // SAFETY: the field has 4 bytes, which `layouts!` asserts.
         let reserved = unsafe { (&raw const value).byte_add(at).cast::<u32>().read() };
         if reserved != 0 {
-            return Err(Failure::argument(what, &format!("reserved {reserved:#x}"), "0"));
+            return Err(Failure::argument(what, format_args!("reserved {reserved:#x}"), "0"));
         }
     }
     Ok(value)

@@ -3,6 +3,7 @@
      PASS(name), INIT(NAME)  a struct or function of the pass, and the initialiser of a struct
      SUITE, DESCRIBED        what its tests are called; how the description of a plan begins
      ARGS_LEAST              the size that the arguments came with
+     DTYPES                  the types of operands that an error lists
      OPTIONAL                the tensor that is given exactly when the problem's field of the same name is 1
      problem, args           the variables that a test spoils
      operands                a row for each tensor
@@ -290,11 +291,12 @@ static void devices_are_refused(void) {
   const operand* op;
   int32_t count = -1;
   for (op = operands; op < operands + OPERANDS; ++op) {
-    REFUSED(op->tensor->device = 0, HATTN_ERROR_DEVICE, op->name, "on cuda:0", "cpu");
-    REFUSED(op->tensor->device = -2, HATTN_ERROR_ARGUMENT, op->name, "-2", "HATTN_CPU");
+    REFUSED(op->tensor->device = 0, HATTN_ERROR_DEVICE, op->name, "on device cuda:0", "device cpu, the plan's");
+    REFUSED(op->tensor->device = -2, HATTN_ERROR_ARGUMENT, op->name, ": device -2;",
+            "HATTN_CPU (-1), or the ordinal of a GPU, 0 and above");
   }
   CHECK(PASS(supported)(&problem, -2) == HATTN_ERROR_ARGUMENT);
-  SAYS("device", "-2", "HATTN_CPU");
+  SAYS("device", ": -2;", "HATTN_CPU (-1), or the ordinal of a GPU, 0 and above");
   CHECK(hattn_device_count(&count) == HATTN_OK && count >= 0);
   CHECK(PASS(supported)(&problem, count) == HATTN_ERROR_NO_DEVICE);
   CHECK(PASS(plan_create)(&problem, count, &no_plan) == HATTN_ERROR_NO_DEVICE);
@@ -332,8 +334,8 @@ static void dtypes_are_refused(void) {
   } wrong[] = {{HATTN_F16, HATTN_ERROR_DTYPE, "dtype f16", "f32"},
                {HATTN_BF16, HATTN_ERROR_DTYPE, "dtype bf16", "f32"},
                {HATTN_E4M3, HATTN_ERROR_DTYPE, "dtype e4m3", "f32"},
-               {0, HATTN_ERROR_ARGUMENT, "dtype 0", "HATTN_F16 (1)"},
-               {5, HATTN_ERROR_ARGUMENT, "dtype 5", "HATTN_F16 (1)"}};
+               {0, HATTN_ERROR_ARGUMENT, "dtype 0", "allowed: HATTN_F32 (3)"},
+               {5, HATTN_ERROR_ARGUMENT, "dtype 5", "allowed: HATTN_F32 (3)"}};
   const operand* op;
   int i;
   for (op = operands; op < operands + OPERANDS; ++op) {
@@ -341,7 +343,8 @@ static void dtypes_are_refused(void) {
       REFUSED(op->tensor->dtype = wrong[i].dtype, wrong[i].status, op->name, wrong[i].got, wrong[i].allowed);
     }
   }
-  NO_PLAN(problem.dtype = 0, HATTN_ERROR_ARGUMENT, "dtype", "0", "HATTN_F16 (1)");
+  NO_PLAN(problem.dtype = 0, HATTN_ERROR_ARGUMENT, "dtype", "dtype: 0;", "allowed: " DTYPES);
+  NO_PLAN(problem.dtype = 9, HATTN_ERROR_ARGUMENT, "dtype", "dtype: 9;", "allowed: " DTYPES);
 }
 
 static void outputs_have_memory_of_their_own(void) {
@@ -394,7 +397,9 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.heads_kv = 3, HATTN_ERROR_VALUE, "heads_q", "4 with heads_kv 3", "a multiple of heads_kv");
   NO_PLAN(problem.heads_kv = 0, HATTN_ERROR_VALUE, "heads_kv", "0", "1 and above");
   NO_PLAN(problem.head_dim_qk = 0, HATTN_ERROR_VALUE, "head_dim_qk", "0", "1 to 2^31 - 1");
-  NO_PLAN(problem.head_dim_vo = -8, HATTN_ERROR_VALUE, "head_dim_vo", "-8", "0 and above");
+  NO_PLAN(problem.head_dim_vo = -8, HATTN_ERROR_VALUE, "head_dim_vo", "-8", "1 to 2^31 - 1");
+  NO_PLAN(problem.head_dim_vo = INT64_MIN, HATTN_ERROR_VALUE, "head_dim_vo", "-9", "1 to 2^31 - 1");
+  NO_PLAN(problem.heads_q = -1, HATTN_ERROR_VALUE, "heads_q", "-1", "1 and above");
   NO_PLAN(problem.softmax_scale = -1.0F, HATTN_ERROR_VALUE, "softmax_scale", "-1", "finite and above 0");
   NO_PLAN(problem.softmax_scale = NAN, HATTN_ERROR_VALUE, "softmax_scale", "NaN", "finite and above 0");
   problem.mask = HATTN_MASK_WINDOW;
