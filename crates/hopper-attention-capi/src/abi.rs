@@ -103,7 +103,8 @@ pub struct hattn_forward_problem {
     pub corner: hattn_corner,
     /// 1: the log-sum-exp of each query is an output. 0: it is not.
     pub lse: i32,
-    /// Number of sequences, 0 or more.
+    /// Number of sequences, 0 or more. With 0 there is nothing to compute: plans are made, and runs are HATTN_OK.
+    /// HATTN_FORWARD_PROBLEM_INIT sets 0, so a forgotten batch is not refused before tensors with another batch are given.
     pub batch: i64,
     /// Number of queries in each sequence, 0 or more.
     pub seqlen_q: i64,
@@ -168,6 +169,7 @@ pub struct hattn_backward_problem {
     pub corner: hattn_corner,
     /// 1: a gradient of the log-sum-exp is an input. 0: it is not.
     pub d_lse: i32,
+    /// Number of sequences, 0 or more. With 0 there is nothing to compute, as in hattn_forward_problem.
     pub batch: i64,
     pub seqlen_q: i64,
     pub seqlen_kv: i64,
