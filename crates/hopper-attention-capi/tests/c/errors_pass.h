@@ -450,6 +450,20 @@ static void what_has_no_elements_needs_no_memory(void) {
   }
 }
 
+/* No sequences: nothing is computed, and that is no error. */
+static void a_batch_of_0_is_legal(void) {
+  PASS(plan)* made = NULL;
+  const operand* op;
+  problem.batch = 0;
+  CHECK(PASS(plan_create)(&problem, HATTN_CPU, &made) == HATTN_OK);
+  CHECK(PASS(run)(made, &args, NULL) == HATTN_ERROR_SHAPE);
+  SAYS("q", "[2, 3, 4, 8]", "expected [0, 3, 4, 8]");
+  for (op = operands; op < operands + OPERANDS; ++op) op->tensor->shape[0] = 0;
+  CHECK(PASS(run)(made, &args, NULL) == HATTN_OK);
+  CHECK(poisoned());
+  PASS(plan_destroy)(made);
+}
+
 /* A test that forgot to fill something in would otherwise go unnoticed by the next one. */
 #define FRESH(test)   \
   do {                \
@@ -482,6 +496,7 @@ static int run_what_passes_share(void) {
   FRESH(numbers_of_a_problem_are_refused);
   FRESH(a_plan_describes_itself_into_any_room);
   FRESH(what_has_no_elements_needs_no_memory);
+  FRESH(a_batch_of_0_is_legal);
   return 1;
 }
 
