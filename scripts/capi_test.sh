@@ -297,7 +297,9 @@ sanitize=(-DCMAKE_C_FLAGS=-fsanitize=address,undefined -DCMAKE_CXX_FLAGS=-fsanit
 export UBSAN_OPTIONS=halt_on_error=1
 check "ctest: C and C++ tests, shared" project tests-shared "${tests[@]}" "${toolkit[@]}"
 check "ctest: C and C++ tests, static, address and undefined-behaviour sanitizers" project tests-sanitized \
-  "${tests[@]}" -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined"
+  "${tests[@]}" -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined" -DHATTN_TEST_FUZZ_SECONDS=5
+# What the random calls were: their seed (HATTN_FUZZ_SEED sets another one) and their number.
+grep -h '^fuzz: ' "$consumers"/tests-*/build/Testing/Temporary/LastTest.log
 check "find_package, shared: examples/cpp" project cpp-shared examples/cpp
 check "it uses the shared library" linked cpp-shared/build/attention
 check "find_package, static: examples/cpp" project cpp-static examples/cpp -DHATTN_LINK=static "${toolkit[@]}"
@@ -319,7 +321,7 @@ else
   ignore "pkg-config" "it is not installed"
 fi
 if command -v valgrind >/dev/null; then
-  check "valgrind: C and C++ tests" project tests-valgrind "${tests[@]}" -DHATTN_TEST_VALGRIND=ON
+  check "valgrind: C and C++ tests" project tests-valgrind "${tests[@]}" -DHATTN_TEST_VALGRIND=ON -DHATTN_TEST_FUZZ_SECONDS=5
   for program in cpp-shared/build/attention "threads-shared/build/threads 1"; do
     # shellcheck disable=SC2086 # a program and its arguments
     check "valgrind: ${program%% *}" valgrind --quiet --error-exitcode=97 --leak-check=full --show-leak-kinds=definite \

@@ -163,13 +163,14 @@ fn bad_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104 to 4096 (sizeof(hattn_forward_problem))",
+        "problem: struct_size 8; allowed: 104, 112, 120 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to 4096 \
+         if the fields that this library does not know are 0",
     );
-    refused(|p| p.abi_version = 0, HATTN_ERROR_ABI, "problem: abi_version 0; allowed: 1, which this library speaks");
+    refused(|p| p.abi_version = 0, HATTN_ERROR_ABI, "problem: abi_version 0; allowed: 1");
     refused(
         |p| p.dtype = 0,
         HATTN_ERROR_ARGUMENT,
-        "dtype: dtype 0; allowed: HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3), HATTN_E4M3 (4)",
+        "dtype: 0; allowed: HATTN_F16 (1), HATTN_BF16 (2), HATTN_E4M3 (4), on the CPU also HATTN_F32 (3)",
     );
     refused(|p| p.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "o: dtype f32; allowed: bf16, f16, e4m3");
     refused(
@@ -227,7 +228,7 @@ fn devices_that_are_not_there_are_refused() {
     let (status, text) = Plan::new(&given, -2).unwrap_err();
     assert_eq!(
         (status, text.as_str()),
-        (HATTN_ERROR_ARGUMENT, "device: -2; allowed: HATTN_CPU (-1), or a GPU's ordinal, 0 and above")
+        (HATTN_ERROR_ARGUMENT, "device: -2; allowed: HATTN_CPU (-1), or the ordinal of a GPU, 0 and above")
     );
 }
 
@@ -268,12 +269,12 @@ fn bad_tensors_are_refused_and_nothing_is_written() {
         let lse = outputs.lse.iter().flat_map(|lse| lse.data());
         assert!(outputs.o.data().iter().chain(lse).all(|x| x.is_poison()), "{text}: something was written");
     };
-    refused(&|m| m.q.struct_size = 95, HATTN_ERROR_ABI, "q: struct_size 95; allowed: 96 to 4096");
+    refused(&|m| m.q.struct_size = 95, HATTN_ERROR_ABI, "q: struct_size 95; allowed: 96 (sizeof(hattn_tensor))");
     refused(&|m| m.o.abi_version = 7, HATTN_ERROR_ABI, "o: abi_version 7");
     refused(&|m| m.k.ndim = 3, HATTN_ERROR_ARGUMENT, "k: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
-    refused(&|m| m.v.reserved = 1, HATTN_ERROR_ARGUMENT, "v: a reserved field");
+    refused(&|m| m.v.reserved = 1, HATTN_ERROR_ARGUMENT, "v: reserved 0x1; allowed: 0");
     refused(&|m| m.v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "v: dtype bf16; allowed: f32, the problem's");
-    refused(&|m| m.v.device = 0, HATTN_ERROR_DEVICE, "v: on cuda:0; allowed: cpu, the plan's");
+    refused(&|m| m.v.device = 0, HATTN_ERROR_DEVICE, "v: on device cuda:0; allowed: device cpu, the plan's");
     refused(&|m| m.k.shape[1] = 8, HATTN_ERROR_SHAPE, "k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
     refused(&|m| m.k.shape[1] = -7, HATTN_ERROR_LAYOUT, "k: size -7 in dimension 1; allowed: 0 and above");
     refused(&|m| m.q.stride[3] = 2, HATTN_ERROR_LAYOUT, "q: shape [2, 5, 4, 16] with strides");
@@ -300,7 +301,8 @@ fn bad_backward_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104 to 4096 (sizeof(hattn_backward_problem))",
+        "problem: struct_size 8; allowed: 104, 112 (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
+         the fields that this library does not know are 0",
     );
     refused(|p| p.d_lse = 2, HATTN_ERROR_ARGUMENT, "d_lse: 2; allowed: 0 (not given), 1 (given)");
     refused(|p| p.deterministic = -1, HATTN_ERROR_ARGUMENT, "deterministic: -1; allowed: 0 (not wanted), 1 (wanted)");
@@ -322,10 +324,10 @@ fn bad_backward_tensors_are_refused_and_nothing_is_written() {
         let written = [&outputs.d_q, &outputs.d_k, &outputs.d_v].into_iter().flat_map(|image| image.data());
         assert!(written.into_iter().all(|x| x.is_poison()), "{text}: something was written");
     };
-    refused(&|m| m.d_q.struct_size = 95, HATTN_ERROR_ABI, "d_q: struct_size 95; allowed: 96 to 4096");
+    refused(&|m| m.d_q.struct_size = 95, HATTN_ERROR_ABI, "d_q: struct_size 95; allowed: 96 (sizeof(hattn_tensor))");
     refused(&|m| m.d_o.ndim = 3, HATTN_ERROR_ARGUMENT, "d_o: ndim 3; allowed: 4, [batch, seqlen, heads, head_dim]");
     refused(&|m| m.d_v.dtype = HATTN_BF16, HATTN_ERROR_DTYPE, "d_v: dtype bf16; allowed: f32, the problem's");
-    refused(&|m| m.d_k.device = 0, HATTN_ERROR_DEVICE, "d_k: on cuda:0; allowed: cpu, the plan's");
+    refused(&|m| m.d_k.device = 0, HATTN_ERROR_DEVICE, "d_k: on device cuda:0; allowed: device cpu, the plan's");
     refused(&|m| m.d_k.shape[1] = 8, HATTN_ERROR_SHAPE, "d_k: shape [2, 8, 2, 16], expected [2, 7, 2, 16]");
     refused(&|m| m.d_q.stride[1] = 0, HATTN_ERROR_LAYOUT, "uses elements twice");
     refused(&|m| m.d_o.data = null_mut(), HATTN_ERROR_LAYOUT, "d_o: address 0x0");

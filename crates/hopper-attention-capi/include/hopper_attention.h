@@ -15,22 +15,42 @@
 
    Rules for all functions:
 
-   - Any thread may call them. None of them throws, prints or exits.
+   - None of them throws, prints or exits.
    - A function that returns hattn_status gives HATTN_OK on success. Otherwise hattn_last_error says what was wrong.
    - A call that refuses its arguments has written no tensor and launched nothing.
    - A null pointer is refused with HATTN_ERROR_ARGUMENT, unless a comment says that it may be null.
    - A plan or a tuning is live from its creation until it is destroyed.
    - Tensors, workspaces and streams belong to the caller. Structs are read during the call only.
 
-   Structs begin with their own size, so that programs and libraries of different versions work together. Begin each one
-   with its HATTN_.._INIT, which sets all other fields to 0. Later versions only add fields, at the end. 0 in a new field
-   means what the library did before. */
+   Threads:
+
+   - Any thread may call any function, at any time.
+   - Many threads may use one plan or one tuning at once. Destroy it when no call uses it any more.
+   - Runs that may overlap in time need outputs and workspaces of their own.
+   - hattn_last_error is about the thread that calls it.
+   - A run on the CPU also computes on threads that the library starts and keeps.
+
+   Versions:
+
+   - HATTN_ABI_VERSION is the number in the name of the shared library. Within one version, functions and constants are
+     only added. Structs only grow, by fields at their end. 0 in a new field means what the library did before.
+   - Each struct begins with the size that its caller's header gives it. Begin a struct with its HATTN_.._INIT, which
+     fills in size and version, and sets all other fields to 0.
+   - An older program has a smaller struct_size. The library takes the fields behind it as 0.
+   - A newer program has a larger struct_size. Fields that the library does not know must be 0, or the call is refused
+     with HATTN_ERROR_ABI. So is a size that ends inside of a field, or that no version of the struct had.
+   - sizeof a struct may change with each minor version. Where two parts of a program are compiled with different
+     headers, one may take a pointer to a struct of the other, but no struct by value and no array of them. */
 
 #ifndef HOPPER_ATTENTION_H
 #define HOPPER_ATTENTION_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+/* The version of this header. The library's own is hattn_version(). */
+#define HATTN_VERSION_MAJOR 0
+#define HATTN_VERSION_MINOR 2
 
 struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 
@@ -56,7 +76,7 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 #define HATTN_ABI_VERSION 1
 
 // No bound on this side of a window.
-#define HATTN_UNBOUNDED -1
+#define HATTN_UNBOUNDED (-1)
 
 // How the gradients of one problem are computed on one device. Plans are used as hattn_forward_plan.
 typedef struct hattn_backward_plan hattn_backward_plan;
@@ -78,25 +98,117 @@ typedef struct hattn_tuning hattn_tuning;
 // How a call ended: HATTN_OK, or one of HATTN_ERROR_. hattn_last_error gives the text of an error.
 typedef int32_t hattn_status;
 
+// The work is done, or enqueued on the stream.
+#define HATTN_OK 0
+
+// A null pointer, or a number that is not one of the constants of its type.
+#define HATTN_ERROR_ARGUMENT 1
+
+// A struct with a size or a version that the library does not know.
+#define HATTN_ERROR_ABI 2
+
+// A tensor has another shape than the problem says.
+#define HATTN_ERROR_SHAPE 3
+
+// The strides, the alignment or the address range of a tensor are not allowed.
+#define HATTN_ERROR_LAYOUT 4
+
+// An element type that is not allowed for this tensor or option.
+#define HATTN_ERROR_DTYPE 5
+
+// A number out of range, or a tensor that is missing or must be null.
+#define HATTN_ERROR_VALUE 6
+
+// The problem is valid, but the library has no kernel for it on this device.
+#define HATTN_ERROR_UNSUPPORTED 7
+
+// The workspace is null or too small.
+#define HATTN_ERROR_WORKSPACE 8
+
+// A tensor or the stream is on another device than the plan.
+#define HATTN_ERROR_DEVICE 9
+
+// The call is not possible while the stream is captured into a CUDA graph.
+#define HATTN_ERROR_CAPTURE 10
+
+// The CUDA driver returned an error. It may come from earlier work.
+#define HATTN_ERROR_DRIVER 11
+
+// A kernel could not be loaded or launched.
+#define HATTN_ERROR_LAUNCH 12
+
+// There is no such GPU, or no driver, or the library was built without CUDA.
+#define HATTN_ERROR_NO_DEVICE 13
+
+// A bug of the library.
+#define HATTN_ERROR_INTERNAL 14
+
 // An element type: HATTN_F16, HATTN_BF16, HATTN_F32 or HATTN_E4M3.
 // 0 is none of them, so that a forgotten field is refused.
 typedef int32_t hattn_dtype;
+
+// IEEE 754 half precision, 2 bytes.
+#define HATTN_F16 1
+
+// bfloat16, 2 bytes.
+#define HATTN_BF16 2
+
+// IEEE 754 single precision, 4 bytes.
+#define HATTN_F32 3
+
+// FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
+#define HATTN_E4M3 4
 
 // Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
 // A query without keys gets output 0 and log-sum-exp -inf.
 typedef int32_t hattn_mask;
 
+// Every key.
+#define HATTN_MASK_FULL 0
+
+// The keys up to and with the key that the query meets (see hattn_corner).
+#define HATTN_MASK_CAUSAL 1
+
+// The keys from window_left before to window_right after the key that the query meets, both included.
+#define HATTN_MASK_WINDOW 2
+
 // Which key a query meets: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. Causal masks and windows count keys from that key.
 // The two differ when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
 
+// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
+#define HATTN_BOTTOM_RIGHT 0
+
+// The first query meets the first key. Query i meets key i.
+#define HATTN_TOP_LEFT 1
+
 // The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 typedef int32_t hattn_arch;
+
+// The newest instruction set that the GPU runs. The CPU takes this value only.
+#define HATTN_ARCH_OWN 0
+
+// Compute capability 8.0 and later.
+#define HATTN_ARCH_SM80 80
+
+// Compute capability 9.0.
+#define HATTN_ARCH_SM90 90
 
 // Which elements of a HATTN_E4M3 tensor share a descale factor: HATTN_PER_TENSOR, HATTN_PER_HEAD or HATTN_PER_BLOCK.
 // A real value is the stored value times its factor. Factors are HATTN_F32 tensors [batch, heads, blocks].
 // A dimension has size 1 where all of its entries share the factor.
 typedef int32_t hattn_scaling;
+
+// One factor for each of Q, K and V: [1, 1, 1].
+#define HATTN_PER_TENSOR 0
+
+// One factor for each sequence and key head: [batch, heads_kv, 1].
+// All query heads that read one key head share one factor of Q.
+#define HATTN_PER_HEAD 1
+
+// One factor for each block of 128 rows of a head. The last block may be shorter.
+// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
+#define HATTN_PER_BLOCK 2
 
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 //
@@ -122,7 +234,8 @@ typedef struct hattn_forward_problem {
   hattn_corner corner;
   // 1: the log-sum-exp of each query is an output. 0: it is not.
   int32_t lse;
-  // Number of sequences, 0 or more.
+  // Number of sequences, 0 or more. With 0 there is nothing to compute: plans are made, and runs are HATTN_OK.
+  // HATTN_FORWARD_PROBLEM_INIT sets 0, so a forgotten batch is not refused before tensors with another batch are given.
   int64_t batch;
   // Number of queries in each sequence, 0 or more.
   int64_t seqlen_q;
@@ -164,6 +277,9 @@ typedef struct hattn_forward_problem {
 
 // A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
 typedef int32_t hattn_device;
+
+// The host: all cores of this machine.
+#define HATTN_CPU (-1)
 
 // A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
 //
@@ -253,6 +369,7 @@ typedef struct hattn_backward_problem {
   hattn_corner corner;
   // 1: a gradient of the log-sum-exp is an input. 0: it is not.
   int32_t d_lse;
+  // Number of sequences, 0 or more. With 0 there is nothing to compute, as in hattn_forward_problem.
   int64_t batch;
   int64_t seqlen_q;
   int64_t seqlen_kv;
@@ -375,101 +492,6 @@ typedef struct hattn_quantize_args {
   // Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
   size_t workspace_bytes;
 } hattn_quantize_args;
-
-// IEEE 754 half precision, 2 bytes.
-#define HATTN_F16 1
-
-// bfloat16, 2 bytes.
-#define HATTN_BF16 2
-
-// IEEE 754 single precision, 4 bytes.
-#define HATTN_F32 3
-
-// FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
-#define HATTN_E4M3 4
-
-// The host: all cores of this machine.
-#define HATTN_CPU -1
-
-// Every key.
-#define HATTN_MASK_FULL 0
-
-// The keys up to and with the key that the query meets (see hattn_corner).
-#define HATTN_MASK_CAUSAL 1
-
-// The keys from window_left before to window_right after the key that the query meets, both included.
-#define HATTN_MASK_WINDOW 2
-
-// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
-#define HATTN_BOTTOM_RIGHT 0
-
-// The first query meets the first key. Query i meets key i.
-#define HATTN_TOP_LEFT 1
-
-// The newest instruction set that the GPU runs. The CPU takes this value only.
-#define HATTN_ARCH_OWN 0
-
-// Compute capability 8.0 and later.
-#define HATTN_ARCH_SM80 80
-
-// Compute capability 9.0.
-#define HATTN_ARCH_SM90 90
-
-// One factor for each of Q, K and V: [1, 1, 1].
-#define HATTN_PER_TENSOR 0
-
-// One factor for each sequence and key head: [batch, heads_kv, 1].
-// All query heads that read one key head share one factor of Q.
-#define HATTN_PER_HEAD 1
-
-// One factor for each block of 128 rows of a head. The last block may be shorter.
-// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
-#define HATTN_PER_BLOCK 2
-
-// The work is done, or enqueued on the stream.
-#define HATTN_OK 0
-
-// A null pointer, or a number that is not one of the constants of its type.
-#define HATTN_ERROR_ARGUMENT 1
-
-// A struct with a size or a version that the library does not know.
-#define HATTN_ERROR_ABI 2
-
-// A tensor has another shape than the problem says.
-#define HATTN_ERROR_SHAPE 3
-
-// The strides, the alignment or the address range of a tensor are not allowed.
-#define HATTN_ERROR_LAYOUT 4
-
-// An element type that is not allowed for this tensor or option.
-#define HATTN_ERROR_DTYPE 5
-
-// A number out of range, or a tensor that is missing or must be null.
-#define HATTN_ERROR_VALUE 6
-
-// The problem is valid, but the library has no kernel for it on this device.
-#define HATTN_ERROR_UNSUPPORTED 7
-
-// The workspace is null or too small.
-#define HATTN_ERROR_WORKSPACE 8
-
-// A tensor or the stream is on another device than the plan.
-#define HATTN_ERROR_DEVICE 9
-
-// The call is not possible while the stream is captured into a CUDA graph.
-#define HATTN_ERROR_CAPTURE 10
-
-// The CUDA driver returned an error. It may come from earlier work.
-#define HATTN_ERROR_DRIVER 11
-
-// A kernel could not be loaded or launched.
-#define HATTN_ERROR_LAUNCH 12
-
-// There is no such GPU, or no driver, or the library was built without CUDA.
-#define HATTN_ERROR_NO_DEVICE 13
-
-// A bug of the library.
-#define HATTN_ERROR_INTERNAL 14
 
 #ifdef __cplusplus
 extern "C" {

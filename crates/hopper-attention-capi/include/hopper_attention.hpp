@@ -45,12 +45,20 @@
 
 static_assert(HATTN_ABI_VERSION == 1, "hopper_attention.hpp and hopper_attention.h are of different versions");
 
-// Without exceptions, classes have fewer members, so they get another namespace. Object files of both kinds may then be
-// linked into one program. A view that is passed from one kind to the other is a link error.
+// The inline namespace of all classes and functions here, such as v0_2 or v0_2_noexcept. It follows from the version in
+// the C header. All C++ headers use this macro.
+//
+// - A minor version may add members to a class.
+// - Without exceptions, classes have fewer members.
+//
+// Object files of different versions and of both kinds may be linked into one program: each has classes of its own. An
+// object that is passed from one to the other is a link error.
+#define HATTN_DETAIL_VERSION_OF(major, minor, kind) v##major##_##minor##kind
+#define HATTN_DETAIL_VERSION(major, minor, kind) HATTN_DETAIL_VERSION_OF(major, minor, kind)
 #ifdef HATTN_NO_EXCEPTIONS
-#define HATTN_DETAIL_NAMESPACE v1_noexcept
+#define HATTN_DETAIL_NAMESPACE HATTN_DETAIL_VERSION(HATTN_VERSION_MAJOR, HATTN_VERSION_MINOR, _noexcept)
 #else
-#define HATTN_DETAIL_NAMESPACE v1
+#define HATTN_DETAIL_NAMESPACE HATTN_DETAIL_VERSION(HATTN_VERSION_MAJOR, HATTN_VERSION_MINOR, )
 #endif
 
 namespace hattn {
@@ -219,7 +227,10 @@ struct dtype_of<__nv_fp8_e4m3> : std::integral_constant<DType, DType::E4M3> {};
 class Device {
  public:
   static constexpr Device cpu() noexcept { return Device(HATTN_CPU); }
-  static constexpr Device cuda(int ordinal) noexcept { return Device(ordinal); }
+  // A negative ordinal gives a device that every call refuses. It is not the CPU, whose number in C is -1.
+  static constexpr Device cuda(int ordinal) noexcept {
+    return Device(ordinal < 0 ? std::numeric_limits<hattn_device>::min() : ordinal);
+  }
 
   constexpr bool is_cpu() const noexcept { return value_ == HATTN_CPU; }
   constexpr hattn_device c_value() const noexcept { return value_; }

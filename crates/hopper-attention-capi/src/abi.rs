@@ -4,7 +4,6 @@
 
 use std::ffi::c_void;
 use std::mem::offset_of;
-use std::ops::Range;
 
 use hopper_attention::Slot;
 
@@ -104,7 +103,8 @@ pub struct hattn_forward_problem {
     pub corner: hattn_corner,
     /// 1: the log-sum-exp of each query is an output. 0: it is not.
     pub lse: i32,
-    /// Number of sequences, 0 or more.
+    /// Number of sequences, 0 or more. With 0 there is nothing to compute: plans are made, and runs are HATTN_OK.
+    /// HATTN_FORWARD_PROBLEM_INIT sets 0, so a forgotten batch is not refused before tensors with another batch are given.
     pub batch: i64,
     /// Number of queries in each sequence, 0 or more.
     pub seqlen_q: i64,
@@ -169,6 +169,7 @@ pub struct hattn_backward_problem {
     pub corner: hattn_corner,
     /// 1: a gradient of the log-sum-exp is an input. 0: it is not.
     pub d_lse: i32,
+    /// Number of sequences, 0 or more. With 0 there is nothing to compute, as in hattn_forward_problem.
     pub batch: i64,
     pub seqlen_q: i64,
     pub seqlen_kv: i64,
@@ -418,12 +419,8 @@ pub struct hattn_quantize_args {
 /// # Safety
 /// The struct is `repr(C)` and begins with `struct_size` and `abi_version`, two u32. All bits are valid for it.
 pub(crate) unsafe trait Versioned: Copy {
-    /// The name in C.
-    const NAME: &'static str;
-    /// The size, in bytes, that the struct had when it was added to this version of the ABI. No caller knows a smaller one.
-    const LEAST: usize;
-    /// The bytes of the field `reserved`, which must be 0. Empty for a struct without that field.
-    const RESERVED: Range<usize>;
+    /// The layout that [`layouts!`] states.
+    const LAYOUT: StructLayout;
 }
 
 /// The layout of a struct, in bytes. `tests/header.rs` makes `abi/layout.def` and the C header's initialisers of it.
@@ -431,10 +428,34 @@ pub(crate) unsafe trait Versioned: Copy {
 pub struct StructLayout {
     /// The name in C.
     pub name: &'static str,
+    /// The size that the struct had when it was added to this version of the ABI. No caller knows a smaller one.
+    pub least: usize,
     /// The size.
     pub size: usize,
     /// The name and the offset of each field, in order. There is no padding.
     pub fields: &'static [(&'static str, usize)],
+}
+
+impl StructLayout {
+    /// The sizes that the struct had or may have had in older versions of the header, and the size that it has.
+    ///
+    /// Each is the end of a field. It is also a multiple of the alignment, as every `sizeof` is.
+    fn sizes(&self) -> impl Iterator<Item = usize> {
+        let ends = self.fields.iter().map(|&(_, offset)| offset).chain([self.size]);
+        ends.filter(|&end| end >= self.least && end.is_multiple_of(ALIGNMENT))
+    }
+
+    /// The offset of the field `reserved`, which must be 0. `None` for a struct without that field.
+    const fn reserved(&self) -> Option<usize> {
+        let mut at = 0;
+        while at < self.fields.len() {
+            if matches!(self.fields[at].0.as_bytes(), b"reserved") {
+                return Some(self.fields[at].1);
+            }
+            at += 1;
+        }
+        None
+    }
 }
 
 /// States the layouts that the ABI promises, as literal numbers: `LEAST to SIZE bytes`, then each field with its offset.
@@ -444,7 +465,7 @@ pub struct StructLayout {
 ///
 /// - assertions about `hattn_pair`: its size is 24, `second` is at 16, and so on;
 /// - an assertion that there is no padding, which has any bytes in C and so could never become a field;
-/// - `unsafe impl Versioned for hattn_pair`, with `LEAST` 16 and the bytes of a field `reserved`, if there is one;
+/// - `unsafe impl Versioned for hattn_pair`, with this layout;
 /// - an element of `LAYOUTS`.
 macro_rules! layouts {
     ($($name:ident: $least:literal to $size:literal bytes { $($field:ident $offset:literal),* $(,)? })*) => {
@@ -453,12 +474,14 @@ macro_rules! layouts {
                 let _header: fn(&$name) -> [u32; 2] = |value| [value.struct_size, value.abi_version];
                 assert!(offset_of!($name, struct_size) == 0 && offset_of!($name, abi_version) == 4);
                 assert!(size_of::<$name>() == $size, concat!("the size of ", stringify!($name)));
-                assert!(align_of::<$name>() == 8 && $least <= $size && $size <= MOST);
+                assert!(align_of::<$name>() == ALIGNMENT && $least <= $size && $size <= MOST);
                 let mut end = 0;
                 $(
                     assert!(offset_of!($name, $field) == $offset, concat!("the offset of ", stringify!($field)));
                     assert!(end == $offset, concat!("padding or an unlisted field before ", stringify!($field)));
-                    end = $offset + size_of_field(|value: &$name| &value.$field);
+                    let bytes = size_of_field(|value: &$name| &value.$field);
+                    assert!(bytes == 4 || !matches!(stringify!($field).as_bytes(), b"reserved"), "`read` reads 4 bytes");
+                    end = $offset + bytes;
                 )*
                 assert!(end == $size, concat!("padding or an unlisted field at the end of ", stringify!($name)));
             };
@@ -466,30 +489,19 @@ macro_rules! layouts {
             // SAFETY: the assertions hold the header. Structs of this file are repr(C). Their fields are integers, floats and
             // raw pointers, for which all bits are valid.
             unsafe impl Versioned for $name {
-                const NAME: &'static str = stringify!($name);
-                const LEAST: usize = $least;
-                const RESERVED: Range<usize> = reserved(&[$((stringify!($field), $offset)),*], $size);
+                const LAYOUT: StructLayout = StructLayout {
+                    name: stringify!($name),
+                    least: $least,
+                    size: $size,
+                    fields: &[$((stringify!($field), $offset)),*],
+                };
             }
         )*
 
         /// The layout of every struct.
         #[doc(hidden)]
-        pub const LAYOUTS: &[StructLayout] = &[$(
-            StructLayout { name: stringify!($name), size: $size, fields: &[$((stringify!($field), $offset)),*] },
-        )*];
+        pub const LAYOUTS: &[StructLayout] = &[$(<$name as Versioned>::LAYOUT),*];
     };
-}
-
-/// The bytes of the field `reserved`, from the names and the offsets of all fields and the size of the struct.
-const fn reserved(fields: &[(&str, usize)], size: usize) -> Range<usize> {
-    let mut at = 0;
-    while at < fields.len() {
-        if matches!(fields[at].0.as_bytes(), b"reserved") {
-            return fields[at].1..if at + 1 < fields.len() { fields[at + 1].1 } else { size };
-        }
-        at += 1;
-    }
-    0..0
 }
 
 /// The size of the field that a function picks.
@@ -534,6 +546,8 @@ layouts! {
 
 /// The largest size of any struct, in bytes. A larger `struct_size` is refused, so that a wild one is not followed.
 const MOST: usize = 4096;
+/// The alignment of every struct, in bytes.
+const ALIGNMENT: usize = 8;
 
 /// Reads a struct that may be older or newer than this library.
 ///
@@ -541,41 +555,47 @@ const MOST: usize = 4096;
 /// `pointer` is null or misaligned, or points to 8 readable bytes, and if these hold this ABI's version and a size, to as
 /// many readable bytes as they say.
 pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcome<T> {
+    const { assert!(align_of::<T>() == ALIGNMENT) };
+    let StructLayout { name, size: known, .. } = T::LAYOUT;
     if pointer.is_null() {
-        return Err(Failure::argument(what, "a null pointer", format_args!("a {}", T::NAME)));
+        return Err(Failure::argument(what, "a null pointer", format_args!("a pointer to a {name}")));
     }
     if !pointer.is_aligned() {
-        let allowed = format_args!("multiples of {} bytes", align_of::<T>());
-        return Err(Failure::argument(what, &format!("address {pointer:p}"), allowed));
+        let allowed = format_args!("multiples of {ALIGNMENT} bytes");
+        return Err(Failure::argument(what, format_args!("address {pointer:p}"), allowed));
     }
     // SAFETY: neither null nor misaligned, so the caller promises a header.
     let [size, version] = unsafe { pointer.cast::<[u32; 2]>().read() };
     if version != HATTN_ABI_VERSION {
-        let text = format!("{what}: abi_version {version}; allowed: {HATTN_ABI_VERSION}, which this library speaks");
-        return Err(Failure::Abi(text));
+        return Err(Failure::abi(what, format_args!("abi_version {version}"), HATTN_ABI_VERSION));
     }
-    let (size, known) = (size as usize, size_of::<T>());
-    let refuse = |size: usize, allowed: String| {
-        Err(Failure::Abi(format!("{what}: struct_size {size}; allowed: {allowed} (sizeof({}))", T::NAME)))
-    };
-    if !(T::LEAST..=MOST).contains(&size) {
-        return refuse(size, format!("{} to {MOST}", T::LEAST));
-    }
+    let size = size as usize;
+    let is_newer = size > known && size <= MOST && size.is_multiple_of(ALIGNMENT);
     // SAFETY: the caller promises `size` bytes.
-    let surplus = (known..size).any(|at| unsafe { *pointer.cast::<u8>().add(at) } != 0);
-    if surplus {
-        return refuse(size, format!("{known}, or more if the fields that this library does not know are 0"));
-    }
-    // SAFETY: the caller promises `size` bytes.
-    if T::RESERVED.into_iter().any(|at| at < size && unsafe { *pointer.cast::<u8>().add(at) } != 0) {
-        return Err(Failure::argument(what, "a reserved field that is set", "0"));
+    let surplus = || (known..size).any(|at| unsafe { *pointer.cast::<u8>().add(at) } != 0);
+    if !T::LAYOUT.sizes().any(|end| end == size) && (!is_newer || surplus()) {
+        let sizes: Vec<_> = T::LAYOUT.sizes().map(|end| end.to_string()).collect();
+        let allowed = format!(
+            "{} (sizeof({name})), or a larger multiple of {ALIGNMENT} up to {MOST} if the fields that this library does not \
+             know are 0",
+            sizes.join(", ")
+        );
+        return Err(Failure::abi(what, format_args!("struct_size {size}"), allowed));
     }
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
     // SAFETY: both sides hold that many bytes; all bits, and the zeros after them, are valid for T.
-    unsafe {
+    let value = unsafe {
         std::ptr::copy_nonoverlapping(pointer.cast::<u8>(), value.as_mut_ptr().cast::<u8>(), size.min(known));
-        Ok(value.assume_init())
+        value.assume_init()
+    };
+    if let Some(at) = const { T::LAYOUT.reserved() } {
+        // SAFETY: the field has 4 bytes, which `layouts!` asserts.
+        let reserved = unsafe { (&raw const value).byte_add(at).cast::<u32>().read() };
+        if reserved != 0 {
+            return Err(Failure::argument(what, format_args!("reserved {reserved:#x}"), "0"));
+        }
     }
+    Ok(value)
 }
 
 #[cfg(test)]
@@ -602,12 +622,40 @@ mod tests {
         })
     }
 
+    /// The sizes that are taken of a struct whose fields are all 0, up to 17 bytes more than it has.
+    fn taken<T: Versioned>() -> Vec<usize> {
+        let is_taken = |&size: &usize| {
+            let given = block(size as u32, 1);
+            // SAFETY: aligned, and larger than any size that is followed.
+            unsafe { read("it", (&raw const given).cast::<T>()) }.is_ok()
+        };
+        (0..size_of::<T>() + 18).filter(is_taken).collect()
+    }
+
+    #[test]
+    fn a_size_ends_between_two_fields() {
+        // The last two of each list are those of structs that a newer header may have.
+        assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136]);
+        assert_eq!(taken::<hattn_backward_problem>(), [104, 112, 120, 128]);
+        assert_eq!(taken::<hattn_quantize_problem>(), [32, 40, 48]);
+        assert_eq!(taken::<hattn_tensor>(), [96, 104, 112]);
+        assert_eq!(taken::<hattn_forward_args>(), [64, 72, 80, 88, 96, 104, 112, 120]);
+        assert_eq!(taken::<hattn_backward_args>(), [104, 112, 120]);
+        assert_eq!(taken::<hattn_quantize_tensor>(), [40, 48, 56]);
+        assert_eq!(taken::<hattn_quantize_args>(), [56, 64, 72]);
+        let inside_of_an_array = StructLayout { name: "", least: 8, size: 48, fields: &[("array", 8), ("last", 40)] };
+        assert_eq!(inside_of_an_array.sizes().collect::<Vec<_>>(), [8, 40, 48]);
+    }
+
     #[test]
     fn sizes_and_versions_are_those_that_exist() {
         assert_eq!(text(&block(104, 1)).unwrap().batch, 0);
-        assert_eq!(text(&block(104, 2)).unwrap_err(), "problem: abi_version 2; allowed: 1, which this library speaks");
-        for size in [0, 103, 4097, u32::MAX] {
-            let want = format!("problem: struct_size {size}; allowed: 104 to 4096 (sizeof(hattn_forward_problem))");
+        assert_eq!(text(&block(104, 2)).unwrap_err(), "problem: abi_version 2; allowed: 1");
+        for size in [0, 103, 119, 4097, 4104, u32::MAX] {
+            let want = format!(
+                "problem: struct_size {size}; allowed: 104, 112, 120 (sizeof(hattn_forward_problem)), or a larger multiple \
+                 of 8 up to 4096 if the fields that this library does not know are 0"
+            );
             assert_eq!(text(&block(size, 1)).unwrap_err(), want);
         }
     }
@@ -620,8 +668,8 @@ mod tests {
         newer.0[24] = 3;
         assert_eq!(text(&newer).unwrap().batch, 3);
         newer.0[size - 1] = 1;
-        let want = format!("problem: struct_size {size}; allowed: {known}, or more if");
-        assert!(text(&newer).unwrap_err().starts_with(&want));
+        let error = text(&newer).unwrap_err();
+        assert!(error.starts_with(&format!("problem: struct_size {size}; allowed: 104, 112, {known} (")), "{error}");
         // Bytes behind the size that the caller gave are not the struct's.
         newer.0[size - 1] = 0;
         newer.0[size] = 1;
@@ -630,16 +678,14 @@ mod tests {
 
     #[test]
     fn reserved_fields_must_be_zero() {
-        assert_eq!(reserved(&[("first", 0), ("second", 8)], 12), 0..0);
-        assert_eq!(reserved(&[("first", 0), ("reserved", 8)], 12), 8..12);
-        assert_eq!(reserved(&[("reserved", 0), ("second", 4)], 12), 0..4);
+        assert_eq!(hattn_tensor::LAYOUT.reserved(), Some(28));
+        assert_eq!(hattn_forward_args::LAYOUT.reserved(), None);
         let mut given = block(112, 1);
         // SAFETY: aligned, and larger than any size that is followed.
         let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
         assert!(read(&given).is_ok());
         given.0[111] = 1;
-        let want = "problem: a reserved field that is set; allowed: 0";
-        assert_eq!(read(&given).unwrap_err().to_string(), want);
+        assert_eq!(read(&given).unwrap_err().to_string(), "problem: reserved 0x1000000; allowed: 0");
         // An older caller's struct ends before the field.
         given.0[..4].copy_from_slice(&104_u32.to_ne_bytes());
         assert!(read(&given).is_ok());

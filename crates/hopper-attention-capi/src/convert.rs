@@ -14,31 +14,46 @@ use crate::abi::*;
 use crate::devices::ordinal;
 use crate::status::{Failure, Outcome};
 
+/// The types of 16 and 32 bits, as errors print them.
+const WIDE: &str = "HATTN_F16 (1), HATTN_BF16 (2), on the CPU also HATTN_F32 (3)";
+
 /// A forward problem, with all of the safe crate's checks.
 pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardProblem> {
-    let size = |what: &'static str, got: i64| {
-        let refuse = |_| Error::Value { what, got: got.to_string(), allowed: "0 and above".into() };
-        usize::try_from(got).map_err(refuse)
+    problem(given, "HATTN_F16 (1), HATTN_BF16 (2), HATTN_E4M3 (4), on the CPU also HATTN_F32 (3)")
+}
+
+/// The forward problem of any pass. `dtypes` are the types of operands that the pass takes, for an error.
+fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProblem> {
+    let size = |what: &'static str, got: i64, allowed: &str| {
+        usize::try_from(got).map_err(|_| Error::Value { what, got: got.to_string(), allowed: allowed.into() })
     };
+    let length = |what, got| size(what, got, "0 and above");
+    let heads = |what, got| size(what, got, "1 and above");
+    let head_dim = |what, got| size(what, got, "1 to 2^31 - 1");
     let dims = Dims::new(
-        size("batch", given.batch)?,
-        size("seqlen_q", given.seqlen_q)?,
-        size("heads_q", given.heads_q)?,
-        size("head_dim_qk", given.head_dim_qk)?,
+        length("batch", given.batch)?,
+        length("seqlen_q", given.seqlen_q)?,
+        heads("heads_q", given.heads_q)?,
+        head_dim("head_dim_qk", given.head_dim_qk)?,
     )
-    .with_seqlen_kv(size("seqlen_kv", given.seqlen_kv)?)
-    .with_heads_kv(size("heads_kv", given.heads_kv)?)
-    .with_head_dim_vo(size("head_dim_vo", given.head_dim_vo)?);
-    let mut problem = ForwardProblem::builder(dtype("dtype", given.dtype)?, dims).mask(mask(given)?).half_scores(flag(
-        "half_scores",
-        given.half_scores,
-        "wanted",
-    )?);
+    .with_seqlen_kv(length("seqlen_kv", given.seqlen_kv)?)
+    .with_heads_kv(heads("heads_kv", given.heads_kv)?)
+    .with_head_dim_vo(head_dim("head_dim_vo", given.head_dim_vo)?);
+    let dtype = dtype_of(given.dtype).ok_or_else(|| Failure::argument("dtype", given.dtype, dtypes))?;
+    let half_scores = flag("half_scores", given.half_scores, "wanted")?;
+    let mut problem = ForwardProblem::builder(dtype, dims).mask(mask(given)?).half_scores(half_scores);
     for (slot, wanted) in given.asked_for() {
         problem = problem.operand(slot, flag(slot.name(), wanted, "wanted")?);
     }
     if given.output != 0 {
-        problem = problem.output(dtype("output", given.output)?);
+        let refuse = || match dtype {
+            DType::E4M3 => {
+                let allowed = "0, HATTN_F16 (1), HATTN_BF16 (2), HATTN_E4M3 (4)";
+                Failure::argument("output", given.output, allowed)
+            }
+            same => Failure::argument("output", given.output, format_args!("0, {}", constant(same))),
+        };
+        problem = problem.output(dtype_of(given.output).ok_or_else(refuse)?);
     }
     // 0 is what operands without factors have, too.
     if given.scaling != HATTN_PER_TENSOR {
@@ -78,7 +93,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         arch: given.arch,
         ..Default::default()
     };
-    let forward = forward_problem(&forward)?;
+    let forward = problem(&forward, WIDE)?;
     Ok(BackwardProblem::builder(&forward).d_lse(d_lse).deterministic(deterministic).build()?)
 }
 
@@ -86,7 +101,7 @@ fn flag(what: &str, given: i32, yes: &str) -> Outcome<bool> {
     match given {
         0 => Ok(false),
         1 => Ok(true),
-        other => Err(Failure::argument(what, &other.to_string(), format_args!("0 (not {yes}), 1 ({yes})"))),
+        other => Err(Failure::argument(what, other, format_args!("0 (not {yes}), 1 ({yes})"))),
     }
 }
 
@@ -96,7 +111,7 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
         HATTN_TOP_LEFT => Corner::TopLeft,
         other => {
             let allowed = "HATTN_BOTTOM_RIGHT (0), HATTN_TOP_LEFT (1)";
-            return Err(Failure::argument("corner", &other.to_string(), allowed));
+            return Err(Failure::argument("corner", other, allowed));
         }
     };
     let bound = |what: &'static str, keys: i64| match usize::try_from(keys) {
@@ -117,7 +132,7 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
         }),
         other => {
             let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)";
-            Err(Failure::argument("mask", &other.to_string(), allowed))
+            Err(Failure::argument("mask", other, allowed))
         }
     }
 }
@@ -129,21 +144,31 @@ fn arch(given: hattn_arch) -> Outcome<Option<Arch>> {
         HATTN_ARCH_SM90 => Ok(Some(Arch::Sm90)),
         other => {
             let allowed = "HATTN_ARCH_OWN (0), HATTN_ARCH_SM80 (80), HATTN_ARCH_SM90 (90)";
-            Err(Failure::argument("arch", &other.to_string(), allowed))
+            Err(Failure::argument("arch", other, allowed))
         }
     }
 }
 
-fn dtype(what: &str, given: hattn_dtype) -> Outcome<DType> {
+/// The element type that a constant stands for. `None` for any other number.
+fn dtype_of(given: hattn_dtype) -> Option<DType> {
     match given {
-        HATTN_F16 => Ok(DType::F16),
-        HATTN_BF16 => Ok(DType::BF16),
-        HATTN_F32 => Ok(DType::F32),
-        HATTN_E4M3 => Ok(DType::E4M3),
-        other => {
-            let allowed = "HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3), HATTN_E4M3 (4)";
-            Err(Failure::argument(what, &format!("dtype {other}"), allowed))
-        }
+        HATTN_F16 => Some(DType::F16),
+        HATTN_BF16 => Some(DType::BF16),
+        HATTN_F32 => Some(DType::F32),
+        HATTN_E4M3 => Some(DType::E4M3),
+        _ => None,
+    }
+}
+
+/// The constant of an element type, as errors print it.
+fn constant(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "HATTN_F16 (1)",
+        DType::BF16 => "HATTN_BF16 (2)",
+        DType::F32 => "HATTN_F32 (3)",
+        DType::E4M3 => "HATTN_E4M3 (4)",
+        // A type that was added to the safe crate and forgotten here.
+        other => other.name(),
     }
 }
 
@@ -154,7 +179,7 @@ fn scaling(given: hattn_scaling) -> Outcome<Scaling> {
         HATTN_PER_BLOCK => Ok(Scaling::PerBlock),
         other => {
             let allowed = "HATTN_PER_TENSOR (0), HATTN_PER_HEAD (1), HATTN_PER_BLOCK (2)";
-            Err(Failure::argument("scaling", &other.to_string(), allowed))
+            Err(Failure::argument("scaling", other, allowed))
         }
     }
 }
@@ -165,14 +190,15 @@ fn scaling(given: hattn_scaling) -> Outcome<Scaling> {
 /// The forward problem is as [`read`] asks.
 pub(crate) unsafe fn quantizer(given: &hattn_quantize_problem) -> Outcome<Quantizer> {
     // SAFETY: the caller's promise.
-    let forward = forward_problem(&unsafe { read("forward", given.forward) }?)?;
-    let quantizer = Quantizer::builder(&forward, dtype("source", given.source)?);
+    let forward = problem(&unsafe { read("forward", given.forward) }?, constant(DType::E4M3))?;
+    let source = dtype_of(given.source).ok_or_else(|| Failure::argument("source", given.source, WIDE))?;
+    let quantizer = Quantizer::builder(&forward, source);
     let hadamard = flag("hadamard", given.hadamard, "wanted")?;
     Ok(if hadamard { quantizer.hadamard(given.seed) } else { quantizer }.build()?)
 }
 
 fn not_null<T: Versioned>(what: &str, pointer: *const T) -> Outcome {
-    let allowed = format_args!("a {}", T::NAME);
+    let allowed = format_args!("a pointer to a {}", T::LAYOUT.name);
     if pointer.is_null() { Err(Failure::argument(what, "a null pointer", allowed)) } else { Ok(()) }
 }
 
@@ -190,11 +216,15 @@ unsafe fn arguments(
 ) -> Outcome<RawArgs> {
     let mut args = RawArgs::new().with_workspace(workspace as u64, workspace_bytes);
     for (slot, given) in tensors {
-        if given.is_null() && !operands.find(slot).is_some_and(Operand::is_always_required) {
+        let Some(operand) = operands.find(slot) else {
+            // No pass has a pointer in its arguments that is no operand of its problems.
+            return Err(Failure::argument(slot.name(), "given", "the tensors of the problem"));
+        };
+        if given.is_null() && !operand.is_always_required() {
             continue;
         }
         // SAFETY: the caller's promise; null is refused.
-        args = args.with(slot, unsafe { tensor(slot, given) }?);
+        args = args.with(slot, unsafe { tensor(operand, given) }?);
     }
     Ok(args)
 }
@@ -225,10 +255,10 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
     // A run allocates nothing.
     let mut tensors = ArrayVec::<_, 10>::new();
     tensors.push((Slot::Counts, args.counts));
-    for (name, given, slots) in [
-        ("q", args.q, [Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven]),
-        ("k", args.k, [Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven]),
-        ("v", args.v, [Slot::VValues, Slot::VStored, Slot::VDescale, Slot::VDescaleGiven]),
+    for (name, is_given, given, slots) in [
+        ("q", "q.given", args.q, [Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven]),
+        ("k", "k.given", args.k, [Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven]),
+        ("v", "v.given", args.v, [Slot::VValues, Slot::VStored, Slot::VDescale, Slot::VDescaleGiven]),
     ] {
         if given.is_null() {
             continue;
@@ -236,7 +266,7 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
         // SAFETY: the caller's promise.
         let from = unsafe { read(name, given) }?;
         let [values, stored, written, read] = slots;
-        let descale = if flag("given", from.given, "given")? { read } else { written };
+        let descale = if flag(is_given, from.given, "given")? { read } else { written };
         for (slot, tensor) in [(values, from.values), (stored, from.stored), (descale, from.descale)] {
             not_null(slot.name(), tensor)?;
             tensors.push((slot, tensor));
@@ -248,21 +278,22 @@ pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &O
 
 /// # Safety
 /// As [`read`].
-unsafe fn tensor(slot: Slot, given: *const hattn_tensor) -> Outcome<RawTensor> {
+unsafe fn tensor(operand: &Operand, given: *const hattn_tensor) -> Outcome<RawTensor> {
+    let slot = operand.slot();
     // SAFETY: the caller's promise.
     let given = unsafe { read(slot.name(), given) }?;
     match slot.rank() {
-        1 => ranked::<1>(slot, &given),
-        2 => ranked::<2>(slot, &given),
-        3 => ranked::<3>(slot, &given),
-        _ => ranked::<4>(slot, &given),
+        1 => ranked::<1>(operand, &given),
+        2 => ranked::<2>(operand, &given),
+        3 => ranked::<3>(operand, &given),
+        _ => ranked::<4>(operand, &given),
     }
 }
 
-fn ranked<const R: usize>(slot: Slot, given: &hattn_tensor) -> Outcome<RawTensor> {
-    let name = slot.name();
+fn ranked<const R: usize>(operand: &Operand, given: &hattn_tensor) -> Outcome<RawTensor> {
+    let (name, axes) = (operand.slot().name(), operand.slot().axes());
     if given.ndim != R as i32 {
-        return Err(Failure::argument(name, &format!("ndim {}", given.ndim), format_args!("{R}, {}", slot.axes())));
+        return Err(Failure::argument(name, format_args!("ndim {}", given.ndim), format_args!("{R}, {axes}")));
     }
     let (mut shape, mut stride) = ([0; R], [0; R]);
     for axis in 0..R {
@@ -277,7 +308,9 @@ fn ranked<const R: usize>(slot: Slot, given: &hattn_tensor) -> Outcome<RawTensor
         Error::Layout { got, allowed, .. } => Error::Layout { tensor: name, got, allowed },
         other => other,
     };
-    let place = ordinal(name, given.device)?.map_or(Place::Cpu, Place::Cuda);
+    let place = ordinal(name, format_args!("device {}", given.device), given.device)?.map_or(Place::Cpu, Place::Cuda);
     let layout = Layout::with_strides(shape, stride).map_err(named)?;
-    Ok(RawTensor::new(given.data as u64, dtype(name, given.dtype)?, place, layout))
+    let dtype = dtype_of(given.dtype)
+        .ok_or_else(|| Failure::argument(name, format_args!("dtype {}", given.dtype), constant(operand.dtype())))?;
+    Ok(RawTensor::new(given.data as u64, dtype, place, layout))
 }

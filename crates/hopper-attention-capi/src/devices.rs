@@ -1,6 +1,7 @@
 //! Devices, and the versions of the library.
 
 use std::ffi::c_char;
+use std::fmt;
 
 use hopper_attention::{Device, DeviceFacts};
 
@@ -35,18 +36,18 @@ pub unsafe extern "C" fn hattn_device_count(count: *mut i32) -> hattn_status {
     })
 }
 
-/// The ordinal of a GPU, or `None` for the CPU.
-pub(crate) fn ordinal(what: &str, device: hattn_device) -> Outcome<Option<usize>> {
+/// The ordinal of a GPU, or `None` for the CPU. `what` and `got` say what had the number, for an error.
+pub(crate) fn ordinal(what: &str, got: impl fmt::Display, device: hattn_device) -> Outcome<Option<usize>> {
     match usize::try_from(device) {
         Ok(ordinal) => Ok(Some(ordinal)),
         Err(_) if device == HATTN_CPU => Ok(None),
-        Err(_) => Err(Failure::argument(what, &device.to_string(), "HATTN_CPU (-1), or a GPU's ordinal, 0 and above")),
+        Err(_) => Err(Failure::argument(what, got, "HATTN_CPU (-1), or the ordinal of a GPU, 0 and above")),
     }
 }
 
 /// A device. A GPU is opened at its first use and stays open, so that its primary context outlives the plans.
 pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
-    match ordinal("device", device)? {
+    match ordinal("device", device, device)? {
         None => Ok(Device::cpu()),
         Some(ordinal) => Ok(Device::shared_cuda(ordinal)?),
     }
@@ -54,7 +55,7 @@ pub(crate) fn open(device: hattn_device) -> Outcome<Device> {
 
 /// The facts of a GPU, without opening it. `None` for the CPU.
 pub(crate) fn facts(device: hattn_device) -> Outcome<Option<DeviceFacts>> {
-    let Some(ordinal) = ordinal("device", device)? else { return Ok(None) };
+    let Some(ordinal) = ordinal("device", device, device)? else { return Ok(None) };
     let mut found = Device::available();
     match found.iter().position(|info| info.ordinal == ordinal) {
         Some(index) => Ok(Some(found.swap_remove(index).facts)),

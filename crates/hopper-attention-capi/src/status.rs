@@ -94,8 +94,12 @@ pub(crate) enum Failure {
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
-    pub fn argument(what: &str, got: &str, allowed: impl fmt::Display) -> Self {
+    pub fn argument(what: &str, got: impl fmt::Display, allowed: impl fmt::Display) -> Self {
         Self::Argument(format!("{what}: {got}; allowed: {allowed}"))
+    }
+
+    pub fn abi(what: &str, got: impl fmt::Display, allowed: impl fmt::Display) -> Self {
+        Self::Abi(format!("{what}: {got}; allowed: {allowed}"))
     }
 
     pub fn status(&self) -> hattn_status {

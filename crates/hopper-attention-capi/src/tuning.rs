@@ -46,7 +46,7 @@ pub unsafe extern "C" fn hattn_tuning_create(
             _ => unsafe { std::slice::from_raw_parts(text.cast::<u8>(), length) },
         };
         let words = std::str::from_utf8(bytes);
-        let words = words.map_err(|error| Failure::argument("text", &error.to_string(), "UTF-8"))?;
+        let words = words.map_err(|error| Failure::argument("text", error, "UTF-8"))?;
         Ok(hattn_tuning { tuning: words.parse()? })
     };
     // SAFETY: the caller's promise.

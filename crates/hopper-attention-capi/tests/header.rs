@@ -58,11 +58,15 @@ fn layout() -> String {
     text
 }
 
-/// The header's initialisers. `struct_size` and `abi_version` are filled in, everything else is 0.
+/// The header's version and its initialisers. `struct_size` and `abi_version` are filled in, everything else is 0.
 fn initialisers() -> String {
-    let mut text = String::from(
-        "\nstruct CUstream_st; /* what a CUstream or a cudaStream_t points to */\n\n\
+    let mut text = format!(
+        "\n/* The version of this header. The library's own is hattn_version(). */\n\
+         #define HATTN_VERSION_MAJOR {}\n#define HATTN_VERSION_MINOR {}\n\n\
+         struct CUstream_st; /* what a CUstream or a cudaStream_t points to */\n\n\
          /* Initial values of structs: struct_size and abi_version are filled in, everything else is 0. */",
+        env!("CARGO_PKG_VERSION_MAJOR"),
+        env!("CARGO_PKG_VERSION_MINOR"),
     );
     for of in LAYOUTS {
         let zeros: String = fields(of)
@@ -77,6 +81,38 @@ fn initialisers() -> String {
             .expect("a String takes any text");
     }
     text
+}
+
+/// The name and the value of the constant that a block defines.
+fn constant(block: &str) -> Option<(&str, &str)> {
+    let (name, value) = block.lines().next_back()?.strip_prefix("#define ")?.split_once(' ')?;
+    Some((name, value))
+}
+
+/// The Rust type of a constant. `None` for a macro that is no constant of the sources.
+fn type_of(name: &str) -> Option<&'static str> {
+    let sources = [include_str!("../src/abi.rs"), include_str!("../src/status.rs")];
+    let declared = sources.iter().find_map(|source| source.split_once(&format!("pub const {name}: ")))?;
+    declared.1.split_once(' ').map(|(of, _)| of)
+}
+
+/// Moves each constant behind its type, and sets negative numbers in parentheses. cbindgen writes all types first.
+fn arranged(text: &str) -> String {
+    let mut blocks: Vec<String> = Vec::new();
+    for block in text.split("\n\n") {
+        let Some((name, value)) = constant(block) else {
+            blocks.push(block.into());
+            continue;
+        };
+        let block = if value.starts_with('-') { block.replace(value, &format!("({value})")) } else { block.into() };
+        let of = type_of(name).map(|of| format!("typedef int32_t {of};"));
+        let at = of.and_then(|of| blocks.iter().position(|block| block.ends_with(&of))).map(|at| {
+            // Behind the constants that stand there already.
+            at + 1 + blocks[at + 1..].iter().take_while(|block| constant(block).is_some()).count()
+        });
+        blocks.insert(at.unwrap_or(blocks.len()), block);
+    }
+    blocks.join("\n\n")
 }
 
 fn header() -> String {
@@ -101,12 +137,51 @@ fn header() -> String {
     bindings.write(&mut text);
     let text = String::from_utf8(text).expect("a header is text");
     // Rust's word for the conditions of a call, which C's readers do not know.
-    text.replace("// # Safety\n", "// The caller promises:\n")
+    arranged(&text.replace("// # Safety\n", "// The caller promises:\n"))
 }
 
 #[test]
 fn the_header_is_made_of_the_sources() {
     committed("include/hopper_attention.h", &header());
+}
+
+/// Its blocks: what stands between blank lines.
+fn blocks() -> Vec<&'static str> {
+    include_str!("../include/hopper_attention.h").split("\n\n").collect()
+}
+
+#[test]
+fn constants_stand_beside_their_types() {
+    let mut tested = 0;
+    let mut of = "";
+    for block in blocks() {
+        let last = block.lines().next_back().unwrap_or_default();
+        if let Some(name) = last.strip_prefix("typedef int32_t ") {
+            of = name.trim_end_matches(';');
+        } else if let Some((name, value)) = constant(block) {
+            let rust = type_of(name).unwrap_or("none");
+            let is_integer = ["u32", "i64", "none"].contains(&rust);
+            assert!(is_integer || rust == of, "{name}, a {rust}, stands behind {of}");
+            assert!(!value.starts_with('-'), "{name} {value}: a negative number needs parentheses");
+            tested += usize::from(!is_integer);
+        } else {
+            of = "";
+        }
+    }
+    assert!(tested > 30, "{tested} constants");
+}
+
+#[test]
+fn comments_are_written_for_c() {
+    let header = include_str!("../include/hopper_attention.h");
+    for line in header.lines().filter(|line| line.trim_start().starts_with("//")) {
+        for rust in ["// #", "[`", "`]", "::", "`&"] {
+            assert!(!line.contains(rust), "{rust} in {line}");
+        }
+    }
+    for rule in ["Threads:", "struct_size", "HATTN_ERROR_ABI", "hattn_last_error", "Many threads"] {
+        assert!(blocks()[..30].iter().any(|block| block.contains(rule)), "the header says nothing of {rule}");
+    }
 }
 
 #[test]

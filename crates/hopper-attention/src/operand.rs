@@ -343,7 +343,7 @@ impl Operand {
         self.presence == Presence::Required && !self.is_option
     }
 
-    /// The option or kind of problem that the operand belongs to, such as `lse(true)`. Empty where every problem has the
+    /// The option or kind of problem that the operand belongs to, such as `lse`. Empty where every problem has the
     /// operand.
     pub(crate) fn belongs_to(&self) -> &'static str {
         self.belongs_to
@@ -396,13 +396,13 @@ mod tests {
     fn rows_know_their_slot_shape_and_presence() {
         let list = Operands::of([
             Operand::read(Slot::Q, DType::BF16, [1, 2, 3, 4]),
-            Operand::write(Slot::Lse, DType::F32, [1, 3, 2]).when(false, "lse(true)"),
+            Operand::write(Slot::Lse, DType::F32, [1, 3, 2]).when(false, "lse"),
             Operand::write(Slot::Counts, DType::F32, [3, 2]).optional(),
         ]);
         assert_eq!((list.len(), list[0].shape(), list[1].shape()), (3, &[1, 2, 3, 4][..], &[1, 3, 2][..]));
         let row = |slot| list.find(slot).map(|row| (row.access(), row.presence(), row.belongs_to()));
         assert_eq!(row(Slot::Q), Some((Access::Read, Presence::Required, "")));
-        assert_eq!(row(Slot::Lse), Some((Access::Write, Presence::Refused, "lse(true)")));
+        assert_eq!(row(Slot::Lse), Some((Access::Write, Presence::Refused, "lse")));
         assert_eq!(row(Slot::Counts), Some((Access::Write, Presence::Optional, "")));
         assert_eq!(row(Slot::DQ), None);
     }

@@ -309,13 +309,13 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
     let given = pass.d_lse.take();
     assert_eq!(
         refusal(&plan, pass.args().into()),
-        "d_lse: missing; allowed: the tensor that the problem, made with d_lse(true), reads"
+        "d_lse: missing; allowed: the tensor that the problem, made with d_lse, reads"
     );
     pass.d_lse = given;
     let without = problem.to_builder().d_lse(false).build().unwrap().plan(&Device::cpu()).unwrap();
     assert_eq!(
         refusal(&without, pass.args().into()),
-        "d_lse: given; allowed: none, since the problem was made without d_lse(true)"
+        "d_lse: given; allowed: none, since the problem was made without d_lse"
     );
     let mut write = |pass: &mut Pass<f32>, slot, shape| {
         let wrong = TensorMut::host(&mut out, dense(shape)).unwrap();

@@ -283,7 +283,7 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
     let amax = memory.amax.take();
     assert_eq!(
         refusal(&plan, memory.args().into()),
-        "amax: missing; allowed: the tensor that the problem, made with amax(true), writes"
+        "amax: missing; allowed: the tensor that the problem, made with amax, writes"
     );
     memory.amax = amax;
     let without_factors = ForwardArgs::new(
@@ -330,7 +330,7 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
     memory.amax = Some([-7.0]);
     assert_eq!(
         refusal(&plan, memory.args().into()),
-        "amax: given; allowed: none, since the problem was made without amax(true)"
+        "amax: given; allowed: none, since the problem was made without amax"
     );
     assert!(memory.o.0.iter().all(|o| o.is_nan()) && memory.amax == Some([-7.0]));
 }

@@ -328,7 +328,7 @@ fn the_rotation_leaves_products_as_they_are() {
 fn what_does_not_fit_is_refused_and_nothing_is_written() {
     let bf16_problem = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
     let text = Quantizer::builder(&bf16_problem, DType::BF16).build().unwrap_err().to_string();
-    assert_eq!(text, "problem: dtype bf16; allowed: e4m3, which is what there is to quantise to");
+    assert_eq!(text, "forward problem: dtype bf16; allowed: e4m3, the type that the quantiser makes");
     let problem = ForwardProblem::builder(DType::E4M3, DIMS).scaling(Scaling::PerHead).build().unwrap();
     let text = Quantizer::builder(&problem, DType::E4M3).build().unwrap_err().to_string();
     assert_eq!(text, "source: dtype e4m3; allowed: bf16, f16, f32");

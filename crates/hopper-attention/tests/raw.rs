@@ -147,7 +147,7 @@ mod forward {
         let lse = RawTensor::new(address(&memory.lse), DType::F16, Place::Cpu, dense([1, 2, 2]));
         assert_eq!(memory.refused_with(Slot::Lse, lse), "lse: dtype f16; allowed: f32");
         let v = RawTensor::new(address(&memory.kv), DType::F32, Place::Cuda(1), dense([1, 3, 1, 2]));
-        assert_eq!(memory.refused_with(Slot::V, v), "v: on cuda:1; allowed: cpu, the plan's");
+        assert_eq!(memory.refused_with(Slot::V, v), "v: on device cuda:1; allowed: device cpu, the plan's");
         let text = memory.refused_with(Slot::K, f32s(address(&memory.kv), dense([1, 2, 1, 2])));
         assert_eq!(text, "k: shape [1, 2, 1, 2], expected [1, 3, 1, 2] [batch, seqlen, heads, head_dim]");
         // Another rank is another shape.
@@ -169,10 +169,7 @@ mod forward {
             assert_eq!(text, format!("{slot}: missing; allowed: the tensor that the problem {verb}"));
         }
         let args = memory.args().without(Slot::Lse);
-        assert_eq!(
-            memory.refused(&args),
-            "lse: missing; allowed: the tensor that the problem, made with lse(true), writes"
-        );
+        assert_eq!(memory.refused(&args), "lse: missing; allowed: the tensor that the problem, made with lse, writes");
     }
 
     #[test]
@@ -297,7 +294,10 @@ mod fp8 {
             let half = RawTensor::new(one, DType::F16, Place::Cpu, dense([1, 1, 1]));
             assert_eq!(memory.refused_with(slot, half), format!("{slot}: dtype f16; allowed: f32"));
             let elsewhere = RawTensor::new(one, DType::F32, Place::Cuda(0), dense([1, 1, 1]));
-            assert_eq!(memory.refused_with(slot, elsewhere), format!("{slot}: on cuda:0; allowed: cpu, the plan's"));
+            assert_eq!(
+                memory.refused_with(slot, elsewhere),
+                format!("{slot}: on device cuda:0; allowed: device cpu, the plan's")
+            );
             let text = memory.refused_with(slot, f32s(one + 1, dense([1, 1, 1])));
             assert!(
                 text.starts_with(&format!("{slot}: address 0x")) && text.contains("multiples of 4 bytes"),
@@ -309,8 +309,7 @@ mod fp8 {
                 format!("{slot}: -1 at [0, 0, 0]; allowed: finite and above 0")
             );
         }
-        for (slot, made_with, verb) in [(Slot::ScaleO, "an e4m3 output", "reads"), (Slot::Amax, "amax(true)", "writes")]
-        {
+        for (slot, made_with, verb) in [(Slot::ScaleO, "an e4m3 output", "reads"), (Slot::Amax, "amax", "writes")] {
             let args = memory.args().without(slot);
             let want = format!("{slot}: missing; allowed: the tensor that the problem, made with {made_with}, {verb}");
             assert_eq!(memory.refused(&args), want);
@@ -429,16 +428,16 @@ mod backward {
         let d_lse = RawTensor::new(address(&memory.d_lse), DType::F16, Place::Cpu, dense([1, 2, 2]));
         assert_eq!(memory.refused_with(Slot::DLse, d_lse), "d_lse: dtype f16; allowed: f32");
         let lse = RawTensor::new(address(&memory.lse), DType::F32, Place::Cuda(0), dense([1, 2, 2]));
-        assert_eq!(memory.refused_with(Slot::Lse, lse), "lse: on cuda:0; allowed: cpu, the plan's");
+        assert_eq!(memory.refused_with(Slot::Lse, lse), "lse: on device cuda:0; allowed: device cpu, the plan's");
         let d_v = RawTensor::new(address(&memory.d_v), DType::F32, Place::Cuda(1), dense([1, 3, 1, 2]));
-        assert_eq!(memory.refused_with(Slot::DV, d_v), "d_v: on cuda:1; allowed: cpu, the plan's");
+        assert_eq!(memory.refused_with(Slot::DV, d_v), "d_v: on device cuda:1; allowed: device cpu, the plan's");
         // Gradients of K and V have key heads, not query heads.
         let text = memory.refused_with(Slot::DK, f32s(address(&memory.d_q), dense([1, 2, 2, 2])));
         assert_eq!(text, "d_k: shape [1, 2, 2, 2], expected [1, 3, 1, 2] [batch, seqlen, heads, head_dim]");
         let args = memory.args().without(Slot::DLse);
         assert_eq!(
             memory.refused(&args),
-            "d_lse: missing; allowed: the tensor that the problem, made with d_lse(true), reads"
+            "d_lse: missing; allowed: the tensor that the problem, made with d_lse, reads"
         );
         for (slot, verb) in [(Slot::O, "reads"), (Slot::Lse, "reads"), (Slot::DO, "reads"), (Slot::DQ, "writes")] {
             let args = memory.args().without(slot);
@@ -574,7 +573,10 @@ mod quantize {
         let wide = f32s(values, dense(SHAPE));
         assert_eq!(memory.refused_with(Slot::VStored, wide), "v.stored: dtype f32; allowed: e4m3, the problem's");
         let elsewhere = RawTensor::new(values, DType::F32, Place::Cuda(0), dense(SHAPE));
-        assert_eq!(memory.refused_with(Slot::KValues, elsewhere), "k.values: on cuda:0; allowed: cpu, the plan's");
+        assert_eq!(
+            memory.refused_with(Slot::KValues, elsewhere),
+            "k.values: on device cuda:0; allowed: device cpu, the plan's"
+        );
         let text = memory.refused_with(Slot::VValues, f32s(values + 1, dense(SHAPE)));
         assert!(text.starts_with("v.values: address 0x") && text.contains("multiples of 4 bytes"), "{text}");
         let text = memory.refused_with(Slot::VDescaleGiven, f32s(0, dense([1, 1, 1])));

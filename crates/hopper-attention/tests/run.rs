@@ -168,13 +168,13 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
     );
     assert_eq!(
         refusal(&plan, memory.args_and_lse().0.into()),
-        "lse: missing; allowed: the tensor that the problem, made with lse(true), writes"
+        "lse: missing; allowed: the tensor that the problem, made with lse, writes"
     );
     assert_eq!(refusal(&plan, Args::new()), "q: missing; allowed: the tensor that the problem reads");
     let without = problem.to_builder().lse(false).build().unwrap().plan(&Device::cpu()).unwrap();
     assert_eq!(
         refusal(&without, memory.args().into()),
-        "lse: given; allowed: none, since the problem was made without lse(true)"
+        "lse: given; allowed: none, since the problem was made without lse"
     );
     // The operands of another pass.
     assert_eq!(

@@ -22,6 +22,7 @@ static double distance(void) { return reference_distance(&problem, &args); }
 #define SUITE "errors"
 #define DESCRIBED "forward f32"
 #define ARGS_LEAST 64
+#define DTYPES "HATTN_F16 (1), HATTN_BF16 (2), HATTN_E4M3 (4), on the CPU also HATTN_F32 (3)"
 #define OPTIONAL lse
 #define TOLERANCE 1e-6
 #include "errors_pass.h"
@@ -36,9 +37,10 @@ static void what_e4m3_operands_have_is_refused_of_others(void) {
   number.shape[0] = number.stride[0] = 1;
   NO_PLAN(problem.scaling = HATTN_PER_HEAD, HATTN_ERROR_VALUE, "scaling", "per-head, with f32 operands",
           "with e4m3 operands only");
+  NO_PLAN(problem.output = 9, HATTN_ERROR_ARGUMENT, "output", "output: 9;", "allowed: 0, HATTN_F32 (3)");
   NO_PLAN(problem.output = HATTN_F16, HATTN_ERROR_DTYPE, "o", "f16", "f32, the operands'");
   NO_PLAN(problem.amax = 1, HATTN_ERROR_VALUE, "amax", "f32 operands", "with e4m3 operands only");
-  REFUSED(args.amax = &number, HATTN_ERROR_VALUE, "amax", "given", "made without amax(true)");
+  REFUSED(args.amax = &number, HATTN_ERROR_VALUE, "amax", "given", "made without amax");
   REFUSED(args.descale_v = &lse, HATTN_ERROR_VALUE, "descale_v", "given", "made without e4m3 operands");
 }
 

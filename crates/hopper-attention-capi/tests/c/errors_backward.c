@@ -51,6 +51,7 @@ static double distance(void) {
 #define SUITE "errors_backward"
 #define DESCRIBED "backward f32"
 #define ARGS_LEAST 104
+#define DTYPES "HATTN_F16 (1), HATTN_BF16 (2), on the CPU also HATTN_F32 (3)"
 #define OPTIONAL d_lse
 #define TOLERANCE 1e-5
 #include "errors_pass.h"

@@ -262,10 +262,14 @@ static int untouched(void) {
 static void what_does_not_fit_e4m3_operands_is_refused(void) {
   NO_FORWARD(args.descale_k = NULL, HATTN_ERROR_ARGUMENT, "descale_k", "a null pointer", "hattn_tensor");
   NO_FORWARD(args.scale_o = NULL, HATTN_ERROR_VALUE, "scale_o", "missing", "made with an e4m3 output");
-  NO_FORWARD(args.amax = NULL, HATTN_ERROR_VALUE, "amax", "missing", "amax(true)");
-  NO_FORWARD(problem.amax = 0, HATTN_ERROR_VALUE, "amax", "given", "without amax(true)");
+  NO_FORWARD(args.amax = NULL, HATTN_ERROR_VALUE, "amax", "missing", "made with amax, writes");
+  NO_FORWARD(problem.amax = 0, HATTN_ERROR_VALUE, "amax", "given", "without amax");
   NO_FORWARD(problem.output = HATTN_BF16, HATTN_ERROR_DTYPE, "o", "e4m3", "bf16, the problem's");
   NO_FORWARD(problem.output = HATTN_F32, HATTN_ERROR_DTYPE, "o", "f32", "bf16, f16, e4m3");
+  NO_FORWARD(problem.output = 7, HATTN_ERROR_ARGUMENT, "output", ": 7;",
+             "0, HATTN_F16 (1), HATTN_BF16 (2), HATTN_E4M3 (4)");
+  NO_FORWARD(descale[0].dtype = 0, HATTN_ERROR_ARGUMENT, "descale_q", "dtype 0", "allowed: HATTN_F32 (3)");
+  NO_FORWARD(stored[0].dtype = 0, HATTN_ERROR_ARGUMENT, "q", "dtype 0", "allowed: HATTN_E4M3 (4)");
   NO_FORWARD(problem.scaling = HATTN_PER_TENSOR, HATTN_ERROR_SHAPE, "descale_q", "[2, 4, 1]", "[1, 1, 1]");
   NO_FORWARD(problem.scaling = 3, HATTN_ERROR_ARGUMENT, "scaling", "3", "HATTN_PER_BLOCK (2)");
   NO_FORWARD(problem.amax = 2, HATTN_ERROR_ARGUMENT, "amax", "2", "1 (wanted)");
@@ -289,6 +293,26 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
     reset();                                               \
   } while (0)
 
+/* Sizes inside of a field of structs that only FP8 has, and of arguments whose pointers to factors would be cut in two.
+ */
+static void a_size_inside_of_a_field_is_refused(void) {
+  uint32_t size;
+  CHECK(quantise() == HATTN_OK);
+  for (size = 0; size < sizeof(args); ++size) {
+    if (size >= 64 && size % 8 == 0) continue;
+    NO_FORWARD(args.struct_size = size, HATTN_ERROR_ABI, "args", "struct_size", "64, 72, 80, 88, 96, 104 (sizeof(");
+  }
+  for (size = 0; size < sizeof(quantising); ++size) {
+    NO_OPERANDS(quantising.struct_size = size, HATTN_ERROR_ABI, "problem", "struct_size", "32 (sizeof(");
+  }
+  for (size = 0; size < sizeof(one[0]); ++size) {
+    NO_OPERANDS(one[1].struct_size = size, HATTN_ERROR_ABI, "k", "struct_size", "40 (sizeof(");
+  }
+  for (size = 0; size < sizeof(quantise_args); ++size) {
+    NO_OPERANDS(quantise_args.struct_size = size, HATTN_ERROR_ABI, "args", "struct_size", "56 (sizeof(");
+  }
+}
+
 static void what_cannot_be_quantised_is_refused(void) {
   hattn_quantize_plan* plan = NULL;
   NO_OPERANDS(quantising.forward = NULL, HATTN_ERROR_ARGUMENT, "forward", "a null pointer", "hattn_forward_problem");
@@ -296,12 +320,17 @@ static void what_cannot_be_quantised_is_refused(void) {
   NO_OPERANDS(quantising.hadamard = 2, HATTN_ERROR_ARGUMENT, "hadamard", "2", "1 (wanted)");
   NO_OPERANDS(quantising.struct_size = 24, HATTN_ERROR_ABI, "problem", "struct_size 24", "32");
   problem.output = 0, problem.scaling = 0, problem.amax = 0;
-  NO_OPERANDS(problem.dtype = HATTN_F16, HATTN_ERROR_DTYPE, "problem", "f16", "e4m3");
+  NO_OPERANDS(problem.dtype = HATTN_F16, HATTN_ERROR_DTYPE, "forward problem", "f16", "allowed: e4m3");
+  problem.output = 0, problem.scaling = 0, problem.amax = 0;
+  NO_OPERANDS(problem.dtype = 9, HATTN_ERROR_ARGUMENT, "dtype", "dtype: 9;", "allowed: HATTN_E4M3 (4)");
+  NO_OPERANDS(quantising.source = 0, HATTN_ERROR_ARGUMENT, "source", "source: 0;",
+              "HATTN_F16 (1), HATTN_BF16 (2), on the");
+  NO_OPERANDS(values[0].device = -3, HATTN_ERROR_ARGUMENT, "q.values", "device -3", "HATTN_CPU (-1)");
   NO_OPERANDS(values[0].dtype = HATTN_F16, HATTN_ERROR_DTYPE, "q.values", "f16", "f32, the problem's");
   NO_OPERANDS(stored[1].dtype = HATTN_F16, HATTN_ERROR_DTYPE, "k.stored", "f16", "e4m3");
   NO_OPERANDS(one[2].descale = NULL, HATTN_ERROR_ARGUMENT, "v.descale", "a null pointer", "hattn_tensor");
-  NO_OPERANDS(one[2].given = 5, HATTN_ERROR_ARGUMENT, "given", "5", "1 (given)");
-  NO_OPERANDS(one[0].reserved = 1, HATTN_ERROR_ARGUMENT, "q", "a reserved field that is set", "0");
+  NO_OPERANDS(one[2].given = 5, HATTN_ERROR_ARGUMENT, "v.given", "5", "1 (given)");
+  NO_OPERANDS(one[0].reserved = 1, HATTN_ERROR_ARGUMENT, "q", "reserved 0x1", "0");
   NO_OPERANDS(one[0].struct_size = 39, HATTN_ERROR_ABI, "q", "struct_size 39", "40");
   NO_OPERANDS(quantise_args.struct_size = 48, HATTN_ERROR_ABI, "args", "struct_size 48", "56");
   NO_OPERANDS(counts.shape[1] = 1, HATTN_ERROR_SHAPE, "counts", "[3, 1]", "[3, 2]");
@@ -333,6 +362,7 @@ int main(void) {
   RUN("fp8", half_scores_make_q_and_k_small);
   RUN("fp8", outputs_are_those_of_what_operands_stand_for);
   RUN("fp8", what_does_not_fit_e4m3_operands_is_refused);
+  RUN("fp8", a_size_inside_of_a_field_is_refused);
   RUN("fp8", what_cannot_be_quantised_is_refused);
   return check_result();
 }

@@ -381,6 +381,22 @@ void each_thread_has_its_text() {
   CHECK_TEXT(last_error(), "heads_q: 4");
 }
 
+void a_negative_ordinal_is_no_device() {
+  constexpr Device none = Device::cuda(-1);
+  static_assert(none != Device::cpu() && !none.is_cpu() && none == Device::cuda(-7) && Device::cuda(3).c_value() == 3);
+  Fixture fixture(ForwardProblem(DType::F32).batch(1).seqlens(2, 3).heads(2, 1).head_dims(4, 4));
+  CHECK(fixture.problem.supported(none) == Status::Argument);
+  CHECK_TEXT(last_error(), "device: -2147483648; allowed: HATTN_CPU (-1), or the ordinal of a GPU, 0 and above");
+  ForwardPlan plan;
+  CHECK(ForwardPlan::create(fixture.problem, none, plan) == Status::Argument && !plan);
+  CHECK(ok(ForwardPlan::create(fixture.problem, Device::cpu(), plan)));
+  const ConstTensorView nowhere = ConstTensorView::contiguous(fixture.q.data(), none, fixture.problem.q_shape());
+  CHECK(nowhere.device() == none);
+  fixture.args.q = nowhere;
+  CHECK(plan.try_run(fixture.args, nullptr) == Status::Argument && untouched(fixture.o));
+  CHECK_TEXT(last_error(), "q: device -2147483648");
+}
+
 void the_device_count_is_a_number() {
   int count = -1;
   CHECK(hattn::try_device_count(count) == Status::Ok && count >= 0);
@@ -468,6 +484,7 @@ int main() {
   RUN(kSuite, the_twins_refuse_gradients);
   RUN(kSuite, plans_move);
   RUN(kSuite, each_thread_has_its_text);
+  RUN(kSuite, a_negative_ordinal_is_no_device);
   RUN(kSuite, the_device_count_is_a_number);
 #ifndef HATTN_NO_EXCEPTIONS
   RUN(kSuite, what_is_right_throws_nothing);

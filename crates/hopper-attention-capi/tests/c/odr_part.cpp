@@ -1,11 +1,16 @@
 // One of several translation units of one program, compiled with HATTN_PART naming it: all headers, and all that they
-// define used. One of the parts is compiled without exceptions.
+// define used. One of the parts is compiled without exceptions. Another one has headers of another minor version, in
+// which a class has one more member.
 #include <hopper_attention.h>
 
 #include <hopper_attention.hpp>
 #include <hopper_attention_dlpack.hpp>
 
 #include "reference.h"
+
+#ifdef HATTN_TEST_GROWN
+static_assert(sizeof(hattn::ForwardArgs::added) > 0, "the headers of the other version are not those that were made");
+#endif
 
 // Attention by one part; the status's number, or 100 for a wrong result.
 int HATTN_PART();

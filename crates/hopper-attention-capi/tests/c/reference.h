@@ -158,7 +158,7 @@ static inline double reference_gradient_distance(const hattn_forward_problem* p,
 }
 
 /* Made-up numbers between -1 and 1: the same ones on every machine. */
-static void reference_fill(float* data, size_t count, uint32_t seed) {
+static inline void reference_fill(float* data, size_t count, uint32_t seed) {
   size_t i;
   for (i = 0; i < count; ++i) {
     seed = seed * 1664525U + 1013904223U;

@@ -108,7 +108,7 @@ impl Device {
 fn without_cuda(ordinal: usize) -> crate::error::Error {
     crate::error::Error::NoDevice {
         wanted: format!("cuda:{ordinal}"),
-        found: "this build is without the feature `cuda`".into(),
+        found: "this build is without CUDA".into(),
         source: None,
     }
 }

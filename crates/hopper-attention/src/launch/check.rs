@@ -89,8 +89,8 @@ fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<(
         Target::Gpu(gpu) => gpu.ordinal().is_none_or(|ordinal| tensor.place == Place::Cuda(ordinal)),
     };
     if !in_place {
-        let allowed = format!("{target}, the plan's");
-        return Err(Error::Device { what, got: tensor.place.to_string(), allowed });
+        let (got, allowed) = (format!("device {}", tensor.place), format!("device {target}, the plan's"));
+        return Err(Error::Device { what, got, allowed });
     }
     match (operand.access(), tensor.lent) {
         (Access::Read, _) => Ok(()),

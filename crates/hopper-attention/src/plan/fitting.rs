@@ -45,7 +45,7 @@ pub(super) fn fitting<'a>(
     let (dtype, class) = (problem.dtype(), mask_class(problem));
     if rows.is_empty() {
         let wanted = format!("{gpu}, in a build without GPU kernels");
-        return Err(unsupported(wanted, "Device::cpu(), or a build with the feature `cuda`".into()));
+        return Err(unsupported(wanted, "the CPU, or a build with CUDA".into()));
     }
     let rows: Vec<_> = rows.iter().collect();
     let rows = filter_rows(
@@ -76,7 +76,7 @@ pub(super) fn fitting<'a>(
     let rows = filter_rows(
         rows,
         |row| row.scores != DType::F16 || problem.allows_half_scores(),
-        |_| (format!("{dtype} operands without half_scores(true) on a GPU"), "with half_scores(true)".into()),
+        |_| (format!("{dtype} operands without half_scores on a GPU"), "with half_scores".into()),
     )?;
     let rows = filter_rows(
         rows,

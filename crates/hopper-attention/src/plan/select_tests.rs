@@ -246,7 +246,7 @@ fn scores_in_f16_are_for_those_who_ask() {
     assert!(refused(&problem, &H100, &fp8_rows()[5..7]).starts_with("unsupported: "));
     assert_eq!(
         refused(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()[5..]),
-        "unsupported: e4m3 operands without half_scores(true) on a GPU; nearest: with half_scores(true)"
+        "unsupported: e4m3 operands without half_scores on a GPU; nearest: with half_scores"
     );
 }
 
@@ -310,7 +310,7 @@ fn what_no_row_has_is_named_with_the_nearest() {
     assert_eq!(
         refused(&full, &H100, &[]),
         "unsupported: sm_90, 132 multiprocessors, 50 MiB L2, 227 KiB shared memory a block, \
-         in a build without GPU kernels; nearest: Device::cpu(), or a build with the feature `cuda`"
+         in a build without GPU kernels; nearest: the CPU, or a build with CUDA"
     );
     let blackwell = DeviceFacts { arch: ComputeCapability { major: 10, minor: 0 }, ..H100 };
     assert_eq!(refused(&full, &blackwell, &table()), "unsupported: a GPU of sm_100; nearest: sm_90");

@@ -102,7 +102,7 @@ impl BackwardProblem {
             Operand::read(Slot::O, dtype, self.forward.o_shape()),
             Operand::read(Slot::Lse, DType::F32, self.forward.lse_shape()),
             Operand::read(Slot::DO, dtype, self.d_o_shape()),
-            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).when(self.wants(Slot::DLse), "d_lse(true)"),
+            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).when(self.wants(Slot::DLse), "d_lse"),
             Operand::write(Slot::DQ, dtype, self.d_q_shape()),
             Operand::write(Slot::DK, dtype, self.d_k_shape()),
             Operand::write(Slot::DV, dtype, self.d_v_shape()),

@@ -201,12 +201,12 @@ impl ForwardProblem {
             Operand::read(Slot::K, dtype, self.k_shape()),
             Operand::read(Slot::V, dtype, self.v_shape()),
             Operand::write(Slot::O, self.output_dtype(), self.o_shape()),
-            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.wants(Slot::Lse), "lse(true)"),
+            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.wants(Slot::Lse), "lse"),
             Operand::read(Slot::DescaleQ, DType::F32, self.descale_q_shape()).of_kind(fp8, "e4m3 operands"),
             Operand::read(Slot::DescaleK, DType::F32, self.descale_k_shape()).of_kind(fp8, "e4m3 operands"),
             Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).of_kind(fp8, "e4m3 operands"),
             Operand::read(Slot::ScaleO, DType::F32, [1]).when(self.takes_scale_o(), "an e4m3 output"),
-            Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants(Slot::Amax), "amax(true)"),
+            Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants(Slot::Amax), "amax"),
         ])
     }
 

@@ -104,8 +104,8 @@ impl QuantizerBuilder {
     pub fn build(self) -> Result<Quantizer> {
         let Self { problem, source, hadamard } = self;
         if problem.dtype() != DType::E4M3 {
-            let allowed = "e4m3, which is what there is to quantise to".into();
-            return Err(Error::Dtype { what: "problem", got: problem.dtype(), allowed });
+            let allowed = "e4m3, the type that the quantiser makes".into();
+            return Err(Error::Dtype { what: "forward problem", got: problem.dtype(), allowed });
         }
         if !matches!(source, DType::BF16 | DType::F16 | DType::F32) {
             return Err(Error::Dtype { what: "source", got: source, allowed: "bf16, f16, f32".into() });

@@ -1,0 +1,479 @@
+/* Random calls of every function on the CPU, legal ones and malformed ones. For each of them:
+
+   - It returns a status that has a name, and that is not a bug of the library. A failure has a text.
+   - It does not crash, hang or print.
+   - A call that is refused writes nothing. One that is not writes the elements of its outputs and nothing else.
+   - A legal call is computed, and its results are right.
+
+   The calls are made in a process of their own, so that this one can say which call it was that ended it. Environment:
+     HATTN_FUZZ_SEED     seed of the random numbers
+     HATTN_FUZZ_SECONDS  how long to go on
+     HATTN_FUZZ_FIRST, HATTN_FUZZ_CALLS  the number of the first call and how many to make: one call again, alone */
+#define _DEFAULT_SOURCE
+#include "fuzz.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "check.h"
+
+enum { PASSES = 3, HANG_SECONDS = 120, STATUSES = 32 };
+typedef enum pass { FORWARD, BACKWARD, QUANTIZE } pass;
+
+/* What the process that makes the calls tells this one. */
+typedef struct report {
+  volatile uint64_t number; /* of the call that is being made */
+  uint64_t calls, computed[PASSES], refused[PASSES], statuses[STATUSES];
+  int failed_line;
+  char failed[256], last_error[512];
+} report;
+
+static report* shared;
+
+#define HOLDS(condition)                                                                  \
+  do {                                                                                    \
+    if (!(condition) && shared->failed_line == 0) {                                       \
+      shared->failed_line = __LINE__;                                                     \
+      snprintf(shared->failed, sizeof(shared->failed), "%s", #condition);                 \
+      snprintf(shared->last_error, sizeof(shared->last_error), "%s", hattn_last_error()); \
+    }                                                                                     \
+  } while (0)
+
+/* -- a call's structs */
+
+static int is_legal; /* whether nothing was spoilt */
+static hattn_forward_problem* forward;
+static hattn_backward_problem* backward;
+static hattn_quantize_problem* quantize;
+static hattn_forward_args* forward_args;
+static hattn_backward_args* backward_args;
+static hattn_quantize_args* quantize_args;
+
+#define ENTER(type, value) ((type*)enter(#type, &(value), sizeof(value)))
+
+/* Sizes and options that problems of all passes have. */
+#define SET_NUMBERS(p, long_rows)                                                                         \
+  do {                                                                                                    \
+    (p).mask = (hattn_mask)below(3), (p).corner = (hattn_corner)below(2);                                 \
+    (p).batch = one_in(16) ? 0 : 1 + ((long_rows) ? 0 : below(2));                                        \
+    (p).seqlen_q = (long_rows) ? 120 + below(20) : one_in(8) ? 0 : below(9);                              \
+    (p).seqlen_kv = (long_rows) ? 120 + below(20) : one_in(8) ? 0 : below(9);                             \
+    (p).heads_kv = 1 + below(2), (p).heads_q = (p).heads_kv * (1 + below(2));                             \
+    (p).head_dim_qk = 1 + below((long_rows) ? 4 : 17), (p).head_dim_vo = 1 + below((long_rows) ? 4 : 17); \
+    (p).window_left = below(8) - 1, (p).window_right = below(8) - 1;                                      \
+    (p).softmax_scale = one_in(2) ? 0.0F : 0.25F;                                                         \
+  } while (0)
+
+#define Q_SHAPE(p) (p)->batch, (p)->seqlen_q, (p)->heads_q, (p)->head_dim_qk
+#define K_SHAPE(p) (p)->batch, (p)->seqlen_kv, (p)->heads_kv, (p)->head_dim_qk
+#define V_SHAPE(p) (p)->batch, (p)->seqlen_kv, (p)->heads_kv, (p)->head_dim_vo
+#define O_SHAPE(p) (p)->batch, (p)->seqlen_q, (p)->heads_q, (p)->head_dim_vo
+#define LSE_SHAPE(p) (p)->batch, (p)->heads_q, (p)->seqlen_q, 0
+
+static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
+  switch (forward->scaling) {
+    case HATTN_PER_TENSOR:
+      return add_tensor(of, HATTN_F32, 3, 1, 1, 1, 0);
+    case HATTN_PER_HEAD:
+      return add_tensor(of, HATTN_F32, 3, forward->batch, forward->heads_kv, 1, 0);
+    default:
+      return add_tensor(of, HATTN_F32, 3, forward->batch, heads, (seqlen + 127) / 128, 0);
+  }
+}
+
+static void make_forward_problem(hattn_dtype dtype) {
+  hattn_forward_problem p = HATTN_FORWARD_PROBLEM_INIT;
+  SET_NUMBERS(p, dtype == HATTN_E4M3 && one_in(16));
+  p.dtype = dtype;
+  p.lse = (int32_t)below(2);
+  if (dtype == HATTN_E4M3) {
+    static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};
+    p.output = outputs[below(4)];
+    p.scaling = (hattn_scaling)below(3);
+    p.amax = (int32_t)below(2), p.half_scores = (int32_t)below(2);
+  }
+  forward = ENTER(hattn_forward_problem, p);
+}
+
+static void make_forward(void) {
+  hattn_forward_args a = HATTN_FORWARD_ARGS_INIT;
+  hattn_dtype dtype, output;
+  make_forward_problem((hattn_dtype)(1 + below(4)));
+  dtype = forward->dtype;
+  output = dtype != HATTN_E4M3 ? dtype : forward->output == 0 ? HATTN_BF16 : forward->output;
+  a.q = add_tensor(READ, dtype, 4, Q_SHAPE(forward));
+  a.k = add_tensor(READ, dtype, 4, K_SHAPE(forward));
+  a.v = add_tensor(READ, dtype, 4, V_SHAPE(forward));
+  a.o = add_tensor(WRITTEN, output, 4, O_SHAPE(forward));
+  if (forward->lse) a.lse = add_tensor(WRITTEN, HATTN_F32, 3, LSE_SHAPE(forward));
+  if (dtype == HATTN_E4M3) {
+    a.descale_q = add_factors(FACTOR, forward->seqlen_q, forward->heads_q);
+    a.descale_k = add_factors(FACTOR, forward->seqlen_kv, forward->heads_kv);
+    a.descale_v = add_factors(FACTOR, forward->seqlen_kv, forward->heads_kv);
+    if (output == HATTN_E4M3) a.scale_o = add_tensor(FACTOR, HATTN_F32, 1, 1, 0, 0, 0);
+    if (forward->amax) a.amax = add_tensor(WRITTEN, HATTN_F32, 1, 1, 0, 0, 0);
+  }
+  forward_args = ENTER(hattn_forward_args, a);
+}
+
+/* The forward problem of a backward one. */
+static hattn_forward_problem forward_of(const hattn_backward_problem* p) {
+  hattn_forward_problem of = HATTN_FORWARD_PROBLEM_INIT;
+  of.dtype = p->dtype, of.mask = p->mask, of.corner = p->corner, of.lse = 1;
+  of.batch = p->batch, of.seqlen_q = p->seqlen_q, of.seqlen_kv = p->seqlen_kv;
+  of.heads_q = p->heads_q, of.heads_kv = p->heads_kv, of.head_dim_qk = p->head_dim_qk, of.head_dim_vo = p->head_dim_vo;
+  of.window_left = p->window_left, of.window_right = p->window_right, of.softmax_scale = p->softmax_scale;
+  return of;
+}
+
+static void make_backward(void) {
+  hattn_backward_problem p = HATTN_BACKWARD_PROBLEM_INIT;
+  hattn_backward_args a = HATTN_BACKWARD_ARGS_INIT;
+  hattn_forward_problem of;
+  hattn_forward_args of_args = HATTN_FORWARD_ARGS_INIT;
+  hattn_forward_plan* plan = NULL;
+  SET_NUMBERS(p, 0);
+  p.dtype = (hattn_dtype)(1 + below(3));
+  p.d_lse = (int32_t)below(2), p.deterministic = (int32_t)below(2);
+  backward = ENTER(hattn_backward_problem, p);
+  a.q = add_tensor(READ, p.dtype, 4, Q_SHAPE(&p));
+  a.k = add_tensor(READ, p.dtype, 4, K_SHAPE(&p));
+  a.v = add_tensor(READ, p.dtype, 4, V_SHAPE(&p));
+  a.o = add_tensor(RESULT, p.dtype, 4, O_SHAPE(&p));
+  a.lse = add_tensor(RESULT, HATTN_F32, 3, LSE_SHAPE(&p));
+  a.d_o = add_tensor(READ, p.dtype, 4, O_SHAPE(&p));
+  if (p.d_lse) a.d_lse = add_tensor(READ, HATTN_F32, 3, LSE_SHAPE(&p));
+  a.d_q = add_tensor(WRITTEN, p.dtype, 4, Q_SHAPE(&p));
+  a.d_k = add_tensor(WRITTEN, p.dtype, 4, K_SHAPE(&p));
+  a.d_v = add_tensor(WRITTEN, p.dtype, 4, V_SHAPE(&p));
+  backward_args = ENTER(hattn_backward_args, a);
+  /* What the forward pass gives. */
+  of = forward_of(&p);
+  of_args.q = a.q, of_args.k = a.k, of_args.v = a.v, of_args.o = a.o, of_args.lse = a.lse;
+  HOLDS(hattn_forward_plan_create(&of, HATTN_CPU, &plan) == HATTN_OK);
+  HOLDS(hattn_forward_run(plan, &of_args, NULL) == HATTN_OK);
+  hattn_forward_plan_destroy(plan);
+}
+
+static void make_quantize(void) {
+  hattn_quantize_problem p = HATTN_QUANTIZE_PROBLEM_INIT;
+  hattn_quantize_args a = HATTN_QUANTIZE_ARGS_INIT;
+  int i;
+  make_forward_problem(HATTN_E4M3);
+  p.forward = forward;
+  p.source = (hattn_dtype)(1 + below(3));
+  p.hadamard = (int32_t)below(2), p.seed = random_bits();
+  for (i = 0; i < 3; ++i) {
+    hattn_quantize_tensor one = HATTN_QUANTIZE_TENSOR_INIT;
+    const hattn_forward_problem* f = forward;
+    const int64_t seqlen = i == 0 ? f->seqlen_q : f->seqlen_kv, heads = i == 0 ? f->heads_q : f->heads_kv;
+    const int64_t dim = i == 2 ? f->head_dim_vo : f->head_dim_qk;
+    if (one_in(4)) continue;
+    one.given = (int32_t)below(2);
+    one.values = add_tensor(READ, p.source, 4, f->batch, seqlen, heads, dim);
+    one.stored = add_tensor(WRITTEN, HATTN_E4M3, 4, f->batch, seqlen, heads, dim);
+    one.descale = add_factors(one.given ? FACTOR : WRITTEN, seqlen, heads);
+    *(i == 0 ? &a.q : i == 1 ? &a.k : &a.v) = ENTER(hattn_quantize_tensor, one);
+  }
+  if (one_in(2)) a.counts = add_tensor(WRITTEN, HATTN_F32, 2, 3, 2, 0, 0);
+  quantize = ENTER(hattn_quantize_problem, p);
+  quantize_args = ENTER(hattn_quantize_args, a);
+}
+
+/* -- what a run may have written, and what is right */
+
+static void mark(const hattn_tensor* t, unsigned char* at, void* to) {
+  (void)to;
+  memset(may_change + (at - memory), 1, (size_t)bytes_of(t->dtype));
+}
+
+static void mark_all(const hattn_tensor* t) {
+  if (t != NULL) each_element(t, mark, NULL);
+}
+
+static void mark_outputs(pass of) {
+  if (of == FORWARD) {
+    mark_all(forward_args->o);
+    if (forward->lse) mark_all(forward_args->lse);
+    /* An older struct ends before this pointer. */
+    if (forward_args->struct_size >= sizeof(*forward_args)) mark_all(forward_args->amax);
+  } else if (of == BACKWARD) {
+    mark_all(backward_args->d_q), mark_all(backward_args->d_k), mark_all(backward_args->d_v);
+  } else {
+    const hattn_quantize_tensor* const all[] = {quantize_args->q, quantize_args->k, quantize_args->v};
+    int i;
+    for (i = 0; i < 3; ++i) {
+      if (all[i] == NULL) continue;
+      mark_all(all[i]->stored);
+      if (!all[i]->given) mark_all(all[i]->descale);
+    }
+    mark_all(quantize_args->counts);
+  }
+}
+
+/* The largest magnitude of a tensor; infinity where an element is not finite. */
+static void take_largest(const hattn_tensor* t, unsigned char* at, void* to) {
+  const double magnitude = fabs(number_at(at, t->dtype));
+  double* const largest = (double*)to;
+  *largest = isfinite(magnitude) ? fmax(*largest, magnitude) : INFINITY;
+}
+
+static double largest_of(const hattn_tensor* t) {
+  double largest = 0.0;
+  if (t != NULL) each_element(t, take_largest, &largest);
+  return largest;
+}
+
+static void is_no_nan(const hattn_tensor* t, unsigned char* at, void* to) {
+  (void)to;
+  HOLDS(number_at(at, t->dtype) < 100.0); /* -infinity too */
+}
+
+static void forward_is_right(void) {
+  const hattn_forward_args* a = forward_args;
+  /* O is a mean of values. P is rounded in FP8, by up to 1/16; so is O, in its own type. */
+  const double most = largest_of(a->v) * (a->descale_v != NULL ? 1.15 * largest_of(a->descale_v) : 1.01);
+  if (a->lse != NULL) each_element(a->lse, is_no_nan, NULL);
+  if (a->o->dtype == HATTN_E4M3) {
+    HOLDS(largest_of(a->o) <= fmin(448.0, most * largest_of(a->scale_o) * 1.1));
+  } else {
+    HOLDS(largest_of(a->o) <= most);
+  }
+  HOLDS(largest_of(a->amax) <= most);
+  if (forward->dtype == HATTN_F32) HOLDS(reference_distance(forward, a) < 5e-5);
+}
+
+static void backward_is_right(void) {
+  const hattn_forward_problem of = forward_of(backward);
+  HOLDS(isfinite(largest_of(backward_args->d_q)) && isfinite(largest_of(backward_args->d_k)));
+  HOLDS(isfinite(largest_of(backward_args->d_v)));
+  if (of.dtype == HATTN_F32) HOLDS(reference_gradient_distance(&of, backward_args) < 1e-3);
+}
+
+static void quantised_is_right(void) {
+  const hattn_quantize_tensor* const all[] = {quantize_args->q, quantize_args->k, quantize_args->v};
+  int i;
+  for (i = 0; i < 3; ++i) {
+    const hattn_quantize_tensor* one = all[i];
+    const double most_stored = i < 2 && forward->half_scores ? 14.0 : 448.0;
+    double largest;
+    if (one == NULL) continue;
+    HOLDS(largest_of(one->stored) <= most_stored);
+    largest = largest_of(one->values);
+    if (one->given || (i < 2 && quantize->hadamard) || forward->scaling != HATTN_PER_TENSOR || largest == 0.0) continue;
+    /* The largest value becomes the largest that may be stored. */
+    HOLDS(largest_of(one->stored) == most_stored);
+    HOLDS(fabs(largest_of(one->descale) * most_stored - largest) <= 1e-5 * largest);
+  }
+  HOLDS(isfinite(largest_of(quantize_args->counts)));
+}
+
+/* -- calls */
+
+static hattn_status counted(hattn_status status) {
+  HOLDS(strcmp(hattn_status_name(status), "HATTN_ERROR_?") != 0 && status != HATTN_ERROR_INTERNAL);
+  HOLDS(status == HATTN_OK || strstr(hattn_last_error(), ": ") != NULL || strstr(hattn_last_error(), "; ") != NULL);
+  if (status >= 0 && status < STATUSES) ++shared->statuses[status];
+  return status;
+}
+
+static hattn_device any_device(void) {
+  static const hattn_device wrong[] = {-2, INT32_MIN, INT32_MAX, 1000};
+  if (is_legal || !one_in(8)) return HATTN_CPU;
+  return wrong[below(4)];
+}
+
+static void call_small_functions(void) {
+  static const char pieces[] = "\t\t\t\n#0.2.0 card\xff\xc3\xa9 sm90";
+  char text[64];
+  const size_t length = (size_t)below(sizeof(text));
+  hattn_tuning* tuning = NULL;
+  int32_t count = -1;
+  size_t i;
+  for (i = 0; i < length; ++i) text[i] = pieces[below(sizeof(pieces))];
+  HOLDS((counted(hattn_tuning_create(one_in(8) ? NULL : text, length, &tuning)) == HATTN_OK) == (tuning != NULL));
+  hattn_tuning_destroy(tuning);
+  HOLDS(counted(hattn_tuning_create(text, length, NULL)) == HATTN_ERROR_ARGUMENT);
+  HOLDS(hattn_status_name((hattn_status)random_bits()) != NULL && hattn_last_error() != NULL);
+  HOLDS(hattn_abi_version() == HATTN_ABI_VERSION && hattn_version() != NULL);
+  HOLDS(counted(hattn_device_count(NULL)) == HATTN_ERROR_ARGUMENT);
+  HOLDS(counted(hattn_device_count(&count)) == HATTN_OK && count >= 0);
+}
+
+/* The calls of one pass with the structs as they stand. Gives the status of the run, or of what refused it before. */
+#define CALLS(pass, problem, args)                                                                              \
+  static hattn_status call_##pass(                                                                              \
+      hattn_status (*create)(const hattn_##pass##_problem*, hattn_device, hattn_##pass##_plan**)) {             \
+    const hattn_device device = any_device();                                                                   \
+    hattn_##pass##_plan* plan = (hattn_##pass##_plan*)(void*)rooms;                                             \
+    char text[66];                                                                                              \
+    const size_t capacity = (size_t)below(sizeof(text) - 1);                                                    \
+    size_t length = 0, bytes = 99;                                                                              \
+    const hattn_status supported = counted(hattn_##pass##_supported(problem, device));                          \
+    hattn_status status = counted(create(problem, device, &plan));                                              \
+    HOLDS(status == supported && (status == HATTN_OK) == (plan != NULL));                                       \
+    if (status != HATTN_OK) return status;                                                                      \
+    memset(text, POISON, sizeof(text));                                                                         \
+    HOLDS(counted(hattn_##pass##_plan_describe(plan, text, capacity, one_in(4) ? NULL : &length)) == HATTN_OK); \
+    HOLDS((unsigned char)text[capacity] == POISON && (capacity == 0 || memchr(text, 0, capacity) != NULL));     \
+    HOLDS(counted(hattn_##pass##_plan_workspace_size(plan, &bytes)) == HATTN_OK && bytes == 0);                 \
+    if (one_in(16)) {                                                                                           \
+      HOLDS(counted(create(problem, HATTN_CPU, NULL)) == HATTN_ERROR_ARGUMENT);                                 \
+      HOLDS(counted(hattn_##pass##_supported(NULL, HATTN_CPU)) == HATTN_ERROR_ARGUMENT);                        \
+      HOLDS(counted(hattn_##pass##_plan_describe(plan, NULL, 8, &length)) == HATTN_ERROR_ARGUMENT);             \
+      HOLDS(counted(hattn_##pass##_plan_workspace_size(NULL, &bytes)) == HATTN_ERROR_ARGUMENT && bytes == 0);   \
+      HOLDS(counted(hattn_##pass##_run(NULL, args, NULL)) == HATTN_ERROR_ARGUMENT);                             \
+      HOLDS(counted(hattn_##pass##_run(plan, NULL, NULL)) == HATTN_ERROR_ARGUMENT);                             \
+      hattn_##pass##_plan_destroy(NULL);                                                                        \
+    }                                                                                                           \
+    /* On the CPU the stream may be anything. */                                                                \
+    status = counted(hattn_##pass##_run(plan, args, one_in(2) ? NULL : (struct CUstream_st*)(void*)memory));    \
+    hattn_##pass##_plan_destroy(plan);                                                                          \
+    return status;                                                                                              \
+  }
+CALLS(forward, forward, forward_args)
+CALLS(backward, backward, backward_args)
+CALLS(quantize, quantize, quantize_args)
+
+static hattn_status create_tuned(const hattn_forward_problem* problem, hattn_device device, hattn_forward_plan** plan) {
+  hattn_tuning* tuning = NULL;
+  hattn_status status;
+  HOLDS(hattn_tuning_create(NULL, 0, &tuning) == HATTN_OK);
+  status = hattn_forward_plan_create_tuned(problem, device, tuning, plan);
+  hattn_tuning_destroy(tuning);
+  return status;
+}
+
+static void one_call(void) {
+  const pass of = (pass)below(PASSES);
+  int64_t i;
+  hattn_status status;
+  memset(memory, POISON, (size_t)used); /* of the call before */
+  room_count = 0;
+  used = 0;
+  is_legal = one_in(4);
+  if (of == FORWARD) make_forward();
+  if (of == BACKWARD) make_backward();
+  if (of == QUANTIZE) make_quantize();
+  used += 256;
+  if (!is_legal) {
+    for (i = 1 + below(3); i > 0; --i) spoil();
+    keep_promise();
+  }
+  memcpy(before, memory, (size_t)used);
+  memset(may_change, 0, (size_t)used);
+  if (one_in(16)) call_small_functions();
+  status = of == FORWARD    ? call_forward(one_in(4) ? create_tuned : hattn_forward_plan_create)
+           : of == BACKWARD ? call_backward(hattn_backward_plan_create)
+                            : call_quantize(hattn_quantize_plan_create);
+  if (status == HATTN_OK) mark_outputs(of);
+  for (i = 0; i < used; ++i) HOLDS(memory[i] == before[i] || may_change[i]);
+  HOLDS(!is_legal || status == HATTN_OK);
+  ++(status == HATTN_OK ? shared->computed : shared->refused)[of];
+  if (is_legal && of == FORWARD) forward_is_right();
+  if (is_legal && of == BACKWARD) backward_is_right();
+  if (is_legal && of == QUANTIZE) quantised_is_right();
+}
+
+/* -- the process that makes the calls, and the one that watches it */
+
+static uint64_t setting(const char* name, uint64_t usual) {
+  const char* text = getenv(name);
+  return text != NULL ? strtoull(text, NULL, 10) : usual;
+}
+
+static uint64_t seed, first, most, seconds;
+
+static void make_calls(void) {
+  const time_t end = time(NULL) + (time_t)seconds;
+  memset(memory, POISON, sizeof(memory));
+  for (shared->number = first; shared->calls < most && time(NULL) < end && shared->failed_line == 0; ++shared->number) {
+    seed_call(seed, shared->number);
+    one_call();
+    ++shared->calls;
+  }
+}
+
+/* Waits for a process. 0 if it has ended well. Ends it if one call takes too long. */
+static int watch(pid_t child, char* how, size_t room_for_how) {
+  uint64_t last = 0;
+  time_t since = time(NULL);
+  int status = 0;
+  pid_t ended;
+  while ((ended = waitpid(child, &status, WNOHANG)) == 0 || (ended < 0 && errno == EINTR)) {
+    if (shared->number != last) last = shared->number, since = time(NULL);
+    if (time(NULL) - since > HANG_SECONDS) {
+      kill(child, SIGKILL);
+      waitpid(child, &status, 0);
+      snprintf(how, room_for_how, "no end after %d s", (int)HANG_SECONDS);
+      return 1;
+    }
+    usleep(20000);
+  }
+  if (WIFSIGNALED(status)) snprintf(how, room_for_how, "signal %d", WTERMSIG(status));
+  if (WIFEXITED(status)) snprintf(how, room_for_how, "exit %d", WEXITSTATUS(status));
+  return !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+}
+
+static void calls_return_a_status_and_write_their_outputs_only(void) {
+  FILE* const printed = tmpfile();
+  char how[64] = "", text[2048] = "";
+  int is_bad, i, kinds = 0;
+  size_t length;
+  pid_t child;
+  CHECK(printed != NULL);
+  fflush(stdout);
+  child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    dup2(fileno(printed), STDOUT_FILENO);
+    dup2(fileno(printed), STDERR_FILENO);
+    make_calls();
+    exit(0);
+  }
+  is_bad = watch(child, how, sizeof(how));
+  rewind(printed);
+  length = fread(text, 1, sizeof(text) - 1, printed);
+  text[length] = '\0';
+  fclose(printed);
+  for (i = 0; i < STATUSES; ++i) kinds += shared->statuses[i] != 0;
+  printf("fuzz: seed %llu, %llu calls", (unsigned long long)seed, (unsigned long long)shared->calls);
+  for (i = 0; i < PASSES; ++i) {
+    static const char* const names[] = {"forward", "backward", "quantize"};
+    printf("; %s: %llu computed, %llu refused", names[i], (unsigned long long)shared->computed[i],
+           (unsigned long long)shared->refused[i]);
+  }
+  printf("; %d kinds of status\n", kinds);
+  if (is_bad || shared->failed_line != 0 || length != 0) {
+    /* The number has gone on after a call that returned. */
+    const uint64_t number = shared->failed_line != 0 ? shared->number - 1 : shared->number;
+    printf("call %llu of seed %llu: %s\nprinted: %s\n", (unsigned long long)number, (unsigned long long)seed, how,
+           text);
+    if (shared->failed_line != 0) {
+      printf("%s:%d: does not hold: %s\nlast error: %s\n", __FILE__, shared->failed_line, shared->failed,
+             shared->last_error);
+    }
+    printf("again: HATTN_FUZZ_SEED=%llu HATTN_FUZZ_FIRST=%llu HATTN_FUZZ_CALLS=1\n", (unsigned long long)seed,
+           (unsigned long long)number);
+  }
+  CHECK(!is_bad && shared->failed_line == 0 && length == 0);
+  if (check_broken || shared->calls < 1000) return;
+  /* So many calls are of all kinds. */
+  for (i = 0; i < PASSES; ++i) CHECK(shared->computed[i] > 0 && shared->refused[i] > 0);
+  CHECK(kinds >= 8);
+}
+
+int main(void) {
+  seed = setting("HATTN_FUZZ_SEED", 1);
+  seconds = setting("HATTN_FUZZ_SECONDS", 15);
+  first = setting("HATTN_FUZZ_FIRST", 0);
+  most = setting("HATTN_FUZZ_CALLS", UINT64_MAX);
+  shared = (report*)mmap(NULL, sizeof(report), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (shared == MAP_FAILED) return 1;
+  RUN("fuzz", calls_return_a_status_and_write_their_outputs_only);
+  return check_result();
+}
