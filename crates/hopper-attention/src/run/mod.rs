@@ -3,6 +3,8 @@
 mod args;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod order;
 
 use std::ffi::c_void;
 
