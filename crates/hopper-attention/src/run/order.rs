@@ -129,16 +129,21 @@ impl<'a> Order<'a> {
         let (context, stream) = (self.stream.context(), self.stream.cu_stream());
         // Asked anew: another thread may have made the context's second stream meanwhile. If it does so from here on,
         // `new_stream` waits for this run.
-        if context.is_managing_stream_synchronization() && (self.keeps || !is_captured(self.stream).unwrap_or(true)) {
+        let is_managed = context.is_managing_stream_synchronization();
+        if is_managed && (self.keeps || !is_captured(self.stream).unwrap_or(true)) {
+            // Before the waits below, so that who reads the outputs does not wait for other readers of the inputs.
+            self.writes.iter().try_for_each(|event| record(event, stream))?;
             // Two threads that read the same memory would otherwise wait for the same event, and record it one after the other.
             static IN_TURN: Mutex<()> = Mutex::new(());
             let _turn = IN_TURN.lock().unwrap_or_else(PoisonError::into_inner);
             self.reads.iter().try_for_each(|event| wait(stream, event))?;
-            self.reads.iter().chain(&self.writes).try_for_each(|event| record(event, stream))?;
+            self.reads.iter().try_for_each(|event| record(event, stream))?;
         }
         match self.writes.first() {
             Some(event) if self.keeps && self.outlives_events => {
-                record(event, stream)?;
+                if !is_managed {
+                    record(event, stream)?;
+                }
                 wait(DEFAULT, event)
             }
             _ => Ok(()),
