@@ -118,7 +118,7 @@ fn check(what: &'static str, kernel: &impl Display, status: ffi::Status) -> Resu
     match (status.code, of_earlier_work(status.detail)) {
         (ffi::StatusCode::Ok, _) => Ok(()),
         (ffi::StatusCode::Cuda, Some(error)) => {
-            Err(driver("launching a kernel; earlier work has broken the context")(DriverError(error)))
+            Err(driver("loading or launching a kernel after earlier work broke the context")(DriverError(error)))
         }
         _ => Err(Error::Launch { what, kernel: kernel.to_string(), text: ffi::status_text(status) }),
     }

@@ -48,7 +48,8 @@ macro_rules! runs {
             /// - [`Capture`](crate::Error::Capture): the stream is captured while cudarc tracks events.
             /// - [`Driver`](crate::Error::Driver): the driver failed, now or in earlier work whose error surfaces now.
             ///
-            /// [`Launch`](crate::Error::Launch): the launch itself failed.
+            /// [`Launch`](crate::Error::Launch): the launch itself failed. [`Driver`](crate::Error::Driver) may then also mean
+            /// that the run was enqueued and the stream failed.
             pub fn run<'a>(
                 &self,
                 stream: &Stream,
