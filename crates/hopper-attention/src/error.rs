@@ -89,13 +89,18 @@ pub enum Error {
         allowed: String,
     },
     /// The CUDA driver returned an error, for this call or for earlier work whose error only surfaces now.
-    #[error("CUDA driver, {what}: {text} (CUresult {code})")]
+    ///
+    /// A kernel that accesses wrong memory is such earlier work. It breaks the context: from then on every call on that GPU in
+    /// this process fails with the same code.
+    #[error("CUDA driver, {what}: {name} ({code}): {text}")]
     #[non_exhaustive]
     Driver {
         /// What the library was doing.
         what: &'static str,
         /// The driver's `CUresult`.
         code: u32,
+        /// The name of that code, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        name: String,
         /// The driver's text for that code.
         text: String,
         /// The error as cudarc gave it.
@@ -183,8 +188,12 @@ mod tests {
     fn an_error_keeps_its_source() {
         use std::error::Error as _;
         let parse = |text: &str| ErrorSource::new(text.parse::<i32>().unwrap_err());
-        let driver = |source| Error::Driver { what: "opening", code: 1, text: "no".into(), source };
+        let driver = |source| {
+            let (name, text) = ("CUDA_ERROR_INVALID_VALUE".into(), "invalid argument".into());
+            Error::Driver { what: "opening", code: 1, name, text, source }
+        };
         let error = driver(Some(parse("x")));
+        assert_eq!(error.to_string(), "CUDA driver, opening: CUDA_ERROR_INVALID_VALUE (1): invalid argument");
         assert_eq!(error.source().unwrap().to_string(), "invalid digit found in string");
         assert_eq!(error, driver(Some(parse("y"))));
         assert_ne!(error, driver(Some(parse(""))));

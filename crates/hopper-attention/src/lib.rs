@@ -177,26 +177,39 @@
 //!
 //! - *Memory is neither freed nor reused while the kernel uses it.* The run takes every pointer through cudarc's
 //!   `device_ptr` or `device_ptr_mut` on the launch's stream. That call makes the stream wait for earlier uses on other
-//!   streams, and returns a guard. All guards live until after the launch. When a guard is dropped, it records this use as
-//!   an event. To free the memory, or to use it again, is itself a stream operation that waits for the recorded events.
-//!   Nothing depends on a destructor that a caller could leak.
+//!   streams. After the launch, the run records its use as an event of the memory. To free the memory, or to use it again,
+//!   is itself a stream operation that waits for the recorded events. Nothing depends on a destructor that a caller could
+//!   leak.
+//! - *Streams may be dropped early.* A stream that is dropped finishes its work. cudarc stops to use events with the last
+//!   stream of `new_stream`. So the default stream waits for a run on another stream, if it allocated memory of that run.
+//! - *Several streams may read a tensor.* cudarc remembers the latest reader only. So the stream of a run waits for the
+//!   reader before it, once the kernel is enqueued. What waits for the run waits for both.
+//! - *The per-thread default stream works.* It is a different stream on each thread, though all of these compare equal. On a
+//!   context without events, the run waits for these streams of all threads, and their later work waits for the run. Its
+//!   memory may so move to another thread at once.
 //! - *The kernel stays within the memory.* A layout is checked against its memory when the tensor is made. It cannot be
 //!   changed afterwards. A tensor that is written is borrowed exclusively and does not overlap itself.
 //! - *The right GPU is used.* Stream, tensors, workspace and plan are compared before the launch. Tensors and stream must
 //!   come from one `CudaContext` object, because that object counts streams and decides whether events are recorded.
 //! - *A launch allocates nothing, loads nothing and waits for nothing on the host.* So a CUDA graph can capture it. A
 //!   capture is refused with [`Error::Capture`] while cudarc manages events for several streams. Otherwise its waits and
-//!   records would become part of the graph, or would refer to work outside of the graph.
+//!   records would become part of the graph, or would refer to work outside of the graph. (One case waits on the host: an
+//!   error of other code has come while the run was enqueueing its waits, or the run could not be recorded.)
+//! - *Errors stay with their owner.* A destructor of cudarc that fails leaves its error in the context, for the next call of
+//!   cudarc on any thread. A run does not fail with such an error, and leaves it where it was.
+//! - *A broken context says so.* A kernel that accesses wrong memory breaks its context. Each later run on that GPU is
+//!   [`Error::Driver`], with the code and the name of the error. To drop plans, tensors and streams is still allowed.
 //!
 //! The guarantee rests on cudarc (0.19). It ends where the guarantee of cudarc ends:
 //!
 //! - In three cases the caller must order the uses of memory: after `unsafe CudaContext::disable_event_tracking`, with
 //!   borrowed streams and raw views, and in [`raw`].
 //! - A graph replays addresses. The caller keeps the captured buffers alive while the graph runs. cudarc does not check this.
-//! - The per-thread default stream is a different stream on each thread, but all of these compare equal.
-//! - cudarc records events only while streams made with `new_stream` exist. Keep the stream of a launch alive until the
-//!   launch is done.
-//! - A buffer remembers its latest reader only. If several streams read a buffer, order them before you write or free it.
+//! - cudarc's own copies and launches keep its gaps. If such a use reads a tensor after a run has read it, on a third stream,
+//!   then cudarc forgets the run. If such a use is under way on the last stream of `new_stream` when that stream is dropped,
+//!   then cudarc forgets the use. Synchronize the stream first, or let the later stream `join` it.
+//! - Without events, cudarc frees a buffer in whichever context is current. A program with several GPUs makes the buffer's
+//!   context current first (`bind_to_thread`).
 
 #![deny(missing_docs)]
 

@@ -4,9 +4,12 @@
 use std::ffi::c_void;
 use std::fmt::Display;
 
+use cudarc::driver::DriverError;
+use cudarc::driver::sys::CUresult;
 use hopper_attention_sys as ffi;
 
 use crate::arch::{Arch, MaskClass, Pass};
+use crate::device::driver;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::scaling::Scaling;
@@ -112,8 +115,46 @@ pub(crate) unsafe fn launch_quantize(
 }
 
 fn check(what: &'static str, kernel: &impl Display, status: ffi::Status) -> Result<()> {
-    match status.code {
-        ffi::StatusCode::Ok => Ok(()),
+    match (status.code, of_earlier_work(status.detail)) {
+        (ffi::StatusCode::Ok, _) => Ok(()),
+        (ffi::StatusCode::Cuda, Some(error)) => {
+            Err(driver("loading or launching a kernel after earlier work broke the context")(DriverError(error)))
+        }
         _ => Err(Error::Launch { what, kernel: kernel.to_string(), text: ffi::status_text(status) }),
+    }
+}
+
+/// The driver's error, if it is one that no launch makes by itself: a kernel that ran before has failed and broken the context,
+/// or the context is gone. Such errors have the same number in the runtime and in the driver.
+fn of_earlier_work(code: i32) -> Option<CUresult> {
+    const BROKEN: [CUresult; 12] = [
+        CUresult::CUDA_ERROR_ECC_UNCORRECTABLE,
+        CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE,
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+        CUresult::CUDA_ERROR_LAUNCH_TIMEOUT,
+        CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        CUresult::CUDA_ERROR_ASSERT,
+        CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR,
+        CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION,
+        CUresult::CUDA_ERROR_MISALIGNED_ADDRESS,
+        CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE,
+        CUresult::CUDA_ERROR_INVALID_PC,
+        CUresult::CUDA_ERROR_LAUNCH_FAILED,
+    ];
+    BROKEN.into_iter().find(|error| *error as i32 == code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_earlier_work_are_told_from_errors_of_a_launch() {
+        // cudaErrorIllegalAddress, cudaErrorLaunchFailure, cudaErrorContextIsDestroyed.
+        assert_eq!(of_earlier_work(700), Some(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS));
+        assert_eq!(of_earlier_work(719), Some(CUresult::CUDA_ERROR_LAUNCH_FAILED));
+        assert_eq!(of_earlier_work(709), Some(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED));
+        // cudaErrorInvalidValue, cudaErrorMemoryAllocation, cudaErrorInvalidDeviceFunction.
+        assert_eq!([1, 2, 98].map(of_earlier_work), [None; 3]);
     }
 }

@@ -5,7 +5,7 @@ use cudarc::driver::{CudaSlice, CudaViewMut, DeviceSlice};
 
 use crate::device::Stream;
 #[cfg(feature = "cuda")]
-use crate::device::{driver, refuse_capture, same_context};
+use crate::device::{alloc_zeros, same_context};
 use crate::error::{Error, Result};
 
 /// Scratch memory for plans. The caller makes it once and lends it to every [`run`](crate::ForwardPlan::run).
@@ -50,10 +50,7 @@ impl Workspace<'static> {
                 Memory::Host(memory)
             }
             #[cfg(feature = "cuda")]
-            Stream::Cuda(stream) => {
-                refuse_capture(stream, "allocating a workspace", "allocating before the capture begins")?;
-                Memory::Cuda(stream.alloc_zeros(bytes).map_err(driver("allocating a workspace"))?)
-            }
+            Stream::Cuda(stream) => Memory::Cuda(alloc_zeros(stream, bytes)?),
         };
         Ok(Self { memory, bytes })
     }

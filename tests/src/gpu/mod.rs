@@ -2,6 +2,7 @@
 
 pub mod backward;
 pub mod fp8;
+pub mod jobs;
 pub mod quantize;
 pub mod training;
 

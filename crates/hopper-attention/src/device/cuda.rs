@@ -1,11 +1,11 @@
 //! GPUs, their contexts and their streams, through the CUDA driver. Nothing here panics on a machine without a driver.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdevice_attribute};
-use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DriverError, result};
 use once_cell::sync::OnceCell;
 
 use crate::arch::{ComputeCapability, DeviceFacts, DeviceInfo};
@@ -57,9 +57,7 @@ impl CudaDevice {
     /// The guard restores the context that was current before. Without this, a program with several GPUs would make its
     /// next allocation on the wrong GPU.
     pub(crate) fn make_current(&self) -> Result<Current> {
-        let current = Current::keep()?;
-        self.context.bind_to_thread().map_err(driver("making the GPU current"))?;
-        Ok(current)
+        Current::enter(&self.context)
     }
 
     /// Calls the driver functions that a run calls, once, on the default stream.
@@ -67,11 +65,14 @@ impl CudaDevice {
     /// The first call of a driver function looks the function up, and that allocates. A run must not allocate.
     pub(crate) fn look_up_driver(&self) -> Result<()> {
         // An error here means that some stream is being captured. A run asks again, for its own stream.
-        let _ = self.context.default_stream().capture_status();
+        let _ = is_captured(&self.context.default_stream());
         self.check_stream(std::ptr::null_mut())
     }
 
     /// Refuses a stream of another context than this GPU's. This GPU's context must be current.
+    ///
+    /// Null, `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD` name a stream of whichever context is current. So they name one of
+    /// this GPU's, and the driver says the same.
     pub(crate) fn check_stream(&self, stream: *mut c_void) -> Result<()> {
         let stream: sys::CUstream = stream.cast();
         let mut context = std::ptr::null_mut();
@@ -117,6 +118,53 @@ impl Current {
     fn keep() -> Result<Self> {
         let current = result::ctx::get_current().map_err(driver("asking for the current context"))?;
         Ok(Self(current.unwrap_or(std::ptr::null_mut())))
+    }
+
+    /// Makes a context current until the guard is dropped.
+    ///
+    /// cudarc's `bind_to_thread` does the same, but it first takes the error that another thread may have left in the
+    /// context, and fails with that.
+    fn enter(context: &CudaContext) -> Result<Self> {
+        let before = Self::keep()?;
+        if before.0 != context.cu_ctx() {
+            // SAFETY: a `CudaContext` owns its context, so that the handle is valid. A context that was destroyed all the
+            // same is an error of the driver.
+            unsafe { result::ctx::set_current(context.cu_ctx()) }.map_err(driver("making the GPU current"))?;
+        }
+        Ok(before)
+    }
+}
+
+/// A guard around calls of cudarc. It keeps apart the errors that other code has left in the context.
+///
+/// cudarc has one place for an error in each context. A destructor that fails leaves its error there, and the next call of any
+/// thread takes the error and fails. The guard takes the error first, and puts it back when it is dropped: the error belongs
+/// to whoever asks cudarc next.
+pub(crate) struct OthersError<'a> {
+    context: &'a CudaContext,
+    error: Option<DriverError>,
+}
+
+impl<'a> OthersError<'a> {
+    /// Takes the error out of the context, if there is one.
+    pub fn set_aside(context: &'a CudaContext) -> Self {
+        Self { context, error: context.check_err().err() }
+    }
+
+    /// Whether an error has been left in the context since. It may come from a call of cudarc under this guard, or from another
+    /// thread. Either way, such a call may have done nothing.
+    pub fn has_another(&mut self) -> bool {
+        let another = self.context.check_err().err();
+        self.error = another.or(self.error);
+        another.is_some()
+    }
+}
+
+impl Drop for OthersError<'_> {
+    fn drop(&mut self) {
+        if let Some(error) = self.error {
+            self.context.record_err::<()>(Err(error));
+        }
     }
 }
 
@@ -250,7 +298,13 @@ fn describe(ordinal: usize) -> std::result::Result<DeviceInfo, DriverError> {
 
 /// Converts a driver's error to this crate's, for `map_err`. `what` says what the library was doing.
 pub(crate) fn driver(what: &'static str) -> impl FnOnce(DriverError) -> Error {
-    move |error| Error::Driver { what, code: error.0 as u32, text: text(error), source: Some(ErrorSource::new(error)) }
+    move |error| Error::Driver {
+        what,
+        code: error.0 as u32,
+        name: said(error.error_name(), error),
+        text: text(error),
+        source: Some(ErrorSource::new(error)),
+    }
 }
 
 /// Refuses memory whose `CudaContext` object is not the stream's.
@@ -271,17 +325,49 @@ pub(crate) fn same_context(what: &'static str, context: &Arc<CudaContext>, strea
     })
 }
 
-/// Refuses `what` while the stream is captured into a CUDA graph. `allowed` says what to do instead.
-pub(crate) fn refuse_capture(stream: &CudaStream, what: &str, allowed: &str) -> Result<()> {
-    match stream.capture_status().map_err(driver("asking whether the stream is captured"))? {
-        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
-        _ => Err(Error::Capture { got: what.into(), allowed: allowed.into() }),
+/// Whether the stream is captured into a CUDA graph. The stream's context must be current.
+pub(crate) fn is_captured(stream: &CudaStream) -> Result<bool> {
+    // SAFETY: the `CudaStream` keeps the stream alive.
+    let status = unsafe { result::stream::is_capturing(stream.cu_stream()) };
+    let status = status.map_err(driver("asking whether the stream is captured"))?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// Allocates zeroed memory on the stream.
+pub(crate) fn alloc_zeros(stream: &Arc<CudaStream>, bytes: usize) -> Result<CudaSlice<u8>> {
+    let _current = Current::enter(stream.context())?;
+    if is_captured(stream)? {
+        let allowed = "allocating before the capture begins";
+        return Err(Error::Capture { got: "allocating a workspace".into(), allowed: allowed.into() });
     }
+    let mut others = OthersError::set_aside(stream.context());
+    let memory = stream.alloc_zeros(bytes).map_err(driver("allocating a workspace"))?;
+    if others.has_another() {
+        // cudarc may have recorded no event for the zeroing.
+        synchronize(stream)?;
+    }
+    Ok(memory)
+}
+
+/// A new stream of the context.
+pub(crate) fn new_stream(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
+    let _current = Current::enter(context)?;
+    let _others = OthersError::set_aside(context);
+    context.new_stream().map_err(driver("making a stream"))
+}
+
+/// Waits until all work of the stream is done.
+pub(crate) fn synchronize(stream: &CudaStream) -> Result<()> {
+    let _current = Current::enter(stream.context())?;
+    // SAFETY: the `CudaStream` keeps the stream alive.
+    unsafe { result::stream::synchronize(stream.cu_stream()) }.map_err(driver("waiting for a stream"))
 }
 
 fn text(error: DriverError) -> String {
-    match error.error_string() {
-        Ok(text) => text.to_string_lossy().into_owned(),
-        Err(_) => format!("{:?}", error.0),
-    }
+    said(error.error_string(), error)
+}
+
+/// What the driver says of an error. A driver that does not know the error says nothing.
+fn said(words: std::result::Result<&CStr, DriverError>, error: DriverError) -> String {
+    words.map_or_else(|_| format!("{:?}", error.0), |words| words.to_string_lossy().into_owned())
 }

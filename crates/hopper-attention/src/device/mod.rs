@@ -11,7 +11,7 @@ use crate::error::Result;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{driver, refuse_capture, same_context};
+pub(crate) use cuda::{OthersError, alloc_zeros, driver, is_captured, same_context};
 
 /// A device that plans are made for.
 #[derive(Clone, Debug)]
@@ -98,7 +98,7 @@ impl Device {
         match self {
             Self::Cpu => Ok(Stream::Cpu),
             #[cfg(feature = "cuda")]
-            Self::Cuda(device) => device.context().new_stream().map(Stream::Cuda).map_err(driver("making a stream")),
+            Self::Cuda(device) => cuda::new_stream(device.context()).map(Stream::Cuda),
         }
     }
 }
@@ -143,7 +143,7 @@ impl Stream {
         match self {
             Self::Cpu => Ok(()),
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream) => stream.synchronize().map_err(driver("waiting for a stream")),
+            Self::Cuda(stream) => cuda::synchronize(stream),
         }
     }
 }

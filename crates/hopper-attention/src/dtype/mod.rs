@@ -6,7 +6,7 @@ mod cuda;
 use std::fmt;
 
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{AnyView, AnyViewMut};
+pub(crate) use cuda::{AnyView, AnyViewMut, event};
 pub use float8::F8E4M3 as E4M3;
 pub use half::{bf16, f16};
 

@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use arrayvec::ArrayVec;
-use cudarc::driver::{CudaStream, DevicePtrMut, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtrMut, DeviceSlice};
 
 use super::Args;
-use crate::device::{driver, refuse_capture, same_context};
+use super::order::Order;
+use crate::device::{OthersError, same_context};
+use crate::dtype::event;
 use crate::error::{Error, Result};
 use crate::launch::{Launch, Place, RawArgs, RawTensor, describe};
-use crate::operand::MAX_OPERANDS;
 use crate::plan::{Gpu, not_on_a_gpu};
 use crate::tensor::Memory;
 use crate::workspace::Workspace;
@@ -39,41 +39,45 @@ pub(super) fn run<P: Launch>(
     }
     // The launchers use the CUDA runtime, which launches into the thread's current context.
     let _current = device.make_current()?;
-    if stream.context().is_managing_stream_synchronization() {
-        let allowed = "capturing with cudarc's event tracking off, or on the only stream of its context";
-        refuse_capture(stream, "launching while cudarc tracks events", allowed)?;
-    }
-
     // A plan that needs no workspace leaves it alone. Otherwise the stream would wait for earlier uses of the workspace.
     let bytes = workspace.bytes();
     let mut scratch = if plan.planned().workspace_bytes > 0 { workspace.as_cuda() } else { None };
+    let mut order = Order::on(stream)?;
+    let mut others = OthersError::set_aside(stream.context());
     let mut raw = RawArgs::new();
-    // Each `device_ptr` call below makes the stream wait for earlier uses of the memory, and returns a guard. A guard
-    // records this use when it is dropped. So every guard must live from here to the end of the launch.
-    let mut guards: ArrayVec<SyncOnDrop<'_>, { MAX_OPERANDS + 1 }> = ArrayVec::new();
+    // Each `device_ptr` call below makes the stream wait for earlier uses of the memory.
     if let Some(scratch) = &mut scratch {
+        let allocated_on = scratch.stream().cu_stream();
         let (address, guard) = scratch.device_ptr_mut(stream);
-        guards.push(guard);
+        order.write(allocated_on, event(guard));
         raw = raw.with_workspace(address, bytes);
     }
     let place = Place::Cuda(stream.context().ordinal());
     for (slot, tensor) in args.0.iter_mut() {
-        let (address, guard) = match &mut tensor.memory {
-            Memory::Cuda(view) => view.device_ptr(stream),
-            Memory::CudaMut(view) => view.device_ptr_mut(stream),
+        let address = match &mut tensor.memory {
+            Memory::Cuda(view) => {
+                let (address, event) = view.device_ptr(stream);
+                order.read(view.stream().cu_stream(), event);
+                address
+            }
+            Memory::CudaMut(view) => {
+                let allocated_on = view.stream().cu_stream();
+                let (address, event) = view.device_ptr_mut(stream);
+                order.write(allocated_on, event);
+                address
+            }
             Memory::Host(..) => return Err(on_the_host(slot.name(), stream)),
         };
-        guards.push(guard);
         raw.tensors.set(*slot, RawTensor { address, dtype: tensor.dtype, place, layout: tensor.layout });
     }
-    // If one of those waits could not be enqueued, cudarc has only noted the error in the context. Without the wait the
-    // kernel would race with the earlier use.
-    stream.context().check_err().map_err(driver("waiting for earlier uses of the tensors"))?;
-
     let described = describe(&raw, plan.planned().workspace_bytes)?;
+    order.before(!others.has_another())?;
     // SAFETY: each layout lies within its view (checked when the tensor was made). Outputs are injective and borrowed
-    // exclusively. The guards order this use against every other use. Stream and memory belong to the plan's GPU.
-    unsafe { plan.on_gpu(&gpu.choice, &described, stream.cu_stream().cast()) }
+    // exclusively. `order` orders this use against every other use. Stream and memory belong to the plan's GPU.
+    let launched = unsafe { plan.on_gpu(&gpu.choice, &described, stream.cu_stream().cast()) };
+    // A launch that failed may have enqueued some of its kernels.
+    let ordered = order.after();
+    launched.and(ordered)
 }
 
 fn on_the_host(what: &'static str, stream: &CudaStream) -> Error {

@@ -3,6 +3,8 @@
 mod args;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod order;
 
 use std::ffi::c_void;
 
@@ -25,6 +27,10 @@ macro_rules! runs {
             /// returns. It allocates nothing, waits for nothing and loads nothing. The borrows may end at once: the crate's
             /// documentation says why that is sound. The thread's current CUDA context stays as it was.
             ///
+            /// The run comes after all earlier uses of its tensors and workspace, and before all later ones, on any stream and
+            /// thread. The crate's documentation lists the exceptions. Two of them: event tracking is off, or another
+            /// operation of cudarc reads the same tensors on a third stream.
+            ///
             /// `args` is
             #[doc = concat!("[`", stringify!($args), "`](crate::", stringify!($args), ")")]
             /// or [`Args`].
@@ -42,7 +48,8 @@ macro_rules! runs {
             /// - [`Capture`](crate::Error::Capture): the stream is captured while cudarc tracks events.
             /// - [`Driver`](crate::Error::Driver): the driver failed, now or in earlier work whose error surfaces now.
             ///
-            /// [`Launch`](crate::Error::Launch): the launch itself failed.
+            /// [`Launch`](crate::Error::Launch): the launch itself failed. [`Driver`](crate::Error::Driver) may then also mean
+            /// that the run was enqueued and the stream failed.
             pub fn run<'a>(
                 &self,
                 stream: &Stream,
@@ -75,7 +82,8 @@ macro_rules! runs {
             ///   workspace or a tensor that is written.
             /// - The workspace and the tensors that are written share no element with each other, nor with a tensor that is
             ///   read.
-            /// - `stream` is a live `CUstream` (or `cudaStream_t`), or null for the default stream.
+            /// - `stream` is a live `CUstream` (or `cudaStream_t`), or a handle of CUDA's own: null or `CU_STREAM_LEGACY` for the
+            ///   default stream of the plan's context, `CU_STREAM_PER_THREAD` for that of the calling thread.
             pub unsafe fn run_raw(&self, args: &RawArgs, stream: *mut c_void) -> Result<()> {
                 // SAFETY: the caller's promise.
                 unsafe { launch::run_raw(self, args, stream) }
