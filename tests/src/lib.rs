@@ -1,21 +1,21 @@
-//! The runner that kernels hand themselves to: problems, inputs in guarded memory, and results held against the
-//! oracle under the library's one tolerance. The GPU tests and the CPU tests share all of it.
+//! What the GPU tests and the CPU tests share: the grid of problems, the runner and its table, and ways to break results on
+//! purpose. Cases, guarded memory and the judging are those of `hopper-attention-verify`, which `hattn fuzz` uses too.
 
 #![deny(missing_docs)]
 
 pub mod allocations;
 pub mod backward;
 pub mod c;
-pub mod data;
 pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;
-pub mod layouts;
 pub mod long;
 pub mod mutations;
 pub mod problems;
 pub mod runner;
 pub mod training;
+
+pub use hopper_attention_verify::{case, data, layouts, ready};
 
 use std::io::Write;
 

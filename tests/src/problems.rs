@@ -1,79 +1,11 @@
 //! The problems that every kernel has to compute.
 
-use std::fmt;
-
-use hopper_attention::{Corner, DType, Dims, ForwardProblem, ForwardProblemBuilder, KernelInfo, Mask};
+use hopper_attention::{Corner, KernelInfo, Mask};
 
 use crate::data::Values;
 use crate::layouts::Placement;
 
-/// A problem with its inputs, for every element type.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Case {
-    /// The sizes.
-    pub dims: Dims,
-    /// The mask.
-    pub mask: Mask,
-    /// The softmax scale, where it is not the default.
-    pub scale: Option<f32>,
-    /// Whether the LSE is asked for.
-    pub lse: bool,
-    /// Where the tensors lie.
-    pub placement: Placement,
-    /// What the inputs hold.
-    pub values: Values,
-    /// Of the values.
-    pub seed: u64,
-}
-
-impl Case {
-    /// One sequence, two query heads on one key head, everything else plain.
-    pub fn new(seqlen_q: usize, seqlen_kv: usize, head_dim: usize, mask: Mask) -> Self {
-        let dims = Dims::new(1, seqlen_q, 2, head_dim).with_seqlen_kv(seqlen_kv).with_heads_kv(1);
-        Self {
-            dims,
-            mask,
-            scale: None,
-            lse: true,
-            placement: Placement::Bshd,
-            values: Values::Normal,
-            seed: (seqlen_q * 31 + seqlen_kv * 7 + head_dim) as u64,
-        }
-    }
-
-    /// The same with other heads and batch.
-    #[must_use]
-    pub fn heads(mut self, batch: usize, heads_q: usize, heads_kv: usize) -> Self {
-        self.dims = self.dims.with_batch(batch).with_heads_q(heads_q).with_heads_kv(heads_kv);
-        self
-    }
-
-    /// The library's problem.
-    pub fn problem(&self, dtype: DType) -> ForwardProblem {
-        self.options(dtype).build().expect("legal sizes and a legal scale")
-    }
-
-    /// The library's problem, with options still to be chosen.
-    pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
-        let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse);
-        match self.scale {
-            Some(scale) => options.softmax_scale(scale),
-            None => options,
-        }
-    }
-}
-
-impl fmt::Display for Case {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dims: d, mask, scale, lse, placement, values, seed } = self;
-        write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
-        write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
-        if let Some(scale) = scale {
-            write!(f, " scale {scale}")?;
-        }
-        f.write_str(if *lse { "" } else { " without lse" })
-    }
-}
+pub use hopper_attention_verify::case::Case;
 
 /// How large the grid is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -329,11 +261,12 @@ pub const HEAD_DIMS: [usize; 15] = [1, 2, 3, 5, 7, 9, 31, 33, 65, 100, 127, 129,
 
 /// Random cases, for fuzzing: small lengths, everything else free.
 pub mod random {
-    use proptest::prelude::*;
-    use proptest::strategy::ValueTree as _;
+    use proptest::strategy::{Strategy as _, ValueTree as _};
     use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
     use super::*;
+
+    pub use hopper_attention_verify::case::random::case;
 
     /// The same cases on every run, with head dims up to `head_dim` in steps of 8: `small` of them on the small grid, else `full`
     /// or as many more as `PROPTEST_CASES` asks for.
@@ -350,41 +283,5 @@ pub mod random {
         let mut halves = [vec![], vec![]];
         cases.into_iter().enumerate().for_each(|(i, case)| halves[i % 2].push(case));
         halves
-    }
-
-    /// Cases with head dims up to `head_dim` in steps of `step`.
-    pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
-        let length = || prop_oneof![1usize..20, 60usize..70, 1usize..300, 120usize..140, 185usize..200];
-        let dim = move || (1..=head_dim / step).prop_map(move |steps| steps * step);
-        let sizes = (1usize..4, length(), prop_oneof![9 => length(), 1 => Just(0)], 1usize..4, 1usize..5, dim(), dim());
-        let scale = prop_oneof![2 => Just(None), 1 => (0.005f32..2.0).prop_map(Some)];
-        let placement = proptest::sample::select(Placement::ALL.to_vec());
-        let slope = || proptest::sample::select(vec![-150i16, -40, -10, 0, 10, 40, 150]);
-        let values = prop_oneof![
-            2 => Just(Values::Normal),
-            1 => Just(Values::Offset),
-            1 => Just(Values::Uneven),
-            1 => (slope(), slope()).prop_map(|(first, last)| Values::Sloped { first, last }),
-        ];
-        (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
-            |(sizes, mask, scale, lse, placement, values, seed, square)| {
-                let (batch, seqlen_q, seqlen_kv, heads_kv, group, head_dim_qk, head_dim_vo) = sizes;
-                let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk)
-                    .with_seqlen_kv(seqlen_kv)
-                    .with_heads_kv(heads_kv)
-                    .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
-                Case { dims, mask, scale, lse, placement, values, seed: seed.into() }
-            },
-        )
-    }
-
-    fn mask() -> impl Strategy<Value = Mask> {
-        let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
-        let bound = || prop_oneof![Just(None), (0usize..8).prop_map(Some), (0usize..300).prop_map(Some)];
-        prop_oneof![
-            1 => Just(Mask::Full),
-            1 => corner().prop_map(|corner| Mask::Causal { corner }),
-            2 => (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
-        ]
     }
 }

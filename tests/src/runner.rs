@@ -3,50 +3,24 @@
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 
+use hopper_attention::DType;
+use hopper_attention::reference::Tensor;
 use hopper_attention::reference::tolerance::Ratios;
-use hopper_attention::reference::{BackwardReport, Expected, Report, Tensor};
-use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Stream, TensorMut, TensorRef, Workspace};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::data::{Image, Input, Poison};
+use crate::data::{Image, Poison};
 use crate::mutations::{self, Subject};
 use crate::problems::{Case, Grid};
 use crate::say;
 
-/// A case of a pass, prepared for one element type: what forwards and backwards have in common.
-pub trait Ready: Clone + Send + Sync + Sized {
-    /// What a run writes.
-    type Outputs: Send + Sync;
+pub use hopper_attention_verify::forward::{Outputs, Prepared};
+pub use hopper_attention_verify::ready::{Ready, Verdict};
+
+/// A case whose results can be broken on purpose.
+pub trait Mutated: Ready {
     /// A result in f64, with something wrong about it.
     type Broken;
-
-    /// The element type.
-    const DTYPE: DType;
-
-    /// Makes the inputs and computes what must come out.
-    fn of(case: &Case) -> Self;
-
-    /// The case.
-    fn case(&self) -> &Case;
-
-    /// Outputs that were not written yet.
-    fn poisoned(&self) -> Self::Outputs;
-
-    /// Runs the CPU backend.
-    ///
-    /// # Errors
-    /// The library's.
-    fn compute(&self, outputs: &mut Self::Outputs) -> hopper_attention::Result<()>;
-
-    /// Whether no input was written since `before`, and the outputs were, whole and without a stray write.
-    ///
-    /// # Errors
-    /// What was written that should not have been, or was not written.
-    fn check_memory(&self, before: &Self, outputs: &Self::Outputs) -> Result<(), String>;
-
-    /// Holds outputs whose guard bands were found intact against the tolerance.
-    fn verdict(&self, outputs: &Self::Outputs) -> Verdict;
 
     /// Each mutation's name and the report on what it makes of a correct result if that passes all the same. No report where the
     /// result cannot be distinguished from a correct one.
@@ -54,28 +28,6 @@ pub trait Ready: Clone + Send + Sync + Sized {
 
     /// The report on a broken result that passes all the same.
     fn passes(&self, broken: &Self::Broken) -> Option<String>;
-
-    /// Prepares cases on all cores.
-    fn all(cases: &[Case]) -> Vec<Self> {
-        cases.par_iter().map(Self::of).collect()
-    }
-
-    /// What the CPU backend makes of it.
-    ///
-    /// # Errors
-    /// What was refused, or what is wrong with the memory afterwards.
-    fn on_cpu(&self) -> Result<Self::Outputs, String> {
-        let before = self.clone();
-        let mut outputs = self.poisoned();
-        self.compute(&mut outputs).map_err(|error| error.to_string())?;
-        self.check_memory(&before, &outputs)?;
-        Ok(outputs)
-    }
-
-    /// The verdict on that.
-    fn verdict_on_cpu(&self) -> Verdict {
-        self.on_cpu().map_or_else(Verdict::failed, |outputs| self.verdict(&outputs))
-    }
 
     /// A correct result passes, and every mutation of it is caught; counts by name how many there were.
     ///
@@ -95,146 +47,8 @@ pub trait Ready: Clone + Send + Sync + Sized {
     }
 }
 
-/// A case for one element type, with its inputs in guarded memory and what must come out.
-#[derive(Clone, Debug)]
-pub struct Prepared<T> {
-    /// The case.
-    pub case: Case,
-    /// The library's problem.
-    pub problem: ForwardProblem,
-    /// Queries.
-    pub q: Image<T, 4>,
-    /// Keys.
-    pub k: Image<T, 4>,
-    /// Values.
-    pub v: Image<T, 4>,
-    /// What must come out.
-    pub expected: Expected,
-}
-
-/// The outputs of a run.
-#[derive(Clone, Debug)]
-pub struct Outputs<T> {
-    /// The output.
-    pub o: Image<T, 4>,
-    /// The log-sum-exp, where it was asked for.
-    pub lse: Option<Image<f32, 3>>,
-}
-
-/// The CPU backend's verdict on a case.
-pub fn on_cpu<P: Ready>(case: &Case) -> Verdict {
-    P::of(case).verdict_on_cpu()
-}
-
-/// Every mutation of what the CPU backend makes of these cases is caught, and each applies to four of them at least.
-///
-/// # Panics
-/// Where that is not so.
-pub fn catch_on_cpu<P: Ready>(cases: impl IntoIterator<Item = Case>) {
-    let mut applied = BTreeMap::new();
-    for case in cases {
-        let prepared = P::of(&case);
-        let outputs = prepared.on_cpu().unwrap_or_else(|why| panic!("{case}: {why}"));
-        prepared.catch_all(&outputs, &"cpu", &mut applied);
-    }
-    assert!(!applied.is_empty(), "no mutation at all");
-    for (mutation, applied) in applied {
-        assert!(applied >= 4, "{mutation} applied to {applied} cases only");
-    }
-}
-
-impl<T: Poison> Prepared<T> {
-    /// Makes the inputs and computes what must come out.
-    pub fn new(case: &Case) -> Self {
-        let problem = case.problem(T::DTYPE);
-        let input = |input, shape| {
-            let layout = case.placement.layout(shape, input != Input::Q);
-            Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
-        };
-        let q = input(Input::Q, problem.q_shape());
-        let k = input(Input::K, problem.k_shape());
-        let v = input(Input::V, problem.v_shape());
-        let expected = Expected::new(&problem, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
-        Self { case: case.clone(), problem, q, k, v, expected }
-    }
-
-    /// Outputs that were not written yet.
-    pub fn outputs(&self) -> Outputs<T> {
-        let lse = self.case.placement.lse_layout(self.problem.lse_shape());
-        Outputs {
-            o: Image::poisoned(self.case.placement.layout(self.problem.o_shape(), false)),
-            lse: self.problem.wants_lse().then(|| Image::poisoned(lse)),
-        }
-    }
-
-    /// The arguments of a run in host memory.
-    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> ForwardArgs<'a> {
-        let input = |image: &'a Image<T, 4>| TensorRef::host(image.inner(), image.layout()).expect("a fitting layout");
-        fn output<T: Poison, const R: usize>(image: &mut Image<T, R>) -> TensorMut<'_, T, R> {
-            let layout = image.layout();
-            TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
-        }
-        let args = ForwardArgs::new(input(&self.q), input(&self.k), input(&self.v), output(&mut outputs.o));
-        match &mut outputs.lse {
-            Some(lse) => args.lse(output(lse)),
-            None => args,
-        }
-    }
-
-    /// Holds outputs whose guard bands were found intact against the tolerance.
-    pub fn judge(&self, outputs: &Outputs<T>) -> Report {
-        let lse = outputs.lse.as_ref().map(Image::values);
-        self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
-    }
-
-    /// The inputs and a correct result, for [`mutations`].
-    pub fn tensors(&self) -> [Tensor; 3] {
-        [self.q.tensor(), self.k.tensor(), self.v.tensor()]
-    }
-}
-
-impl<T: Poison> Outputs<T> {
-    /// Looks at what a run left in them, for what it may not have done.
-    pub fn check_written(&self) -> Result<(), String> {
-        self.o.check_written()?;
-        self.lse.as_ref().map_or(Ok(()), Image::check_written)
-    }
-}
-
-impl<T: Poison> Ready for Prepared<T> {
-    type Outputs = Outputs<T>;
+impl<T: Poison> Mutated for Prepared<T> {
     type Broken = (Tensor, Vec<f64>);
-
-    const DTYPE: DType = T::DTYPE;
-
-    fn of(case: &Case) -> Self {
-        Self::new(case)
-    }
-
-    fn case(&self) -> &Case {
-        &self.case
-    }
-
-    fn poisoned(&self) -> Outputs<T> {
-        self.outputs()
-    }
-
-    fn compute(&self, outputs: &mut Outputs<T>) -> hopper_attention::Result<()> {
-        let plan = self.problem.plan(&Device::Cpu)?;
-        let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
-        plan.run(&Stream::Cpu, &mut workspace, self.host_args(outputs))
-    }
-
-    fn check_memory(&self, before: &Self, outputs: &Outputs<T>) -> Result<(), String> {
-        for (before, after) in [(&before.q, &self.q), (&before.k, &self.k), (&before.v, &self.v)] {
-            before.check_unchanged(after.data())?;
-        }
-        outputs.check_written()
-    }
-
-    fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
-        (&self.judge(outputs)).into()
-    }
 
     fn mutated(&self, outputs: &Outputs<T>) -> Vec<(&'static str, Option<Option<String>>)> {
         let [q, k, v] = self.tensors();
@@ -250,31 +64,25 @@ impl<T: Poison> Ready for Prepared<T> {
     }
 }
 
-/// What came of one run.
-#[derive(Clone, Debug)]
-pub struct Verdict {
-    /// For each kind of bound the largest error as a fraction of it.
-    pub ratios: Ratios,
-    /// What is wrong, if anything is.
-    pub wrong: Option<String>,
+/// The CPU backend's verdict on a case.
+pub fn on_cpu<P: Ready>(case: &Case) -> Verdict {
+    P::of(case).verdict_on_cpu()
 }
 
-impl Verdict {
-    /// A run that failed before it could be judged.
-    pub fn failed(why: impl Into<String>) -> Self {
-        Self { ratios: Ratios::default(), wrong: Some(why.into()) }
+/// Every mutation of what the CPU backend makes of these cases is caught, and each applies to four of them at least.
+///
+/// # Panics
+/// Where that is not so.
+pub fn catch_on_cpu<P: Mutated>(cases: impl IntoIterator<Item = Case>) {
+    let mut applied = BTreeMap::new();
+    for case in cases {
+        let prepared = P::of(&case);
+        let outputs = prepared.on_cpu().unwrap_or_else(|why| panic!("{case}: {why}"));
+        prepared.catch_all(&outputs, &"cpu", &mut applied);
     }
-}
-
-impl From<&Report> for Verdict {
-    fn from(report: &Report) -> Self {
-        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
-    }
-}
-
-impl From<&BackwardReport> for Verdict {
-    fn from(report: &BackwardReport) -> Self {
-        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
+    assert!(!applied.is_empty(), "no mutation at all");
+    for (mutation, applied) in applied {
+        assert!(applied >= 4, "{mutation} applied to {applied} cases only");
     }
 }
 

@@ -1,25 +1,25 @@
 //! Cases in device memory.
 
 pub mod backward;
-pub mod fp8;
 pub mod jobs;
-pub mod quantize;
 pub mod training;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, Float, ForwardArgs, ForwardPlan,
-    KernelInfo, Layout, Result, Stream, TensorMut, TensorRef, Workspace, backward_kernels, kernels,
+    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, Float, KernelInfo, Layout, Result,
+    Stream, TensorMut, TensorRef, backward_kernels, kernels,
 };
 use rayon::prelude::*;
 
 use crate::c::{Memory, tensor};
-use crate::data::{GUARD, Image, Poison};
+use crate::data::{GUARD, Poison};
 use crate::problems::Case;
-use crate::runner::{Outputs, Prepared, Ready, Runner, Verdict};
+use crate::runner::{Prepared, Ready, Runner, Verdict};
 use crate::say;
+
+pub use hopper_attention_verify::gpu::{OnDevice, fp8, quantize, read, same_bits, write};
 
 /// A GPU for one test. Tests take turns: they share its memory, and a capture in one must not see another allocate.
 pub struct Gpu {
@@ -174,75 +174,20 @@ pub fn dense<'a, T: Float>(
     ))
 }
 
-/// The tensor between the guard bands.
-fn read<T: Element, const R: usize>(slice: &CudaSlice<T>, layout: Layout<R>) -> TensorRef<'_, T, R> {
-    TensorRef::cuda(slice.slice(GUARD..slice.len() - GUARD), layout).expect("a fitting layout")
+/// A case in device memory as the C ABI takes it.
+pub trait ByAddress<P> {
+    /// The addresses.
+    type Memory;
+
+    /// The tensors by address, without a workspace. The stream orders them after what wrote the memory here; a run on another
+    /// stream has to wait for this one.
+    fn c_memory(&self, stream: &Arc<CudaStream>, prepared: &P) -> Self::Memory;
 }
 
-/// The same to write to.
-fn write<T: Element, const R: usize>(slice: &mut CudaSlice<T>, layout: Layout<R>) -> TensorMut<'_, T, R> {
-    let end = slice.len() - GUARD;
-    TensorMut::cuda(slice.slice_mut(GUARD..end), layout).expect("a fitting layout")
-}
+impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
+    type Memory = Memory;
 
-/// A case's tensors on the GPU, guard bands included.
-pub struct OnDevice<T> {
-    q: CudaSlice<T>,
-    k: CudaSlice<T>,
-    v: CudaSlice<T>,
-    o: CudaSlice<T>,
-    lse: Option<CudaSlice<f32>>,
-}
-
-impl<T: Poison> OnDevice<T> {
-    /// Inputs, and outputs of poison.
-    pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
-        let outputs = prepared.outputs();
-        let up = |image: &Image<T, 4>| stream.clone_htod(image.data()).expect("device memory");
-        Self {
-            q: up(&prepared.q),
-            k: up(&prepared.k),
-            v: up(&prepared.v),
-            o: up(&outputs.o),
-            lse: outputs.lse.map(|lse| stream.clone_htod(lse.data()).expect("device memory")),
-        }
-    }
-
-    /// Poisons the outputs again.
-    pub fn poison(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
-        let outputs = prepared.outputs();
-        stream.memcpy_htod(outputs.o.data(), &mut self.o).expect("a copy");
-        if let (Some(to), Some(from)) = (&mut self.lse, &outputs.lse) {
-            stream.memcpy_htod(from.data(), to).expect("a copy");
-        }
-    }
-
-    /// Writes another case's inputs, of the same sizes, into the same memory.
-    pub fn write_inputs(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
-        for (to, from) in [(&mut self.q, &prepared.q), (&mut self.k, &prepared.k), (&mut self.v, &prepared.v)] {
-            stream.memcpy_htod(from.data(), to).expect("a copy");
-        }
-    }
-
-    /// The arguments of a run.
-    pub fn args(&mut self, prepared: &Prepared<T>) -> ForwardArgs<'_> {
-        let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
-        let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
-        let args = ForwardArgs::new(
-            read(&self.q, prepared.q.layout()),
-            read(&self.k, prepared.k.layout()),
-            read(&self.v, prepared.v.layout()),
-            write(&mut self.o, o_layout),
-        );
-        match &mut self.lse {
-            Some(lse) => args.lse(write(lse, lse_layout)),
-            None => args,
-        }
-    }
-
-    /// The same by address, for the C ABI, without a workspace. The stream orders it after what wrote the memory here; a
-    /// run on another stream has to wait for this one.
-    pub fn c_memory(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Memory {
+    fn c_memory(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Memory {
         let inner = |slice: &CudaSlice<T>| slice.device_ptr(stream).0 + (GUARD * size_of::<T>()) as u64;
         let ordinal = i32::try_from(stream.context().ordinal()).expect("few GPUs");
         let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
@@ -260,67 +205,4 @@ impl<T: Poison> OnDevice<T> {
             workspace_bytes: 0,
         }
     }
-
-    /// Runs a plan once on outputs of poison, waits, and takes the outputs back if the guard bands are whole.
-    ///
-    /// # Errors
-    /// What was refused, failed, or was overwritten.
-    pub fn run(
-        &mut self,
-        stream: &Arc<CudaStream>,
-        workspace: &mut Workspace<'_>,
-        plan: &ForwardPlan,
-        prepared: &Prepared<T>,
-    ) -> std::result::Result<Outputs<T>, String> {
-        self.poison(stream, prepared);
-        plan.run(&Stream::Cuda(stream.clone()), workspace, self.args(prepared)).map_err(|error| error.to_string())?;
-        self.outputs(stream, prepared)
-    }
-
-    /// Waits, and takes the outputs back if the guard bands are whole. An error of the GPU itself ends the test: nothing
-    /// after it can be trusted.
-    ///
-    /// # Errors
-    /// What was overwritten or left unwritten.
-    pub fn outputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> std::result::Result<Outputs<T>, String> {
-        if let Err(error) = stream.synchronize() {
-            panic!("the GPU failed on {} {}: {error}", T::DTYPE, prepared.case);
-        }
-        let mut outputs = prepared.outputs();
-        outputs.o.take_output(stream.clone_dtoh(&self.o).expect("a copy")).map_err(|why| format!("o: {why}"))?;
-        if let (Some(image), Some(lse)) = (&mut outputs.lse, &self.lse) {
-            image.take_output(stream.clone_dtoh(lse).expect("a copy")).map_err(|why| format!("lse: {why}"))?;
-        }
-        Ok(outputs)
-    }
-
-    /// Whether nothing was written at all: what must hold after a refusal.
-    pub fn untouched(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> bool {
-        let o = stream.clone_dtoh(&self.o).expect("a copy");
-        let lse = self.lse.as_ref().map(|lse| stream.clone_dtoh(lse).expect("a copy"));
-        o.iter().all(|x| x.is_poison())
-            && lse.is_none_or(|lse| lse.iter().all(|x| x.is_poison()))
-            && self.check_inputs(stream, prepared).is_ok()
-    }
-
-    /// Whether the inputs are still what they were, guard bands included.
-    ///
-    /// # Errors
-    /// Where they are not.
-    pub fn check_inputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> std::result::Result<(), String> {
-        for (slice, image) in [(&self.q, &prepared.q), (&self.k, &prepared.k), (&self.v, &prepared.v)] {
-            image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
-        }
-        Ok(())
-    }
-}
-
-/// Whether two outputs are the same, bit for bit.
-pub fn same_bits<T: Poison>(a: &Outputs<T>, b: &Outputs<T>) -> bool {
-    let bits = |outputs: &Outputs<T>| {
-        let o: Vec<u32> = outputs.o.data().iter().map(|x| x.bits()).collect();
-        let lse: Option<Vec<u32>> = outputs.lse.as_ref().map(|lse| lse.data().iter().map(|x| x.bits()).collect());
-        (o, lse)
-    };
-    bits(a) == bits(b)
 }

@@ -8,7 +8,7 @@ use hopper_attention::{ForwardPlan, KernelInfo, Stream, Workspace};
 use hopper_attention_tests::allocations::{Counting, counted};
 use hopper_attention_tests::c;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::gpu::{ByAddress, Gpu, OnDevice};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::Prepared;
 use hopper_attention_tests::say;

@@ -11,7 +11,7 @@ use hopper_attention_tests::data::{Poison, Values};
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
 use hopper_attention_tests::gpu::{self, Gpu, dense, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
-use hopper_attention_tests::runner::{Ready, Runner};
+use hopper_attention_tests::runner::{Mutated, Runner};
 use hopper_attention_tests::say;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

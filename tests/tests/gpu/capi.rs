@@ -10,7 +10,7 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::OnDevice as OnDeviceBackward;
-use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::gpu::{ByAddress, Gpu, OnDevice};
 use hopper_attention_tests::problems::Case;
 use hopper_attention_tests::runner::Prepared;
 

@@ -6,7 +6,7 @@ use hopper_attention::{Arch, DType, Device, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner};
+use hopper_attention_tests::runner::{Mutated, Prepared, Runner};
 use hopper_attention_tests::say;
 
 use crate::{mask_of, with_dtype};

@@ -9,7 +9,7 @@ use hopper_attention::{
 use hopper_attention_tests::allocations::counted;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{Inputs, Outputs};
-use hopper_attention_tests::gpu::quantize::{Kind, Like, OnDevice, Outcome, Sample};
+use hopper_attention_tests::gpu::quantize::{Kind, Like, OnDevice, Sample};
 use hopper_attention_tests::layouts::Placement;
 use hopper_attention_tests::problems::Grid;
 use rand::rngs::StdRng;
@@ -39,28 +39,6 @@ fn quantizer(problem: &ForwardProblem, source: DType, hadamard: Option<u64>) -> 
     hadamard.map_or(options.clone(), |seed| options.hadamard(seed)).build().unwrap()
 }
 
-/// Where two outcomes differ, in words.
-fn difference(gpu: &Outcome, cpu: &Outcome) -> String {
-    let mut text = String::new();
-    for (i, name) in ["q", "k", "v"].into_iter().enumerate() {
-        let stored: Vec<_> = (0..cpu.stored[i].len()).filter(|&at| gpu.stored[i][at] != cpu.stored[i][at]).collect();
-        let descale: Vec<_> =
-            (0..cpu.descale[i].len()).filter(|&at| gpu.descale[i][at] != cpu.descale[i][at]).collect();
-        if let Some(&at) = stored.first() {
-            let (got, want) = (gpu.stored[i][at], cpu.stored[i][at]);
-            text += &format!("{name}: {} bytes, at {at} {got:#x} for {want:#x}; ", stored.len());
-        }
-        if let Some(&at) = descale.first() {
-            let (got, want) = (f32::from_bits(gpu.descale[i][at]), f32::from_bits(cpu.descale[i][at]));
-            text += &format!("{name}: {} factors, at {at} {got:e} for {want:e}; ", descale.len());
-        }
-    }
-    if gpu.counts != cpu.counts {
-        text += &format!("counts {:?} for {:?}", gpu.counts.map(f32::from_bits), cpu.counts.map(f32::from_bits));
-    }
-    text
-}
-
 /// Runs a sample and compares.
 fn follows_the_cpu<T: Float>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
     let plan = sample.quantizer.plan(&Device::Cuda(gpu.device.clone())).unwrap();
@@ -68,7 +46,7 @@ fn follows_the_cpu<T: Float>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
     let mut on_device = OnDevice::new(&gpu.stream, sample);
     on_device.run(&gpu.stream, &mut workspace, &plan, sample).unwrap();
     let (got, want) = (on_device.outcome(&gpu.stream), sample.on_cpu());
-    assert!(got == want, "{what}, {}: {}", sample.quantizer, difference(&got, &want));
+    assert!(got == want, "{what}, {}: {}", sample.quantizer, got.difference(&want));
 }
 
 #[test]
@@ -269,7 +247,7 @@ fn a_chain_of_quantiser_and_forward() {
             graph.launch().unwrap();
             graph.launch().unwrap();
             let (replayed, want) = (on_device.outcome(&stream), sample.on_cpu());
-            assert!(replayed == want, "{quantise}, seed {seed}: {}", difference(&replayed, &want));
+            assert!(replayed == want, "{quantise}, seed {seed}: {}", replayed.difference(&want));
             let written = outputs.written(&stream).unwrap();
             assert!(written.o.iter().all(|o| o.is_finite()), "{forward}: what was not written or is not a number");
             // Launched without a graph, and with operands that the CPU made, the bits are the same.

@@ -8,7 +8,7 @@ use hopper_attention::cudarc::driver::{DevicePtrMut, sys};
 use hopper_attention::{Mask, bf16};
 use hopper_attention_tests::c;
 use hopper_attention_tests::gpu::jobs::{Gate, PATIENCE, Plan, Tensors, is_reached};
-use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::gpu::{ByAddress, Gpu, OnDevice};
 use hopper_attention_tests::problems::Case;
 use hopper_attention_tests::runner::Prepared;
 

@@ -5,6 +5,7 @@ use hopper_attention::{Float, Layout, OutputOf, bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
+use serde::{Deserialize, Serialize};
 
 /// Elements of poison before and after every tensor; a multiple of 16 bytes for every type, so that a tensor starts
 /// as aligned as its memory.
@@ -47,7 +48,7 @@ impl Poison for f32 {
 }
 
 /// What the inputs of a case hold.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Values {
     /// Standard normal.
     #[default]

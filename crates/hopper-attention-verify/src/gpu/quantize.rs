@@ -84,6 +84,31 @@ pub struct Outcome {
     pub counts: [u32; 6],
 }
 
+impl Outcome {
+    /// Where it differs from what the CPU made, in words.
+    pub fn difference(&self, cpu: &Self) -> String {
+        let mut text = String::new();
+        for (i, name) in ["q", "k", "v"].into_iter().enumerate() {
+            let stored: Vec<_> =
+                (0..cpu.stored[i].len()).filter(|&at| self.stored[i][at] != cpu.stored[i][at]).collect();
+            let descale: Vec<_> =
+                (0..cpu.descale[i].len()).filter(|&at| self.descale[i][at] != cpu.descale[i][at]).collect();
+            if let Some(&at) = stored.first() {
+                let (got, want) = (self.stored[i][at], cpu.stored[i][at]);
+                text += &format!("{name}: {} bytes, at {at} {got:#x} for {want:#x}; ", stored.len());
+            }
+            if let Some(&at) = descale.first() {
+                let (got, want) = (f32::from_bits(self.descale[i][at]), f32::from_bits(cpu.descale[i][at]));
+                text += &format!("{name}: {} factors, at {at} {got:e} for {want:e}; ", descale.len());
+            }
+        }
+        if self.counts != cpu.counts {
+            text += &format!("counts {:?} for {:?}", self.counts.map(f32::from_bits), cpu.counts.map(f32::from_bits));
+        }
+        text
+    }
+}
+
 /// Layouts of what is stored: 16 bytes are 16 elements there.
 fn stored_layout(placement: Placement, shape: [usize; 4]) -> Layout<4> {
     let halves = placement.layout([shape[0], shape[1], shape[2], shape[3] / 2], false);

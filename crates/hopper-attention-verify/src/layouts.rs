@@ -1,13 +1,14 @@
 //! How the tensors of a case lie in memory.
 
 use hopper_attention::Layout;
+use serde::{Deserialize, Serialize};
 
 /// Elements: gaps are multiples of it, so that every row starts at a multiple of 16 bytes for 16-bit types, as a GPU
 /// asks.
 const STEP: usize = 8;
 
 /// A way to lay out all tensors of a case.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Placement {
     /// `[batch, seqlen, heads, head_dim]` without gaps.
     #[default]

@@ -1,0 +1,193 @@
+//! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
+
+use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, forward_plain};
+use hopper_attention::{BackwardArgs, BackwardProblem, DType, Device, Stream, TensorMut, TensorRef, Workspace};
+
+use crate::case::Case;
+use crate::data::{Image, Input, Poison};
+use crate::ready::{Ready, Verdict};
+
+/// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the
+/// plain computation, so that a backward pass is judged by itself. The LSE has a gradient where the case asks for an LSE.
+#[derive(Clone, Debug)]
+pub struct Prepared<T> {
+    /// The case.
+    pub case: Case,
+    /// The library's problem.
+    pub problem: BackwardProblem,
+    /// Queries.
+    pub q: Image<T, 4>,
+    /// Keys.
+    pub k: Image<T, 4>,
+    /// Values.
+    pub v: Image<T, 4>,
+    /// The forward pass's output.
+    pub o: Image<T, 4>,
+    /// The forward pass's log-sum-exp.
+    pub lse: Image<f32, 3>,
+    /// The gradient of the output.
+    pub d_o: Image<T, 4>,
+    /// The gradient of the log-sum-exp, where there is one.
+    pub d_lse: Option<Image<f32, 3>>,
+    /// What must come out.
+    pub expected: BackwardExpected,
+}
+
+/// The outputs of a run.
+#[derive(Clone, Debug)]
+pub struct Outputs<T> {
+    /// The gradient of the queries.
+    pub d_q: Image<T, 4>,
+    /// The gradient of the keys.
+    pub d_k: Image<T, 4>,
+    /// The gradient of the values.
+    pub d_v: Image<T, 4>,
+}
+
+impl<T: Poison> Prepared<T> {
+    /// Makes the inputs and computes what must come out.
+    pub fn new(case: &Case) -> Self {
+        let forward = case.problem(T::DTYPE);
+        let problem = BackwardProblem::builder(&forward).d_lse(case.lse).build().expect("a type with gradients");
+        let input = |input, shape| {
+            let layout = case.placement.layout(shape, input != Input::Q);
+            Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
+        };
+        let q = input(Input::Q, forward.q_shape());
+        let k = input(Input::K, forward.k_shape());
+        let v = input(Input::V, forward.v_shape());
+        let d_o = input(Input::DO, problem.d_o_shape());
+        let plain = forward_plain(&forward, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
+        let rows = case.placement.lse_layout(problem.d_lse_shape());
+        let d_lse = problem.takes_d_lse().then(|| {
+            let [batch, heads, seqlen] = problem.d_lse_shape();
+            let values = case.values.tensor(Input::DO, [batch, heads, seqlen, 1], !case.seed);
+            Image::holding(values.data(), rows)
+        });
+        let expected = BackwardExpected::new(
+            &problem,
+            &q.tensor(),
+            &k.tensor(),
+            &v.tensor(),
+            &d_o.tensor(),
+            d_lse.as_ref().map(Image::values).as_deref(),
+        );
+        Self {
+            case: case.clone(),
+            o: Image::of(&plain.o, case.placement.layout(forward.o_shape(), false)),
+            lse: Image::holding(&plain.lse, rows),
+            expected: expected.expect("matching shapes"),
+            problem,
+            q,
+            k,
+            v,
+            d_o,
+            d_lse,
+        }
+    }
+
+    /// Outputs that were not written yet.
+    pub fn outputs(&self) -> Outputs<T> {
+        let output = |shape| Image::poisoned(self.case.placement.layout(shape, false));
+        Outputs {
+            d_q: output(self.problem.d_q_shape()),
+            d_k: output(self.problem.d_k_shape()),
+            d_v: output(self.problem.d_v_shape()),
+        }
+    }
+
+    /// The arguments of a run in host memory.
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> BackwardArgs<'a> {
+        fn input<T: Poison, const R: usize>(image: &Image<T, R>) -> TensorRef<'_, T, R> {
+            TensorRef::host(image.inner(), image.layout()).expect("a fitting layout")
+        }
+        fn output<T: Poison>(image: &mut Image<T, 4>) -> TensorMut<'_, T, 4> {
+            let layout = image.layout();
+            TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
+        }
+        let args = BackwardArgs::new(
+            [input(&self.q), input(&self.k), input(&self.v)],
+            input(&self.o),
+            input(&self.lse),
+            input(&self.d_o),
+            [output(&mut outputs.d_q), output(&mut outputs.d_k), output(&mut outputs.d_v)],
+        );
+        match &self.d_lse {
+            Some(d_lse) => args.d_lse(input(d_lse)),
+            None => args,
+        }
+    }
+
+    /// Holds outputs whose guard bands were found intact against the tolerance.
+    pub fn judge(&self, outputs: &Outputs<T>) -> BackwardReport {
+        let BackwardPlain { d_q, d_k, d_v } = outputs.tensors();
+        self.expected.check(&d_q, &d_k, &d_v).expect("matching shapes")
+    }
+
+    /// The root mean square of the plain computation's errors as a share of that of the gradient, for dQ, dK and dV.
+    pub fn noise(&self) -> [f64; 3] {
+        let (plain, exact) = (self.expected.plain(), self.expected.oracle());
+        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+        [(&plain.d_q, &exact.d_q), (&plain.d_k, &exact.d_k), (&plain.d_v, &exact.d_v)].map(|(plain, exact)| {
+            let errors = plain.data().iter().zip(exact.data()).map(|(plain, exact)| plain - exact);
+            norm(&mut { errors }) / norm(&mut exact.data().iter().copied())
+        })
+    }
+
+    /// Whether no input was written since `before`.
+    pub fn check_unchanged(&self, before: &Self) -> Result<(), String> {
+        let inputs = [&self.q, &self.k, &self.v, &self.o, &self.d_o];
+        let then = [&before.q, &before.k, &before.v, &before.o, &before.d_o];
+        then.iter().zip(inputs).try_for_each(|(then, now)| then.check_unchanged(now.data()))?;
+        before.lse.check_unchanged(self.lse.data())?;
+        match (&before.d_lse, &self.d_lse) {
+            (Some(then), Some(now)) => then.check_unchanged(now.data()),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<T: Poison> Ready for Prepared<T> {
+    type Outputs = Outputs<T>;
+
+    const DTYPE: DType = T::DTYPE;
+
+    fn of(case: &Case) -> Self {
+        Self::new(case)
+    }
+
+    fn case(&self) -> &Case {
+        &self.case
+    }
+
+    fn poisoned(&self) -> Outputs<T> {
+        self.outputs()
+    }
+
+    fn compute(&self, outputs: &mut Outputs<T>) -> hopper_attention::Result<()> {
+        let plan = self.problem.plan(&Device::Cpu)?;
+        let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+        plan.run(&Stream::Cpu, &mut workspace, self.host_args(outputs))
+    }
+
+    fn check_memory(&self, before: &Self, outputs: &Outputs<T>) -> Result<(), String> {
+        self.check_unchanged(before)?;
+        outputs.check_written()
+    }
+
+    fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
+        (&self.judge(outputs)).into()
+    }
+}
+
+impl<T: Poison> Outputs<T> {
+    /// Looks at what a run left in them, for what it may not have done.
+    pub fn check_written(&self) -> Result<(), String> {
+        [&self.d_q, &self.d_k, &self.d_v].into_iter().try_for_each(Image::check_written)
+    }
+
+    /// The gradients as the tolerance reads them.
+    pub fn tensors(&self) -> BackwardPlain {
+        BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor() }
+    }
+}

@@ -1,0 +1,78 @@
+//! A problem with its inputs, and random ones.
+
+use std::fmt;
+
+use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask};
+
+use crate::data::Values;
+use crate::layouts::Placement;
+
+pub mod random;
+
+/// A problem with its inputs, for every element type.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    /// The sizes.
+    pub dims: Dims,
+    /// The mask.
+    pub mask: Mask,
+    /// The softmax scale, where it is not the default.
+    pub scale: Option<f32>,
+    /// Whether the LSE is asked for.
+    pub lse: bool,
+    /// Where the tensors lie.
+    pub placement: Placement,
+    /// What the inputs hold.
+    pub values: Values,
+    /// Of the values.
+    pub seed: u64,
+}
+
+impl Case {
+    /// One sequence, two query heads on one key head, everything else plain.
+    pub fn new(seqlen_q: usize, seqlen_kv: usize, head_dim: usize, mask: Mask) -> Self {
+        let dims = Dims::new(1, seqlen_q, 2, head_dim).with_seqlen_kv(seqlen_kv).with_heads_kv(1);
+        Self {
+            dims,
+            mask,
+            scale: None,
+            lse: true,
+            placement: Placement::Bshd,
+            values: Values::Normal,
+            seed: (seqlen_q * 31 + seqlen_kv * 7 + head_dim) as u64,
+        }
+    }
+
+    /// The same with other heads and batch.
+    #[must_use]
+    pub fn heads(mut self, batch: usize, heads_q: usize, heads_kv: usize) -> Self {
+        self.dims = self.dims.with_batch(batch).with_heads_q(heads_q).with_heads_kv(heads_kv);
+        self
+    }
+
+    /// The library's problem.
+    pub fn problem(&self, dtype: DType) -> ForwardProblem {
+        self.options(dtype).build().expect("legal sizes and a legal scale")
+    }
+
+    /// The library's problem, with options still to be chosen.
+    pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
+        let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse);
+        match self.scale {
+            Some(scale) => options.softmax_scale(scale),
+            None => options,
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { dims: d, mask, scale, lse, placement, values, seed } = self;
+        write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
+        write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
+        if let Some(scale) = scale {
+            write!(f, " scale {scale}")?;
+        }
+        f.write_str(if *lse { "" } else { " without lse" })
+    }
+}

@@ -1,0 +1,44 @@
+//! Random cases: small lengths, everything else free.
+
+use hopper_attention::{Corner, Dims, Mask};
+use proptest::prelude::*;
+
+use super::Case;
+use crate::data::Values;
+use crate::layouts::Placement;
+
+/// Cases with head dims up to `head_dim` in steps of `step`.
+pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
+    let length = || prop_oneof![1usize..20, 60usize..70, 1usize..300, 120usize..140, 185usize..200];
+    let dim = move || (1..=head_dim / step).prop_map(move |steps| steps * step);
+    let sizes = (1usize..4, length(), prop_oneof![9 => length(), 1 => Just(0)], 1usize..4, 1usize..5, dim(), dim());
+    let scale = prop_oneof![2 => Just(None), 1 => (0.005f32..2.0).prop_map(Some)];
+    let placement = proptest::sample::select(Placement::ALL.to_vec());
+    let slope = || proptest::sample::select(vec![-150i16, -40, -10, 0, 10, 40, 150]);
+    let values = prop_oneof![
+        2 => Just(Values::Normal),
+        1 => Just(Values::Offset),
+        1 => Just(Values::Uneven),
+        1 => (slope(), slope()).prop_map(|(first, last)| Values::Sloped { first, last }),
+    ];
+    (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
+        |(sizes, mask, scale, lse, placement, values, seed, square)| {
+            let (batch, seqlen_q, seqlen_kv, heads_kv, group, head_dim_qk, head_dim_vo) = sizes;
+            let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk)
+                .with_seqlen_kv(seqlen_kv)
+                .with_heads_kv(heads_kv)
+                .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
+            Case { dims, mask, scale, lse, placement, values, seed: seed.into() }
+        },
+    )
+}
+
+fn mask() -> impl Strategy<Value = Mask> {
+    let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
+    let bound = || prop_oneof![Just(None), (0usize..8).prop_map(Some), (0usize..300).prop_map(Some)];
+    prop_oneof![
+        1 => Just(Mask::Full),
+        1 => corner().prop_map(|corner| Mask::Causal { corner }),
+        2 => (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+    ]
+}

@@ -1,0 +1,127 @@
+//! Forward passes of a case: inputs in guarded memory, and outputs judged.
+
+use hopper_attention::reference::{Expected, Report, Tensor};
+use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Stream, TensorMut, TensorRef, Workspace};
+
+use crate::case::Case;
+use crate::data::{Image, Input, Poison};
+use crate::ready::{Ready, Verdict};
+
+/// A case for one element type, with its inputs in guarded memory and what must come out.
+#[derive(Clone, Debug)]
+pub struct Prepared<T> {
+    /// The case.
+    pub case: Case,
+    /// The library's problem.
+    pub problem: ForwardProblem,
+    /// Queries.
+    pub q: Image<T, 4>,
+    /// Keys.
+    pub k: Image<T, 4>,
+    /// Values.
+    pub v: Image<T, 4>,
+    /// What must come out.
+    pub expected: Expected,
+}
+
+/// The outputs of a run.
+#[derive(Clone, Debug)]
+pub struct Outputs<T> {
+    /// The output.
+    pub o: Image<T, 4>,
+    /// The log-sum-exp, where it was asked for.
+    pub lse: Option<Image<f32, 3>>,
+}
+
+impl<T: Poison> Prepared<T> {
+    /// Makes the inputs and computes what must come out.
+    pub fn new(case: &Case) -> Self {
+        let problem = case.problem(T::DTYPE);
+        let input = |input, shape| {
+            let layout = case.placement.layout(shape, input != Input::Q);
+            Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
+        };
+        let q = input(Input::Q, problem.q_shape());
+        let k = input(Input::K, problem.k_shape());
+        let v = input(Input::V, problem.v_shape());
+        let expected = Expected::new(&problem, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
+        Self { case: case.clone(), problem, q, k, v, expected }
+    }
+
+    /// Outputs that were not written yet.
+    pub fn outputs(&self) -> Outputs<T> {
+        let lse = self.case.placement.lse_layout(self.problem.lse_shape());
+        Outputs {
+            o: Image::poisoned(self.case.placement.layout(self.problem.o_shape(), false)),
+            lse: self.problem.wants_lse().then(|| Image::poisoned(lse)),
+        }
+    }
+
+    /// The arguments of a run in host memory.
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> ForwardArgs<'a> {
+        let input = |image: &'a Image<T, 4>| TensorRef::host(image.inner(), image.layout()).expect("a fitting layout");
+        fn output<T: Poison, const R: usize>(image: &mut Image<T, R>) -> TensorMut<'_, T, R> {
+            let layout = image.layout();
+            TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
+        }
+        let args = ForwardArgs::new(input(&self.q), input(&self.k), input(&self.v), output(&mut outputs.o));
+        match &mut outputs.lse {
+            Some(lse) => args.lse(output(lse)),
+            None => args,
+        }
+    }
+
+    /// Holds outputs whose guard bands were found intact against the tolerance.
+    pub fn judge(&self, outputs: &Outputs<T>) -> Report {
+        let lse = outputs.lse.as_ref().map(Image::values);
+        self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
+    }
+
+    /// The inputs and a correct result, for [`mutations`].
+    pub fn tensors(&self) -> [Tensor; 3] {
+        [self.q.tensor(), self.k.tensor(), self.v.tensor()]
+    }
+}
+
+impl<T: Poison> Outputs<T> {
+    /// Looks at what a run left in them, for what it may not have done.
+    pub fn check_written(&self) -> Result<(), String> {
+        self.o.check_written()?;
+        self.lse.as_ref().map_or(Ok(()), Image::check_written)
+    }
+}
+
+impl<T: Poison> Ready for Prepared<T> {
+    type Outputs = Outputs<T>;
+
+    const DTYPE: DType = T::DTYPE;
+
+    fn of(case: &Case) -> Self {
+        Self::new(case)
+    }
+
+    fn case(&self) -> &Case {
+        &self.case
+    }
+
+    fn poisoned(&self) -> Outputs<T> {
+        self.outputs()
+    }
+
+    fn compute(&self, outputs: &mut Outputs<T>) -> hopper_attention::Result<()> {
+        let plan = self.problem.plan(&Device::Cpu)?;
+        let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
+        plan.run(&Stream::Cpu, &mut workspace, self.host_args(outputs))
+    }
+
+    fn check_memory(&self, before: &Self, outputs: &Outputs<T>) -> Result<(), String> {
+        for (before, after) in [(&before.q, &self.q), (&before.k, &self.k), (&before.v, &self.v)] {
+            before.check_unchanged(after.data())?;
+        }
+        outputs.check_written()
+    }
+
+    fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
+        (&self.judge(outputs)).into()
+    }
+}

@@ -1,0 +1,190 @@
+//! Problems with e4m3 operands: quantised inputs, results of the CPU backend, and ways in which a kernel may get the
+//! factors wrong.
+
+use hopper_attention::reference::{Expected, Tensor};
+use hopper_attention::{
+    DType, Descale, Device, E4M3, Element, ForwardArgs, ForwardProblem, KernelInfo, Layout, OutputOf, QuantizeArgs,
+    Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+};
+
+use crate::case::Case;
+use crate::data::Input;
+
+/// Operands without gaps, and their factors.
+#[derive(Clone, Debug)]
+pub struct Operands {
+    problem: ForwardProblem,
+    /// Of q, k and v.
+    stored: [Vec<E4M3>; 3],
+    /// Likewise, `[batch, heads, blocks]`.
+    descale: [Vec<f32>; 3],
+}
+
+impl Operands {
+    /// Quantised from these values, rounded to bf16 before, Q and K rotated by the signs of a seed where there is one.
+    pub fn quantised(problem: &ForwardProblem, inputs: [&Tensor; 3], hadamard: Option<u64>) -> Self {
+        let values =
+            inputs.map(|x| x.data().iter().map(|&x| <bf16 as Element>::from_f32(x as f32)).collect::<Vec<_>>());
+        let shapes = shapes(problem);
+        let mut stored = inputs.map(|x| vec![E4M3::from_bits(0x7f); x.data().len()]);
+        let mut descale = shapes.map(|(_, factors)| vec![f32::NAN; factors.iter().product()]);
+        let options = Quantizer::builder(problem, DType::BF16);
+        let options = match hadamard {
+            Some(seed) => options.hadamard(seed),
+            None => options,
+        };
+        let plan = options.build().expect("e4m3 operands").plan(&Device::cpu()).expect("a plan for the CPU");
+        let mut tensors = values.iter().zip(&mut stored).zip(&mut descale).zip(shapes).map(
+            |(((values, stored), descale), (shape, factors))| {
+                let (layout, factors) = (dense(shape), dense(factors));
+                (
+                    TensorRef::host(values, layout).expect("a fitting layout"),
+                    TensorMut::host(stored, layout).expect("a fitting layout"),
+                    Descale::FromAmax(TensorMut::host(descale, factors).expect("a fitting layout")),
+                )
+            },
+        );
+        let mut args = QuantizeArgs::new();
+        for setter in [QuantizeArgs::q, QuantizeArgs::k, QuantizeArgs::v] {
+            let (values, stored, descale) = tensors.next().expect("one of three");
+            args = setter(args, values, stored, descale);
+        }
+        plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("operands");
+        drop(tensors);
+        Self { problem: problem.clone(), stored, descale }
+    }
+
+    /// The real values that the operands stand for.
+    pub fn real(&self) -> [Tensor; 3] {
+        self.real_by(|_, index| index)
+    }
+
+    /// Real values with other factors than their own: `place` says which, by `[batch, head, block]`.
+    pub fn real_by(&self, place: impl Fn(Input, [usize; 3]) -> [usize; 3]) -> [Tensor; 3] {
+        let shapes = shapes(&self.problem);
+        [(0, Input::Q), (1, Input::K), (2, Input::V)].map(|(i, input)| {
+            let (shape, factors) = shapes[i];
+            let group = shape[2] / self.problem.dims().heads_kv;
+            Tensor::from_strided(&self.stored[i], &dense(shape)).descaled(|row| {
+                let mut index = place(input, self.place(row, group));
+                // Round about, so that a neighbour is always there.
+                index.iter_mut().zip(factors).for_each(|(i, size)| *i %= size);
+                self.descale[i][dense(factors).offset(index).expect("within the factors")]
+            })
+        })
+    }
+
+    /// Where the factor of a row `[batch, token, head]` is, with `group` heads to a key head.
+    pub fn place(&self, [batch, token, head]: [usize; 3], group: usize) -> [usize; 3] {
+        match self.problem.scaling().expect("e4m3 operands") {
+            Scaling::PerTensor => [0, 0, 0],
+            Scaling::PerHead => [batch, head / group, 0],
+            _ => [batch, head, token / SCALE_BLOCK],
+        }
+    }
+
+    /// What the CPU makes of it: O, and the log-sum-exp.
+    pub fn run(&self) -> Output {
+        match self.problem.output_dtype() {
+            DType::F16 => self.run_as::<f16>(),
+            _ => self.run_as::<bf16>(),
+        }
+    }
+
+    fn run_as<O: OutputOf<E4M3>>(&self) -> Output {
+        let problem = self.problem.to_builder().lse(true).build().expect("the same numbers");
+        let mut o = vec![O::from_f32(f32::NAN); problem.o_shape().iter().product()];
+        let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
+        let [q, k, v] = [0, 1, 2].map(|i| {
+            let (shape, factors) = shapes(&problem)[i];
+            let stored = TensorRef::host(&self.stored[i], dense(shape)).expect("a fitting layout");
+            (stored, TensorRef::host(&self.descale[i], dense(factors)).expect("a fitting layout"))
+        });
+        let o_mut = TensorMut::host(&mut o, dense(problem.o_shape())).expect("a fitting layout");
+        let args = ForwardArgs::new(q.0, k.0, v.0, o_mut).descale(q.1, k.1, v.1);
+        let args = args.lse(TensorMut::host(&mut lse, dense(problem.lse_shape())).expect("a fitting layout"));
+        let plan = problem.plan(&Device::cpu()).expect("a plan for the CPU");
+        plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("a result");
+        (Tensor::from_strided(&o, &dense(problem.o_shape())), lse.into_iter().map(f64::from).collect())
+    }
+
+    /// What must come out.
+    pub fn expected(&self) -> Expected {
+        let [q, k, v] = self.real();
+        Expected::new(&self.problem, &q, &k, &v).expect("matching shapes")
+    }
+
+    /// What q, k and v are stored as.
+    pub fn stored(&self) -> &[Vec<E4M3>; 3] {
+        &self.stored
+    }
+
+    /// Their factors.
+    pub fn descale(&self) -> &[Vec<f32>; 3] {
+        &self.descale
+    }
+
+    /// Puts another element of Q (0), K (1) or V (2) in its place.
+    pub fn put(&mut self, which: usize, index: [usize; 4], element: E4M3) {
+        let at = dense(shapes(&self.problem)[which].0).offset(index).expect("within the tensor");
+        self.stored[which][at] = element;
+    }
+
+    /// The problem.
+    pub fn problem(&self) -> &ForwardProblem {
+        &self.problem
+    }
+
+    /// The operands of a case, of other sizes from block to block and head to head, so that factors differ.
+    pub fn of_case(case: &Case, problem: &ForwardProblem, hadamard: Option<u64>) -> Self {
+        let input = |input, shape| {
+            let tensor = case.values.tensor(input, shape, case.seed);
+            let power = |token: usize, head: usize| (token / 128 * 3 + head * 2 + input as usize) % 5;
+            let uneven = |[b, s, h, d]: [usize; 4]| tensor.row(b, s, h)[d] * [1.0, 0.4, 2.0, 0.7, 1.5][power(s, h)];
+            Tensor::from_fn(shape, uneven)
+        };
+        let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
+        Self::quantised(problem, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
+    }
+
+    /// Those of a case, but for Q and K of zeros, which have the smallest factors.
+    pub fn of_zeros(case: &Case, problem: &ForwardProblem) -> Self {
+        let [q, k] = [problem.q_shape(), problem.k_shape()].map(Tensor::zeros);
+        Self::quantised(problem, [&q, &k, &case.values.tensor(Input::V, problem.v_shape(), case.seed)], None)
+    }
+}
+
+/// The problem that a row is for: with scores in f16 where its are.
+pub fn for_row(problem: ForwardProblem, row: &KernelInfo) -> ForwardProblem {
+    problem.to_builder().half_scores(row.scores() == DType::F16).build().expect("e4m3 operands")
+}
+
+/// Whether rows have scores in f16: both, where there are rows of both kinds.
+pub fn half_scores_of(rows: &[KernelInfo]) -> Vec<bool> {
+    let of_rows = |half: &bool| rows.iter().any(|row| (row.scores() == DType::F16) == *half);
+    [false, true].into_iter().filter(of_rows).collect()
+}
+
+/// The shapes of q, k and v, and of their factors.
+pub fn shapes(problem: &ForwardProblem) -> [([usize; 4], [usize; 3]); 3] {
+    [
+        (problem.q_shape(), problem.descale_q_shape()),
+        (problem.k_shape(), problem.descale_k_shape()),
+        (problem.v_shape(), problem.descale_v_shape()),
+    ]
+}
+
+/// The layout without gaps.
+///
+/// # Panics
+/// When the shape is too large for a layout.
+pub fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
+    Layout::contiguous(shape).expect("a legal layout")
+}
+
+fn no_workspace() -> Workspace<'static> {
+    Workspace::alloc(&Stream::Cpu, 0).expect("nothing to allocate")
+}
+
+/// An output and its log-sum-exp.
+pub type Output = (Tensor, Vec<f64>);

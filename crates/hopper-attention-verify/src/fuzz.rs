@@ -1,0 +1,158 @@
+//! Random problems over everything that the library computes, until one is wrong. `hattn fuzz` is this.
+//!
+//! 1. [`Fuzz::draw`] draws problems from a seed.
+//! 2. [`Lab::run`] computes them on a device, in guarded memory, and judges the results.
+//! 3. [`Lab::smaller`] makes a wrong one as small as it can.
+//! 4. [`Problem`] is written as JSON, and can be run again from that.
+
+mod on_cpu;
+#[cfg(feature = "cuda")]
+mod on_gpu;
+mod problem;
+
+use hopper_attention::Device;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use rayon::prelude::*;
+
+use crate::ready::Verdict;
+
+pub use problem::{Fp8, Launch, Pass, Problem};
+
+/// How many steps are taken to make a problem smaller.
+const STEPS: usize = 400;
+
+/// What came of a problem.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// It was computed and judged.
+    Judged(Verdict),
+    /// The device does not compute such a problem, and says so.
+    Refused(String),
+}
+
+impl Outcome {
+    /// What is wrong, if anything is.
+    pub fn wrong(&self) -> Option<&str> {
+        match self {
+            Self::Judged(verdict) => verdict.wrong.as_deref(),
+            Self::Refused(_) => None,
+        }
+    }
+}
+
+/// A device to compute problems on.
+pub struct Lab {
+    #[cfg(feature = "cuda")]
+    gpu: Option<on_gpu::Gpu>,
+}
+
+impl Lab {
+    /// A device.
+    ///
+    /// # Errors
+    /// When the GPU does not answer.
+    pub fn new(device: &Device) -> Result<Self, String> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = device {
+            return Ok(Self { gpu: Some(on_gpu::Gpu::new(device)?) });
+        }
+        let _ = device;
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        })
+    }
+
+    /// Whether this is a GPU.
+    pub fn is_gpu(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.gpu.is_some();
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
+    /// Computes problems and judges the results. On the CPU they are computed side by side. On a GPU one after another, and
+    /// judged side by side.
+    pub fn run(&mut self, problems: &[Problem]) -> Vec<Outcome> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &mut self.gpu {
+            return gpu.run(problems);
+        }
+        problems.par_iter().map(on_cpu::run).collect()
+    }
+
+    /// Whether the device still answers. After an error of the GPU itself, nothing can be run on it in this process.
+    pub fn is_alive(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.is_alive();
+        }
+        true
+    }
+
+    /// The smallest problem like the one drawn that is wrong too, and what is wrong with it. `None` if it is right this time.
+    pub fn smaller(&mut self, drawn: &mut Drawn) -> Option<(Problem, String)> {
+        let wrong = |lab: &mut Self, problem: &Problem| {
+            let outcome = lab.run(std::slice::from_ref(problem)).pop();
+            outcome.as_ref().and_then(Outcome::wrong).map(str::to_owned)
+        };
+        let mut smallest = None;
+        for _ in 0..STEPS {
+            if !self.is_alive() {
+                break;
+            }
+            let problem = drawn.problem();
+            let moved = match wrong(self, &problem) {
+                Some(why) => {
+                    smallest = Some((problem, why));
+                    drawn.tree.simplify()
+                }
+                None => drawn.tree.complicate(),
+            };
+            if !moved {
+                break;
+            }
+        }
+        smallest
+    }
+}
+
+/// A problem that can be made smaller.
+pub struct Drawn {
+    tree: Box<dyn ValueTree<Value = Problem>>,
+}
+
+impl Drawn {
+    /// The problem.
+    pub fn problem(&self) -> Problem {
+        self.tree.current()
+    }
+}
+
+/// A source of problems.
+pub struct Fuzz {
+    runner: TestRunner,
+    strategy: proptest::strategy::BoxedStrategy<Problem>,
+}
+
+impl Fuzz {
+    /// Problems for a GPU, or for the CPU. A seed gives the same problems on every machine.
+    pub fn new(seed: u64, for_gpu: bool) -> Self {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&seed.to_le_bytes());
+        let config = Config { failure_persistence: None, ..Config::default() };
+        let runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+        Self { runner, strategy: problem::any(for_gpu).boxed() }
+    }
+
+    /// The next problem.
+    ///
+    /// # Errors
+    /// When none could be drawn, which is a bug.
+    pub fn draw(&mut self) -> Result<Drawn, String> {
+        let tree = self.strategy.new_tree(&mut self.runner).map_err(|reason| reason.to_string())?;
+        Ok(Drawn { tree: Box::new(tree) })
+    }
+}

@@ -1,0 +1,319 @@
+//! A problem with everything that decides how it is run; how one is drawn; and its form as JSON.
+
+use std::fmt;
+
+use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling};
+use proptest::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::case::{Case, random};
+use crate::data::Values;
+use crate::layouts::Placement;
+
+/// What is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// The output and the LSE, of operands of 16 or 32 bits.
+    Forward,
+    /// The gradients.
+    Backward,
+    /// The output and the LSE, of e4m3 operands.
+    Fp8,
+    /// e4m3 operands of others. A GPU must give the CPU's bytes.
+    Quantize,
+}
+
+/// What only e4m3 operands have.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fp8 {
+    /// Which elements share a factor.
+    pub scaling: Scaling,
+    /// Whether scores may be summed in f16.
+    pub half_scores: bool,
+    /// The signs of a rotation of Q and K.
+    pub hadamard: Option<u64>,
+}
+
+/// How a GPU runs the problem. A CPU ignores it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Launch {
+    /// One of the kernels that compute the problem, by its number among them, counted in a circle. `None` for the library's
+    /// choice.
+    pub kernel: Option<u8>,
+    /// On a stream of its own, not the default one.
+    pub second_stream: bool,
+    /// Captured into a graph, which is then launched.
+    pub graph: bool,
+    /// What the workspace is filled with before.
+    pub poison: u8,
+}
+
+/// A problem, its inputs, and how it is run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Record", into = "Record")]
+pub struct Problem {
+    /// What is computed.
+    pub pass: Pass,
+    /// The type of the operands; for e4m3 operands that of the output and of what is quantised.
+    pub dtype: DType,
+    /// Sizes, mask, layouts and values.
+    pub case: Case,
+    /// What only e4m3 operands have.
+    pub fp8: Fp8,
+    /// The instruction set, if it is not the library's choice.
+    pub arch: Option<Arch>,
+    /// Whether gradients must be the same on every run.
+    pub deterministic: bool,
+    /// How a GPU runs it.
+    pub launch: Launch,
+}
+
+impl Problem {
+    /// The forward problem.
+    pub(super) fn forward(&self) -> ForwardProblem {
+        let options = match self.pass {
+            Pass::Fp8 | Pass::Quantize => {
+                let Fp8 { scaling, half_scores, .. } = self.fp8;
+                let options = self.case.options(DType::E4M3).lse(true).output(self.dtype);
+                options.scaling(scaling).half_scores(half_scores)
+            }
+            _ => self.case.options(self.dtype),
+        };
+        let options = match self.arch {
+            Some(arch) => options.arch(arch),
+            None => options,
+        };
+        options.build().expect("a drawn problem is legal")
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pass, dtype, case, fp8, arch, deterministic, launch } = self;
+        write!(f, "{} {dtype} {case}", format!("{pass:?}").to_lowercase())?;
+        if matches!(pass, Pass::Fp8 | Pass::Quantize) {
+            write!(f, " {}", fp8.scaling)?;
+            f.write_str(if fp8.half_scores { " half_scores" } else { "" })?;
+            if let Some(seed) = fp8.hadamard {
+                write!(f, " hadamard {seed}")?;
+            }
+        }
+        if let Some(arch) = arch {
+            write!(f, " {arch}")?;
+        }
+        f.write_str(if *deterministic { " deterministic" } else { "" })?;
+        if let Some(kernel) = launch.kernel {
+            write!(f, " kernel {kernel}")?;
+        }
+        f.write_str(if launch.second_stream { " on a second stream" } else { "" })?;
+        f.write_str(if launch.graph { " in a graph" } else { "" })
+    }
+}
+
+/// Problems for a GPU, or for the CPU.
+pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
+    let passes = if for_gpu {
+        vec![Pass::Forward, Pass::Backward, Pass::Fp8, Pass::Quantize]
+    } else {
+        vec![Pass::Forward, Pass::Backward, Pass::Fp8]
+    };
+    // GPUs have no kernels for f32.
+    let dtypes = if for_gpu { vec![DType::BF16, DType::F16] } else { vec![DType::BF16, DType::F16, DType::F32] };
+    let fp8 = (
+        proptest::sample::select(Scaling::ALL.to_vec()),
+        proptest::bool::ANY,
+        proptest::option::of(proptest::num::u64::ANY),
+    );
+    let arch = prop_oneof![3 => Just(None), 1 => Just(Some(Arch::Sm90)), 1 => Just(Some(Arch::Sm80))];
+    let launch =
+        (proptest::option::of(0u8..32), proptest::bool::ANY, proptest::bool::weighted(0.2), proptest::num::u8::ANY);
+    let values = prop_oneof![
+        12 => Just(None),
+        1 => Just(Some(Values::Large)),
+        1 => Just(Some(Values::Tiny)),
+        1 => Just(Some(Values::Constant)),
+    ];
+    let choices = (proptest::sample::select(passes), proptest::sample::select(dtypes), arch, proptest::bool::ANY);
+    (choices, random::case(128, 8), values, fp8, launch).prop_map(
+        move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), launch)| {
+            let (kernel, second_stream, graph, poison) = launch;
+            case.values = values.unwrap_or(case.values);
+            let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
+            if fp8 {
+                // Rows of e4m3 have 16 bytes, too. A rotation takes powers of two.
+                let even = |dim: usize| dim.div_ceil(16) * 16;
+                let dims = case.dims;
+                case.dims = dims.with_head_dim_vo(even(dims.head_dim_vo));
+                case.dims.head_dim_qk = if hadamard.is_some() {
+                    even(dims.head_dim_qk).next_power_of_two()
+                } else {
+                    even(dims.head_dim_qk)
+                };
+            }
+            Problem {
+                pass,
+                dtype: if fp8 && dtype == DType::F32 { DType::BF16 } else { dtype },
+                case,
+                fp8: Fp8 { scaling, half_scores, hadamard },
+                arch: if fp8 { None } else { arch.filter(|_| for_gpu) },
+                deterministic: deterministic && pass == Pass::Backward,
+                launch: Launch { kernel, second_stream: second_stream || graph, graph, poison },
+            }
+        },
+    )
+}
+
+/// A problem as JSON.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Record {
+    pass: Pass,
+    dtype: String,
+    batch: usize,
+    seqlen_q: usize,
+    seqlen_kv: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    head_dim_qk: usize,
+    head_dim_vo: usize,
+    mask: MaskRecord,
+    scale: Option<f32>,
+    lse: bool,
+    placement: Placement,
+    values: Values,
+    seed: u64,
+    scaling: String,
+    half_scores: bool,
+    hadamard: Option<u64>,
+    arch: Option<String>,
+    deterministic: bool,
+    launch: Launch,
+}
+
+/// The same of a mask. Bounds that are `null` keep all keys.
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+enum MaskRecord {
+    Full,
+    Causal { top_left: bool },
+    Window { left: Option<usize>, right: Option<usize>, top_left: bool },
+}
+
+impl From<Problem> for Record {
+    fn from(problem: Problem) -> Self {
+        let Problem { pass, dtype, case, fp8, arch, deterministic, launch } = problem;
+        let top_left = |corner| corner == Corner::TopLeft;
+        Self {
+            pass,
+            dtype: dtype.to_string(),
+            batch: case.dims.batch,
+            seqlen_q: case.dims.seqlen_q,
+            seqlen_kv: case.dims.seqlen_kv,
+            heads_q: case.dims.heads_q,
+            heads_kv: case.dims.heads_kv,
+            head_dim_qk: case.dims.head_dim_qk,
+            head_dim_vo: case.dims.head_dim_vo,
+            mask: match case.mask {
+                Mask::Causal { corner } => MaskRecord::Causal { top_left: top_left(corner) },
+                Mask::Window { left, right, corner } => MaskRecord::Window { left, right, top_left: top_left(corner) },
+                _ => MaskRecord::Full,
+            },
+            scale: case.scale,
+            lse: case.lse,
+            placement: case.placement,
+            values: case.values,
+            seed: case.seed,
+            scaling: fp8.scaling.to_string(),
+            half_scores: fp8.half_scores,
+            hadamard: fp8.hadamard,
+            arch: arch.map(|arch| arch.to_string()),
+            deterministic,
+            launch,
+        }
+    }
+}
+
+/// The value that prints as this word.
+fn named<T: fmt::Display + Copy>(what: &str, word: &str, all: &[T]) -> Result<T, String> {
+    all.iter().copied().find(|value| value.to_string() == word).ok_or_else(|| {
+        let allowed: Vec<_> = all.iter().map(T::to_string).collect();
+        format!("{what}: {word:?}; allowed: {}", allowed.join(", "))
+    })
+}
+
+impl TryFrom<Record> for Problem {
+    type Error = String;
+
+    fn try_from(record: Record) -> Result<Self, String> {
+        let corner = |top_left| if top_left { Corner::TopLeft } else { Corner::BottomRight };
+        let dims = Dims::new(record.batch, record.seqlen_q, record.heads_q, record.head_dim_qk)
+            .with_seqlen_kv(record.seqlen_kv)
+            .with_heads_kv(record.heads_kv)
+            .with_head_dim_vo(record.head_dim_vo);
+        let case = Case {
+            dims,
+            mask: match record.mask {
+                MaskRecord::Full => Mask::Full,
+                MaskRecord::Causal { top_left } => Mask::Causal { corner: corner(top_left) },
+                MaskRecord::Window { left, right, top_left } => Mask::Window { left, right, corner: corner(top_left) },
+            },
+            scale: record.scale,
+            lse: record.lse,
+            placement: record.placement,
+            values: record.values,
+            seed: record.seed,
+        };
+        let problem = Self {
+            pass: record.pass,
+            dtype: named("dtype", &record.dtype, &[DType::BF16, DType::F16, DType::F32])?,
+            case,
+            fp8: Fp8 {
+                scaling: named("scaling", &record.scaling, &Scaling::ALL)?,
+                half_scores: record.half_scores,
+                hadamard: record.hadamard,
+            },
+            arch: record.arch.map(|arch| named("arch", &arch, &[Arch::Sm80, Arch::Sm90])).transpose()?,
+            deterministic: record.deterministic,
+            launch: record.launch,
+        };
+        // What a file says may be no legal problem.
+        let elements =
+            [dims.batch, dims.seqlen_q.max(dims.seqlen_kv), dims.heads_q, dims.head_dim_qk.max(dims.head_dim_vo)];
+        if elements
+            .iter()
+            .try_fold(1_usize, |product, &x| product.checked_mul(x))
+            .is_none_or(|product| product > 1 << 32)
+        {
+            return Err(format!("sizes {elements:?}; allowed: at most 2^32 elements"));
+        }
+        let dtype = if matches!(problem.pass, Pass::Fp8 | Pass::Quantize) { DType::E4M3 } else { problem.dtype };
+        problem.case.options(dtype).build().map_err(|error| error.to_string())?;
+        Ok(problem)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+
+    #[test]
+    fn problems_come_back_from_json() {
+        let mut runner = TestRunner::deterministic();
+        for _ in 0..200 {
+            let problem = any(true).new_tree(&mut runner).unwrap().current();
+            let text = serde_json::to_string(&problem).unwrap();
+            assert_eq!(serde_json::from_str::<Problem>(&text).unwrap(), problem, "{text}");
+        }
+        let text = serde_json::to_string(&any(true).new_tree(&mut runner).unwrap().current()).unwrap();
+        for (from, to) in
+            [("\"dtype\":\"", "\"dtype\":\"x"), ("\"heads_q\":", "\"heads_q\":0"), ("{\"pass\"", "{\"x\":1,\"pass\"")]
+        {
+            let wrong = text.replacen(from, to, 1);
+            assert!(wrong != text && serde_json::from_str::<Problem>(&wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Backward cases in device memory.
+
+use std::sync::Arc;
+
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
+use hopper_attention::{BackwardArgs, BackwardPlan, Stream, Workspace};
+
+use super::{read, write};
+use crate::backward::{Outputs, Prepared};
+use crate::data::{Image, Poison};
+
+/// A case's tensors on the GPU, guard bands included.
+pub struct OnDevice<T> {
+    /// q, k, v, o, d_o.
+    pub inputs: [CudaSlice<T>; 5],
+    /// The log-sum-exp.
+    pub lse: CudaSlice<f32>,
+    /// Its gradient, where there is one.
+    pub d_lse: Option<CudaSlice<f32>>,
+    /// d_q, d_k, d_v.
+    pub outputs: [CudaSlice<T>; 3],
+}
+
+fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
+    [&prepared.q, &prepared.k, &prepared.v, &prepared.o, &prepared.d_o]
+}
+
+fn up<T: Poison, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) -> CudaSlice<T> {
+    stream.clone_htod(image.data()).expect("device memory")
+}
+
+impl<T: Poison> OnDevice<T> {
+    /// Inputs, and outputs of poison.
+    pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
+        let Outputs { d_q, d_k, d_v } = prepared.outputs();
+        Self {
+            inputs: inputs(prepared).map(|image| up(stream, image)),
+            lse: up(stream, &prepared.lse),
+            d_lse: prepared.d_lse.as_ref().map(|d_lse| up(stream, d_lse)),
+            outputs: [&d_q, &d_k, &d_v].map(|image| up(stream, image)),
+        }
+    }
+
+    /// Poisons the outputs again.
+    pub fn poison(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
+        let Outputs { d_q, d_k, d_v } = prepared.outputs();
+        for (to, from) in self.outputs.iter_mut().zip([d_q, d_k, d_v]) {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+    }
+
+    /// Writes another case's inputs, of the same sizes, into the same memory.
+    pub fn write_inputs(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
+        for (to, from) in self.inputs.iter_mut().zip(inputs(prepared)) {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+        stream.memcpy_htod(prepared.lse.data(), &mut self.lse).expect("a copy");
+        if let (Some(to), Some(from)) = (&mut self.d_lse, &prepared.d_lse) {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+    }
+
+    /// The arguments of a run.
+    pub fn args(&mut self, prepared: &Prepared<T>) -> BackwardArgs<'_> {
+        let output = |shape| prepared.case.placement.layout(shape, false);
+        let [q, k, v, o, d_o] = &self.inputs;
+        let [d_q, d_k, d_v] = &mut self.outputs;
+        let args = BackwardArgs::new(
+            [read(q, prepared.q.layout()), read(k, prepared.k.layout()), read(v, prepared.v.layout())],
+            read(o, prepared.o.layout()),
+            read(&self.lse, prepared.lse.layout()),
+            read(d_o, prepared.d_o.layout()),
+            [
+                write(d_q, output(prepared.problem.d_q_shape())),
+                write(d_k, output(prepared.problem.d_k_shape())),
+                write(d_v, output(prepared.problem.d_v_shape())),
+            ],
+        );
+        match self.d_lse.as_ref().zip(prepared.d_lse.as_ref()) {
+            Some((slice, image)) => args.d_lse(read(slice, image.layout())),
+            None => args,
+        }
+    }
+
+    /// Runs a plan once on outputs of poison, waits, and takes the outputs back if the guard bands are whole.
+    ///
+    /// # Errors
+    /// What was refused, failed, or was overwritten.
+    pub fn run(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        workspace: &mut Workspace<'_>,
+        plan: &BackwardPlan,
+        prepared: &Prepared<T>,
+    ) -> Result<Outputs<T>, String> {
+        self.poison(stream, prepared);
+        plan.run(&Stream::Cuda(stream.clone()), workspace, self.args(prepared)).map_err(|error| error.to_string())?;
+        self.outputs(stream, prepared)
+    }
+
+    /// Waits, and takes the outputs back if the guard bands are whole. An error of the GPU itself ends the test: nothing
+    /// after it can be trusted.
+    ///
+    /// # Errors
+    /// What was overwritten or left unwritten.
+    pub fn outputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Result<Outputs<T>, String> {
+        if let Err(error) = stream.synchronize() {
+            panic!("the GPU failed on {} {}: {error}", T::DTYPE, prepared.case);
+        }
+        let mut outputs = prepared.outputs();
+        let images = [("d_q", &mut outputs.d_q), ("d_k", &mut outputs.d_k), ("d_v", &mut outputs.d_v)];
+        for ((name, image), slice) in images.into_iter().zip(&self.outputs) {
+            let data = stream.clone_dtoh(slice).expect("a copy");
+            image.take_output(data).map_err(|why| format!("{name}: {why}"))?;
+        }
+        Ok(outputs)
+    }
+
+    /// Whether nothing was written at all: what must hold after a refusal and during a capture.
+    pub fn untouched(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> bool {
+        let poison = |slice| stream.clone_dtoh::<T, _>(slice).expect("a copy").iter().all(|x| x.is_poison());
+        self.outputs.iter().all(poison) && self.check_inputs(stream, prepared).is_ok()
+    }
+
+    /// Whether the inputs are still what they were, guard bands included.
+    ///
+    /// # Errors
+    /// Where they are not.
+    pub fn check_inputs(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Result<(), String> {
+        for (slice, image) in self.inputs.iter().zip(inputs(prepared)) {
+            image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
+        }
+        prepared.lse.check_unchanged(&stream.clone_dtoh(&self.lse).expect("a copy"))?;
+        match (&self.d_lse, &prepared.d_lse) {
+            (Some(slice), Some(image)) => image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether two runs gave the same bits: of dK and dV, and of dQ.
+pub fn same_bits<T: Poison>(a: &Outputs<T>, b: &Outputs<T>) -> [bool; 2] {
+    let same =
+        |a: &Image<T, 4>, b: &Image<T, 4>| a.data().iter().map(|x| x.bits()).eq(b.data().iter().map(|x| x.bits()));
+    [same(&a.d_k, &b.d_k) && same(&a.d_v, &b.d_v), same(&a.d_q, &b.d_q)]
+}

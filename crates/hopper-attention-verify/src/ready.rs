@@ -1,0 +1,91 @@
+//! What the cases of all passes have in common, and what comes of a run.
+
+use hopper_attention::DType;
+use hopper_attention::reference::tolerance::Ratios;
+use hopper_attention::reference::{BackwardReport, Report};
+use rayon::prelude::*;
+
+use crate::case::Case;
+
+/// A case of a pass, prepared for one element type: what forwards and backwards have in common.
+pub trait Ready: Clone + Send + Sync + Sized {
+    /// What a run writes.
+    type Outputs: Send + Sync;
+
+    /// The element type.
+    const DTYPE: DType;
+
+    /// Makes the inputs and computes what must come out.
+    fn of(case: &Case) -> Self;
+
+    /// The case.
+    fn case(&self) -> &Case;
+
+    /// Outputs that were not written yet.
+    fn poisoned(&self) -> Self::Outputs;
+
+    /// Runs the CPU backend.
+    ///
+    /// # Errors
+    /// The library's.
+    fn compute(&self, outputs: &mut Self::Outputs) -> hopper_attention::Result<()>;
+
+    /// Whether no input was written since `before`, and the outputs were, whole and without a stray write.
+    ///
+    /// # Errors
+    /// What was written that should not have been, or was not written.
+    fn check_memory(&self, before: &Self, outputs: &Self::Outputs) -> Result<(), String>;
+
+    /// Holds outputs whose guard bands were found intact against the tolerance.
+    fn verdict(&self, outputs: &Self::Outputs) -> Verdict;
+
+    /// Prepares cases on all cores.
+    fn all(cases: &[Case]) -> Vec<Self> {
+        cases.par_iter().map(Self::of).collect()
+    }
+
+    /// What the CPU backend makes of it.
+    ///
+    /// # Errors
+    /// What was refused, or what is wrong with the memory afterwards.
+    fn on_cpu(&self) -> Result<Self::Outputs, String> {
+        let before = self.clone();
+        let mut outputs = self.poisoned();
+        self.compute(&mut outputs).map_err(|error| error.to_string())?;
+        self.check_memory(&before, &outputs)?;
+        Ok(outputs)
+    }
+
+    /// The verdict on that.
+    fn verdict_on_cpu(&self) -> Verdict {
+        self.on_cpu().map_or_else(Verdict::failed, |outputs| self.verdict(&outputs))
+    }
+}
+
+/// What came of one run.
+#[derive(Clone, Debug)]
+pub struct Verdict {
+    /// For each kind of bound the largest error as a fraction of it.
+    pub ratios: Ratios,
+    /// What is wrong, if anything is.
+    pub wrong: Option<String>,
+}
+
+impl Verdict {
+    /// A run that failed before it could be judged.
+    pub fn failed(why: impl Into<String>) -> Self {
+        Self { ratios: Ratios::default(), wrong: Some(why.into()) }
+    }
+}
+
+impl From<&Report> for Verdict {
+    fn from(report: &Report) -> Self {
+        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
+    }
+}
+
+impl From<&BackwardReport> for Verdict {
+    fn from(report: &BackwardReport) -> Self {
+        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
+    }
+}
