@@ -471,6 +471,12 @@ typedef struct hattn_quantize_args {
 // A bug of the library.
 #define HATTN_ERROR_INTERNAL 14
 
+// The host has no memory for the buffers of a run on the CPU. Nothing was written.
+#define HATTN_ERROR_MEMORY 15
+
+// The threads of the CPU backend cannot be started. Nothing was written. A later run tries again.
+#define HATTN_ERROR_THREADS 16
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
