@@ -143,6 +143,12 @@ typedef int32_t hattn_status;
 // A bug of the library.
 #define HATTN_ERROR_INTERNAL 14
 
+// The host has no memory for the buffers of a run on the CPU. Nothing was written.
+#define HATTN_ERROR_MEMORY 15
+
+// The threads of the CPU backend cannot be started. Nothing was written. A later run tries again.
+#define HATTN_ERROR_THREADS 16
+
 // An element type: HATTN_F16, HATTN_BF16, HATTN_F32 or HATTN_E4M3.
 // 0 is none of them, so that a forgotten field is refused.
 typedef int32_t hattn_dtype;

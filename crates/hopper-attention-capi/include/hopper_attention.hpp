@@ -81,6 +81,8 @@ enum class Status : hattn_status {
   Launch = HATTN_ERROR_LAUNCH,            // a kernel could not be loaded or launched
   NoDevice = HATTN_ERROR_NO_DEVICE,       // no such GPU, no driver, or no CUDA in the library
   Internal = HATTN_ERROR_INTERNAL,        // a bug of the library
+  Memory = HATTN_ERROR_MEMORY,            // no memory for the buffers of a run on the CPU
+  Threads = HATTN_ERROR_THREADS,          // the threads of the CPU backend cannot be started
 };
 
 constexpr bool ok(Status status) noexcept { return status == Status::Ok; }

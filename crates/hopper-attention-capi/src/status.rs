@@ -40,8 +40,12 @@ pub const HATTN_ERROR_LAUNCH: hattn_status = 12;
 pub const HATTN_ERROR_NO_DEVICE: hattn_status = 13;
 /// A bug of the library.
 pub const HATTN_ERROR_INTERNAL: hattn_status = 14;
+/// The host has no memory for the buffers of a run on the CPU. Nothing was written.
+pub const HATTN_ERROR_MEMORY: hattn_status = 15;
+/// The threads of the CPU backend cannot be started. Nothing was written. A later run tries again.
+pub const HATTN_ERROR_THREADS: hattn_status = 16;
 
-const NAMES: [&CStr; 15] = [
+const NAMES: [&CStr; 17] = [
     c"HATTN_OK",
     c"HATTN_ERROR_ARGUMENT",
     c"HATTN_ERROR_ABI",
@@ -57,6 +61,8 @@ const NAMES: [&CStr; 15] = [
     c"HATTN_ERROR_LAUNCH",
     c"HATTN_ERROR_NO_DEVICE",
     c"HATTN_ERROR_INTERNAL",
+    c"HATTN_ERROR_MEMORY",
+    c"HATTN_ERROR_THREADS",
 ];
 
 /// The name of a status, such as "HATTN_ERROR_SHAPE". "HATTN_ERROR_?" for any other number. The string is static.
@@ -118,6 +124,8 @@ impl Failure {
                 Error::Driver { .. } => HATTN_ERROR_DRIVER,
                 Error::Launch { .. } => HATTN_ERROR_LAUNCH,
                 Error::NoDevice { .. } => HATTN_ERROR_NO_DEVICE,
+                Error::Memory { .. } => HATTN_ERROR_MEMORY,
+                Error::Threads { .. } => HATTN_ERROR_THREADS,
                 // A variant that was added to the safe crate and forgotten here.
                 _ => HATTN_ERROR_INTERNAL,
             },
@@ -211,6 +219,10 @@ mod tests {
             (name(HATTN_ERROR_LAYOUT), name(HATTN_ERROR_NO_DEVICE)),
             ("HATTN_ERROR_LAYOUT", "HATTN_ERROR_NO_DEVICE")
         );
-        assert_eq!((name(-1), name(15)), ("HATTN_ERROR_?", "HATTN_ERROR_?"));
+        assert_eq!(
+            (name(HATTN_ERROR_MEMORY), name(HATTN_ERROR_THREADS)),
+            ("HATTN_ERROR_MEMORY", "HATTN_ERROR_THREADS")
+        );
+        assert_eq!((name(-1), name(17)), ("HATTN_ERROR_?", "HATTN_ERROR_?"));
     }
 }

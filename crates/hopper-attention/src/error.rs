@@ -70,6 +70,24 @@ pub enum Error {
         /// What the workspace holds, in bytes.
         have: usize,
     },
+    /// The host has no memory for what the call must allocate.
+    ///
+    /// A run on the CPU allocates its buffers before it writes an output. It allocates a few kilobytes more for its threads;
+    /// where even these are missing, the program ends as any Rust program does without memory.
+    #[error("no memory: {need} bytes for {what}, which the host does not give")]
+    Memory {
+        /// What the memory is for.
+        what: &'static str,
+        /// The size of the allocation that failed, in bytes.
+        need: usize,
+    },
+    /// The threads of the CPU backend cannot be started. A later run tries again.
+    #[error("no threads: the system refuses to start those of the CPU backend{}", because(.source))]
+    #[non_exhaustive]
+    Threads {
+        /// The system's error.
+        source: Option<ErrorSource>,
+    },
     /// Tensors, workspace, stream and plan are not all on one device and in one CUDA context.
     #[error("{what}: on {got}; allowed: {allowed}")]
     Device {
@@ -168,6 +186,11 @@ impl PartialEq for ErrorSource {
 }
 
 impl Eq for ErrorSource {}
+
+/// The end of a message that has a source.
+fn because(source: &Option<ErrorSource>) -> String {
+    source.as_ref().map_or_else(String::new, |source| format!(" ({source})"))
+}
 
 /// [`std::result::Result`] with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -91,6 +91,21 @@ impl<const R: usize> Layout<R> {
         self.shape.contains(&0)
     }
 
+    /// Every index of the shape, in row-major order.
+    pub(crate) fn indices(&self) -> impl Iterator<Item = [usize; R]> + Clone + use<R> {
+        let shape = self.shape;
+        // Not one loop for each dimension: a dimension of size 0 inside of large ones would cost as much as they say.
+        let count = if shape.contains(&0) { 0 } else { shape.iter().product() };
+        (0..count).map(move |number: usize| {
+            let mut rest = number;
+            let mut index = [0; R];
+            for axis in (0..R).rev() {
+                (index[axis], rest) = (rest % shape[axis], rest / shape[axis]);
+            }
+            index
+        })
+    }
+
     /// The distance of an element from the first one, in elements. `None` for an index outside of the shape.
     pub fn offset(&self, index: [usize; R]) -> Option<usize> {
         if index.iter().zip(&self.shape).any(|(&i, &size)| i >= size) {

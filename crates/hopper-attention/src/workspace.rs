@@ -37,7 +37,7 @@ impl Workspace<'static> {
     /// device.
     ///
     /// # Errors
-    /// - [`Error::Workspace`] when the host does not have that much memory.
+    /// - [`Error::Memory`] when the host does not have that much memory.
     /// - [`Error::Driver`] when the GPU does not have that much memory.
     /// - [`Error::Capture`] while the stream is captured into a CUDA graph.
     pub fn alloc(stream: &Stream, bytes: usize) -> Result<Self> {
@@ -45,7 +45,8 @@ impl Workspace<'static> {
             _ if bytes == 0 => Memory::Nothing,
             Stream::Cpu => {
                 let mut memory = Vec::new();
-                memory.try_reserve_exact(bytes).map_err(|_| Error::Workspace { need: bytes, have: 0 })?;
+                let refuse = |_| Error::Memory { what: "a workspace", need: bytes };
+                memory.try_reserve_exact(bytes).map_err(refuse)?;
                 memory.resize(bytes, 0);
                 Memory::Host(memory)
             }
@@ -141,6 +142,6 @@ mod tests {
     #[test]
     fn more_than_there_is_is_an_error() {
         let error = Workspace::alloc(&Stream::Cpu, usize::MAX).unwrap_err();
-        assert!(matches!(error, Error::Workspace { need: usize::MAX, have: 0 }), "{error}");
+        assert_eq!(error, Error::Memory { what: "a workspace", need: usize::MAX });
     }
 }

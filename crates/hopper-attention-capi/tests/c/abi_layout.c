@@ -29,7 +29,8 @@ HOLDS(statuses, HATTN_OK == 0 && HATTN_ERROR_ARGUMENT == 1 && HATTN_ERROR_ABI ==
                     HATTN_ERROR_LAYOUT == 4 && HATTN_ERROR_DTYPE == 5 && HATTN_ERROR_VALUE == 6 &&
                     HATTN_ERROR_UNSUPPORTED == 7 && HATTN_ERROR_WORKSPACE == 8 && HATTN_ERROR_DEVICE == 9 &&
                     HATTN_ERROR_CAPTURE == 10 && HATTN_ERROR_DRIVER == 11 && HATTN_ERROR_LAUNCH == 12 &&
-                    HATTN_ERROR_NO_DEVICE == 13 && HATTN_ERROR_INTERNAL == 14);
+                    HATTN_ERROR_NO_DEVICE == 13 && HATTN_ERROR_INTERNAL == 14 && HATTN_ERROR_MEMORY == 15 &&
+                    HATTN_ERROR_THREADS == 16);
 HOLDS(dtypes, HATTN_F16 == 1 && HATTN_BF16 == 2 && HATTN_F32 == 3 && HATTN_E4M3 == 4);
 HOLDS(devices, HATTN_CPU == -1);
 HOLDS(masks, HATTN_MASK_FULL == 0 && HATTN_MASK_CAUSAL == 1 && HATTN_MASK_WINDOW == 2);
@@ -72,7 +73,8 @@ static void functions_have_their_types(void) {
       ADDRESSES_OF(forward), ADDRESSES_OF(backward), ADDRESSES_OF(quantize)};
   CHECK(all.abi_version() == HATTN_ABI_VERSION);
   CHECK(strcmp(all.status_name(HATTN_ERROR_WORKSPACE), "HATTN_ERROR_WORKSPACE") == 0);
-  CHECK(strcmp(all.status_name(15), "HATTN_ERROR_?") == 0);
+  CHECK(strcmp(all.status_name(HATTN_ERROR_THREADS), "HATTN_ERROR_THREADS") == 0);
+  CHECK(strcmp(all.status_name(17), "HATTN_ERROR_?") == 0);
   CHECK(strchr(all.version(), '.') != NULL);
 }
 

@@ -10,12 +10,13 @@
 use std::ops::Range;
 
 use super::block::{self, Block, Keys};
-use super::matmul::{Matrix, matmul};
-use super::{HostMut, HostRef, Task, WALKED, each_task, load};
+use super::matmul::{self, Matrix, matmul};
+use super::tasks::room;
+use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::layout::Layout;
-use crate::problem::BackwardProblem;
+use crate::problem::{BackwardProblem, Dims};
 
 /// The tensors that a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
@@ -36,45 +37,48 @@ pub(crate) struct BackwardOutputs<'a, T> {
 }
 
 /// Computes `problem` into the outputs. The caller has checked shapes and types.
+///
+/// # Errors
+/// [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads), before an output is written.
 pub(crate) fn backward<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     mut outputs: BackwardOutputs<'_, T>,
 ) -> Result<()> {
-    let dims = problem.dims();
+    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
+    let Dims { batch, seqlen_q, seqlen_kv, heads_q, heads_kv, .. } = dims;
+    let queries = Tasks { batch, heads: heads_q, seqlen: seqlen_q, tokens: blocks.tokens };
+    let keys = Tasks { batch, heads: heads_kv, seqlen: seqlen_kv, tokens: blocks.tokens };
+    let mut team = Team::new(queries.count().max(keys.count()), || Scratch::new(dims, blocks))?;
     let layout = Layout::contiguous(problem.d_lse_shape())?;
-    let mut delta = vec![0.0; layout.span()];
+    let mut delta = room(layout.span())?;
+    matmul::check_room(team.threads())?;
+
+    delta.resize(layout.span(), 0.0);
     let mut of_rows = HostMut::of(&mut delta, layout);
-    let compute = |scratch: &mut _, task: &Task| of_queries(problem, inputs, task, scratch);
-    each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, queries| {
-        outputs.d_q.store(task, &queries.d_q);
-        of_rows.part_mut(task).copy_from_slice(&queries.delta);
-    });
+    let compute = |scratch: &mut Scratch<T>, task: &Task| of_queries(problem, inputs, blocks, task, scratch);
+    team.each(queries, compute, |task, scratch| {
+        outputs.d_q.store(task, &scratch.of_tokens);
+        of_rows.part_mut(task).copy_from_slice(&scratch.delta);
+    })?;
 
     let delta = HostRef::of(&delta, layout);
-    let compute = |scratch: &mut _, task: &Task| of_keys(problem, inputs, &delta, task, scratch);
-    each_task(dims.batch, dims.heads_kv, dims.seqlen_kv, compute, |task, keys| {
-        outputs.d_k.store(task, &keys.d_k);
-        outputs.d_v.store(task, &keys.d_v);
-    });
-    Ok(())
+    let compute = |scratch: &mut Scratch<T>, task: &Task| of_keys(problem, inputs, blocks, &delta, task, scratch);
+    team.each(keys, compute, |task, scratch| {
+        outputs.d_k.store(task, &scratch.of_tokens);
+        outputs.d_v.store(task, &scratch.of_values);
+    })
 }
 
-/// The results of a task of queries.
-struct OfQueries<T> {
-    d_q: Vec<T>,
+/// Buffers that a thread uses again for its next task of either pass. They have room for the largest task, so that a task
+/// allocates nothing.
+struct Scratch<T> {
+    /// The result for the tokens of the task: dQ or dK.
+    of_tokens: Vec<T>,
+    /// The result for the values of the task: dV.
+    of_values: Vec<T>,
+    /// The result for the queries of the task.
     delta: Vec<f32>,
-}
-
-/// The results of a task of keys.
-struct OfKeys<T> {
-    d_k: Vec<T>,
-    d_v: Vec<T>,
-}
-
-/// Buffers that a thread uses again for its next task.
-#[derive(Default)]
-struct Scratch {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -86,10 +90,36 @@ struct Scratch {
     p: Vec<f32>,
     /// dP, then dS, `[queries, keys]`.
     d_s: Vec<f32>,
-    /// The gradients as sums. dQ and dK are not yet multiplied by the softmax scale.
-    d_q: Vec<f32>,
-    d_k: Vec<f32>,
-    d_v: Vec<f32>,
+    /// dQ or dK as sums that are not yet multiplied by the softmax scale.
+    token_sums: Vec<f32>,
+    /// dV as sums.
+    value_sums: Vec<f32>,
+}
+
+impl<T> Scratch<T> {
+    fn new(dims: Dims, Blocks { tokens, walked }: Blocks) -> Result<Self> {
+        let Dims { seqlen_q, seqlen_kv, head_dim_qk, head_dim_vo, .. } = dims;
+        // A task has queries and visits keys, or has keys and visits queries.
+        let (queries, keys) = (tokens.max(walked).min(seqlen_q), tokens.max(walked).min(seqlen_kv));
+        let pairs = (tokens.min(seqlen_q) * keys).max(queries * tokens.min(seqlen_kv));
+        let tokens = tokens.min(seqlen_q.max(seqlen_kv));
+        Ok(Self {
+            of_tokens: room(tokens * head_dim_qk)?,
+            of_values: room(tokens * head_dim_vo)?,
+            delta: room(tokens)?,
+            q: room(queries * head_dim_qk)?,
+            k: room(keys * head_dim_qk)?,
+            v: room(keys * head_dim_vo)?,
+            o: room(tokens * head_dim_vo)?,
+            d_o: room(queries * head_dim_vo)?,
+            rows: room(queries)?,
+            kept: room(queries)?,
+            p: room(pairs)?,
+            d_s: room(pairs)?,
+            token_sums: room(tokens * head_dim_qk)?,
+            value_sums: room(tokens * head_dim_vo)?,
+        })
+    }
 }
 
 /// What all pairs of one query share.
@@ -111,54 +141,57 @@ fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta:
     }));
 }
 
-/// dQ and delta of some queries.
+/// Computes dQ and delta of some queries, into `scratch`.
 fn of_queries<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
+    blocks: Blocks,
     task: &Task,
-    scratch: &mut Scratch,
-) -> OfQueries<T> {
+    scratch: &mut Scratch<T>,
+) {
     let dims = problem.dims();
     let head_kv = task.head / problem.forward().group_size();
-    let Scratch { q, k, v, o, d_o, rows, kept, p, d_s, d_q, .. } = scratch;
+    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, p, d_s, token_sums: d_q, .. } = scratch;
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
         load(tensor, task.batch, task.head, task.tokens.clone(), out);
     }
     // delta is `rowsum(dO * O) - dLSE`. The derivative of the LSE with respect to a score is P, so dLSE adds `P * dLSE` to dS.
-    let mut delta: Vec<f32> =
-        o.chunks_exact(dims.head_dim_vo).zip(d_o.chunks_exact(dims.head_dim_vo)).map(|(o, d_o)| dot(o, d_o)).collect();
+    delta.clear();
+    delta.extend(o.chunks_exact(dims.head_dim_vo).zip(d_o.chunks_exact(dims.head_dim_vo)).map(|(o, d_o)| dot(o, d_o)));
     if let Some(d_lse) = &inputs.d_lse {
         let d_lse = d_lse.part(task.batch, task.head, task.tokens.clone());
         delta.iter_mut().zip(d_lse).for_each(|(delta, d_lse)| *delta -= d_lse);
     }
     let lse = inputs.lse.part(task.batch, task.head, task.tokens.clone());
-    rows_of(problem, task.tokens.clone(), lse, &delta, rows);
+    rows_of(problem, task.tokens.clone(), lse, delta, rows);
 
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
-    for first in (start..end).step_by(WALKED) {
-        let keys = first..end.min(first + WALKED);
+    for first in (start..end).step_by(blocks.walked) {
+        let keys = first..end.min(first + blocks.walked);
         load(&inputs.k, task.batch, head_kv, keys.clone(), k);
         load(&inputs.v, task.batch, head_kv, keys.clone(), v);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept);
         weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
-    OfQueries { d_q: rounded(d_q, problem.softmax_scale()), delta }
+    round(d_q, problem.softmax_scale(), of_tokens);
 }
 
-/// dK and dV of some keys.
+/// Computes dK and dV of some keys, into `scratch`.
 fn of_keys<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
+    blocks: Blocks,
     delta: &HostRef<'_, f32, 3>,
     task: &Task,
-    scratch: &mut Scratch,
-) -> OfKeys<T> {
+    scratch: &mut Scratch<T>,
+) {
     let dims = problem.dims();
     let group = problem.forward().group_size();
-    let Scratch { q, k, v, d_o, rows, kept, p, d_s, d_k, d_v, .. } = scratch;
+    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, p, d_s, token_sums: d_k, value_sums: d_v, .. } =
+        scratch;
     load(&inputs.k, task.batch, task.head, task.tokens.clone(), k);
     load(&inputs.v, task.batch, task.head, task.tokens.clone(), v);
     for (sums, like) in [(&mut *d_k, &*k), (&mut *d_v, &*v)] {
@@ -166,8 +199,8 @@ fn of_keys<T: Float>(
         sums.resize(like.len(), 0.0);
     }
     for head in task.head * group..(task.head + 1) * group {
-        for first in (0..dims.seqlen_q).step_by(WALKED) {
-            let queries = first..dims.seqlen_q.min(first + WALKED);
+        for first in (0..dims.seqlen_q).step_by(blocks.walked) {
+            let queries = first..dims.seqlen_q.min(first + blocks.walked);
             let lse = inputs.lse.part(task.batch, head, queries.clone());
             let delta = delta.part(task.batch, head, queries.clone());
             rows_of(problem, queries.clone(), lse, delta, rows);
@@ -182,7 +215,8 @@ fn of_keys<T: Float>(
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
     }
-    OfKeys { d_k: rounded(d_k, problem.softmax_scale()), d_v: rounded(d_v, 1.0) }
+    round(d_k, problem.softmax_scale(), of_tokens);
+    round(d_v, 1.0, of_values);
 }
 
 /// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0.
@@ -219,7 +253,8 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// The sums times `scale`, rounded to the type.
-fn rounded<T: Element>(sums: &[f32], scale: f32) -> Vec<T> {
-    sums.iter().map(|sum| T::from_f32(scale * sum)).collect()
+/// Fills `out` with the sums times `scale`, rounded to the type.
+fn round<T: Element>(sums: &[f32], scale: f32, out: &mut Vec<T>) {
+    out.clear();
+    out.extend(sums.iter().map(|sum| T::from_f32(scale * sum)));
 }

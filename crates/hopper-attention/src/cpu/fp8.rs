@@ -31,12 +31,13 @@ use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::block::{self, Block, Keys};
-use super::matmul::{Matrix, matmul};
+use super::matmul::{self, Matrix, matmul};
+use super::tasks::room;
 use super::tile::lanes;
-use super::{BLOCK, HostMut, HostRef, Task, each_task, load};
+use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, load};
 use crate::dtype::{E4M3, Element, OutputOf};
 use crate::error::{Error, Result};
-use crate::problem::ForwardProblem;
+use crate::problem::{Dims, ForwardProblem};
 use crate::scaling::{SCALE_BLOCK, Scaling};
 
 /// The largest weight before rounding is 2 to this power. It is below 448, so that no weight saturates.
@@ -64,16 +65,14 @@ pub(crate) struct Fp8Outputs<'a, O> {
     pub amax: Option<HostMut<'a, f32, 1>>,
 }
 
-/// The results of a task.
-struct Rows<O> {
+/// Buffers that a thread uses again for its next task. They have room for the largest task, so that a task allocates nothing.
+struct Scratch<O> {
+    /// The results, `[queries, head_dim_vo]`.
     o: Vec<O>,
+    /// The results, `[queries]`.
     lse: Vec<f32>,
+    /// The largest magnitude of the results, before they are scaled and rounded.
     amax: f32,
-}
-
-/// Buffers that a thread uses again for its next task.
-#[derive(Default)]
-struct Scratch {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -82,6 +81,23 @@ struct Scratch {
     /// Sums of weights times values: `[queries, head_dim_vo]`.
     sums: Vec<f32>,
     kept: Vec<Range<usize>>,
+}
+
+impl<O> Scratch<O> {
+    fn new(dims: Dims, blocks: Blocks) -> Result<Self> {
+        let (queries, keys) = (blocks.tokens.min(dims.seqlen_q), blocks.walked.min(dims.seqlen_kv));
+        Ok(Self {
+            o: room(queries * dims.head_dim_vo)?,
+            lse: room(queries)?,
+            amax: 0.0,
+            q: room(queries * dims.head_dim_qk)?,
+            k: room(keys * dims.head_dim_qk)?,
+            v: room(keys * dims.head_dim_vo)?,
+            scores: room(queries * keys)?,
+            sums: room(queries * dims.head_dim_vo)?,
+            kept: room(queries)?,
+        })
+    }
 }
 
 /// The state of one query's online softmax.
@@ -100,28 +116,34 @@ struct RowState {
 /// Computes `problem`, whose operands are e4m3. The caller has checked shapes and types.
 ///
 /// # Errors
-/// [`Error::Value`] for a factor that is not finite and above 0.
+/// Before an output is written:
+/// - [`Error::Value`] for a factor that is not finite and above 0. Without queries no factor is read.
+/// - [`Error::Memory`] and [`Error::Threads`].
 pub(crate) fn forward<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
     mut outputs: Fp8Outputs<'_, O>,
 ) -> Result<()> {
     let Fp8Inputs { descale_q, descale_k, descale_v, scale_o, .. } = inputs;
-    for (what, factors) in [("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)] {
-        check_factors(what, factors)?;
-    }
-    check_factor("scale_o", *scale_o, || "".into())?;
-    let dims = problem.dims();
-    let largest_v = largest_of_heads(problem, descale_v);
-    let compute = |scratch: &mut _, task: &Task| tile::<O>(problem, inputs, &largest_v, task, scratch);
-    let mut amax = 0.0;
-    each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, rows| {
-        outputs.o.store(task, &rows.o);
-        if let Some(lse) = &mut outputs.lse {
-            lse.part_mut(task).copy_from_slice(&rows.lse);
+    if !problem.is_empty() {
+        for (what, factors) in [("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)] {
+            check_factors(what, factors)?;
         }
-        amax = larger(amax, rows.amax);
-    });
+        check_factor("scale_o", *scale_o, || "".into())?;
+    }
+    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), SCALE_BLOCK));
+    let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
+    let mut team = Team::new(tasks.count(), || Scratch::new(dims, blocks))?;
+    matmul::check_room(team.threads())?;
+    let compute = |scratch: &mut Scratch<O>, task: &Task| tile(problem, inputs, blocks, task, scratch);
+    let mut amax = 0.0;
+    team.each(tasks, compute, |task, scratch| {
+        outputs.o.store(task, &scratch.o);
+        if let Some(lse) = &mut outputs.lse {
+            lse.part_mut(task).copy_from_slice(&scratch.lse);
+        }
+        amax = larger(amax, scratch.amax);
+    })?;
     if let Some(out) = &mut outputs.amax {
         *out.at_mut([0]) = amax;
     }
@@ -130,8 +152,7 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
 
 /// Refuses factors that are not finite and above 0.
 pub(crate) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
-    let [batch, heads, blocks] = factors.layout().shape();
-    for index in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..blocks).map(move |i| [b, h, i]))) {
+    for index in factors.layout().indices() {
         check_factor(what, factors.at(index), || format!(" at {index:?}"))?;
     }
     Ok(())
@@ -149,25 +170,21 @@ fn larger(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
 }
 
-/// The largest descale factor of V in each head, `[batch, heads_kv]`.
-fn largest_of_heads(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>) -> Vec<f32> {
-    let (dims, scaling) = (problem.dims(), problem.scaling().unwrap_or_default());
-    let heads = (0..dims.batch).flat_map(|batch| (0..dims.heads_kv).map(move |head| (batch, head)));
-    let blocks = (0..dims.seqlen_kv).step_by(SCALE_BLOCK);
-    heads
-        .map(|(batch, head)| {
-            blocks.clone().map(|token| factors.at(scaling.index(batch, head, 1, token))).fold(0.0, f32::max)
-        })
-        .collect()
+/// The largest descale factor of V in a key head.
+fn largest_of_head(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>, batch: usize, head_kv: usize) -> f32 {
+    let scaling = problem.scaling().unwrap_or_default();
+    let blocks = (0..problem.dims().seqlen_kv).step_by(SCALE_BLOCK);
+    blocks.map(|token| factors.at(scaling.index(batch, head_kv, 1, token))).fold(0.0, f32::max)
 }
 
+/// Computes O, the LSE and the largest magnitude of a task, into `scratch`.
 fn tile<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
-    largest_v: &[f32],
+    blocks: Blocks,
     task: &Task,
-    scratch: &mut Scratch,
-) -> Rows<O> {
+    scratch: &mut Scratch<O>,
+) {
     let (dims, scaling) = (problem.dims(), problem.scaling().unwrap_or_default());
     let head_kv = task.head / problem.group_size();
     let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
@@ -181,13 +198,13 @@ fn tile<O: OutputOf<E4M3>>(
     // All queries of a task share one descale factor. So do all keys of one step of the loop below.
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
     let descale_q = inputs.descale_q.at(scaling.index(task.batch, task.head, problem.group_size(), task.tokens.start));
-    let largest_v = largest_v[task.batch * dims.heads_kv + head_kv];
-    let Scratch { q, k, v, scores, sums, kept } = scratch;
+    let largest_v = largest_of_head(problem, &inputs.descale_v, task.batch, head_kv);
+    let Scratch { o, lse, amax, q, k, v, scores, sums, kept } = scratch;
     load(&inputs.q, task.batch, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
-    for first in (start / SCALE_BLOCK * SCALE_BLOCK..end).step_by(SCALE_BLOCK) {
-        let keys = SCALE_BLOCK.min(end - first);
+    for first in (start / blocks.walked * blocks.walked..end).step_by(blocks.walked) {
+        let keys = blocks.walked.min(end - first);
         let of = scaling.index(task.batch, head_kv, 1, first);
         let unit = problem.softmax_scale() * LOG2_E * descale_q * inputs.descale_k.at(of);
         let fold = (inputs.descale_v.at(of) / largest_v).log2().max(LEAST_FOLD);
@@ -210,18 +227,18 @@ fn tile<O: OutputOf<E4M3>>(
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
-    let mut amax = 0.0;
-    let mut o = Vec::with_capacity(sums.len());
+    *amax = 0.0;
+    o.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
         for sum in sums {
             let value = if row.sum == 0.0 { 0.0 } else { sum / row.divisor * largest_v };
-            amax = larger(amax, value.abs());
+            *amax = larger(*amax, value.abs());
             o.push(O::from_f32(value * inputs.scale_o));
         }
     }
     // A query without keys has sum 0, so its LSE is -inf + ln(0) = -inf.
-    let lse = rows.iter().map(|row| row.max * LN_2 + (row.sum / P_OFFSET.exp2()).ln()).collect();
-    Rows { o, lse, amax }
+    lse.clear();
+    lse.extend(rows.iter().map(|row| row.max * LN_2 + (row.sum / P_OFFSET.exp2()).ln()));
 }
 
 impl RowState {

@@ -1,6 +1,9 @@
 //! The rotation of a query or a key before it is quantised: signs, then a Hadamard transform.
 //! [`Quantizer`](crate::Quantizer) defines it (incoherent processing).
 
+use super::tasks::room;
+use crate::error::Result;
+
 /// A rotation for one head dim and seed.
 pub(super) struct Rotation {
     /// 1 or -1 for each element.
@@ -10,14 +13,14 @@ pub(super) struct Rotation {
 }
 
 impl Rotation {
-    pub(super) fn new(seed: u64, head_dim: usize) -> Self {
-        let signs = (0..head_dim as u64).map(|dim| if negative(seed, dim) { -1.0 } else { 1.0 }).collect();
-        let mut norms = Vec::with_capacity(head_dim);
+    pub(super) fn new(seed: u64, head_dim: usize) -> Result<Self> {
+        let (mut signs, mut norms) = (room(head_dim)?, room(head_dim)?);
+        signs.extend((0..head_dim as u64).map(|dim| if negative(seed, dim) { -1.0 } else { 1.0 }));
         for size in (0..usize::BITS).rev().map(|bit| 1usize << bit).filter(|size| head_dim & size != 0) {
             let norm = 1.0 / (size as f64).sqrt();
             norms.resize(norms.len() + size, norm as f32);
         }
-        Self { signs, norms }
+        Ok(Self { signs, norms })
     }
 
     /// Rotates a vector.
@@ -69,7 +72,7 @@ mod tests {
             assert_eq!(splitmix64(1_234_567, number as u64), output);
         }
         assert_eq!(splitmix64(0, 0), 0xe220_a839_7b1d_cdaf);
-        let signs = Rotation::new(1_234_567, 5).signs;
+        let signs = Rotation::new(1_234_567, 5).unwrap().signs;
         assert_eq!(signs, [1.0, 1.0, -1.0, 1.0, -1.0]);
     }
 
@@ -88,7 +91,7 @@ mod tests {
             _ => unreachable!("not in the list"),
         };
         for head_dim in [1, 7, 16, 48, 80, 96, 112, 128_usize] {
-            let rotation = Rotation::new(99, head_dim);
+            let rotation = Rotation::new(99, head_dim).unwrap();
             let input: Vec<f32> = (0..head_dim).map(|i| ((i * 37 % 101) as f32 - 50.0) / 16.0).collect();
             let mut got = input.clone();
             rotation.apply(&mut got);
@@ -111,7 +114,7 @@ mod tests {
     #[test]
     fn products_stay_and_outliers_spread() {
         for head_dim in [16, 32, 48, 64, 80, 96, 112, 128] {
-            let rotation = Rotation::new(7, head_dim);
+            let rotation = Rotation::new(7, head_dim).unwrap();
             let vector = |step: usize| (0..head_dim).map(|i| ((i * step % 23) as f32 - 11.0) / 8.0).collect::<Vec<_>>();
             let (mut q, mut k) = (vector(5), vector(7));
             let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();

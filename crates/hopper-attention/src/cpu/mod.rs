@@ -10,26 +10,27 @@ mod hadamard;
 mod host;
 mod matmul;
 mod quantize;
+mod tasks;
+mod threads;
 mod tile;
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use crate::dtype::{Element, Float};
-use crate::problem::ForwardProblem;
+use crate::error::Result;
+use crate::problem::{Dims, ForwardProblem};
+use tasks::{Task, Tasks, Team};
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
 pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp8};
 pub(crate) use host::{HostMut, HostRef};
 pub(crate) use quantize::{Factors, QuantizeTask, quantize};
 
-/// Tokens in a task.
+/// Tokens in a task, where the head dim is not large.
 const BLOCK: usize = 64;
-/// Tokens in a block of the other sequence. A block and the scores of a task with it stay in the second-level cache.
+/// Tokens in a block of the other sequence, where the head dim is not large. A block and the scores of a task with it stay in
+/// the second-level cache.
 const WALKED: usize = 256;
-/// Tasks for each thread whose results are held in memory before they are copied to the outputs. It bounds that memory.
-const TASKS_PER_THREAD: usize = 16;
 
 /// The tensors that a forward pass reads, in host memory.
 pub(crate) struct Inputs<'a, T> {
@@ -44,48 +45,46 @@ pub(crate) struct Outputs<'a, T> {
     pub lse: Option<HostMut<'a, f32, 3>>,
 }
 
-/// Neighbouring tokens of one head: queries of a query head, or keys of a key head.
-struct Task {
-    batch: usize,
-    head: usize,
-    tokens: Range<usize>,
+/// How the sequences of a problem are cut.
+#[derive(Clone, Copy, Debug)]
+struct Blocks {
+    /// Tokens in a task.
+    tokens: usize,
+    /// Tokens in a block of the other sequence.
+    walked: usize,
+}
+
+impl Blocks {
+    /// `walked` is the size of a block where the head dims are not large. Both sizes are powers of two.
+    fn of(dims: Dims, walked: usize) -> Self {
+        let fitting = |most| tasks::tokens(most, dims.head_dim_qk.max(dims.head_dim_vo));
+        Self { tokens: fitting(BLOCK), walked: fitting(walked) }
+    }
 }
 
 /// Computes `problem` into the outputs. The caller has checked shapes and types.
-pub(crate) fn forward<T: Float>(problem: &ForwardProblem, inputs: &Inputs<'_, T>, mut outputs: Outputs<'_, T>) {
-    let dims = problem.dims();
-    let compute = |scratch: &mut _, task: &Task| tile::forward::<T>(problem, inputs, task, scratch);
-    each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, rows| {
-        outputs.o.store(task, &rows.o);
+///
+/// # Errors
+/// [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads), before an output is written.
+pub(crate) fn forward<T: Float>(
+    problem: &ForwardProblem,
+    inputs: &Inputs<'_, T>,
+    mut outputs: Outputs<'_, T>,
+) -> Result<()> {
+    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
+    let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
+    let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks))?;
+    matmul::check_room(team.threads())?;
+    let compute = |scratch: &mut tile::Scratch<T>, task: &Task| tile::forward(problem, inputs, blocks, task, scratch);
+    team.each(tasks, compute, |task, scratch| {
+        outputs.o.store(task, &scratch.o);
         if let Some(lse) = &mut outputs.lse {
-            lse.part_mut(task).copy_from_slice(&rows.lse);
+            lse.part_mut(task).copy_from_slice(&scratch.lse);
         }
-    });
+    })
 }
 
-/// Cuts the tokens of every head into tasks, and computes the tasks with `compute` on all threads. `take` gets the results, in
-/// order and on this thread.
-fn each_task<S: Default, R: Send>(
-    batch: usize,
-    heads: usize,
-    seqlen: usize,
-    compute: impl Fn(&mut S, &Task) -> R + Sync,
-    mut take: impl FnMut(&Task, R),
-) {
-    let mut tasks = Vec::with_capacity(batch * heads * seqlen.div_ceil(BLOCK));
-    for batch in 0..batch {
-        for head in 0..heads {
-            let firsts = (0..seqlen).step_by(BLOCK);
-            tasks.extend(firsts.map(|first| Task { batch, head, tokens: first..seqlen.min(first + BLOCK) }));
-        }
-    }
-    for tasks in tasks.chunks(TASKS_PER_THREAD * rayon::current_num_threads()) {
-        let results: Vec<_> = tasks.par_iter().map_init(S::default, &compute).collect();
-        tasks.iter().zip(results).for_each(|(task, result)| take(task, result));
-    }
-}
-
-/// Copies the vectors of some tokens to `out`, as f32 and without gaps.
+/// Copies the vectors of some tokens to `out`, as f32 and without gaps. `out` has room for them.
 fn load<T: Element>(tensor: &HostRef<'_, T, 4>, batch: usize, head: usize, tokens: Range<usize>, out: &mut Vec<f32>) {
     out.clear();
     for token in tokens {

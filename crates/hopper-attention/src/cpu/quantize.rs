@@ -2,9 +2,11 @@
 //! [`Quantizer`](crate::Quantizer) has the formulas.
 
 use super::hadamard::Rotation;
-use super::{HostMut, HostRef, Task, each_task, load};
+use super::tasks::{self, room};
+use super::{BLOCK, HostMut, HostRef, Task, Tasks, Team, load};
 use crate::dtype::{E4M3, Element, Float};
-use crate::scaling::Scaling;
+use crate::error::Result;
+use crate::scaling::{SCALE_BLOCK, Scaling};
 
 /// `most` (the largest magnitude that may be stored) divided by half a step. A step is the distance between neighbouring e4m3
 /// numbers. At 448 half a step is 16. At 14, which is 448 / 32, it is 0.5.
@@ -34,18 +36,76 @@ pub(crate) enum Factors<'a> {
     Given(HostRef<'a, f32, 3>),
 }
 
-/// Quantises a tensor. Returns the number of elements that were saturated, and the number that were not finite.
-pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
-    let QuantizeTask { values, mut stored, descale, scaling, group, rotation, most } = task;
-    let [batch, seqlen, heads, dim] = values.layout().shape();
-    let rotation = rotation.map(|seed| Rotation::new(seed, dim));
-    let rows = |task: &Task, rows: &mut Vec<f32>| {
+/// What was found of a tensor: the number of elements that were saturated, and the number that were not finite.
+pub(crate) type Counts = [u64; 2];
+
+/// Buffers that a thread uses again for its next task. They have room for the largest task, so that a task allocates nothing.
+struct Scratch {
+    /// The values, rotated if the tensor is to be rotated.
+    rows: Vec<f32>,
+    /// The result of a task of the first pass: the largest finite magnitude.
+    amax: f32,
+    /// The results of a task of the second pass.
+    stored: Vec<E4M3>,
+    counts: Counts,
+}
+
+impl<T: Float> QuantizeTask<'_, T> {
+    fn tasks(&self) -> Tasks {
+        let [batch, seqlen, heads, dim] = self.values.layout().shape();
+        Tasks { batch, heads, seqlen, tokens: tasks::tokens(BLOCK, dim) }
+    }
+
+    fn rotation(&self) -> Result<Option<Rotation>> {
+        let [.., dim] = self.values.layout().shape();
+        self.rotation.filter(|_| !self.values.layout().is_empty()).map(|seed| Rotation::new(seed, dim)).transpose()
+    }
+
+    /// Elements in the largest of the tasks.
+    fn largest_task(&self) -> usize {
+        let [_, seqlen, _, dim] = self.values.layout().shape();
+        self.tasks().tokens.min(seqlen) * dim
+    }
+}
+
+/// Quantises tensors. Returns what was found of each.
+///
+/// # Errors
+/// [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads), before an output is written.
+pub(crate) fn quantize<T: Float, const N: usize>(tensors: [Option<QuantizeTask<'_, T>>; N]) -> Result<[Counts; N]> {
+    let some = || tensors.iter().flatten();
+    let elements = some().map(QuantizeTask::largest_task).max().unwrap_or(0);
+    let make = || Ok(Scratch { rows: room(elements)?, amax: 0.0, stored: room(elements)?, counts: [0; 2] });
+    let mut team = Team::new(some().map(|tensor| tensor.tasks().count()).max().unwrap_or(0), make)?;
+    let mut rotations = [const { None }; N];
+    for (rotation, tensor) in rotations.iter_mut().zip(&tensors) {
+        *rotation = tensor.as_ref().map(QuantizeTask::rotation).transpose()?.flatten();
+    }
+    let mut counts = [[0; 2]; N];
+    for ((counts, tensor), rotation) in counts.iter_mut().zip(tensors).zip(&rotations) {
+        if let Some(tensor) = tensor {
+            *counts = one_tensor(tensor, rotation.as_ref(), &mut team)?;
+        }
+    }
+    Ok(counts)
+}
+
+fn one_tensor<T: Float>(
+    tensor: QuantizeTask<'_, T>,
+    rotation: Option<&Rotation>,
+    team: &mut Team<Scratch>,
+) -> Result<Counts> {
+    let tasks = tensor.tasks();
+    let QuantizeTask { values, mut stored, descale, scaling, group, most, .. } = tensor;
+    let [.., dim] = values.layout().shape();
+    let load_rows = |task: &Task, rows: &mut Vec<f32>| {
         load(&values, task.batch, task.head, task.tokens.clone(), rows);
-        if let Some(rotation) = &rotation {
+        if let Some(rotation) = rotation {
             rows.chunks_exact_mut(dim).for_each(|row| rotation.apply(row));
         }
     };
     // All tokens of a task share one factor.
+    const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
     let index = |task: &Task| scaling.index(task.batch, task.head, group, task.tokens.start);
 
     let mut written;
@@ -53,17 +113,16 @@ pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
         Factors::Given(descale) => descale,
         Factors::FromAmax(descale) => {
             written = descale;
-            let [batches, groups, blocks] = written.layout().shape();
-            let places = (0..batches).flat_map(|b| (0..groups).flat_map(move |h| (0..blocks).map(move |i| [b, h, i])));
+            let places = written.layout().indices();
             places.clone().for_each(|place| *written.at_mut(place) = 0.0);
-            let compute = |scratch: &mut Vec<f32>, task: &Task| {
-                rows(task, scratch);
-                scratch.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max)
+            let compute = |scratch: &mut Scratch, task: &Task| {
+                load_rows(task, &mut scratch.rows);
+                scratch.amax = scratch.rows.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max);
             };
-            each_task(batch, heads, seqlen, compute, |task, amax: f32| {
+            team.each(tasks, compute, |task, scratch| {
                 let largest = written.at_mut(index(task));
-                *largest = largest.max(amax);
-            });
+                *largest = largest.max(scratch.amax);
+            })?;
             for place in places {
                 let factor = written.at_mut(place);
                 *factor = (*factor / most).max(f32::MIN_POSITIVE);
@@ -73,19 +132,20 @@ pub(crate) fn quantize<T: Float>(task: QuantizeTask<'_, T>) -> [u64; 2] {
     };
 
     let mut counts = [0; 2];
-    let compute = |scratch: &mut Vec<f32>, task: &Task| {
-        rows(task, scratch);
+    let compute = |Scratch { rows, stored, counts, .. }: &mut Scratch, task: &Task| {
+        load_rows(task, rows);
         let factor = 1.0 / descale.at(index(task));
-        let mut counts = [0; 2];
-        let rows: Vec<E4M3> = scratch.iter().map(|&x| one(x, factor, most, &mut counts)).collect();
-        (rows, counts)
+        *counts = [0; 2];
+        stored.clear();
+        stored.extend(rows.iter().map(|&x| one(x, factor, most, counts)));
     };
-    each_task(batch, heads, seqlen, compute, |task, (rows, [saturated, not_finite])| {
-        stored.store(task, &rows);
-        counts[0] += saturated;
-        counts[1] += not_finite;
-    });
-    counts
+    team.each(tasks, compute, |task, scratch| {
+        stored.store(task, &scratch.stored);
+        for (sum, found) in counts.iter_mut().zip(scratch.counts) {
+            *sum += found;
+        }
+    })?;
+    Ok(counts)
 }
 
 /// Quantises one element. `factor` is 1 / descale.

@@ -64,7 +64,7 @@ fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) 
     let inputs =
         Inputs { q: HostRef::of(&q, layouts[0]), k: HostRef::of(&k, layouts[1]), v: HostRef::of(&v, layouts[2]) };
     let outputs = Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)) };
-    forward::<T>(problem, &inputs, outputs);
+    forward::<T>(problem, &inputs, outputs).unwrap();
     let values = Tensor::from_strided(&o, &o_layout);
     let written = values.data().len();
     let gaps_kept = o.iter().filter(|x| x.to_f32().is_nan()).count()
@@ -157,7 +157,7 @@ fn broadcast_inputs() {
     let mut o = [f32::NAN; 96];
     let inputs =
         Inputs { q: HostRef::of(&q, dense(2)), k: HostRef::of(&k[..16], repeat), v: HostRef::of(&v[..16], repeat) };
-    forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None });
+    forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None }).unwrap();
     for (i, o) in o.iter().enumerate() {
         assert!((o - (i % 16) as f32).abs() < 1e-5, "{i}: {o}");
     }

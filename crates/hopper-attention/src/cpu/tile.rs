@@ -4,21 +4,18 @@ use std::ops::Range;
 
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
-use super::{BLOCK, Inputs, Task, WALKED, load};
+use super::tasks::room;
+use super::{BLOCK, Blocks, Inputs, Task, load};
 use crate::dtype::Float;
-use crate::problem::ForwardProblem;
+use crate::error::Result;
+use crate::problem::{Dims, ForwardProblem};
 
-/// The results of a task.
-pub(super) struct Rows<Out> {
-    /// `[queries, head_dim_vo]`.
-    pub o: Vec<Out>,
-    /// `[queries]`.
+/// Buffers that a thread uses again for its next task. They have room for the largest task, so that a task allocates nothing.
+pub(super) struct Scratch<T> {
+    /// The results, `[queries, head_dim_vo]`.
+    pub o: Vec<T>,
+    /// The results, `[queries]`.
     pub lse: Vec<f32>,
-}
-
-/// Buffers that a thread uses again for its next task.
-#[derive(Default)]
-pub(super) struct Scratch {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -27,6 +24,22 @@ pub(super) struct Scratch {
     /// Sums of weights times values: `[queries, head_dim_vo]`.
     sums: Vec<f32>,
     kept: Vec<Range<usize>>,
+}
+
+impl<T> Scratch<T> {
+    pub fn new(dims: Dims, blocks: Blocks) -> Result<Self> {
+        let (queries, keys) = (blocks.tokens.min(dims.seqlen_q), blocks.walked.min(dims.seqlen_kv));
+        Ok(Self {
+            o: room(queries * dims.head_dim_vo)?,
+            lse: room(queries)?,
+            q: room(queries * dims.head_dim_qk)?,
+            k: room(keys * dims.head_dim_qk)?,
+            v: room(keys * dims.head_dim_vo)?,
+            scores: room(queries * keys)?,
+            sums: room(queries * dims.head_dim_vo)?,
+            kept: room(queries)?,
+        })
+    }
 }
 
 /// The state of one query's online softmax.
@@ -40,12 +53,14 @@ struct RowState {
     sum: f32,
 }
 
+/// Computes O and the LSE of a task, into `scratch`.
 pub(super) fn forward<T: Float>(
     problem: &ForwardProblem,
     inputs: &Inputs<'_, T>,
+    blocks: Blocks,
     task: &Task,
-    scratch: &mut Scratch,
-) -> Rows<T> {
+    scratch: &mut Scratch<T>,
+) {
     let dims = problem.dims();
     let head_kv = task.head / problem.group_size();
     let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
@@ -57,12 +72,12 @@ pub(super) fn forward<T: Float>(
     // Blocks of which no query keeps a key are not visited.
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
-    let Scratch { q, k, v, scores, sums, kept } = scratch;
+    let Scratch { o, lse, q, k, v, scores, sums, kept } = scratch;
     load(&inputs.q, task.batch, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
-    for first in (start..end).step_by(WALKED) {
-        let keys = WALKED.min(end - first);
+    for first in (start..end).step_by(blocks.walked) {
+        let keys = blocks.walked.min(end - first);
         load(&inputs.k, task.batch, head_kv, first..first + keys, k);
         load(&inputs.v, task.batch, head_kv, first..first + keys, v);
         scores.resize(rows.len() * keys, 0.0);
@@ -82,7 +97,7 @@ pub(super) fn forward<T: Float>(
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
-    let mut o = Vec::with_capacity(sums.len());
+    o.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
         if row.sum == 0.0 {
             o.extend(sums.iter().map(|_| T::from_f32(0.0)));
@@ -91,8 +106,8 @@ pub(super) fn forward<T: Float>(
         }
     }
     // A query without keys has sum 0, so its LSE is -inf + ln(0) = -inf.
-    let lse = rows.iter().map(|row| row.max + row.sum.ln()).collect();
-    Rows { o, lse }
+    lse.clear();
+    lse.extend(rows.iter().map(|row| row.max + row.sum.ln()));
 }
 
 impl RowState {

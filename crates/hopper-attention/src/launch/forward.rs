@@ -76,8 +76,7 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
             Outputs::<T> { o: required(Slot::O, args.write(Slot::O))?, lse: args.write(Slot::Lse) },
         )
     };
-    cpu::forward(plan.problem(), &inputs, outputs);
-    Ok(())
+    cpu::forward(plan.problem(), &inputs, outputs)
 }
 
 /// # Safety

@@ -74,14 +74,15 @@ unsafe fn quantize<T: Float>(plan: &QuantizePlan, args: &RawArgs) -> Result<()> 
     // SAFETY: the caller's promise.
     let (tasks, mut counts) = unsafe {
         let [q, k, v] = &TENSORS;
-        ([task::<T>(plan, args, q)?, task::<T>(plan, args, k)?, task::<T>(plan, args, v)?], args.write(Slot::Counts))
+        (
+            [task::<T>(plan, args, q)?, task::<T>(plan, args, k)?, task::<T>(plan, args, v)?],
+            args.write::<f32, 2>(Slot::Counts),
+        )
     };
-    for (row, task) in tasks.into_iter().enumerate() {
-        let found = task.map_or([0; 2], cpu::quantize);
-        if let Some(counts) = &mut counts {
-            for (column, found) in found.into_iter().enumerate() {
-                *counts.at_mut([row, column]) = found as f32;
-            }
+    let found = cpu::quantize(tasks)?;
+    if let Some(counts) = &mut counts {
+        for [row, column] in counts.layout().indices() {
+            *counts.at_mut([row, column]) = found[row][column] as f32;
         }
     }
     Ok(())
@@ -97,12 +98,15 @@ unsafe fn task<'a, T: Float>(
     tensor: &Source,
 ) -> Result<Option<QuantizeTask<'a, T>>> {
     // SAFETY: the caller's promise, here and below.
-    let Some(values) = (unsafe { args.read(tensor.values) }) else { return Ok(None) };
+    let Some(values) = (unsafe { args.read::<T, 4>(tensor.values) }) else { return Ok(None) };
     let (quantizer, problem) = (plan.quantizer(), plan.quantizer().problem());
     // SAFETY: as above.
     let descale = match unsafe { args.read(tensor.given) } {
         Some(descale) => {
-            cpu::check_factors(tensor.given.name(), &descale)?;
+            // Factors of an empty tensor are not read.
+            if !values.layout().is_empty() {
+                cpu::check_factors(tensor.given.name(), &descale)?;
+            }
             Factors::Given(descale)
         }
         // SAFETY: as above.

@@ -46,6 +46,8 @@ macro_rules! runs {
             /// - [`Layout`](crate::Error::Layout), on a GPU: an address or a stride is not a multiple of 16 bytes, or a stride
             ///   reaches 2^40 bytes. For f32 tensors with fewer than four dimensions: an address is not a multiple of 4 bytes.
             /// - [`Capture`](crate::Error::Capture): the stream is captured while cudarc tracks events.
+            /// - [`Memory`](crate::Error::Memory) or [`Threads`](crate::Error::Threads), on the CPU: there is no memory for the
+            ///   buffers, or the threads cannot be started.
             /// - [`Driver`](crate::Error::Driver): the driver failed, now or in earlier work whose error surfaces now.
             ///
             /// [`Launch`](crate::Error::Launch): the launch itself failed. [`Driver`](crate::Error::Driver) may then also mean
