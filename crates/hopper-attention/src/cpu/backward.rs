@@ -48,7 +48,7 @@ pub(crate) fn backward<T: Float>(
     let compute = |scratch: &mut _, task: &Task| of_queries(problem, inputs, task, scratch);
     each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, queries| {
         outputs.d_q.store(task, &queries.d_q);
-        of_rows.part_mut(task).copy_from_slice(&queries.delta);
+        of_rows.store_part(task, &queries.delta);
     });
 
     let delta = HostRef::of(&delta, layout);

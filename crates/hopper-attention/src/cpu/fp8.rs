@@ -118,12 +118,12 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, rows| {
         outputs.o.store(task, &rows.o);
         if let Some(lse) = &mut outputs.lse {
-            lse.part_mut(task).copy_from_slice(&rows.lse);
+            lse.store_part(task, &rows.lse);
         }
         amax = larger(amax, rows.amax);
     });
     if let Some(out) = &mut outputs.amax {
-        *out.at_mut([0]) = amax;
+        out.set([0], amax);
     }
     Ok(())
 }

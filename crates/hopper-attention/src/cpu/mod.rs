@@ -58,7 +58,7 @@ pub(crate) fn forward<T: Float>(problem: &ForwardProblem, inputs: &Inputs<'_, T>
     each_task(dims.batch, dims.heads_q, dims.seqlen_q, compute, |task, rows| {
         outputs.o.store(task, &rows.o);
         if let Some(lse) = &mut outputs.lse {
-            lse.part_mut(task).copy_from_slice(&rows.lse);
+            lse.store_part(task, &rows.lse);
         }
     });
 }

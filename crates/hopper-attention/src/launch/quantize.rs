@@ -80,7 +80,7 @@ unsafe fn quantize<T: Float>(plan: &QuantizePlan, args: &RawArgs) -> Result<()> 
         let found = task.map_or([0; 2], cpu::quantize);
         if let Some(counts) = &mut counts {
             for (column, found) in found.into_iter().enumerate() {
-                *counts.at_mut([row, column]) = found as f32;
+                counts.set([row, column], found as f32);
             }
         }
     }
