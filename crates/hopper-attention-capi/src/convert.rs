@@ -279,5 +279,5 @@ fn ranked<const R: usize>(slot: Slot, given: &hattn_tensor) -> Outcome<RawTensor
     };
     let place = ordinal(name, given.device)?.map_or(Place::Cpu, Place::Cuda);
     let layout = Layout::with_strides(shape, stride).map_err(named)?;
-    Ok(RawTensor::new(given.data as u64, dtype(name, given.dtype)?, place, layout))
+    Ok(RawTensor::new(given.data.expose_provenance() as u64, dtype(name, given.dtype)?, place, layout))
 }
