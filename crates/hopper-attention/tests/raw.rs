@@ -180,10 +180,14 @@ mod forward {
         let mut memory = Tensors::new();
         let text = memory.refused_with(Slot::O, f32s(address(&memory.q), dense([1, 2, 2, 2])));
         assert!(text.starts_with("o: addresses 0x") && text.contains("which meet those of q;"), "{text}");
-        // One element is enough, at the end or at the start.
-        let text = memory.refused_with(Slot::Lse, f32s(address(&memory.o) + 28, dense([1, 2, 2])));
+        // One element is enough, at the end or at the start. All of them lie in one array, so that they meet nothing else.
+        let room = [-7f32; 20];
+        let part = |first: u64| address(&room) + 4 * first;
+        let args = memory.args().with(Slot::O, f32s(part(0), dense([1, 2, 2, 2])));
+        let text = memory.refused(&args.with(Slot::Lse, f32s(part(7), dense([1, 2, 2]))));
         assert!(text.starts_with("lse: addresses 0x") && text.contains("which meet those of o;"), "{text}");
-        let text = memory.refused_with(Slot::K, f32s(address(&memory.lse) + 12, dense([1, 3, 1, 2])));
+        let args = memory.args().with(Slot::Lse, f32s(part(0), dense([1, 2, 2])));
+        let text = memory.refused(&args.with(Slot::K, f32s(part(3), dense([1, 3, 1, 2]))));
         assert!(text.starts_with("lse: addresses 0x") && text.contains("which meet those of k;"), "{text}");
         let twice = Layout::with_strides([1, 2, 2, 2], [0, 0, 2, 1]).unwrap();
         let text = memory.refused_with(Slot::O, f32s(address(&memory.o), twice));
