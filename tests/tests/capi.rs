@@ -283,22 +283,24 @@ fn devices_that_are_not_there_are_refused() {
 #[test]
 fn null_pointers_are_refused() {
     let given = problem(&Prepared::<f32>::new(&case()).problem);
-    let mut plan = null_mut();
+    let (mut plan, mut none) = (null_mut(), null_mut());
     let mut bytes = 0;
     // SAFETY: null pointers are what is tested; the others are live.
     let statuses = unsafe {
         checked(hattn_forward_plan_create(&given, HATTN_CPU, &raw mut plan)).unwrap();
         let args: hattn_forward_args = std::mem::zeroed();
         let args = hattn_forward_args { struct_size: 64, abi_version: HATTN_ABI_VERSION, ..args };
-        [
+        let statuses = [
             hattn_forward_supported(null(), HATTN_CPU),
             hattn_forward_plan_create(&given, HATTN_CPU, null_mut()),
-            hattn_forward_plan_create(null(), HATTN_CPU, &raw mut plan),
+            hattn_forward_plan_create(null(), HATTN_CPU, &raw mut none),
             hattn_forward_plan_describe(null(), null_mut(), 0, null_mut()),
             hattn_forward_plan_workspace_size(null(), &raw mut bytes),
             hattn_forward_run(null(), &args, null_mut()),
             hattn_forward_run(plan, null(), null_mut()),
-        ]
+        ];
+        hattn_forward_plan_destroy(plan);
+        statuses
     };
     assert_eq!(statuses, [HATTN_ERROR_ARGUMENT; 7]);
 }
