@@ -1,8 +1,9 @@
 //! The C ABI on the CPU: the grid's cases through it, and what it refuses.
 
 use std::ptr::{null, null_mut};
+use std::sync::Barrier;
 
-use hopper_attention::{Corner, DType, Device, Mask, Stream, Workspace, bf16, f16};
+use hopper_attention::{Corner, DType, Device, Dims, ForwardProblem, Layout, Mask, Stream, Workspace, bf16, f16};
 use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
@@ -77,6 +78,54 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
         d_v: output(&mut outputs.d_v, T::DTYPE),
         workspace: 0,
         workspace_bytes: 0,
+    }
+}
+
+/// Two threads use one plan at the same time. Each of them fills one head of the same tensors.
+#[test]
+fn two_threads_fill_two_heads_of_one_tensor() {
+    let both = Dims::new(2, 150, 2, 8);
+    let options = |dims| ForwardProblem::builder(DType::F32, dims).mask(Mask::causal()).lse(true).build().unwrap();
+    let numbers = |seed: u32| -> Vec<f32> {
+        let mixed = |i: u32| (i ^ seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
+        (0..2 * 150 * 2 * 8).map(|i| mixed(i) as f32 / u32::MAX as f32 - 0.5).collect()
+    };
+    let inputs = [numbers(1), numbers(2), numbers(3)];
+    let outputs = || (vec![f32::NAN; inputs[0].len()], vec![f32::NAN; 2 * 2 * 150]);
+    let tensors = |layout, of_lse: Layout<3>, o: u64, lse: u64, head: u64| {
+        let at = |address: u64| tensor(address + head * 8 * 4, DType::F32, HATTN_CPU, layout);
+        let [q, k, v] = inputs.each_ref().map(|input| at(input.as_ptr() as u64));
+        let lse = Some(tensor(lse + head * 150 * 4, DType::F32, HATTN_CPU, of_lse));
+        Memory { q, k, v, o: at(o), lse, workspace: 0, workspace_bytes: 0 }
+    };
+    let plan = |dims| Plan::new(&problem(&options(dims)), HATTN_CPU).unwrap();
+
+    let (mut want_o, mut want_lse) = outputs();
+    let dense = Layout::contiguous([2, 150, 2, 8]).unwrap();
+    let (o, lse) = (want_o.as_mut_ptr() as u64, want_lse.as_mut_ptr() as u64);
+    let memory = tensors(dense, Layout::contiguous([2, 2, 150]).unwrap(), o, lse, 0);
+    // SAFETY: the memory is that of the vectors above, which nothing else uses meanwhile.
+    unsafe { plan(both).run(&memory, null_mut()) }.unwrap();
+
+    let one_head = plan(both.with_heads_q(1).with_heads_kv(1));
+    let layout = Layout::with_strides([2, 150, 1, 8], dense.stride()).unwrap();
+    let of_lse = Layout::with_strides([2, 1, 150], [300, 150, 1]).unwrap();
+    for _ in 0..20 {
+        let (mut got_o, mut got_lse) = outputs();
+        let (o, lse) = (got_o.as_mut_ptr() as u64, got_lse.as_mut_ptr() as u64);
+        let start = Barrier::new(2);
+        std::thread::scope(|scope| {
+            for head in [0, 1] {
+                let (plan, start, tensors) = (&one_head, &start, &tensors);
+                scope.spawn(move || {
+                    let memory = tensors(layout, of_lse, o, lse, head);
+                    start.wait();
+                    // SAFETY: as above. No element belongs to both heads.
+                    unsafe { plan.run(&memory, null_mut()) }.unwrap();
+                });
+            }
+        });
+        assert!(got_o == want_o && got_lse == want_lse);
     }
 }
 
@@ -235,22 +284,24 @@ fn devices_that_are_not_there_are_refused() {
 #[test]
 fn null_pointers_are_refused() {
     let given = problem(&Prepared::<f32>::new(&case()).problem);
-    let mut plan = null_mut();
+    let (mut plan, mut none) = (null_mut(), null_mut());
     let mut bytes = 0;
     // SAFETY: null pointers are what is tested; the others are live.
     let statuses = unsafe {
         checked(hattn_forward_plan_create(&given, HATTN_CPU, &raw mut plan)).unwrap();
         let args: hattn_forward_args = std::mem::zeroed();
         let args = hattn_forward_args { struct_size: 64, abi_version: HATTN_ABI_VERSION, ..args };
-        [
+        let statuses = [
             hattn_forward_supported(null(), HATTN_CPU),
             hattn_forward_plan_create(&given, HATTN_CPU, null_mut()),
-            hattn_forward_plan_create(null(), HATTN_CPU, &raw mut plan),
+            hattn_forward_plan_create(null(), HATTN_CPU, &raw mut none),
             hattn_forward_plan_describe(null(), null_mut(), 0, null_mut()),
             hattn_forward_plan_workspace_size(null(), &raw mut bytes),
             hattn_forward_run(null(), &args, null_mut()),
             hattn_forward_run(plan, null(), null_mut()),
-        ]
+        ];
+        hattn_forward_plan_destroy(plan);
+        statuses
     };
     assert_eq!(statuses, [HATTN_ERROR_ARGUMENT; 7]);
 }

@@ -40,7 +40,7 @@ fn any_head_dim() {
 const ON_CPU: [fn(&Case) -> Verdict; 3] = [on_cpu::<Prepared<bf16>>, on_cpu::<Prepared<f16>>, on_cpu::<Prepared<f32>>];
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), max_shrink_iters: 64, ..ProptestConfig::default() })]
     #[test]
     fn random_cases_keep_the_tolerance(case in random::case(64, 8), dtype in 0..3usize) {
         let verdict = ON_CPU[dtype](&case);

@@ -312,5 +312,5 @@ fn ranked<const R: usize>(operand: &Operand, given: &hattn_tensor) -> Outcome<Ra
     let layout = Layout::with_strides(shape, stride).map_err(named)?;
     let dtype = dtype_of(given.dtype)
         .ok_or_else(|| Failure::argument(name, format_args!("dtype {}", given.dtype), constant(operand.dtype())))?;
-    Ok(RawTensor::new(given.data as u64, dtype, place, layout))
+    Ok(RawTensor::new(given.data.expose_provenance() as u64, dtype, place, layout))
 }

@@ -52,7 +52,8 @@ pub(crate) struct AnyTensor<'a> {
 
 /// Borrowed memory whose element type is known at run time only.
 pub(crate) enum Memory<'a> {
-    /// Host memory, by the address of its first element.
+    /// Host memory, by the address of its first element. The pointer's provenance was exposed, so that the address can become a
+    /// pointer again.
     Host(u64, PhantomData<&'a mut [u8]>),
     #[cfg(feature = "cuda")]
     Cuda(AnyView<'a>),
@@ -98,7 +99,7 @@ impl<'a, T: Element, const R: usize> TensorRef<'a, T, R> {
 impl<'a, T: Element, const R: usize> From<TensorRef<'a, T, R>> for AnyTensor<'a> {
     fn from(tensor: TensorRef<'a, T, R>) -> Self {
         let memory = match tensor.memory {
-            Ref::Host(data) => Memory::Host(data.as_ptr() as u64, PhantomData),
+            Ref::Host(data) => Memory::Host(data.as_ptr().expose_provenance() as u64, PhantomData),
             #[cfg(feature = "cuda")]
             Ref::Cuda(view) => Memory::Cuda(T::any_view(view)),
         };
@@ -160,7 +161,7 @@ impl<'a, T: Element, const R: usize> TensorMut<'a, T, R> {
 impl<'a, T: Element, const R: usize> From<TensorMut<'a, T, R>> for AnyTensor<'a> {
     fn from(tensor: TensorMut<'a, T, R>) -> Self {
         let memory = match tensor.memory {
-            Mut::Host(data) => Memory::Host(data.as_mut_ptr() as u64, PhantomData),
+            Mut::Host(data) => Memory::Host(data.as_mut_ptr().expose_provenance() as u64, PhantomData),
             #[cfg(feature = "cuda")]
             Mut::Cuda(view) => Memory::CudaMut(T::any_view_mut(view)),
         };

@@ -127,7 +127,7 @@ mod forward {
         let kv = f32s(address(&memory.kv), shared);
         let args = memory.args().with(Slot::K, kv).with(Slot::V, kv);
         let heads_outside = Layout::with_strides([1, 2, 2, 2], [8, 2, 4, 1]).unwrap();
-        let args = args.with(Slot::O, f32s(address(&memory.o), heads_outside));
+        let args = args.with(Slot::O, f32s(memory.o.as_mut_ptr() as u64, heads_outside));
         memory.run(&args).unwrap();
         // Queries are 0, so that every key counts alike.
         let want = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0];
@@ -177,10 +177,14 @@ mod forward {
         let mut memory = Tensors::new();
         let text = memory.refused_with(Slot::O, f32s(address(&memory.q), dense([1, 2, 2, 2])));
         assert!(text.starts_with("o: addresses 0x") && text.contains("which meet those of q;"), "{text}");
-        // One element is enough, at the end or at the start.
-        let text = memory.refused_with(Slot::Lse, f32s(address(&memory.o) + 28, dense([1, 2, 2])));
+        // One element is enough, at the end or at the start. All of them lie in one array, so that they meet nothing else.
+        let room = [-7f32; 20];
+        let part = |first: u64| address(&room) + 4 * first;
+        let args = memory.args().with(Slot::O, f32s(part(0), dense([1, 2, 2, 2])));
+        let text = memory.refused(&args.with(Slot::Lse, f32s(part(7), dense([1, 2, 2]))));
         assert!(text.starts_with("lse: addresses 0x") && text.contains("which meet those of o;"), "{text}");
-        let text = memory.refused_with(Slot::K, f32s(address(&memory.lse) + 12, dense([1, 3, 1, 2])));
+        let args = memory.args().with(Slot::Lse, f32s(part(0), dense([1, 2, 2])));
+        let text = memory.refused(&args.with(Slot::K, f32s(part(3), dense([1, 3, 1, 2]))));
         assert!(text.starts_with("lse: addresses 0x") && text.contains("which meet those of k;"), "{text}");
         let twice = Layout::with_strides([1, 2, 2, 2], [0, 0, 2, 1]).unwrap();
         let text = memory.refused_with(Slot::O, f32s(address(&memory.o), twice));
@@ -188,7 +192,7 @@ mod forward {
         // Neighbours do not meet.
         let mut both = vec![-7f32; 12];
         let args = memory.args().with(Slot::O, to(&mut both, [1, 2, 2, 2]));
-        let args = args.with(Slot::Lse, f32s(address(&both) + 32, dense([1, 2, 2])));
+        let args = args.with(Slot::Lse, f32s(both.as_mut_ptr() as u64 + 32, dense([1, 2, 2])));
         memory.run(&args).unwrap();
         assert!(both[..8] == [2.0; 8] && both[8..].iter().all(|lse| (lse - 3f32.ln()).abs() < 1e-6), "{both:?}");
     }

@@ -59,7 +59,7 @@ pub(crate) fn backward<T: Float>(
     let compute = |scratch: &mut Scratch<T>, task: &Task| of_queries(problem, inputs, blocks, task, scratch);
     team.each(queries, compute, |task, scratch| {
         outputs.d_q.store(task, &scratch.of_tokens);
-        of_rows.part_mut(task).copy_from_slice(&scratch.delta);
+        of_rows.store_part(task, &scratch.delta);
     })?;
 
     let delta = HostRef::of(&delta, layout);

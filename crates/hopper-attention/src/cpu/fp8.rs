@@ -140,12 +140,12 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     team.each(tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.o);
         if let Some(lse) = &mut outputs.lse {
-            lse.part_mut(task).copy_from_slice(&scratch.lse);
+            lse.store_part(task, &scratch.lse);
         }
         amax = larger(amax, scratch.amax);
     })?;
     if let Some(out) = &mut outputs.amax {
-        *out.at_mut([0]) = amax;
+        out.set([0], amax);
     }
     Ok(())
 }

@@ -1,7 +1,9 @@
 //! Tensors in host memory, by address.
 //!
-//! Slices are made of runs along the innermost dimension only, never of a whole buffer. The gaps of a layout may belong to
-//! other code that writes them at the same time, so a slice must not cover a gap.
+//! Slices of inputs are made of runs along the innermost dimension only, never of a whole buffer. The gaps of a layout may
+//! belong to other code that writes them at the same time, so a slice must not cover a gap.
+//!
+//! Outputs are written through pointers. No slice is made of them, because their memory may be uninitialised.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -31,7 +33,7 @@ unsafe impl<T: Sync, const R: usize> Send for HostRef<'_, T, R> {}
 unsafe impl<T: Sync, const R: usize> Sync for HostRef<'_, T, R> {}
 // SAFETY: a `HostMut` stands for exclusive references to its elements.
 unsafe impl<T: Send, const R: usize> Send for HostMut<'_, T, R> {}
-// SAFETY: a shared reference to a `HostMut` gives shared references to its elements (`as_ref`), and the layout.
+// SAFETY: a shared reference to a `HostMut` gives shared references to its elements (`as_ref`) and the layout.
 unsafe impl<T: Sync, const R: usize> Sync for HostMut<'_, T, R> {}
 
 impl<'a, T, const R: usize> HostRef<'a, T, R> {
@@ -69,7 +71,7 @@ impl<'a, T, const R: usize> HostMut<'a, T, R> {
     ///
     /// # Safety
     /// For `'a`, every element that the layout reaches is aligned memory of one allocation, and no other code reads or writes
-    /// it. No two indices share an element. For a layout without elements `data` may be anything.
+    /// it. No two indices share an element. The memory may be uninitialised. For a layout without elements `data` may be anything.
     pub unsafe fn new(data: *mut T, layout: Layout<R>) -> Self {
         Self { data, layout, borrowed: PhantomData }
     }
@@ -86,20 +88,31 @@ impl<'a, T, const R: usize> HostMut<'a, T, R> {
         self.layout
     }
 
-    /// `len` elements along the innermost dimension, from an index on.
-    fn run_mut(&mut self, index: [usize; R], len: usize) -> &mut [T] {
-        let start = start_of(&self.layout, index, len);
-        // SAFETY: `start_of` has checked that all elements are within the shape. The caller of `new` promised these.
-        start.map_or(&mut [], |start| unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) })
+    /// Writes values along the innermost dimension, from an index on.
+    fn write(&mut self, index: [usize; R], values: &[T])
+    where
+        T: Copy,
+    {
+        if let Some(start) = start_of(&self.layout, index, values.len()) {
+            // SAFETY: `start_of` has checked that all elements are within the shape. The caller of `new` promised that these
+            // are valid for writing and that no other code uses them. So `values` is other memory.
+            unsafe { self.data.add(start).copy_from_nonoverlapping(values.as_ptr(), values.len()) };
+        }
     }
 
-    /// The element at an index.
-    pub fn at_mut(&mut self, index: [usize; R]) -> &mut T {
-        &mut self.run_mut(index, 1)[0]
+    /// Writes the element at an index.
+    pub fn set(&mut self, index: [usize; R], value: T)
+    where
+        T: Copy,
+    {
+        self.write(index, &[value]);
     }
 
     /// The same tensor for reading. It cannot be written as long as the result is used.
-    pub fn as_ref(&self) -> HostRef<'_, T, R> {
+    ///
+    /// # Safety
+    /// Every element that the result is asked for is initialised.
+    pub unsafe fn as_ref(&self) -> HostRef<'_, T, R> {
         HostRef { data: self.data, layout: self.layout, borrowed: PhantomData }
     }
 }
@@ -129,7 +142,7 @@ impl<T: Copy> HostMut<'_, T, 4> {
     pub(super) fn store(&mut self, task: &Task, rows: &[T]) {
         let [_, _, _, dim] = self.layout.shape();
         for (token, row) in task.tokens.clone().zip(rows.chunks_exact(dim)) {
-            self.run_mut([task.batch, token, task.head, 0], dim).copy_from_slice(row);
+            self.write([task.batch, token, task.head, 0], row);
         }
     }
 }
@@ -142,9 +155,9 @@ impl<'a> HostRef<'a, f32, 3> {
 }
 
 impl HostMut<'_, f32, 3> {
-    /// The numbers of a task's tokens.
-    pub(super) fn part_mut(&mut self, task: &Task) -> &mut [f32] {
-        self.run_mut([task.batch, task.head, task.tokens.start], task.tokens.len())
+    /// Copies the numbers of a task's tokens into the tensor.
+    pub(super) fn store_part(&mut self, task: &Task, numbers: &[f32]) {
+        self.write([task.batch, task.head, task.tokens.start], numbers);
     }
 }
 
@@ -177,8 +190,9 @@ mod tests {
         let layout = Layout::with_strides([1, 2, 1, 2], [12, 6, 3, 1]).unwrap();
         let mut tensor = HostMut::of(&mut data, layout);
         tensor.store(&Task { batch: 0, head: 0, tokens: 0..2 }, &[1.0, 2.0, 3.0, 4.0]);
-        *tensor.at_mut([0, 1, 0, 1]) = 5.0;
-        assert_eq!(tensor.as_ref().row(0, 1, 0), [3.0, 5.0]);
+        tensor.set([0, 1, 0, 1], 5.0);
+        // SAFETY: the array is initialised.
+        assert_eq!(unsafe { tensor.as_ref() }.row(0, 1, 0), [3.0, 5.0]);
         assert_eq!(data, [1.0, 2.0, 7.0, 7.0, 7.0, 7.0, 3.0, 5.0, 7.0, 7.0, 7.0, 7.0]);
     }
 

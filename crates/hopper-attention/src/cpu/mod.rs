@@ -79,7 +79,7 @@ pub(crate) fn forward<T: Float>(
     team.each(tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.o);
         if let Some(lse) = &mut outputs.lse {
-            lse.part_mut(task).copy_from_slice(&scratch.lse);
+            lse.store_part(task, &scratch.lse);
         }
     })
 }

@@ -174,7 +174,7 @@ fn masks() -> impl Strategy<Value = Mask> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(96), ..ProptestConfig::default() })]
     #[test]
     fn keeps_the_tolerance(
         dtype in prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)],

@@ -15,6 +15,7 @@ mod quantize;
 mod raw;
 
 use std::ffi::c_void;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
 use crate::cpu::{HostMut, HostRef};
 use crate::dtype::DType;
@@ -111,7 +112,7 @@ impl RawArgs {
     unsafe fn read<'a, T, const R: usize>(&self, slot: Slot) -> Option<HostRef<'a, T, R>> {
         let tensor = self.get(slot)?;
         // SAFETY: the caller's promise.
-        Some(unsafe { HostRef::new(tensor.address as usize as *const T, tensor.layout.typed()?) })
+        Some(unsafe { HostRef::new(with_exposed_provenance(tensor.address as usize), tensor.layout.typed()?) })
     }
 
     /// An operand that the CPU writes. `None` where it was not given.
@@ -121,7 +122,7 @@ impl RawArgs {
     unsafe fn write<'a, T, const R: usize>(&self, slot: Slot) -> Option<HostMut<'a, T, R>> {
         let tensor = self.get(slot)?;
         // SAFETY: the caller's promise.
-        Some(unsafe { HostMut::new(tensor.address as usize as *mut T, tensor.layout.typed()?) })
+        Some(unsafe { HostMut::new(with_exposed_provenance_mut(tensor.address as usize), tensor.layout.typed()?) })
     }
 }
 

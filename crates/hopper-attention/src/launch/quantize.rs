@@ -82,7 +82,7 @@ unsafe fn quantize<T: Float>(plan: &QuantizePlan, args: &RawArgs) -> Result<()> 
     let found = cpu::quantize(tasks)?;
     if let Some(counts) = &mut counts {
         for [row, column] in counts.layout().indices() {
-            *counts.at_mut([row, column]) = found[row][column] as f32;
+            counts.set([row, column], found[row][column] as f32);
         }
     }
     Ok(())

@@ -38,6 +38,10 @@ impl RawTensor {
     /// The tensor whose first element is at `address`.
     ///
     /// The dimensions of `layout` are in the order that [`Slot::axes`] gives. A tensor without elements may have any address.
+    ///
+    /// The address of memory of this program is `pointer as u64`, or `pointer.expose_provenance() as u64`. For an output the
+    /// pointer must be one that may be written through, such as one from `as_mut_ptr`. The number that `pointer.addr()` gives
+    /// is not enough, because a run on the CPU makes a pointer of the address again.
     pub fn new<const R: usize>(address: u64, dtype: DType, place: Place, layout: Layout<R>) -> Self {
         Self { address, dtype, place, layout: layout.into() }
     }

@@ -158,7 +158,7 @@ fn no_keys_and_no_queries() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(96), ..ProptestConfig::default() })]
     #[test]
     fn gradients_keep_the_tolerance(
         dtype in prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)],
