@@ -5,6 +5,7 @@
 mod args;
 mod bench;
 mod compute;
+mod fuzz;
 mod info;
 mod input;
 mod judge;
@@ -52,6 +53,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Random(args) => random::random(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Plot(args) => bench::plot(&args),
+        Command::Fuzz(args) => fuzz::fuzz(&args),
         Command::Tune(args) => tune::tune(&args),
     }
 }

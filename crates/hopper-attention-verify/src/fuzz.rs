@@ -94,29 +94,32 @@ impl Lab {
 
     /// The smallest problem like the one drawn that is wrong too, and what is wrong with it. `None` if it is right this time.
     pub fn smaller(&mut self, drawn: &mut Drawn) -> Option<(Problem, String)> {
-        let wrong = |lab: &mut Self, problem: &Problem| {
-            let outcome = lab.run(std::slice::from_ref(problem)).pop();
-            outcome.as_ref().and_then(Outcome::wrong).map(str::to_owned)
-        };
-        let mut smallest = None;
-        for _ in 0..STEPS {
+        smallest(drawn, |problem| {
             if !self.is_alive() {
-                break;
+                return None;
             }
-            let problem = drawn.problem();
-            let moved = match wrong(self, &problem) {
-                Some(why) => {
-                    smallest = Some((problem, why));
-                    drawn.tree.simplify()
-                }
-                None => drawn.tree.complicate(),
-            };
-            if !moved {
-                break;
-            }
-        }
-        smallest
+            self.run(std::slice::from_ref(problem)).pop()?.wrong().map(str::to_owned)
+        })
     }
+}
+
+/// Makes a problem smaller as long as it stays wrong. `wrong` says what is wrong with a problem, if anything is.
+fn smallest(drawn: &mut Drawn, mut wrong: impl FnMut(&Problem) -> Option<String>) -> Option<(Problem, String)> {
+    let mut smallest = None;
+    for _ in 0..STEPS {
+        let problem = drawn.problem();
+        let moved = match wrong(&problem) {
+            Some(why) => {
+                smallest = Some((problem, why));
+                drawn.tree.simplify()
+            }
+            None => drawn.tree.complicate(),
+        };
+        if !moved {
+            break;
+        }
+    }
+    smallest
 }
 
 /// A problem that can be made smaller.
@@ -154,5 +157,56 @@ impl Fuzz {
     pub fn draw(&mut self) -> Result<Drawn, String> {
         let tree = self.strategy.new_tree(&mut self.runner).map_err(|reason| reason.to_string())?;
         Ok(Drawn { tree: Box::new(tree) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_problem_is_made_smaller() {
+        let mut fuzz = Fuzz::new(7, true);
+        let wrong = |problem: &Problem| {
+            let large = problem.case.dims.seqlen_kv >= 33 && problem.pass == Pass::Backward;
+            large.then(|| "more than 32 keys".to_owned())
+        };
+        let mut found = 0;
+        for _ in 0..200 {
+            let mut drawn = fuzz.draw().unwrap();
+            let first = drawn.problem();
+            let Some((problem, _)) = smallest(&mut drawn, wrong) else {
+                assert!(wrong(&first).is_none(), "{first}");
+                continue;
+            };
+            found += 1;
+            let Problem { case, launch, .. } = &problem;
+            // The least length of each of the ranges that lengths are drawn from, above 32.
+            assert!(
+                [33, 60, 120, 185].contains(&case.dims.seqlen_kv) && wrong(&problem).is_some(),
+                "{first} became {problem}"
+            );
+            assert!(case.dims.batch == 1 && case.dims.seqlen_q == 1 && !launch.graph, "{first} became {problem}");
+        }
+        assert!(found > 10, "{found}");
+    }
+
+    #[test]
+    fn a_seed_gives_the_same_problems() {
+        let draw = |seed| {
+            let mut fuzz = Fuzz::new(seed, false);
+            (0..20).map(|_| fuzz.draw().unwrap().problem()).collect::<Vec<_>>()
+        };
+        assert!(draw(3) == draw(3) && draw(3) != draw(4));
+    }
+
+    #[test]
+    fn the_cpu_is_right() {
+        let mut fuzz = Fuzz::new(1, false);
+        let problems: Vec<_> = (0..60).map(|_| fuzz.draw().unwrap().problem()).collect();
+        let outcomes = Lab::new(&Device::cpu()).unwrap().run(&problems);
+        for (problem, outcome) in problems.iter().zip(outcomes) {
+            assert!(outcome.wrong().is_none(), "{problem}: {outcome:?}");
+        }
     }
 }

@@ -56,6 +56,8 @@ pub enum Command {
     Bench(Box<BenchArgs>),
     /// Draw the charts of a report of `bench`; with --update also write the README's section on speed
     Plot(PlotArgs),
+    /// Compute random problems and judge each, until one is wrong or the time is over. A wrong one is made smaller and written
+    Fuzz(FuzzArgs),
     /// Find the fastest kernel for each shape on this GPU by timing all that compute it, for `run --tuning`
     Tune(Box<TuneArgs>),
 }
@@ -143,6 +145,28 @@ pub struct ComputeArgs {
     /// How many runs to time; the median is printed [default: 1 on a CPU, 10 on a GPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub repeat: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub struct FuzzArgs {
+    /// Where to compute: auto, cpu or cuda:N. auto takes the first GPU if there is one, else the CPU
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceArg,
+    /// How long to go on
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    pub seconds: u64,
+    /// How many problems to compute at most
+    #[arg(long, value_name = "N")]
+    pub problems: Option<usize>,
+    /// Seed of the problems. The same seed gives the same problems [default: a random one, which is printed]
+    #[arg(long, value_name = "SEED")]
+    pub seed: Option<u64>,
+    /// Run the problem of this file again, which an earlier run wrote
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "output"])]
+    pub replay: Option<PathBuf>,
+    /// Where a wrong problem is written, as JSON
+    #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]
+    pub output: PathBuf,
 }
 
 #[derive(Debug, Args)]

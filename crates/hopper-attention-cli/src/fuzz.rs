@@ -1,0 +1,180 @@
+//! `hattn fuzz`: random problems on a device, each judged, until one is wrong or the time is over.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use hopper_attention::Device;
+use hopper_attention::reference::tolerance::Ratios;
+use hopper_attention_benches::text;
+use hopper_attention_verify::fuzz::{Drawn, Fuzz, Lab, Outcome, Problem};
+use serde::{Deserialize, Serialize};
+
+use crate::args::{DeviceArg, FuzzArgs};
+use crate::compute::device_name;
+use crate::output::AtomicFile;
+use crate::report;
+
+/// Problems between two looks at the clock.
+const ROUND: usize = 512;
+
+/// A wrong problem in a file.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Failure {
+    /// The version of `hattn` that wrote it.
+    hattn: String,
+    /// Where it was computed.
+    device: String,
+    /// What was wrong.
+    wrong: String,
+    /// The problem.
+    problem: Problem,
+}
+
+/// What was found so far.
+#[derive(Default)]
+struct Tally {
+    judged: BTreeMap<String, usize>,
+    refused: BTreeMap<String, usize>,
+    worst: Ratios,
+}
+
+impl Tally {
+    fn take(&mut self, problem: &Problem, outcome: &Outcome) {
+        let kind = format!("{} {}", format!("{:?}", problem.pass).to_lowercase(), problem.dtype);
+        match outcome {
+            Outcome::Judged(verdict) => {
+                *self.judged.entry(kind).or_default() += 1;
+                self.worst = self.worst.max(verdict.ratios);
+            }
+            _ => *self.refused.entry(kind).or_default() += 1,
+        }
+    }
+
+    fn tell(&self, seed: u64, time: Duration) {
+        let sum = |counts: &BTreeMap<String, usize>| counts.values().sum::<usize>();
+        let words = |counts: &BTreeMap<String, usize>| {
+            let words: Vec<_> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
+            words.join(", ")
+        };
+        report::line(
+            "problems",
+            format!("{} in {:.1} s, seed {seed}: {}", sum(&self.judged), time.as_secs_f64(), words(&self.judged)),
+        );
+        if !self.refused.is_empty() {
+            report::line(
+                "refused",
+                format!("{}, since the device has no kernel for them: {}", sum(&self.refused), words(&self.refused)),
+            );
+        }
+        let Ratios { row, tensor, rms, common, .. } = self.worst;
+        report::line(
+            "largest",
+            format!(
+                "errors as a share of their bounds: row {row:.3}, tensor {tensor:.3}, rms {rms:.3}, common {common:.3}"
+            ),
+        );
+    }
+}
+
+/// `hattn fuzz`.
+pub fn fuzz(args: &FuzzArgs) -> Result<()> {
+    let device = device(args.device)?;
+    report::line("device", device_name(&device));
+    let mut lab = Lab::new(&device).map_err(anyhow::Error::msg)?;
+    match &args.replay {
+        Some(path) => replay(&mut lab, path),
+        None => search(args, &device, &mut lab),
+    }
+}
+
+fn device(arg: DeviceArg) -> Result<Device> {
+    match arg {
+        DeviceArg::Cpu => Ok(Device::cpu()),
+        DeviceArg::Cuda(ordinal) => Ok(Device::cuda(ordinal)?),
+        DeviceArg::Auto if cfg!(feature = "cuda") && !Device::available().is_empty() => Ok(Device::cuda(0)?),
+        DeviceArg::Auto => Ok(Device::cpu()),
+    }
+}
+
+fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
+    let seed = args.seed.unwrap_or_else(rand::random);
+    report::line("seed", seed);
+    let mut fuzz = Fuzz::new(seed, lab.is_gpu());
+    let (since, mut tally) = (Instant::now(), Tally::default());
+    let limit = Duration::from_secs(args.seconds);
+    let mut left = args.problems.unwrap_or(usize::MAX);
+    let mut round = if lab.is_gpu() { ROUND } else { ROUND / 16 };
+    while left > 0 && since.elapsed() < limit {
+        round = round.min(left);
+        let mut drawn = Vec::with_capacity(round);
+        for _ in 0..round {
+            drawn.push(fuzz.draw().map_err(anyhow::Error::msg)?);
+        }
+        let problems: Vec<Problem> = drawn.iter().map(Drawn::problem).collect();
+        let outcomes = lab.run(&problems);
+        let mut wrong = None;
+        for (i, (problem, outcome)) in problems.iter().zip(&outcomes).enumerate() {
+            tally.take(problem, outcome);
+            if let (None, Some(why)) = (wrong, outcome.wrong()) {
+                wrong = Some((i, why));
+            }
+        }
+        if let Some((i, why)) = wrong {
+            tally.tell(seed, since.elapsed());
+            return failed(args, device, lab, (&mut drawn[i], why));
+        }
+        ensure!(lab.is_alive(), "{}: the GPU does not answer any more", device_name(device));
+        left -= round;
+    }
+    tally.tell(seed, since.elapsed());
+    let judged: usize = tally.judged.values().sum();
+    ensure!(judged > 0, "no problem was computed; allowed: --seconds and --problems of 1 and above");
+    report::line("check", "passed: 0 wrong");
+    Ok(())
+}
+
+/// Makes the wrong problem smaller and writes it.
+fn failed(args: &FuzzArgs, device: &Device, lab: &mut Lab, (drawn, why): (&mut Drawn, &str)) -> Result<()> {
+    let first = drawn.problem();
+    report::line("wrong", format!("{first}: {why}"));
+    let (problem, wrong) = lab.smaller(drawn).unwrap_or_else(|| {
+        report::line(
+            "note",
+            "it could not be made smaller: a second run of it was right, or the GPU does not answer any more",
+        );
+        (first, why.to_owned())
+    });
+    report::line("smaller", format!("{problem}: {wrong}"));
+    let failure = Failure { hattn: env!("CARGO_PKG_VERSION").into(), device: device_name(device), wrong, problem };
+    let json = serde_json::to_string_pretty(&failure).context("the problem cannot be written as JSON")?;
+    AtomicFile::create(&args.output)?.finish(|writer| writeln!(writer, "{json}"))?;
+    let path = args.output.display();
+    bail!("a problem was computed wrong; written to {path}; hattn fuzz --replay {path} runs it again")
+}
+
+fn replay(lab: &mut Lab, path: &Path) -> Result<()> {
+    let text = text::open(path).and_then(|mut file| {
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut file, &mut text)?;
+        Ok(text)
+    });
+    let failure: Failure =
+        text.and_then(|text| Ok(serde_json::from_str(&text)?)).with_context(|| format!("replay {}", path.display()))?;
+    report::line("problem", &failure.problem);
+    report::line("then", format!("{}, hattn {}: {}", failure.device, failure.hattn, failure.wrong));
+    let outcome = lab.run(std::slice::from_ref(&failure.problem)).pop();
+    match outcome {
+        Some(Outcome::Judged(verdict)) => match verdict.wrong {
+            Some(wrong) => bail!("computed wrong: {wrong}"),
+            None => {
+                report::line("check", "passed");
+                Ok(())
+            }
+        },
+        Some(Outcome::Refused(why)) => bail!("the device does not compute it: {why}"),
+        _ => bail!("the GPU does not answer"),
+    }
+}
