@@ -42,15 +42,18 @@ pub struct RowScale {
     pub along: f64,
     /// The share of the weights that have the same rounding error, from 0 to 1.
     ///
-    /// Weights that differ by less than a unit roundoff are rounded alike. Then their errors do not average out over the
-    /// keys, nor over rows. The largest weight of a row is not rounded. The share is
-    /// `(1 - largest p) * min(1, u / (4 * standard deviation of the scores))`, with the scores weighted by p.
+    /// Weights that differ by an eighth of a unit roundoff or less are rounded alike. Then their errors do not average out
+    /// over the keys, nor over rows. Keys with such weights make a group. The share is the root of the sum of the squared
+    /// weights of the groups of two and more keys.
     pub alike: f64,
     /// The largest score of the row.
     pub row_max: f64,
     /// The number of keys that the mask keeps.
     pub keys: usize,
 }
+
+/// Keys whose scores differ by a unit roundoff divided by this number are rounded alike.
+const ALIKE: f64 = 8.0;
 
 struct Row {
     o: Vec<f64>,
@@ -152,16 +155,22 @@ impl WeightNoise {
     }
 }
 
-/// The share of weights that have the same rounding error ([`RowScale::alike`]). `weights` are relative to the largest.
+/// The share of weights that have the same rounding error ([`RowScale::alike`]).
 fn alike(unit_roundoff: f64, scores: &[f64], weights: &[f64]) -> f64 {
     let sum: f64 = weights.iter().sum();
-    let mean = |value: &dyn Fn(f64) -> f64| {
-        let terms = scores.iter().zip(weights).filter(|(_, weight)| **weight > 0.0);
-        terms.map(|(score, weight)| value(*score) * weight).sum::<f64>() / sum
-    };
-    let middle = mean(&|score| score);
-    let spread = mean(&|score| (score - middle).powi(2)).sqrt();
-    (1.0 - 1.0 / sum) * (unit_roundoff / (4.0 * spread)).min(1.0)
+    let mut keys: Vec<(f64, f64)> = scores.iter().copied().zip(weights.iter().copied()).collect();
+    keys.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+    let (mut squares, mut from) = (0.0, 0);
+    while let Some(first) = keys.get(from) {
+        let group = keys[from..].iter().take_while(|key| key.0 - first.0 <= unit_roundoff / ALIKE);
+        let (count, weight) = group.fold((0, 0.0), |(count, weight), key| (count + 1, weight + key.1));
+        if count > 1 {
+            squares += (weight / sum).powi(2);
+        }
+        // A NaN is like no other.
+        from += count.max(1);
+    }
+    squares.sqrt()
 }
 
 /// A dot product in eight partial sums, so that the compiler may use vectors.

@@ -254,7 +254,12 @@ impl Expected {
                 plain: self.plain.o.row(batch, query, head),
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, squares_norm(exact)),
-                alike: alike(self.unit_roundoff * scale.alike + SCORES_ALIKE * of_scores, scale.keys, exact, weighted),
+                alike: alike(
+                    [self.unit_roundoff * scale.alike + SCORES_ALIKE * of_scores, self.output_least * scale.alike],
+                    scale.keys,
+                    exact,
+                    weighted,
+                ),
                 floor: FLOOR * floor,
                 ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
             });
@@ -338,10 +343,11 @@ fn squares_norm(row: &[f64]) -> f64 {
 ///
 /// - `same` is the relative error of factors that are rounded alike. It goes with the element where all factors share it. It
 ///   goes with the root of the squared terms where each term has its own, the same one in all rows.
+/// - `least` is the same near 0, where roundings have a fixed size.
 /// - A sum in f32 of so many terms may be cut off after each term, as tensor cores do. That is half an ulp a term.
-fn alike(same: f64, terms: usize, exact: &[f64], weighted: &[f64]) -> Vec<f64> {
+fn alike([same, least]: [f64; 2], terms: usize, exact: &[f64], weighted: &[f64]) -> Vec<f64> {
     let cut_off = U32 * terms as f64;
-    let alike = |(exact, weighted): (&f64, &f64)| same * (exact.abs() + weighted) + cut_off * exact.abs();
+    let alike = |(exact, weighted): (&f64, &f64)| same * (exact.abs() + weighted) + least + cut_off * exact.abs();
     exact.iter().zip(weighted).map(alike).collect()
 }
 

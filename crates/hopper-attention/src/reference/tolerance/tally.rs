@@ -154,7 +154,7 @@ impl Tally {
         self.rows += 1;
 
         // NaN inputs give a NaN floor. `f64::max` ignores the NaN.
-        let floor = row.floor.max(0.0);
+        let floor = row.alike.iter().copied().fold(row.floor.max(0.0), |floor, alike| floor.max(row.floor + alike));
         let ulps = row.ulps.max(0.0);
         if let Some(dim) = worst_dim {
             let ratio = worst / (TIMES_PLAIN * plain_worst.max(floor) + ulps);
@@ -201,7 +201,10 @@ impl Tally {
         {
             let chance = DEVIATIONS * (sums.along_variance * copies).sqrt();
             let allowed = chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + sums.alike[1];
-            self.worst(along / allowed, Bound::Common(group), None);
+            // Squares of numbers below 1e-154 are 0.
+            if allowed > 0.0 {
+                self.worst(along / allowed, Bound::Common(group), None);
+            }
         }
     }
 
