@@ -19,6 +19,9 @@ use crate::report;
 /// Problems between two looks at the clock.
 const ROUND: usize = 512;
 
+/// Wrong problems that are printed.
+const SHOWN: usize = 20;
+
 /// A wrong problem in a file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -38,6 +41,7 @@ struct Failure {
 struct Tally {
     judged: BTreeMap<String, usize>,
     refused: BTreeMap<String, usize>,
+    wrong: usize,
     worst: Ratios,
 }
 
@@ -106,6 +110,7 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
     let (since, mut tally) = (Instant::now(), Tally::default());
     let limit = Duration::from_secs(args.seconds);
     let mut left = args.problems.unwrap_or(usize::MAX);
+    let mut first: Option<(Drawn, String)> = None;
     let mut round = if lab.is_gpu() { ROUND } else { ROUND / 16 };
     while left > 0 && since.elapsed() < limit {
         round = round.min(left);
@@ -115,21 +120,29 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
         }
         let problems: Vec<Problem> = drawn.iter().map(Drawn::problem).collect();
         let outcomes = lab.run(&problems);
-        let mut wrong = None;
-        for (i, (problem, outcome)) in problems.iter().zip(&outcomes).enumerate() {
+        for ((drawn, problem), outcome) in drawn.into_iter().zip(&problems).zip(&outcomes) {
             tally.take(problem, outcome);
-            if let (None, Some(why)) = (wrong, outcome.wrong()) {
-                wrong = Some((i, why));
+            let Some(why) = outcome.wrong() else { continue };
+            tally.wrong += 1;
+            if tally.wrong <= SHOWN {
+                report::line("wrong", format!("{problem}: {why}"));
             }
+            first.get_or_insert((drawn, why.to_owned()));
         }
-        if let Some((i, why)) = wrong {
+        if first.is_some() && !args.keep_going {
+            break;
+        }
+        if !lab.is_alive() {
             tally.tell(seed, since.elapsed());
-            return failed(args, device, lab, (&mut drawn[i], why));
+            bail!("{}: the GPU does not answer any more", device_name(device));
         }
-        ensure!(lab.is_alive(), "{}: the GPU does not answer any more", device_name(device));
         left -= round;
     }
     tally.tell(seed, since.elapsed());
+    if let Some((mut drawn, why)) = first {
+        report::line("check", format!("FAILED: {} wrong", tally.wrong));
+        return failed(args, device, lab, (&mut drawn, &why));
+    }
     let judged: usize = tally.judged.values().sum();
     ensure!(judged > 0, "no problem was computed; allowed: --seconds and --problems of 1 and above");
     report::line("check", "passed: 0 wrong");
@@ -139,7 +152,6 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
 /// Makes the wrong problem smaller and writes it.
 fn failed(args: &FuzzArgs, device: &Device, lab: &mut Lab, (drawn, why): (&mut Drawn, &str)) -> Result<()> {
     let first = drawn.problem();
-    report::line("wrong", format!("{first}: {why}"));
     let (problem, wrong) = lab.smaller(drawn).unwrap_or_else(|| {
         report::line(
             "note",

@@ -161,8 +161,11 @@ pub struct FuzzArgs {
     /// Seed of the problems. The same seed gives the same problems [default: a random one, which is printed]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,
+    /// Go on after a wrong problem, and make the first one smaller at the end
+    #[arg(long)]
+    pub keep_going: bool,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "keep_going", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]

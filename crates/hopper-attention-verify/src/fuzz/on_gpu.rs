@@ -22,13 +22,13 @@ const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_TH
 /// cudarc has no name for "no flags".
 const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 /// Problems whose inputs are held at a time.
-const HELD: usize = 256;
+const HELD: usize = 64;
 
 /// A verdict that is still to be computed, on the CPU.
-type Judging<'a> = Box<dyn FnOnce() -> Verdict + Send + 'a>;
+type Judging = Box<dyn FnOnce() -> Verdict + Send>;
 
 /// What came of the GPU's part: a verdict to be computed, a refusal, or what went wrong.
-type Ran<'a> = Result<Judging<'a>, Failed>;
+type Ran = Result<Judging, Failed>;
 
 enum Failed {
     Refused(String),
@@ -73,36 +73,54 @@ impl Gpu {
     }
 
     pub(super) fn run(&mut self, problems: &[Problem]) -> Vec<Outcome> {
-        let mut outcomes = Vec::new();
-        for problems in problems.chunks(HELD) {
-            let subjects: Vec<Box<dyn Subject>> = problems.par_iter().map(subject).collect();
-            let mut ran = Vec::new();
-            for (subject, problem) in subjects.iter().zip(problems) {
-                let on = Lane {
-                    device: &self.device,
-                    stream: if problem.launch.second_stream { &self.second } else { &self.default },
-                    launch: problem.launch,
-                };
-                let one = subject.run(&on);
-                let lost = matches!(one, Err(Failed::Wrong(_))) && !self.is_alive();
-                ran.push(one);
-                if lost {
-                    break;
-                }
-            }
-            let count = ran.len();
-            outcomes.par_extend(ran.into_par_iter().map(|ran| match ran {
-                Ok(judge) => Outcome::Judged(judge()),
-                Err(Failed::Refused(why)) => Outcome::Refused(why),
-                Err(Failed::Wrong(why)) => Outcome::Judged(Verdict::failed(why)),
-            }));
-            if count < problems.len() {
+        let prepare = |problems: Option<&[Problem]>| -> Vec<Box<dyn Subject>> {
+            problems.unwrap_or_default().par_iter().map(subject).collect()
+        };
+        let (mut outcomes, mut ran) = (Vec::new(), Vec::new());
+        let mut rounds = problems.chunks(HELD);
+        let mut round = rounds.next();
+        let mut subjects = prepare(round);
+        // While the GPU computes, the next inputs are made and the last results are judged.
+        while let Some(problems) = round {
+            let next = rounds.next();
+            let last = std::mem::take(&mut ran);
+            let (now, (prepared, judged)) =
+                rayon::join(|| self.compute(problems, subjects), || rayon::join(|| prepare(next), || judged(last)));
+            outcomes.extend(judged);
+            if now.len() < problems.len() {
                 // The GPU does not answer any more.
+                outcomes.extend(self::judged(now));
+                return outcomes;
+            }
+            (ran, subjects, round) = (now, prepared, next);
+        }
+        outcomes.extend(judged(ran));
+        outcomes
+    }
+
+    /// The GPU's part. Fewer results than problems if it does not answer any more.
+    fn compute(&self, problems: &[Problem], subjects: Vec<Box<dyn Subject>>) -> Vec<Ran> {
+        let mut ran = Vec::with_capacity(problems.len());
+        for (subject, problem) in subjects.into_iter().zip(problems) {
+            let stream = if problem.launch.second_stream { &self.second } else { &self.default };
+            let one = subject.run(&Lane { device: &self.device, stream, launch: problem.launch });
+            let lost = matches!(one, Err(Failed::Wrong(_))) && !self.is_alive();
+            ran.push(one);
+            if lost {
                 break;
             }
         }
-        outcomes
+        ran
     }
+}
+
+fn judged(ran: Vec<Ran>) -> Vec<Outcome> {
+    let judge = |ran: Ran| match ran {
+        Ok(judge) => Outcome::Judged(judge()),
+        Err(Failed::Refused(why)) => Outcome::Refused(why),
+        Err(Failed::Wrong(why)) => Outcome::Judged(Verdict::failed(why)),
+    };
+    ran.into_par_iter().map(judge).collect()
 }
 
 /// Where a problem is run, and how.
@@ -155,9 +173,9 @@ impl Lane<'_> {
 }
 
 /// A problem with its inputs.
-trait Subject: Send + Sync {
+trait Subject: Send {
     /// Runs it, twice where the results must have the same bits. The memory of the GPU is free again afterwards.
-    fn run(&self, lane: &Lane<'_>) -> Ran<'_>;
+    fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran;
 }
 
 fn subject(problem: &Problem) -> Box<dyn Subject> {
@@ -181,21 +199,21 @@ fn subject(problem: &Problem) -> Box<dyn Subject> {
 struct Forward<T>(forward::Prepared<T>, Problem);
 
 impl<T: Poison> Subject for Forward<T> {
-    fn run(&self, lane: &Lane<'_>) -> Ran<'_> {
-        let Self(prepared, drawn) = self;
+    fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran {
+        let Self(prepared, drawn) = *self;
         let problem = drawn.forward();
         let device = hopper_attention::Device::Cuda(lane.device.clone());
         let plan = lane.plan(kernels(), |row| problem.plan_with_row(lane.device, row), || problem.plan(&device))?;
         let mut scratch = lane.scratch(plan.workspace_bytes())?;
         let mut workspace = Workspace::cuda(scratch.slice_mut(..));
-        let mut memory = gpu::OnDevice::new(lane.stream, prepared);
+        let mut memory = gpu::OnDevice::new(lane.stream, &prepared);
         let mut results = Vec::new();
         for _ in 0..2 {
-            memory.poison(lane.stream, prepared);
-            lane.launched(|| plan.run(&lane.stream(), &mut workspace, memory.args(prepared)))?;
-            results.push(memory.outputs(lane.stream, prepared)?);
+            memory.poison(lane.stream, &prepared);
+            lane.launched(|| plan.run(&lane.stream(), &mut workspace, memory.args(&prepared)))?;
+            results.push(memory.outputs(lane.stream, &prepared)?);
         }
-        memory.check_inputs(lane.stream, prepared)?;
+        memory.check_inputs(lane.stream, &prepared)?;
         same(gpu::same_bits(&results[0], &results[1]))?;
         let outputs = results.swap_remove(0);
         Ok(Box::new(move || prepared.verdict(&outputs)))
@@ -205,8 +223,8 @@ impl<T: Poison> Subject for Forward<T> {
 struct Backward<T>(backward::Prepared<T>, Problem);
 
 impl<T: Poison> Subject for Backward<T> {
-    fn run(&self, lane: &Lane<'_>) -> Ran<'_> {
-        let Self(prepared, drawn) = self;
+    fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran {
+        let Self(prepared, drawn) = *self;
         let options =
             BackwardProblem::builder(&drawn.forward()).d_lse(drawn.case.lse).deterministic(drawn.deterministic);
         let problem = options.build()?;
@@ -215,14 +233,14 @@ impl<T: Poison> Subject for Backward<T> {
             lane.plan(backward_kernels(), |row| problem.plan_with_row(lane.device, row), || problem.plan(&device))?;
         let mut scratch = lane.scratch(plan.workspace_bytes())?;
         let mut workspace = Workspace::cuda(scratch.slice_mut(..));
-        let mut memory = gpu::backward::OnDevice::new(lane.stream, prepared);
+        let mut memory = gpu::backward::OnDevice::new(lane.stream, &prepared);
         let mut results = Vec::new();
         for _ in 0..if drawn.deterministic { 2 } else { 1 } {
-            memory.poison(lane.stream, prepared);
-            lane.launched(|| plan.run(&lane.stream(), &mut workspace, memory.args(prepared)))?;
-            results.push(memory.outputs(lane.stream, prepared)?);
+            memory.poison(lane.stream, &prepared);
+            lane.launched(|| plan.run(&lane.stream(), &mut workspace, memory.args(&prepared)))?;
+            results.push(memory.outputs(lane.stream, &prepared)?);
         }
-        memory.check_inputs(lane.stream, prepared)?;
+        memory.check_inputs(lane.stream, &prepared)?;
         if let [first, second] = &results[..] {
             same(gpu::backward::same_bits(first, second) == [true; 2])?;
         }
@@ -238,7 +256,7 @@ struct Fp8<O> {
 }
 
 impl<O: OutputOf<E4M3> + Element> Subject for Fp8<O> {
-    fn run(&self, lane: &Lane<'_>) -> Ran<'_> {
+    fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran {
         let problem = self.operands.problem();
         let device = hopper_attention::Device::Cuda(lane.device.clone());
         let plan = lane.plan(kernels(), |row| problem.plan_with_row(lane.device, row), || problem.plan(&device))?;
@@ -255,7 +273,7 @@ impl<O: OutputOf<E4M3> + Element> Subject for Fp8<O> {
         same(results[0].same_bits(&results[1]))?;
         let written = results.swap_remove(0);
         Ok(Box::new(move || {
-            let (o, lse) = written.output(problem);
+            let (o, lse) = written.output(self.operands.problem());
             Verdict::from(&self.expected.check(&o, Some(&lse)).expect("matching shapes"))
         }))
     }
@@ -288,7 +306,7 @@ fn sample<T: Poison>(problem: &Problem) -> Sample<T> {
 }
 
 impl<T: Poison> Subject for Quantize<T> {
-    fn run(&self, lane: &Lane<'_>) -> Ran<'_> {
+    fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran {
         let device = hopper_attention::Device::Cuda(lane.device.clone());
         let plan = self.sample.quantizer.plan(&device)?;
         let mut scratch = lane.scratch(plan.workspace_bytes())?;

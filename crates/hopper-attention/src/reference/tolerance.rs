@@ -147,6 +147,14 @@ const BLOCK: usize = 64;
 /// magnitude among the products and the sum so far. The mean loss is half of that. 32 such losses are 2^-9 of the sum, if all
 /// products have one sign. The tolerance allows `2 * 4 s`, which is 2^-9.
 const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
+/// The unit roundoff `s` of a whole score of e4m3 products, for the LSE.
+///
+/// A score is summed in steps of 32 products. If all products have one sign, the sum after step `i` of `n` is `i / n` of the
+/// score, and loses what is said above of that. So the loss of all steps is `(n + 1) / 2` times as large. In O most of it
+/// cancels, since all keys lose alike.
+fn u_lse_e4m3(head_dim: usize) -> f64 {
+    U_SUM_E4M3 * ((head_dim as f64 / 32.0).ceil() + 1.0) / 2.0
+}
 /// The least value of the `max` in the LSE's tolerance, where scores are in f16. Twice this, 2.5e-3, is then allowed.
 ///
 /// The exponentials in f16 have a relative error of up to 2^-9.9 (PTX ISA, `ex2`). Their arguments, up to 8, are rounded to
@@ -160,6 +168,8 @@ pub struct Expected {
     unit_roundoff: f64,
     /// The unit roundoff `s` of the sums that are scores.
     sum_roundoff: f64,
+    /// The unit roundoff `s` in the LSE's tolerance.
+    lse_roundoff: f64,
     /// The least value of the `max` in the LSE's tolerance.
     lse_least: f64,
     /// The unit roundoff of the output's type.
@@ -195,6 +205,7 @@ impl Expected {
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
             sum_roundoff: if problem.dtype() == DType::E4M3 { U_SUM_E4M3 } else { U32 },
+            lse_roundoff: if problem.dtype() == DType::E4M3 { u_lse_e4m3(problem.dims().head_dim_qk) } else { U32 },
             lse_least: if problem.allows_half_scores() { LSE_LEAST_HALF_SCORES } else { 0.0 },
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
@@ -275,7 +286,7 @@ impl Expected {
             let exact = self.oracle.lse[row];
             // A query without keys has LSE -inf. It must match exactly, and must not widen the bound on the tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
-            let floor = (SCORE_ROUNDOFFS * self.sum_roundoff * scale.score).max(self.lse_least);
+            let floor = (SCORE_ROUNDOFFS * self.lse_roundoff * scale.score).max(self.lse_least);
             let ulp = 2.0 * U32 * magnitude.max(1.0);
             tally.row(&Row {
                 at: [batch, query, head],

@@ -33,9 +33,12 @@ pub struct Noise {
     pub deviation: Tensor,
     /// The root of the sum of the squared terms of each element, in the gradient's shape.
     pub weighted: Tensor,
-    /// For each row the share of the rounded factors that have the same rounding error, as
-    /// [`RowScale::alike`](super::RowScale::alike). For dV these are the probabilities. For dQ and dK they are dS, which
-    /// differ, so the share is 0. Rows are in the order of `[batch, head, token]`.
+    /// For each row the relative error that the probabilities may have in common:
+    /// - what those of them share that are rounded alike ([`RowScale::alike`](super::RowScale::alike)). A kernel may round them
+    ///   before it makes dS of them;
+    /// - the error of scores, which tensor cores cut off towards 0, as a mean weighted by the probabilities.
+    ///
+    /// Rows are in the order of `[batch, head, token]`.
     pub alike: Vec<f64>,
     /// For each row the number of pairs of a query and a key that have a part in it. Rows are in the order of
     /// `[batch, head, token]`.
@@ -113,7 +116,7 @@ struct Row {
     delta_noise: f64,
     q_norm: f64,
     d_o_norm: f64,
-    /// The share of the probabilities that have the same rounding error.
+    /// The relative error that the probabilities have in common, since they are rounded alike.
     alike: f64,
 }
 
@@ -145,7 +148,8 @@ impl Exact<'_> {
         let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
         let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
         row.lse = shift + weights.iter().sum::<f64>().ln();
-        row.alike = alike(unit_roundoff(self.problem.dtype()), &scores, &weights);
+        let roundoff = unit_roundoff(self.problem.dtype());
+        row.alike = roundoff * alike(roundoff, &scores, &weights);
 
         let d_p: Vec<f64> = keys.iter().map(|&key| dot(d_o_row, self.v.row(batch, key, head_kv))).collect();
         let mut o = Sum::new(dims.head_dim_vo);
@@ -175,6 +179,7 @@ impl Exact<'_> {
             sum.add_noise(self.scale() * pair.d_s_noise, k_row);
             mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.p * k);
         }
+        sum.alike = row.alike.max(self.score_noise(&row, key_norm));
         // All keys of the row share the one error of delta, so it does not average out over the keys.
         sum.add_noise(self.scale() * row.delta_noise, &mean_key);
         (row, sum)
@@ -185,6 +190,7 @@ impl Exact<'_> {
         let dims = self.problem.dims();
         let group = self.problem.forward().group_size();
         let (mut d_k, mut d_v) = (Sum::new(dims.head_dim_qk), Sum::new(dims.head_dim_vo));
+        let mut weight = 0.0;
         for head in head_kv * group..(head_kv + 1) * group {
             for query in (0..dims.seqlen_q).filter(|&query| self.keep(query, key)) {
                 let row = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
@@ -199,9 +205,13 @@ impl Exact<'_> {
                 d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
                 d_v.add(pair.p, d_o_row);
                 d_v.add_noise(pair.p_noise, d_o_row);
-                d_v.alike = d_v.alike.max(row.alike);
+                d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
+                weight += pair.p;
             }
         }
+        // Without a weight there is nothing that could be off.
+        d_v.alike /= weight.max(f64::MIN_POSITIVE);
+        d_k.alike = d_v.alike;
         (d_k, d_v)
     }
 

@@ -94,7 +94,7 @@ impl BackwardExpected {
                 plain: plain.row(batch, token, head),
                 deviation: of_terms.iter().zip(exact).map(|(noise, exact)| noise.hypot(rounding * exact)).collect(),
                 along: along.hypot(rounding * squares_norm(exact)),
-                alike: alike([roundoff * same, least * same], terms, exact, weighted),
+                alike: alike([same, least * (same / roundoff).min(1.0)], terms, exact, weighted),
                 floor: FLOOR * (largest(noise) + of_sums * largest(weighted).max(magnitude)),
                 ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
             });
