@@ -43,14 +43,17 @@ pub const ALL: [Mutation; 21] = [
     Mutation { name: "a key in the middle dropped", apply: middle_key_dropped },
     Mutation { name: "O too large by a common factor", apply: |s| times(s, 1.0 + small(s)) },
     Mutation { name: "O too small by a common factor", apply: |s| times(s, 1.0 - small(s)) },
-    Mutation { name: "the lse off by a common term", apply: |s| Some((s.o.clone(), moved(s.lse, small(s)))) },
+    Mutation {
+        name: "the lse off by a common factor",
+        apply: |s| Some((s.o.clone(), times_lse(s.lse, 1.0 + small(s)))),
+    },
     Mutation { name: "a column too large", apply: |s| column(s, |row, dim| row[dim] * (1.0 + small_in_column(s))) },
     Mutation { name: "a column of its neighbour", apply: |s| column(s, |row, dim| row[(dim + 1) % row.len()]) },
     Mutation { name: "sums rescaled by the factor of another block", apply: late_factor },
     Mutation { name: "a block of queries too large", apply: tile_too_large },
     Mutation { name: "the last row not written", apply: unwritten_row },
     Mutation { name: "the lse in base 2", apply: base_2 },
-    Mutation { name: "the lse without the row maximum's scale", apply: |s| Some((s.o.clone(), halved(s.lse))) },
+    Mutation { name: "the lse without the row maximum's scale", apply: |s| Some((s.o.clone(), times_lse(s.lse, 0.5))) },
 ];
 
 fn swapped_heads(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
@@ -254,8 +257,8 @@ pub(crate) fn places([batch, heads, tokens]: [usize; 3]) -> impl Iterator<Item =
     (0..batch * heads * tokens).map(move |i| (i / tokens / heads, i / tokens % heads, i % tokens))
 }
 
-fn moved(lse: &[f64], term: f64) -> Vec<f64> {
-    lse.iter().map(|lse| lse + term).collect()
+fn times_lse(lse: &[f64], factor: f64) -> Vec<f64> {
+    lse.iter().map(|lse| lse * factor).collect()
 }
 
 fn unwritten_row(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
@@ -267,10 +270,6 @@ fn unwritten_row(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
 
 fn base_2(s: Subject<'_>) -> Option<(Tensor, Vec<f64>)> {
     Some((s.o.clone(), s.lse.iter().map(|lse| lse * std::f64::consts::LOG2_E).collect()))
-}
-
-fn halved(lse: &[f64]) -> Vec<f64> {
-    lse.iter().map(|lse| lse * 0.5).collect()
 }
 
 fn computed(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Option<(Tensor, Vec<f64>)> {

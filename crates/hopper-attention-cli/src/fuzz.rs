@@ -85,11 +85,12 @@ impl Tally {
 
 /// `hattn fuzz`.
 pub fn fuzz(args: &FuzzArgs) -> Result<()> {
+    let failure = args.replay.as_deref().map(read).transpose()?;
     let device = device(args.device)?;
     report::line("device", device_name(&device));
     let mut lab = Lab::new(&device).map_err(anyhow::Error::msg)?;
-    match &args.replay {
-        Some(path) => replay(&mut lab, path),
+    match failure {
+        Some(failure) => replay(&mut lab, &failure),
         None => search(args, &device, &mut lab),
     }
 }
@@ -167,14 +168,17 @@ fn failed(args: &FuzzArgs, device: &Device, lab: &mut Lab, (drawn, why): (&mut D
     bail!("a problem was computed wrong; written to {path}; hattn fuzz --replay {path} runs it again")
 }
 
-fn replay(lab: &mut Lab, path: &Path) -> Result<()> {
+/// The wrong problem that a file holds.
+fn read(path: &Path) -> Result<Failure> {
     let text = text::open(path).and_then(|mut file| {
         let mut text = String::new();
         std::io::Read::read_to_string(&mut file, &mut text)?;
         Ok(text)
     });
-    let failure: Failure =
-        text.and_then(|text| Ok(serde_json::from_str(&text)?)).with_context(|| format!("replay {}", path.display()))?;
+    text.and_then(|text| Ok(serde_json::from_str(&text)?)).with_context(|| format!("replay {}", path.display()))
+}
+
+fn replay(lab: &mut Lab, failure: &Failure) -> Result<()> {
     report::line("problem", &failure.problem);
     report::line("then", format!("{}, hattn {}: {}", failure.device, failure.hattn, failure.wrong));
     let outcome = lab.run(std::slice::from_ref(&failure.problem)).pop();

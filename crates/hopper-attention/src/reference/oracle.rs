@@ -20,10 +20,8 @@ pub struct Oracle {
     /// The effect of rounding P on each element of the output: `sqrt(sum over keys of (p * v)^2)`, in the shape of `o`.
     ///
     /// If each p has an independent error with a relative standard deviation of 1, this is the standard deviation of the
-    /// output's error. For e4m3 operands it is the larger of two roots:
-    /// - the one above, without the largest weight of the row. That weight is rounded as a share of itself, so it is exact;
-    /// - `sqrt(sum over keys of (p * (v - o))^2)`. It holds where O is divided by the sum of the *rounded* P: an error that all
-    ///   p share then cancels.
+    /// output's error. For e4m3 operands it is the larger of this root and `sqrt(sum over keys of (p * (v - o))^2)`. The second
+    /// one holds where O is divided by the sum of the *rounded* P: an error that all p share then cancels.
     pub weighted: Tensor,
     /// For each query the sizes of rounding errors, `[batch, heads_q, seqlen_q]`.
     pub scales: Vec<RowScale>,
@@ -119,10 +117,6 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
         let along = dot(v_row, &o);
         if problem.dtype() == DType::E4M3 {
             centred.add(p, v_row.iter().zip(&o).map(|(v, o)| v - o), along - o_squares);
-            // Rounding does not change the largest weight, if it is rounded as a share of itself.
-            if *weight == 1.0 {
-                continue;
-            }
         }
         noise.add(p, v_row.iter().copied(), along);
     }

@@ -36,8 +36,8 @@ struct Sums {
     variance_squares: f64,
     /// Errors times exact values, and the same for the plain computation.
     along: [f64; 2],
-    /// The variance that the first of `along` is expected to have.
-    along_variance: f64,
+    /// The standard deviation that the first of `along` is expected to have.
+    along_deviation: f64,
     /// Squared exact values.
     exact_squares: f64,
     /// Squares of the errors that do not average out, and the sum of these errors times the exact values.
@@ -52,7 +52,7 @@ impl Sums {
             variance,
             variance_squares: variance * variance,
             along: [error * exact, plain_error * exact],
-            along_variance: variance * exact * exact,
+            along_deviation: deviation * exact.abs(),
             exact_squares: exact * exact,
             alike: [alike * alike, alike * exact.abs()],
         }
@@ -63,7 +63,8 @@ impl Sums {
         self.variance += other.variance;
         self.variance_squares += other.variance_squares;
         self.along.iter_mut().zip(other.along).for_each(|(sum, x)| *sum += x);
-        self.along_variance += other.along_variance;
+        // The squares of numbers below 1e-154 are 0.
+        self.along_deviation = self.along_deviation.hypot(other.along_deviation);
         self.exact_squares += other.exact_squares;
         self.alike.iter_mut().zip(other.alike).for_each(|(sum, x)| *sum += x);
     }
@@ -91,6 +92,8 @@ pub(super) struct Tally {
     heads: Vec<Sums>,
     /// `[head, dim]`.
     columns: Vec<Sums>,
+    /// For each column the sum of the plain computation's errors.
+    plain_sums: Vec<f64>,
     /// `[batch, head, block of tokens]`.
     blocks: Vec<Sums>,
 }
@@ -112,6 +115,7 @@ impl Tally {
             tensor: Sums::default(),
             heads: sums(heads),
             columns: sums(heads * dims),
+            plain_sums: vec![0.0; heads * dims],
             blocks: sums(batch * heads * tokens.div_ceil(BLOCK)),
         }
     }
@@ -139,12 +143,14 @@ impl Tally {
             let plain_error = if plain.is_finite() { plain - exact } else { 0.0 };
             plain_worst = plain_worst.max(plain_error.abs());
             let element = Sums::of(error, plain_error, row.deviation[dim].max(0.0), row.alike[dim].max(0.0), exact);
-            self.columns[head * self.shape[3] + dim].add(&element);
+            let column = head * self.shape[3] + dim;
+            self.columns[column].add(&element);
+            self.plain_sums[column] += plain_error;
             sums.add(&element);
         }
         // The elements of a row share the errors of their weights. So a row counts as one sample.
         sums.variance_squares = sums.variance * sums.variance;
-        sums.along_variance = row.along.max(0.0).powi(2);
+        sums.along_deviation = row.along.max(0.0);
         let [_, tokens, heads, _] = self.shape;
         let block = (batch * heads + head) * tokens.div_ceil(BLOCK) + token / BLOCK;
         for group in [&mut self.tensor, &mut self.heads[head], &mut self.blocks[block]] {
@@ -154,7 +160,7 @@ impl Tally {
         self.rows += 1;
 
         // NaN inputs give a NaN floor. `f64::max` ignores the NaN.
-        let floor = row.alike.iter().copied().fold(row.floor.max(0.0), |floor, alike| floor.max(row.floor + alike));
+        let floor = row.alike.iter().copied().fold(row.floor.max(0.0), f64::max);
         let ulps = row.ulps.max(0.0);
         if let Some(dim) = worst_dim {
             let ratio = worst / (TIMES_PLAIN * plain_worst.max(floor) + ulps);
@@ -199,9 +205,8 @@ impl Tally {
         if let Some(common) = self.common
             && along > 0.0
         {
-            let chance = DEVIATIONS * (sums.along_variance * copies).sqrt();
+            let chance = DEVIATIONS * sums.along_deviation * copies.sqrt();
             let allowed = chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + sums.alike[1];
-            // Squares of numbers below 1e-154 are 0.
             if allowed > 0.0 {
                 self.worst(along / allowed, Bound::Common(group), None);
             }
@@ -216,16 +221,27 @@ impl Tally {
         // Equal rows have equal errors.
         let copies = self.rows as f64 / self.distinct.len().max(1) as f64;
         let [_, tokens, heads, dims] = self.shape;
-        self.group(Group::Tensor, &self.tensor.clone(), copies);
+        // Where rows have nearly the same weights, the plain computation's errors add up along a column. So do the others.
+        let (columns, plain_sums) = (std::mem::take(&mut self.columns), std::mem::take(&mut self.plain_sums));
+        let together = |columns: &[Sums], plain_sums: &[f64]| {
+            let squares = columns.iter().map(|sums| sums.squares[1]).sum::<f64>();
+            let of_sums = plain_sums.iter().map(|sum| sum * sum).sum::<f64>();
+            if squares > 0.0 { copies.max(of_sums / squares) } else { copies }
+        };
+        self.group(Group::Tensor, &self.tensor.clone(), together(&columns, &plain_sums));
+        let by_head = columns.chunks(dims.max(1)).zip(plain_sums.chunks(dims.max(1)));
+        let by_head: Vec<f64> = by_head.map(|(columns, plain_sums)| together(columns, plain_sums)).collect();
         for (head, sums) in std::mem::take(&mut self.heads).iter().enumerate() {
-            self.group(Group::Head(head), sums, copies);
+            self.group(Group::Head(head), sums, by_head.get(head).copied().unwrap_or(copies));
         }
-        for (i, sums) in std::mem::take(&mut self.columns).iter().enumerate() {
+        for (i, (sums, plain_sum)) in columns.iter().zip(plain_sums).enumerate() {
+            let copies = together(std::slice::from_ref(sums), &[plain_sum]);
             self.group(Group::Column { head: i / dims, dim: i % dims }, sums, copies);
         }
         let blocks = tokens.div_ceil(BLOCK);
         for (i, sums) in std::mem::take(&mut self.blocks).iter().enumerate() {
             let (batch, head) = (i / blocks / heads, i / blocks % heads);
+            let copies = by_head.get(head).map_or(copies, |copies| copies.min(BLOCK as f64));
             self.group(Group::Block { batch, head, first: i % blocks * BLOCK }, sums, copies);
         }
         let mean = |squares: f64| if self.finite == 0 { 0.0 } else { (squares / self.finite as f64).sqrt() };

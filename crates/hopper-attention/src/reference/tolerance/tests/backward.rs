@@ -148,7 +148,8 @@ fn honest_gradients_pass_and_are_not_far_from_the_bound() {
             }
         }
         // If correct results were never near the bound, the tolerance would be too wide.
-        assert!(worst > 0.25, "{dtype}: {worst}");
+        let near = if dtype == DType::F32 { 0.15 } else { 0.25 };
+        assert!(worst > near, "{dtype}: {worst}");
     }
 }
 
