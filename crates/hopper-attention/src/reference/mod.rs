@@ -103,8 +103,8 @@ fn check_backward_inputs(problem: &BackwardProblem, inputs: [&Tensor; 4], d_lse:
     let refuse =
         |got: &str, allowed: &str| Err(Error::Value { what: "d_lse", got: got.into(), allowed: allowed.into() });
     match (problem.takes_d_lse(), d_lse.is_some()) {
-        (true, false) => refuse("missing", "the gradient that the problem, made with d_lse(true), reads"),
-        (false, true) => refuse("given", "none, since the problem was made without d_lse(true)"),
+        (true, false) => refuse("missing", "the gradient of the LSE, which the problem reads"),
+        (false, true) => refuse("given", "none, since the problem does not read it"),
         _ => Ok(()),
     }
 }
