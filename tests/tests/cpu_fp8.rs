@@ -92,7 +92,7 @@ fn broken_results_are_caught() {
     let (mut applied, mut applied_fp8) = (vec![0; mutations::ALL.len()], vec![0; MUTATIONS.len()]);
     for mask in mutations::masks::ALL {
         for (scaling, half) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
-            for case in [Case::new(300, 200, 64, mask).heads(2, 4, 2), Case::new(150, 300, 128, mask).heads(2, 4, 4)] {
+            for case in [Case::new(200, 200, 64, mask).heads(3, 4, 2), Case::new(150, 300, 128, mask).heads(2, 4, 4)] {
                 let problem = options(&case, scaling).half_scores(half).build().unwrap();
                 let operands = Operands::of_case(&case, &problem, None);
                 let expected = operands.expected();
