@@ -77,7 +77,7 @@ impl<T: Poison> Prepared<T> {
         self.expected.check(&outputs.o.tensor(), lse.as_deref()).expect("matching shapes")
     }
 
-    /// The inputs and a correct result, for [`mutations`].
+    /// The inputs as the oracle reads them.
     pub fn tensors(&self) -> [Tensor; 3] {
         [self.q.tensor(), self.k.tensor(), self.v.tensor()]
     }
