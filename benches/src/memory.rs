@@ -2,15 +2,16 @@
 
 use anyhow::{Context as _, Result};
 
-/// An empty vector with room for so many elements.
+/// An empty vector with a capacity of so many elements.
 ///
 /// # Errors
 /// When there is not so much memory.
 pub fn reserved<T>(len: usize) -> Result<Vec<T>> {
-    let mut room = Vec::new();
-    room.try_reserve_exact(len)
+    let mut empty = Vec::new();
+    empty
+        .try_reserve_exact(len)
         .with_context(|| format!("out of memory: {len} elements of {} bytes", size_of::<T>()))?;
-    Ok(room)
+    Ok(empty)
 }
 
 /// A vector of equal elements.

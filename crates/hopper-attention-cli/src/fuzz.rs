@@ -170,12 +170,8 @@ fn failed(args: &FuzzArgs, device: &Device, lab: &mut Lab, (drawn, why): (&mut D
 
 /// The wrong problem that a file holds.
 fn read(path: &Path) -> Result<Failure> {
-    let text = text::open(path).and_then(|mut file| {
-        let mut text = String::new();
-        std::io::Read::read_to_string(&mut file, &mut text)?;
-        Ok(text)
-    });
-    text.and_then(|text| Ok(serde_json::from_str(&text)?)).with_context(|| format!("replay {}", path.display()))
+    let load = || Ok::<_, anyhow::Error>(serde_json::from_str(&text::read(path)?)?);
+    load().with_context(|| format!("replay {}", path.display()))
 }
 
 fn replay(lab: &mut Lab, failure: &Failure) -> Result<()> {

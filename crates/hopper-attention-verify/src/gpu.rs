@@ -6,11 +6,17 @@ pub mod quantize;
 
 use std::sync::Arc;
 
+use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{Element, ForwardArgs, ForwardPlan, Layout, Stream, TensorMut, TensorRef, Workspace};
 
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
+
+/// How a stream is captured: calls of other threads are no part of it.
+pub const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+/// Of a graph. cudarc has no name for "no flags".
+pub const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 
 /// The tensor between the guard bands.
 pub fn read<T: Element, const R: usize>(slice: &CudaSlice<T>, layout: Layout<R>) -> TensorRef<'_, T, R> {

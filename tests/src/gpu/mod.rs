@@ -19,7 +19,7 @@ use crate::problems::Case;
 use crate::runner::{Prepared, Ready, Runner, Verdict};
 use crate::say;
 
-pub use hopper_attention_verify::gpu::{OnDevice, fp8, quantize, read, same_bits, write};
+pub use hopper_attention_verify::gpu::{MODE, NO_FLAGS, OnDevice, fp8, quantize, read, same_bits, write};
 
 /// A GPU for one test. Tests take turns: they share its memory, and a capture in one must not see another allocate.
 pub struct Gpu {

@@ -2,14 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
     BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardProblem, KernelInfo, Mask, Stream, Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Poison, Values};
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
-use hopper_attention_tests::gpu::{self, Gpu, dense, take_rows};
+use hopper_attention_tests::gpu::{self, Gpu, MODE, NO_FLAGS, dense, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
 use hopper_attention_tests::runner::{Mutated, Runner};
 use hopper_attention_tests::say;
@@ -333,9 +332,9 @@ fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let mut on_device = OnDevice::new(&stream, &first);
     stream.synchronize().unwrap();
 
-    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    stream.begin_capture(MODE).unwrap();
     let launched = plan.run(&lane, &mut workspace, on_device.args(&first));
-    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph");
+    let graph = stream.end_capture(NO_FLAGS).unwrap().expect("a graph");
     launched.unwrap();
     assert!(on_device.untouched(&stream, &first), "{row}: capturing wrote something");
     for seed in [1, 2] {

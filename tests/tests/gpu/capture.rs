@@ -1,17 +1,12 @@
 //! CUDA graphs: a captured forward pass replayed on values that change in between.
 
-use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{Error, KernelInfo, Stream, Workspace};
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
+use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS, OnDevice, same_bits};
 use hopper_attention_tests::problems::Case;
 use hopper_attention_tests::runner::Prepared;
 
 use crate::{mask_of, with_dtype};
-
-const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-/// cudarc has no name for "no flags".
-const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 
 fn prepared<T: Poison>(row: &KernelInfo, seed: u64) -> Prepared<T> {
     let mut case =

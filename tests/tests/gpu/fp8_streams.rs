@@ -1,20 +1,15 @@
 //! The rows of e4m3 operands on several streams and in graphs, and what their runs allocate.
 
-use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
     DType, E4M3, ForwardPlan, ForwardProblem, KernelInfo, Scaling, Stream, Workspace, bf16, kernels,
 };
 use hopper_attention_tests::allocations::counted;
 use hopper_attention_tests::fp8::{Operands, for_row};
-use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs};
+use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS};
 use hopper_attention_tests::problems::{Case, Grid};
 
 use crate::mask_of;
-
-const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-/// cudarc has no name for "no flags".
-const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 
 /// A case for a row: several tiles and heads, a ragged end.
 fn case(row: &KernelInfo, seed: u64) -> Case {

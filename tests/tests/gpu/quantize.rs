@@ -1,15 +1,14 @@
 //! The quantising kernel: the CPU's bytes and factors, whatever the shapes, strides and values; and streams, graphs and
 //! allocations as for the forward pass.
 
-use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::{
     DType, Descale, Device, Dims, E4M3, Error, Float, ForwardProblem, ForwardProblemBuilder, Layout, Mask,
     QuantizeArgs, Quantizer, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::allocations::counted;
-use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{Inputs, Outputs};
 use hopper_attention_tests::gpu::quantize::{Kind, Like, OnDevice, Sample};
+use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS};
 use hopper_attention_tests::layouts::Placement;
 use hopper_attention_tests::problems::Grid;
 use rand::rngs::StdRng;
@@ -17,10 +16,6 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
 use crate::with_dtype;
-
-const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-/// cudarc has no name for "no flags".
-const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 
 /// Values may lie in any way, what is written in those that use no element twice.
 const STORED: [Placement; 6] =

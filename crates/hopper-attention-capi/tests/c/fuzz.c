@@ -309,7 +309,7 @@ static void call_small_functions(void) {
   static hattn_status call_##pass(                                                                              \
       hattn_status (*create)(const hattn_##pass##_problem*, hattn_device, hattn_##pass##_plan**)) {             \
     const hattn_device device = any_device();                                                                   \
-    hattn_##pass##_plan* plan = (hattn_##pass##_plan*)(void*)rooms;                                             \
+    hattn_##pass##_plan* plan = (hattn_##pass##_plan*)(void*)slots;                                             \
     char text[66];                                                                                              \
     const size_t capacity = (size_t)below(sizeof(text) - 1);                                                    \
     size_t length = 0, bytes = 99;                                                                              \
@@ -353,7 +353,7 @@ static void one_call(void) {
   int64_t i;
   hattn_status status;
   memset(memory, POISON, (size_t)used); /* of the call before */
-  room_count = 0;
+  slot_count = 0;
   used = 0;
   is_legal = one_in(4);
   if (of == FORWARD) make_forward();
@@ -399,7 +399,7 @@ static void make_calls(void) {
 }
 
 /* Waits for a process. 0 if it has ended well. Ends it if one call takes too long. */
-static int watch(pid_t child, char* how, size_t room_for_how) {
+static int watch(pid_t child, char* how, size_t slot_for_how) {
   uint64_t last = 0;
   time_t since = time(NULL);
   int status = 0;
@@ -409,13 +409,13 @@ static int watch(pid_t child, char* how, size_t room_for_how) {
     if (time(NULL) - since > HANG_SECONDS) {
       kill(child, SIGKILL);
       waitpid(child, &status, 0);
-      snprintf(how, room_for_how, "no end after %d s", (int)HANG_SECONDS);
+      snprintf(how, slot_for_how, "no end after %d s", (int)HANG_SECONDS);
       return 1;
     }
     usleep(20000);
   }
-  if (WIFSIGNALED(status)) snprintf(how, room_for_how, "signal %d", WTERMSIG(status));
-  if (WIFEXITED(status)) snprintf(how, room_for_how, "exit %d", WEXITSTATUS(status));
+  if (WIFSIGNALED(status)) snprintf(how, slot_for_how, "signal %d", WTERMSIG(status));
+  if (WIFEXITED(status)) snprintf(how, slot_for_how, "exit %d", WEXITSTATUS(status));
   return !WIFEXITED(status) || WEXITSTATUS(status) != 0;
 }
 

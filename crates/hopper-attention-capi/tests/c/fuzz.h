@@ -1,7 +1,7 @@
 /* What a random call of fuzz.c is made of: random numbers, the structs and the memory that the call hands over, and
    ways to spoil them. C99.
 
-   Tensors lie in one block of memory, with gaps of a known pattern between them. Each struct lies in a room of 4352
+   Tensors lie in one block of memory, with gaps of a known pattern between them. Each struct lies in a slot of 4352
    bytes, since the library may read as many bytes as a spoilt struct_size says. */
 #ifndef HATTN_TESTS_FUZZ_H
 #define HATTN_TESTS_FUZZ_H
@@ -12,7 +12,7 @@
 
 #include "reference.h"
 
-enum { MEMORY = 1 << 20, GUARD = 64, ROOM = 4352, ROOMS = 24, POISON = 0xA5 };
+enum { MEMORY = 1 << 20, GUARD = 64, SLOT = 4352, SLOTS = 24, POISON = 0xA5 };
 
 /* -- random numbers */
 
@@ -38,25 +38,25 @@ static void seed_call(uint64_t seed, uint64_t number) {
 
 /* -- structs */
 
-typedef union room {
+typedef union slot {
   uint64_t aligned;
-  unsigned char bytes[ROOM];
+  unsigned char bytes[SLOT];
   hattn_tensor tensor;
-} room;
+} slot;
 
-static room rooms[ROOMS];
-static const char* types[ROOMS];  /* the name of the struct in each room */
-static hattn_tensor right[ROOMS]; /* the tensors, before they were spoilt */
-static int room_count;
+static slot slots[SLOTS];
+static const char* types[SLOTS];  /* the name of the struct in each slot */
+static hattn_tensor right[SLOTS]; /* the tensors, before they were spoilt */
+static int slot_count;
 
-/* A room with a struct. What lies behind the struct is 0, or not. */
+/* A slot with a struct. What lies behind the struct is 0, or not. */
 static void* enter(const char* type, const void* value, size_t size) {
-  room* const free_room = &rooms[room_count];
-  if (room_count >= ROOMS) abort(); /* a mistake of this test */
-  memset(free_room->bytes, one_in(4) ? POISON : 0, ROOM);
-  memcpy(free_room->bytes, value, size);
-  types[room_count++] = type;
-  return free_room;
+  slot* const free_slot = &slots[slot_count];
+  if (slot_count >= SLOTS) abort(); /* a mistake of this test */
+  memset(free_slot->bytes, one_in(4) ? POISON : 0, SLOT);
+  memcpy(free_slot->bytes, value, size);
+  types[slot_count++] = type;
+  return free_slot;
 }
 
 /* -- memory */
@@ -191,7 +191,7 @@ static hattn_tensor* add_tensor(use of, hattn_dtype dtype, int rank, int64_t a, 
   for (i = 0; i < span && of != WRITTEN; ++i) put_number((unsigned char*)made.data + i * size, dtype, of == FACTOR);
   if (span == 0 && one_in(2)) made.data = NULL;
   entered = (hattn_tensor*)enter("hattn_tensor", &made, sizeof(made));
-  right[room_count - 1] = made;
+  right[slot_count - 1] = made;
   return entered;
 }
 
@@ -228,13 +228,13 @@ static const void* other_struct(const field* f, const void* now) {
   const char* type = is_text(f->type, "hattn_quantize_problem") ? "hattn_forward_problem"
                      : quantised                                ? "hattn_quantize_tensor"
                                                                 : "hattn_tensor";
-  const int start = (int)below(room_count);
+  const int start = (int)below(slot_count);
   int i;
   if (one_in(4)) return NULL;
   if (one_in(4) && now != NULL) return (const char*)now + 1 + below(7);
-  for (i = 0; i < room_count; ++i) {
-    const int at = (start + i) % room_count;
-    if (is_text(types[at], type)) return &rooms[at];
+  for (i = 0; i < slot_count; ++i) {
+    const int at = (start + i) % slot_count;
+    if (is_text(types[at], type)) return &slots[at];
   }
   return NULL;
 }
@@ -242,25 +242,25 @@ static const void* other_struct(const field* f, const void* now) {
 /* Sets a random field of a random struct. */
 static void spoil(void) {
   static const uint32_t floats[] = {0x7fc00000, 0x7f800000, 0xbf800000, 0x80000000, 1, 0x7f7fffff};
-  const int at = (int)below(room_count);
+  const int at = (int)below(slot_count);
   const int of_tensor = is_text(types[at], "hattn_tensor");
   const field* f;
   unsigned char* place;
   do {
     f = &fields[below(FIELDS)];
   } while (!is_text(f->type, types[at]));
-  place = rooms[at].bytes + f->offset;
+  place = slots[at].bytes + f->offset;
   if (is_text(f->name, "data")) {
-    hattn_tensor* const t = &rooms[at].tensor;
-    const int other = (int)below(room_count);
+    hattn_tensor* const t = &slots[at].tensor;
+    const int other = (int)below(slot_count);
     const int whose = is_text(types[other], "hattn_tensor") ? other : at;
-    if (one_in(4) || rooms[whose].tensor.data == NULL) {
+    if (one_in(4) || slots[whose].tensor.data == NULL) {
       t->data = NULL;
     } else {
-      t->data = (unsigned char*)rooms[whose].tensor.data + below(5);
+      t->data = (unsigned char*)slots[whose].tensor.data + below(5);
     }
   } else if (is_text(f->name, "struct_size")) {
-    const uint32_t size = one_in(8) ? UINT32_MAX : (uint32_t)below(one_in(2) ? 136 : ROOM - 64);
+    const uint32_t size = one_in(8) ? UINT32_MAX : (uint32_t)below(one_in(2) ? 136 : SLOT - 64);
     memcpy(place, &size, sizeof(size));
   } else if (is_text(f->name, "softmax_scale")) {
     memcpy(place, &floats[below(6)], 4);
@@ -285,8 +285,8 @@ static void spoil(void) {
    promise: every element that shape and strides reach is valid memory. */
 static void keep_promise(void) {
   int i, axis;
-  for (i = 0; i < room_count; ++i) {
-    hattn_tensor* const t = &rooms[i].tensor;
+  for (i = 0; i < slot_count; ++i) {
+    hattn_tensor* const t = &slots[i].tensor;
     const int64_t size = is_text(types[i], "hattn_tensor") ? bytes_of(t->dtype) : 0;
     int is_seen = size == 0 || t->data == NULL || t->ndim < 1 || t->ndim > 4;
     for (axis = 0; axis < 4 && !is_seen && axis < t->ndim; ++axis) {

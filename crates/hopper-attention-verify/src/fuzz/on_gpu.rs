@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use hopper_attention::{
     BackwardProblem, CudaDevice, DType, E4M3, Element, Error, KernelInfo, OutputOf, Quantizer, Stream, Workspace,
@@ -14,13 +13,10 @@ use super::{Launch, Outcome, Pass, Problem};
 use crate::data::Poison;
 use crate::fp8::Operands;
 use crate::gpu::quantize::{Kind, Like, Sample};
-use crate::gpu::{self, fp8, quantize};
+use crate::gpu::{self, MODE, NO_FLAGS, fp8, quantize};
 use crate::ready::{Ready, Verdict};
 use crate::{backward, forward};
 
-const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-/// cudarc has no name for "no flags".
-const NO_FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags(0);
 /// Problems whose inputs are held at a time.
 const HELD: usize = 64;
 

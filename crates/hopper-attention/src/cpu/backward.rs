@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
-use super::tasks::room;
+use super::memory::reserved;
 use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
@@ -51,8 +51,8 @@ pub(crate) fn backward<T: Float>(
     let keys = Tasks { batch, heads: heads_kv, seqlen: seqlen_kv, tokens: blocks.tokens };
     let mut team = Team::new(queries.count().max(keys.count()), || Scratch::new(dims, blocks))?;
     let layout = Layout::contiguous(problem.d_lse_shape())?;
-    let mut delta = room(layout.span())?;
-    matmul::check_room(team.threads())?;
+    let mut delta = reserved(layout.span())?;
+    matmul::check_memory(team.threads())?;
 
     delta.resize(layout.span(), 0.0);
     let mut of_rows = HostMut::of(&mut delta, layout);
@@ -70,7 +70,7 @@ pub(crate) fn backward<T: Float>(
     })
 }
 
-/// Buffers that a thread uses again for its next task of either pass. They have room for the largest task, so that a task
+/// Buffers that a thread uses again for its next task of either pass. They are large enough for the largest task, so that a task
 /// allocates nothing.
 struct Scratch<T> {
     /// The result for the tokens of the task: dQ or dK.
@@ -104,20 +104,20 @@ impl<T> Scratch<T> {
         let pairs = (tokens.min(seqlen_q) * keys).max(queries * tokens.min(seqlen_kv));
         let tokens = tokens.min(seqlen_q.max(seqlen_kv));
         Ok(Self {
-            of_tokens: room(tokens * head_dim_qk)?,
-            of_values: room(tokens * head_dim_vo)?,
-            delta: room(tokens)?,
-            q: room(queries * head_dim_qk)?,
-            k: room(keys * head_dim_qk)?,
-            v: room(keys * head_dim_vo)?,
-            o: room(tokens * head_dim_vo)?,
-            d_o: room(queries * head_dim_vo)?,
-            rows: room(queries)?,
-            kept: room(queries)?,
-            p: room(pairs)?,
-            d_s: room(pairs)?,
-            token_sums: room(tokens * head_dim_qk)?,
-            value_sums: room(tokens * head_dim_vo)?,
+            of_tokens: reserved(tokens * head_dim_qk)?,
+            of_values: reserved(tokens * head_dim_vo)?,
+            delta: reserved(tokens)?,
+            q: reserved(queries * head_dim_qk)?,
+            k: reserved(keys * head_dim_qk)?,
+            v: reserved(keys * head_dim_vo)?,
+            o: reserved(tokens * head_dim_vo)?,
+            d_o: reserved(queries * head_dim_vo)?,
+            rows: reserved(queries)?,
+            kept: reserved(queries)?,
+            p: reserved(pairs)?,
+            d_s: reserved(pairs)?,
+            token_sums: reserved(tokens * head_dim_qk)?,
+            value_sums: reserved(tokens * head_dim_vo)?,
         })
     }
 }

@@ -28,16 +28,14 @@
 //! - The LSE uses exact weights, so it is as exact as for other types.
 
 use std::f32::consts::{LN_2, LOG2_E};
-use std::ops::Range;
 
 use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
-use super::tasks::room;
 use super::tile::lanes;
-use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, load};
+use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, load, tile};
 use crate::dtype::{E4M3, Element, OutputOf};
 use crate::error::{Error, Result};
-use crate::problem::{Dims, ForwardProblem};
+use crate::problem::ForwardProblem;
 use crate::scaling::{SCALE_BLOCK, Scaling};
 
 /// The largest weight before rounding is 2 to this power. It is below 448, so that no weight saturates.
@@ -65,39 +63,11 @@ pub(crate) struct Fp8Outputs<'a, O> {
     pub amax: Option<HostMut<'a, f32, 1>>,
 }
 
-/// Buffers that a thread uses again for its next task. They have room for the largest task, so that a task allocates nothing.
+/// Buffers that a thread uses again for its next task: those of the other types, and one number more.
 struct Scratch<O> {
-    /// The results, `[queries, head_dim_vo]`.
-    o: Vec<O>,
-    /// The results, `[queries]`.
-    lse: Vec<f32>,
+    tile: tile::Scratch<O>,
     /// The largest magnitude of the results, before they are scaled and rounded.
     amax: f32,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-    /// Products `q . k`, then rounded weights: `[queries, keys]`.
-    scores: Vec<f32>,
-    /// Sums of weights times values: `[queries, head_dim_vo]`.
-    sums: Vec<f32>,
-    kept: Vec<Range<usize>>,
-}
-
-impl<O> Scratch<O> {
-    fn new(dims: Dims, blocks: Blocks) -> Result<Self> {
-        let (queries, keys) = (blocks.tokens.min(dims.seqlen_q), blocks.walked.min(dims.seqlen_kv));
-        Ok(Self {
-            o: room(queries * dims.head_dim_vo)?,
-            lse: room(queries)?,
-            amax: 0.0,
-            q: room(queries * dims.head_dim_qk)?,
-            k: room(keys * dims.head_dim_qk)?,
-            v: room(keys * dims.head_dim_vo)?,
-            scores: room(queries * keys)?,
-            sums: room(queries * dims.head_dim_vo)?,
-            kept: room(queries)?,
-        })
-    }
 }
 
 /// The state of one query's online softmax.
@@ -133,14 +103,14 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     }
     let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), SCALE_BLOCK));
     let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
-    let mut team = Team::new(tasks.count(), || Scratch::new(dims, blocks))?;
-    matmul::check_room(team.threads())?;
-    let compute = |scratch: &mut Scratch<O>, task: &Task| tile(problem, inputs, blocks, task, scratch);
+    let mut team = Team::new(tasks.count(), || Ok(Scratch { tile: tile::Scratch::new(dims, blocks)?, amax: 0.0 }))?;
+    matmul::check_memory(team.threads())?;
+    let compute = |scratch: &mut Scratch<O>, task: &Task| compute_tile(problem, inputs, blocks, task, scratch);
     let mut amax = 0.0;
     team.each(tasks, compute, |task, scratch| {
-        outputs.o.store(task, &scratch.o);
+        outputs.o.store(task, &scratch.tile.o);
         if let Some(lse) = &mut outputs.lse {
-            lse.store_part(task, &scratch.lse);
+            lse.store_part(task, &scratch.tile.lse);
         }
         amax = larger(amax, scratch.amax);
     })?;
@@ -178,7 +148,7 @@ fn largest_of_head(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>, batc
 }
 
 /// Computes O, the LSE and the largest magnitude of a task, into `scratch`.
-fn tile<O: OutputOf<E4M3>>(
+fn compute_tile<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
     blocks: Blocks,
@@ -199,7 +169,7 @@ fn tile<O: OutputOf<E4M3>>(
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
     let descale_q = inputs.descale_q.at(scaling.index(task.batch, task.head, problem.group_size(), task.tokens.start));
     let largest_v = largest_of_head(problem, &inputs.descale_v, task.batch, head_kv);
-    let Scratch { o, lse, amax, q, k, v, scores, sums, kept } = scratch;
+    let Scratch { tile: tile::Scratch { o, lse, q, k, v, scores, sums, kept }, amax } = scratch;
     load(&inputs.q, task.batch, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);

@@ -1,7 +1,7 @@
 //! The rotation of a query or a key before it is quantised: signs, then a Hadamard transform.
 //! [`Quantizer`](crate::Quantizer) defines it (incoherent processing).
 
-use super::tasks::room;
+use super::memory::reserved;
 use crate::error::Result;
 
 /// A rotation for one head dim and seed.
@@ -14,7 +14,7 @@ pub(super) struct Rotation {
 
 impl Rotation {
     pub(super) fn new(seed: u64, head_dim: usize) -> Result<Self> {
-        let (mut signs, mut norms) = (room(head_dim)?, room(head_dim)?);
+        let (mut signs, mut norms) = (reserved(head_dim)?, reserved(head_dim)?);
         signs.extend((0..head_dim as u64).map(|dim| if negative(seed, dim) { -1.0 } else { 1.0 }));
         for size in (0..usize::BITS).rev().map(|bit| 1usize << bit).filter(|size| head_dim & size != 0) {
             let norm = 1.0 / (size as f64).sqrt();

@@ -8,9 +8,9 @@
 //! - It is one small crate. `gemm` is some tens of percent faster, but is twenty crates that take a minute to build.
 //!
 //! The crate copies parts of both matrices into a buffer, which it allocates for every product. Where it gets no memory for
-//! the buffer, it ends the process. [`check_room`] makes this an error, and [`matmul`] keeps the buffer small.
+//! the buffer, it ends the process. [`check_memory`] makes this an error, and [`matmul`] keeps the buffer small.
 
-use super::tasks::room;
+use super::memory::reserved;
 use crate::error::Result;
 
 /// Columns of a product that are computed by one call of the crate. It bounds the buffer.
@@ -21,8 +21,8 @@ const BUFFER_BYTES: usize = 256 * (64 + COLUMNS) * size_of::<f32>();
 /// Refuses to compute where there is no memory for the buffers that products on `threads` threads allocate.
 ///
 /// The memory is given back at once, so that the crate finds it.
-pub(super) fn check_room(threads: usize) -> Result<()> {
-    room::<u8>(threads * BUFFER_BYTES).map(drop)
+pub(super) fn check_memory(threads: usize) -> Result<()> {
+    reserved::<u8>(threads * BUFFER_BYTES).map(drop)
 }
 
 /// A row-major matrix in a slice without gaps, or the transpose of one.

@@ -9,6 +9,7 @@ mod fp8;
 mod hadamard;
 mod host;
 mod matmul;
+mod memory;
 mod quantize;
 mod tasks;
 mod threads;
@@ -74,7 +75,7 @@ pub(crate) fn forward<T: Float>(
     let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
     let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
     let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks))?;
-    matmul::check_room(team.threads())?;
+    matmul::check_memory(team.threads())?;
     let compute = |scratch: &mut tile::Scratch<T>, task: &Task| tile::forward(problem, inputs, blocks, task, scratch);
     team.each(tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.o);
@@ -84,7 +85,7 @@ pub(crate) fn forward<T: Float>(
     })
 }
 
-/// Copies the vectors of some tokens to `out`, as f32 and without gaps. `out` has room for them.
+/// Copies the vectors of some tokens to `out`, as f32 and without gaps. `out` is large enough.
 fn load<T: Element>(tensor: &HostRef<'_, T, 4>, batch: usize, head: usize, tokens: Range<usize>, out: &mut Vec<f32>) {
     out.clear();
     for token in tokens {

@@ -2,7 +2,8 @@
 //! [`Quantizer`](crate::Quantizer) has the formulas.
 
 use super::hadamard::Rotation;
-use super::tasks::{self, room};
+use super::memory::reserved;
+use super::tasks;
 use super::{BLOCK, HostMut, HostRef, Task, Tasks, Team, load};
 use crate::dtype::{E4M3, Element, Float};
 use crate::error::Result;
@@ -39,7 +40,7 @@ pub(crate) enum Factors<'a> {
 /// What was found of a tensor: the number of elements that were saturated, and the number that were not finite.
 pub(crate) type Counts = [u64; 2];
 
-/// Buffers that a thread uses again for its next task. They have room for the largest task, so that a task allocates nothing.
+/// Buffers that a thread uses again for its next task. They are large enough for the largest task, so that a task allocates nothing.
 struct Scratch {
     /// The values, rotated if the tensor is to be rotated.
     rows: Vec<f32>,
@@ -75,7 +76,7 @@ impl<T: Float> QuantizeTask<'_, T> {
 pub(crate) fn quantize<T: Float, const N: usize>(tensors: [Option<QuantizeTask<'_, T>>; N]) -> Result<[Counts; N]> {
     let some = || tensors.iter().flatten();
     let elements = some().map(QuantizeTask::largest_task).max().unwrap_or(0);
-    let make = || Ok(Scratch { rows: room(elements)?, amax: 0.0, stored: room(elements)?, counts: [0; 2] });
+    let make = || Ok(Scratch { rows: reserved(elements)?, amax: 0.0, stored: reserved(elements)?, counts: [0; 2] });
     let mut team = Team::new(some().map(|tensor| tensor.tasks().count()).max().unwrap_or(0), make)?;
     let mut rotations = [const { None }; N];
     for (rotation, tensor) in rotations.iter_mut().zip(&tensors) {

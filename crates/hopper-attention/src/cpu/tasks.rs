@@ -9,8 +9,9 @@ use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
+use super::memory::reserved;
 use super::threads;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Neighbouring tokens of one head: queries of a query head, or keys of a key head.
 pub(super) struct Task {
@@ -61,7 +62,7 @@ impl<S: Send> Team<S> {
     /// [`each`](Self::each). For 0 tasks nothing is made and no thread is started.
     pub fn new(tasks: usize, make: impl Fn() -> Result<S>) -> Result<Self> {
         let threads = if tasks == 0 { 0 } else { threads::count()?.min(tasks) };
-        let mut scratch = room(threads)?;
+        let mut scratch = reserved(threads)?;
         for _ in 0..threads {
             scratch.push(make()?);
         }
@@ -95,14 +96,6 @@ impl<S: Send> Team<S> {
         };
         threads::install(|| self.scratch.par_iter_mut().with_max_len(1).for_each(some))
     }
-}
-
-/// An empty vector with room for `len` elements.
-pub(super) fn room<T>(len: usize) -> Result<Vec<T>> {
-    let mut made = Vec::new();
-    let need = len.saturating_mul(size_of::<T>());
-    made.try_reserve_exact(len).map_err(|_| Error::Memory { what: "buffers of the CPU backend", need })?;
-    Ok(made)
 }
 
 /// Elements in a buffer for a block of tokens, at most, unless a single token has more. It bounds the memory of a thread
@@ -146,11 +139,5 @@ mod tests {
     fn blocks_are_smaller_where_tokens_are_long() {
         let sizes = [1, 128, 4096, 5000, 1 << 20, usize::MAX].map(|head_dim| tokens(256, head_dim));
         assert_eq!(sizes, [256, 256, 256, 128, 1, 1]);
-    }
-
-    #[test]
-    fn more_than_there_is_is_an_error() {
-        let error = room::<f32>(1 << 60).unwrap_err();
-        assert_eq!(error, Error::Memory { what: "buffers of the CPU backend", need: 1 << 62 });
     }
 }

@@ -7,6 +7,7 @@
 //! to the process that made it, and a child makes another one. `pool_of_this_process` finds the pool without a lock, because
 //! a lock that another thread held during the `fork` would stay locked in the child.
 
+use std::num::NonZero;
 use std::process;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -14,7 +15,12 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use once_cell::sync::OnceCell;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use super::memory::reserved;
 use crate::error::{Error, ErrorSource, Result};
+
+/// Memory that is set aside for each thread that starts. It is far more than a thread needs, so that it is a mapping of its own,
+/// which is given back at once.
+const BYTES_ASIDE: usize = 256 << 10;
 
 /// The pool of one process.
 struct ProcessPool {
@@ -44,10 +50,23 @@ pub(super) fn install<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
 
 /// The pool, whose threads are started now if they have not been. If they cannot be started, a later call tries again.
 fn pool() -> Result<&'static ThreadPool> {
-    pool_of_this_process().pool.get_or_try_init(|| {
-        let builder = ThreadPoolBuilder::new().thread_name(|index| format!("hattn-{index}"));
-        builder.build().map_err(|error| Error::Threads { source: Some(ErrorSource::new(error)) })
-    })
+    pool_of_this_process().pool.get_or_try_init(start)
+}
+
+/// Starts the threads, and waits until each has run something.
+///
+/// A thread allocates some kilobytes for itself when it starts and when it first looks for work. These allocations cannot be
+/// refused: without memory they end the process. So memory is set aside for them, and they are over before a run takes the rest.
+fn start() -> Result<ThreadPool> {
+    let expected = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let aside = reserved::<u8>(expected * BYTES_ASIDE)?;
+    // The compiler may leave out an allocation that nobody looks at.
+    std::hint::black_box(aside.as_ptr());
+    let builder = ThreadPoolBuilder::new().thread_name(|index| format!("hattn-{index}"));
+    let pool = builder.build().map_err(|error| Error::Threads { source: Some(ErrorSource::new(error)) })?;
+    drop(aside);
+    pool.broadcast(|_| ());
+    Ok(pool)
 }
 
 fn pool_of_this_process() -> &'static ProcessPool {

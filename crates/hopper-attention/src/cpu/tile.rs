@@ -4,40 +4,40 @@ use std::ops::Range;
 
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
-use super::tasks::room;
+use super::memory::reserved;
 use super::{BLOCK, Blocks, Inputs, Task, load};
 use crate::dtype::Float;
 use crate::error::Result;
 use crate::problem::{Dims, ForwardProblem};
 
-/// Buffers that a thread uses again for its next task. They have room for the largest task, so that a task allocates nothing.
+/// Buffers that a thread uses again for its next task. They are large enough for the largest task, so that a task allocates nothing.
 pub(super) struct Scratch<T> {
     /// The results, `[queries, head_dim_vo]`.
     pub o: Vec<T>,
     /// The results, `[queries]`.
     pub lse: Vec<f32>,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-    /// Scores, then weights `exp(score - max)`: `[queries, keys]`.
-    scores: Vec<f32>,
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
+    /// Scores (with e4m3 operands products `q . k`), then weights: `[queries, keys]`.
+    pub scores: Vec<f32>,
     /// Sums of weights times values: `[queries, head_dim_vo]`.
-    sums: Vec<f32>,
-    kept: Vec<Range<usize>>,
+    pub sums: Vec<f32>,
+    pub kept: Vec<Range<usize>>,
 }
 
 impl<T> Scratch<T> {
     pub fn new(dims: Dims, blocks: Blocks) -> Result<Self> {
         let (queries, keys) = (blocks.tokens.min(dims.seqlen_q), blocks.walked.min(dims.seqlen_kv));
         Ok(Self {
-            o: room(queries * dims.head_dim_vo)?,
-            lse: room(queries)?,
-            q: room(queries * dims.head_dim_qk)?,
-            k: room(keys * dims.head_dim_qk)?,
-            v: room(keys * dims.head_dim_vo)?,
-            scores: room(queries * keys)?,
-            sums: room(queries * dims.head_dim_vo)?,
-            kept: room(queries)?,
+            o: reserved(queries * dims.head_dim_vo)?,
+            lse: reserved(queries)?,
+            q: reserved(queries * dims.head_dim_qk)?,
+            k: reserved(keys * dims.head_dim_qk)?,
+            v: reserved(keys * dims.head_dim_vo)?,
+            scores: reserved(queries * keys)?,
+            sums: reserved(queries * dims.head_dim_vo)?,
+            kept: reserved(queries)?,
         })
     }
 }
