@@ -163,7 +163,7 @@ fn scaled(s: Subject<'_>, factor: f32) -> Option<(Tensor, Vec<f64>)> {
 
 /// The common factor, minus 1, that must be noticed: 0.5%, and 3% where P is rounded to the three bits of e4m3.
 pub(crate) fn small(s: Subject<'_>) -> f64 {
-    if s.problem.dtype() == DType::E4M3 { 0.03 } else { 0.005 }
+    if s.problem.dtype() == DType::E4M3 { 0.02 } else { 0.005 }
 }
 
 /// Likewise for one column, which has fewer elements.

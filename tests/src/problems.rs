@@ -4,6 +4,7 @@ use hopper_attention::{Corner, KernelInfo, Mask};
 
 use crate::data::Values;
 use crate::layouts::Placement;
+use crate::say;
 
 pub use hopper_attention_verify::case::Case;
 
@@ -268,12 +269,27 @@ pub mod random {
 
     pub use hopper_attention_verify::case::random::case;
 
-    /// The same cases on every run, with head dims up to `head_dim` in steps of 8: `small` of them on the small grid, else `full`
-    /// or as many more as `PROPTEST_CASES` asks for.
+    /// The seed of random cases, from `HATTN_TEST_SEED`, or 0. Prints it.
+    ///
+    /// # Panics
+    /// When the variable holds no number.
+    pub fn seed() -> u64 {
+        let seed = match std::env::var("HATTN_TEST_SEED") {
+            Ok(seed) => seed.parse().unwrap_or_else(|_| panic!("HATTN_TEST_SEED is {seed:?}; allowed: 0 to 2^64 - 1")),
+            Err(_) => 0,
+        };
+        say(&format!("random cases of seed {seed}; HATTN_TEST_SEED sets another"));
+        seed
+    }
+
+    /// Cases that follow from [`seed`], with head dims up to `head_dim` in steps of 8: `small` of them on the small grid, else
+    /// `full` or as many more as `PROPTEST_CASES` asks for.
     pub fn drawn(head_dim: usize, small: u32, full: u32) -> Vec<Case> {
-        let default = Config::default();
-        let count = Grid::from_env().pick(small, default.cases.max(full));
-        let mut proptest = TestRunner::new_with_rng(default, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+        let config = Config { failure_persistence: None, ..Config::default() };
+        let count = Grid::from_env().pick(small, config.cases.max(full));
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&seed().to_le_bytes());
+        let mut proptest = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
         let strategy = case(head_dim, 8);
         (0..count).map(|_| strategy.new_tree(&mut proptest).expect("a case").current()).collect()
     }

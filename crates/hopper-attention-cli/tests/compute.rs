@@ -184,6 +184,34 @@ fn gradients_by_hand() {
     gradients(Some(3.0));
 }
 
+/// An infinite input makes infinities, NaN, and rows that it has no part in. The oracle says which is where.
+#[test]
+fn check_passes_on_infinite_input() {
+    let folder = Folder::new();
+    let (shape, statistics) = (&[1, 9, 2, 8][..], &[1, 2, 9][..]);
+    for seed in 0..4_u32 {
+        // Of both signs, and no two alike.
+        let values = |i: u32, len: usize| -> Vec<f32> {
+            (0..len).map(|j| ((j as f32 + 1.0) * (i + 5 * seed + 3) as f32 * 0.77).sin() * 1.5).collect()
+        };
+        for (place, infinite) in (0..5).flat_map(|place| [(place, f32::INFINITY), (place, f32::NEG_INFINITY)]) {
+            let mut all: Vec<Vec<f32>> = (0..4).map(|i| values(i, 144)).chain([values(4, 18)]).collect();
+            all[place][if place == 4 { 13 } else { 75 }] = infinite;
+            let tensors: Vec<_> = ["q", "k", "v", "d_o", "d_lse"]
+                .into_iter()
+                .zip([shape, shape, shape, shape, statistics])
+                .zip(&all)
+                .map(|((name, shape), values)| (name, Dtype::F32, shape, bytes(values)))
+                .collect();
+            let input = folder.typed("qkv.safetensors", Some("bshd"), &tensors);
+            for rest in ["--mask full", "--mask causal", "--mask causal --dtype f16", "--dtype f16"] {
+                let said = hattn_on(&format!("check --backward --device cpu {rest}"), &input, None).warned();
+                assert!(said.contains("1 infinite values"), "{said}");
+            }
+        }
+    }
+}
+
 #[test]
 fn nan_in_a_gradient_is_counted() {
     let folder = Folder::new();

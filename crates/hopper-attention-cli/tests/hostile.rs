@@ -364,6 +364,28 @@ fn too_little_memory_is_an_error() {
     assert!(!folder.names().iter().any(|name| name.ends_with(".part") || name == "o.safetensors"));
 }
 
+/// A file without elements, whose shapes hold the largest numbers that there are: no pass takes memory for them, or time.
+#[test]
+fn empty_files_of_large_numbers_are_answered_at_once() {
+    let folder = Folder::new();
+    let large = i32::MAX;
+    for shape in [[large, 0, 1, 8], [0, 1, 1, large], [0, large, 1, 8], [0, 1, large, 8], [0, large, large, 64]] {
+        let tensors =
+            ["q", "k", "v"].map(|name| format!(r#""{name}":{{"dtype":"F16","shape":{shape:?},"data_offsets":[0,0]}}"#));
+        let header = format!(r#"{{{},"__metadata__":{{"layout":"bshd"}}}}"#, tensors.join(","));
+        let (input, output) = (folder.path("empty.safetensors"), folder.path("o.safetensors"));
+        fs::write(&input, with_header(header.as_bytes(), &[])).expect("written");
+        for options in ["", "--fp8 per-tensor", "--fp8 per-head", "--fp8 per-block --hadamard 1"] {
+            let line = format!("run --device cpu {options} --input {} --output {}", input.display(), output.display());
+            let ran = limited(3_000_000, &line.split_whitespace().collect::<Vec<_>>());
+            assert!(matches!(ran.code, Some(0 | 1)), "{shape:?} {options}: {ran:?}");
+            if ran.code == Some(1) {
+                assert!(ran.stderr.lines().count() == 1 && !ran.stderr.contains("panicked"), "{ran:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn sweeps_that_are_too_large_are_refused() {
     for (sizes, part) in [

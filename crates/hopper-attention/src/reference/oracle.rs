@@ -111,10 +111,10 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
 
     let mut noise = WeightNoise::new(dims.head_dim_vo);
     let mut centred = WeightNoise::new(dims.head_dim_vo);
-    let o_squares = dot(&o, &o);
+    let o_squares = finite_dot(&o, &o);
     for (&key, weight) in keys.iter().zip(&weights) {
         let (p, v_row) = (weight / row_sum, v.row(batch, key, head_kv));
-        let along = dot(v_row, &o);
+        let along = finite_dot(v_row, &o);
         if problem.dtype() == DType::E4M3 {
             centred.add(p, v_row.iter().zip(&o).map(|(v, o)| v - o), along - o_squares);
         }
@@ -165,6 +165,15 @@ fn alike(unit_roundoff: f64, scores: &[f64], weights: &[f64]) -> f64 {
         from += count.max(1);
     }
     squares.sqrt()
+}
+
+/// A dot product that leaves out what is not finite.
+fn finite_dot(a: &[f64], b: &[f64]) -> f64 {
+    let all = dot(a, b);
+    if all.is_finite() {
+        return all;
+    }
+    a.iter().zip(b).map(|(a, b)| a * b).filter(|product| product.is_finite()).sum()
 }
 
 /// A dot product in eight partial sums, so that the compiler may use vectors.

@@ -1,5 +1,7 @@
 //! The oracle of the gradients: f64, from the definition. Each row of dQ, and each row of dK and dV, is computed by itself.
 
+use std::f64::consts::SQRT_2;
+
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::{Tensor, check_backward_inputs, each_row, gather};
 use super::{alike, dot};
@@ -33,6 +35,9 @@ pub struct Noise {
     pub deviation: Tensor,
     /// The root of the sum of the squared terms of each element, in the gradient's shape.
     pub weighted: Tensor,
+    /// What delta costs each element if the weights that O was computed from were rounded alike, in the gradient's shape. These
+    /// errors have the same sign in all terms.
+    pub of_delta: Tensor,
     /// For each row the relative error that the probabilities may have in common:
     /// - what those of them share that are rounded alike ([`RowScale::alike`](super::RowScale::alike)). A kernel may round them
     ///   before it makes dS of them;
@@ -87,6 +92,7 @@ fn with_noise(shape: [usize; 4], rows: &[Sum]) -> (Tensor, Noise) {
     let noise = Noise {
         deviation: gather(shape, rows, |row, out| roots(&row.noise_squares, out)),
         weighted: gather(shape, rows, |row, out| roots(&row.squares, out)),
+        of_delta: gather(shape, rows, |row, out| out.copy_from_slice(&row.of_delta)),
         alike: rows.iter().map(|row| row.alike).collect(),
         terms: rows.iter().map(|row| row.terms).collect(),
     };
@@ -110,7 +116,7 @@ struct Exact<'a> {
 #[derive(Clone, Copy)]
 struct Row {
     lse: f64,
-    /// `sum over keys of p * dp`, minus the gradient of the LSE.
+    /// `dO . O`, minus the gradient of the LSE.
     delta: f64,
     /// The noise of delta: `n(delta)` in the tolerance.
     delta_noise: f64,
@@ -118,6 +124,8 @@ struct Row {
     d_o_norm: f64,
     /// The relative error that the probabilities have in common, since they are rounded alike.
     alike: f64,
+    /// The error of delta if O has this relative error.
+    delta_alike: f64,
 }
 
 /// One query and one key that the query keeps. The noise is `n(p)` and `n(dS)` in the tolerance.
@@ -135,7 +143,15 @@ impl Exact<'_> {
         let head_kv = head / self.problem.forward().group_size();
         let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
         let (q_norm, d_o_norm) = (norm(q_row), norm(d_o_row));
-        let mut row = Row { lse: f64::NEG_INFINITY, delta: 0.0, delta_noise: 0.0, q_norm, d_o_norm, alike: 0.0 };
+        let mut row = Row {
+            lse: f64::NEG_INFINITY,
+            delta: 0.0,
+            delta_noise: 0.0,
+            q_norm,
+            d_o_norm,
+            alike: 0.0,
+            delta_alike: 0.0,
+        };
         let mut sum = Sum::new(dims.head_dim_qk);
 
         let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| self.keep(query, key)).collect();
@@ -154,13 +170,18 @@ impl Exact<'_> {
         let d_p: Vec<f64> = keys.iter().map(|&key| dot(d_o_row, self.v.row(batch, key, head_kv))).collect();
         let mut o = Sum::new(dims.head_dim_vo);
         let mut key_norm = 0.0;
-        for ((&key, score), d_p) in keys.iter().zip(&scores).zip(&d_p) {
+        for (&key, score) in keys.iter().zip(&scores) {
             let p = (score - row.lse).exp();
-            row.delta += p * d_p;
             o.add(p, self.v.row(batch, key, head_kv));
-            key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
+            // A key of weight 0 may be infinite.
+            if p != 0.0 {
+                key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
+            }
         }
+        // Not the sum of p * dP: where dO is infinite, dP is infinite of both signs.
+        row.delta = dot(d_o_row, &o.values);
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
+        row.delta_alike = row.alike * row.delta.abs();
         row.delta -= d_lse;
         // The O in delta is rounded, and was computed from rounded P.
         let rounded: f64 = d_o_row
@@ -182,6 +203,7 @@ impl Exact<'_> {
         sum.alike = row.alike.max(self.score_noise(&row, key_norm));
         // All keys of the row share the one error of delta, so it does not average out over the keys.
         sum.add_noise(self.scale() * row.delta_noise, &mean_key);
+        sum.add_of_delta(self.scale() * row.delta_alike, &mean_key);
         (row, sum)
     }
 
@@ -203,9 +225,12 @@ impl Exact<'_> {
                 let pair = self.pair(row, token, self.score(batch, head, query, key), d_p);
                 d_k.add(self.scale() * pair.d_s, q_row);
                 d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
+                d_k.add_of_delta(self.scale() * pair.p * row.delta_alike, q_row);
                 d_v.add(pair.p, d_o_row);
                 d_v.add_noise(pair.p_noise, d_o_row);
-                d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
+                if pair.p != 0.0 {
+                    d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
+                }
                 weight += pair.p;
             }
         }
@@ -220,13 +245,16 @@ impl Exact<'_> {
         let p = (score - row.lse).exp();
         let d_s = p * (d_p - row.delta);
         let dtype = self.problem.dtype();
-        let relative = unit_roundoff(dtype) + self.score_noise(row, self.k_norms[token]);
+        let roundoff = unit_roundoff(dtype);
+        // A key of weight 0 may be infinite.
+        let of_score = if p == 0.0 { 0.0 } else { self.score_noise(row, self.k_norms[token]) };
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         Pair {
             p,
             d_s,
-            p_noise: relative * p + half_subnormal(dtype),
-            d_s_noise: relative * d_s.abs()
+            p_noise: (roundoff + of_score) * p + half_subnormal(dtype),
+            // A kernel may round P before it makes dS of it.
+            d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
                 + p * d_p_noise
                 + half_subnormal(dtype)
                 + SMALLEST_NORMAL * (d_p - row.delta).abs(),
@@ -259,18 +287,21 @@ impl Exact<'_> {
     }
 }
 
-/// A sum of weighted vectors: its elements, and for each element the sums of the squared terms and of their squared noise.
+/// A sum of weighted vectors: its elements, and for each element the sums of the squared terms, of their squared noise, and of
+/// [`Noise::of_delta`].
 struct Sum {
     values: Vec<f64>,
     squares: Vec<f64>,
     noise_squares: Vec<f64>,
+    of_delta: Vec<f64>,
     alike: f64,
     terms: usize,
 }
 
 impl Sum {
     fn new(dim: usize) -> Self {
-        Self { values: vec![0.0; dim], squares: vec![0.0; dim], noise_squares: vec![0.0; dim], alike: 0.0, terms: 0 }
+        let [values, squares, noise_squares, of_delta] = [(); 4].map(|()| vec![0.0; dim]);
+        Self { values, squares, noise_squares, of_delta, alike: 0.0, terms: 0 }
     }
 
     fn add(&mut self, weight: f64, vector: &[f64]) {
@@ -280,6 +311,10 @@ impl Sum {
             *square += term * term;
         }
         self.terms += 1;
+    }
+
+    fn add_of_delta(&mut self, error: f64, vector: &[f64]) {
+        self.of_delta.iter_mut().zip(vector).for_each(|(sum, x)| *sum += (error * x).abs());
     }
 
     fn add_noise(&mut self, noise: f64, vector: &[f64]) {

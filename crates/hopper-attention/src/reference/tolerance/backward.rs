@@ -4,7 +4,8 @@ use std::fmt;
 
 use super::super::rounding::{U32, half_subnormal, unit_roundoff};
 use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, backward, backward_plain, place, shape_error};
-use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, ROUNDING, Ratios, Row, Tally, alike, largest, squares_norm};
+use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, ROUNDING, Ratios, Row, Tally};
+use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
@@ -76,8 +77,8 @@ impl BackwardExpected {
         let mut tally = Tally::new(exact.shape(), Some(COMMON * roundoff));
         for (i, (&terms, &same)) in noise.terms.iter().zip(&noise.alike).enumerate() {
             let [batch, head, token] = place([batch, heads, seqlen], i);
-            let [exact, noise, weighted] =
-                [exact, &noise.deviation, &noise.weighted].map(|tensor| tensor.row(batch, token, head));
+            let [exact, noise, weighted, of_delta] = [exact, &noise.deviation, &noise.weighted, &noise.of_delta]
+                .map(|tensor| tensor.row(batch, token, head));
             let magnitude = largest(exact);
             let of_sums = U32 * (terms as f64).sqrt();
             // A row without pairs must be exactly 0, so it is allowed nothing. Among subnormal numbers an ulp has a fixed size.
@@ -86,7 +87,8 @@ impl BackwardExpected {
             let of_terms: Vec<f64> = noise.iter().zip(weighted).map(of_terms).collect();
             let rounding = ROUNDING * roundoff;
             // As if what is summed had the same error in all elements.
-            let along: f64 = of_terms.iter().zip(exact).map(|(noise, exact)| noise * exact.abs()).sum();
+            let along = of_terms.iter().zip(exact).map(|(noise, exact)| noise * exact.abs());
+            let along: f64 = along.filter(|term| term.is_finite()).sum();
             tally.row(&Row {
                 at: [batch, token, head],
                 got: got.row(batch, token, head),
@@ -94,7 +96,13 @@ impl BackwardExpected {
                 plain: plain.row(batch, token, head),
                 deviation: of_terms.iter().zip(exact).map(|(noise, exact)| noise.hypot(rounding * exact)).collect(),
                 along: along.hypot(rounding * squares_norm(exact)),
-                alike: alike([same, least * (same / roundoff).min(1.0)], terms, exact, weighted),
+                // Keys see the same roundings in all queries, and queries in all keys.
+                alike: vec![0.0; exact.len()],
+                systematic: systematic([same, least * (same / roundoff).min(1.0)], terms, exact, weighted)
+                    .iter()
+                    .zip(of_delta)
+                    .map(|(a, b)| a + b)
+                    .collect(),
                 floor: FLOOR * (largest(noise) + of_sums * largest(weighted).max(magnitude)),
                 ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
             });

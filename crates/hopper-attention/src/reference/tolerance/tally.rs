@@ -17,8 +17,10 @@ pub(super) struct Row<'a> {
     pub deviation: Vec<f64>,
     /// The standard deviation that the sum of the errors times the exact values is expected to have.
     pub along: f64,
-    /// The part of the error of each element that does not average out over elements.
+    /// The part of the error of each element that does not average out over the elements of a row.
     pub alike: Vec<f64>,
+    /// The part that does not average out over rows either.
+    pub systematic: Vec<f64>,
     /// The least error of the plain computation that is allowed for, for the largest error.
     pub floor: f64,
     /// What the largest error is allowed in addition.
@@ -40,12 +42,19 @@ struct Sums {
     along_deviation: f64,
     /// Squared exact values.
     exact_squares: f64,
-    /// Squares of the errors that do not average out, and the sum of these errors times the exact values.
-    alike: [f64; 2],
+    /// Squares of the errors that do not average out.
+    alike_squares: f64,
+    /// The sum of `alike` times the exact values, and the root of the sum of its squares over rows.
+    alike_along: [f64; 2],
+    /// The sum of `systematic` times the exact values.
+    systematic_along: f64,
 }
 
 impl Sums {
-    fn of(error: f64, plain_error: f64, deviation: f64, alike: f64, exact: f64) -> Self {
+    fn of(row: &Row<'_>, dim: usize, error: f64, plain_error: f64) -> Self {
+        let [deviation, alike, systematic] =
+            [&row.deviation, &row.alike, &row.systematic].map(|sizes| sizes[dim].max(0.0));
+        let exact = row.exact[dim];
         let variance = deviation * deviation;
         Self {
             squares: [error * error, plain_error * plain_error],
@@ -54,7 +63,9 @@ impl Sums {
             along: [error * exact, plain_error * exact],
             along_deviation: deviation * exact.abs(),
             exact_squares: exact * exact,
-            alike: [alike * alike, alike * exact.abs()],
+            alike_squares: (alike + systematic).powi(2),
+            alike_along: [alike * exact.abs(); 2],
+            systematic_along: systematic * exact.abs(),
         }
     }
 
@@ -66,7 +77,10 @@ impl Sums {
         // The squares of numbers below 1e-154 are 0.
         self.along_deviation = self.along_deviation.hypot(other.along_deviation);
         self.exact_squares += other.exact_squares;
-        self.alike.iter_mut().zip(other.alike).for_each(|(sum, x)| *sum += x);
+        self.alike_squares += other.alike_squares;
+        self.alike_along =
+            [self.alike_along[0] + other.alike_along[0], self.alike_along[1].hypot(other.alike_along[1])];
+        self.systematic_along += other.systematic_along;
     }
 }
 
@@ -142,7 +156,7 @@ impl Tally {
             // If the plain computation overflowed, its error does not widen the tolerance.
             let plain_error = if plain.is_finite() { plain - exact } else { 0.0 };
             plain_worst = plain_worst.max(plain_error.abs());
-            let element = Sums::of(error, plain_error, row.deviation[dim].max(0.0), row.alike[dim].max(0.0), exact);
+            let element = Sums::of(row, dim, error, plain_error);
             let column = head * self.shape[3] + dim;
             self.columns[column].add(&element);
             self.plain_sums[column] += plain_error;
@@ -151,6 +165,7 @@ impl Tally {
         // The elements of a row share the errors of their weights. So a row counts as one sample.
         sums.variance_squares = sums.variance * sums.variance;
         sums.along_deviation = row.along.max(0.0);
+        sums.alike_along[1] = sums.alike_along[0];
         let [_, tokens, heads, _] = self.shape;
         let block = (batch * heads + head) * tokens.div_ceil(BLOCK) + token / BLOCK;
         for group in [&mut self.tensor, &mut self.heads[head], &mut self.blocks[block]] {
@@ -160,7 +175,8 @@ impl Tally {
         self.rows += 1;
 
         // NaN inputs give a NaN floor. `f64::max` ignores the NaN.
-        let floor = row.alike.iter().copied().fold(row.floor.max(0.0), f64::max);
+        let alike = row.alike.iter().zip(&row.systematic).map(|(alike, systematic)| alike + systematic);
+        let floor = alike.fold(row.floor.max(0.0), f64::max);
         let ulps = row.ulps.max(0.0);
         if let Some(dim) = worst_dim {
             let ratio = worst / (TIMES_PLAIN * plain_worst.max(floor) + ulps);
@@ -198,7 +214,7 @@ impl Tally {
         let samples = sums.variance * sums.variance / (sums.variance_squares * copies);
         if error > 0.0 {
             let times = TIMES_RMS + if samples > 0.0 { DEVIATIONS / (2.0 * samples).sqrt() } else { 0.0 };
-            let allowed = times * plain.max(sums.variance.sqrt()) + sums.alike[0].sqrt();
+            let allowed = times * plain.max(sums.variance.sqrt()) + sums.alike_squares.sqrt();
             self.worst(error / allowed, Bound::Rms(group), None);
         }
         let [along, plain_along] = sums.along.map(f64::abs);
@@ -206,7 +222,10 @@ impl Tally {
             && along > 0.0
         {
             let chance = DEVIATIONS * sums.along_deviation * copies.sqrt();
-            let allowed = chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + sums.alike[1];
+            // Rows are rounded independently of each other, so far as they are not copies.
+            let alike = sums.alike_along[0].min(DEVIATIONS * sums.alike_along[1] * copies.sqrt());
+            let allowed =
+                chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + alike + sums.systematic_along;
             if allowed > 0.0 {
                 self.worst(along / allowed, Bound::Common(group), None);
             }
