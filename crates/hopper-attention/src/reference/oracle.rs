@@ -2,7 +2,7 @@
 
 mod backward;
 
-use super::rounding::unit_roundoff;
+use super::rounding::{ROUNDING, unit_roundoff};
 use super::{Tensor, check_inputs, each_row, gather};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -22,7 +22,12 @@ pub struct Oracle {
     /// If each p has an independent error with a relative standard deviation of 1, this is the standard deviation of the
     /// output's error. For e4m3 operands it is the larger of this root and `sqrt(sum over keys of (p * (v - o))^2)`. The second
     /// one holds where O is divided by the sum of the *rounded* P: an error that all p share then cancels.
+    ///
+    /// Small e4m3 weights have larger errors. They count as [`E4M3_LEAST`] says.
     pub weighted: Tensor,
+    /// The error of each element of the output where all weights that [`E4M3_LEAST`] rounds to 0 are 0, in the shape of `o`. 0 for
+    /// other operands.
+    pub lost: Tensor,
     /// For each query the sizes of rounding errors, `[batch, heads_q, seqlen_q]`.
     pub scales: Vec<RowScale>,
 }
@@ -53,9 +58,16 @@ pub struct RowScale {
 /// Keys whose scores differ by a unit roundoff divided by this number are rounded alike.
 const ALIKE: f64 = 8.0;
 
+/// Half of the distance between two small e4m3 weights, as a share of a row's largest weight. A smaller weight may become 0.
+///
+/// The smallest e4m3 number is 2^-9. A kernel may make a row's largest weight no larger than 2^3, so that sums of weights stay
+/// within the type. A weight `p` then has the error `min(p, E4M3_LEAST)` besides that of its three bits.
+pub const E4M3_LEAST: f64 = 1.0 / (1 << 13) as f64;
+
 struct Row {
     o: Vec<f64>,
     weighted: Vec<f64>,
+    lost: Vec<f64>,
     lse: f64,
     scale: RowScale,
 }
@@ -75,8 +87,9 @@ pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> 
     let rows = each_row(problem.lse_shape(), |[batch, head, query]| row(problem, q, k, v, batch, head, query));
     let o = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.o));
     let weighted = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.weighted));
+    let lost = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.lost));
     let (lse, scales) = rows.into_iter().map(|row| (row.lse, row.scale)).unzip();
-    Ok(Oracle { o, lse, weighted, scales })
+    Ok(Oracle { o, lse, weighted, lost, scales })
 }
 
 fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usize, head: usize, query: usize) -> Row {
@@ -93,7 +106,7 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
     // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
     let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
-        return Row { weighted: o.clone(), o, lse: f64::NEG_INFINITY, scale: RowScale::default() };
+        return Row { weighted: o.clone(), lost: o.clone(), o, lse: f64::NEG_INFINITY, scale: RowScale::default() };
     }
     let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
     let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
@@ -112,11 +125,19 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
     let mut noise = WeightNoise::new(dims.head_dim_vo);
     let mut centred = WeightNoise::new(dims.head_dim_vo);
     let o_squares = finite_dot(&o, &o);
+    let roundoff = unit_roundoff(problem.dtype());
+    let mut lost = vec![0.0; dims.head_dim_vo];
     for (&key, weight) in keys.iter().zip(&weights) {
-        let (p, v_row) = (weight / row_sum, v.row(batch, key, head_kv));
+        let (mut p, v_row) = (weight / row_sum, v.row(batch, key, head_kv));
         let along = finite_dot(v_row, &o);
         if problem.dtype() == DType::E4M3 {
-            centred.add(p, v_row.iter().zip(&o).map(|(v, o)| v - o), along - o_squares);
+            let centred_row = || v_row.iter().zip(&o).map(|(v, o)| v - o);
+            // The largest of `weights` is 1.
+            if *weight < E4M3_LEAST {
+                lost.iter_mut().zip(centred_row()).for_each(|(lost, v)| *lost += p * v);
+            }
+            p = p.hypot(weight.min(E4M3_LEAST) / row_sum / (ROUNDING * roundoff));
+            centred.add(p, centred_row(), along - o_squares);
         }
         noise.add(p, v_row.iter().copied(), along);
     }
@@ -124,11 +145,11 @@ fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usiz
     let scale = RowScale {
         score: softmax_scale * dot(q_row, q_row).sqrt() * key_norm,
         along: noise.along.max(centred.along).sqrt(),
-        alike: alike(unit_roundoff(problem.dtype()), &scores, &weights),
+        alike: alike(roundoff, &scores, &weights),
         row_max,
         keys: keys.len(),
     };
-    Row { o, weighted, lse: shift + row_sum.ln(), scale }
+    Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
 }
 
 /// The variance of a row's errors, if each weight has an independent error with a relative standard deviation of 1.

@@ -4,6 +4,8 @@ use crate::dtype::DType;
 
 /// The error that a score may have, in unit roundoffs of the sum of the magnitudes of its terms.
 pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
+/// The standard deviation of rounding a number, in unit roundoffs of it ([`tolerance`](super::tolerance) says for which numbers).
+pub(super) const ROUNDING: f64 = 0.42;
 /// The unit roundoff of f32.
 pub(super) const U32: f64 = 1.0 / (1 << 24) as f64;
 

@@ -49,6 +49,9 @@
 //! - A kernel may divide O by the sum of the *rounded* weights. Where weights are large, this has a smaller error, since what
 //!   all roundings share cancels. For a key whose value is small beside the output, the error is larger. The noise of P is then
 //!   `0.42 u * sqrt(sum (p (v - o))^2)`. The first `w` of the floor is the larger of this root and the other one.
+//! - A weight below 2^-6 of e4m3 has fewer than three bits, and one below 2^-10 becomes 0. A kernel may make a row's largest
+//!   weight as small as 8. So a weight `p` has an error of up to `min(p, 2^-13)`, for a largest weight of 1, in addition. What
+//!   is lost if all weights below 2^-13 become 0 is allowed in full.
 //! - Scores are off by 2^-12 in place of 2^-24: the sums of FP8 products in the tensor cores keep no more bits.
 //! - The same bound serves scores in f16 ([`half_scores`](crate::ForwardProblemBuilder::half_scores)). A head dim of 128 is
 //!   four steps of 32 products. Each step rounds the sum so far, by up to 2^-11 of it. Four times 2^-11 is 2^-9, and the
@@ -133,7 +136,7 @@ mod tally;
 use std::fmt;
 
 use super::plain::forward_plain_scaled;
-use super::rounding::{SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
+use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
 use super::{Oracle, Plain, Tensor, forward, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -154,8 +157,6 @@ const GRADIENT_ULPS: f64 = 1.0;
 const LSE_ULPS: f64 = 4.0;
 /// The factor of the floor, in place of the 0.42 of the noise (see above).
 const FLOOR: f64 = 1.5;
-/// The standard deviation of rounding a number, in unit roundoffs of it (see above).
-const ROUNDING: f64 = 0.42;
 /// How many times the plain computation's root mean square is allowed.
 const TIMES_RMS: f64 = 1.6;
 /// The share of the error of scores that may be the same in all elements.
@@ -298,7 +299,11 @@ impl Expected {
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, squares_norm(exact)),
                 alike: alike([self.unit_roundoff * scale.alike, self.output_least * scale.alike], exact, weighted),
-                systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, exact, weighted),
+                systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, exact, weighted)
+                    .iter()
+                    .zip(self.oracle.lost.row(batch, query, head))
+                    .map(|(systematic, lost)| systematic + lost.abs())
+                    .collect(),
                 floor: FLOOR * floor,
                 ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
             });

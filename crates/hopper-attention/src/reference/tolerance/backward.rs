@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use super::super::rounding::{U32, half_subnormal, unit_roundoff};
+use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
 use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, backward, backward_plain, place, shape_error};
-use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, ROUNDING, Ratios, Row, Tally};
+use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
 use crate::error::Result;
