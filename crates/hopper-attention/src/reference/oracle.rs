@@ -23,10 +23,10 @@ pub struct Oracle {
     /// output's error. For e4m3 operands it is the larger of this root and `sqrt(sum over keys of (p * (v - o))^2)`. The second
     /// one holds where O is divided by the sum of the *rounded* P: an error that all p share then cancels.
     ///
-    /// Small e4m3 weights have larger errors. They count as [`E4M3_LEAST`] says.
+    /// A small e4m3 weight `p` has an error of up to `min(p, 2^-13)`, for a largest weight of 1, in addition.
     pub weighted: Tensor,
-    /// The error of each element of the output where all weights that [`E4M3_LEAST`] rounds to 0 are 0, in the shape of `o`. 0 for
-    /// other operands.
+    /// For e4m3 operands the error of each element of the output if all weights below 2^-13 of a row's largest weight become 0, in
+    /// the shape of `o`. 0 for other operands.
     pub lost: Tensor,
     /// For each query the sizes of rounding errors, `[batch, heads_q, seqlen_q]`.
     pub scales: Vec<RowScale>,
@@ -62,7 +62,7 @@ const ALIKE: f64 = 8.0;
 ///
 /// The smallest e4m3 number is 2^-9. A kernel may make a row's largest weight no larger than 2^3, so that sums of weights stay
 /// within the type. A weight `p` then has the error `min(p, E4M3_LEAST)` besides that of its three bits.
-pub const E4M3_LEAST: f64 = 1.0 / (1 << 13) as f64;
+const E4M3_LEAST: f64 = 1.0 / (1 << 13) as f64;
 
 struct Row {
     o: Vec<f64>,

@@ -155,22 +155,14 @@ struct Mma {
       }
     };
 
-    // What O of the blocks before is multiplied by. A warp's references move on their own, but it may wait for a product
-    // only where its whole warpgroup does (PTX ISA, wgmma.wait_group). So the factors are kept until then. They are not
-    // negative.
-    constexpr float kKept = -1.0F;
-    float rescale[2];
-    auto keep_rescale = [&](float const(&factors)[2]) __attribute__((always_inline)) {
-      rescale[0] = factors[0];
-      rescale[1] = factors[1];
-    };
-    auto rescale_output = [&]() __attribute__((always_inline)) {
-      if (rescale[0] != kKept) {
-        CUTE_UNROLL
-        for (int i = 0; i < tOrO.size(); ++i) {
-          tOrO(i) *= rescale[i / 2 % 2];
-        }
+    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrO);
+      CUTE_UNROLL
+      for (int i = 0; i < tOrO.size(); ++i) {
+        tOrO(i) *= rescale[i / 2 % 2];
       }
+      warpgroup_fence_operand(tOrO);
     };
 
     // One block. On entry P is of the block before.
@@ -182,19 +174,16 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      rescale[0] = kKept;
       if constexpr (decltype(masked)::value) {
         mask_block(visit);
-        softmax.masked_block(tSrS, scalars.scale_log2, keep_rescale);
+        softmax.masked_block(tSrS, scalars.scale_log2, rescale_output);
       } else {
         // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
         // the exponentials behind that wait, so they run while the product does.
-        softmax.next_block(tSrS, scalars.scale_log2, recompute_scores, keep_rescale);
+        softmax.next_block(tSrS, scalars.scale_log2, recompute_scores, rescale_output);
       }
       release_k();
-      asm volatile("" : "+f"(rescale[0]));  // or the compiler makes two paths of it, each with its own wait
       await_output();
-      rescale_output();
       make_p();
     };
 
