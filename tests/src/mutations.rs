@@ -161,7 +161,7 @@ fn scaled(s: Subject<'_>, factor: f32) -> Option<(Tensor, Vec<f64>)> {
     computed(&problem, s.q, s.k, s.v)
 }
 
-/// The common factor, minus 1, that must be noticed: 0.5%, and 3% where P is rounded to the three bits of e4m3.
+/// The common factor, minus 1, that must be noticed: 0.5%, and 2% where P is rounded to the three bits of e4m3.
 pub(crate) fn small(s: Subject<'_>) -> f64 {
     if s.problem.dtype() == DType::E4M3 { 0.02 } else { 0.005 }
 }

@@ -263,11 +263,17 @@ pub const HEAD_DIMS: [usize; 15] = [1, 2, 3, 5, 7, 9, 31, 33, 65, 100, 127, 129,
 /// Random cases, for fuzzing: small lengths, everything else free.
 pub mod random {
     use proptest::strategy::{Strategy as _, ValueTree as _};
-    use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+    use proptest::test_runner::{Config, FileFailurePersistence};
 
     use super::*;
 
-    pub use hopper_attention_verify::case::random::case;
+    pub use hopper_attention_verify::case::random::{case, runner};
+
+    /// proptest's defaults, but that it keeps the seed of what failed in a file beside the test.
+    pub fn kept() -> Config {
+        let file = FileFailurePersistence::WithSource("regressions");
+        Config { failure_persistence: Some(Box::new(file)), ..Config::default() }
+    }
 
     /// The seed of random cases, from `HATTN_TEST_SEED`, or 0. Prints it.
     ///
@@ -285,11 +291,8 @@ pub mod random {
     /// Cases that follow from [`seed`], with head dims up to `head_dim` in steps of 8: `small` of them on the small grid, else
     /// `full` or as many more as `PROPTEST_CASES` asks for.
     pub fn drawn(head_dim: usize, small: u32, full: u32) -> Vec<Case> {
-        let config = Config { failure_persistence: None, ..Config::default() };
-        let count = Grid::from_env().pick(small, config.cases.max(full));
-        let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&seed().to_le_bytes());
-        let mut proptest = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+        let count = Grid::from_env().pick(small, Config::default().cases.max(full));
+        let mut proptest = runner(seed());
         let strategy = case(head_dim, 8);
         (0..count).map(|_| strategy.new_tree(&mut proptest).expect("a case").current()).collect()
     }

@@ -7,7 +7,6 @@ use hopper_attention_tests::mutations::masks;
 use hopper_attention_tests::problems::{Case, Grid, HEAD_DIMS, Tiles, cases, random};
 use hopper_attention_tests::runner::{Runner, Verdict, catch_on_cpu, on_cpu};
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 /// The CPU backend's own blocks, and those of a typical kernel.
 fn tiles() -> Tiles {
@@ -41,7 +40,7 @@ fn any_head_dim() {
 const ON_CPU: [fn(&Case) -> Verdict; 3] = [on_cpu::<Prepared<bf16>>, on_cpu::<Prepared<f16>>, on_cpu::<Prepared<f32>>];
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), max_shrink_iters: 64, failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), max_shrink_iters: 64, ..random::kept() })]
     #[test]
     fn random_cases_keep_the_tolerance(case in random::case(64, 8), dtype in 0..3usize) {
         let verdict = ON_CPU[dtype](&case);

@@ -12,9 +12,10 @@ mod problem;
 
 use hopper_attention::Device;
 use proptest::strategy::{Strategy, ValueTree};
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use proptest::test_runner::TestRunner;
 use rayon::prelude::*;
 
+use crate::case::random::runner;
 use crate::ready::Verdict;
 
 pub use problem::{Fp8, Launch, Pass, Problem};
@@ -143,11 +144,7 @@ pub struct Fuzz {
 impl Fuzz {
     /// Problems for a GPU, or for the CPU. A seed gives the same problems on every machine.
     pub fn new(seed: u64, for_gpu: bool) -> Self {
-        let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&seed.to_le_bytes());
-        let config = Config { failure_persistence: None, ..Config::default() };
-        let runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-        Self { runner, strategy: problem::any(for_gpu).boxed() }
+        Self { runner: runner(seed), strategy: problem::any(for_gpu).boxed() }
     }
 
     /// The next problem.

@@ -13,7 +13,6 @@ use hopper_attention::reference::{
 };
 use hopper_attention::*;
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 mod common;
 
@@ -521,7 +520,7 @@ fn plans() -> impl Strategy<Value = Plan> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1500, ..common::kept() })]
     /// From all operands that there are some are left out, others added, and one may be of another type or shape.
     #[test]
     fn any_combination_of_operands_is_computed_or_refused_by_name(

@@ -7,7 +7,6 @@ use hopper_attention::{
     TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 mod common;
 
@@ -179,7 +178,7 @@ fn problem(dtype: DType, dims: Dims, mask: Mask) -> BackwardProblem {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), ..common::kept() })]
     #[test]
     fn gradients_keep_the_tolerance(
         batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..80, heads_kv in 1usize..3,

@@ -8,7 +8,6 @@ use hopper_attention::{
     TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 mod common;
 
@@ -143,7 +142,7 @@ fn problem(scaling: Scaling, dims: Dims) -> ForwardProblem {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(96), failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(96), ..common::kept() })]
     #[test]
     fn results_keep_the_tolerance(
         batch in 0usize..3, seqlen_q in 0usize..150, seqlen_kv in 0usize..400, heads_kv in 1usize..3,

@@ -6,7 +6,6 @@ use hopper_attention::{
     bf16, f16,
 };
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 mod common;
 
@@ -152,7 +151,7 @@ fn check<T: Float>(problem: &ForwardProblem, gap: usize) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(24), failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(24), ..common::kept() })]
     #[test]
     fn what_is_stored_is_the_nearest(
         batch in 0usize..3, seqlen_q in 0usize..140, seqlen_kv in 0usize..270, heads_kv in 1usize..3,

@@ -6,7 +6,6 @@ use hopper_attention::{
     Slot, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 
 mod common;
 
@@ -58,7 +57,7 @@ fn check<T: Float + OutputOf<T>>(problem: &ForwardProblem, heads_outside: bool, 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(64), ..common::kept() })]
     #[test]
     fn results_keep_the_tolerance(
         batch in 0usize..3, seqlen_q in 0usize..80, seqlen_kv in 0usize..150, heads_kv in 1usize..3,

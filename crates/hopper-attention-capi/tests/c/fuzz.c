@@ -403,7 +403,7 @@ static void make_calls(void) {
 }
 
 /* Waits for a process. 0 if it has ended well. Ends it if one call takes too long. */
-static int watch(pid_t child, char* how, size_t slot_for_how) {
+static int watch(pid_t child, char* how, size_t how_capacity) {
   uint64_t last = 0;
   time_t since = time(NULL);
   int status = 0;
@@ -413,13 +413,13 @@ static int watch(pid_t child, char* how, size_t slot_for_how) {
     if (time(NULL) - since > HANG_SECONDS) {
       kill(child, SIGKILL);
       waitpid(child, &status, 0);
-      snprintf(how, slot_for_how, "no end after %d s", (int)HANG_SECONDS);
+      snprintf(how, how_capacity, "no end after %d s", (int)HANG_SECONDS);
       return 1;
     }
     usleep(20000);
   }
-  if (WIFSIGNALED(status)) snprintf(how, slot_for_how, "signal %d", WTERMSIG(status));
-  if (WIFEXITED(status)) snprintf(how, slot_for_how, "exit %d", WEXITSTATUS(status));
+  if (WIFSIGNALED(status)) snprintf(how, how_capacity, "signal %d", WTERMSIG(status));
+  if (WIFEXITED(status)) snprintf(how, how_capacity, "exit %d", WEXITSTATUS(status));
   return !WIFEXITED(status) || WEXITSTATUS(status) != 0;
 }
 

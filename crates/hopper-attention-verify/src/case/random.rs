@@ -2,6 +2,7 @@
 
 use hopper_attention::{Corner, Dims, Mask};
 use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
 use crate::data::Values;
@@ -41,4 +42,12 @@ fn mask() -> impl Strategy<Value = Mask> {
         1 => corner().prop_map(|corner| Mask::Causal { corner }),
         2 => (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
     ]
+}
+
+/// What draws: a seed gives the same cases on every machine.
+pub fn runner(seed: u64) -> TestRunner {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    let config = Config { failure_persistence: None, ..Config::default() };
+    TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
 }

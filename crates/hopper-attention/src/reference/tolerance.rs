@@ -299,11 +299,13 @@ impl Expected {
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, squares_norm(exact)),
                 alike: alike([self.unit_roundoff * scale.alike, self.output_least * scale.alike], exact, weighted),
-                systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, exact, weighted)
-                    .iter()
-                    .zip(self.oracle.lost.row(batch, query, head))
-                    .map(|(systematic, lost)| systematic + lost.abs())
-                    .collect(),
+                systematic: systematic(
+                    [SCORES_ALIKE * of_scores, 0.0],
+                    scale.keys,
+                    self.oracle.lost.row(batch, query, head),
+                    exact,
+                    weighted,
+                ),
                 floor: FLOOR * floor,
                 ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
             });
@@ -393,11 +395,13 @@ fn alike([same, least]: [f64; 2], exact: &[f64], weighted: &[f64]) -> Vec<f64> {
     exact.iter().zip(weighted).map(|(exact, weighted)| same * (exact.abs() + weighted) + least).collect()
 }
 
-/// The part that has the same sign in all rows: as [`alike`], and a sum in f32 of so many terms. Tensor cores may cut off the
-/// sum after each term. That is half an ulp a term.
-fn systematic(errors: [f64; 2], terms: usize, exact: &[f64], weighted: &[f64]) -> Vec<f64> {
+/// The part that has the same sign in all rows: as [`alike`], a sum in f32 of so many terms, and what else is known of each
+/// element (`other`). Tensor cores may cut off the sum after each term. That is half an ulp a term.
+fn systematic(errors: [f64; 2], terms: usize, other: &[f64], exact: &[f64], weighted: &[f64]) -> Vec<f64> {
     let cut_off = U32 * terms as f64;
-    alike(errors, exact, weighted).iter().zip(exact).map(|(alike, exact)| alike + cut_off * exact.abs()).collect()
+    let alike = alike(errors, exact, weighted);
+    let sum = |((alike, exact), other): ((&f64, &f64), &f64)| alike + cut_off * exact.abs() + other.abs();
+    alike.iter().zip(exact).zip(other).map(sum).collect()
 }
 
 /// The largest finite magnitude.

@@ -4,8 +4,15 @@
 
 use hopper_attention::{Corner, Dims, Element, Layout, Mask};
 use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
 
 pub const DIMS: Dims = Dims::new(2, 5, 4, 16).with_seqlen_kv(7).with_heads_kv(2).with_head_dim_vo(8);
+
+/// proptest's defaults, but that it keeps the seed of what failed in a file beside the test.
+pub fn kept() -> ProptestConfig {
+    let file = FileFailurePersistence::WithSource("regressions");
+    ProptestConfig { failure_persistence: Some(Box::new(file)), ..ProptestConfig::default() }
+}
 
 /// Numbers between -1 and 1 that differ from place to place, without a generator.
 pub fn values<T: Element>(count: usize, seed: u32) -> Vec<T> {

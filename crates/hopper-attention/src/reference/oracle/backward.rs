@@ -69,7 +69,9 @@ pub fn backward(
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardOracle> {
     check_backward_inputs(problem, [q, k, v, d_o], d_lse)?;
-    let (k_norms, v_norms) = (norms(k), norms(v));
+    let (mut k_norms, v_norms) = (norms(k), norms(v));
+    // An infinite key has weight 0, or makes its row NaN. Neither widens the tolerance of other keys.
+    k_norms.iter_mut().filter(|norm| norm.is_infinite()).for_each(|norm| *norm = 0.0);
     let exact = Exact { problem, q, k, v, d_o, d_lse, k_norms, v_norms };
     let dims = problem.dims();
 
@@ -173,10 +175,7 @@ impl Exact<'_> {
         for (&key, score) in keys.iter().zip(&scores) {
             let p = (score - row.lse).exp();
             o.add(p, self.v.row(batch, key, head_kv));
-            // A key of weight 0 may be infinite.
-            if p != 0.0 {
-                key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
-            }
+            key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
         }
         // Not the sum of p * dP: where dO is infinite, dP is infinite of both signs.
         row.delta = dot(d_o_row, &o.values);
@@ -228,9 +227,7 @@ impl Exact<'_> {
                 d_k.add_of_delta(self.scale() * pair.p * row.delta_alike, q_row);
                 d_v.add(pair.p, d_o_row);
                 d_v.add_noise(pair.p_noise, d_o_row);
-                if pair.p != 0.0 {
-                    d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
-                }
+                d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
                 weight += pair.p;
             }
         }
@@ -245,9 +242,7 @@ impl Exact<'_> {
         let p = (score - row.lse).exp();
         let d_s = p * (d_p - row.delta);
         let dtype = self.problem.dtype();
-        let roundoff = unit_roundoff(dtype);
-        // A key of weight 0 may be infinite.
-        let of_score = if p == 0.0 { 0.0 } else { self.score_noise(row, self.k_norms[token]) };
+        let (roundoff, of_score) = (unit_roundoff(dtype), self.score_noise(row, self.k_norms[token]));
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         Pair {
             p,

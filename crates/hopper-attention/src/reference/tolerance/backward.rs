@@ -98,11 +98,7 @@ impl BackwardExpected {
                 along: along.hypot(rounding * squares_norm(exact)),
                 // Keys see the same roundings in all queries, and queries in all keys.
                 alike: vec![0.0; exact.len()],
-                systematic: systematic([same, least * (same / roundoff).min(1.0)], terms, exact, weighted)
-                    .iter()
-                    .zip(of_delta)
-                    .map(|(a, b)| a + b)
-                    .collect(),
+                systematic: systematic([same, least * (same / roundoff).min(1.0)], terms, of_delta, exact, weighted),
                 floor: FLOOR * (largest(noise) + of_sums * largest(weighted).max(magnitude)),
                 ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
             });
