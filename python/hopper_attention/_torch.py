@@ -144,46 +144,53 @@ def _empty(q: torch.Tensor, v: torch.Tensor, with_lse: bool) -> list:
     return outputs
 
 
-def _key(*tensors: torch.Tensor) -> tuple:
+def _key(tensors: tuple) -> tuple:
     return tuple([(t.dtype, t.device, t.shape, t.stride()) for t in tensors])
 
 
-def _forward_with(lse: bool, q: Any, k: Any, v: Any, numbers: tuple) -> list:
-    outputs = _empty(q, v, lse)
-    tensors = (q, k, v, *outputs)
+def forward_into(q: Any, k: Any, v: Any, o: Any, lse: Optional[torch.Tensor], numbers: tuple) -> None:
+    """Runs a forward pass that writes o, and lse if it is given."""
+    given = (q, k, v, o) if lse is None else (q, k, v, o, lse)
 
     def make() -> Call:
-        problem = problem_of(q, k, v, *numbers, lse=int(lse))
-        names = ("q", "k", "v", "o", "lse")
-        return Call(abi.ForwardArgs, problem, ordinal(q.device), dict(zip(names, map(described, tensors))))
+        problem = problem_of(q, k, v, *numbers, lse=int(lse is not None))
+        return Call(abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given))))
 
-    run(prepared((lse, numbers, _key(q, k, v)), make), q, tensors)
-    return outputs
+    run(prepared((numbers, _key(given)), make), q, given)
 
 
 def _forward(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
-    return _forward_with(False, q, k, v, numbers)[0]
+    (o,) = _empty(q, v, False)
+    forward_into(q, k, v, o, None, numbers)
+    return o
 
 
 def _forward_lse(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
-    return tuple(_forward_with(True, q, k, v, numbers))
+    o, lse = _empty(q, v, True)
+    forward_into(q, k, v, o, lse, numbers)
+    return o, lse
 
 
-def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> Any:
-    *numbers, deterministic = rest
-    given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": readable(d_o)}
-    if d_lse is not None:
-        given["d_lse"] = readable(d_lse)
-    gradients = [t.new_empty(t.shape) for t in (q, k, v)]
-    tensors = (*given.values(), *gradients)
+def backward_into(
+    d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple, deterministic: bool
+) -> None:  # fmt: skip
+    """Runs a backward pass that writes the three gradients."""
+    given = (q, k, v, o, lse, d_o, *gradients) if d_lse is None else (q, k, v, o, lse, d_o, *gradients, d_lse)
 
     def make() -> Call:
         forward = problem_of(q, k, v, *numbers)
         problem = abi.BackwardProblem.of(forward, d_lse=int(d_lse is not None), deterministic=int(deterministic))
-        names = (*given, "d_q", "d_k", "d_v")
-        return Call(abi.BackwardArgs, problem, ordinal(q.device), dict(zip(names, map(described, tensors))))
+        names = ("q", "k", "v", "o", "lse", "d_o", "d_q", "d_k", "d_v", "d_lse")
+        return Call(abi.BackwardArgs, problem, ordinal(q.device), dict(zip(names, map(described, given))))
 
-    run(prepared((rest, d_lse is None, _key(*given.values())), make), q, tensors)
+    run(prepared((numbers, deterministic, _key(given)), make), q, given)
+
+
+def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> Any:
+    *numbers, deterministic = rest
+    gradients = [t.new_empty(t.shape) for t in (q, k, v)]
+    d_lse = None if d_lse is None else readable(d_lse)
+    backward_into(readable(d_o), d_lse, q, k, v, o, lse, gradients, tuple(numbers), deterministic)
     return tuple(gradients)
 
 
