@@ -35,6 +35,42 @@ def attention(
     return_lse: bool = False,
 ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
     """See hopper_attention.attention."""
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, (scale_of(scale), *mask_of(causal, window, top_left)), return_lse)
+    try:
+        numbers = _known[causal, window, top_left, scale]
+    except KeyError:
+        numbers = _known[causal, window, top_left, scale] = (scale_of(scale), *mask_of(causal, window, top_left))
+    except TypeError:  # a list as a window
+        numbers = (scale_of(scale), *mask_of(causal, window, top_left))
+    try:
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast(q, k, v)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            o, lse = _Recorded.apply(q, k, v, numbers)
+        elif return_lse:
+            o, lse = _forward_lse_op(q, k, v, *numbers)
+        else:
+            return _forward_op(q, k, v, *numbers)
+    except Exception as error:
+        # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call short.
+        _check(q, k, v)
+        raise _in_words(error) from None
+    return (o, lse) if return_lse else o
+
+
+# The numbers of the options that were used. There are a few in a program; a program that makes up scales starts again.
+class _Known(dict):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= 1024:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_known = _Known()
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 4:
             raise ValueError(f"{name}: {t.ndim} dimensions; allowed: 4, [batch, seqlen, heads, head_dim]")
@@ -43,30 +79,55 @@ def attention(
             raise TypeError(f"{name}: {t.dtype}; allowed: {', '.join(map(str, _OPERANDS))}{hint}")
         if t.device.type not in ("cpu", "cuda", "meta"):
             raise ValueError(f"{name}: a tensor on {t.device}; allowed: cpu, cuda")
+
+
+def _autocast(q: Any, k: Any, v: Any) -> tuple:
     device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    numbers = (scale_of(scale), *mask_of(causal, window, top_left))
-    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if torch.compiler.is_compiling():
-        return _dispatch(q, k, v, numbers, recorded, return_lse)
-    try:
-        return _dispatch(q, k, v, numbers, recorded, return_lse)
-    except RuntimeError as error:
-        raise _in_words(error) from None
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _dispatch(q: Any, k: Any, v: Any, numbers: tuple, recorded: bool, return_lse: bool) -> Any:
-    if not (recorded or return_lse):
+def _traced(q: Any, k: Any, v: Any, numbers: tuple, return_lse: bool) -> Any:
+    """What torch.compile sees: the operators, with the gradient that register_autograd gave them."""
+    _check(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    if not (return_lse or torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return torch.ops.hopper_attention.forward(q, k, v, *numbers)
     o, lse = torch.ops.hopper_attention.forward_lse(q, k, v, *numbers)
     return (o, lse) if return_lse else o
 
 
-def _in_words(error: RuntimeError) -> RuntimeError:
+class _Recorded(torch.autograd.Function):
+    """What eager calls record. It takes a third of the time of register_autograd's Python, which does the same."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, numbers: tuple) -> Any:  # type: ignore[override]
+        with _below():
+            o, lse = _forward_lse_op(q, k, v, *numbers)
+        ctx.save_for_backward(q, k, v, o, lse)
+        # An output that nobody used then has the gradient None, and not a tensor of zeros.
+        ctx.set_materialize_grads(False)
+        ctx.numbers = numbers
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Any, d_lse: Any) -> Any:  # type: ignore[override]
+        q, k, v, o, lse = ctx.saved_tensors
+        if d_o is None:
+            d_o = torch.zeros_like(o)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if torch.is_grad_enabled():
+            # create_graph: the operator's own gradient refuses the second derivative, if it is used.
+            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic), None
+        with _below():
+            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic), None
+
+
+def _in_words(error: Exception) -> Exception:
     """An error of the compiled operators as HattnError. They put the status's name at the end of the text."""
-    if isinstance(error, abi.HattnError):
+    if isinstance(error, abi.HattnError) or not isinstance(error, RuntimeError):
         return error
     text, separator, name = str(error).split("\n", 1)[0].rpartition(" (HATTN_ERROR_")
     status = getattr(abi, "ERROR_" + name.rstrip(")"), None)
@@ -121,11 +182,13 @@ def readable(t: torch.Tensor) -> torch.Tensor:
     step = 16 // t.element_size()
     ok = t.stride(-1) == 1 or t.shape[-1] == 1
     if t.ndim == 4:
-        ok = ok and t.data_ptr() % 16 == 0 and all(s % step == 0 or n == 1 for n, s in zip(t.shape[:-1], t.stride()))
+        # torch.compile knows no addresses, and aligns what it makes.
+        ok = ok and (torch.compiler.is_compiling() or t.data_ptr() % 16 == 0)
+        ok = ok and all(s % step == 0 or n == 1 for n, s in zip(t.shape[:-1], t.stride()))
     if ok:
         return t
     t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+    return t if torch.compiler.is_compiling() or t.data_ptr() % 16 == 0 else t.clone()
 
 
 def problem_of(q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int) -> abi.ForwardProblem:
@@ -230,6 +293,12 @@ def _register() -> Optional[str]:
 
 #: None if the compiled operators serve. Else why the ctypes ones do.
 fallback = _register()
+
+# Bound once. A call through torch.ops looks the operator up again.
+_forward_op = torch.ops.hopper_attention.forward.default
+_forward_lse_op = torch.ops.hopper_attention.forward_lse.default
+_backward_op = torch.ops.hopper_attention.backward.default
+_below = torch._C._AutoDispatchBelowAutograd
 
 
 @torch.library.register_fake("hopper_attention::forward", lib=_library)

@@ -48,6 +48,12 @@ class BandMask:
 # -- from transformers' mask functions to a band
 
 
+def _bidirectional() -> Any:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return bidirectional_mask_function
+
+
 def _meet(a: Optional[int], b: Optional[int]) -> Optional[int]:
     return min((bound for bound in (a, b) if bound is not None), default=None)
 
@@ -59,9 +65,10 @@ def _closure(function: Any) -> dict:
 
 def band_of(function: Any) -> Tuple[Optional[int], Optional[int]]:
     """The keys before and after a query's own that a mask function keeps. None: no bound."""
-    name = getattr(function, "__qualname__", type(function).__name__).split(".<locals>")[0]
+    name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         _refuse(f"the mask function {name}", "masks of transformers.masking_utils")
+    name = name.split(".<locals>")[0]
     if name == "causal_mask_function":
         return None, 0
     if name == "bidirectional_mask_function":
@@ -107,12 +114,20 @@ def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[L
     return None if all(one == (0, kv_length) for one in ranges) else ranges
 
 
-@torch.compiler.disable
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
     attention_mask: Optional[torch.Tensor] = None, **kwargs: Any,
 ) -> BandMask:  # fmt: skip
     """The mask function. transformers calls it once a forward pass for each kind of layer."""
+    if attention_mask is None and mask_function is _bidirectional():
+        # Nothing to look into, so torch.compile can trace it.
+        return BandMask(None, None, q_length, kv_length, None, False)
+    return _mask(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+
+
+@torch.compiler.disable
+def _mask(q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any, attention_mask: Any) -> BandMask:
+    """A mask that must be looked into: closures, and the elements of a padding mask. torch.compile breaks its graph here."""
     left, right = band_of(mask_function)
     if (left, right) != (None, None) and int(q_offset) + q_length != kv_offset + kv_length:
         where = f"queries up to {int(q_offset) + q_length} and keys up to {kv_offset + kv_length}"
