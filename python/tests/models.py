@@ -15,7 +15,7 @@ def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positi
         return transformers.MistralConfig(**sizes, **text, num_key_value_heads=heads_kv, sliding_window=window)
     if kind == "bert":
         return transformers.BertConfig(**sizes, **text, **dropouts)
-    return transformers.ViTConfig(**sizes, **dropouts, image_size=image, patch_size=patch)
+    return transformers.ViTConfig(**sizes, **dropouts, image_size=image, patch_size=patch, num_labels=1000)
 
 
 CLASSES = {
