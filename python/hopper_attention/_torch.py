@@ -1,8 +1,8 @@
 """attention() on torch tensors, and the operators behind it.
 
-The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile traces
-them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has the file and
-torch takes it, and the ctypes functions below.
+The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile
+traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
+the file and torch takes it, and the ctypes functions below.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def attention(
         else:
             return _forward_op(q, k, v, *numbers)
     except Exception as error:
-        # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call short.
+        # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call
+        # short.
         _check(q, k, v)
         raise _in_words(error) from None
     return (o, lse) if return_lse else o
@@ -147,7 +148,10 @@ def ordinal(device: torch.device) -> int:
 
 
 def described(t: torch.Tensor) -> tuple:
-    """A tensor for Call. In torch a dimension of one element may have any stride. The library wants a 1 for the last."""
+    """A tensor for Call.
+
+    In torch a dimension of one element may have any stride. The library wants a 1 for the last.
+    """
     shape, stride = t.shape, t.stride()
     if shape and shape[-1] == 1:
         stride = (*stride[:-1], 1)
@@ -165,8 +169,8 @@ else:
 def run(call: Call, like: torch.Tensor, tensors: tuple) -> None:
     """Runs a call on the current stream of the device of `like`.
 
-    The workspace comes from torch's allocator, like every temporary of an operator. The allocator gives memory of a stream to
-    later work of that stream only. So it is not used by another before the kernel is done.
+    The workspace comes from torch's allocator, like every temporary of an operator. The allocator gives memory of a
+    stream to later work of that stream only. So it is not used by another before the kernel is done.
     """
     workspace = stream = None
     if call.workspace_bytes:
@@ -178,7 +182,10 @@ def run(call: Call, like: torch.Tensor, tensors: tuple) -> None:
 
 
 def readable(t: torch.Tensor) -> torch.Tensor:
-    """A tensor as the library reads it, copied where it must be. For tensors whose strides nobody chose, such as gradients."""
+    """A tensor as the library reads it, copied where it must be.
+
+    For tensors whose strides nobody chose, such as gradients.
+    """
     step = 16 // t.element_size()
     ok = t.stride(-1) == 1 or t.shape[-1] == 1
     if t.ndim == 4:
@@ -191,13 +198,26 @@ def readable(t: torch.Tensor) -> torch.Tensor:
     return t if torch.compiler.is_compiling() or t.data_ptr() % 16 == 0 else t.clone()
 
 
-def problem_of(q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int) -> abi.ForwardProblem:
+def problem_of(
+    q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int
+) -> abi.ForwardProblem:
     """The forward problem of operands and the numbers of an operator."""
     return abi.ForwardProblem(
-        dtype=DTYPES[q.dtype], batch=q.shape[0], seqlen_q=q.shape[1], seqlen_kv=k.shape[1], heads_q=q.shape[2],
-        heads_kv=k.shape[2], head_dim_qk=q.shape[3], head_dim_vo=v.shape[3], softmax_scale=scale, mask=mask, corner=corner,
-        window_left=left, window_right=right, **more,
-    )  # fmt: skip
+        dtype=DTYPES[q.dtype],
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_kv=k.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_vo=v.shape[3],
+        softmax_scale=scale,
+        mask=mask,
+        corner=corner,
+        window_left=left,
+        window_right=right,
+        **more,
+    )
 
 
 def _empty(q: torch.Tensor, v: torch.Tensor, with_lse: bool) -> list:
@@ -217,7 +237,9 @@ def forward_into(q: Any, k: Any, v: Any, o: Any, lse: Optional[torch.Tensor], nu
 
     def make() -> Call:
         problem = problem_of(q, k, v, *numbers, lse=int(lse is not None))
-        return Call(abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given))))
+        return Call(
+            abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given)))
+        )
 
     run(prepared((numbers, _key(given)), make), q, given)
 
@@ -235,8 +257,17 @@ def _forward_lse(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
 
 
 def backward_into(
-    d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple, deterministic: bool
-) -> None:  # fmt: skip
+    d_o: Any,
+    d_lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    gradients: list,
+    numbers: tuple,
+    deterministic: bool,
+) -> None:
     """Runs a backward pass that writes the three gradients."""
     given = (q, k, v, o, lse, d_o, *gradients) if d_lse is None else (q, k, v, o, lse, d_o, *gradients, d_lse)
 
