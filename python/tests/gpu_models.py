@@ -30,7 +30,6 @@ import hopper_attention
 import models
 import torch
 import transformers
-from hopper_attention import _torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KINDS = ("llama", "mistral", "bert", "vit")
@@ -171,7 +170,7 @@ def about(device, dtype):
         "device": str(device),
         "dtype": str(dtype),
         "hopper_attention": hopper_attention.version(),
-        "operators": "compiled" if _torch.fallback is None else f"ctypes: {_torch.fallback}",
+        "operators": hopper_attention.torch_operators(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
