@@ -103,7 +103,9 @@ def step_of(kind, size, device, dtype, name):
         image=seqlen,
         patch=patch,
     )
-    model = models.model(kind, settings).to(device, dtype).train()
+    with device:
+        # Weights are made where they are used: there are hundreds of millions.
+        model = models.model(kind, settings).to(dtype).train()
     model.set_attn_implementation("hopper_attention" if name == "hopper_attention" else "sdpa")
     inputs = models.inputs(kind, settings, batch, seqlen, device)
     inputs = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
