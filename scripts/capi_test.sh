@@ -250,14 +250,18 @@ beside_others() {
 }
 # Without the header of DLPack, or with one that is too old, the compiler's message says how to get one.
 dlpack_messages() {
-  local program='#include <hopper_attention_dlpack.hpp>' old=$consumers/old-dlpack
+  local old=$consumers/old-dlpack
   mkdir -p "$old/dlpack" && : >"$old/dlpack/dlpack.h" || return 1
-  compile() { c++ -std=c++17 -I "$capi/include" "$@" -fsyntax-only -x c++ - 2>&1; }
-  echo "$program" | compile -I "$old" | grep "error: .*is not of version 1.x: 'scripts/install.sh PREFIX --dlpack'" || return 1
-  if printf '#if __has_include(<dlpack/dlpack.h>)\n#error there is one\n#endif\n' | compile >/dev/null; then
-    echo "$program" | compile | grep "error: .*no dlpack/dlpack.h: 'scripts/install.sh PREFIX --dlpack' installs it"
-  else
+  # says TEXT OPTION...: the compiler refuses the header with this text.
+  says() {
+    ! echo '#include <hopper_attention_dlpack.hpp>' | c++ -std=c++17 -I "$capi/include" "${@:2}" -fsyntax-only -x c++ - &>message &&
+      grep "#error.*$1: 'scripts/install.sh PREFIX --dlpack' installs" message
+  }
+  cd "$old" && says 'not of version 1.x' -I "$old" || return 1
+  if echo '#include <dlpack/dlpack.h>' | c++ -fsyntax-only -x c++ - 2>/dev/null; then
     echo "skipped: the message without a header, since this machine has one"
+  else
+    says 'no dlpack/dlpack.h'
   fi
 }
 
@@ -273,7 +277,7 @@ page() {
   mkdir -p "$consumers/page-$1-$2" && cd "$consumers/page-$1-$2" || return 1
   block "docs/$1.md" "$1" 'int main' >"attention.$1"
   block "docs/$1.md" cmake find_package >CMakeLists.txt
-  block "docs/$1.md" sh "$2" | sed "s|PREFIX|$prefix|g" >commands.sh
+  block "docs/$1.md" sh "$2" | sed "s|\bPREFIX\b|$prefix|g" >commands.sh
   cat commands.sh && CMAKE_GENERATOR=Ninja bash -euo pipefail commands.sh | tee printed && [ "$(tail -n 1 printed)" = 1 ]
 }
 # The parts of programs in docs/cpp.md compile.
