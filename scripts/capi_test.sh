@@ -280,10 +280,29 @@ page() {
   block "docs/$1.md" sh "$2" | sed "s|\bPREFIX\b|$prefix|g" >commands.sh
   cat commands.sh && CMAKE_GENERATOR=Ninja bash -euo pipefail commands.sh | tee printed && [ "$(tail -n 1 printed)" = 1 ]
 }
-# The parts of programs in docs/cpp.md compile.
+# fragments LANGUAGE LEAST FLAG...: the parts of programs in docs/c.md or docs/cpp.md compile. There are LEAST at least.
+fragments() {
+  mkdir -p "$consumers/page-$1" && cd "$consumers/page-$1" || return 1
+  { cat && awk -v start="\`\`\`$1" '
+    /^```/ && !inside { inside = 1; part = $0 == start && seen++; if (part) print "void part_" seen "(void) {"; next }
+    /^```/ { if (part) print "}"; inside = part = 0; next }
+    part' "$root/docs/$1.md"; } >"fragments.$1"
+  [ "$(grep -c '^void part_' "fragments.$1")" -ge "$2" ] && "${@:3}" "${strict[@]}" -fsyntax-only "fragments.$1"
+}
+c_fragments() {
+  fragments c 2 cc -std=c99 <<'DECLARATIONS'
+#include <hopper_attention.h>
+extern hattn_tensor q;
+extern hattn_forward_problem problem;
+extern hattn_forward_args args;
+extern hattn_forward_plan* plan;
+extern struct CUstream_st* stream;
+extern int64_t batch, seqlen, heads, head_dim;
+int cudaMalloc(void** memory, size_t bytes);
+DECLARATIONS
+}
 cpp_fragments() {
-  mkdir -p "$consumers/page-cpp" && cd "$consumers/page-cpp" || return 1
-  cat >fragments.cpp <<'DECLARATIONS'
+  fragments cpp 5 c++ -std=c++17 <<'DECLARATIONS'
 #include <cstdio>
 #include <hopper_attention_dlpack.hpp>
 extern float *pointer, *lse, *d_o, *d_q, *d_k, *d_v;
@@ -298,10 +317,6 @@ extern hattn::ForwardPlan plan;
 extern hattn::ForwardArgs args;
 extern DLManagedTensorVersioned *managed_tensor, *output_tensor;
 DECLARATIONS
-  awk '/^```/ && !inside { inside = 1; part = $0 == "```cpp" && seen++; if (part) print "void part_" seen "() {"; next }
-       /^```/ { if (part) print "}"; inside = part = 0; next }
-       part' "$root/docs/cpp.md" >>fragments.cpp
-  [ "$(grep -c part_ fragments.cpp)" -ge 5 ] && c++ -std=c++17 "${strict[@]}" -fsyntax-only fragments.cpp
 }
 # The README's program, linked as the README says.
 readme_program() {
@@ -404,6 +419,7 @@ fi
 for language in c cpp; do
   check "docs/$language.md: CMake" page $language cmake
 done
+check "docs/c.md: parts of programs" c_fragments
 check "what the DLPack header says where DLPack is missing" dlpack_messages
 if [ ${#dlpack[@]} -gt 0 ]; then
   check "docs/cpp.md: parts of programs" cpp_fragments
