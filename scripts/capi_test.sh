@@ -318,13 +318,6 @@ extern hattn::ForwardArgs args;
 extern DLManagedTensorVersioned *managed_tensor, *output_tensor;
 DECLARATIONS
 }
-# The README's program, linked as the README says.
-readme_program() {
-  mkdir -p "$consumers/readme" && cd "$consumers/readme" &&
-    block README.md cpp 'int main' >mine.cpp &&
-    c++ -std=c++17 -Wall -Wextra -Werror mine.cpp -o mine \
-      $(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs hopper_attention) && LD_LIBRARY_PATH=$prefix/lib ./mine
-}
 python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
 python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
 
@@ -398,11 +391,6 @@ if command -v pkg-config >/dev/null; then
   for language in c cpp; do
     check "docs/$language.md: pkg-config" page $language pkg-config
   done
-  if [ -n "$(block README.md cpp 'int main')" ]; then
-    check "the README's program" readme_program
-  else
-    ignore "the README's program" "README.md has none in C++"
-  fi
 else
   ignore "pkg-config" "it is not installed"
 fi
