@@ -122,7 +122,7 @@ impl Bar {
     pub fn show(&self, progress: &Progress<'_>) {
         match progress {
             Progress::Library { point, name } => self.0.set_message(excerpt(&format!("{point} {name}"), 80)),
-            Progress::Report(report) => self.0.set_position(report.points.len() as u64),
+            Progress::Report { done, .. } => self.0.set_position(*done as u64),
         }
         self.0.tick();
     }
