@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use comfy_table::Table;
+use hopper_attention::reference::Told;
 use hopper_attention_benches::Progress;
 use hopper_attention_benches::text::{excerpt, printable};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -96,6 +97,26 @@ pub fn busy<T>(text: &'static str, work: impl FnOnce() -> T) -> T {
     }
     let done = work();
     spinner.finish_and_clear();
+    done
+}
+
+/// Shows a bar with `text` and the time left while `work` runs; nothing where stderr is not a terminal. `work` tells the share that
+/// is done, from 0 to 1.
+pub fn gradually<T>(text: &'static str, work: impl FnOnce(Told<'_>) -> T) -> T {
+    const STEPS: u64 = 1000;
+    let bar = ProgressBar::new(STEPS).with_message(text);
+    if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:30}] {percent}%, {eta} left") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    // Threads may tell their shares in another order than they were reached.
+    let told = |share: f64| {
+        let position = (share * STEPS as f64) as u64;
+        if position > bar.position() {
+            bar.set_position(position);
+        }
+    };
+    let done = work(&told);
+    bar.finish_and_clear();
     done
 }
 

@@ -1,7 +1,8 @@
 //! The plain computation of the gradients, in the precision of the problem and without tiling.
 
+use super::super::work::{PLAIN_KEY_UNITS, PLAIN_QUERY_UNITS, Work};
 use super::super::{Tensor, check_backward_inputs, each_row, gather, place};
-use super::{Narrow, dot, forward_plain, rounding, widen};
+use super::{Narrow, dot, forward_plain_told, rounding, widen};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
@@ -34,11 +35,22 @@ pub fn backward_plain(
     d_o: &Tensor,
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardPlain> {
-    check_backward_inputs(problem, [q, k, v, d_o], d_lse)?;
-    let forward = forward_plain(problem.forward(), q, k, v)?;
+    backward_plain_told(problem, [q, k, v, d_o], d_lse, &Work::silent())
+}
+
+/// As [`backward_plain`]. It tells `work` about each row.
+pub(in super::super) fn backward_plain_told(
+    problem: &BackwardProblem,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    work: &Work<'_>,
+) -> Result<BackwardPlain> {
+    check_backward_inputs(problem, inputs, d_lse)?;
+    let [q, k, v, _] = inputs;
+    let forward = forward_plain_told(problem.forward(), [q, k, v], 1.0, work)?;
     let dims = problem.dims();
     let o = Narrow::new(&forward.o);
-    let [q, k, v, d_o] = [q, k, v, d_o].map(Narrow::new);
+    let [q, k, v, d_o] = inputs.map(Narrow::new);
     let round = rounding(problem.dtype());
     let shape = problem.d_lse_shape();
     let rows: Vec<Row> = forward
@@ -53,10 +65,14 @@ pub fn backward_plain(
         .collect();
     let plain = Backward { problem, round, rows, q, k, v, d_o };
 
-    let d_q = each_row(shape, |[batch, head, query]| plain.query(batch, head, query));
+    let d_q = each_row(shape, work, PLAIN_QUERY_UNITS, |[batch, head, query]| plain.query(batch, head, query));
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
     let (d_k, d_v): (Vec<_>, Vec<_>) =
-        each_row(shape, |[batch, head, key]| plain.key(batch, head, key)).into_iter().unzip();
+        each_row(shape, work, PLAIN_KEY_UNITS * problem.forward().group_size() as u64, |[batch, head, key]| {
+            plain.key(batch, head, key)
+        })
+        .into_iter()
+        .unzip();
     let gradient = |shape, rows: &[Vec<f32>]| gather(shape, rows, |row, out| widen(row, out));
     Ok(BackwardPlain {
         d_q: gradient(problem.d_q_shape(), &d_q),
