@@ -352,9 +352,11 @@ impl Exact<'_> {
                     let pair = self.pair(row, token, p, d_p[at]);
                     // P, dS, the squared noise of dS and the error of delta.
                     (scores[at], d_p[at]) = (p, self.scale() * pair.d_s);
-                    let of_delta_noise = p * row.delta_noise;
-                    noise[at] =
-                        self.scale().powi(2) * (pair.d_s_noise * pair.d_s_noise + of_delta_noise * of_delta_noise);
+                    let delta_noise = p * row.delta_noise;
+                    let squares = pair.d_s_noise * pair.d_s_noise + delta_noise * delta_noise;
+                    // Of infinity and NaN `hypot` makes infinity.
+                    let squares = if squares.is_nan() { pair.d_s_noise.hypot(delta_noise) } else { squares };
+                    noise[at] = self.scale().powi(2) * squares;
                     of_delta[at] = self.scale() * p * row.delta_alike;
                     *terms += 1;
                     *weight += p;
