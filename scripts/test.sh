@@ -86,7 +86,8 @@ fi
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
 
-# The command of the README, and what it installs. The tests' profile and target folder: most crates have been compiled for the tests.
+# The command of the README, and what it installs. It has the tests' profile and target folder, for which most crates
+# have been compiled.
 install_cli() {
   local root=$target/installed files
   files=$(mktemp -d) || return

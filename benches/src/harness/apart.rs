@@ -1,8 +1,8 @@
 //! Two harnesses one after the other: ours in this process, and peers in Python's.
 //!
-//! The script in PyTorch times in turn, but it loads ours from a shared library. An installed `hattn` has none. So ours is
-//! timed first, by the harness of this process, and the peers in Python afterwards. The card may have become warmer in between.
-//! The report's method says so.
+//! The script in PyTorch times in turn, but it loads ours from a shared library. An installed `hattn` has none. So
+//! ours is timed first, by the harness of this process, and the peers in Python afterwards. The card may have become
+//! warmer in between. The report's method says so.
 
 use anyhow::Result;
 

@@ -3,7 +3,8 @@
 //!
 //! - the script in PyTorch, if there is PyTorch with a GPU; only it can call Python packages;
 //! - the Rust harness on a GPU;
-//! - the Rust harness on a GPU, and after it the script for the peers alone ([`Apart`]), where ours lies in no shared library;
+//! - the Rust harness on a GPU, and after it the script for the peers alone ([`Apart`]), where ours lies in no shared
+//!   library;
 //! - the Rust harness on the CPU, where the peer is the naive computation.
 
 use std::collections::BTreeMap;

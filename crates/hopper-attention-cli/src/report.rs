@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use comfy_table::Table;
-use hopper_attention::reference::Told;
 use hopper_attention_benches::Progress;
 use hopper_attention_benches::text::{excerpt, printable};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -100,9 +99,9 @@ pub fn busy<T>(text: &'static str, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Shows a bar with `text` and the time left while `work` runs; nothing where stderr is not a terminal. `work` tells the share that
-/// is done, from 0 to 1.
-pub fn gradually<T>(text: &'static str, work: impl FnOnce(Told<'_>) -> T) -> T {
+/// Shows a bar with `text` and the time left while `work` runs; nothing where stderr is not a terminal. `work` tells
+/// the share that is done, from 0 to 1.
+pub fn gradually<T>(text: &'static str, work: impl FnOnce(&(dyn Fn(f64) + Sync)) -> T) -> T {
     const STEPS: u64 = 1000;
     let bar = ProgressBar::new(STEPS).with_message(text);
     if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:30}] {percent}%, {eta} left") {

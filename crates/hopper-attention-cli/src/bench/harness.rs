@@ -1,5 +1,5 @@
-//! Which harness times. On a GPU it is PyTorch's where there is one and a shared library of ours, else the Rust one, with the
-//! peers in Python after it. Elsewhere it is the CPU's.
+//! Which harness times. On a GPU it is PyTorch's where there is one and a shared library of ours, else the Rust one,
+//! with the peers in Python after it. Elsewhere it is the CPU's.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -44,7 +44,6 @@ pub use oracle::{BackwardOracle, Noise, Oracle, RowScale, backward, forward};
 pub use plain::{BackwardPlain, Plain, backward_plain, forward_plain};
 pub use tensor::Tensor;
 pub use tolerance::{BackwardExpected, BackwardReport, Expected, Report};
-pub use work::Told;
 
 use rayon::prelude::*;
 
@@ -57,10 +56,11 @@ use crate::problem::{BackwardProblem, ForwardProblem};
 /// The least number of tokens that a task computes. Neighbouring tokens read the same data, which then stays in the cache.
 const ROWS_PER_TASK: usize = 32;
 
-/// The number of pairs of a query and a key in a tile, at most, and the number of rows that a tile may have all the same. A tile has
-/// some tables with a number for each pair. They shall stay in the cache.
-const PAIRS_PER_TILE: usize = 1 << 16;
-const LEAST_ROWS: usize = 8;
+/// The number of pairs of a query and a key in a tile, at most, and the least and the largest number of rows in a tile. A
+/// tile has some tables with a number for each pair. They shall stay in the cache. More rows share the copy that a product
+/// makes of the other side's vectors.
+const PAIRS_PER_TILE: usize = 1 << 17;
+const ROWS_PER_TILE: [usize; 2] = [8, 64];
 
 /// Calls `row` for every token of `shape`, which is `[batch, heads, seqlen]`, on all cores. The results are in the order of
 /// `[batch, head, token]`, as in the LSE. `work` is told `units` for each row.
@@ -74,8 +74,8 @@ fn each_row<R: Send>(shape: [usize; 3], work: &Work<'_>, units: u64, row: impl F
     (0..rows).into_par_iter().with_min_len(ROWS_PER_TASK).map(row).collect()
 }
 
-/// As [`each_row`], for tiles: `tile` gets the batch and the head, and some neighbouring tokens, and gives their rows. Each of them is paired
-/// with `others` tokens.
+/// As [`each_row`], for tiles: `tile` gets the batch and the head, and some neighbouring tokens, and gives their rows.
+/// Each of them is paired with `others` tokens.
 fn each_tile<R: Send>(
     shape: [usize; 3],
     others: usize,
@@ -84,7 +84,7 @@ fn each_tile<R: Send>(
     tile: impl Fn([usize; 2], Tokens) -> Vec<R> + Sync,
 ) -> Vec<R> {
     let [batch, heads, seqlen] = shape;
-    let rows = (PAIRS_PER_TILE / others.max(1)).clamp(LEAST_ROWS, ROWS_PER_TASK);
+    let rows = (PAIRS_PER_TILE / others.max(1)).clamp(ROWS_PER_TILE[0], ROWS_PER_TILE[1]);
     let tiles = seqlen.div_ceil(rows);
     let tile = |i: usize| {
         let first = i % tiles * rows;

@@ -1,4 +1,5 @@
-//! The oracle: attention in f64, from the definition. Scores, softmax and weighted sum, for a tile of queries and all their keys.
+//! The oracle: attention in f64, from the definition. Scores, softmax and weighted sum, for a tile of queries and all
+//! their keys.
 
 mod backward;
 
@@ -180,7 +181,8 @@ impl Exact<'_> {
         rows
     }
 
-    /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the other noise is made of.
+    /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the
+    /// other noise is made of.
     #[expect(clippy::too_many_arguments, reason = "one row of one tile")]
     fn row(
         &self,

@@ -1,7 +1,7 @@
 //! Matrix products in f64 for the oracle, and sums of weighted vectors made of them.
 //!
-//! The `matrixmultiply` crate computes the products. The CPU backend uses this crate in f32. What the oracle computes with it is
-//! compared with plain loops by a test (`oracle/tests.rs`).
+//! The `matrixmultiply` crate computes the products. The CPU backend uses this crate in f32. What the oracle computes
+//! with it is compared with plain loops by a test (`oracle/tests.rs`).
 
 use super::Tensor;
 
@@ -16,7 +16,8 @@ pub(super) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// `rows` x `columns` elements, row after row. `row_stride` is the distance between the first elements of two rows.
+    /// `rows` x `columns` elements, row after row. `row_stride` is the distance between the first elements of two
+    /// rows.
     fn new(data: &'a [f64], rows: usize, columns: usize, row_stride: usize) -> Self {
         let end = if rows * columns == 0 { 0 } else { (rows - 1) * row_stride + columns };
         // The slice ends where the matrix ends, so that no product reads past it.
@@ -74,9 +75,10 @@ impl Tokens {
 pub(super) fn product(a: Matrix<'_>, b: Matrix<'_>, beta: f64, out: &mut [f64]) {
     assert_eq!(a.columns, b.rows, "inner sizes");
     let out = &mut out[..a.rows * b.columns];
-    // SAFETY: a `Matrix` has at least as many elements as its sizes and strides address: `new` cuts the slice there, and
-    // `transposed` swaps both. `out` holds a.rows x b.columns elements, which the strides (b.columns, 1) address. It is borrowed
-    // mutably, so it overlaps neither `a` nor `b`. Strides are sizes of slices in memory, which fit an isize.
+    // SAFETY: a `Matrix` has at least as many elements as its sizes and strides address: `new` cuts the slice there,
+    // and `transposed` swaps both. `out` holds a.rows x b.columns elements, which the strides (b.columns, 1) address.
+    // It is borrowed mutably, so it overlaps neither `a` nor `b`. Strides are sizes of slices in memory, which fit an
+    // isize.
     unsafe {
         matrixmultiply::dgemm(
             a.rows,
@@ -99,8 +101,9 @@ pub(super) fn product(a: Matrix<'_>, b: Matrix<'_>, beta: f64, out: &mut [f64]) 
 
 /// A function of the elements of a tensor, head by head: `[batch, head, token, dim]`.
 ///
-/// Elements that are not finite are kept apart, with 0 in their place. A product takes all pairs of a tile, also masked ones, whose
-/// weight is 0. 0 times infinity is NaN. So these elements are added one by one, to the rows that keep their token.
+/// Elements that are not finite are kept apart, with 0 in their place. A product takes all pairs of a tile, also
+/// masked ones, whose weight is 0. 0 times infinity is NaN. So these elements are added one by one, to the rows that
+/// keep their token.
 pub(super) struct Vectors {
     heads: usize,
     seqlen: usize,
@@ -140,8 +143,8 @@ impl Vectors {
         Matrix::dense(&self.finite[first..first + tokens.count * self.dim], tokens.count, self.dim)
     }
 
-    /// Adds to each row of `out` the sum of these tokens' vectors with the row's weights. `weights` and `kept` have a row for each row
-    /// of `out` and a column for each token. A weight that is not kept is 0.
+    /// Adds to each row of `out` the sum of these tokens' vectors with the row's weights. `weights` and `kept` have a
+    /// row for each row of `out` and a column for each token. A weight that is not kept is 0.
     pub(super) fn add_weighted(
         &self,
         [batch, head]: [usize; 2],

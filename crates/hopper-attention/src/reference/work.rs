@@ -3,13 +3,13 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What is told the share of the work that is done, from 0 to 1. Any thread may tell it.
-pub type Told<'a> = &'a (dyn Fn(f64) + Sync);
+pub(super) type Told<'a> = &'a (dyn Fn(f64) + Sync);
 
-/// How long a row takes in each part: 64 or 128 elements a head, and as many keys. A unit is the time of a row of the plain forward.
+/// How long a row takes in each part: 64 or 128 elements a head, and as many keys. A unit is the time of a row of the
+/// plain forward.
 pub(super) const PLAIN_UNITS: u64 = 1;
 pub(super) const ORACLE_UNITS: u64 = 2;
-pub(super) const PLAIN_QUERY_UNITS: u64 = 2;
-pub(super) const PLAIN_KEY_UNITS: u64 = 2;
+pub(super) const PLAIN_BACKWARD_UNITS: u64 = 3;
 pub(super) const ORACLE_QUERY_UNITS: u64 = 3;
 pub(super) const ORACLE_KEY_UNITS: u64 = 3;
 
@@ -20,8 +20,7 @@ pub(super) fn forward_units(rows: usize) -> u64 {
 
 /// The same of a backward. `keys` is the number of keys of all query heads.
 pub(super) fn backward_units(rows: usize, keys: usize) -> u64 {
-    (PLAIN_UNITS + PLAIN_QUERY_UNITS + ORACLE_QUERY_UNITS) * rows as u64
-        + (PLAIN_KEY_UNITS + ORACLE_KEY_UNITS) * keys as u64
+    (PLAIN_UNITS + PLAIN_BACKWARD_UNITS + ORACLE_QUERY_UNITS) * rows as u64 + ORACLE_KEY_UNITS * keys as u64
 }
 
 /// Work in units of about one time each.

@@ -1,5 +1,5 @@
-//! The oracle of the gradients: f64, from the definition. Rows of dQ are computed in tiles of queries, and rows of dK and dV in tiles
-//! of keys, each from all pairs of the tile.
+//! The oracle of the gradients: f64, from the definition. Rows of dQ are computed in tiles of queries, and rows of dK
+//! and dV in tiles of keys, each from all pairs of the tile.
 
 use std::f64::consts::SQRT_2;
 
@@ -248,8 +248,8 @@ impl Exact<'_> {
             .collect()
     }
 
-    /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept. The scores are the products of Q and K. The last
-    /// result is the mean norm of the keys.
+    /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept. The scores are the products of
+    /// Q and K. The last result is the mean norm of the keys.
     fn query(
         &self,
         [batch, head]: [usize; 2],

@@ -5,8 +5,8 @@ use std::fmt;
 use super::super::oracle::backward_told;
 use super::super::plain::backward_plain_told;
 use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
-use super::super::work::{Work, backward_units};
-use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, Told, place, shape_error};
+use super::super::work::{Told, Work, backward_units};
+use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, place, shape_error};
 use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
@@ -22,7 +22,8 @@ pub struct BackwardExpected {
 }
 
 impl BackwardExpected {
-    /// Runs the oracle and the plain computation on the inputs. The inputs are as for [`backward`](super::super::backward).
+    /// Runs the oracle and the plain computation on the inputs. The inputs are as for
+    /// [`backward`](super::super::backward).
     ///
     /// # Errors
     /// As [`backward`](super::super::backward).
@@ -37,7 +38,8 @@ impl BackwardExpected {
         Self::compute(problem, [q, k, v, d_o], d_lse, &Work::silent())
     }
 
-    /// As [`new`](Self::new), with q, k, v and d_o in `inputs`. `told` is called from time to time with the share of the work that is done.
+    /// As [`new`](Self::new), with q, k, v and d_o in `inputs`. `told` is called from time to time with the share of
+    /// the work that is done.
     ///
     /// # Errors
     /// As [`backward`](super::super::backward).

@@ -275,8 +275,8 @@ impl Exact<'_> {
         }
     }
 
-    /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the
-    /// gradients.
+    /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of
+    /// the gradients.
     fn score_noise(&self, row: &OfRow, k_norm: f64) -> f64 {
         SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + row.lse.abs().max(1.0))
     }
@@ -301,8 +301,8 @@ impl Exact<'_> {
     }
 }
 
-/// A sum of weighted vectors: its elements, and for each element the sums of the squared terms, of their squared noise, and of
-/// `Noise::of_delta`.
+/// A sum of weighted vectors: its elements, and for each element the sums of the squared terms, of their squared
+/// noise, and of `Noise::of_delta`.
 pub(super) struct Sum {
     pub values: Vec<f64>,
     pub squares: Vec<f64>,
