@@ -1,13 +1,15 @@
 """What a call costs the host: microseconds of Python, torch and the library, until the work is enqueued.
 
-    HOPPER_ATTENTION_LIBRARY=.../libhopper_attention.so python host_cost.py [--device cuda:0] [--json FILE] [--limit 1.2]
+    HOPPER_ATTENTION_LIBRARY=.../libhopper_attention.so python host_cost.py [--device cuda:0] [--limit 1.2]
 
-It times attention() of this package, and beside it torch's own scaled_dot_product_attention with each of its backends, on the same
-tensors: the forward pass, the forward pass that autograd records, and both passes. On a GPU only the enqueueing is timed. Batches
-of calls are so small that the GPU's queue never fills, and the GPU is idle again before the next batch. On the CPU a call
-includes the computation.
+It times attention() of this package, and beside it torch's own scaled_dot_product_attention with each of its backends:
+the forward pass, the forward pass that autograd records, and both passes. Tensors have the same shapes and types.
 
-With --limit the exit status is 1 if a call of attention() takes longer than that many times the call of torch's default backend.
+On a GPU only the enqueueing is timed. A batch of calls is so small that the GPU's queue never fills, and the GPU is
+idle before the next batch. On the CPU a call includes the computation.
+
+With --limit the exit status is 1 if a call of attention() takes longer than that many times a call of SDPA's default
+backend.
 """
 
 import argparse
@@ -21,9 +23,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hopper_attention
-from hopper_attention import _torch
+from hopper_attention import _torch, abi
+from hopper_attention._calls import Call
 
-BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}  # fmt: skip
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 SDPA = torch.nn.functional.scaled_dot_product_attention
 PASSES = ("forward", "forward, recorded", "forward and backward")
 OURS, DEFAULT = "attention()", "SDPA, default"
@@ -57,6 +65,23 @@ def microseconds(call, sync, calls, batches):
     return min(times[3:]), statistics.median(times[3:])
 
 
+def library_alone(q, k, v, numbers):
+    """A run through a struct that is filled in already: what the library takes of a call, and some ctypes."""
+    o = torch.empty_like(q)
+    tensors = dict(zip(("q", "k", "v", "o"), map(_torch.described, (q, k, v, o))))
+    call = Call(abi.ForwardArgs, _torch.problem_of(q, k, v, *numbers), _torch.ordinal(q.device), tensors)
+    addresses = [t.data_ptr() for t in (q, k, v, o)]
+    workspace = torch.empty(max(call.workspace_bytes, 1), dtype=torch.uint8, device=q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
+    # `o` is held, so that its memory is.
+    return lambda o=o: call.run(addresses, workspace.data_ptr(), stream)
+
+
+def below_autograd(operator, *arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
 def calls_of(device, dtype, shape, causal):
     """{(pass, who): (a call, the backend that torch is held to or None)}"""
     batch, heads, seqlen, head_dim = shape
@@ -75,7 +100,9 @@ def calls_of(device, dtype, shape, causal):
         (PASSES[0], OURS): (lambda: hopper_attention.attention(*plain, causal=causal), None),
         (PASSES[1], OURS): (lambda: hopper_attention.attention(*grown, causal=causal), None),
         (PASSES[2], OURS): (lambda: grad(hopper_attention.attention(*grown, causal=causal), grown, d_o), None),
-        (PASSES[0], "its operator alone"): (lambda: operators.forward.default(*plain, *numbers), None),
+        (PASSES[0], "its operator alone"): (lambda: below_autograd(operators.forward.default, *plain, *numbers), None),
+        (PASSES[0], "its library alone"): (library_alone(*plain, numbers), None),
+        (PASSES[0], "torch.empty"): (lambda: torch.empty(plain[0].shape, dtype=dtype, device=device), None),
         (PASSES[0], "its ctypes fallback"): (lambda: _torch._forward(*plain, *numbers), None),
         (PASSES[1], "its ctypes fallback"): (lambda: Ctypes.apply(*grown, numbers), None),
         (PASSES[2], "its ctypes fallback"): (lambda: grad(Ctypes.apply(*grown, numbers), grown, d_o), None),
@@ -84,7 +111,10 @@ def calls_of(device, dtype, shape, causal):
         who = f"SDPA, {name}"
         calls[PASSES[0], who] = (lambda: SDPA(*theirs, is_causal=causal), backend)
         calls[PASSES[1], who] = (lambda: SDPA(*theirs_grown, is_causal=causal), backend)
-        calls[PASSES[2], who] = (lambda: grad(SDPA(*theirs_grown, is_causal=causal), theirs_grown, theirs_d_o), backend)
+        calls[PASSES[2], who] = (
+            lambda: grad(SDPA(*theirs_grown, is_causal=causal), theirs_grown, theirs_d_o),
+            backend,
+        )
     return calls
 
 
@@ -102,11 +132,11 @@ def timed(call, backend, sync, calls, batches):
 def main():
     parser = argparse.ArgumentParser(description="Times what a call of attention costs the host.")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default=None, help="batch,heads,seqlen,head_dim; 1,8,128,64 on a GPU and 1,1,16,64 on the CPU")
+    parser.add_argument("--shape", default=None, help="batch,heads,seqlen,head_dim (1,8,128,64; on the CPU 1,1,16,64)")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--calls", type=int, default=50, help="calls in a batch (50)")
     parser.add_argument("--batches", type=int, default=60, help="batches (60)")
-    parser.add_argument("--limit", type=float, help="fail if attention() takes more than this many times the default SDPA")
+    parser.add_argument("--limit", type=float, help="the most that attention() may take, as a multiple of SDPA")
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
 
@@ -120,7 +150,8 @@ def main():
     implementation = "compiled operator" if _torch.fallback is None else f"ctypes ({_torch.fallback})"
     print(f"{name}; torch {torch.__version__}; {implementation}")
     print(f"batch, heads, seqlen, head_dim: {shape}; {dtype}{'; causal' if options.causal else ''}")
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; microseconds a call, least (median) of {options.batches} batches of {options.calls}")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"microseconds a call: least (median) of {options.batches} batches of {options.calls} calls")
 
     rows = []
     for (what, who), (call, backend) in calls_of(device, dtype, shape, options.causal).items():
@@ -141,12 +172,22 @@ def main():
                 continue
             ratio = times[0] / default[what][0]
             print(f"  {who:22s} {times[0]:8.1f} ({times[1]:.1f})   {ratio:5.2f} x SDPA")
-            figures.append({"pass": what, "call": who, "least_us": times[0], "median_us": times[1], "of_default_sdpa": ratio})
+            figures.append(
+                {"pass": what, "call": who, "least_us": times[0], "median_us": times[1], "of_default_sdpa": ratio}
+            )
             if options.limit and who == OURS and ratio > options.limit:
                 failed = True
     if options.json:
-        facts = {"device": name, "torch": torch.__version__, "implementation": implementation, "shape": shape,
-                 "dtype": str(dtype), "causal": options.causal, "calls": options.calls, "batches": options.batches}  # fmt: skip
+        facts = {
+            "device": name,
+            "torch": torch.__version__,
+            "implementation": implementation,
+            "shape": shape,
+            "dtype": str(dtype),
+            "causal": options.causal,
+            "calls": options.calls,
+            "batches": options.batches,
+        }
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({**facts, "figures": figures}, file, indent=1)
     if failed:

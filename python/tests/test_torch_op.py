@@ -1,4 +1,4 @@
-"""Tests of the compiled operators, python/torch_op. What they compute is tested with the package: here is what only they do."""
+"""Tests of the compiled operators of python/torch_op. What they compute is tested with the package."""
 
 import ctypes
 import gc
@@ -68,12 +68,19 @@ class Compiled(unittest.TestCase):
         wide, transposed = torch.zeros(2, 5, 3, 16), d_o.transpose(1, 3).contiguous().transpose(1, 3)
         wide[..., ::2] = d_o
         odd = torch.zeros(241)[1:].view(2, 5, 3, 8).copy_(d_o)
-        for name, one in {"every second element": wide[..., ::2], "head dim first": transposed, "odd address": odd}.items():
+        for name, one in {
+            "every second element": wide[..., ::2],
+            "head dim first": transposed,
+            "odd address": odd,
+        }.items():
             with self.subTest(name):
                 for got, exact in zip(self.ops.backward(one, d_lse.mT.contiguous().mT, *saved, *FULL, False), want):
                     self.assertTrue(torch.equal(got, exact))
         ones = torch.ones(()).expand(2, 5, 3, 8)
-        for got, exact in zip(self.ops.backward(ones, None, *saved, *FULL, False), self.ops.backward(ones.contiguous(), None, *saved, *FULL, False)):
+        for got, exact in zip(
+            self.ops.backward(ones, None, *saved, *FULL, False),
+            self.ops.backward(ones.contiguous(), None, *saved, *FULL, False),
+        ):
             self.assertTrue(torch.equal(got, exact))
 
     def test_refusals(self):
@@ -82,7 +89,9 @@ class Compiled(unittest.TestCase):
             "HATTN_ERROR_SHAPE": lambda: self.ops.forward(q[0], k, v, *FULL),
             "5 dimensions": lambda: self.ops.forward(q[None], k, v, *FULL),
             "HATTN_ERROR_DTYPE": lambda: self.ops.forward(q.double(), k.double(), v.double(), *FULL),
-            "HATTN_ERROR_LAYOUT": lambda: self.ops.forward(q.transpose(1, 3).contiguous().transpose(1, 3), k, v, *FULL),
+            "HATTN_ERROR_LAYOUT": lambda: self.ops.forward(
+                q.transpose(1, 3).contiguous().transpose(1, 3), k, v, *FULL
+            ),
             "HATTN_ERROR_VALUE": lambda: self.ops.forward(q, k, v, -1.0, 0, 0, 0, 0),
             "HATTN_ERROR_ARGUMENT": lambda: self.ops.forward(q, k, v, 0.0, 9, 0, 0, 0),
         }
@@ -99,7 +108,10 @@ class Compiled(unittest.TestCase):
         def work(first):
             with torch._C._AutoDispatchBelowAutograd():
                 for seqlen in range(first, first + 120):
-                    k, v = torch.zeros(1, seqlen, 1, 8), torch.arange(float(seqlen))[None, :, None, None].expand(1, seqlen, 1, 8)
+                    k, v = (
+                        torch.zeros(1, seqlen, 1, 8),
+                        torch.arange(float(seqlen))[None, :, None, None].expand(1, seqlen, 1, 8),
+                    )
                     o = self.ops.forward(torch.ones(1, 1, 1, 8), k, v.contiguous(), *FULL)
                     if not torch.allclose(o, torch.full((1, 1, 1, 8), (seqlen - 1) / 2)):
                         wrong.append(seqlen)
@@ -158,8 +170,129 @@ class Compiled(unittest.TestCase):
         ]
         for path, module, want in cases:
             with self.subTest(path=path, module=module):
-                done = subprocess.run([sys.executable, "-c", program, self.path, path, module], capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    [sys.executable, "-c", program, self.path, path, module],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
                 self.assertTrue(done.stdout.startswith(want), done.stdout)
+
+
+class CompiledOnGpu(unittest.TestCase):
+    """Streams, graphs, alignment and memory, which only a GPU has."""
+
+    setUp_of_both = Compiled.setUp
+
+    def setUp(self):
+        self.setUp_of_both()
+        if not torch.cuda.is_available():
+            self.skipTest("no GPU")
+        # Not the current one, where there are several.
+        self.device = torch.device("cuda", torch.cuda.device_count() - 1)
+
+    def tensors(self, *shape, count=3, dtype=None):
+        return [torch.randn(*shape, device=self.device).to(dtype or torch.bfloat16) for _ in range(count)]
+
+    def test_the_same_as_through_ctypes(self):
+        for dtype in (torch.float16, torch.bfloat16):
+            q, k, v, d_o = self.tensors(2, 200, 4, 64, count=4, dtype=dtype)
+            for numbers in (FULL, CAUSAL, (0.3, 2, 1, 40, 2)):
+                with self.subTest(dtype=dtype, numbers=numbers):
+                    o, lse = self.ops.forward_lse(q, k, v, *numbers)
+                    for got, want in zip((o, lse), _torch._forward_lse(q, k, v, *numbers)):
+                        self.assertTrue(torch.equal(got, want))
+                    saved = (q, k, v, o, lse)
+                    for got, want in zip(
+                        self.ops.backward(d_o, lse, *saved, *numbers, True),
+                        _torch._backward(d_o, lse, *saved, *numbers, True),
+                    ):
+                        self.assertTrue(torch.equal(got, want))
+
+    def test_the_current_stream(self):
+        q, k, v = self.tensors(2, 256, 4, 64)
+        want = self.ops.forward(q, k, v, *CAUSAL)
+        late = torch.zeros_like(q)
+        torch.cuda.synchronize(self.device)
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            # The stream is busy for a while, and only then has the queries.
+            torch.cuda._sleep(100_000_000)
+            late.copy_(q)
+            got = self.ops.forward(late, k, v, *CAUSAL)
+        stream.synchronize()
+        self.assertTrue(torch.equal(got, want))
+
+    def test_a_graph(self):
+        q, k, v, d_o = self.tensors(2, 256, 4, 64, count=4)
+
+        def both():
+            o, lse = self.ops.forward_lse(q, k, v, *CAUSAL)
+            return o, *self.ops.backward(d_o, None, q, k, v, o, lse, *CAUSAL, True)
+
+        both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
+            captured = both()
+        for _ in range(3):
+            q.copy_(torch.randn_like(q))
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.device(self.device):
+                graph.replay()
+            torch.cuda.synchronize(self.device)
+            for got, want in zip(captured, both()):
+                self.assertTrue(torch.equal(got, want))
+
+    def test_gradients_are_copied_where_they_must_be(self):
+        q, k, v, d_o = self.tensors(2, 100, 3, 64, count=4)
+        saved = (q, k, v, *self.ops.forward_lse(q, k, v, *FULL))
+        want = self.ops.backward(d_o, None, *saved, *FULL, True)
+        wide = torch.zeros(2, 100, 3, 128, device=self.device, dtype=d_o.dtype)
+        wide[..., ::2] = d_o
+        padded = torch.zeros(2, 100, 3, 65, device=self.device, dtype=d_o.dtype)[..., :64].copy_(d_o)
+        odd = torch.zeros(d_o.numel() + 1, device=self.device, dtype=d_o.dtype)[1:].view(d_o.shape).copy_(d_o)
+        heads_first = d_o.transpose(1, 2).contiguous().transpose(1, 2)
+        for name, one in {
+            "every second": wide[..., ::2],
+            "65 apart": padded,
+            "odd address": odd,
+            "heads first": heads_first,
+        }.items():
+            with self.subTest(name):
+                for got, exact in zip(self.ops.backward(one, None, *saved, *FULL, True), want):
+                    self.assertTrue(torch.equal(got, exact))
+        ones = torch.ones((), device=self.device, dtype=d_o.dtype).expand(d_o.shape)
+        for got, exact in zip(
+            self.ops.backward(ones, None, *saved, *FULL, True),
+            self.ops.backward(ones.contiguous(), None, *saved, *FULL, True),
+        ):
+            self.assertTrue(torch.equal(got, exact))
+
+    def test_tensors_in_other_places(self):
+        q, k, v = self.tensors(1, 16, 2, 64)
+        with self.assertRaisesRegex(RuntimeError, "HATTN_ERROR"):
+            self.ops.forward(q, k.cpu(), v, *FULL)
+        if torch.cuda.device_count() > 1:
+            with self.assertRaisesRegex(RuntimeError, "HATTN_ERROR"):
+                self.ops.forward(q, k.to("cuda:0"), v, *FULL)
+
+    def test_memory(self):
+        q, k, v, d_o = self.tensors(2, 256, 4, 64, count=4)
+        self.ops.backward(d_o, None, q, k, v, *self.ops.forward_lse(q, k, v, *FULL), *FULL, False)
+        before = torch.cuda.memory_allocated(self.device)
+        for _ in range(100):
+            self.ops.backward(d_o, None, q, k, v, *self.ops.forward_lse(q, k, v, *FULL), *FULL, False)
+        self.assertEqual(torch.cuda.memory_allocated(self.device), before)
+        large = self.tensors(8, 4096, 16, 64)
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(self.device) / total, self.device)
+        try:
+            with self.assertRaisesRegex(RuntimeError, "out of memory"):
+                for _ in range(100):
+                    large.append(self.ops.forward(*large[:3], *FULL))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 output=${1:?usage: build.sh OUTPUT}
-# libstdc++ and libgcc go into the file: it then runs beside any version of them. torch's exceptions are not caught here, and
-# ours are of the standard's types, which are equal by name.
+# Exceptions that a kernel throws are caught by torch. So the file shares libstdc++ with torch.
 "${CXX:-g++}" -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden -Wl,-z,defs -Wl,-z,now \
   -I "$here/../../crates/hopper-attention-capi/include" "$here/op.cc" -o "$output" -ldl

@@ -138,7 +138,8 @@ class HeldPlan {
 //
 // A problem's hash names a set of places. A new plan takes the place in its set that was used longest ago.
 //
-// The standard's containers and shared_ptr would do. But with them the file asks for a newer glibc and libstdc++ than torch.
+// The standard's containers and shared_ptr would do. But with them the file asks for a newer glibc and libstdc++ than
+// torch.
 template <typename Problem>
 class Plans {
  public:
@@ -165,7 +166,8 @@ class Plans {
   }
 
  private:
-  // Plans are small, and making one costs microseconds once its kernel is loaded: enough for the shapes in use at a time.
+  // Plans are small, and making one costs microseconds once its kernel is loaded: enough for the shapes in use at a
+  // time.
   static constexpr size_t kSets = 64, kWays = 4;
 
   struct Place {

@@ -1,8 +1,10 @@
-// torch's ops hopper_attention::forward, forward_lse and backward, computed through the C ABI: a call from Python costs less
-// than with Python's ctypes. The package defines the ops; hattn_torch_register gives them these kernels for CPU and CUDA.
+// torch's ops hopper_attention::forward, forward_lse and backward, computed through the C ABI. A call from Python costs
+// less than through Python's ctypes. The package defines the ops. hattn_torch_register gives them these kernels for CPU
+// and CUDA.
 //
-// An op runs on the current stream of its tensors' device, and takes outputs and workspace from torch's allocator. Memory that
-// the allocator hands out on a stream is used again on that stream only. So a workspace may be dropped right after the launch.
+// An op runs on the current stream of its tensors' device, and takes outputs and workspace from torch's allocator. The
+// allocator gives memory of a stream to later work of that stream only. So a workspace may be freed right after the
+// launch.
 #include <cstdio>
 #include <memory>
 
@@ -59,7 +61,8 @@ class Tensor {
     const Torch& torch = state->torch;
     TensorHandle handle = nullptr;
     const bool gpu = device != HATTN_CPU;
-    if (torch.aoti_torch_empty_strided(ndim, shape, stride, dtype, gpu ? state->cuda : 0, gpu ? device : 0, &handle) != 0) {
+    if (torch.aoti_torch_empty_strided(ndim, shape, stride, dtype, gpu ? state->cuda : 0, gpu ? device : 0, &handle) !=
+        0) {
       // Programs that try a smaller batch look for the words "CUDA out of memory.".
       torch_failed("torch gave no memory for " + std::to_string(elements) + " elements on " +
                    (gpu ? "cuda:" + std::to_string(device) + " (most often: CUDA out of memory.)" : "the CPU") +
@@ -90,12 +93,13 @@ class Tensor {
                              std::to_string(ndim) + ", " + dimensions + " (HATTN_ERROR_SHAPE)");
   }
 
-  // Replaces a gradient that the library cannot read by a dense copy. Nobody chose how a gradient lies in memory: the one of
-  // o.sum() has strides of 0.
+  // Replaces a gradient that the library cannot read by a dense copy. Nobody chose how a gradient lies in memory: the
+  // one of o.sum() has strides of 0.
   void make_readable() {
     if (handle_ == nullptr || readable()) return;
     Tensor copy = empty_like();
-    if (state->torch.aoti_torch_copy_(copy.handle_, handle_, 0) != 0) torch_failed("torch could not copy a gradient; its log says why");
+    if (state->torch.aoti_torch_copy_(copy.handle_, handle_, 0) != 0)
+      torch_failed("torch could not copy a gradient; its log says why");
     *this = std::move(copy);
   }
 
@@ -115,15 +119,18 @@ class Tensor {
     const Torch& torch = state->torch;
     int32_t device_type = 0, device_index = 0;
     int64_t ndim = 0, *shape = nullptr, *stride = nullptr;
-    if (torch.aoti_torch_get_dtype(handle_, &dtype_) != 0 || torch.aoti_torch_get_device_type(handle_, &device_type) != 0 ||
-        torch.aoti_torch_get_device_index(handle_, &device_index) != 0 || torch.aoti_torch_get_dim(handle_, &ndim) != 0 ||
-        torch.aoti_torch_get_sizes(handle_, &shape) != 0 || torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
+    if (torch.aoti_torch_get_dtype(handle_, &dtype_) != 0 ||
+        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 ||
+        torch.aoti_torch_get_device_index(handle_, &device_index) != 0 ||
+        torch.aoti_torch_get_dim(handle_, &ndim) != 0 || torch.aoti_torch_get_sizes(handle_, &shape) != 0 ||
+        torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
         torch.aoti_torch_get_data_ptr(handle_, &view_.data) != 0) {
       torch_failed(std::string(name) + " is no tensor with memory of its own; torch's log says why");
     }
     view_.dtype = library_dtype();
     if (dtype_ != state->u8 && view_.dtype == 0) {
-      throw std::runtime_error(std::string(name) + ": allowed element types: float16, bfloat16, float32 (HATTN_ERROR_DTYPE)");
+      throw std::runtime_error(std::string(name) +
+                               ": allowed element types: float16, bfloat16, float32 (HATTN_ERROR_DTYPE)");
     }
     view_.device = device_type == state->cuda ? device_index : HATTN_CPU;
     if (ndim < 1 || ndim > 4) {
@@ -208,7 +215,8 @@ void run(Plans<Problem>& plans, const Problem& problem, hattn_device device, Arg
   void* stream = nullptr;
   if (device != HATTN_CPU) {
     const auto current_stream = state->torch.aoti_torch_get_current_cuda_stream;
-    if (current_stream == nullptr || current_stream(device, &stream) != 0) torch_failed("torch has no current CUDA stream");
+    if (current_stream == nullptr || current_stream(device, &stream) != 0)
+      torch_failed("torch has no current CUDA stream");
   }
   Tensor workspace;
   if (const int64_t bytes = static_cast<int64_t>(plan->workspace_bytes())) {
@@ -276,7 +284,8 @@ void register_kernels(const Torch& torch) {
   for (const char* key : {"CPU", "CUDA"}) {
     // Never deleted: the kernels stay until the process ends.
     LibraryHandle library = nullptr;
-    if (torch.aoti_torch_library_init_impl("hopper_attention", key, "hopper_attention/_torch_op.so", 0, &library) != 0 ||
+    if (torch.aoti_torch_library_init_impl("hopper_attention", key, "hopper_attention/_torch_op.so", 0, &library) !=
+            0 ||
         torch.aoti_torch_library_impl(library, "forward", forward_kernel) != 0 ||
         torch.aoti_torch_library_impl(library, "forward_lse", forward_lse_kernel) != 0 ||
         torch.aoti_torch_library_impl(library, "backward", backward_kernel) != 0) {
@@ -288,11 +297,13 @@ void register_kernels(const Torch& torch) {
 }  // namespace
 }  // namespace hattn_torch
 
-// Registers the kernels, once in a process. `library` is the path of libhopper_attention.so. The ops must have been defined.
+// Registers the kernels, once in a process. `library` is the path of libhopper_attention.so. The ops must have been
+// defined.
 //
-// Returns 0, also when they are registered already with this library. Otherwise 1, and up to `capacity` bytes of `error`, with
-// a final 0, say why.
-extern "C" __attribute__((visibility("default"))) int hattn_torch_register(const char* library, char* error, size_t capacity) {
+// Returns 0, also when they are registered already with this library. Otherwise 1, and up to `capacity` bytes of
+// `error`, with a final 0, say why.
+extern "C" __attribute__((visibility("default"))) int hattn_torch_register(const char* library, char* error,
+                                                                           size_t capacity) {
   using namespace hattn_torch;
   static std::mutex registering;
   const std::lock_guard<std::mutex> lock(registering);
