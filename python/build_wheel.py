@@ -3,7 +3,8 @@
 
     python3 python/build_wheel.py --library FILE --tag TAG [--op FILE] --licences FOLDER --out FOLDER
 
-One wheel serves every Python: the package has no extension module. The library and the operator for torch are data files.
+One wheel serves every Python: the package has no extension module. The library and the operator for torch are data
+files.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 # Tests the Python package with an installed library, and the wheel. Needs no GPU. scripts/test.sh runs this script.
 #   scripts/python_test.sh PREFIX
 # PREFIX is what scripts/install.sh wrote. In the target folder's python-test/:
-#   venv    the pinned numpy and auditwheel, and what python3 has (the tests of torch and transformers run if they are there)
-#   empty   an environment of its own, in which the wheel is installed
+#   venv    the pinned numpy and auditwheel, and what python3 has (the tests of torch and transformers run if they are
+#   there) empty   an environment of its own, in which the wheel is installed
 # Prints a line for each check. A test that cannot run prints "skipped: why".
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

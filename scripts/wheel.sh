@@ -2,9 +2,9 @@
 # Makes the wheel of the Python package from an installed library. Compiles no kernel.
 #   scripts/wheel.sh PREFIX [--out FOLDER] [--as-installed]
 # PREFIX is what scripts/install.sh wrote. The wheel goes to FOLDER (default dist).
-# The static library is linked into a shared one again, against glibc 2.28 or newer, with the linker of the PyPI package ziglang.
-# --as-installed takes the installed shared library instead. Its tag then says the glibc of this machine.
-# Prints the contents of the wheel, its size, and the newest glibc that it asks for.
+# The static library is linked into a shared one again, against glibc 2.28 or newer, with the linker of the PyPI
+# package ziglang. --as-installed takes the installed shared library instead. Its tag then says the glibc of this
+# machine. Prints the contents of the wheel, its size, and the newest glibc that it asks for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # A wheel a line, with the hash of the Linux x86_64 file.
@@ -52,7 +52,8 @@ section() {
   readelf -SW "$1" | sed 's/^ *\[ *[0-9]*\] *//' | awk -v name="$2" '$1 == name { print "0x" $5 }' |
     while read -r size; do echo $((size)); done | awk '{ sum += $1 } END { print sum + 0 }'
 }
-# link OUTPUT MAP ARGUMENT...: links against an old glibc. Runtime libraries stay shared with the process, as exceptions need it.
+# link OUTPUT MAP ARGUMENT...: links against an old glibc. Runtime libraries stay shared with the process, as
+# exceptions need it.
 link() {
   local output=$1 map=$2
   shift 2

@@ -89,7 +89,12 @@ def transformers_model():
         return
     hopper_attention.register_transformers()
     settings = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=256
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
     )
     model = transformers.LlamaForCausalLM(settings).eval()
     ids = torch.randint(0, 256, (2, 32))

@@ -1,4 +1,4 @@
-"""Hopper Attention: exact fused attention for NVIDIA Hopper, with kernels for GPUs since compute capability 8.0, and for the CPU.
+"""Exact fused attention for NVIDIA Hopper, other GPUs since compute capability 8.0, and the CPU.
 
     import hopper_attention
 
@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -48,7 +47,7 @@ else:
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
         from . import _fp8, _torch
-        from ._fp8 import Quantized
+        from ._fp8 import Quantized as Quantized
 
 
 def _is_torch(*tensors: Any) -> bool:
@@ -80,10 +79,10 @@ def attention(
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
-    q is [batch, seqlen_q, heads_q, head_dim]. k and v are [batch, seqlen_kv, heads_kv, head_dim]. heads_q is a multiple of
-    heads_kv. The head_dim of v may differ. The innermost stride is 1, and on a GPU the others are multiples of 16 bytes.
-    So a transposed [batch, heads, seqlen, head_dim] is read where it lies. Nothing is copied. What the library does not
-    take raises HattnError.
+    q is [batch, seqlen_q, heads_q, head_dim]. k and v are [batch, seqlen_kv, heads_kv, head_dim]. heads_q is a
+    multiple of heads_kv. The head_dim of v may differ. The innermost stride is 1, and on a GPU the others are
+    multiples of 16 bytes. So a transposed [batch, heads, seqlen, head_dim] is read where it lies. Nothing is copied.
+    What the library does not take raises HattnError.
 
     - causal: a query attends to the keys up to its own. The last query's own key is the last key.
     - window: (left, right), the keys before and after a query's own. None stands for all. With causal, both apply.
@@ -91,8 +90,8 @@ def attention(
     - scale: 1 / sqrt(head_dim) if None.
     - return_lse: gives (o, lse).
 
-    o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch, heads_q,
-    seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
+    o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
+    heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
 
     On torch tensors:
 
@@ -133,19 +132,24 @@ def attention_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__. For torch tensors autograd computes them.
+    """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
-    o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that of lse.
-    out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are missing.
+    For torch tensors autograd computes them.
+
+    o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
+    of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
+    missing.
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
     return _arrays.attention_backward(
         q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream
-    )  # fmt: skip
+    )
 
 
-def quantize(q: Any, k: Any, v: Any, scaling: str = "per_block", hadamard: int | None = None, half_scores: bool = False) -> Any:
+def quantize(
+    q: Any, k: Any, v: Any, scaling: str = "per_block", hadamard: int | None = None, half_scores: bool = False
+) -> Any:
     """Makes FP8 (E4M3) operands of 16-bit torch tensors. On the CPU also of f32.
 
     - scaling: which elements share a factor: "per_tensor", "per_head", or "per_block" (128 rows of a head).
@@ -186,7 +190,8 @@ def attention_fp8(
 def register_sdpa() -> Any:
     """Makes torch's scaled_dot_product_attention call this library where it chose its flash backend, on CUDA tensors.
 
-    Gives a handle. handle.remove() puts torch's own kernels back. Needs torch.nn.attention.register_flash_attention_impl.
+    Gives a handle. handle.remove() puts torch's own kernels back. Needs
+    torch.nn.attention.register_flash_attention_impl.
     """
     _need_torch()
     from . import _sdpa
@@ -197,8 +202,9 @@ def register_sdpa() -> Any:
 def register_transformers(name: str = "hopper_attention") -> None:
     """Registers attention and its mask function with Hugging Face transformers.
 
-    Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model is made.
-    What the library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias, packed sequences.
+    Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
+    is made. What the library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias,
+    packed sequences.
     """
     _need_torch()
     from . import _transformers

@@ -8,7 +8,8 @@ from typing import Any, Optional
 from . import abi
 from ._plans import Window, mask_of, plans, scale_of
 
-# The C structs of DLPack (dlpack.h, version 1): a device, a type, a tensor, and the two structs that hand a tensor over.
+# The C structs of DLPack (dlpack.h, version 1): a device, a type, a tensor, and the two structs that hand a tensor
+# over.
 
 
 class _Device(ctypes.Structure):
@@ -76,7 +77,9 @@ class Array:
         if _is_valid(capsule, b"dltensor_versioned"):
             managed = _ManagedVersioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
             if managed.major != 1:
-                raise BufferError(f"{name}: an export of DLPack {managed.major}.{managed.minor}; allowed: 1.x and older")
+                raise BufferError(
+                    f"{name}: an export of DLPack {managed.major}.{managed.minor}; allowed: 1.x and older"
+                )
             if written and managed.flags & _READ_ONLY:
                 raise BufferError(f"{name}: a read-only array; it would be written")
             found = managed.tensor
@@ -110,7 +113,9 @@ def _output(name: str, given: Any, like: Any, shape: tuple, f32: bool, stream: O
         numpy = _numpy_of(like)
         if numpy is None:
             kind = f"{type(like).__module__}.{type(like).__name__}"
-            raise TypeError(f"{name}: missing; only outputs of numpy and CuPy are allocated here. For {kind} give an array")
+            raise TypeError(
+                f"{name}: missing; only outputs of numpy and CuPy are allocated here. For {kind} give an array"
+            )
         given = numpy.empty(shape, dtype=numpy.float32 if f32 else like.dtype)
     return given, Array(name, given, stream, written=True)
 
@@ -128,9 +133,18 @@ def _numpy_of(array: Any) -> Any:
 
 def _problem(q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], **more: int) -> abi.ForwardProblem:
     return abi.ForwardProblem(
-        dtype=q.dtype, batch=q.shape[0], seqlen_q=q.shape[1], seqlen_kv=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
-        head_dim_qk=q.shape[3], head_dim_vo=v.shape[3], softmax_scale=scale_of(scale), **mask._asdict(), **more,
-    )  # fmt: skip
+        dtype=q.dtype,
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_kv=k.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_vo=v.shape[3],
+        softmax_scale=scale_of(scale),
+        **mask._asdict(),
+        **more,
+    )
 
 
 def _workspace(plan: abi.Plan, like: Any, stream: Optional[int]) -> tuple:
@@ -149,13 +163,23 @@ def _workspace(plan: abi.Plan, like: Any, stream: Optional[int]) -> tuple:
 
 
 def attention(
-    q: Any, k: Any, v: Any, causal: bool, window: Window, top_left: bool, scale: Optional[float], return_lse: bool, out: Any,
-    lse_out: Any, stream: Optional[int],
-) -> Any:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    return_lse: bool,
+    out: Any,
+    lse_out: Any,
+    stream: Optional[int],
+) -> Any:
     """See hopper_attention.attention."""
     exports = [_four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))]
     lse = return_lse or lse_out is not None
-    problem = _problem(*exports, mask_of(causal, window, top_left), scale, lse=int(lse))
+    mask = mask_of(causal, window, top_left)
+    problem = _problem(exports[0], exports[1], exports[2], mask, scale, lse=int(lse))
     plan = plans().get(exports[0].device, problem)
     batch, seqlen_q, heads_q, _ = exports[0].shape
     out, o = _output("out", out, q, (batch, seqlen_q, heads_q, exports[2].shape[3]), False, stream)
@@ -170,9 +194,21 @@ def attention(
 
 
 def attention_backward(
-    q: Any, k: Any, v: Any, o: Any, lse: Any, d_o: Any, d_lse: Any, causal: bool, window: Window, top_left: bool,
-    scale: Optional[float], deterministic: bool, out: Any, stream: Optional[int],
-) -> tuple:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    d_o: Any,
+    d_lse: Any,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    deterministic: bool,
+    out: Any,
+    stream: Optional[int],
+) -> tuple:
     """See hopper_attention.attention_backward."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     exports = {name: _four(name, array, stream) for name, array in inputs.items()}

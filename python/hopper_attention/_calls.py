@@ -21,7 +21,9 @@ class Call:
     def __init__(self, args: Any, problem: Any, device: int, tensors: dict) -> None:
         self.plan = plans().get(device, problem)
         self.workspace_bytes: int = self.plan.workspace_bytes
-        self._tensors = [abi.tensor(0, dtype, shape, stride, place) for dtype, place, shape, stride in tensors.values()]
+        self._tensors = [
+            abi.tensor(0, dtype, shape, stride, place) for dtype, place, shape, stride in tensors.values()
+        ]
         pointers = dict(zip(tensors, map(ctypes.pointer, self._tensors)))
         self._args = args(workspace_bytes=self.workspace_bytes, **pointers)
         self._pointer = ctypes.byref(self._args)

@@ -17,7 +17,10 @@ _OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 class Quantized(NamedTuple):
-    """Operands of E4M3 with their descale factors. `attention_fp8` takes them. A real value is the stored one times its factor."""
+    """Operands of E4M3 with their descale factors.
+
+    `attention_fp8` takes them. A real value is the stored one times its factor.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -27,7 +30,8 @@ class Quantized(NamedTuple):
     descale_v: torch.Tensor
     scaling: str
     half_scores: bool
-    #: f32 [3, 2], for q, k and v: elements stored as the largest value because they were above it; elements not finite.
+    #: f32 [3, 2], for q, k and v: elements stored as the largest value because they were above it; elements not
+    #: finite.
     counts: torch.Tensor
 
 
@@ -52,17 +56,31 @@ def quantize(q: Any, k: Any, v: Any, scaling: str, hadamard: Optional[int], half
 
 
 def attention_fp8(
-    operands: Quantized, causal: bool, window: Window, top_left: bool, scale: Optional[float], return_lse: bool, out_dtype: Any,
-    scale_o: Optional[torch.Tensor], return_amax: bool,
-) -> Any:  # fmt: skip
+    operands: Quantized,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    return_lse: bool,
+    out_dtype: Any,
+    scale_o: Optional[torch.Tensor],
+    return_amax: bool,
+) -> Any:
     """See hopper_attention.attention_fp8."""
     _check(q=operands.q, k=operands.k, v=operands.v)
     if out_dtype not in _OUTPUTS:
         raise TypeError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, _OUTPUTS))}")
     o, lse, amax = torch.ops.hopper_attention.forward_fp8(
-        *operands[:6], scale_o, scale_of(scale), *mask_of(causal, window, top_left), scaling_of(operands.scaling),
-        DTYPES[out_dtype], return_lse, return_amax, operands.half_scores,
-    )  # fmt: skip
+        *operands[:6],
+        scale_o,
+        scale_of(scale),
+        *mask_of(causal, window, top_left),
+        scaling_of(operands.scaling),
+        DTYPES[out_dtype],
+        return_lse,
+        return_amax,
+        operands.half_scores,
+    )
     results = (o, *([lse] if return_lse else []), *([amax] if return_amax else []))
     return results if len(results) > 1 else o
 
@@ -83,15 +101,27 @@ _library.define(
 def _quantize_outputs(q: Any, k: Any, v: Any, scaling: int) -> list:
     stored = [t.new_empty(t.shape, dtype=torch.float8_e4m3fn) for t in (q, k, v)]
     shapes = [descale_shape(scaling, t.shape[0], t.shape[2], k.shape[2], t.shape[1]) for t in (q, k, v)]
-    return [*stored, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes), q.new_empty((3, 2), dtype=torch.float32)]
+    return [
+        *stored,
+        *(q.new_empty(shape, dtype=torch.float32) for shape in shapes),
+        q.new_empty((3, 2), dtype=torch.float32),
+    ]
 
 
 def _quantize(q: Any, k: Any, v: Any, scaling: int, hadamard: bool, seed: int, half_scores: bool) -> tuple:
     outputs = _quantize_outputs(q, k, v, scaling)
     forward = abi.ForwardProblem(
-        dtype=abi.E4M3, batch=q.shape[0], seqlen_q=q.shape[1], seqlen_kv=k.shape[1], heads_q=q.shape[2], heads_kv=k.shape[2],
-        head_dim_qk=q.shape[3], head_dim_vo=v.shape[3], scaling=scaling, half_scores=int(half_scores),
-    )  # fmt: skip
+        dtype=abi.E4M3,
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_kv=k.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_vo=v.shape[3],
+        scaling=scaling,
+        half_scores=int(half_scores),
+    )
     problem = abi.QuantizeProblem(
         forward=ctypes.pointer(forward), source=DTYPES[q.dtype], hadamard=int(hadamard), seed=seed if hadamard else 0
     )
@@ -129,7 +159,13 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
     given |= {"amax": amax_out} if amax else {}
 
     def make() -> Call:
-        options = {"lse": int(lse), "amax": int(amax), "output": output, "scaling": scaling, "half_scores": int(half_scores)}
+        options = {
+            "lse": int(lse),
+            "amax": int(amax),
+            "output": output,
+            "scaling": scaling,
+            "half_scores": int(half_scores),
+        }
         problem = problem_of(q, k, v, *numbers, **options)
         return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 from . import abi
 
-# A plan is small. Making one takes microseconds once its kernel is loaded. So this is enough for the shapes in use at a time.
+# A plan is small. Making one takes microseconds once its kernel is loaded. So this is enough for the shapes in use at
+# a time.
 PLANS_KEPT = 256
 
 Window = Optional[Tuple[Optional[int], Optional[int]]]
@@ -29,7 +30,7 @@ class PlanCache:
 
     def get(self, device: int, problem: Any) -> Any:
         """The plan of a problem on a device."""
-        key = (device, type(problem), bytes(problem))
+        key: tuple = (device, type(problem), bytes(problem))
         if isinstance(problem, abi.QuantizeProblem):
             # The struct holds a pointer. Equal problems differ in it, and different ones may share it.
             numbers = (problem.source, problem.hadamard, problem.seed)
@@ -88,7 +89,9 @@ def mask_of(causal: bool, window: Window, top_left: bool) -> Mask:
             raise ValueError(f"window: {name} {keys}; allowed: 0 and above, or None for all keys")
     if causal:
         right = 0
-    return Mask(abi.MASK_WINDOW, corner, abi.UNBOUNDED if left is None else left, abi.UNBOUNDED if right is None else right)
+    return Mask(
+        abi.MASK_WINDOW, corner, abi.UNBOUNDED if left is None else left, abi.UNBOUNDED if right is None else right
+    )
 
 
 def scale_of(scale: Optional[float]) -> float:

@@ -1,7 +1,7 @@
 """torch's own scaled_dot_product_attention on this library: the operators of its flash backend, for CUDA tensors.
 
-torch's selector decides before us which calls reach the flash backend. Calls with attn_mask, and causal calls with seqlen_q
-!= seqlen_kv, go to another backend. Dropout reaches us and is refused.
+torch's selector decides before us which calls reach the flash backend. Calls with attn_mask, and causal calls with
+seqlen_q != seqlen_kv, go to another backend. Dropout reaches us and is refused.
 """
 
 from __future__ import annotations
@@ -73,22 +73,46 @@ def _swapped(*tensors: torch.Tensor) -> tuple:
 
 
 def sdpa_forward(
-    query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
     scale: Optional[float] = None,
-) -> tuple:  # fmt: skip
+) -> tuple:
     """aten::_scaled_dot_product_flash_attention, on [batch, heads, seqlen, head_dim]."""
     _check(dropout_p, return_debug_mask)
     # Strides as torch's own kernels give them. Compiled code relies on them.
-    o = torch.empty_like(query) if query.shape[-1] == value.shape[-1] else query.new_empty((*query.shape[:3], value.shape[3]))
+    o = (
+        torch.empty_like(query)
+        if query.shape[-1] == value.shape[-1]
+        else query.new_empty((*query.shape[:3], value.shape[3]))
+    )
     lse = _run_forward(*_swapped(query, key, value, o), _numbers(scale, is_causal))
     seed, offset, debug = _no_random(query)
     return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, debug
 
 
 def sdpa_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
-    max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any, *, scale: Optional[float] = None,
-) -> tuple:  # fmt: skip
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Any,
+    philox_offset: Any,
+    *,
+    scale: Optional[float] = None,
+) -> tuple:
     """aten::_scaled_dot_product_flash_attention_backward."""
     _check(dropout_p, cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
     gradients = [torch.empty_like(t) for t in (query, key, value)]
@@ -99,11 +123,28 @@ def sdpa_backward(
 
 
 def flash_forward(
-    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
-    is_causal: bool, return_debug_mask: bool, *, scale: Optional[float] = None, window_size_left: Any = None,
-    window_size_right: Any = None, seqused_k: Any = None, alibi_slopes: Any = None, **more: Any,
-) -> tuple:  # fmt: skip
-    """aten::_flash_attention_forward, on [batch, seqlen, heads, head_dim]. Nested tensors come this way, with cum_seq_q."""
+    query: Any,
+    key: Any,
+    value: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: Optional[float] = None,
+    window_size_left: Any = None,
+    window_size_right: Any = None,
+    seqused_k: Any = None,
+    alibi_slopes: Any = None,
+    **more: Any,
+) -> tuple:
+    """aten::_flash_attention_forward, on [batch, seqlen, heads, head_dim].
+
+    Nested tensors come this way, with cum_seq_q.
+    """
     others = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes}
     _check(dropout_p, return_debug_mask, **others, **more)
     o = torch.empty_like(query)
@@ -112,10 +153,25 @@ def flash_forward(
 
 
 def flash_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
-    max_k: int, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *, scale: Optional[float] = None,
-    window_size_left: Any = None, window_size_right: Any = None,
-) -> tuple:  # fmt: skip
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Any,
+    unused: Any,
+    *,
+    scale: Optional[float] = None,
+    window_size_left: Any = None,
+    window_size_right: Any = None,
+) -> tuple:
     """aten::_flash_attention_backward."""
     _check(dropout_p, cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
     gradients = [torch.empty_like(t) for t in (query, key, value)]

@@ -1,8 +1,8 @@
 """attention() on torch tensors, and the operators behind it.
 
-The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile traces
-them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has the file and
-torch takes it, and the ctypes functions below.
+The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile
+traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
+the file and torch takes it, and the ctypes functions below.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ def attention(
             q, k, v = _autocast(q, k, v)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             o, lse = _Recorded.apply(q, k, v, numbers)
-        elif return_lse:
-            o, lse = _forward_lse_op(q, k, v, *numbers)
         else:
-            return _forward_op(q, k, v, *numbers)
+            # Below autograd, where register_autograd's Python would run for nothing.
+            with _below():
+                if not return_lse:
+                    return _forward_op(q, k, v, *numbers)
+                o, lse = _forward_lse_op(q, k, v, *numbers)
     except Exception as error:
-        # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call short.
+        # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call
+        # short.
         _check(q, k, v)
         raise _in_words(error) from None
     return (o, lse) if return_lse else o
@@ -147,26 +150,29 @@ def ordinal(device: torch.device) -> int:
 
 
 def described(t: torch.Tensor) -> tuple:
-    """A tensor for Call. In torch a dimension of one element may have any stride. The library wants a 1 for the last."""
+    """A tensor for Call.
+
+    In torch a dimension of one element may have any stride. The library wants a 1 for the last.
+    """
     shape, stride = t.shape, t.stride()
     if shape and shape[-1] == 1:
         stride = (*stride[:-1], 1)
     return DTYPES[t.dtype], ordinal(t.device), shape, stride
 
 
-if hasattr(torch._C, "_cuda_getCurrentRawStream"):
-    _raw_stream = torch._C._cuda_getCurrentRawStream
-else:
+def _stream_of(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
 
-    def _raw_stream(index: int) -> int:
-        return torch.cuda.current_stream(index).cuda_stream
+
+# The first is faster. A torch without CUDA has only the second.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def run(call: Call, like: torch.Tensor, tensors: tuple) -> None:
     """Runs a call on the current stream of the device of `like`.
 
-    The workspace comes from torch's allocator, like every temporary of an operator. The allocator gives memory of a stream to
-    later work of that stream only. So it is not used by another before the kernel is done.
+    The workspace comes from torch's allocator, like every temporary of an operator. The allocator gives memory of a
+    stream to later work of that stream only. So it is not used by another before the kernel is done.
     """
     workspace = stream = None
     if call.workspace_bytes:
@@ -178,7 +184,10 @@ def run(call: Call, like: torch.Tensor, tensors: tuple) -> None:
 
 
 def readable(t: torch.Tensor) -> torch.Tensor:
-    """A tensor as the library reads it, copied where it must be. For tensors whose strides nobody chose, such as gradients."""
+    """A tensor as the library reads it, copied where it must be.
+
+    For tensors whose strides nobody chose, such as gradients.
+    """
     step = 16 // t.element_size()
     ok = t.stride(-1) == 1 or t.shape[-1] == 1
     if t.ndim == 4:
@@ -191,13 +200,26 @@ def readable(t: torch.Tensor) -> torch.Tensor:
     return t if torch.compiler.is_compiling() or t.data_ptr() % 16 == 0 else t.clone()
 
 
-def problem_of(q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int) -> abi.ForwardProblem:
+def problem_of(
+    q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int
+) -> abi.ForwardProblem:
     """The forward problem of operands and the numbers of an operator."""
     return abi.ForwardProblem(
-        dtype=DTYPES[q.dtype], batch=q.shape[0], seqlen_q=q.shape[1], seqlen_kv=k.shape[1], heads_q=q.shape[2],
-        heads_kv=k.shape[2], head_dim_qk=q.shape[3], head_dim_vo=v.shape[3], softmax_scale=scale, mask=mask, corner=corner,
-        window_left=left, window_right=right, **more,
-    )  # fmt: skip
+        dtype=DTYPES[q.dtype],
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_kv=k.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_vo=v.shape[3],
+        softmax_scale=scale,
+        mask=mask,
+        corner=corner,
+        window_left=left,
+        window_right=right,
+        **more,
+    )
 
 
 def _empty(q: torch.Tensor, v: torch.Tensor, with_lse: bool) -> list:
@@ -217,7 +239,9 @@ def forward_into(q: Any, k: Any, v: Any, o: Any, lse: Optional[torch.Tensor], nu
 
     def make() -> Call:
         problem = problem_of(q, k, v, *numbers, lse=int(lse is not None))
-        return Call(abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given))))
+        return Call(
+            abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given)))
+        )
 
     run(prepared((numbers, _key(given)), make), q, given)
 
@@ -235,8 +259,17 @@ def _forward_lse(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
 
 
 def backward_into(
-    d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple, deterministic: bool
-) -> None:  # fmt: skip
+    d_o: Any,
+    d_lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    gradients: list,
+    numbers: tuple,
+    deterministic: bool,
+) -> None:
     """Runs a backward pass that writes the three gradients."""
     given = (q, k, v, o, lse, d_o, *gradients) if d_lse is None else (q, k, v, o, lse, d_o, *gradients, d_lse)
 

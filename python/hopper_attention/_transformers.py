@@ -1,7 +1,8 @@
 """Hugging Face transformers: an attention function and the mask function that belongs to it.
 
-transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a band (causal,
-bidirectional, sliding windows) is passed on as a `BandMask`, together with the padding. Any other mask is refused by its name.
+transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a
+band (causal, bidirectional, sliding windows) is passed on as a `BandMask`, together with the padding. Any other mask
+is refused by its name.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ def _refuse(what: str, allowed: str) -> None:
 
 
 class NoTensor(AttributeError, NotImplementedError):
-    """A model uses its mask as a tensor. An AttributeError, so that a model may ask whether there is such an attribute."""
+    """A model uses its mask as a tensor.
+
+    An AttributeError, so that a model may ask whether there is such an attribute.
+    """
 
 
 class BandMask:
     """What the mask function gives the attention function in place of a tensor of booleans.
 
-    Query i attends to the keys from i + shift - left to i + shift + right, where shift is kv_length - q_length. None: no bound.
-    `ranges` has, for each sequence, the first key that is no padding, and the one after the last. None: there is no padding.
+    Query i attends to the keys from i + shift - left to i + shift + right, where shift is kv_length - q_length. None:
+    no bound. `ranges` has, for each sequence, the first key that is no padding, and the one after the last. None:
+    there is no padding.
     """
 
-    def __init__(self, left: Any, right: Any, q_length: int, kv_length: int, ranges: Any, had_padding_mask: bool) -> None:
+    def __init__(
+        self, left: Any, right: Any, q_length: int, kv_length: int, ranges: Any, had_padding_mask: bool
+    ) -> None:
         self.left, self.right, self.q_length, self.kv_length = left, right, q_length, kv_length
         self.ranges, self.had_padding_mask = ranges, had_padding_mask
 
@@ -102,8 +109,8 @@ def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[L
     if padding.shape[1] < kv_length:
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
     ones = padding.to(torch.int32)
-    first, after = ones.argmax(1), kv_length - ones.flip(1).argmax(1)
-    found = torch.stack((first, after, ones.sum(1)), 1).tolist()
+    bounds = (ones.argmax(1), kv_length - ones.flip(1).argmax(1), ones.sum(1))
+    found = torch.stack(bounds, 1).tolist()
     ranges = []
     for first, after, count in found:
         if count == 0:
@@ -115,9 +122,15 @@ def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[L
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
-    attention_mask: Optional[torch.Tensor] = None, **kwargs: Any,
-) -> BandMask:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Optional[torch.Tensor] = None,
+    **kwargs: Any,
+) -> BandMask:
     """The mask function. transformers calls it once a forward pass for each kind of layer."""
     if attention_mask is None and mask_function is _bidirectional():
         # Nothing to look into, so torch.compile can trace it.
@@ -126,8 +139,13 @@ def mask(
 
 
 @torch.compiler.disable
-def _mask(q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any, attention_mask: Any) -> BandMask:
-    """A mask that must be looked into: closures, and the elements of a padding mask. torch.compile breaks its graph here."""
+def _mask(
+    q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any, attention_mask: Any
+) -> BandMask:
+    """A mask that must be looked into: closures, and the elements of a padding mask.
+
+    torch.compile breaks its graph here.
+    """
     left, right = band_of(mask_function)
     if (left, right) != (None, None) and int(q_offset) + q_length != kv_offset + kv_length:
         where = f"queries up to {int(q_offset) + q_length} and keys up to {kv_offset + kv_length}"
@@ -175,21 +193,35 @@ _last_positions: Any = lambda: None  # noqa: E731
 
 @torch.compiler.disable
 def _check_positions(positions: torch.Tensor) -> None:
-    """Refuses packed sequences. Layers share one tensor of positions, so this waits for the GPU once a forward pass."""
+    """Refuses packed sequences.
+
+    Layers share one tensor of positions, so this waits for the GPU once a forward pass.
+    """
     global _last_positions
     seen = _last_positions()
     if seen is positions:
         return
     if bool((positions.diff(dim=-1) != 1).any()):
-        _refuse("packed sequences (position_ids begin again within a row)", "consecutive position_ids, or an attention_mask")
+        _refuse(
+            "packed sequences (position_ids begin again within a row)",
+            "consecutive position_ids, or an attention_mask",
+        )
     _last_positions = weakref.ref(positions)
 
 
 def attention_forward(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: Optional[float] = None, sliding_window: Optional[int] = None, is_causal: Optional[bool] = None,
-    position_ids: Optional[torch.Tensor] = None, **kwargs: Any,
-) -> Tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    sliding_window: Optional[int] = None,
+    is_causal: Optional[bool] = None,
+    position_ids: Optional[torch.Tensor] = None,
+    **kwargs: Any,
+) -> Tuple[torch.Tensor, None]:
     """The attention function, on [batch, heads, seqlen, head_dim]."""
     if dropout:
         _refuse(f"dropout {dropout}", "0; set attention_dropout to 0 in the model's config")
@@ -202,19 +234,33 @@ def attention_forward(
             _refuse(f"a mask of {made} for scores of {q_length} x {kv_length}", "a mask of the same size")
         left, right, ranges = attention_mask.left, attention_mask.right, attention_mask.ranges
         if sliding_window is not None and sliding_window < kv_length and left != sliding_window - 1:
-            _refuse(f"sliding_window {sliding_window} with a mask that keeps {left} keys before a query", "the same window in both")
+            _refuse(
+                f"sliding_window {sliding_window} with a mask that keeps {left} keys before a query",
+                "the same window in both",
+            )
     elif attention_mask is not None:
         shape = tuple(getattr(attention_mask, "shape", ()))
-        _refuse(f"attention_mask is a {type(attention_mask).__name__} {shape}", "none, or a 2-d mask given to the model")
+        _refuse(
+            f"attention_mask is a {type(attention_mask).__name__} {shape}", "none, or a 2-d mask given to the model"
+        )
     else:
         # The model makes no mask, as vision models do.
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if causal and q_length != kv_length and q_length != 1:
-            _refuse(f"causal attention without a mask, {q_length} queries and {kv_length} keys", "equal numbers, or 1 query")
+            _refuse(
+                f"causal attention without a mask, {q_length} queries and {kv_length} keys",
+                "equal numbers, or 1 query",
+            )
         left = right = None if sliding_window is None else sliding_window - 1
         right = 0 if causal else right
-    if position_ids is not None and position_ids.ndim == 2 and q_length > 1 and not getattr(attention_mask, "had_padding_mask", False):
-        # Compiled without a cache, the mask function has checked. Compiled with one, nobody does, as in transformers' own masks.
+    if (
+        position_ids is not None
+        and position_ids.ndim == 2
+        and q_length > 1
+        and not getattr(attention_mask, "had_padding_mask", False)
+    ):
+        # Compiled without a cache, the mask function has checked. Compiled with one, nobody does, as in transformers'
+        # own masks.
         if not torch.compiler.is_compiling():
             _check_positions(position_ids)
     q, k, v = (readable(t.transpose(1, 2)) for t in (query, key, value))
@@ -233,7 +279,9 @@ def _band(q: Any, k: Any, v: Any, left: Optional[int], right: Optional[int], sca
     return attention(q, k, v, window=(left, right), scale=scaling)
 
 
-def _padded(q: Any, k: Any, v: Any, left: Any, right: Any, scaling: Any, ranges: List[Tuple[int, int]]) -> torch.Tensor:
+def _padded(
+    q: Any, k: Any, v: Any, left: Any, right: Any, scaling: Any, ranges: List[Tuple[int, int]]
+) -> torch.Tensor:
     """Each sequence by itself, without its padding. Rows of padding give 0."""
     q_length, kv_length = q.shape[1], k.shape[1]
     banded = left is not None or right is not None
@@ -258,10 +306,14 @@ def register(name: str) -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
-        raise ImportError(f"register_transformers: {error}; it needs transformers {'.'.join(map(str, OLDEST))} or later") from None
+        raise ImportError(
+            f"register_transformers: {error}; it needs transformers {'.'.join(map(str, OLDEST))} or later"
+        ) from None
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        raise ImportError(f"register_transformers: transformers is {transformers.__version__}; it needs {wanted} or later")
+        raise ImportError(
+            f"register_transformers: transformers is {transformers.__version__}; it needs {wanted} or later"
+        )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, mask)
 

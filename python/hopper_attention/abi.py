@@ -50,6 +50,7 @@ CPU = -1
 MASK_FULL, MASK_CAUSAL, MASK_WINDOW = 0, 1, 2
 BOTTOM_RIGHT, TOP_LEFT = 0, 1
 UNBOUNDED = -1
+UNSET = -1  # a size that the caller must give
 # hattn_scaling
 PER_TENSOR, PER_HEAD, PER_BLOCK = 0, 1, 2
 
@@ -207,14 +208,17 @@ STRUCTS = {
 
 def dense(shape: Sequence[int]) -> tuple:
     """The strides of a dense tensor, in elements."""
-    stride, step = [], 1
+    stride: list = []
+    step = 1
     for size in reversed(shape):
         stride.insert(0, step)
         step *= max(size, 1)
     return tuple(stride)
 
 
-def tensor(address: int, dtype: int, shape: Sequence[int], stride: Optional[Sequence[int]] = None, device: int = CPU) -> Tensor:
+def tensor(
+    address: int, dtype: int, shape: Sequence[int], stride: Optional[Sequence[int]] = None, device: int = CPU
+) -> Tensor:
     """Describes memory of 1 to 4 dimensions. Strides count elements. Without strides the tensor is dense."""
     shape = tuple(shape)
     stride = dense(shape) if stride is None else tuple(stride)
@@ -349,9 +353,17 @@ class ForwardPlan(Plan):
     _args = ForwardArgs
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Optional[Tensor] = None, workspace: Optional[int] = None,
-        workspace_bytes: int = 0, stream: Optional[int] = None, **fp8: Optional[Tensor],
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Optional[Tensor] = None,
+        workspace: Optional[int] = None,
+        workspace_bytes: int = 0,
+        stream: Optional[int] = None,
+        **fp8: Optional[Tensor],
+    ) -> None:
         """Computes on the CPU. On a GPU it enqueues on `stream`, a CUstream as an integer (None: the default stream).
 
         `fp8` has descale_q, descale_k and descale_v, and scale_o and amax where the problem asks for them.
@@ -365,11 +377,34 @@ class BackwardPlan(Plan):
     _args = BackwardArgs
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor,
-        d_lse: Optional[Tensor] = None, workspace: Optional[int] = None, workspace_bytes: int = 0, stream: Optional[int] = None,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        d_q: Tensor,
+        d_k: Tensor,
+        d_v: Tensor,
+        d_lse: Optional[Tensor] = None,
+        workspace: Optional[int] = None,
+        workspace_bytes: int = 0,
+        stream: Optional[int] = None,
+    ) -> None:
         """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote."""
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "d_lse": d_lse, "d_q": d_q, "d_k": d_k, "d_v": d_v}
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "o": o,
+            "lse": lse,
+            "d_o": d_o,
+            "d_lse": d_lse,
+            "d_q": d_q,
+            "d_k": d_k,
+            "d_v": d_v,
+        }
         self._run(tensors, workspace, workspace_bytes, stream)
 
 
@@ -379,9 +414,15 @@ class QuantizePlan(Plan):
     _args = QuantizeArgs
 
     def run(
-        self, q: Optional[QuantizeTensor] = None, k: Optional[QuantizeTensor] = None, v: Optional[QuantizeTensor] = None,
-        counts: Optional[Tensor] = None, workspace: Optional[int] = None, workspace_bytes: int = 0, stream: Optional[int] = None,
-    ) -> None:  # fmt: skip
+        self,
+        q: Optional[QuantizeTensor] = None,
+        k: Optional[QuantizeTensor] = None,
+        v: Optional[QuantizeTensor] = None,
+        counts: Optional[Tensor] = None,
+        workspace: Optional[int] = None,
+        workspace_bytes: int = 0,
+        stream: Optional[int] = None,
+    ) -> None:
         """Quantises the given tensors, in the way of `ForwardPlan.run`."""
         self._run({"q": q, "k": k, "v": v, "counts": counts}, workspace, workspace_bytes, stream)
 

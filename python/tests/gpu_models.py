@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Compares whole models on a GPU: transformers' models with random weights, on this library and on what transformers has.
+"""Compares whole models on a GPU: random models of transformers, on this library and on what transformers has.
 
-    HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so python3 python/tests/gpu_models.py --json FILE [--text FILE]
+    HOPPER_ATTENTION_LIBRARY=FILE python3 python/tests/gpu_models.py --json FILE [--text FILE]
 
 Two parts:
 
-1. Errors. A small model in bf16 is compared with the same weights in f32 and eager attention: logits and all gradients, for eager, SDPA
-   and hopper_attention. The error of hopper_attention may be 1.2 times the larger one of the two.
-2. Speed. Training steps a second (forward, backward, AdamW) of a larger model in bf16, with hopper_attention, and with SDPA on its
-   cuDNN backend and on its FlashAttention-2 backend. The three take turns; the figure is the median of the turns.
+1. Errors. A small model in bf16 is compared with the same weights in f32 and eager attention: logits and all
+   gradients, for eager, SDPA and hopper_attention. The error of hopper_attention may be 1.2 times the larger one of
+   the two.
+2. Speed. Training steps a second (forward, backward, AdamW) of a larger model in bf16, with hopper_attention, and with
+   SDPA on its cuDNN backend and on its FlashAttention-2 backend. The three take turns; the figure is the median of the
+   turns.
 """
 
 import argparse
@@ -91,7 +93,16 @@ def step_of(kind, size, device, dtype, name):
     hidden, heads, heads_kv, layers, batch, seqlen, window = size
     patch = 16 if device.type == "cuda" else 8
     settings = models.config(
-        kind, hidden, heads, heads_kv, layers, vocab=8192, window=window, positions=max(seqlen, 512), image=seqlen, patch=patch
+        kind,
+        hidden,
+        heads,
+        heads_kv,
+        layers,
+        vocab=8192,
+        window=window,
+        positions=max(seqlen, 512),
+        image=seqlen,
+        patch=patch,
     )
     model = models.model(kind, settings).to(device, dtype).train()
     model.set_attn_implementation("hopper_attention" if name == "hopper_attention" else "sdpa")
@@ -165,7 +176,11 @@ def about(device, dtype):
         "transformers": transformers.__version__,
     }
     if device.type == "cuda":
-        record |= {"card": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        record |= {
+            "card": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
             record["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -206,7 +221,9 @@ def main():
             record["errors"].append(one)
             failed += bool(one["wrong"])
             columns = " ".join(f"{one['rmse'][n]['logits']:11.3e} {one['rmse'][n]['gradients']:11.3e}" for n in NAMES)
-            say(f"{one['model']:8} {one['padding'] or 'none':8} {columns}  {'FAILED: ' + ', '.join(one['wrong']) if one['wrong'] else 'ok'}")
+            say(
+                f"{one['model']:8} {one['padding'] or 'none':8} {columns}  {'FAILED: ' + ', '.join(one['wrong']) if one['wrong'] else 'ok'}"
+            )
     if options.part != "errors":
         say("")
         say("training steps a second")
@@ -216,7 +233,9 @@ def main():
             failed += "hopper_attention" not in rates
             what = f"hidden {one['hidden']} heads {one['heads']}/{one['heads_kv']} layers {one['layers']} batch {one['batch']}"
             length = f"{one['tokens']} tokens" if "tokens" in one else f"seqlen {one['seqlen']}"
-            say(f"{one['model']:8} {what} {length}" + (f" window {one['window']}" if one["model"] == "mistral" else ""))
+            say(
+                f"{one['model']:8} {what} {length}" + (f" window {one['window']}" if one["model"] == "mistral" else "")
+            )
             ours = rates.get("hopper_attention")
             for name, rate in rates.items():
                 beside = "" if name == "hopper_attention" or not ours else f"  (ours: {ours / rate:.3f} of it)"

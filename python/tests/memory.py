@@ -110,15 +110,27 @@ def expected_gradients(q, k, v, d_o, d_lse, mask, scale):
 class Problem:
     """A problem with its memory, a small one unless told otherwise."""
 
-    def __init__(self, dtype=hattn.F32, mask=(hattn.MASK_FULL, 0, 0), sizes=(2, 5, 7, 4, 2, 8, 6), heads_first=False, **fields):
+    def __init__(
+        self, dtype=hattn.F32, mask=(hattn.MASK_FULL, 0, 0), sizes=(2, 5, 7, 4, 2, 8, 6), heads_first=False, **fields
+    ):
         batch, seqlen_q, seqlen_kv, heads_q, heads_kv, dim, dim_vo = sizes
         kind, left, right = mask
         self.mask, self.scale = mask, fields.get("softmax_scale") or 1 / math.sqrt(dim)
         self.problem = hattn.ForwardProblem(
-            dtype=dtype, mask=kind, window_left=left, window_right=right, lse=1,
-            batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads_q=heads_q, heads_kv=heads_kv,
-            head_dim_qk=dim, head_dim_vo=dim_vo, **fields,
-        )  # fmt: skip
+            dtype=dtype,
+            mask=kind,
+            window_left=left,
+            window_right=right,
+            lse=1,
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            head_dim_qk=dim,
+            head_dim_vo=dim_vo,
+            **fields,
+        )
 
         def memory(seqlen, heads, dim):
             # [batch, heads, seqlen, head_dim] in memory, with a gap after every row.
@@ -132,11 +144,19 @@ class Problem:
         self.lse = Memory((batch, heads_q, seqlen_q))
         self.d_o = memory(seqlen_q, heads_q, dim_vo).randomise(4)
         self.d_lse = Memory((batch, heads_q, seqlen_q)).randomise(5)
-        self.d_q, self.d_k, self.d_v = memory(seqlen_q, heads_q, dim), memory(seqlen_kv, heads_kv, dim), memory(seqlen_kv, heads_kv, dim_vo)
+        self.d_q, self.d_k, self.d_v = (
+            memory(seqlen_q, heads_q, dim),
+            memory(seqlen_kv, heads_kv, dim),
+            memory(seqlen_kv, heads_kv, dim_vo),
+        )
 
     def tensors(self, **others):
         return {name: getattr(self, name).tensor for name in ("q", "k", "v", "o", "lse")} | others
 
     def gradients(self, **others):
         """The arguments of a backward run."""
-        return self.tensors() | {name: getattr(self, name).tensor for name in ("d_o", "d_lse", "d_q", "d_k", "d_v")} | others
+        return (
+            self.tensors()
+            | {name: getattr(self, name).tensor for name in ("d_o", "d_lse", "d_q", "d_k", "d_v")}
+            | others
+        )

@@ -6,7 +6,12 @@ import transformers
 
 def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positions=4096, image=32, patch=8):
     """The config of a model. All dropouts are 0."""
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers, "intermediate_size": 2 * hidden}
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2 * hidden,
+    }
     text = {"vocab_size": vocab, "max_position_embeddings": positions}
     dropouts = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     if kind == "llama":

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Runs the tests of the Python package.
 
-    HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so python3 python/tests/run.py [--need torch,transformers,numpy] [NAME ...]
+    HOPPER_ATTENTION_LIBRARY=FILE python3 python/tests/run.py [--need torch,numpy] [--installed] [NAME ...]
 
-A test that cannot run prints "skipped: why". The tests of the GPU run where torch shows one. --need names what must be there: without
-it the run fails. NAME is a file such as test_torch, or a part of a test's name. The last line has the counts.
+A test that cannot run prints "skipped: why". The tests of the GPU run where torch shows one. --need names what must be
+there: without it the run fails. NAME is a file such as test_torch, or a part of a test's name. The last line has the
+counts.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import unittest
 
 sys.dont_write_bytecode = True
 HERE = os.path.dirname(os.path.abspath(__file__))
-FILES = ("test_abi", "test_arrays", "test_torch", "test_torch_op", "test_fp8", "test_sdpa", "test_transformers", "test_cuda")
+FILES = sorted(name[:-3] for name in os.listdir(HERE) if name.startswith("test_"))
 
 
 class Result(unittest.TextTestResult):
@@ -36,7 +37,9 @@ def tests_of(suite):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--need", default="", help="modules that must be there, separated by commas")
-    parser.add_argument("--installed", action="store_true", help="test the installed package, and not the one beside the tests")
+    parser.add_argument(
+        "--installed", action="store_true", help="test the installed package, and not the one beside the tests"
+    )
     parser.add_argument("names", nargs="*", help="files, or parts of names of tests")
     options = parser.parse_args()
     if not options.installed:

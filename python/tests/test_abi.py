@@ -24,7 +24,9 @@ class Structs(unittest.TestCase):
     def test_a_backward_problem_is_of_a_forward_one(self):
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
-        self.assertEqual((made.struct_size, made.abi_version, made.d_lse, made.deterministic), (112, hattn.ABI_VERSION, 1, 0))
+        self.assertEqual(
+            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (112, hattn.ABI_VERSION, 1, 0)
+        )
         for name, _ in hattn.BackwardProblem._fields_:
             if name not in ("struct_size", "d_lse", "deterministic", "reserved"):
                 self.assertEqual(getattr(made, name), getattr(forward, name), name)
@@ -110,12 +112,19 @@ class Binding(unittest.TestCase):
         plan = LIBRARY.plan(hattn.BackwardProblem.of(case.problem, d_lse=int(d_lse)), hattn.CPU)
         self.assertEqual(plan.workspace_bytes, 0)
         plan.run(**case.gradients(**({} if d_lse else {"d_lse": None})))
-        want = expected_gradients(case.q, case.k, case.v, case.d_o, case.d_lse if d_lse else None, case.mask, case.scale)
+        want = expected_gradients(
+            case.q, case.k, case.v, case.d_o, case.d_lse if d_lse else None, case.mask, case.scale
+        )
         for got, want in zip((case.d_q, case.d_k, case.d_v), want):
             self.close(got, want, tolerance)
 
     def test_f32(self):
-        for mask in ((hattn.MASK_FULL, 0, 0), (hattn.MASK_CAUSAL, 0, 0), (hattn.MASK_WINDOW, 2, 1), (hattn.MASK_WINDOW, hattn.UNBOUNDED, 0)):
+        for mask in (
+            (hattn.MASK_FULL, 0, 0),
+            (hattn.MASK_CAUSAL, 0, 0),
+            (hattn.MASK_WINDOW, 2, 1),
+            (hattn.MASK_WINDOW, hattn.UNBOUNDED, 0),
+        ):
             for heads_first in (False, True):
                 with self.subTest(mask=mask, heads_first=heads_first):
                     self.compare(Problem(mask=mask, heads_first=heads_first), 1e-5)
@@ -264,4 +273,6 @@ class Refusals(unittest.TestCase):
 
     def test_an_error_reads_well(self):
         error = hattn.HattnError(3, "HATTN_ERROR_SHAPE", "k: shape")
-        self.assertEqual((str(error), error.status, error.name), ("k: shape (HATTN_ERROR_SHAPE)", 3, "HATTN_ERROR_SHAPE"))
+        self.assertEqual(
+            (str(error), error.status, error.name), ("k: shape (HATTN_ERROR_SHAPE)", 3, "HATTN_ERROR_SHAPE")
+        )

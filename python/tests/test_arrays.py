@@ -76,7 +76,10 @@ class Arrays(unittest.TestCase):
     def test_gradients(self):
         q, k, v = (t.astype("float32") for t in self.tensors())
         o, lse = hopper_attention.attention(q, k, v, causal=True, return_lse=True)
-        d_o, d_lse = self.random.standard_normal(o.shape).astype("float32"), self.random.standard_normal(lse.shape).astype("float32")
+        d_o, d_lse = (
+            self.random.standard_normal(o.shape).astype("float32"),
+            self.random.standard_normal(lse.shape).astype("float32"),
+        )
         d = hopper_attention.attention_backward(q, k, v, o, lse, d_o, d_lse, causal=True)
         keep = numpy.arange(13) <= numpy.arange(9)[:, None] + 4
 

@@ -1,4 +1,4 @@
-"""Tests on a GPU: torch's streams, graphs, compiler and devices, SDPA, FP8, DLPack and transformers' models in 16 bit."""
+"""Tests on a GPU: torch's streams, graphs, compiler and devices, SDPA, FP8, DLPack and models in 16 bit."""
 
 import unittest
 
@@ -157,7 +157,9 @@ class Torch(OnGpu):
         o, other = attention(*leaves, causal=True), attention(*there, causal=True)
         self.assertEqual(str(other.device), "cuda:1")
         self.assertTrue(torch.equal(o.cpu(), other.cpu()))
-        for mine, theirs in zip(torch.autograd.grad(o.float().sum(), leaves), torch.autograd.grad(other.float().sum(), there)):
+        for mine, theirs in zip(
+            torch.autograd.grad(o.float().sum(), leaves), torch.autograd.grad(other.float().sum(), there)
+        ):
             self.close(theirs.cpu(), mine.cpu(), 0.01)
         with self.assertRaisesRegex(abi.HattnError, "cuda:1"):
             attention(leaves[0], there[1], leaves[2])
@@ -202,7 +204,10 @@ class Sdpa(OnGpu):
             # Equal to a call of ours to the last bit, which another kernel is not.
             self.assertTrue(all(map(torch.equal, ours, want)))
             self.assertFalse(all(map(torch.equal, ours, before)))
-            self.assertTrue(all(map(torch.equal, step(), before)))
+            # torch's own backward may add in another order each time. Its forward does not.
+            again = step()
+            self.assertTrue(torch.equal(again[0], before[0]))
+            self.assertFalse(any(map(torch.equal, again, ours)))
             for mine, theirs in zip(ours, before):
                 self.close(mine, theirs, 0.03)
 

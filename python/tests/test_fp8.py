@@ -29,7 +29,9 @@ class Fp8(unittest.TestCase):
             for hadamard in (None, 5):
                 for half_scores in (False, True):
                     with self.subTest(scaling=scaling, hadamard=hadamard, half_scores=half_scores):
-                        made = hopper_attention.quantize(*self.qkv, scaling=scaling, hadamard=hadamard, half_scores=half_scores)
+                        made = hopper_attention.quantize(
+                            *self.qkv, scaling=scaling, hadamard=hadamard, half_scores=half_scores
+                        )
                         self.assertEqual((made.q.dtype, made.descale_q.shape), (torch.float8_e4m3fn, shape))
                         self.assertEqual(made.counts.abs().sum(), 0)
                         self.assertEqual(made.v.float().abs().max(), 448)
@@ -42,7 +44,9 @@ class Fp8(unittest.TestCase):
     def test_one_factor_gives_the_values_back(self):
         made = hopper_attention.quantize(*self.qkv, scaling="per_tensor")
         for values, stored, descale in zip(self.qkv, made[:3], made[3:6]):
-            torch.testing.assert_close(stored.float() * descale, values.float(), rtol=2**-4, atol=descale.item() * 2**-9)
+            torch.testing.assert_close(
+                stored.float() * descale, values.float(), rtol=2**-4, atol=descale.item() * 2**-9
+            )
 
     def test_outputs(self):
         made = hopper_attention.quantize(*self.qkv)
@@ -67,10 +71,22 @@ class Fp8(unittest.TestCase):
         for error, words, call in (
             (ValueError, "scaling: 'rows'", lambda: hopper_attention.quantize(q, k, v, scaling="rows")),
             (TypeError, "q: torch.float64", lambda: hopper_attention.quantize(q.double(), k, v)),
-            (ValueError, "q: it requires a gradient", lambda: hopper_attention.quantize(q.clone().requires_grad_(), k, v)),
-            (TypeError, "out_dtype: torch.float32", lambda: hopper_attention.attention_fp8(made, out_dtype=torch.float32)),
+            (
+                ValueError,
+                "q: it requires a gradient",
+                lambda: hopper_attention.quantize(q.clone().requires_grad_(), k, v),
+            ),
+            (
+                TypeError,
+                "out_dtype: torch.float32",
+                lambda: hopper_attention.attention_fp8(made, out_dtype=torch.float32),
+            ),
             (abi.HattnError, "scale_o", lambda: hopper_attention.attention_fp8(made, out_dtype=torch.float8_e4m3fn)),
-            (abi.HattnError, "descale_k", lambda: hopper_attention.attention_fp8(made._replace(descale_k=made.descale_k[:1]))),
+            (
+                abi.HattnError,
+                "descale_k",
+                lambda: hopper_attention.attention_fp8(made._replace(descale_k=made.descale_k[:1])),
+            ),
         ):
             with self.subTest(words=words):
                 self.assertRaisesRegex(error, words, call)

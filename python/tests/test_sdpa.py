@@ -32,21 +32,45 @@ class Sdpa(unittest.TestCase):
                     gradients = torch.autograd.grad(want, (q, k, v), d_o)
                     with torch.no_grad():
                         o, lse, _, _, max_q, max_k, seed, offset, _ = _sdpa.sdpa_forward(q, k, v, 0.0, causal)
-                        d = _sdpa.sdpa_backward(d_o, q, k, v, o, lse, None, None, max_q, max_k, 0.0, causal, seed, offset)
+                        d = _sdpa.sdpa_backward(
+                            d_o, q, k, v, o, lse, None, None, max_q, max_k, 0.0, causal, seed, offset
+                        )
                     torch.testing.assert_close(o, want)
                     # Compiled code takes the strides from torch's own description of the operators.
-                    self.assertEqual([t.stride() for t in (o, *d)], [torch.empty_like(t).stride() for t in (q, q, k, v)])
+                    self.assertEqual(
+                        [t.stride() for t in (o, *d)], [torch.empty_like(t).stride() for t in (q, q, k, v)]
+                    )
                     for mine, theirs in zip(d, gradients):
                         torch.testing.assert_close(mine, theirs)
 
     def test_the_operator_below(self):
         q, k, v = (t.transpose(1, 2) for t in self.tensors(False))
-        o, lse, *random = _sdpa.flash_forward(q, k, v, None, None, 21, 21, 0.0, False, False, window_size_left=4, window_size_right=2)
+        o, lse, *random = _sdpa.flash_forward(
+            q, k, v, None, None, 21, 21, 0.0, False, False, window_size_left=4, window_size_right=2
+        )
         own, keys = torch.arange(21)[:, None], torch.arange(21)
         keep = (keys >= own - 4) & (keys <= own + 2)
-        want = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=keep, enable_gqa=True).transpose(1, 2)
+        want = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=keep, enable_gqa=True
+        ).transpose(1, 2)
         torch.testing.assert_close(o, want)
-        d = _sdpa.flash_backward(torch.ones_like(o), q, k, v, o, lse, None, None, 21, 21, 0.0, False, *random[:2], window_size_left=4, window_size_right=2)
+        d = _sdpa.flash_backward(
+            torch.ones_like(o),
+            q,
+            k,
+            v,
+            o,
+            lse,
+            None,
+            None,
+            21,
+            21,
+            0.0,
+            False,
+            *random[:2],
+            window_size_left=4,
+            window_size_right=2,
+        )
         self.assertEqual([t.shape for t in d], [q.shape, k.shape, v.shape])
 
     def test_refusals(self):

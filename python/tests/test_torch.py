@@ -41,7 +41,10 @@ class Torch(unittest.TestCase):
         own = torch.arange(33)[:, None] + 47 - 33
         keys = torch.arange(47)
         masks = [({}, None), ({"causal": True}, keys <= own), ({"causal": True, "top_left": True}, keys <= own - 14)]
-        masks += [({"window": (5, 2)}, (keys >= own - 5) & (keys <= own + 2)), ({"window": (5, None), "causal": True}, (keys >= own - 5) & (keys <= own))]
+        masks += [
+            ({"window": (5, 2)}, (keys >= own - 5) & (keys <= own + 2)),
+            ({"window": (5, None), "causal": True}, (keys >= own - 5) & (keys <= own)),
+        ]
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)):
             for options, keep in masks:
                 with self.subTest(dtype=dtype, **options):
@@ -108,7 +111,11 @@ class Torch(unittest.TestCase):
 
     def test_gradients(self):
         own, keys = torch.arange(33)[:, None] + 47 - 33, torch.arange(47)
-        masks = [({}, None), ({"causal": True}, keys <= own), ({"window": (5, 2)}, (keys >= own - 5) & (keys <= own + 2))]
+        masks = [
+            ({}, None),
+            ({"causal": True}, keys <= own),
+            ({"window": (5, 2)}, (keys >= own - 5) & (keys <= own + 2)),
+        ]
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.06), (torch.float16, 0.008)):
             for options, keep in masks:
                 for with_lse in (False, True):
@@ -119,7 +126,10 @@ class Torch(unittest.TestCase):
                         got = self.gradients(lambda *t: attention(*t, return_lse=True, **options), inputs, d_o, d_lse)
                         doubles = [t.double() for t in inputs]
                         want = self.gradients(
-                            lambda *t: self.exact(*t, keep), doubles, d_o.double(), None if d_lse is None else d_lse.double()
+                            lambda *t: self.exact(*t, keep),
+                            doubles,
+                            d_o.double(),
+                            None if d_lse is None else d_lse.double(),
                         )
                         for mine, exact, t in zip(got, want, inputs):
                             self.assertEqual(mine.dtype, t.dtype)
@@ -141,7 +151,10 @@ class Torch(unittest.TestCase):
         q, k, v = (t.requires_grad_() for t in self.tensors())
         want = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))  # the gradient of a sum has strides of 0
         ones = torch.ones(2, 33, 6, 16)
-        for d_o in (ones.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(ones.numel() + 1)[1:].view(ones.shape)):
+        for d_o in (
+            ones.transpose(1, 2).contiguous().transpose(1, 2),
+            torch.ones(ones.numel() + 1)[1:].view(ones.shape),
+        ):
             got = torch.autograd.grad(attention(q, k, v), (q, k, v), d_o)
             self.assertTrue(all(map(torch.equal, got, want)))
         together = torch.randn(2, 33, 3, 6, 16, requires_grad=True)
@@ -243,11 +256,15 @@ class Operators(unittest.TestCase):
         for mine, theirs in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v)), want):
             torch.testing.assert_close(mine, theirs)
         with torch.no_grad():
-            without = torch.compile(lambda q, k, v: attention(q, k, v, window=(3, 0)) + 1, fullgraph=True, backend="aot_eager")
+            without = torch.compile(
+                lambda q, k, v: attention(q, k, v, window=(3, 0)) + 1, fullgraph=True, backend="aot_eager"
+            )
             torch.testing.assert_close(without(q, k, v), attention(q, k, v, window=(3, 0)) + 1)
 
     def test_compiled_with_dynamic_shapes(self):
-        compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+        compiled = torch.compile(
+            lambda q, k, v: attention(q, k, v, causal=True) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
+        )
         for seqlen in (5, 9, 14):
             q = torch.randn(2, seqlen, 4, 16)
             torch.testing.assert_close(compiled(q, q, q), attention(q, q, q, causal=True) * 2)
