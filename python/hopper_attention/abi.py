@@ -50,6 +50,7 @@ CPU = -1
 MASK_FULL, MASK_CAUSAL, MASK_WINDOW = 0, 1, 2
 BOTTOM_RIGHT, TOP_LEFT = 0, 1
 UNBOUNDED = -1
+UNSET = -1  # a size that the caller must give
 # hattn_scaling
 PER_TENSOR, PER_HEAD, PER_BLOCK = 0, 1, 2
 

@@ -214,7 +214,10 @@ class Sdpa(OnGpu):
             # Equal to a call of ours to the last bit, which another kernel is not.
             self.assertTrue(all(map(torch.equal, ours, want)))
             self.assertFalse(all(map(torch.equal, ours, before)))
-            self.assertTrue(all(map(torch.equal, step(), before)))
+            # torch's own backward may add in another order each time. Its forward does not.
+            again = step()
+            self.assertTrue(torch.equal(again[0], before[0]))
+            self.assertFalse(any(map(torch.equal, again, ours)))
             for mine, theirs in zip(ours, before):
                 self.close(mine, theirs, 0.03)
 
