@@ -214,59 +214,46 @@ struct OnlineSoftmax {
     }
   }
 
-  // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first. The
-  // reference moves only when it has become too small; `rescale_output` multiplies the rows of O, which share it.
-  template <class Scores, class RescaleOutput>
-  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, RescaleOutput const& rescale_output) {
+  // A later block in which keys are masked, so that a row may have had none before. Its maximum is looked at first. If no
+  // row's reference is too small for it, the block is exponentiated, and the result is true. Otherwise the scores stay
+  // as they are, for `move_block`.
+  template <class Scores>
+  CUTE_DEVICE bool masked_block(Scores& scores, float scale_log2, float (&sums)[kRows]) const {
     constexpr float kHeadroom = 8.0F;
     float max[kRows];
     block_max(scores, max);
-    bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      max[r] *= scale_log2;
-      moves[r] = max[r] > reference[r] + kHeadroom;
-    }
-    if (any_row([&](int r) { return moves[r]; })) {
-      float rescale[kRows];
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        rescale[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
-        reference[r] = moves[r] ? max[r] : reference[r];
-        row_sum[r] *= rescale[r];
-      }
-      rescale_output(rescale);
+    if (any_row([&](int r) { return max[r] * scale_log2 > reference[r] + kHeadroom; })) {
+      return false;
     }
     float shift[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       shift[r] = reference[r] == -INFINITY ? 0.0F : reference[r];
     }
-    float sums[kRows];
     exponentiate(scores, scale_log2, shift, sums);
-    add(sums);
+    return true;
   }
 
-  // Any other later block. `recompute` brings back the scores.
-  template <class Scores, class Recompute, class RescaleOutput>
-  CUTE_DEVICE void next_block(Scores& scores, float scale_log2, Recompute const& recompute,
-                              RescaleOutput const& rescale_output) {
-    float sums[kRows];
+  // Any other later block: exponentiated unseen. If the result is false, a reference did not suit: the scores must be
+  // computed again, for `move_block`.
+  template <class Scores>
+  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[kRows]) const {
     // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
     exponentiate(scores, scale_log2, reference, sums);
-    if (!all_rows([&](int r) { return sums[r] < kSumLimit; })) {
-      float rescale[kRows];
-      recompute();
-      exact_block(scores, scale_log2, rescale, sums);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        row_sum[r] *= rescale[r];
-      }
-      rescale_output(rescale);
-    }
-    add(sums);
+    return all_rows([&](int r) { return sums[r] < kSumLimit; });
   }
 
+  // A later block whose references do not suit, of its scores. O must be multiplied by `rescale`.
+  template <class Scores>
+  CUTE_DEVICE void move_block(Scores& scores, float scale_log2, float (&sums)[kRows], float (&rescale)[kRows]) {
+    exact_block(scores, scale_log2, rescale, sums);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] *= rescale[r];
+    }
+  }
+
+  // Adds what a block's exponentials sum to.
   CUTE_DEVICE void add(float const (&sums)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {

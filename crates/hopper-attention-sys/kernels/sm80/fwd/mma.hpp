@@ -117,7 +117,10 @@ struct Mma {
     Softmax softmax;
     softmax.clear();
 
-    auto rescale_output = [&](float const(&rescale)[Softmax::kRows]) {
+    // Moves the references to suit the block, and O with them.
+    auto move = [&](float(&sums)[Softmax::kRows]) __attribute__((always_inline)) {
+      float rescale[Softmax::kRows];
+      softmax.move_block(scores, scalars.scale_log2, sums, rescale);
       CUTE_UNROLL
       for (int i = 0; i < output.size(); ++i) {
         output(i) *= rescale[i / (Traits::kHeadDimVO / 2) * 2 + i / 2 % 2];
@@ -196,13 +199,22 @@ struct Mma {
             auto& strip_scores = scores.strip(strip);
             apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
           }
-          softmax.masked_block(scores, scalars.scale_log2, rescale_output);
+          float sums[Softmax::kRows];
+          if (!softmax.masked_block(scores, scalars.scale_log2, sums)) {
+            move(sums);
+          }
+          softmax.add(sums);
           make_p();
         } else if (kMask == MaskClass::Full && first) {
           softmax.first_block(scores, scalars.scale_log2, recompute);
           make_p();
         } else {
-          softmax.next_block(scores, scalars.scale_log2, recompute, rescale_output);
+          float sums[Softmax::kRows];
+          if (!softmax.unseen_block(scores, scalars.scale_log2, sums)) {
+            recompute();
+            move(sums);
+          }
+          softmax.add(sums);
           make_p();
         }
       }

@@ -211,6 +211,7 @@ struct Fp8Mma {
     return storage.factors[k.stage][consumer];
   }
   CUTE_DEVICE void release_k() {
+    __syncwarp();  // every lane has read the block's factors
     release(storage.k_empty[k.stage]);
     k.advance();
   }

@@ -67,10 +67,13 @@ struct Mma {
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
-    auto release_k = [&]() {
+    auto arrive_k = [&]() {
       if (cute::elect_one_sync()) {
         storage.k_empty[k.stage].arrive();
       }
+    };
+    auto release_k = [&]() {
+      arrive_k();
       k.advance();
     };
     auto release_v = [&]() {
@@ -156,17 +159,17 @@ struct Mma {
     };
 
     auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tOrO);
       CUTE_UNROLL
       for (int i = 0; i < tOrO.size(); ++i) {
         tOrO(i) *= rescale[i / 2 % 2];
       }
-      warpgroup_fence_operand(tOrO);
     };
 
-    // One block. On entry P is of the block before.
+    // One block. On entry P is of the block before. The warps of a warpgroup move their references each on its own, but
+    // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp votes before the wait for the
+    // second product, and moves its references and O after it.
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
+      constexpr bool kMasked = decltype(masked)::value;
       storage.k_full[k.stage].wait(k.parity);
       Turns::wait(consumer);
       issue_scores();
@@ -174,16 +177,35 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      if constexpr (decltype(masked)::value) {
+      float sums[2];
+      int suits;
+      if constexpr (kMasked) {
+        release_k();
         mask_block(visit);
-        softmax.masked_block(tSrS, scalars.scale_log2, rescale_output);
+        suits = softmax.masked_block(tSrS, scalars.scale_log2, sums);
       } else {
-        // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
-        // the exponentials behind that wait, so they run while the product does.
-        softmax.next_block(tSrS, scalars.scale_log2, recompute_scores, rescale_output);
+        // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
+        // exponentials behind that wait, so they run while the product does.
+        suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
+        if (suits) {
+          arrive_k();
+        }
       }
-      release_k();
+      asm volatile("" : "+r"(suits));  // or the compiler makes two paths of the rest, each with its own wait
       await_output();
+      if (!suits) {
+        if constexpr (!kMasked) {
+          recompute_scores();
+          arrive_k();
+        }
+        float rescale[2];
+        softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
+        rescale_output(rescale);
+      }
+      if constexpr (!kMasked) {
+        k.advance();
+      }
+      softmax.add(sums);
       make_p();
     };
 
