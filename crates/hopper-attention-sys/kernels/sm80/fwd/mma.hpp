@@ -117,10 +117,7 @@ struct Mma {
     Softmax softmax;
     softmax.clear();
 
-    // Moves the references to suit the block, and O with them.
-    auto move = [&](float(&sums)[Softmax::kRows]) __attribute__((always_inline)) {
-      float rescale[Softmax::kRows];
-      softmax.move_block(scores, scalars.scale_log2, sums, rescale);
+    auto rescale_output = [&](float const(&rescale)[Softmax::kRows]) {
       CUTE_UNROLL
       for (int i = 0; i < output.size(); ++i) {
         output(i) *= rescale[i / (Traits::kHeadDimVO / 2) * 2 + i / 2 % 2];
@@ -200,9 +197,13 @@ struct Mma {
             apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
           }
           float sums[Softmax::kRows];
-          if (!softmax.masked_block(scores, scalars.scale_log2, sums)) {
-            move(sums);
+          float max[Softmax::kRows];
+          if (!softmax.suits(scores, scalars.scale_log2, max)) {
+            float rescale[Softmax::kRows];
+            softmax.raise(max, rescale);
+            rescale_output(rescale);
           }
+          softmax.masked_block(scores, scalars.scale_log2, sums);
           softmax.add(sums);
           make_p();
         } else if (kMask == MaskClass::Full && first) {
@@ -212,7 +213,9 @@ struct Mma {
           float sums[Softmax::kRows];
           if (!softmax.unseen_block(scores, scalars.scale_log2, sums)) {
             recompute();
-            move(sums);
+            float rescale[Softmax::kRows];
+            softmax.move_block(scores, scalars.scale_log2, sums, rescale);
+            rescale_output(rescale);
           }
           softmax.add(sums);
           make_p();

@@ -178,11 +178,15 @@ struct Mma {
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       float sums[2];
+      float max[2];
       int suits;
       if constexpr (kMasked) {
         release_k();
         mask_block(visit);
-        suits = softmax.masked_block(tSrS, scalars.scale_log2, sums);
+        suits = softmax.suits(tSrS, scalars.scale_log2, max);
+        if (suits) {
+          softmax.masked_block(tSrS, scalars.scale_log2, sums);
+        }
       } else {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does.
@@ -194,12 +198,15 @@ struct Mma {
       asm volatile("" : "+r"(suits));  // or the compiler makes two paths of the rest, each with its own wait
       await_output();
       if (!suits) {
-        if constexpr (!kMasked) {
+        float rescale[2];
+        if constexpr (kMasked) {
+          softmax.raise(max, rescale);
+          softmax.masked_block(tSrS, scalars.scale_log2, sums);
+        } else {
           recompute_scores();
           arrive_k();
+          softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
         }
-        float rescale[2];
-        softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
         rescale_output(rescale);
       }
       if constexpr (!kMasked) {
