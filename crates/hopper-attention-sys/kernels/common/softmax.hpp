@@ -82,8 +82,6 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffffU, any_of(holds, cute::make_integer_sequence<int, kRows>{}));
   }
 
-  // By how many powers of two a score of a masked block may exceed its reference.
-  static constexpr float kHeadroom = 8.0F;
   // What one lane may add to a row in one block, and with it every element of P: far below the largest value of P's
   // type, so that the products with V do not overflow.
   static constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
@@ -216,38 +214,37 @@ struct OnlineSoftmax {
     }
   }
 
-  // A later block in which keys are masked, so that a row may have had none before. Its maximum is looked at first: do all
-  // references suit it? `max` is for `raise`.
-  template <class Scores>
-  CUTE_DEVICE bool suits(Scores const& scores, float scale_log2, float (&max)[kRows]) const {
+  // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first. The
+  // reference moves only when it has become too small; then `moved` is called with what O must be multiplied by.
+  template <class Scores, class Moved>
+  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, Moved const& moved) {
+    constexpr float kHeadroom = 8.0F;
+    float max[kRows];
     block_max(scores, max);
+    bool moves[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       max[r] *= scale_log2;
+      moves[r] = max[r] > reference[r] + kHeadroom;
     }
-    return !any_row([&](int r) { return max[r] > reference[r] + kHeadroom; });
-  }
-
-  // Moves the references that are too small for a block. O must be multiplied by `rescale`.
-  CUTE_DEVICE void raise(float const (&max)[kRows], float (&rescale)[kRows]) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      bool const moves = max[r] > reference[r] + kHeadroom;
-      rescale[r] = moves ? exp2_approx(reference[r] - max[r]) : 1.0F;
-      reference[r] = moves ? max[r] : reference[r];
-      row_sum[r] *= rescale[r];
+    if (any_row([&](int r) { return moves[r]; })) {
+      float rescale[kRows];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        rescale[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
+        reference[r] = moves[r] ? max[r] : reference[r];
+        row_sum[r] *= rescale[r];
+      }
+      moved(rescale);
     }
-  }
-
-  // A block in which keys are masked, whose references suit it.
-  template <class Scores>
-  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, float (&sums)[kRows]) const {
     float shift[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       shift[r] = reference[r] == -INFINITY ? 0.0F : reference[r];
     }
+    float sums[kRows];
     exponentiate(scores, scale_log2, shift, sums);
+    add(sums);
   }
 
   // Any other later block: exponentiated unseen. If the result is false, a reference did not suit: the scores must be

@@ -196,15 +196,7 @@ struct Mma {
             auto& strip_scores = scores.strip(strip);
             apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
           }
-          float sums[Softmax::kRows];
-          float max[Softmax::kRows];
-          if (!softmax.suits(scores, scalars.scale_log2, max)) {
-            float rescale[Softmax::kRows];
-            softmax.raise(max, rescale);
-            rescale_output(rescale);
-          }
-          softmax.masked_block(scores, scalars.scale_log2, sums);
-          softmax.add(sums);
+          softmax.masked_block(scores, scalars.scale_log2, rescale_output);
           make_p();
         } else if (kMask == MaskClass::Full && first) {
           softmax.first_block(scores, scalars.scale_log2, recompute);

@@ -67,13 +67,10 @@ struct Mma {
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
-    auto arrive_k = [&]() {
+    auto release_k = [&]() {
       if (cute::elect_one_sync()) {
         storage.k_empty[k.stage].arrive();
       }
-    };
-    auto release_k = [&]() {
-      arrive_k();
       k.advance();
     };
     auto release_v = [&]() {
@@ -136,11 +133,6 @@ struct Mma {
       storage.v_full[v.stage].wait(v.parity);
       issue_product<MmaPV, true>(tOrP, tOrV.stage(v.stage), tOrO);
     };
-    auto await_output = [&]() {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tOrO);
-      release_v();
-    };
 
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
@@ -158,16 +150,9 @@ struct Mma {
       }
     };
 
-    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
-      CUTE_UNROLL
-      for (int i = 0; i < tOrO.size(); ++i) {
-        tOrO(i) *= rescale[i / 2 % 2];
-      }
-    };
-
     // One block. On entry P is of the block before. The warps of a warpgroup move their references each on its own, but
     // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp votes before the wait for the
-    // second product, and moves its references and O after it.
+    // second product, and multiplies O after it.
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       constexpr bool kMasked = decltype(masked)::value;
       storage.k_full[k.stage].wait(k.parity);
@@ -177,42 +162,43 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
+      int suits = 1;
       float sums[2];
-      float max[2];
-      int suits;
+      float rescale[2];
       if constexpr (kMasked) {
-        release_k();
         mask_block(visit);
-        suits = softmax.suits(tSrS, scalars.scale_log2, max);
-        if (suits) {
-          softmax.masked_block(tSrS, scalars.scale_log2, sums);
-        }
+        softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
+          suits = 0;
+          rescale[0] = factors[0];
+          rescale[1] = factors[1];
+        });
       } else {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does.
         suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
-        if (suits) {
-          arrive_k();
-        }
       }
       asm volatile("" : "+r"(suits));  // or the compiler makes two paths of the rest, each with its own wait
-      await_output();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrO);
       if (!suits) {
-        float rescale[2];
-        if constexpr (kMasked) {
-          softmax.raise(max, rescale);
-          softmax.masked_block(tSrS, scalars.scale_log2, sums);
-        } else {
+        if constexpr (!kMasked) {
           recompute_scores();
-          arrive_k();
           softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
         }
-        rescale_output(rescale);
+        CUTE_UNROLL
+        for (int i = 0; i < tOrO.size(); ++i) {
+          tOrO(i) *= rescale[i / 2 % 2];
+        }
       }
+      if (cute::elect_one_sync()) {
+        storage.k_empty[k.stage].arrive();
+        storage.v_empty[v.stage].arrive();
+      }
+      k.advance();
+      v.advance();
       if constexpr (!kMasked) {
-        k.advance();
+        softmax.add(sums);
       }
-      softmax.add(sums);
       make_p();
     };
 
