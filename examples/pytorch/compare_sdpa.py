@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Holds attention() and torch's own scaled_dot_product_attention against the same thing computed in f64.
 
-    HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so python3 compare_sdpa.py [--device cpu] [--gradients] [--json FILE]
+    python3 compare_sdpa.py [--device cpu] [--gradients] [--json FILE]
+
+It needs the package hopper_attention: the wheel, or PYTHONPATH=python with HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so.
 
 On the GPU if there is one (bf16 and f16), else on the CPU. Each line has the largest absolute error and the relative
 root-mean-square error of both. A case fails when our largest error is more than twice that of torch's best backend plus two
@@ -24,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hopper_attention as hattn
-from hopper_attention_torch import attention, load
+import hopper_attention
+from hopper_attention import abi, attention
 
 Case = collections.namedtuple("Case", "dtype head_dim causal heads_kv layout how", defaults=(None, "bshd", "a call"))
 
@@ -242,11 +244,11 @@ def compare(case, device, seed, with_gradients):
 
 def about(device):
     """Where this runs, and on what."""
-    library = load()._library
+    library = abi.load()
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": str(device),
-        "hopper_attention": library.version,
+        "hopper_attention": hopper_attention.version(),
         "abi": library.abi_version,
         "torch": torch.__version__,
     }
@@ -281,11 +283,9 @@ def line(record):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--library", help=f"the shared library; else ${hattn.VARIABLE}, else the loader's")
     parser.add_argument("--gradients", action="store_true", help="compare the gradients too")
     parser.add_argument("--json", metavar="FILE", help="where to write the figures")
     options = parser.parse_args()
-    load(options.library)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         # The reference's products in f64 are exact enough with or without; nothing here is to depend on the default.
@@ -296,7 +296,6 @@ def main():
         for seed, case in enumerate(grid(device.type == "cuda")):
             record["cases"].append(compare(case, device, seed, options.gradients))
             print(line(record["cases"][-1]), flush=True)
-    record["plans"] = load().made
     failed = sum(bool(case["complaints"]) for case in record["cases"])
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
