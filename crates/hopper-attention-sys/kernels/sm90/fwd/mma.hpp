@@ -67,10 +67,13 @@ struct Mma {
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
-    auto release_k = [&]() {
+    auto arrive_k = [&]() {
       if (cute::elect_one_sync()) {
         storage.k_empty[k.stage].arrive();
       }
+    };
+    auto release_k = [&]() {
+      arrive_k();
       k.advance();
     };
     auto release_v = [&]() {
@@ -133,6 +136,11 @@ struct Mma {
       storage.v_full[v.stage].wait(v.parity);
       issue_product<MmaPV, true>(tOrP, tOrV.stage(v.stage), tOrO);
     };
+    auto await_output = [&]() {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrO);
+      release_v();
+    };
 
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
@@ -150,11 +158,17 @@ struct Mma {
       }
     };
 
+    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
+      CUTE_UNROLL
+      for (int i = 0; i < tOrO.size(); ++i) {
+        tOrO(i) *= rescale[i / 2 % 2];
+      }
+    };
+
     // One block. On entry P is of the block before. The warps of a warpgroup move their references each on its own, but
-    // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp votes before the wait for the
-    // second product, and multiplies O after it.
+    // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp multiplies O after that wait, if
+    // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
-      constexpr bool kMasked = decltype(masked)::value;
       storage.k_full[k.stage].wait(k.parity);
       Turns::wait(consumer);
       issue_scores();
@@ -162,41 +176,39 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      int suits = 1;
-      float sums[2];
       float rescale[2];
-      if constexpr (kMasked) {
+      if constexpr (decltype(masked)::value) {
+        constexpr float kUnmoved = -1.0F;  // no factor is negative
+        rescale[0] = kUnmoved;
         mask_block(visit);
         softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
-          suits = 0;
           rescale[0] = factors[0];
           rescale[1] = factors[1];
         });
+        release_k();
+        asm volatile("" : "+f"(rescale[0]));
+        await_output();
+        if (rescale[0] != kUnmoved) {
+          rescale_output(rescale);
+        }
       } else {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
-        // exponentials behind that wait, so they run while the product does.
-        suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
-      }
-      asm volatile("" : "+r"(suits));  // or the compiler makes two paths of the rest, each with its own wait
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tOrO);
-      if (!suits) {
-        if constexpr (!kMasked) {
+        // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K is
+        // released before the wait, as its next copy takes long.
+        float sums[2];
+        int suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
+        if (suits) {
+          arrive_k();
+        }
+        asm volatile("" : "+r"(suits));
+        await_output();
+        if (!suits) {
           recompute_scores();
+          arrive_k();
           softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
+          rescale_output(rescale);
         }
-        CUTE_UNROLL
-        for (int i = 0; i < tOrO.size(); ++i) {
-          tOrO(i) *= rescale[i / 2 % 2];
-        }
-      }
-      if (cute::elect_one_sync()) {
-        storage.k_empty[k.stage].arrive();
-        storage.v_empty[v.stage].arrive();
-      }
-      k.advance();
-      v.advance();
-      if constexpr (!kMasked) {
+        k.advance();
         softmax.add(sums);
       }
       make_p();
