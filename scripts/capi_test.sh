@@ -247,8 +247,8 @@ readme_program() {
     c++ -std=c++17 -Wall -Wextra -Werror mine.cpp -o mine \
       $(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs hopper_attention) && LD_LIBRARY_PATH=$prefix/lib ./mine
 }
-python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
-python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
+# The ctypes binding of the Python package. scripts/python_test.sh has the rest of its tests.
+python_test() { HOPPER_ATTENTION_LIBRARY=$so python3 "$root/python/tests/run.py" test_abi; }
 
 case $parts in *sources*)
   check "add_subdirectory, shared and static, CPU only" from_sources subdirectory \
@@ -331,5 +331,5 @@ else
   ignore "valgrind" "it is not installed"
 fi
 check "beside another Rust archive and another CUDA runtime" beside_others
-check "ctypes: examples/pytorch" python_test
+check "ctypes: python/hopper_attention" python_test
 finish
