@@ -68,6 +68,7 @@ pack_into() {
   mkdir -p "$folder/python/hopper_attention"
   cp python/hopper_attention/*.py "$folder/python/hopper_attention/"
   cp -r python/tests "$folder/python/"
+  [ ! -e python/torch_op/build.sh ] || python/torch_op/build.sh "$folder/python/hopper_attention/_torch_op.so"
   for source in "${with[@]}"; do
     name=$(basename "$source")
     case $name in

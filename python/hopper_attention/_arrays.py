@@ -178,7 +178,8 @@ def attention(
     """See hopper_attention.attention."""
     exports = [_four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))]
     lse = return_lse or lse_out is not None
-    problem = _problem(*exports, mask_of(causal, window, top_left), scale, lse=int(lse))
+    mask = mask_of(causal, window, top_left)
+    problem = _problem(exports[0], exports[1], exports[2], mask, scale, lse=int(lse))
     plan = plans().get(exports[0].device, problem)
     batch, seqlen_q, heads_q, _ = exports[0].shape
     out, o = _output("out", out, q, (batch, seqlen_q, heads_q, exports[2].shape[3]), False, stream)

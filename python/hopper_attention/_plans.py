@@ -30,7 +30,7 @@ class PlanCache:
 
     def get(self, device: int, problem: Any) -> Any:
         """The plan of a problem on a device."""
-        key = (device, type(problem), bytes(problem))
+        key: tuple = (device, type(problem), bytes(problem))
         if isinstance(problem, abi.QuantizeProblem):
             # The struct holds a pointer. Equal problems differ in it, and different ones may share it.
             numbers = (problem.source, problem.hadamard, problem.seed)

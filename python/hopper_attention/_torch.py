@@ -48,12 +48,12 @@ def attention(
             q, k, v = _autocast(q, k, v)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             o, lse = _Recorded.apply(q, k, v, numbers)
-        elif return_lse:
-            with _below():
-                o, lse = _forward_lse_op(q, k, v, *numbers)
         else:
+            # Below autograd, where register_autograd's Python would run for nothing.
             with _below():
-                return _forward_op(q, k, v, *numbers)
+                if not return_lse:
+                    return _forward_op(q, k, v, *numbers)
+                o, lse = _forward_lse_op(q, k, v, *numbers)
     except Exception as error:
         # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call
         # short.
@@ -160,12 +160,12 @@ def described(t: torch.Tensor) -> tuple:
     return DTYPES[t.dtype], ordinal(t.device), shape, stride
 
 
-if hasattr(torch._C, "_cuda_getCurrentRawStream"):
-    _raw_stream = torch._C._cuda_getCurrentRawStream
-else:
+def _stream_of(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
 
-    def _raw_stream(index: int) -> int:
-        return torch.cuda.current_stream(index).cuda_stream
+
+# The first is faster. A torch without CUDA has only the second.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def run(call: Call, like: torch.Tensor, tensors: tuple) -> None:

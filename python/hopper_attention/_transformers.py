@@ -109,8 +109,8 @@ def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[L
     if padding.shape[1] < kv_length:
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
     ones = padding.to(torch.int32)
-    first, after = ones.argmax(1), kv_length - ones.flip(1).argmax(1)
-    found = torch.stack((first, after, ones.sum(1)), 1).tolist()
+    bounds = (ones.argmax(1), kv_length - ones.flip(1).argmax(1), ones.sum(1))
+    found = torch.stack(bounds, 1).tolist()
     ranges = []
     for first, after, count in found:
         if count == 0:

@@ -207,7 +207,8 @@ STRUCTS = {
 
 def dense(shape: Sequence[int]) -> tuple:
     """The strides of a dense tensor, in elements."""
-    stride, step = [], 1
+    stride: list = []
+    step = 1
     for size in reversed(shape):
         stride.insert(0, step)
         step *= max(size, 1)

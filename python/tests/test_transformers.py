@@ -9,9 +9,10 @@ import hopper_attention
 try:
     import torch
     import transformers
-except ImportError:
-    torch = transformers = None
+except ImportError as error:
+    WHY = str(error)
 else:
+    WHY = None
     import models
     from hopper_attention import _transformers
     from transformers import masking_utils
@@ -20,7 +21,7 @@ KINDS = {"llama": (64, 4, 2), "mistral": (64, 4, 2), "bert": (64, 4, 4), "vit": 
 NAMES = ("eager", "sdpa", "hopper_attention")
 
 
-@unittest.skipIf(transformers is None, "no torch or no transformers")
+@unittest.skipIf(WHY, WHY)
 class Transformers(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -152,7 +153,7 @@ class Transformers(unittest.TestCase):
         self.assertRaisesRegex(NotImplementedError, "dropout 0.1", model.train(), ids)
 
 
-@unittest.skipIf(transformers is None, "no torch or no transformers")
+@unittest.skipIf(WHY, WHY)
 class Functions(unittest.TestCase):
     """The two registered functions by themselves."""
 
