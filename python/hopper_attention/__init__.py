@@ -31,6 +31,7 @@ __all__ = [
     "quantize",
     "register_sdpa",
     "register_transformers",
+    "torch_operators",
     "version",
 ]
 
@@ -215,6 +216,12 @@ def register_transformers(name: str = "hopper_attention") -> None:
 def device_count() -> int:
     """The number of GPUs that the driver shows. 0 without a driver."""
     return abi.load().device_count()
+
+
+def torch_operators() -> str:
+    """Which operators torch calls: "compiled", or "ctypes: " and why. The ctypes ones cost more time a call."""
+    _need_torch()
+    return "compiled" if _torch.fallback is None else f"ctypes: {_torch.fallback}"
 
 
 def version() -> str:

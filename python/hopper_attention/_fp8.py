@@ -71,7 +71,12 @@ def attention_fp8(
     if out_dtype not in _OUTPUTS:
         raise TypeError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, _OUTPUTS))}")
     o, lse, amax = torch.ops.hopper_attention.forward_fp8(
-        *operands[:6],
+        operands.q,
+        operands.k,
+        operands.v,
+        operands.descale_q,
+        operands.descale_k,
+        operands.descale_v,
         scale_o,
         scale_of(scale),
         *mask_of(causal, window, top_left),

@@ -183,12 +183,12 @@ def flash_backward(
 class _Overrides:
     """The registered operators, as torch keeps them while they are active."""
 
-    def __init__(self) -> None:
-        library = torch.library.Library("aten", "IMPL", "CUDA")
-        library.impl("_scaled_dot_product_flash_attention", sdpa_forward, "CUDA")
-        library.impl("_scaled_dot_product_flash_attention_backward", sdpa_backward, "CUDA")
-        library.impl("_flash_attention_forward", flash_forward, "CUDA")
-        library.impl("_flash_attention_backward", flash_backward, "CUDA")
+    def __init__(self, key: str = "CUDA") -> None:
+        library = torch.library.Library("aten", "IMPL", key)
+        library.impl("_scaled_dot_product_flash_attention", sdpa_forward, key)
+        library.impl("_scaled_dot_product_flash_attention_backward", sdpa_backward, key)
+        library.impl("_flash_attention_forward", flash_forward, key)
+        library.impl("_flash_attention_backward", flash_backward, key)
         self._library: Any = library
 
     def remove(self) -> None:

@@ -30,7 +30,6 @@ import hopper_attention
 import models
 import torch
 import transformers
-from hopper_attention import _torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KINDS = ("llama", "mistral", "bert", "vit")
@@ -104,7 +103,9 @@ def step_of(kind, size, device, dtype, name):
         image=seqlen,
         patch=patch,
     )
-    model = models.model(kind, settings).to(device, dtype).train()
+    with device:
+        # Weights are made where they are used: there are hundreds of millions.
+        model = models.model(kind, settings).to(dtype).train()
     model.set_attn_implementation("hopper_attention" if name == "hopper_attention" else "sdpa")
     inputs = models.inputs(kind, settings, batch, seqlen, device)
     inputs = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
@@ -171,7 +172,7 @@ def about(device, dtype):
         "device": str(device),
         "dtype": str(dtype),
         "hopper_attention": hopper_attention.version(),
-        "operators": "compiled" if _torch.fallback is None else f"ctypes: {_torch.fallback}",
+        "operators": hopper_attention.torch_operators(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

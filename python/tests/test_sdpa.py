@@ -73,6 +73,30 @@ class Sdpa(unittest.TestCase):
         )
         self.assertEqual([t.shape for t in d], [q.shape, k.shape, v.shape])
 
+    def test_through_the_dispatcher(self):
+        # torch has no kernels of these operators for CPU tensors. So ours can be registered and undone here too.
+        forward = torch.ops.aten._scaled_dot_product_flash_attention
+        q, k, v = (t.requires_grad_() for t in self.tensors(True))
+        self.assertRaises(NotImplementedError, forward, q, k, v, 0.0, True)
+        overrides = _sdpa._Overrides("CPU")
+        try:
+            want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.5)
+            o = forward(q, k, v, 0.0, True, scale=0.5)[0]
+            torch.testing.assert_close(o, want)
+            for mine, theirs in zip(
+                torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True), torch.autograd.grad(want.sum(), (q, k, v))
+            ):
+                torch.testing.assert_close(mine, theirs)
+            turned = [t.transpose(1, 2) for t in (q, k, v)]
+            below = torch.ops.aten._flash_attention_forward(*turned, None, None, 21, 21, 0.0, True, False, scale=0.5)
+            torch.testing.assert_close(below[0].transpose(1, 2), want)
+            torch.testing.assert_close(torch.autograd.grad(below[0].sum(), q), torch.autograd.grad(o.sum(), q))
+            with self.assertRaisesRegex(NotImplementedError, "dropout_p 0.5"):
+                forward(q, k, v, 0.5)
+        finally:
+            overrides.remove()
+        self.assertRaises(NotImplementedError, forward, q, k, v, 0.0, True)
+
     def test_refusals(self):
         q, k, v = self.tensors(False)
         with self.assertRaisesRegex(NotImplementedError, "dropout_p 0.5"):
