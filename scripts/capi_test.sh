@@ -240,10 +240,10 @@ beside_others() {
     cc -I "$prefix/include" main.c $order "${cudart[@]}" $libs -o "beside" -Wl,--fatal-warnings && ./beside || return 1
   done
 }
-# The README's program, linked as the README says.
-readme_program() {
-  mkdir -p "$consumers/readme" && cd "$consumers/readme" &&
-    sed -n '/^```cpp$/,/^```$/p' "$root/README.md" | grep -v '^```' >mine.cpp && [ -s mine.cpp ] &&
+# The program of docs/cpp.md, linked as that page says.
+page_program() {
+  mkdir -p "$consumers/page" && cd "$consumers/page" &&
+    sed -n '/^```cpp$/,/^```$/p' "$root/docs/cpp.md" | grep -v '^```' >mine.cpp && [ -s mine.cpp ] &&
     c++ -std=c++17 -Wall -Wextra -Werror mine.cpp -o mine \
       $(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs hopper_attention) && LD_LIBRARY_PATH=$prefix/lib ./mine
 }
@@ -316,7 +316,7 @@ if command -v pkg-config >/dev/null; then
   check "pkg-config, shared: examples/cpp" makefile make-shared
   check "pkg-config, static: examples/cpp" makefile make-static STATIC=1
   check "it needs no library either" not_linked make-static/attention
-  check "the README's program" readme_program
+  check "the program of docs/cpp.md" page_program
 else
   ignore "pkg-config" "it is not installed"
 fi
