@@ -26,6 +26,7 @@ mod handle;
 mod pass;
 mod quantize;
 mod status;
+mod tensor;
 mod tuning;
 
 pub use abi::*;
@@ -34,4 +35,5 @@ pub use devices::*;
 pub use forward::*;
 pub use quantize::*;
 pub use status::*;
+pub use tensor::*;
 pub use tuning::*;
