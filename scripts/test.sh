@@ -85,6 +85,24 @@ fi
 # Without CUDA: these steps need no C++ compiler.
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
+
+# The command of the README, and what it installs. It has the tests' profile and target folder, for which most crates
+# have been compiled.
+install_cli() {
+  local root=$target/installed files
+  files=$(mktemp -d) || return
+  rm -rf "$root"
+  cargo install --path crates/hopper-attention-cli --root "$root" --locked --debug --target-dir "$target" &&
+    "$root/bin/hattn" info &&
+    "$root/bin/hattn" random --output "$files/qkv.safetensors" --seqlen-q 128 --heads-q 2 --backward &&
+    "$root/bin/hattn" run --input "$files/qkv.safetensors" --output "$files/o.safetensors" --backward &&
+    "$root/bin/hattn" check --input "$files/qkv.safetensors" --mask causal --backward &&
+    "$root/bin/hattn" bench --device cpu --tokens 32 --hidden 64 --seqlens 32 --dims 32 --dtypes bf16 --iters 3
+  local status=$?
+  rm -rf "$files"
+  return $status
+}
+step install-cli install_cli
 # The C and C++ library, made of what is built by now. The flags select the same packages and targets, so nothing is compiled twice.
 step test-capi-sources env HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" \
   scripts/capi_test.sh --only sources

@@ -35,7 +35,7 @@ pub mod tune;
 /// `sm90`. The arguments of the entry have no field for it, since peers have no such choice.
 pub const ARCH_VARIABLE: &str = "HATTN_PEER_ARCH";
 
-pub use harness::{Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
+pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
 pub use point::{Direction, HIDDEN, Order, Point, PointMask, Precision, Sweep, TOKENS};

@@ -239,7 +239,7 @@ fn what_steers_a_terminal_is_shown_as_an_escape() {
         shows(hattn(line), 2);
     }
     shows(hattn(["bench", "--device", "cpu", "--filter", STEERING]), 1);
-    shows(hattn(["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", STEERING]), 1);
+    shows(hattn(["bench", "--device", "cuda:0", "--harness", "pytorch", "--ours", "x.so", "--python", STEERING]), 1);
 }
 
 /// A sweep of one point, with texts in its report replaced.

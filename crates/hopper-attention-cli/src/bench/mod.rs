@@ -52,7 +52,7 @@ fn measure(args: &BenchArgs) -> Result<Report> {
     let mut progress = |progress: Progress<'_>| {
         bar.show(&progress);
         match (progress, &args.output) {
-            (Progress::Report(report), Some(folder)) if !report.points.is_empty() => {
+            (Progress::Report { report, .. }, Some(folder)) if !report.points.is_empty() => {
                 save(report, &folder.join("bench.json"))
             }
             _ => Ok(()),
