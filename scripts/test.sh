@@ -87,12 +87,12 @@ step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-target
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
 
 # The command of the README, and what it installs. It has the tests' profile and target folder, for which most crates
-# have been compiled.
+# have been compiled. They are here, so it asks no registry.
 install_cli() {
   local root=$target/installed files
   files=$(mktemp -d) || return
   rm -rf "$root"
-  cargo install --path crates/hopper-attention-cli --root "$root" --locked --debug --target-dir "$target" &&
+  cargo install --path crates/hopper-attention-cli --root "$root" --locked --offline --debug --target-dir "$target" &&
     "$root/bin/hattn" info &&
     "$root/bin/hattn" random --output "$files/qkv.safetensors" --seqlen-q 128 --heads-q 2 --backward &&
     "$root/bin/hattn" run --input "$files/qkv.safetensors" --output "$files/o.safetensors" --backward &&
