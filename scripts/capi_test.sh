@@ -318,8 +318,8 @@ extern hattn::ForwardArgs args;
 extern DLManagedTensorVersioned *managed_tensor, *output_tensor;
 DECLARATIONS
 }
-python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
-python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
+# The ctypes binding of the Python package. scripts/python_test.sh has the rest of its tests.
+python_test() { HOPPER_ATTENTION_LIBRARY=$so python3 "$root/python/tests/run.py" test_abi; }
 
 case $parts in *sources*)
   check "add_subdirectory, shared and static, CPU only" from_sources subdirectory \
@@ -415,5 +415,5 @@ else
   ignore "docs/cpp.md: parts of programs" "DLPack's header was not fetched"
 fi
 check "beside another Rust archive and another CUDA runtime" beside_others
-check "ctypes: examples/pytorch" python_test
+check "ctypes: python/hopper_attention" python_test
 finish

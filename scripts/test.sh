@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, licences, documentation, the
 # tests without CUDA, the kernels' build, the tests with CUDA and the disassembly audit, the C library and what links it, the
-# bench of instruction rates, the packages. Logs are in the target folder's test-logs/.
+# Python package and its wheel, the bench of instruction rates, the packages. Logs are in the target folder's test-logs/.
 # Its last line sums the tests: "N passed, N failed, N skipped". Tests that need a GPU say so and count as skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -124,6 +124,8 @@ step clippy-cuda env HATTN_NO_KERNELS=1 cargo clippy --workspace --features cuda
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
 step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" scripts/capi_test.sh --only installed
+# The Python package and its wheel, made of the library that the last step installed.
+step test-python scripts/python_test.sh "$target/capi-test/installed/moved/prefix"
 # The bench of instruction rates. Without a GPU it is compiled and its disassembly is checked.
 step rates scripts/rates.sh --build-only
 # Documentation as docs.rs makes it, without CUDA: with this CUDA home, a search for a toolkit fails. The CLI is left out because
