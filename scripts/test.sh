@@ -138,10 +138,10 @@ step clippy-cuda env HATTN_NO_KERNELS=1 cargo clippy --workspace --features cuda
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
 step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" scripts/capi_test.sh --only installed
-# The Python package and its wheel, made of the library that the last step installed.
-step test-python scripts/python_test.sh "$target/capi-test/installed/moved/prefix"
 # What is written in C++ for torch, with the library that the step before has installed.
 step test-torch scripts/torch_test.sh "$target/capi-test/installed/moved/prefix"
+# The Python package and its wheel, made of the library that the last step installed.
+step test-python scripts/python_test.sh "$target/capi-test/installed/moved/prefix"
 # The bench of instruction rates. Without a GPU it is compiled and its disassembly is checked.
 step rates scripts/rates.sh --build-only
 # Documentation as docs.rs makes it, without CUDA: with this CUDA home, a search for a toolkit fails. The CLI is left out because

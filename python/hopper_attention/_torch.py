@@ -49,9 +49,11 @@ def attention(
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             o, lse = _Recorded.apply(q, k, v, numbers)
         elif return_lse:
-            o, lse = _forward_lse_op(q, k, v, *numbers)
+            with _below():
+                o, lse = _forward_lse_op(q, k, v, *numbers)
         else:
-            return _forward_op(q, k, v, *numbers)
+            with _below():
+                return _forward_op(q, k, v, *numbers)
     except Exception as error:
         # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call
         # short.

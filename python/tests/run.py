@@ -16,7 +16,7 @@ import unittest
 
 sys.dont_write_bytecode = True
 HERE = os.path.dirname(os.path.abspath(__file__))
-FILES = ("test_abi", "test_arrays", "test_torch", "test_fp8", "test_sdpa", "test_transformers", "test_cuda")
+FILES = ("test_abi", "test_arrays", "test_torch", "test_fp8", "test_sdpa", "test_transformers", "test_torch_op", "test_cuda")
 
 
 class Result(unittest.TextTestResult):
