@@ -67,6 +67,8 @@ pack_into() {
   command -v nvcc >/dev/null || fail "nvcc is missing: candle's kernels are compiled with it."
   stubs "$PWD/target/candle-stubs"
   export LIBRARY_PATH=$PWD/target/candle-stubs${LIBRARY_PATH:+:$LIBRARY_PATH}
+  CANDLE_REAL_NVCC=$(command -v nvcc)
+  export CANDLE_REAL_NVCC NVCC=$PWD/scripts/candle_nvcc.sh # without kernels that no test calls
   export CUDA_COMPUTE_CAP=90 CUDARC_CUDA_VERSION=13000 HATTN_KERNELS_DIR=${HATTN_KERNELS_DIR:-$PWD/target/kernels}
   mkdir -p "$folder"
   rm -rf "${folder:?}"/{*.test,*.log,minilm,about.txt}

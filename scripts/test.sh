@@ -118,8 +118,9 @@ integrations=(--manifest-path integrations/Cargo.toml --workspace --locked)
 step model python3 scripts/make_fixture.py --model "$target/minilm"
 step test-integrations env HATTN_MINILM_DIR="$(realpath "$target")/minilm" \
   cargo test "${integrations[@]}" --no-default-features --no-fail-fast -- --show-output
-step clippy-integrations env HATTN_NO_KERNELS=1 NVCC="$PWD/scripts/nvcc_of_nothing.sh" CUDA_COMPUTE_CAP=90 CUDARC_CUDA_VERSION=13000 \
-  cargo clippy "${integrations[@]}" --features hopper-attention-integration-tests/cuda --all-targets -- -D warnings
+step clippy-integrations env HATTN_NO_KERNELS=1 NVCC="$PWD/scripts/candle_nvcc.sh" CUDA_COMPUTE_CAP=90 CUDARC_CUDA_VERSION=13000 \
+  cargo clippy "${integrations[@]}" --features hopper-attention-integration-tests/cuda --all-targets \
+  --target-dir "$target/integrations-lint" -- -D warnings
 
 # With CUDA. Always for the whole workspace: to Cargo another selection of packages is another set of features, and it would
 # compile the crates again. Left out are tests that do not depend on the feature and have just run: the grids on the CPU, what must
