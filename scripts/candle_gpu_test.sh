@@ -57,7 +57,7 @@ LIBRARIES
 
 # Builds the test binary and copies it into a folder, with the model and what is needed to run both.
 pack_into() {
-  local folder=$1 toolkit binary package kind name executable
+  local folder=$1 toolkit package kind name executable
   cd "$here/.."
   scripts/bootstrap.sh
   toolkit=${HATTN_TOOLCHAIN_DIR:-$PWD/.toolchain}/cuda
@@ -68,18 +68,20 @@ pack_into() {
   stubs "$PWD/target/candle-stubs"
   export LIBRARY_PATH=$PWD/target/candle-stubs${LIBRARY_PATH:+:$LIBRARY_PATH}
   CANDLE_REAL_NVCC=$(command -v nvcc)
-  export CANDLE_REAL_NVCC NVCC=$PWD/scripts/candle_nvcc.sh # without kernels that no test calls
+  # Without kernels that no test calls. What is made without them must not be taken for a whole build: hence the target folder.
+  export CANDLE_REAL_NVCC NVCC=$PWD/scripts/candle_nvcc.sh
   export CUDA_COMPUTE_CAP=90 CUDARC_CUDA_VERSION=13000 HATTN_KERNELS_DIR=${HATTN_KERNELS_DIR:-$PWD/target/kernels}
   mkdir -p "$folder"
-  rm -rf "${folder:?}"/{*.test,*.log,minilm,about.txt}
+  rm -rf "${folder:?}"/{*.test.gz,*.log,minilm,about.txt}
   cargo test --no-run --manifest-path integrations/Cargo.toml -p hopper-attention-integration-tests --features cuda \
-    --test gpu --locked --message-format json-render-diagnostics | python3 scripts/built_programs.py |
+    --test gpu --locked --target-dir "${CARGO_TARGET_DIR:-target}/candle-gpu" \
+    --message-format json-render-diagnostics | python3 scripts/built_programs.py |
     while IFS=$'\t' read -r package kind name executable; do
       if [ "$kind-$name" = test-gpu ]; then cp "$executable" "$folder/candle.test"; fi
     done
-  binary=$folder/candle.test
-  [ -e "$binary" ] || fail "cargo did not name the test binary."
-  strip "$binary"
+  [ -e "$folder/candle.test" ] || fail "cargo did not name the test binary."
+  strip "$folder/candle.test"
+  gzip -9 -f "$folder/candle.test" # candle's code and PTX, a quarter of the size
   cp "$here/candle_gpu_test.sh" "$here/count_tests.awk" "$folder/"
   python3 scripts/make_fixture.py --model "$folder/minilm" --small
   {
@@ -101,7 +103,11 @@ run_from() {
   cd "$1"
   log=${log:-$PWD/candle_gpu_test.log}
   mkdir -p "$(dirname "$log")"
-  [ -e candle.test ] || fail "$1 holds no candle.test: pack it with scripts/candle_gpu_test.sh --pack."
+  [ -e candle.test.gz ] || fail "$1 holds no candle.test.gz: pack it with scripts/candle_gpu_test.sh --pack."
+  program=$(mktemp) # the folder may be read-only
+  trap 'rm -f "$program"' EXIT
+  gzip -dc candle.test.gz >"$program"
+  chmod +x "$program"
   libraries=$(python_libraries)
   export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/cuda/lib64${libraries:+:$libraries}
   export HATTN_REQUIRE_GPU=1 HATTN_MINILM_DIR=$PWD/minilm
@@ -110,8 +116,7 @@ run_from() {
     echo "ran: $(date -u +%Y-%m-%dT%H:%M:%SZ)"
     nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv,noheader 2>/dev/null || echo "no nvidia-smi"
   } | tee "$log"
-  chmod +x candle.test
-  ./candle.test --test-threads=1 --nocapture 2>&1 | tee -a "$log" || status=1
+  "$program" --test-threads=1 --nocapture 2>&1 | tee -a "$log" || status=1
   read -r passed failed skipped < <(awk -f count_tests.awk "$log")
   # A binary that crashed prints no result line. That is a failure, and so is a run without a test.
   [ $status = 0 ] || [ "$failed" -gt 0 ] || failed=1

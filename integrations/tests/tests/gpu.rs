@@ -162,7 +162,7 @@ fn sentences_have_the_embeddings_of_candles_own_model() -> Result<()> {
     Ok(())
 }
 
-/// Ours may be as far from f32 as candle's own attention in the same precision, and half as far again.
+/// Ours may be twice as far from f32 as candle's own attention in the same precision, as everywhere in this repository.
 #[test]
 fn llama_runs_on_the_patched_crate() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
@@ -181,7 +181,7 @@ fn llama_runs_on_the_patched_crate() -> Result<()> {
         say(&format!(
             "Llama, head dim {head_dim}, logits up to {largest:.2}: ours differ from f32 by at most {ours:.1e}, candle's own by {own:.1e}"
         ));
-        assert!(ours <= 1.5 * own && largest > 0.1, "{ours} {own} {largest}");
+        assert!(ours <= 2.0 * own && largest > 0.1, "{ours} {own} {largest}");
     }
     Ok(())
 }
@@ -209,7 +209,16 @@ fn qwen_runs_on_the_patched_crate() -> Result<()> {
 #[test]
 fn a_language_model_learns_as_with_candles_own_attention() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
-    let setup = Setup { batch: 16, seqlen: 256, layers: 4, heads_q: 8, heads_kv: 2, head_dim: 64, steps: 400 };
+    let setup = Setup {
+        batch: 16,
+        seqlen: 256,
+        layers: 4,
+        heads_q: 8,
+        heads_kv: 2,
+        head_dim: 64,
+        steps: 400,
+        learning_rate: 1e-3,
+    };
     let options = Options::new().mask(Mask::causal());
     let half = |q: &Tensor, k: &Tensor, v: &Tensor| {
         let [q, k, v] = [q, k, v].map(|tensor| tensor.to_dtype(DType::BF16));
@@ -222,7 +231,7 @@ fn a_language_model_learns_as_with_candles_own_attention() -> Result<()> {
     };
     let (ours, seconds) = timed(&half)?;
     let (theirs, seconds_own) = timed(&|q, k, v| own::attention(q, k, v, Mask::causal(), 0.125))?;
-    let result = verdict(&ours, &theirs, 3e-2);
+    let result = verdict(&ours, &theirs, 3e-2, 0.05);
     say(&format!("training: {}", result.text));
     say(&format!("training: {seconds:.1} s with ours in bf16, {seconds_own:.1} s with candle's own operations in f32"));
     assert!(result.passed, "{}", result.text);
