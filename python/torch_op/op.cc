@@ -1,6 +1,6 @@
-// torch's ops hopper_attention::forward, forward_lse and backward, computed through the C ABI. A call from Python costs
-// less than through Python's ctypes. The package defines the ops. hattn_torch_register gives them these kernels for CPU
-// and CUDA.
+// torch's ops hopper_attention::forward, forward_lse and backward, computed through the C ABI. A call from Python
+// takes less time than through ctypes. The package defines the ops. hattn_torch_register gives them these kernels for
+// CPU and CUDA.
 //
 // An op runs on the current stream of its tensors' device, and takes outputs and workspace from torch's allocator. The
 // allocator gives memory of a stream to later work of that stream only. So a workspace may be freed right after the
@@ -18,11 +18,12 @@ struct State {
   const std::string path;
   const Library library;
   const Torch torch;
-  // What torch calls its element types and its kind of GPU.
+  // torch's numbers for element types and kinds of device.
   const int32_t f16 = torch.aoti_torch_dtype_float16();
   const int32_t bf16 = torch.aoti_torch_dtype_bfloat16();
   const int32_t f32 = torch.aoti_torch_dtype_float32();
   const int32_t u8 = torch.aoti_torch_dtype_uint8();
+  const int32_t cpu = torch.aoti_torch_device_type_cpu();
   const int32_t cuda = torch.aoti_torch_device_type_cuda();
   Plans<hattn_forward_problem> forward_plans{library};
   Plans<hattn_backward_problem> backward_plans{library};
@@ -38,7 +39,7 @@ State* state = nullptr;
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(TensorHandle handle, const char* name) : handle_(handle) { describe(name); }
+  explicit Tensor(TensorHandle handle) : handle_(handle) {}
   Tensor(Tensor&& other) noexcept { *this = std::move(other); }
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(handle_, other.handle_);
@@ -61,8 +62,8 @@ class Tensor {
     const Torch& torch = state->torch;
     TensorHandle handle = nullptr;
     const bool gpu = device != HATTN_CPU;
-    if (torch.aoti_torch_empty_strided(ndim, shape, stride, dtype, gpu ? state->cuda : 0, gpu ? device : 0, &handle) !=
-        0) {
+    if (torch.aoti_torch_empty_strided(ndim, shape, stride, dtype, gpu ? state->cuda : state->cpu, gpu ? device : 0,
+                                       &handle) != 0) {
       // Programs that try a smaller batch look for the words "CUDA out of memory.".
       torch_failed("torch gave no memory for " + std::to_string(elements) + " elements on " +
                    (gpu ? "cuda:" + std::to_string(device) + " (most often: CUDA out of memory.)" : "the CPU") +
@@ -87,16 +88,44 @@ class Tensor {
   const hattn_tensor* view() const { return handle_ == nullptr ? nullptr : &view_; }
   const hattn_tensor* operator->() const { return &view_; }
   int32_t torch_dtype() const { return dtype_; }
-  void expect(int32_t ndim, const char* name, const char* dimensions) const {
-    if (view_.ndim == ndim) return;
-    throw std::runtime_error(std::string(name) + ": " + std::to_string(view_.ndim) + " dimensions; allowed: " +
-                             std::to_string(ndim) + ", " + dimensions + " (HATTN_ERROR_SHAPE)");
+
+  // Asks torch where the tensor is and how it lies there. There must be a tensor.
+  void describe(int32_t ndim, const char* name, const char* dimensions) {
+    const Torch& torch = state->torch;
+    int32_t device_type = 0, device_index = 0;
+    int64_t its_ndim = 0, *shape = nullptr, *stride = nullptr;
+    if (torch.aoti_torch_get_dtype(handle_, &dtype_) != 0 ||
+        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 ||
+        torch.aoti_torch_get_device_index(handle_, &device_index) != 0 ||
+        torch.aoti_torch_get_dim(handle_, &its_ndim) != 0 || torch.aoti_torch_get_sizes(handle_, &shape) != 0 ||
+        torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
+        torch.aoti_torch_get_data_ptr(handle_, &view_.data) != 0) {
+      torch_failed(std::string(name) + " is no tensor with memory of its own; torch's log says why");
+    }
+    view_.dtype = library_dtype();
+    if (view_.dtype == 0) {
+      throw std::runtime_error(std::string(name) +
+                               ": allowed element types: float16, bfloat16, float32 (HATTN_ERROR_DTYPE)");
+    }
+    if (device_type != state->cuda && device_type != state->cpu) {
+      throw std::runtime_error(std::string(name) + ": allowed devices: cpu, cuda (HATTN_ERROR_DEVICE)");
+    }
+    if (its_ndim != ndim) {
+      throw std::runtime_error(std::string(name) + ": " + std::to_string(its_ndim) + " dimensions; allowed: " +
+                               std::to_string(ndim) + ", " + dimensions + " (HATTN_ERROR_SHAPE)");
+    }
+    view_.device = device_type == state->cuda ? device_index : HATTN_CPU;
+    view_.ndim = ndim;
+    std::memcpy(view_.shape, shape, sizeof(int64_t) * ndim);
+    std::memcpy(view_.stride, stride, sizeof(int64_t) * ndim);
+    // A dimension of one element may have any stride in torch. The library wants the last one to be 1 all the same.
+    if (shape[ndim - 1] == 1) view_.stride[ndim - 1] = 1;
   }
 
   // Replaces a gradient that the library cannot read by a dense copy. Nobody chose how a gradient lies in memory: the
   // one of o.sum() has strides of 0.
   void make_readable() {
-    if (handle_ == nullptr || readable()) return;
+    if (readable()) return;
     Tensor copy = empty_like();
     if (state->torch.aoti_torch_copy_(copy.handle_, handle_, 0) != 0)
       torch_failed("torch could not copy a gradient; its log says why");
@@ -113,35 +142,6 @@ class Tensor {
  private:
   hattn_dtype library_dtype() const {
     return dtype_ == state->bf16 ? HATTN_BF16 : dtype_ == state->f16 ? HATTN_F16 : dtype_ == state->f32 ? HATTN_F32 : 0;
-  }
-
-  void describe(const char* name) {
-    const Torch& torch = state->torch;
-    int32_t device_type = 0, device_index = 0;
-    int64_t ndim = 0, *shape = nullptr, *stride = nullptr;
-    if (torch.aoti_torch_get_dtype(handle_, &dtype_) != 0 ||
-        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 ||
-        torch.aoti_torch_get_device_index(handle_, &device_index) != 0 ||
-        torch.aoti_torch_get_dim(handle_, &ndim) != 0 || torch.aoti_torch_get_sizes(handle_, &shape) != 0 ||
-        torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
-        torch.aoti_torch_get_data_ptr(handle_, &view_.data) != 0) {
-      torch_failed(std::string(name) + " is no tensor with memory of its own; torch's log says why");
-    }
-    view_.dtype = library_dtype();
-    if (dtype_ != state->u8 && view_.dtype == 0) {
-      throw std::runtime_error(std::string(name) +
-                               ": allowed element types: float16, bfloat16, float32 (HATTN_ERROR_DTYPE)");
-    }
-    view_.device = device_type == state->cuda ? device_index : HATTN_CPU;
-    if (ndim < 1 || ndim > 4) {
-      throw std::runtime_error(std::string(name) + ": " + std::to_string(ndim) +
-                               " dimensions; allowed: 4, [batch, seqlen, heads, head_dim] (HATTN_ERROR_SHAPE)");
-    }
-    view_.ndim = static_cast<int32_t>(ndim);
-    std::memcpy(view_.shape, shape, sizeof(int64_t) * ndim);
-    std::memcpy(view_.stride, stride, sizeof(int64_t) * ndim);
-    // A dimension of one element may have any stride in torch. The library wants the last one to be 1 all the same.
-    if (shape[ndim - 1] == 1) view_.stride[ndim - 1] = 1;
   }
 
   bool readable() const {
@@ -162,15 +162,17 @@ class Tensor {
   int32_t dtype_ = 0;
 };
 
-// Takes the arguments of a call from the stack, in the order of the schema. What was taken is owned.
+// Takes the arguments of a call from the stack, in the order of the schema.
+//
+// A call owns its arguments. So all of them are taken before anything can throw, and described after that.
 class Arguments {
  public:
   explicit Arguments(StableValue* stack) : next_(stack) {}
-  Tensor tensor(const char* name) { return Tensor(reinterpret_cast<TensorHandle>(*next_++), name); }
-  Tensor optional_tensor(const char* name) {
+  Tensor tensor() { return Tensor(reinterpret_cast<TensorHandle>(*next_++)); }
+  Tensor optional_tensor() {
     // The value is in memory of its own, which was handed over with it.
     std::unique_ptr<StableValue> value(reinterpret_cast<StableValue*>(*next_++));
-    return value == nullptr ? Tensor() : Tensor(reinterpret_cast<TensorHandle>(*value), name);
+    return value == nullptr ? Tensor() : Tensor(reinterpret_cast<TensorHandle>(*value));
   }
   int64_t integer() { return static_cast<int64_t>(*next_++); }
   bool boolean() { return (*next_++ & 0xff) != 0; }
@@ -185,13 +187,14 @@ class Arguments {
 };
 
 const char* const kOrder = "[batch, seqlen, heads, head_dim]";
+const char* const kOrderOfLse = "[batch, heads, seqlen]";
 
-// The fields that both passes' problems share.
+// The fields that both passes' problems share. Describes q, k and v, and takes the numbers from the stack.
 template <typename Problem>
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, Arguments& arguments, Problem problem) {
-  q.expect(4, "q", kOrder);
-  k.expect(4, "k", kOrder);
-  v.expect(4, "v", kOrder);
+Problem problem_of(Tensor& q, Tensor& k, Tensor& v, Arguments& arguments, Problem problem) {
+  q.describe(4, "q", kOrder);
+  k.describe(4, "k", kOrder);
+  v.describe(4, "v", kOrder);
   problem.dtype = q->dtype;
   problem.batch = q->shape[0];
   problem.seqlen_q = q->shape[1];
@@ -229,7 +232,7 @@ void run(Plans<Problem>& plans, const Problem& problem, hattn_device device, Arg
 
 void forward(StableValue* stack, bool with_lse) {
   Arguments arguments(stack);
-  const Tensor q = arguments.tensor("q"), k = arguments.tensor("k"), v = arguments.tensor("v");
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   hattn_forward_problem problem = problem_of(q, k, v, arguments, hattn_forward_problem HATTN_FORWARD_PROBLEM_INIT);
   problem.lse = with_lse;
   const int64_t o_shape[4] = {problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_vo};
@@ -254,14 +257,20 @@ void forward_lse_kernel(StableValue* stack, uint64_t, uint64_t) { forward(stack,
 
 void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor d_o = arguments.tensor("d_o"), d_lse = arguments.optional_tensor("d_lse");
-  const Tensor q = arguments.tensor("q"), k = arguments.tensor("k"), v = arguments.tensor("v");
-  const Tensor o = arguments.tensor("o"), lse = arguments.tensor("lse");
+  Tensor d_o = arguments.tensor(), d_lse = arguments.optional_tensor();
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  Tensor o = arguments.tensor(), lse = arguments.tensor();
   hattn_backward_problem problem = problem_of(q, k, v, arguments, hattn_backward_problem HATTN_BACKWARD_PROBLEM_INIT);
   problem.deterministic = arguments.boolean();
   problem.d_lse = d_lse.view() != nullptr;
+  o.describe(4, "o", kOrder);
+  lse.describe(3, "lse", kOrderOfLse);
+  d_o.describe(4, "d_o", kOrder);
   d_o.make_readable();
-  d_lse.make_readable();
+  if (problem.d_lse != 0) {
+    d_lse.describe(3, "d_lse", kOrderOfLse);
+    d_lse.make_readable();
+  }
   Tensor d_q = q.empty_like(), d_k = k.empty_like(), d_v = v.empty_like();
   hattn_backward_args args = HATTN_BACKWARD_ARGS_INIT;
   args.q = q.view();

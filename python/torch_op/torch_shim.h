@@ -33,6 +33,7 @@ using Kernel = void (*)(StableValue* stack, uint64_t arguments, uint64_t results
 
 // F(name, result, parameters)
 #define HATTN_TORCH_FUNCTIONS(F)                                                                            \
+  F(aoti_torch_device_type_cpu, int32_t, ())                                                                \
   F(aoti_torch_device_type_cuda, int32_t, ())                                                               \
   F(aoti_torch_dtype_bfloat16, int32_t, ())                                                                 \
   F(aoti_torch_dtype_float16, int32_t, ())                                                                  \

@@ -201,7 +201,7 @@ fn comparisons_fail_only_on_what_got_slower() {
 }
 
 #[test]
-fn a_readme_gets_its_section() {
+fn a_page_gets_its_section() {
     let folder = tempfile::tempdir().expect("a folder");
     let record = folder.path().join("record/cpu");
     assert!(sweep(&record, &["--filter", "d32"]).status.success());

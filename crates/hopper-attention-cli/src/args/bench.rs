@@ -153,8 +153,8 @@ pub struct PlotArgs {
     /// Folder for the charts [default: the report's]
     #[arg(long, short, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Also write the section on speed into this file, between its markers. Report and charts must be below the file's folder
-    #[arg(long, value_name = "README.md", conflicts_with = "output")]
+    /// Also write the report's section into this page, between the markers that name the report, or the only ones
+    #[arg(long, value_name = "PAGE.md", conflicts_with = "output")]
     pub update: Option<PathBuf>,
 }
 

@@ -54,7 +54,7 @@ pub enum Command {
     Random(RandomArgs),
     /// Time forward or backward passes, alternating with every other attention library on this machine
     Bench(Box<BenchArgs>),
-    /// Draw the charts of a report of `bench`; with --update also write the README's section on speed
+    /// Draw the charts of a report of `bench`; with --update also write its section of a page, such as docs/speed.md
     Plot(PlotArgs),
     /// Compute random problems and judge each, until one is wrong or the time is over. A wrong one is made smaller and written
     Fuzz(FuzzArgs),

@@ -9,8 +9,8 @@
 //! too. The oracle reads a problem's numbers, and asks [`Mask::keep`](crate::Mask::keep) for every query and key. The oracle of
 //! a backward pass computes O and the LSE anew. So it also finds a backward pass that was given a wrong O or LSE.
 //!
-//! This module is for tests and for `hattn check`. It is slow: some seconds for 4096 queries, 4096 keys and two heads, and
-//! five times that for gradients.
+//! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
+//! two heads, and two to three times that for gradients.
 //!
 //! ```
 //! use hopper_attention::reference::{Expected, Tensor};

@@ -82,7 +82,7 @@ struct Row {
 ///   `[batch, seqlen_kv, heads_kv, head_dim_vo]`. The elements must be those that the tested computation reads: already
 ///   rounded to its type.
 /// - A query that keeps no key gets output 0 and LSE -inf. So does a query whose kept keys all have score -inf.
-/// - A NaN among the kept scores of a query makes its results NaN. Masked keys are never read.
+/// - A NaN among the kept scores of a query makes its results NaN. Masked keys have no part in them.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.

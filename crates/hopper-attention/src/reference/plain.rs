@@ -36,21 +36,11 @@ pub struct Plain {
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Plain> {
-    forward_plain_scaled(problem, q, k, v, 1.0)
+    forward_plain_told(problem, [q, k, v], 1.0, &Work::silent())
 }
 
 /// As [`forward_plain`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
-pub(super) fn forward_plain_scaled(
-    problem: &ForwardProblem,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    scale_o: f32,
-) -> Result<Plain> {
-    forward_plain_told(problem, [q, k, v], scale_o, &Work::silent())
-}
-
-/// As [`forward_plain_scaled`]. It tells `work` about each row.
+/// It tells `work` about each row.
 pub(super) fn forward_plain_told(
     problem: &ForwardProblem,
     [q, k, v]: [&Tensor; 3],

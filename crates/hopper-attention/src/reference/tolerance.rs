@@ -217,8 +217,8 @@ pub struct Expected {
 impl Expected {
     /// Runs the oracle and the plain computation on the inputs.
     ///
-    /// The tensors are as for [`forward`]. Tensors of e4m3 operands hold real values: stored values times their descale factors
-    /// ([`Tensor::descaled`]).
+    /// The tensors are as for [`forward`](super::forward). Tensors of e4m3 operands hold real values: stored values times
+    /// their descale factors ([`Tensor::descaled`]).
     ///
     /// # Errors
     /// [`Error::Shape`] when a tensor's shape is not the problem's.

@@ -58,7 +58,7 @@ pub struct Noise {
 /// - Shapes are the problem's. `d_lse` is `[batch, heads_q, seqlen_q]`. The elements must be those that the tested computation
 ///   reads: already rounded to its type.
 /// - A query that keeps no key has no part in any gradient. Neither has a query whose kept keys all have score -inf.
-/// - Masked pairs are never read.
+/// - Masked pairs have no part in any result, whatever their elements are.
 ///
 /// # Errors
 /// - [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.

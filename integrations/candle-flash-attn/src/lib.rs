@@ -1,0 +1,247 @@
+//! The functions of [candle-flash-attn](https://docs.rs/candle-flash-attn), computed by Hopper Attention.
+//!
+//! The name, the version and the functions are those of candle's crate. So `[patch.crates-io]` puts this crate in its
+//! place, and the models of candle-transformers run on our kernels unchanged:
+//!
+//! ```toml
+//! [patch.crates-io]
+//! candle-flash-attn = { path = "hopper-attention/integrations/candle-flash-attn" }
+//! ```
+//!
+//! What is different:
+//!
+//! - Gradients flow through the functions that are computed here.
+//! - Tensors in host memory are computed too, in f32 as well.
+//! - ALiBi, softcapping, packed sequences and pages are not there yet. A call that asks for one is an error that names
+//!   it.
+//! - By default the kernels are those for Hopper. The feature `sm80` adds those for older GPUs.
+//! - The struct `FlashAttn` is left out.
+//!
+//! Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
+//! multiple of `heads_kv`. Masks are aligned to the bottom-right corner: the last query meets the last key.
+
+#![deny(missing_docs)]
+
+use candle_core::{Result, Tensor};
+use hopper_attention_candle::hopper_attention::Error;
+use hopper_attention_candle::{Mask, Options, attention, refusal};
+
+/// Attention to all keys, or with a causal mask.
+///
+/// # Errors
+/// As [`hopper_attention_candle::attention`].
+pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
+    flash_attn_windowed(q, k, v, softmax_scale, None, causal.then_some(0))
+}
+
+/// Attention to the keys from `window_size_left` before a query's own to `window_size_right` after it. `None` means
+/// all of them.
+///
+/// # Errors
+/// As [`hopper_attention_candle::attention`].
+pub fn flash_attn_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    let mask = match (window_size_left, window_size_right) {
+        (None, None) => Mask::Full,
+        (None, Some(0)) => Mask::causal(),
+        (left, right) => Mask::window(left, right),
+    };
+    attention(q, k, v, &Options::new().mask(mask).softmax_scale(softmax_scale))
+}
+
+/// Refused: there is no ALiBi here yet.
+///
+/// # Errors
+/// Always.
+pub fn flash_attn_alibi(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _alibi_slopes: &Tensor,
+    _softmax_scale: f32,
+    _causal: bool,
+) -> Result<Tensor> {
+    lacks("flash_attn_alibi: alibi_slopes", WITHOUT_BIAS)
+}
+
+/// Refused: there is no ALiBi here yet.
+///
+/// # Errors
+/// Always.
+pub fn flash_attn_alibi_windowed(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _alibi_slopes: &Tensor,
+    _softmax_scale: f32,
+    _window_size_left: Option<usize>,
+    _window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    lacks("flash_attn_alibi_windowed: alibi_slopes", WITHOUT_BIAS)
+}
+
+/// As [`flash_attn_windowed`], where neither ALiBi nor softcapping is asked for: no slopes, and a softcap of 0.
+///
+/// # Errors
+/// As [`hopper_attention_candle::attention`]. Also for slopes, and for another softcap than 0: these are not there
+/// yet.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    if alibi_slopes.is_some() {
+        return lacks("flash_attn_alibi_windowed_softcap: alibi_slopes", WITHOUT_BIAS);
+    }
+    if softcap != 0.0 {
+        return lacks(format!("flash_attn_alibi_windowed_softcap: softcap {softcap}"), "softcap 0, which is none");
+    }
+    flash_attn_windowed(q, k, v, softmax_scale, window_size_left, window_size_right)
+}
+
+/// What is said to be there instead of ALiBi.
+const WITHOUT_BIAS: &str = "flash_attn and flash_attn_windowed, without a bias";
+/// What is said to be there instead of packed sequences.
+const DENSE: &str = "flash_attn and flash_attn_windowed, on sequences of one length";
+
+fn lacks<T>(wanted: impl Into<String>, nearest: &str) -> Result<T> {
+    Err(refusal(Error::Unsupported { wanted: wanted.into(), nearest: nearest.into() }))
+}
+
+/// Refused: packed sequences are not there yet.
+///
+/// # Errors
+/// Always.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_varlen(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _causal: bool,
+) -> Result<Tensor> {
+    lacks("flash_attn_varlen: seqlens_q and seqlens_k (packed sequences)", DENSE)
+}
+
+/// Refused: packed sequences are not there yet.
+///
+/// # Errors
+/// Always.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_varlen_windowed(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _window_size_left: Option<usize>,
+    _window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    lacks("flash_attn_varlen_windowed: seqlens_q and seqlens_k (packed sequences)", DENSE)
+}
+
+/// Refused: neither packed sequences nor pages are there yet.
+///
+/// # Errors
+/// Always.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_varlen_paged_windowed(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _block_table: &Tensor,
+    _mm_prefix_ranges: Option<&Tensor>,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _window_size_left: Option<usize>,
+    _window_size_right: Option<usize>,
+    _page_block_size: usize,
+    _softcap: Option<f32>,
+) -> Result<Tensor> {
+    lacks("flash_attn_varlen_paged_windowed: block_table (pages of K and V)", DENSE)
+}
+
+/// Refused: neither packed sequences nor ALiBi are there yet.
+///
+/// # Errors
+/// Always.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_varlen_alibi(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _alibi_slopes: &Tensor,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _causal: bool,
+) -> Result<Tensor> {
+    lacks("flash_attn_varlen_alibi: seqlens_q and seqlens_k (packed sequences), alibi_slopes", DENSE)
+}
+
+/// Refused: neither packed sequences nor ALiBi are there yet.
+///
+/// # Errors
+/// Always.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_varlen_alibi_windowed(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _alibi_slopes: &Tensor,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _window_size_left: Option<usize>,
+    _window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    lacks("flash_attn_varlen_alibi_windowed: seqlens_q and seqlens_k (packed sequences), alibi_slopes", DENSE)
+}
+
+/// Refused: neither packed sequences, ALiBi nor softcapping are there yet.
+///
+/// # Errors
+/// Always.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
+pub fn flash_attn_varlen_alibi_windowed_softcap(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _alibi_slopes: Option<&Tensor>,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _window_size_left: Option<usize>,
+    _window_size_right: Option<usize>,
+    _softcap: f32,
+) -> Result<Tensor> {
+    lacks("flash_attn_varlen_alibi_windowed_softcap: seqlens_q and seqlens_k (packed sequences)", DENSE)
+}

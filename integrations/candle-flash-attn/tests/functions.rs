@@ -1,0 +1,73 @@
+//! Each function computes what candle's crate says, or is an error that names what is missing.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_flash_attn::*;
+use hopper_attention_candle::hopper_attention::Error;
+use hopper_attention_candle::{Mask, Options, attention, cause};
+
+fn tensors() -> Result<[Tensor; 3]> {
+    let random = |seqlen, heads| Tensor::randn(0f32, 1.0, (2, seqlen, heads, 32), &Device::Cpu);
+    Ok([random(6, 4)?, random(9, 2)?, random(9, 2)?])
+}
+
+fn same(got: &Tensor, want: &Tensor) -> Result<()> {
+    assert_eq!(got.flatten_all()?.to_vec1::<f32>()?, want.flatten_all()?.to_vec1::<f32>()?);
+    Ok(())
+}
+
+#[test]
+fn masks_and_scales_are_as_in_candles_crate() -> Result<()> {
+    let [q, k, v] = tensors()?;
+    let ours = |mask| attention(&q, &k, &v, &Options::new().mask(mask).softmax_scale(0.2));
+    let (full, causal) = (ours(Mask::Full)?, ours(Mask::causal())?);
+    same(&flash_attn(&q, &k, &v, 0.2, false)?, &full)?;
+    same(&flash_attn(&q, &k, &v, 0.2, true)?, &causal)?;
+    same(&flash_attn_windowed(&q, &k, &v, 0.2, None, None)?, &full)?;
+    same(&flash_attn_windowed(&q, &k, &v, 0.2, None, Some(0))?, &causal)?;
+    // A window that is longer than all keys bounds nothing.
+    same(&flash_attn_windowed(&q, &k, &v, 0.2, Some(1000), Some(1000))?, &full)?;
+    same(&flash_attn_windowed(&q, &k, &v, 0.2, Some(2), Some(1))?, &ours(Mask::window(Some(2), Some(1)))?)?;
+    same(&flash_attn_windowed(&q, &k, &v, 0.2, Some(2), None)?, &ours(Mask::window(Some(2), None))?)?;
+    same(&flash_attn_alibi_windowed_softcap(&q, &k, &v, None, 0.2, None, Some(0), 0.0)?, &causal)
+}
+
+#[test]
+fn what_is_missing_is_named() -> Result<()> {
+    let [q, k, v] = tensors()?;
+    let (slopes, lengths) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::new(&[0u32, 6, 12], &Device::Cpu)?);
+    let (a, l) = (&slopes, &lengths);
+    let pages = Tensor::zeros((2, 1), DType::U32, &Device::Cpu)?;
+    let results = [
+        ("flash_attn_alibi: alibi_slopes", flash_attn_alibi(&q, &k, &v, a, 0.2, true)),
+        ("flash_attn_alibi_windowed: alibi_slopes", flash_attn_alibi_windowed(&q, &k, &v, a, 0.2, None, Some(0))),
+        (
+            "flash_attn_alibi_windowed_softcap: alibi_slopes",
+            flash_attn_alibi_windowed_softcap(&q, &k, &v, Some(a), 0.2, None, None, 0.0),
+        ),
+        (
+            "flash_attn_alibi_windowed_softcap: softcap 30",
+            flash_attn_alibi_windowed_softcap(&q, &k, &v, None, 0.2, None, None, 30.0),
+        ),
+        ("flash_attn_varlen: seqlens_q", flash_attn_varlen(&q, &k, &v, l, l, 6, 6, 0.2, true)),
+        ("flash_attn_varlen_windowed: seqlens_q", flash_attn_varlen_windowed(&q, &k, &v, l, l, 6, 6, 0.2, None, None)),
+        (
+            "flash_attn_varlen_paged_windowed: block_table",
+            flash_attn_varlen_paged_windowed(&q, &k, &v, l, l, &pages, None, 6, 6, 0.2, None, None, 32, None),
+        ),
+        ("flash_attn_varlen_alibi: seqlens_q", flash_attn_varlen_alibi(&q, &k, &v, a, l, l, 6, 6, 0.2, true)),
+        (
+            "flash_attn_varlen_alibi_windowed: seqlens_q",
+            flash_attn_varlen_alibi_windowed(&q, &k, &v, a, l, l, 6, 6, 0.2, None, None),
+        ),
+        (
+            "flash_attn_varlen_alibi_windowed_softcap: seqlens_q",
+            flash_attn_varlen_alibi_windowed_softcap(&q, &k, &v, Some(a), l, l, 6, 6, 0.2, None, None, 30.0),
+        ),
+    ];
+    for (name, result) in results {
+        let error = result.unwrap_err();
+        assert!(error.to_string().contains(name), "{name}: {error}");
+        assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+    }
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! [Hopper Attention](https://docs.rs/hopper-attention) on the tensors of [candle](https://docs.rs/candle-core).
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//! use hopper_attention_candle::{Mask, Options, attention};
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! let device = Device::Cpu; // or Device::new_cuda(0)?, with tensors in bf16 or f16
+//! let q = Var::randn(0f32, 1.0, (2, 16, 8, 64), &device)?; // [batch, seqlen, heads, head_dim]
+//! let k = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?; // four query heads read one key head
+//! let v = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?;
+//! let o = attention(&q, &k, &v, &Options::new().mask(Mask::causal()))?;
+//! assert_eq!(o.dims(), [2, 16, 8, 64]);
+//!
+//! let gradients = o.sum_all()?.backward()?;
+//! assert_eq!(gradients.get(&q).unwrap().dims(), q.dims());
+//! # Ok(()) }
+//! ```
+//!
+//! # What it computes
+//!
+//! `O = softmax(mask(softmax_scale * Q K^T)) V`, as the crate `hopper_attention` defines it. That crate's
+//! documentation says what masks, grouped heads and queries without keys mean.
+//!
+//! - Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
+//!   multiple of `heads_kv`. V may have a head dim of its own. A tensor of candle that is `[batch, heads, seqlen,
+//!   head_dim]` becomes one of ours with `transpose(1, 2)`, which copies nothing.
+//! - On the CPU the types are f32, bf16 and f16. On a GPU they are bf16 and f16, and the kernels of the build decide
+//!   which head dims there are. Q, K and V have one type, which is that of O.
+//! - Nothing is copied. Any strides will do, as long as the innermost one is 1. A GPU also wants addresses and strides
+//!   to be multiples of 16 bytes. Other tensors are refused; `contiguous()` makes such a copy.
+//!
+//! # Gradients
+//!
+//! [`attention`] takes part in candle's autograd. If one of Q, K and V is a variable or depends on one, the forward
+//! pass keeps the log-sum-exp (LSE) for the backward pass: 4 bytes a query and head. The score matrix is never held in
+//! memory. A gradient of a gradient is refused.
+//!
+//! # On a GPU
+//!
+//! Work is enqueued on the stream of the tensors' candle device, in that device's context. Outputs and workspaces come
+//! from candle's allocator, and are freed in the order of that stream. Plans are kept in the process, up to 256 for
+//! each pass.
+//!
+//! # Errors
+//!
+//! What cannot be computed as asked is refused before anything is launched. [`cause`] gives the error of
+//! `hopper_attention` that lies behind one of candle, for callers that compute elsewhere what is unsupported here.
+
+#![deny(missing_docs)]
+
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod error;
+mod op;
+mod problem;
+
+use candle_core::{Result, Tensor};
+
+pub use error::{cause, refusal};
+pub use hopper_attention;
+pub use hopper_attention::{Arch, Corner, Mask};
+use op::Attention;
+pub use problem::Options;
+
+/// The output O of attention, of the shape `[batch, seqlen_q, heads_q, head_dim_vo]`, in memory of its own without
+/// gaps.
+///
+/// candle's autograd can compute gradients through O.
+///
+/// # Errors
+/// - A tensor does not have four dimensions, the shapes do not fit each other, or types differ.
+/// - An innermost stride is not 1. On a GPU: an address or a stride is not a multiple of 16 bytes.
+/// - There is no kernel for the problem ([`Unsupported`](hopper_attention::Error::Unsupported)).
+/// - The tensors are not on one device, or on a device of Apple's.
+/// - The driver failed, or there is no memory.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<Tensor> {
+    let has_gradients = [q, k, v].iter().any(|tensor| tensor.track_op());
+    q.apply_op3(k, v, Attention::new(options, has_gradients))
+}
+
+/// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,
+/// seqlen_q]`. For inference: what attends to parts of the keys is merged by it.
+///
+/// # Errors
+/// As [`attention`]. Also: Q, K or V is a variable or depends on one. The gradient of the LSE would be lost;
+/// `detach()` says that it is not wanted.
+pub fn attention_with_lse(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Tensor)> {
+    if [q, k, v].iter().any(|tensor| tensor.track_op()) {
+        return Err(refusal(hopper_attention::Error::Value {
+            what: "q, k and v",
+            got: "part of a graph with gradients".into(),
+            allowed: "detached tensors, since the LSE has no gradient here".into(),
+        }));
+    }
+    let op = Attention::new(options, true);
+    let o = q.apply_op3_no_bwd(k, v, &op)?;
+    Ok((o, op.into_lse()?))
+}

@@ -1,0 +1,239 @@
+//! The adapters on a GPU: values and gradients, candle-transformers' models on the patched crate, and training.
+
+use std::time::Instant;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_transformers::models::bert::BertModel;
+use candle_transformers::models::{llama, qwen3};
+use hopper_attention_candle::hopper_attention::Error;
+use hopper_attention_candle::{Mask, Options, attention, attention_with_lse, cause};
+use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, qwen_config};
+use hopper_attention_integration_tests::gradients;
+use hopper_attention_integration_tests::language::{Setup, train, verdict};
+use hopper_attention_integration_tests::minilm::{self, Encoder, Model, SENTENCES, embedding_of};
+use hopper_attention_integration_tests::{difference, own, say};
+
+/// The GPU. Without one a test is skipped, and fails where `HATTN_REQUIRE_GPU` is set.
+fn gpu() -> Option<Device> {
+    match Device::new_cuda(0) {
+        Ok(device) => Some(device),
+        Err(error) if std::env::var_os("HATTN_REQUIRE_GPU").is_some() => panic!("no GPU: {error}"),
+        Err(error) => {
+            say(&format!("skipped: no GPU ({error})"));
+            None
+        }
+    }
+}
+
+#[test]
+fn values_and_gradients_are_those_of_candles_own_operations() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    for (dtype, bound) in [(DType::BF16, 2e-2), (DType::F16, 4e-3)] {
+        let mut worst = 0f32;
+        for case in gradients::cases() {
+            let report = case.run(&device, dtype)?;
+            assert!(report.worst() <= bound, "{dtype:?} {case:?}: {report:?}");
+            worst = worst.max(report.worst());
+        }
+        say(&format!("{dtype:?}: O and gradients differ from f32 by at most {worst:.1e} of the largest element"));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_device_with_a_stream_of_its_own_serves_too() -> Result<()> {
+    if gpu().is_none() {
+        return Ok(());
+    }
+    let device = Device::new_cuda_with_stream(0)?;
+    for case in gradients::cases() {
+        let report = case.run(&device, DType::BF16)?;
+        assert!(report.worst() <= 2e-2, "{case:?}: {report:?}");
+    }
+    Ok(())
+}
+
+/// candle's default stream is another one in each thread. Tensors that one thread made are read in others.
+#[test]
+fn threads_hand_tensors_on() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let random = |heads| Tensor::randn(0f32, 1.0, (2, 2048, heads, 128), &device)?.to_dtype(DType::BF16);
+    let (q, k, v) = (random(8)?, random(2)?, random(2)?);
+    let options = Options::new().mask(Mask::causal());
+    let want = attention(&q, &k, &v, &options)?.to_device(&Device::Cpu)?;
+    // candle's copies before the call must be done: without events candle does not order them with other threads'
+    // streams.
+    device.synchronize()?;
+    let results = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| attention(&q, &k, &v, &options))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
+    });
+    device.synchronize()?;
+    for result in results {
+        assert_eq!(difference(&result?, &want)?.0, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_repeat_where_that_is_asked_for() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let random = |heads| Tensor::randn(0f32, 1.0, (2, 1024, heads, 128), &device)?.to_dtype(DType::BF16);
+    let (q, k, v) = (Var::from_tensor(&random(8)?)?, random(2)?, random(2)?);
+    let options = Options::new().mask(Mask::causal()).deterministic(true);
+    let gradient = || {
+        let gradients = attention(&q, &k, &v, &options)?.sqr()?.sum_all()?.backward()?;
+        Ok::<Tensor, candle_core::Error>(gradients.get(&q).expect("a gradient of q").clone())
+    };
+    let first = gradient()?;
+    for _ in 0..5 {
+        assert_eq!(difference(&gradient()?, &first)?.0, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn more_lengths_than_plans_are_kept() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let random = |seqlen| Tensor::randn(0f32, 1.0, (1, seqlen, 2, 64), &device)?.to_dtype(DType::BF16);
+    let (q, k) = (random(1)?, random(600)?);
+    for seqlen in 1..=600 {
+        let k = k.narrow(1, 0, seqlen)?;
+        let (o, lse) = attention_with_lse(&q, &k, &k, &Options::new())?;
+        if seqlen % 100 == 1 {
+            let want = own::attention(
+                &q.to_dtype(DType::F32)?,
+                &k.to_dtype(DType::F32)?,
+                &k.to_dtype(DType::F32)?,
+                Mask::Full,
+                0.125,
+            )?;
+            assert!(difference(&o, &want)?.0 < 2e-2 && lse.dims() == [1, 2, 1]);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_the_gpu_cannot_compute_is_refused_by_name() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let zeros = |head_dim, dtype| Tensor::zeros((1, 4, 2, head_dim), dtype, &device);
+    let refused = |tensor: &Tensor| {
+        let error = attention(tensor, tensor, tensor, &Options::new()).unwrap_err();
+        (error.to_string(), cause(&error).cloned())
+    };
+    for (head_dim, dtype) in [(64, DType::F32), (512, DType::BF16)] {
+        let (text, error) = refused(&zeros(head_dim, dtype)?);
+        assert!(matches!(error, Some(Error::Unsupported { .. })), "{text}");
+    }
+    let (text, error) = refused(&zeros(72, DType::BF16)?.narrow(3, 4, 64)?);
+    assert!(matches!(error, Some(Error::Layout { tensor: "q", .. })), "{text}");
+    let (text, _) = refused(&zeros(64, DType::F64)?);
+    assert!(text.contains("dtype f64"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn sentences_have_the_embeddings_of_candles_own_model() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let Some(folder) = minilm::folder() else {
+        say(
+            "skipped: no model; scripts/make_fixture.py --model FOLDER makes one, and HATTN_MINILM_DIR=FOLDER names it",
+        );
+        return Ok(());
+    };
+    let model = Model::open(&folder)?;
+    let ours = Encoder::load(model.weights(&device)?, &model.config)?;
+    let theirs = BertModel::load(model.weights(&device)?, &model.config)?;
+    for (dtype, bound) in [(DType::F16, 1e-3), (DType::BF16, 8e-3)] {
+        let attend = |q: &Tensor, k: &Tensor, v: &Tensor| {
+            let [q, k, v] = [q, k, v].map(|tensor| tensor.to_dtype(dtype));
+            attention(&q?, &k?, &v?, &Options::new())?.to_dtype(DType::F32)
+        };
+        let mut worst = 0f32;
+        for sentence in SENTENCES {
+            let tokens = model.tokens(sentence, &device)?;
+            let own = embedding_of(&theirs.forward(&tokens, &tokens.zeros_like()?, None)?)?;
+            worst = worst.max(difference(&embedding_of(&ours.forward(&tokens, &attend)?)?, &own)?.0);
+        }
+        say(&format!("MiniLM, attention in {dtype:?}: embeddings differ from f32 by at most {worst:.1e}"));
+        assert!(worst <= bound, "{worst}");
+    }
+    Ok(())
+}
+
+/// Ours may be twice as far from f32 as candle's own attention in the same precision, as everywhere in this repository.
+#[test]
+fn llama_runs_on_the_patched_crate() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    for head_dim in [64, 128] {
+        let config = llama_config(head_dim);
+        let weights = Weights::random(|at| llama::Llama::load(at, &config))?;
+        let run = |dtype: DType, device: &Device, patched: bool| {
+            let config = llama::Config { use_flash_attn: patched, ..config.clone() };
+            let model = llama::Llama::load(weights.on(dtype, device)?, &config)?;
+            let mut cache = llama::Cache::new(true, dtype, &config, device)?;
+            logits(200, 8, device, &mut |tokens, before| model.forward(tokens, before, &mut cache))
+        };
+        let exact = run(DType::F32, &Device::Cpu, false)?;
+        let (own, largest) = difference(&run(DType::BF16, &device, false)?, &exact)?;
+        let (ours, _) = difference(&run(DType::BF16, &device, true)?, &exact)?;
+        say(&format!(
+            "Llama, head dim {head_dim}, logits up to {largest:.2}: ours differ from f32 by at most {ours:.1e}, candle's own by {own:.1e}"
+        ));
+        assert!(ours <= 2.0 * own && largest > 0.1, "{ours} {own} {largest}");
+    }
+    Ok(())
+}
+
+/// With the patched crate candle's Qwen 3 has no other attention on a GPU, so that it is compared with the one on the
+/// CPU.
+#[test]
+fn qwen_runs_on_the_patched_crate() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let config = qwen_config();
+    let weights = Weights::random(|at| qwen3::ModelForCausalLM::new(&config, at))?;
+    let run = |dtype: DType, device: &Device| {
+        let mut model = qwen3::ModelForCausalLM::new(&config, weights.on(dtype, device)?)?;
+        logits(200, 8, device, &mut |tokens, before| model.forward(tokens, before))
+    };
+    let exact = run(DType::F32, &Device::Cpu)?;
+    for (dtype, bound) in [(DType::BF16, 4e-2), (DType::F16, 8e-3)] {
+        let (ours, largest) = difference(&run(dtype, &device)?, &exact)?;
+        say(&format!("Qwen 3, {dtype:?}, logits up to {largest:.2}: ours differ from f32 by at most {ours:.1e}"));
+        assert!(ours <= bound * largest && largest > 0.1, "{ours} {largest}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_language_model_learns_as_with_candles_own_attention() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let setup = Setup {
+        batch: 16,
+        seqlen: 256,
+        layers: 4,
+        heads_q: 8,
+        heads_kv: 2,
+        head_dim: 64,
+        steps: 400,
+        learning_rate: 1e-3,
+    };
+    let options = Options::new().mask(Mask::causal());
+    let half = |q: &Tensor, k: &Tensor, v: &Tensor| {
+        let [q, k, v] = [q, k, v].map(|tensor| tensor.to_dtype(DType::BF16));
+        attention(&q?, &k?, &v?, &options)?.to_dtype(DType::F32)
+    };
+    let timed = |attend: hopper_attention_integration_tests::Attend<'_>| {
+        let since = Instant::now();
+        let losses = train(setup, &device, attend)?;
+        Ok::<_, candle_core::Error>((losses, since.elapsed().as_secs_f64()))
+    };
+    let (ours, seconds) = timed(&half)?;
+    let (theirs, seconds_own) = timed(&|q, k, v| own::attention(q, k, v, Mask::causal(), 0.125))?;
+    let result = verdict(&ours, &theirs, 3e-2, 0.05);
+    say(&format!("training: {}", result.text));
+    say(&format!("training: {seconds:.1} s with ours in bf16, {seconds_own:.1} s with candle's own operations in f32"));
+    assert!(result.passed, "{}", result.text);
+    Ok(())
+}
