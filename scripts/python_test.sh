@@ -2,8 +2,9 @@
 # Tests the Python package with an installed library, and the wheel. Needs no GPU. scripts/test.sh runs this script.
 #   scripts/python_test.sh PREFIX
 # PREFIX is what scripts/install.sh wrote. In the target folder's python-test/:
-#   venv    the pinned numpy and auditwheel, and what python3 has (the tests of torch and transformers run if they are
-#   there) empty   an environment of its own, in which the wheel is installed
+#   venv    the pinned numpy and auditwheel, and what python3 has
+#   empty   an environment of its own, in which the wheel is installed
+# The tests of torch and transformers run where python3 has them, or the Python that HATTN_TORCH_PYTHON names.
 # Prints a line for each check. A test that cannot run prints "skipped: why".
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -64,8 +65,12 @@ if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then
 fi
 check "the environment of the tests" environment || exit 1
 HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so tests "from the sources" "$work/venv/bin/python" --need numpy
-example() { (cd "$work" && HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so PYTHONPATH=$root/python "$work/venv/bin/python" "$@"); }
-if "$work/venv/bin/python" -c 'import torch' 2>/dev/null; then
+with_torch=${HATTN_TORCH_PYTHON:-$work/venv/bin/python}
+if [ -n "${HATTN_TORCH_PYTHON:-}" ]; then
+  HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so tests "from the sources, with torch" "$with_torch" --need torch
+fi
+example() { (cd "$work" && HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so PYTHONPATH=$root/python "$with_torch" "$@"); }
+if "$with_torch" -c 'import torch' 2>/dev/null; then
   check "examples/pytorch: train.py" example "$root/examples/pytorch/train.py" --steps 60
   check "examples/pytorch: compare_sdpa.py" example "$root/examples/pytorch/compare_sdpa.py" --device cpu --gradients
 else

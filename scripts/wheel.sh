@@ -3,8 +3,9 @@
 #   scripts/wheel.sh PREFIX [--out FOLDER] [--as-installed]
 # PREFIX is what scripts/install.sh wrote. The wheel goes to FOLDER (default dist).
 # The static library is linked into a shared one again, against glibc 2.28 or newer, with the linker of the PyPI
-# package ziglang. --as-installed takes the installed shared library instead. Its tag then says the glibc of this
-# machine. Prints the contents of the wheel, its size, and the newest glibc that it asks for.
+# package ziglang. The operator for torch (python/torch_op) is compiled.
+#   --as-installed  takes the installed shared library instead. The tag then says the glibc of this machine.
+# Prints the contents of the wheel, its size, and the newest glibc that it asks for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # A wheel a line, with the hash of the Linux x86_64 file.
