@@ -188,7 +188,8 @@ def _refuse_lacking(arguments: dict) -> None:
         _refuse(f"the argument {name}", "the arguments that transformers' own functions take")
 
 
-_last_positions: Any = lambda: None  # noqa: E731
+# A weak reference to the positions that were checked last, and the version of their contents.
+_last_positions: Tuple[Any, Optional[int]] = (lambda: None, None)
 
 
 @torch.compiler.disable
@@ -198,15 +199,17 @@ def _check_positions(positions: torch.Tensor) -> None:
     Layers share one tensor of positions, so this waits for the GPU once a forward pass.
     """
     global _last_positions
-    seen = _last_positions()
-    if seen is positions:
+    # Tensors of inference mode have no version.
+    version = None if positions.is_inference() else positions._version
+    seen, seen_version = _last_positions
+    if seen() is positions and seen_version == version:
         return
     if bool((positions.diff(dim=-1) != 1).any()):
         _refuse(
             "packed sequences (position_ids begin again within a row)",
             "consecutive position_ids, or an attention_mask",
         )
-    _last_positions = weakref.ref(positions)
+    _last_positions = (weakref.ref(positions), version)
 
 
 def attention_forward(

@@ -138,7 +138,10 @@ class Transformers(unittest.TestCase):
         ):
             with self.subTest(words=words, **{name: type(given).__name__ for name, given in options.items()}):
                 self.assertRaisesRegex(NotImplementedError, words, model, ids, **options)
-        model(ids, position_ids=torch.arange(20)[None])
+        positions = torch.arange(20)[None]
+        model(ids, position_ids=positions)
+        positions.copy_(packed)
+        self.assertRaisesRegex(NotImplementedError, "packed sequences", model, ids, position_ids=positions)
         with self.assertRaisesRegex(NotImplementedError, "static"):
             model.generate(
                 ids,
