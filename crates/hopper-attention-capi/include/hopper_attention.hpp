@@ -14,9 +14,9 @@
 //
 // BackwardProblem(problem), BackwardPlan and BackwardArgs do the same for the gradients.
 //
-// Errors: a call that fails throws hattn::Error. Each function that throws has a twin that does not. The twin is named
-// try_.. or create. It returns a Status and writes its result through a reference. With -fno-exceptions, or with
-// HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that refuses its arguments launches and writes nothing.
+// Errors: a call that fails throws hattn::Error. Each function that throws has a twin that does not. The twin of a
+// constructor is create. Other twins begin with try_, such as try_run. A twin returns a Status and writes its result
+// through a reference. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that refuses its arguments launches and writes nothing.
 //
 // Ownership: views, problems and arguments own nothing. Memory, streams and workspaces belong to the caller.
 #ifndef HOPPER_ATTENTION_HPP
@@ -416,7 +416,7 @@ enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = H
 enum class Arch : hattn_arch { Own = HATTN_ARCH_OWN, Sm80 = HATTN_ARCH_SM80, Sm90 = HATTN_ARCH_SM90 };
 
 // Which elements of Q, K and V of E4M3 share a descale factor.
-// PerTensor: all. PerHead: those of a sequence and key head. PerBlock: those of 128 rows of a head.
+// PerTensor: all. PerHead: those of a sequence and KV head. PerBlock: those of 128 rows of a head.
 enum class Scaling : hattn_scaling {
   PerTensor = HATTN_PER_TENSOR,
   PerHead = HATTN_PER_HEAD,
