@@ -39,7 +39,7 @@ pub fn refusal(error: hopper_attention::Error) -> Error {
 ///
 /// # fn main() -> candle_core::Result<()> {
 /// let q = Tensor::zeros((1, 4, 3, 8), DType::F32, &Device::Cpu)?;
-/// let k = Tensor::zeros((1, 4, 2, 8), DType::F32, &Device::Cpu)?; // 3 query heads for 2 key heads
+/// let k = Tensor::zeros((1, 4, 2, 8), DType::F32, &Device::Cpu)?; // 3 query heads for 2 KV heads
 /// let error = attention(&q, &k, &k, &Options::new()).unwrap_err();
 /// assert!(matches!(cause(&error), Some(Error::Value { what: "heads_q", .. })));
 /// # Ok(()) }

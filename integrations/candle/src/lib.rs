@@ -7,7 +7,7 @@
 //! # fn main() -> candle_core::Result<()> {
 //! let device = Device::Cpu; // or Device::new_cuda(0)?, with tensors in bf16 or f16
 //! let q = Var::randn(0f32, 1.0, (2, 16, 8, 64), &device)?; // [batch, seqlen, heads, head_dim]
-//! let k = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?; // four query heads read one key head
+//! let k = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?; // four query heads read one KV head
 //! let v = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?;
 //! let o = attention(&q, &k, &v, &Options::new().mask(Mask::causal()))?;
 //! assert_eq!(o.dims(), [2, 16, 8, 64]);
