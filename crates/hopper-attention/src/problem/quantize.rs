@@ -137,7 +137,7 @@ impl Quantizer {
         Operands::of([q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, counts])
     }
 
-    /// The largest magnitude that may be stored of a tensor: `most` in the formula above.
+    /// The largest magnitude that may be stored of a tensor: `limit` in the formula above.
     pub(crate) fn largest_stored(&self, tensor: &Source) -> f32 {
         if tensor.scored && self.problem.allows_half_scores() { E4M3_HALF_SCORES_MAX } else { E4M3_MAX }
     }
