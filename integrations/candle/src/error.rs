@@ -31,7 +31,7 @@ pub fn refusal(error: hopper_attention::Error) -> Error {
     Error::WrappedContext { wrapped: Box::new(Refusal(error)), context: "hopper-attention".into() }.bt()
 }
 
-/// The error of `hopper_attention` that lies behind an error of candle, or `None` if the error is another's.
+/// The `hopper_attention::Error` inside a candle error. `None` if there is none inside.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
