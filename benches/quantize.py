@@ -3,7 +3,7 @@
 
     benches/quantize.py [--library libhopper_attention.so] [--seqlen N] [--batch N] [--heads N] [--head-dim N] [--layout bshd|bhsd]
 
-Through the C ABI (examples/pytorch/hopper_attention.py finds the library) on PyTorch's memory and stream. Medians of --iters calls between
+Through the C ABI (python/hopper_attention finds the library) on PyTorch's memory and stream. Medians of --iters calls between
 CUDA events, 256 MB written before each, which empties L2; the copy takes turns with the quantiser. A factor of a large tensor needs a second
 reading, which is not counted as needed: the last column has what share of the copy's rate all that is moved comes to without L2's help
 (a factor per head none up to some 38000 rows a head).
@@ -14,26 +14,9 @@ import os
 import statistics
 import sys
 
-sys.path.insert(0, os.environ.get("HATTN_PYTORCH", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../examples/pytorch")))
-import hopper_attention as hattn  # noqa: E402
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../python"))
+from hopper_attention import abi as hattn  # noqa: E402
 import torch  # noqa: E402
-
-
-class QuantizeProblem(hattn._Versioned):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("abi_version", ctypes.c_uint32), ("forward", ctypes.POINTER(hattn.ForwardProblem)),
-                ("source", ctypes.c_int32), ("hadamard", ctypes.c_int32), ("seed", ctypes.c_uint64)]
-
-
-class QuantizeTensor(hattn._Versioned):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("abi_version", ctypes.c_uint32), ("values", ctypes.POINTER(hattn.Tensor)),
-                ("stored", ctypes.POINTER(hattn.Tensor)), ("descale", ctypes.POINTER(hattn.Tensor)), ("given", ctypes.c_int32),
-                ("reserved", ctypes.c_uint32)]
-
-
-class QuantizeArgs(hattn._Versioned):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("abi_version", ctypes.c_uint32), ("q", ctypes.POINTER(QuantizeTensor)),
-                ("k", ctypes.POINTER(QuantizeTensor)), ("v", ctypes.POINTER(QuantizeTensor)), ("counts", ctypes.POINTER(hattn.Tensor)),
-                ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_size_t)]
 
 
 DTYPES = {torch.bfloat16: hattn.BF16, torch.float16: hattn.F16, torch.uint8: hattn.E4M3, torch.float32: hattn.F32}
@@ -53,7 +36,7 @@ class Quantiser:
         batch, seqlen, heads, head_dim = values.shape
         forward = hattn.ForwardProblem(dtype=hattn.E4M3, scaling=scaling, batch=batch, seqlen_q=seqlen, seqlen_kv=seqlen, heads_q=heads,
                                        heads_kv=heads, head_dim_qk=head_dim, head_dim_vo=head_dim)
-        problem = QuantizeProblem(forward=ctypes.pointer(forward), source=DTYPES[values.dtype], hadamard=int(hadamard), seed=7)
+        problem = hattn.QuantizeProblem(forward=ctypes.pointer(forward), source=DTYPES[values.dtype], hadamard=int(hadamard), seed=7)
         self.library, self.plan, size = library, ctypes.c_void_p(), ctypes.c_size_t()
         self.check(library.hattn_quantize_plan_create(ctypes.byref(problem), 0, ctypes.byref(self.plan)))
         self.check(library.hattn_quantize_plan_workspace_size(self.plan, ctypes.byref(size)))
@@ -61,8 +44,8 @@ class Quantiser:
         self.descale = torch.full(shape, 0.01, device="cuda")
         self.workspace = torch.empty(size.value, dtype=torch.uint8, device="cuda")
         self.tensors = [described(tensor) for tensor in (values, stored, self.descale)]
-        self.one = QuantizeTensor(**dict(zip(("values", "stored", "descale"), map(ctypes.pointer, self.tensors))), given=int(given))
-        self.args = QuantizeArgs(k=ctypes.pointer(self.one), workspace=self.workspace.data_ptr(), workspace_bytes=size.value)
+        self.one = hattn.QuantizeTensor(**dict(zip(("values", "stored", "descale"), map(ctypes.pointer, self.tensors))), given=int(given))
+        self.args = hattn.QuantizeArgs(k=ctypes.pointer(self.one), workspace=self.workspace.data_ptr(), workspace_bytes=size.value)
 
     def check(self, status):
         if status:

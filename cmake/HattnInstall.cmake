@@ -35,6 +35,10 @@ install(FILES "${PROJECT_BINARY_DIR}/THIRD-PARTY-LICENSES.txt" DESTINATION "${CM
 
 install(FILES "${hattn_static}" "${hattn_lib}/libhopper_attention.so" DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT development)
 install(DIRECTORY include/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" COMPONENT development FILES_MATCHING PATTERN "*.h" PATTERN "*.hpp")
+if(HATTN_DLPACK_INCLUDE)
+  # Its licence is Apache-2.0, whose text is LICENSE-APACHE.
+  install(FILES "${HATTN_DLPACK_INCLUDE}/dlpack/dlpack.h" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/dlpack" COMPONENT development)
+endif()
 install(FILES "${PROJECT_BINARY_DIR}/hopper_attentionConfig.cmake" "${PROJECT_BINARY_DIR}/hopper_attentionConfigVersion.cmake"
   DESTINATION "${config_dir}" COMPONENT development)
 install(FILES "${PROJECT_BINARY_DIR}/hopper_attention.pc" "${PROJECT_BINARY_DIR}/hopper_attention-static.pc"

@@ -70,8 +70,13 @@ finish() {
 
 # -- build, install, move
 
+# DLPack's header, if scripts/bootstrap.sh has fetched it, is installed as `scripts/install.sh PREFIX --dlpack` does.
+dlpack=() installed_dlpack=()
+if [ -d "$toolchain/dlpack/include" ]; then
+  dlpack=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include") installed_dlpack=(./include/dlpack/dlpack.h)
+fi
 build_and_install() {
-  cmake -S "$capi" -B "$build" -G Ninja -DHATTN_CUDA=$cuda -DHATTN_CARGO_PROFILE=dev \
+  cmake -S "$capi" -B "$build" -G Ninja -DHATTN_CUDA=$cuda -DHATTN_CARGO_PROFILE=dev "${dlpack[@]}" \
     "-DHATTN_CARGO_FLAGS=${HATTN_TEST_CARGO_FLAGS:-}" && cmake --build "$build" &&
     cmake --install "$build" --prefix "$work/installed" && mv "$work/installed" "$prefix"
 }
@@ -81,9 +86,12 @@ build_again() {
   before=$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})
   cmake --build "$build" && [ "$before" = "$(stat -c %y "$build"/lib/libhopper_attention.{a,so.*.*})" ]
 }
-# install_tree PREFIX: exactly these files are installed.
+# install_tree PREFIX FILE...: exactly these files are installed, and no others than the ones below.
 install_tree() {
-  diff <(cd "$1" && find . -not -type d | sort) - <<TREE
+  diff <(cd "$1" && find . -not -type d | sort) <(printf '%s\n' "${@:2}" | cat - <(expected_tree) | sed '/^$/d' | sort)
+}
+expected_tree() {
+  cat <<TREE
 ./include/hopper_attention.h
 ./include/hopper_attention.hpp
 ./include/hopper_attention_dlpack.hpp
@@ -208,10 +216,10 @@ from_sources() {
   shift
   copy "$name" examples/cpp && cd "$consumers/$name" &&
     { printf '%s\n' 'cmake_minimum_required(VERSION 3.24)' 'project(consumer LANGUAGES C CXX)' "$@" && cat <<'CMAKE'; } >CMakeLists.txt &&
+set(CMAKE_CXX_STANDARD 14) # too old: the targets must ask for C++17
 enable_testing()
 foreach(kind shared static)
   add_executable(attention_${kind} attention.cpp)
-  target_compile_features(attention_${kind} PRIVATE cxx_std_17)
   target_link_libraries(attention_${kind} PRIVATE hopper_attention::${kind})
   add_test(NAME attention_${kind} COMMAND attention_${kind})
 endforeach()
@@ -240,15 +248,78 @@ beside_others() {
     cc -I "$prefix/include" main.c $order "${cudart[@]}" $libs -o "beside" -Wl,--fatal-warnings && ./beside || return 1
   done
 }
-# The README's program, linked as the README says.
-readme_program() {
-  mkdir -p "$consumers/readme" && cd "$consumers/readme" &&
-    sed -n '/^```cpp$/,/^```$/p' "$root/README.md" | grep -v '^```' >mine.cpp && [ -s mine.cpp ] &&
-    c++ -std=c++17 -Wall -Wextra -Werror mine.cpp -o mine \
-      $(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs hopper_attention) && LD_LIBRARY_PATH=$prefix/lib ./mine
+# Without the header of DLPack, or with one that is too old, the compiler's message says how to get one.
+dlpack_messages() {
+  local old=$consumers/old-dlpack
+  mkdir -p "$old/dlpack" && : >"$old/dlpack/dlpack.h" || return 1
+  # says TEXT OPTION...: the compiler refuses the header with this text.
+  says() {
+    ! echo '#include <hopper_attention_dlpack.hpp>' | c++ -std=c++17 -I "$capi/include" "${@:2}" -fsyntax-only -x c++ - &>message &&
+      grep "#error.*$1: 'scripts/install.sh PREFIX --dlpack' installs" message
+  }
+  cd "$old" && says 'not of version 1.x' -I "$old" || return 1
+  if echo '#include <dlpack/dlpack.h>' | c++ -fsyntax-only -x c++ - 2>/dev/null; then
+    echo "skipped: the message without a header, since this machine has one"
+  else
+    says 'no dlpack/dlpack.h'
+  fi
 }
-python() { HOPPER_ATTENTION_LIBRARY=$so python3 -m unittest -v test_hopper_attention; }
-python_test() { copy pytorch examples/pytorch && cd "$consumers/pytorch" && python; }
+
+# block FILE LANGUAGE PATTERN: the first block of this language that has the pattern, of a Markdown file.
+block() {
+  awk -v start="\`\`\`$2" -v pattern="$3" '
+    /^```/ && !inside { inside = 1; wanted = $0 == start; text = ""; next }
+    /^```/ { if (wanted && text ~ pattern && !done) { printf "%s", text; done = 1 } inside = 0; next }
+    inside { text = text $0 "\n" }' "$root/$1"
+}
+# page LANGUAGE PATTERN: the program of docs/c.md or docs/cpp.md, by the commands there that have the pattern. It prints 1.
+page() {
+  mkdir -p "$consumers/page-$1-$2" && cd "$consumers/page-$1-$2" || return 1
+  block "docs/$1.md" "$1" 'int main' >"attention.$1"
+  block "docs/$1.md" cmake find_package >CMakeLists.txt
+  block "docs/$1.md" sh "$2" | sed "s|\bPREFIX\b|$prefix|g" >commands.sh
+  cat commands.sh && CMAKE_GENERATOR=Ninja bash -euo pipefail commands.sh | tee printed && [ "$(tail -n 1 printed)" = 1 ]
+}
+# fragments LANGUAGE LEAST FLAG...: the parts of programs in docs/c.md or docs/cpp.md compile. There are LEAST at least.
+fragments() {
+  mkdir -p "$consumers/page-$1" && cd "$consumers/page-$1" || return 1
+  { cat && awk -v start="\`\`\`$1" '
+    /^```/ && !inside { inside = 1; part = $0 == start && seen++; if (part) print "void part_" seen "(void) {"; next }
+    /^```/ { if (part) print "}"; inside = part = 0; next }
+    part' "$root/docs/$1.md"; } >"fragments.$1"
+  [ "$(grep -c '^void part_' "fragments.$1")" -ge "$2" ] && "${@:3}" "${strict[@]}" -fsyntax-only "fragments.$1"
+}
+c_fragments() {
+  fragments c 2 cc -std=c99 <<'DECLARATIONS'
+#include <hopper_attention.h>
+extern hattn_tensor q;
+extern hattn_forward_problem problem;
+extern hattn_forward_args args;
+extern hattn_forward_plan* plan;
+extern struct CUstream_st* stream;
+extern int64_t batch, seqlen, heads, head_dim;
+int cudaMalloc(void** memory, size_t bytes);
+DECLARATIONS
+}
+cpp_fragments() {
+  fragments cpp 5 c++ -std=c++17 <<'DECLARATIONS'
+#include <cstdio>
+#include <hopper_attention_dlpack.hpp>
+extern float *pointer, *lse, *d_o, *d_q, *d_k, *d_v;
+extern void *address, *workspace;
+extern std::size_t bytes;
+extern std::int64_t batch, seqlen, heads, head_dim;
+extern CUstream_st* stream;
+extern hattn::Extents shape, strides;
+extern hattn::Device device;
+extern hattn::ForwardProblem problem;
+extern hattn::ForwardPlan plan;
+extern hattn::ForwardArgs args;
+extern DLManagedTensorVersioned *managed_tensor, *output_tensor;
+DECLARATIONS
+}
+# The ctypes binding of the Python package. scripts/python_test.sh has the rest of its tests.
+python_test() { HOPPER_ATTENTION_LIBRARY=$so python3 "$root/python/tests/run.py" test_abi; }
 
 case $parts in *sources*)
   check "add_subdirectory, shared and static, CPU only" from_sources subdirectory \
@@ -261,7 +332,7 @@ esac
 case $parts in *installed*) ;; *) finish ;; esac
 check "cmake builds and installs" build_and_install || finish
 check "a second build changes nothing" build_again
-check "install tree" install_tree "$prefix"
+check "install tree" install_tree "$prefix" "${installed_dlpack[@]}"
 check "nothing installed names a folder of the build" relocatable
 check "licences of what is linked" licences
 check "cpack makes an archive" archive
@@ -289,7 +360,7 @@ done
 
 # The options of the C and C++ tests: folders that a copy of tests/c lacks.
 tests=(crates/hopper-attention-capi/tests/c "-DHATTN_ABI_DIR=$capi/abi")
-[ ! -d "$toolchain/dlpack/include" ] || tests+=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include")
+tests+=("${dlpack[@]}")
 # With the toolkit, programs link a static CUDA runtime of their own beside the library's.
 toolkit=()
 if [ $cuda = ON ]; then toolkit=("-DCUDAToolkit_ROOT=$(dirname "$(dirname "$(linked_archive libcudart_static.a)")")"); fi
@@ -300,7 +371,8 @@ check "ctest: C and C++ tests, static, address and undefined-behaviour sanitizer
   "${tests[@]}" -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined" -DHATTN_TEST_FUZZ_SECONDS=5
 # What the random calls were: their seed (HATTN_FUZZ_SEED sets another one) and their number.
 grep -h '^fuzz: ' "$consumers"/tests-*/build/Testing/Temporary/LastTest.log
-check "find_package, shared: examples/cpp" project cpp-shared examples/cpp
+# Too old a C++: the targets must ask for C++17.
+check "find_package, shared: examples/cpp" project cpp-shared examples/cpp -DCMAKE_CXX_STANDARD=14
 check "it uses the shared library" linked cpp-shared/build/attention
 check "find_package, static: examples/cpp" project cpp-static examples/cpp -DHATTN_LINK=static "${toolkit[@]}"
 check "it needs no library" not_linked cpp-static/build/attention
@@ -316,7 +388,9 @@ if command -v pkg-config >/dev/null; then
   check "pkg-config, shared: examples/cpp" makefile make-shared
   check "pkg-config, static: examples/cpp" makefile make-static STATIC=1
   check "it needs no library either" not_linked make-static/attention
-  check "the README's program" readme_program
+  for language in c cpp; do
+    check "docs/$language.md: pkg-config" page $language pkg-config
+  done
 else
   ignore "pkg-config" "it is not installed"
 fi
@@ -330,6 +404,16 @@ if command -v valgrind >/dev/null; then
 else
   ignore "valgrind" "it is not installed"
 fi
+for language in c cpp; do
+  check "docs/$language.md: CMake" page $language cmake
+done
+check "docs/c.md: parts of programs" c_fragments
+check "what the DLPack header says where DLPack is missing" dlpack_messages
+if [ ${#dlpack[@]} -gt 0 ]; then
+  check "docs/cpp.md: parts of programs" cpp_fragments
+else
+  ignore "docs/cpp.md: parts of programs" "DLPack's header was not fetched"
+fi
 check "beside another Rust archive and another CUDA runtime" beside_others
-check "ctypes: examples/pytorch" python_test
+check "ctypes: python/hopper_attention" python_test
 finish

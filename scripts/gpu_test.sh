@@ -5,7 +5,7 @@
 #   scripts/gpu_test.sh --pack [DIR]     builds them and packs the binaries into DIR (default dist/gpu), to be carried to a GPU
 #   DIR/gpu_test.sh --from DIR           runs such a folder
 # Option for a pack: --with FILE (repeatable) adds a file that was built elsewhere, and runs it too. FILE is libhopper_attention.so
-# (which examples/pytorch uses, if python3 has torch), or a program such as those of examples/cpp and examples/multithread.
+# (which the Python package uses, if python3 has torch), or a program such as those of examples/cpp and examples/multithread.
 # Options for a run: --memcheck (under compute-sanitizer, with a reduced grid, without Python), --log FILE (default
 # gpu_test.log in the folder; the suite's figures go beside it as .json, the comparison with torch as .sdpa.json).
 # A missing GPU is a failure here, not a skip. The last line sums the tests: "N passed, N failed, N skipped".
@@ -64,6 +64,11 @@ pack_into() {
   [ -e "$folder/hattn" ] || fail "cargo did not name hattn."
   cp "$here/gpu_test.sh" "$here/count_tests.awk" fixtures/minilm_layer3.safetensors "$folder/"
   cp examples/pytorch/*.py "$folder/pytorch/"
+  rm -rf "$folder/python"
+  mkdir -p "$folder/python/hopper_attention"
+  cp python/hopper_attention/*.py "$folder/python/hopper_attention/"
+  cp -r python/tests "$folder/python/"
+  [ ! -e python/torch_op/build.sh ] || python/torch_op/build.sh "$folder/python/hopper_attention/_torch_op.so"
   for source in "${with[@]}"; do
     name=$(basename "$source")
     case $name in
@@ -105,14 +110,15 @@ run_programs() {
     program "$@" "./$name"
   done
   if [ ! -e libhopper_attention.so ]; then
-    echo "no libhopper_attention.so in the pack: examples/pytorch was not run"
+    echo "no libhopper_attention.so in the pack: the Python package was not run"
   elif [ $# -gt 0 ]; then
-    echo "examples/pytorch is not run under $1"
+    echo "the Python package is not run under $1"
   elif ! python3 -c 'import torch' 2>/dev/null; then
-    echo "python3 has no torch here: examples/pytorch was not run"
+    echo "python3 has no torch here: the Python package was not run"
   else
-    program python3 pytorch/test_hopper_attention.py
-    program python3 pytorch/compare_sdpa.py --device cuda --gradients --json "${log%.log}.sdpa.json"
+    # Prints a result line of its own. The second one counts a run that ended without.
+    python3 python/tests/run.py --need torch 2>&1 || echo "test result: FAILED. 0 passed; 1 failed"
+    PYTHONPATH=$PWD/python program python3 pytorch/compare_sdpa.py --device cuda --gradients --json "${log%.log}.sdpa.json"
   fi
 }
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Builds the C and C++ library and installs it: headers, a shared and a static library, a CMake package, pkg-config files.
-#   scripts/install.sh PREFIX [--cpu] [CMake options]
-# --cpu leaves the CUDA kernels out. Then no part of CUDA is needed or fetched. The CMake options are those of
-# crates/hopper-attention-capi/CMakeLists.txt, for example -DHATTN_FEATURES='sm90;bf16;hdim128' for fewer kernels.
+#   scripts/install.sh PREFIX [--cpu] [--dlpack] [CMake options]
+#     --cpu     leaves the CUDA kernels out. Then no part of CUDA is needed or fetched.
+#     --dlpack  installs dlpack/dlpack.h as well, from a pinned package. hopper_attention_dlpack.hpp needs it.
+# The CMake options are those of crates/hopper-attention-capi/CMakeLists.txt, for example
+# -DHATTN_FEATURES='sm90;bf16;hdim128' for fewer kernels. Afterwards PREFIX may be moved.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -14,17 +16,21 @@ case ${1:-} in
   -h | --help) usage 0 ;;
   "" | -*) usage 1 >&2 ;;
 esac
-prefix=$1 cuda=ON bootstrap=()
+prefix=$1 toolchain=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
+cuda=ON bootstrap=() options=()
 shift
-if [ "${1:-}" = --cpu ]; then
-  cuda=OFF bootstrap=(--cpu)
-  shift
-fi
+for option in "$@"; do
+  case $option in
+    --cpu) cuda=OFF bootstrap+=(--cpu) ;;
+    --dlpack) bootstrap+=(--dlpack) options+=("-DHATTN_DLPACK_INCLUDE=$toolchain/dlpack/include") ;;
+    --*) usage 1 >&2 ;;
+    *) options+=("$option") ;;
+  esac
+done
 case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
 
 "$root/scripts/bootstrap.sh" "${bootstrap[@]}"
 # The pinned CMake and ninja, where the machine has none of its own.
-toolchain=${HATTN_TOOLCHAIN_DIR:-$root/.toolchain}
 PATH=$PATH:$toolchain/cmake/bin:$toolchain/bin
 if [ -x "$toolchain/cmake/bin/cmake" ]; then PATH=$toolchain/cmake/bin:$PATH; fi
 
@@ -32,15 +38,26 @@ target=${CARGO_TARGET_DIR:-$root/target}
 case $target in /*) ;; *) target=$PWD/$target ;; esac
 build=$target/capi-$([ $cuda = ON ] && echo cuda || echo cpu)
 # Fresh: options of an earlier call are not those of this one.
-CARGO_TARGET_DIR=$target cmake --fresh -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" "$@"
+CARGO_TARGET_DIR=$target cmake --fresh -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" "${options[@]}"
 cmake --build "$build"
 cmake --install "$build" --prefix "$prefix" >/dev/null
+lib=""
 echo
 echo "installed in $prefix:"
 while IFS= read -r file || [ -n "$file" ]; do
+  case $file in */libhopper_attention.a) lib=$(dirname "$file") ;; esac
   if [ -L "$file" ]; then
     echo "  ${file#"$prefix"/} -> $(readlink "$file")"
   else
     echo "  ${file#"$prefix"/} ($(stat -c %s "$file") bytes)"
   fi
 done <"$build/install_manifest.txt"
+cat <<USE
+
+to use it (docs/c.md and docs/cpp.md say more):
+  CMake       cmake -DCMAKE_PREFIX_PATH=$prefix ...
+  pkg-config  export PKG_CONFIG_PATH=$lib/pkgconfig
+  a program that was linked without CMake finds the shared library by one of
+              -Wl,-rpath,$lib   (when it is linked)
+              export LD_LIBRARY_PATH=$lib   (when it is started)
+USE

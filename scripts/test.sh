@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that a machine without a GPU can check, from a bare checkout: tools, formatting, lints, licences, documentation, the
 # tests without CUDA, the adapters of integrations/, the kernels' build, the tests with CUDA and the disassembly audit, the C
-# library and what links it, the bench of instruction rates, the packages. Logs are in the target folder's test-logs/.
+# library and what links it, the Python package and its wheel, the bench of instruction rates, the packages. Logs are in the
+# target folder's test-logs/.
 # Its last line sums the tests: "N passed, N failed, N skipped". Tests that need a GPU say so and count as skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -62,7 +63,7 @@ check_clang_format() {
     return
   fi
   local files
-  mapfile -t files < <(find crates examples benches -name target -prune -o -regex '.*\.\(h\|hpp\|cu\|c\|cc\|cpp\)' -print |
+  mapfile -t files < <(find crates examples benches python -name target -prune -o -regex '.*\.\(h\|hpp\|cu\|c\|cc\|cpp\)' -print |
     grep -v 'include/hopper_attention\.h$') # made by cbindgen
   step clang-format clang-format --dry-run --Werror "${files[@]}"
 }
@@ -89,6 +90,24 @@ fi
 # Without CUDA: these steps need no C++ compiler.
 step clippy cargo clippy --workspace --exclude hopper-attention-sys --all-targets -- -D warnings
 step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
+
+# The command of the README, and what it installs. It has the tests' profile and target folder, for which most crates
+# have been compiled. They are here, so it asks no registry.
+install_cli() {
+  local root=$target/installed files
+  files=$(mktemp -d) || return
+  rm -rf "$root"
+  cargo install --path crates/hopper-attention-cli --root "$root" --locked --offline --debug --target-dir "$target" &&
+    "$root/bin/hattn" info &&
+    "$root/bin/hattn" random --output "$files/qkv.safetensors" --seqlen-q 128 --heads-q 2 --backward &&
+    "$root/bin/hattn" run --input "$files/qkv.safetensors" --output "$files/o.safetensors" --backward &&
+    "$root/bin/hattn" check --input "$files/qkv.safetensors" --mask causal --backward &&
+    "$root/bin/hattn" bench --device cpu --tokens 32 --hidden 64 --seqlens 32 --dims 32 --dtypes bf16 --iters 3
+  local status=$?
+  rm -rf "$files"
+  return $status
+}
+step install-cli install_cli
 # The C and C++ library, made of what is built by now. The flags select the same packages and targets, so nothing is compiled twice.
 step test-capi-sources env HATTN_TEST_CPU_CARGO_FLAGS="--workspace --exclude hopper-attention-sys --tests" \
   scripts/capi_test.sh --only sources
@@ -120,6 +139,10 @@ step clippy-cuda env HATTN_NO_KERNELS=1 cargo clippy --workspace --features cuda
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
 step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace ${targets[*]}" scripts/capi_test.sh --only installed
+# What is written in C++ for torch, with the library that the step before has installed.
+step test-torch scripts/torch_test.sh "$target/capi-test/installed/moved/prefix"
+# The Python package and its wheel, made of the library that the last step installed.
+step test-python scripts/python_test.sh "$target/capi-test/installed/moved/prefix"
 # The bench of instruction rates. Without a GPU it is compiled and its disassembly is checked.
 step rates scripts/rates.sh --build-only
 # Documentation as docs.rs makes it, without CUDA: with this CUDA home, a search for a toolkit fails. The CLI is left out because

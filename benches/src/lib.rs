@@ -2,7 +2,7 @@
 //!
 //! [`Sweep`] chooses [`Point`]s, a [`Harness`] times every library at each, in turn, a [`Session`] makes a [`Report`] of
 //! that: the JSON that is kept. Tables ([`table`]), CSV ([`csv`]), charts ([`chart`]), comparisons ([`compare`]) and the
-//! README's section ([`readme`]) are made of reports and measure nothing, as is the choice of kernels by [`tune`].
+//! page `docs/speed.md` ([`speed`]) are made of reports and measure nothing. So is the choice of kernels by [`tune`].
 //! `hattn bench`, `hattn plot` and `hattn tune` are the front.
 //!
 //! With feature `cuda` the shared library of this package exports the C entry of `peers/hattn_peer.h`, through which
@@ -23,9 +23,9 @@ mod harness;
 pub mod host;
 pub mod memory;
 mod point;
-pub mod readme;
 mod report;
 mod session;
+pub mod speed;
 mod stats;
 pub mod table;
 pub mod text;
@@ -35,7 +35,7 @@ pub mod tune;
 /// `sm90`. The arguments of the entry have no field for it, since peers have no such choice.
 pub const ARCH_VARIABLE: &str = "HATTN_PEER_ARCH";
 
-pub use harness::{Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
+pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
 pub use point::{Direction, HIDDEN, Order, Point, PointMask, Precision, Sweep, TOKENS};

@@ -22,7 +22,12 @@ pub enum Progress<'a> {
         name: &'a str,
     },
     /// Everything measured so far, one point or ceiling more than the last time.
-    Report(&'a Report),
+    Report {
+        /// The report.
+        report: &'a Report,
+        /// How often a harness was done with a point. Two harnesses count twice.
+        done: usize,
+    },
 }
 
 /// How a sweep ended.
@@ -46,6 +51,10 @@ pub struct Session<'a> {
     watch: Option<Watch>,
     cupti: Option<PathBuf>,
     absent: Option<String>,
+    /// Where each point is in the report.
+    places: BTreeMap<usize, usize>,
+    /// As in [`Progress::Report`].
+    done: usize,
 }
 
 impl<'a> Session<'a> {
@@ -70,7 +79,7 @@ impl<'a> Session<'a> {
             host: None,
             points: vec![],
         };
-        Self { job, report, card: None, watch: None, cupti: None, absent: None }
+        Self { job, report, card: None, watch: None, cupti: None, absent: None, places: BTreeMap::new(), done: 0 }
     }
 
     /// Runs the harness to its end.
@@ -95,7 +104,7 @@ impl<'a> Session<'a> {
             }
             self.report.notes.push(format!("{STOPPED}: {error:#}"));
         }
-        progress(Progress::Report(&self.report))?;
+        progress(Progress::Report { report: &self.report, done: self.done })?;
         Ok(Outcome::Done { report: Box::new(self.report), cupti: self.cupti })
     }
 
@@ -108,13 +117,16 @@ impl<'a> Session<'a> {
                 return Ok(());
             }
             Event::Ready(ready) => {
-                report.device = ready.device;
-                report.versions = ready.versions;
-                report.method = ready.method;
-                report.libraries = ready.libraries;
-                report.missing = ready.missing;
-                self.cupti = ready.cupti;
-                if let Some(uuid) = ready.uuid {
+                if report.method.is_empty() {
+                    (report.device, report.method) = (ready.device, ready.method);
+                } else {
+                    report.method += &format!(". {}", ready.method);
+                }
+                report.versions.extend(ready.versions);
+                report.libraries.extend(ready.libraries);
+                report.missing.extend(ready.missing);
+                self.cupti = ready.cupti.or(self.cupti.take());
+                if let (Some(uuid), None) = (ready.uuid, &self.card) {
                     match Card::open(&uuid) {
                         Ok(card) => {
                             report.driver = Some(card.driver.clone());
@@ -125,6 +137,7 @@ impl<'a> Session<'a> {
                     }
                 }
             }
+            Event::Missing(missing) => report.missing.push(missing),
             Event::Ceiling { what, error: Some(error), .. } => {
                 report.notes.push(format!("{what} was not measured: {error}"))
             }
@@ -142,11 +155,19 @@ impl<'a> Session<'a> {
                 let point = point(index)?.clone();
                 let busy = self.watch.take().and_then(|watch| Busy::new(&watch.stop()));
                 let runs = runs.into_iter().map(|run| finished(run, point.flops())).collect();
-                let (flops, bytes) = (point.flops(), point.bytes());
-                report.points.push(PointReport { point, flops, bytes, runs, busy });
+                self.done += 1;
+                let place = *self.places.entry(index).or_insert(report.points.len());
+                if let Some(other) = report.points.get_mut(place) {
+                    // The clocks in the report are those of ours.
+                    other.runs.extend::<Vec<_>>(runs);
+                    other.busy = other.busy.take().or(busy);
+                } else {
+                    let (flops, bytes) = (point.flops(), point.bytes());
+                    report.points.push(PointReport { point, flops, bytes, runs, busy });
+                }
             }
         }
-        progress(Progress::Report(report))
+        progress(Progress::Report { report, done: self.done })
     }
 }
 

@@ -4,7 +4,7 @@
 
 enum { SEQLEN = 4, HEADS = 2, HEAD_DIM = 8, SIZE = SEQLEN * HEADS * HEAD_DIM };
 
-/* A dense f32 tensor on the CPU, [1, SEQLEN, HEADS, HEAD_DIM]. */
+/* An f32 tensor on the CPU, [1, SEQLEN, HEADS, HEAD_DIM], row-major and without gaps. */
 static hattn_tensor tensor(float* data) {
   hattn_tensor made = HATTN_TENSOR_INIT;
   made.data = data;
@@ -12,7 +12,8 @@ static hattn_tensor tensor(float* data) {
   made.device = HATTN_CPU;
   made.ndim = 4;
   made.shape[0] = 1, made.shape[1] = SEQLEN, made.shape[2] = HEADS, made.shape[3] = HEAD_DIM;
-  made.stride[0] = SIZE, made.stride[1] = HEADS * HEAD_DIM, made.stride[2] = HEAD_DIM, made.stride[3] = 1;
+  /* If this failed, strides would stay 0. The run refuses those. */
+  hattn_tensor_contiguous(&made);
   return made;
 }
 

@@ -1,8 +1,7 @@
 // Attention of made-up data, checked against a plain double loop: on the first GPU if this was built with the CUDA
 // runtime and the GPU computes the problem, else on the CPU. Returns 0 when every element is right.
 #ifdef EXAMPLE_CUDA
-#include <cuda_bf16.h>
-#include <cuda_runtime_api.h>
+#include "gpu.hpp"
 #endif
 
 #include <cmath>
@@ -10,7 +9,6 @@
 #include <exception>
 #include <hopper_attention.hpp>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 namespace {
@@ -108,46 +106,6 @@ int on_the_cpu() {
 }
 
 #ifdef EXAMPLE_CUDA
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
-
-// Memory on the current GPU.
-template <class T>
-class DeviceMemory {
- public:
-  explicit DeviceMemory(std::size_t count) : count_(count) {
-    if (count > 0) check(cudaMalloc(&data_, count * sizeof(T)));
-  }
-  explicit DeviceMemory(const std::vector<T>& host) : DeviceMemory(host.size()) {
-    check(cudaMemcpy(data_, host.data(), count_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~DeviceMemory() { static_cast<void>(cudaFree(data_)); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-
-  T* get() const { return static_cast<T*>(data_); }
-  std::vector<T> to_host() const {
-    std::vector<T> host(count_);
-    check(cudaMemcpy(host.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return host;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t count_;
-};
-
-// To bf16; the floats become what was rounded to, so that the check sees the same inputs.
-std::vector<__nv_bfloat16> rounded(std::vector<float>& data) {
-  std::vector<__nv_bfloat16> out;
-  for (float& x : data) {
-    out.push_back(__float2bfloat16(x));
-    x = __bfloat162float(out.back());
-  }
-  return out;
-}
-
 int on_the_gpu(const hattn::ForwardProblem& problem) {
   const hattn::Device gpu = hattn::Device::cuda(0);
   check(cudaSetDevice(0));
@@ -165,16 +123,13 @@ int on_the_gpu(const hattn::ForwardProblem& problem) {
   args.lse = hattn::TensorView::contiguous(lse.get(), gpu, problem.lse_shape());
   args.workspace = {workspace.get(), plan.workspace_bytes()};
 
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const Stream stream;
   check(cudaDeviceSynchronize());  // the copies above went to another stream
-  plan.run(args, stream);          // enqueues and returns
-  check(cudaStreamSynchronize(stream));
-  check(cudaStreamDestroy(stream));
+  plan.run(args, stream.get());    // enqueues and returns
+  stream.wait();
 
   t.lse = lse.to_host();
-  const std::vector<__nv_bfloat16> result = o.to_host();
-  for (std::size_t i = 0; i < result.size(); ++i) t.o[i] = __bfloat162float(result[i]);
+  t.o = to_floats(o.to_host());
   // Probabilities and results are rounded to bf16, of 8 bits; values are below 1.
   return judge("GPU", plan, t, 1e-2);
 }

@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Holds attention() and torch's own scaled_dot_product_attention against the same thing computed in f64.
 
-    HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so python3 compare_sdpa.py [--device cpu] [--gradients] [--json FILE]
+    python3 compare_sdpa.py [--device cpu] [--gradients] [--json FILE]
+
+It needs the package hopper_attention: the wheel, or PYTHONPATH=python with
+HOPPER_ATTENTION_LIBRARY=path/of/libhopper_attention.so.
 
 On the GPU if there is one (bf16 and f16), else on the CPU. Each line has the largest absolute error and the relative
-root-mean-square error of both. A case fails when our largest error is more than twice that of torch's best backend plus two
-ulps of the largest output, or our RMSE more than twice torch's, or when the log-sum-exp is off. With --gradients, those of q, k
-and v are held to the same and the rounding of the log-sum-exp, where a case is a plain call.
+root-mean-square error of both. A case fails when our largest error is more than twice that of torch's best backend
+plus two ulps of the largest output, or our RMSE more than twice torch's, or when the log-sum-exp is off. With
+--gradients, those of q, k and v are held to the same and the rounding of the log-sum-exp, where a case is a plain
+call.
 """
 
 import argparse
@@ -24,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hopper_attention as hattn
-from hopper_attention_torch import attention, load
+import hopper_attention
+from hopper_attention import abi, attention
 
 Case = collections.namedtuple("Case", "dtype head_dim causal heads_kv layout how", defaults=(None, "bshd", "a call"))
 
@@ -37,7 +41,10 @@ GRADIENT_TOLERANCE = 1e-6
 
 
 def grid(gpu):
-    """What is compared. `how` is the way in which the result is computed; all of them must give the same bits as a call."""
+    """What is compared.
+
+    `how` is the way in which the result is computed; all of them must give the same bits as a call.
+    """
     ways = ["another stream", "a CUDA graph", "two threads"] if gpu else ["two threads"]
     for dtype in (torch.bfloat16, torch.float16) if gpu else (torch.float32, torch.bfloat16, torch.float16):
         for head_dim in (64, 128):
@@ -52,7 +59,7 @@ def grid(gpu):
 
 
 class Inputs:
-    """q, k and v of a case, [batch, seqlen, heads, head_dim] in the memory order of its layout, and a gradient of the output."""
+    """q, k and v of a case, [batch, seqlen, heads, head_dim] in its layout, and a gradient of the output."""
 
     def __init__(self, case, device, seed):
         batch, seqlen, heads = (2, 1000, 8) if device.type == "cuda" else (1, 130, 4)
@@ -64,7 +71,10 @@ class Inputs:
         if case.layout == "packed":
             self.qkv = normal(batch, seqlen, 3, heads, case.head_dim).unbind(2)
         else:
-            self.qkv = [normal(batch, seqlen, n, case.head_dim) for n in (heads, case.heads_kv or heads, case.heads_kv or heads)]
+            self.qkv = [
+                normal(batch, seqlen, n, case.head_dim)
+                for n in (heads, case.heads_kv or heads, case.heads_kv or heads)
+            ]
         if case.layout == "bhsd":
             self.qkv = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in self.qkv]
         self.d_o = normal(batch, seqlen, heads, case.head_dim)
@@ -78,7 +88,9 @@ def exact(case, qkv):
     for b in range(q.shape[0]):
         scores = q[b] @ k[b].transpose(1, 2) / math.sqrt(case.head_dim)
         if case.causal:
-            scores.masked_fill_(torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1), -math.inf)
+            scores.masked_fill_(
+                torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1), -math.inf
+            )
         o[b], lse[b] = torch.softmax(scores, -1) @ v[b], torch.logsumexp(scores, -1)
     return o.transpose(1, 2), lse
 
@@ -112,7 +124,7 @@ def sdpa(case, qkv):
 
 
 def allowed(case, peers, want, more=0.0):
-    """How far off we may be where torch's backends are as far off as they are; more: relative to the largest output."""
+    """How far off we may be, from the errors of torch's backends; more: relative to the largest output."""
     rounding = ULPS * torch.finfo(case.dtype).eps + more
     return {
         "max_abs": 2 * min(p["max_abs"] for p in peers.values()) + rounding * want.abs().max().item(),
@@ -122,7 +134,11 @@ def allowed(case, peers, want, more=0.0):
 
 def complaints_of(mine, bounds, what=""):
     # The other way round, a NaN would pass.
-    return [f"{what}{name} {mine[name]:.3g}, allowed {bound:.3g}" for name, bound in bounds.items() if not mine[name] <= bound]
+    return [
+        f"{what}{name} {mine[name]:.3g}, allowed {bound:.3g}"
+        for name, bound in bounds.items()
+        if not mine[name] <= bound
+    ]
 
 
 def gradients(case, inputs):
@@ -131,12 +147,18 @@ def gradients(case, inputs):
     with torch.enable_grad():
         mine = torch.autograd.grad(attention(*leaves, causal=case.causal), leaves, inputs.d_o)
         # The backends share the graph of what comes before them.
-        peers = {name: torch.autograd.grad(o, leaves, inputs.d_o, retain_graph=True) for name, o in sdpa(case, leaves).items()}
+        peers = {
+            name: torch.autograd.grad(o, leaves, inputs.d_o, retain_graph=True)
+            for name, o in sdpa(case, leaves).items()
+        }
         doubles = [t.detach().double().requires_grad_() for t in inputs.qkv]
         want = torch.autograd.grad(exact(case, doubles)[0], doubles, inputs.d_o.double())
     found, complaints = {}, []
     for i, name in enumerate(("d_q", "d_k", "d_v")):
-        sides = {"ours": errors(mine[i], want[i]), "sdpa": {peer: errors(got[i], want[i]) for peer, got in peers.items()}}
+        sides = {
+            "ours": errors(mine[i], want[i]),
+            "sdpa": {peer: errors(got[i], want[i]) for peer, got in peers.items()},
+        }
         found[name] = sides | {"allowed": allowed(case, sides["sdpa"], want[i], GRADIENT_TOLERANCE)}
         complaints += complaints_of(sides["ours"], found[name]["allowed"], f"{name} ")
     return found, complaints
@@ -152,7 +174,9 @@ def ours(case, inputs):
     direct = call()
     if case.how == "a call":
         return direct, []
-    results = {"another stream": on_a_stream, "a CUDA graph": in_a_graph, "two threads": on_threads}[case.how](case, inputs, call)
+    results = {"another stream": on_a_stream, "a CUDA graph": in_a_graph, "two threads": on_threads}[case.how](
+        case, inputs, call
+    )
     same = all(torch.equal(got, want) for result in results for got, want in zip(result, direct))
     return results[0], [] if same else [f"{case.how} gives other bits than a call"]
 
@@ -187,7 +211,11 @@ def in_a_graph(case, inputs, call):
     graph.replay()
     torch.cuda.synchronize()
     # An empty result equals nothing, which fails the case.
-    return [tuple(t.clone() for t in result) for result in results] if changed else [tuple(torch.empty(0) for _ in r) for r in results]
+    return (
+        [tuple(t.clone() for t in result) for result in results]
+        if changed
+        else [tuple(torch.empty(0) for _ in r) for r in results]
+    )
 
 
 def on_threads(case, inputs, call):
@@ -242,11 +270,11 @@ def compare(case, device, seed, with_gradients):
 
 def about(device):
     """Where this runs, and on what."""
-    library = load()._library
+    library = abi.load()
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": str(device),
-        "hopper_attention": library.version,
+        "hopper_attention": hopper_attention.version(),
         "abi": library.abi_version,
         "torch": torch.__version__,
     }
@@ -281,11 +309,9 @@ def line(record):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--library", help=f"the shared library; else ${hattn.VARIABLE}, else the loader's")
     parser.add_argument("--gradients", action="store_true", help="compare the gradients too")
     parser.add_argument("--json", metavar="FILE", help="where to write the figures")
     options = parser.parse_args()
-    load(options.library)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         # The reference's products in f64 are exact enough with or without; nothing here is to depend on the default.
@@ -296,7 +322,6 @@ def main():
         for seed, case in enumerate(grid(device.type == "cuda")):
             record["cases"].append(compare(case, device, seed, options.gradients))
             print(line(record["cases"][-1]), flush=True)
-    record["plans"] = load().made
     failed = sum(bool(case["complaints"]) for case in record["cases"])
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

@@ -243,7 +243,7 @@ fn bad_problems_are_refused() {
     refused(|p| p.arch = 70, HATTN_ERROR_ARGUMENT, archs);
     let on_cpu = "unsupported: sm90 kernels on the CPU; nearest: a GPU of sm_90";
     refused(|p| p.arch = HATTN_ARCH_SM90, HATTN_ERROR_UNSUPPORTED, on_cpu);
-    refused(|p| p.batch = -1, HATTN_ERROR_VALUE, "batch: -1; allowed: 0 and above");
+    refused(|p| p.batch = -1, HATTN_ERROR_VALUE, "batch: HATTN_UNSET (-1); allowed: 0 and above");
     refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
     refused(|p| p.softmax_scale = f32::NAN, HATTN_ERROR_VALUE, "softmax_scale: NaN; allowed: finite and above 0");
     let window = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_WINDOW, -2);

@@ -15,7 +15,7 @@ mod markdown;
 mod modules;
 
 use files::{MOST_LINES, Source, complaints};
-use markdown::Paths;
+use markdown::{Paths, README_LINES, WIDTH, long_lines};
 use modules::Crate;
 
 /// The crates whose modules must not use each other in circles, by their root files: every crate of the workspace.
@@ -74,6 +74,35 @@ fn named_paths(files: &[Source], complaints: &mut Vec<String>) {
     }
 }
 
+/// What newcomers read is short: the README as a whole, and the lines of prose.
+fn short_pages(files: &[Source], complaints: &mut Vec<String>) {
+    for file in files {
+        let lines = file.text.lines().count();
+        if file.path == "README.md" && lines > README_LINES {
+            complaints.push(format!("README.md: {lines} lines, at most {README_LINES}"));
+        }
+        let named = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "benches/README.md"].contains(&&*file.path);
+        if named || (file.path.starts_with("docs/") && file.path.ends_with(".md")) {
+            let long = long_lines(&file.text).into_iter();
+            complaints.extend(long.map(|(line, length)| {
+                format!("{}:{line}: {length} characters, at most {WIDTH} in a line of prose", file.path)
+            }));
+        }
+    }
+}
+
+/// The README's example for the CPU is the example `cpu`, which is compiled without CUDA, too.
+fn examples(files: &[Source], complaints: &mut Vec<String>) {
+    const EXAMPLE: &str = "crates/hopper-attention/examples/cpu.rs";
+    let text = |path| files.iter().find(|file| file.path == path).map(|file| &file.text);
+    let (Some(readme), Some(example)) = (text("README.md"), text(EXAMPLE)) else { return };
+    // The file's own comment opens it.
+    let code = example.split_once("\n\n").map_or("", |(_, code)| code);
+    if code.is_empty() || !readme.contains(&format!("```rust\n{code}```\n")) {
+        complaints.push(format!("README.md: its example for the CPU is not {EXAMPLE}"));
+    }
+}
+
 /// Every record is kept for something that the records' table says, and the table lists what is there.
 fn kept_records(files: &[Source], complaints: &mut Vec<String>) {
     const TABLE: &str = "benches/record/README.md";
@@ -92,7 +121,7 @@ fn kept_records(files: &[Source], complaints: &mut Vec<String>) {
 }
 
 type RuleOfAll = fn(&[Source], &mut Vec<String>);
-const RULES_OF_ALL: [RuleOfAll; 4] = [circles, every_crate, named_paths, kept_records];
+const RULES_OF_ALL: [RuleOfAll; 6] = [circles, every_crate, named_paths, short_pages, examples, kept_records];
 
 /// What the rules of all files say.
 fn complaints_of_all(files: &[Source]) -> Vec<String> {
@@ -218,6 +247,10 @@ const ROOT: &str = "tests/src/lib.rs";
 /// The files of a made-up repository, each with its path and its text.
 type Files = &'static [(&'static str, &'static str)];
 
+/// A line of prose, a character too long.
+const LONG: &str = "An example is a line of words that goes on and on, until at last it is one single character longer than \
+                    any may ever be.";
+
 fn repository(files: Files) -> Vec<Source> {
     files.iter().map(|(path, text)| Source::new(path, text)).collect()
 }
@@ -302,6 +335,14 @@ fn every_rule_of_all_files_complains() {
             &["benches/record/README.md: does not say what h100/a is kept for"],
         ),
         (&[("benches/record/README.md", "| `h100/a` | log, 1 |")], &["benches/record/README.md: h100/a is not there"]),
+        (&[("docs/a.md", LONG)], &["docs/a.md:1: 120 characters, at most 119 in a line of prose"]),
+        (
+            &[
+                ("README.md", "```rust\nfn other() {}\n```\n"),
+                ("crates/hopper-attention/examples/cpu.rs", "//! It.\n\nfn main() {}\n"),
+            ],
+            &["README.md: its example for the CPU is not crates/hopper-attention/examples/cpu.rs"],
+        ),
         (&[("README.md", "`select/`"), ("tests/select.rs", "")], &["README.md:1: names select/, "]),
     ];
     for (files, says) in wrong {
@@ -344,11 +385,24 @@ fn every_rule_of_all_files_complains() {
             ("tests/src/a.rs", "mod inner { use super::*; fn f(b: Thing) { b.g() } }\nstruct Thing;"),
             ("tests/src/b.rs", "use crate::a;"),
         ],
+        // What may be long: code, tables and HTML, and prose that nobody reads first.
+        &[
+            (
+                "docs/a.md",
+                concat!(
+                    "| a table ",
+                    "| 123456789012345678901234567890 | 123456789012345678901234567890 | 123456789012345678901234567890 | 12345678901 |\n"
+                ),
+            ),
+            ("examples/a.md", LONG),
+            ("README.md", "```rust\nfn main() {}\n```\n"),
+            ("crates/hopper-attention/examples/cpu.rs", "//! It.\n\nfn main() {}\n"),
+        ],
         &[
             (
                 "README.md",
                 "[tests](tests/), [one](tests/one.rs#L1), [far](https://a.b/c.rs), [here](#here)\n`tests/one.rs`, `one.rs:`, \
-                 `target/a/b.rs`, `causal/d64`, `.toolchain/bin/`, `PREFIX/lib/x.cmake`, `a / b`, `--mask x/y`, `std::fs`, `0.5`\n",
+                 `target/a/b.rs`, `causal/d64`, `.toolchain/bin/`,\n`PREFIX/lib/x.cmake`, `a / b`, `--mask x/y`, `std::fs`, `0.5`\n",
             ),
             ("tests/one.rs", ""),
             ("benches/LOG.md", "`tests/gone.rs`"),

@@ -1,8 +1,10 @@
 //! The harnesses: programs that call attention libraries and time them. All send the same [`Event`]s, of which a
-//! [`Session`](crate::Session) makes one [`Report`](crate::Report). There are three:
+//! [`Session`](crate::Session) makes one [`Report`](crate::Report). There are four:
 //!
 //! - the script in PyTorch, if there is PyTorch with a GPU; only it can call Python packages;
 //! - the Rust harness on a GPU;
+//! - the Rust harness on a GPU, and after it the script for the peers alone ([`Apart`]), where ours lies in no shared
+//!   library;
 //! - the Rust harness on the CPU, where the peer is the naive computation.
 
 use std::collections::BTreeMap;
@@ -14,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::report::{Library, Missing, Role, RunStatus};
 use crate::{Order, Point};
 
+mod apart;
 mod check;
 mod contest;
 mod cpu;
@@ -28,6 +31,7 @@ mod python;
 mod rows;
 mod turns;
 
+pub use apart::Apart;
 pub use cpu::Cpu;
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
@@ -74,8 +78,10 @@ pub enum Event {
         /// Why.
         error: String,
     },
-    /// It can, and this is what takes part.
+    /// It can, and this is what takes part. A second one adds to the first.
     Ready(Ready),
+    /// One more that cannot take part.
+    Missing(Missing),
     /// A ceiling was measured.
     Ceiling {
         /// As [`Ceiling::what`](crate::Ceiling).
@@ -101,7 +107,7 @@ pub enum Event {
         /// Which point.
         index: usize,
     },
-    /// A point is done.
+    /// A point is done. A second one of a point adds runs to it.
     Point {
         /// Which point.
         index: usize,
@@ -159,7 +165,7 @@ pub type Sink<'a> = &'a mut dyn FnMut(Event) -> Result<()>;
 
 /// One that times.
 pub trait Harness {
-    /// `pytorch`, `rust` or `cpu`.
+    /// `pytorch`, `rust`, `rust and pytorch` or `cpu`.
     fn name(&self) -> &'static str;
 
     /// Times everything, telling what happens.

@@ -31,6 +31,12 @@ impl PyTorch {
     pub fn new(python: impl Into<PathBuf>) -> Self {
         Self { python: python.into(), script: None }
     }
+
+    /// With a script in place of ours.
+    #[cfg(test)]
+    pub(crate) fn with_script(python: &str, script: &str) -> Self {
+        Self { script: Some(script.into()), ..Self::new(python) }
+    }
 }
 
 impl Harness for PyTorch {
@@ -46,6 +52,12 @@ impl Harness for PyTorch {
         }
         let mut banned = BTreeMap::new();
         let mut first = 0;
+        let mut is_ready = false;
+        let sink: Sink<'_> = &mut |event| match event {
+            // Of a process that was started again.
+            Event::Ready(_) if std::mem::replace(&mut is_ready, true) => Ok(()),
+            event => sink(event),
+        };
         loop {
             let mut at = At { next: first, ..At::default() };
             let mut task = serde_json::to_value(job)?;

@@ -29,18 +29,18 @@ pub fn on_gpu(gpu: &CudaDevice, cupti: Option<&Path>) -> Result<HostCost> {
         cost.notes.push(format!("the driver's calls were not counted: {why}"));
     }
     cost.notes.push("launch: an empty kernel, after a memset of 4 bytes where the plan has a counter".into());
-    // The default stream, so that cudarc keeps no events.
+    // The default stream, for which cudarc keeps no events.
     let stream = gpu.context().default_stream();
     for point in problems() {
         let bench = Bench::new(gpu, &stream, &point)?;
         let mut measure = |what: &str, call: &mut dyn FnMut() -> Result<()>| -> Result<()> {
-            let us = quartiles(&mut *call, || Ok(stream.synchronize()?))?;
+            let us = quartiles(&mut *call, || Ok(gpu.context().synchronize()?))?;
             // Afterwards, as counting makes every call slower.
             let driver_calls = match &counter {
                 Ok(counter) => Some(counter.count(COUNTED, call)?),
                 Err(_) => None,
             };
-            stream.synchronize()?;
+            gpu.context().synchronize()?;
             cost.calls.push(HostCall { what: what.into(), problem: point.to_string(), us, driver_calls });
             Ok(())
         };
@@ -58,6 +58,9 @@ pub fn on_gpu(gpu: &CudaDevice, cupti: Option<&Path>) -> Result<HostCost> {
         let launch = Launch::new(&stream)?;
         let zeroed = bench.plan.workspace_bytes() > 0;
         measure("launch", &mut || launch.call(zeroed.then_some(&bench.workspace)))?;
+        // While a context has a stream of its own, cudarc keeps two events for each allocation.
+        let own = gpu.context().new_stream()?;
+        Bench::new(gpu, &own, &point)?.safe(&own, &mut |call| measure("run_with_events", call))?;
     }
     Ok(cost)
 }

@@ -34,7 +34,8 @@ pub struct HostCost {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HostCall {
-    /// `plan`, `run` (safe API), `run_raw`, `hattn_forward_run` (C ABI), or `launch` (the same number of bare launches).
+    /// `plan`, `run` (safe API), `run_raw`, `hattn_forward_run` (C ABI), `launch` (the same number of bare launches), or
+    /// `run_with_events` (safe API, on a stream of `new_stream`, for which cudarc keeps events).
     pub what: String,
     /// The problem, as a point's name.
     pub problem: String,

@@ -35,7 +35,7 @@
    - HATTN_ABI_VERSION is the number in the name of the shared library. Within one version, functions and constants are
      only added. Structs only grow, by fields at their end. 0 in a new field means what the library did before.
    - Each struct begins with the size that its caller's header gives it. Begin a struct with its HATTN_.._INIT, which
-     fills in size and version, and sets all other fields to 0.
+     fills in size and version. It sets sizes that must not be forgotten to HATTN_UNSET, and all other fields to 0.
    - An older program has a smaller struct_size. The library takes the fields behind it as 0.
    - A newer program has a larger struct_size. Fields that the library does not know must be 0, or the call is refused
      with HATTN_ERROR_ABI. So is a size that ends inside of a field, or that no version of the struct had.
@@ -54,11 +54,14 @@
 
 struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 
-/* Initial values of structs: struct_size and abi_version are filled in, everything else is 0. */
+/* Initial values of structs: struct_size and abi_version are filled in. batch, seqlen_q and seqlen_kv are HATTN_UNSET,
+   which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
-  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
+    0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
-  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
+    0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
@@ -77,6 +80,12 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 
 // No bound on this side of a window.
 #define HATTN_UNBOUNDED (-1)
+
+// What HATTN_.._PROBLEM_INIT sets batch, seqlen_q and seqlen_kv to. Every call refuses it.
+//
+// 0 is a legal batch and a legal length. An initial value of 0 would turn a forgotten size into a problem that has
+// nothing to compute.
+#define HATTN_UNSET (-1)
 
 // How the gradients of one problem are computed on one device. Plans are used as hattn_forward_plan.
 typedef struct hattn_backward_plan hattn_backward_plan;
@@ -165,6 +174,47 @@ typedef int32_t hattn_dtype;
 // FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 #define HATTN_E4M3 4
 
+// A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
+typedef int32_t hattn_device;
+
+// The host: all cores of this machine.
+#define HATTN_CPU (-1)
+
+// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
+//
+// The offset of an element from data, in elements, is the sum of index times stride over all dimensions.
+// The order of the dimensions is fixed:
+// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
+// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
+// - 1 or 2 dimensions: as the comment of the argument says
+//
+// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
+//
+// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
+// All other tensors are aligned to their elements. No two elements of an output have the same address.
+typedef struct hattn_tensor {
+  // sizeof(hattn_tensor).
+  uint32_t struct_size;
+  // HATTN_ABI_VERSION.
+  uint32_t abi_version;
+  // Address of the first element, on the host or on a GPU. Not used if there are no elements.
+  // Inputs are only read, so a const pointer may be cast to this type.
+  void *data;
+  // Element type.
+  hattn_dtype dtype;
+  // Where the memory is.
+  hattn_device device;
+  // Number of dimensions, 1 to 4.
+  int32_t ndim;
+  // Must be 0.
+  int32_t reserved;
+  // Size of each dimension, outermost first. Entries from ndim on are not used.
+  int64_t shape[4];
+  // Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
+  // hattn_tensor_contiguous fills in the strides of a row-major tensor without gaps.
+  int64_t stride[4];
+} hattn_tensor;
+
 // Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
 // A query without keys gets output 0 and log-sum-exp -inf.
 typedef int32_t hattn_mask;
@@ -241,11 +291,10 @@ typedef struct hattn_forward_problem {
   // 1: the log-sum-exp of each query is an output. 0: it is not.
   int32_t lse;
   // Number of sequences, 0 or more. With 0 there is nothing to compute: plans are made, and runs are HATTN_OK.
-  // HATTN_FORWARD_PROBLEM_INIT sets 0, so a forgotten batch is not refused before tensors with another batch are given.
   int64_t batch;
   // Number of queries in each sequence, 0 or more.
   int64_t seqlen_q;
-  // Number of keys in each sequence, 0 or more.
+  // Number of keys in each sequence, 0 or more. With 0 no query has a key.
   int64_t seqlen_kv;
   // Number of query heads, a multiple of heads_kv. Query head h reads key head h / (heads_q / heads_kv).
   int64_t heads_q;
@@ -280,46 +329,6 @@ typedef struct hattn_forward_problem {
   // precision. The run then takes more than twice as long. The CPU always sums in single precision.
   int32_t half_scores;
 } hattn_forward_problem;
-
-// A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
-typedef int32_t hattn_device;
-
-// The host: all cores of this machine.
-#define HATTN_CPU (-1)
-
-// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
-//
-// The offset of an element from data, in elements, is the sum of index times stride over all dimensions.
-// The order of the dimensions is fixed:
-// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
-// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
-// - 1 or 2 dimensions: as the comment of the argument says
-//
-// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
-//
-// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
-// All other tensors are aligned to their elements. No two elements of an output have the same address.
-typedef struct hattn_tensor {
-  // sizeof(hattn_tensor).
-  uint32_t struct_size;
-  // HATTN_ABI_VERSION.
-  uint32_t abi_version;
-  // Address of the first element, on the host or on a GPU. Not used if there are no elements.
-  // Inputs are only read, so a const pointer may be cast to this type.
-  void *data;
-  // Element type.
-  hattn_dtype dtype;
-  // Where the memory is.
-  hattn_device device;
-  // Number of dimensions, 1 to 4.
-  int32_t ndim;
-  // Must be 0.
-  int32_t reserved;
-  // Size of each dimension, outermost first. Entries from ndim on are not used.
-  int64_t shape[4];
-  // Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
-  int64_t stride[4];
-} hattn_tensor;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
 //
@@ -363,7 +372,7 @@ typedef struct hattn_forward_args {
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
 //
 // dQ, dK, dV and dO (the gradient of the output) have the shapes of Q, K, V and O.
-// Fields without a comment mean the same as in hattn_forward_problem.
+// Fields without a comment mean the same as in hattn_forward_problem. The limits are the same, too.
 typedef struct hattn_backward_problem {
   // sizeof(hattn_backward_problem).
   uint32_t struct_size;
@@ -375,7 +384,6 @@ typedef struct hattn_backward_problem {
   hattn_corner corner;
   // 1: a gradient of the log-sum-exp is an input. 0: it is not.
   int32_t d_lse;
-  // Number of sequences, 0 or more. With 0 there is nothing to compute, as in hattn_forward_problem.
   int64_t batch;
   int64_t seqlen_q;
   int64_t seqlen_kv;
@@ -524,6 +532,18 @@ const char *hattn_version(void);
 // The caller promises:
 // `count` is null, or can be written.
 hattn_status hattn_device_count(int32_t *count);
+
+// Fills in the strides of a row-major tensor without gaps. Set `ndim` and `shape` before the call.
+//
+// The stride of a dimension is the product of the sizes behind it, and 1 for the last dimension. A size of 0 counts as 1.
+// Nothing is written on failure:
+//
+// - HATTN_ERROR_ARGUMENT: `ndim` is not 1 to 4.
+// - HATTN_ERROR_LAYOUT: a size is negative, or the tensor has 2^63 elements or more.
+//
+// The caller promises:
+// `tensor` is null, or points to a struct of the size that the struct says, which can be written.
+hattn_status hattn_tensor_contiguous(struct hattn_tensor *tensor);
 
 // Makes a tuning of `length` bytes of text, which `hattn tune` wrote. Writes it to `*tuning`, or null on failure.
 //

@@ -474,14 +474,16 @@ class Problem {
 
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V.
 //
-// Setters return the problem, so that they can be chained. Defaults: batch 1, all other sizes 0, a full mask, the scale
-// 1 / sqrt(head_dim_qk), no optional output. Numbers are checked when the problem is used.
+// Setters return the problem, so that they can be chained. Defaults: batch 1, a full mask, the scale
+// 1 / sqrt(head_dim_qk), no optional output. Numbers are checked when the problem is used. Other sizes that were not
+// set are refused then.
 class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_problem> {
  public:
   // The element type of Q, K and V. It is also that of O, unless it is E4M3 (see output).
   explicit constexpr ForwardProblem(DType dtype) noexcept {
     problem_.dtype = static_cast<hattn_dtype>(dtype);
     problem_.batch = 1;
+    problem_.seqlen_q = problem_.seqlen_kv = HATTN_UNSET;
   }
 
   constexpr ForwardProblem& batch(std::int64_t sequences) noexcept { return set(problem_.batch, sequences); }

@@ -1,5 +1,7 @@
-// DLPack tensors in and out of Hopper Attention. Header-only, on top of hopper_attention.hpp and <dlpack/dlpack.h> 1.x,
-// which the user provides.
+// DLPack tensors in and out of Hopper Attention. Header-only, on top of hopper_attention.hpp and <dlpack/dlpack.h> 1.x.
+//
+// Where dlpack/dlpack.h comes from, if the machine has none: `scripts/install.sh PREFIX --dlpack` installs it beside
+// this file. A copy with the same declarations serves too if it is included first, such as PyTorch's ATen/dlpack.h.
 //
 //   args.q = hattn::dlpack_input(*q_capsule_pointer, "q");     // DLTensor, DLManagedTensor, DLManagedTensorVersioned
 //   args.o = hattn::dlpack_output(*o_capsule_pointer, "o");    // refuses a tensor that is marked read-only
@@ -12,7 +14,12 @@
 #ifndef HOPPER_ATTENTION_DLPACK_HPP
 #define HOPPER_ATTENTION_DLPACK_HPP
 
+#ifndef DLPACK_MAJOR_VERSION
+#if !__has_include(<dlpack/dlpack.h>)
+#error "there is no dlpack/dlpack.h: 'scripts/install.sh PREFIX --dlpack' installs it; any DLPack 1.x serves"
+#endif
 #include <dlpack/dlpack.h>
+#endif
 
 #include <cinttypes>
 #include <cstdint>
@@ -25,7 +32,7 @@
 #include "hopper_attention.hpp"
 
 #if !defined(DLPACK_MAJOR_VERSION) || DLPACK_MAJOR_VERSION != 1
-#error "hopper_attention_dlpack.hpp needs dlpack/dlpack.h of version 1.x"
+#error "dlpack/dlpack.h is not of version 1.x: 'scripts/install.sh PREFIX --dlpack' installs one that is"
 #endif
 
 namespace hattn {

@@ -72,6 +72,12 @@ pub const HATTN_PER_BLOCK: hattn_scaling = 2;
 /// No bound on this side of a window.
 pub const HATTN_UNBOUNDED: i64 = -1;
 
+/// What HATTN_.._PROBLEM_INIT sets batch, seqlen_q and seqlen_kv to. Every call refuses it.
+///
+/// 0 is a legal batch and a legal length. An initial value of 0 would turn a forgotten size into a problem that has
+/// nothing to compute.
+pub const HATTN_UNSET: i64 = -1;
+
 /// What a CUstream or a cudaStream_t points to.
 pub struct CUstream_st {
     _private: [u8; 0],
@@ -104,11 +110,10 @@ pub struct hattn_forward_problem {
     /// 1: the log-sum-exp of each query is an output. 0: it is not.
     pub lse: i32,
     /// Number of sequences, 0 or more. With 0 there is nothing to compute: plans are made, and runs are HATTN_OK.
-    /// HATTN_FORWARD_PROBLEM_INIT sets 0, so a forgotten batch is not refused before tensors with another batch are given.
     pub batch: i64,
     /// Number of queries in each sequence, 0 or more.
     pub seqlen_q: i64,
-    /// Number of keys in each sequence, 0 or more.
+    /// Number of keys in each sequence, 0 or more. With 0 no query has a key.
     pub seqlen_kv: i64,
     /// Number of query heads, a multiple of heads_kv. Query head h reads key head h / (heads_q / heads_kv).
     pub heads_q: i64,
@@ -154,7 +159,7 @@ impl hattn_forward_problem {
 /// The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
 ///
 /// dQ, dK, dV and dO (the gradient of the output) have the shapes of Q, K, V and O.
-/// Fields without a comment mean the same as in hattn_forward_problem.
+/// Fields without a comment mean the same as in hattn_forward_problem. The limits are the same, too.
 #[repr(C)]
 #[allow(missing_docs, reason = "the fields of hattn_forward_problem are explained there")]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -169,7 +174,6 @@ pub struct hattn_backward_problem {
     pub corner: hattn_corner,
     /// 1: a gradient of the log-sum-exp is an input. 0: it is not.
     pub d_lse: i32,
-    /// Number of sequences, 0 or more. With 0 there is nothing to compute, as in hattn_forward_problem.
     pub batch: i64,
     pub seqlen_q: i64,
     pub seqlen_kv: i64,
@@ -251,6 +255,7 @@ pub struct hattn_tensor {
     /// Size of each dimension, outermost first. Entries from ndim on are not used.
     pub shape: [i64; 4],
     /// Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
+    /// hattn_tensor_contiguous fills in the strides of a row-major tensor without gaps.
     pub stride: [i64; 4],
 }
 

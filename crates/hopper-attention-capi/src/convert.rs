@@ -25,7 +25,10 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
 /// The forward problem of any pass. `dtypes` are the types of operands that the pass takes, for an error.
 fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProblem> {
     let size = |what: &'static str, got: i64, allowed: &str| {
-        usize::try_from(got).map_err(|_| Error::Value { what, got: got.to_string(), allowed: allowed.into() })
+        usize::try_from(got).map_err(|_| {
+            let got = if got == HATTN_UNSET { "HATTN_UNSET (-1)".into() } else { got.to_string() };
+            Error::Value { what, got, allowed: allowed.into() }
+        })
     };
     let length = |what, got| size(what, got, "0 and above");
     let heads = |what, got| size(what, got, "1 and above");
@@ -295,22 +298,50 @@ fn ranked<const R: usize>(operand: &Operand, given: &hattn_tensor) -> Outcome<Ra
     if given.ndim != R as i32 {
         return Err(Failure::argument(name, format_args!("ndim {}", given.ndim), format_args!("{R}, {axes}")));
     }
-    let (mut shape, mut stride) = ([0; R], [0; R]);
-    for axis in 0..R {
-        shape[axis] = usize::try_from(given.shape[axis]).map_err(|_| Error::Layout {
-            tensor: name,
-            got: format!("size {} in dimension {axis}", given.shape[axis]),
-            allowed: "0 and above".into(),
-        })?;
-        stride[axis] = given.stride[axis];
-    }
-    let named = |error| match error {
-        Error::Layout { got, allowed, .. } => Error::Layout { tensor: name, got, allowed },
-        other => other,
-    };
+    let shape = shape::<R>(name, given)?;
+    let stride = std::array::from_fn(|axis| given.stride[axis]);
     let place = ordinal(name, format_args!("device {}", given.device), given.device)?.map_or(Place::Cpu, Place::Cuda);
-    let layout = Layout::with_strides(shape, stride).map_err(named)?;
+    let layout = Layout::with_strides(shape, stride).map_err(|error| named(name, error))?;
     let dtype = dtype_of(given.dtype)
         .ok_or_else(|| Failure::argument(name, format_args!("dtype {}", given.dtype), constant(operand.dtype())))?;
     Ok(RawTensor::new(given.data.expose_provenance() as u64, dtype, place, layout))
+}
+
+/// The first `R` sizes of a tensor.
+fn shape<const R: usize>(name: &'static str, given: &hattn_tensor) -> Outcome<[usize; R]> {
+    let mut shape = [0; R];
+    for (axis, (size, &from)) in shape.iter_mut().zip(&given.shape).enumerate() {
+        *size = usize::try_from(from).map_err(|_| Error::Layout {
+            tensor: name,
+            got: format!("size {from} in dimension {axis}"),
+            allowed: "0 and above".into(),
+        })?;
+    }
+    Ok(shape)
+}
+
+/// An error of a layout, with the name of the tensor that has it.
+fn named(name: &'static str, error: Error) -> Error {
+    match error {
+        Error::Layout { got, allowed, .. } => Error::Layout { tensor: name, got, allowed },
+        other => other,
+    }
+}
+
+/// The strides that the sizes of a tensor give if its memory is row-major without gaps. Entries from `ndim` on are those of
+/// the tensor.
+pub(crate) fn contiguous_stride(name: &'static str, given: &hattn_tensor) -> Outcome<[i64; 4]> {
+    fn of<const R: usize>(name: &'static str, given: &hattn_tensor) -> Outcome<[i64; 4]> {
+        let layout = Layout::contiguous(shape::<R>(name, given)?).map_err(|error| named(name, error))?;
+        let mut stride = given.stride;
+        stride[..R].copy_from_slice(&layout.stride());
+        Ok(stride)
+    }
+    match given.ndim {
+        1 => of::<1>(name, given),
+        2 => of::<2>(name, given),
+        3 => of::<3>(name, given),
+        4 => of::<4>(name, given),
+        other => Err(Failure::argument(name, format_args!("ndim {other}"), "1 to 4")),
+    }
 }

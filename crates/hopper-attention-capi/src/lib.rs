@@ -1,5 +1,5 @@
 //! The C ABI of `hopper-attention`. C and C++ programs include `hopper_attention.h`, which cbindgen makes of this crate.
-//! `README.md` at the root says how to link.
+//! `docs/cpp.md` in the repository says how to link.
 //!
 //! Each function reads its arguments, calls the safe crate, and turns the result into a status and a text. The safe crate
 //! makes all checks. A panic becomes a status too.
@@ -26,6 +26,7 @@ mod handle;
 mod pass;
 mod quantize;
 mod status;
+mod tensor;
 mod tuning;
 
 pub use abi::*;
@@ -34,4 +35,5 @@ pub use devices::*;
 pub use forward::*;
 pub use quantize::*;
 pub use status::*;
+pub use tensor::*;
 pub use tuning::*;

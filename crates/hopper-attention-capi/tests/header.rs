@@ -58,27 +58,41 @@ fn layout() -> String {
     text
 }
 
-/// The header's version and its initialisers. `struct_size` and `abi_version` are filled in, everything else is 0.
+/// Sizes whose 0 is legal and leaves nothing to compute. Their initial value is one that every call refuses.
+const UNSET: [&str; 3] = ["batch", "seqlen_q", "seqlen_kv"];
+
+/// The header's version and its initialisers.
 fn initialisers() -> String {
     let mut text = format!(
         "\n/* The version of this header. The library's own is hattn_version(). */\n\
          #define HATTN_VERSION_MAJOR {}\n#define HATTN_VERSION_MINOR {}\n\n\
          struct CUstream_st; /* what a CUstream or a cudaStream_t points to */\n\n\
-         /* Initial values of structs: struct_size and abi_version are filled in, everything else is 0. */",
+         /* Initial values of structs: struct_size and abi_version are filled in. batch, seqlen_q and seqlen_kv are HATTN_UNSET,\n   \
+         which every call refuses. Everything else is 0. */",
         env!("CARGO_PKG_VERSION_MAJOR"),
         env!("CARGO_PKG_VERSION_MINOR"),
     );
     for of in LAYOUTS {
-        let zeros: String = fields(of)
-            .skip(2)
-            .map(|(_, _, size)| match size {
-                32 => ", {0, 0, 0, 0}", // an array of four int64_t
-                _ => ", 0",
-            })
-            .collect();
         let (macro_name, name) = (initialiser(of), of.name);
-        write!(text, "\n#define {macro_name} \\\n  {{ sizeof({name}), HATTN_ABI_VERSION{zeros} }}")
-            .expect("a String takes any text");
+        writeln!(text, "\n#define {macro_name} \\").expect("a String takes any text");
+        let mut line = format!("  {{ sizeof({name}), HATTN_ABI_VERSION");
+        for (name, _, size) in fields(of).skip(2) {
+            let value = match size {
+                _ if UNSET.contains(&name) => "HATTN_UNSET",
+                32 => "{0, 0, 0, 0}", // an array of four int64_t
+                _ => "0",
+            };
+            // Room for the end of a line: a comma, a space and a backslash, or a closing brace.
+            if line.len() + 2 + value.len() + 3 > 120 {
+                writeln!(text, "{line}, \\").expect("a String takes any text");
+                line = format!("    {value}");
+            } else {
+                line += ", ";
+                line += value;
+            }
+        }
+        text += &line;
+        text += " }";
     }
     text
 }
@@ -126,6 +140,7 @@ fn header() -> String {
         .with_src(root.join("src/abi.rs"))
         .with_src(root.join("src/status.rs"))
         .with_src(root.join("src/devices.rs"))
+        .with_src(root.join("src/tensor.rs"))
         .with_src(root.join("src/tuning.rs"))
         .with_src(root.join("src/forward.rs"))
         .with_src(root.join("src/backward.rs"))

@@ -13,11 +13,11 @@ use crate::values::{Tensors, Values, tensor};
 
 /// How far the result is from the f64 oracle.
 pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<Vec<(&'static str, Figures)>> {
-    let report = report::busy("checking against the f64 oracle", || {
+    let report = report::gradually("checking against the f64 oracle", |told| {
         let [q, k, v] = real(problem, layout, tensors)?;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
-        anyhow::Ok(Expected::new(problem, &q, &k, &v)?.check(&o, Some(&lse))?)
+        anyhow::Ok(Expected::with_progress(problem, &q, &k, &v, told)?.check(&o, Some(&lse))?)
     })?;
     Ok([("o", report.o)].into_iter().chain(report.lse.map(|lse| ("lse", lse))).collect())
 }
@@ -44,11 +44,11 @@ pub fn judge_gradients(
     layout: FileLayout,
     tensors: &Tensors,
 ) -> Result<Vec<(&'static str, Figures)>> {
-    let report = report::busy("checking gradients against the f64 oracle", || {
+    let report = report::gradually("checking gradients against the f64 oracle", |told| {
         let [q, k, v] = real(problem.forward(), layout, tensors)?;
         let d_o = wide(tensors, Slot::DO, layout, problem.d_o_shape())?;
         let d_lse = tensors.get(&Slot::DLse).map(Values::wide).transpose()?;
-        let report = BackwardExpected::new(problem, &q, &k, &v, &d_o, d_lse.as_deref())?.check(
+        let report = BackwardExpected::with_progress(problem, [&q, &k, &v, &d_o], d_lse.as_deref(), told)?.check(
             &wide(tensors, Slot::DQ, layout, problem.d_q_shape())?,
             &wide(tensors, Slot::DK, layout, problem.d_k_shape())?,
             &wide(tensors, Slot::DV, layout, problem.d_v_shape())?,

@@ -99,6 +99,26 @@ pub fn busy<T>(text: &'static str, work: impl FnOnce() -> T) -> T {
     done
 }
 
+/// Shows a bar with `text` and the time left while `work` runs; nothing where stderr is not a terminal. `work` tells
+/// the share that is done, from 0 to 1.
+pub fn gradually<T>(text: &'static str, work: impl FnOnce(&(dyn Fn(f64) + Sync)) -> T) -> T {
+    const STEPS: u64 = 1000;
+    let bar = ProgressBar::new(STEPS).with_message(text);
+    if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:30}] {percent}%, {eta} left") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    // Threads may tell their shares in another order than they were reached.
+    let told = |share: f64| {
+        let position = (share * STEPS as f64) as u64;
+        if position > bar.position() {
+            bar.set_position(position);
+        }
+    };
+    let done = work(&told);
+    bar.finish_and_clear();
+    done
+}
+
 /// The progress bar of a sweep; nothing where stderr is not a terminal.
 pub struct Bar(ProgressBar);
 
@@ -122,7 +142,7 @@ impl Bar {
     pub fn show(&self, progress: &Progress<'_>) {
         match progress {
             Progress::Library { point, name } => self.0.set_message(excerpt(&format!("{point} {name}"), 80)),
-            Progress::Report(report) => self.0.set_position(report.points.len() as u64),
+            Progress::Report { done, .. } => self.0.set_position(*done as u64),
         }
         self.0.tick();
     }

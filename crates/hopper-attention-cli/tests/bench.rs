@@ -201,7 +201,7 @@ fn comparisons_fail_only_on_what_got_slower() {
 }
 
 #[test]
-fn a_readme_gets_its_section() {
+fn a_page_gets_its_section() {
     let folder = tempfile::tempdir().expect("a folder");
     let record = folder.path().join("record/cpu");
     assert!(sweep(&record, &["--filter", "d32"]).status.success());
@@ -288,10 +288,22 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--dtypes", "e4m3", "--directions", "fwd,bwd"], "e4m3 operands have no gradients");
     let out = hattn(&["bench", "--device", "cuda:4096", "--harness", "rust", "--filter", "s512"]);
     assert!(!out.status.success(), "there is no such GPU");
-    let out = hattn(&["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", "python-that-is-missing"]);
+    let in_torch = ["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", "python-that-is-missing"];
+    let out = hattn(&[&in_torch[..], &["--ours", "x.so"]].concat());
     assert!(
         text(&out.stderr).contains("--harness pytorch: python-that-is-missing does not start"),
         "{}",
         text(&out.stderr)
+    );
+    // A program that was installed has no shared library beside it for the script.
+    let folder = tempfile::tempdir().expect("a folder");
+    let installed = folder.path().join("hattn");
+    std::fs::copy(common::program(), &installed).expect("copied");
+    let out = Command::new(&installed).args(in_torch).output().expect("hattn starts");
+    assert_eq!(out.status.code(), Some(1));
+    let complaint = text(&out.stderr);
+    assert!(
+        complaint.contains("--harness pytorch: the script loads ours from ") && complaint.contains("is not there"),
+        "{complaint}"
     );
 }

@@ -343,5 +343,14 @@ fn auto_says_why_it_took_what_it_took() {
 #[test]
 fn info_lists_devices_and_kernels() {
     let text = hattn(["info"]).fine();
-    assert!(text.contains("\ndevices\n  cpu, ") && text.contains("\nkernels\n  "), "{text}");
+    assert!(text.contains("\n\nkernels\n  ") && text.contains("\n\ndevices\n  cpu, "), "{text}");
+    // With kernels: a line for each instruction set and pass, and all of them only when asked for.
+    let rows = hattn(["info", "--kernels"]).fine();
+    match rows.starts_with("none in this build") {
+        true => assert!(text.contains("\nkernels\n  none in this build"), "{text}"),
+        false => {
+            let all = format!("`hattn info --kernels` lists all {}\n", rows.lines().count());
+            assert!(text.contains(&all) && text.lines().count() < 20, "{text}");
+        }
+    }
 }

@@ -239,7 +239,7 @@ fn what_steers_a_terminal_is_shown_as_an_escape() {
         shows(hattn(line), 2);
     }
     shows(hattn(["bench", "--device", "cpu", "--filter", STEERING]), 1);
-    shows(hattn(["bench", "--device", "cuda:0", "--harness", "pytorch", "--python", STEERING]), 1);
+    shows(hattn(["bench", "--device", "cuda:0", "--harness", "pytorch", "--ours", "x.so", "--python", STEERING]), 1);
 }
 
 /// A sweep of one point, with texts in its report replaced.
@@ -413,12 +413,12 @@ fn sweeps_that_are_too_large_are_refused() {
 /// What is documented is what occurs: the other tests hold each of these codes to its cause.
 #[test]
 fn the_exit_codes_are_documented() {
-    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).expect("the README");
+    let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/hattn.md")).expect("the page");
     let help = hattn(["--help"]).fine();
     for (code, meaning) in
         [(0, "done"), (1, "refused or failed; one sentence on stderr says why"), (2, "the command line cannot be read")]
     {
         assert!(help.contains(&format!("\n  {code}   {meaning}\n")), "{help}");
-        assert!(readme.contains(&format!("| {code} | {meaning} |")), "the README lacks {code}");
+        assert!(page.contains(&format!("| {code} | {meaning} |")), "docs/hattn.md lacks {code}");
     }
 }

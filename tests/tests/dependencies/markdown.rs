@@ -1,6 +1,31 @@
-//! Paths that Markdown names: in links, in code between backticks, in fenced code, and in the attributes of its HTML.
+//! Markdown: how long it is, and the paths that it names, in links, in code between backticks, in fenced code, and in the
+//! attributes of its HTML.
 
 use std::collections::BTreeSet;
+
+/// A line of prose is no longer, in characters: it fits an editor's window.
+pub const WIDTH: usize = 119;
+
+/// The README has no more lines: a newcomer reads it in five minutes. What is longer goes to `docs/`.
+pub const README_LINES: usize = 149;
+
+/// The lines of prose that are longer than [`WIDTH`], with their lengths. Code, tables and HTML cannot be broken, and may be
+/// longer.
+pub fn long_lines(text: &str) -> Vec<(usize, usize)> {
+    let mut fenced = false;
+    let mut long = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let begin = line.trim_start();
+        if begin.starts_with("```") {
+            fenced = !fenced;
+        }
+        let length = line.chars().count();
+        if !fenced && !begin.starts_with(['|', '<']) && length > WIDTH {
+            long.push((number, length));
+        }
+    }
+    long
+}
 
 /// Every file and folder of the repository.
 pub struct Paths {

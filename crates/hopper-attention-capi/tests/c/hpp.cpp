@@ -371,12 +371,23 @@ void plans_move() {
   move<BackwardPlan>(BackwardProblem(small()));
 }
 
+void sizes_that_were_forgotten_are_refused() {
+  const ForwardProblem no_lengths = ForwardProblem(DType::F32).heads(1, 1).head_dims(8, 8);
+  CHECK(no_lengths.supported(Device::cpu()) == Status::Value);
+  CHECK_TEXT(last_error(), "seqlen_q: HATTN_UNSET (-1); allowed: 0 and above");
+  CHECK(BackwardProblem(no_lengths).supported(Device::cpu()) == Status::Value);
+  CHECK(ForwardProblem(DType::F32).seqlens(1, 1).head_dims(8, 8).supported(Device::cpu()) == Status::Value);
+  CHECK(ForwardProblem(DType::F32).seqlens(1, 1).heads(1, 1).supported(Device::cpu()) == Status::Value);
+  // A batch of 1 is what most problems have.
+  CHECK(ForwardProblem(DType::F32).seqlens(1, 1).heads(1, 1).head_dims(8, 8).supported(Device::cpu()) == Status::Ok);
+}
+
 void each_thread_has_its_text() {
   CHECK(small().heads(4, 3).supported(Device::cpu()) == Status::Value);
   std::thread([] {
     CHECK(strcmp(last_error(), "") == 0);
-    CHECK(small().batch(-1).supported(Device::cpu()) == Status::Value);
-    CHECK_TEXT(last_error(), "batch: -1");
+    CHECK(small().batch(-2).supported(Device::cpu()) == Status::Value);
+    CHECK_TEXT(last_error(), "batch: -2");
   }).join();
   CHECK_TEXT(last_error(), "heads_q: 4");
 }
@@ -483,6 +494,7 @@ int main() {
   RUN(kSuite, gradients_of_any_strides_compute);
   RUN(kSuite, the_twins_refuse_gradients);
   RUN(kSuite, plans_move);
+  RUN(kSuite, sizes_that_were_forgotten_are_refused);
   RUN(kSuite, each_thread_has_its_text);
   RUN(kSuite, a_negative_ordinal_is_no_device);
   RUN(kSuite, the_device_count_is_a_number);

@@ -20,12 +20,16 @@ pub struct BenchArgs {
     #[arg(long)]
     pub arch: Option<ArchArg>,
     /// Which program times on a GPU: a script in PyTorch, or hattn itself. Only the script can call Python packages
+    ///
+    /// The script loads ours from the shared library that scripts/bench.sh builds, and times all libraries in turn.
+    /// Without that library `auto` times ours with hattn first, and then the peers with the script.
     #[arg(long, value_enum, default_value_t = HarnessArg::Auto)]
     pub harness: HarnessArg,
     /// The Python interpreter that has PyTorch
     #[arg(long, value_name = "PROGRAM", default_value = "python3")]
     pub python: PathBuf,
-    /// A build of ours to time: a shared object with the C entry of benches/peers/README.md [default: the one beside hattn]
+    /// A build of ours to time: a shared object with the C entry of benches/peers/README.md [default: the one beside
+    /// hattn, else hattn itself]
     ///
     /// It may be given several times. Ratios to peers are those of the first; the others are variants to compare it with.
     #[arg(long, value_name = "[NAME=]FILE")]
@@ -132,7 +136,8 @@ impl PointArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum HarnessArg {
-    /// PyTorch if --python has it and it sees a GPU, else Rust
+    /// PyTorch if --python has it and it sees a GPU, else Rust. Both, one after the other, without a shared library of
+    /// ours
     Auto,
     /// The script in PyTorch, or fail
     Pytorch,
@@ -148,8 +153,8 @@ pub struct PlotArgs {
     /// Folder for the charts [default: the report's]
     #[arg(long, short, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Also write the section on speed into this file, between its markers. Report and charts must be below the file's folder
-    #[arg(long, value_name = "README.md", conflicts_with = "output")]
+    /// Also write the report's section into this page, between the markers that name the report, or the only ones
+    #[arg(long, value_name = "PAGE.md", conflicts_with = "output")]
     pub update: Option<PathBuf>,
 }
 

@@ -48,13 +48,13 @@ pub enum Command {
     Run(RunArgs),
     /// Compute as `run` does, and compare with an f64 computation. Fails if an error exceeds the tolerance
     Check(CheckArgs),
-    /// List the devices of this machine and the kernels of this build
+    /// Say what the kernels of this build compute, and list the devices of this machine
     Info(InfoArgs),
     /// Write a safetensors file with normally distributed q, k and v (with --backward also gradients of o and lse)
     Random(RandomArgs),
     /// Time forward or backward passes, alternating with every other attention library on this machine
     Bench(Box<BenchArgs>),
-    /// Draw the charts of a report of `bench`; with --update also write the README's section on speed
+    /// Draw the charts of a report of `bench`; with --update also write its section of a page, such as docs/speed.md
     Plot(PlotArgs),
     /// Compute random problems and judge each, until one is wrong or the time is over. A wrong one is made smaller and written
     Fuzz(FuzzArgs),
@@ -174,6 +174,9 @@ pub struct FuzzArgs {
 
 #[derive(Debug, Args)]
 pub struct InfoArgs {
+    /// Print only the kernels of this build, one a line
+    #[arg(long, conflicts_with_all = ["markdown", "update"])]
+    pub kernels: bool,
     /// Print only the table of supported problems, as Markdown
     #[arg(long)]
     pub markdown: bool,

@@ -1,4 +1,5 @@
-//! Which harness times: PyTorch's where there is one with a GPU, the Rust one on a GPU without, the CPU's elsewhere.
+//! Which harness times. On a GPU it is PyTorch's where there is one and a shared library of ours, else the Rust one,
+//! with the peers in Python after it. Elsewhere it is the CPU's.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -6,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail, ensure};
 use hopper_attention_benches::host::HostCost;
-use hopper_attention_benches::{Cpu, Harness, Job, Outcome, Progress, PyTorch, Report, Session, WARM_UPS};
+use hopper_attention_benches::{Cpu, Job, Outcome, Progress, PyTorch, Report, Session, WARM_UPS};
 use serde_json::json;
 
 use crate::args::{BenchArgs, DeviceArg, HarnessArg};
@@ -36,8 +37,22 @@ pub fn run(
     }
     let Some(ordinal) = gpu else { return on_cpu(args, length, progress) };
 
-    if args.harness != HarnessArg::Rust {
-        let job = job(args, false, ordinal, ours(args))?;
+    let library = beside();
+    if args.harness == HarnessArg::Pytorch && args.ours.is_empty() {
+        ensure!(
+            library.is_file(),
+            "--harness pytorch: the script loads ours from {}, which is not there; allowed: --ours FILE, a hattn that \
+             scripts/bench.sh built, or another harness",
+            library.display()
+        );
+    }
+    let apart = args.harness == HarnessArg::Auto && args.ours.is_empty() && !library.is_file();
+    if args.harness != HarnessArg::Rust && !apart {
+        let ours = match &args.ours[..] {
+            [] => vec![format!("{}={}", hopper_attention_benches::NAME, library.display())],
+            ours => ours.to_vec(),
+        };
+        let job = job(args, false, ordinal, ours)?;
         length(job.points.len());
         let why = match session(args, &job).run(&mut PyTorch::new(&args.python), progress)? {
             Outcome::Done { report, cupti } => return Ok((*report, host_on_gpu(ordinal, cupti))),
@@ -48,18 +63,13 @@ pub fn run(
         }
         report::warn(format!("{why}: cuDNN, FlashAttention-2 and other peers in Python are not timed"));
     }
-    on_gpu(args, ordinal, length, progress)
+    on_gpu(args, ordinal, apart && !args.no_python_peers, length, progress)
 }
 
-/// Our shared objects: those asked for, or the one that a build puts beside this program.
-fn ours(args: &BenchArgs) -> Vec<String> {
-    if !args.ours.is_empty() {
-        return args.ours.clone();
-    }
+/// Our shared object that `scripts/bench.sh` puts beside this program. An installed program has none.
+fn beside() -> PathBuf {
     let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_path_buf())).unwrap_or_default();
-    let file = folder.join("libhopper_attention_benches.so");
-    // Where it is missing the report names it as missing.
-    vec![format!("{}={}", hopper_attention_benches::NAME, file.display())]
+    folder.join("libhopper_attention_benches.so")
 }
 
 fn job(args: &BenchArgs, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Result<Job> {
@@ -93,13 +103,6 @@ fn session<'a>(args: &BenchArgs, job: &'a Job) -> Session<'a> {
     Session::new(job, args.commit.clone(), options)
 }
 
-fn done(outcome: Outcome, host: impl FnOnce() -> Result<HostCost>) -> Result<Measured> {
-    match outcome {
-        Outcome::Done { report, .. } => Ok((*report, host())),
-        Outcome::Absent(why) => bail!("{why}"),
-    }
-}
-
 fn on_cpu(
     args: &BenchArgs,
     length: &mut dyn FnMut(usize),
@@ -108,21 +111,27 @@ fn on_cpu(
     ensure!(args.arch.is_none(), "--arch is for a GPU, and this would run on the CPU");
     let job = job(args, true, 0, vec![])?;
     length(job.points.len());
-    let harness: &mut dyn Harness = &mut Cpu;
-    let (mut report, host) = done(session(args, &job).run(harness, progress)?, super::host_on_cpu)?;
-    report.notes.push("the CPU backend against the naive computation: it says nothing about the kernels".into());
-    Ok((report, host))
+    match session(args, &job).run(&mut Cpu, progress)? {
+        Outcome::Done { mut report, .. } => {
+            report
+                .notes
+                .push("the CPU backend against the naive computation: it says nothing about the kernels".into());
+            Ok((*report, super::host_on_cpu()))
+        }
+        Outcome::Absent(why) => bail!("{why}"),
+    }
 }
 
 #[cfg(feature = "cuda")]
 fn on_gpu(
     args: &BenchArgs,
     ordinal: usize,
+    python: bool,
     length: &mut dyn FnMut(usize),
     progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Measured> {
     use hopper_attention::Device;
-    use hopper_attention_benches::Cuda;
+    use hopper_attention_benches::{Apart, Cuda, Harness};
 
     let device = match Device::cuda(ordinal) {
         Ok(Device::Cuda(device)) => device,
@@ -134,15 +143,27 @@ fn on_gpu(
         Err(error) => return Err(error.into()),
     };
     let job = job(args, false, ordinal, args.ours.clone())?;
-    length(job.points.len());
-    let outcome = session(args, &job).run(&mut Cuda::new(device)?, progress)?;
-    done(outcome, || host_on_gpu(ordinal, None))
+    let (mut ours, mut apart);
+    let harness: &mut dyn Harness = if python {
+        length(2 * job.points.len());
+        apart = Apart::new(Cuda::new(device)?, PyTorch::new(&args.python));
+        &mut apart
+    } else {
+        length(job.points.len());
+        ours = Cuda::new(device)?;
+        &mut ours
+    };
+    match session(args, &job).run(harness, progress)? {
+        Outcome::Done { report, cupti } => Ok((*report, host_on_gpu(ordinal, cupti))),
+        Outcome::Absent(why) => bail!("{why}"),
+    }
 }
 
 #[cfg(not(feature = "cuda"))]
 fn on_gpu(
     _: &BenchArgs,
     _: usize,
+    _: bool,
     _: &mut dyn FnMut(usize),
     _: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Measured> {

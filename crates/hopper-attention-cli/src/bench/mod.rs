@@ -10,7 +10,7 @@ use hopper_attention::Arch;
 use hopper_attention_benches::chart::Chart;
 use hopper_attention_benches::compare::Comparison;
 use hopper_attention_benches::{
-    ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, readme, table, text,
+    ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, speed, table, text,
 };
 
 use crate::args::{BenchArgs, PlotArgs};
@@ -52,7 +52,7 @@ fn measure(args: &BenchArgs) -> Result<Report> {
     let mut progress = |progress: Progress<'_>| {
         bar.show(&progress);
         match (progress, &args.output) {
-            (Progress::Report(report), Some(folder)) if !report.points.is_empty() => {
+            (Progress::Report { report, .. }, Some(folder)) if !report.points.is_empty() => {
                 save(report, &folder.join("bench.json"))
             }
             _ => Ok(()),
@@ -168,7 +168,8 @@ impl<'a> Update<'a> {
     fn new(path: &'a Path, report: &Report, record: &Path) -> Result<Self> {
         let update = || {
             let old = text::read(path)?;
-            let new = readme::update(&old, report, &below(record, path)?)?;
+            let (record, page) = from_common_folder(record, path)?;
+            let new = speed::update(&old, report, &record, &page)?;
             let new = (new != old).then(|| Ok::<_, anyhow::Error>((new, AtomicFile::create(path)?)));
             Ok::<_, anyhow::Error>(Self { path, new: new.transpose()? })
         };
@@ -207,13 +208,12 @@ impl Drop for MadeFolder<'_> {
     }
 }
 
-/// A file's path as seen from the folder of another.
-fn below(file: &Path, beside: &Path) -> Result<String> {
-    let (file, beside) = (file.canonicalize()?, beside.canonicalize()?);
-    let folder = beside.parent().context("it is in a folder")?;
-    let relative =
-        file.strip_prefix(folder).ok().with_context(|| format!("{} is not below its folder", file.display()))?;
-    Ok(relative.to_string_lossy().replace('\\', "/"))
+/// The paths of two files as the innermost folder that holds both sees them, with forward slashes.
+fn from_common_folder(one: &Path, other: &Path) -> Result<(String, String)> {
+    let (one, other) = (one.canonicalize()?, other.canonicalize()?);
+    let common = one.ancestors().skip(1).find(|folder| other.starts_with(folder)).context("no folder holds both")?;
+    let from = |file: &Path| -> Result<String> { Ok(file.strip_prefix(common)?.to_string_lossy().replace('\\', "/")) };
+    Ok((from(&one)?, from(&other)?))
 }
 
 /// Host cost on the CPU: what remains of it there.
@@ -226,15 +226,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_is_named_as_its_readme_sees_it() -> Result<()> {
+    fn a_record_is_named_as_the_common_folder_sees_it() -> Result<()> {
         let folder = tempfile::tempdir()?;
-        let (record, readme) = (folder.path().join("a/b.json"), folder.path().join("README.md"));
-        std::fs::create_dir(folder.path().join("a"))?;
-        for path in [&record, &readme] {
+        let [record, readme, page] = ["a/b.json", "README.md", "docs/speed.md"].map(|name| folder.path().join(name));
+        for path in [&record, &readme, &page] {
+            std::fs::create_dir_all(path.parent().context("a folder")?)?;
             std::fs::write(path, "")?;
         }
-        assert_eq!(below(&record, &readme)?, "a/b.json");
-        assert!(below(&readme, &record).is_err());
+        let named = |page| from_common_folder(&record, page);
+        assert_eq!(named(&readme)?, ("a/b.json".into(), "README.md".into()));
+        assert_eq!(named(&page)?, ("a/b.json".into(), "docs/speed.md".into()));
+        assert!(named(&folder.path().join("gone.md")).is_err());
         Ok(())
     }
 }

@@ -215,9 +215,9 @@ struct OnlineSoftmax {
   }
 
   // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first. The
-  // reference moves only when it has become too small; `rescale_output` multiplies the rows of O, which share it.
-  template <class Scores, class RescaleOutput>
-  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, RescaleOutput const& rescale_output) {
+  // reference moves only when it has become too small; then `moved` is called with what O must be multiplied by.
+  template <class Scores, class Moved>
+  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, Moved const& moved) {
     constexpr float kHeadroom = 8.0F;
     float max[kRows];
     block_max(scores, max);
@@ -235,7 +235,7 @@ struct OnlineSoftmax {
         reference[r] = moves[r] ? max[r] : reference[r];
         row_sum[r] *= rescale[r];
       }
-      rescale_output(rescale);
+      moved(rescale);
     }
     float shift[kRows];
     CUTE_UNROLL
@@ -247,26 +247,26 @@ struct OnlineSoftmax {
     add(sums);
   }
 
-  // Any other later block. `recompute` brings back the scores.
-  template <class Scores, class Recompute, class RescaleOutput>
-  CUTE_DEVICE void next_block(Scores& scores, float scale_log2, Recompute const& recompute,
-                              RescaleOutput const& rescale_output) {
-    float sums[kRows];
+  // Any other later block: exponentiated unseen. If the result is false, a reference did not suit: the scores must be
+  // computed again, for `move_block`.
+  template <class Scores>
+  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[kRows]) const {
     // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
     exponentiate(scores, scale_log2, reference, sums);
-    if (!all_rows([&](int r) { return sums[r] < kSumLimit; })) {
-      float rescale[kRows];
-      recompute();
-      exact_block(scores, scale_log2, rescale, sums);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        row_sum[r] *= rescale[r];
-      }
-      rescale_output(rescale);
-    }
-    add(sums);
+    return all_rows([&](int r) { return sums[r] < kSumLimit; });
   }
 
+  // A later block whose references do not suit, of its scores. O must be multiplied by `rescale`.
+  template <class Scores>
+  CUTE_DEVICE void move_block(Scores& scores, float scale_log2, float (&sums)[kRows], float (&rescale)[kRows]) {
+    exact_block(scores, scale_log2, rescale, sums);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] *= rescale[r];
+    }
+  }
+
+  // Adds what a block's exponentials sum to.
   CUTE_DEVICE void add(float const (&sums)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {

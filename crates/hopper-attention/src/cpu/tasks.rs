@@ -59,9 +59,9 @@ pub(super) struct Team<S> {
 
 impl<S: Send> Team<S> {
     /// Makes buffers with `make` for each thread that gets a task. `tasks` is the largest number of tasks of a call of
-    /// [`each`](Self::each). For 0 tasks nothing is made and no thread is started.
+    /// [`each`](Self::each). For 0 tasks nothing is made. For less than 2 no thread is started.
     pub fn new(tasks: usize, make: impl Fn() -> Result<S>) -> Result<Self> {
-        let threads = if tasks == 0 { 0 } else { threads::count()?.min(tasks) };
+        let threads = if tasks < 2 { tasks } else { threads::count()?.min(tasks) };
         let mut scratch = reserved(threads)?;
         for _ in 0..threads {
             scratch.push(make()?);
@@ -74,7 +74,7 @@ impl<S: Send> Team<S> {
         self.scratch.len()
     }
 
-    /// Computes tasks with `compute` on all threads. `take` then gets each task and the buffers with its results, in any
+    /// Computes tasks with `compute` on all threads, or on the calling thread if there are buffers for one only. `take` then gets each task and the buffers with its results, in any
     /// order and one after the other.
     pub fn each(
         &mut self,
@@ -94,6 +94,11 @@ impl<S: Send> Team<S> {
                 take(&task, scratch);
             }
         };
+        // One task takes less time than waking another thread, where it is small.
+        if let [scratch] = self.scratch.as_mut_slice() {
+            some(scratch);
+            return Ok(());
+        }
         threads::install(|| self.scratch.par_iter_mut().with_max_len(1).for_each(some))
     }
 }
@@ -133,6 +138,15 @@ mod tests {
         let mut sum = 0;
         team.each(tasks, |scratch, task| *scratch = task.tokens.len(), |_, tokens| sum += tokens).unwrap();
         assert_eq!(sum, 3 * 5 * 7);
+    }
+
+    #[test]
+    fn one_task_is_computed_by_the_caller() {
+        let tasks = Tasks { batch: 1, heads: 1, seqlen: 4, tokens: 4 };
+        let mut team = Team::new(tasks.count(), || Ok(None)).unwrap();
+        let mut by = None;
+        team.each(tasks, |thread, _| *thread = Some(std::thread::current().id()), |_, thread| by = *thread).unwrap();
+        assert_eq!((team.threads(), by), (1, Some(std::thread::current().id())));
     }
 
     #[test]

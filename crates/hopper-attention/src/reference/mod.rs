@@ -1,6 +1,6 @@
 //! When a result counts as right: the oracle, the plain computation, and the tolerance.
 //!
-//! - The *oracle* ([`forward`], [`backward`]) computes attention and its gradients in f64, with plain loops.
+//! - The *oracle* ([`forward`], [`backward`]) computes attention and its gradients in f64, from the definition.
 //! - The *plain computation* ([`forward_plain`], [`backward_plain`]) does the same in the precision of the problem, without
 //!   tiling. It shows how much rounding costs.
 //! - The [`tolerance`] says how far a result may be from the oracle. [`Expected`] and [`BackwardExpected`] apply it.
@@ -9,8 +9,8 @@
 //! too. The oracle reads a problem's numbers, and asks [`Mask::keep`](crate::Mask::keep) for every query and key. The oracle of
 //! a backward pass computes O and the LSE anew. So it also finds a backward pass that was given a wrong O or LSE.
 //!
-//! This module is for tests and for `hattn check`. It is slow: some seconds for 4096 queries, 4096 keys and two heads, and
-//! five times that for gradients.
+//! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
+//! two heads, and two to three times that for gradients.
 //!
 //! ```
 //! use hopper_attention::reference::{Expected, Tensor};
@@ -32,11 +32,13 @@
 
 mod oracle;
 mod plain;
+mod product;
 mod rounding;
 #[cfg(test)]
 pub(crate) mod sample;
 mod tensor;
 pub mod tolerance;
+mod work;
 
 pub use oracle::{BackwardOracle, Noise, Oracle, RowScale, backward, forward};
 pub use plain::{BackwardPlain, Plain, backward_plain, forward_plain};
@@ -45,17 +47,55 @@ pub use tolerance::{BackwardExpected, BackwardReport, Expected, Report};
 
 use rayon::prelude::*;
 
+use product::Tokens;
+use work::Work;
+
 use crate::error::{Error, Result};
 use crate::problem::{BackwardProblem, ForwardProblem};
 
 /// The least number of tokens that a task computes. Neighbouring tokens read the same data, which then stays in the cache.
 const ROWS_PER_TASK: usize = 32;
 
+/// The number of pairs of a query and a key in a tile, at most, and the least and the largest number of rows in a tile. A
+/// tile has some tables with a number for each pair. They shall stay in the cache. More rows share the copy that a product
+/// makes of the other side's vectors.
+const PAIRS_PER_TILE: usize = 1 << 17;
+const ROWS_PER_TILE: [usize; 2] = [8, 64];
+
 /// Calls `row` for every token of `shape`, which is `[batch, heads, seqlen]`, on all cores. The results are in the order of
-/// `[batch, head, token]`, as in the LSE.
-fn each_row<R: Send>(shape: [usize; 3], row: impl Fn([usize; 3]) -> R + Sync) -> Vec<R> {
+/// `[batch, head, token]`, as in the LSE. `work` is told `units` for each row.
+fn each_row<R: Send>(shape: [usize; 3], work: &Work<'_>, units: u64, row: impl Fn([usize; 3]) -> R + Sync) -> Vec<R> {
     let rows = shape.iter().product::<usize>();
-    (0..rows).into_par_iter().with_min_len(ROWS_PER_TASK).map(|i| row(place(shape, i))).collect()
+    let row = |i| {
+        let row = row(place(shape, i));
+        work.add(units);
+        row
+    };
+    (0..rows).into_par_iter().with_min_len(ROWS_PER_TASK).map(row).collect()
+}
+
+/// As [`each_row`], for tiles: `tile` gets the batch and the head, and some neighbouring tokens, and gives their rows.
+/// Each of them is paired with `others` tokens.
+fn each_tile<R: Send>(
+    shape: [usize; 3],
+    others: usize,
+    work: &Work<'_>,
+    units: u64,
+    tile: impl Fn([usize; 2], Tokens) -> Vec<R> + Sync,
+) -> Vec<R> {
+    let [batch, heads, seqlen] = shape;
+    let rows = (PAIRS_PER_TILE / others.max(1)).clamp(ROWS_PER_TILE[0], ROWS_PER_TILE[1]);
+    let tiles = seqlen.div_ceil(rows);
+    let tile = |i: usize| {
+        let first = i % tiles * rows;
+        let tokens = Tokens { first, count: rows.min(seqlen - first) };
+        let of_head = i / tiles;
+        let results = tile([of_head / heads, of_head % heads], tokens);
+        work.add(units * tokens.count as u64);
+        results
+    };
+    let tiles: Vec<Vec<R>> = (0..batch * heads * tiles).into_par_iter().map(tile).collect();
+    tiles.into_iter().flatten().collect()
 }
 
 /// The `[batch, head, token]` of row number `row` in the order of [`each_row`].

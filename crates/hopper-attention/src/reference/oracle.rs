@@ -1,13 +1,17 @@
-//! The oracle: attention in f64, as a textbook writes it. Scores, softmax and weighted sum, one query at a time.
+//! The oracle: attention in f64, from the definition. Scores, softmax and weighted sum, for a tile of queries and all
+//! their keys.
 
 mod backward;
 
+use super::product::{Matrix, Tokens, Vectors, product};
 use super::rounding::{ROUNDING, unit_roundoff};
-use super::{Tensor, check_inputs, each_row, gather};
+use super::work::{ORACLE_UNITS, Work};
+use super::{Tensor, check_inputs, each_row, each_tile, gather};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 
+pub(super) use backward::backward_told;
 pub use backward::{BackwardOracle, Noise, backward};
 
 /// The exact results of a forward pass.
@@ -78,13 +82,35 @@ struct Row {
 ///   `[batch, seqlen_kv, heads_kv, head_dim_vo]`. The elements must be those that the tested computation reads: already
 ///   rounded to its type.
 /// - A query that keeps no key gets output 0 and LSE -inf. So does a query whose kept keys all have score -inf.
-/// - A NaN among the kept scores of a query makes its results NaN. Masked keys are never read.
+/// - A NaN among the kept scores of a query makes its results NaN. Masked keys have no part in them.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Oracle> {
+    forward_told(problem, q, k, v, &Work::silent())
+}
+
+/// As [`forward`]. It tells `work` about each tile.
+pub(super) fn forward_told(
+    problem: &ForwardProblem,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    work: &Work<'_>,
+) -> Result<Oracle> {
     check_inputs(problem, q, k, v)?;
-    let rows = each_row(problem.lse_shape(), |[batch, head, query]| row(problem, q, k, v, batch, head, query));
+    let exact = Exact {
+        problem,
+        q,
+        k,
+        k_norms: norms(k),
+        v,
+        values: Vectors::new(v, |v| v),
+        squares: Vectors::new(v, |v| v * v),
+    };
+    let rows = each_tile(problem.lse_shape(), problem.dims().seqlen_kv, work, ORACLE_UNITS, |place, queries| {
+        exact.tile(place, queries)
+    });
     let o = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.o));
     let weighted = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.weighted));
     let lost = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.lost));
@@ -92,81 +118,150 @@ pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> 
     Ok(Oracle { o, lse, weighted, lost, scales })
 }
 
-fn row(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, batch: usize, head: usize, query: usize) -> Row {
-    let dims = problem.dims();
-    let (mask, softmax_scale) = (problem.mask(), f64::from(problem.softmax_scale()));
-    let head_kv = head / (dims.heads_q / dims.heads_kv);
-    let q_row = q.row(batch, query, head);
+struct Exact<'a> {
+    problem: &'a ForwardProblem,
+    q: &'a Tensor,
+    k: &'a Tensor,
+    /// The norms of the keys, `[batch, heads_kv, seqlen_kv]`.
+    k_norms: Vec<f64>,
+    v: &'a Tensor,
+    /// V, and the squares of its elements.
+    values: Vectors,
+    squares: Vectors,
+}
 
-    let keys: Vec<usize> =
-        (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv)).collect();
-    let scores: Vec<f64> = keys.iter().map(|&key| softmax_scale * dot(q_row, k.row(batch, key, head_kv))).collect();
+impl Exact<'_> {
+    /// The rows of these queries of a head.
+    fn tile(&self, [batch, head]: [usize; 2], queries: Tokens) -> Vec<Row> {
+        let dims = self.problem.dims();
+        let head_kv = head / (dims.heads_q / dims.heads_kv);
+        let dim = dims.head_dim_vo;
+        let keeps = |query, key| self.problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
+        let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| keeps(query, key)));
+        let count = keys.count;
 
-    let mut o = vec![0.0; dims.head_dim_vo];
-    // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
-    let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
-        return Row { weighted: o.clone(), lost: o.clone(), o, lse: f64::NEG_INFINITY, scale: RowScale::default() };
-    }
-    let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
-    let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
-    let row_sum: f64 = weights.iter().sum();
-
-    let mut key_norm = 0.0;
-    for (&key, weight) in keys.iter().zip(&weights) {
-        let (p, v_row, k_row) = (weight / row_sum, v.row(batch, key, head_kv), k.row(batch, key, head_kv));
-        o.iter_mut().zip(v_row).for_each(|(o, v)| *o += p * v);
-        // A key of weight 0 may be infinite.
-        if p != 0.0 {
-            key_norm += p * dot(k_row, k_row).sqrt();
-        }
-    }
-
-    let mut noise = WeightNoise::new(dims.head_dim_vo);
-    let mut centred = WeightNoise::new(dims.head_dim_vo);
-    let o_squares = finite_dot(&o, &o);
-    let roundoff = unit_roundoff(problem.dtype());
-    let mut lost = vec![0.0; dims.head_dim_vo];
-    for (&key, weight) in keys.iter().zip(&weights) {
-        let (mut p, v_row) = (weight / row_sum, v.row(batch, key, head_kv));
-        let along = finite_dot(v_row, &o);
-        if problem.dtype() == DType::E4M3 {
-            let centred_row = || v_row.iter().zip(&o).map(|(v, o)| v - o);
-            // The largest of `weights` is 1.
-            if *weight < E4M3_LEAST {
-                lost.iter_mut().zip(centred_row()).for_each(|(lost, v)| *lost += p * v);
+        let mut scores = vec![0.0; queries.count * count];
+        let of_keys = Matrix::of(self.k, batch, head_kv, keys);
+        product(Matrix::of(self.q, batch, head, queries), of_keys.transposed(), 0.0, &mut scores);
+        // Of masked pairs too. `kept` says which pairs those are.
+        let mut kept = vec![false; scores.len()];
+        let mut p = vec![0.0; scores.len()];
+        let mut soft = Vec::with_capacity(queries.count);
+        for (row, query) in queries.iter().enumerate() {
+            let columns: Vec<usize> = (0..count).filter(|column| keeps(query, keys.first + column)).collect();
+            let at = row * count;
+            let row = Soft::new(self.problem, columns, &scores[at..at + count]);
+            for (&column, weight) in row.columns.iter().zip(&row.weights) {
+                (kept[at + column], p[at + column]) = (true, weight / row.sum);
             }
-            p = p.hypot(weight.min(E4M3_LEAST) / row_sum / (ROUNDING * roundoff));
-            centred.add(p, centred_row(), along - o_squares);
+            soft.push(row);
         }
-        noise.add(p, v_row.iter().copied(), along);
+
+        let mut o = vec![0.0; queries.count * dim];
+        self.values.add_weighted([batch, head_kv], keys, &p, &kept, &mut o);
+        // The products of V and O, of what is finite. They take the place of the scores.
+        let finite: Vec<f64> = o.iter().map(|&o| if o.is_finite() { o } else { 0.0 }).collect();
+        let finite = Matrix::dense(&finite, queries.count, dim);
+        product(finite, self.values.finite(batch, head_kv, keys).transposed(), 0.0, &mut scores);
+
+        let mut rows: Vec<Row> = Vec::with_capacity(queries.count);
+        for (i, (query, soft)) in queries.iter().zip(&soft).enumerate() {
+            let of_row = i * count..(i + 1) * count;
+            let q_row = self.q.row(batch, query, head);
+            let o = o[i * dim..(i + 1) * dim].to_vec();
+            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, &scores[of_row.clone()], &mut p[of_row]));
+        }
+        // `p` holds the squares of what each weight's error is a share of.
+        let mut squares = vec![0.0; queries.count * dim];
+        self.squares.add_weighted([batch, head_kv], keys, &p, &kept, &mut squares);
+        for (row, squares) in rows.iter_mut().zip(squares.chunks(dim.max(1))) {
+            let squares = squares.iter().zip(&row.weighted);
+            row.weighted = squares.map(|(a, b)| a.max(*b).sqrt()).collect();
+        }
+        rows
     }
-    let weighted = noise.squares.iter().zip(&centred.squares).map(|(a, b)| a.max(*b).sqrt()).collect();
-    let scale = RowScale {
-        score: softmax_scale * dot(q_row, q_row).sqrt() * key_norm,
-        along: noise.along.max(centred.along).sqrt(),
-        alike: alike(roundoff, &scores, &weights),
-        row_max,
-        keys: keys.len(),
-    };
-    Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
+
+    /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the
+    /// other noise is made of.
+    #[expect(clippy::too_many_arguments, reason = "one row of one tile")]
+    fn row(
+        &self,
+        [batch, head_kv]: [usize; 2],
+        keys: Tokens,
+        q_row: &[f64],
+        o: Vec<f64>,
+        soft: &Soft,
+        along: &[f64],
+        p: &mut [f64],
+    ) -> Row {
+        let dims = self.problem.dims();
+        if soft.sum == 0.0 {
+            let [weighted, lost] = [(); 2].map(|()| vec![0.0; o.len()]);
+            return Row { o, weighted, lost, lse: f64::NEG_INFINITY, scale: RowScale::default() };
+        }
+        let k_norms = &self.k_norms[(batch * dims.heads_kv + head_kv) * dims.seqlen_kv + keys.first..];
+        let o_squares = finite_dot(&o, &o);
+        let roundoff = unit_roundoff(self.problem.dtype());
+        let mut centred = vec![0.0; o.len()];
+        let mut lost = vec![0.0; o.len()];
+        let (mut key_norm, mut along_squares, mut along_centred) = (0.0, 0.0, 0.0);
+        for (&column, weight) in soft.columns.iter().zip(&soft.weights) {
+            let mut of_key = p[column];
+            // A key of weight 0 may be infinite.
+            if of_key != 0.0 {
+                key_norm += of_key * k_norms[column];
+            }
+            if self.problem.dtype() == DType::E4M3 {
+                let v_row = self.v.row(batch, keys.first + column, head_kv);
+                let centred_row = || v_row.iter().zip(&o).map(|(v, o)| v - o);
+                // The largest of `weights` is 1.
+                if *weight < E4M3_LEAST {
+                    lost.iter_mut().zip(centred_row()).for_each(|(lost, v)| *lost += of_key * v);
+                }
+                of_key = of_key.hypot(weight.min(E4M3_LEAST) / soft.sum / (ROUNDING * roundoff));
+                centred.iter_mut().zip(centred_row()).for_each(|(square, v)| *square += (of_key * v).powi(2));
+                along_centred += (of_key * (along[column] - o_squares)).powi(2);
+            }
+            along_squares += (of_key * along[column]).powi(2);
+            p[column] = of_key * of_key;
+        }
+        let scale = RowScale {
+            score: f64::from(self.problem.softmax_scale()) * norm(q_row) * key_norm,
+            along: f64::max(along_squares, along_centred).sqrt(),
+            alike: alike(roundoff, &soft.scores, &soft.weights),
+            row_max: soft.max,
+            keys: soft.columns.len(),
+        };
+        Row { o, weighted: centred, lost, lse: soft.shift + soft.sum.ln(), scale }
+    }
 }
 
-/// The variance of a row's errors, if each weight has an independent error with a relative standard deviation of 1.
-struct WeightNoise {
-    squares: Vec<f64>,
-    /// Of the sum of the errors times the row.
-    along: f64,
+/// The softmax of a query, before the division.
+struct Soft {
+    /// The kept keys, as columns of the tile.
+    columns: Vec<usize>,
+    scores: Vec<f64>,
+    weights: Vec<f64>,
+    max: f64,
+    /// What the scores are taken relative to: the maximum, if a score is above -inf.
+    shift: f64,
+    /// 0 if all scores are -inf, or no key is kept. The weights are then empty.
+    sum: f64,
 }
 
-impl WeightNoise {
-    fn new(dim: usize) -> Self {
-        Self { squares: vec![0.0; dim], along: 0.0 }
-    }
-
-    fn add(&mut self, p: f64, values: impl Iterator<Item = f64>, along: f64) {
-        self.squares.iter_mut().zip(values).for_each(|(square, v)| *square += (p * v).powi(2));
-        self.along += (p * along).powi(2);
+impl Soft {
+    fn new(problem: &ForwardProblem, columns: Vec<usize>, products: &[f64]) -> Self {
+        let softmax_scale = f64::from(problem.softmax_scale());
+        let scores: Vec<f64> = columns.iter().map(|&column| softmax_scale * products[column]).collect();
+        // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
+            return Self { columns, scores, weights: vec![], max, shift: 0.0, sum: 0.0 };
+        }
+        let shift = if max == f64::NEG_INFINITY { 0.0 } else { max };
+        let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
+        let sum = weights.iter().sum();
+        Self { columns, scores, weights, max, shift, sum }
     }
 }
 
@@ -209,3 +304,17 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     }
     sums.iter().sum::<f64>() + tail
 }
+
+fn norm(row: &[f64]) -> f64 {
+    dot(row, row).sqrt()
+}
+
+/// The norm of every row, in the order of `[batch, head, token]`.
+fn norms(tensor: &Tensor) -> Vec<f64> {
+    let [batch, seqlen, heads, _] = tensor.shape();
+    let shape = [batch, heads, seqlen];
+    each_row(shape, &Work::silent(), 0, |[batch, head, token]| norm(tensor.row(batch, token, head)))
+}
+
+#[cfg(test)]
+mod tests;

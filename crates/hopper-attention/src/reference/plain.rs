@@ -4,11 +4,13 @@
 
 mod backward;
 
+use super::work::{PLAIN_UNITS, Work};
 use super::{Tensor, check_inputs, each_row, gather};
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 
+pub(super) use backward::backward_plain_told;
 pub use backward::{BackwardPlain, backward_plain};
 
 /// The results of the plain computation, widened to f64.
@@ -34,22 +36,23 @@ pub struct Plain {
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Plain> {
-    forward_plain_scaled(problem, q, k, v, 1.0)
+    forward_plain_told(problem, [q, k, v], 1.0, &Work::silent())
 }
 
 /// As [`forward_plain`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
-pub(super) fn forward_plain_scaled(
+/// It tells `work` about each row.
+pub(super) fn forward_plain_told(
     problem: &ForwardProblem,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    [q, k, v]: [&Tensor; 3],
     scale_o: f32,
+    work: &Work<'_>,
 ) -> Result<Plain> {
     check_inputs(problem, q, k, v)?;
     let rounding = Rounding::of(problem, scale_o);
     let [q, k, v] = [q, k, v].map(Narrow::new);
-    let rows =
-        each_row(problem.lse_shape(), |[batch, head, query]| row(problem, &rounding, &q, &k, &v, batch, head, query));
+    let rows = each_row(problem.lse_shape(), work, PLAIN_UNITS, |[batch, head, query]| {
+        row(problem, &rounding, &q, &k, &v, batch, head, query)
+    });
     let o = gather(problem.o_shape(), &rows, |(row, _), out| widen(row, out));
     Ok(Plain { o, lse: rows.into_iter().map(|(_, lse)| f64::from(lse)).collect() })
 }

@@ -135,9 +135,11 @@ mod tally;
 
 use std::fmt;
 
-use super::plain::forward_plain_scaled;
+use super::oracle::forward_told;
+use super::plain::forward_plain_told;
 use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
-use super::{Oracle, Plain, Tensor, forward, place, shape_error};
+use super::work::{Told, Work, forward_units};
+use super::{Oracle, Plain, Tensor, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
@@ -215,8 +217,8 @@ pub struct Expected {
 impl Expected {
     /// Runs the oracle and the plain computation on the inputs.
     ///
-    /// The tensors are as for [`forward`]. Tensors of e4m3 operands hold real values: stored values times their descale factors
-    /// ([`Tensor::descaled`]).
+    /// The tensors are as for [`forward`](super::forward). Tensors of e4m3 operands hold real values: stored values times
+    /// their descale factors ([`Tensor::descaled`]).
     ///
     /// # Errors
     /// [`Error::Shape`] when a tensor's shape is not the problem's.
@@ -231,6 +233,19 @@ impl Expected {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_scale_o(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, scale_o: f32) -> Result<Self> {
+        Self::compute(problem, [q, k, v], scale_o, &Work::silent())
+    }
+
+    /// As [`new`](Self::new). `told` is called from time to time with the share of the work that is done.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_progress(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, told: Told<'_>) -> Result<Self> {
+        let rows = problem.lse_shape().iter().product();
+        Self::compute(problem, [q, k, v], 1.0, &Work::new(told, forward_units(rows)))
+    }
+
+    fn compute(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], scale_o: f32, work: &Work<'_>) -> Result<Self> {
         let of_e4m3 = problem.takes_scale_o();
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
@@ -241,8 +256,8 @@ impl Expected {
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
             shape: problem.lse_shape(),
-            oracle: forward(problem, q, k, v)?,
-            plain: forward_plain_scaled(problem, q, k, v, scale_o)?,
+            oracle: forward_told(problem, q, k, v, work)?,
+            plain: forward_plain_told(problem, [q, k, v], scale_o, work)?,
         })
     }
 

@@ -202,7 +202,14 @@ struct Mma {
           softmax.first_block(scores, scalars.scale_log2, recompute);
           make_p();
         } else {
-          softmax.next_block(scores, scalars.scale_log2, recompute, rescale_output);
+          float sums[Softmax::kRows];
+          if (!softmax.unseen_block(scores, scalars.scale_log2, sums)) {
+            recompute();
+            float rescale[Softmax::kRows];
+            softmax.move_block(scores, scalars.scale_log2, sums, rescale);
+            rescale_output(rescale);
+          }
+          softmax.add(sums);
           make_p();
         }
       }

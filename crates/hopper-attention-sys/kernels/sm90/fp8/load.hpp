@@ -166,6 +166,7 @@ struct Fp8Load {
           draw();
         }
         range_check.look_at_keys(storage.k[k.stage], visits.block(visit));
+        __syncwarp();  // every lane has read K before one releases it
         if (cute::elect_one_sync()) {
           storage.k_empty[k.stage].arrive();
         }

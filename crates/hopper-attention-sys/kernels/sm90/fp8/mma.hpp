@@ -297,6 +297,7 @@ struct Fp8Mma {
 
   // The softmax of a tile's first block. Releases K, clears O and makes P.
   CUTE_DEVICE void first_softmax(BlockFactors const& factors) {
+    __syncwarp();  // every lane has read the factors, which come with K
     release_k();
     if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
       mask_block(visits.first());

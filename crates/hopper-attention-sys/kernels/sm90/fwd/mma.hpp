@@ -67,10 +67,13 @@ struct Mma {
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
-    auto release_k = [&]() {
+    auto arrive_k = [&]() {
       if (cute::elect_one_sync()) {
         storage.k_empty[k.stage].arrive();
       }
+    };
+    auto release_k = [&]() {
+      arrive_k();
       k.advance();
     };
     auto release_v = [&]() {
@@ -156,16 +159,15 @@ struct Mma {
     };
 
     auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tOrO);
       CUTE_UNROLL
       for (int i = 0; i < tOrO.size(); ++i) {
         tOrO(i) *= rescale[i / 2 % 2];
       }
-      warpgroup_fence_operand(tOrO);
     };
 
-    // One block. On entry P is of the block before.
+    // One block. On entry P is of the block before. The warps of a warpgroup move their references each on its own, but
+    // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp multiplies O after that wait, if
+    // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage].wait(k.parity);
       Turns::wait(consumer);
@@ -174,16 +176,41 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
+      float rescale[2];
       if constexpr (decltype(masked)::value) {
+        constexpr float kUnmoved = -1.0F;  // no factor is negative
+        rescale[0] = kUnmoved;
         mask_block(visit);
-        softmax.masked_block(tSrS, scalars.scale_log2, rescale_output);
+        softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
+          rescale[0] = factors[0];
+          rescale[1] = factors[1];
+        });
+        release_k();
+        asm volatile("" : "+f"(rescale[0]));
+        await_output();
+        if (rescale[0] != kUnmoved) {
+          rescale_output(rescale);
+        }
       } else {
-        // The vote inside depends on every exponential, and stands before the wait for the product: ptxas cannot move
-        // the exponentials behind that wait, so they run while the product does.
-        softmax.next_block(tSrS, scalars.scale_log2, recompute_scores, rescale_output);
+        // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
+        // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K is
+        // released before the wait, as its next copy takes long.
+        float sums[2];
+        int suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
+        if (suits) {
+          arrive_k();
+        }
+        asm volatile("" : "+r"(suits));
+        await_output();
+        if (!suits) {
+          recompute_scores();
+          arrive_k();
+          softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
+          rescale_output(rescale);
+        }
+        k.advance();
+        softmax.add(sums);
       }
-      release_k();
-      await_output();
       make_p();
     };
 

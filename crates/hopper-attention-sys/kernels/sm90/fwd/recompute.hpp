@@ -22,6 +22,7 @@ struct Recompute {
                                          [&](int i, std::uint32_t const(&a)[4], std::uint32_t const(&b)[2]) {
                                            mma_sync<Element>(scores, 4 * i, a, b[0], b[1]);
                                          });
+    __syncwarp();  // every lane has read K before one of them may release it
   }
 };
 

@@ -1,10 +1,13 @@
-//! The oracle of the gradients: f64, from the definition. Each row of dQ, and each row of dK and dV, is computed by itself.
+//! The oracle of the gradients: f64, from the definition. Rows of dQ are computed in tiles of queries, and rows of dK
+//! and dV in tiles of keys, each from all pairs of the tile.
 
 use std::f64::consts::SQRT_2;
 
+use super::super::product::{Matrix, Tokens, Vectors, product};
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
-use super::super::{Tensor, check_backward_inputs, each_row, gather};
-use super::{alike, dot};
+use super::super::work::{ORACLE_KEY_UNITS, ORACLE_QUERY_UNITS, Work};
+use super::super::{Tensor, check_backward_inputs, each_tile, gather};
+use super::{Soft, alike, dot, norm, norms};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
@@ -55,7 +58,7 @@ pub struct Noise {
 /// - Shapes are the problem's. `d_lse` is `[batch, heads_q, seqlen_q]`. The elements must be those that the tested computation
 ///   reads: already rounded to its type.
 /// - A query that keeps no key has no part in any gradient. Neither has a query whose kept keys all have score -inf.
-/// - Masked pairs are never read.
+/// - Masked pairs have no part in any result, whatever their elements are.
 ///
 /// # Errors
 /// - [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
@@ -68,21 +71,46 @@ pub fn backward(
     d_o: &Tensor,
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardOracle> {
-    check_backward_inputs(problem, [q, k, v, d_o], d_lse)?;
+    backward_told(problem, [q, k, v, d_o], d_lse, &Work::silent())
+}
+
+/// As [`backward`]. It tells `work` about each tile.
+pub(in super::super) fn backward_told(
+    problem: &BackwardProblem,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    work: &Work<'_>,
+) -> Result<BackwardOracle> {
+    check_backward_inputs(problem, inputs, d_lse)?;
+    let [q, k, v, d_o] = inputs;
     let (mut k_norms, v_norms) = (norms(k), norms(v));
     // An infinite key has weight 0, or makes its row NaN. Neither widens the tolerance of other keys.
     k_norms.iter_mut().filter(|norm| norm.is_infinite()).for_each(|norm| *norm = 0.0);
     let exact = Exact { problem, q, k, v, d_o, d_lse, k_norms, v_norms };
     let dims = problem.dims();
 
-    let shape = problem.d_lse_shape();
+    // Each half has its own copies of the tensors that it sums.
+    let (of_k, of_v) = (Squared::new(k), Squared::new(v));
     let (rows, queries): (Vec<Row>, Vec<_>) =
-        each_row(shape, |[batch, head, query]| exact.query(batch, head, query)).into_iter().unzip();
+        each_tile(problem.d_lse_shape(), dims.seqlen_kv, work, ORACLE_QUERY_UNITS, |place, queries| {
+            exact.queries(&of_k, &of_v, place, queries)
+        })
+        .into_iter()
+        .unzip();
+    drop((of_k, of_v));
     let (d_q, d_q_noise) = with_noise(problem.d_q_shape(), &queries);
 
+    let (of_q, of_d_o, magnitudes) = (Squared::new(q), Squared::new(d_o), Vectors::new(q, f64::abs));
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
-    let (keys, values): (Vec<_>, Vec<_>) =
-        each_row(shape, |[batch, head, key]| exact.key(&rows, batch, head, key)).into_iter().unzip();
+    let (keys, values): (Vec<_>, Vec<_>) = each_tile(
+        shape,
+        dims.seqlen_q,
+        work,
+        ORACLE_KEY_UNITS * problem.forward().group_size() as u64,
+        |place, keys| exact.keys(&rows, [&of_q, &of_d_o], &magnitudes, place, keys),
+    )
+    .into_iter()
+    .unzip();
     let (d_k, d_k_noise) = with_noise(problem.d_k_shape(), &keys);
     let (d_v, d_v_noise) = with_noise(problem.d_v_shape(), &values);
     Ok(BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise })
@@ -130,130 +158,267 @@ struct Row {
     delta_alike: f64,
 }
 
-/// One query and one key that the query keeps. The noise is `n(p)` and `n(dS)` in the tolerance.
+/// One query and one key that the query keeps. The noise is `n(dS)` in the tolerance.
 struct Pair {
-    p: f64,
     d_s: f64,
-    p_noise: f64,
     d_s_noise: f64,
 }
 
+/// A tensor, and the squares of its elements.
+struct Squared {
+    values: Vectors,
+    squares: Vectors,
+}
+
+impl Squared {
+    fn new(tensor: &Tensor) -> Self {
+        Self { values: Vectors::new(tensor, |x| x), squares: Vectors::new(tensor, |x| x * x) }
+    }
+}
+
 impl Exact<'_> {
-    /// What all pairs of a query share, and the query's row of dQ.
-    fn query(&self, batch: usize, head: usize, query: usize) -> (Row, Sum) {
+    /// For each of these queries of a head what its pairs share, and its row of dQ.
+    fn queries(&self, of_k: &Squared, of_v: &Squared, [batch, head]: [usize; 2], queries: Tokens) -> Vec<(Row, Sum)> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
-        let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
-        let (q_norm, d_o_norm) = (norm(q_row), norm(d_o_row));
+        let place = [batch, head_kv];
+        let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| self.keep(query, key)));
+        let pairs = queries.count * keys.count;
+
+        let [mut scores, mut d_p, mut p] = [(); 3].map(|()| vec![0.0; pairs]);
+        let mut kept = vec![false; pairs];
+        let transposed = |tensor| Matrix::of(tensor, batch, head_kv, keys).transposed();
+        product(Matrix::of(self.q, batch, head, queries), transposed(self.k), 0.0, &mut scores);
+        product(Matrix::of(self.d_o, batch, head, queries), transposed(self.v), 0.0, &mut d_p);
+        let mut rows: Vec<(Row, Sum, f64)> = Vec::with_capacity(queries.count);
+        for (i, query) in queries.iter().enumerate() {
+            let of_row = i * keys.count..(i + 1) * keys.count;
+            let p = &mut p[of_row.clone()];
+            rows.push(self.query([batch, head], query, keys, &scores[of_row.clone()], p, &mut kept[of_row]));
+        }
+
+        // O, which delta is made of.
+        let mut o = Terms::new(queries.count, dims.head_dim_vo);
+        of_v.values.add_weighted(place, keys, &p, &kept, &mut o.values);
+        let squares: Vec<f64> = p.iter().map(|p| p * p).collect();
+        of_v.squares.add_weighted(place, keys, &squares, &kept, &mut o.squares);
+        for (i, query) in queries.iter().enumerate() {
+            let (row, _, key_norm) = &mut rows[i];
+            if row.lse != f64::NEG_INFINITY {
+                self.finish([batch, head], query, row, *key_norm, o.row(i));
+            }
+        }
+
+        let mut mean_key = vec![0.0; queries.count * dims.head_dim_qk];
+        of_k.values.add_weighted(place, keys, &p, &kept, &mut mean_key);
+        // dS takes the place of the scores, and its squared noise that of P.
+        for (i, (row, ..)) in rows.iter().enumerate() {
+            for column in 0..keys.count {
+                let at = i * keys.count + column;
+                if kept[at] {
+                    let pair = self.pair(row, self.token(batch, head_kv, keys.first + column), p[at], d_p[at]);
+                    scores[at] = self.scale() * pair.d_s;
+                    p[at] = (self.scale() * pair.d_s_noise).powi(2);
+                } else {
+                    scores[at] = 0.0;
+                }
+            }
+        }
+        let mut sums = Terms::new(queries.count, dims.head_dim_qk);
+        let mut noise = vec![0.0; queries.count * dims.head_dim_qk];
+        of_k.values.add_weighted(place, keys, &scores, &kept, &mut sums.values);
+        of_k.squares.add_weighted(place, keys, &p, &kept, &mut noise);
+        scores.iter_mut().for_each(|d_s| *d_s *= *d_s);
+        of_k.squares.add_weighted(place, keys, &scores, &kept, &mut sums.squares);
+
+        let dim = dims.head_dim_qk.max(1);
+        let of_rows = rows.into_iter().enumerate().zip(mean_key.chunks(dim).zip(noise.chunks(dim)));
+        of_rows
+            .map(|((i, (row, mut sum, key_norm)), (mean_key, noise))| {
+                let (values, squares) = sums.row(i);
+                (sum.values, sum.squares, sum.noise_squares) = (values.to_vec(), squares.to_vec(), noise.to_vec());
+                if row.lse != f64::NEG_INFINITY {
+                    sum.alike = row.alike.max(self.score_noise(&row, key_norm));
+                    // All keys of the row share the one error of delta, so it does not average out over the keys.
+                    sum.add_noise(self.scale() * row.delta_noise, mean_key);
+                    sum.add_of_delta(self.scale() * row.delta_alike, mean_key);
+                }
+                (row, sum)
+            })
+            .collect()
+    }
+
+    /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept. The scores are the products of
+    /// Q and K. The last result is the mean norm of the keys.
+    fn query(
+        &self,
+        [batch, head]: [usize; 2],
+        query: usize,
+        keys: Tokens,
+        scores: &[f64],
+        p: &mut [f64],
+        kept: &mut [bool],
+    ) -> (Row, Sum, f64) {
+        let dims = self.problem.dims();
+        let head_kv = head / self.problem.forward().group_size();
         let mut row = Row {
             lse: f64::NEG_INFINITY,
             delta: 0.0,
             delta_noise: 0.0,
-            q_norm,
-            d_o_norm,
+            q_norm: norm(self.q.row(batch, query, head)),
+            d_o_norm: norm(self.d_o.row(batch, query, head)),
             alike: 0.0,
             delta_alike: 0.0,
         };
         let mut sum = Sum::new(dims.head_dim_qk);
-
-        let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| self.keep(query, key)).collect();
-        let scores: Vec<f64> = keys.iter().map(|&key| self.score(batch, head, query, key)).collect();
-        // `f64::max` ignores a NaN. The sum below is then NaN.
-        let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
-            return (row, sum);
+        let columns: Vec<usize> = (0..keys.count).filter(|column| self.keep(query, keys.first + column)).collect();
+        let soft = Soft::new(self.problem.forward(), columns, scores);
+        if soft.sum == 0.0 {
+            return (row, sum, 0.0);
         }
-        let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
-        let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
-        row.lse = shift + weights.iter().sum::<f64>().ln();
+        row.lse = soft.shift + soft.sum.ln();
         let roundoff = unit_roundoff(self.problem.dtype());
-        row.alike = roundoff * alike(roundoff, &scores, &weights);
-
-        let d_p: Vec<f64> = keys.iter().map(|&key| dot(d_o_row, self.v.row(batch, key, head_kv))).collect();
-        let mut o = Sum::new(dims.head_dim_vo);
+        row.alike = roundoff * alike(roundoff, &soft.scores, &soft.weights);
         let mut key_norm = 0.0;
-        for (&key, score) in keys.iter().zip(&scores) {
-            let p = (score - row.lse).exp();
-            o.add(p, self.v.row(batch, key, head_kv));
-            key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
+        for (&column, score) in soft.columns.iter().zip(&soft.scores) {
+            (kept[column], p[column]) = (true, (score - row.lse).exp());
+            key_norm += p[column] * self.k_norms[self.token(batch, head_kv, keys.first + column)];
         }
+        sum.terms = soft.columns.len();
+        (row, sum, key_norm)
+    }
+
+    /// What a row has of O: delta and its noise. `o` is its elements, and the sums of their squared terms.
+    fn finish(
+        &self,
+        [batch, head]: [usize; 2],
+        query: usize,
+        row: &mut Row,
+        key_norm: f64,
+        (o, squares): (&[f64], &[f64]),
+    ) {
+        let dims = self.problem.dims();
+        let d_o_row = self.d_o.row(batch, query, head);
         // Not the sum of p * dP: where dO is infinite, dP is infinite of both signs.
-        row.delta = dot(d_o_row, &o.values);
+        row.delta = dot(d_o_row, o);
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
         row.delta_alike = row.alike * row.delta.abs();
         row.delta -= d_lse;
         // The O in delta is rounded, and was computed from rounded P.
-        let rounded: f64 = d_o_row
-            .iter()
-            .zip(o.values.iter().zip(&o.squares))
-            .map(|(d_o, (o, square))| d_o * d_o * (o * o + square))
-            .sum();
-        row.delta_noise = (unit_roundoff(self.problem.dtype()) + self.score_noise(&row, key_norm)) * rounded.sqrt()
-            + SCORE_ROUNDOFFS * U32 * (d_o_norm * norm(&o.values) + d_lse.abs());
-
-        let mut mean_key = vec![0.0; dims.head_dim_qk];
-        for ((&key, &score), &d_p) in keys.iter().zip(&scores).zip(&d_p) {
-            let pair = self.pair(&row, self.token(batch, head_kv, key), score, d_p);
-            let k_row = self.k.row(batch, key, head_kv);
-            sum.add(self.scale() * pair.d_s, k_row);
-            sum.add_noise(self.scale() * pair.d_s_noise, k_row);
-            mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.p * k);
-        }
-        sum.alike = row.alike.max(self.score_noise(&row, key_norm));
-        // All keys of the row share the one error of delta, so it does not average out over the keys.
-        sum.add_noise(self.scale() * row.delta_noise, &mean_key);
-        sum.add_of_delta(self.scale() * row.delta_alike, &mean_key);
-        (row, sum)
+        let rounded: f64 =
+            d_o_row.iter().zip(o.iter().zip(squares)).map(|(d_o, (o, square))| d_o * d_o * (o * o + square)).sum();
+        row.delta_noise = (unit_roundoff(self.problem.dtype()) + self.score_noise(row, key_norm)) * rounded.sqrt()
+            + SCORE_ROUNDOFFS * U32 * (row.d_o_norm * norm(o) + d_lse.abs());
     }
 
-    /// A key's rows of dK and dV.
-    fn key(&self, rows: &[Row], batch: usize, head_kv: usize, key: usize) -> (Sum, Sum) {
+    /// These keys' rows of dK and dV. `magnitudes` are those of Q.
+    fn keys(
+        &self,
+        rows: &[Row],
+        [of_q, of_d_o]: [&Squared; 2],
+        magnitudes: &Vectors,
+        [batch, head_kv]: [usize; 2],
+        keys: Tokens,
+    ) -> Vec<(Sum, Sum)> {
         let dims = self.problem.dims();
         let group = self.problem.forward().group_size();
-        let (mut d_k, mut d_v) = (Sum::new(dims.head_dim_qk), Sum::new(dims.head_dim_vo));
-        let mut weight = 0.0;
+        let queries = Tokens::of(dims.seqlen_q, |query| keys.iter().any(|key| self.keep(query, key)));
+        let pairs = keys.count * queries.count;
+        let [mut scores, mut d_p, mut noise, mut of_delta] = [(); 4].map(|()| vec![0.0; pairs]);
+        let mut kept = vec![false; pairs];
+        let mut d_k = Terms::new(keys.count, dims.head_dim_qk);
+        let mut d_v = Terms::new(keys.count, dims.head_dim_vo);
+        let [mut d_k_noise, mut d_k_of_delta] = [(); 2].map(|()| vec![0.0; keys.count * dims.head_dim_qk]);
+        let mut d_v_noise = vec![0.0; keys.count * dims.head_dim_vo];
+        // For each key the number of pairs, the sum of P, and the sum of P times what P has in common.
+        let mut weights = vec![(0, 0.0, 0.0); keys.count];
         for head in head_kv * group..(head_kv + 1) * group {
-            for query in (0..dims.seqlen_q).filter(|&query| self.keep(query, key)) {
-                let row = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
-                if row.lse == f64::NEG_INFINITY {
-                    continue;
-                }
-                let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
-                let d_p = dot(d_o_row, self.v.row(batch, key, head_kv));
+            let place = [batch, head];
+            let of_keys = |tensor| Matrix::of(tensor, batch, head_kv, keys);
+            product(of_keys(self.k), Matrix::of(self.q, batch, head, queries).transposed(), 0.0, &mut scores);
+            product(of_keys(self.v), Matrix::of(self.d_o, batch, head, queries).transposed(), 0.0, &mut d_p);
+            let rows = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + queries.first..][..queries.count];
+            for (i, key) in keys.iter().enumerate() {
                 let token = self.token(batch, head_kv, key);
-                let pair = self.pair(row, token, self.score(batch, head, query, key), d_p);
-                d_k.add(self.scale() * pair.d_s, q_row);
-                d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
-                d_k.add_of_delta(self.scale() * pair.p * row.delta_alike, q_row);
-                d_v.add(pair.p, d_o_row);
-                d_v.add_noise(pair.p_noise, d_o_row);
-                d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
-                weight += pair.p;
+                let (terms, weight, alike) = &mut weights[i];
+                for (column, row) in rows.iter().enumerate() {
+                    let at = i * queries.count + column;
+                    kept[at] = row.lse != f64::NEG_INFINITY && self.keep(queries.first + column, key);
+                    if !kept[at] {
+                        (scores[at], d_p[at], noise[at], of_delta[at]) = (0.0, 0.0, 0.0, 0.0);
+                        continue;
+                    }
+                    let p = (self.scale() * scores[at] - row.lse).exp();
+                    let pair = self.pair(row, token, p, d_p[at]);
+                    // P, dS, the squared noise of dS and the error of delta.
+                    (scores[at], d_p[at]) = (p, self.scale() * pair.d_s);
+                    let delta_noise = p * row.delta_noise;
+                    let squares = pair.d_s_noise * pair.d_s_noise + delta_noise * delta_noise;
+                    // Of infinity and NaN `hypot` makes infinity.
+                    let squares = if squares.is_nan() { pair.d_s_noise.hypot(delta_noise) } else { squares };
+                    noise[at] = self.scale().powi(2) * squares;
+                    of_delta[at] = self.scale() * p * row.delta_alike;
+                    *terms += 1;
+                    *weight += p;
+                    *alike += p * row.alike.max(self.score_noise(row, self.k_norms[token]));
+                }
             }
+            of_q.values.add_weighted(place, queries, &d_p, &kept, &mut d_k.values);
+            of_q.squares.add_weighted(place, queries, &noise, &kept, &mut d_k_noise);
+            magnitudes.add_weighted(place, queries, &of_delta, &kept, &mut d_k_of_delta);
+            of_d_o.values.add_weighted(place, queries, &scores, &kept, &mut d_v.values);
+            // The squares of dS, of P, and of the noise of P, which needs the row only for the error of its score.
+            d_p.iter_mut().for_each(|d_s| *d_s *= *d_s);
+            of_q.squares.add_weighted(place, queries, &d_p, &kept, &mut d_k.squares);
+            for (i, key) in keys.iter().enumerate() {
+                let k_norm = self.k_norms[self.token(batch, head_kv, key)];
+                for (column, row) in rows.iter().enumerate() {
+                    let at = i * queries.count + column;
+                    if kept[at] {
+                        noise[at] = self.p_noise(row, k_norm, scores[at]).powi(2);
+                        scores[at] *= scores[at];
+                    }
+                }
+            }
+            of_d_o.squares.add_weighted(place, queries, &noise, &kept, &mut d_v_noise);
+            of_d_o.squares.add_weighted(place, queries, &scores, &kept, &mut d_v.squares);
         }
-        // Without a weight there is nothing that could be off.
-        d_v.alike /= weight.max(f64::MIN_POSITIVE);
-        d_k.alike = d_v.alike;
-        (d_k, d_v)
+
+        let of_row = |all: &[f64], i: usize| all[i * all.len() / keys.count..(i + 1) * all.len() / keys.count].to_vec();
+        let of_key = |(i, &(terms, weight, alike)): (usize, &(usize, f64, f64))| {
+            // Without a weight there is nothing that could be off.
+            let alike = alike / f64::max(weight, f64::MIN_POSITIVE);
+            let sum = |terms_of: &Terms, noise: &[f64], of_delta: Vec<f64>| {
+                let (values, squares) = terms_of.row(i);
+                let (values, squares) = (values.to_vec(), squares.to_vec());
+                Sum { values, squares, noise_squares: of_row(noise, i), of_delta, alike, terms }
+            };
+            let of_delta = of_row(&d_k_of_delta, i);
+            (sum(&d_k, &d_k_noise, of_delta), sum(&d_v, &d_v_noise, vec![0.0; dims.head_dim_vo]))
+        };
+        weights.iter().enumerate().map(of_key).collect()
     }
 
     /// The pair of a query and a key. `token` is the key's index in the norms.
-    fn pair(&self, row: &Row, token: usize, score: f64, d_p: f64) -> Pair {
-        let p = (score - row.lse).exp();
+    fn pair(&self, row: &Row, token: usize, p: f64, d_p: f64) -> Pair {
         let d_s = p * (d_p - row.delta);
         let dtype = self.problem.dtype();
         let (roundoff, of_score) = (unit_roundoff(dtype), self.score_noise(row, self.k_norms[token]));
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         Pair {
-            p,
             d_s,
-            p_noise: (roundoff + of_score) * p + half_subnormal(dtype),
             // A kernel may round P before it makes dS of it.
             d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
                 + p * d_p_noise
                 + half_subnormal(dtype)
                 + SMALLEST_NORMAL * (d_p - row.delta).abs(),
         }
+    }
+
+    /// The noise of a probability: `n(p)` in the tolerance.
+    fn p_noise(&self, row: &Row, k_norm: f64, p: f64) -> f64 {
+        let dtype = self.problem.dtype();
+        (unit_roundoff(dtype) + self.score_noise(row, k_norm)) * p + half_subnormal(dtype)
     }
 
     /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the
@@ -264,11 +429,6 @@ impl Exact<'_> {
 
     fn scale(&self) -> f64 {
         f64::from(self.problem.softmax_scale())
-    }
-
-    fn score(&self, batch: usize, head: usize, query: usize, key: usize) -> f64 {
-        let head_kv = head / self.problem.forward().group_size();
-        self.scale() * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv))
     }
 
     fn keep(&self, query: usize, key: usize) -> bool {
@@ -299,15 +459,6 @@ impl Sum {
         Self { values, squares, noise_squares, of_delta, alike: 0.0, terms: 0 }
     }
 
-    fn add(&mut self, weight: f64, vector: &[f64]) {
-        for ((value, square), x) in self.values.iter_mut().zip(&mut self.squares).zip(vector) {
-            let term = weight * x;
-            *value += term;
-            *square += term * term;
-        }
-        self.terms += 1;
-    }
-
     fn add_of_delta(&mut self, error: f64, vector: &[f64]) {
         self.of_delta.iter_mut().zip(vector).for_each(|(sum, x)| *sum += (error * x).abs());
     }
@@ -317,12 +468,20 @@ impl Sum {
     }
 }
 
-fn norm(row: &[f64]) -> f64 {
-    dot(row, row).sqrt()
+/// For rows of sums of weighted vectors: the sums, and the sums of the squared terms.
+struct Terms {
+    dim: usize,
+    values: Vec<f64>,
+    squares: Vec<f64>,
 }
 
-/// The norm of every row, in the order of `[batch, head, token]`.
-fn norms(tensor: &Tensor) -> Vec<f64> {
-    let [batch, seqlen, heads, _] = tensor.shape();
-    each_row([batch, heads, seqlen], |[batch, head, token]| norm(tensor.row(batch, token, head)))
+impl Terms {
+    fn new(rows: usize, dim: usize) -> Self {
+        Self { dim, values: vec![0.0; rows * dim], squares: vec![0.0; rows * dim] }
+    }
+
+    fn row(&self, i: usize) -> (&[f64], &[f64]) {
+        let at = i * self.dim..(i + 1) * self.dim;
+        (&self.values[at.clone()], &self.squares[at])
+    }
 }

@@ -1,7 +1,10 @@
 //! The plain computation of the gradients, in the precision of the problem and without tiling.
 
-use super::super::{Tensor, check_backward_inputs, each_row, gather, place};
-use super::{Narrow, dot, forward_plain, rounding, widen};
+use rayon::prelude::*;
+
+use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
+use super::super::{ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
+use super::{Narrow, dot, forward_plain_told, rounding, widen};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 
@@ -16,7 +19,8 @@ pub struct BackwardPlain {
     pub d_v: Tensor,
 }
 
-/// Computes the gradients in the problem's precision, one row at a time. O and the LSE are those of [`forward_plain`].
+/// Computes the gradients in the problem's precision, one row at a time. O and the LSE are those of
+/// [`forward_plain`](super::forward_plain).
 ///
 /// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
 /// 2. scores and dP: products of the inputs, accumulated in f32;
@@ -34,11 +38,22 @@ pub fn backward_plain(
     d_o: &Tensor,
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardPlain> {
-    check_backward_inputs(problem, [q, k, v, d_o], d_lse)?;
-    let forward = forward_plain(problem.forward(), q, k, v)?;
+    backward_plain_told(problem, [q, k, v, d_o], d_lse, &Work::silent())
+}
+
+/// As [`backward_plain`]. It tells `work` about its parts.
+pub(in super::super) fn backward_plain_told(
+    problem: &BackwardProblem,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    work: &Work<'_>,
+) -> Result<BackwardPlain> {
+    check_backward_inputs(problem, inputs, d_lse)?;
+    let [q, k, v, _] = inputs;
+    let forward = forward_plain_told(problem.forward(), [q, k, v], 1.0, work)?;
     let dims = problem.dims();
     let o = Narrow::new(&forward.o);
-    let [q, k, v, d_o] = [q, k, v, d_o].map(Narrow::new);
+    let [q, k, v, d_o] = inputs.map(Narrow::new);
     let round = rounding(problem.dtype());
     let shape = problem.d_lse_shape();
     let rows: Vec<Row> = forward
@@ -53,10 +68,18 @@ pub fn backward_plain(
         .collect();
     let plain = Backward { problem, round, rows, q, k, v, d_o };
 
-    let d_q = each_row(shape, |[batch, head, query]| plain.query(batch, head, query));
-    let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
-    let (d_k, d_v): (Vec<_>, Vec<_>) =
-        each_row(shape, |[batch, head, key]| plain.key(batch, head, key)).into_iter().unzip();
+    let group = problem.forward().group_size();
+    let (mut d_q, mut d_k, mut d_v) = (Vec::new(), Vec::new(), Vec::new());
+    for (batch, head_kv) in (0..dims.batch).flat_map(|batch| (0..dims.heads_kv).map(move |head| (batch, head))) {
+        let mut sums = vec![(vec![0.0; dims.head_dim_qk], vec![0.0; dims.head_dim_vo]); dims.seqlen_kv];
+        for head in head_kv * group..(head_kv + 1) * group {
+            plain.head([batch, head], &mut d_q, &mut sums, work);
+        }
+        for (sum_k, sum_v) in sums {
+            d_k.push(plain.finished(sum_k, problem.softmax_scale()));
+            d_v.push(plain.finished(sum_v, 1.0));
+        }
+    }
     let gradient = |shape, rows: &[Vec<f32>]| gather(shape, rows, |row, out| widen(row, out));
     Ok(BackwardPlain {
         d_q: gradient(problem.d_q_shape(), &d_q),
@@ -64,6 +87,10 @@ pub fn backward_plain(
         d_v: gradient(problem.d_v_shape(), &d_v),
     })
 }
+
+/// Pairs of queries and keys that are in memory at a time, and keys that a task adds to.
+const PAIRS: usize = 1 << 22;
+const KEYS_PER_TASK: usize = 32;
 
 struct Backward<'a> {
     problem: &'a BackwardProblem,
@@ -82,33 +109,49 @@ struct Row {
 }
 
 impl Backward<'_> {
-    /// A query's row of dQ.
-    fn query(&self, batch: usize, head: usize, query: usize) -> Vec<f32> {
+    /// Adds a query head: its rows of dQ, and what it adds to the sums of dK and dV of its key head. Sums are in the order of
+    /// the keys, and of the heads and queries.
+    fn head(
+        &self,
+        [batch, head]: [usize; 2],
+        d_q: &mut Vec<Vec<f32>>,
+        sums: &mut [(Vec<f32>, Vec<f32>)],
+        work: &Work<'_>,
+    ) {
+        let dims = self.problem.dims();
+        let at_a_time = (PAIRS / dims.seqlen_kv.max(1)).max(ROWS_PER_TASK);
+        for first in (0..dims.seqlen_q).step_by(at_a_time) {
+            let queries = first..dims.seqlen_q.min(first + at_a_time);
+            let rows: Vec<(Vec<_>, Vec<f32>)> =
+                queries.clone().into_par_iter().map(|query| self.query(batch, head, query)).collect();
+            sums.par_chunks_mut(KEYS_PER_TASK).enumerate().for_each(|(task, sums)| {
+                for (query, (pairs, _)) in queries.clone().zip(&rows) {
+                    let (q_row, d_o_row) = (self.q.row(batch, query, head), self.d_o.row(batch, query, head));
+                    for (pair, (d_k, d_v)) in pairs[task * KEYS_PER_TASK..].iter().zip(&mut *sums) {
+                        if let Some((p, d_s)) = *pair {
+                            add(d_s, q_row, d_k);
+                            add(p, d_o_row, d_v);
+                        }
+                    }
+                }
+            });
+            work.add(PLAIN_BACKWARD_UNITS * queries.len() as u64);
+            d_q.extend(rows.into_iter().map(|(_, row)| row));
+        }
+    }
+
+    /// A query's pairs with all keys, and its row of dQ.
+    fn query(&self, batch: usize, head: usize, query: usize) -> (Vec<Option<(f32, f32)>>, Vec<f32>) {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
+        let pairs: Vec<_> = (0..dims.seqlen_kv).map(|key| self.pair(batch, head, query, key)).collect();
         let mut d_q = vec![0.0; dims.head_dim_qk];
-        for key in 0..dims.seqlen_kv {
-            if let Some((_, d_s)) = self.pair(batch, head, query, key) {
+        for (key, pair) in pairs.iter().enumerate() {
+            if let Some((_, d_s)) = *pair {
                 add(d_s, self.k.row(batch, key, head_kv), &mut d_q);
             }
         }
-        self.finished(d_q, self.problem.softmax_scale())
-    }
-
-    /// A key's rows of dK and dV.
-    fn key(&self, batch: usize, head_kv: usize, key: usize) -> (Vec<f32>, Vec<f32>) {
-        let dims = self.problem.dims();
-        let group = self.problem.forward().group_size();
-        let (mut d_k, mut d_v) = (vec![0.0; dims.head_dim_qk], vec![0.0; dims.head_dim_vo]);
-        for head in head_kv * group..(head_kv + 1) * group {
-            for query in 0..dims.seqlen_q {
-                if let Some((p, d_s)) = self.pair(batch, head, query, key) {
-                    add(d_s, self.q.row(batch, query, head), &mut d_k);
-                    add(p, self.d_o.row(batch, query, head), &mut d_v);
-                }
-            }
-        }
-        (self.finished(d_k, self.problem.softmax_scale()), self.finished(d_v, 1.0))
+        (pairs, self.finished(d_q, self.problem.softmax_scale()))
     }
 
     /// P and dS of a pair, rounded to the input type. `None` for a pair that has no part in any gradient.

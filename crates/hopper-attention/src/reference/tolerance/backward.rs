@@ -2,8 +2,11 @@
 
 use std::fmt;
 
+use super::super::oracle::backward_told;
+use super::super::plain::backward_plain_told;
 use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
-use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, backward, backward_plain, place, shape_error};
+use super::super::work::{Told, Work, backward_units};
+use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, place, shape_error};
 use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
@@ -19,10 +22,11 @@ pub struct BackwardExpected {
 }
 
 impl BackwardExpected {
-    /// Runs the oracle and the plain computation on the inputs. The inputs are as for [`backward`].
+    /// Runs the oracle and the plain computation on the inputs. The inputs are as for
+    /// [`backward`](super::super::backward).
     ///
     /// # Errors
-    /// As [`backward`].
+    /// As [`backward`](super::super::backward).
     pub fn new(
         problem: &BackwardProblem,
         q: &Tensor,
@@ -31,10 +35,36 @@ impl BackwardExpected {
         d_o: &Tensor,
         d_lse: Option<&[f64]>,
     ) -> Result<Self> {
+        Self::compute(problem, [q, k, v, d_o], d_lse, &Work::silent())
+    }
+
+    /// As [`new`](Self::new), with q, k, v and d_o in `inputs`. `told` is called from time to time with the share of
+    /// the work that is done.
+    ///
+    /// # Errors
+    /// As [`backward`](super::super::backward).
+    pub fn with_progress(
+        problem: &BackwardProblem,
+        inputs: [&Tensor; 4],
+        d_lse: Option<&[f64]>,
+        told: Told<'_>,
+    ) -> Result<Self> {
+        let dims = problem.dims();
+        let rows = |seqlen: usize| dims.batch * dims.heads_q * seqlen;
+        let units = backward_units(rows(dims.seqlen_q), rows(dims.seqlen_kv));
+        Self::compute(problem, inputs, d_lse, &Work::new(told, units))
+    }
+
+    fn compute(
+        problem: &BackwardProblem,
+        inputs: [&Tensor; 4],
+        d_lse: Option<&[f64]>,
+        work: &Work<'_>,
+    ) -> Result<Self> {
         Ok(Self {
             dtype: problem.dtype(),
-            oracle: backward(problem, q, k, v, d_o, d_lse)?,
-            plain: backward_plain(problem, q, k, v, d_o, d_lse)?,
+            oracle: backward_told(problem, inputs, d_lse, work)?,
+            plain: backward_plain_told(problem, inputs, d_lse, work)?,
         })
     }
 

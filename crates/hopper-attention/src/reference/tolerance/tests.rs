@@ -2,6 +2,7 @@
 
 mod backward;
 
+use super::super::forward;
 use super::super::plain::round_e4m3;
 use super::super::sample::{inputs, normal, round};
 use super::*;

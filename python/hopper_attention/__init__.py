@@ -1,0 +1,229 @@
+"""Exact fused attention for NVIDIA Hopper, other GPUs since compute capability 8.0, and the CPU.
+
+    import hopper_attention
+
+    o = hopper_attention.attention(q, k, v, causal=True)     # torch tensors, [batch, seqlen, heads, head_dim]
+
+- `attention`: the forward pass. On torch tensors autograd records it.
+- `attention_backward`: the gradients, for arrays of frameworks other than torch.
+- `quantize`, `attention_fp8`: FP8 operands of 16-bit tensors, and attention on them.
+- `register_sdpa`: torch's scaled_dot_product_attention calls this library.
+- `register_transformers`: Hugging Face models run with attn_implementation="hopper_attention".
+- `abi`: the C ABI itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from . import _arrays, abi
+from ._plans import Window
+from .abi import HattnError
+
+__all__ = [
+    "HattnError",
+    "abi",
+    "attention",
+    "attention_backward",
+    "attention_fp8",
+    "device_count",
+    "quantize",
+    "register_sdpa",
+    "register_transformers",
+    "torch_operators",
+    "version",
+]
+
+#: Why torch tensors are not taken. None if they are.
+_no_torch = None
+try:
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
+    _no_torch = "torch is not installed"
+else:
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 8):
+        _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
+        warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
+    else:
+        from . import _fp8, _torch
+        from ._fp8 import Quantized as Quantized
+
+
+def _is_torch(*tensors: Any) -> bool:
+    if torch is None or not any(isinstance(t, torch.Tensor) for t in tensors):
+        return False
+    if _no_torch is not None:
+        raise ImportError(_no_torch)
+    return True
+
+
+def _need_torch() -> None:
+    if _no_torch is not None:
+        raise ImportError(_no_torch)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """softmax(mask(scale * q k^T)) v.
+
+    q is [batch, seqlen_q, heads_q, head_dim]. k and v are [batch, seqlen_kv, heads_kv, head_dim]. heads_q is a
+    multiple of heads_kv. The head_dim of v may differ. The innermost stride is 1, and on a GPU the others are
+    multiples of 16 bytes. So a transposed [batch, heads, seqlen, head_dim] is read where it lies. Nothing is copied.
+    What the library does not take raises HattnError.
+
+    - causal: a query attends to the keys up to its own. The last query's own key is the last key.
+    - window: (left, right), the keys before and after a query's own. None stands for all. With causal, both apply.
+    - top_left: the first query's own key is the first key instead.
+    - scale: 1 / sqrt(head_dim) if None.
+    - return_lse: gives (o, lse).
+
+    o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
+    heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
+
+    On torch tensors:
+
+    - f16 and bf16. On the CPU also f32. Autocast casts all three.
+    - The work runs on the device of the tensors, on its current stream.
+    - Autograd records the call. o and lse have gradients of first order.
+    - Under torch.use_deterministic_algorithms gradients are the same bits every time.
+    - torch.compile takes the call without a graph break.
+    - A CUDA graph can capture it, once the same problem has run before: that loads the kernel.
+
+    On arrays with __dlpack__ (numpy, CuPy and others), these options too:
+
+    - out, lse_out: where o and lse are written. numpy and CuPy arrays are allocated if they are missing.
+    - stream: a CUDA stream as an integer. None stands for the default stream.
+    """
+    if _is_torch(q, k, v):
+        for name, given in (("out", out), ("lse_out", lse_out), ("stream", stream)):
+            if given is not None:
+                raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
+        return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse)
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream)
+
+
+def attention_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    d_o: Any,
+    d_lse: Any = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: float | None = None,
+    deterministic: bool = False,
+    out: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
+
+    For torch tensors autograd computes them.
+
+    o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
+    of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
+    missing.
+    """
+    if _is_torch(q, k, v):
+        raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
+    return _arrays.attention_backward(
+        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream
+    )
+
+
+def quantize(
+    q: Any, k: Any, v: Any, scaling: str = "per_block", hadamard: int | None = None, half_scores: bool = False
+) -> Any:
+    """Makes FP8 (E4M3) operands of 16-bit torch tensors. On the CPU also of f32.
+
+    - scaling: which elements share a factor: "per_tensor", "per_head", or "per_block" (128 rows of a head).
+    - hadamard: a seed. Queries and keys are rotated first, which spreads outliers. The scores stay the same.
+    - half_scores: stores Q and K so that the GPU may sum scores in half precision, which is faster.
+
+    Gives a `Quantized`, which `attention_fp8` takes.
+    """
+    _need_torch()
+    return _fp8.quantize(q, k, v, scaling, hadamard, half_scores)
+
+
+def attention_fp8(
+    operands: Any,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    out_dtype: Any = None,
+    scale_o: Any = None,
+    return_amax: bool = False,
+) -> Any:
+    """`attention` on operands that `quantize` made. It has no gradient.
+
+    - out_dtype: torch.bfloat16 (the default), torch.float16 or torch.float8_e4m3fn.
+    - scale_o: f32 [1], with FP8 outputs: the factor on o before it is rounded.
+    - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
+
+    Gives o, or a tuple of o, lse and amax with those that were asked for.
+    """
+    _need_torch()
+    out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    return _fp8.attention_fp8(operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax)
+
+
+def register_sdpa() -> Any:
+    """Makes torch's scaled_dot_product_attention call this library where it chose its flash backend, on CUDA tensors.
+
+    Gives a handle. handle.remove() puts torch's own kernels back. Needs
+    torch.nn.attention.register_flash_attention_impl.
+    """
+    _need_torch()
+    from . import _sdpa
+
+    return _sdpa.register()
+
+
+def register_transformers(name: str = "hopper_attention") -> None:
+    """Registers attention and its mask function with Hugging Face transformers.
+
+    Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
+    is made. What the library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias,
+    packed sequences.
+    """
+    _need_torch()
+    from . import _transformers
+
+    _transformers.register(name)
+
+
+def device_count() -> int:
+    """The number of GPUs that the driver shows. 0 without a driver."""
+    return abi.load().device_count()
+
+
+def torch_operators() -> str:
+    """Which operators torch calls: "compiled", or "ctypes: " and why. The ctypes ones cost more time a call."""
+    _need_torch()
+    return "compiled" if _torch.fallback is None else f"ctypes: {_torch.fallback}"
+
+
+def version() -> str:
+    """The version of the shared library."""
+    return abi.load().version

@@ -1,0 +1,124 @@
+"""The plans and the mask options that the torch layer and the array layer share."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any, NamedTuple, Optional, Tuple
+
+from . import abi
+
+# A plan is small. Making one takes microseconds once its kernel is loaded. So this is enough for the shapes in use at
+# a time.
+PLANS_KEPT = 256
+
+Window = Optional[Tuple[Optional[int], Optional[int]]]
+
+
+class PlanCache:
+    """The plans that were used last. The key is the device and the whole problem. Threads share the plans."""
+
+    def __init__(self, library: abi.Library, capacity: int = PLANS_KEPT) -> None:
+        self._library, self._capacity = library, capacity
+        self._plans: collections.OrderedDict = collections.OrderedDict()
+        self._lock = threading.Lock()
+        #: How many plans were made.
+        self.made = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, device: int, problem: Any) -> Any:
+        """The plan of a problem on a device."""
+        key: tuple = (device, type(problem), bytes(problem))
+        if isinstance(problem, abi.QuantizeProblem):
+            # The struct holds a pointer. Equal problems differ in it, and different ones may share it.
+            numbers = (problem.source, problem.hadamard, problem.seed)
+            key = (device, type(problem), numbers, bytes(problem.forward.contents))
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                # Under the lock, so that threads which come at once with one problem make one plan.
+                plan = self._library.plan(problem, device)
+                self.made += 1
+                self._plans[key] = plan
+                # A thread that runs the oldest plan right now holds it.
+                while len(self._plans) > self._capacity:
+                    self._plans.popitem(last=False)
+            self._plans.move_to_end(key)
+            return plan
+
+
+_cache: Optional[PlanCache] = None
+_making = threading.Lock()
+
+
+def plans() -> PlanCache:
+    """The plan cache of the package's library."""
+    global _cache
+    if _cache is None:
+        library = abi.load()
+        with _making:
+            if _cache is None:
+                _cache = PlanCache(library)
+    return _cache
+
+
+class Mask(NamedTuple):
+    """A mask in the numbers of the ABI."""
+
+    mask: int
+    corner: int
+    window_left: int
+    window_right: int
+
+
+FULL = Mask(abi.MASK_FULL, 0, 0, 0)
+
+
+def mask_of(causal: bool, window: Window, top_left: bool) -> Mask:
+    """The mask of the options of `attention`."""
+    corner = abi.TOP_LEFT if top_left else abi.BOTTOM_RIGHT
+    if window is None:
+        # The corner says nothing without a mask. Left out, the same plan serves both corners.
+        return Mask(abi.MASK_CAUSAL, corner, 0, 0) if causal else FULL
+    left, right = window
+    for name, keys in (("left", left), ("right", right)):
+        # In the ABI -1 stands for all keys. Here only None does, so that a difference gone negative is noticed.
+        if keys is not None and keys < 0:
+            raise ValueError(f"window: {name} {keys}; allowed: 0 and above, or None for all keys")
+    if causal:
+        right = 0
+    return Mask(
+        abi.MASK_WINDOW, corner, abi.UNBOUNDED if left is None else left, abi.UNBOUNDED if right is None else right
+    )
+
+
+def scale_of(scale: Optional[float]) -> float:
+    """The scale in the ABI's terms. 0 there stands for the default, so a caller may not ask for it."""
+    if scale is None:
+        return 0.0
+    if scale == 0:
+        raise ValueError("scale: 0; allowed: finite and above 0, or None for 1 / sqrt(head_dim)")
+    return float(scale)
+
+
+SCALINGS = {"per_tensor": abi.PER_TENSOR, "per_head": abi.PER_HEAD, "per_block": abi.PER_BLOCK}
+#: Rows of a head that share a factor under "per_block".
+BLOCK = 128
+
+
+def scaling_of(scaling: str) -> int:
+    """A scaling by its name."""
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling: {scaling!r}; allowed: {', '.join(SCALINGS)}")
+    return SCALINGS[scaling]
+
+
+def descale_shape(scaling: int, batch: int, heads: int, heads_kv: int, seqlen: int) -> Tuple[int, int, int]:
+    """The shape of the descale factors of a tensor with `heads` heads and `seqlen` rows."""
+    if scaling == abi.PER_TENSOR:
+        return (1, 1, 1)
+    if scaling == abi.PER_HEAD:
+        return (batch, heads_kv, 1)
+    return (batch, heads, -(-seqlen // BLOCK))

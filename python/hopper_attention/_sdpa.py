@@ -1,0 +1,224 @@
+"""torch's own scaled_dot_product_attention on this library: the operators of its flash backend, for CUDA tensors.
+
+torch's selector decides before us which calls reach the flash backend. Calls with attn_mask, and causal calls with
+seqlen_q != seqlen_kv, go to another backend. Dropout reaches us and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from . import abi
+from ._plans import FULL, Mask, scale_of
+from ._torch import backward_into, forward_into, readable
+
+NAME = "hopper_attention"
+
+
+def _refuse(what: str, allowed: str) -> None:
+    raise NotImplementedError(f"scaled_dot_product_attention on hopper_attention: {what}; allowed: {allowed}")
+
+
+def _numbers(scale: Optional[float], causal: bool, left: Any = None, right: Any = None) -> tuple:
+    # torch says "no bound" with None and with -1.
+    left, right = (abi.UNBOUNDED if bound is None or bound < 0 else bound for bound in (left, right))
+    if causal:
+        right = 0
+    if left == abi.UNBOUNDED and (causal or right == abi.UNBOUNDED):
+        return (scale_of(scale), *(Mask(abi.MASK_CAUSAL, abi.BOTTOM_RIGHT, 0, 0) if causal else FULL))
+    return (scale_of(scale), *Mask(abi.MASK_WINDOW, abi.BOTTOM_RIGHT, left, right))
+
+
+def _check(dropout: float, debug_mask: bool = False, **others: Any) -> None:
+    if dropout:
+        _refuse(f"dropout_p {dropout}", "0")
+    if debug_mask:
+        _refuse("return_debug_mask", "False")
+    for name, given in others.items():
+        if given is not None:
+            _refuse(f"{name} was given", "None")
+
+
+def _run_forward(q: Any, k: Any, v: Any, o: torch.Tensor, numbers: tuple) -> torch.Tensor:
+    """Writes o. All tensors are [batch, seqlen, heads, head_dim]. Gives the log-sum-exp."""
+    q, k, v = readable(q), readable(k), readable(v)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    into = o if readable(o) is o else torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    forward_into(q, k, v, into, lse, numbers)
+    if into is not o:
+        o.copy_(into)
+    return lse
+
+
+def _run_backward(d_o: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple) -> None:
+    d_o, q, k, v, o = map(readable, (d_o, q, k, v, o))
+    into = [d if readable(d) is d else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in gradients]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backward_into(d_o, None, q, k, v, o, readable(lse), into, numbers, deterministic)
+    for wanted, written in zip(gradients, into):
+        if written is not wanted:
+            wanted.copy_(written)
+
+
+def _no_random(q: torch.Tensor) -> tuple:
+    """The state of the random numbers that dropout would have used, and the mask of a debug run. Nobody reads them."""
+    seed = torch.empty((2,), dtype=torch.uint64, device=q.device)
+    return seed, torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty((0,))
+
+
+def _swapped(*tensors: torch.Tensor) -> tuple:
+    return tuple(t.transpose(1, 2) for t in tensors)
+
+
+def sdpa_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: Optional[float] = None,
+) -> tuple:
+    """aten::_scaled_dot_product_flash_attention, on [batch, heads, seqlen, head_dim]."""
+    _check(dropout_p, return_debug_mask)
+    # Strides as torch's own kernels give them. Compiled code relies on them.
+    o = (
+        torch.empty_like(query)
+        if query.shape[-1] == value.shape[-1]
+        else query.new_empty((*query.shape[:3], value.shape[3]))
+    )
+    lse = _run_forward(*_swapped(query, key, value, o), _numbers(scale, is_causal))
+    seed, offset, debug = _no_random(query)
+    return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, debug
+
+
+def sdpa_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Any,
+    philox_offset: Any,
+    *,
+    scale: Optional[float] = None,
+) -> tuple:
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    _check(dropout_p, cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
+    gradients = [torch.empty_like(t) for t in (query, key, value)]
+    _run_backward(
+        *_swapped(grad_out, query, key, value, out), logsumexp, list(_swapped(*gradients)), _numbers(scale, is_causal)
+    )
+    return tuple(gradients)
+
+
+def flash_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: Optional[float] = None,
+    window_size_left: Any = None,
+    window_size_right: Any = None,
+    seqused_k: Any = None,
+    alibi_slopes: Any = None,
+    **more: Any,
+) -> tuple:
+    """aten::_flash_attention_forward, on [batch, seqlen, heads, head_dim].
+
+    Nested tensors come this way, with cum_seq_q.
+    """
+    others = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes}
+    _check(dropout_p, return_debug_mask, **others, **more)
+    o = torch.empty_like(query)
+    lse = _run_forward(query, key, value, o, _numbers(scale, is_causal, window_size_left, window_size_right))
+    return o, lse, *_no_random(query)
+
+
+def flash_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Any,
+    unused: Any,
+    *,
+    scale: Optional[float] = None,
+    window_size_left: Any = None,
+    window_size_right: Any = None,
+) -> tuple:
+    """aten::_flash_attention_backward."""
+    _check(dropout_p, cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
+    gradients = [torch.empty_like(t) for t in (query, key, value)]
+    numbers = _numbers(scale, is_causal, window_size_left, window_size_right)
+    _run_backward(grad_out, query, key, value, out, logsumexp, gradients, numbers)
+    return tuple(gradients)
+
+
+class _Overrides:
+    """The registered operators, as torch keeps them while they are active."""
+
+    def __init__(self, key: str = "CUDA") -> None:
+        library = torch.library.Library("aten", "IMPL", key)
+        library.impl("_scaled_dot_product_flash_attention", sdpa_forward, key)
+        library.impl("_scaled_dot_product_flash_attention_backward", sdpa_backward, key)
+        library.impl("_flash_attention_forward", flash_forward, key)
+        library.impl("_flash_attention_backward", flash_backward, key)
+        self._library: Any = library
+
+    def remove(self) -> None:
+        """Puts torch's own kernels back."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+class Handle:
+    """Undoes register_sdpa."""
+
+    def remove(self) -> None:
+        """Puts torch's own kernels back. Calling it again does nothing."""
+        registry = torch.nn.attention
+        if registry.current_flash_attention_impl() == NAME:
+            registry.restore_flash_attention_impl()
+
+
+def register() -> Handle:
+    """See hopper_attention.register_sdpa."""
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise NotImplementedError(
+            f"register_sdpa: torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; torch 2.11 has"
+        )
+    import warnings
+
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_Overrides)
+    with warnings.catch_warnings():
+        # torch warns that kernels are overridden, which is what was asked for.
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+    return Handle()

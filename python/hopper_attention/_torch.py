@@ -1,0 +1,378 @@
+"""attention() on torch tensors, and the operators behind it.
+
+The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile
+traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
+the file and torch takes it, and the ctypes functions below.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Optional, Tuple, Union
+
+import torch
+
+from . import abi
+from ._calls import Call, prepared
+from ._plans import Window, mask_of, scale_of
+
+#: The oldest torch that this package works with.
+OLDEST = (2, 8)
+
+DTYPES = {torch.float16: abi.F16, torch.bfloat16: abi.BF16, torch.float32: abi.F32, torch.float8_e4m3fn: abi.E4M3}
+_OPERANDS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: Optional[float] = None,
+    return_lse: bool = False,
+) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
+    """See hopper_attention.attention."""
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, (scale_of(scale), *mask_of(causal, window, top_left)), return_lse)
+    try:
+        numbers = _known[causal, window, top_left, scale]
+    except KeyError:
+        numbers = _known[causal, window, top_left, scale] = (scale_of(scale), *mask_of(causal, window, top_left))
+    except TypeError:  # a list as a window
+        numbers = (scale_of(scale), *mask_of(causal, window, top_left))
+    try:
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast(q, k, v)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            o, lse = _Recorded.apply(q, k, v, numbers)
+        else:
+            # Below autograd, where register_autograd's Python would run for nothing.
+            with _below():
+                if not return_lse:
+                    return _forward_op(q, k, v, *numbers)
+                o, lse = _forward_lse_op(q, k, v, *numbers)
+    except Exception as error:
+        # The operators have refused, and launched nothing. What was wrong is looked for now, to keep the usual call
+        # short.
+        _check(q, k, v)
+        raise _in_words(error) from None
+    return (o, lse) if return_lse else o
+
+
+# The numbers of the options that were used. There are a few in a program; a program that makes up scales starts again.
+class _Known(dict):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= 1024:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_known = _Known()
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 4:
+            raise ValueError(f"{name}: {t.ndim} dimensions; allowed: 4, [batch, seqlen, heads, head_dim]")
+        if t.dtype not in _OPERANDS:
+            hint = "; quantised operands go to attention_fp8" if t.dtype in DTYPES else ""
+            raise TypeError(f"{name}: {t.dtype}; allowed: {', '.join(map(str, _OPERANDS))}{hint}")
+        if t.device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"{name}: a tensor on {t.device}; allowed: cpu, cuda")
+
+
+def _autocast(q: Any, k: Any, v: Any) -> tuple:
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _traced(q: Any, k: Any, v: Any, numbers: tuple, return_lse: bool) -> Any:
+    """What torch.compile sees: the operators, with the gradient that register_autograd gave them."""
+    _check(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    if not (return_lse or torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return torch.ops.hopper_attention.forward(q, k, v, *numbers)
+    o, lse = torch.ops.hopper_attention.forward_lse(q, k, v, *numbers)
+    return (o, lse) if return_lse else o
+
+
+class _Recorded(torch.autograd.Function):
+    """What eager calls record. It takes a third of the time of register_autograd's Python, which does the same."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, numbers: tuple) -> Any:  # type: ignore[override]
+        with _below():
+            o, lse = _forward_lse_op(q, k, v, *numbers)
+        ctx.save_for_backward(q, k, v, o, lse)
+        # An output that nobody used then has the gradient None, and not a tensor of zeros.
+        ctx.set_materialize_grads(False)
+        ctx.numbers = numbers
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Any, d_lse: Any) -> Any:  # type: ignore[override]
+        q, k, v, o, lse = ctx.saved_tensors
+        if d_o is None:
+            d_o = torch.zeros_like(o)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if torch.is_grad_enabled():
+            # create_graph: the operator's own gradient refuses the second derivative, if it is used.
+            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic), None
+        with _below():
+            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic), None
+
+
+def _in_words(error: Exception) -> Exception:
+    """An error of the compiled operators as HattnError. They put the status's name at the end of the text."""
+    if isinstance(error, abi.HattnError) or not isinstance(error, RuntimeError):
+        return error
+    text, separator, name = str(error).split("\n", 1)[0].rpartition(" (HATTN_ERROR_")
+    status = getattr(abi, "ERROR_" + name.rstrip(")"), None)
+    return abi.HattnError(status, f"HATTN_ERROR_{name[:-1]}", text) if separator and status else error
+
+
+# -- the ctypes implementation
+
+
+def ordinal(device: torch.device) -> int:
+    """A torch device as the library counts. Both follow the driver's order."""
+    if device.type == "cpu":
+        return abi.CPU
+    if device.type != "cuda":
+        raise ValueError(f"a tensor on {device}; allowed: cpu, cuda")
+    return device.index
+
+
+def described(t: torch.Tensor) -> tuple:
+    """A tensor for Call.
+
+    In torch a dimension of one element may have any stride. The library wants a 1 for the last.
+    """
+    shape, stride = t.shape, t.stride()
+    if shape and shape[-1] == 1:
+        stride = (*stride[:-1], 1)
+    return DTYPES[t.dtype], ordinal(t.device), shape, stride
+
+
+def _stream_of(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# The first is faster. A torch without CUDA has only the second.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
+
+
+def run(call: Call, like: torch.Tensor, tensors: tuple) -> None:
+    """Runs a call on the current stream of the device of `like`.
+
+    The workspace comes from torch's allocator, like every temporary of an operator. The allocator gives memory of a
+    stream to later work of that stream only. So it is not used by another before the kernel is done.
+    """
+    workspace = stream = None
+    if call.workspace_bytes:
+        memory = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=like.device)
+        workspace = memory.data_ptr()
+    if like.is_cuda:
+        stream = _raw_stream(like.device.index)
+    call.run([t.data_ptr() for t in tensors], workspace, stream)
+
+
+def readable(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as the library reads it, copied where it must be.
+
+    For tensors whose strides nobody chose, such as gradients.
+    """
+    step = 16 // t.element_size()
+    ok = t.stride(-1) == 1 or t.shape[-1] == 1
+    if t.ndim == 4:
+        # torch.compile knows no addresses, and aligns what it makes.
+        ok = ok and (torch.compiler.is_compiling() or t.data_ptr() % 16 == 0)
+        ok = ok and all(s % step == 0 or n == 1 for n, s in zip(t.shape[:-1], t.stride()))
+    if ok:
+        return t
+    t = t.contiguous()
+    return t if torch.compiler.is_compiling() or t.data_ptr() % 16 == 0 else t.clone()
+
+
+def problem_of(
+    q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int
+) -> abi.ForwardProblem:
+    """The forward problem of operands and the numbers of an operator."""
+    return abi.ForwardProblem(
+        dtype=DTYPES[q.dtype],
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_kv=k.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_vo=v.shape[3],
+        softmax_scale=scale,
+        mask=mask,
+        corner=corner,
+        window_left=left,
+        window_right=right,
+        **more,
+    )
+
+
+def _empty(q: torch.Tensor, v: torch.Tensor, with_lse: bool) -> list:
+    outputs = [q.new_empty((*q.shape[:3], v.shape[3]))]
+    if with_lse:
+        outputs.append(q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32))
+    return outputs
+
+
+def _key(tensors: tuple) -> tuple:
+    return tuple([(t.dtype, t.device, t.shape, t.stride()) for t in tensors])
+
+
+def forward_into(q: Any, k: Any, v: Any, o: Any, lse: Optional[torch.Tensor], numbers: tuple) -> None:
+    """Runs a forward pass that writes o, and lse if it is given."""
+    given = (q, k, v, o) if lse is None else (q, k, v, o, lse)
+
+    def make() -> Call:
+        problem = problem_of(q, k, v, *numbers, lse=int(lse is not None))
+        return Call(
+            abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given)))
+        )
+
+    run(prepared((numbers, _key(given)), make), q, given)
+
+
+def _forward(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
+    (o,) = _empty(q, v, False)
+    forward_into(q, k, v, o, None, numbers)
+    return o
+
+
+def _forward_lse(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
+    o, lse = _empty(q, v, True)
+    forward_into(q, k, v, o, lse, numbers)
+    return o, lse
+
+
+def backward_into(
+    d_o: Any,
+    d_lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    gradients: list,
+    numbers: tuple,
+    deterministic: bool,
+) -> None:
+    """Runs a backward pass that writes the three gradients."""
+    given = (q, k, v, o, lse, d_o, *gradients) if d_lse is None else (q, k, v, o, lse, d_o, *gradients, d_lse)
+
+    def make() -> Call:
+        forward = problem_of(q, k, v, *numbers)
+        problem = abi.BackwardProblem.of(forward, d_lse=int(d_lse is not None), deterministic=int(deterministic))
+        names = ("q", "k", "v", "o", "lse", "d_o", "d_q", "d_k", "d_v", "d_lse")
+        return Call(abi.BackwardArgs, problem, ordinal(q.device), dict(zip(names, map(described, given))))
+
+    run(prepared((numbers, deterministic, _key(given)), make), q, given)
+
+
+def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> Any:
+    *numbers, deterministic = rest
+    gradients = [t.new_empty(t.shape) for t in (q, k, v)]
+    d_lse = None if d_lse is None else readable(d_lse)
+    backward_into(readable(d_o), d_lse, q, k, v, o, lse, gradients, tuple(numbers), deterministic)
+    return tuple(gradients)
+
+
+# -- what torch is told about the operators
+
+_NUMBERS = "float scale, int mask, int corner, int window_left, int window_right"
+_library = torch.library.Library("hopper_attention", "DEF")
+for _schema in (
+    f"forward(Tensor q, Tensor k, Tensor v, {_NUMBERS}) -> Tensor",
+    f"forward_lse(Tensor q, Tensor k, Tensor v, {_NUMBERS}) -> (Tensor, Tensor)",
+    "backward(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_NUMBERS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _register() -> Optional[str]:
+    """Registers the operators. Gives None with the compiled ones, else why the ctypes ones serve."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_torch_op.so")
+    why = "the package has no _torch_op.so"
+    if os.path.exists(path):
+        try:
+            register = ctypes.CDLL(path).hattn_torch_register
+        except (OSError, AttributeError) as error:
+            why = f"_torch_op.so: {error}"
+        else:
+            register.restype, register.argtypes = ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+            text = ctypes.create_string_buffer(1000)
+            if register(os.fsencode(abi.load().path), text, len(text)) == 0:
+                return None
+            why = text.value.decode(errors="replace")
+    for name, function in (("forward", _forward), ("forward_lse", _forward_lse), ("backward", _backward)):
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, function, key)
+    return why
+
+
+#: None if the compiled operators serve. Else why the ctypes ones do.
+fallback = _register()
+
+# Bound once. A call through torch.ops looks the operator up again.
+_forward_op = torch.ops.hopper_attention.forward.default
+_forward_lse_op = torch.ops.hopper_attention.forward_lse.default
+_backward_op = torch.ops.hopper_attention.backward.default
+_below = torch._C._AutoDispatchBelowAutograd
+
+
+@torch.library.register_fake("hopper_attention::forward", lib=_library)
+def _fake_forward(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
+    return _empty(q, v, False)[0]
+
+
+@torch.library.register_fake("hopper_attention::forward_lse", lib=_library)
+def _fake_forward_lse(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
+    return tuple(_empty(q, v, True))
+
+
+@torch.library.register_fake("hopper_attention::backward", lib=_library)
+def _fake_backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    # An output that nobody used then has the gradient None, and not a tensor of zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, d_o: Any, d_lse: Any) -> tuple:
+    q, k, v, o, lse = ctx.saved_tensors
+    if d_o is None:
+        d_o = torch.zeros_like(o)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    all_three = torch.ops.hopper_attention.backward(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic)
+    return *(d if wanted else None for d, wanted in zip(all_three, ctx.needs_input_grad)), *(None,) * 5
+
+
+def _no_lse(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError("hopper_attention::forward keeps no log-sum-exp, so it has no gradient; use forward_lse")
+
+
+def _second(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError("attention: a second derivative was asked for; allowed: gradients of first order")
+
+
+torch.library.register_autograd("hopper_attention::forward_lse", _gradients, setup_context=_keep, lib=_library)
+torch.library.register_autograd("hopper_attention::forward", _no_lse, lib=_library)
+torch.library.register_autograd("hopper_attention::backward", _second, lib=_library)

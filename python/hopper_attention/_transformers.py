@@ -1,0 +1,321 @@
+"""Hugging Face transformers: an attention function and the mask function that belongs to it.
+
+transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a
+band (causal, bidirectional, sliding windows) is passed on as a `BandMask`, together with the padding. Any other mask
+is refused by its name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, List, Optional, Tuple
+
+import torch
+
+from ._torch import attention, readable
+
+OLDEST = (5, 17)
+
+
+def _refuse(what: str, allowed: str) -> None:
+    raise NotImplementedError(f"hopper_attention in transformers: {what}; allowed: {allowed}")
+
+
+class NoTensor(AttributeError, NotImplementedError):
+    """A model uses its mask as a tensor.
+
+    An AttributeError, so that a model may ask whether there is such an attribute.
+    """
+
+
+class BandMask:
+    """What the mask function gives the attention function in place of a tensor of booleans.
+
+    Query i attends to the keys from i + shift - left to i + shift + right, where shift is kv_length - q_length. None:
+    no bound. `ranges` has, for each sequence, the first key that is no padding, and the one after the last. None:
+    there is no padding.
+    """
+
+    def __init__(
+        self, left: Any, right: Any, q_length: int, kv_length: int, ranges: Any, had_padding_mask: bool
+    ) -> None:
+        self.left, self.right, self.q_length, self.kv_length = left, right, q_length, kv_length
+        self.ranges, self.had_padding_mask = ranges, had_padding_mask
+
+    def __getitem__(self, index: Any) -> Any:
+        _refuse("the model slices its mask", "models that pass the mask on as it is")
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoTensor(
+            f"hopper_attention in transformers: the mask was used as a tensor (.{name}), by the model or by generate() with a "
+            "static cache; allowed: models that pass the mask on as it is, and dynamic caches"
+        )
+
+
+# -- from transformers' mask functions to a band
+
+
+def _bidirectional() -> Any:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return bidirectional_mask_function
+
+
+def _meet(a: Optional[int], b: Optional[int]) -> Optional[int]:
+    return min((bound for bound in (a, b) if bound is not None), default=None)
+
+
+def _closure(function: Any) -> dict:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)}
+
+
+def band_of(function: Any) -> Tuple[Optional[int], Optional[int]]:
+    """The keys before and after a query's own that a mask function keeps. None: no bound."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        _refuse(f"the mask function {name}", "masks of transformers.masking_utils")
+    name = name.split(".<locals>")[0]
+    if name == "causal_mask_function":
+        return None, 0
+    if name == "bidirectional_mask_function":
+        return None, None
+    closure = _closure(function)
+    if name == "sliding_window_overlay":
+        # The window counts the query's own key.
+        return int(closure["sliding_window"]) - 1, None
+    if name == "sliding_window_bidirectional_overlay":
+        return int(closure["sliding_window"]), int(closure["sliding_window"])
+    if name == "and_masks":
+        bands = [band_of(one) for one in closure["mask_functions"]]
+        left = right = None
+        for its_left, its_right in bands:
+            left, right = _meet(left, its_left), _meet(right, its_right)
+        return left, right
+    if name == "remap_positions_for_packed_sequence":
+        # Positions of one sequence are consecutive, so a band stays the band. With several the mask below refuses.
+        return band_of(closure["mask_function"])
+    if name == "packed_sequence_mask_function":
+        if bool((closure["packed_sequence_mask"] != 0).any()):
+            _refuse("packed sequences (position_ids begin again within a row)", "one sequence a row, padded")
+        return None, None
+    _refuse(f"the mask {name}", "causal, bidirectional, and sliding windows of both")
+    raise AssertionError
+
+
+def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[List[Tuple[int, int]]]:
+    """The keys of each sequence that are no padding, read from the 2-d mask. One wait for the GPU."""
+    padding = padding[:, kv_offset : kv_offset + kv_length] != 0
+    if padding.shape[1] < kv_length:
+        padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+    ones = padding.to(torch.int32)
+    bounds = (ones.argmax(1), kv_length - ones.flip(1).argmax(1), ones.sum(1))
+    found = torch.stack(bounds, 1).tolist()
+    ranges = []
+    for first, after, count in found:
+        if count == 0:
+            first = after = 0
+        if after - first != count:
+            _refuse("a padding mask with zeros between ones", "padding at the beginning and at the end of a sequence")
+        ranges.append((first, after))
+    return None if all(one == (0, kv_length) for one in ranges) else ranges
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Optional[torch.Tensor] = None,
+    **kwargs: Any,
+) -> BandMask:
+    """The mask function. transformers calls it once a forward pass for each kind of layer."""
+    if attention_mask is None and mask_function is _bidirectional():
+        # Nothing to look into, so torch.compile can trace it.
+        return BandMask(None, None, q_length, kv_length, None, False)
+    return _mask(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+
+
+@torch.compiler.disable
+def _mask(
+    q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any, attention_mask: Any
+) -> BandMask:
+    """A mask that must be looked into: closures, and the elements of a padding mask.
+
+    torch.compile breaks its graph here.
+    """
+    left, right = band_of(mask_function)
+    if (left, right) != (None, None) and int(q_offset) + q_length != kv_offset + kv_length:
+        where = f"queries up to {int(q_offset) + q_length} and keys up to {kv_offset + kv_length}"
+        _refuse(f"a cache with room beyond the last token (static), {where}", "caches that end with the last query")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        _refuse(f"an attention_mask of {attention_mask.ndim} dimensions", "2, [batch, seqlen]")
+    ranges = None if attention_mask is None else _ranges(attention_mask, kv_length, kv_offset)
+    return BandMask(left, right, q_length, kv_length, ranges, attention_mask is not None)
+
+
+# -- the attention function
+
+# Arguments of models that change nothing about attention, or that reach us in another way.
+_NO_PART = frozenset(
+    "cache cache_position cache_params config layer_idx logits_to_keep num_items_in_batch output_hidden_states "
+    "output_router_logits past_key_values position_embeddings return_dict training use_cache".split()
+)
+_LACKING = {
+    "softcap": "a softcap of the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "attention_bias": "an attention bias",
+    "head_mask": "a head mask",
+    "cu_seq_lens_q": "packed sequences (cu_seq_lens_q)",
+    "cu_seq_lens_k": "packed sequences (cu_seq_lens_k)",
+    "seq_idx": "packed sequences (seq_idx)",
+    "output_attentions": "output_attentions: the weights are never stored",
+}
+# Of no meaning without the cu_seq_lens that they come with.
+_WITH_PACKED = frozenset(("max_length_q", "max_length_k"))
+
+
+def _refuse_lacking(arguments: dict) -> None:
+    for name, given in arguments.items():
+        if given is None or given is False or name in _NO_PART or name in _WITH_PACKED:
+            continue
+        if name in _LACKING:
+            _refuse(_LACKING[name], "models without it; set another attn_implementation")
+        _refuse(f"the argument {name}", "the arguments that transformers' own functions take")
+
+
+_last_positions: Any = lambda: None  # noqa: E731
+
+
+@torch.compiler.disable
+def _check_positions(positions: torch.Tensor) -> None:
+    """Refuses packed sequences.
+
+    Layers share one tensor of positions, so this waits for the GPU once a forward pass.
+    """
+    global _last_positions
+    seen = _last_positions()
+    if seen is positions:
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        _refuse(
+            "packed sequences (position_ids begin again within a row)",
+            "consecutive position_ids, or an attention_mask",
+        )
+    _last_positions = weakref.ref(positions)
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    sliding_window: Optional[int] = None,
+    is_causal: Optional[bool] = None,
+    position_ids: Optional[torch.Tensor] = None,
+    **kwargs: Any,
+) -> Tuple[torch.Tensor, None]:
+    """The attention function, on [batch, heads, seqlen, head_dim]."""
+    if dropout:
+        _refuse(f"dropout {dropout}", "0; set attention_dropout to 0 in the model's config")
+    _refuse_lacking(kwargs)
+    q_length, kv_length = query.shape[2], key.shape[2]
+    ranges = None
+    if isinstance(attention_mask, BandMask):
+        if (attention_mask.q_length, attention_mask.kv_length) != (q_length, kv_length):
+            made = f"{attention_mask.q_length} x {attention_mask.kv_length}"
+            _refuse(f"a mask of {made} for scores of {q_length} x {kv_length}", "a mask of the same size")
+        left, right, ranges = attention_mask.left, attention_mask.right, attention_mask.ranges
+        if sliding_window is not None and sliding_window < kv_length and left != sliding_window - 1:
+            _refuse(
+                f"sliding_window {sliding_window} with a mask that keeps {left} keys before a query",
+                "the same window in both",
+            )
+    elif attention_mask is not None:
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        _refuse(
+            f"attention_mask is a {type(attention_mask).__name__} {shape}", "none, or a 2-d mask given to the model"
+        )
+    else:
+        # The model makes no mask, as vision models do.
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if causal and q_length != kv_length and q_length != 1:
+            _refuse(
+                f"causal attention without a mask, {q_length} queries and {kv_length} keys",
+                "equal numbers, or 1 query",
+            )
+        left = right = None if sliding_window is None else sliding_window - 1
+        right = 0 if causal else right
+    if (
+        position_ids is not None
+        and position_ids.ndim == 2
+        and q_length > 1
+        and not getattr(attention_mask, "had_padding_mask", False)
+    ):
+        # Compiled without a cache, the mask function has checked. Compiled with one, nobody does, as in transformers'
+        # own masks.
+        if not torch.compiler.is_compiling():
+            _check_positions(position_ids)
+    q, k, v = (readable(t.transpose(1, 2)) for t in (query, key, value))
+    if ranges is None:
+        return _band(q, k, v, left, right, scaling), None
+    if all(first == 0 for first, _ in ranges) and right == 0 and q_length == kv_length:
+        # Padding at the end: causal queries never see it. What padding rows give is never used.
+        return _band(q, k, v, left, right, scaling), None
+    return _padded(q, k, v, left, right, scaling, ranges), None
+
+
+def _band(q: Any, k: Any, v: Any, left: Optional[int], right: Optional[int], scaling: Optional[float]) -> Any:
+    causal = right == 0
+    if left is None and (causal or right is None):
+        return attention(q, k, v, causal=causal, scale=scaling)
+    return attention(q, k, v, window=(left, right), scale=scaling)
+
+
+def _padded(
+    q: Any, k: Any, v: Any, left: Any, right: Any, scaling: Any, ranges: List[Tuple[int, int]]
+) -> torch.Tensor:
+    """Each sequence by itself, without its padding. Rows of padding give 0."""
+    q_length, kv_length = q.shape[1], k.shape[1]
+    banded = left is not None or right is not None
+    if banded and right != 0 and q_length != kv_length:
+        _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
+    rows = []
+    for one_q, one_k, one_v, (first, after) in zip(q.split(1), k.split(1), v.split(1), ranges):
+        begin, end = 0, q_length
+        if banded:
+            # Query i meets key i + kv_length - q_length. The last query that is kept meets the last key that is.
+            end = max(after - (kv_length - q_length), 0)
+            begin = min(max(first - (kv_length - q_length), 0), end)
+        o = _band(one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after], left, right, scaling)
+        rows.append(torch.nn.functional.pad(o, (0, 0, 0, 0, begin, q_length - end)))
+    return torch.cat(rows)
+
+
+def register(name: str) -> None:
+    """See hopper_attention.register_transformers."""
+    try:
+        import transformers
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            f"register_transformers: {error}; it needs transformers {'.'.join(map(str, OLDEST))} or later"
+        ) from None
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"register_transformers: transformers is {transformers.__version__}; it needs {wanted} or later"
+        )
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, mask)
+
+
+__all__ = ["BandMask", "attention_forward", "band_of", "mask", "register"]

@@ -1,0 +1,60 @@
+"""Small random models of transformers, for the tests and for gpu_models.py."""
+
+import torch
+import transformers
+
+
+def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positions=4096, image=32, patch=8):
+    """The config of a model. All dropouts are 0."""
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2 * hidden,
+    }
+    text = {"vocab_size": vocab, "max_position_embeddings": positions}
+    dropouts = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    if kind == "llama":
+        return transformers.LlamaConfig(**sizes, **text, num_key_value_heads=heads_kv)
+    if kind == "mistral":
+        return transformers.MistralConfig(**sizes, **text, num_key_value_heads=heads_kv, sliding_window=window)
+    if kind == "bert":
+        return transformers.BertConfig(**sizes, **text, **dropouts)
+    return transformers.ViTConfig(**sizes, **dropouts, image_size=image, patch_size=patch, num_labels=1000)
+
+
+CLASSES = {
+    "llama": transformers.LlamaForCausalLM,
+    "mistral": transformers.MistralForCausalLM,
+    "bert": transformers.BertForMaskedLM,
+    "vit": transformers.ViTForImageClassification,
+}
+
+
+def model(kind, settings, seed=0):
+    """A model with random weights. Larger than usual ones, so that attention is not uniform."""
+    torch.manual_seed(seed)
+    made = CLASSES[kind](settings)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "query", "key")) and parameter.ndim == 2:
+                parameter.mul_(4)
+    return made.eval()
+
+
+def inputs(kind, settings, batch, seqlen, device="cpu", seed=1):
+    """What a model is called with."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "vit":
+        size = settings.image_size
+        return {"pixel_values": torch.randn(batch, 3, size, size, generator=generator).to(device)}
+    return {"input_ids": torch.randint(0, settings.vocab_size, (batch, seqlen), generator=generator).to(device)}
+
+
+def padding(batch, seqlen, side, device="cpu"):
+    """A padding mask: the first sequence is whole, the others are shorter and shorter."""
+    mask = torch.ones(batch, seqlen, dtype=torch.long)
+    for i in range(1, batch):
+        cut = i * seqlen // (batch + 1)
+        mask[i, slice(0, cut) if side == "left" else slice(seqlen - cut, seqlen)] = 0
+    return mask.to(device)

@@ -1,0 +1,309 @@
+"""Tests on a GPU: torch's streams, graphs, compiler and devices, SDPA, FP8, DLPack and models in 16 bit."""
+
+import shutil
+import unittest
+
+import hopper_attention
+from hopper_attention import abi
+
+try:
+    import torch
+except ImportError:
+    torch = None
+else:
+    import torch.nn.functional as F
+    from hopper_attention import attention, register_sdpa
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+# Triton, which inductor needs, compiles its launchers with the machine's C compiler.
+BACKEND = "inductor" if any(map(shutil.which, ("gcc", "cc", "clang"))) else "aot_eager"
+
+
+def missing():
+    """Why the tests cannot run."""
+    if torch is None:
+        return "no torch"
+    if not torch.cuda.is_available() or hopper_attention.device_count() == 0:
+        return "no GPU"
+    problem = abi.ForwardProblem(
+        dtype=abi.BF16, batch=1, seqlen_q=64, seqlen_kv=64, heads_q=1, heads_kv=1, head_dim_qk=64, head_dim_vo=64
+    )
+    return None if abi.load().supported(problem, 0) else f"no kernel: {abi.load().last_error()}"
+
+
+class OnGpu(unittest.TestCase):
+    device = "cuda:0"
+
+    def setUp(self):
+        why = missing()
+        if why:
+            self.skipTest(why)
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+
+    def tensors(self, dtype=None, grad=True, seqlen=300, heads_kv=2, head_dim=64):
+        shapes = ((2, seqlen, 6, head_dim), (2, seqlen, heads_kv, head_dim), (2, seqlen, heads_kv, head_dim))
+        made = [torch.randn(shape, device=self.device).to(dtype or torch.bfloat16) for shape in shapes]
+        return [t.requires_grad_(grad) for t in made]
+
+    def exact(self, q, k, v, causal):
+        q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+    def close(self, got, want, tolerance):
+        self.assertEqual(got.shape, want.shape)
+        error = (got.double() - want.double()).abs().max().item()
+        self.assertLessEqual(error, tolerance * want.double().abs().max().item())
+
+
+class Torch(OnGpu):
+    def test_values_and_gradients(self):
+        for dtype, tolerance in ((torch.bfloat16, 0.03), (torch.float16, 0.004)):
+            for head_dim in (64, 128):
+                for causal in (False, True):
+                    with self.subTest(dtype=dtype, head_dim=head_dim, causal=causal):
+                        leaves = self.tensors(dtype, head_dim=head_dim)
+                        doubles = [t.detach().double().requires_grad_() for t in leaves]
+                        o, want = attention(*leaves, causal=causal), self.exact(*doubles, causal)
+                        self.close(o, want, tolerance)
+                        d_o = torch.randn_like(o)
+                        gradients = torch.autograd.grad(want, doubles, d_o.double())
+                        for mine, theirs in zip(torch.autograd.grad(o, leaves, d_o), gradients):
+                            self.close(mine, theirs, tolerance)
+
+    def test_the_current_stream(self):
+        q, k, v = self.tensors(grad=False, seqlen=2000)
+        want = attention(q, k, v)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # The operands are ready 20 ms later. A kernel on another stream would read them before.
+            late = [torch.zeros_like(t) for t in (q, k, v)]
+            torch.cuda._sleep(40_000_000)
+            for t, source in zip(late, (q, k, v)):
+                t.copy_(source)
+            o = attention(*late)
+        stream.synchronize()
+        self.assertTrue(torch.equal(o, want))
+
+    def test_a_graph_of_both_passes(self):
+        leaves = self.tensors()
+        d_o = torch.randn(leaves[0].shape, device=self.device, dtype=torch.bfloat16)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+        def step():
+            o = attention(*leaves, causal=True)
+            return o.detach(), *torch.autograd.grad(o, leaves, d_o)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for _ in range(2):
+            with torch.no_grad():
+                for t in leaves:
+                    t.normal_()
+            graph.replay()
+            torch.cuda.synchronize()
+            for mine, want in zip(results, step()):
+                self.assertTrue(torch.equal(mine, want))
+
+    def test_compiled(self):
+        leaves = self.tensors()
+
+        def step(q, k, v):
+            return attention(q * 1.5, k, v, causal=True).float().square().mean()
+
+        compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
+        want = torch.autograd.grad(step(*leaves), leaves)
+        for mine, theirs in zip(torch.autograd.grad(compiled(*leaves), leaves), want):
+            self.close(mine, theirs, 0.02)
+
+    def test_compiled_into_graphs(self):
+        if BACKEND != "inductor":
+            self.skipTest("no C compiler, which Triton needs")
+        leaves = self.tensors(grad=False)
+        reduced = torch.compile(lambda *t: attention(*t, causal=True) * 2, fullgraph=True, mode="reduce-overhead")
+        for _ in range(4):
+            self.close(reduced(*leaves), attention(*leaves, causal=True) * 2, 0.01)
+
+    def test_autocast(self):
+        q, k, v = (t.float() for t in self.tensors(grad=False))
+        with torch.autocast("cuda", dtype=torch.float16):
+            o = attention(q, k, v)
+        self.assertTrue(torch.equal(o, attention(q.half(), k.half(), v.half())))
+        self.assertRaisesRegex(abi.HattnError, "f32", attention, q, k, v)
+
+    def test_deterministic_gradients(self):
+        leaves = self.tensors(seqlen=1500)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        runs = [torch.autograd.grad(attention(*leaves, causal=True).float().square().sum(), leaves) for _ in range(3)]
+        for again in runs[1:]:
+            self.assertTrue(all(map(torch.equal, again, runs[0])))
+
+    def test_memory_is_not_reused_too_soon(self):
+        leaves = self.tensors(seqlen=1000)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        want = torch.autograd.grad(attention(*leaves).float().sum(), leaves)
+        # Scratch memory of one call is freed while its kernel still runs, and the next call takes it.
+        found = [torch.autograd.grad(attention(*leaves).float().sum(), leaves) for _ in range(20)]
+        for got in found:
+            self.assertTrue(all(map(torch.equal, got, want)))
+
+    def test_a_second_gpu(self):
+        if torch.cuda.device_count() < 2:
+            self.skipTest("one GPU alone")
+        leaves = self.tensors()
+        there = [t.detach().to("cuda:1").requires_grad_() for t in leaves]
+        self.assertEqual(torch.cuda.current_device(), 0)
+        o, other = attention(*leaves, causal=True), attention(*there, causal=True)
+        self.assertEqual(str(other.device), "cuda:1")
+        self.assertTrue(torch.equal(o.cpu(), other.cpu()))
+        for mine, theirs in zip(
+            torch.autograd.grad(o.float().sum(), leaves), torch.autograd.grad(other.float().sum(), there)
+        ):
+            self.close(theirs.cpu(), mine.cpu(), 0.01)
+        with self.assertRaisesRegex(abi.HattnError, "cuda:1"):
+            attention(leaves[0], there[1], leaves[2])
+
+    def test_what_is_refused(self):
+        q, k, v = self.tensors(grad=False)
+        self.assertRaisesRegex(abi.HattnError, "head_dim", attention, q[..., :60], k[..., :60], v)
+        self.assertRaisesRegex(abi.HattnError, "k", attention, q, k.cpu(), v)
+        shifted = torch.randn(q.numel() + 1, device=self.device).bfloat16()[1:].view(q.shape)
+        self.assertRaisesRegex(abi.HattnError, "q", attention, shifted, k, v)
+
+
+class Sdpa(OnGpu):
+    def setUp(self):
+        super().setUp()
+        if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+            self.skipTest(f"torch {torch.__version__} has no register_flash_attention_impl")
+
+    def sdpa(self, q, k, v, **options):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options).transpose(1, 2)
+
+    def test_both_passes_are_ours_until_undone(self):
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for causal in (False, True):
+            leaves = self.tensors()
+            d_o = torch.randn(leaves[0].shape, device=self.device, dtype=torch.bfloat16)
+
+            def step():
+                o = self.sdpa(*leaves, is_causal=causal, enable_gqa=True)
+                return o.detach(), *torch.autograd.grad(o, leaves, d_o)
+
+            before = step()
+            o = attention(*leaves, causal=causal)
+            want = o.detach(), *torch.autograd.grad(o, leaves, d_o)
+            handle = register_sdpa()
+            try:
+                ours = step()
+            finally:
+                handle.remove()
+            # Equal to a call of ours to the last bit, which another kernel is not.
+            self.assertTrue(all(map(torch.equal, ours, want)))
+            self.assertFalse(all(map(torch.equal, ours, before)))
+            # torch's own backward may add in another order each time. Its forward does not.
+            again = step()
+            self.assertTrue(torch.equal(again[0], before[0]))
+            self.assertFalse(any(map(torch.equal, again, ours)))
+            for mine, theirs in zip(ours, before):
+                self.close(mine, theirs, 0.03)
+
+    def test_other_head_dims_and_compiled(self):
+        leaves = self.tensors(heads_kv=6, head_dim=72)
+        want = self.sdpa(*leaves)
+        handle = register_sdpa()
+        try:
+            self.close(self.sdpa(*leaves), want, 0.03)
+            compiled = torch.compile(
+                lambda q, k, v: self.sdpa(q, k, v, is_causal=True).float().square().mean(), backend=BACKEND
+            )
+            for mine, theirs in zip(
+                torch.autograd.grad(compiled(*leaves), leaves),
+                torch.autograd.grad(self.sdpa(*leaves, is_causal=True).float().square().mean(), leaves),
+            ):
+                self.close(mine, theirs, 0.03)
+        finally:
+            handle.remove()
+
+    def test_refusals(self):
+        q, k, v = self.tensors(heads_kv=6, grad=False)
+        handle = register_sdpa()
+        try:
+            with self.assertRaisesRegex(NotImplementedError, "dropout_p 0.5"):
+                self.sdpa(q, k, v, dropout_p=0.5)
+        finally:
+            handle.remove()
+
+
+class Others(OnGpu):
+    def test_fp8(self):
+        q, k, v = self.tensors(grad=False, head_dim=128)
+        want = self.exact(q, k, v, True)
+        for scaling in ("per_tensor", "per_head", "per_block"):
+            for half_scores in (False, True):
+                with self.subTest(scaling=scaling, half_scores=half_scores):
+                    operands = hopper_attention.quantize(q, k, v, scaling=scaling, hadamard=3, half_scores=half_scores)
+                    o, amax = hopper_attention.attention_fp8(operands, causal=True, return_amax=True)
+                    rmse = ((o - want).square().mean() / want.square().mean()).sqrt().item()
+                    self.assertLess(rmse, 0.08)
+                    self.assertAlmostEqual(amax.item(), o.abs().max().item(), delta=0.01 * amax.item())
+
+    def test_dlpack(self):
+        class Exporter:
+            def __init__(self, tensor):
+                self.tensor = tensor
+
+            def __dlpack__(self, stream=None, max_version=None):
+                return self.tensor.__dlpack__(stream=stream)
+
+            def __dlpack_device__(self):
+                return self.tensor.__dlpack_device__()
+
+        q, k, v = self.tensors(grad=False)
+        want, want_lse = attention(q, k, v, causal=True, return_lse=True)
+        for stream in (None, torch.cuda.Stream()):
+            o, lse = torch.empty_like(want), torch.empty_like(want_lse)
+            number = None if stream is None else stream.cuda_stream
+            outputs = {"out": Exporter(o), "lse_out": Exporter(lse)}
+            hopper_attention.attention(*map(Exporter, (q, k, v)), causal=True, stream=number, **outputs)
+            torch.cuda.synchronize()
+            self.assertTrue(torch.equal(o, want) and torch.equal(lse, want_lse))
+
+    def test_transformers(self):
+        try:
+            import models
+        except ImportError as error:
+            self.skipTest(f"no transformers: {error}")
+        hopper_attention.register_transformers()
+        for kind, side in (("llama", None), ("llama", "left"), ("mistral", "left"), ("bert", "right"), ("vit", None)):
+            with self.subTest(kind=kind, side=side):
+                settings = models.config(kind, 256, 4, 4 if kind in ("bert", "vit") else 2, 2, window=30)
+                model = models.model(kind, settings).to(self.device)
+                inputs = models.inputs(kind, settings, 3, 80, self.device)
+                keep = None if side is None else models.padding(3, 80, side, self.device)
+                more = {} if keep is None else {"attention_mask": keep}
+                exact = model(**inputs, **more).logits
+                logits = {}
+                model = model.bfloat16()
+                inputs = {name: t.bfloat16() if t.is_floating_point() else t for name, t in inputs.items()}
+                for name in ("eager", "sdpa", "hopper_attention"):
+                    model.set_attn_implementation(name)
+                    logits[name] = model(**inputs, **more).logits.float()
+                errors = {}
+                for name, found in logits.items():
+                    off = found - exact if keep is None else (found - exact)[keep.bool()]
+                    errors[name] = off.square().mean().sqrt().item()
+                self.assertLess(errors["hopper_attention"], 1.2 * max(errors["eager"], errors["sdpa"]), errors)

@@ -1,0 +1,92 @@
+"""Tests of FP8 on torch tensors, on the CPU."""
+
+import unittest
+
+import hopper_attention
+from hopper_attention import abi
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+class Fp8(unittest.TestCase):
+    def setUp(self):
+        if torch is None:
+            self.skipTest("no torch")
+        torch.manual_seed(0)
+        shapes = ((2, 150, 4, 32), (2, 170, 2, 32), (2, 170, 2, 32))
+        self.qkv = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+
+    def error(self, o, **options):
+        want = hopper_attention.attention(*(t.float() for t in self.qkv), **options)
+        return ((o.float() - want).square().mean() / want.square().mean()).sqrt().item()
+
+    def test_scalings(self):
+        shapes = {"per_tensor": (1, 1, 1), "per_head": (2, 2, 1), "per_block": (2, 4, 2)}
+        for scaling, shape in shapes.items():
+            for hadamard in (None, 5):
+                for half_scores in (False, True):
+                    with self.subTest(scaling=scaling, hadamard=hadamard, half_scores=half_scores):
+                        made = hopper_attention.quantize(
+                            *self.qkv, scaling=scaling, hadamard=hadamard, half_scores=half_scores
+                        )
+                        self.assertEqual((made.q.dtype, made.descale_q.shape), (torch.float8_e4m3fn, shape))
+                        self.assertEqual(made.counts.abs().sum(), 0)
+                        self.assertEqual(made.v.float().abs().max(), 448)
+                        self.assertEqual(made.q.float().abs().max(), 14 if half_scores else 448)
+                        o = hopper_attention.attention_fp8(made, causal=True)
+                        self.assertEqual((o.dtype, o.shape), (torch.bfloat16, (2, 150, 4, 32)))
+                        # e4m3 has 3 bits of mantissa: an element is off by 2^-4 of itself at most.
+                        self.assertLess(self.error(o, causal=True), 0.08)
+
+    def test_one_factor_gives_the_values_back(self):
+        made = hopper_attention.quantize(*self.qkv, scaling="per_tensor")
+        for values, stored, descale in zip(self.qkv, made[:3], made[3:6]):
+            torch.testing.assert_close(
+                stored.float() * descale, values.float(), rtol=2**-4, atol=descale.item() * 2**-9
+            )
+
+    def test_outputs(self):
+        made = hopper_attention.quantize(*self.qkv)
+        o, lse, amax = hopper_attention.attention_fp8(made, return_lse=True, return_amax=True, out_dtype=torch.float16)
+        self.assertEqual((o.dtype, lse.shape, amax.shape), (torch.float16, (2, 4, 150), (1,)))
+        self.assertAlmostEqual(amax.item(), o.float().abs().max().item(), delta=2e-3)
+        scale = 448 / amax
+        eighth = hopper_attention.attention_fp8(made, out_dtype=torch.float8_e4m3fn, scale_o=scale)
+        self.assertEqual(eighth.dtype, torch.float8_e4m3fn)
+        self.assertLess(self.error(eighth.float() / scale), 0.12)
+
+    def test_compiled(self):
+        def both(q, k, v):
+            return hopper_attention.attention_fp8(hopper_attention.quantize(q, k, v, hadamard=3), causal=True) * 2
+
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        self.assertTrue(torch.equal(compiled(*self.qkv), both(*self.qkv)))
+
+    def test_refusals(self):
+        q, k, v = self.qkv
+        made = hopper_attention.quantize(q, k, v)
+        for error, words, call in (
+            (ValueError, "scaling: 'rows'", lambda: hopper_attention.quantize(q, k, v, scaling="rows")),
+            (TypeError, "q: torch.float64", lambda: hopper_attention.quantize(q.double(), k, v)),
+            (
+                ValueError,
+                "q: it requires a gradient",
+                lambda: hopper_attention.quantize(q.clone().requires_grad_(), k, v),
+            ),
+            (
+                TypeError,
+                "out_dtype: torch.float32",
+                lambda: hopper_attention.attention_fp8(made, out_dtype=torch.float32),
+            ),
+            (abi.HattnError, "scale_o", lambda: hopper_attention.attention_fp8(made, out_dtype=torch.float8_e4m3fn)),
+            (
+                abi.HattnError,
+                "descale_k",
+                lambda: hopper_attention.attention_fp8(made._replace(descale_k=made.descale_k[:1])),
+            ),
+        ):
+            with self.subTest(words=words):
+                self.assertRaisesRegex(error, words, call)

@@ -1,0 +1,241 @@
+"""Tests of transformers' models on the CPU in f32: logits, gradients, generation, and what is refused."""
+
+import types
+import unittest
+import warnings
+
+import hopper_attention
+
+try:
+    import torch
+    import transformers
+except ImportError as error:
+    WHY = str(error)
+else:
+    WHY = None
+    import models
+    from hopper_attention import _transformers
+    from transformers import masking_utils
+
+KINDS = {"llama": (64, 4, 2), "mistral": (64, 4, 2), "bert": (64, 4, 4), "vit": (64, 4, 4)}
+NAMES = ("eager", "sdpa", "hopper_attention")
+
+
+@unittest.skipIf(WHY, WHY)
+class Transformers(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        hopper_attention.register_transformers()
+        warnings.filterwarnings("ignore")
+
+    def make(self, kind, **more):
+        hidden, heads, heads_kv = KINDS[kind]
+        settings = models.config(kind, hidden, heads, heads_kv, 2, window=7, **more)
+        return settings, models.model(kind, settings)
+
+    def compare(self, kind, mask=None, batch=3, seqlen=20, **options):
+        settings, model = self.make(kind)
+        inputs = models.inputs(kind, settings, batch, seqlen) | options
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        found = []
+        for name in NAMES:
+            model.set_attn_implementation(name)
+            logits = model(**inputs).logits
+            if mask is not None:
+                logits = logits * mask[..., None]
+            gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()), allow_unused=True)
+            found.append((logits.detach(), [g for g in gradients if g is not None]))
+        for logits, gradients in found[1:]:
+            torch.testing.assert_close(logits, found[0][0], rtol=1e-4, atol=1e-5)
+            for mine, theirs in zip(gradients, found[0][1]):
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
+
+    def test_models(self):
+        for kind in KINDS:
+            with self.subTest(kind=kind):
+                self.compare(kind)
+
+    def test_a_window_is_a_window(self):
+        settings, model = self.make("mistral")
+        inputs = models.inputs("mistral", settings, 2, 20)
+        model.set_attn_implementation("hopper_attention")
+        narrow = model(**inputs).logits
+        settings.sliding_window = None
+        _, wide = self.make("mistral")
+        wide.config.sliding_window = 100
+        for layer in wide.model.layers:
+            layer.self_attn.config.sliding_window = 100
+        wide.set_attn_implementation("hopper_attention")
+        self.assertGreater((wide(**inputs).logits - narrow).abs().max().item(), 1e-3)
+
+    def test_padding(self):
+        for kind in ("llama", "mistral", "bert"):
+            for side in ("left", "right"):
+                for cache in (False, True) if kind != "bert" else (False,):
+                    with self.subTest(kind=kind, side=side, cache=cache):
+                        options = {"use_cache": cache} if kind != "bert" else {}
+                        self.compare(kind, models.padding(3, 20, side), **options)
+        self.compare("llama", torch.ones(3, 20, dtype=torch.long))
+
+    def test_generation(self):
+        for kind in ("llama", "mistral"):
+            for side in (None, "left"):
+                with self.subTest(kind=kind, side=side):
+                    settings, model = self.make(kind)
+                    ids = models.inputs(kind, settings, 3, 12)["input_ids"]
+                    mask = torch.ones_like(ids) if side is None else models.padding(3, 12, side)
+                    texts = []
+                    for name in NAMES:
+                        model.set_attn_implementation(name)
+                        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+                        texts.append(model.generate(ids, attention_mask=mask, **options))
+                    self.assertTrue(torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2]))
+
+    def test_continued_with_a_cache(self):
+        for kind in ("llama", "mistral"):
+            settings, model = self.make(kind)
+            ids = models.inputs(kind, settings, 2, 20)["input_ids"]
+            model.set_attn_implementation("hopper_attention")
+            whole = model(ids).logits
+            first = model(ids[:, :11], use_cache=True)
+            second = model(ids[:, 11:], past_key_values=first.past_key_values, use_cache=True)
+            torch.testing.assert_close(second.logits, whole[:, 11:], rtol=1e-4, atol=1e-5)
+
+    def test_compiled(self):
+        settings, model = self.make("llama")
+        ids = models.inputs("llama", settings, 2, 20)
+        model.set_attn_implementation("hopper_attention")
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(**ids).logits, model(**ids).logits)
+
+    def test_a_compiled_vit_is_one_graph(self):
+        settings, model = self.make("vit")
+        pixels = models.inputs("vit", settings, 2, 0)
+        model.set_attn_implementation("hopper_attention")
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**pixels).logits, model(**pixels).logits)
+
+    def test_refusals_of_models(self):
+        settings, model = self.make("llama")
+        ids = models.inputs("llama", settings, 1, 20)["input_ids"]
+        model.set_attn_implementation("hopper_attention")
+        packed = torch.cat([torch.arange(12), torch.arange(8)])[None]
+        lengths = torch.tensor([0, 12, 20])
+        holes = torch.ones_like(ids)
+        holes[0, 7] = 0
+        for words, options in (
+            ("packed sequences", {"position_ids": packed, "use_cache": False}),
+            ("packed sequences", {"position_ids": packed, "use_cache": True}),
+            (
+                "packed sequences",
+                {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 12, "max_length_k": 12},
+            ),
+            ("zeros between ones", {"attention_mask": holes}),
+            ("attention_mask is a Tensor", {"attention_mask": torch.zeros(1, 1, 20, 20)}),
+            ("output_attentions", {"output_attentions": True}),
+        ):
+            with self.subTest(words=words, **{name: type(given).__name__ for name, given in options.items()}):
+                self.assertRaisesRegex(NotImplementedError, words, model, ids, **options)
+        model(ids, position_ids=torch.arange(20)[None])
+        with self.assertRaisesRegex(NotImplementedError, "static"):
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=3,
+                cache_implementation="static",
+                pad_token_id=0,
+            )
+        model.config.attention_dropout = 0.1
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        self.assertRaisesRegex(NotImplementedError, "dropout 0.1", model.train(), ids)
+
+
+@unittest.skipIf(WHY, WHY)
+class Functions(unittest.TestCase):
+    """The two registered functions by themselves."""
+
+    def call(self, mask=None, q_length=9, kv_length=9, **options):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, n, 8) for n in (q_length, kv_length, kv_length))
+        o, none = _transformers.attention_forward(types.SimpleNamespace(is_causal=True), q, k, v, mask, **options)
+        self.assertIsNone(none)
+        return q, k, v, o
+
+    def mask(self, function, q_length=9, kv_length=9, **options):
+        return _transformers.mask(1, q_length, kv_length, mask_function=function, **options)
+
+    def expect(self, q, k, v, o, keep=None):
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        torch.testing.assert_close(o.transpose(1, 2), want)
+
+    def test_a_window_needs_no_sliding_window(self):
+        own, keys = torch.arange(9)[:, None], torch.arange(9)
+        causal = masking_utils.sliding_window_causal_mask_function(3)
+        for options in ({}, {"sliding_window": 3}):
+            self.expect(*self.call(self.mask(causal), **options), (keys <= own) & (keys > own - 3))
+        both = masking_utils.sliding_window_bidirectional_mask_function(3)
+        self.expect(*self.call(self.mask(both)), (keys - own).abs() <= 3)
+
+    def test_without_a_mask(self):
+        own, keys = torch.arange(9)[:, None], torch.arange(9)
+        self.expect(*self.call(), keys <= own)
+        self.expect(*self.call(is_causal=False))
+        self.expect(*self.call(sliding_window=3), (keys <= own) & (keys > own - 3))
+        self.expect(*self.call(is_causal=False, sliding_window=3), (keys - own).abs() <= 2)
+        self.expect(*self.call(q_length=1))
+
+    def test_a_padded_window_of_both_sides(self):
+        both = masking_utils.sliding_window_bidirectional_mask_function(3)
+        padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0]])
+        q, k, v, o = self.call(self.mask(both, attention_mask=padding))
+        own, keys = torch.arange(9)[:, None], torch.arange(9)
+        keep = ((keys - own).abs() <= 3) & (padding[0] != 0)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep).transpose(1, 2)
+        torch.testing.assert_close(o[:, 2:8], want[:, 2:8])
+        self.assertEqual((o[:, :2].abs().sum(), o[:, 8:].abs().sum()), (0, 0))
+
+    def test_cross_attention(self):
+        full = masking_utils.bidirectional_mask_function
+        padding = torch.tensor([[1] * 5 + [0] * 4])
+        mask = self.mask(full, q_length=4, attention_mask=padding)
+        self.expect(*self.call(mask, q_length=4), (padding[0] != 0)[None].expand(4, 9))
+
+    def test_masks_that_are_no_band(self):
+        ids = torch.zeros(1, 9, dtype=torch.long)
+        causal = masking_utils.causal_mask_function
+        for words, function in (
+            (
+                "the mask chunked_overlay",
+                masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+            ),
+            ("the mask blockwise_overlay", masking_utils.and_masks(causal, masking_utils.blockwise_overlay(ids))),
+            ("the mask or_masks", masking_utils.or_masks(causal, masking_utils.bidirectional_mask_function)),
+            ("the mask function .*lambda", masking_utils.and_masks(causal, lambda b, h, q, k: q >= k)),
+            ("packed sequences", masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1]]))),
+        ):
+            with self.subTest(words=words):
+                self.assertRaisesRegex(NotImplementedError, words, self.mask, function)
+        self.assertRaisesRegex(NotImplementedError, "static", self.mask, causal, q_length=3, kv_length=9, q_offset=2)
+        self.assertEqual(_transformers.band_of(masking_utils.packed_sequence_mask_function(ids)), (None, None))
+
+    def test_arguments(self):
+        causal = self.mask(masking_utils.causal_mask_function)
+        for words, options in (
+            ("dropout 0.5", {"dropout": 0.5}),
+            ("a softcap", {"softcap": 30.0}),
+            ("attention sinks", {"s_aux": torch.zeros(2)}),
+            ("a position bias", {"position_bias": torch.zeros(1, 2, 9, 9)}),
+            ("the argument novelty", {"novelty": 1}),
+            ("sliding_window 3 with a mask", {"sliding_window": 3}),
+        ):
+            with self.subTest(words=words):
+                self.assertRaisesRegex(NotImplementedError, words, self.call, causal, **options)
+        self.call(causal, softcap=None, use_cache=True, output_attentions=False, sliding_window=9)
+        self.assertRaisesRegex(NotImplementedError, "a mask of 9 x 9", self.call, causal, kv_length=8)
+        self.assertRaisesRegex(NotImplementedError, "4 queries and 9 keys", self.call, q_length=4)
+        self.assertRaisesRegex(NotImplementedError, "slices its mask", lambda: causal[:, :, :, :4])
+        self.assertRaisesRegex(NotImplementedError, "no tensor|as a tensor", lambda: causal.shape)
+        self.assertIsNone(getattr(causal, "shape", None))

@@ -1,0 +1,338 @@
+// torch's ops hopper_attention::forward, forward_lse and backward, computed through the C ABI. A call from Python
+// takes less time than through ctypes. The package defines the ops. hattn_torch_register gives them these kernels for
+// CPU and CUDA.
+//
+// An op runs on the current stream of its tensors' device, and takes outputs and workspace from torch's allocator. The
+// allocator gives memory of a stream to later work of that stream only. So a workspace may be freed right after the
+// launch.
+#include <cstdio>
+#include <memory>
+
+#include "library.h"
+
+namespace hattn_torch {
+namespace {
+
+struct State {
+  explicit State(const char* path) : path(path), library(path), torch(load_torch()) {}
+  const std::string path;
+  const Library library;
+  const Torch torch;
+  // torch's numbers for element types and kinds of device.
+  const int32_t f16 = torch.aoti_torch_dtype_float16();
+  const int32_t bf16 = torch.aoti_torch_dtype_bfloat16();
+  const int32_t f32 = torch.aoti_torch_dtype_float32();
+  const int32_t u8 = torch.aoti_torch_dtype_uint8();
+  const int32_t cpu = torch.aoti_torch_device_type_cpu();
+  const int32_t cuda = torch.aoti_torch_device_type_cuda();
+  Plans<hattn_forward_problem> forward_plans{library};
+  Plans<hattn_backward_problem> backward_plans{library};
+};
+
+// Set once, before any kernel is registered. Never freed: torch may call kernels until the process ends.
+State* state = nullptr;
+
+// `what` failed in torch, which has logged why.
+[[noreturn]] void torch_failed(const std::string& what) { throw std::runtime_error("hopper_attention: " + what); }
+
+// A tensor of torch, or none, and how the library describes it. The handle is owned.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(TensorHandle handle) : handle_(handle) {}
+  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    std::swap(view_, other.view_);
+    std::swap(dtype_, other.dtype_);
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_ != nullptr) state->torch.aoti_torch_delete_tensor_object(handle_);
+  }
+
+  // Dense and not written yet.
+  static Tensor empty(int32_t ndim, const int64_t* shape, int32_t dtype, hattn_device device) {
+    int64_t stride[4];
+    int64_t elements = 1;
+    for (int32_t i = ndim - 1; i >= 0; --i) {
+      stride[i] = elements;
+      elements *= shape[i] > 1 ? shape[i] : 1;
+    }
+    const Torch& torch = state->torch;
+    TensorHandle handle = nullptr;
+    const bool gpu = device != HATTN_CPU;
+    if (torch.aoti_torch_empty_strided(ndim, shape, stride, dtype, gpu ? state->cuda : state->cpu, gpu ? device : 0,
+                                       &handle) != 0) {
+      // Programs that try a smaller batch look for the words "CUDA out of memory.".
+      torch_failed("torch gave no memory for " + std::to_string(elements) + " elements on " +
+                   (gpu ? "cuda:" + std::to_string(device) + " (most often: CUDA out of memory.)" : "the CPU") +
+                   "; its log says why");
+    }
+    Tensor tensor;
+    tensor.handle_ = handle;
+    hattn_tensor& view = tensor.view_;
+    torch.aoti_torch_get_data_ptr(handle, &view.data);
+    tensor.dtype_ = dtype;
+    view.dtype = tensor.library_dtype();
+    view.device = device;
+    view.ndim = ndim;
+    std::memcpy(view.shape, shape, sizeof(int64_t) * ndim);
+    std::memcpy(view.stride, stride, sizeof(int64_t) * ndim);
+    return tensor;
+  }
+  // Dense and not written yet, with the type, device and shape of this one.
+  Tensor empty_like() const { return empty(view_.ndim, view_.shape, dtype_, view_.device); }
+
+  // Null where there is no tensor.
+  const hattn_tensor* view() const { return handle_ == nullptr ? nullptr : &view_; }
+  const hattn_tensor* operator->() const { return &view_; }
+  int32_t torch_dtype() const { return dtype_; }
+
+  // Asks torch where the tensor is and how it lies there. There must be a tensor.
+  void describe(int32_t ndim, const char* name, const char* dimensions) {
+    const Torch& torch = state->torch;
+    int32_t device_type = 0, device_index = 0;
+    int64_t its_ndim = 0, *shape = nullptr, *stride = nullptr;
+    if (torch.aoti_torch_get_dtype(handle_, &dtype_) != 0 ||
+        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 ||
+        torch.aoti_torch_get_device_index(handle_, &device_index) != 0 ||
+        torch.aoti_torch_get_dim(handle_, &its_ndim) != 0 || torch.aoti_torch_get_sizes(handle_, &shape) != 0 ||
+        torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
+        torch.aoti_torch_get_data_ptr(handle_, &view_.data) != 0) {
+      torch_failed(std::string(name) + " is no tensor with memory of its own; torch's log says why");
+    }
+    view_.dtype = library_dtype();
+    if (view_.dtype == 0) {
+      throw std::runtime_error(std::string(name) +
+                               ": allowed element types: float16, bfloat16, float32 (HATTN_ERROR_DTYPE)");
+    }
+    if (device_type != state->cuda && device_type != state->cpu) {
+      throw std::runtime_error(std::string(name) + ": allowed devices: cpu, cuda (HATTN_ERROR_DEVICE)");
+    }
+    if (its_ndim != ndim) {
+      throw std::runtime_error(std::string(name) + ": " + std::to_string(its_ndim) + " dimensions; allowed: " +
+                               std::to_string(ndim) + ", " + dimensions + " (HATTN_ERROR_SHAPE)");
+    }
+    view_.device = device_type == state->cuda ? device_index : HATTN_CPU;
+    view_.ndim = ndim;
+    std::memcpy(view_.shape, shape, sizeof(int64_t) * ndim);
+    std::memcpy(view_.stride, stride, sizeof(int64_t) * ndim);
+    // A dimension of one element may have any stride in torch. The library wants the last one to be 1 all the same.
+    if (shape[ndim - 1] == 1) view_.stride[ndim - 1] = 1;
+  }
+
+  // Replaces a gradient that the library cannot read by a dense copy. Nobody chose how a gradient lies in memory: the
+  // one of o.sum() has strides of 0.
+  void make_readable() {
+    if (readable()) return;
+    Tensor copy = empty_like();
+    if (state->torch.aoti_torch_copy_(copy.handle_, handle_, 0) != 0)
+      torch_failed("torch could not copy a gradient; its log says why");
+    *this = std::move(copy);
+  }
+
+  // Gives the tensor to torch.
+  StableValue release() {
+    StableValue value = reinterpret_cast<StableValue>(handle_);
+    handle_ = nullptr;
+    return value;
+  }
+
+ private:
+  hattn_dtype library_dtype() const {
+    return dtype_ == state->bf16 ? HATTN_BF16 : dtype_ == state->f16 ? HATTN_F16 : dtype_ == state->f32 ? HATTN_F32 : 0;
+  }
+
+  bool readable() const {
+    const int32_t last = view_.ndim - 1;
+    if (view_.stride[last] != 1) return false;
+    // A GPU's kernels copy tensors of 4 dimensions in units of 16 bytes.
+    const bool units = view_.ndim == 4 && view_.device != HATTN_CPU;
+    const int64_t unit = view_.dtype == HATTN_F32 ? 4 : 8;
+    if (units && reinterpret_cast<uintptr_t>(view_.data) % 16 != 0) return false;
+    for (int32_t i = 0; i < last; ++i) {
+      if (view_.shape[i] > 1 && (view_.stride[i] <= 0 || (units && view_.stride[i] % unit != 0))) return false;
+    }
+    return true;
+  }
+
+  TensorHandle handle_ = nullptr;
+  hattn_tensor view_ = HATTN_TENSOR_INIT;
+  int32_t dtype_ = 0;
+};
+
+// Takes the arguments of a call from the stack, in the order of the schema.
+//
+// A call owns its arguments. So all of them are taken before anything can throw, and described after that.
+class Arguments {
+ public:
+  explicit Arguments(StableValue* stack) : next_(stack) {}
+  Tensor tensor() { return Tensor(reinterpret_cast<TensorHandle>(*next_++)); }
+  Tensor optional_tensor() {
+    // The value is in memory of its own, which was handed over with it.
+    std::unique_ptr<StableValue> value(reinterpret_cast<StableValue*>(*next_++));
+    return value == nullptr ? Tensor() : Tensor(reinterpret_cast<TensorHandle>(*value));
+  }
+  int64_t integer() { return static_cast<int64_t>(*next_++); }
+  bool boolean() { return (*next_++ & 0xff) != 0; }
+  double real() {
+    double value;
+    std::memcpy(&value, next_++, sizeof(value));
+    return value;
+  }
+
+ private:
+  StableValue* next_;
+};
+
+const char* const kOrder = "[batch, seqlen, heads, head_dim]";
+const char* const kOrderOfLse = "[batch, heads, seqlen]";
+
+// The fields that both passes' problems share. Describes q, k and v, and takes the numbers from the stack.
+template <typename Problem>
+Problem problem_of(Tensor& q, Tensor& k, Tensor& v, Arguments& arguments, Problem problem) {
+  q.describe(4, "q", kOrder);
+  k.describe(4, "k", kOrder);
+  v.describe(4, "v", kOrder);
+  problem.dtype = q->dtype;
+  problem.batch = q->shape[0];
+  problem.seqlen_q = q->shape[1];
+  problem.seqlen_kv = k->shape[1];
+  problem.heads_q = q->shape[2];
+  problem.heads_kv = k->shape[2];
+  problem.head_dim_qk = q->shape[3];
+  problem.head_dim_vo = v->shape[3];
+  problem.softmax_scale = static_cast<float>(arguments.real());
+  problem.mask = static_cast<hattn_mask>(arguments.integer());
+  problem.corner = static_cast<hattn_corner>(arguments.integer());
+  problem.window_left = arguments.integer();
+  problem.window_right = arguments.integer();
+  return problem;
+}
+
+// Runs a plan with a workspace on the device's current stream.
+template <typename Problem, typename Args>
+void run(Plans<Problem>& plans, const Problem& problem, hattn_device device, Args& args) {
+  const auto plan = plans.get(problem, device);
+  void* stream = nullptr;
+  if (device != HATTN_CPU) {
+    const auto current_stream = state->torch.aoti_torch_get_current_cuda_stream;
+    if (current_stream == nullptr || current_stream(device, &stream) != 0)
+      torch_failed("torch has no current CUDA stream");
+  }
+  Tensor workspace;
+  if (const int64_t bytes = static_cast<int64_t>(plan->workspace_bytes())) {
+    workspace = Tensor::empty(1, &bytes, state->u8, device);
+    args.workspace = workspace->data;
+    args.workspace_bytes = static_cast<size_t>(bytes);
+  }
+  plan->run(args, stream);
+}
+
+void forward(StableValue* stack, bool with_lse) {
+  Arguments arguments(stack);
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  hattn_forward_problem problem = problem_of(q, k, v, arguments, hattn_forward_problem HATTN_FORWARD_PROBLEM_INIT);
+  problem.lse = with_lse;
+  const int64_t o_shape[4] = {problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_vo};
+  Tensor o = Tensor::empty(4, o_shape, q.torch_dtype(), q->device), lse;
+  if (with_lse) {
+    const int64_t lse_shape[3] = {problem.batch, problem.heads_q, problem.seqlen_q};
+    lse = Tensor::empty(3, lse_shape, state->f32, q->device);
+  }
+  hattn_forward_args args = HATTN_FORWARD_ARGS_INIT;
+  args.q = q.view();
+  args.k = k.view();
+  args.v = v.view();
+  args.o = o.view();
+  args.lse = lse.view();
+  run(state->forward_plans, problem, q->device, args);
+  stack[0] = o.release();
+  if (with_lse) stack[1] = lse.release();
+}
+
+void forward_kernel(StableValue* stack, uint64_t, uint64_t) { forward(stack, false); }
+void forward_lse_kernel(StableValue* stack, uint64_t, uint64_t) { forward(stack, true); }
+
+void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor d_o = arguments.tensor(), d_lse = arguments.optional_tensor();
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  Tensor o = arguments.tensor(), lse = arguments.tensor();
+  hattn_backward_problem problem = problem_of(q, k, v, arguments, hattn_backward_problem HATTN_BACKWARD_PROBLEM_INIT);
+  problem.deterministic = arguments.boolean();
+  problem.d_lse = d_lse.view() != nullptr;
+  o.describe(4, "o", kOrder);
+  lse.describe(3, "lse", kOrderOfLse);
+  d_o.describe(4, "d_o", kOrder);
+  d_o.make_readable();
+  if (problem.d_lse != 0) {
+    d_lse.describe(3, "d_lse", kOrderOfLse);
+    d_lse.make_readable();
+  }
+  Tensor d_q = q.empty_like(), d_k = k.empty_like(), d_v = v.empty_like();
+  hattn_backward_args args = HATTN_BACKWARD_ARGS_INIT;
+  args.q = q.view();
+  args.k = k.view();
+  args.v = v.view();
+  args.o = o.view();
+  args.lse = lse.view();
+  args.d_o = d_o.view();
+  args.d_lse = d_lse.view();
+  args.d_q = d_q.view();
+  args.d_k = d_k.view();
+  args.d_v = d_v.view();
+  run(state->backward_plans, problem, q->device, args);
+  stack[0] = d_q.release();
+  stack[1] = d_k.release();
+  stack[2] = d_v.release();
+}
+
+void register_kernels(const Torch& torch) {
+  for (const char* key : {"CPU", "CUDA"}) {
+    // Never deleted: the kernels stay until the process ends.
+    LibraryHandle library = nullptr;
+    if (torch.aoti_torch_library_init_impl("hopper_attention", key, "hopper_attention/_torch_op.so", 0, &library) !=
+            0 ||
+        torch.aoti_torch_library_impl(library, "forward", forward_kernel) != 0 ||
+        torch.aoti_torch_library_impl(library, "forward_lse", forward_lse_kernel) != 0 ||
+        torch.aoti_torch_library_impl(library, "backward", backward_kernel) != 0) {
+      torch_failed(std::string("torch refused the kernels for ") + key + "; its log says why");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hattn_torch
+
+// Registers the kernels, once in a process. `library` is the path of libhopper_attention.so. The ops must have been
+// defined.
+//
+// Returns 0, also when they are registered already with this library. Otherwise 1, and up to `capacity` bytes of
+// `error`, with a final 0, say why.
+extern "C" __attribute__((visibility("default"))) int hattn_torch_register(const char* library, char* error,
+                                                                           size_t capacity) {
+  using namespace hattn_torch;
+  static std::mutex registering;
+  const std::lock_guard<std::mutex> lock(registering);
+  try {
+    if (state != nullptr) {
+      if (state->path == library) return 0;
+      throw std::runtime_error("the ops are registered with " + state->path + "; not again with " + library);
+    }
+    auto made = std::make_unique<State>(library);
+    state = made.get();
+    try {
+      register_kernels(state->torch);
+    } catch (...) {
+      state = nullptr;
+      throw;
+    }
+    made.release();
+    return 0;
+  } catch (const std::exception& failure) {
+    if (capacity > 0) std::snprintf(error, capacity, "%s", failure.what());
+    return 1;
+  }
+}
