@@ -52,7 +52,7 @@ else:
 
 
 def _is_torch(*tensors: Any) -> bool:
-    if torch is None or not any(isinstance(t, torch.Tensor) for t in tensors):
+    if torch is None or not (isinstance(tensors[0], torch.Tensor) or any(isinstance(t, torch.Tensor) for t in tensors)):
         return False
     if _no_torch is not None:
         raise ImportError(_no_torch)
@@ -109,9 +109,9 @@ def attention(
     - stream: a CUDA stream as an integer. None stands for the default stream.
     """
     if _is_torch(q, k, v):
-        for name, given in (("out", out), ("lse_out", lse_out), ("stream", stream)):
-            if given is not None:
-                raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
+        if out is not None or lse_out is not None or stream is not None:
+            name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
+            raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse)
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream)
 
