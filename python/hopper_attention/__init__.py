@@ -50,9 +50,12 @@ else:
         from . import _fp8, _torch
         from ._fp8 import Quantized as Quantized
 
+# What _is_torch would take time for in the usual call.
+_Tensor = None if _no_torch else torch.Tensor
+
 
 def _is_torch(*tensors: Any) -> bool:
-    if torch is None or not (isinstance(tensors[0], torch.Tensor) or any(isinstance(t, torch.Tensor) for t in tensors)):
+    if torch is None or not any(isinstance(t, torch.Tensor) for t in tensors):
         return False
     if _no_torch is not None:
         raise ImportError(_no_torch)
@@ -108,7 +111,7 @@ def attention(
     - out, lse_out: where o and lse are written. numpy and CuPy arrays are allocated if they are missing.
     - stream: a CUDA stream as an integer. None stands for the default stream.
     """
-    if _is_torch(q, k, v):
+    if type(q) is _Tensor or _is_torch(q, k, v):
         if out is not None or lse_out is not None or stream is not None:
             name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
             raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")

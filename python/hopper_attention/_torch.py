@@ -41,6 +41,8 @@ def attention(
     """See hopper_attention.attention."""
     if torch.compiler.is_compiling():
         return _traced(q, k, v, _numbers_of(causal, window, top_left, scale), return_lse)
+    if type(window) is list:
+        window = tuple(window)
     options = (causal, window, top_left, scale)
     try:
         if torch._C._is_any_autocast_enabled():
@@ -54,9 +56,9 @@ def attention(
             and type(v) in _PLAIN
             and not torch._C._len_torch_dispatch_stack()
         ):
-            is_causal, mask, scale = _direct_options(options)
+            is_causal, mask, scale = _direct_options[options]
             return _direct(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
-        numbers = _numbers(options)
+        numbers = _numbers[options]
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             o, lse = _Recorded.apply(q, k, v, numbers)
         else:
@@ -90,28 +92,24 @@ def _direct_options_of(causal: bool, window: Window, top_left: bool, scale: Opti
         return False, torch.tensor(mask, dtype=torch.int64, device="cpu"), scale
 
 
-class _Kept:
+class _Kept(dict):
     """What `make` gave for the options that were used.
 
     There are a few in a program. One that makes up scales starts again.
     """
 
     def __init__(self, make: Any) -> None:
-        self._make, self._made = make, {}
+        super().__init__()
+        self._make = make
 
-    def __call__(self, options: tuple) -> tuple:
-        try:
-            return self._made[options]
-        except KeyError:
-            made = self._make(*options)
-            if len(self._made) >= 1024:
-                self._made.clear()
-            # A tensor that was made inside torch.func's transformations is one of theirs.
-            if torch._C._functorch.peek_interpreter_stack() is None:
-                self._made[options] = made
-            return made
-        except TypeError:  # a list as a window
-            return self._make(*options)
+    def __missing__(self, options: tuple) -> tuple:
+        made = self._make(*options)
+        if len(self) >= 1024:
+            self.clear()
+        # A tensor that was made inside torch.func's transformations is one of theirs.
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self[options] = made
+        return made
 
 
 _numbers = _Kept(_numbers_of)

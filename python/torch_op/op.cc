@@ -144,10 +144,10 @@ class Tensor {
     void* data = nullptr;
     if (torch.aoti_torch_get_numel(handle_, &elements) == 0 && elements == 0) return;
     if (torch.aoti_torch_get_dtype(handle_, &its_dtype) != 0 ||
-        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 ||
-        torch.aoti_torch_get_dim(handle_, &ndim) != 0 || torch.aoti_torch_get_sizes(handle_, &shape) != 0 ||
-        torch.aoti_torch_get_strides(handle_, &stride) != 0 || torch.aoti_torch_get_data_ptr(handle_, &data) != 0 ||
-        its_dtype != dtype || device_type != state->cpu || ndim != 1 || shape[0] != count || stride[0] != 1) {
+        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 || torch.aoti_torch_get_dim(handle_, &ndim) != 0 ||
+        torch.aoti_torch_get_sizes(handle_, &shape) != 0 || torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
+        torch.aoti_torch_get_data_ptr(handle_, &data) != 0 || its_dtype != dtype || device_type != state->cpu ||
+        ndim != 1 || shape[0] != count || stride[0] != 1) {
       throw std::runtime_error(std::string(refusal) + " (HATTN_ERROR_ARGUMENT)");
     }
     std::memcpy(into, data, sizeof(int64_t) * count);
@@ -225,8 +225,8 @@ struct Numbers {
     for (int64_t& number : mask) number = arguments.integer();
   }
   Numbers(double scale, bool causal)
-      : scale(static_cast<float>(scale)), mask{causal ? HATTN_MASK_CAUSAL : HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, 0, 0} {
-  }
+      : scale(static_cast<float>(scale)),
+        mask{causal ? HATTN_MASK_CAUSAL : HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, 0, 0} {}
 };
 
 // The fields that both passes' problems share. Describes q, k and v.
@@ -375,7 +375,6 @@ void recorded_backward_kernel(StableValue* stack, uint64_t, uint64_t) {
   backward(std::move(d_o), Tensor(), std::move(q), std::move(k), std::move(v), std::move(o), std::move(lse), numbers,
            deterministic, stack);
 }
-
 
 void register_kernels(const Torch& torch) {
   for (const char* key : {"CPU", "CUDA"}) {
