@@ -57,7 +57,21 @@ def attention(
             and not torch._C._len_torch_dispatch_stack()
         ):
             is_causal, mask, scale = _direct_options[options]
-            return _direct(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+            if (
+                not torch.is_grad_enabled()
+                or q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                # A tensor of torch.func's transformations may require a gradient further down.
+                or torch._C._functorch.peek_interpreter_stack() is not None
+            ):
+                return _direct(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+            # Without gradients the operator leaves out the log-sum-exp, and its memory.
+            torch._C._set_grad_enabled(False)
+            try:
+                return _direct(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+            finally:
+                torch._C._set_grad_enabled(True)
         numbers = _numbers[options]
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             o, lse = _Recorded.apply(q, k, v, numbers)

@@ -84,6 +84,26 @@ class Replaced(unittest.TestCase):
         with torch.no_grad():
             self.assertEqual(getattr(torch, NAME)(self.q, self.k, self.v)[1].shape, (0,))
 
+    def test_gradients_stay_on(self):
+        q, k, v = (t.detach() for t in (self.q, self.k, self.v))
+        self.assertFalse(attention(q, k, v).requires_grad)
+        self.assertTrue(torch.is_grad_enabled())
+        with self.assertRaises(abi.HattnError):
+            attention(q, k[:1], v)
+        self.assertTrue(torch.is_grad_enabled())
+
+    def test_functions_of_functions(self):
+        """Gradients of each of a batch, by torch.func."""
+        one = torch.func.grad(lambda q, k, v: attention(q[None], k[None], v[None], causal=True).square().sum())
+        q, k, v = (t.detach() for t in (self.q, self.k, self.v))
+        got = torch.func.vmap(one)(q, k, v)
+        (want,) = torch.autograd.grad(attention(self.q, k, v, causal=True).square().sum(), self.q)
+        torch.testing.assert_close(got, want)
+        leaf = self.q
+        through = torch.func.vmap(lambda q, k, v: attention(q[None], k[None], v[None], causal=True)[0])(leaf, k, v)
+        (got,) = torch.autograd.grad(through.square().sum(), leaf)
+        torch.testing.assert_close(got, want)
+
     def test_options_first_used_elsewhere(self):
         """The mask's tensor is one that autograd can save, wherever the options were used first."""
         with torch.inference_mode():
