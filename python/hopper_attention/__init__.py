@@ -222,9 +222,14 @@ def device_count() -> int:
 
 
 def torch_operators() -> str:
-    """Which operators torch calls: "compiled", or "ctypes: " and why. The ctypes ones cost more time a call."""
+    """Which operators torch calls: "compiled", or "ctypes: " and why. The ctypes ones cost more time a call.
+
+    "compiled, recorded in Python: " and why, if torch lacks the operator that eager calls on a GPU go through.
+    """
     _need_torch()
-    return "compiled" if _torch.fallback is None else f"ctypes: {_torch.fallback}"
+    if _torch.fallback is not None:
+        return f"ctypes: {_torch.fallback}"
+    return "compiled" if _torch.no_direct is None else f"compiled, recorded in Python: {_torch.no_direct}"
 
 
 def version() -> str:

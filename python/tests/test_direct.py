@@ -4,6 +4,7 @@ torch has a kernel of that operator for the CPU, and uses it. So the tests repla
 run the tests of test_torch there.
 """
 
+import gc
 import operator
 import os
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import unittest
 
 from hopper_attention import abi
+from test_torch_op import resident
 
 try:
     import torch
@@ -129,6 +131,26 @@ class Replaced(unittest.TestCase):
         with Sees():
             attention(self.q, self.k, self.v)
         self.assertIn("hopper_attention.forward_lse.default", seen)
+
+    def test_nothing_is_left_behind(self):
+        q, k, v = (torch.randn(1, 64, 1, 64, requires_grad=True) for _ in range(3))
+
+        def some():
+            for right in range(300):
+                o = attention(q, k, v, window=(right % 7, 1), scale=0.3)
+                torch.autograd.grad(o, (q, k, v), o)
+                attention(q.detach(), k, v.clone())
+                attention(q.detach(), k.detach(), v.detach())
+                with self.assertRaises(abi.HattnError):
+                    attention(q.clone(), k[:, :, :, :3].clone(), v.clone(), window=(1, 1), scale=0.2)
+
+        some()
+        gc.collect()
+        before = resident()
+        some()
+        gc.collect()
+        # One tensor of each call would be 5 MB.
+        self.assertLess(resident() - before, 3 << 20)
 
     def test_refusals(self):
         op = getattr(torch, NAME)

@@ -28,6 +28,8 @@ struct State {
   const int32_t cuda = torch.aoti_torch_device_type_cuda();
   Plans<hattn_forward_problem> forward_plans{library};
   Plans<hattn_backward_problem> backward_plans{library};
+  // A tensor without elements, where an op has to give one. Made before the op is registered.
+  TensorHandle nothing = nullptr;
 };
 
 // Set once, before any kernel is registered. Never freed: torch may call kernels until the process ends.
@@ -81,6 +83,12 @@ class Tensor {
     std::memcpy(view.shape, shape, sizeof(int64_t) * ndim);
     std::memcpy(view.stride, stride, sizeof(int64_t) * ndim);
     return tensor;
+  }
+  // Another reference to a tensor.
+  static Tensor again(TensorHandle handle) {
+    TensorHandle other = nullptr;
+    if (state->torch.aoti_torch_new_tensor_handle(handle, &other) != 0) torch_failed("torch gave no reference");
+    return Tensor(other);
   }
   // Dense and not written yet, with the type, device and shape of this one.
   Tensor empty_like() const { return empty(view_.ndim, view_.shape, dtype_, view_.device); }
@@ -360,10 +368,7 @@ void recorded_forward_kernel(StableValue* stack, uint64_t, uint64_t) {
   // Without gradients nobody needs the log-sum-exp. The op has to give some tensor.
   const bool with_lse = state->torch.aoti_torch_grad_mode_is_enabled();
   forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, stack);
-  if (!with_lse) {
-    const int64_t none = 0;
-    stack[1] = Tensor::empty(1, &none, state->f32, HATTN_CPU).release();
-  }
+  if (!with_lse) stack[1] = Tensor::again(state->nothing).release();
 }
 
 void recorded_backward_kernel(StableValue* stack, uint64_t, uint64_t) {
@@ -396,6 +401,10 @@ void register_recorded(const char* key) {
   if (state == nullptr) throw std::runtime_error("hattn_torch_register comes first");
   const Torch& torch = state->torch;
   if (!torch.tells_deterministic()) throw std::runtime_error("torch does not say whether algorithms are deterministic");
+  if (state->nothing == nullptr) {
+    const int64_t none = 0;
+    state->nothing = reinterpret_cast<TensorHandle>(Tensor::empty(1, &none, state->f32, HATTN_CPU).release());
+  }
   // Never deleted, as above.
   LibraryHandle library = nullptr;
   const std::string name = "_scaled_dot_product_flash_attention_for_cpu";

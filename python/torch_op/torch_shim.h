@@ -51,6 +51,7 @@ using Kernel = void (*)(StableValue* stack, uint64_t arguments, uint64_t results
   F(aoti_torch_empty_strided, Error,                                                                        \
     (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, TensorHandle*))                    \
   F(aoti_torch_grad_mode_is_enabled, bool, ())                                                              \
+  F(aoti_torch_new_tensor_handle, Error, (TensorHandle, TensorHandle*))                                     \
   F(aoti_torch_copy_, Error, (TensorHandle, TensorHandle, int32_t))                                         \
   F(aoti_torch_delete_tensor_object, Error, (TensorHandle))                                                 \
   F(aoti_torch_library_init_impl, Error, (const char*, const char*, const char*, uint32_t, LibraryHandle*)) \
