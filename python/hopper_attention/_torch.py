@@ -4,8 +4,8 @@ The operators hopper_attention::forward, forward_lse and backward are registered
 traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
 the file and torch takes it, and the ctypes functions below.
 
-An eager call on a GPU takes a shorter way, since an operator of torch's own costs the host a fraction of one of ours:
-its arguments and its gradient are C++ that was generated for it. See _DIRECT.
+With HOPPER_ATTENTION_FAST_CALLS=1 an eager call on a GPU takes a shorter way, since an operator of torch's own costs the
+host a fraction of one of ours: its arguments and its gradient are C++ that was generated for it. See _DIRECT.
 """
 
 from __future__ import annotations
@@ -425,8 +425,11 @@ def _register_direct(key: str) -> Optional[str]:
     return text.value.decode(errors="replace") if register(key.encode(), text, len(text)) else None
 
 
-#: None if eager calls on a GPU go through _DIRECT. Else why they go through the package's own operators.
-no_direct = _register_direct("CUDA")
+#: None if eager calls on a GPU go through _DIRECT. Else why they go through the package's own operators. It has to be
+#: asked for, because it has not run on a GPU yet.
+no_direct: Optional[str] = "HOPPER_ATTENTION_FAST_CALLS is not 1"
+if os.environ.get("HOPPER_ATTENTION_FAST_CALLS") == "1":
+    no_direct = _register_direct("CUDA")
 _direct: Any = None if no_direct else getattr(torch, next(iter(_DIRECT)))
 _takes_direct = operator.attrgetter("is_cuda")
 
