@@ -140,7 +140,7 @@ fn section(report: &Report, folder: &str, link: &str) -> Result<String> {
     let tables: Vec<String> =
         Direction::ALL.iter().filter_map(|&direction| table(report, direction).transpose()).collect::<Result<_>>()?;
     ensure!(!tables.is_empty(), "the record has no peer that was timed: there is no ratio to show");
-    text += "Our TFLOP/s over theirs: geometric mean over the lengths (least)\n\n";
+    text += "Speedup (our TFLOP/s divided by theirs): geometric mean over the lengths (smallest)\n\n";
     text += &tables.join("\n");
     let mut paragraph = |prose: &str| write!(text, "\n{}", wrapped(prose));
     for name in report.variants() {
