@@ -4,8 +4,8 @@
 #     scripts/demo.sh                            q, k, v of a real transformer layer (fixtures/README.md)
 #     scripts/demo.sh FILE [hattn options]       your own, for instance: scripts/demo.sh qkv.safetensors --mask causal
 #
-# On a machine with a Hopper GPU it builds the kernels first (minutes, the first time); anywhere else, or with
-# HATTN_DEMO_DEVICE=cpu, it uses the CPU at once and needs neither CUDA nor a C++ compiler.
+# On a machine with a GPU of compute capability 8.0 or later it builds the kernels first (minutes, the first time). Anywhere
+# else, or with HATTN_DEMO_DEVICE=cpu, it uses the CPU at once. Then it needs neither CUDA nor a C++ compiler.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,12 +30,12 @@ features=()
 found=$(gpus)
 if [ "${HATTN_DEMO_DEVICE:-auto}" = cpu ]; then
   say "using the CPU, as asked"
-elif grep -qx '9\.0' <<<"$found"; then
-  say "a Hopper GPU is here: building with the kernels (the first time takes minutes)"
+elif grep -qE '^([89]|[1-9][0-9]+)\.[0-9]+$' <<<"$found"; then
+  say "compute capability of the GPU: $(echo $found). Building with the kernels (the first time takes minutes)"
   scripts/bootstrap.sh
   features=(--features cuda)
 elif [ -n "$found" ]; then
-  say "no kernels yet for a GPU of compute capability $(echo $found): using the CPU"
+  say "compute capability of the GPU: $(echo $found). The kernels need 8.0 or later: using the CPU"
 else
   say "no GPU here: using the CPU"
 fi

@@ -48,6 +48,17 @@ op=$work/build/_torch_op.so
 source=$root/python/torch_op
 compile_op=("${CXX:-g++}" -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -fvisibility=hidden -I "$root/crates/hopper-attention-capi/include")
 
+# gcc 11 and newer call this function of libstdc++, which the libstdc++ of the oldest systems does not have. So each file brings
+# its own.
+compat=$work/build/compat.o
+compile_compat() {
+  "${CXX:-g++}" -std=c++17 -O2 -fPIC -fvisibility=hidden -x c++ -c - -o "$compat" <<'CPP'
+#include <new>
+namespace std {
+[[noreturn]] void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+}  // namespace std
+CPP
+}
 # Where the compiler's own runtime libraries are.
 runtime() { "${CXX:-g++}" -print-file-name="$1"; }
 # section FILE NAME: the size in bytes of the sections of that name.
@@ -61,7 +72,7 @@ link() {
   local output=$1 map=$2
   shift 2
   PYTHONPATH=$work/zig ZIG_GLOBAL_CACHE_DIR=$work/zig-cache python3 -m ziglang cc -target "x86_64-linux-gnu.$glibc" -shared -s -o "$output" \
-    "$@" "-Wl,--version-script=$map" -Wl,--build-id -Wl,-z,relro -Wl,-z,now -Wl,-z,defs -Wl,-z,noexecstack \
+    "$@" "$compat" "-Wl,--version-script=$map" -Wl,--build-id -Wl,-z,relro -Wl,-z,now -Wl,-z,defs -Wl,-z,noexecstack \
     -Wl,--as-needed "$(runtime libstdc++.so.6)" "$(runtime libgcc_s.so.1)" -lpthread -ldl -lrt -lm
 }
 fetch_zig() {
@@ -79,6 +90,7 @@ if [ $as_installed = 1 ]; then
   [ ! -e "$source/build.sh" ] || "$source/build.sh" "$op"
 else
   fetch_zig
+  compile_compat
   link "$library" "$root/crates/hopper-attention-capi/abi/hopper_attention.map" -Wl,-soname,libhopper_attention.so.1 \
     -Wl,--whole-archive "$prefix/lib/libhopper_attention.a" -Wl,--no-whole-archive
   # Kernels are registered by constructors that nothing refers to. The link must have kept all of them.

@@ -140,7 +140,7 @@ fn section(report: &Report, folder: &str, link: &str) -> Result<String> {
     let tables: Vec<String> =
         Direction::ALL.iter().filter_map(|&direction| table(report, direction).transpose()).collect::<Result<_>>()?;
     ensure!(!tables.is_empty(), "the record has no peer that was timed: there is no ratio to show");
-    text += "Our TFLOP/s over theirs: geometric mean over the lengths (least)\n\n";
+    text += "Speedup (our TFLOP/s divided by theirs): geometric mean over the lengths (smallest)\n\n";
     text += &tables.join("\n");
     let mut paragraph = |prose: &str| write!(text, "\n{}", wrapped(prose));
     for name in report.variants() {
@@ -362,11 +362,11 @@ mod tests {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the repository");
         let read = |file: &str| std::fs::read_to_string(root.join(file)).expect("a page");
         let (readme, page) = (read("README.md"), read("docs/speed.md"));
-        let words = readme.split_whitespace().collect::<Vec<_>>().join(" ");
         for record in &records(&page).expect("the page has sections")[..2] {
             let report = Report::load(&root.join(record)).expect("the record that the section names");
             let card = report.device.strip_prefix("NVIDIA ").expect("a card");
-            assert!(words.contains(&format!("On an {card}, our rate")), "README.md: {record} is of an {card}");
+            let head = format!("| speedup on an {card} | mean | smallest |\n");
+            assert!(readme.contains(&head), "README.md: {record} is of an {card}");
             for direction in Direction::ALL {
                 for dtype in [Precision::Bf16, Precision::E4m3] {
                     let of_both = |p: &&PointReport| p.point.direction == direction && p.point.dtype == dtype;
@@ -374,9 +374,9 @@ mod tests {
                     let ratios: Vec<f64> = points.filter_map(|p| p.ratio(p.best_peer())).collect();
                     let Some(mean) = geometric_mean(&ratios) else { continue };
                     let least = ratios.iter().copied().fold(f64::INFINITY, f64::min);
-                    let said = format!("{mean:.2} for the {} in {dtype} (least {least:.2})", direction.word());
-                    assert!(words.contains(&said), "README.md does not say: {said}");
-                    assert_eq!(ratios.len(), 24, "README.md says 24 points");
+                    let row = format!("\n| {}, {dtype} | {mean:.2} | {least:.2} |\n", direction.word());
+                    assert!(readme.contains(&row), "README.md does not say: {}", row.trim());
+                    assert_eq!(ratios.len(), 24, "README.md says 24 shapes");
                 }
             }
         }

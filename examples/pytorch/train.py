@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A transformer block: 4 query heads that share 2 key heads."""
+    """A transformer block: 4 query heads that share 2 KV heads."""
 
     def __init__(self, dim=128, heads=4, heads_kv=2):
         super().__init__()

@@ -50,6 +50,9 @@ else:
         from . import _fp8, _torch
         from ._fp8 import Quantized as Quantized
 
+# What _is_torch would take time for in the usual call.
+_Tensor = None if _no_torch else torch.Tensor
+
 
 def _is_torch(*tensors: Any) -> bool:
     if torch is None or not any(isinstance(t, torch.Tensor) for t in tensors):
@@ -110,10 +113,10 @@ def attention(
     - out, lse_out: where o and lse are written. numpy and CuPy arrays are allocated if they are missing.
     - stream: a CUDA stream as an integer. None stands for the default stream.
     """
-    if _is_torch(q, k, v):
-        for name, given in (("out", out), ("lse_out", lse_out), ("stream", stream)):
-            if given is not None:
-                raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
+    if type(q) is _Tensor or _is_torch(q, k, v):
+        if out is not None or lse_out is not None or stream is not None:
+            name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
+            raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse)
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream)
 
@@ -221,9 +224,14 @@ def device_count() -> int:
 
 
 def torch_operators() -> str:
-    """Which operators torch calls: "compiled", or "ctypes: " and why. The ctypes ones cost more time a call."""
+    """Which operators torch calls: "compiled", or "ctypes: " and why. The ctypes ones cost more time a call.
+
+    "compiled, recorded in Python: " and why, if torch lacks the operator that eager calls on a GPU go through.
+    """
     _need_torch()
-    return "compiled" if _torch.fallback is None else f"ctypes: {_torch.fallback}"
+    if _torch.fallback is not None:
+        return f"ctypes: {_torch.fallback}"
+    return "compiled" if _torch.no_direct is None else f"compiled, recorded in Python: {_torch.no_direct}"
 
 
 def version() -> str:

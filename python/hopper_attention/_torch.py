@@ -3,11 +3,15 @@
 The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile
 traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
 the file and torch takes it, and the ctypes functions below.
+
+With HOPPER_ATTENTION_FAST_CALLS=1 an eager call on a GPU takes a shorter way, since an operator of torch's own costs the
+host a fraction of one of ours: its arguments and its gradient are C++ that was generated for it. See _DIRECT.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 from typing import Any, Optional, Tuple, Union
 
@@ -15,7 +19,7 @@ import torch
 
 from . import abi
 from ._calls import Call, prepared
-from ._plans import Window, mask_of, scale_of
+from ._plans import FULL, Window, mask_of, scale_of
 
 #: The oldest torch that this package works with.
 OLDEST = (2, 8)
@@ -36,16 +40,39 @@ def attention(
 ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
     """See hopper_attention.attention."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, (scale_of(scale), *mask_of(causal, window, top_left)), return_lse)
-    try:
-        numbers = _known[causal, window, top_left, scale]
-    except KeyError:
-        numbers = _known[causal, window, top_left, scale] = (scale_of(scale), *mask_of(causal, window, top_left))
-    except TypeError:  # a list as a window
-        numbers = (scale_of(scale), *mask_of(causal, window, top_left))
+        return _traced(q, k, v, _numbers_of(causal, window, top_left, scale), return_lse)
+    if type(window) is list:
+        window = tuple(window)
+    options = (causal, window, top_left, scale)
     try:
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
+        if (
+            _direct is not None
+            and not return_lse
+            and _takes_direct(q)
+            and type(q) in _PLAIN
+            and type(k) in _PLAIN
+            and type(v) in _PLAIN
+            and not torch._C._len_torch_dispatch_stack()
+        ):
+            is_causal, mask, scale = _direct_options[options]
+            if (
+                not torch.is_grad_enabled()
+                or q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                # A tensor of torch.func's transformations may require a gradient further down.
+                or torch._C._functorch.peek_interpreter_stack() is not None
+            ):
+                return _direct(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+            # Without gradients the operator leaves out the log-sum-exp, and its memory.
+            torch._C._set_grad_enabled(False)
+            try:
+                return _direct(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+            finally:
+                torch._C._set_grad_enabled(True)
+        numbers = _numbers[options]
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             o, lse = _Recorded.apply(q, k, v, numbers)
         else:
@@ -62,15 +89,46 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-# The numbers of the options that were used. There are a few in a program; a program that makes up scales starts again.
-class _Known(dict):
-    def __setitem__(self, key: Any, value: Any) -> None:
+def _numbers_of(causal: bool, window: Window, top_left: bool, scale: Optional[float]) -> tuple:
+    return (scale_of(scale), *mask_of(causal, window, top_left))
+
+
+def _direct_options_of(causal: bool, window: Window, top_left: bool, scale: Optional[float]) -> tuple:
+    """is_causal, attn_mask and scale of _DIRECT."""
+    _, *mask = _numbers_of(causal, window, top_left, scale)
+    scale = None if scale is None else float(scale)
+    if mask == [*FULL]:
+        return False, None, scale
+    if mask == [abi.MASK_CAUSAL, abi.BOTTOM_RIGHT, 0, 0]:
+        return True, None, scale
+    # Autograd saves the tensor, which one of inference mode does not allow.
+    with torch.inference_mode(False):
+        return False, torch.tensor(mask, dtype=torch.int64, device="cpu"), scale
+
+
+class _Kept(dict):
+    """What `make` gave for the options that were used.
+
+    There are a few in a program. One that makes up scales starts again.
+    """
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, options: tuple) -> tuple:
+        made = self._make(*options)
         if len(self) >= 1024:
             self.clear()
-        super().__setitem__(key, value)
+        # A tensor that was made inside torch.func's transformations is one of theirs.
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self[options] = made
+        return made
 
 
-_known = _Known()
+_numbers = _Kept(_numbers_of)
+_direct_options = _Kept(_direct_options_of)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -103,7 +161,10 @@ def _traced(q: Any, k: Any, v: Any, numbers: tuple, return_lse: bool) -> Any:
 
 
 class _Recorded(torch.autograd.Function):
-    """What eager calls record. It takes a third of the time of register_autograd's Python, which does the same."""
+    """What eager calls record that _DIRECT does not serve: on the CPU, and with the log-sum-exp.
+
+    It takes a third of the time of register_autograd's Python, which does the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, numbers: tuple) -> Any:  # type: ignore[override]
@@ -303,13 +364,15 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
+_OP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_torch_op.so")
+
+
 def _register() -> Optional[str]:
     """Registers the operators. Gives None with the compiled ones, else why the ctypes ones serve."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_torch_op.so")
     why = "the package has no _torch_op.so"
-    if os.path.exists(path):
+    if os.path.exists(_OP):
         try:
-            register = ctypes.CDLL(path).hattn_torch_register
+            register = ctypes.CDLL(_OP).hattn_torch_register
         except (OSError, AttributeError) as error:
             why = f"_torch_op.so: {error}"
         else:
@@ -326,6 +389,49 @@ def _register() -> Optional[str]:
 
 #: None if the compiled operators serve. Else why the ctypes ones do.
 fallback = _register()
+
+#: The operator of torch that eager calls on a GPU go through, and its gradient.
+#:
+#: torch has kernels of them for the CPU alone, and calls them with tensors of the CPU alone. _torch_op.so gives them
+#: kernels for CUDA. So nothing of torch is replaced. Autograd records the operator in C++, and its backward pass
+#: needs no Python. The operator has no mask but is_causal: attn_mask has the numbers of another one, on the CPU. Its
+#: log-sum-exp has no gradient, and is empty where gradients are off.
+_DIRECT = {
+    "_scaled_dot_product_flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "(Tensor grad_out, Tensor query, Tensor key, "
+    "Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, "
+    "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+}
+
+
+def _register_direct(key: str) -> Optional[str]:
+    """Gives the operators of _DIRECT kernels for a dispatch key. None if that was done, else why not."""
+    if fallback is not None:
+        return fallback
+    for name, schema in _DIRECT.items():
+        if not hasattr(torch.ops.aten, name):
+            return f"torch has no aten::{name}"
+        its = str(getattr(torch.ops.aten, name).default._schema)
+        if its != f"aten::{name}{schema}":
+            return f"torch has another {its}"
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) and key != "CPU":
+            return f"torch has an aten::{name} for {key} itself"
+    if not hasattr(torch, next(iter(_DIRECT))):
+        return f"torch has no function {next(iter(_DIRECT))}"
+    register = ctypes.CDLL(_OP).hattn_torch_register_recorded
+    register.restype, register.argtypes = ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+    text = ctypes.create_string_buffer(1000)
+    return text.value.decode(errors="replace") if register(key.encode(), text, len(text)) else None
+
+
+#: None if eager calls on a GPU go through _DIRECT. Else why they go through the package's own operators. It has to be
+#: asked for, because it has not run on a GPU yet.
+no_direct: Optional[str] = "HOPPER_ATTENTION_FAST_CALLS is not 1"
+if os.environ.get("HOPPER_ATTENTION_FAST_CALLS") == "1":
+    no_direct = _register_direct("CUDA")
+_direct: Any = None if no_direct else getattr(torch, next(iter(_DIRECT)))
+_takes_direct = operator.attrgetter("is_cuda")
 
 # Bound once. A call through torch.ops looks the operator up again.
 _forward_op = torch.ops.hopper_attention.forward.default

@@ -12,7 +12,7 @@ except ImportError:
     torch = None
 else:
     import torch.nn.functional as F
-    from hopper_attention import attention, register_sdpa
+    from hopper_attention import _torch, attention, register_sdpa
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -71,6 +71,28 @@ class Torch(OnGpu):
                         gradients = torch.autograd.grad(want, doubles, d_o.double())
                         for mine, theirs in zip(torch.autograd.grad(o, leaves, d_o), gradients):
                             self.close(mine, theirs, tolerance)
+
+    def test_what_records(self):
+        """Without the log-sum-exp it is an operator of torch's own. With it, it is Python. They give the same."""
+        if _torch.no_direct is not None:
+            self.skipTest(_torch.no_direct)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for options in ({}, {"causal": True}, {"window": (40, 3)}, {"causal": True, "top_left": True, "scale": 0.3}):
+            with self.subTest(**options):
+                leaves = self.tensors()
+                o = attention(*leaves, **options)
+                want, _ = attention(*leaves, **options, return_lse=True)
+                self.assertIn("ForCpuBackward", type(o.grad_fn).__name__)
+                self.assertIn("Recorded", type(want.grad_fn).__name__)
+                self.assertTrue(torch.equal(o, want))
+                d_o = torch.randn_like(o)
+                # The same bits, since both ask for a deterministic backward pass.
+                for mine, theirs in zip(torch.autograd.grad(o, leaves, d_o), torch.autograd.grad(want, leaves, d_o)):
+                    self.assertTrue(torch.equal(mine, theirs))
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(attention(*leaves, **options), want))
+                self.assertTrue(torch.equal(attention(*(t.detach() for t in leaves), **options), want))
 
     def test_the_current_stream(self):
         q, k, v = self.tensors(grad=False, seqlen=2000)

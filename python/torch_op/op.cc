@@ -23,10 +23,13 @@ struct State {
   const int32_t bf16 = torch.aoti_torch_dtype_bfloat16();
   const int32_t f32 = torch.aoti_torch_dtype_float32();
   const int32_t u8 = torch.aoti_torch_dtype_uint8();
+  const int32_t i64 = torch.aoti_torch_dtype_int64();
   const int32_t cpu = torch.aoti_torch_device_type_cpu();
   const int32_t cuda = torch.aoti_torch_device_type_cuda();
   Plans<hattn_forward_problem> forward_plans{library};
   Plans<hattn_backward_problem> backward_plans{library};
+  // A tensor without elements, where an op has to give one. Made before the op is registered.
+  TensorHandle nothing = nullptr;
 };
 
 // Set once, before any kernel is registered. Never freed: torch may call kernels until the process ends.
@@ -81,6 +84,12 @@ class Tensor {
     std::memcpy(view.stride, stride, sizeof(int64_t) * ndim);
     return tensor;
   }
+  // Another reference to a tensor.
+  static Tensor again(TensorHandle handle) {
+    TensorHandle other = nullptr;
+    if (state->torch.aoti_torch_new_tensor_handle(handle, &other) != 0) torch_failed("torch gave no reference");
+    return Tensor(other);
+  }
   // Dense and not written yet, with the type, device and shape of this one.
   Tensor empty_like() const { return empty(view_.ndim, view_.shape, dtype_, view_.device); }
 
@@ -132,6 +141,26 @@ class Tensor {
     *this = std::move(copy);
   }
 
+  explicit operator bool() const { return handle_ != nullptr; }
+
+  // Copies `count` integers of a dense tensor of the CPU. Says `refusal` if it is none of that size. Copies nothing of
+  // a tensor without elements: autograd saves one where there is no tensor.
+  void read(int32_t dtype, int64_t* into, int64_t count, const char* refusal) const {
+    const Torch& torch = state->torch;
+    int32_t its_dtype = 0, device_type = 0;
+    int64_t elements = 0, ndim = 0, *shape = nullptr, *stride = nullptr;
+    void* data = nullptr;
+    if (torch.aoti_torch_get_numel(handle_, &elements) == 0 && elements == 0) return;
+    if (torch.aoti_torch_get_dtype(handle_, &its_dtype) != 0 ||
+        torch.aoti_torch_get_device_type(handle_, &device_type) != 0 || torch.aoti_torch_get_dim(handle_, &ndim) != 0 ||
+        torch.aoti_torch_get_sizes(handle_, &shape) != 0 || torch.aoti_torch_get_strides(handle_, &stride) != 0 ||
+        torch.aoti_torch_get_data_ptr(handle_, &data) != 0 || its_dtype != dtype || device_type != state->cpu ||
+        ndim != 1 || shape[0] != count || stride[0] != 1) {
+      throw std::runtime_error(std::string(refusal) + " (HATTN_ERROR_ARGUMENT)");
+    }
+    std::memcpy(into, data, sizeof(int64_t) * count);
+  }
+
   // Gives the tensor to torch.
   StableValue release() {
     StableValue value = reinterpret_cast<StableValue>(handle_);
@@ -176,22 +205,41 @@ class Arguments {
   }
   int64_t integer() { return static_cast<int64_t>(*next_++); }
   bool boolean() { return (*next_++ & 0xff) != 0; }
-  double real() {
-    double value;
-    std::memcpy(&value, next_++, sizeof(value));
-    return value;
+  double real() { return real_of(*next_++); }
+  double optional_real(double otherwise) {
+    std::unique_ptr<StableValue> value(reinterpret_cast<StableValue*>(*next_++));
+    return value == nullptr ? otherwise : real_of(*value);
   }
 
  private:
+  static double real_of(StableValue bits) {
+    double value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+
   StableValue* next_;
 };
 
 const char* const kOrder = "[batch, seqlen, heads, head_dim]";
 const char* const kOrderOfLse = "[batch, heads, seqlen]";
 
-// The fields that both passes' problems share. Describes q, k and v, and takes the numbers from the stack.
+// Scale and mask in the ABI's terms.
+struct Numbers {
+  float scale;
+  int64_t mask[4];  // mask, corner, window_left, window_right
+
+  explicit Numbers(Arguments& arguments) : scale(static_cast<float>(arguments.real())) {
+    for (int64_t& number : mask) number = arguments.integer();
+  }
+  Numbers(double scale, bool causal)
+      : scale(static_cast<float>(scale)),
+        mask{causal ? HATTN_MASK_CAUSAL : HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, 0, 0} {}
+};
+
+// The fields that both passes' problems share. Describes q, k and v.
 template <typename Problem>
-Problem problem_of(Tensor& q, Tensor& k, Tensor& v, Arguments& arguments, Problem problem) {
+Problem problem_of(Tensor& q, Tensor& k, Tensor& v, const Numbers& numbers, Problem problem) {
   q.describe(4, "q", kOrder);
   k.describe(4, "k", kOrder);
   v.describe(4, "v", kOrder);
@@ -203,11 +251,11 @@ Problem problem_of(Tensor& q, Tensor& k, Tensor& v, Arguments& arguments, Proble
   problem.heads_kv = k->shape[2];
   problem.head_dim_qk = q->shape[3];
   problem.head_dim_vo = v->shape[3];
-  problem.softmax_scale = static_cast<float>(arguments.real());
-  problem.mask = static_cast<hattn_mask>(arguments.integer());
-  problem.corner = static_cast<hattn_corner>(arguments.integer());
-  problem.window_left = arguments.integer();
-  problem.window_right = arguments.integer();
+  problem.softmax_scale = numbers.scale;
+  problem.mask = static_cast<hattn_mask>(numbers.mask[0]);
+  problem.corner = static_cast<hattn_corner>(numbers.mask[1]);
+  problem.window_left = numbers.mask[2];
+  problem.window_right = numbers.mask[3];
   return problem;
 }
 
@@ -230,10 +278,8 @@ void run(Plans<Problem>& plans, const Problem& problem, hattn_device device, Arg
   plan->run(args, stream);
 }
 
-void forward(StableValue* stack, bool with_lse) {
-  Arguments arguments(stack);
-  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
-  hattn_forward_problem problem = problem_of(q, k, v, arguments, hattn_forward_problem HATTN_FORWARD_PROBLEM_INIT);
+void forward(Tensor q, Tensor k, Tensor v, const Numbers& numbers, bool with_lse, StableValue* results) {
+  hattn_forward_problem problem = problem_of(q, k, v, numbers, hattn_forward_problem HATTN_FORWARD_PROBLEM_INIT);
   problem.lse = with_lse;
   const int64_t o_shape[4] = {problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_vo};
   Tensor o = Tensor::empty(4, o_shape, q.torch_dtype(), q->device), lse;
@@ -248,20 +294,14 @@ void forward(StableValue* stack, bool with_lse) {
   args.o = o.view();
   args.lse = lse.view();
   run(state->forward_plans, problem, q->device, args);
-  stack[0] = o.release();
-  if (with_lse) stack[1] = lse.release();
+  results[0] = o.release();
+  if (with_lse) results[1] = lse.release();
 }
 
-void forward_kernel(StableValue* stack, uint64_t, uint64_t) { forward(stack, false); }
-void forward_lse_kernel(StableValue* stack, uint64_t, uint64_t) { forward(stack, true); }
-
-void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  Tensor d_o = arguments.tensor(), d_lse = arguments.optional_tensor();
-  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
-  Tensor o = arguments.tensor(), lse = arguments.tensor();
-  hattn_backward_problem problem = problem_of(q, k, v, arguments, hattn_backward_problem HATTN_BACKWARD_PROBLEM_INIT);
-  problem.deterministic = arguments.boolean();
+void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, const Numbers& numbers,
+              bool deterministic, StableValue* results) {
+  hattn_backward_problem problem = problem_of(q, k, v, numbers, hattn_backward_problem HATTN_BACKWARD_PROBLEM_INIT);
+  problem.deterministic = deterministic;
   problem.d_lse = d_lse.view() != nullptr;
   o.describe(4, "o", kOrder);
   lse.describe(3, "lse", kOrderOfLse);
@@ -284,9 +324,61 @@ void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
   args.d_k = d_k.view();
   args.d_v = d_v.view();
   run(state->backward_plans, problem, q->device, args);
-  stack[0] = d_q.release();
-  stack[1] = d_k.release();
-  stack[2] = d_v.release();
+  results[0] = d_q.release();
+  results[1] = d_k.release();
+  results[2] = d_v.release();
+}
+
+void forward_kernel(StableValue* stack, bool with_lse) {
+  Arguments arguments(stack);
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Numbers numbers(arguments);
+  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, stack);
+}
+void plain_forward_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, false); }
+void forward_lse_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, true); }
+
+void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor d_o = arguments.tensor(), d_lse = arguments.optional_tensor();
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  Tensor o = arguments.tensor(), lse = arguments.tensor();
+  const Numbers numbers(arguments);
+  const bool deterministic = arguments.boolean();
+  backward(std::move(d_o), std::move(d_lse), std::move(q), std::move(k), std::move(v), std::move(o), std::move(lse),
+           numbers, deterministic, stack);
+}
+
+// The arguments of torch's own op after its tensors: dropout_p, is_causal, attn_mask, scale. The package says with
+// attn_mask which mask it is, if is_causal cannot.
+Numbers numbers_of_recorded(Arguments& arguments) {
+  const double dropout = arguments.real();
+  const bool causal = arguments.boolean();
+  Tensor mask = arguments.optional_tensor();
+  Numbers numbers(arguments.optional_real(0), causal);
+  if (dropout != 0) throw std::runtime_error("dropout_p is not 0; allowed: 0 (HATTN_ERROR_VALUE)");
+  if (mask) mask.read(state->i64, numbers.mask, 4, "attn_mask: not what hopper_attention.attention() gives");
+  return numbers;
+}
+
+void recorded_forward_kernel(StableValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Numbers numbers = numbers_of_recorded(arguments);
+  // Without gradients nobody needs the log-sum-exp. The op has to give some tensor.
+  const bool with_lse = state->torch.aoti_torch_grad_mode_is_enabled();
+  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, stack);
+  if (!with_lse) stack[1] = Tensor::again(state->nothing).release();
+}
+
+void recorded_backward_kernel(StableValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor d_o = arguments.tensor(), q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  Tensor o = arguments.tensor(), lse = arguments.tensor();
+  const Numbers numbers = numbers_of_recorded(arguments);
+  const bool deterministic = state->torch.deterministic();
+  backward(std::move(d_o), Tensor(), std::move(q), std::move(k), std::move(v), std::move(o), std::move(lse), numbers,
+           deterministic, stack);
 }
 
 void register_kernels(const Torch& torch) {
@@ -295,12 +387,40 @@ void register_kernels(const Torch& torch) {
     LibraryHandle library = nullptr;
     if (torch.aoti_torch_library_init_impl("hopper_attention", key, "hopper_attention/_torch_op.so", 0, &library) !=
             0 ||
-        torch.aoti_torch_library_impl(library, "forward", forward_kernel) != 0 ||
+        torch.aoti_torch_library_impl(library, "forward", plain_forward_kernel) != 0 ||
         torch.aoti_torch_library_impl(library, "forward_lse", forward_lse_kernel) != 0 ||
         torch.aoti_torch_library_impl(library, "backward", backward_kernel) != 0) {
       torch_failed(std::string("torch refused the kernels for ") + key + "; its log says why");
     }
   }
+}
+
+// A call of torch's op _scaled_dot_product_flash_attention_for_cpu is recorded by autograd without any Python, and its
+// gradient is another op. Neither has a kernel for CUDA. So the package gives both one.
+void register_recorded(const char* key) {
+  if (state == nullptr) throw std::runtime_error("hattn_torch_register comes first");
+  const Torch& torch = state->torch;
+  if (!torch.tells_deterministic()) throw std::runtime_error("torch does not say whether algorithms are deterministic");
+  if (state->nothing == nullptr) {
+    const int64_t none = 0;
+    state->nothing = reinterpret_cast<TensorHandle>(Tensor::empty(1, &none, state->f32, HATTN_CPU).release());
+  }
+  // Never deleted, as above.
+  LibraryHandle library = nullptr;
+  const std::string name = "_scaled_dot_product_flash_attention_for_cpu";
+  if (torch.aoti_torch_library_init_impl("aten", key, "hopper_attention/_torch_op.so", 0, &library) != 0 ||
+      torch.aoti_torch_library_impl(library, name.c_str(), recorded_forward_kernel) != 0 ||
+      torch.aoti_torch_library_impl(library, (name + "_backward").c_str(), recorded_backward_kernel) != 0) {
+    torch_failed("torch refused the kernels of aten::" + name + "; its log says why");
+  }
+}
+
+// Registrations come one at a time.
+std::mutex registering;
+
+int failed(const std::exception& failure, char* error, size_t capacity) {
+  if (capacity > 0) std::snprintf(error, capacity, "%s", failure.what());
+  return 1;
 }
 
 }  // namespace
@@ -314,7 +434,6 @@ void register_kernels(const Torch& torch) {
 extern "C" __attribute__((visibility("default"))) int hattn_torch_register(const char* library, char* error,
                                                                            size_t capacity) {
   using namespace hattn_torch;
-  static std::mutex registering;
   const std::lock_guard<std::mutex> lock(registering);
   try {
     if (state != nullptr) {
@@ -332,7 +451,20 @@ extern "C" __attribute__((visibility("default"))) int hattn_torch_register(const
     made.release();
     return 0;
   } catch (const std::exception& failure) {
-    if (capacity > 0) std::snprintf(error, capacity, "%s", failure.what());
-    return 1;
+    return failed(failure, error, capacity);
+  }
+}
+
+// Registers the kernels of the op that autograd records for a dispatch key, which is "CUDA" but in tests. The package
+// has made sure that the op is as this file knows it, and has no kernel for the key. Returns as the function above.
+extern "C" __attribute__((visibility("default"))) int hattn_torch_register_recorded(const char* key, char* error,
+                                                                                    size_t capacity) {
+  using namespace hattn_torch;
+  const std::lock_guard<std::mutex> lock(registering);
+  try {
+    register_recorded(key);
+    return 0;
+  } catch (const std::exception& failure) {
+    return failed(failure, error, capacity);
   }
 }

@@ -38,16 +38,20 @@ using Kernel = void (*)(StableValue* stack, uint64_t arguments, uint64_t results
   F(aoti_torch_dtype_bfloat16, int32_t, ())                                                                 \
   F(aoti_torch_dtype_float16, int32_t, ())                                                                  \
   F(aoti_torch_dtype_float32, int32_t, ())                                                                  \
+  F(aoti_torch_dtype_int64, int32_t, ())                                                                    \
   F(aoti_torch_dtype_uint8, int32_t, ())                                                                    \
   F(aoti_torch_get_data_ptr, Error, (TensorHandle, void**))                                                 \
   F(aoti_torch_get_dtype, Error, (TensorHandle, int32_t*))                                                  \
   F(aoti_torch_get_device_type, Error, (TensorHandle, int32_t*))                                            \
   F(aoti_torch_get_device_index, Error, (TensorHandle, int32_t*))                                           \
   F(aoti_torch_get_dim, Error, (TensorHandle, int64_t*))                                                    \
+  F(aoti_torch_get_numel, Error, (TensorHandle, int64_t*))                                                  \
   F(aoti_torch_get_sizes, Error, (TensorHandle, int64_t**))                                                 \
   F(aoti_torch_get_strides, Error, (TensorHandle, int64_t**))                                               \
   F(aoti_torch_empty_strided, Error,                                                                        \
     (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, TensorHandle*))                    \
+  F(aoti_torch_grad_mode_is_enabled, bool, ())                                                              \
+  F(aoti_torch_new_tensor_handle, Error, (TensorHandle, TensorHandle*))                                     \
   F(aoti_torch_copy_, Error, (TensorHandle, TensorHandle, int32_t))                                         \
   F(aoti_torch_delete_tensor_object, Error, (TensorHandle))                                                 \
   F(aoti_torch_library_init_impl, Error, (const char*, const char*, const char*, uint32_t, LibraryHandle*)) \
@@ -62,6 +66,13 @@ struct Torch {
   HATTN_TORCH_FUNCTIONS(HATTN_MEMBER)
   HATTN_TORCH_CUDA_FUNCTIONS(HATTN_MEMBER)
 #undef HATTN_MEMBER
+  // at::globalContext and at::Context::deterministicAlgorithms. They are C++, which the shim has no function for. Null
+  // in a torch that has other ones.
+  void* (*global_context)() = nullptr;
+  bool (*deterministic_algorithms)(const void* context) = nullptr;
+
+  bool tells_deterministic() const { return global_context != nullptr && deterministic_algorithms != nullptr; }
+  bool deterministic() const { return deterministic_algorithms(global_context()); }
 };
 
 // A function of a loaded library. Its name is in the error if it is not there.
@@ -80,6 +91,9 @@ inline Torch load_torch() {
 #define HATTN_LOOK_UP(name, result, parameters) look_up(cpu, path, #name, torch.name);
   HATTN_TORCH_FUNCTIONS(HATTN_LOOK_UP)
 #undef HATTN_LOOK_UP
+  torch.global_context = reinterpret_cast<void* (*)()>(dlsym(cpu, "_ZN2at13globalContextEv"));
+  torch.deterministic_algorithms =
+      reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, "_ZNK2at7Context23deterministicAlgorithmsEv"));
   path = "libtorch_cuda.so";
   if (void* cuda = dlopen(path, RTLD_NOW | RTLD_NOLOAD)) {
 #define HATTN_LOOK_UP(name, result, parameters) look_up(cuda, path, #name, torch.name);

@@ -139,7 +139,7 @@ pub struct ComputeArgs {
     /// The rotation leaves Q K^T as it is, and spreads outliers over the head dim, so that less is lost by quantising.
     #[arg(long, value_name = "SEED", requires = "fp8")]
     pub hadamard: Option<u64>,
-    /// Let a GPU sum scores in f16, which is faster. q and k are then quantised to at most 14 in magnitude, not 448
+    /// Allow f16 score accumulation, which is faster on a GPU. q and k are then quantised to at most 14 in magnitude, not 448
     #[arg(long, requires = "fp8")]
     pub half_scores: bool,
     /// How many runs to time; the median is printed [default: 1 on a CPU, 10 on a GPU]
