@@ -6,7 +6,7 @@
 //!
 //! ```toml
 //! [patch.crates-io]
-//! candle-flash-attn = { path = "hopper-attention/integrations/candle-flash-attn" }
+//! candle-flash-attn = { path = "../hopper-attention/integrations/candle-flash-attn" }
 //! ```
 //!
 //! What is different:
