@@ -277,8 +277,8 @@ page() {
   mkdir -p "$consumers/page-$1-$2" && cd "$consumers/page-$1-$2" || return 1
   block "docs/$1.md" "$1" 'int main' >"attention.$1"
   block "docs/$1.md" cmake find_package >CMakeLists.txt
-  block "docs/$1.md" sh "$2" | sed "s|\bPREFIX\b|$prefix|g" >commands.sh
-  cat commands.sh && CMAKE_GENERATOR=Ninja bash -euo pipefail commands.sh | tee printed && [ "$(tail -n 1 printed)" = 1 ]
+  block "docs/$1.md" sh "$2" >commands.sh
+  cat commands.sh && prefix=$prefix CMAKE_GENERATOR=Ninja bash -euo pipefail commands.sh | tee printed && [ "$(tail -n 1 printed)" = 1 ]
 }
 # fragments LANGUAGE LEAST FLAG...: the parts of programs in docs/c.md or docs/cpp.md compile. There are LEAST at least.
 fragments() {
@@ -292,28 +292,33 @@ fragments() {
 c_fragments() {
   fragments c 2 cc -std=c99 <<'DECLARATIONS'
 #include <hopper_attention.h>
+#include <stdio.h>
+#include <stdlib.h>
 extern hattn_tensor q;
 extern hattn_forward_problem problem;
 extern hattn_forward_args args;
 extern hattn_forward_plan* plan;
 extern struct CUstream_st* stream;
 extern int64_t batch, seqlen, heads, head_dim;
+enum { cudaSuccess };
 int cudaMalloc(void** memory, size_t bytes);
 DECLARATIONS
 }
 cpp_fragments() {
   fragments cpp 5 c++ -std=c++17 <<'DECLARATIONS'
+#include <algorithm>
 #include <cstdio>
 #include <hopper_attention_dlpack.hpp>
 extern float *pointer, *lse, *d_o, *d_q, *d_k, *d_v;
 extern void *address, *workspace;
+void* allocate(std::size_t bytes);
 extern std::size_t bytes;
 extern std::int64_t batch, seqlen, heads, head_dim;
 extern CUstream_st* stream;
 extern hattn::Extents shape, strides;
 extern hattn::Device device;
-extern hattn::ForwardProblem problem;
-extern hattn::ForwardPlan plan;
+extern const hattn::ForwardProblem problem;
+extern const hattn::ForwardPlan plan;
 extern hattn::ForwardArgs args;
 extern DLManagedTensorVersioned *managed_tensor, *output_tensor;
 DECLARATIONS

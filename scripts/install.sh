@@ -4,7 +4,7 @@
 #     --cpu     leaves the CUDA kernels out. Then no part of CUDA is needed or fetched.
 #     --dlpack  installs dlpack/dlpack.h as well, from a pinned package. hopper_attention_dlpack.hpp needs it.
 # The CMake options are those of crates/hopper-attention-capi/CMakeLists.txt, for example
-# -DHATTN_FEATURES='sm90;bf16;hdim128' for fewer kernels. Afterwards PREFIX may be moved.
+# -DHATTN_FEATURES='sm90;bf16;hdim128' for fewer kernels. The libraries go to PREFIX/lib. Afterwards PREFIX may be moved.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -37,8 +37,10 @@ if [ -x "$toolchain/cmake/bin/cmake" ]; then PATH=$toolchain/cmake/bin:$PATH; fi
 target=${CARGO_TARGET_DIR:-$root/target}
 case $target in /*) ;; *) target=$PWD/$target ;; esac
 build=$target/capi-$([ $cuda = ON ] && echo cuda || echo cpu)
-# Fresh: options of an earlier call are not those of this one.
-CARGO_TARGET_DIR=$target cmake --fresh -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" "${options[@]}"
+# Fresh: options of an earlier call are not those of this one. CMake would choose lib64 on some systems: with lib, the
+# paths of docs/ and of scripts/wheel.sh hold everywhere.
+CARGO_TARGET_DIR=$target cmake --fresh -S "$root/crates/hopper-attention-capi" -B "$build" -G Ninja "-DHATTN_CUDA=$cuda" \
+  -DCMAKE_INSTALL_LIBDIR=lib "${options[@]}"
 cmake --build "$build"
 cmake --install "$build" --prefix "$prefix" >/dev/null
 lib=""

@@ -4,7 +4,9 @@
 # PREFIX is what scripts/install.sh wrote. The wheel goes to FOLDER (default dist).
 # The static library is linked into a shared one again, against glibc 2.28 or newer, with the linker of the PyPI
 # package ziglang. The operator for torch (python/torch_op) is compiled.
-#   --as-installed  takes the installed shared library instead. The tag then says the glibc of this machine.
+#   --as-installed  takes the installed shared library instead, and needs no network. The tag then says the glibc of
+#                   this machine.
+# Needs g++ (or $CXX), readelf and objdump, and python3 with pip and a network, to fetch ziglang.
 # Prints the contents of the wheel, its size, and the newest glibc that it asks for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

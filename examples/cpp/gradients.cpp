@@ -18,7 +18,7 @@
 namespace {
 
 constexpr std::int64_t kSeqlen = 96, kHeadsQ = 4, kHeadsKv = 2, kHeadDim = 64;
-constexpr std::int64_t kGroup = kHeadsQ / kHeadsKv;  // query heads that read one key head
+constexpr std::int64_t kGroup = kHeadsQ / kHeadsKv;  // query heads that read one KV head
 
 hattn::ForwardProblem problem_of(hattn::DType dtype) {
   return hattn::ForwardProblem(dtype)

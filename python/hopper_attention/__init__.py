@@ -86,11 +86,12 @@ def attention(
     q is [batch, seqlen_q, heads_q, head_dim]. k and v are [batch, seqlen_kv, heads_kv, head_dim]. heads_q is a
     multiple of heads_kv. The head_dim of v may differ. The innermost stride is 1, and on a GPU the others are
     multiples of 16 bytes. So a transposed [batch, heads, seqlen, head_dim] is read where it lies. Nothing is copied.
-    What the library does not take raises HattnError.
+    A call that the library cannot compute raises HattnError.
 
-    - causal: a query attends to the keys up to its own. The last query's own key is the last key.
-    - window: (left, right), the keys before and after a query's own. None stands for all. With causal, both apply.
-    - top_left: the first query's own key is the first key instead.
+    - causal: bottom-right aligned. Query i sees keys up to i + seqlen_kv - seqlen_q, its position.
+    - window: (left, right) keeps left keys before and right keys after the query's position, and the key at the
+      position. None stands for all keys. With causal, both apply.
+    - top_left: the position of query i is i instead.
     - scale: 1 / sqrt(head_dim) if None.
     - return_lse: gives (o, lse).
 
@@ -104,9 +105,10 @@ def attention(
     - Autograd records the call. o and lse have gradients of first order.
     - Under torch.use_deterministic_algorithms gradients are the same bits every time.
     - torch.compile takes the call without a graph break.
-    - A CUDA graph can capture it, once the same problem has run before: that loads the kernel.
+    - A CUDA graph can capture it. Run the same shape once before capture: the first run loads the kernel.
 
-    On arrays with __dlpack__ (numpy, CuPy and others), these options too:
+    On arrays with __dlpack__ (numpy, CuPy and others) the types are float16 and bfloat16, and float32 on the CPU.
+    These options apply, too:
 
     - out, lse_out: where o and lse are written. numpy and CuPy arrays are allocated if they are missing.
     - stream: a CUDA stream as an integer. None stands for the default stream.
@@ -158,7 +160,7 @@ def quantize(
 
     - scaling: which elements share a factor: "per_tensor", "per_head", or "per_block" (128 rows of a head).
     - hadamard: a seed. Queries and keys are rotated first, which spreads outliers. The scores stay the same.
-    - half_scores: stores Q and K so that the GPU may sum scores in half precision, which is faster.
+    - half_scores: stores Q and K so that the GPU may use f16 score accumulation, which is faster.
 
     Gives a `Quantized`, which `attention_fp8` takes.
     """

@@ -34,11 +34,12 @@
 
    - HATTN_ABI_VERSION is the number in the name of the shared library. Within one version, functions and constants are
      only added. Structs only grow, by fields at their end. 0 in a new field means what the library did before.
-   - Each struct begins with the size that its caller's header gives it. Begin a struct with its HATTN_.._INIT, which
-     fills in size and version. It sets sizes that must not be forgotten to HATTN_UNSET, and all other fields to 0.
+   - Each struct begins with the size that its caller's header gives it. Begin a struct with its initialiser, such as
+     HATTN_TENSOR_INIT, which fills in size and version. It sets sizes that must not be forgotten to HATTN_UNSET, and
+     all other fields to 0.
    - An older program has a smaller struct_size. The library takes the fields behind it as 0.
    - A newer program has a larger struct_size. Fields that the library does not know must be 0, or the call is refused
-     with HATTN_ERROR_ABI. So is a size that ends inside of a field, or that no version of the struct had.
+     with HATTN_ERROR_ABI. A size that ends inside a field, or that no version had, is also refused.
    - sizeof a struct may change with each minor version. Where two parts of a program are compiled with different
      headers, one may take a pointer to a struct of the other, but no struct by value and no array of them. */
 
@@ -81,7 +82,8 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 // No bound on this side of a window.
 #define HATTN_UNBOUNDED (-1)
 
-// What HATTN_.._PROBLEM_INIT sets batch, seqlen_q and seqlen_kv to. Every call refuses it.
+// What HATTN_FORWARD_PROBLEM_INIT and HATTN_BACKWARD_PROBLEM_INIT set batch, seqlen_q and seqlen_kv to.
+// Every call refuses it.
 //
 // 0 is a legal batch and a legal length. An initial value of 0 would turn a forgotten size into a problem that has
 // nothing to compute.
@@ -210,38 +212,40 @@ typedef struct hattn_tensor {
   int32_t reserved;
   // Size of each dimension, outermost first. Entries from ndim on are not used.
   int64_t shape[4];
-  // Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
+  // Step in elements between neighbours, for each dimension. The last one is 1. Entries from ndim on are not used.
   // hattn_tensor_contiguous fills in the strides of a row-major tensor without gaps.
   int64_t stride[4];
 } hattn_tensor;
 
 // Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
+// Causal masks and windows are aligned to a corner (hattn_corner). The aligned key of query i is the key with number
+// i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
 // A query without keys gets output 0 and log-sum-exp -inf.
 typedef int32_t hattn_mask;
 
 // Every key.
 #define HATTN_MASK_FULL 0
 
-// The keys up to and with the key that the query meets (see hattn_corner).
+// The keys up to the aligned key, with that key.
 #define HATTN_MASK_CAUSAL 1
 
-// The keys from window_left before to window_right after the key that the query meets, both included.
+// The keys from window_left before the aligned key to window_right after it, both included.
 #define HATTN_MASK_WINDOW 2
 
-// Which key a query meets: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. Causal masks and windows count keys from that key.
+// How causal masks and windows are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
 // The two differ when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
 
-// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
+// Bottom-right aligned: a causal mask lets query i see keys up to i + seqlen_kv - seqlen_q.
 #define HATTN_BOTTOM_RIGHT 0
 
-// The first query meets the first key. Query i meets key i.
+// Top-left aligned: a causal mask lets query i see keys up to i.
 #define HATTN_TOP_LEFT 1
 
 // The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 typedef int32_t hattn_arch;
 
-// The newest instruction set that the GPU runs. The CPU takes this value only.
+// Use the newest instruction set of the GPU (default). On the CPU no other value is allowed.
 #define HATTN_ARCH_OWN 0
 
 // Compute capability 8.0 and later.
@@ -258,8 +262,8 @@ typedef int32_t hattn_scaling;
 // One factor for each of Q, K and V: [1, 1, 1].
 #define HATTN_PER_TENSOR 0
 
-// One factor for each sequence and key head: [batch, heads_kv, 1].
-// All query heads that read one key head share one factor of Q.
+// One factor for each sequence and KV head: [batch, heads_kv, 1].
+// All query heads that read one KV head share one factor of Q.
 #define HATTN_PER_HEAD 1
 
 // One factor for each block of 128 rows of a head. The last block may be shorter.
@@ -286,7 +290,7 @@ typedef struct hattn_forward_problem {
   hattn_dtype dtype;
   // Which keys a query attends to.
   hattn_mask mask;
-  // Which key a query meets. Only causal masks and windows use it.
+  // How the mask is aligned. Only causal masks and windows use it.
   hattn_corner corner;
   // 1: the log-sum-exp of each query is an output. 0: it is not.
   int32_t lse;
@@ -296,18 +300,18 @@ typedef struct hattn_forward_problem {
   int64_t seqlen_q;
   // Number of keys in each sequence, 0 or more. With 0 no query has a key.
   int64_t seqlen_kv;
-  // Number of query heads, a multiple of heads_kv. Query head h reads key head h / (heads_q / heads_kv).
+  // Number of query heads, a multiple of heads_kv. Query head h reads KV head h / (heads_q / heads_kv).
   int64_t heads_q;
-  // Number of key and value heads, 1 or more.
+  // Number of KV heads, which are the heads of K and V, 1 or more.
   int64_t heads_kv;
   // Number of elements of a query and of a key, 1 or more.
   int64_t head_dim_qk;
   // Number of elements of a value and of an output, 1 or more.
   int64_t head_dim_vo;
-  // Number of keys that a window keeps before the key that the query meets. HATTN_UNBOUNDED: all of them.
+  // Number of keys that a window keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
   // Only HATTN_MASK_WINDOW uses it.
   int64_t window_left;
-  // Number of keys that a window keeps after the key that the query meets. HATTN_UNBOUNDED: all of them.
+  // Number of keys that a window keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
   // Only HATTN_MASK_WINDOW uses it.
   int64_t window_right;
   // The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
@@ -321,12 +325,13 @@ typedef struct hattn_forward_problem {
   hattn_scaling scaling;
   // 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
   int32_t amax;
-  // 1: scores may be summed in half precision. 0: in single precision. Must be 0 unless the operands are HATTN_E4M3.
+  // 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32.
+  // Must be 0 unless the operands are HATTN_E4M3.
   //
-  // A GPU sums faster in half precision. The sums fit where no stored element of Q or K is larger in magnitude than 14.
-  // hattn_quantize_run stores no larger elements if the problem has this option. Results are right for any elements:
-  // the kernel checks each one. If an element is larger or NaN, a second kernel computes everything again in single
-  // precision. The run then takes more than twice as long. The CPU always sums in single precision.
+  // The sums fit f16 where no stored element of Q or K is larger in magnitude than 14. hattn_quantize_run stores no
+  // larger elements if the problem has this option. Results are right for any elements: the kernel checks each one.
+  // If an element is larger or NaN, a second kernel computes everything again in f32. The run then takes more than
+  // twice as long. The CPU always sums in f32.
   int32_t half_scores;
 } hattn_forward_problem;
 
@@ -441,11 +446,11 @@ typedef struct hattn_backward_args {
 //
 // For the elements x that share a descale factor, where amax is the largest finite magnitude among them:
 //
-// - descale is max(amax / most, the smallest normal float). The caller may give it instead.
+// - limit is the largest stored magnitude: 448, or 14 for Q and K if the forward problem has half_scores.
+// - descale is max(amax / limit, the smallest normal float). The caller may give it instead.
 // - stored is x * (1 / descale), rounded to the nearest HATTN_E4M3, ties to even. Arithmetic is in single precision.
-// - most is 448. It is 14 for Q and K if the forward problem has half_scores.
-// - An element that would round to a magnitude above most is stored as most, with its sign.
-//   This happens with given factors only.
+// - An element that would round to a magnitude above limit is stored as limit, with its sign.
+//   This happens only with factors that the caller gave.
 // - An element that is not finite is stored as NaN.
 typedef struct hattn_quantize_problem {
   // sizeof(hattn_quantize_problem).
@@ -630,7 +635,7 @@ hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *
 //
 // On a GPU:
 // - The work is enqueued on `stream`. A null stream is the default stream.
-// - The call allocates nothing, waits for nothing and loads nothing. A CUDA graph can capture it.
+// - The call allocates nothing, loads nothing and does not wait for the GPU. A CUDA graph can capture it.
 // - The thread's current context stays as it was.
 //
 // On the CPU:

@@ -14,9 +14,9 @@
 //
 // BackwardProblem(problem), BackwardPlan and BackwardArgs do the same for the gradients.
 //
-// Errors: a call that fails throws hattn::Error. Each function that throws has a twin that does not. The twin is named
-// try_.. or create. It returns a Status and writes its result through a reference. With -fno-exceptions, or with
-// HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that refuses its arguments launches and writes nothing.
+// Errors: a call that fails throws hattn::Error. Each function that throws has a twin that does not. The twin of a
+// constructor is create. Other twins begin with try_, such as try_run. A twin returns a Status and writes its result
+// through a reference. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that refuses its arguments launches and writes nothing.
 //
 // Ownership: views, problems and arguments own nothing. Memory, streams and workspaces belong to the caller.
 #ifndef HOPPER_ATTENTION_HPP
@@ -408,15 +408,15 @@ using ConstTensorView = BasicTensorView<const void>;
 // Which keys a query attends to.
 enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSAL, Window = HATTN_MASK_WINDOW };
 
-// Which key a query meets. BottomRight: the last query meets the last key. TopLeft: the first query meets the first
-// key.
+// How causal masks and windows are aligned. The aligned key of query i has the number i + seqlen_kv - seqlen_q
+// (BottomRight) or i (TopLeft).
 enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
 
 // The instruction set of the kernels that compute a problem. Own: the newest one that the GPU runs.
 enum class Arch : hattn_arch { Own = HATTN_ARCH_OWN, Sm80 = HATTN_ARCH_SM80, Sm90 = HATTN_ARCH_SM90 };
 
 // Which elements of Q, K and V of E4M3 share a descale factor.
-// PerTensor: all. PerHead: those of a sequence and key head. PerBlock: those of 128 rows of a head.
+// PerTensor: all. PerHead: those of a sequence and KV head. PerBlock: those of 128 rows of a head.
 enum class Scaling : hattn_scaling {
   PerTensor = HATTN_PER_TENSOR,
   PerHead = HATTN_PER_HEAD,
@@ -505,12 +505,12 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // For Mask::Window, call window() instead: it also sets the bounds.
   constexpr ForwardProblem& mask(Mask mask) noexcept { return set(problem_.mask, mask); }
 
-  // The keys up to and with the key that the query meets.
+  // The keys up to the aligned key (Corner), with that key.
   constexpr ForwardProblem& causal(Corner corner = Corner::BottomRight) noexcept {
     return mask(Mask::Causal).corner(corner);
   }
 
-  // The keys from `left` before to `right` after the key that the query meets, both included. kUnbounded: all of them.
+  // The keys from `left` before the aligned key (Corner) to `right` after it, both included. kUnbounded: all of them.
   constexpr ForwardProblem& window(std::int64_t left, std::int64_t right,
                                    Corner corner = Corner::BottomRight) noexcept {
     return set(problem_.window_left, left).set(problem_.window_right, right).mask(Mask::Window).corner(corner);
@@ -538,7 +538,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // Whether the largest magnitude of O, before scale_o and rounding, is an output: F32 [1].
   constexpr ForwardProblem& amax(bool wanted) noexcept { return set(problem_.amax, wanted); }
 
-  // Whether scores may be summed in half precision. It is fast if no stored element of Q and K is larger than 14.
+  // Allows f16 score accumulation on a GPU. It is fast if no stored element of Q and K is larger than 14 in magnitude.
   constexpr ForwardProblem& half_scores(bool wanted) noexcept { return set(problem_.half_scores, wanted); }
 };
 

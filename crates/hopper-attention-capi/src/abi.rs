@@ -30,26 +30,28 @@ pub type hattn_device = i32;
 pub const HATTN_CPU: hattn_device = -1;
 
 /// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
+/// Causal masks and windows are aligned to a corner (hattn_corner). The aligned key of query i is the key with number
+/// i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
 /// A query without keys gets output 0 and log-sum-exp -inf.
 pub type hattn_mask = i32;
 /// Every key.
 pub const HATTN_MASK_FULL: hattn_mask = 0;
-/// The keys up to and with the key that the query meets (see hattn_corner).
+/// The keys up to the aligned key, with that key.
 pub const HATTN_MASK_CAUSAL: hattn_mask = 1;
-/// The keys from window_left before to window_right after the key that the query meets, both included.
+/// The keys from window_left before the aligned key to window_right after it, both included.
 pub const HATTN_MASK_WINDOW: hattn_mask = 2;
 
-/// Which key a query meets: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. Causal masks and windows count keys from that key.
+/// How causal masks and windows are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
 /// The two differ when seqlen_q and seqlen_kv differ.
 pub type hattn_corner = i32;
-/// The last query meets the last key. Query i meets key i + seqlen_kv - seqlen_q.
+/// Bottom-right aligned: a causal mask lets query i see keys up to i + seqlen_kv - seqlen_q.
 pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
-/// The first query meets the first key. Query i meets key i.
+/// Top-left aligned: a causal mask lets query i see keys up to i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
 /// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 pub type hattn_arch = i32;
-/// The newest instruction set that the GPU runs. The CPU takes this value only.
+/// Use the newest instruction set of the GPU (default). On the CPU no other value is allowed.
 pub const HATTN_ARCH_OWN: hattn_arch = 0;
 /// Compute capability 8.0 and later.
 pub const HATTN_ARCH_SM80: hattn_arch = 80;
@@ -62,8 +64,8 @@ pub const HATTN_ARCH_SM90: hattn_arch = 90;
 pub type hattn_scaling = i32;
 /// One factor for each of Q, K and V: [1, 1, 1].
 pub const HATTN_PER_TENSOR: hattn_scaling = 0;
-/// One factor for each sequence and key head: [batch, heads_kv, 1].
-/// All query heads that read one key head share one factor of Q.
+/// One factor for each sequence and KV head: [batch, heads_kv, 1].
+/// All query heads that read one KV head share one factor of Q.
 pub const HATTN_PER_HEAD: hattn_scaling = 1;
 /// One factor for each block of 128 rows of a head. The last block may be shorter.
 /// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
@@ -72,7 +74,8 @@ pub const HATTN_PER_BLOCK: hattn_scaling = 2;
 /// No bound on this side of a window.
 pub const HATTN_UNBOUNDED: i64 = -1;
 
-/// What HATTN_.._PROBLEM_INIT sets batch, seqlen_q and seqlen_kv to. Every call refuses it.
+/// What HATTN_FORWARD_PROBLEM_INIT and HATTN_BACKWARD_PROBLEM_INIT set batch, seqlen_q and seqlen_kv to.
+/// Every call refuses it.
 ///
 /// 0 is a legal batch and a legal length. An initial value of 0 would turn a forgotten size into a problem that has
 /// nothing to compute.
@@ -105,7 +108,7 @@ pub struct hattn_forward_problem {
     pub dtype: hattn_dtype,
     /// Which keys a query attends to.
     pub mask: hattn_mask,
-    /// Which key a query meets. Only causal masks and windows use it.
+    /// How the mask is aligned. Only causal masks and windows use it.
     pub corner: hattn_corner,
     /// 1: the log-sum-exp of each query is an output. 0: it is not.
     pub lse: i32,
@@ -115,18 +118,18 @@ pub struct hattn_forward_problem {
     pub seqlen_q: i64,
     /// Number of keys in each sequence, 0 or more. With 0 no query has a key.
     pub seqlen_kv: i64,
-    /// Number of query heads, a multiple of heads_kv. Query head h reads key head h / (heads_q / heads_kv).
+    /// Number of query heads, a multiple of heads_kv. Query head h reads KV head h / (heads_q / heads_kv).
     pub heads_q: i64,
-    /// Number of key and value heads, 1 or more.
+    /// Number of KV heads, which are the heads of K and V, 1 or more.
     pub heads_kv: i64,
     /// Number of elements of a query and of a key, 1 or more.
     pub head_dim_qk: i64,
     /// Number of elements of a value and of an output, 1 or more.
     pub head_dim_vo: i64,
-    /// Number of keys that a window keeps before the key that the query meets. HATTN_UNBOUNDED: all of them.
+    /// Number of keys that a window keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
     /// Only HATTN_MASK_WINDOW uses it.
     pub window_left: i64,
-    /// Number of keys that a window keeps after the key that the query meets. HATTN_UNBOUNDED: all of them.
+    /// Number of keys that a window keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
     /// Only HATTN_MASK_WINDOW uses it.
     pub window_right: i64,
     /// The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
@@ -140,12 +143,13 @@ pub struct hattn_forward_problem {
     pub scaling: hattn_scaling,
     /// 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
     pub amax: i32,
-    /// 1: scores may be summed in half precision. 0: in single precision. Must be 0 unless the operands are HATTN_E4M3.
+    /// 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32.
+    /// Must be 0 unless the operands are HATTN_E4M3.
     ///
-    /// A GPU sums faster in half precision. The sums fit where no stored element of Q or K is larger in magnitude than 14.
-    /// hattn_quantize_run stores no larger elements if the problem has this option. Results are right for any elements:
-    /// the kernel checks each one. If an element is larger or NaN, a second kernel computes everything again in single
-    /// precision. The run then takes more than twice as long. The CPU always sums in single precision.
+    /// The sums fit f16 where no stored element of Q or K is larger in magnitude than 14. hattn_quantize_run stores no
+    /// larger elements if the problem has this option. Results are right for any elements: the kernel checks each one.
+    /// If an element is larger or NaN, a second kernel computes everything again in f32. The run then takes more than
+    /// twice as long. The CPU always sums in f32.
     pub half_scores: i32,
 }
 
@@ -196,11 +200,11 @@ pub struct hattn_backward_problem {
 ///
 /// For the elements x that share a descale factor, where amax is the largest finite magnitude among them:
 ///
-/// - descale is max(amax / most, the smallest normal float). The caller may give it instead.
+/// - limit is the largest stored magnitude: 448, or 14 for Q and K if the forward problem has half_scores.
+/// - descale is max(amax / limit, the smallest normal float). The caller may give it instead.
 /// - stored is x * (1 / descale), rounded to the nearest HATTN_E4M3, ties to even. Arithmetic is in single precision.
-/// - most is 448. It is 14 for Q and K if the forward problem has half_scores.
-/// - An element that would round to a magnitude above most is stored as most, with its sign.
-///   This happens with given factors only.
+/// - An element that would round to a magnitude above limit is stored as limit, with its sign.
+///   This happens only with factors that the caller gave.
 /// - An element that is not finite is stored as NaN.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -254,7 +258,7 @@ pub struct hattn_tensor {
     pub reserved: i32,
     /// Size of each dimension, outermost first. Entries from ndim on are not used.
     pub shape: [i64; 4],
-    /// Distance of neighbours in each dimension, in elements. The last one is 1. Entries from ndim on are not used.
+    /// Step in elements between neighbours, for each dimension. The last one is 1. Entries from ndim on are not used.
     /// hattn_tensor_contiguous fills in the strides of a row-major tensor without gaps.
     pub stride: [i64; 4],
 }

@@ -98,7 +98,7 @@ pass! {
     ///
     /// On a GPU:
     /// - The work is enqueued on `stream`. A null stream is the default stream.
-    /// - The call allocates nothing, waits for nothing and loads nothing. A CUDA graph can capture it.
+    /// - The call allocates nothing, loads nothing and does not wait for the GPU. A CUDA graph can capture it.
     /// - The thread's current context stays as it was.
     ///
     /// On the CPU:

@@ -10,7 +10,7 @@
 //! # fn main() -> Result<()> {
 //! let dims = Dims::new(1, 4, 2, 8).with_seqlen_kv(6).with_heads_kv(1); // one sequence of 4 queries and 6 keys
 //! let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).lse(true).build()?;
-//! let device = Device::cpu(); // or Device::cuda(0)?
+//! let device = Device::cpu();
 //! let plan = problem.plan(&device)?; // once for many runs
 //! let stream = device.default_stream();
 //! let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
@@ -29,11 +29,14 @@
 //! # Ok(()) }
 //! ```
 //!
+//! On a GPU the device is `Device::cuda(0)?`. `TensorRef::cuda` and `TensorMut::cuda` then make the tensors from the GPU's
+//! memory. The README has that program.
+//!
 //! # The main types
 //!
 //! 1. A [`ForwardProblem`] says what to compute. It holds numbers only. Its builder checks them.
-//! 2. A [`ForwardPlan`] says how one device computes a problem. It follows from the problem and the device's facts alone
-//!    (and from measurements, where a [`Tuning`] has them). It can be printed.
+//! 2. A [`ForwardPlan`] says how one device computes a problem. The same problem and GPU model give the same plan, unless
+//!    a [`Tuning`] is used. A plan can be printed.
 //! 3. A [`TensorRef`] or [`TensorMut`] borrows memory on the host or on a GPU. Its [`Layout`] (shape and strides) is
 //!    checked against that memory.
 //! 4. A [`Workspace`] is scratch memory that the caller owns. The plan says how large it must be.
@@ -42,19 +45,30 @@
 //! The gradients have the same steps: [`BackwardProblem`], [`BackwardPlan`], [`BackwardArgs`]. So has quantising to FP8:
 //! [`Quantizer`], [`QuantizePlan`], [`QuantizeArgs`].
 //!
-//! [`raw`] takes addresses in place of tensors. [`reference`](mod@reference) has the oracle: a plain computation in f64
-//! that results are compared with.
+//! [`raw`] takes addresses in place of tensors. [`reference`](mod@reference) has the oracle: a plain computation in f64.
+//! Results are compared with it.
 //!
-//! The feature `cuda` adds the GPU kernels. It also re-exports `cudarc`, whose types appear in this API. Without `cuda` the
-//! crate needs no C++ compiler, and everything runs on the CPU.
+//! The feature `cuda` adds the GPU kernels. It also re-exports `cudarc`, whose types appear in this API. Run
+//! `scripts/bootstrap.sh` once before a build with `cuda`: it fetches what Cargo does not, the CUDA toolkit and CUTLASS.
+//! Without `cuda` the crate needs no C++ compiler, and everything runs on the CPU.
+//!
+//! # Which device
+//!
+//! | function | when |
+//! | --- | --- |
+//! | [`Device::cpu`] | the CPU |
+//! | [`Device::cuda`] | a GPU. Compiles in every build: without the feature it returns [`Error::NoDevice`] |
+//! | `CudaDevice::open` | the same as a `CudaDevice`, whose `context()` makes cudarc's streams and buffers |
+//! | `CudaDevice::from_context` | your program already has a cudarc context. Tensors, streams and plan must share that object |
+//! | [`Device::shared_cuda`] | independent parts of one program: all get the same context object, kept until the process ends |
 //!
 //! # Semantics
 //!
 //! - The logical order of a tensor's dimensions is `[batch, seqlen, heads, head_dim]`. Strides say how the tensor lies in
 //!   memory. They count elements. The innermost stride is 1.
-//! - Query head `h` reads key head `h / (heads_q / heads_kv)`.
-//! - Causal masks and windows are aligned to the bottom-right corner: the last query meets the last key.
-//!   [`Corner::TopLeft`] aligns the first query with the first key instead.
+//! - Query head `h` reads KV head `h / (heads_q / heads_kv)`.
+//! - Causal masks and windows are bottom-right aligned: with a causal mask, query `i` sees keys up to
+//!   `i + seqlen_kv - seqlen_q`. With [`Corner::TopLeft`] it sees keys up to `i`.
 //! - The log-sum-exp (LSE) of a query is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps. It uses
 //!   the natural logarithm and is f32, `[batch, heads_q, seqlen_q]`.
 //! - A query that keeps no key has output 0 and LSE -inf. It has no part in any gradient. Sequences may be empty.
@@ -66,7 +80,7 @@
 //! # Gradients
 //!
 //! A backward pass needs O and the LSE of the forward pass. `dO` is the gradient of a loss with respect to O. `dLSE` is the
-//! gradient with respect to the LSE, or 0 where none is given. `P`, the weights of the softmax, is
+//! gradient with respect to the LSE, or 0 where none is given. `P`, the softmax probabilities, is
 //! `exp(softmax_scale * Q K^T - LSE)` for each query and each key that it keeps, and 0 for all other pairs. Then
 //!
 //! ```text
@@ -74,7 +88,7 @@
 //! dS = P * (dO V^T - delta)            dK = softmax_scale * dS^T Q        dV = P^T dO
 //! ```
 //!
-//! dK and dV are summed over the query heads that read the key head. Products and sums are accumulated in f32. Gradients
+//! dK and dV are summed over the query heads that read the KV head. Products and sums are accumulated in f32. Gradients
 //! have the type of the inputs.
 //!
 //! ```
@@ -89,17 +103,17 @@
 //! let stream = device.default_stream();
 //! let mut workspace = Workspace::alloc(&stream, plan.workspace_bytes())?;
 //!
-//! // Keys are alike, so every weight is a quarter, O is 2 and the LSE ln(4).
+//! // Keys are alike, so every probability is a quarter, O is 2 and the LSE ln(4).
 //! let (q, k, v, o, lse) = ([1.0; 4], [0.0; 4], [2.0; 4], [2.0; 4], [4f32.ln(); 4]);
 //! let d_o = [1.0; 4];
 //! let (mut d_q, mut d_k, mut d_v) = ([f32::NAN; 4], [f32::NAN; 4], [f32::NAN; 4]);
-//! let (of_q, of_kv) = (Layout::contiguous(forward.q_shape())?, Layout::contiguous(forward.k_shape())?);
+//! let (q_layout, kv_layout) = (Layout::contiguous(forward.q_shape())?, Layout::contiguous(forward.k_shape())?);
 //! let args = BackwardArgs::new(
-//!     [TensorRef::host(&q, of_q)?, TensorRef::host(&k, of_kv)?, TensorRef::host(&v, of_kv)?],
-//!     TensorRef::host(&o, of_q)?,
+//!     [TensorRef::host(&q, q_layout)?, TensorRef::host(&k, kv_layout)?, TensorRef::host(&v, kv_layout)?],
+//!     TensorRef::host(&o, q_layout)?,
 //!     TensorRef::host(&lse, Layout::contiguous(forward.lse_shape())?)?,
-//!     TensorRef::host(&d_o, of_q)?,
-//!     [TensorMut::host(&mut d_q, of_q)?, TensorMut::host(&mut d_k, of_kv)?, TensorMut::host(&mut d_v, of_kv)?],
+//!     TensorRef::host(&d_o, q_layout)?,
+//!     [TensorMut::host(&mut d_q, q_layout)?, TensorMut::host(&mut d_k, kv_layout)?, TensorMut::host(&mut d_v, kv_layout)?],
 //! );
 //! plan.run(&stream, &mut workspace, args)?;
 //! assert_eq!((d_q, d_k), ([0.0; 4], [0.0; 4])); // the mean of equal values stays what it is
@@ -116,9 +130,10 @@
 //! - The output is bf16, f16 or e4m3. An e4m3 output is O times a factor that the caller gives
 //!   ([`scale_o`](ForwardArgs::scale_o)), rounded.
 //! - A [`Quantizer`] makes e4m3 tensors from wider ones. It gives the same bytes on the CPU and on a GPU.
-//! - Products of stored values are summed in f32. The tensor cores of a GPU keep only about 13 bits of such a sum. A
-//!   GPU may sum scores in f16 instead if the problem allows it ([`half_scores`](ForwardProblemBuilder::half_scores)).
-//! - The weights of the softmax (P) are rounded to e4m3 before they are multiplied with V.
+//! - The CPU sums products of stored values in f32. The tensor cores of a GPU keep only about 13 bits of such a sum.
+//! - F16 score accumulation: a GPU sums scores in f16, which is faster, if the problem allows it
+//!   ([`half_scores`](ForwardProblemBuilder::half_scores)).
+//! - The softmax probabilities (P) are rounded to e4m3 before they are multiplied with V.
 //! - GPU kernels take head dims that are multiples of 16.
 //! - There is no backward pass.
 //!
@@ -172,45 +187,17 @@
 //! never falls back to another device by itself. It does not panic, print or exit. A machine without a GPU or a driver
 //! gets [`Error::NoDevice`].
 //!
-//! # Soundness: a kernel outlives the borrows it was given
+//! # Lifetimes on a GPU
 //!
-//! On a GPU [`ForwardPlan::run`] returns before the kernel has run. The safe API still guarantees the following:
+//! On a GPU [`ForwardPlan::run`] returns before the kernel has run. Keep nothing alive by hand: cudarc orders frees after
+//! the run. In these cases you order the uses of memory, and keep it alive:
 //!
-//! - *Memory is neither freed nor reused while the kernel uses it.* The run takes every pointer through cudarc's
-//!   `device_ptr` or `device_ptr_mut` on the launch's stream. That call makes the stream wait for earlier uses on other
-//!   streams. After the launch, the run records its use as an event of the memory. To free the memory, or to use it again,
-//!   is itself a stream operation that waits for the recorded events. Nothing depends on a destructor that a caller could
-//!   leak.
-//! - *Streams may be dropped early.* A stream that is dropped finishes its work. cudarc stops to use events with the last
-//!   stream of `new_stream`. So the default stream waits for a run on another stream, if it allocated memory of that run.
-//! - *Several streams may read a tensor.* cudarc remembers the latest reader only. So the stream of a run waits for the
-//!   reader before it, once the kernel is enqueued. What waits for the run waits for both.
-//! - *The per-thread default stream works.* It is a different stream on each thread, though all of these compare equal. On a
-//!   context without events, the run waits for these streams of all threads, and their later work waits for the run. Its
-//!   memory may so move to another thread at once.
-//! - *The kernel stays within the memory.* A layout is checked against its memory when the tensor is made. It cannot be
-//!   changed afterwards. A tensor that is written is borrowed exclusively and does not overlap itself.
-//! - *The right GPU is used.* Stream, tensors, workspace and plan are compared before the launch. Tensors and stream must
-//!   come from one `CudaContext` object, because that object counts streams and decides whether events are recorded.
-//! - *A launch allocates nothing, loads nothing and waits for nothing on the host.* So a CUDA graph can capture it. A
-//!   capture is refused with [`Error::Capture`] while cudarc manages events for several streams. Otherwise its waits and
-//!   records would become part of the graph, or would refer to work outside of the graph. (One case waits on the host: an
-//!   error of other code has come while the run was enqueueing its waits, or the run could not be recorded.)
-//! - *Errors stay with their owner.* A destructor of cudarc that fails leaves its error in the context, for the next call of
-//!   cudarc on any thread. A run does not fail with such an error, and leaves it where it was.
-//! - *A broken context says so.* A kernel that accesses wrong memory breaks its context. Each later run on that GPU is
-//!   [`Error::Driver`], with the code and the name of the error. To drop plans, tensors and streams is still allowed.
+//! - after `unsafe CudaContext::disable_event_tracking`;
+//! - with streams and views that borrow raw handles;
+//! - in [`raw`];
+//! - with a CUDA graph: keep the captured buffers alive while the graph runs.
 //!
-//! The guarantee rests on cudarc (0.19). It ends where the guarantee of cudarc ends:
-//!
-//! - In three cases the caller must order the uses of memory: after `unsafe CudaContext::disable_event_tracking`, with
-//!   borrowed streams and raw views, and in [`raw`].
-//! - A graph replays addresses. The caller keeps the captured buffers alive while the graph runs. cudarc does not check this.
-//! - cudarc's own copies and launches keep its gaps. If such a use reads a tensor after a run has read it, on a third stream,
-//!   then cudarc forgets the run. If such a use is under way on the last stream of `new_stream` when that stream is dropped,
-//!   then cudarc forgets the use. Synchronize the stream first, or let the later stream `join` it.
-//! - Without events, cudarc frees a buffer in whichever context is current. A program with several GPUs makes the buffer's
-//!   context current first (`bind_to_thread`).
+//! `docs/soundness.md` in the repository has the argument, and the gaps of cudarc that remain.
 
 #![deny(missing_docs)]
 

@@ -7,10 +7,10 @@ use std::fmt;
 /// Query `q` *stands at* a key: the key on the diagonal in its row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Corner {
-    /// The last query meets the last key: query `q` stands at key `q + seqlen_kv - seqlen_q`.
+    /// Bottom-right aligned: query `q` stands at key `q + seqlen_kv - seqlen_q`. So the last query stands at the last key.
     #[default]
     BottomRight,
-    /// The first query meets the first key: query `q` stands at key `q`.
+    /// Top-left aligned: query `q` stands at key `q`. So the first query stands at the first key.
     TopLeft,
 }
 
@@ -57,12 +57,12 @@ pub enum Mask {
 }
 
 impl Mask {
-    /// The causal mask with the default corner: the last query stands at the last key.
+    /// The causal mask, bottom-right aligned: query `q` sees keys up to `q + seqlen_kv - seqlen_q`.
     pub const fn causal() -> Self {
         Self::Causal { corner: Corner::BottomRight }
     }
 
-    /// A window with the default corner: the last query stands at the last key.
+    /// A window, bottom-right aligned: query `q` stands at key `q + seqlen_kv - seqlen_q`.
     pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
         Self::Window { left, right, corner: Corner::BottomRight }
     }

@@ -16,7 +16,7 @@ pub const SCALE_BLOCK: usize = 128;
 /// | per head | `[batch, heads_kv, 1]` | `[batch, heads_kv, 1]` |
 /// | per block | `[batch, heads_q, ceil(seqlen_q / 128)]` | `[batch, heads_kv, ceil(seqlen_kv / 128)]` |
 ///
-/// - Per head, all query heads that read one key head share one factor of Q.
+/// - Per head, all query heads that read one KV head share one factor of Q.
 /// - Per block, block `i` of a head has the rows `128 * i` to `128 * i + 127`. The last block may be shorter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -24,7 +24,7 @@ pub enum Scaling {
     /// One factor for each of Q, K and V.
     #[default]
     PerTensor,
-    /// One factor for each sequence and key head.
+    /// One factor for each sequence and KV head.
     PerHead,
     /// One factor for each block of 128 rows of a head.
     PerBlock,
@@ -45,7 +45,7 @@ impl Scaling {
 
     /// The index `[batch, head, block]` of a row's factor in the tensor of factors.
     ///
-    /// `batch`, `head` and `token` name the row. `group` is the number of heads for each key head: `heads_q / heads_kv` for Q,
+    /// `batch`, `head` and `token` name the row. `group` is the number of heads for each KV head: `heads_q / heads_kv` for Q,
     /// 1 for K and V.
     pub const fn index(self, batch: usize, head: usize, group: usize, token: usize) -> [usize; 3] {
         match self {

@@ -1,11 +1,12 @@
 //! The functions of [candle-flash-attn](https://docs.rs/candle-flash-attn), computed by Hopper Attention.
 //!
-//! The name, the version and the functions are those of candle's crate. So `[patch.crates-io]` puts this crate in its
-//! place, and the models of candle-transformers run on our kernels unchanged:
+//! A drop-in replacement for candle's crate: the name, the version and the functions are the same.
+//! `[patch.crates-io]` in the root `Cargo.toml` of a workspace puts this crate in its place. The models of
+//! candle-transformers then run on our kernels unchanged:
 //!
 //! ```toml
 //! [patch.crates-io]
-//! candle-flash-attn = { path = "hopper-attention/integrations/candle-flash-attn" }
+//! candle-flash-attn = { path = "../hopper-attention/integrations/candle-flash-attn" }
 //! ```
 //!
 //! What is different:
@@ -18,7 +19,8 @@
 //! - The struct `FlashAttn` is left out.
 //!
 //! Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
-//! multiple of `heads_kv`. Masks are aligned to the bottom-right corner: the last query meets the last key.
+//! multiple of `heads_kv`. Masks are bottom-right aligned: with a causal mask, query `i` sees keys up to
+//! `i + seqlen_kv - seqlen_q`.
 
 #![deny(missing_docs)]
 
@@ -34,8 +36,8 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
     flash_attn_windowed(q, k, v, softmax_scale, None, causal.then_some(0))
 }
 
-/// Attention to the keys from `window_size_left` before a query's own to `window_size_right` after it. `None` means
-/// all of them.
+/// Attention to the keys from `window_size_left` before the query's position to `window_size_right` after it. The
+/// position of query `i` is key `i + seqlen_kv - seqlen_q`. `None` means all keys on that side.
 ///
 /// # Errors
 /// As [`hopper_attention_candle::attention`].

@@ -31,7 +31,7 @@ pub fn refusal(error: hopper_attention::Error) -> Error {
     Error::WrappedContext { wrapped: Box::new(Refusal(error)), context: "hopper-attention".into() }.bt()
 }
 
-/// The error of `hopper_attention` that lies behind an error of candle, or `None` if the error is another's.
+/// The `hopper_attention::Error` inside a candle error. `None` if there is none inside.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -39,7 +39,7 @@ pub fn refusal(error: hopper_attention::Error) -> Error {
 ///
 /// # fn main() -> candle_core::Result<()> {
 /// let q = Tensor::zeros((1, 4, 3, 8), DType::F32, &Device::Cpu)?;
-/// let k = Tensor::zeros((1, 4, 2, 8), DType::F32, &Device::Cpu)?; // 3 query heads for 2 key heads
+/// let k = Tensor::zeros((1, 4, 2, 8), DType::F32, &Device::Cpu)?; // 3 query heads for 2 KV heads
 /// let error = attention(&q, &k, &k, &Options::new()).unwrap_err();
 /// assert!(matches!(cause(&error), Some(Error::Value { what: "heads_q", .. })));
 /// # Ok(()) }

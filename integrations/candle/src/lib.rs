@@ -1,4 +1,5 @@
-//! [Hopper Attention](https://docs.rs/hopper-attention) on the tensors of [candle](https://docs.rs/candle-core).
+//! Hopper Attention (`crates/hopper-attention` of this repository) on the tensors of
+//! [candle](https://docs.rs/candle-core).
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -7,7 +8,7 @@
 //! # fn main() -> candle_core::Result<()> {
 //! let device = Device::Cpu; // or Device::new_cuda(0)?, with tensors in bf16 or f16
 //! let q = Var::randn(0f32, 1.0, (2, 16, 8, 64), &device)?; // [batch, seqlen, heads, head_dim]
-//! let k = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?; // four query heads read one key head
+//! let k = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?; // four query heads read one KV head
 //! let v = Tensor::randn(0f32, 1.0, (2, 16, 2, 64), &device)?;
 //! let o = attention(&q, &k, &v, &Options::new().mask(Mask::causal()))?;
 //! assert_eq!(o.dims(), [2, 16, 8, 64]);
@@ -27,8 +28,8 @@
 //!   head_dim]` becomes one of ours with `transpose(1, 2)`, which copies nothing.
 //! - On the CPU the types are f32, bf16 and f16. On a GPU they are bf16 and f16, and the kernels of the build decide
 //!   which head dims there are. Q, K and V have one type, which is that of O.
-//! - Nothing is copied. Any strides will do, as long as the innermost one is 1. A GPU also wants addresses and strides
-//!   to be multiples of 16 bytes. Other tensors are refused; `contiguous()` makes such a copy.
+//! - Nothing is copied. The innermost stride must be 1. The other strides are free. On a GPU, addresses and strides
+//!   must be multiples of 16 bytes. Other tensors are refused: `contiguous()` makes a copy that is taken.
 //!
 //! # Gradients
 //!
@@ -44,8 +45,9 @@
 //!
 //! # Errors
 //!
-//! What cannot be computed as asked is refused before anything is launched. [`cause`] gives the error of
-//! `hopper_attention` that lies behind one of candle, for callers that compute elsewhere what is unsupported here.
+//! A call that the library cannot compute returns an error that names the argument. Nothing is launched. [`cause`]
+//! returns the `hopper_attention::Error` inside a candle error. So a caller can compute an unsupported problem
+//! elsewhere.
 
 #![deny(missing_docs)]
 
@@ -81,7 +83,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
 }
 
 /// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,
-/// seqlen_q]`. For inference: what attends to parts of the keys is merged by it.
+/// seqlen_q]`. For inference: it merges the outputs of attention to parts of the keys.
 ///
 /// # Errors
 /// As [`attention`]. Also: Q, K or V is a variable or depends on one. The gradient of the LSE would be lost;

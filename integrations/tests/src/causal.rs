@@ -33,7 +33,7 @@ impl Weights {
     }
 }
 
-/// A small Llama with four query heads for each key head.
+/// A small Llama with four query heads for each KV head.
 pub fn llama_config(head_dim: usize) -> llama::Config {
     llama::Config {
         hidden_size: 8 * head_dim,
@@ -46,7 +46,7 @@ pub fn llama_config(head_dim: usize) -> llama::Config {
     }
 }
 
-/// A small Qwen 3 with two query heads for each key head, and a head dim that is not `hidden_size / heads`.
+/// A small Qwen 3 with two query heads for each KV head, and a head dim that is not `hidden_size / heads`.
 pub fn qwen_config() -> qwen3::Config {
     qwen3::Config {
         vocab_size: 512,

@@ -75,7 +75,7 @@ pub struct PointArgs {
     /// e4m3 is FP8: Q, K and V are e4m3, O is bf16. It has forwards only, and only the script in PyTorch times it.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16])]
     pub dtypes: Vec<Precision>,
-    /// How many query heads share one key head
+    /// How many query heads share one KV head
     #[arg(long, value_delimiter = ',', default_values_t = [1])]
     pub gqa: Vec<usize>,
     /// Head dims
@@ -99,7 +99,7 @@ pub struct PointArgs {
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
-    /// query heads, key heads. If the option is given several times, a point that fits one of them is timed.
+    /// query heads, KV heads. If the option is given several times, a point that fits one of them is timed.
     #[arg(long, value_name = "WORD/WORD")]
     pub filter: Vec<String>,
     /// A short sweep: three sequence lengths and the first type (`bench` also times each point less often)

@@ -71,7 +71,7 @@ pub enum ScalingArg {
     /// One factor for each of q, k and v
     #[value(name = "per-tensor")]
     Tensor,
-    /// One for each sequence and key head; of q, one for all query heads that read a key head
+    /// One for each sequence and KV head; of q, one for all query heads that read a KV head
     #[value(name = "per-head")]
     Head,
     /// One for each 128 tokens of a head

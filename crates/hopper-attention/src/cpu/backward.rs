@@ -1,11 +1,11 @@
 //! The gradients, in two passes over the same pairs of queries and keys.
 //!
 //! 1. Tasks are blocks of queries. A task computes dQ, and delta of each query.
-//! 2. Tasks are blocks of keys. A task computes dK and dV, summed over the query heads that read the key head.
+//! 2. Tasks are blocks of keys. A task computes dK and dV, summed over the query heads that read the KV head.
 //!
 //! Both passes compute P from Q, K and the LSE. This makes seven matrix products, where a single pass would make five. In
 //! return every sum belongs to one task. So there are no atomic additions, every run gives the same bits, and all cores have
-//! work even with few key heads.
+//! work even with few KV heads.
 
 use std::ops::Range;
 

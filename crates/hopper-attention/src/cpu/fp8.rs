@@ -140,7 +140,7 @@ fn larger(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
 }
 
-/// The largest descale factor of V in a key head.
+/// The largest descale factor of V in a KV head.
 fn largest_of_head(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>, batch: usize, head_kv: usize) -> f32 {
     let scaling = problem.scaling().unwrap_or_default();
     let blocks = (0..problem.dims().seqlen_kv).step_by(SCALE_BLOCK);

@@ -21,7 +21,7 @@ pub(crate) struct QuantizeTask<'a, T> {
     pub stored: HostMut<'a, E4M3, 4>,
     pub descale: Factors<'a>,
     pub scaling: Scaling,
-    /// Heads of this tensor for each key head: `heads_q / heads_kv` for Q, 1 for K and V.
+    /// Heads of this tensor for each KV head: `heads_q / heads_kv` for Q, 1 for K and V.
     pub group: usize,
     /// The seed of the rotation. `None` for a tensor that is not rotated.
     pub rotation: Option<u64>,

@@ -13,7 +13,7 @@ use super::memory::reserved;
 use super::threads;
 use crate::error::Result;
 
-/// Neighbouring tokens of one head: queries of a query head, or keys of a key head.
+/// Neighbouring tokens of one head: queries of a query head, or keys of a KV head.
 pub(super) struct Task {
     pub batch: usize,
     pub head: usize,

@@ -141,7 +141,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         split_tiles: choice.split_tiles,
         output: sys::to_dtype(problem.output_dtype()),
         descale_q_group: match problem.scaling() {
-            // All query heads that read one key head share one factor of Q.
+            // All query heads that read one KV head share one factor of Q.
             Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,
             _ => 1,
         },

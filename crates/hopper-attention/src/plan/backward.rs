@@ -2,8 +2,8 @@
 //!
 //! Words (see also `select.rs`):
 //! - A *CTA* is a CUDA thread block.
-//! - A *tile* is `tile_n` keys of one key head. A CTA computes one tile at a time. It keeps the tile's dK and dV while it
-//!   visits the *blocks of queries* that see the tile, of every query head that reads the key head. A block is `tile_m`
+//! - A *tile* is `tile_n` keys of one KV head. A CTA computes one tile at a time. It keeps the tile's dK and dV while it
+//!   visits the *blocks of queries* that see the tile, of every query head that reads the KV head. A block is `tile_m`
 //!   queries.
 //! - The *sums of dQ* of a block are f32 in the workspace. Each tile that visits the block adds its part of dQ to them.
 //! - To *draw* a tile is to take the next one of the tile order with a counter in the workspace.
@@ -70,7 +70,7 @@ pub struct BackwardChoice {
     /// - sm90: one for each multiprocessor, but no more than `tiles`. A CTA computes one tile after another.
     /// - sm80: one for each tile.
     pub grid: i32,
-    /// Number of heads in a group: (batch entry, key head) pairs whose tiles stand together in the tile order. At least 1.
+    /// Number of heads in a group: (batch entry, KV head) pairs whose tiles stand together in the tile order. At least 1.
     pub heads_per_group: i32,
     /// Number of groups. At least 1. The last group has all heads that are left, which may be more or fewer than
     /// `heads_per_group`.
@@ -161,7 +161,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
-    // All tiles of a key head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
+    // All tiles of a KV head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
     let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
     let bytes = dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width;
     let [heads_per_group, groups] =

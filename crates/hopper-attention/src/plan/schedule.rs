@@ -1,7 +1,7 @@
 //! What the schedules of forward and backward kernels share: groups of heads, occupancy, and the bounds of a mask.
 //!
 //! A schedule lists all tiles in an order that the CTAs (CUDA thread blocks) walk from the first tile to the last. The list
-//! goes group by group. A *group* is some heads: (batch entry, query head) pairs in the forward, (batch entry, key head) pairs
+//! goes group by group. A *group* is some heads: (batch entry, query head) pairs in the forward, (batch entry, KV head) pairs
 //! in the backward. In a group the tiles with the most work come first.
 //!
 //! In a deterministic backward pass tiles take turns. Several tiles of one head add to the same sums of dQ, in a fixed order. A

@@ -111,7 +111,7 @@ fn the_last_group_has_the_heads_that_the_cache_holds() {
     assert_eq!(groups(2, 512, 16, Mask::causal()), (16, 1));
     // The last group never has fewer heads than the others.
     assert_eq!(groups(2, 16384, 16, Mask::causal()), (16, 2));
-    // Two query heads that read one key head share its keys, so each counts with half of them.
+    // Two query heads that read one KV head share its keys, so each counts with half of them.
     assert_eq!(groups(8, 2048, 8, Mask::causal()), (16, 5));
     assert_eq!(groups(8, 2048, 16, Mask::Full), (1, 128));
 }

@@ -19,7 +19,7 @@ const SEQLEN_SUM_END: usize = 1 << 30;
 ///
 /// ```
 /// use hopper_attention::Dims;
-/// // Grouped queries: 32 query heads read 8 key heads of 128, in 4 sequences of 2048.
+/// // Grouped queries: 32 query heads read 8 KV heads of 128, in 4 sequences of 2048.
 /// let dims = Dims::new(4, 2048, 32, 128).with_heads_kv(8);
 /// assert_eq!((dims.seqlen_kv, dims.head_dim_vo), (2048, 128));
 /// ```
@@ -32,7 +32,7 @@ pub struct Dims {
     pub seqlen_q: usize,
     /// Keys in a sequence. May be 0.
     pub seqlen_kv: usize,
-    /// Query heads, a multiple of `heads_kv`. Query head `h` reads key head `h / (heads_q / heads_kv)`.
+    /// Query heads, a multiple of `heads_kv`. Query head `h` reads KV head `h / (heads_q / heads_kv)`.
     pub heads_q: usize,
     /// Key and value heads, at least 1.
     pub heads_kv: usize,
@@ -43,7 +43,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// The sizes of self-attention: as many keys as queries, as many key heads as query heads, and one head dim for all.
+    /// The sizes of self-attention: as many keys as queries, as many KV heads as query heads, and one head dim for all.
     pub const fn new(batch: usize, seqlen: usize, heads: usize, head_dim: usize) -> Self {
         Self {
             batch,
@@ -80,7 +80,7 @@ impl Dims {
         Self { heads_q, ..self }
     }
 
-    /// The same sizes with another number of key heads.
+    /// The same sizes with another number of KV heads.
     #[must_use]
     pub const fn with_heads_kv(self, heads_kv: usize) -> Self {
         Self { heads_kv, ..self }
@@ -98,7 +98,7 @@ impl Dims {
         Self { head_dim_vo, ..self }
     }
 
-    /// The number of query heads that read one key head: `heads_q / heads_kv`.
+    /// The number of query heads that read one KV head: `heads_q / heads_kv`.
     pub const fn group_size(&self) -> usize {
         self.heads_q / self.heads_kv
     }

@@ -122,7 +122,7 @@ impl ForwardProblemBuilder {
         self.operand(Slot::Amax, wanted)
     }
 
-    /// Whether scores may be summed in f16 (default: no). For e4m3 operands only.
+    /// Allows f16 score accumulation (default: no). For e4m3 operands only.
     ///
     /// The tensor cores of a GPU sum FP8 products faster in f16 than in f32. The sums fit f16 where no stored element of Q
     /// or K is larger in magnitude than [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), which is 14. A
@@ -245,7 +245,7 @@ impl ForwardProblem {
         self.arch
     }
 
-    /// The number of query heads that read one key head: `heads_q / heads_kv`.
+    /// The number of query heads that read one KV head: `heads_q / heads_kv`.
     pub fn group_size(&self) -> usize {
         self.dims.group_size()
     }

@@ -10,17 +10,17 @@ use crate::operand::{Operand, Operands, Slot};
 /// Quantises Q, K and V of a problem with e4m3 operands, from bf16, f16 or f32 tensors.
 ///
 /// Elements that share a descale factor (the problem's [`Scaling`](crate::Scaling) says which) are stored as follows. `amax` is
-/// the largest finite magnitude among them. `most` is the largest magnitude that may be stored.
+/// the largest finite magnitude among them. `limit` is the largest magnitude that may be stored.
 ///
 /// ```text
-/// descale = max(amax / most, the smallest normal f32)
+/// descale = max(amax / limit, the smallest normal f32)
 /// stored  = e4m3(x * (1 / descale))                       to nearest even; both divisions and the product in f32
 /// ```
 ///
 /// - The caller may give the factors instead. The first line is then left out.
-/// - `most` is 448. For Q and K of a problem with [`half_scores`](crate::ForwardProblemBuilder::half_scores) it is 14, also
+/// - `limit` is 448. For Q and K of a problem with [`half_scores`](crate::ForwardProblemBuilder::half_scores) it is 14, also
 ///   where the caller gives the factors.
-/// - An element is *saturated* if its magnitude would round to more than `most`. The stored value is then `most`, with the sign
+/// - An element is *saturated* if its magnitude would round to more than `limit`. The stored value is then `limit`, with the sign
 ///   of the element. Only given factors can lead to this.
 /// - An element that is not finite is stored as NaN, because e4m3 has no infinity. Attention carries a NaN on to the rows that
 ///   it touches.
@@ -137,7 +137,7 @@ impl Quantizer {
         Operands::of([q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, counts])
     }
 
-    /// The largest magnitude that may be stored of a tensor: `most` in the formula above.
+    /// The largest magnitude that may be stored of a tensor: `limit` in the formula above.
     pub(crate) fn largest_stored(&self, tensor: &Source) -> f32 {
         if tensor.scored && self.problem.allows_half_scores() { E4M3_HALF_SCORES_MAX } else { E4M3_MAX }
     }

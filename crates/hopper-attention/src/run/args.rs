@@ -131,7 +131,7 @@ impl<'a> BackwardArgs<'a> {
     ///   part in any gradient, and its dQ is 0.
     /// - `d_o`: the gradient of the output, of the output's shape.
     /// - `d_qkv`: the gradients of queries, keys and values, written. Each has the shape of the tensor that it belongs to. The
-    ///   gradients of keys and values are sums over the query heads that read the key head. Old contents are overwritten,
+    ///   gradients of keys and values are sums over the query heads that read the KV head. Old contents are overwritten,
     ///   not added to.
     pub fn new<T: Float>(
         qkv: [TensorRef<'a, T, 4>; 3],

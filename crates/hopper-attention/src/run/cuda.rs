@@ -1,7 +1,7 @@
 //! A run on a GPU from cudarc's views.
 //!
-//! The kernel outlives the borrows of its memory. The order of the lines below makes that sound. The crate's documentation
-//! (section "Soundness") has the argument.
+//! The kernel outlives the borrows of its memory. The order of the lines below makes that sound. docs/soundness.md has the
+//! argument.
 
 use std::sync::Arc;
 

@@ -109,7 +109,7 @@ struct Row {
 }
 
 impl Backward<'_> {
-    /// Adds a query head: its rows of dQ, and what it adds to the sums of dK and dV of its key head. Sums are in the order of
+    /// Adds a query head: its rows of dQ, and what it adds to the sums of dK and dV of its KV head. Sums are in the order of
     /// the keys, and of the heads and queries.
     fn head(
         &self,
