@@ -41,31 +41,11 @@ export CARGO_TARGET_DIR=$target
 unset CFLAGS CXXFLAGS LDFLAGS LD_LIBRARY_PATH
 
 # No `grep -q` after a pipe: it ends early, and the writer fails.
-passed=0 failed=0 ignored=0 started=$SECONDS
-# check NAME COMMAND...: runs a command. Shows its output only if it fails.
-check() {
-  local name=$1 since=$SECONDS log
-  log="$logs/${name//[ \/:]/_}.log"
-  shift
-  if "$@" >"$log" 2>&1; then
-    passed=$((passed + 1))
-    echo "test $name ... ok ($((SECONDS - since)) s)"
-    return 0
-  fi
-  failed=$((failed + 1))
-  echo "test $name ... FAILED, from $log:"
-  tail -n 60 "$log" | sed 's/^/    /'
-  return 1
-}
-ignore() {
-  ignored=$((ignored + 1))
-  echo "test $1 ... ignored, $2"
-}
+
+source "$root/scripts/checks.sh"
 finish() {
-  echo
-  echo "test result: $([ $failed = 0 ] && echo ok || echo FAILED). $passed passed; $failed failed; $ignored ignored; 0 measured; 0 filtered out; finished in $((SECONDS - started))s"
-  [ $failed = 0 ] || exit 1
-  exit 0
+  result
+  exit
 }
 
 # -- build, install, move

@@ -15,21 +15,8 @@ work=$target/python-test
 mkdir -p "$work"
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_REQUIRE_VIRTUALENV=0
 unset PYTHONPATH HOPPER_ATTENTION_LIBRARY
-passed=0 failed=0 broken=0
-# check NAME COMMAND...: runs a command, and shows its output if it fails.
-check() {
-  local name=$1 log="$work/${1//[ \/:]/_}.log"
-  shift
-  if "$@" >"$log" 2>&1; then
-    passed=$((passed + 1))
-    echo "test $name ... ok"
-    return 0
-  fi
-  failed=$((failed + 1))
-  echo "test $name ... FAILED, from $log:"
-  tail -n 60 "$log" | sed 's/^/    /'
-  return 1
-}
+logs=$work broken=0
+source "$root/scripts/checks.sh"
 # tests NAME PYTHON ARGUMENT...: the package's tests, which print a result line of their own.
 tests() {
   local log=$work/$1.log python=$2
@@ -60,8 +47,9 @@ install_wheel() {
 }
 
 if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then
-  echo "skipped: python3 has no venv (Debian: apt-get install python3-venv)"
-  exit 0
+  skip "the Python package" "python3 has no venv (Debian: apt-get install python3-venv)"
+  result
+  exit
 fi
 check "the environment of the tests" environment || exit 1
 HOPPER_ATTENTION_LIBRARY=$prefix/lib/libhopper_attention.so tests "from the sources" "$work/venv/bin/python" --need numpy
@@ -74,9 +62,7 @@ if "$with_torch" -c 'import torch' 2>/dev/null; then
   check "examples/pytorch: train.py" example "$root/examples/pytorch/train.py" --steps 60
   check "examples/pytorch: compare_sdpa.py" example "$root/examples/pytorch/compare_sdpa.py" --device cpu --gradients
 else
-  # In cargo's way: what says that it was skipped has passed.
-  passed=$((passed + 1))
-  echo "skipped: no torch (examples/pytorch)"
+  skip "examples/pytorch" "no torch"
 fi
 if check "the wheel" wheel; then
   grep -E '\.whl|\.so|^newest|^without' "$work/the_wheel.log"
@@ -85,5 +71,4 @@ if check "the wheel" wheel; then
     tests "from the wheel" "$work/empty/bin/python" --installed test_abi
   fi
 fi
-echo "test result: $([ $failed = 0 ] && echo ok || echo FAILED). $passed passed; $failed failed; 0 ignored"
-[ $failed = 0 ] && [ $broken = 0 ]
+result && [ $broken = 0 ]

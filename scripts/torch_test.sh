@@ -38,27 +38,8 @@ with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
 PYTHON
 }
 
-passed=0 failed=0 started=$SECONDS
-# check NAME COMMAND...: runs a command. Shows its output only if it fails.
-check() {
-  local name=$1 since=$SECONDS log
-  log="$work/${name//[ \/:,]/_}.log"
-  shift
-  if "$@" >"$log" 2>&1; then
-    passed=$((passed + 1))
-    echo "test $name ... ok ($((SECONDS - since)) s)"
-    return 0
-  fi
-  failed=$((failed + 1))
-  echo "test $name ... FAILED, from $log:"
-  tail -n 60 "$log" | sed 's/^/    /'
-  return 1
-}
-# skip NAME WHY: counts as passed, as in the tests that cargo runs. scripts/count_tests.awk takes it out again.
-skip() {
-  passed=$((passed + 1))
-  echo "test $1 ... skipped: $2"
-}
+logs=$work
+source "$root/scripts/checks.sh"
 
 cxx=${CXX:-c++}
 includes=(-isystem "$headers/torch/include" -I "$prefix/include")
@@ -97,6 +78,4 @@ if "$python" -c 'import torch; assert tuple(map(int, torch.__version__.split("."
 else
   skip "examples/libtorch runs" "$python has no torch of version 2.10 or later"
 fi
-echo
-echo "test result: $([ $failed = 0 ] && echo ok || echo FAILED). $passed passed; $failed failed; 0 ignored; 0 measured; 0 filtered out; finished in $((SECONDS - started))s"
-[ $failed = 0 ]
+result

@@ -132,19 +132,7 @@ def _numpy_of(array: Any) -> Any:
 
 
 def _problem(q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], **more: int) -> abi.ForwardProblem:
-    return abi.ForwardProblem(
-        dtype=q.dtype,
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_kv=k.shape[1],
-        heads_q=q.shape[2],
-        heads_kv=k.shape[2],
-        head_dim_qk=q.shape[3],
-        head_dim_vo=v.shape[3],
-        softmax_scale=scale_of(scale),
-        **mask._asdict(),
-        **more,
-    )
+    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, softmax_scale=scale_of(scale), **mask._asdict(), **more)
 
 
 def _workspace(plan: abi.Plan, like: Any, stream: Optional[int]) -> tuple:

@@ -115,18 +115,7 @@ def _quantize_outputs(q: Any, k: Any, v: Any, scaling: int) -> list:
 
 def _quantize(q: Any, k: Any, v: Any, scaling: int, hadamard: bool, seed: int, half_scores: bool) -> tuple:
     outputs = _quantize_outputs(q, k, v, scaling)
-    forward = abi.ForwardProblem(
-        dtype=abi.E4M3,
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_kv=k.shape[1],
-        heads_q=q.shape[2],
-        heads_kv=k.shape[2],
-        head_dim_qk=q.shape[3],
-        head_dim_vo=v.shape[3],
-        scaling=scaling,
-        half_scores=int(half_scores),
-    )
+    forward = abi.ForwardProblem.of(q, k, v, dtype=abi.E4M3, scaling=scaling, half_scores=int(half_scores))
     problem = abi.QuantizeProblem(
         forward=ctypes.pointer(forward), source=DTYPES[q.dtype], hadamard=int(hadamard), seed=seed if hadamard else 0
     )

@@ -265,15 +265,11 @@ def problem_of(
     q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int
 ) -> abi.ForwardProblem:
     """The forward problem of operands and the numbers of an operator."""
-    return abi.ForwardProblem(
+    return abi.ForwardProblem.of(
+        q,
+        k,
+        v,
         dtype=DTYPES[q.dtype],
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_kv=k.shape[1],
-        heads_q=q.shape[2],
-        heads_kv=k.shape[2],
-        head_dim_qk=q.shape[3],
-        head_dim_vo=v.shape[3],
         softmax_scale=scale,
         mask=mask,
         corner=corner,

@@ -104,6 +104,20 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "arch output scaling amax half_scores"),
     )
 
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, **more: Any) -> ForwardProblem:
+        """The problem of operands with a `shape`: [batch, seqlen, heads, head_dim]. `more` are its other fields."""
+        return cls(
+            batch=q.shape[0],
+            seqlen_q=q.shape[1],
+            seqlen_kv=k.shape[1],
+            heads_q=q.shape[2],
+            heads_kv=k.shape[2],
+            head_dim_qk=q.shape[3],
+            head_dim_vo=v.shape[3],
+            **more,
+        )
+
 
 class BackwardProblem(_Versioned):
     """hattn_backward_problem: which gradients to compute. `of` makes one of a forward problem."""
