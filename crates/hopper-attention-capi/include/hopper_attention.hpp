@@ -16,7 +16,8 @@
 //
 // Errors: a call that fails throws hattn::Error. Each function that throws has a twin that does not. The twin of a
 // constructor is create. Other twins begin with try_, such as try_run. A twin returns a Status and writes its result
-// through a reference. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that refuses its arguments launches and writes nothing.
+// through a reference. With -fno-exceptions, or with HATTN_NO_EXCEPTIONS defined, there are only the twins. A call that
+// refuses its arguments launches and writes nothing.
 //
 // Ownership: views, problems and arguments own nothing. Memory, streams and workspaces belong to the caller.
 #ifndef HOPPER_ATTENTION_HPP

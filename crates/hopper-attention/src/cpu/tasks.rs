@@ -74,8 +74,8 @@ impl<S: Send> Team<S> {
         self.scratch.len()
     }
 
-    /// Computes tasks with `compute` on all threads, or on the calling thread if there are buffers for one only. `take` then gets each task and the buffers with its results, in any
-    /// order and one after the other.
+    /// Computes tasks with `compute` on all threads, or on the calling thread if there are buffers for one only. `take` then gets
+    /// each task and the buffers with its results, in any order and one after the other.
     pub fn each(
         &mut self,
         tasks: Tasks,
