@@ -1,6 +1,5 @@
 //! The whole grid through the CPU backend, under the tolerance.
 
-use hopper_attention::reference::tolerance::Ratios;
 use hopper_attention::{DType, Mask, bf16, f16};
 use hopper_attention_tests::data::{Poison, Values};
 use hopper_attention_tests::layouts::Placement;
@@ -88,7 +87,7 @@ fn guards_see_every_stray_write() {
 #[should_panic(expected = "rows that took no case")]
 fn a_row_without_cases_fails() {
     let mut runner = Runner::new(["busy", "idle"]);
-    runner.take(0, &Case::new(1, 1, 8, Mask::Full), DType::BF16, Verdict { ratios: Ratios::default(), wrong: None });
+    runner.take(0, &Case::new(1, 1, 8, Mask::Full), DType::BF16, Verdict::default());
     runner.finish();
 }
 

@@ -43,6 +43,12 @@ struct Tally {
     refused: BTreeMap<String, usize>,
     wrong: usize,
     worst: Ratios,
+    near: usize,
+}
+
+/// The largest of the shares of the bounds.
+fn largest(ratios: &Ratios) -> f64 {
+    ratios.row.max(ratios.tensor).max(ratios.rms).max(ratios.common)
 }
 
 impl Tally {
@@ -57,7 +63,7 @@ impl Tally {
         }
     }
 
-    fn tell(&self, seed: u64, time: Duration) {
+    fn tell(&self, seed: u64, time: Duration, near: Option<f64>) {
         let sum = |counts: &BTreeMap<String, usize>| counts.values().sum::<usize>();
         let words = |counts: &BTreeMap<String, usize>| {
             let words: Vec<_> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
@@ -80,6 +86,9 @@ impl Tally {
                 "errors as a share of their bounds: row {row:.3}, tensor {tensor:.3}, rms {rms:.3}, common {common:.3}"
             ),
         );
+        if let Some(near) = near {
+            report::line("near", format!("{} of the problems with an error of {near} of its bound or more", self.near));
+        }
     }
 }
 
@@ -123,6 +132,14 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
         let outcomes = lab.run(&problems);
         for ((drawn, problem), outcome) in drawn.into_iter().zip(&problems).zip(&outcomes) {
             tally.take(problem, outcome);
+            if let (Some(near), Outcome::Judged(verdict)) = (args.near, outcome)
+                && largest(&verdict.ratios) >= near
+            {
+                tally.near += 1;
+                if tally.near <= SHOWN {
+                    report::line("near", format!("{problem}: {}", verdict.report));
+                }
+            }
             let Some(why) = outcome.wrong() else { continue };
             tally.wrong += 1;
             if tally.wrong <= SHOWN {
@@ -134,12 +151,12 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
             break;
         }
         if !lab.is_alive() {
-            tally.tell(seed, since.elapsed());
+            tally.tell(seed, since.elapsed(), args.near);
             bail!("{}: the GPU does not answer any more", device_name(device));
         }
         left -= round;
     }
-    tally.tell(seed, since.elapsed());
+    tally.tell(seed, since.elapsed(), args.near);
     if let Some((mut drawn, why)) = first {
         report::line("check", format!("FAILED: {} wrong", tally.wrong));
         return failed(args, device, lab, (&mut drawn, &why));

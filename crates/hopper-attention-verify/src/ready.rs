@@ -63,10 +63,12 @@ pub trait Ready: Clone + Send + Sync + Sized {
 }
 
 /// What came of one run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Verdict {
     /// For each kind of bound the largest error as a fraction of it.
     pub ratios: Ratios,
+    /// The report in words.
+    pub report: String,
     /// What is wrong, if anything is.
     pub wrong: Option<String>,
 }
@@ -74,18 +76,21 @@ pub struct Verdict {
 impl Verdict {
     /// A run that failed before it could be judged.
     pub fn failed(why: impl Into<String>) -> Self {
-        Self { ratios: Ratios::default(), wrong: Some(why.into()) }
+        let why = why.into();
+        Self { ratios: Ratios::default(), report: why.clone(), wrong: Some(why) }
     }
 }
 
 impl From<&Report> for Verdict {
     fn from(report: &Report) -> Self {
-        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
+        let text = report.to_string();
+        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| text.clone()), report: text }
     }
 }
 
 impl From<&BackwardReport> for Verdict {
     fn from(report: &BackwardReport) -> Self {
-        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| report.to_string()) }
+        let text = report.to_string();
+        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| text.clone()), report: text }
     }
 }

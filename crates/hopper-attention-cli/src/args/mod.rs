@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use hopper_attention::Mask;
 
-use words::parse_mask;
+use words::{parse_mask, parse_share};
 
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
@@ -164,8 +164,11 @@ pub struct FuzzArgs {
     /// Go on after a wrong problem, and make the first one smaller at the end
     #[arg(long)]
     pub keep_going: bool,
+    /// Print also the problems with an error of at least this share of its bound, such as 0.77
+    #[arg(long, value_name = "SHARE", value_parser = parse_share)]
+    pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "keep_going", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "keep_going", "near", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]

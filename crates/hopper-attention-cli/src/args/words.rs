@@ -131,6 +131,12 @@ pub fn parse_mask(text: &str) -> Result<Mask, String> {
     }
 }
 
+/// A share of a bound: a number from 0 to 1.
+pub fn parse_share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| format!("share `{text}`; allowed: 0 to 1"))
+}
+
 fn parse_corner(text: &str) -> Result<Corner, String> {
     match text {
         "bottom-right" => Ok(Corner::BottomRight),
