@@ -4,8 +4,8 @@ The operators hopper_attention::forward, forward_lse and backward are registered
 traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
 the file and torch takes it, and the ctypes functions below.
 
-With HOPPER_ATTENTION_FAST_CALLS=1 an eager call on a GPU takes a shorter way, since an operator of torch's own costs the
-host a fraction of one of ours: its arguments and its gradient are C++ that was generated for it. See _DIRECT.
+An eager call on a GPU takes a shorter way, if it can: through an operator of torch's own. That costs the host less,
+since the arguments and the gradient of such an operator are C++ that was generated for it. See _DIRECT.
 """
 
 from __future__ import annotations
@@ -406,26 +406,27 @@ def _register_direct(key: str) -> Optional[str]:
     if fallback is not None:
         return fallback
     for name, schema in _DIRECT.items():
-        if not hasattr(torch.ops.aten, name):
+        operator_of_torch = getattr(getattr(torch.ops.aten, name, None), "default", None)
+        if operator_of_torch is None:
             return f"torch has no aten::{name}"
-        its = str(getattr(torch.ops.aten, name).default._schema)
+        its = str(operator_of_torch._schema)
         if its != f"aten::{name}{schema}":
             return f"torch has another {its}"
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) and key != "CPU":
             return f"torch has an aten::{name} for {key} itself"
-    if not hasattr(torch, next(iter(_DIRECT))):
-        return f"torch has no function {next(iter(_DIRECT))}"
+    # What attention() uses on this way alone.
+    for module, name in ((torch, next(iter(_DIRECT))), (torch._C, "_len_torch_dispatch_stack")):
+        if not hasattr(module, name):
+            return f"torch has no function {name}"
     register = ctypes.CDLL(_OP).hattn_torch_register_recorded
     register.restype, register.argtypes = ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     text = ctypes.create_string_buffer(1000)
     return text.value.decode(errors="replace") if register(key.encode(), text, len(text)) else None
 
 
-#: None if eager calls on a GPU go through _DIRECT. Else why they go through the package's own operators. It has to be
-#: asked for, because it has not run on a GPU yet.
-no_direct: Optional[str] = "HOPPER_ATTENTION_FAST_CALLS is not 1"
-if os.environ.get("HOPPER_ATTENTION_FAST_CALLS") == "1":
-    no_direct = _register_direct("CUDA")
+#: None if eager calls on a GPU go through _DIRECT. Else why they go through the package's own operators.
+no_direct: Optional[str] = _register_direct("CUDA")
+#: The function of torch that they call. Tests set it to None, so that the package's own operators serve.
 _direct: Any = None if no_direct else getattr(torch, next(iter(_DIRECT)))
 _takes_direct = operator.attrgetter("is_cuda")
 

@@ -15,7 +15,6 @@ import sys
 import unittest
 
 sys.dont_write_bytecode = True
-os.environ.setdefault("HOPPER_ATTENTION_FAST_CALLS", "1")  # tests the way on trial, too (docs/python.md)
 HERE = os.path.dirname(os.path.abspath(__file__))
 FILES = sorted(name[:-3] for name in os.listdir(HERE) if name.startswith("test_"))
 

@@ -2,6 +2,7 @@
 
 import shutil
 import unittest
+from unittest import mock
 
 import hopper_attention
 from hopper_attention import abi
@@ -73,7 +74,7 @@ class Torch(OnGpu):
                             self.close(mine, theirs, tolerance)
 
     def test_what_records(self):
-        """Without the log-sum-exp it is an operator of torch's own. With it, it is Python. They give the same."""
+        """An operator of torch's own. With the log-sum-exp, or without that operator, Python. All give the same."""
         if _torch.no_direct is not None:
             self.skipTest(_torch.no_direct)
         self.addCleanup(torch.use_deterministic_algorithms, False)
@@ -85,14 +86,20 @@ class Torch(OnGpu):
                 want, _ = attention(*leaves, **options, return_lse=True)
                 self.assertIn("ForCpuBackward", type(o.grad_fn).__name__)
                 self.assertIn("Recorded", type(want.grad_fn).__name__)
-                self.assertTrue(torch.equal(o, want))
-                d_o = torch.randn_like(o)
-                # The same bits, since both ask for a deterministic backward pass.
-                for mine, theirs in zip(torch.autograd.grad(o, leaves, d_o), torch.autograd.grad(want, leaves, d_o)):
-                    self.assertTrue(torch.equal(mine, theirs))
+                plain = [t.detach() for t in leaves]
+                with mock.patch.object(_torch, "_direct", None):
+                    ordinary, without = attention(*leaves, **options), attention(*plain, **options)
+                self.assertIn("Recorded", type(ordinary.grad_fn).__name__)
                 with torch.no_grad():
-                    self.assertTrue(torch.equal(attention(*leaves, **options), want))
-                self.assertTrue(torch.equal(attention(*(t.detach() for t in leaves), **options), want))
+                    others = [ordinary, without, attention(*leaves, **options), attention(*plain, **options)]
+                for other in (o, *others):
+                    self.assertTrue(torch.equal(other, want))
+                d_o = torch.randn_like(o)
+                gradients = torch.autograd.grad(want, leaves, d_o)
+                # The same bits, since all ask for a deterministic backward pass.
+                for other in (o, ordinary):
+                    for mine, theirs in zip(torch.autograd.grad(other, leaves, d_o), gradients):
+                        self.assertTrue(torch.equal(mine, theirs))
 
     def test_the_current_stream(self):
         q, k, v = self.tensors(grad=False, seqlen=2000)
