@@ -126,7 +126,7 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     refused(|m| m.q.data = m.q.data.wrapping_byte_add(2), HATTN_ERROR_LAYOUT, "q: address");
     refused(|m| m.k.data = null_mut(), HATTN_ERROR_LAYOUT, "k: address 0x0");
     refused(|m| m.k.stride[1] += 1, HATTN_ERROR_LAYOUT, "in seqlen, of bf16 elements");
-    refused(|m| m.q.device = HATTN_CPU, HATTN_ERROR_DEVICE, "q: on cpu; allowed: cuda:0");
+    refused(|m| m.q.device = HATTN_CPU, HATTN_ERROR_DEVICE, "q: on device cpu; allowed: device cuda:0");
     refused(|m| m.o.device = 1, HATTN_ERROR_DEVICE, "o: on device cuda:1; allowed: device cuda:0");
     refused(|m| m.o.dtype = HATTN_F32, HATTN_ERROR_DTYPE, "o: dtype f32; allowed: bf16, the problem's");
     refused(|m| m.v.shape[0] = 1, HATTN_ERROR_SHAPE, "v: shape [1, 90, 2, 64]");
