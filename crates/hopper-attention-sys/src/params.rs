@@ -270,7 +270,10 @@ mod ffi {
         /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
         /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
-        /// Heads in a group, at least 1. A head here is a (batch entry, key head) pair.
+        /// Shares of a tile's work, at least 1. A CTA computes one share of a tile at a time (`kernels/common/visits.hpp`).
+        /// sm80: 1. Above 1 the tiles' dK and dV are summed in `key_sums`.
+        shares: i32,
+        /// Heads in a group, at least 1. A head here is a share of a (batch entry, key head) pair.
         heads_per_group: i32,
         /// Number of groups, at least 1. The last group has all heads that are left.
         groups: i32,
@@ -286,11 +289,19 @@ mod ffi {
         /// launch's first kernel writes the initial values. What is counted depends on the architecture. sm90: see
         /// `Progress` in `kernels/sm90/bwd/traits.hpp`. sm80: warps, and only where `ordered`.
         progress: u64,
-        /// Whether tiles add to the sums of dQ in the order of their numbers. The result is then the same on every run,
-        /// as a deterministic pass needs. Needs a `tile_counter`.
+        /// Device address in the workspace, a multiple of 16: sums of dV and dK, f32
+        /// `[copies, batch * heads_kv * tiles of keys, tile_n * (head_dim_vo + head_dim_qk) of the row]`. Shares of a tile
+        /// add to it, each to a copy of its own where `ordered` (`copies` is then `shares`, else 1). The launch's first
+        /// kernel zeroes it, its last kernel converts it to dK and dV. 0 where `shares` is 1.
+        key_sums: u64,
+        /// Device address in the workspace, a multiple of 16: the list of all shares, 32 bytes each
+        /// (`TileShare` in `kernels/sm90/bwd/share.hpp`). The launch's first kernel writes it. sm80 has none: 0.
+        share_list: u64,
+        /// Whether tiles add to the sums of dQ in the order of their numbers, and shares of a tile to sums of their own.
+        /// The result is then the same on every run, as a deterministic pass needs. Needs a `tile_counter`.
         ordered: bool,
-        /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch zeroes it, in
-        /// stream order. 0: a CTA's tiles follow from its index.
+        /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch's first
+        /// kernel zeroes it. 0: a CTA's tiles follow from its index.
         tile_counter: u64,
     }
 

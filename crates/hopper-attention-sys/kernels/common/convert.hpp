@@ -1,4 +1,4 @@
-// The kernel after the backward: dQ from its sums.
+// The kernel after the backward: dQ from its sums, and dK and dV from theirs where tiles have shares.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +10,62 @@
 
 namespace hattn {
 
+// Columns of dV or dK that a CTA converts of a tile: as many as are written in one access of a quad of lanes.
+constexpr int kKeyColumns = 32;
+
+// CTAs that convert dK and dV.
+template <class Traits>
+CUTE_HOST_DEVICE int key_pieces(BwdParams const& params) {
+  int const tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN * params.heads_kv * params.batch;
+  return params.key_sums == 0 ? 0 : tiles * ((Traits::kHeadDimVO + Traits::kHeadDimQK) / kKeyColumns);
+}
+
+// Some columns of a tile's dV or dK, from the sums of all shares, in the order of the shares where each has its own.
+template <class Traits>
+CUTE_DEVICE void convert_keys(BwdParams const& params, int piece) {
+  using Element = typename Traits::Element;
+  using KeySums = typename Traits::KeySums;
+  static_assert(KeySums::kThreads == Traits::ThreadSums::kThreads);
+  constexpr int kPiecesV = Traits::kHeadDimVO / kKeyColumns;
+  constexpr int kPieces = kPiecesV + Traits::kHeadDimQK / kKeyColumns;
+  constexpr int kFours = kKeyColumns / 8;  // of a thread
+  int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
+  std::int64_t const tiles = static_cast<std::int64_t>(n_tiles) * params.heads_kv * params.batch;
+  int const tile = piece / kPieces;
+  int const in_tile = piece % kPieces;
+  int const batch_head = tile / n_tiles;
+  int const n_block = tile % n_tiles;
+  bool const is_v = in_tile < kPiecesV;
+  int const column = (is_v ? in_tile : in_tile - kPiecesV) * kKeyColumns;
+  int const thread = static_cast<int>(threadIdx.x);
+  // dK lies after dV, so that a piece's fours follow those of the piece before.
+  float const* sums = reinterpret_cast<float const*>(params.key_sums) + tile * std::int64_t{KeySums::kElements} +
+                      KeySums::offset(in_tile * kFours, thread);
+  float4 fours[kFours] = {};
+  int const copies = params.ordered ? params.shares : 1;
+  for (int copy = 0; copy < copies; ++copy, sums += tiles * KeySums::kElements) {
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      float4 const more = *reinterpret_cast<float4 const*>(sums + KeySums::offset(i, 0));
+      fours[i].x += more.x;
+      fours[i].y += more.y;
+      fours[i].z += more.z;
+      fours[i].w += more.w;
+    }
+  }
+  TensorDesc const& tensor = is_v ? params.d_v : params.d_k;
+  float const scale = is_v ? 1.0F : params.softmax_scale;
+  std::int64_t const batch = batch_head / params.heads_kv;
+  std::int64_t const head = batch_head % params.heads_kv;
+  write_pairs<kKeyColumns>(tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head + column),
+                           2 * tensor.stride_row, n_block * Traits::kTileN + KeySums::row(thread), params.seqlen_kv,
+                           (is_v ? params.head_dim_vo : params.head_dim_qk) - column, thread % 32, [&](int i, int j) {
+                             float4 const four = fours[2 * i + j / 2];
+                             return j % 2 == 0 ? pack_pair<Element>(four.x * scale, four.y * scale)
+                                               : pack_pair<Element>(four.z * scale, four.w * scale);
+                           });
+}
+
 // The sums of a block lie in memory as they lay in the accumulators of the warps that made them. Traits::ThreadSums is
 // what a thread had of them: strips of 16 queries a warp.
 template <class Traits>
@@ -18,7 +74,15 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads) bwd_convert(BwdP
   using ThreadSums = typename Traits::ThreadSums;
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   // From the last block to the first: the sums that were written last are still in L2.
-  std::int64_t const block = gridDim.x - 1 - blockIdx.x;
+  std::int64_t block = gridDim.x - 1 - blockIdx.x;
+  if constexpr (Traits::kTakesShares) {
+    int const pieces = key_pieces<Traits>(params);
+    if (block < pieces) {
+      convert_keys<Traits>(params, static_cast<int>(block));
+      return;
+    }
+    block -= pieces;
+  }
   // A block that no tile visits has no sums. prepare.hpp has written the zeros of its dQ.
   if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
     return;
@@ -51,7 +115,10 @@ Status BwdConvert<Traits>::load() noexcept {
 template <class Traits>
 void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  int const blocks = params.batch * params.heads_q * m_blocks;
+  int blocks = params.batch * params.heads_q * m_blocks;
+  if constexpr (Traits::kTakesShares) {
+    blocks += key_pieces<Traits>(params);
+  }
   bwd_convert<Traits><<<blocks, Traits::ThreadSums::kThreads, 0, stream>>>(params);
 }
 

@@ -68,13 +68,12 @@ Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode cons
   if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
-  Status status = encode();
-  status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
+  Status const status = encode();
   if (is_ok(status)) {
     BwdStatistics<Traits>::launch(params, stream);
     start_main(bwd_scalars<Traits>(params));
     BwdConvert<typename Traits::Unmasked>::launch(params, stream);
-    status = to_status(cudaGetLastError());
+    return to_status(cudaGetLastError());
   }
   return status;
 }

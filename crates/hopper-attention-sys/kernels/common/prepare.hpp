@@ -1,4 +1,5 @@
-// The kernel before a backward kernel: the statistics of each query, and the sums of dQ as they begin.
+// The kernel before a backward kernel: the statistics of each query, and the sums, the progress and the counter of
+// tiles as they begin.
 //
 // What differs between architectures is in the Traits: the form of the statistics (Statistics), the count that a
 // block's progress begins with (fresh), and whether the sums of dQ have to begin as zeros (kAddsToZeros).
@@ -104,10 +105,24 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     }
   }
 
-  // The progress of each block: nothing has been added. In an ordered backward the first tile that visits the block is
-  // the first to add. A warp writes one block.
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv};
+  if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_counter != 0) {
+    *reinterpret_cast<int*>(params.tile_counter) = 0;
+  }
+  if constexpr (Traits::kTakesShares) {
+    Traits::write_shares(params, band, warp * 32 + threadIdx.x % 32, warps * 32);
+    if (params.key_sums != 0) {
+      std::int64_t const tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN * params.heads_kv * params.batch;
+      std::int64_t const fours = (params.ordered ? params.shares : 1) * tiles * (Traits::KeySums::kElements / 4);
+      for (std::int64_t i = warp * 32 + threadIdx.x % 32; i < fours; i += warps * 32) {
+        reinterpret_cast<float4*>(params.key_sums)[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
+      }
+    }
+  }
+
+  // The progress of each block: nothing has been added. In an ordered backward the first tile that visits the block is
+  // the first to add. A warp writes one block.
   int const blocks = params.batch * params.heads_q * m_blocks;
   for (int block = warp; block < blocks; block += warps) {
     int const batch_head = block / m_blocks;

@@ -53,6 +53,9 @@ struct BwdScalars {
   int head_dim_vo;
   float softmax_scale;
   float scale_log2;  // exponent_scale(softmax_scale) * log2(e)
+  int shares;
+  float* key_sums;         // or null
+  void const* share_list;  // sm80: null
 };
 
 // The softmax scale where the backward divides by it: no float that a problem may have makes the quotient overflow.
@@ -96,6 +99,9 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   scalars.head_dim_vo = params.head_dim_vo;
   scalars.softmax_scale = params.softmax_scale;
   scalars.scale_log2 = exponent_scale(params.softmax_scale) * kLog2E;
+  scalars.shares = params.shares;
+  scalars.key_sums = reinterpret_cast<float*>(params.key_sums);
+  scalars.share_list = reinterpret_cast<void const*>(params.share_list);
   return scalars;
 }
 

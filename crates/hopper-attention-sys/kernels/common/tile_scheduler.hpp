@@ -83,9 +83,9 @@ CUTE_DEVICE FwdScheduler fwd_scheduler(FwdParams const& params, FwdScalars const
 }
 
 // The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
-// first.
+// first. A tile is listed once for each share of its work: its head is `key head * shares + share`.
 CUTE_DEVICE BwdScheduler bwd_scheduler(BwdScalars const& scalars) {
-  return {scalars.n_tiles, scalars.heads_kv,    scalars.batch, scalars.heads_per_group, scalars.groups,
+  return {scalars.n_tiles, scalars.heads_kv * scalars.shares, scalars.batch, scalars.heads_per_group, scalars.groups,
           false,           scalars.tile_counter};
 }
 

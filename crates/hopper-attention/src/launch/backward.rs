@@ -6,6 +6,8 @@ use std::ffi::c_void;
 #[cfg(feature = "cuda")]
 use super::{KernelArgs, small};
 use super::{Launch, RawArgs, not_on_the_cpu, required};
+#[cfg(feature = "cuda")]
+use crate::arch::Arch;
 use crate::cpu::{self, BackwardInputs, BackwardOutputs};
 use crate::dtype::{DType, Float, bf16, f16};
 use crate::error::Result;
@@ -102,11 +104,14 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         window_left: choice.window_left,
         window_right: choice.window_right,
         grid: choice.grid,
+        shares: choice.shares,
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,
         statistics: part(parts.statistics),
         sums: part(parts.sums),
         progress: part(parts.progress),
+        share_list: if choice.kernel.arch == Arch::Sm90 { part(parts.share_list) } else { 0 },
+        key_sums: if choice.shares > 1 { part(parts.key_sums) } else { 0 },
         ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     })

@@ -15,6 +15,7 @@ use std::fmt;
 
 use super::fitting::{self, fitting, unsupported};
 use super::schedule::{bounds, groups, groups_in_turns, is_persistent, resident, small, write_keys};
+use super::shares::{Work, visits};
 use super::target::{Planned, Target};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 #[cfg(feature = "cuda")]
@@ -30,6 +31,31 @@ use crate::table::{KernelInfo, backward_kernels};
 /// Bytes from the start of the workspace to its second part. The counter that CTAs draw tiles from takes 4 of them. The rest
 /// aligns the second part to a cache line, if the workspace is aligned so.
 const COUNTER_BYTES: usize = 256;
+
+/// Bytes of an entry of the list of shares.
+const SHARE_BYTES: usize = 32;
+/// What the last parts of a workspace begin at a multiple of.
+const PART_ALIGNMENT: usize = 256;
+
+/// Bytes of the sums of dV and dK of one tile.
+fn key_sums_bytes(kernel: &KernelInfo) -> usize {
+    kernel.tile_n * (kernel.head_dim_vo + kernel.head_dim_qk) * size_of::<f32>()
+}
+
+// EXPERIMENT
+fn experiment(at: usize) -> Option<usize> {
+    use std::sync::atomic::Ordering;
+    Some(EXPERIMENT[at].load(Ordering::Relaxed)).filter(|&asked| asked > 0)
+}
+/// EXPERIMENT
+pub static EXPERIMENT: [std::sync::atomic::AtomicUsize; 2] =
+    [std::sync::atomic::AtomicUsize::new(0), std::sync::atomic::AtomicUsize::new(0)];
+/// EXPERIMENT
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_experiment(shares: usize, heads: usize) {
+    EXPERIMENT[0].store(shares, std::sync::atomic::Ordering::Relaxed);
+    EXPERIMENT[1].store(heads, std::sync::atomic::Ordering::Relaxed);
+}
 
 /// Size of the statistics of one query, its LSE and its delta, in bytes.
 fn statistics_bytes(arch: Arch) -> usize {
@@ -66,11 +92,14 @@ pub struct BackwardChoice {
     pub window_right: i32,
     /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`. Below 2^31.
     pub tiles: i32,
+    /// Number of shares that the work of each tile is cut into, at least 1 (`shares.rs`). sm80: 1.
+    pub shares: i32,
     /// Number of CTAs.
-    /// - sm90: one for each multiprocessor, but no more than `tiles`. A CTA computes one tile after another.
+    /// - sm90: one for each multiprocessor, but no more than `tiles * shares`. A CTA computes one share after another.
     /// - sm80: one for each tile.
     pub grid: i32,
-    /// Number of heads in a group: (batch entry, KV head) pairs whose tiles stand together in the tile order. At least 1.
+    /// Number of heads in a group, whose tiles stand together in the tile order. At least 1. A head here is one of the `shares`
+    /// of a (batch entry, KV head) pair.
     pub heads_per_group: i32,
     /// Number of groups. At least 1. The last group has all heads that are left, which may be more or fewer than
     /// `heads_per_group`.
@@ -93,6 +122,11 @@ pub(crate) struct Parts {
     pub sums: usize,
     /// How far the sums of each block are, a count of tiles (`Progress` in the kernels), i32, `[blocks]`.
     pub progress: usize,
+    /// The list of all shares of tiles, 32 bytes each. sm80 has none.
+    pub share_list: usize,
+    /// The sums of dV and dK, f32, `[copies, tiles, tile_n * (head_dim_vo + head_dim_qk) of the kernel]`. There are `shares`
+    /// copies where tiles take turns, else one. None where `shares` is 1.
+    pub key_sums: usize,
     /// The size of the workspace.
     pub end: usize,
 }
@@ -108,19 +142,33 @@ impl BackwardChoice {
         let queries = blocks * kernel.tile_m;
         let statistics = COUNTER_BYTES;
         let sums = statistics + queries * statistics_bytes(kernel.arch);
-        let after = sums + queries * kernel.head_dim_qk * size_of::<f32>();
-        Parts { statistics, sums, progress: after, end: after + blocks * size_of::<i32>() }
+        let progress = sums + queries * kernel.head_dim_qk * size_of::<f32>();
+        let mut end = progress + blocks * size_of::<i32>();
+        let [tiles, shares] = [self.tiles, self.shares].map(|count| usize::try_from(count).unwrap_or(0));
+        let mut part = |bytes: usize| {
+            let begin = end.next_multiple_of(PART_ALIGNMENT);
+            end = if bytes == 0 { end } else { begin + bytes };
+            begin
+        };
+        let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { tiles * shares * SHARE_BYTES });
+        let copies = match shares {
+            1 => 0,
+            _ if self.turns => shares,
+            _ => 1,
+        };
+        let key_sums = part(copies * tiles * key_sums_bytes(kernel));
+        Parts { statistics, sums, progress, share_list, key_sums, end }
     }
 }
 
 impl fmt::Display for BackwardChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, tiles, grid, heads_per_group, groups, blocks, .. } = self;
-        write!(
-            f,
-            "{kernel}, grid {grid} for {tiles} tiles, {blocks} blocks of queries, heads a group {heads_per_group}, \
-             groups {groups}, "
-        )?;
+        let Self { kernel, tiles, shares, grid, heads_per_group, groups, blocks, .. } = self;
+        write!(f, "{kernel}, grid {grid} for {tiles} tiles")?;
+        if *shares > 1 {
+            write!(f, " of {shares} shares")?;
+        }
+        write!(f, ", {blocks} blocks of queries, heads a group {heads_per_group}, groups {groups}, ")?;
         write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
         write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
         write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
@@ -157,27 +205,56 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
     let heads_q = dims.batch * dims.heads_q;
     let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
-    let grid = if is_persistent(&kernel) { tiles.min(small(gpu.multiprocessors.max(1))) } else { tiles };
-    let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
+    let mask = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
+    let multiprocessors = gpu.multiprocessors.max(1);
+    let mut shares = 1;
+    if is_persistent(&kernel) && Work::is_small(tiles as usize, multiprocessors) && tiles > 0 && blocks > 0 {
+        let group = dims.heads_q / dims.heads_kv.max(1);
+        let lengths = [dims.seqlen_q, dims.seqlen_kv];
+        let per_head = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
+        let work = Work {
+            steps: (0..per_head).map(|tile| group * visits(&kernel, lengths, mask, tile)).collect(),
+            heads: heads_kv,
+            multiprocessors,
+            bytes: key_sums_bytes(&kernel),
+            ordered: turns,
+        };
+        shares = work.shares();
+    }
+    if let Some(asked) = experiment(0) {
+        shares = asked;
+    }
+    let listed = count("shares of tiles", shares, tiles as usize)?;
+    let grid = if is_persistent(&kernel) { listed.min(small(multiprocessors)) } else { tiles };
+    let [diagonal_offset, window_left, window_right] = mask;
     // All tiles of a KV head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
     let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
     let bytes = dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width;
-    let [heads_per_group, groups] =
-        if turns { groups_in_turns(even, heads_kv, bytes) } else { groups(even, heads_kv, bytes) };
+    let [mut heads_per_group, mut groups] = match shares {
+        1 if turns => groups_in_turns(even, heads_kv, bytes),
+        1 => groups(even, heads_kv, bytes),
+        _ => [small(heads_kv * shares), 1],
+    };
+    if let Some(asked) = experiment(1) {
+        let all = heads_kv * shares;
+        heads_per_group = small(asked.min(all));
+        groups = small(all.div_ceil(asked));
+    }
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
         window_left,
         window_right,
         tiles,
+        shares: small(shares),
         grid,
         heads_per_group,
         groups,
         // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
         // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
-        tile_counter: turns || (!even && tiles > grid),
+        tile_counter: turns || (!even && listed > grid),
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
     })

@@ -13,6 +13,7 @@ mod fitting;
 mod forward;
 mod quantize;
 mod schedule;
+mod shares;
 mod select;
 mod target;
 mod tuning;

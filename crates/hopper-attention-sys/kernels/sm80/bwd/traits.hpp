@@ -77,6 +77,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Every tile adds to sums that begin as zeros. Ordered: the progress of a block counts the warps that have added to
   // it, and begins with the warps of the tiles before the first that visits it.
   static constexpr bool kAddsToZeros = true;
+  static constexpr bool kTakesShares = false;
   CUTE_DEVICE static int fresh(bool ordered, int first_tile) { return ordered ? kWarps * first_tile : 0; }
 
   // What a thread has of a block's sums, as the thread of the kernel had it.

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0 && cute::elect_one_sync()) {
       BwdLoad<Traits>::blocks(params, scalars, map_q, map_d_o, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
-      BwdLoad<Traits>::tiles(map_k, map_v, scheduler, storage);
+      BwdLoad<Traits>::tiles(scalars, map_k, map_v, scheduler, storage);
     } else if (warp == 2 && scalars.ordered && cute::elect_one_sync()) {
       BwdLoad<Traits>::report_sent(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {

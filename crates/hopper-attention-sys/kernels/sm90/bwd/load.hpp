@@ -25,6 +25,10 @@ struct BwdLoad {
     CUTE_DEVICE void operator()() const {}
   };
 
+  CUTE_DEVICE static QueryVisits visits_of(BwdScalars const& scalars, Band const& band, int n_block) {
+    return QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, n_block, scalars.ordered);
+  }
+
   // Calls `use` for the blocks of all tiles, in the order in which the consumers take them, and `done` after the last
   // block of a tile. The ring runs on across the heads of a group and across tiles.
   template <class Use, class Done = Nothing>
@@ -35,26 +39,26 @@ struct BwdLoad {
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
       storage.tile_full[k.stage].wait(k.parity);
-      Tile const tile = storage.tile[k.stage];
+      TileShare const tile = storage.tile[k.stage];
       if (!tile.valid()) {
         break;
       }
       // tile[] has been read. This lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      QueryVisits const visits =
-          QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block, scalars.ordered);
-      int blocks = (tile.batch * scalars.heads_q + tile.head * scalars.heads_per_kv_head) * scalars.m_blocks;
+      QueryVisits const visits = visits_of(scalars, band, tile.block);
+      int head = tile.head_q;
+      int blocks = (tile.batch * scalars.heads_q + head) * scalars.m_blocks;
+      int visit = tile.visit;
       CUTE_NO_UNROLL
-      for (int i = 0; i < scalars.heads_per_kv_head; ++i, blocks += scalars.m_blocks) {
-        int const head = tile.head * scalars.heads_per_kv_head + i;
-        int visit = visits.first();
-        CUTE_NO_UNROLL
-        do {
-          int const m = visits.block(visit);
-          use(ring, blocks + m, m, head, tile.batch, tile.block);
-          visit = visits.next(visit);
-          ring.advance();
-        } while (!visits.is_first(visit));
+      for (int left = tile.steps; left > 0; --left) {
+        int const m = visits.block(visit);
+        use(ring, blocks + m, m, head, tile.batch, tile.block);
+        ring.advance();
+        visit = visits.next(visit);
+        if (visits.is_first(visit)) {
+          ++head;
+          blocks += scalars.m_blocks;
+        }
       }
       done();
     }
@@ -173,16 +177,33 @@ struct BwdLoad {
     });
   }
 
+  // Copies an entry of the list of shares. Past its end there is none.
+  CUTE_DEVICE static void copy_share(BwdScalars const& scalars, BwdScheduler const& scheduler, int index,
+                                     TileShare& tile) {
+    if (index < scheduler.total()) {
+      auto const* const listed = reinterpret_cast<int4 const*>(scalars.share_list) + 2 * static_cast<std::int64_t>(index);
+      reinterpret_cast<int4*>(&tile)[0] = listed[0];
+      reinterpret_cast<int4*>(&tile)[1] = listed[1];
+    } else {
+      tile.batch = -1;
+      tile.steps = 1;
+    }
+  }
+
   // Draws tiles, loads K and V. A tile is announced to the other warps when its K is asked for.
-  CUTE_DEVICE static void tiles(CUtensorMap const& map_k, CUtensorMap const& map_v, BwdScheduler const& scheduler,
-                                Storage& storage) {
+  CUTE_DEVICE static void tiles(BwdScalars const& scalars, CUtensorMap const& map_k,
+                                CUtensorMap const& map_v, BwdScheduler const& scheduler, Storage& storage) {
     int round = 0;
     int drawn = scheduler.draw(round);
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
       storage.k_empty[k.stage].wait(k.parity ^ 1);
-      Tile const tile = scheduler.tile(drawn);
-      storage.tile[k.stage] = tile;
+      copy_share(scalars, scheduler, drawn, storage.tile[k.stage]);
+      CUTE_NO_UNROLL
+      while (storage.tile[k.stage].steps == 0) {
+        copy_share(scalars, scheduler, scheduler.draw(++round), storage.tile[k.stage]);
+      }
+      Tile const tile{storage.tile[k.stage].block, storage.tile[k.stage].head, storage.tile[k.stage].batch};
       storage.tile_full[k.stage].arrive();
       if (!tile.valid()) {
         break;
@@ -194,7 +215,7 @@ struct BwdLoad {
       storage.v_empty.wait(k.stage ^ 1);
       storage.v_full.arrive_expect_bytes(Traits::kBytesV);
       // Registers are short: the tile is read once more.
-      Tile const again = storage.tile[k.stage];
+      TileShare const again = storage.tile[k.stage];
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                     again.block * Traits::kTileN, again.head, again.batch);
       // The next tile is drawn only when all blocks of this one have been asked for. A drawn tile is kept from the

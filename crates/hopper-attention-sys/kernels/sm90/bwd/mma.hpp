@@ -16,6 +16,7 @@
 #pragma once
 
 #include "common/mask.hpp"
+#include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
@@ -86,7 +87,7 @@ struct BwdMma {
     int n_block = 0;
     QueryVisits visits{0, 0, 0};
     int visit = 0;
-    int remaining = 0;  // blocks of this tile, all heads of the group together
+    int remaining = 0;  // steps of this share of a tile
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
 
     // The tile in a buffer; the shuffles tell the compiler that it is the same in the whole warp.
@@ -95,11 +96,11 @@ struct BwdMma {
       return warp_value(storage.tile[k.stage].batch) >= 0;
     };
     auto enter_tile = [&]() __attribute__((always_inline)) {
-      Tile const tile = storage.tile[k.stage];
+      TileShare const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
       visits = QueryVisits::of<kMask, kM, kN>(band, n_block, scalars.ordered);
-      remaining = scalars.heads_per_kv_head * visits.count();
-      visit = visits.first();
+      remaining = warp_value(tile.steps);
+      visit = warp_value(tile.visit);
     };
     auto next_block = [&]() __attribute__((always_inline)) {
       --remaining;
@@ -134,7 +135,7 @@ struct BwdMma {
         tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
       }
     };
-    auto write_gradient = [&](auto columns, TensorDesc const& tensor, Tile const& tile, int head_dim,
+    auto write_gradient = [&](auto columns, TensorDesc const& tensor, TileShare const& tile, int head_dim,
                               auto const& values, float scale) __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
       write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
@@ -167,11 +168,29 @@ struct BwdMma {
       release(storage.d_q_full[slot.stage]);
       next_slot();
     };
-    // Writes dK and dV of a tile. Its tile[] and K may be overwritten then.
+    // Adds dK and dV of a share of a tile to the tile's sums.
+    auto add_share = [&](int buffer) __attribute__((always_inline)) {
+      using Sums = typename Traits::KeySums;
+      float* const sums = scalars.key_sums + static_cast<std::int64_t>(storage.tile[buffer].sums) * Sums::kElements +
+                          Sums::offset(0, consumer * 128 + thread_in_group_anew(thread_in_group));
+      auto const add = [&](int first, auto const& values) __attribute__((always_inline)) {
+        CUTE_UNROLL
+        for (int i = 0; i < values.size() / 4; ++i) {
+          add_four(sums + first + Sums::offset(i, 0),
+                   {values(4 * i), values(4 * i + 1), values(4 * i + 2), values(4 * i + 3)});
+        }
+      };
+      add(0, tdV);
+      add(Traits::kElementsV, tdK);
+    };
+    // Writes dK and dV of a tile, unless they were added to sums. The tile's tile[] and K may be overwritten then.
     auto hand_over = [&](int buffer) __attribute__((always_inline)) {
-      Tile const tile = storage.tile[buffer];
+      TileShare const tile = storage.tile[buffer];
       __syncwarp();
       release(storage.k_empty[buffer]);
+      if (scalars.key_sums != nullptr) {
+        return;
+      }
       write_gradient(std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, 1.0F);
       write_gradient(std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
                      scalars.softmax_scale);
@@ -256,6 +275,9 @@ struct BwdMma {
       ring.advance();
       if (fresh) {
         release(storage.v_empty);
+        if (scalars.key_sums != nullptr) {
+          add_share(k.stage);
+        }
         k.advance();
         more = await_tile();
         if (more) {

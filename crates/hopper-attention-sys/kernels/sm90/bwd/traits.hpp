@@ -10,6 +10,7 @@
 #include "common/slab.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
+#include "sm90/bwd/share.hpp"
 #include "sm90/element.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -66,6 +67,10 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // The first tile stores its dQ over what is there, and does not add.
   static constexpr bool kAddsToZeros = false;
+  static constexpr bool kTakesShares = true;
+  CUTE_DEVICE static void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
+    sm90::write_shares<BwdTraits>(params, band, thread, threads);
+  }
   CUTE_DEVICE static Progress fresh(bool ordered, int first_tile) { return ordered ? kFresh + first_tile : 0; }
 
   // A consumer warpgroup owns 64 keys of the tile; one more warpgroup feeds them.
@@ -146,6 +151,15 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     }
   };
 
+  // The sums of a tile's dV, and after them those of its dK, where its work has shares. Each lie as they lay in the
+  // accumulators of the consumers: fours of neighbouring values, of each thread.
+  struct KeySums {
+    static constexpr int kThreads = 128 * kConsumers;
+    static constexpr int kElements = kElementsV + kElementsK;
+    CUTE_DEVICE static int offset(int four, int thread) { return 4 * (four * kThreads + thread); }
+    CUTE_DEVICE static int row(int thread) { return thread / 32 * 16; }
+  };
+
   struct SharedStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];
     alignas(1024) Element v[kElementsV];
@@ -156,7 +170,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
-    Tile tile[kBuffersK];  // whose K is in each buffer; batch < 0: there is none, and none will come
+    TileShare tile[kBuffersK];  // whose K is in each buffer
     Mbarrier tile_full[kBuffersK];
     Mbarrier next_wanted;
     Mbarrier k_full[kBuffersK];

@@ -1,0 +1,60 @@
+// Shares of tiles: how several CTAs work on one tile of keys.
+//
+// Where a launch has too few tiles for the card, or query heads of a group that do not fit into the second-level cache
+// together, a tile's work is cut into `shares`. A share is some steps of the tile (Share in common/visits.hpp). A CTA
+// computes one share at a time, and adds its dV and dK to the sums of the tile (KeySums in traits.hpp).
+//
+// The kernel before makes a list of all shares (of whole tiles, where `shares` is 1), in the order in which the grid takes them (common/tile_scheduler.hpp).
+// The lane that draws a share reads it there: the divisions that an entry takes need more registers than a producer has.
+#pragma once
+
+#include "common/mask.hpp"
+#include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
+#include "kernels.hpp"
+
+namespace hattn::sm90 {
+
+// A share of a tile, or a whole tile, as the lane that draws it tells the other warps.
+struct alignas(16) TileShare {
+  int block;   // the tile's index in the sequence
+  int head;    // its key head
+  int batch;   // below 0: no tile, and none will come
+  int steps;   // visits in all query heads together. 0: the tile has fewer steps than shares, and none is left
+  int head_q;  // the first query head that it visits
+  int visit;   // the first visit there (QueryVisits)
+  int sums;    // whose sums its dV and dK are added to, where tiles have shares
+  int unused;
+
+  CUTE_DEVICE bool valid() const { return batch >= 0; }
+};
+static_assert(sizeof(TileShare) == 32, "the plan counts 32 bytes a share");
+
+// Writes the list of shares. `thread` of `threads` writes each so many-th.
+template <class Traits>
+CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
+  int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
+  BwdScheduler const scheduler{
+      n_tiles, params.heads_kv * params.shares, params.batch, params.heads_per_group, params.groups, false, nullptr};
+  for (int i = thread; i < scheduler.total(); i += threads) {
+    Tile const listed = scheduler.tile(i);
+    int const head = listed.head / params.shares;
+    int const index = listed.head - head * params.shares;
+    int const heads_per_kv_head = params.heads_q / params.heads_kv;
+    auto const visits = QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
+    Share const share = Share::of(heads_per_kv_head * visits.count(), index, params.shares);
+    int const heads_before = share.first / visits.count();
+    int const copy = params.ordered ? index : 0;
+    reinterpret_cast<TileShare*>(params.share_list)[i] = {
+        listed.block,
+        head,
+        listed.batch,
+        share.steps,
+        head * heads_per_kv_head + heads_before,
+        visits.nth(share.first - heads_before * visits.count()),
+        ((copy * params.batch + listed.batch) * params.heads_kv + head) * n_tiles + listed.block,
+        0};
+  }
+}
+
+}  // namespace hattn::sm90
