@@ -227,6 +227,6 @@ class Point:
         numbers["o"] = str(outputs[0].dtype).removeprefix("torch.")
         return numbers, complaint
 
-    def changed(self, _, before, after):
+    def changed(self, before, after):
         bits = [x.view(self.torch.uint8) if x.element_size() == 1 else x for x in (before[0], after[0])]
         return [] if self.torch.equal(*bits) else ["o"]

@@ -314,7 +314,7 @@ class ForwardPoint:
         agreed = None if agreed is None else agreed[0]
         return check(x, outputs[0], self.reference, agreed, BOUNDS[self.p["dtype"]], self.torch)
 
-    def changed(self, x, before, after):
+    def changed(self, before, after):
         return [] if self.torch.equal(before[0], after[0]) else ["o"]
 
 
@@ -339,8 +339,8 @@ class BackwardPoint:
     def check(self, x, outputs, agreed):
         return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch)
 
-    def changed(self, x, before, after):
-        return backward.changed(self.p, x.role, before, after, self.torch)
+    def changed(self, before, after):
+        return backward.changed(self.p, before, after, self.torch)
 
 
 def called(x):
@@ -412,7 +412,7 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
         tell("timing", index=index)
         time_point(runners, runs, evict, job["iters"], torch)
     for x in runners:
-        moved = point.changed(x, first[x.name], called(x))
+        moved = point.changed(first[x.name], called(x))
         if moved:
             error = f"the output changed between runs on the same inputs: {', '.join(moved)}"
             runs[x.name].update(status="wrong", error=error)

@@ -184,7 +184,7 @@ fn run_point<T: Float>(
     }
     for (who, before) in right {
         runs[who].host_us = quantile(&host[who][WARM_UPS..], 0.5);
-        if let Some(moved) = changed(task, runs[who].role, &before, &contestants[who].outputs()?) {
+        if let Some(moved) = changed(task, &before, &contestants[who].outputs()?) {
             (runs[who].status, runs[who].error) = (RunStatus::Wrong, Some(moved));
         }
     }

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardProblem, KernelInfo, Mask, Stream, Workspace, bf16, f16,
+    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Mask, Stream,
+    Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::{Poison, Values};
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
-use hopper_attention_tests::gpu::{self, Gpu, MODE, NO_FLAGS, dense, take_rows};
+use hopper_attention_tests::gpu::{self, Gpu, MODE, NO_FLAGS, dense, take_rows, whole, whole_mut};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
 use hopper_attention_tests::runner::{Mutated, Runner};
 use hopper_attention_tests::say;
@@ -141,7 +142,8 @@ fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     assert!(applied >= 8, "{row}: {applied} mutations applied");
 }
 
-/// The same bits on every run in turns; without them dK and dV all the same, and dQ to rounding.
+/// The same bits on every run in turns. Without them dK and dV all the same where tiles have no shares, and the rest to
+/// rounding.
 #[test]
 fn deterministic_runs_give_the_same_bits() {
     let Some(gpu) = Gpu::open("deterministic_runs_give_the_same_bits") else { return };
@@ -163,8 +165,9 @@ fn reruns<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
         for run in 1..Grid::from_env().pick(3, 100) {
             let again = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
             let [d_kv, d_q] = same_bits(&first, &again);
-            assert!(d_kv && (d_q || !deterministic), "{row}: run {run} differs from the first ({plan})");
-            if !d_q {
+            let same = if deterministic { d_kv && d_q } else { d_kv || plan.to_string().contains(" shares") };
+            assert!(same, "{row}: run {run} differs from the first ({plan})");
+            if !(d_kv && d_q) {
                 others.push((run, again));
             }
         }
@@ -282,22 +285,18 @@ fn late_blocks_may_find_no_tile_left() {
 }
 
 fn late<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    // A tile for each of half the multiprocessors, with 65536 queries each: about two milliseconds.
-    let dims = Dims::new(1, 1 << 16, 1, row.head_dim_qk())
-        .with_seqlen_kv(gpu.device.info().facts.multiprocessors / 2 * row.tile_n())
+    // A forward pass with a tile of queries for half of the multiprocessors at most, and 65536 keys: about a millisecond.
+    let dims = Dims::new(1, gpu.device.info().facts.multiprocessors / 2 * 128, 1, row.head_dim_qk())
+        .with_seqlen_kv(1 << 16)
         .with_head_dim_vo(row.head_dim_vo());
     let forward = ForwardProblem::builder(T::DTYPE, dims).build().unwrap();
-    let problem = BackwardProblem::builder(&forward).build().unwrap();
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
-    let plan = problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+    let plan = forward.plan(&Device::Cuda(gpu.device.clone())).unwrap();
     let mut scratch = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
     let zeros = |shape: [usize; 4]| stream.clone_htod(&vec![T::default(); shape.iter().product()]).unwrap();
     let [q, k, v] = [forward.q_shape(), forward.k_shape(), forward.v_shape()].map(zeros);
-    let [o, d_o] = [forward.o_shape(); 2].map(zeros);
-    let lse = stream.clone_htod(&vec![0.0f32; dims.seqlen_q]).unwrap();
-    let [mut d_q, mut d_k, mut d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(zeros);
-    let args = dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap();
+    let mut o = zeros(forward.o_shape());
 
     // More short tiles than multiprocessors, drawn.
     let mut case =
@@ -310,6 +309,9 @@ fn late<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     gpu.stream.synchronize().unwrap();
     stream.synchronize().unwrap();
 
+    let [q, k, v] =
+        [(&q, forward.q_shape()), (&k, forward.k_shape()), (&v, forward.v_shape())].map(|(x, s)| whole(x, s).unwrap());
+    let args = ForwardArgs::new(q, k, v, whole_mut(&mut o, forward.o_shape()).unwrap());
     plan.run(&lane, &mut scratch, args).unwrap();
     std::thread::sleep(std::time::Duration::from_micros(300));
     short.run(&gpu.lane(), &mut workspace, on_device.args(&prepared)).unwrap();

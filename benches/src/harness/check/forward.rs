@@ -43,7 +43,7 @@ mod tests {
     use super::super::{Expected, changed, cross};
     use super::*;
     use crate::harness::contest::Outputs;
-    use crate::{Order, Point, Precision, Role, Sweep};
+    use crate::{Order, Point, Precision, Sweep};
 
     fn point() -> Point {
         let sweep = Sweep {
@@ -120,7 +120,7 @@ mod tests {
         let again = |change: fn(&mut Outputs<f32>)| {
             let (before, mut after) = (means().1, means().1);
             change(&mut after);
-            changed(&task, Role::Peer, &before, &after)
+            changed(&task, &before, &after)
         };
         assert_eq!(again(|_| ()), None);
         assert!(again(|x| x.tensors[0][5] = x.tensors[0][5].next_up()).unwrap().ends_with("inputs: o"));

@@ -1,7 +1,7 @@
 // What a tile visits: which blocks of the other operand, in which order, and which of them need the mask.
 //
-// There are three types of visits. Each is computed from a band (the mask's bounds, mask.hpp) and the index of a tile or a block.
-// So the loading warps and the computing warps of a tile make the same visits, without telling each other.
+// There are three types of visits. Each is computed from a band (the mask's bounds, mask.hpp) and the index of a tile
+// or a block. So the loading warps and the computing warps of a tile make the same visits, without telling each other.
 //
 // - KeyVisits (forward): the blocks of kTileN keys that a tile of queries visits.
 // - QueryVisits (backward): the blocks of kTileM queries that a tile of keys visits, in each query head of its group.
@@ -132,7 +132,9 @@ struct QueryVisits {
 
   CUTE_DEVICE int first() const { return start; }
   // The visit that comes `count` after the first, fewer than count() after it.
-  CUTE_DEVICE int nth(int const& count) const { return start + count < end ? start + count : start + count - (end - begin); }
+  CUTE_DEVICE int nth(int const& count) const {
+    return start + count < end ? start + count : start + count - (end - begin);
+  }
   // After the last visit comes the first again: for the next query head of the group.
   CUTE_DEVICE int next(int const& visit) const { return visit + 1 == end ? begin : visit + 1; }
   CUTE_DEVICE bool is_first(int const& visit) const { return visit == start; }
@@ -157,10 +159,10 @@ struct QueryVisits {
   }
 };
 
-// A share of a tile's work: some of its steps. A step is a visit in one query head; the tile's steps are the visits in the
-// first query head of its group, then those in the second, and so on. Where a group's heads and a sequence's tiles are too
-// few for the card, several CTAs take a share of each tile. Shares differ by one step at most. There are none left for
-// the last shares where a tile has fewer steps than shares.
+// A share of a tile's work: some of its steps. A step is a visit in one query head; the tile's steps are the visits in
+// the first query head of its group, then those in the second, and so on. Where a group's heads and a sequence's tiles
+// are too few for the card, several CTAs take a share of each tile. Shares differ by one step at most. There are none
+// left for the last shares where a tile has fewer steps than shares.
 struct Share {
   int first;
   int steps;

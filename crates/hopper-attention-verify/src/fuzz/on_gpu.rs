@@ -311,7 +311,7 @@ impl<T: Poison> Subject for Quantize<T> {
         lane.launched(|| memory.run(lane.stream, &mut workspace, &plan, &self.sample))?;
         let outcome = memory.outcome(lane.stream);
         if outcome == self.expected {
-            Ok(Box::new(|| Verdict::default()))
+            Ok(Box::new(Verdict::default))
         } else {
             Err(Failed::Wrong(format!("not the CPU's bytes: {}", outcome.difference(&self.expected))))
         }

@@ -14,8 +14,10 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{self, fitting, unsupported};
-use super::schedule::{bounds, groups, groups_in_turns, is_persistent, resident, small, write_keys};
-use super::shares::{Work, visits};
+use super::schedule::{
+    BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, resident, small, write_keys,
+};
+use super::shares::{self, Launch};
 use super::target::{Planned, Target};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 #[cfg(feature = "cuda")]
@@ -40,21 +42,6 @@ const PART_ALIGNMENT: usize = 256;
 /// Bytes of the sums of dV and dK of one tile.
 fn key_sums_bytes(kernel: &KernelInfo) -> usize {
     kernel.tile_n * (kernel.head_dim_vo + kernel.head_dim_qk) * size_of::<f32>()
-}
-
-// EXPERIMENT
-fn experiment(at: usize) -> Option<usize> {
-    use std::sync::atomic::Ordering;
-    Some(EXPERIMENT[at].load(Ordering::Relaxed)).filter(|&asked| asked > 0)
-}
-/// EXPERIMENT
-pub static EXPERIMENT: [std::sync::atomic::AtomicUsize; 2] =
-    [std::sync::atomic::AtomicUsize::new(0), std::sync::atomic::AtomicUsize::new(0)];
-/// EXPERIMENT
-#[unsafe(no_mangle)]
-pub extern "C" fn hattn_experiment(shares: usize, heads: usize) {
-    EXPERIMENT[0].store(shares, std::sync::atomic::Ordering::Relaxed);
-    EXPERIMENT[1].store(heads, std::sync::atomic::Ordering::Relaxed);
 }
 
 /// Size of the statistics of one query, its LSE and its delta, in bytes.
@@ -209,39 +196,31 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
     let multiprocessors = gpu.multiprocessors.max(1);
-    let mut shares = 1;
-    if is_persistent(&kernel) && Work::is_small(tiles as usize, multiprocessors) && tiles > 0 && blocks > 0 {
-        let group = dims.heads_q / dims.heads_kv.max(1);
-        let lengths = [dims.seqlen_q, dims.seqlen_kv];
-        let per_head = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
-        let work = Work {
-            steps: (0..per_head).map(|tile| group * visits(&kernel, lengths, mask, tile)).collect(),
-            heads: heads_kv,
-            multiprocessors,
-            bytes: key_sums_bytes(&kernel),
-            ordered: turns,
-        };
-        shares = work.shares();
-    }
-    if let Some(asked) = experiment(0) {
-        shares = asked;
-    }
+    // All tiles of a KV head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
+    let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
+    let group = dims.heads_q / dims.heads_kv.max(1);
+    let bytes = group * dims.seqlen_q * width;
+    let shares = if is_persistent(&kernel) {
+        let sums_of_queries = dims.heads_q * dims.batch * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>();
+        let sums = [key_sums_bytes(&kernel), sums_of_queries];
+        let (kernel, bounds, ordered) = (&kernel, mask, turns);
+        shares::shares(&Launch { kernel, dims, bounds, multiprocessors, bytes, sums, ordered })
+    } else {
+        1
+    };
     let listed = count("shares of tiles", shares, tiles as usize)?;
     let grid = if is_persistent(&kernel) { listed.min(small(multiprocessors)) } else { tiles };
     let [diagonal_offset, window_left, window_right] = mask;
-    // All tiles of a KV head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
-    let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
-    let bytes = dims.heads_q / dims.heads_kv.max(1) * dims.seqlen_q * width;
-    let [mut heads_per_group, mut groups] = match shares {
-        1 if turns => groups_in_turns(even, heads_kv, bytes),
-        1 => groups(even, heads_kv, bytes),
-        _ => [small(heads_kv * shares), 1],
+    let heads = heads_kv * shares;
+    let bytes = bytes / shares;
+    // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
+    // same blocks in each tile. Other shares do not, so that all are in one group.
+    let [heads_per_group, groups] = match (turns, shares) {
+        (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
+        (true, _) => [small(heads), 1],
+        (false, 1) => groups(even, heads, bytes, BACKWARD_GROUP_BYTES),
+        (false, _) => groups_of_shares(even, heads, bytes),
     };
-    if let Some(asked) = experiment(1) {
-        let all = heads_kv * shares;
-        heads_per_group = small(asked.min(all));
-        groups = small(all.div_ceil(asked));
-    }
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
@@ -440,8 +419,8 @@ mod tests {
     fn golden_plans() {
         assert_eq!(
             chosen(&problem(DIMS, Mask::Full)).to_string(),
-            "sm90 bwd bf16 full head_dim 64/64 tile 128x128 stages 2, grid 132 for 192 tiles, 256 blocks of queries, \
-             heads a group 1, groups 8, fixed order"
+            "sm90 bwd bf16 full head_dim 64/64 tile 128x128 stages 2, grid 132 for 192 tiles of 2 shares, \
+             256 blocks of queries, heads a group 16, groups 1, fixed order"
         );
         let wide = Dims { head_dim_vo: 72, ..DIMS };
         assert_eq!(
@@ -451,8 +430,8 @@ mod tests {
         );
         assert_eq!(
             chosen(&problem(Dims { batch: 1, ..DIMS }, Mask::window(Some(5), None))).to_string(),
-            "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 96 for 96 tiles, 128 blocks of queries, \
-             heads a group 4, groups 1, fixed order, keys from +2000-5"
+            "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 132 for 96 tiles of 4 shares, \
+             128 blocks of queries, heads a group 16, groups 1, drawn order, keys from +2000-5"
         );
     }
 
@@ -515,18 +494,33 @@ mod tests {
     fn the_workspace_has_its_parts_one_after_the_other() {
         let choice = chosen(&problem(DIMS, Mask::Full));
         // 1000 queries are 8 blocks of 128, in each of 32 heads.
-        let queries = 8 * 128 * 32;
+        let queries: usize = 8 * 128 * 32;
         let sums = 256 + queries * 16;
         let end = sums + queries * 64 * 4;
-        assert_eq!(choice.parts(), Parts { statistics: 256, sums, progress: end, end: end + 8 * 32 * 4 });
-        assert_eq!(choice.workspace_bytes(), end + 8 * 32 * 4);
+        // 24 tiles of keys in each of 8 heads.
+        let list = (end + 8 * 32 * 4).next_multiple_of(256);
+        let whole = BackwardChoice { shares: 1, ..choice };
+        let after = (list + 24 * 8 * 32).next_multiple_of(256);
+        let parts =
+            Parts { statistics: 256, sums, progress: end, share_list: list, key_sums: after, end: list + 24 * 8 * 32 };
+        assert_eq!(whole.parts(), parts);
+        assert_eq!(whole.workspace_bytes(), parts.end);
+        // Shares: a longer list, and sums of dK and dV. In turns each share has its own.
+        let tile = 128 * (64 + 64) * 4;
+        let shared = BackwardChoice { shares: 3, ..choice };
+        let key_sums = (list + 3 * 24 * 8 * 32).next_multiple_of(256);
+        assert_eq!(shared.parts(), Parts { key_sums, end: key_sums + 24 * 8 * tile, ..parts });
+        let in_turns = BackwardChoice { turns: true, ..shared };
+        assert_eq!(in_turns.parts(), Parts { key_sums, end: key_sums + 3 * 24 * 8 * tile, ..parts });
         let in_turns = chosen(&deterministic(&problem(DIMS, Mask::Full)));
-        assert_eq!(in_turns.parts(), choice.parts());
         assert!(in_turns.tile_counter && !choice.tile_counter);
         // The kernels copy and add 16 bytes at a time, so every part begins at a multiple of 16.
         for choice in [choice, in_turns, chosen(&problem(Dims { seqlen_q: 1, ..DIMS }, Mask::causal()))] {
-            let Parts { statistics, sums, progress, .. } = choice.parts();
-            assert!([statistics, sums, progress].iter().all(|at| at.is_multiple_of(16)), "{choice}");
+            let Parts { statistics, sums, progress, share_list, key_sums, .. } = choice.parts();
+            assert!(
+                [statistics, sums, progress, share_list, key_sums].iter().all(|at| at.is_multiple_of(16)),
+                "{choice}"
+            );
         }
     }
 

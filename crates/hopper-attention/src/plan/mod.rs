@@ -13,8 +13,8 @@ mod fitting;
 mod forward;
 mod quantize;
 mod schedule;
-mod shares;
 mod select;
+mod shares;
 mod target;
 mod tuning;
 

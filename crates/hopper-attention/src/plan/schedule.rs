@@ -23,6 +23,13 @@ const HEADS_PER_GROUP: usize = 16;
 /// end (benches/LOG.md, entry 14).
 const LAST_GROUP_HEADS: usize = 64;
 const LAST_GROUP_BYTES: usize = 32 << 20;
+/// The most bytes that the tiles of a group read, or add to, in a backward pass. With more, so little stays in the second-level
+/// cache that CTAs which lag behind, and find nothing there, fall behind further (benches/LOG.md, entry 34).
+pub(super) const BACKWARD_GROUP_BYTES: usize = 512 << 20;
+/// The same where tiles have shares, and the most shares in a group. A group of more bytes has less than half of the speed (16k
+/// queries, 32 heads of 16 MiB in a group: 8.4 -> 18.6 ms).
+const SHARED_GROUP_BYTES: usize = 256 << 20;
+const SHARED_GROUP_HEADS: usize = 8;
 /// Where tiles take turns: the most bytes that the tiles of a group access, and the least heads in a group. The first entry is
 /// for tiles of unequal work, the second for tiles of equal work.
 const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
@@ -51,13 +58,25 @@ pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
 /// - `even`: whether all tiles have equal work. Each head is then a group of its own.
 /// - `heads`: the number of heads in all.
 /// - `bytes`: how much memory the tiles of one head access in common (in the forward: the head's keys and values).
-pub(super) fn groups(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
+/// - `most_bytes`: the most of it in a group, unless a group is one head.
+pub(super) fn groups(even: bool, heads: usize, bytes: usize, most_bytes: usize) -> [i32; 2] {
     if even {
         return [1, small(heads.max(1))];
     }
-    let group = HEADS_PER_GROUP.min(heads.max(1));
-    let last = (LAST_GROUP_BYTES / bytes.max(1)).clamp(HEADS_PER_GROUP, LAST_GROUP_HEADS);
+    let most = (most_bytes / bytes.max(1)).clamp(1, HEADS_PER_GROUP);
+    let group = most.min(heads.max(1));
+    let last = (LAST_GROUP_BYTES / bytes.max(1)).clamp(most, LAST_GROUP_HEADS);
     [small(group), small(heads.saturating_sub(last) / group + 1)]
+}
+
+/// As [`groups`], where tiles have shares: a head is one share of a KV head. All are one group if that is no more than the
+/// second-level cache bears, since there are few tiles.
+pub(super) fn groups_of_shares(even: bool, heads: usize, bytes: usize) -> [i32; 2] {
+    if heads.saturating_mul(bytes) <= SHARED_GROUP_BYTES {
+        return [small(heads.max(1)), 1];
+    }
+    let group = if even { 1 } else { (SHARED_GROUP_BYTES / bytes.max(1)).clamp(1, SHARED_GROUP_HEADS) };
+    [small(group), small(heads.div_ceil(group))]
 }
 
 /// As [`groups`], where tiles take turns.

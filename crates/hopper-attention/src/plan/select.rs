@@ -191,7 +191,8 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
     })?;
     let multiprocessors = gpu.multiprocessors.max(1);
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
-    let [heads_per_group, groups] = groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1));
+    let [heads_per_group, groups] =
+        groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), usize::MAX);
     let [diagonal_offset, window_left, window_right] = bounds(problem);
     let grid = if is_persistent(&kernel) { tiles.min(small(multiprocessors)) } else { tiles };
     // Drawing balances unequal work over the CTAs, if there is more than one round. Under a full mask all tiles have equal

@@ -2,90 +2,255 @@
 //!
 //! A *step* is one block of queries that a tile of keys visits, in one query head. A tile's steps are those of all query heads
 //! that read its KV head. They can be cut into *shares*: a share is some steps of a tile, and a CTA computes one share at a
-//! time. Then more CTAs than there are tiles can work at the same time. What the shares of a tile add to dK and dV is summed in
-//! the workspace.
+//! time. What the shares of a tile add to dK and dV is summed in the workspace.
+//!
+//! Shares serve two ends:
+//! - More CTAs than there are tiles can work, and they end more evenly.
+//! - Each share of a tile reads other query heads. Then a tile that starts late, and has fewer steps, does not go on to the
+//!   next query head while others still work on the first. So less memory is in use at a time, and more of it stays in the
+//!   second-level cache.
+//!
+//! The model of the time is a fit to an H100 (benches/LOG.md, entry 34). All its times are in steps, of some 2 microseconds.
 
 use crate::arch::MaskClass;
+use crate::problem::Dims;
 use crate::table::KernelInfo;
 
-/// What a share costs beside its steps, in steps: K and V are loaded, the first scores have no product beside them, dK and dV
-/// are written. Measured on an H100 (benches/LOG.md, entry 34).
+/// What a tile costs beside its steps: K and V are loaded, the first scores have no product beside them, dK and dV are
+/// written.
 const WHOLE: f64 = 1.5;
-/// The same where dK and dV are added to sums, which another kernel converts.
-const SUMMED: f64 = 2.5;
-/// The most shares of a tile.
-const MOST: usize = 64;
-/// Tiles are cut only where there are fewer than so many for each multiprocessor. With more, the grid is as good as even.
-const TILES_EACH: usize = 4;
+/// The same of a share, which adds dK and dV to sums.
+const SUMMED: f64 = 4.0;
+/// Bytes of these sums that are zeroed before, or converted after, in the time of a step.
+const BYTES_A_STEP: f64 = 8e6;
+/// Part of the longest share by which the grid ends late. (CTAs that are done wait for the others.)
+const LATE: f64 = 0.15;
 /// Cutting must save at least this part of the time.
 const WORTH: f64 = 0.03;
-/// The most bytes that the sums of dK and dV may take.
+/// What counts as the same time.
+const AS_GOOD: f64 = 1.01;
+/// The most shares of a tile.
+const MOST: usize = 32;
+/// Problems with more tiles of keys in a head are not looked at: the choice would take longer than a launch.
+const MOST_TILES: usize = 1 << 14;
+/// The most bytes that the sums of dK and dV may take, if they take more than the sums of dQ.
 const MOST_BYTES: usize = 256 << 20;
+/// From how many bytes on the query heads of a KV head are given to shares of their own under a mask, and which part of the
+/// steps that may cost. The bytes are what the tiles of the KV head read and add to.
+const FAR_BYTES: usize = 64 << 20;
+const FAR_COST: f64 = 0.033;
 
 /// The work of a launch.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     /// Steps of each tile of one KV head, all query heads together.
-    pub steps: Vec<usize>,
+    steps: Vec<usize>,
+    /// Query heads that read one KV head.
+    group: usize,
     /// (batch entry, KV head) pairs.
-    pub heads: usize,
-    /// Multiprocessors.
-    pub multiprocessors: usize,
+    heads: usize,
+    multiprocessors: usize,
+    /// Bytes that the tiles of one KV head read, or add to, in common.
+    bytes: usize,
     /// Bytes of the sums of dK and dV of one tile.
-    pub bytes: usize,
+    sums: usize,
+    /// The most bytes of all of them.
+    most_bytes: usize,
     /// Whether each share needs sums of its own.
-    pub ordered: bool,
+    ordered: bool,
 }
 
 /// The number of blocks of queries that tile `tile` of keys visits, in one query head: `QueryVisits` of the kernels
 /// (`common/visits.hpp`). At least 1.
-pub(super) fn visits(kernel: &KernelInfo, [seqlen_q, seqlen_kv]: [usize; 2], bounds: [i32; 3], tile: usize) -> usize {
+fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usize {
     let (rows, keys) = (kernel.tile_m.max(1) as i64, kernel.tile_n as i64);
     let [offset, left, right] = bounds.map(i64::from);
-    let (queries, all_keys) = (seqlen_q as i64, seqlen_kv as i64);
-    let ceil = |a: i64| (a.max(0) + rows - 1) / rows;
-    let (mut begin, mut end) = (0, ceil(queries));
+    let (queries, all_keys) = (dims.seqlen_q as i64, dims.seqlen_kv as i64);
+    let blocks = |queries: i64| (queries.max(0) + rows - 1) / rows;
+    let (mut begin, mut end) = (0, blocks(queries));
     let first_key = tile as i64 * keys;
     if kernel.mask != MaskClass::Full {
         begin = ((first_key - offset - right).max(0) / rows).min(end - 1);
     }
     if kernel.mask == MaskClass::Window {
         let last_key = (first_key + keys).min(all_keys) - 1;
-        end = ceil(queries.min(last_key - (offset - left) + 1)).max(begin + 1);
+        end = blocks(queries.min(last_key - (offset - left) + 1)).max(begin + 1);
     }
     usize::try_from(end - begin).unwrap_or(1).max(1)
 }
 
+/// What is known of a launch before its tiles are cut.
+pub(super) struct Launch<'a> {
+    pub kernel: &'a KernelInfo,
+    pub dims: Dims,
+    /// The mask as kernels read it (`schedule::bounds`).
+    pub bounds: [i32; 3],
+    pub multiprocessors: usize,
+    /// Bytes that the tiles of one KV head read, or add to, in common.
+    pub bytes: usize,
+    /// Bytes of the sums of dK and dV of one tile, and of all sums of dQ.
+    pub sums: [usize; 2],
+    /// Whether tiles take turns, so that each share needs sums of its own.
+    pub ordered: bool,
+}
+
+/// The number of shares of each tile: 1, or what takes the least time.
+pub(super) fn shares(launch: &Launch<'_>) -> usize {
+    let Launch { kernel, dims, bounds, multiprocessors, bytes, sums: [sums, sums_of_queries], ordered } = *launch;
+    let tiles = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
+    if tiles > MOST_TILES || tiles * dims.batch * dims.seqlen_q == 0 {
+        return 1;
+    }
+    let group = dims.heads_q / dims.heads_kv.max(1);
+    let work = Work {
+        steps: (0..tiles).map(|tile| group * visits(kernel, dims, bounds, tile)).collect(),
+        group,
+        heads: dims.batch * dims.heads_kv,
+        multiprocessors: multiprocessors.max(1),
+        bytes,
+        sums,
+        most_bytes: MOST_BYTES.max(sums_of_queries),
+        ordered,
+    };
+    work.shares()
+}
+
 impl Work {
-    /// Whether there are so few tiles that the choice is worth the time that it takes.
-    pub(super) fn is_small(tiles: usize, multiprocessors: usize) -> bool {
-        tiles < TILES_EACH * multiprocessors
+    /// Bytes of the sums of dK and dV.
+    fn sums(&self, shares: usize) -> usize {
+        let copies = if self.ordered { shares } else { 1 };
+        self.steps.len() * self.heads * self.sums * copies
     }
 
-    /// The time that the launch takes with so many shares of each tile, in steps.
-    fn time(&self, shares: usize) -> f64 {
-        let beside = if shares == 1 { WHOLE } else { SUMMED };
-        let longest = self.steps.iter().copied().max().unwrap_or(1).div_ceil(shares) as f64 + beside;
-        // A tile of few steps has fewer shares.
-        let listed: usize = self.steps.iter().map(|&steps| steps.min(shares)).sum::<usize>() * self.heads;
-        let even = self.steps.iter().all(|&steps| steps == self.steps[0]);
-        if even {
-            return listed.div_ceil(self.multiprocessors) as f64 * longest;
+    /// All steps of the launch.
+    fn steps(&self) -> usize {
+        self.steps.iter().sum::<usize>() * self.heads
+    }
+
+    /// Shares that have steps. A tile of few steps has fewer.
+    fn listed(&self, shares: usize) -> usize {
+        self.steps.iter().map(|&steps| steps.min(shares)).sum::<usize>() * self.heads
+    }
+
+    /// Whether all tiles have as many steps.
+    fn is_even(&self) -> bool {
+        self.steps.windows(2).all(|pair| pair[0] == pair[1])
+    }
+
+    /// What a share costs beside its steps, and what zeroing and converting the sums costs.
+    fn beside(&self, shares: usize) -> [f64; 2] {
+        match shares {
+            1 => [WHOLE, 0.0],
+            _ => [SUMMED, 2.0 * self.sums(shares) as f64 / BYTES_A_STEP],
         }
-        let steps = (self.steps.iter().sum::<usize>() * self.heads) as f64;
-        ((steps + listed as f64 * beside) / self.multiprocessors as f64).max(longest)
     }
 
-    /// The number of shares that takes the least time.
-    pub(super) fn shares(&self) -> usize {
+    /// The time that the launch takes with so many shares of each tile.
+    fn time(&self, shares: usize) -> f64 {
+        let [beside, around] = self.beside(shares);
+        let most = self.steps.iter().copied().max().unwrap_or(1);
+        let longest = most.div_ceil(shares) as f64 + beside;
+        let listed = self.listed(shares);
+        if self.is_even() {
+            return listed.div_ceil(self.multiprocessors) as f64 * longest + around;
+        }
+        let each = (self.steps() as f64 + listed as f64 * beside) / self.multiprocessors as f64;
+        each.max(longest) + LATE * longest + around
+    }
+
+    /// What shares cost more than whole tiles, as a part of the steps.
+    fn cost(&self, shares: usize) -> f64 {
+        let work = |shares: usize| {
+            let [beside, around] = self.beside(shares);
+            self.listed(shares) as f64 * beside / self.multiprocessors as f64 + around
+        };
+        (work(shares) - work(1)) * self.multiprocessors as f64 / self.steps() as f64
+    }
+
+    /// Whether a share is some query heads, or a query head some shares. Others are slower: measured at 3 and 5 shares of 8
+    /// query heads.
+    fn is_aligned(&self, shares: usize) -> bool {
+        self.group.is_multiple_of(shares) || shares.is_multiple_of(self.group)
+    }
+
+    fn shares(&self) -> usize {
         let whole = self.time(1);
-        let tiles = self.steps.len() * self.heads;
         let most = self.steps.iter().copied().max().unwrap_or(1).min(MOST);
-        (2..=most)
-            .filter(|shares| tiles * self.bytes * if self.ordered { *shares } else { 1 } <= MOST_BYTES)
-            .map(|shares| (self.time(shares), shares))
-            .filter(|(time, _)| *time < whole * (1.0 - WORTH))
-            .min_by(|a, b| a.0.total_cmp(&b.0))
-            .map_or(1, |(_, shares)| shares)
+        let fits = |shares: &usize| self.sums(*shares) <= self.most_bytes;
+        let times: Vec<(usize, f64)> = (2..=most)
+            .filter(|&shares| self.is_aligned(shares) && fits(&shares))
+            .map(|shares| (shares, self.time(shares)))
+            .filter(|(_, time)| *time < whole * (1.0 - WORTH))
+            .collect();
+        // Of those that are as good as the best, the fewest shares.
+        let best = times.iter().map(|(_, time)| *time).fold(f64::INFINITY, f64::min);
+        let fastest = times.iter().find(|(_, time)| *time <= best * AS_GOOD).map_or(1, |(shares, _)| *shares);
+        let is_far = self.bytes >= FAR_BYTES && !self.is_even();
+        let far = is_far && self.cost(self.group) <= FAR_COST && fits(&self.group);
+        if far { fastest.max(self.group) } else { fastest }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A launch at head dim 128 under a causal mask, on 132 multiprocessors.
+    fn causal(group: usize, heads: usize, seqlen: usize) -> Work {
+        let blocks = seqlen / 64;
+        Work {
+            steps: (0..seqlen / 128).map(|tile| group * (blocks - 2 * tile)).collect(),
+            group,
+            heads,
+            multiprocessors: 132,
+            bytes: group * seqlen * 1024,
+            sums: 128 << 10,
+            most_bytes: MOST_BYTES,
+            ordered: false,
+        }
+    }
+
+    #[test]
+    fn few_tiles_are_cut_until_they_fill_the_card() {
+        // 16 tiles for 132 multiprocessors; the longest has 32 blocks of 8 heads.
+        assert_eq!(causal(8, 1, 2048).shares(), 16);
+        assert_eq!(causal(8, 1, 8192).shares(), 8);
+        assert_eq!(causal(4, 4, 8192).shares(), 2);
+        // One query head a KV head: its blocks are cut.
+        assert_eq!(causal(1, 4, 2048).shares(), 3);
+        // Four short tiles a head: cutting costs more than it saves.
+        assert_eq!(causal(1, 16, 512).shares(), 1);
+        // As many tiles as fill the card.
+        assert_eq!(causal(1, 16, 4096).shares(), 1);
+        assert_eq!(causal(4, 32, 2048).shares(), 1);
+    }
+
+    #[test]
+    fn shares_are_whole_heads_or_parts_of_one() {
+        for (group, heads, seqlen) in
+            [(8, 1, 512), (8, 4, 2048), (6, 1, 1024), (12, 2, 4096), (4, 4, 8192), (3, 1, 256)]
+        {
+            let shares = causal(group, heads, seqlen).shares();
+            assert!(group.is_multiple_of(shares) || shares.is_multiple_of(group), "{group} {heads} {seqlen}: {shares}");
+        }
+    }
+
+    #[test]
+    fn sums_are_bounded() {
+        let work = causal(8, 1, 8192);
+        assert_eq!(work.sums(1), 64 * (128 << 10));
+        let ordered = Work { ordered: true, ..work.clone() };
+        assert_eq!(ordered.sums(8), 8 * work.sums(1));
+        let little = Work { most_bytes: 4 * work.sums(1), ..ordered };
+        assert_eq!(little.shares(), 4);
+        assert_eq!(Work { most_bytes: 0, ..work }.shares(), 1);
+    }
+
+    #[test]
+    fn query_heads_that_fill_the_cache_get_shares_of_their_own() {
+        // 32 MiB a query head.
+        assert_eq!(causal(4, 8, 32768).shares(), 4);
+        assert_eq!(Work { bytes: FAR_BYTES - 1, ..causal(4, 8, 32768) }.shares(), 1);
+        assert_eq!(causal(1, 16, 32768).shares(), 1);
     }
 }

@@ -181,7 +181,8 @@ struct BwdLoad {
   CUTE_DEVICE static void copy_share(BwdScalars const& scalars, BwdScheduler const& scheduler, int index,
                                      TileShare& tile) {
     if (index < scheduler.total()) {
-      auto const* const listed = reinterpret_cast<int4 const*>(scalars.share_list) + 2 * static_cast<std::int64_t>(index);
+      auto const* const listed =
+          reinterpret_cast<int4 const*>(scalars.share_list) + 2 * static_cast<std::int64_t>(index);
       reinterpret_cast<int4*>(&tile)[0] = listed[0];
       reinterpret_cast<int4*>(&tile)[1] = listed[1];
     } else {
@@ -191,8 +192,8 @@ struct BwdLoad {
   }
 
   // Draws tiles, loads K and V. A tile is announced to the other warps when its K is asked for.
-  CUTE_DEVICE static void tiles(BwdScalars const& scalars, CUtensorMap const& map_k,
-                                CUtensorMap const& map_v, BwdScheduler const& scheduler, Storage& storage) {
+  CUTE_DEVICE static void tiles(BwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
+                                BwdScheduler const& scheduler, Storage& storage) {
     int round = 0;
     int drawn = scheduler.draw(round);
     CUTE_NO_UNROLL

@@ -4,8 +4,9 @@
 // together, a tile's work is cut into `shares`. A share is some steps of the tile (Share in common/visits.hpp). A CTA
 // computes one share at a time, and adds its dV and dK to the sums of the tile (KeySums in traits.hpp).
 //
-// The kernel before makes a list of all shares (of whole tiles, where `shares` is 1), in the order in which the grid takes them (common/tile_scheduler.hpp).
-// The lane that draws a share reads it there: the divisions that an entry takes need more registers than a producer has.
+// The kernel before makes a list of all shares (of whole tiles, where `shares` is 1), in the order in which the grid
+// takes them (common/tile_scheduler.hpp). The lane that draws a share reads it there: the divisions that an entry takes
+// need more registers than a producer has.
 #pragma once
 
 #include "common/mask.hpp"
@@ -41,7 +42,8 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
     int const head = listed.head / params.shares;
     int const index = listed.head - head * params.shares;
     int const heads_per_kv_head = params.heads_q / params.heads_kv;
-    auto const visits = QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
+    auto const visits =
+        QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
     Share const share = Share::of(heads_per_kv_head * visits.count(), index, params.shares);
     int const heads_before = share.first / visits.count();
     int const copy = params.ordered ? index : 0;
