@@ -251,11 +251,11 @@ pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> Stri
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::arch::ComputeCapability;
 
-    const ROW: KernelInfo = KernelInfo {
+    pub(crate) const ROW: KernelInfo = KernelInfo {
         row: 0,
         pass: Pass::Forward,
         arch: Arch::Sm90,

@@ -1,7 +1,9 @@
 // The kernels that run before and after a backward kernel, as its launch sees them.
 //
-// - Before: bwd_statistics (prepare.hpp) makes the statistics of each query, from its LSE and delta.
-// - After: bwd_convert (convert.hpp) converts the f32 sums of dQ to dQ.
+// - Before: bwd_statistics (prepare.hpp) makes the statistics of each query, from its LSE and delta. It also writes
+//   what the backward kernel begins with: the progress of blocks, the list of tiles, the counter, and zeros where sums
+//   need them.
+// - After: bwd_convert (convert.hpp) converts the f32 sums of dQ to dQ, and those of dK and dV where tiles have shares.
 //
 // Both depend on fewer columns of the list than the backward kernel does. So rows share them. They are compiled in a
 // translation unit of their own, which defines the functions declared here (HATTN_INSTANTIATE_*). The unit of a row

@@ -7,6 +7,8 @@
 //!   queries.
 //! - The *sums of dQ* of a block are f32 in the workspace. Each tile that visits the block adds its part of dQ to them.
 //! - To *draw* a tile is to take the next one of the tile order with a counter in the workspace.
+//! - A *share* of a tile is some of its blocks. Where there are few tiles, CTAs take shares of them (`shares.rs`). The *sums of dK
+//!   and dV* of such a tile are f32 in the workspace, too.
 //! - A tile's *turn*: in a deterministic pass, tiles add to the sums of a block in a fixed order. A tile waits for its turn,
 //!   that is, for the tiles before it.
 
@@ -316,7 +318,10 @@ impl BackwardPlan {
     ///
     /// - On the CPU: 0.
     /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8), with `seqlen_q` rounded up to whole
-    ///   blocks of `tile_m` queries; 4 for each such block; and 256 for a counter.
+    ///   blocks of `tile_m` queries; 4 for each such block; and 256 for a counter. On Hopper also 32 for each share of a tile of
+    ///   `tile_n` keys. Where tiles have shares (the printed plan says how many), also
+    ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each tile, times the shares in a deterministic pass. These are no more than
+    ///   256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
@@ -569,6 +574,29 @@ mod tests {
             assert_eq!(plan.to_string(), "cpu, tiled recomputation in two passes, workspace 0 bytes");
             assert_eq!((plan.problem(), plan.workspace_bytes(), plan.choice()), (&problem, 0, None));
         }
+    }
+
+    /// The order of turns must be the order of the list: shares that are not whole query heads are all in one group.
+    #[test]
+    fn shares_in_turns_are_listed_in_the_order_of_their_turns() {
+        let mut cut = 0;
+        for (heads_q, heads_kv) in [(8, 1), (6, 2), (1, 1), (12, 3), (64, 1)] {
+            for seqlen in [1, 300, 1000, 4096, 20000] {
+                for mask in [Mask::Full, Mask::causal(), Mask::window(Some(500), Some(0))] {
+                    let dims = Dims { batch: 1, seqlen_q: seqlen, seqlen_kv: seqlen, heads_q, heads_kv, ..DIMS };
+                    let choice = chosen(&deterministic(&problem(dims, mask)));
+                    let group = (heads_q / heads_kv) as i32;
+                    assert!(choice.groups == 1 || group % choice.shares == 0, "{choice}");
+                    let heads = heads_kv as i32 * choice.shares;
+                    assert!(choice.heads_per_group * choice.groups >= heads, "{choice}");
+                    assert!(choice.grid == (choice.tiles * choice.shares).min(132) && choice.tile_counter, "{choice}");
+                    let Parts { share_list, key_sums, end, .. } = choice.parts();
+                    assert!(choice.shares == 1 || end > key_sums && key_sums > share_list, "{choice}");
+                    cut += usize::from(choice.shares > 1);
+                }
+            }
+        }
+        assert!(cut > 20, "{cut}");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! A plan is a pure function of the problem and of the device's facts. The files, in the order of the work:
 //! - `fitting.rs`: which kernels compute a problem on a GPU.
 //! - `select.rs` (forward) and `backward.rs`: which of these kernels is chosen, and the schedule of its tiles.
+//! - `shares.rs`: into how many shares a backward pass cuts its tiles.
 //! - `schedule.rs`: what both schedules share: groups of heads, mask bounds.
 //! - `quantize.rs`: the same for the quantiser, which has one kernel for each source type.
 //! - `tuning.rs`: measurements that replace the built-in choice.

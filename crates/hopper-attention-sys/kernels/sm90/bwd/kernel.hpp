@@ -6,8 +6,12 @@
 // The grid is persistent. A tile is kTileN keys of one key head. It visits the blocks of kTileM queries that attend to
 // its keys, in every query head that reads the key head (common/visits.hpp). dK and dV stay in registers meanwhile.
 //
+// Where there are few tiles, a CTA takes a share of a tile, and adds its dK and dV to sums in global memory
+// (share.hpp). Below, "tile" is such a share too.
+//
 // Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
-// dP begin with, from its LSE and delta (Statistics in traits.hpp). The one after converts the f32 sums of dQ to dQ.
+// dP begin with, from its LSE and delta (Statistics in traits.hpp). It also lists the tiles. The one after converts the
+// f32 sums of dQ, and those of dK and dV, to the gradients.
 //
 // Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of dV += P^T dO
 // and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
@@ -15,7 +19,7 @@
 // Roles:
 // - Producer warpgroup (load.hpp). One lane of each warp works:
 //   - warp 0 loads Q with its statistics, and dO;
-//   - warp 1 draws tiles and loads K and V;
+//   - warp 1 draws tiles from the list and loads K and V;
 //   - warp 2 works in an ordered backward only: it reports each block whose dQ has been added, so that the next tile
 //     may add to that block;
 //   - warp 3 adds dQ of each block to the sums in global memory.
