@@ -304,9 +304,17 @@ pub struct Sweep {
     pub batch: Option<usize>,
     /// `heads_q * head_dim`.
     pub hidden: usize,
+    /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch` and
+    /// `hidden`.
+    pub few_heads: bool,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
 }
+
+/// Query heads and KV heads of a card that has few: of models that are split over several cards, and of small ones.
+pub const FEW_HEADS: [[usize; 2]; 5] = [[32, 8], [16, 4], [8, 1], [16, 16], [4, 4]];
+/// Batch and sequence length of the same sweep.
+pub const FEW_SEQUENCES: [[usize; 2]; 6] = [[1, 512], [1, 2048], [1, 4096], [1, 8192], [4, 2048], [1, 32768]];
 
 impl Sweep {
     /// The papers' sweep.
@@ -321,6 +329,7 @@ impl Sweep {
             tokens: TOKENS,
             batch: None,
             hidden: HIDDEN,
+            few_heads: false,
             filters: vec![],
         }
     }
@@ -339,16 +348,17 @@ impl Sweep {
             !(self.directions.contains(&Direction::Bwd) && self.dtypes.contains(&Precision::E4m3)),
             "--directions bwd --dtypes e4m3: e4m3 operands have no gradients; allowed: --directions fwd, or --dtypes bf16,f16"
         );
-        let lists = [self.directions.len(), self.dtypes.len(), self.gqa.len(), self.dims.len()];
-        let all = lists.into_iter().chain([self.masks.len(), self.seqlens.len()]).fold(1, usize::saturating_mul);
+        let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
+        let lengths = if self.few_heads { FEW_SEQUENCES.len() } else { self.seqlens.len() };
+        let lists = [self.directions.len(), self.dtypes.len(), groups, self.dims.len(), self.masks.len(), lengths];
+        let all = lists.into_iter().fold(1, usize::saturating_mul);
         ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
+        let heads = self.heads()?;
         let mut points = Vec::new();
         for &direction in &self.directions {
             for &dtype in &self.dtypes {
-                for &group in &self.gqa {
-                    for &head_dim in &self.dims {
-                        self.lengths(direction, dtype, group, head_dim, &mut points)?;
-                    }
+                for (heads, head_dim) in &heads {
+                    self.lengths(direction, dtype, *heads, *head_dim, &mut points)?;
                 }
             }
         }
@@ -362,33 +372,54 @@ impl Sweep {
         Ok(points)
     }
 
+    /// Query heads and KV heads, with their head dim.
+    fn heads(&self) -> Result<Vec<([usize; 2], usize)>> {
+        if self.few_heads {
+            return Ok(FEW_HEADS
+                .into_iter()
+                .flat_map(|heads| self.dims.iter().map(move |&dim| (heads, dim)))
+                .collect());
+        }
+        let mut all = Vec::new();
+        for &group in &self.gqa {
+            for &head_dim in &self.dims {
+                let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
+                ensure!(
+                    head_dim > 0 && heads_q * head_dim == hidden,
+                    "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
+                );
+                ensure!(
+                    group > 0 && heads_q % group == 0,
+                    "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
+                );
+                all.push(([heads_q, heads_q / group], head_dim));
+            }
+        }
+        Ok(all)
+    }
+
     /// The points of every mask and length.
     fn lengths(
         &self,
         direction: Direction,
         dtype: Precision,
-        group: usize,
+        [heads_q, heads_kv]: [usize; 2],
         head_dim: usize,
         points: &mut Vec<Point>,
     ) -> Result<()> {
-        let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
-        ensure!(
-            head_dim > 0 && heads_q * head_dim == hidden,
-            "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
-        );
-        ensure!(
-            group > 0 && heads_q % group == 0,
-            "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
-        );
-        let heads_kv = heads_q / group;
+        let sequences: Vec<[usize; 2]> = if self.few_heads {
+            FEW_SEQUENCES.to_vec()
+        } else {
+            let batch = |seqlen: usize| self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
+            self.seqlens.iter().map(|&seqlen| [batch(seqlen), seqlen]).collect()
+        };
         for &mask in &self.masks {
             let (causal, window) = match mask {
                 PointMask::Full => (false, None),
                 PointMask::Causal => (true, None),
                 PointMask::Window(keys) => (true, Some(keys)),
             };
-            for &seqlen in &self.seqlens {
-                let batch = self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
+            for &[batch, seqlen] in &sequences {
                 let point = Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, batch };
                 point.check().with_context(|| format!("the point {point}"))?;
                 points.push(point);
@@ -415,6 +446,16 @@ mod tests {
         assert!(points.iter().all(|p| p.batch * p.seqlen == TOKENS && p.heads_q * p.head_dim == HIDDEN));
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32");
         assert_eq!(points[47].to_string(), "fwd/f16/d128/causal/s16384/b1/h16/kv16");
+    }
+
+    #[test]
+    fn the_sweep_of_few_heads() {
+        let sweep =
+            Sweep { few_heads: true, masks: vec![PointMask::Causal], dtypes: vec![Precision::Bf16], ..Sweep::papers() };
+        let points = sweep.points().unwrap();
+        assert_eq!(points.len(), 60);
+        assert_eq!(points[0].to_string(), "fwd/bf16/d64/causal/s512/b1/h32/kv8");
+        assert_eq!(points[59].to_string(), "fwd/bf16/d128/causal/s32768/b1/h4/kv4");
     }
 
     #[test]

@@ -96,6 +96,9 @@ pub struct PointArgs {
     /// Hidden size: the number of query heads times the head dim [default: 2048 on a GPU, 256 on a CPU]
     #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub hidden: Option<usize>,
+    /// Time few heads: 32, 16, 8 and 4 query heads on 16 to 1 KV heads, with one sequence of 512 to 32768 tokens or four of 2048
+    #[arg(long, conflicts_with_all = ["gqa", "seqlens", "tokens", "batch", "hidden", "quick"])]
+    pub few_heads: bool,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
@@ -129,6 +132,7 @@ impl PointArgs {
             tokens: self.tokens.unwrap_or(base.tokens),
             batch: self.batch,
             hidden: self.hidden.unwrap_or(base.hidden),
+            few_heads: self.few_heads,
             filters: self.filter.clone(),
         }
     }
