@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
 
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv};
+  // What CTAs draw tiles from, and where shares of tiles add dK and dV.
   if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_counter != 0) {
     *reinterpret_cast<int*>(params.tile_counter) = 0;
   }

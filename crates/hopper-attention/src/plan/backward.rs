@@ -19,7 +19,7 @@ use super::fitting::{self, fitting, unsupported};
 use super::schedule::{
     BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, resident, small, write_keys,
 };
-use super::shares::{self, Launch};
+use super::shares::{self, Inputs};
 use super::target::{Planned, Target};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 #[cfg(feature = "cuda")]
@@ -206,7 +206,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         let sums_of_queries = dims.heads_q * dims.batch * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>();
         let sums = [key_sums_bytes(&kernel), sums_of_queries];
         let (kernel, bounds, ordered) = (&kernel, mask, turns);
-        shares::shares(&Launch { kernel, dims, bounds, multiprocessors, bytes, sums, ordered })
+        shares::shares(&Inputs { kernel, dims, bounds, multiprocessors, bytes, sums, ordered })
     } else {
         1
     };

@@ -80,7 +80,7 @@ fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usi
 }
 
 /// What is known of a launch before its tiles are cut.
-pub(super) struct Launch<'a> {
+pub(super) struct Inputs<'a> {
     pub kernel: &'a KernelInfo,
     pub dims: Dims,
     /// The mask as kernels read it (`schedule::bounds`).
@@ -95,8 +95,8 @@ pub(super) struct Launch<'a> {
 }
 
 /// The number of shares of each tile: 1, or what takes the least time.
-pub(super) fn shares(launch: &Launch<'_>) -> usize {
-    let Launch { kernel, dims, bounds, multiprocessors, bytes, sums: [sums, sums_of_queries], ordered } = *launch;
+pub(super) fn shares(inputs: &Inputs<'_>) -> usize {
+    let Inputs { kernel, dims, bounds, multiprocessors, bytes, sums: [sums, sums_of_queries], ordered } = *inputs;
     let tiles = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
     if tiles > MOST_TILES || tiles * dims.batch * dims.seqlen_q == 0 {
         return 1;
