@@ -353,12 +353,11 @@ impl Sweep {
         let lists = [self.directions.len(), self.dtypes.len(), groups, self.dims.len(), self.masks.len(), lengths];
         let all = lists.into_iter().fold(1, usize::saturating_mul);
         ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
-        let heads = self.heads()?;
         let mut points = Vec::new();
         for &direction in &self.directions {
             for &dtype in &self.dtypes {
-                for (heads, head_dim) in &heads {
-                    self.lengths(direction, dtype, *heads, *head_dim, &mut points)?;
+                for (head_dim, heads) in self.heads() {
+                    self.lengths(direction, dtype, heads?, head_dim, &mut points)?;
                 }
             }
         }
@@ -372,30 +371,30 @@ impl Sweep {
         Ok(points)
     }
 
-    /// Query heads and KV heads, with their head dim.
-    fn heads(&self) -> Result<Vec<([usize; 2], usize)>> {
+    /// Head dims, each with numbers of query heads and KV heads. They are errors where they do not divide.
+    fn heads(&self) -> Vec<(usize, Result<[usize; 2]>)> {
         if self.few_heads {
-            return Ok(FEW_HEADS
+            return FEW_HEADS
                 .into_iter()
-                .flat_map(|heads| self.dims.iter().map(move |&dim| (heads, dim)))
-                .collect());
+                .flat_map(|heads| self.dims.iter().map(move |&dim| (dim, Ok(heads))))
+                .collect();
         }
-        let mut all = Vec::new();
-        for &group in &self.gqa {
-            for &head_dim in &self.dims {
-                let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
-                ensure!(
-                    head_dim > 0 && heads_q * head_dim == hidden,
-                    "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
-                );
-                ensure!(
-                    group > 0 && heads_q % group == 0,
-                    "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
-                );
-                all.push(([heads_q, heads_q / group], head_dim));
-            }
-        }
-        Ok(all)
+        let pairs = self.gqa.iter().flat_map(|&group| self.dims.iter().map(move |&dim| (dim, group)));
+        pairs.map(|(dim, group)| (dim, self.heads_of(dim, group))).collect()
+    }
+
+    /// The heads of the hidden size.
+    fn heads_of(&self, head_dim: usize, group: usize) -> Result<[usize; 2]> {
+        let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
+        ensure!(
+            head_dim > 0 && heads_q * head_dim == hidden,
+            "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
+        );
+        ensure!(
+            group > 0 && heads_q % group == 0,
+            "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
+        );
+        Ok([heads_q, heads_q / group])
     }
 
     /// The points of every mask and length.
