@@ -43,6 +43,8 @@ struct Tally {
     refused: BTreeMap<String, usize>,
     wrong: usize,
     worst: Ratios,
+    /// From which share of its bound on an error is printed, and how many problems had one.
+    near_from: Option<f64>,
     near: usize,
 }
 
@@ -58,12 +60,18 @@ impl Tally {
             Outcome::Judged(verdict) => {
                 *self.judged.entry(kind).or_default() += 1;
                 self.worst = self.worst.max(verdict.ratios);
+                if self.near_from.is_some_and(|from| largest(&verdict.ratios) >= from) {
+                    self.near += 1;
+                    if self.near <= SHOWN {
+                        report::line("near", format!("{problem}: {}", verdict.report));
+                    }
+                }
             }
             _ => *self.refused.entry(kind).or_default() += 1,
         }
     }
 
-    fn tell(&self, seed: u64, time: Duration, near: Option<f64>) {
+    fn tell(&self, seed: u64, time: Duration) {
         let sum = |counts: &BTreeMap<String, usize>| counts.values().sum::<usize>();
         let words = |counts: &BTreeMap<String, usize>| {
             let words: Vec<_> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
@@ -86,8 +94,8 @@ impl Tally {
                 "errors as a share of their bounds: row {row:.3}, tensor {tensor:.3}, rms {rms:.3}, common {common:.3}"
             ),
         );
-        if let Some(near) = near {
-            report::line("near", format!("{} of the problems with an error of {near} of its bound or more", self.near));
+        if let Some(from) = self.near_from {
+            report::line("near", format!("{} of the problems with an error of {from} of its bound or more", self.near));
         }
     }
 }
@@ -117,7 +125,7 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
     let seed = args.seed.unwrap_or_else(rand::random);
     report::line("seed", seed);
     let mut fuzz = Fuzz::new(seed, lab.is_gpu());
-    let (since, mut tally) = (Instant::now(), Tally::default());
+    let (since, mut tally) = (Instant::now(), Tally { near_from: args.near, ..Tally::default() });
     let limit = Duration::from_secs(args.seconds);
     let mut left = args.problems.unwrap_or(usize::MAX);
     let mut first: Option<(Drawn, String)> = None;
@@ -132,14 +140,6 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
         let outcomes = lab.run(&problems);
         for ((drawn, problem), outcome) in drawn.into_iter().zip(&problems).zip(&outcomes) {
             tally.take(problem, outcome);
-            if let (Some(near), Outcome::Judged(verdict)) = (args.near, outcome)
-                && largest(&verdict.ratios) >= near
-            {
-                tally.near += 1;
-                if tally.near <= SHOWN {
-                    report::line("near", format!("{problem}: {}", verdict.report));
-                }
-            }
             let Some(why) = outcome.wrong() else { continue };
             tally.wrong += 1;
             if tally.wrong <= SHOWN {
@@ -151,12 +151,12 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
             break;
         }
         if !lab.is_alive() {
-            tally.tell(seed, since.elapsed(), args.near);
+            tally.tell(seed, since.elapsed());
             bail!("{}: the GPU does not answer any more", device_name(device));
         }
         left -= round;
     }
-    tally.tell(seed, since.elapsed(), args.near);
+    tally.tell(seed, since.elapsed());
     if let Some((mut drawn, why)) = first {
         report::line("check", format!("FAILED: {} wrong", tally.wrong));
         return failed(args, device, lab, (&mut drawn, &why));

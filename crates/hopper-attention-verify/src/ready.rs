@@ -74,23 +74,24 @@ pub struct Verdict {
 }
 
 impl Verdict {
+    fn new(ratios: Ratios, passed: bool, report: String) -> Self {
+        Self { ratios, wrong: (!passed).then(|| report.clone()), report }
+    }
+
     /// A run that failed before it could be judged.
     pub fn failed(why: impl Into<String>) -> Self {
-        let why = why.into();
-        Self { ratios: Ratios::default(), report: why.clone(), wrong: Some(why) }
+        Self::new(Ratios::default(), false, why.into())
     }
 }
 
 impl From<&Report> for Verdict {
     fn from(report: &Report) -> Self {
-        let text = report.to_string();
-        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| text.clone()), report: text }
+        Self::new(report.ratios(), report.passed(), report.to_string())
     }
 }
 
 impl From<&BackwardReport> for Verdict {
     fn from(report: &BackwardReport) -> Self {
-        let text = report.to_string();
-        Self { ratios: report.ratios(), wrong: (!report.passed()).then(|| text.clone()), report: text }
+        Self::new(report.ratios(), report.passed(), report.to_string())
     }
 }

@@ -68,14 +68,13 @@ Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode cons
   if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
-  Status const status = encode();
-  if (is_ok(status)) {
-    BwdStatistics<Traits>::launch(params, stream);
-    start_main(bwd_scalars<Traits>(params));
-    BwdConvert<typename Traits::Unmasked>::launch(params, stream);
-    return to_status(cudaGetLastError());
+  if (Status const status = encode(); !is_ok(status)) {
+    return status;
   }
-  return status;
+  BwdStatistics<Traits>::launch(params, stream);
+  start_main(bwd_scalars<Traits>(params));
+  BwdConvert<typename Traits::Unmasked>::launch(params, stream);
+  return to_status(cudaGetLastError());
 }
 
 }  // namespace hattn

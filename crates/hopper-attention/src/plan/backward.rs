@@ -19,7 +19,7 @@ use super::fitting::{self, fitting, unsupported};
 use super::schedule::{
     BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, resident, small, write_keys,
 };
-use super::shares::{self, Inputs};
+use super::shares::{self, Work};
 use super::target::{Planned, Target};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 #[cfg(feature = "cuda")]
@@ -203,10 +203,17 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let group = dims.heads_q / dims.heads_kv.max(1);
     let bytes = group * dims.seqlen_q * width;
     let shares = if is_persistent(&kernel) {
-        let sums_of_queries = dims.heads_q * dims.batch * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>();
-        let sums = [key_sums_bytes(&kernel), sums_of_queries];
-        let (kernel, bounds, ordered) = (&kernel, mask, turns);
-        shares::shares(&Inputs { kernel, dims, bounds, multiprocessors, bytes, sums, ordered })
+        let work = Work {
+            steps: shares::steps(&kernel, dims, mask),
+            group,
+            heads: heads_kv,
+            multiprocessors,
+            bytes,
+            sums: key_sums_bytes(&kernel),
+            most_bytes: shares::MOST_BYTES.max(heads_q * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>()),
+            ordered: turns,
+        };
+        work.shares()
     } else {
         1
     };

@@ -34,7 +34,7 @@ const MOST: usize = 32;
 /// Problems with more tiles of keys in a head are not looked at: the choice would take longer than a launch.
 const MOST_TILES: usize = 1 << 14;
 /// The most bytes that the sums of dK and dV may take, if they take more than the sums of dQ.
-const MOST_BYTES: usize = 256 << 20;
+pub(super) const MOST_BYTES: usize = 256 << 20;
 /// From how many bytes on the query heads of a KV head are given to shares of their own under a mask, and which part of the
 /// steps that may cost. The bytes are what the tiles of the KV head read and add to.
 const FAR_BYTES: usize = 64 << 20;
@@ -43,21 +43,22 @@ const FAR_COST: f64 = 0.033;
 /// The work of a launch.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
-    /// Steps of each tile of one KV head, all query heads together.
-    steps: Vec<usize>,
+    /// Steps of each tile of one KV head, all query heads together ([`steps`]). Empty: tiles are not cut.
+    pub steps: Vec<usize>,
     /// Query heads that read one KV head.
-    group: usize,
+    pub group: usize,
     /// (batch entry, KV head) pairs.
-    heads: usize,
-    multiprocessors: usize,
+    pub heads: usize,
+    /// Multiprocessors of the GPU. At least 1.
+    pub multiprocessors: usize,
     /// Bytes that the tiles of one KV head read, or add to, in common.
-    bytes: usize,
+    pub bytes: usize,
     /// Bytes of the sums of dK and dV of one tile.
-    sums: usize,
-    /// The most bytes of all of them.
-    most_bytes: usize,
-    /// Whether each share needs sums of its own.
-    ordered: bool,
+    pub sums: usize,
+    /// The most bytes of all of them ([`MOST_BYTES`]).
+    pub most_bytes: usize,
+    /// Whether tiles take turns, so that each share needs sums of its own.
+    pub ordered: bool,
 }
 
 /// The number of blocks of queries that tile `tile` of keys visits, in one query head: `QueryVisits` of the kernels
@@ -79,40 +80,13 @@ fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usi
     usize::try_from(end - begin).unwrap_or(1).max(1)
 }
 
-/// What is known of a launch before its tiles are cut.
-pub(super) struct Inputs<'a> {
-    pub kernel: &'a KernelInfo,
-    pub dims: Dims,
-    /// The mask as kernels read it (`schedule::bounds`).
-    pub bounds: [i32; 3],
-    pub multiprocessors: usize,
-    /// Bytes that the tiles of one KV head read, or add to, in common.
-    pub bytes: usize,
-    /// Bytes of the sums of dK and dV of one tile, and of all sums of dQ.
-    pub sums: [usize; 2],
-    /// Whether tiles take turns, so that each share needs sums of its own.
-    pub ordered: bool,
-}
-
-/// The number of shares of each tile: 1, or what takes the least time.
-pub(super) fn shares(inputs: &Inputs<'_>) -> usize {
-    let Inputs { kernel, dims, bounds, multiprocessors, bytes, sums: [sums, sums_of_queries], ordered } = *inputs;
+/// The steps of each tile of one KV head, all query heads together: [`Work::steps`].
+pub(super) fn steps(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3]) -> Vec<usize> {
     let tiles = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
-    if tiles > MOST_TILES || tiles * dims.batch * dims.seqlen_q == 0 {
-        return 1;
+    if tiles > MOST_TILES || dims.batch * dims.seqlen_q == 0 {
+        return Vec::new();
     }
-    let group = dims.heads_q / dims.heads_kv.max(1);
-    let work = Work {
-        steps: (0..tiles).map(|tile| group * visits(kernel, dims, bounds, tile)).collect(),
-        group,
-        heads: dims.batch * dims.heads_kv,
-        multiprocessors: multiprocessors.max(1),
-        bytes,
-        sums,
-        most_bytes: MOST_BYTES.max(sums_of_queries),
-        ordered,
-    };
-    work.shares()
+    (0..tiles).map(|tile| dims.group_size() * visits(kernel, dims, bounds, tile)).collect()
 }
 
 impl Work {
@@ -173,7 +147,11 @@ impl Work {
         self.group.is_multiple_of(shares) || shares.is_multiple_of(self.group)
     }
 
-    fn shares(&self) -> usize {
+    /// The number of shares of each tile: 1, or what takes the least time.
+    pub(super) fn shares(&self) -> usize {
+        if self.steps.is_empty() {
+            return 1;
+        }
         let whole = self.time(1);
         let most = self.steps.iter().copied().max().unwrap_or(1).min(MOST);
         let fits = |shares: &usize| self.sums(*shares) <= self.most_bytes;

@@ -25,10 +25,6 @@ struct BwdLoad {
     CUTE_DEVICE void operator()() const {}
   };
 
-  CUTE_DEVICE static QueryVisits visits_of(BwdScalars const& scalars, Band const& band, int n_block) {
-    return QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, n_block, scalars.ordered);
-  }
-
   // Calls `use` for the blocks of all tiles, in the order in which the consumers take them, and `done` after the last
   // block of a tile. The ring runs on across the heads of a group and across tiles.
   template <class Use, class Done = Nothing>
@@ -45,7 +41,8 @@ struct BwdLoad {
       }
       // tile[] has been read. This lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      QueryVisits const visits = visits_of(scalars, band, tile.block);
+      QueryVisits const visits =
+          QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block, scalars.ordered);
       int head = tile.head_q;
       int blocks = (tile.batch * scalars.heads_q + head) * scalars.m_blocks;
       int visit = tile.visit;

@@ -35,8 +35,7 @@ static_assert(sizeof(TileShare) == 32, "the plan counts 32 bytes a share");
 template <class Traits>
 CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
   int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
-  BwdScheduler const scheduler{
-      n_tiles, params.heads_kv * params.shares, params.batch, params.heads_per_group, params.groups, false, nullptr};
+  BwdScheduler const scheduler = bwd_scheduler(params, n_tiles, nullptr);
   for (int i = thread; i < scheduler.total(); i += threads) {
     Tile const listed = scheduler.tile(i);
     int const head = listed.head / params.shares;
