@@ -145,14 +145,17 @@ fn the_way_through_c_allocates_nothing() {
     let forward = problem(&given);
     let through_c = Plan::new(&quantize_problem(&quantizer, &forward), HATTN_CPU).unwrap();
     let plan = quantizer.plan(&Device::cpu()).unwrap();
-    for round in 0..3 {
+    // The threads' queue allocates now and then, and the first runs start the threads. So the least counts decide.
+    let mut least = [u64::MAX; 2];
+    for _ in 0..6 {
         // SAFETY: the memory is that of the vectors above, which nothing else uses meanwhile.
         let (ran, of_raw) = counted(|| unsafe { plan.run_raw(&args, null_mut()) });
         ran.unwrap();
         // SAFETY: as above.
         let (ran, of_c) = counted(|| unsafe { through_c.run(&memory, null_mut()) });
         ran.unwrap();
-        // The first runs start the CPU's threads.
-        assert!(round == 0 || of_c == of_raw, "{of_c} calls of the allocator through C, {of_raw} of the raw layer");
+        least = [least[0].min(of_raw), least[1].min(of_c)];
     }
+    let [of_raw, of_c] = least;
+    assert_eq!(of_c, of_raw, "calls of the allocator through C, and of the raw layer");
 }

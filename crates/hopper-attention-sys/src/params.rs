@@ -176,8 +176,12 @@ mod ffi {
         window_right: i32,
         /// CTAs of the grid. A tile is `tile_m` queries of one query head.
         /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
+        ///   Where `shares` is above 1: the number of tiles times `shares`. A CTA computes one share of a tile.
         /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
+        /// CTAs that share a tile's keys, as a cluster: at least 1, and at most `most_shares` of the row. Above 1
+        /// there is no `tile_counter`.
+        shares: i32,
         /// Heads in a group, at least 1. A head here is a (batch entry, query head) pair. The tile order lists the tiles group
         /// by group (`kernels/common/tile_scheduler.hpp`).
         heads_per_group: i32,
@@ -394,6 +398,8 @@ mod ffi {
         scores: Scores,
         /// Workspace of one CTA where the last tiles are split (`FwdParams::split_tiles`), in bytes. 0: the row never splits.
         split_bytes: i32,
+        /// CTAs that may share a tile's keys (`FwdParams::shares`). 1: the row's tiles are never shared.
+        most_shares: i32,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.

@@ -251,6 +251,20 @@ pub use workspace::Workspace;
 pub mod internal {
     pub use crate::plan::{BackwardChoice, Choice, Fallback, candidates, mask_class, select, select_backward};
 
+    /// As `plan_with_row`, with so many CTAs that share a tile. More than the row allows are as many as it allows.
+    ///
+    /// # Errors
+    /// As `plan_with_row`.
+    #[cfg(feature = "cuda")]
+    pub fn plan_with_shares(
+        problem: &crate::ForwardProblem,
+        device: &crate::CudaDevice,
+        row: &crate::KernelInfo,
+        shares: usize,
+    ) -> crate::Result<crate::ForwardPlan> {
+        problem.plan_with_shares(device, row, shares)
+    }
+
     /// The kernel of a forward plan and the schedule of its tiles. `None` on the CPU.
     pub fn choice(plan: &crate::ForwardPlan) -> Option<&Choice> {
         plan.choice()

@@ -30,6 +30,7 @@ pub struct KernelInfo {
     pub(crate) smem_bytes: usize,
     pub(crate) scores: DType,
     pub(crate) split_bytes: usize,
+    pub(crate) most_shares: usize,
 }
 
 impl KernelInfo {
@@ -105,6 +106,11 @@ impl KernelInfo {
         self.split_bytes
     }
 
+    /// The most CTAs that may share the keys of a tile, as a cluster. 1: the kernel's tiles are never shared.
+    pub fn most_shares(&self) -> usize {
+        self.most_shares
+    }
+
     /// Whether a GPU can run the kernel: it has the instruction set, and enough shared memory for a CTA.
     pub fn runs_on(&self, gpu: &DeviceFacts) -> bool {
         self.arch.runs_on(gpu.arch) && self.smem_bytes <= gpu.smem_bytes_per_block
@@ -138,6 +144,7 @@ impl KernelInfo {
             smem_bytes: count(info.smem_bytes)?,
             scores: sys::scores(info.scores)?,
             split_bytes: count(info.split_bytes)?,
+            most_shares: count(info.most_shares)?,
         })
     }
 }
@@ -270,6 +277,7 @@ pub(crate) mod tests {
         smem_bytes: 213 << 10,
         scores: DType::F32,
         split_bytes: 0,
+        most_shares: 1,
     };
 
     #[test]

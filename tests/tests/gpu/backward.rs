@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Mask, Stream,
+    Arch, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Mask, Stream,
     Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::{Outputs, Prepared};
@@ -285,11 +285,12 @@ fn late_blocks_may_find_no_tile_left() {
 }
 
 fn late<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    // A forward pass with a tile of queries for half of the multiprocessors at most, and 65536 keys: about a millisecond.
-    let dims = Dims::new(1, gpu.device.info().facts.multiprocessors / 2 * 128, 1, row.head_dim_qk())
+    // A forward pass of some milliseconds. A tile has 64 queries or more, so that its tiles are for half of the multiprocessors
+    // at most. (On sm90 several CUDA blocks might share a tile.)
+    let dims = Dims::new(1, gpu.device.info().facts.multiprocessors / 2 * 64, 1, row.head_dim_qk())
         .with_seqlen_kv(1 << 16)
         .with_head_dim_vo(row.head_dim_vo());
-    let forward = ForwardProblem::builder(T::DTYPE, dims).build().unwrap();
+    let forward = ForwardProblem::builder(T::DTYPE, dims).arch(Arch::Sm80).build().unwrap();
     let stream = gpu.device.context().new_stream().unwrap();
     let lane = Stream::Cuda(stream.clone());
     let plan = forward.plan(&Device::Cuda(gpu.device.clone())).unwrap();
@@ -300,7 +301,7 @@ fn late<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
 
     // More short tiles than multiprocessors, drawn.
     let mut case =
-        Case::new(row.tile_m(), 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(16, 16, 16);
+        Case::new(row.tile_m(), 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(4, 16, 16);
     case.dims.head_dim_vo = row.head_dim_vo();
     let prepared = Prepared::<T>::new(&case);
     let (short, mut workspace) = planned(gpu, row, &prepared, true);

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use hopper_attention::internal::plan_with_shares;
 use hopper_attention::{Arch, DType, Device, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
@@ -14,15 +15,23 @@ use crate::{mask_of, with_dtype};
 /// Scratch for every plan of a test, never cleaned: a kernel must not care what the last one left.
 const WORKSPACE_BYTES: usize = 1 << 20;
 
-/// Runs cases through all rows that take them.
+/// Runs cases through all rows that take them. Where a row's tiles can be shared, each second case has 1 to 8 shares in turn,
+/// whatever the plan would choose.
 fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
+    let mut runs = 0;
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     take_rows(
         runner,
         (rows, cases),
         |prepared: &Prepared<T>| OnDevice::new(&gpu.stream, prepared),
         |row, prepared, on_device| {
-            let plan = planned(prepared.problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
+            let problem = &prepared.problem;
+            runs += usize::from(row.most_shares() > 1);
+            let plan = match runs % 2 == 1 && row.most_shares() > 1 {
+                true => plan_with_shares(problem, &gpu.device, row, 1 + runs / 2 % row.most_shares()),
+                false => problem.plan_with_row(&gpu.device, row),
+            };
+            let plan = planned(plan, row, &prepared.case)?;
             assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
             Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
         },
@@ -97,7 +106,8 @@ fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let mut case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2);
     case.dims.head_dim_vo = row.head_dim_vo();
     let prepared = Prepared::<T>::new(&case);
-    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    // The tiles are shared where they can be.
+    let plan = plan_with_shares(&prepared.problem, &gpu.device, row, 3).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let outputs = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
     let mut applied = BTreeMap::new();

@@ -31,6 +31,25 @@ Status prepare_backward(Main* main) noexcept {
   return is_ok(status) ? prepare_kernel(main, Traits::kSmemBytes) : status;
 }
 
+// Starts a kernel whose CTAs form clusters. What goes wrong is seen by cudaGetLastError.
+template <class Kernel, class... Args>
+void launch_clusters(Kernel* kernel, int cluster, int grid, int threads, int smem_bytes, CUstream_st* stream,
+                     Args const&... args) noexcept {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 // Zeroes device memory in stream order. Address 0: there is none.
 inline Status zero(std::uint64_t address, std::size_t bytes, CUstream_st* stream) noexcept {
   return address == 0 ? Status{} : to_status(cudaMemsetAsync(reinterpret_cast<void*>(address), 0, bytes, stream));

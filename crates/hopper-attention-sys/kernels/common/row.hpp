@@ -13,7 +13,7 @@
 // - *block*: what a tile visits, one after the other (visits.hpp). Forward: tile_n keys. Backward: tile_m queries.
 // - *chunk*: some of a block's rows, where a warp takes a block in several steps.
 // - *step*: one visit of a block (backward), in one query head.
-// - *share*: some steps of a tile, where several CTAs work on it (sm90 backward, sm90/bwd/share.hpp).
+// - *share*: some of a tile's work, where several CTAs work on it (sm90/fwd/shares.hpp, sm90/bwd/share.hpp).
 // - *strip*: 16 rows of a warp, the height of an mma.sync product.
 // - *part*: some of the columns of a product, where registers do not hold all of them (sm90/fp8).
 // - *stage*: a buffer of a ring through which blocks pass.
@@ -49,6 +49,7 @@ struct RowTraits {
   static constexpr int kTileN = kColumns;  // keys of a block (forward) or of a tile (backward)
   static constexpr int kStages = kStageCount;
   static constexpr Scores kScores = kScoresOfRow;
+  static constexpr int kMostShares = 1;  // CTAs that may share a tile's keys (sm90/fwd)
 };
 
 // A row's description, from its traits.
@@ -66,6 +67,7 @@ constexpr RowInfo row_info() noexcept {
   info.threads = Traits::kThreads;
   info.smem_bytes = Traits::kSmemBytes;
   info.scores = Traits::kScores;
+  info.most_shares = Traits::kMostShares;
   return info;
 }
 

@@ -23,6 +23,23 @@
 
 namespace hattn {
 
+// A share of a tile's work: some of its steps, where several CTAs work on a tile. Shares differ by one step at most.
+// There are none left for the last shares where a tile has fewer steps than shares.
+//
+// - Forward: a step is a visit of a block of keys (KeyVisits::keep_share).
+// - Backward: a step is a visit in one query head. The tile's steps are the visits in the first query head of its
+//   group, then those in the second, and so on.
+struct Share {
+  int first;
+  int steps;
+
+  CUTE_DEVICE static Share of(int total, int share, int shares) {
+    int const least = total / shares;
+    int const longer = total - least * shares;
+    return {share * least + cute::min(share, longer), least + (share < longer ? 1 : 0)};
+  }
+};
+
 // The key blocks of a tile of queries, or of some of its rows. The last keys come first. In this order there are up to
 // three runs of blocks:
 //
@@ -79,6 +96,13 @@ struct KeyVisits {
   CUTE_DEVICE void keep_piece(int const& cut) {
     begin = cute::max(cut, 0);
     end = cut < 0 ? -cut : end;
+  }
+
+  // Keeps only share `share` of the visits. There may be none.
+  CUTE_DEVICE void keep_share(int const& share, int const& shares) {
+    Share const kept = Share::of(count(), share, shares);
+    end -= kept.first;
+    begin = end - kept.steps;
   }
 
   CUTE_DEVICE int first() const { return end - 1; }
@@ -156,21 +180,6 @@ struct QueryVisits {
       end = cute::max(ceil_div(cute::max(0, queries_end), kTileM), begin + 1);
     }
     return {begin, end, begin};
-  }
-};
-
-// A share of a tile's work: some of its steps. A step is a visit in one query head; the tile's steps are the visits in
-// the first query head of its group, then those in the second, and so on. Where a group's heads and a sequence's tiles
-// are too few for the card, several CTAs take a share of each tile. Shares differ by one step at most. There are none
-// left for the last shares where a tile has fewer steps than shares.
-struct Share {
-  int first;
-  int steps;
-
-  CUTE_DEVICE static Share of(int total, int share, int shares) {
-    int const least = total / shares;
-    int const longer = total - least * shares;
-    return {share * least + cute::min(share, longer), least + (share < longer ? 1 : 0)};
   }
 };
 

@@ -12,10 +12,11 @@ use crate::layouts::Placement;
 pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
     let length = || prop_oneof![1usize..20, 60usize..70, 1usize..300, 120usize..140, 185usize..200];
     let dim = move || (1..=head_dim / step).prop_map(move |steps| steps * step);
-    // Now and then few heads with long sequences: several CTAs then share a tile of the backward.
+    // Now and then few heads with long sequences, or few queries with many keys: several CTAs then share a tile.
     let sizes = prop_oneof![
         19 => (1usize..4, length(), prop_oneof![9 => length(), 1 => Just(0)], 1usize..4, 1usize..5, dim(), dim()),
         1 => (Just(1), 300usize..900, 300usize..900, 1usize..3, 1usize..17, dim(), dim()),
+        1 => (1usize..3, 1usize..200, 500usize..3000, 1usize..3, 1usize..9, dim(), dim()),
     ];
     let scale = prop_oneof![2 => Just(None), 1 => (0.005f32..2.0).prop_map(Some)];
     let placement = proptest::sample::select(Placement::ALL.to_vec());

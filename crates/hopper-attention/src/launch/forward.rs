@@ -56,6 +56,7 @@ impl Launch for ForwardPlan {
             grid: fallback.grid,
             tile_counter: counter.map_or(0, |offset| args.workspace + offset as u64),
             split_tiles: 0,
+            shares: 1,
             ..params
         };
         launch(&fallback.kernel, &behind)
@@ -135,6 +136,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         window_left: choice.window_left,
         window_right: choice.window_right,
         grid: choice.grid,
+        shares: choice.shares,
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,
         tile_counter: part(parts.tile_counter),

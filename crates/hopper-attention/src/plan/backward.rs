@@ -380,6 +380,7 @@ mod tests {
                     smem_bytes: 200 << 10,
                     scores: DType::F32,
                     split_bytes: 0,
+                    most_shares: 1,
                 });
             }
         }

@@ -64,7 +64,13 @@ impl ForwardProblem {
     /// row is not one of [`kernels()`].
     #[cfg(feature = "cuda")]
     pub fn plan_with_row(&self, device: &CudaDevice, row: &KernelInfo) -> Result<ForwardPlan> {
-        self.plan_chosen(device, select_row(self, &device.info().facts, row, kernels())?)
+        self.plan_chosen(device, select_row(self, &device.info().facts, row, None, kernels())?)
+    }
+
+    /// As [`plan_with_row`](Self::plan_with_row), with so many shares of a tile, where the row's tiles can be shared.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn plan_with_shares(&self, device: &CudaDevice, row: &KernelInfo, shares: usize) -> Result<ForwardPlan> {
+        self.plan_chosen(device, select_row(self, &device.info().facts, row, Some(shares), kernels())?)
     }
 
     #[cfg(feature = "cuda")]

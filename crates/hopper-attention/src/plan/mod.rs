@@ -3,6 +3,7 @@
 //! A plan is a pure function of the problem and of the device's facts. The files, in the order of the work:
 //! - `fitting.rs`: which kernels compute a problem on a GPU.
 //! - `select.rs` (forward) and `backward.rs`: which of these kernels is chosen, and the schedule of its tiles.
+//! - `key_shares.rs`: how many CTAs share a tile of a forward pass, and how long that takes.
 //! - `shares.rs`: into how many shares a backward pass cuts its tiles.
 //! - `schedule.rs`: what both schedules share: groups of heads, mask bounds.
 //! - `quantize.rs`: the same for the quantiser, which has one kernel for each source type.
@@ -12,6 +13,7 @@
 mod backward;
 mod fitting;
 mod forward;
+mod key_shares;
 mod quantize;
 mod schedule;
 mod select;

@@ -14,8 +14,9 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{fitting, unsupported};
+use super::key_shares::Work;
 use super::schedule::{bounds, groups, is_persistent, resident, small, write_keys};
-use crate::arch::{DeviceFacts, MaskClass};
+use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
@@ -65,8 +66,15 @@ pub struct Choice {
     pub tiles: i32,
     /// Number of CTAs.
     /// - sm90: one for each multiprocessor, but no more than `tiles`. A CTA computes one tile after another.
+    ///   Where `shares` is above 1: one for each share of each tile. A CTA computes one share and ends.
     /// - sm80: one for each tile. Several CTAs share a multiprocessor. The GPU starts CTAs in the tile order.
     pub grid: i32,
+    /// Number of CTAs that share the keys of a tile: at least 1, and at most the kernel's
+    /// [`most_shares`](KernelInfo::most_shares). These CTAs are a cluster: the GPU runs them at the same time, and each reads
+    /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`).
+    ///
+    /// Above 1 where tiles are fewer than multiprocessors. CTAs then draw no tiles.
+    pub shares: i32,
     /// Number of heads in a group: 1 under a full mask, 1 to 16 under other masks. A head here is a (batch entry, query head)
     /// pair.
     ///
@@ -98,7 +106,8 @@ pub struct Choice {
 /// one that the problem asks for, or else the newest that the GPU runs.) Candidates are ranked by, in this order:
 /// 1. the smallest head dims;
 /// 2. scores in f16 (only a candidate if the problem allows it: [`half_scores`](crate::ForwardProblemBuilder::half_scores));
-/// 3. the least estimated time (`time_weight`, `border_keys`; padding counts as work);
+/// 3. the least estimated time (`key_shares.rs` for 16-bit operands on sm90, else `time_weight` and `border_keys`; padding counts
+///    as work);
 /// 4. the higher occupancy (CTAs that share a multiprocessor);
 /// 5. the larger tile;
 /// 6. the lower index in the table.
@@ -107,10 +116,11 @@ pub struct Choice {
 /// [`Error::Unsupported`](crate::Error::Unsupported) when no row computes the problem. The error names the first property that
 /// no row has, and the nearest that a row has.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
-    schedule(problem, gpu, best(problem, gpu, rows)?, rows)
+    schedule(problem, gpu, best(problem, gpu, rows)?, None, rows)
 }
 
-/// As [`select`], but with this kernel. A fallback comes from `rows`.
+/// As [`select`], but with this kernel, and with so many shares of a tile where the kernel's tiles can be shared (`None`: with
+/// the best number). A fallback comes from `rows`.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) when the kernel does not compute the problem.
@@ -119,9 +129,10 @@ pub(super) fn select_row(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     row: &KernelInfo,
+    shares: Option<usize>,
     rows: &[KernelInfo],
 ) -> Result<Choice> {
-    schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, rows)
+    schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, shares, rows)
 }
 
 fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<KernelInfo> {
@@ -145,14 +156,41 @@ fn rank(
     gpu: &DeviceFacts,
     row: &KernelInfo,
 ) -> (usize, bool, u128, Reverse<usize>, Reverse<usize>, u32) {
-    let dims = problem.dims();
-    let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
-    let time = (padded * time_weight(row)) as u128 * (dims.seqlen_kv + border_keys(row)) as u128;
     let in_f32 = row.scores != DType::F16;
+    let time = if is_fitted(row) {
+        // In nanoseconds. A float as large as a u128 saturates.
+        (work(problem, gpu, row).best().1 * 1e3) as u128
+    } else {
+        let dims = problem.dims();
+        let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
+        (padded * time_weight(row)) as u128 * (dims.seqlen_kv + border_keys(row)) as u128
+    };
     (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
-/// Estimated time for one query and one key. The unit is a hundredth of the time that a tile of 192 queries takes for them.
+/// Whether the time that a kernel takes is known from a fit ([`key_shares`]): those of 16-bit operands on sm90.
+fn is_fitted(row: &KernelInfo) -> bool {
+    row.arch == Arch::Sm90 && row.dtype != DType::E4M3
+}
+
+/// The work of a launch of such a kernel.
+fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
+    Work::new(row, problem.dims(), bounds(problem), gpu.multiprocessors.max(1), is_drawn(problem, row))
+}
+
+/// Whether CTAs draw their tiles where they have several.
+///
+/// Drawing balances unequal work over the CTAs. Under a full mask all tiles have equal work, and a fixed order is as good: but not
+/// for e4m3 with many keys (benches/LOG.md, entry 27), and not for kernels with small blocks of keys, which are bound by memory
+/// (entry 35).
+fn is_drawn(problem: &ForwardProblem, row: &KernelInfo) -> bool {
+    row.mask != MaskClass::Full
+        || (row.dtype == DType::E4M3 && problem.dims().seqlen_kv > 512)
+        || (is_fitted(row) && row.tile_n < 128)
+}
+
+/// Estimated time for one query and one key, of an e4m3 or sm80 kernel. The unit is a hundredth of the time that a tile of 192
+/// queries takes for them.
 ///
 /// A tile of 192 queries has three warpgroups, which hide more latency than the two of a tile of 128. On an H100 with long
 /// sequences, tiles of 128 took 9% longer at head dim 64 and 6% longer at head dim 128 (benches/LOG.md, entries 3 and 26).
@@ -174,10 +212,16 @@ fn border_keys(row: &KernelInfo) -> usize {
 }
 
 /// The schedule of a kernel's tiles. If the kernel sums scores in f16, the fallback is chosen from `rows`.
-fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, rows: &[KernelInfo]) -> Result<Choice> {
+fn schedule(
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    kernel: KernelInfo,
+    shares: Option<usize>,
+    rows: &[KernelInfo],
+) -> Result<Choice> {
     let fallback = if kernel.scores == DType::F16 {
         let in_f32: Vec<KernelInfo> = rows.iter().filter(|row| row.scores != DType::F16).copied().collect();
-        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, &[])?;
+        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, None, &[])?;
         Some(Fallback { kernel: behind.kernel, grid: behind.grid, tile_counter: behind.tile_counter })
     } else {
         None
@@ -194,12 +238,17 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
     let [heads_per_group, groups] =
         groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), usize::MAX);
     let [diagonal_offset, window_left, window_right] = bounds(problem);
-    let grid = if is_persistent(&kernel) { tiles.min(small(multiprocessors)) } else { tiles };
-    // Drawing balances unequal work over the CTAs, if there is more than one round. Under a full mask all tiles have equal
-    // work, so a fixed order is as good. For e4m3 with many keys, drawing was still measured to be faster (benches/LOG.md,
-    // entry 27).
-    let tile_counter =
-        tiles > grid && (kernel.mask != MaskClass::Full || (kernel.dtype == DType::E4M3 && dims.seqlen_kv > 512));
+    let shares = match shares {
+        _ if kernel.most_shares <= 1 => 1,
+        Some(shares) => small(shares.clamp(1, kernel.most_shares)),
+        None => small(work(problem, gpu, &kernel).best().0),
+    };
+    let grid = match is_persistent(&kernel) {
+        true if shares > 1 => tiles * shares,
+        true => tiles.min(small(multiprocessors)),
+        false => tiles,
+    };
+    let tile_counter = tiles > grid && is_drawn(problem, &kernel);
     Ok(Choice {
         kernel,
         diagonal_offset,
@@ -208,6 +257,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
         m_tiles: small(m_tiles),
         tiles,
         grid,
+        shares,
         heads_per_group,
         groups,
         tile_counter,
@@ -297,6 +347,9 @@ impl fmt::Display for Choice {
         )?;
         if self.split_tiles > 0 {
             write!(f, ", the last {} split", self.split_tiles)?;
+        }
+        if self.shares > 1 {
+            write!(f, ", {} shares", self.shares)?;
         }
         write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])?;
         match &self.fallback {

@@ -25,6 +25,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         smem_bytes: 200 << 10,
         scores: DType::F32,
         split_bytes: 0,
+        most_shares: 1,
     }
 }
 
@@ -123,7 +124,7 @@ fn a_larger_tile_is_worth_some_padding() {
         let dims = Dims { seqlen_q: seqlen, seqlen_kv: seqlen, head_dim_qk: 64, head_dim_vo: 64, ..DIMS };
         select(&problem(dims, Mask::causal()), &H100, &rows).unwrap().kernel.tile_m
     };
-    assert_eq!([512, 1024, 2048, 4096, 16384].map(tile), [128, 128, 192, 192, 192]);
+    assert_eq!([512, 1024, 2048, 4096, 16384].map(tile), [128, 128, 128, 192, 192]);
 }
 
 #[test]
@@ -241,7 +242,7 @@ fn scores_in_f16_are_for_those_who_ask() {
     assert!(choice.to_string().ends_with(&words), "{choice}");
     let in_f32 = select(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap();
     assert_eq!((in_f32.kernel, in_f32.fallback, in_f32.workspace_bytes()), (behind.kernel, None, 4));
-    let named = select_row(&problem, &H100, &fp8_rows()[6], &fp8_rows()).unwrap();
+    let named = select_row(&problem, &H100, &fp8_rows()[6], None, &fp8_rows()).unwrap();
     assert_eq!((named.kernel, named.fallback), (fp8_rows()[6], choice.fallback));
     assert!(refused(&problem, &H100, &fp8_rows()[5..7]).starts_with("unsupported: "));
     assert_eq!(
@@ -286,14 +287,31 @@ fn the_smallest_head_dim_that_has_both_is_taken() {
 
 #[test]
 fn less_padding_wins_and_then_the_larger_tile() {
-    let rows = [row(0, MaskClass::Full, 128, 64), row(1, MaskClass::Full, 128, 192), row(2, MaskClass::Full, 128, 128)];
+    // Kernels whose time is not known from a fit.
+    let row = |index, tile_m| KernelInfo { dtype: DType::E4M3, ..row(index, MaskClass::Full, 128, tile_m) };
+    let rows = [row(0, 64), row(1, 192), row(2, 128)];
     let taken = |seqlen_q| {
-        let problem = problem(Dims { seqlen_q, ..DIMS }, Mask::Full);
+        let problem = ForwardProblem::builder(DType::E4M3, Dims { seqlen_q, ..DIMS }).build().unwrap();
         select(&problem, &H100, &rows).unwrap().kernel.tile_m
     };
     // 64 and 128 queries fill a tile of that size. 192 fill one tile of 192 or three of 64. 200 are padded to 256 with tiles of
     // 64 or 128.
     assert_eq!((taken(1), taken(64), taken(128), taken(192), taken(200), taken(384)), (64, 64, 128, 192, 128, 192));
+}
+
+#[test]
+fn shares_of_a_tile_are_a_cluster_each() {
+    let row = KernelInfo { most_shares: 8, ..row(0, MaskClass::Full, 128, 128) };
+    let few = Dims { batch: 1, seqlen_q: 128, seqlen_kv: 16384, heads_q: 32, ..DIMS };
+    let with = |dims, shares| select_row(&problem(dims, Mask::Full), &H100, &row, shares, &[row]).unwrap();
+    let choice = with(few, None);
+    assert_eq!((choice.tiles, choice.shares, choice.grid, choice.tile_counter), (32, 3, 96, false));
+    assert!(choice.to_string().contains("grid 96 for 32 tiles") && choice.to_string().contains(", 3 shares"), "{choice}");
+    // As asked, within what the kernel allows; none where tiles are many.
+    assert_eq!([1, 5, 99].map(|shares| with(few, Some(shares)).grid), [32, 160, 256]);
+    assert_eq!(with(Dims { seqlen_q: 16384, ..few }, None).shares, 1);
+    let never = KernelInfo { most_shares: 1, ..row };
+    assert_eq!(select_row(&problem(few, Mask::Full), &H100, &never, Some(4), &[never]).unwrap().shares, 1);
 }
 
 #[test]

@@ -77,7 +77,7 @@ impl Tuning {
         rows: &[KernelInfo],
     ) -> Result<Choice> {
         let noted = self.row(card, problem).and_then(|name| rows.iter().find(|row| row.to_string() == name));
-        let tuned = noted.and_then(|row| select_row(problem, gpu, row, rows).ok());
+        let tuned = noted.and_then(|row| select_row(problem, gpu, row, None, rows).ok());
         match tuned {
             Some(choice) => Ok(Choice { tuned: true, ..choice }),
             None => select(problem, gpu, rows),
@@ -145,6 +145,7 @@ mod tests {
             smem_bytes: 200 << 10,
             scores: DType::F32,
             split_bytes: 0,
+            most_shares: 1,
         })
     }
 
@@ -160,20 +161,20 @@ mod tests {
             let choice = tuning.select(problem, card, &H100, &rows()).unwrap();
             (choice.kernel.tile_m, choice.tuned)
         };
-        assert_eq!(tile(&tuning, CARD, &problem(4096)), (192, false));
-        tuning.set(CARD, &problem(4096), &rows()[1]);
-        assert_eq!(tile(&tuning, CARD, &problem(4096)), (128, true));
+        assert_eq!(tile(&tuning, CARD, &problem(4096)), (128, false));
+        tuning.set(CARD, &problem(4096), &rows()[0]);
+        assert_eq!(tile(&tuning, CARD, &problem(4096)), (192, true));
         // The LSE and the scale do not change which kernel is the fastest, so the entry holds for this problem too.
         assert_eq!(
             tile(&tuning, CARD, &problem(4096).to_builder().lse(true).softmax_scale(2.0).build().unwrap()),
-            (128, true)
+            (192, true)
         );
-        assert_eq!(tile(&tuning, CARD, &problem(8192)), (192, false));
-        assert_eq!(tile(&tuning, "another card", &problem(4096)), (192, false));
+        assert_eq!(tile(&tuning, CARD, &problem(8192)), (128, false));
+        assert_eq!(tile(&tuning, "another card", &problem(4096)), (128, false));
         let choice = tuning.select(&problem(4096), CARD, &H100, &rows()).unwrap();
-        assert!(choice.to_string().contains(", tuned, grid 64 for 64 tiles"), "{choice}");
-        tuning.set(CARD, &problem(4096), &rows()[0]);
-        assert_eq!((tile(&tuning, CARD, &problem(4096)), tuning.len()), ((192, true), 1));
+        assert!(choice.to_string().contains(", tuned, grid 44 for 44 tiles"), "{choice}");
+        tuning.set(CARD, &problem(4096), &rows()[1]);
+        assert_eq!((tile(&tuning, CARD, &problem(4096)), tuning.len()), ((128, true), 1));
     }
 
     #[test]

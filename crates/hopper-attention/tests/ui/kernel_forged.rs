@@ -17,6 +17,7 @@ fn main() {
         smem_bytes: 0,
         scores: DType::F32,
         split_bytes: 0,
+        most_shares: 1,
     };
     let _ = KernelInfo { smem_bytes: 0, ..kernels()[0] };
 }

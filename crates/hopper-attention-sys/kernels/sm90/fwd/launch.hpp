@@ -10,8 +10,14 @@ namespace hattn::sm90 {
 template <class Traits>
 struct FwdLaunch {
   static Status prepare() noexcept {
-    return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
-                                           : prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
+    if (tensor_map_encoder() == nullptr) {
+      return {StatusCode::DriverTooOld, 0};
+    }
+    Status status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
+    if constexpr (Traits::kMostShares > 1) {
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
+    }
+    return status;
   }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
@@ -25,6 +31,13 @@ struct FwdLaunch {
       return encode.status;
     };
     return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
+      if constexpr (Traits::kMostShares > 1) {
+        if (params.shares > 1) {
+          launch_clusters(fwd_kernel<SharedTraits<Traits>>, params.shares, params.grid, Traits::kThreads,
+                          Traits::kSmemBytes, stream, params, scalars, map_q, map_k, map_v, map_o);
+          return;
+        }
+      }
       fwd_kernel<Traits>
           <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_o);
     });

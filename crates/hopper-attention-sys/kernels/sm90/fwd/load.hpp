@@ -8,6 +8,7 @@
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
+#include "sm90/fwd/shares.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/tma.hpp"
 
@@ -44,7 +45,7 @@ struct Load {
       if (!tile.valid()) {
         break;
       }
-      KeyVisits const visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      KeyVisits const visits = Shares<Traits>::visits(band, tile.block);
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
@@ -63,6 +64,9 @@ struct Load {
         v_row = visits.block(visit) * Traits::kTileN;
         v_head = head;
         v_batch = tile.batch;
+      }
+      if constexpr (Traits::kShares) {
+        break;
       }
     }
     if (v_pending) {
@@ -86,6 +90,10 @@ struct Load {
       storage.tile_full[buffer].arrive();
     };
 
+    if constexpr (Traits::kShares) {
+      announce(0, Shares<Traits>::tile());
+      return;
+    }
     bool const late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
     int next = 0;
     int round = 0;

@@ -18,6 +18,7 @@
 #include "common/visits.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
+#include "sm90/fwd/shares.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/product.hpp"
 #include "sm90/turns.hpp"
@@ -85,20 +86,23 @@ struct Mma {
     // The visits that this warpgroup's rows need. The warpgroup passes over the tile's visits before them (the result)
     // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
-      KeyVisits const tile_visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
+      KeyVisits const tile_visits = Shares<Traits>::visits(band, m_block);
       if constexpr (kMask == MaskClass::Full) {
         visits = tile_visits;
         return 0;
       } else {
         int const strip = m_block * Traits::kConsumers + consumer;
         visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
+        if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
+          visits.begin = tile_visits.begin;
+        }
         return visits.skipped_before(tile_visits);
       }
     };
     // Worked out again where it is needed: registers are short while the tile is under way.
     auto skipped_after = [&]() __attribute__((always_inline)) {
       if constexpr (kMask == MaskClass::Window) {
-        return visits.skipped_after(KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, m_block));
+        return visits.skipped_after(Shares<Traits>::visits(band, m_block));
       } else {
         return 0;
       }
@@ -220,6 +224,14 @@ struct Mma {
     if (m_block < 0) {
       return;
     }
+    if constexpr (Traits::kShares) {
+      if (Shares<Traits>::visits(band, m_block).count() == 0) {
+        storage.q_full[0].wait(0);  // a CTA must not end while a copy to it is under way
+        softmax.clear();
+        Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, softmax.row_sum, tOrO);
+        return;
+      }
+    }
     int const skipped_before = enter_tile();
     storage.q_full[0].wait(0);
     skip_k(skipped_before);
@@ -250,6 +262,20 @@ struct Mma {
         for (; visits.has(visit); visit = visits.next(visit)) {
           step(std::true_type{}, visit);
         }
+      }
+
+      if constexpr (Traits::kShares) {
+        Turns::wait(consumer);
+        issue_output();
+        Turns::pass(consumer);
+        float sums[2];
+        softmax.finish(sums);
+        await_output();
+        int const skipped = skipped_after();
+        skip_k(skipped);
+        skip_v(skipped);
+        Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, sums, tOrO);
+        return;
       }
 
       // The border: while this tile's last product runs, its rows are finished and the next tile is looked at; while

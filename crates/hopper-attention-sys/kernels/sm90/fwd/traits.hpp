@@ -30,13 +30,19 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Q of a tile is asked for when the O of the tile this many before has left the buffer. Tiles of one or two small key
   // blocks would wait for that store and this load in a row: they get a third buffer. Elsewhere it costs more than it
   // brings (benches/LOG.md, 8 and 9).
-  static constexpr int kBuffersQ = kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
+  // Small key blocks are for few keys: a tile has little work, and the loads and stores of several must be under way.
+  static constexpr int kBuffersQ = kTileN < 128 ? 4 : kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
+
+  // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
+  // (shares.hpp). 8 is the largest cluster that every GPU can start.
+  static constexpr bool kShares = false;
+  static constexpr int kMostShares = kConsumers == 2 && kTileN == 128 ? 8 : 1;
 
   // This thread's index in the CTA. Three consumers are short of registers.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
@@ -70,6 +76,12 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
+};
+
+// Of the second kernel of a row, in which the CTAs of a cluster share a tile.
+template <class Traits>
+struct SharedTraits : Traits {
+  static constexpr bool kShares = true;
 };
 
 }  // namespace hattn::sm90

@@ -1,0 +1,183 @@
+// Shares of a tile's keys: how the CTAs of a cluster compute one tile.
+//
+// Where a launch has fewer tiles than multiprocessors, or tiles of many keys, a row's second kernel is started. There
+// the CTAs of a cluster take the same tile, and each takes a share of the key blocks that the tile visits (Share in
+// common/visits.hpp). A CTA computes one tile and ends.
+//
+// When its products are done, a CTA writes what it has to its own shared memory, over the buffers of K and V: O before
+// the division, and for each query the row sum and what stands for the row's maximum (softmax.hpp). Then each CTA reads
+// a part of the columns of O from all CTAs of the cluster, sums them in the order of the shares, divides, and writes
+// these columns to memory. So the result does not depend on which CTA is done first.
+//
+// Two barriers of the cluster keep the CTAs together: one before the others' sums are read, one before a CTA ends,
+// since with it goes its shared memory.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "common/element.hpp"
+#include "common/softmax.hpp"
+#include "common/visits.hpp"
+#include "sm90/fwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+struct Shares {
+  static constexpr int kThreads = 128 * Traits::kConsumers;  // those with sums
+  static constexpr int kGroups = Traits::kHeadDimVO / 8;     // of 8 columns of O, of which a thread has 2 in 2 rows
+
+  // The sums of a CTA. A thread's elements lie as it has them, so that all CTAs of the cluster read them alike.
+  struct Sums {
+    float4 output[kGroups][kThreads];
+    float2 rows[Traits::kTileM];  // reference and row sum
+  };
+  static_assert(Traits::kMostShares == 1 || sizeof(Sums) <= sizeof(Traits::SharedStorage::k) + sizeof(Traits::SharedStorage::v),
+                "the sums lie over K and V");
+
+  // The key blocks that this CTA visits of a tile.
+  CUTE_DEVICE static KeyVisits visits(Band const& band, int m_block) {
+    KeyVisits visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
+    if constexpr (Traits::kShares) {
+      visits.keep_share(share(), shares());
+    }
+    return visits;
+  }
+
+  // The index of this CTA's tile in the tile order.
+  CUTE_DEVICE static int tile() { return static_cast<int>(blockIdx.x) / shares(); }
+
+  // Sums what the cluster's CTAs have, and writes this CTA's columns of O. `sums` are the rows' whole sums.
+  template <class Output>
+  CUTE_DEVICE static void finish_tile(FwdParams const& params, FwdScalars const& scalars,
+                                      typename Traits::SharedStorage& storage, int consumer,
+                                      float const (&reference)[2], float const (&sums)[2], Output const& output) {
+    auto& own = *reinterpret_cast<Sums*>(storage.k);
+    int const thread = thread_index_anew() - 128;
+    int const row = consumer * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+    // The other warpgroup's products may still read K and V.
+    named_barrier_sync(Traits::kConsumers + 1, kThreads);
+    CUTE_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      own.output[group][thread] = {output(4 * group), output(4 * group + 1), output(4 * group + 2),
+                                   output(4 * group + 3)};
+    }
+    if (thread % 4 == 0) {
+      own.rows[row] = {reference[0], sums[0]};
+      own.rows[row + 8] = {reference[1], sums[1]};
+    }
+    cute::cluster_arrive();
+    cute::cluster_wait();
+    write_columns(params, scalars, storage, thread, row);
+    cute::cluster_wait();
+  }
+
+ private:
+  CUTE_DEVICE static int share() { return static_cast<int>(cute::block_rank_in_cluster()); }
+  CUTE_DEVICE static int shares() { return static_cast<int>(cute::cluster_shape().x); }
+
+  // What lies at an address of this CTA's shared memory, in another CTA of the cluster.
+  CUTE_DEVICE static float4 read(float4 const& at, int share) {
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), share)));
+    return value;
+  }
+  CUTE_DEVICE static float2 read(float2 const& at, int share) {
+    float2 value;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), share)));
+    return value;
+  }
+
+  // Writes every so many-th group of columns, from this CTA's number on, and arrives at the barrier that the CTAs end
+  // after. The code is kept short: it runs once, so that fetching it is a part of its time.
+  CUTE_DEVICE static void write_columns(FwdParams const& params, FwdScalars const& scalars,
+                                        typename Traits::SharedStorage const& storage, int thread, int row) {
+    using Element = typename Traits::Element;
+    auto const& own = *reinterpret_cast<Sums const*>(storage.k);
+    int const count = shares();
+    int const lane = thread % 32;
+    // The four lanes that have a row look at two shares each.
+    float weights[2][2];
+    float inverse[2];
+    float lse[2];
+    Tile const tile = storage.tile[0];
+    int const query = tile.block * Traits::kTileM + row;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float2 rows[2];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int const share = lane % 4 + 4 * i;
+        rows[i] = share < count ? read(own.rows[row + 8 * r], share) : float2{-INFINITY, 0.0F};
+      }
+      float const reference = quad_max(fmaxf(rows[0].x, rows[1].x));
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        // Equal also where both are -inf: no key.
+        weights[r][i] = rows[i].x == reference ? 1.0F : exp2_approx(rows[i].x - reference);
+      }
+      float const sum = quad_sum(rows[0].y * weights[r][0] + rows[1].y * weights[r][1]);
+      inverse[r] = sum == 0.0F ? 0.0F : reciprocal_approx(sum);  // no key at all: O = 0; a NaN stays one
+      lse[r] = log_sum_exp(reference, sum);
+    }
+    constexpr int kMost = kGroups / 2;  // groups of a CTA; there are two shares or more
+    auto const group = [&](int i) { return share() + i * count; };
+    float4 total[kMost] = {};
+    CUTE_NO_UNROLL
+    for (int s = 0; s < count; ++s) {
+      float4 parts[kMost];
+      CUTE_UNROLL
+      for (int i = 0; i < kMost; ++i) {
+        if (group(i) < kGroups) {
+          parts[i] = read(own.output[group(i)][thread], s);
+        }
+      }
+      int const from = lane / 4 * 4 + s % 4;
+      float const first = __shfl_sync(0xffffffffU, s < 4 ? weights[0][0] : weights[0][1], from);
+      float const second = __shfl_sync(0xffffffffU, s < 4 ? weights[1][0] : weights[1][1], from);
+      CUTE_UNROLL
+      for (int i = 0; i < kMost; ++i) {
+        if (group(i) < kGroups) {
+          total[i].x += parts[i].x * first;
+          total[i].y += parts[i].y * first;
+          total[i].z += parts[i].z * second;
+          total[i].w += parts[i].w * second;
+        }
+      }
+    }
+    // All that was read has been used, and nothing is handed over here, so that no fence is needed.
+    cute::cluster_arrive_relaxed();
+    if (scalars.lse != nullptr && share() == 0 && lane % 4 == 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        if (query + 8 * r < scalars.seqlen_q) {
+          scalars.lse[tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + query + 8 * r] =
+              lse[r];
+        }
+      }
+    }
+    auto* const o = reinterpret_cast<Element*>(params.o.address) + tile.batch * params.o.stride_batch +
+                    tile.head * params.o.stride_head + query * params.o.stride_row + lane % 4 * 2;
+    auto const store = [&](Element* to, float a, float b) {
+      *reinterpret_cast<std::uint32_t*>(to) = pack_pair<Element>(a, b);
+    };
+    CUTE_UNROLL
+    for (int i = 0; i < kMost; ++i) {
+      int const column = 8 * group(i);
+      if (column < params.head_dim_vo) {
+        if (query < scalars.seqlen_q) {
+          store(o + column, total[i].x * inverse[0], total[i].y * inverse[0]);
+        }
+        if (query + 8 < scalars.seqlen_q) {
+          store(o + 8 * params.o.stride_row + column, total[i].z * inverse[1], total[i].w * inverse[1]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace hattn::sm90

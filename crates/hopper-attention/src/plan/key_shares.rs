@@ -1,0 +1,237 @@
+//! How long a forward pass of 16-bit operands takes on sm90, and how many CTAs share the keys of a tile.
+//!
+//! A tile visits blocks of keys. The CTAs of a cluster can share a tile: each visits some of the blocks, and they sum what they
+//! have at the end. That pays where there are fewer tiles than multiprocessors, and a tile visits many blocks.
+//!
+//! The model of the time is a fit to an H100 (benches/LOG.md, entry 35). All its times are in microseconds.
+
+use crate::arch::MaskClass;
+use crate::problem::Dims;
+use crate::table::KernelInfo;
+
+/// What launching a grid takes, and zeroing the counter that its CTAs draw tiles from.
+const LAUNCH: f64 = 4.0;
+const COUNTER: f64 = 1.5;
+/// Part of the longest tile by which a grid of several rounds ends late. (CTAs that are done wait for the others.)
+const LATE: f64 = 0.15;
+/// Sharing must save at least this part of the time.
+const WORTH: f64 = 0.03;
+/// How many clusters of 1, 2, ... 8 CTAs run at a time, for each multiprocessor. All CTAs of a cluster run in one part of the
+/// GPU, of 16 or 18 multiprocessors, so that some of these are left over. (Measured: an H100 with 132 multiprocessors runs 132,
+/// 66, 39, 30, 22, 17, 15 and 15.)
+const CLUSTERS: [f64; 8] = [1.0, 0.5, 0.296, 0.228, 0.167, 0.129, 0.114, 0.114];
+/// Of more tiles in a head, so many are looked at.
+const LOOKED_AT: usize = 1 << 10;
+
+/// The work of a launch.
+#[derive(Clone, Debug)]
+pub(super) struct Work {
+    /// Blocks of keys that the tiles of one head visit. Of many tiles, those of every so many-th.
+    visits: Vec<usize>,
+    /// Tiles in all.
+    tiles: usize,
+    multiprocessors: usize,
+    /// Whether CTAs draw tiles, where they have several.
+    drawn: bool,
+    most_shares: usize,
+    costs: Costs,
+}
+
+/// What a kernel takes for the parts of a tile.
+#[derive(Clone, Copy, Debug)]
+struct Costs {
+    /// A block of keys.
+    block: f64,
+    /// Between two tiles: the last block's products, O and the LSE.
+    border: f64,
+    /// Before a CTA's first block: barriers, the first copies.
+    start: f64,
+    /// Where the CTAs of a cluster share a tile: what summing takes.
+    sums: f64,
+}
+
+impl Costs {
+    fn of(kernel: &KernelInfo) -> Self {
+        let [block, border, start] = match (kernel.head_dim_vo > 64, kernel.tile_m, kernel.tile_n) {
+            (false, 192.., _) => [0.83, 1.6, 3.0],
+            (false, _, 128..) => [0.91, 1.4, 2.8],
+            (false, _, _) => [0.69, 0.9, 2.0],
+            (true, _, 128..) => [1.28, 2.5, 2.0],
+            (true, _, _) => [0.92, 2.1, 1.2],
+        };
+        let sums = if kernel.head_dim_vo > 64 { 2.6 } else { 1.5 };
+        Self { block: block * kernel.tile_m as f64 / 128.0, border, start, sums }
+    }
+}
+
+/// The number of blocks of keys that tile `tile` visits: `KeyVisits` of the kernels (`common/visits.hpp`). At least 1.
+fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usize {
+    let (rows, block) = (kernel.tile_m as i64, kernel.tile_n.max(1) as i64);
+    let [offset, left, right] = bounds.map(i64::from);
+    let (queries, keys) = (dims.seqlen_q as i64, dims.seqlen_kv as i64);
+    let blocks = |keys: i64| (keys.max(0) + block - 1) / block;
+    let (mut begin, mut end) = (0, blocks(keys));
+    let first_row = tile as i64 * rows;
+    let last_row = (first_row + rows).min(queries) - 1;
+    if kernel.mask == MaskClass::Window {
+        begin = ((first_row + offset - left).max(0) / block).min(end - 1);
+    }
+    if kernel.mask != MaskClass::Full {
+        end = blocks(keys.min(last_row + offset + right + 1)).max(begin + 1);
+    }
+    usize::try_from(end - begin).unwrap_or(1).max(1)
+}
+
+impl Work {
+    /// `bounds` are those of the mask (`schedule.rs`). `multiprocessors` is at least 1.
+    pub(super) fn new(
+        kernel: &KernelInfo,
+        dims: Dims,
+        bounds: [i32; 3],
+        multiprocessors: usize,
+        drawn: bool,
+    ) -> Self {
+        let of_head = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
+        let visits = if dims.seqlen_kv == 0 {
+            vec![1; of_head.min(1)]
+        } else {
+            let step = of_head.div_ceil(LOOKED_AT).max(1);
+            (0..of_head).rev().step_by(step).map(|tile| visits(kernel, dims, bounds, tile)).collect()
+        };
+        let tiles = of_head.saturating_mul(dims.batch * dims.heads_q);
+        Self { visits, tiles, multiprocessors, drawn, most_shares: kernel.most_shares, costs: Costs::of(kernel) }
+    }
+
+    /// The time that the launch takes with so many shares of each tile.
+    fn time_of(&self, shares: usize) -> f64 {
+        let Costs { block, border, start, sums } = self.costs;
+        let most = self.visits.iter().copied().max().unwrap_or(1);
+        let mean = |of: &dyn Fn(usize) -> usize| {
+            self.visits.iter().map(|&visits| of(visits) as f64).sum::<f64>() / self.visits.len().max(1) as f64
+        };
+        if shares > 1 {
+            // A CTA computes one share and ends.
+            let at_a_time = ((self.multiprocessors as f64 * CLUSTERS[shares - 1]) as usize).max(1);
+            let fixed = start + border + sums;
+            let longest = most.div_ceil(shares) as f64 * block + fixed;
+            if self.tiles <= at_a_time {
+                return LAUNCH + longest;
+            }
+            if self.visits.iter().all(|&visits| visits == most) {
+                return LAUNCH + self.tiles.div_ceil(at_a_time) as f64 * longest;
+            }
+            let each = mean(&|visits| visits.div_ceil(shares)) * block + fixed;
+            return LAUNCH + (each * self.tiles as f64 / at_a_time as f64).max(longest) + LATE * longest;
+        }
+        let longest = most as f64 * block + border;
+        if self.tiles <= self.multiprocessors {
+            return LAUNCH + start + longest;
+        }
+        if !self.drawn {
+            return LAUNCH + start + self.tiles.div_ceil(self.multiprocessors) as f64 * longest;
+        }
+        let each = mean(&|visits| visits) * block + border;
+        let all = each * self.tiles as f64 / self.multiprocessors as f64;
+        LAUNCH + COUNTER + start + all.max(longest) + LATE * longest
+    }
+
+    /// The number of CTAs that share a tile, which takes the least time, and that time.
+    pub(super) fn best(&self) -> (usize, f64) {
+        let whole = self.time_of(1);
+        let most = self.visits.iter().copied().max().unwrap_or(1).min(self.most_shares);
+        let best = (2..=most).map(|shares| (shares, self.time_of(shares))).min_by(|a, b| a.1.total_cmp(&b.1));
+        match best {
+            Some((shares, time)) if time < whole * (1.0 - WORTH) => (shares, time),
+            _ => (1, whole),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::Arch;
+    use crate::dtype::DType;
+    use crate::mask::Mask;
+    use crate::plan::schedule::bounds;
+    use crate::problem::ForwardProblem;
+    use crate::table::tests::ROW;
+
+    /// The best number of shares of a tile of 128 queries, on 132 multiprocessors.
+    fn shares(dims: Dims, mask: Mask) -> usize {
+        let problem = ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap();
+        let class = if mask == Mask::Full { MaskClass::Full } else { MaskClass::Causal };
+        let head_dim = dims.head_dim_vo;
+        let row = KernelInfo {
+            arch: Arch::Sm90,
+            mask: class,
+            head_dim_qk: head_dim,
+            head_dim_vo: head_dim,
+            tile_m: 128,
+            tile_n: 128,
+            most_shares: 8,
+            ..ROW
+        };
+        Work::new(&row, dims, bounds(&problem), 132, class != MaskClass::Full).best().0
+    }
+
+    fn square(heads: usize, seqlen: usize, head_dim: usize) -> Dims {
+        Dims::new(1, seqlen, heads, head_dim)
+    }
+
+    #[test]
+    fn few_long_tiles_are_shared() {
+        // 64 tiles of up to 16 blocks; 32 tiles of up to 4.
+        assert_eq!(shares(square(4, 2048, 128), Mask::causal()), 2);
+        assert_eq!(shares(square(4, 2048, 128), Mask::Full), 2);
+        assert_eq!(shares(square(4, 512, 128), Mask::causal()), 4);
+        // 128 queries, 16k keys: 32 tiles. 30 clusters of four would run at a time, and two after them.
+        assert_eq!(shares(square(32, 128, 128).with_seqlen_kv(16384), Mask::Full), 3);
+        assert_eq!(shares(square(8, 16, 128).with_seqlen_kv(32768), Mask::Full), 8);
+        // As many tiles as fill the GPU; tiles of one block.
+        assert_eq!(shares(square(16, 4096, 128), Mask::causal()), 1);
+        assert_eq!(shares(square(4, 128, 64), Mask::Full), 1);
+    }
+
+    #[test]
+    fn many_tiles_are_looked_at_in_steps() {
+        let long = square(1, 1 << 20, 64);
+        let problem = ForwardProblem::builder(DType::BF16, long).mask(Mask::causal()).build().unwrap();
+        let row = KernelInfo { mask: MaskClass::Causal, tile_m: 128, tile_n: 128, ..ROW };
+        let work = Work::new(&row, long, bounds(&problem), 132, true);
+        assert_eq!((work.visits.len(), work.tiles, work.visits.iter().max()), (1024, 8192, Some(&8192)));
+        let none = Work::new(&row, Dims { batch: 0, seqlen_q: 0, ..long }, bounds(&problem), 132, true);
+        assert_eq!(none.best().0, 1);
+    }
+
+    /// `visits` beside the mask's definition.
+    #[test]
+    fn visits_are_the_blocks_that_a_tile_sees() {
+        let row = |mask| KernelInfo { mask, tile_m: 8, tile_n: 4, ..ROW };
+        for (queries, keys) in [(1, 1), (13, 29), (29, 13), (16, 16), (30, 7)] {
+            let dims = Dims::new(1, queries, 1, 8).with_seqlen_kv(keys);
+            for (class, mask) in [
+                (MaskClass::Full, Mask::Full),
+                (MaskClass::Causal, Mask::causal()),
+                (MaskClass::Window, Mask::window(Some(5), Some(2))),
+                (MaskClass::Window, Mask::window(None, Some(0))),
+            ] {
+                let forward = ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap();
+                for tile in 0..queries.div_ceil(8) {
+                    let keeps = |block: &usize| {
+                        let rows = || 8 * tile..(8 * tile + 8).min(queries);
+                        (4 * block..(4 * block + 4).min(keys)).any(|k| rows().any(|q| mask.keep(q, k, queries, keys)))
+                    };
+                    let seen: Vec<usize> = (0..keys.div_ceil(4)).filter(keeps).collect();
+                    // A causal tile begins with the first block.
+                    let seen = match (class, seen.last()) {
+                        (MaskClass::Causal, Some(last)) => last + 1,
+                        _ => seen.len(),
+                    };
+                    let visits = visits(&row(class), dims, bounds(&forward), tile);
+                    assert_eq!(visits, seen.max(1), "{mask} {queries}x{keys} tile {tile}");
+                }
+            }
+        }
+    }
+}
