@@ -106,7 +106,11 @@ struct KeyVisits {
   }
 
   CUTE_DEVICE int first() const { return end - 1; }
-  CUTE_DEVICE int next(int const& visit) const { return visit - 1; }
+  // The visit kCount after one.
+  template <int kCount = 1>
+  CUTE_DEVICE int next(int const& visit) const {
+    return visit - kCount;
+  }
   CUTE_DEVICE int block(int const& visit) const { return visit; }
   CUTE_DEVICE int count() const { return end - begin; }
 

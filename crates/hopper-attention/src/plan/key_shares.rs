@@ -34,33 +34,40 @@ pub(super) struct Work {
     /// Whether CTAs draw tiles, where they have several.
     drawn: bool,
     most_shares: usize,
+    /// Warpgroups of a CTA that share a tile's keys.
+    ways: usize,
     costs: Costs,
 }
 
 /// What a kernel takes for the parts of a tile.
 #[derive(Clone, Copy, Debug)]
 struct Costs {
-    /// A block of keys.
+    /// A block of keys. Of tiles of 64 queries: two blocks, at which its two warpgroups work at the same time.
     block: f64,
     /// Between two tiles: the last block's products, O and the LSE.
     border: f64,
     /// Before a CTA's first block: barriers, the first copies.
     start: f64,
-    /// Where the CTAs of a cluster share a tile: what summing takes.
-    sums: f64,
+    /// What summing takes where the CTAs of a cluster share a tile, and where the warpgroups of one CTA do.
+    sums: [f64; 2],
+    /// What a block takes more where all multiprocessors work. The two warpgroups of a tile of 64 queries read other blocks, so
+    /// that twice as many bytes come from the second-level cache.
+    crowd: f64,
 }
 
 impl Costs {
     fn of(kernel: &KernelInfo) -> Self {
-        let [block, border, start] = match (kernel.head_dim_vo > 64, kernel.tile_m, kernel.tile_n) {
-            (false, 192.., _) => [0.83, 1.6, 3.0],
-            (false, _, 128..) => [0.91, 1.4, 2.8],
-            (false, _, _) => [0.69, 0.9, 2.0],
-            (true, _, 128..) => [1.28, 2.5, 2.0],
-            (true, _, _) => [0.92, 2.1, 1.2],
-        };
-        let sums = if kernel.head_dim_vo > 64 { 2.6 } else { 1.5 };
-        Self { block: block * kernel.tile_m as f64 / 128.0, border, start, sums }
+        let [block, border, start, clusters, warpgroups, crowd] =
+            match (kernel.head_dim_vo > 64, kernel.tile_m, kernel.tile_n) {
+                (false, 192.., _) => [1.24, 1.6, 3.0, 0.0, 0.0, 0.0],
+                (false, 65.., 128..) => [0.91, 1.4, 2.8, 1.5, 0.0, 0.0],
+                (false, 65.., _) => [0.69, 0.9, 2.0, 0.0, 0.0, 0.0],
+                (false, _, _) => [0.90, 1.4, 2.6, 0.4, 0.3, 0.1],
+                (true, 65.., 128..) => [1.28, 2.5, 2.0, 2.6, 0.0, 0.0],
+                (true, 65.., _) => [0.92, 2.1, 1.2, 0.0, 0.0, 0.0],
+                (true, _, _) => [0.92, 2.5, 2.4, 0.9, 0.6, 0.75],
+            };
+        Self { block, border, start, sums: [clusters, warpgroups], crowd }
     }
 }
 
@@ -83,6 +90,12 @@ fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usi
 }
 
 impl Work {
+    /// Whether a CTA of the kernel computes one tile and ends, however many there are. The kernels with tiles of 64 queries are so:
+    /// two warpgroups share a tile's keys.
+    pub(super) fn has_one_tile(kernel: &KernelInfo) -> bool {
+        kernel.most_shares > 1 && kernel.tile_m <= 64
+    }
+
     /// `bounds` are those of the mask (`schedule.rs`). `multiprocessors` is at least 1.
     pub(super) fn new(
         kernel: &KernelInfo,
@@ -98,29 +111,32 @@ impl Work {
             let step = of_head.div_ceil(LOOKED_AT).max(1);
             (0..of_head).rev().step_by(step).map(|tile| visits(kernel, dims, bounds, tile)).collect()
         };
-        let tiles = of_head.saturating_mul(dims.batch * dims.heads_q);
-        Self { visits, tiles, multiprocessors, drawn, most_shares: kernel.most_shares, costs: Costs::of(kernel) }
+        let ways = if Self::has_one_tile(kernel) { 2 } else { 1 };
+        let tiles = of_head.saturating_mul(dims.batch * dims.heads_q).min(1 << 40);
+        Self { visits, tiles, multiprocessors, drawn, most_shares: kernel.most_shares, ways, costs: Costs::of(kernel) }
     }
 
     /// The time that the launch takes with so many shares of each tile.
     fn time_of(&self, shares: usize) -> f64 {
-        let Costs { block, border, start, sums } = self.costs;
+        let Costs { block, border, start, sums: [clusters, warpgroups], crowd } = self.costs;
         let most = self.visits.iter().copied().max().unwrap_or(1);
         let mean = |of: &dyn Fn(usize) -> usize| {
             self.visits.iter().map(|&visits| of(visits) as f64).sum::<f64>() / self.visits.len().max(1) as f64
         };
-        if shares > 1 {
+        if shares > 1 || self.ways > 1 {
             // A CTA computes one share and ends.
             let at_a_time = ((self.multiprocessors as f64 * CLUSTERS[shares - 1]) as usize).max(1);
-            let fixed = start + border + sums;
-            let longest = most.div_ceil(shares) as f64 * block + fixed;
+            let parts = self.ways * shares;
+            let block = block + crowd * ((self.tiles * shares) as f64 / self.multiprocessors as f64).min(1.0);
+            let fixed = start + border + if shares > 1 { clusters } else { warpgroups };
+            let longest = most.div_ceil(parts) as f64 * block + fixed;
             if self.tiles <= at_a_time {
                 return LAUNCH + longest;
             }
             if self.visits.iter().all(|&visits| visits == most) {
                 return LAUNCH + self.tiles.div_ceil(at_a_time) as f64 * longest;
             }
-            let each = mean(&|visits| visits.div_ceil(shares)) * block + fixed;
+            let each = mean(&|visits| visits.div_ceil(parts)) * block + fixed;
             return LAUNCH + (each * self.tiles as f64 / at_a_time as f64).max(longest) + LATE * longest;
         }
         let longest = most as f64 * block + border;
@@ -191,6 +207,32 @@ mod tests {
         // As many tiles as fill the GPU; tiles of one block.
         assert_eq!(shares(square(16, 4096, 128), Mask::causal()), 1);
         assert_eq!(shares(square(4, 128, 64), Mask::Full), 1);
+    }
+
+    #[test]
+    fn tiles_of_64_queries_are_for_launches_of_few() {
+        let row = |tile_m, most_shares| KernelInfo {
+            arch: Arch::Sm90,
+            mask: MaskClass::Causal,
+            head_dim_qk: 128,
+            head_dim_vo: 128,
+            tile_m,
+            tile_n: 128,
+            most_shares,
+            ..ROW
+        };
+        let time = |heads, seqlen, row: KernelInfo| {
+            let dims = square(heads, seqlen, 128);
+            let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).build().unwrap();
+            Work::new(&row, dims, bounds(&problem), 132, true).best()
+        };
+        let (narrow, wide) = (row(64, 4), row(128, 8));
+        assert!(Work::has_one_tile(&narrow) && !Work::has_one_tile(&wide) && !Work::has_one_tile(&row(64, 1)));
+        // 64 tiles of 128 queries, or 128 of 64; 16 or 32; then twice as many of 64 as run at a time.
+        assert!(time(16, 512, narrow).1 < time(16, 512, wide).1);
+        assert_eq!(time(4, 512, narrow).0, 2);
+        assert!(time(32, 512, narrow).1 > time(32, 512, wide).1);
+        assert!(time(16, 4096, narrow).1 > time(16, 4096, wide).1);
     }
 
     #[test]

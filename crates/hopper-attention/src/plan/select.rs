@@ -229,10 +229,11 @@ fn schedule(
     let dims = problem.dims();
     let heads = dims.batch * dims.heads_q; // Below 2^31: the problem was checked.
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
-    let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(|| {
+    let too_many = || {
         let per_head = format!("{m_tiles} tiles of {} queries for each of {heads} heads", kernel.tile_m);
         unsupported(per_head, "below 2^31 tiles in all".into())
-    })?;
+    };
+    let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(too_many)?;
     let multiprocessors = gpu.multiprocessors.max(1);
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
@@ -244,7 +245,7 @@ fn schedule(
         None => small(work(problem, gpu, &kernel).best().0),
     };
     let grid = match is_persistent(&kernel) {
-        true if shares > 1 => tiles * shares,
+        true if shares > 1 || Work::has_one_tile(&kernel) => tiles.checked_mul(shares).ok_or_else(too_many)?,
         true => tiles.min(small(multiprocessors)),
         false => tiles,
     };

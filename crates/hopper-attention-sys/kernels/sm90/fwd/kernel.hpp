@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
     prefetch_maps(map_q, map_k, map_v, map_o);
-    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers / Traits::kWays;  // that read a block
     init_barriers(storage.tile_full, 1);
     init_barriers(storage.q_full, 1);
     for (auto& consumers : storage.o_full) {

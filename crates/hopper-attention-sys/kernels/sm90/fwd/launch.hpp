@@ -1,6 +1,8 @@
 // From plain parameters to a started kernel: what a row of fwd.def becomes.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.hpp"
 #include "sm90/fwd/kernel.hpp"
 #include "sm90/tensor_map.hpp"
@@ -9,13 +11,19 @@ namespace hattn::sm90 {
 
 template <class Traits>
 struct FwdLaunch {
+  // Of the kernel in which CTAs share tiles: some rows have no other.
+  using Sharing = std::conditional_t<Traits::kShares, Traits, SharedTraits<Traits>>;
+
   static Status prepare() noexcept {
     if (tensor_map_encoder() == nullptr) {
       return {StatusCode::DriverTooOld, 0};
     }
-    Status status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
+    Status status;
+    if constexpr (!Traits::kShares) {
+      status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
+    }
     if constexpr (Traits::kMostShares > 1) {
-      status = is_ok(status) ? prepare_kernel(fwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<Sharing>, Traits::kSmemBytes) : status;
     }
     return status;
   }
@@ -32,14 +40,16 @@ struct FwdLaunch {
     };
     return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
       if constexpr (Traits::kMostShares > 1) {
-        if (params.shares > 1) {
-          launch_clusters(fwd_kernel<SharedTraits<Traits>>, params.shares, params.grid, Traits::kThreads,
-                          Traits::kSmemBytes, stream, params, scalars, map_q, map_k, map_v, map_o);
+        if (Traits::kShares || params.shares > 1) {
+          launch_clusters(fwd_kernel<Sharing>, params.shares, params.grid, Traits::kThreads, Traits::kSmemBytes, stream,
+                          params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }
-      fwd_kernel<Traits>
-          <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_o);
+      if constexpr (!Traits::kShares) {
+        fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
+                                                                                          map_v, map_o);
+      }
     });
   }
 };

@@ -18,12 +18,22 @@ template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
 
+  // Whose block is next: 0, or where two warpgroups share the keys either.
+  template <class Position>
+  CUTE_DEVICE static int way_of(Position const& position) {
+    if constexpr (Traits::kWays == 2) {
+      return position.way;
+    } else {
+      return 0;
+    }
+  }
+
   // Loads in the order in which the consumers read: K0, K1, V0, K2, V1, ... V of a block comes after K of the next
   // block. The order runs on from tile to tile.
   CUTE_DEVICE static void keys_and_values(FwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
                                           Band const& band, Storage& storage) {
-    RingPosition<Traits::kStages> k;
-    RingPosition<Traits::kStages> v;
+    typename Traits::LoadPosition k;
+    typename Traits::LoadPosition v;
     bool v_pending = false;
     int v_row = 0;
     int v_head = 0;
@@ -31,8 +41,8 @@ struct Load {
 
     auto load_v = [&]() {
       storage.v_empty[v.stage].wait(v.parity ^ 1);
-      storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
-      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
+      storage.v_full[v.stage + way_of(v) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesV);
+      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart], kEvictLast, storage.v[v.stage],
                                                     v_row, v_head, v_batch);
       v.advance();
     };
@@ -53,8 +63,8 @@ struct Load {
           storage.next_wanted.arrive();
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
-        storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
-        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
+        storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
+        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
                                                       visits.block(visit) * Traits::kTileN, head, tile.batch);
         k.advance();
         if (v_pending) {

@@ -30,14 +30,14 @@ struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
   using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), 1, Traits::kConsumers == 3>;
-  using Turns = sm90::Turns<Traits::kConsumers>;
+  using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
 
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Storage& storage,
                               int consumer) {
     using MmaQK = typename Traits::MmaQK;
     using MmaPV = typename Traits::MmaPV;
-    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * (64 * 64));  // the warpgroup's rows of a slab
+    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * (Traits::kRowsApart * 64));  // the warpgroup's rows of a slab
     auto const tSrK = Traits::SmemK::of(storage.k[0]);
     auto const tOrV = Traits::SmemV::of(storage.v[0]);
 
@@ -54,8 +54,14 @@ struct Mma {
     };
 
     Softmax softmax;
-    RingPosition<Traits::kStages> k;
-    RingPosition<Traits::kStages> v;
+    // Where two warpgroups share the keys, each has every second block.
+    int const first_block = Traits::kWays == 2 ? consumer : 0;
+    typename Traits::Position k;
+    typename Traits::Position v;
+    if constexpr (Traits::kWays == 2) {
+      k.begin(consumer);
+      v.begin(consumer);
+    }
     RingPosition<Traits::kBuffersQ> q;
     int m_block = -1;
     KeyVisits visits{0, 0, 0, 0};
@@ -87,8 +93,11 @@ struct Mma {
     // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
       KeyVisits const tile_visits = Shares<Traits>::visits(band, m_block);
-      if constexpr (kMask == MaskClass::Full) {
+      if constexpr (kMask == MaskClass::Full || Traits::kWays == 2) {
         visits = tile_visits;
+        if constexpr (Traits::kWays == 2) {
+          visits.end -= first_block;
+        }
         return 0;
       } else {
         int const strip = m_block * Traits::kConsumers + consumer;
@@ -101,17 +110,17 @@ struct Mma {
     };
     // Worked out again where it is needed: registers are short while the tile is under way.
     auto skipped_after = [&]() __attribute__((always_inline)) {
-      if constexpr (kMask == MaskClass::Window) {
+      if constexpr (kMask == MaskClass::Window && Traits::kWays == 1) {
         return visits.skipped_after(Shares<Traits>::visits(band, m_block));
       } else {
         return 0;
       }
     };
     auto skip_k = [&](int blocks) {
-      if constexpr (kMask != MaskClass::Full) {
+      if constexpr (kMask != MaskClass::Full && Traits::kWays == 1) {
         CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
-          storage.k_full[k.stage].wait(k.parity);
+          storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
           release_k();
           Turns::wait(consumer);
           Turns::pass(consumer);
@@ -120,10 +129,10 @@ struct Mma {
       }
     };
     auto skip_v = [&](int blocks) {
-      if constexpr (kMask != MaskClass::Full) {
+      if constexpr (kMask != MaskClass::Full && Traits::kWays == 1) {
         CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
-          storage.v_full[v.stage].wait(v.parity);
+          storage.v_full[v.stage + consumer * Traits::kFullsApart].wait(v.parity);
           release_v();
         }
         v.make_uniform();
@@ -132,12 +141,12 @@ struct Mma {
     auto mask_block = [&](int visit) __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
       int const lane = thread % 32;
-      int const row = m_block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
+      int const row = m_block * Traits::kTileM + consumer * Traits::kRowsApart + (thread / 32 % 4) * 16 + lane / 4;
       apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), visits.block(visit));
     };
     auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
     auto issue_output = [&]() {
-      storage.v_full[v.stage].wait(v.parity);
+      storage.v_full[v.stage + consumer * Traits::kFullsApart].wait(v.parity);
       issue_product<MmaPV, true>(tOrP, tOrV.stage(v.stage), tOrO);
     };
     auto await_output = [&]() {
@@ -148,7 +157,7 @@ struct Mma {
 
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
-      Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * 64);
+      Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * Traits::kRowsApart);
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
@@ -173,7 +182,7 @@ struct Mma {
     // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp multiplies O after that wait, if
     // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
-      storage.k_full[k.stage].wait(k.parity);
+      storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
       Turns::wait(consumer);
       issue_scores();
       issue_output();
@@ -225,7 +234,7 @@ struct Mma {
       return;
     }
     if constexpr (Traits::kShares) {
-      if (Shares<Traits>::visits(band, m_block).count() == 0) {
+      if (Shares<Traits>::visits(band, m_block).count() <= first_block) {
         storage.q_full[0].wait(0);  // a CTA must not end while a copy to it is under way
         softmax.clear();
         Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, softmax.row_sum, tOrO);
@@ -235,7 +244,7 @@ struct Mma {
     int const skipped_before = enter_tile();
     storage.q_full[0].wait(0);
     skip_k(skipped_before);
-    storage.k_full[k.stage].wait(k.parity);
+    storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
     Turns::wait(consumer);
     issue_scores();
     Turns::pass(consumer);
@@ -247,19 +256,19 @@ struct Mma {
     skip_v(skipped_before);
 
     while (true) {
-      int visit = visits.next(visits.first());
+      int visit = visits.template next<Traits::kWays>(visits.first());
       if constexpr (kMask != MaskClass::Full) {
         // The right edge of 64 rows lies in two blocks at most. The first of them has been visited.
         if (visits.on_right_edge(visit)) {
           step(std::true_type{}, visit);
-          visit = visits.next(visit);
+          visit = visits.template next<Traits::kWays>(visit);
         }
       }
-      for (; visits.before_left_edge(visit); visit = visits.next(visit)) {
+      for (; visits.before_left_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
         step(std::false_type{}, visit);
       }
       if constexpr (kMask == MaskClass::Window) {
-        for (; visits.has(visit); visit = visits.next(visit)) {
+        for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
           step(std::true_type{}, visit);
         }
       }
@@ -301,7 +310,7 @@ struct Mma {
       skip_k(skipped);
       if (m_block >= 0) {
         storage.q_full[q.stage].wait(q.parity);
-        storage.k_full[k.stage].wait(k.parity);
+        storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
       }
       issue_scores();
       if constexpr (kKeepsTurn) {

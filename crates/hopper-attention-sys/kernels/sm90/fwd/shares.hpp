@@ -24,15 +24,21 @@ namespace hattn::sm90 {
 
 template <class Traits>
 struct Shares {
+  static constexpr int kWays = Traits::kWays;                // warpgroups of a CTA that share a tile's keys
   static constexpr int kThreads = 128 * Traits::kConsumers;  // those with sums
+  static constexpr int kPlaces = kThreads / kWays;           // those with sums of one share
   static constexpr int kGroups = Traits::kHeadDimVO / 8;     // of 8 columns of O, of which a thread has 2 in 2 rows
 
-  // The sums of a CTA. A thread's elements lie as it has them, so that all CTAs of the cluster read them alike.
+  // The sums of a share. A thread's elements lie as it has them, so that all shares are read alike.
   struct Sums {
-    float4 output[kGroups][kThreads];
+    float4 output[kGroups][kPlaces];
     float2 rows[Traits::kTileM];  // reference and row sum
   };
-  static_assert(Traits::kMostShares == 1 || sizeof(Sums) <= sizeof(Traits::SharedStorage::k) + sizeof(Traits::SharedStorage::v),
+  struct AllSums {
+    Sums of[kWays];
+  };
+  static_assert(Traits::kMostShares == 1 ||
+                    sizeof(AllSums) <= sizeof(Traits::SharedStorage::k) + sizeof(Traits::SharedStorage::v),
                 "the sums lie over K and V");
 
   // The key blocks that this CTA visits of a tile.
@@ -52,54 +58,66 @@ struct Shares {
   CUTE_DEVICE static void finish_tile(FwdParams const& params, FwdScalars const& scalars,
                                       typename Traits::SharedStorage& storage, int consumer,
                                       float const (&reference)[2], float const (&sums)[2], Output const& output) {
-    auto& own = *reinterpret_cast<Sums*>(storage.k);
     int const thread = thread_index_anew() - 128;
-    int const row = consumer * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+    int const way = kWays == 2 ? consumer : 0;
+    int const place = thread - way * kPlaces;
+    int const row = place / 32 * 16 + place % 32 / 4;
+    auto& own = reinterpret_cast<AllSums*>(storage.k)->of[way];
     // The other warpgroup's products may still read K and V.
     named_barrier_sync(Traits::kConsumers + 1, kThreads);
     CUTE_UNROLL
     for (int group = 0; group < kGroups; ++group) {
-      own.output[group][thread] = {output(4 * group), output(4 * group + 1), output(4 * group + 2),
-                                   output(4 * group + 3)};
+      own.output[group][place] = {output(4 * group), output(4 * group + 1), output(4 * group + 2),
+                                  output(4 * group + 3)};
     }
-    if (thread % 4 == 0) {
+    if (place % 4 == 0) {
       own.rows[row] = {reference[0], sums[0]};
       own.rows[row + 8] = {reference[1], sums[1]};
     }
-    cute::cluster_arrive();
-    cute::cluster_wait();
-    write_columns(params, scalars, storage, thread, row);
-    cute::cluster_wait();
+    if (is_alone()) {
+      named_barrier_sync(Traits::kConsumers + 1, kThreads);
+    } else {
+      cute::cluster_arrive();
+      cute::cluster_wait();
+    }
+    write_columns(params, scalars, storage, way, place, row);
+    if (!is_alone()) {
+      cute::cluster_wait();
+    }
   }
 
  private:
   CUTE_DEVICE static int share() { return static_cast<int>(cute::block_rank_in_cluster()); }
   CUTE_DEVICE static int shares() { return static_cast<int>(cute::cluster_shape().x); }
 
+  // Whether all shares of a tile are in this CTA.
+  CUTE_DEVICE static bool is_alone() { return kWays == 2 && shares() == 1; }
+
   // What lies at an address of this CTA's shared memory, in another CTA of the cluster.
-  CUTE_DEVICE static float4 read(float4 const& at, int share) {
+  CUTE_DEVICE static float4 read(float4 const& at, int cta) {
     float4 value;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), share)));
+                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), cta)));
     return value;
   }
-  CUTE_DEVICE static float2 read(float2 const& at, int share) {
+  CUTE_DEVICE static float2 read(float2 const& at, int cta) {
     float2 value;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
                  : "=f"(value.x), "=f"(value.y)
-                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), share)));
+                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), cta)));
     return value;
   }
 
   // Writes every so many-th group of columns, from this CTA's number on, and arrives at the barrier that the CTAs end
   // after. The code is kept short: it runs once, so that fetching it is a part of its time.
   CUTE_DEVICE static void write_columns(FwdParams const& params, FwdScalars const& scalars,
-                                        typename Traits::SharedStorage const& storage, int thread, int row) {
+                                        typename Traits::SharedStorage const& storage, int way, int place, int row) {
     using Element = typename Traits::Element;
-    auto const& own = *reinterpret_cast<Sums const*>(storage.k);
-    int const count = shares();
-    int const lane = thread % 32;
+    auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
+    int const count = kWays * shares();          // of all shares
+    int const number = kWays * share() + way;    // of this one
+    int const lane = place % 32;
     // The four lanes that have a row look at two shares each.
     float weights[2][2];
     float inverse[2];
@@ -112,7 +130,8 @@ struct Shares {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         int const share = lane % 4 + 4 * i;
-        rows[i] = share < count ? read(own.rows[row + 8 * r], share) : float2{-INFINITY, 0.0F};
+        rows[i] = share < count ? read(all.of[share % kWays].rows[row + 8 * r], share / kWays)
+                                : float2{-INFINITY, 0.0F};
       }
       float const reference = quad_max(fmaxf(rows[0].x, rows[1].x));
       CUTE_UNROLL
@@ -125,7 +144,7 @@ struct Shares {
       lse[r] = log_sum_exp(reference, sum);
     }
     constexpr int kMost = kGroups / 2;  // groups of a CTA; there are two shares or more
-    auto const group = [&](int i) { return share() + i * count; };
+    auto const group = [&](int i) { return number + i * count; };
     float4 total[kMost] = {};
     CUTE_NO_UNROLL
     for (int s = 0; s < count; ++s) {
@@ -133,7 +152,7 @@ struct Shares {
       CUTE_UNROLL
       for (int i = 0; i < kMost; ++i) {
         if (group(i) < kGroups) {
-          parts[i] = read(own.output[group(i)][thread], s);
+          parts[i] = read(all.of[s % kWays].output[group(i)][place], s / kWays);
         }
       }
       int const from = lane / 4 * 4 + s % 4;
@@ -150,8 +169,10 @@ struct Shares {
       }
     }
     // All that was read has been used, and nothing is handed over here, so that no fence is needed.
-    cute::cluster_arrive_relaxed();
-    if (scalars.lse != nullptr && share() == 0 && lane % 4 == 0) {
+    if (!is_alone()) {
+      cute::cluster_arrive_relaxed();
+    }
+    if (scalars.lse != nullptr && number == 0 && lane % 4 == 0) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         if (query + 8 * r < scalars.seqlen_q) {

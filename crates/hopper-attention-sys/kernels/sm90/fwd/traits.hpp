@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
+#include <type_traits>
 
 #include "common/barrier.hpp"
 #include "common/row.hpp"
@@ -14,16 +15,52 @@
 
 namespace hattn::sm90 {
 
+// Positions in a ring of buffers whose blocks go to two warpgroups in turn. The number of buffers is odd, so that a
+// buffer goes from one warpgroup to the other at each use.
+//
+// A full barrier tells only whether its last phase was of this parity. So each warpgroup has full barriers of its own,
+// one a buffer, and sees each of their phases. At a barrier of both, a warpgroup that is ahead could take the phase
+// before, of the other's block, for its own.
+//
+// Of the lane that loads: `way` is whose block is next.
+template <int kStages>
+struct InTurn : RingPosition<kStages> {
+  int way = 0;
+
+  CUTE_DEVICE void advance() {
+    RingPosition<kStages>::advance();
+    way ^= 1;
+  }
+};
+
+// Of a warpgroup: its blocks are every second.
+template <int kStages>
+struct EverySecond {
+  std::uint32_t first = 0;
+  std::uint32_t stage = 0;
+  std::uint32_t parity = 0;
+
+  CUTE_DEVICE void begin(int way) { first = stage = way; }
+
+  CUTE_DEVICE void advance() {
+    stage += stage + 2 < kStages ? 2 : 2 - kStages;
+    parity ^= stage == first ? 1 : 0;
+  }
+};
+
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
 struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
 
-  // A consumer warpgroup owns 64 rows of the tile; one more warpgroup feeds them.
-  static constexpr int kConsumers = kTileM / 64;
+  // A consumer warpgroup has 64 rows of the tile; one more warpgroup feeds them. A tile of 64 rows has two warpgroups,
+  // which share its keys: each visits every second block (shares.hpp).
+  static constexpr int kWays = kTileM == 64 ? 2 : 1;
+  static constexpr int kConsumers = kTileM / 64 * kWays;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
   static_assert(kTileM - 64 <= kTileN, "a warpgroup skips at most one block at either end of a tile");
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
+  static_assert(kWays == 1 || kStages % 2 == 1, "the two warpgroups take turns at every buffer");
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
   static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
 
@@ -31,7 +68,8 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // blocks would wait for that store and this load in a row: they get a third buffer. Elsewhere it costs more than it
   // brings (benches/LOG.md, 8 and 9).
   // Small key blocks are for few keys: a tile has little work, and the loads and stores of several must be under way.
-  static constexpr int kBuffersQ = kTileN < 128 ? 4 : kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
+  // Where CTAs share tiles, a CTA has one tile.
+  static constexpr int kBuffersQ = kWays == 2 ? 1 : kTileN < 128 ? 4 : kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -41,8 +79,18 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that every GPU can start.
-  static constexpr bool kShares = false;
-  static constexpr int kMostShares = kConsumers == 2 && kTileN == 128 ? 8 : 1;
+  static constexpr bool kShares = kWays == 2;
+  static constexpr int kMostShares = kWays == 2 ? 4 : kConsumers == 2 && kTileN == 128 ? 8 : 1;
+
+  // Full barriers of a ring, and from those of a warpgroup to those of the next (EverySecond).
+  static constexpr int kFullsApart = kWays == 2 ? kStages : 0;
+  static constexpr int kFulls = kWays * kStages;
+  // Positions in the rings of K and V: of the loading lane, and of a consumer.
+  using LoadPosition = std::conditional_t<kWays == 2, InTurn<kStages>, RingPosition<kStages>>;
+  using Position = std::conditional_t<kWays == 2, EverySecond<kStages>, RingPosition<kStages>>;
+
+  // From the rows of a consumer to those of the next.
+  static constexpr int kRowsApart = kWays == 2 ? 0 : 64;
 
   // This thread's index in the CTA. Three consumers are short of registers.
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3>(); }
@@ -69,9 +117,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier next_wanted;
     Mbarrier q_full[kBuffersQ];
     Mbarrier o_full[kBuffersQ][kConsumers];
-    Mbarrier k_full[kStages];
+    Mbarrier k_full[kFulls];
     Mbarrier k_empty[kStages];
-    Mbarrier v_full[kStages];
+    Mbarrier v_full[kFulls];
     Mbarrier v_empty[kStages];
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
