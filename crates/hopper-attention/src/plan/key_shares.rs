@@ -97,13 +97,7 @@ impl Work {
     }
 
     /// `bounds` are those of the mask (`schedule.rs`). `multiprocessors` is at least 1.
-    pub(super) fn new(
-        kernel: &KernelInfo,
-        dims: Dims,
-        bounds: [i32; 3],
-        multiprocessors: usize,
-        drawn: bool,
-    ) -> Self {
+    pub(super) fn new(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], multiprocessors: usize, drawn: bool) -> Self {
         let of_head = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
         let visits = if dims.seqlen_kv == 0 {
             vec![1; of_head.min(1)]

@@ -306,7 +306,10 @@ fn shares_of_a_tile_are_a_cluster_each() {
     let with = |dims, shares| select_row(&problem(dims, Mask::Full), &H100, &row, shares, &[row]).unwrap();
     let choice = with(few, None);
     assert_eq!((choice.tiles, choice.shares, choice.grid, choice.tile_counter), (32, 3, 96, false));
-    assert!(choice.to_string().contains("grid 96 for 32 tiles") && choice.to_string().contains(", 3 shares"), "{choice}");
+    assert!(
+        choice.to_string().contains("grid 96 for 32 tiles") && choice.to_string().contains(", 3 shares"),
+        "{choice}"
+    );
     // As asked, within what the kernel allows; none where tiles are many.
     assert_eq!([1, 5, 99].map(|shares| with(few, Some(shares)).grid), [32, 160, 256]);
     assert_eq!(with(Dims { seqlen_q: 16384, ..few }, None).shares, 1);

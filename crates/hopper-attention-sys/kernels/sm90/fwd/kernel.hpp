@@ -14,11 +14,15 @@
 // - Two or three consumer warpgroups, with most registers. Each computes 64 queries of the tile: both products and the
 //   softmax (mma.hpp), then O and the LSE (epilogue.hpp).
 //
+// In a second kernel of most rows, the CTAs of a cluster share the keys of a tile, and a CTA ends after it
+// (shares.hpp). In rows with tiles of 64 queries, that is the only kernel: its two consumer warpgroups have the same
+// queries, and each visits every second block.
+//
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //
 //     barrier          one for          arrivals                        completes when
 //     k_full, v_full   stage            1, and the bytes of the copy    K or V of a block is there
-//     k_empty, v_empty stage            1 a consumer warp               the warp's products have read the buffer
+//     k_empty, v_empty stage            1 a warp that reads the block   the warp's products have read the buffer
 //     q_full           buffer of Q      1, and the bytes of the copy    Q of a tile is there
 //     o_full           buffer, consumer 1 a warp of that consumer       its rows of O are in the buffer of Q
 //     tile_full        buffer of Q      1                               tile[] says whose Q the buffer is for
@@ -29,7 +33,8 @@
 // K and V have separate barriers, because the product with V lags behind the product with K by a block. A buffer of Q
 // has no empty barrier: after o_full, warp 1 stores O from it, and only then loads the Q of the tile kBuffersQ later.
 //
-// Named barriers 1 to kConsumers pass the turn to issue products around (sm90/turns.hpp).
+// Named barriers 1 to kConsumers pass the turn to issue products around (sm90/turns.hpp). The one after them keeps the
+// consumers together where tiles are shared.
 //
 // Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp). Barriers take less than 1
 // KB. O overwrites its own Q.
@@ -38,6 +43,10 @@
 //     128       128x128  2 x 32 KB  2 x 32 KB  2 x 32 KB
 //     64        192x128  2 x 24 KB  3 x 16 KB  3 x 16 KB
 //     64        128x128  3 x 16 KB  4 x 16 KB  4 x 16 KB
+//     128       128x80   4 x 32 KB  2 x 20 KB  2 x 20 KB
+//     64        128x80   4 x 16 KB  3 x 10 KB  3 x 10 KB
+//     128       64x128   1 x 16 KB  3 x 32 KB  3 x 32 KB
+//     64        64x128   1 x 8 KB   5 x 16 KB  5 x 16 KB
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -58,7 +67,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   int const warpgroup = warpgroup_index();
   if (threadIdx.x == 0) {
     prefetch_maps(map_q, map_k, map_v, map_o);
-    constexpr int kConsumerWarps = 4 * Traits::kConsumers / Traits::kWays;  // that read a block
+    constexpr int kReadingWarps = 4 * Traits::kConsumers / Traits::kWays;  // of a block
     init_barriers(storage.tile_full, 1);
     init_barriers(storage.q_full, 1);
     for (auto& consumers : storage.o_full) {
@@ -67,8 +76,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     storage.next_wanted.init(1);
     init_barriers(storage.k_full, 1);
     init_barriers(storage.v_full, 1);
-    init_barriers(storage.k_empty, kConsumerWarps);
-    init_barriers(storage.v_empty, kConsumerWarps);
+    init_barriers(storage.k_empty, kReadingWarps);
+    init_barriers(storage.v_empty, kReadingWarps);
     fence_mbarrier_init();
   }
   __syncthreads();

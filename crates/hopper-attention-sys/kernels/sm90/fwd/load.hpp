@@ -42,8 +42,8 @@ struct Load {
     auto load_v = [&]() {
       storage.v_empty[v.stage].wait(v.parity ^ 1);
       storage.v_full[v.stage + way_of(v) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesV);
-      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart], kEvictLast, storage.v[v.stage],
-                                                    v_row, v_head, v_batch);
+      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart],
+                                                    kEvictLast, storage.v[v.stage], v_row, v_head, v_batch);
       v.advance();
     };
 
@@ -64,7 +64,8 @@ struct Load {
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
-        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
+        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart],
+                                                      kEvictLast, storage.k[k.stage],
                                                       visits.block(visit) * Traits::kTileN, head, tile.batch);
         k.advance();
         if (v_pending) {

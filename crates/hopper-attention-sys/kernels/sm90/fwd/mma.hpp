@@ -37,7 +37,8 @@ struct Mma {
                               int consumer) {
     using MmaQK = typename Traits::MmaQK;
     using MmaPV = typename Traits::MmaPV;
-    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * (Traits::kRowsApart * 64));  // the warpgroup's rows of a slab
+    auto const tSrQ =
+        Traits::SmemQ::of(storage.q[0] + consumer * (Traits::kRowsApart * 64));  // the warpgroup's rows of a slab
     auto const tSrK = Traits::SmemK::of(storage.k[0]);
     auto const tOrV = Traits::SmemV::of(storage.v[0]);
 
@@ -206,8 +207,8 @@ struct Mma {
         }
       } else {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
-        // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K is
-        // released before the wait, as its next copy takes long.
+        // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
+        // is released before the wait, as its next copy takes long.
         float sums[2];
         int suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
         if (suits) {

@@ -1,15 +1,16 @@
-// Shares of a tile's keys: how the CTAs of a cluster compute one tile.
+// Shares of a tile's keys: how several warpgroups, of a CTA or of a cluster, compute one tile.
 //
-// Where a launch has fewer tiles than multiprocessors, or tiles of many keys, a row's second kernel is started. There
-// the CTAs of a cluster take the same tile, and each takes a share of the key blocks that the tile visits (Share in
-// common/visits.hpp). A CTA computes one tile and ends.
+// Where a launch has fewer tiles than multiprocessors, or tiles of many keys, the CTAs of a cluster take the same tile.
+// Each takes a share of the key blocks that the tile visits (Share in common/visits.hpp). Where a tile has 64 queries,
+// the two consumer warpgroups of a CTA share in the same way: each takes every second block of the CTA's. A CTA
+// computes one tile and ends.
 //
-// When its products are done, a CTA writes what it has to its own shared memory, over the buffers of K and V: O before
-// the division, and for each query the row sum and what stands for the row's maximum (softmax.hpp). Then each CTA reads
-// a part of the columns of O from all CTAs of the cluster, sums them in the order of the shares, divides, and writes
-// these columns to memory. So the result does not depend on which CTA is done first.
+// When the products are done, a share's sums are written to shared memory, over the buffers of K and V: O before the
+// division, and for each query the row sum and what stands for the row's maximum (softmax.hpp). Then each share reads a
+// part of the columns of O from all shares, sums them in the order of the shares, divides, and writes these columns to
+// memory. So the result does not depend on which share is done first.
 //
-// Two barriers of the cluster keep the CTAs together: one before the others' sums are read, one before a CTA ends,
+// Two barriers of the cluster keep its CTAs together: one before the others' sums are read, one before a CTA ends,
 // since with it goes its shared memory.
 #pragma once
 
@@ -115,8 +116,8 @@ struct Shares {
                                         typename Traits::SharedStorage const& storage, int way, int place, int row) {
     using Element = typename Traits::Element;
     auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
-    int const count = kWays * shares();          // of all shares
-    int const number = kWays * share() + way;    // of this one
+    int const count = kWays * shares();        // of all shares
+    int const number = kWays * share() + way;  // of this one
     int const lane = place % 32;
     // The four lanes that have a row look at two shares each.
     float weights[2][2];
@@ -130,8 +131,8 @@ struct Shares {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         int const share = lane % 4 + 4 * i;
-        rows[i] = share < count ? read(all.of[share % kWays].rows[row + 8 * r], share / kWays)
-                                : float2{-INFINITY, 0.0F};
+        rows[i] =
+            share < count ? read(all.of[share % kWays].rows[row + 8 * r], share / kWays) : float2{-INFINITY, 0.0F};
       }
       float const reference = quad_max(fmaxf(rows[0].x, rows[1].x));
       CUTE_UNROLL
