@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use hopper_attention::internal::plan_with_shares;
 use hopper_attention::{Arch, DType, Device, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
+use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, same_bits, take_rows};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
 use hopper_attention_tests::runner::{Mutated, Prepared, Runner};
 use hopper_attention_tests::say;
@@ -114,4 +114,35 @@ fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     prepared.catch_all(&outputs, row, &mut applied);
     let applied: usize = applied.values().sum();
     assert!(applied >= 8, "{row}: {applied} mutations applied");
+}
+
+/// Shares are summed in their order, whichever is done first, and a share never reads a block that has not arrived: the same bits
+/// in every run. (A kernel in which two warpgroups had one barrier for a buffer failed one run in 300; benches/LOG.md, entry 35.)
+#[test]
+fn shares_of_a_tile_give_the_same_bits() {
+    let Some(gpu) = Gpu::open("shares_of_a_tile_give_the_same_bits") else { return };
+    let runs = if Grid::from_env() == Grid::Full { 100 } else { 5 };
+    for row in gpu.rows() {
+        for shares in 1..=row.most_shares() {
+            if row.most_shares() > 1 {
+                with_dtype!(row.dtype(), repeats(&gpu, &row, shares, runs));
+            }
+        }
+    }
+}
+
+fn repeats<T: Poison>(gpu: &Gpu, row: &KernelInfo, shares: usize, runs: usize) {
+    let mut case = Case::new(64, 1024, row.head_dim_qk(), mask_of(row.mask())).heads(1, 16, 16);
+    case.dims.head_dim_vo = row.head_dim_vo();
+    let prepared = Prepared::<T>::new(&case);
+    let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    let mut run = || on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let first = run();
+    let report = prepared.judge(&first);
+    assert!(report.passed(), "{row}, {shares} shares: {report}");
+    for number in 1..runs {
+        assert!(same_bits(&first, &run()), "{row}, {shares} shares: run {number} gave other bits");
+    }
 }
