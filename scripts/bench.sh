@@ -4,8 +4,12 @@
 # bench.json, bench.csv and the charts go to the target folder's bench/ unless --output says otherwise. On a machine with an
 # NVIDIA driver the kernels are built too (minutes, the first time); anywhere else, or with HATTN_BENCH_DEVICE=cpu, the sweep
 # runs small sizes on the CPU backend against the naive computation and needs neither CUDA nor a C++ compiler.
-# With --dtypes e4m3 and a Python that has PyTorch it fetches NVIDIA's cuDNN frontend, pinned in benches/peers/requirements.txt,
-# into the toolchain's folder, because PyTorch does not call cuDNN's FP8 attention. Without it the sweep reports cuDNN as missing.
+# Two peers are Python packages that PyTorch does not bring. If the Python has PyTorch and lacks such a peer, the script fetches
+# its wheels from PyPI into the toolchain's folder. third_party/README.md has their versions and licences.
+# - FlashAttention-4, with NVIDIA's CUTLASS DSL: 100 MB. For bf16 and f16 points, on a GPU, with a PyTorch for CUDA 13.
+#   It compiles its kernels during the sweep, before each timing. That takes seconds for each kind of problem.
+# - NVIDIA's cuDNN frontend: 12 MB. For e4m3 points, because PyTorch does not call cuDNN's FP8 attention.
+# HATTN_BENCH_NO_FETCH=1 leaves both out, also when an earlier run has fetched them. The report names the peers that are missing.
 # HATTN_BENCH_PROGRAM=FILE skips the build, for a machine without cargo. FILE is a hattn with libhopper_attention_benches.so beside it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,26 +23,58 @@ if [ -n "$commit" ]; then
   options+=(--commit "$commit")
 fi
 
-# fetch_frontend OPTION...: fetches cuDNN's frontend if the sweep has e4m3 points and Python has PyTorch, but not the frontend.
-fetch_frontend() {
-  local python=python3 e4m3="" tag place
+# fetch PYTHON FOLDER WHAT REQUIREMENTS...: makes FOLDER hold the packages that these files pin. Fails if pip does.
+fetch() {
+  local python=$1 folder=$2 what=$3
+  shift 3
+  [ "$(cat "$@")" != "$(cat "$folder/pins.txt" 2>/dev/null)" ] || return 0
+  say "fetching $what into $folder; HATTN_BENCH_NO_FETCH=1 leaves it out"
+  rm -rf "$folder.part"
+  if ! "$python" -m pip install --disable-pip-version-check --quiet --require-hashes --no-deps --only-binary :all: \
+    --target "$folder.part" "${@/#/--requirement=}"; then
+    rm -rf "$folder.part"
+    say "pip could not fetch it: it will be missing. The hashes are of the files for Linux x86_64 and Python 3.10 to 3.14."
+    return 1
+  fi
+  cat "$@" >"$folder.part/pins.txt" && rm -rf "$folder" && mv "$folder.part" "$folder"
+}
+
+# fetch_peers OPTION...: fetches what a sweep with these options times and Python lacks, and puts it on PYTHONPATH.
+fetch_peers() {
+  local python=python3 dtypes="" about tag cuda folder toolchain=${HATTN_TOOLCHAIN_DIR:-$PWD/.toolchain}
+  [ "${HATTN_BENCH_NO_FETCH:-0}" != 1 ] && [ "${HATTN_BENCH_DEVICE:-auto}" != cpu ] || return 0
   while [ $# -gt 0 ]; do
+    case $1 in --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
     case $1 in
       --python) python=${2:-} ;;
-      --python=*) python=${1#*=} ;;
-      *e4m3*) e4m3=1 ;;
+      --dtypes) dtypes+=,${2:-} ;;
+      --device | --harness) case ${2:-} in cpu | rust) return 0 ;; esac ;;
+      --no-python-peers | --from | --help | -h) return 0 ;;
     esac
     shift
   done
-  [ -n "$e4m3" ] && tag=$("$python" -c 'import sys, torch; print("cp%d%d" % sys.version_info[:2])' 2>/dev/null) || return 0
-  place=${HATTN_TOOLCHAIN_DIR:-$PWD/.toolchain}/python/$tag
-  export PYTHONPATH=$place${PYTHONPATH:+:$PYTHONPATH}
-  "$python" -c 'import cudnn' 2>/dev/null && return
-  say "fetching NVIDIA's cuDNN frontend into $place (12 MB)"
-  "$python" -m pip install --disable-pip-version-check --quiet --require-hashes --no-deps --only-binary :all: --target "$place" \
-    --requirement benches/peers/requirements.txt || say "pip could not fetch it: cuDNN will be missing at e4m3 points"
+  # Two words: "cp312 13.0", or "cp312 False" without a GPU.
+  about='import sys, torch; print("cp%d%d" % sys.version_info[:2], torch.cuda.is_available() and torch.version.cuda)'
+  read -r tag cuda < <("$python" -c "$about" 2>/dev/null) || return 0
+  if [[ $dtypes == *e4m3* ]] && ! "$python" -c 'import cudnn' >/dev/null 2>&1; then
+    folder=$toolchain/python/cudnn-$tag
+    if fetch "$python" "$folder" "NVIDIA's cuDNN frontend (12 MB)" benches/peers/requirements.txt; then
+      export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+    fi
+  fi
+  if [[ ${dtypes:-bf16,f16} == *f16* && $cuda == 13.* ]] && ! "$python" -c 'import flash_attn.cute' >/dev/null 2>&1; then
+    folder=$toolchain/python/fa4-$tag
+    local files=(benches/peers/requirements-fa4.txt)
+    "$python" -c 'import einops' >/dev/null 2>&1 || files+=(benches/peers/requirements-einops.txt)
+    if fetch "$python" "$folder" "FlashAttention-4 and NVIDIA's CUTLASS DSL (100 MB)" "${files[@]}"; then
+      # With this file, Python takes the folder before an installed FlashAttention-2, whose package has the same name.
+      touch "$folder/flash_attn/__init__.py"
+      # The second folder is what the DSL's .pth file names. Python does not read .pth files of PYTHONPATH.
+      export PYTHONPATH=$folder:$folder/nvidia_cutlass_dsl/dsl_packages${PYTHONPATH:+:$PYTHONPATH}
+    fi
+  fi
 }
-fetch_frontend "$@"
+fetch_peers "$@"
 
 program=${HATTN_BENCH_PROGRAM:-}
 if [ -z "$program" ]; then

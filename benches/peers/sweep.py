@@ -29,8 +29,10 @@ BOUNDS = {
 WARM_UPS = 3
 EVICT_BYTES = 256 << 20
 # Clock ticks for which the GPU spins before each timing (half a millisecond at 2 GHz), so that the call has been enqueued
-# before the GPU gets to it, however slow its Python is: the events then see the GPU's work alone.
+# before the GPU gets to it: the events then see the GPU's work alone. `spin_ticks` makes it longer for slow Python.
 SPIN_TICKS = 1_000_000
+MOST_SPIN_TICKS = 10_000_000
+TICKS_PER_US = 2_000
 CEILING_ITERS = 10
 SIZE = 8192
 COPY_BYTES = 1 << 30
@@ -257,11 +259,16 @@ def check(contestant, o, reference, agreed, bounds, torch):
     return {key: x if math.isfinite(x) else str(x) for key, x in numbers.items()}, "; ".join(wrong) or None
 
 
-def time_once(x, evict, torch):
+def spin_ticks(host_us):
+    """The clock ticks of a spin that is twice as long as any of these calls took on the host."""
+    return min(max(SPIN_TICKS, int(2 * TICKS_PER_US * max(host_us))), MOST_SPIN_TICKS)
+
+
+def time_once(x, evict, torch, ticks=SPIN_TICKS):
     """Enqueues one timing: its events, and the microseconds that the call took on the host."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with x.context():
-        torch.cuda._sleep(SPIN_TICKS)
+        torch.cuda._sleep(ticks)
         evict()
         start.record()
         before = time.perf_counter()
@@ -286,10 +293,13 @@ def turns(runners, i):
 
 
 def time_point(runners, runs, evict, iters, torch):
-    """`iters` rounds, put into the runs."""
+    """`iters` rounds, put into the runs. In all of them the spin covers what the calls of the last warm-up took on the host."""
+    ticks = SPIN_TICKS
     for i in range(WARM_UPS + iters):
-        pending = [(x.name, *time_once(x, evict, torch)) for x in turns(runners, i)]
+        pending = [(x.name, *time_once(x, evict, torch, ticks)) for x in turns(runners, i)]
         torch.cuda.synchronize()
+        if i == WARM_UPS - 1:
+            ticks = spin_ticks([host_us for *_, host_us in pending])
         if i >= WARM_UPS:
             for name, start, end, host_us in pending:
                 runs[name]["ms"].append(start.elapsed_time(end))
@@ -395,6 +405,7 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
         tell("library", index=index, name=x.name)
         try:
             runner = point.contestant(x)
+            # Before any timing: FlashAttention-4 compiles its kernels in these two calls.
             point.prepare(runner)
             outputs = called(runner)
             torch.cuda.synchronize()

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import types
 import unittest
+from unittest import mock
 
 sys.dont_write_bytecode = True
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -367,6 +368,84 @@ class Sweep(unittest.TestCase):
         self.assertEqual(peer.call(), {"causal": True, "window_size": (1024, 0)})
         with self.assertRaisesRegex(RuntimeError, entry.STATUS[2]):
             object.__new__(sweep.Sdpa).prepare({"causal": True, "window": 1024}, 1, 2, 3)
+
+    def test_flash_attention_4_is_called_and_asked_for_gradients_of_its_output_alone(self):
+        torch, asked = FakeTorch(), []
+        torch.__version__, torch.nn = "2", types.SimpleNamespace(attention=mock.Mock(), functional=mock.Mock())
+        output = FakeTensor(50, (7, 8, 9, 1))
+
+        def flash_attn_func(q, k, v, **keywords):
+            asked.append((torch.grad_enabled, (q, k, v), keywords))
+            return output, "lse" if torch.grad_enabled else None
+
+        package = types.ModuleType("flash_attn")
+        package.cute = types.ModuleType("flash_attn.cute")
+        package.cute.flash_attn_func = flash_attn_func
+        with mock.patch.dict(sys.modules, {"flash_attn": package, "flash_attn.cute": package.cute}):
+            peer = sweep.python_peers(torch)["fa4"]()
+        self.assertEqual((peer.name, peer.role, peer.origin()["file"]), ("fa4", "peer", "flash_attn.cute"))
+        peer.prepare({**POINT, "window": 9}, 1, 2, 3)
+        self.assertEqual(sweep.called(peer), (output,))
+        self.assertEqual(asked.pop(), (False, (1, 2, 3), {"causal": True, "window_size": (9, 0)}))
+
+        x = backward.contestant(peer, torch)
+        x.prepare(POINT, {name: FakeTensor(at) for at, name in enumerate(("q", "k", "v", "d_o"), 1)})
+        with x.context():
+            args, keywords = x.call()
+        [(grad_enabled, leaves, told)] = asked  # one forward, before the timing
+        self.assertTrue(grad_enabled and all(leaf.wants_grad for leaf in leaves))
+        self.assertEqual(told, {"causal": True})
+        self.assertEqual((args[0], args[1], keywords), (output, leaves, {"retain_graph": True}))
+
+    def timed(self, host_us, rounds):
+        """The spins of a point whose call takes so many microseconds in each round, and what it was told."""
+        told, clock, durations = [], [0.0], iter(host_us)
+
+        class Event:
+            def __init__(self, enable_timing):
+                pass
+
+            def record(self):
+                told.append("record")
+
+            def elapsed_time(self, end):
+                return 1.0
+
+        class Contestant:
+            name, role, lse, context = "fa4", "peer", None, contextlib.nullcontext
+
+            def call(self):
+                told.append("call")
+                clock[0] += next(durations) * 1e-6
+                return types.SimpleNamespace(clone=lambda: "o")
+
+        torch = FakeTorch()
+        torch.cuda.Event, torch.cuda._sleep = Event, lambda ticks: told.append(ticks)
+        point = types.SimpleNamespace(contestant=lambda x: x, prepare=lambda x: told.append("prepare"))
+        point.check, point.changed = lambda *_: ({}, None), lambda *_: []
+        tell = lambda event, **fields: told.append((event, fields))
+        with mock.patch.object(sweep, "make_point", lambda *_: point), mock.patch.object(sweep.time, "perf_counter", lambda: clock[0]):
+            sweep.run_point(0, POINT, [Contestant()], {"banned": {}, "layout": "bshd", "iters": rounds}, lambda: None, tell, torch)
+        return [x for x in told if isinstance(x, int)], told
+
+    def test_what_is_compiled_at_a_first_call_is_not_timed(self):
+        seconds = 20e6
+        spins, told = self.timed([seconds, 50, 60, 70, 80, 90, 10], 2)
+        at = told.index(("timing", {"index": 0}))
+        self.assertEqual(told[:at], [("library", {"index": 0, "name": "fa4"}), "prepare", "call"])
+        self.assertEqual(told[at + 1 : at + 5], [sweep.SPIN_TICKS, "record", "call", "record"])
+        self.assertEqual(spins, [sweep.SPIN_TICKS] * (sweep.WARM_UPS + 2))
+        [run] = told[-1][1]["runs"]
+        self.assertEqual((run["status"], run["ms"]), ("ok", [1.0, 1.0]))
+        self.assertAlmostEqual(run["host_us"], 90, places=3)
+
+    def test_the_gpu_spins_for_longer_than_the_slowest_call_takes(self):
+        spins, _ = self.timed([0, 9000, 9000, 400, 400, 400, 0], 2)
+        self.assertEqual(spins[: sweep.WARM_UPS], [sweep.SPIN_TICKS] * sweep.WARM_UPS)
+        for ticks in spins[sweep.WARM_UPS :]:
+            self.assertAlmostEqual(ticks / sweep.TICKS_PER_US, 2 * 400, delta=1)
+        self.assertEqual(sweep.spin_ticks([1.0, 249.0]), sweep.SPIN_TICKS)
+        self.assertEqual(sweep.spin_ticks([1e6, 1.0]), sweep.MOST_SPIN_TICKS)
 
     def test_who_cannot_begin_a_point_is_named(self):
         def point(*_):
