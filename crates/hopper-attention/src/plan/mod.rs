@@ -4,7 +4,7 @@
 //! - `fitting.rs`: which kernels compute a problem on a GPU.
 //! - `select.rs` (forward) and `backward.rs`: which of these kernels is chosen, and the schedule of its tiles.
 //! - `shares.rs`: into how many shares a backward pass cuts its tiles.
-//! - `schedule.rs`: what both schedules share: groups of heads, mask bounds.
+//! - `schedule.rs`: what both schedules share: multiprocessors, groups of heads, mask bounds.
 //! - `quantize.rs`: the same for the quantiser, which has one kernel for each source type.
 //! - `tuning.rs`: measurements that replace the built-in choice.
 //! - `target.rs`: the device that a plan was made for.

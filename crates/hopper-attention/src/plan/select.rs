@@ -189,7 +189,7 @@ fn schedule(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo, row
         let per_head = format!("{m_tiles} tiles of {} queries for each of {heads} heads", kernel.tile_m);
         unsupported(per_head, "below 2^31 tiles in all".into())
     })?;
-    let multiprocessors = gpu.multiprocessors.max(1);
+    let multiprocessors = super::schedule::multiprocessors(problem, gpu, &kernel)?;
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
         groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), usize::MAX);
