@@ -66,6 +66,7 @@ static hattn_quantize_args* quantize_args;
     (p).head_dim_qk = 1 + below((long_rows) ? 4 : 17), (p).head_dim_vo = 1 + below((long_rows) ? 4 : 17); \
     (p).window_left = below(8) - 1, (p).window_right = below(8) - 1;                                      \
     (p).softmax_scale = one_in(2) ? 0.0F : 0.25F;                                                         \
+    (p).sm_margin = one_in(4) ? (int32_t)below(200) : 0;                                                  \
     /* Nothing to compute, whatever the other numbers are. */                                             \
     if ((p).batch == 0 && one_in(2)) {                                                                    \
       (p).heads_kv <<= 20, (p).heads_q <<= 20;                                                            \
