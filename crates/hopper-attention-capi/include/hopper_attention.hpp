@@ -194,6 +194,12 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
+  // How many multiprocessors of the GPU the kernels leave to others, such as kernels of NCCL (default: 0). Kernels of
+  // Arch::Sm80 cannot leave any, so that a plan is refused. The CPU ignores it. So does the quantiser.
+  constexpr ForwardProblem& sm_margin(std::int32_t multiprocessors) noexcept {
+    return set(problem_.sm_margin, multiprocessors);
+  }
+
   // Whether the log-sum-exp of each query is an output: natural logarithm, F32, [batch, heads_q, seqlen_q].
   constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted); }
 
@@ -217,7 +223,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
 class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_problem> {
  public:
   // The gradients of this forward pass. The log-sum-exp is an input, whether or not `forward` has lse(true). Defaults:
-  // no gradient of the log-sum-exp, not deterministic.
+  // no gradient of the log-sum-exp, not deterministic, the margin of `forward`.
   explicit constexpr BackwardProblem(const ForwardProblem& forward) noexcept {
     const hattn_forward_problem& of = forward.c_problem();
     problem_.dtype = of.dtype;
@@ -234,6 +240,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.window_right = of.window_right;
     problem_.softmax_scale = of.softmax_scale;
     problem_.arch = of.arch;
+    problem_.sm_margin = of.sm_margin;
   }
 
   // Whether a gradient of the log-sum-exp is an input: F32, [batch, heads_q, seqlen_q].
@@ -241,6 +248,11 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
 
   // Whether the same inputs, plan and device always give the same bits. This may cost time on a GPU.
   constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted); }
+
+  // As ForwardProblem::sm_margin, for the main kernel of the backward pass.
+  constexpr BackwardProblem& sm_margin(std::int32_t multiprocessors) noexcept {
+    return set(problem_.sm_margin, multiprocessors);
+  }
 };
 
 // Scratch memory on the plan's device: at least plan.workspace_bytes() bytes, aligned to 16 bytes.
