@@ -76,6 +76,7 @@ expected_tree() {
 ./include/hopper_attention.hpp
 ./include/hopper_attention_dlpack.hpp
 ./include/hopper_attention_fp8.hpp
+./include/hopper_attention_tensor.hpp
 ./lib/cmake/hopper_attention/hopper_attentionConfig.cmake
 ./lib/cmake/hopper_attention/hopper_attentionConfigVersion.cmake
 ./lib/libhopper_attention.a

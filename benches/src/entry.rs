@@ -18,7 +18,7 @@ pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, ha
 pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
 pub use library::{Entry, Forward, Text};
 
-use crate::{ARCH_VARIABLE, Point, Precision};
+use crate::{ARCH_VARIABLE, Point, Precision, SM_MARGIN_VARIABLE};
 use call::{Call, Given, Problem};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
@@ -132,6 +132,20 @@ fn named_arch(name: Option<&OsStr>) -> Result<Option<Arch>, Refused> {
             .map(Some)
             .ok_or_else(|| Refused(INVALID, format!("{ARCH_VARIABLE} is {name:?}; allowed: sm80, sm90"))),
     }
+}
+
+/// What [`SM_MARGIN_VARIABLE`] asks for; 0 without it. Looked at once, too.
+fn sm_margin() -> Result<usize, Refused> {
+    static ASKED: LazyLock<Result<usize, Refused>> =
+        LazyLock::new(|| margin(std::env::var_os(SM_MARGIN_VARIABLE).as_deref()));
+    ASKED.clone()
+}
+
+fn margin(number: Option<&OsStr>) -> Result<usize, Refused> {
+    let Some(number) = number else { return Ok(0) };
+    number.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {
+        Refused(INVALID, format!("{SM_MARGIN_VARIABLE} is {number:?}; allowed: a number of multiprocessors"))
+    })
 }
 
 thread_local! {
@@ -249,6 +263,17 @@ mod tests {
             assert!(text.ends_with("allowed: sm80, sm90"), "{text}");
         }
     }
+
+    #[test]
+    fn a_margin_is_a_number() {
+        let margin = |number: Option<&str>| margin(number.map(OsStr::new));
+        assert_eq!((margin(None), margin(Some("0")), margin(Some("16"))), (Ok(0), Ok(0), Ok(16)));
+        for wrong in ["", "-1", "many"] {
+            let Refused(status, text) = margin(Some(wrong)).unwrap_err();
+            assert!(status == INVALID && text.ends_with("allowed: a number of multiprocessors"), "{text}");
+        }
+    }
+
     #[test]
     fn the_problem_is_what_the_arguments_say() {
         let numbers = Numbers {

@@ -35,6 +35,9 @@ pub mod tune;
 /// `sm90`. The arguments of the entry have no field for it, since peers have no such choice.
 pub const ARCH_VARIABLE: &str = "HATTN_PEER_ARCH";
 
+/// The environment variable by which `hattn bench --sm-margin` makes our entry leave so many multiprocessors to others.
+pub const SM_MARGIN_VARIABLE: &str = "HATTN_PEER_SM_MARGIN";
+
 pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};

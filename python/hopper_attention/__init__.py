@@ -80,6 +80,7 @@ def attention(
     out: Any = None,
     lse_out: Any = None,
     stream: int | None = None,
+    sm_margin: int = 0,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -94,6 +95,8 @@ def attention(
     - top_left: the position of query i is i instead.
     - scale: 1 / sqrt(head_dim) if None.
     - return_lse: gives (o, lse).
+    - sm_margin: the number of multiprocessors of a Hopper GPU that the kernels leave to others, such as those of NCCL.
+      Gradients leave as many. Older GPUs refuse a margin above 0. The CPU ignores it.
 
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
@@ -117,8 +120,8 @@ def attention(
         if out is not None or lse_out is not None or stream is not None:
             name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
             raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
-        return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse)
-    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream)
+        return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin)
 
 
 def attention_backward(
@@ -137,6 +140,7 @@ def attention_backward(
     deterministic: bool = False,
     out: Any = None,
     stream: int | None = None,
+    sm_margin: int = 0,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -144,12 +148,12 @@ def attention_backward(
 
     o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
     of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
-    missing.
+    missing. sm_margin need not be that of `attention`.
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
     return _arrays.attention_backward(
-        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream
+        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin
     )
 
 
@@ -179,6 +183,7 @@ def attention_fp8(
     out_dtype: Any = None,
     scale_o: Any = None,
     return_amax: bool = False,
+    sm_margin: int = 0,
 ) -> Any:
     """`attention` on operands that `quantize` made. It has no gradient.
 
@@ -190,7 +195,9 @@ def attention_fp8(
     """
     _need_torch()
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    return _fp8.attention_fp8(operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax)
+    return _fp8.attention_fp8(
+        operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax, sm_margin
+    )
 
 
 def register_sdpa() -> Any:

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any, Optional
 
 from . import abi
-from ._plans import Window, mask_of, plans, scale_of
+from ._plans import Window, margin_of, mask_of, plans, scale_of
 
 # The C structs of DLPack (dlpack.h, version 1): a device, a type, a tensor, and the two structs that hand a tensor
 # over.
@@ -131,8 +131,11 @@ def _numpy_of(array: Any) -> Any:
     return None
 
 
-def _problem(q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], **more: int) -> abi.ForwardProblem:
-    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, softmax_scale=scale_of(scale), **mask._asdict(), **more)
+def _problem(
+    q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], sm_margin: int, **more: int
+) -> abi.ForwardProblem:
+    numbers = {"softmax_scale": scale_of(scale), "sm_margin": margin_of(sm_margin), **mask._asdict()}
+    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, **numbers, **more)
 
 
 def _workspace(plan: abi.Plan, like: Any, stream: Optional[int]) -> tuple:
@@ -162,12 +165,13 @@ def attention(
     out: Any,
     lse_out: Any,
     stream: Optional[int],
+    sm_margin: int,
 ) -> Any:
     """See hopper_attention.attention."""
     exports = [_four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))]
     lse = return_lse or lse_out is not None
     mask = mask_of(causal, window, top_left)
-    problem = _problem(exports[0], exports[1], exports[2], mask, scale, lse=int(lse))
+    problem = _problem(exports[0], exports[1], exports[2], mask, scale, sm_margin, lse=int(lse))
     plan = plans().get(exports[0].device, problem)
     batch, seqlen_q, heads_q, _ = exports[0].shape
     out, o = _output("out", out, q, (batch, seqlen_q, heads_q, exports[2].shape[3]), False, stream)
@@ -196,6 +200,7 @@ def attention_backward(
     deterministic: bool,
     out: Any,
     stream: Optional[int],
+    sm_margin: int,
 ) -> tuple:
     """See hopper_attention.attention_backward."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -203,7 +208,8 @@ def attention_backward(
     exports["lse"] = Array("lse", lse, stream)
     if d_lse is not None:
         exports["d_lse"] = Array("d_lse", d_lse, stream)
-    forward = _problem(exports["q"], exports["k"], exports["v"], mask_of(causal, window, top_left), scale)
+    mask = mask_of(causal, window, top_left)
+    forward = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin)
     problem = abi.BackwardProblem.of(forward, d_lse=int(d_lse is not None), deterministic=int(deterministic))
     plan = plans().get(exports["q"].device, problem)
     gradients = []

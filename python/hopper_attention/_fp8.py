@@ -9,7 +9,7 @@ import torch
 
 from . import abi
 from ._calls import Call, prepared
-from ._plans import Window, descale_shape, mask_of, plans, scale_of, scaling_of
+from ._plans import Window, descale_shape, margin_of, mask_of, plans, scale_of, scaling_of
 from ._torch import DTYPES, _library, described, ordinal, problem_of, run
 
 _SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -65,6 +65,7 @@ def attention_fp8(
     out_dtype: Any,
     scale_o: Optional[torch.Tensor],
     return_amax: bool,
+    sm_margin: int,
 ) -> Any:
     """See hopper_attention.attention_fp8."""
     _check(q=operands.q, k=operands.k, v=operands.v)
@@ -85,6 +86,7 @@ def attention_fp8(
         return_lse,
         return_amax,
         operands.half_scores,
+        margin_of(sm_margin),
     )
     results = (o, *([lse] if return_lse else []), *([amax] if return_amax else []))
     return results if len(results) > 1 else o
@@ -98,7 +100,7 @@ _library.define(
 _library.define(
     "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor? scale_o,"
     " float scale, int mask, int corner, int window_left, int window_right, int scaling, int output, bool lse, bool amax,"
-    " bool half_scores) -> (Tensor, Tensor, Tensor)",
+    " bool half_scores, int sm_margin=0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -145,7 +147,8 @@ def _fp8_outputs(q: Any, v: Any, output: int, lse: bool, amax: bool) -> list:
 
 
 def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any, *rest: Any) -> tuple:
-    *numbers, scaling, output, lse, amax, half_scores = rest
+    # The dispatcher leaves the margin out where it is 0.
+    numbers, (scaling, output, lse, amax, half_scores) = rest[:5] + rest[10:], rest[5:10]
     o, lse_out, amax_out = outputs = _fp8_outputs(q, v, output, lse, amax)
     given = {"q": q, "k": k, "v": v, "o": o, "descale_q": dq, "descale_k": dk, "descale_v": dv}
     given |= {"lse": lse_out} if lse else {}
@@ -180,5 +183,5 @@ def _fake_quantize(q: Any, k: Any, v: Any, scaling: int, *rest: Any) -> tuple:
 
 @torch.library.register_fake("hopper_attention::forward_fp8", lib=_library)
 def _fake_forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any, *rest: Any) -> tuple:
-    _, output, lse, amax, _ = rest[-5:]
+    output, lse, amax = rest[6:9]
     return tuple(_fp8_outputs(q, v, output, lse, amax))

@@ -103,6 +103,13 @@ def scale_of(scale: Optional[float]) -> float:
     return float(scale)
 
 
+def margin_of(sm_margin: int) -> int:
+    """The margin, checked: ctypes would cut off the upper bits of a larger number."""
+    if not 0 <= sm_margin < 2**31:
+        raise ValueError(f"sm_margin: {sm_margin}; allowed: 0 to 2^31 - 1")
+    return sm_margin
+
+
 SCALINGS = {"per_tensor": abi.PER_TENSOR, "per_head": abi.PER_HEAD, "per_block": abi.PER_BLOCK}
 #: Rows of a head that share a factor under "per_block".
 BLOCK = 128

@@ -19,7 +19,7 @@ import torch
 
 from . import abi
 from ._calls import Call, prepared
-from ._plans import FULL, Window, mask_of, scale_of
+from ._plans import FULL, Window, margin_of, mask_of, scale_of
 
 #: The oldest torch that this package works with.
 OLDEST = (2, 8)
@@ -37,13 +37,14 @@ def attention(
     top_left: bool = False,
     scale: Optional[float] = None,
     return_lse: bool = False,
+    sm_margin: int = 0,
 ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
     """See hopper_attention.attention."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, _numbers_of(causal, window, top_left, scale), return_lse)
+        return _traced(q, k, v, _numbers_of(causal, window, top_left, scale, sm_margin), return_lse)
     if type(window) is list:
         window = tuple(window)
-    options = (causal, window, top_left, scale)
+    options = (causal, window, top_left, scale, sm_margin)
     try:
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
@@ -89,17 +90,22 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _numbers_of(causal: bool, window: Window, top_left: bool, scale: Optional[float]) -> tuple:
-    return (scale_of(scale), *mask_of(causal, window, top_left))
+def _numbers_of(causal: bool, window: Window, top_left: bool, scale: Optional[float], sm_margin: int) -> tuple:
+    return (scale_of(scale), *mask_of(causal, window, top_left), margin_of(sm_margin))
 
 
-def _direct_options_of(causal: bool, window: Window, top_left: bool, scale: Optional[float]) -> tuple:
-    """is_causal, attn_mask and scale of _DIRECT."""
-    _, *mask = _numbers_of(causal, window, top_left, scale)
+def _backward_numbers(numbers: tuple, deterministic: bool) -> tuple:
+    """The numbers in the order of the operator backward, which has the margin at its end."""
+    return (*numbers[:5], deterministic, *numbers[5:])
+
+
+def _direct_options_of(causal: bool, window: Window, top_left: bool, scale: Optional[float], sm_margin: int) -> tuple:
+    """is_causal, attn_mask and scale of _DIRECT. attn_mask has what is_causal cannot say."""
+    _, *mask = _numbers_of(causal, window, top_left, scale, sm_margin)
     scale = None if scale is None else float(scale)
-    if mask == [*FULL]:
+    if mask == [*FULL, 0]:
         return False, None, scale
-    if mask == [abi.MASK_CAUSAL, abi.BOTTOM_RIGHT, 0, 0]:
+    if mask == [abi.MASK_CAUSAL, abi.BOTTOM_RIGHT, 0, 0, 0]:
         return True, None, scale
     # Autograd saves the tensor, which one of inference mode does not allow.
     with torch.inference_mode(False):
@@ -181,12 +187,12 @@ class _Recorded(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(o)
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        numbers = _backward_numbers(ctx.numbers, torch.are_deterministic_algorithms_enabled())
         if torch.is_grad_enabled():
             # create_graph: the operator's own gradient refuses the second derivative, if it is used.
-            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic), None
+            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *numbers), None
         with _below():
-            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic), None
+            return *_backward_op(d_o, d_lse, q, k, v, o, lse, *numbers), None
 
 
 def _in_words(error: Exception) -> Exception:
@@ -262,7 +268,16 @@ def readable(t: torch.Tensor) -> torch.Tensor:
 
 
 def problem_of(
-    q: Any, k: Any, v: Any, scale: float, mask: int, corner: int, left: int, right: int, **more: int
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float,
+    mask: int,
+    corner: int,
+    left: int,
+    right: int,
+    sm_margin: int = 0,
+    **more: int,
 ) -> abi.ForwardProblem:
     """The forward problem of operands and the numbers of an operator."""
     return abi.ForwardProblem.of(
@@ -275,6 +290,7 @@ def problem_of(
         corner=corner,
         window_left=left,
         window_right=right,
+        sm_margin=margin_of(sm_margin),
         **more,
     )
 
@@ -340,22 +356,24 @@ def backward_into(
 
 
 def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> Any:
-    *numbers, deterministic = rest
+    # The dispatcher leaves the margin out where it is 0.
+    numbers, deterministic = rest[:5] + rest[6:], rest[5]
     gradients = [t.new_empty(t.shape) for t in (q, k, v)]
     d_lse = None if d_lse is None else readable(d_lse)
-    backward_into(readable(d_o), d_lse, q, k, v, o, lse, gradients, tuple(numbers), deterministic)
+    backward_into(readable(d_o), d_lse, q, k, v, o, lse, gradients, numbers, deterministic)
     return tuple(gradients)
 
 
 # -- what torch is told about the operators
 
-_NUMBERS = "float scale, int mask, int corner, int window_left, int window_right"
+# The margin came later. It stands at the end, so that calls without it stay right.
+_NUMBERS, _MARGIN = "float scale, int mask, int corner, int window_left, int window_right", "int sm_margin=0"
 _library = torch.library.Library("hopper_attention", "DEF")
 for _schema in (
-    f"forward(Tensor q, Tensor k, Tensor v, {_NUMBERS}) -> Tensor",
-    f"forward_lse(Tensor q, Tensor k, Tensor v, {_NUMBERS}) -> (Tensor, Tensor)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_NUMBERS}, {_MARGIN}) -> Tensor",
+    f"forward_lse(Tensor q, Tensor k, Tensor v, {_NUMBERS}, {_MARGIN}) -> (Tensor, Tensor)",
     "backward(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_NUMBERS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    f"{_NUMBERS}, bool deterministic, {_MARGIN}) -> (Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -390,8 +408,8 @@ fallback = _register()
 #:
 #: torch has kernels of them for the CPU alone, and calls them with tensors of the CPU alone. _torch_op.so gives them
 #: kernels for CUDA. So nothing of torch is replaced. Autograd records the operator in C++, and its backward pass
-#: needs no Python. The operator has no mask but is_causal: attn_mask has the numbers of another one, on the CPU. Its
-#: log-sum-exp has no gradient, and is empty where gradients are off.
+#: needs no Python. The operator has no mask but is_causal, and no margin: attn_mask has the numbers of another mask and
+#: the margin, on the CPU. Its log-sum-exp has no gradient, and is empty where gradients are off.
 _DIRECT = {
     "_scaled_dot_product_flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
     "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
@@ -453,7 +471,8 @@ def _fake_backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> 
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, *ctx.numbers = inputs
+    q, k, v, *numbers = inputs
+    ctx.numbers = tuple(numbers)
     ctx.save_for_backward(q, k, v, *output)
     # An output that nobody used then has the gradient None, and not a tensor of zeros.
     ctx.set_materialize_grads(False)
@@ -463,9 +482,10 @@ def _gradients(ctx: Any, d_o: Any, d_lse: Any) -> tuple:
     q, k, v, o, lse = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros_like(o)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    all_three = torch.ops.hopper_attention.backward(d_o, d_lse, q, k, v, o, lse, *ctx.numbers, deterministic)
-    return *(d if wanted else None for d, wanted in zip(all_three, ctx.needs_input_grad)), *(None,) * 5
+    numbers = _backward_numbers(ctx.numbers, torch.are_deterministic_algorithms_enabled())
+    all_three = torch.ops.hopper_attention.backward(d_o, d_lse, q, k, v, o, lse, *numbers)
+    nothing = (None,) * (len(ctx.needs_input_grad) - 3)
+    return *(d if wanted else None for d, wanted in zip(all_three, ctx.needs_input_grad)), *nothing
 
 
 def _no_lse(ctx: Any, *_: Any) -> None:

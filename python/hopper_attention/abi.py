@@ -101,7 +101,8 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "dtype mask corner lse"),
         **_all_of(ctypes.c_int64, _SIZES),
         softmax_scale=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "arch output scaling amax half_scores"),
+        **_all_of(ctypes.c_int32, "arch output scaling amax half_scores sm_margin"),
+        reserved=ctypes.c_uint32,
     )
 
     @classmethod
@@ -126,8 +127,7 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "dtype mask corner d_lse"),
         **_all_of(ctypes.c_int64, _SIZES),
         softmax_scale=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "deterministic arch"),
-        reserved=ctypes.c_uint32,
+        **_all_of(ctypes.c_int32, "deterministic arch sm_margin"),
     )
 
     @classmethod

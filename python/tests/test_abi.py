@@ -22,13 +22,13 @@ def setUpModule():
 
 class Structs(unittest.TestCase):
     def test_a_backward_problem_is_of_a_forward_one(self):
-        forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5).problem
+        forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5, sm_margin=8).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual(
             (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (112, hattn.ABI_VERSION, 1, 0)
         )
         for name, _ in hattn.BackwardProblem._fields_:
-            if name not in ("struct_size", "d_lse", "deterministic", "reserved"):
+            if name not in ("struct_size", "d_lse", "deterministic"):
                 self.assertEqual(getattr(made, name), getattr(forward, name), name)
 
     def test_misspelt_fields_are_refused(self):
@@ -145,6 +145,13 @@ class Binding(unittest.TestCase):
     def test_a_scale_of_ones_own(self):
         self.compare(Problem(softmax_scale=0.5), 1e-5)
 
+    def test_the_cpu_ignores_a_margin(self):
+        case = Problem(sm_margin=500)
+        self.compare(case, 1e-5)
+        self.compare_gradients(case, 1e-5)
+        for problem in (case.problem, hattn.BackwardProblem.of(case.problem)):
+            self.assertIn(" sm_margin 500: cpu", LIBRARY.plan(problem, hattn.CPU).describe())
+
     def test_rows_without_keys(self):
         self.compare(Problem(mask=(hattn.MASK_CAUSAL, 0, 0), sizes=(1, 6, 3, 2, 1, 4, 4)), 1e-5)
         self.compare(Problem(sizes=(1, 3, 0, 2, 1, 4, 4)), 1e-5)
@@ -213,6 +220,8 @@ class Refusals(unittest.TestCase):
         self.refused(hattn.ERROR_VALUE, ["softmax_scale", "-1", "above 0"], plan, softmax_scale=-1)
         self.refused(hattn.ERROR_DTYPE, ["o: ", "f32", "bf16, f16, e4m3"], plan, dtype=hattn.E4M3, output=hattn.F32)
         self.refused(hattn.ERROR_VALUE, ["scaling", "per-block", "e4m3 operands only"], plan, scaling=hattn.PER_BLOCK)
+        self.refused(hattn.ERROR_VALUE, ["sm_margin: -1", "0 and above"], plan, sm_margin=-1)
+        self.refused(hattn.ERROR_ARGUMENT, ["reserved 0x2", "0"], plan, reserved=2)
         self.refused(hattn.ERROR_ARGUMENT, ["dtype", "0"], plan, dtype=0)
         self.refused(hattn.ERROR_ARGUMENT, ["mask", "9"], plan, mask=9)
         self.refused(hattn.ERROR_ABI, ["struct_size", "103"], plan, struct_size=103)

@@ -97,6 +97,19 @@ class Arrays(unittest.TestCase):
                     slopes.append(loss(*moved))
                 self.assertAlmostEqual(gradient[index], (slopes[0] - slopes[1]) / 2e-5, delta=1e-3)
 
+    def test_the_cpu_ignores_a_margin(self):
+        q, k, v = self.tensors()
+        o, lse = hopper_attention.attention(q, k, v, causal=True, return_lse=True)
+        again = hopper_attention.attention(q, k, v, causal=True, return_lse=True, sm_margin=16)
+        self.assertTrue((again[0] == o).all() and (again[1] == lse).all())
+        gradients = hopper_attention.attention_backward(q, k, v, o, lse, o, causal=True)
+        for got, want in zip(
+            hopper_attention.attention_backward(q, k, v, o, lse, o, causal=True, sm_margin=24), gradients
+        ):
+            self.assertTrue((got == want).all())
+        with self.assertRaisesRegex(ValueError, "sm_margin: -2"):
+            hopper_attention.attention_backward(q, k, v, o, lse, o, sm_margin=-2)
+
     def test_another_exporter(self):
         class Exporter:
             """An array of some framework: it has DLPack and nothing else, and knows no max_version."""
@@ -129,6 +142,8 @@ class Arrays(unittest.TestCase):
             (abi.HattnError, "q", (q.transpose(0, 3, 2, 1), k, v), {}),
             (ValueError, "window: left -3", (q, k, v), {"window": (-3, 0)}),
             (ValueError, "scale: 0", (q, k, v), {"scale": 0}),
+            (ValueError, "sm_margin: -1; allowed: 0 to", (q, k, v), {"sm_margin": -1}),
+            (ValueError, "sm_margin: 4294967296", (q, k, v), {"sm_margin": 2**32}),
         ):
             with self.subTest(words=words):
                 self.assertRaisesRegex(error, words, hopper_attention.attention, *arguments, **options)

@@ -101,6 +101,27 @@ class Torch(OnGpu):
                     for mine, theirs in zip(torch.autograd.grad(other, leaves, d_o), gradients):
                         self.assertTrue(torch.equal(mine, theirs))
 
+    def test_a_margin(self):
+        """Hopper kernels leave multiprocessors to others. Results are right, through each of the operators."""
+        leaves = self.tensors()
+        if torch.cuda.get_device_capability(self.device) != (9, 0):
+            self.assertRaisesRegex(abi.HattnError, "sm_margin 1 with sm80 kernels", attention, *leaves, sm_margin=1)
+            return
+        want = attention(*leaves, causal=True)
+        gradients = torch.autograd.grad(want, leaves, torch.ones_like(want))
+        all_of_them = torch.cuda.get_device_properties(self.device).multi_processor_count
+        for margin in (1, 16, all_of_them - 1):
+            for return_lse in (False, True):
+                with self.subTest(margin=margin, return_lse=return_lse):
+                    o = attention(*leaves, causal=True, sm_margin=margin, return_lse=return_lse)
+                    o = o[0] if return_lse else o
+                    self.assertTrue(torch.equal(o, want))
+                    got = torch.autograd.grad(o, leaves, torch.ones_like(o))
+                    for mine, theirs in zip(got, gradients):
+                        self.close(mine, theirs, 0.02)
+        words = f"sm_margin: {all_of_them}; allowed: 0 to {all_of_them - 1}"
+        self.assertRaisesRegex(abi.HattnError, words, attention, *leaves, sm_margin=all_of_them)
+
     def test_the_current_stream(self):
         q, k, v = self.tensors(grad=False, seqlen=2000)
         want = attention(q, k, v)

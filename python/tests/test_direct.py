@@ -67,7 +67,8 @@ class Replaced(unittest.TestCase):
         self.q, self.k, self.v = (torch.randn(2, 9, 4, 8, requires_grad=True) for _ in range(3))
 
     def test_it_is_the_operator_that_records(self):
-        for options in ({}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "top_left": True, "scale": 0.3}):
+        all_options = [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "top_left": True, "scale": 0.3}]
+        for options in (*all_options, {"sm_margin": 8}, {"causal": True, "sm_margin": 8}):
             with self.subTest(**options):
                 leaves = self.q, self.k[:, :7], self.v[:, :7]
                 o = attention(*leaves, **options)
@@ -150,9 +151,12 @@ class Replaced(unittest.TestCase):
         op = getattr(torch, NAME)
         with self.assertRaisesRegex(RuntimeError, "dropout_p"):
             op(self.q, self.k, self.v, 0.5)
-        for mask in (torch.zeros(9, 9), torch.zeros(4), torch.zeros(8, dtype=torch.int64)[::2]):
+        numbers = torch.zeros(10, dtype=torch.int64)
+        for mask in (torch.zeros(9, 9), torch.zeros(5), numbers[::2], numbers[:4]):
             with self.assertRaisesRegex(RuntimeError, "attn_mask"):
                 op(self.q, self.k, self.v, attn_mask=mask)
+        with self.assertRaisesRegex(RuntimeError, "sm_margin: -1"):
+            op(self.q, self.k, self.v, attn_mask=torch.tensor([0, 0, 0, 0, -1]))
         with self.assertRaisesRegex(abi.HattnError, "k: shape"):
             attention(self.q, self.k[:1], self.v)
 

@@ -41,6 +41,13 @@ class Fp8(unittest.TestCase):
                         # e4m3 has 3 bits of mantissa: an element is off by 2^-4 of itself at most.
                         self.assertLess(self.error(o, causal=True), 0.08)
 
+    def test_the_cpu_ignores_a_margin(self):
+        made = hopper_attention.quantize(*self.qkv)
+        want = hopper_attention.attention_fp8(made, causal=True)
+        self.assertTrue(torch.equal(hopper_attention.attention_fp8(made, causal=True, sm_margin=8), want))
+        with self.assertRaisesRegex(ValueError, "sm_margin: -1"):
+            hopper_attention.attention_fp8(made, sm_margin=-1)
+
     def test_one_factor_gives_the_values_back(self):
         made = hopper_attention.quantize(*self.qkv, scaling="per_tensor")
         for values, stored, descale in zip(self.qkv, made[:3], made[3:6]):

@@ -94,6 +94,8 @@ class Torch(unittest.TestCase):
             (ValueError, "3 dimensions", (q[0], k, v), {}),
             (ValueError, "window: left -3", (q, k, v), {"window": (-3, 0)}),
             (ValueError, "scale: 0", (q, k, v), {"scale": 0}),
+            (ValueError, "sm_margin: -1; allowed: 0 to", (q, k, v), {"sm_margin": -1}),
+            (ValueError, "sm_margin: 4294967296", (q, k, v), {"sm_margin": 2**32}),
             (abi.HattnError, "k: shape", (q, k[:1], v), {}),
             (abi.HattnError, "f16", (q, k.half(), v), {}),
             (abi.HattnError, "q", (q.transpose(1, 3).contiguous().transpose(1, 3), k, v), {}),
@@ -134,6 +136,22 @@ class Torch(unittest.TestCase):
                         for mine, exact, t in zip(got, want, inputs):
                             self.assertEqual(mine.dtype, t.dtype)
                             self.close(mine, exact, tolerance * exact.abs().max().item())
+
+    def test_the_cpu_ignores_a_margin(self):
+        inputs = self.tensors()
+        d_o = torch.randn(inputs[0].shape)
+        for options in ({}, {"causal": True}, {"window": (5, 2)}):
+            with self.subTest(**options):
+                want = attention(*inputs, **options)
+                self.assertTrue(torch.equal(attention(*inputs, **options, sm_margin=16), want))
+                o, _ = attention(*inputs, **options, sm_margin=16, return_lse=True)
+                self.assertTrue(torch.equal(o, want))
+                got, want = (
+                    self.gradients(lambda *t, n=n: (attention(*t, **options, sm_margin=n),), inputs, d_o)
+                    for n in (16, 0)
+                )
+                for one, other in zip(got, want):
+                    self.assertTrue(torch.equal(one, other))
 
     def test_gradients_are_those_of_sdpa(self):
         def sdpa(q, k, v):
@@ -243,6 +261,11 @@ class Operators(unittest.TestCase):
         torch.library.opcheck(
             torch.ops.hopper_attention.backward.default, (torch.randn_like(o), None, *plain, o, lse, *numbers, False)
         )
+        # With a margin, the last argument.
+        torch.library.opcheck(torch.ops.hopper_attention.forward_lse.default, (q, k, v, *numbers, 8))
+        torch.library.opcheck(
+            torch.ops.hopper_attention.backward.default, (torch.randn_like(o), None, *plain, o, lse, *numbers, True, 8)
+        )
 
     def test_compiled_in_one_graph(self):
         q, k, v = self.tensors()
@@ -260,6 +283,12 @@ class Operators(unittest.TestCase):
                 lambda q, k, v: attention(q, k, v, window=(3, 0)) + 1, fullgraph=True, backend="aot_eager"
             )
             torch.testing.assert_close(without(q, k, v), attention(q, k, v, window=(3, 0)) + 1)
+        with_margin = torch.compile(
+            lambda q, k, v: attention(q, k, v, causal=True, sm_margin=8), fullgraph=True, backend="aot_eager"
+        )
+        want = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
+        for mine, theirs in zip(torch.autograd.grad(with_margin(q, k, v).sum(), (q, k, v)), want):
+            torch.testing.assert_close(mine, theirs)
 
     def test_compiled_with_dynamic_shapes(self):
         compiled = torch.compile(

@@ -70,6 +70,20 @@ class Compiled(unittest.TestCase):
                         for one, want in zip(got, _torch._backward(d_o, d_lse, *saved, *numbers, True)):
                             self.assertTrue(torch.equal(one, want))
 
+    def test_the_margin_reaches_the_library(self):
+        """The CPU ignores a margin, but for one below 0, which no device takes."""
+        q, k, v = self.tensors(1, 4, 2, 8)
+        o, lse = self.ops.forward_lse(q, k, v, *CAUSAL)
+        self.assertTrue(torch.equal(self.ops.forward(q, k, v, *CAUSAL, 7), o))
+        for margin, words in ((-1, "sm_margin: -1"), (-(2**40), "sm_margin: -2147483648")):
+            for call in (
+                lambda: self.ops.forward(q, k, v, *CAUSAL, margin),
+                lambda: self.ops.forward_lse(q, k, v, *CAUSAL, margin),
+                lambda: self.ops.backward(o, None, q, k, v, o, lse, *CAUSAL, False, margin),
+            ):
+                with self.assertRaisesRegex(RuntimeError, f"{words}; allowed: 0 and above.*HATTN_ERROR_VALUE"):
+                    call()
+
     def test_gradients_are_copied_where_they_must_be(self):
         q, k, v = self.tensors(2, 5, 3, 8)
         saved = (q, k, v, *self.ops.forward_lse(q, k, v, *FULL))

@@ -224,17 +224,24 @@ class Arguments {
 const char* const kOrder = "[batch, seqlen, heads, head_dim]";
 const char* const kOrderOfLse = "[batch, heads, seqlen]";
 
-// Scale and mask in the ABI's terms.
+// Scale, mask and margin in the ABI's terms.
 struct Numbers {
   float scale;
-  int64_t mask[4];  // mask, corner, window_left, window_right
+  int64_t others[5];  // mask, corner, window_left, window_right, sm_margin
 
-  explicit Numbers(Arguments& arguments) : scale(static_cast<float>(arguments.real())) {
-    for (int64_t& number : mask) number = arguments.integer();
+  // Takes all but the margin.
+  explicit Numbers(Arguments& arguments) : scale(static_cast<float>(arguments.real())), others{} {
+    for (int i = 0; i < 4; ++i) others[i] = arguments.integer();
   }
   Numbers(double scale, bool causal)
       : scale(static_cast<float>(scale)),
-        mask{causal ? HATTN_MASK_CAUSAL : HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, 0, 0} {}
+        others{causal ? HATTN_MASK_CAUSAL : HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, 0, 0, 0} {}
+
+  // The margin as the ABI has it. One that does not fit becomes the nearest that does, which no GPU has.
+  int32_t sm_margin() const {
+    const int64_t margin = others[4];
+    return static_cast<int32_t>(margin < INT32_MIN ? INT32_MIN : margin > INT32_MAX ? INT32_MAX : margin);
+  }
 };
 
 // The fields that both passes' problems share. Describes q, k and v.
@@ -252,10 +259,11 @@ Problem problem_of(Tensor& q, Tensor& k, Tensor& v, const Numbers& numbers, Prob
   problem.head_dim_qk = q->shape[3];
   problem.head_dim_vo = v->shape[3];
   problem.softmax_scale = numbers.scale;
-  problem.mask = static_cast<hattn_mask>(numbers.mask[0]);
-  problem.corner = static_cast<hattn_corner>(numbers.mask[1]);
-  problem.window_left = numbers.mask[2];
-  problem.window_right = numbers.mask[3];
+  problem.mask = static_cast<hattn_mask>(numbers.others[0]);
+  problem.corner = static_cast<hattn_corner>(numbers.others[1]);
+  problem.window_left = numbers.others[2];
+  problem.window_right = numbers.others[3];
+  problem.sm_margin = numbers.sm_margin();
   return problem;
 }
 
@@ -332,7 +340,8 @@ void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor o, 
 void forward_kernel(StableValue* stack, bool with_lse) {
   Arguments arguments(stack);
   Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
-  const Numbers numbers(arguments);
+  Numbers numbers(arguments);
+  numbers.others[4] = arguments.integer();
   forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, stack);
 }
 void plain_forward_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, false); }
@@ -343,21 +352,22 @@ void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
   Tensor d_o = arguments.tensor(), d_lse = arguments.optional_tensor();
   Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   Tensor o = arguments.tensor(), lse = arguments.tensor();
-  const Numbers numbers(arguments);
+  Numbers numbers(arguments);
   const bool deterministic = arguments.boolean();
+  numbers.others[4] = arguments.integer();
   backward(std::move(d_o), std::move(d_lse), std::move(q), std::move(k), std::move(v), std::move(o), std::move(lse),
            numbers, deterministic, stack);
 }
 
-// The arguments of torch's own op after its tensors: dropout_p, is_causal, attn_mask, scale. The package says with
-// attn_mask which mask it is, if is_causal cannot.
+// The arguments of torch's own op after its tensors: dropout_p, is_causal, attn_mask, scale. The package gives mask and
+// margin as attn_mask, if is_causal cannot say them.
 Numbers numbers_of_recorded(Arguments& arguments) {
   const double dropout = arguments.real();
   const bool causal = arguments.boolean();
   Tensor mask = arguments.optional_tensor();
   Numbers numbers(arguments.optional_real(0), causal);
   if (dropout != 0) throw std::runtime_error("dropout_p is not 0; allowed: 0 (HATTN_ERROR_VALUE)");
-  if (mask) mask.read(state->i64, numbers.mask, 4, "attn_mask: not what hopper_attention.attention() gives");
+  if (mask) mask.read(state->i64, numbers.others, 5, "attn_mask: not what hopper_attention.attention() gives");
   return numbers;
 }
 

@@ -80,6 +80,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         },
         amax: i32::from(problem.wants_amax()),
         half_scores: i32::from(problem.allows_half_scores()),
+        sm_margin: i32::try_from(problem.sm_margin()).expect("a small margin"),
+        reserved: 0,
     }
 }
 
@@ -105,7 +107,7 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         softmax_scale: forward.softmax_scale,
         deterministic: i32::from(problem.is_deterministic()),
         arch: forward.arch,
-        reserved: 0,
+        sm_margin: forward.sm_margin,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use hopper_attention::{Corner, DType, Dims, Error, ForwardProblem, ForwardProblemBuilder, Mask};
 
-use super::{FAILED, INVALID, Numbers, Refused, UNSUPPORTED, arch};
+use super::{FAILED, INVALID, Numbers, Refused, UNSUPPORTED, arch, sm_margin};
 
 /// A number that the header has no meaning for.
 pub(super) fn refused(what: &str, got: i32, allowed: &str) -> Refused {
@@ -23,6 +23,7 @@ impl Numbers {
         .with_heads_kv(size("heads_kv", self.heads_kv)?)
         .with_head_dim_vo(size("head_dim_vo", self.head_dim_vo)?);
         let options = ForwardProblem::builder(dtype, dims).mask(self.mask()?).softmax_scale(self.softmax_scale);
+        let options = options.sm_margin(sm_margin()?);
         Ok(match arch()? {
             Some(arch) => options.arch(arch),
             None => options,

@@ -59,7 +59,7 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
     0, 0, 0, 0, 0, 0 }
@@ -333,6 +333,15 @@ typedef struct hattn_forward_problem {
   // If an element is larger or NaN, a second kernel computes everything again in f32. The run then takes more than
   // twice as long. The CPU always sums in f32.
   int32_t half_scores;
+  // Number of multiprocessors of the GPU that the kernels leave to others, 0 or more and below the GPU's number.
+  // Other work needs free multiprocessors to run beside attention, such as kernels of NCCL.
+  //
+  // Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
+  // Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
+  // The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
+  int32_t sm_margin;
+  // Must be 0.
+  uint32_t reserved;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -403,8 +412,7 @@ typedef struct hattn_backward_problem {
   // 0: sums on a GPU may be added in another order each time. The CPU always gives the same bits.
   int32_t deterministic;
   hattn_arch arch;
-  // Must be 0.
-  uint32_t reserved;
+  int32_t sm_margin;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.

@@ -23,114 +23,21 @@
 #ifndef HOPPER_ATTENTION_HPP
 #define HOPPER_ATTENTION_HPP
 
-#include <cstdarg>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <limits>
 #include <memory>
 #include <optional>
-#include <type_traits>
-#include <utility>
 
-#include "hopper_attention.h"
-
-#if !defined(HATTN_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
-#define HATTN_NO_EXCEPTIONS 1
-#endif
+#include "hopper_attention_tensor.hpp"
 
 #ifndef HATTN_NO_EXCEPTIONS
-#include <stdexcept>
 #include <string>
-#endif
-
-static_assert(HATTN_ABI_VERSION == 1, "hopper_attention.hpp and hopper_attention.h are of different versions");
-
-// The inline namespace of all classes and functions here, such as v0_2 or v0_2_noexcept. It follows from the version in
-// the C header. All C++ headers use this macro.
-//
-// - A minor version may add members to a class.
-// - Without exceptions, classes have fewer members.
-//
-// Object files of different versions and of both kinds may be linked into one program: each has classes of its own. An
-// object that is passed from one to the other is a link error.
-#define HATTN_DETAIL_VERSION_OF(major, minor, kind) v##major##_##minor##kind
-#define HATTN_DETAIL_VERSION(major, minor, kind) HATTN_DETAIL_VERSION_OF(major, minor, kind)
-#ifdef HATTN_NO_EXCEPTIONS
-#define HATTN_DETAIL_NAMESPACE HATTN_DETAIL_VERSION(HATTN_VERSION_MAJOR, HATTN_VERSION_MINOR, _noexcept)
-#else
-#define HATTN_DETAIL_NAMESPACE HATTN_DETAIL_VERSION(HATTN_VERSION_MAJOR, HATTN_VERSION_MINOR, )
 #endif
 
 namespace hattn {
 inline namespace HATTN_DETAIL_NAMESPACE {
 
-// How a call ended. last_error() is the text of a failure.
-enum class Status : hattn_status {
-  Ok = HATTN_OK,
-  Argument = HATTN_ERROR_ARGUMENT,        // a null pointer, or an unknown constant
-  Abi = HATTN_ERROR_ABI,                  // library and header have different versions
-  Shape = HATTN_ERROR_SHAPE,              // a tensor has another shape than the problem says
-  Layout = HATTN_ERROR_LAYOUT,            // address, alignment, strides, overlap
-  Dtype = HATTN_ERROR_DTYPE,              // an element type that is not allowed here
-  Value = HATTN_ERROR_VALUE,              // a number out of range, or a tensor missing or not wanted
-  Unsupported = HATTN_ERROR_UNSUPPORTED,  // a valid problem without a kernel on this device
-  Workspace = HATTN_ERROR_WORKSPACE,      // the workspace is null or too small
-  Device = HATTN_ERROR_DEVICE,            // a tensor or the stream is on another device
-  Capture = HATTN_ERROR_CAPTURE,          // not possible while the stream is captured
-  Driver = HATTN_ERROR_DRIVER,            // the CUDA driver returned an error
-  Launch = HATTN_ERROR_LAUNCH,            // a kernel could not be loaded or launched
-  NoDevice = HATTN_ERROR_NO_DEVICE,       // no such GPU, no driver, or no CUDA in the library
-  Internal = HATTN_ERROR_INTERNAL,        // a bug of the library
-  Memory = HATTN_ERROR_MEMORY,            // no memory for the buffers of a run on the CPU
-  Threads = HATTN_ERROR_THREADS,          // the threads of the CPU backend cannot be started
-};
-
-constexpr bool ok(Status status) noexcept { return status == Status::Ok; }
-
-// The name of a status, such as "HATTN_ERROR_SHAPE".
-inline const char* name(Status status) noexcept { return hattn_status_name(static_cast<hattn_status>(status)); }
-
 namespace detail {
-
-// The text of this thread's last failure, if a C++ header refused the call itself (own). Otherwise the library has it.
-struct Note {
-  bool own;
-  char text[512];
-};
-
-inline Note& note() noexcept {
-  thread_local Note note{};
-  return note;
-}
-
-inline Status from_library(hattn_status status) noexcept {
-  if (status != HATTN_OK) note().own = false;
-  return static_cast<Status>(status);
-}
-
-#if defined(__GNUC__)
-__attribute__((format(printf, 2, 3)))
-#endif
-inline Status
-refuse(Status status, const char* format, ...) noexcept {
-  Note& here = note();
-  here.own = true;
-  std::va_list values;
-  va_start(values, format);
-  static_cast<void>(std::vsnprintf(here.text, sizeof(here.text), format, values));
-  va_end(values);
-  return status;
-}
-
-// A struct of the C header with its size and version filled in. Everything else is 0.
-template <class T>
-constexpr T tagged() noexcept {
-  T empty{};
-  empty.struct_size = static_cast<std::uint32_t>(sizeof(T));
-  empty.abi_version = HATTN_ABI_VERSION;
-  return empty;
-}
 
 // The C functions of all passes under one name each, so that templates can call them. For the forward pass this makes
 //   hattn_status c_supported(const hattn_forward_problem*, hattn_device)    which calls hattn_forward_supported
@@ -166,245 +73,7 @@ struct Destroy {
   }
 };
 
-// Whether the library that was linked or loaded has the ABI version of this header. The library is asked once.
-inline Status check_abi() noexcept {
-  static const std::uint32_t found = hattn_abi_version();
-  if (found == HATTN_ABI_VERSION) return Status::Ok;
-  return refuse(Status::Abi, "library: ABI version %u; allowed: %u, that of hopper_attention.h",
-                static_cast<unsigned>(found), static_cast<unsigned>(HATTN_ABI_VERSION));
-}
-
 }  // namespace detail
-
-// The text of this thread's last failure: what was wrong, what it was, and what is allowed. "" before the first
-// failure. Valid until the thread's next failure.
-inline const char* last_error() noexcept { return detail::note().own ? detail::note().text : hattn_last_error(); }
-
-// The version of the library, such as "0.2.0".
-inline const char* version() noexcept { return hattn_version(); }
-
-#ifndef HATTN_NO_EXCEPTIONS
-// A call that failed. what() is the name of the status and last_error().
-class Error : public std::runtime_error {
- public:
-  Error(Status status, const char* text)
-      : std::runtime_error(std::string(hattn::name(status)) + ": " + text), status_(status) {}
-
-  Status status() const noexcept { return status_; }
-
- private:
-  Status status_;
-};
-
-namespace detail {
-inline void check(Status status) {
-  if (!ok(status)) throw Error(status, last_error());
-}
-}  // namespace detail
-#endif
-
-// Element types. GPUs compute F16, BF16 and E4M3. The CPU also computes F32.
-enum class DType : hattn_dtype { F16 = HATTN_F16, BF16 = HATTN_BF16, F32 = HATTN_F32, E4M3 = HATTN_E4M3 };
-
-// The DType of a C++ type. CUDA's types are known if their headers are included before this one. For types of your own:
-//   template <> struct hattn::dtype_of<my::half> { static constexpr hattn::DType value = hattn::DType::F16; };
-template <class T>
-struct dtype_of;
-
-template <>
-struct dtype_of<float> : std::integral_constant<DType, DType::F32> {};
-#ifdef __CUDA_FP16_TYPES_EXIST__
-template <>
-struct dtype_of<__half> : std::integral_constant<DType, DType::F16> {};
-#endif
-#ifdef __CUDA_BF16_TYPES_EXIST__
-template <>
-struct dtype_of<__nv_bfloat16> : std::integral_constant<DType, DType::BF16> {};
-#endif
-#ifdef __CUDA_FP8_TYPES_EXIST__
-template <>
-struct dtype_of<__nv_fp8_e4m3> : std::integral_constant<DType, DType::E4M3> {};
-#endif
-
-// The CPU, or a GPU by its ordinal, in the order of the CUDA driver and cudaSetDevice.
-class Device {
- public:
-  static constexpr Device cpu() noexcept { return Device(HATTN_CPU); }
-  // A negative ordinal gives a device that every call refuses. It is not the CPU, whose number in C is -1.
-  static constexpr Device cuda(int ordinal) noexcept {
-    return Device(ordinal < 0 ? std::numeric_limits<hattn_device>::min() : ordinal);
-  }
-
-  constexpr bool is_cpu() const noexcept { return value_ == HATTN_CPU; }
-  constexpr hattn_device c_value() const noexcept { return value_; }
-
-  friend constexpr bool operator==(Device a, Device b) noexcept { return a.value_ == b.value_; }
-  friend constexpr bool operator!=(Device a, Device b) noexcept { return a.value_ != b.value_; }
-
- private:
-  explicit constexpr Device(hattn_device value) noexcept : value_(value) {}
-
-  hattn_device value_;
-};
-
-// The number of GPUs that the CUDA driver shows. 0 without a driver. Creates no context.
-[[nodiscard]] inline Status try_device_count(int& count) noexcept {
-  if (const Status status = detail::check_abi(); !ok(status)) return status;
-  std::int32_t found = 0;
-  const Status status = detail::from_library(hattn_device_count(&found));
-  if (ok(status)) count = found;
-  return status;
-}
-
-#ifndef HATTN_NO_EXCEPTIONS
-inline int device_count() {
-  int count = 0;
-  detail::check(try_device_count(count));
-  return count;
-}
-#endif
-
-// Sizes or strides of up to four dimensions, outermost first.
-class Extents {
- public:
-  // Q, K, V, O and their gradients.
-  constexpr Extents(std::int64_t batch, std::int64_t seqlen, std::int64_t heads, std::int64_t head_dim) noexcept
-      : size_(4), values_{batch, seqlen, heads, head_dim} {}
-
-  // A log-sum-exp or its gradient. Also descale factors: [batch, heads, blocks].
-  constexpr Extents(std::int64_t batch, std::int64_t heads, std::int64_t seqlen) noexcept
-      : size_(3), values_{batch, heads, seqlen, 0} {}
-
-  // Two dimensions, and one.
-  constexpr Extents(std::int64_t rows, std::int64_t columns) noexcept : size_(2), values_{rows, columns, 0, 0} {}
-  explicit constexpr Extents(std::int64_t size) noexcept : size_(1), values_{size, 0, 0, 0} {}
-  // The first `count` of four values.
-  constexpr Extents(std::int32_t count, const std::int64_t (&of)[4]) noexcept
-      : size_(count), values_{of[0], of[1], of[2], of[3]} {}
-
-  constexpr std::int32_t size() const noexcept { return size_; }
-  constexpr std::int64_t operator[](std::int32_t axis) const noexcept { return values_[axis]; }
-  constexpr const std::int64_t* begin() const noexcept { return values_; }
-  constexpr const std::int64_t* end() const noexcept { return values_ + size_; }
-
-  // The product of the sizes: the number of elements of a shape.
-  constexpr std::int64_t elements() const noexcept {
-    std::int64_t count = 1;
-    for (const std::int64_t size : *this) count *= size;
-    return count;
-  }
-
- private:
-  std::int32_t size_;
-  std::int64_t values_[4];
-};
-
-// A tensor in memory of the caller: address, element type, device, shape and strides. It owns nothing, as std::span.
-//
-// - The order of the dimensions is fixed: [batch, seqlen, heads, head_dim]. A log-sum-exp is [batch, heads, seqlen].
-// - Strides are in elements and give the order in memory. The innermost one is 1.
-// - A view is not checked when it is made. The call that takes it checks it.
-//
-// A TensorView is written. A ConstTensorView is only read. The first converts to the second.
-template <class Void>
-class BasicTensorView {
-  static_assert(std::is_void_v<Void>, "use TensorView or ConstTensorView");
-
- public:
-  // No tensor. Every call refuses it.
-  constexpr BasicTensorView() noexcept = default;
-
-  // NOLINTNEXTLINE(google-explicit-constructor): as std::span<T> to std::span<const T>.
-  template <class Other, class = std::enable_if_t<std::is_const_v<Void> && !std::is_same_v<Other, Void>>>
-  constexpr BasicTensorView(const BasicTensorView<Other>& other) noexcept : tensor_(other.c_tensor()) {}
-
-  // A row-major tensor without gaps.
-  static constexpr BasicTensorView contiguous(Void* data, DType dtype, Device device, const Extents& shape) noexcept {
-    return BasicTensorView(data, dtype, device, shape, compact(shape));
-  }
-
-  // A tensor with any strides, in elements.
-  static constexpr BasicTensorView strided(Void* data, DType dtype, Device device, const Extents& shape,
-                                           const Extents& stride) noexcept {
-    return BasicTensorView(data, dtype, device, shape, stride);
-  }
-
-  // The same two, with the element type of the pointer.
-  template <class T>
-  static constexpr BasicTensorView contiguous(T* data, Device device, const Extents& shape) noexcept {
-    return contiguous(checked(data), dtype_of<std::remove_cv_t<T>>::value, device, shape);
-  }
-
-  template <class T>
-  static constexpr BasicTensorView strided(T* data, Device device, const Extents& shape,
-                                           const Extents& stride) noexcept {
-    return strided(checked(data), dtype_of<std::remove_cv_t<T>>::value, device, shape, stride);
-  }
-
-  // The strides of a row-major tensor without gaps. A stride that overflows becomes the largest int64, which the
-  // library refuses.
-  static constexpr Extents compact(const Extents& shape) noexcept {
-    std::int64_t stride[4] = {1, 1, 1, 1};
-    for (std::int32_t axis = shape.size() - 1; axis > 0; --axis) {
-      // An empty dimension counts as 1. Otherwise the outer strides would be 0.
-      const std::int64_t size = shape[axis] < 1 ? 1 : shape[axis];
-      const bool fits = stride[axis] <= std::numeric_limits<std::int64_t>::max() / size;
-      stride[axis - 1] = fits ? stride[axis] * size : std::numeric_limits<std::int64_t>::max();
-    }
-    return {shape.size(), stride};
-  }
-
-  // The same memory with two dimensions exchanged. For memory that is [batch, heads, seqlen, head_dim]:
-  //   contiguous(p, device, {batch, heads, seqlen, head_dim}).transposed(1, 2)
-  // An axis that does not exist gives a view that is no tensor.
-  constexpr BasicTensorView transposed(int a, int b) const noexcept {
-    if (a < 0 || b < 0 || a >= ndim() || b >= ndim()) return BasicTensorView();
-    BasicTensorView other = *this;
-    other.tensor_.shape[a] = tensor_.shape[b];
-    other.tensor_.shape[b] = tensor_.shape[a];
-    other.tensor_.stride[a] = tensor_.stride[b];
-    other.tensor_.stride[b] = tensor_.stride[a];
-    return other;
-  }
-
-  constexpr Void* data() const noexcept { return tensor_.data; }
-  constexpr DType dtype() const noexcept { return static_cast<DType>(tensor_.dtype); }
-  constexpr Device device() const noexcept {
-    return tensor_.device == HATTN_CPU ? Device::cpu() : Device::cuda(tensor_.device);
-  }
-  constexpr int ndim() const noexcept { return tensor_.ndim; }
-  constexpr std::int64_t shape(int axis) const noexcept { return tensor_.shape[axis]; }
-  constexpr std::int64_t stride(int axis) const noexcept { return tensor_.stride[axis]; }
-
-  // The struct that the C functions take.
-  constexpr const hattn_tensor& c_tensor() const noexcept { return tensor_; }
-
- private:
-  constexpr BasicTensorView(Void* data, DType dtype, Device device, const Extents& shape,
-                            const Extents& stride) noexcept {
-    // The C struct is the same for inputs and outputs. The library only reads inputs.
-    tensor_.data = const_cast<void*>(data);
-    tensor_.dtype = static_cast<hattn_dtype>(dtype);
-    tensor_.device = device.c_value();
-    // There must be as many strides as sizes. A tensor with 0 dimensions is refused.
-    tensor_.ndim = shape.size() == stride.size() ? shape.size() : 0;
-    for (std::int32_t axis = 0; axis < tensor_.ndim; ++axis) {
-      tensor_.shape[axis] = shape[axis];
-      tensor_.stride[axis] = stride[axis];
-    }
-  }
-
-  template <class T>
-  static constexpr Void* checked(T* data) noexcept {
-    static_assert(std::is_convertible_v<T*, Void*>, "a TensorView is written: use ConstTensorView for const memory");
-    return data;
-  }
-
-  hattn_tensor tensor_ = detail::tagged<hattn_tensor>();
-};
-
-using TensorView = BasicTensorView<void>;
-using ConstTensorView = BasicTensorView<const void>;
 
 // Which keys a query attends to.
 enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSAL, Window = HATTN_MASK_WINDOW };
@@ -525,6 +194,12 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
+  // How many multiprocessors of the GPU the kernels leave to others, such as kernels of NCCL (default: 0). Kernels of
+  // Arch::Sm80 cannot leave any, so that a plan is refused. The CPU ignores it. So does the quantiser.
+  constexpr ForwardProblem& sm_margin(std::int32_t multiprocessors) noexcept {
+    return set(problem_.sm_margin, multiprocessors);
+  }
+
   // Whether the log-sum-exp of each query is an output: natural logarithm, F32, [batch, heads_q, seqlen_q].
   constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted); }
 
@@ -548,7 +223,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
 class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_problem> {
  public:
   // The gradients of this forward pass. The log-sum-exp is an input, whether or not `forward` has lse(true). Defaults:
-  // no gradient of the log-sum-exp, not deterministic.
+  // no gradient of the log-sum-exp, not deterministic, the margin of `forward`.
   explicit constexpr BackwardProblem(const ForwardProblem& forward) noexcept {
     const hattn_forward_problem& of = forward.c_problem();
     problem_.dtype = of.dtype;
@@ -565,6 +240,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.window_right = of.window_right;
     problem_.softmax_scale = of.softmax_scale;
     problem_.arch = of.arch;
+    problem_.sm_margin = of.sm_margin;
   }
 
   // Whether a gradient of the log-sum-exp is an input: F32, [batch, heads_q, seqlen_q].
@@ -572,6 +248,11 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
 
   // Whether the same inputs, plan and device always give the same bits. This may cost time on a GPU.
   constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted); }
+
+  // As ForwardProblem::sm_margin, for the main kernel of the backward pass.
+  constexpr BackwardProblem& sm_margin(std::int32_t multiprocessors) noexcept {
+    return set(problem_.sm_margin, multiprocessors);
+  }
 };
 
 // Scratch memory on the plan's device: at least plan.workspace_bytes() bytes, aligned to 16 bytes.

@@ -151,6 +151,15 @@ pub struct hattn_forward_problem {
     /// If an element is larger or NaN, a second kernel computes everything again in f32. The run then takes more than
     /// twice as long. The CPU always sums in f32.
     pub half_scores: i32,
+    /// Number of multiprocessors of the GPU that the kernels leave to others, 0 or more and below the GPU's number.
+    /// Other work needs free multiprocessors to run beside attention, such as kernels of NCCL.
+    ///
+    /// Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
+    /// Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
+    /// The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
+    pub sm_margin: i32,
+    /// Must be 0.
+    pub reserved: u32,
 }
 
 impl hattn_forward_problem {
@@ -192,8 +201,7 @@ pub struct hattn_backward_problem {
     /// 0: sums on a GPU may be added in another order each time. The CPU always gives the same bits.
     pub deterministic: i32,
     pub arch: hattn_arch,
-    /// Must be 0.
-    pub reserved: u32,
+    pub sm_margin: i32,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -519,17 +527,18 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 120 bytes {
+    hattn_forward_problem: 104 to 128 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
         output 104, scaling 108, amax 112, half_scores 116,
+        sm_margin 120, reserved 124,
     }
     hattn_backward_problem: 104 to 112 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
-        arch 104, reserved 108,
+        arch 104, sm_margin 108,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -644,7 +653,7 @@ mod tests {
     #[test]
     fn a_size_ends_between_two_fields() {
         // The last two of each list are those of structs that a newer header may have.
-        assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136]);
+        assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136, 144]);
         assert_eq!(taken::<hattn_backward_problem>(), [104, 112, 120, 128]);
         assert_eq!(taken::<hattn_quantize_problem>(), [32, 40, 48]);
         assert_eq!(taken::<hattn_tensor>(), [96, 104, 112]);
@@ -662,8 +671,8 @@ mod tests {
         assert_eq!(text(&block(104, 2)).unwrap_err(), "problem: abi_version 2; allowed: 1");
         for size in [0, 103, 119, 4097, 4104, u32::MAX] {
             let want = format!(
-                "problem: struct_size {size}; allowed: 104, 112, 120 (sizeof(hattn_forward_problem)), or a larger multiple \
-                 of 8 up to 4096 if the fields that this library does not know are 0"
+                "problem: struct_size {size}; allowed: 104, 112, 120, 128 (sizeof(hattn_forward_problem)), or a larger \
+                 multiple of 8 up to 4096 if the fields that this library does not know are 0"
             );
             assert_eq!(text(&block(size, 1)).unwrap_err(), want);
         }
@@ -678,7 +687,10 @@ mod tests {
         assert_eq!(text(&newer).unwrap().batch, 3);
         newer.0[size - 1] = 1;
         let error = text(&newer).unwrap_err();
-        assert!(error.starts_with(&format!("problem: struct_size {size}; allowed: 104, 112, {known} (")), "{error}");
+        assert!(
+            error.starts_with(&format!("problem: struct_size {size}; allowed: 104, 112, 120, {known} (")),
+            "{error}"
+        );
         // Bytes behind the size that the caller gave are not the struct's.
         newer.0[size - 1] = 0;
         newer.0[size] = 1;
@@ -689,14 +701,14 @@ mod tests {
     fn reserved_fields_must_be_zero() {
         assert_eq!(hattn_tensor::LAYOUT.reserved(), Some(28));
         assert_eq!(hattn_forward_args::LAYOUT.reserved(), None);
-        let mut given = block(112, 1);
+        let mut given = block(128, 1);
         // SAFETY: aligned, and larger than any size that is followed.
-        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
+        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_forward_problem>()) };
         assert!(read(&given).is_ok());
-        given.0[111] = 1;
+        given.0[127] = 1;
         assert_eq!(read(&given).unwrap_err().to_string(), "problem: reserved 0x1000000; allowed: 0");
         // An older caller's struct ends before the field.
-        given.0[..4].copy_from_slice(&104_u32.to_ne_bytes());
+        given.0[..4].copy_from_slice(&120_u32.to_ne_bytes());
         assert!(read(&given).is_ok());
     }
 
@@ -705,6 +717,6 @@ mod tests {
         let mut older = block(104, 1);
         older.0[104..4096].fill(1);
         let read = text(&older).unwrap();
-        assert_eq!((read.output, read.scaling, read.amax, read.half_scores), (0, 0, 0, 0));
+        assert_eq!((read.output, read.scaling, read.amax, read.half_scores, read.sm_margin), (0, 0, 0, 0, 0));
     }
 }

@@ -44,7 +44,13 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
     .with_head_dim_vo(head_dim("head_dim_vo", given.head_dim_vo)?);
     let dtype = dtype_of(given.dtype).ok_or_else(|| Failure::argument("dtype", given.dtype, dtypes))?;
     let half_scores = flag("half_scores", given.half_scores, "wanted")?;
-    let mut problem = ForwardProblem::builder(dtype, dims).mask(mask(given)?).half_scores(half_scores);
+    let sm_margin = usize::try_from(given.sm_margin).map_err(|_| Error::Value {
+        what: "sm_margin",
+        got: given.sm_margin.to_string(),
+        allowed: "0 and above".into(),
+    })?;
+    let options = ForwardProblem::builder(dtype, dims).mask(mask(given)?);
+    let mut problem = options.half_scores(half_scores).sm_margin(sm_margin);
     for (slot, wanted) in given.asked_for() {
         problem = problem.operand(slot, flag(slot.name(), wanted, "wanted")?);
     }
@@ -94,6 +100,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         window_right: given.window_right,
         softmax_scale: given.softmax_scale,
         arch: given.arch,
+        sm_margin: given.sm_margin,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;

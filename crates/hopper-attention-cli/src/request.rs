@@ -97,7 +97,7 @@ impl Request {
                 .output(dtype),
         };
         let problem = options.build().with_context(|| format!("input {name}"))?;
-        let mut options = problem.to_builder().mask(args.mask).lse(true);
+        let mut options = problem.to_builder().mask(args.mask).lse(true).sm_margin(args.sm_margin);
         if let Some(scale) = args.scale {
             options = options.softmax_scale(scale);
         }

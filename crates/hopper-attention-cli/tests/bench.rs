@@ -275,6 +275,7 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");
+    refused(&["--sm-margin", "8"], "--sm-margin is for a GPU, and this would run on the CPU");
     refused(&["--arch", "sm70"], "invalid value 'sm70' for '--arch");
     refused(&["--compare", "nowhere.json"], "report nowhere.json");
     for noise in ["nan", "inf", "-1"] {

@@ -28,6 +28,16 @@ fn check_passes_in_every_type_and_converts_when_asked() {
 }
 
 #[test]
+fn the_cpu_ignores_a_margin() {
+    let folder = Folder::new();
+    let input = folder.random("qkv.safetensors", "--backward --seqlen-q 50 --heads-q 2 --head-dim 16");
+    let text = hattn_on("check --device cpu --backward --sm-margin 500", &input, None).fine();
+    for part in [" lse sm_margin 500\n", " d_lse sm_margin 500\n", "passed"] {
+        assert!(text.contains(part), "`{part}` is not in: {text}");
+    }
+}
+
+#[test]
 fn check_passes_on_other_shapes() {
     check_passes(
         &[

@@ -283,7 +283,7 @@ fn random_sizes_that_make_no_problem() {
 #[test]
 fn a_command_line_that_cannot_be_read() {
     let input = ["--input", FIXTURE];
-    let cases: [&[&str]; 10] = [
+    let cases: [&[&str]; 12] = [
         &[],
         &["walk"],
         &["run", input[0], input[1]],
@@ -293,6 +293,8 @@ fn a_command_line_that_cannot_be_read() {
         &["check", input[0], input[1], "--dtype", "f64"],
         &["check", input[0], input[1], "--arch", "sm_80"],
         &["check", input[0], input[1], "--repeat", "0"],
+        &["check", input[0], input[1], "--sm-margin", "-1"],
+        &["bench", "--sm-margin", "few"],
         &["check", input[0], input[1], "--deterministic"],
     ];
     for args in cases {

@@ -175,8 +175,9 @@ mod ffi {
         /// Keys kept behind the diagonal: 0 to 2^30. 2^30 stands for all. Rows of class Full ignore it.
         window_right: i32,
         /// CTAs of the grid. A tile is `tile_m` queries of one query head.
-        /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
-        ///   Where `shares` is above 1: the number of tiles times `shares`. A CTA computes one share of a tile.
+        /// - sm90: the multiprocessors that the plan uses, or the tiles where they are fewer. A CTA computes one tile after
+        ///   another. Where CTAs share tiles (`shares` above 1, and rows with tiles of 64 queries): the tiles times
+        ///   `shares`. A CTA computes one share of a tile.
         /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
         /// CTAs that share a tile's keys, as a cluster: at least 1, and at most `most_shares` of the row. Above 1
@@ -271,7 +272,8 @@ mod ffi {
         /// Keys kept behind the diagonal: 0 to 2^30. 2^30 stands for all.
         window_right: i32,
         /// CTAs of the main kernel's grid. A tile is `tile_n` keys of one key head.
-        /// - sm90: the number of multiprocessors, or of tiles where that is less. A CTA computes one tile after another.
+        /// - sm90: the multiprocessors that the plan uses, or the tiles where they are fewer. A CTA computes one tile after
+        ///   another.
         /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
         /// Shares of a tile's work, at least 1. A CTA computes one share of a tile at a time (`kernels/common/visits.hpp`).

@@ -18,6 +18,7 @@ pub struct Options {
     softmax_scale: Option<f32>,
     deterministic: bool,
     arch: Option<Arch>,
+    sm_margin: usize,
 }
 
 impl Options {
@@ -47,6 +48,14 @@ impl Options {
         Self { arch: Some(arch), ..self }
     }
 
+    /// The number of multiprocessors of a Hopper GPU that the kernels leave to others (default: 0). Gradients leave as many.
+    /// Kernels for sm80 refuse a margin above 0. The CPU ignores it.
+    ///
+    /// See [`ForwardProblemBuilder::sm_margin`](hopper_attention::ForwardProblemBuilder::sm_margin).
+    pub fn sm_margin(self, multiprocessors: usize) -> Self {
+        Self { sm_margin: multiprocessors, ..self }
+    }
+
     /// The forward problem of tensors with these layouts.
     pub(crate) fn forward(&self, dtype: DType, [q, k, v]: [&Layout; 3], lse: bool) -> Result<ForwardProblem> {
         let dtype = match dtype {
@@ -64,7 +73,7 @@ impl Options {
             .with_seqlen_kv(seqlen_kv)
             .with_heads_kv(heads_kv)
             .with_head_dim_vo(head_dim_vo);
-        let mut problem = ForwardProblem::builder(dtype, dims).mask(self.mask).lse(lse);
+        let mut problem = ForwardProblem::builder(dtype, dims).mask(self.mask).lse(lse).sm_margin(self.sm_margin);
         if let Some(softmax_scale) = self.softmax_scale {
             problem = problem.softmax_scale(softmax_scale);
         }

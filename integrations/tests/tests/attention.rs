@@ -52,6 +52,21 @@ fn parts_of_one_tensor_are_taken_as_they_lie() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn the_cpu_ignores_a_margin() -> Result<()> {
+    let q = Var::randn(0f32, 1.0, (1, 9, 2, 16), &Device::Cpu)?;
+    let both = |options: &Options| {
+        let o = attention(&q, &q, &q, options)?;
+        let gradient = o.sqr()?.sum_all()?.backward()?.get(&q).expect("a gradient").clone();
+        Ok::<_, candle_core::Error>([o, gradient])
+    };
+    let options = Options::new().mask(Mask::causal());
+    for (ours, theirs) in both(&options.clone().sm_margin(500))?.iter().zip(&both(&options)?) {
+        assert_eq!(difference(ours, theirs)?.0, 0.0);
+    }
+    Ok(())
+}
+
 /// What candle calls `[batch, heads, seqlen, head_dim]`, and one head of keys repeated by strides of 0.
 #[test]
 fn any_strides_will_do() -> Result<()> {

@@ -130,6 +130,9 @@ fn what_the_gpu_cannot_compute_is_refused_by_name() -> Result<()> {
     assert!(matches!(error, Some(Error::Layout { tensor: "q", .. })), "{text}");
     let (text, _) = refused(&zeros(64, DType::F64)?);
     assert!(text.contains("dtype f64"), "{text}");
+    let q = zeros(64, DType::BF16)?;
+    let text = attention(&q, &q, &q, &Options::new().sm_margin(10_000)).unwrap_err().to_string();
+    assert!(text.contains("sm_margin"), "{text}");
     Ok(())
 }
 

@@ -139,6 +139,7 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
         hattn_forward_problem { head_dim_qk: 264, head_dim_vo: 264, ..given },
         hattn_forward_problem { head_dim_qk: 60, ..given },
         hattn_forward_problem { dtype: HATTN_F32, output: 0, ..given },
+        hattn_forward_problem { arch: HATTN_ARCH_SM80, sm_margin: 1, ..given },
     ] {
         // SAFETY: a live struct.
         let told = checked(unsafe { hattn_forward_supported(&wanted, 0) }).unwrap_err();

@@ -14,6 +14,7 @@ mod fp8_long;
 mod fp8_streams;
 mod grid;
 mod large;
+mod margins;
 mod ordering;
 mod quantize;
 mod refusals;

@@ -31,6 +31,10 @@ static void the_lse_is_wanted_or_not(void) {
   NO_PLAN(problem.lse = 2, HATTN_ERROR_ARGUMENT, "lse", "2", "0 (not wanted), 1 (wanted)");
 }
 
+static void the_reserved_field_of_a_problem_is_0(void) {
+  NO_PLAN(problem.reserved = 1, HATTN_ERROR_ARGUMENT, "problem", "reserved", "0");
+}
+
 static void what_e4m3_operands_have_is_refused_of_others(void) {
   hattn_tensor number = lse;
   number.ndim = 1;
@@ -75,6 +79,7 @@ static void tunings_are_read_or_refused(void) {
 int main(void) {
   if (!run_what_passes_share()) return 1;
   FRESH(the_lse_is_wanted_or_not);
+  FRESH(the_reserved_field_of_a_problem_is_0);
   FRESH(what_e4m3_operands_have_is_refused_of_others);
   FRESH(tunings_are_read_or_refused);
   hattn_forward_plan_destroy(plan);

@@ -79,16 +79,11 @@ static void there_are_no_gradients_of_e4m3(void) {
   NO_PLAN(problem.dtype = HATTN_E4M3, HATTN_ERROR_DTYPE, "q, k and v", "e4m3", "bf16, f16, f32");
 }
 
-static void the_reserved_field_of_a_problem_is_0(void) {
-  NO_PLAN(problem.reserved = 1, HATTN_ERROR_ARGUMENT, "problem", "reserved", "0");
-}
-
 int main(void) {
   if (!run_what_passes_share()) return 1;
   FRESH(the_distance_sees_what_is_wrong);
   FRESH(options_are_0_or_1);
   FRESH(there_are_no_gradients_of_e4m3);
-  FRESH(the_reserved_field_of_a_problem_is_0);
   hattn_backward_plan_destroy(plan);
   return check_result();
 }

@@ -387,6 +387,8 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.arch = 70, HATTN_ERROR_ARGUMENT, "arch", "70", "HATTN_ARCH_SM80 (80)");
   NO_PLAN(problem.arch = HATTN_ARCH_SM80, HATTN_ERROR_UNSUPPORTED, "unsupported", "sm80 kernels on the CPU",
           "sm_80 and later");
+  NO_PLAN(problem.sm_margin = -1, HATTN_ERROR_VALUE, "sm_margin", "-1", "0 and above");
+  NO_PLAN(problem.sm_margin = INT32_MIN, HATTN_ERROR_VALUE, "sm_margin", "-2147483648", "0 and above");
   NO_PLAN(problem.mask = 3, HATTN_ERROR_ARGUMENT, "mask", "3", "HATTN_MASK_FULL (0)");
   NO_PLAN(problem.corner = -1, HATTN_ERROR_ARGUMENT, "corner", "-1", "HATTN_BOTTOM_RIGHT (0)");
   NO_PLAN(problem.batch = -2, HATTN_ERROR_VALUE, "batch", "-2", "0 and above");
@@ -407,6 +409,19 @@ static void numbers_of_a_problem_are_refused(void) {
   problem.mask = HATTN_MASK_WINDOW;
   NO_PLAN(problem.window_right = INT64_MIN, HATTN_ERROR_VALUE, "window_right", "-9223372036854775808",
           "HATTN_UNBOUNDED (-1)");
+}
+
+/* The CPU has no multiprocessors to leave. */
+static void the_cpu_ignores_a_margin(void) {
+  char text[512];
+  PASS(plan)* made = NULL;
+  problem.sm_margin = INT32_MAX;
+  prepare();
+  computes();
+  CHECK(PASS(plan_create)(&problem, HATTN_CPU, &made) == HATTN_OK);
+  CHECK(PASS(plan_describe)(made, text, sizeof(text), NULL) == HATTN_OK);
+  CHECK_TEXT(text, " sm_margin 2147483647");
+  PASS(plan_destroy)(made);
 }
 
 static void a_plan_describes_itself_into_any_room(void) {
@@ -507,6 +522,7 @@ static int run_what_passes_share(void) {
   FRESH(reserved_fields_are_0);
   FRESH(numbers_of_a_problem_are_refused);
   FRESH(sizes_that_were_forgotten_are_refused);
+  FRESH(the_cpu_ignores_a_margin);
   FRESH(a_plan_describes_itself_into_any_room);
   FRESH(what_has_no_elements_needs_no_memory);
   FRESH(a_batch_of_0_is_legal);

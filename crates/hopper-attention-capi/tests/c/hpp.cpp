@@ -156,7 +156,8 @@ constexpr ForwardProblem all_set() {
       .head_dims(6, 7)
       .window(8, kUnbounded, Corner::TopLeft)
       .softmax_scale(0.5F)
-      .arch(Arch::Sm80);
+      .arch(Arch::Sm80)
+      .sm_margin(16);
 }
 
 // The C struct of a problem has all of them.
@@ -167,7 +168,7 @@ void holds_all(const Problem& problem) {
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
   CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.arch == HATTN_ARCH_SM80);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
-  CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED);
+  CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED && c.sm_margin == 16);
 }
 
 void problems_hold_what_was_set() {
@@ -177,7 +178,7 @@ void problems_hold_what_was_set() {
   CHECK(problem.c_problem().struct_size == sizeof(hattn_forward_problem) && problem.c_problem().lse == 1);
   const hattn_forward_problem causal = ForwardProblem(DType::F16).causal().c_problem();
   CHECK(causal.mask == HATTN_MASK_CAUSAL && causal.corner == HATTN_BOTTOM_RIGHT && causal.lse == 0);
-  CHECK(causal.arch == HATTN_ARCH_OWN);
+  CHECK(causal.arch == HATTN_ARCH_OWN && causal.sm_margin == 0);
   const hattn_forward_problem full = ForwardProblem(problem).mask(Mask::Full).lse(false).c_problem();
   CHECK(full.mask == HATTN_MASK_FULL && full.lse == 0 && full.batch == 1);
 }
@@ -188,6 +189,7 @@ void backward_problems_hold_the_forward_one() {
   holds_all(problem);
   const hattn_backward_problem& c = problem.c_problem();
   CHECK(c.struct_size == sizeof(c) && c.d_lse == 1 && c.deterministic == 1);
+  CHECK(BackwardProblem(problem).sm_margin(3).c_problem().sm_margin == 3);
   const hattn_backward_problem plain = BackwardProblem(all_set().arch(Arch::Sm90).lse(true)).c_problem();
   CHECK(plain.d_lse == 0 && plain.deterministic == 0 && plain.seqlen_kv == 3 && plain.arch == HATTN_ARCH_SM90);
 }

@@ -19,6 +19,9 @@ pub struct BenchArgs {
     /// Time our kernels for this instruction set [default: the newest that the GPU runs]
     #[arg(long)]
     pub arch: Option<ArchArg>,
+    /// How many multiprocessors of the GPU ours leaves to others. Peers leave none
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub sm_margin: usize,
     /// Which program times on a GPU: a script in PyTorch, or hattn itself. Only the script can call Python packages
     ///
     /// The script loads ours from the shared library that scripts/bench.sh builds, and times all libraries in turn.

@@ -116,6 +116,12 @@ pub struct ComputeArgs {
     /// Use only kernels written for this instruction set [default: the newest that the GPU runs]
     #[arg(long)]
     pub arch: Option<ArchArg>,
+    /// How many multiprocessors of a GPU to leave to others, such as kernels of NCCL. Kernels for sm80 leave none
+    ///
+    /// Kernels for sm90 then have at most as many thread blocks as the GPU has other multiprocessors. The CPU ignores it. So do
+    /// the quantiser of --fp8 and the small kernels before and after the main kernel of gradients.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub sm_margin: usize,
     /// A file that `hattn tune` wrote. Its kernel is used if it has this shape and this GPU, else the built-in choice
     #[arg(long, value_name = "FILE")]
     pub tuning: Option<PathBuf>,

@@ -109,6 +109,7 @@ fn on_cpu(
     progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Measured> {
     ensure!(args.arch.is_none(), "--arch is for a GPU, and this would run on the CPU");
+    ensure!(args.sm_margin == 0, "--sm-margin is for a GPU, and this would run on the CPU");
     let job = job(args, true, 0, vec![])?;
     length(job.points.len());
     match session(args, &job).run(&mut Cpu, progress)? {

@@ -10,7 +10,7 @@ use hopper_attention::Arch;
 use hopper_attention_benches::chart::Chart;
 use hopper_attention_benches::compare::Comparison;
 use hopper_attention_benches::{
-    ARCH_VARIABLE, Progress, Report, Role, RunStatus, chart, csv, host, speed, table, text,
+    ARCH_VARIABLE, Progress, Report, Role, RunStatus, SM_MARGIN_VARIABLE, chart, csv, host, speed, table, text,
 };
 
 use crate::args::{BenchArgs, PlotArgs};
@@ -47,6 +47,10 @@ fn measure(args: &BenchArgs) -> Result<Report> {
         // SAFETY: this is the only thread so far. The harnesses, in this process and in Python's, find it later.
         unsafe { std::env::set_var(ARCH_VARIABLE, Arch::from(arch).to_string()) };
     }
+    if args.sm_margin > 0 {
+        // SAFETY: as above.
+        unsafe { std::env::set_var(SM_MARGIN_VARIABLE, args.sm_margin.to_string()) };
+    }
     let _made = args.output.as_deref().map(MadeFolder::new).transpose()?;
     let bar = Bar::new(0);
     let mut progress = |progress: Progress<'_>| {
@@ -62,6 +66,9 @@ fn measure(args: &BenchArgs) -> Result<Report> {
     bar.clear();
     if let Some(arch) = args.arch {
         report.notes.push(format!("ours computed with {} kernels", Arch::from(arch)));
+    }
+    if args.sm_margin > 0 {
+        report.notes.push(format!("ours left {} multiprocessors to others", args.sm_margin));
     }
     match host {
         Ok(host) => report.host = Some(host),

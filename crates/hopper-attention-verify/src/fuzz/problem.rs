@@ -63,6 +63,8 @@ pub struct Problem {
     pub fp8: Fp8,
     /// The instruction set, if it is not the library's choice.
     pub arch: Option<Arch>,
+    /// How many multiprocessors of a GPU its kernels leave to others.
+    pub sm_margin: usize,
     /// Whether gradients must be the same on every run.
     pub deterministic: bool,
     /// How a GPU runs it.
@@ -84,13 +86,13 @@ impl Problem {
             Some(arch) => options.arch(arch),
             None => options,
         };
-        options.build().expect("a drawn problem is legal")
+        options.sm_margin(self.sm_margin).build().expect("a drawn problem is legal")
     }
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pass, dtype, case, fp8, arch, deterministic, launch } = self;
+        let Self { pass, dtype, case, fp8, arch, sm_margin, deterministic, launch } = self;
         write!(f, "{} {dtype} {case}", format!("{pass:?}").to_lowercase())?;
         if matches!(pass, Pass::Fp8 | Pass::Quantize) {
             write!(f, " {}", fp8.scaling)?;
@@ -101,6 +103,9 @@ impl fmt::Display for Problem {
         }
         if let Some(arch) = arch {
             write!(f, " {arch}")?;
+        }
+        if *sm_margin > 0 {
+            write!(f, " sm_margin {sm_margin}")?;
         }
         f.write_str(if *deterministic { " deterministic" } else { "" })?;
         if let Some(kernel) = launch.kernel {
@@ -126,6 +131,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
         proptest::option::of(proptest::num::u64::ANY),
     );
     let arch = prop_oneof![3 => Just(None), 1 => Just(Some(Arch::Sm90)), 1 => Just(Some(Arch::Sm80))];
+    // Up to all but one of an H100's multiprocessors.
+    let margin = prop_oneof![5 => Just(0), 1 => 1usize..132];
     let launch =
         (proptest::option::of(0u8..32), proptest::bool::ANY, proptest::bool::weighted(0.2), proptest::num::u8::ANY);
     let values = prop_oneof![
@@ -135,8 +142,9 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
         1 => Just(Some(Values::Constant)),
     ];
     let choices = (proptest::sample::select(passes), proptest::sample::select(dtypes), arch, proptest::bool::ANY);
-    (choices, random::case(128, 8), values, fp8, launch).prop_map(
-        move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), launch)| {
+    (choices, random::case(128, 8), values, fp8, (launch, margin)).prop_map(
+        move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), last)| {
+            let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
             case.values = values.unwrap_or(case.values);
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
@@ -151,12 +159,15 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
                     even(dims.head_dim_qk)
                 };
             }
+            // Where a margin is computed: by kernels for sm90.
+            let honours = for_gpu && pass != Pass::Quantize && arch != Some(Arch::Sm80);
             Problem {
                 pass,
                 dtype: if fp8 && dtype == DType::F32 { DType::BF16 } else { dtype },
                 case,
                 fp8: Fp8 { scaling, half_scores, hadamard },
                 arch: if fp8 { None } else { arch.filter(|_| for_gpu) },
+                sm_margin: if honours { sm_margin } else { 0 },
                 deterministic: deterministic && pass == Pass::Backward,
                 launch: Launch { kernel, second_stream: second_stream || graph, graph, poison },
             }
@@ -187,6 +198,9 @@ struct Record {
     half_scores: bool,
     hadamard: Option<u64>,
     arch: Option<String>,
+    /// Older files have none.
+    #[serde(default)]
+    sm_margin: usize,
     deterministic: bool,
     launch: Launch,
 }
@@ -202,7 +216,7 @@ enum MaskRecord {
 
 impl From<Problem> for Record {
     fn from(problem: Problem) -> Self {
-        let Problem { pass, dtype, case, fp8, arch, deterministic, launch } = problem;
+        let Problem { pass, dtype, case, fp8, arch, sm_margin, deterministic, launch } = problem;
         let top_left = |corner| corner == Corner::TopLeft;
         Self {
             pass,
@@ -228,6 +242,7 @@ impl From<Problem> for Record {
             half_scores: fp8.half_scores,
             hadamard: fp8.hadamard,
             arch: arch.map(|arch| arch.to_string()),
+            sm_margin,
             deterministic,
             launch,
         }
@@ -274,6 +289,7 @@ impl TryFrom<Record> for Problem {
                 hadamard: record.hadamard,
             },
             arch: record.arch.map(|arch| named("arch", &arch, &[Arch::Sm80, Arch::Sm90])).transpose()?,
+            sm_margin: record.sm_margin,
             deterministic: record.deterministic,
             launch: record.launch,
         };
@@ -301,6 +317,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn margins_are_drawn_where_kernels_leave_multiprocessors() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..300).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
+        let margins: Vec<_> = on_gpu.iter().filter(|problem| problem.sm_margin > 0).collect();
+        assert!((10..100).contains(&margins.len()), "{}", margins.len());
+        assert!(margins.iter().all(|problem| problem.pass != Pass::Quantize && problem.arch != Some(Arch::Sm80)));
+        assert!(margins.iter().all(|problem| problem.forward().sm_margin() == problem.sm_margin));
+        assert!(on_cpu.iter().all(|problem| problem.sm_margin == 0));
+    }
+
+    #[test]
     fn problems_come_back_from_json() {
         let mut runner = TestRunner::deterministic();
         for _ in 0..200 {
@@ -308,7 +336,10 @@ mod tests {
             let text = serde_json::to_string(&problem).unwrap();
             assert_eq!(serde_json::from_str::<Problem>(&text).unwrap(), problem, "{text}");
         }
-        let text = serde_json::to_string(&any(true).new_tree(&mut runner).unwrap().current()).unwrap();
+        let problem = Problem { sm_margin: 0, ..any(true).new_tree(&mut runner).unwrap().current() };
+        let text = serde_json::to_string(&problem).unwrap();
+        let older = text.replacen("\"sm_margin\":0,", "", 1);
+        assert!(older != text && serde_json::from_str::<Problem>(&older).unwrap() == problem, "{older}");
         for (from, to) in
             [("\"dtype\":\"", "\"dtype\":\"x"), ("\"heads_q\":", "\"heads_q\":0"), ("{\"pass\"", "{\"x\":1,\"pass\"")]
         {

@@ -17,7 +17,8 @@ use std::fmt;
 
 use super::fitting::{self, fitting, unsupported};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, resident, small, write_keys,
+    BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, multiprocessors, resident,
+    small, write_keys,
 };
 use super::shares::{self, Work};
 use super::target::{Planned, Target};
@@ -84,7 +85,8 @@ pub struct BackwardChoice {
     /// Number of shares that the work of each tile is cut into, at least 1 (`shares.rs`). sm80: 1.
     pub shares: i32,
     /// Number of CTAs.
-    /// - sm90: one for each multiprocessor, but no more than `tiles * shares`. A CTA computes one share after another.
+    /// - sm90: one for each multiprocessor, less the problem's margin, but no more than `tiles * shares`. A CTA computes one
+    ///   share after another.
     /// - sm80: one for each tile.
     pub grid: i32,
     /// Number of heads in a group, whose tiles stand together in the tile order. At least 1. A head here is one of the `shares`
@@ -175,7 +177,8 @@ impl fmt::Display for BackwardChoice {
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) when no row computes the problem. The error names the first property that
-/// no row has, and the nearest that a row has.
+/// no row has, and the nearest that a row has. Also where the problem has a margin and the kernel cannot leave multiprocessors.
+/// [`Error::Value`](crate::Error::Value) when the margin leaves none.
 pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<BackwardChoice> {
     let dims = problem.dims();
     let kernel = *fitting(problem.forward(), gpu, rows)?
@@ -197,7 +200,7 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let mask = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
-    let multiprocessors = gpu.multiprocessors.max(1);
+    let multiprocessors = multiprocessors(problem.forward(), gpu, &kernel)?;
     // All tiles of a KV head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
     let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
     let group = dims.heads_q / dims.heads_kv.max(1);
@@ -254,6 +257,7 @@ impl BackwardProblem {
     /// # Errors
     /// - [`Error::Unsupported`](crate::Error::Unsupported): the GPU has no kernel for the problem. The error names the nearest
     ///   that the GPU has. The CPU refuses only a problem that asks for a GPU's instruction set.
+    /// - [`Error::Value`](crate::Error::Value): the problem's `sm_margin` leaves no multiprocessor of the GPU.
     /// - [`Error::Driver`](crate::Error::Driver) or [`Error::Launch`](crate::Error::Launch): the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
         match device {
@@ -289,7 +293,7 @@ impl BackwardProblem {
     /// The plan can be inspected and printed. It cannot be run, because its kernel was not loaded.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported), as [`plan`](Self::plan).
+    /// [`Error::Unsupported`](crate::Error::Unsupported) and [`Error::Value`](crate::Error::Value), as [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<BackwardPlan> {
         Ok(self.planned(Target::described(select_backward(self, facts, backward_kernels())?)))
     }
@@ -582,6 +586,30 @@ mod tests {
             assert_eq!(plan.to_string(), "cpu, tiled recomputation in two passes, workspace 0 bytes");
             assert_eq!((plan.problem(), plan.workspace_bytes(), plan.choice()), (&problem, 0, None));
         }
+    }
+
+    #[test]
+    fn a_margin_leaves_multiprocessors_to_others() {
+        let margin = |problem: &BackwardProblem, margin| problem.to_builder().sm_margin(margin).build().unwrap();
+        let few = |multiprocessors| DeviceFacts { multiprocessors, ..H100 };
+        let problems = [problem(DIMS, Mask::Full), problem(Dims { batch: 1, seqlen_kv: 512, ..DIMS }, Mask::causal())];
+        for problem in problems.iter().flat_map(|problem| [problem.clone(), deterministic(problem)]) {
+            // As on a GPU that has no more.
+            for (all, left) in [(132, 0), (132, 1), (132, 16), (132, 131), (114, 16), (78, 8)] {
+                let choice = select_backward(&margin(&problem, left), &few(all), &rows()).unwrap();
+                assert_eq!(select_backward(&problem, &few(all - left), &rows()), Ok(choice));
+                assert_eq!(choice.grid, (choice.tiles * choice.shares).min((all - left) as i32), "{choice}");
+            }
+            let refused = |left, all| select_backward(&margin(&problem, left), &few(all), &rows()).unwrap_err();
+            let text = "sm_margin: 132; allowed: 0 to 131, since the GPU has 132 multiprocessors";
+            assert_eq!(refused(132, 132).to_string(), text);
+            assert!(matches!(refused(usize::MAX, 114), crate::Error::Value { what: "sm_margin", .. }));
+            assert_eq!(margin(&problem, 500).plan(&Device::cpu()).unwrap().workspace_bytes(), 0);
+        }
+        let sm80 = margin(&with_arch(Some(Arch::Sm80)), 1);
+        let text = "unsupported: sm_margin 1 with sm80 kernels, which have a CTA for each tile; \
+                    nearest: sm_margin 0, or sm90 kernels";
+        assert_eq!(select_backward(&sm80, &H100, &sm80_rows()).unwrap_err().to_string(), text);
     }
 
     /// The order of turns must be the order of the list: shares that are not whole query heads are all in one group.

@@ -35,6 +35,7 @@ impl ForwardProblem {
     /// # Errors
     /// - [`Error::Unsupported`](crate::Error::Unsupported): the GPU has no kernel for the problem. The error names the nearest
     ///   that the GPU has. The CPU refuses only a problem that asks for a GPU's instruction set.
+    /// - [`Error::Value`](crate::Error::Value): the problem's `sm_margin` leaves no multiprocessor of the GPU.
     /// - [`Error::Driver`](crate::Error::Driver) or [`Error::Launch`](crate::Error::Launch): the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
         self.plan_tuned(device, &Tuning::default())
@@ -90,7 +91,7 @@ impl ForwardProblem {
     /// The plan can be inspected and printed. It cannot be run, because its kernel was not loaded.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported), as [`plan`](Self::plan).
+    /// [`Error::Unsupported`](crate::Error::Unsupported) and [`Error::Value`](crate::Error::Value), as [`plan`](Self::plan).
     pub fn plan_for(&self, facts: &DeviceFacts) -> Result<ForwardPlan> {
         Ok(self.planned(Target::described(select(self, facts, kernels())?)))
     }

@@ -33,6 +33,8 @@ pub(super) struct Work {
     multiprocessors: usize,
     /// Whether CTAs draw tiles, where they have several.
     drawn: bool,
+    /// Whether there may be no more CTAs than multiprocessors, since others have the rest.
+    is_bounded: bool,
     most_shares: usize,
     /// Warpgroups of a CTA that share a tile's keys.
     ways: usize,
@@ -107,10 +109,16 @@ impl Work {
         };
         let ways = if Self::has_one_tile(kernel) { 2 } else { 1 };
         let tiles = of_head.saturating_mul(dims.batch * dims.heads_q).min(1 << 40);
-        Self { visits, tiles, multiprocessors, drawn, most_shares: kernel.most_shares, ways, costs: Costs::of(kernel) }
+        let (most_shares, costs) = (kernel.most_shares, Costs::of(kernel));
+        Self { visits, tiles, multiprocessors, drawn, is_bounded: false, most_shares, ways, costs }
     }
 
-    /// The time that the launch takes with so many shares of each tile.
+    /// The same with no more CTAs than multiprocessors.
+    pub(super) fn bounded(self) -> Self {
+        Self { is_bounded: true, ..self }
+    }
+
+    /// The time that the launch takes with so many shares of each tile. Infinite: it may not have so many.
     fn time_of(&self, shares: usize) -> f64 {
         let Costs { block, border, start, sums: [clusters, warpgroups], crowd } = self.costs;
         let most = self.visits.iter().copied().max().unwrap_or(1);
@@ -119,6 +127,9 @@ impl Work {
         };
         if shares > 1 || self.ways > 1 {
             // A CTA computes one share and ends.
+            if self.is_bounded && self.tiles * shares > self.multiprocessors {
+                return f64::INFINITY;
+            }
             let at_a_time = ((self.multiprocessors as f64 * CLUSTERS[shares - 1]) as usize).max(1);
             let parts = self.ways * shares;
             let block = block + crowd * ((self.tiles * shares) as f64 / self.multiprocessors as f64).min(1.0);

@@ -5,7 +5,7 @@
 //! - `select.rs` (forward) and `backward.rs`: which of these kernels is chosen, and the schedule of its tiles.
 //! - `key_shares.rs`: how many CTAs share a tile of a forward pass, and how long that takes.
 //! - `shares.rs`: into how many shares a backward pass cuts its tiles.
-//! - `schedule.rs`: what both schedules share: groups of heads, mask bounds.
+//! - `schedule.rs`: what both schedules share: multiprocessors, groups of heads, mask bounds.
 //! - `quantize.rs`: the same for the quantiser, which has one kernel for each source type.
 //! - `tuning.rs`: measurements that replace the built-in choice.
 //! - `target.rs`: the device that a plan was made for.

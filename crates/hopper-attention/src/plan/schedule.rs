@@ -1,4 +1,4 @@
-//! What the schedules of forward and backward kernels share: groups of heads, occupancy, and the bounds of a mask.
+//! What the schedules of forward and backward kernels share: multiprocessors, groups of heads, and the bounds of a mask.
 //!
 //! A schedule lists all tiles in an order that the CTAs (CUDA thread blocks) walk from the first tile to the last. The list
 //! goes group by group. A *group* is some heads: (batch entry, query head) pairs in the forward, (batch entry, KV head) pairs
@@ -9,7 +9,9 @@
 
 use std::fmt;
 
+use super::fitting::unsupported;
 use crate::arch::{Arch, DeviceFacts, MaskClass};
+use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
@@ -38,6 +40,24 @@ const TURNS: [(usize, usize); 2] = [(64 << 20, 32), (16 << 20, 16)];
 /// kernels have a CTA for each tile.
 pub(super) fn is_persistent(kernel: &KernelInfo) -> bool {
     kernel.arch != Arch::Sm80
+}
+
+/// The number of multiprocessors that a kernel's schedule is for: those of the GPU, less the problem's margin. At least 1.
+///
+/// # Errors
+/// - [`Error::Unsupported`]: there is a margin, and the kernel's grid is not persistent, so that it leaves no multiprocessor
+///   free.
+/// - [`Error::Value`]: the margin leaves none to the kernel.
+pub(super) fn multiprocessors(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: &KernelInfo) -> Result<usize> {
+    let (all, margin) = (gpu.multiprocessors.max(1), problem.sm_margin());
+    if margin > 0 && !is_persistent(kernel) {
+        let wanted = format!("sm_margin {margin} with {} kernels, which have a CTA for each tile", kernel.arch);
+        return Err(unsupported(wanted, "sm_margin 0, or sm90 kernels".into()));
+    }
+    all.checked_sub(margin).filter(|&left| left > 0).ok_or_else(|| {
+        let allowed = format!("0 to {}, since the GPU has {all} multiprocessors", all - 1);
+        Error::Value { what: "sm_margin", got: margin.to_string(), allowed }
+    })
 }
 
 /// Occupancy: how many CTAs of a kernel share a multiprocessor.

@@ -15,7 +15,7 @@ use std::fmt;
 
 use super::fitting::{fitting, unsupported};
 use super::key_shares::Work;
-use super::schedule::{bounds, groups, is_persistent, resident, small, write_keys};
+use super::schedule::{bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -175,7 +175,10 @@ fn is_fitted(row: &KernelInfo) -> bool {
 
 /// The work of a launch of such a kernel.
 fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
-    Work::new(row, problem.dims(), bounds(problem), gpu.multiprocessors.max(1), is_drawn(problem, row))
+    let margin = problem.sm_margin();
+    let left = gpu.multiprocessors.saturating_sub(margin).max(1);
+    let work = Work::new(row, problem.dims(), bounds(problem), left, is_drawn(problem, row));
+    if margin > 0 { work.bounded() } else { work }
 }
 
 /// Whether CTAs draw their tiles where they have several.
@@ -234,7 +237,7 @@ fn schedule(
         unsupported(per_head, "below 2^31 tiles in all".into())
     };
     let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(too_many)?;
-    let multiprocessors = gpu.multiprocessors.max(1);
+    let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
         groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), usize::MAX);
@@ -249,6 +252,10 @@ fn schedule(
         true => tiles.min(small(multiprocessors)),
         false => tiles,
     };
+    if problem.sm_margin() > 0 && is_persistent(&kernel) && grid as usize > multiprocessors {
+        let wanted = format!("sm_margin {} with {kernel}, {grid} CTAs that compute a share each", problem.sm_margin());
+        return Err(unsupported(wanted, format!("up to {multiprocessors} such CTAs, or another kernel")));
+    }
     let tile_counter = tiles > grid && is_drawn(problem, &kernel);
     Ok(Choice {
         kernel,

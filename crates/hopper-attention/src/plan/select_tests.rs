@@ -318,11 +318,76 @@ fn shares_of_a_tile_are_a_cluster_each() {
 }
 
 #[test]
+fn shares_stay_within_a_margin() {
+    let wide = KernelInfo { most_shares: 8, ..row(0, MaskClass::Full, 128, 128) };
+    let narrow = KernelInfo { row: 1, most_shares: 4, tile_m: 64, ..wide };
+    let few = Dims { batch: 1, seqlen_q: 128, seqlen_kv: 16384, heads_q: 32, ..DIMS };
+    let of = |margin| problem(few, Mask::Full).to_builder().sm_margin(margin).build().unwrap();
+    // 32 tiles of 128 queries, or 64 of 64. 128 CTAs share them where they may.
+    let chosen = |margin| {
+        let choice = select(&of(margin), &H100, &[wide, narrow]).unwrap();
+        (choice.kernel.tile_m, choice.shares, choice.grid)
+    };
+    assert_eq!(chosen(0), (64, 2, 128));
+    assert!([1, 36, 68, 100, 131].map(chosen).iter().zip([131, 96, 64, 32, 1]).all(|(choice, left)| choice.2 <= left));
+    assert_eq!(
+        refused(&of(100), &H100, &[narrow]),
+        format!(
+            "unsupported: sm_margin 100 with {narrow}, 64 CTAs that compute a share each; \
+             nearest: up to 32 such CTAs, or another kernel"
+        )
+    );
+}
+
+#[test]
 fn empty_problems_have_empty_grids() {
     for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }] {
         let choice = select(&problem(dims, Mask::causal()), &H100, &table()).unwrap();
         assert_eq!((choice.tiles, choice.grid), (0, 0));
     }
+}
+
+#[test]
+fn a_margin_leaves_multiprocessors_to_others() {
+    let margin = |problem: &ForwardProblem, margin| problem.to_builder().sm_margin(margin).build().unwrap();
+    let few = |multiprocessors| DeviceFacts { multiprocessors, ..H100 };
+    let fp8 = ForwardProblem::builder(DType::E4M3, Dims { seqlen_q: 8000, seqlen_kv: 8000, ..DIMS });
+    let in_f16 = fp8.clone().half_scores(true).build().unwrap();
+    let cases = [
+        (problem(DIMS, Mask::Full), table()),
+        (problem(DIMS, Mask::causal()), table()),
+        (problem(Dims { seqlen_q: 100, ..DIMS }, Mask::causal()), table()),
+        (fp8.build().unwrap(), fp8_rows().into_iter().map(|row| KernelInfo { split_bytes: 1000, ..row }).collect()),
+        (in_f16, fp8_rows()),
+    ];
+    for (problem, rows) in cases {
+        // As on a GPU that has no more. H100s have 132 or 114 multiprocessors.
+        for (all, left) in [(132, 0), (132, 1), (132, 16), (132, 131), (114, 16), (114, 113), (78, 8)] {
+            let choice = select(&margin(&problem, left), &few(all), &rows).unwrap();
+            assert_eq!(select(&problem, &few(all - left), &rows), Ok(choice));
+            assert_eq!(choice.grid, choice.tiles.min((all - left) as i32), "{choice}");
+            assert!(choice.fallback.is_none_or(|behind| behind.grid <= (all - left) as i32), "{choice}");
+        }
+        for (left, all) in [(132, 132), (133, 132), (usize::MAX, 114), (114, 114), (1, 1), (1, 0)] {
+            let got = refused(&margin(&problem, left), &few(all), &rows);
+            let (most, all) = (all.max(1) - 1, all.max(1));
+            let text = format!("sm_margin: {left}; allowed: 0 to {most}, since the GPU has {all} multiprocessors");
+            assert_eq!(got, text);
+        }
+        // A CPU has none to leave.
+        assert_eq!(margin(&problem, 500).plan(&Device::cpu()).unwrap().workspace_bytes(), 0);
+    }
+}
+
+#[test]
+fn kernels_with_a_cta_for_each_tile_leave_no_multiprocessor() {
+    let of = |margin| problem(DIMS, Mask::causal()).to_builder().sm_margin(margin).build().unwrap();
+    let text = "unsupported: sm_margin 8 with sm80 kernels, which have a CTA for each tile; \
+                nearest: sm_margin 0, or sm90 kernels";
+    assert_eq!(refused(&of(8), &A100, &both()), text);
+    let asked = of(8).to_builder().arch(Arch::Sm80).build().unwrap();
+    assert_eq!(refused(&asked, &H100, &both()), text);
+    assert!(select(&of(0), &A100, &both()).is_ok() && select(&of(8), &H100, &both()).is_ok());
 }
 
 #[test]
@@ -470,11 +535,12 @@ proptest! {
     fn schedules_cover_every_query_and_stay_in_range(
         batch in 0usize..70, seqlen_q in 0usize..20000, seqlen_kv in 0usize..20000, heads_kv in 1usize..9,
         group in 1usize..9, qk in 1usize..17, vo in 1usize..17, multiprocessors in 1usize..200, mask in masks(),
+        margin in 0usize..200,
     ) {
         let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv,
                           head_dim_qk: qk * 8, head_dim_vo: vo * 8 };
-        let gpu = DeviceFacts { multiprocessors, ..H100 };
-        let problem = problem(dims, mask);
+        let gpu = DeviceFacts { multiprocessors: multiprocessors + margin, ..H100 };
+        let problem = problem(dims, mask).to_builder().sm_margin(margin).build().unwrap();
         let choice = select(&problem, &gpu, &table()).unwrap();
         prop_assert_eq!(choice, select(&problem, &gpu, &table()).unwrap());
         let kernel = choice.kernel;

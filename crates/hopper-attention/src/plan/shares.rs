@@ -49,7 +49,7 @@ pub(super) struct Work {
     pub group: usize,
     /// (batch entry, KV head) pairs.
     pub heads: usize,
-    /// Multiprocessors of the GPU. At least 1.
+    /// Multiprocessors of the GPU, less the problem's margin. At least 1.
     pub multiprocessors: usize,
     /// Bytes that the tiles of one KV head read, or add to, in common.
     pub bytes: usize,

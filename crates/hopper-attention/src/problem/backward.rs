@@ -40,6 +40,7 @@ pub struct BackwardProblemBuilder {
     /// The optional operands that were asked for.
     asked_for: SlotSet,
     deterministic: bool,
+    sm_margin: usize,
 }
 
 impl BackwardProblemBuilder {
@@ -63,19 +64,27 @@ impl BackwardProblemBuilder {
         Self { deterministic: wanted, ..self }
     }
 
+    /// The number of multiprocessors of the GPU that the main kernel leaves to others (default: that of the forward
+    /// problem). [`ForwardProblemBuilder::sm_margin`](crate::ForwardProblemBuilder::sm_margin) says what it does.
+    ///
+    /// The problem that [`BackwardProblem::forward`] returns then has this margin, too.
+    pub fn sm_margin(self, multiprocessors: usize) -> Self {
+        Self { sm_margin: multiprocessors, ..self }
+    }
+
     /// Checks the options and makes the problem.
     ///
     /// # Errors
     /// - [`Error::Dtype`] for a forward problem with e4m3 operands, which has no gradients.
     /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass.
     pub fn build(self) -> Result<BackwardProblem> {
-        let Self { forward, asked_for, deterministic } = self;
+        let Self { forward, asked_for, deterministic, sm_margin } = self;
         asked_for.check_among(&[Slot::DLse])?;
         if forward.dtype() == DType::E4M3 {
             let allowed = "bf16, f16, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed });
         }
-        let forward = forward.to_builder().lse(true).build()?;
+        let forward = forward.to_builder().lse(true).sm_margin(sm_margin).build()?;
         Ok(BackwardProblem { forward, asked_for, deterministic })
     }
 }
@@ -83,13 +92,19 @@ impl BackwardProblemBuilder {
 impl BackwardProblem {
     /// A builder for the gradients of this forward problem. `forward` need not have the LSE as an output.
     pub fn builder(forward: &ForwardProblem) -> BackwardProblemBuilder {
-        BackwardProblemBuilder { forward: forward.clone(), asked_for: SlotSet::default(), deterministic: false }
+        BackwardProblemBuilder {
+            forward: forward.clone(),
+            asked_for: SlotSet::default(),
+            deterministic: false,
+            sm_margin: forward.sm_margin(),
+        }
     }
 
     /// A builder with the options of this problem, to make a similar one.
     pub fn to_builder(&self) -> BackwardProblemBuilder {
         let Self { forward, asked_for, deterministic } = self.clone();
-        BackwardProblemBuilder { forward, asked_for, deterministic }
+        let sm_margin = forward.sm_margin();
+        BackwardProblemBuilder { forward, asked_for, deterministic, sm_margin }
     }
 
     /// The tensors that the pass reads and writes. Gradients are overwritten, not added to.
@@ -127,6 +142,11 @@ impl BackwardProblem {
     /// Whether every run must give the same bits.
     pub fn is_deterministic(&self) -> bool {
         self.deterministic
+    }
+
+    /// The number of multiprocessors that the main kernel leaves to others.
+    pub fn sm_margin(&self) -> usize {
+        self.forward.sm_margin()
     }
 
     /// The element type of Q, K, V, O and all gradients.
@@ -186,7 +206,7 @@ impl fmt::Display for BackwardProblem {
         let d_lse = if self.takes_d_lse() { " d_lse" } else { "" };
         let deterministic = if self.deterministic { " deterministic" } else { "" };
         write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale())?;
-        self.forward.write_arch(f)
+        self.forward.write_restrictions(f)
     }
 }
 
@@ -246,5 +266,17 @@ mod tests {
         assert_eq!(other.to_string(), format!("{text} d_lse deterministic"));
         let sm80 = forward().to_builder().arch(Arch::Sm80).build().unwrap();
         assert_eq!(of(&sm80).to_string(), format!("{text} on sm80"));
+        let with_margin = backward.to_builder().sm_margin(16).build().unwrap();
+        assert_eq!(with_margin.to_string(), format!("{text} sm_margin 16"));
+    }
+
+    #[test]
+    fn the_margin_is_that_of_the_forward_problem_or_its_own() {
+        let forward = forward().to_builder().sm_margin(8).build().unwrap();
+        assert_eq!(of(&forward).sm_margin(), 8);
+        let other = BackwardProblem::builder(&forward).sm_margin(20).build().unwrap();
+        assert_eq!((other.sm_margin(), other.forward().sm_margin()), (20, 20));
+        assert_eq!(other.to_builder().build().unwrap(), other);
+        assert_eq!(other.to_builder().sm_margin(8).build().unwrap(), of(&forward));
     }
 }

@@ -34,6 +34,7 @@ pub struct ForwardProblem {
     /// The optional operands that were asked for.
     asked_for: SlotSet,
     arch: Option<Arch>,
+    sm_margin: usize,
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
 }
@@ -66,6 +67,7 @@ pub struct ForwardProblemBuilder {
     softmax_scale: Option<f32>,
     asked_for: SlotSet,
     arch: Option<Arch>,
+    sm_margin: usize,
     output: Option<DType>,
     scaling: Option<Scaling>,
     half_scores: bool,
@@ -98,6 +100,28 @@ impl ForwardProblemBuilder {
     /// option. A backward problem made from this one has the same restriction.
     pub fn arch(self, arch: Arch) -> Self {
         Self { arch: Some(arch), ..self }
+    }
+
+    /// The number of multiprocessors of the GPU that the kernels leave to others (default: 0).
+    ///
+    /// Other work needs free multiprocessors to run beside attention, such as the kernels of a collective operation
+    /// (NCCL).
+    ///
+    /// - sm90 kernels have one CTA (thread block) a multiprocessor, which computes one tile after another. With a margin their
+    ///   grid is at most `multiprocessors - sm_margin` CTAs. This holds for 16-bit and e4m3 operands. The margin must leave a
+    ///   multiprocessor.
+    /// - sm80 kernels have a CTA for each tile. They cannot leave a multiprocessor free, so a plan with a margin is refused.
+    /// - On the CPU a margin has no meaning and is ignored. So one problem has plans for both devices.
+    ///
+    /// A backward problem made from this one has the same margin.
+    ///
+    /// The margin holds for the kernels that a plan names. Small kernels do not follow it: those of a backward pass that make
+    /// statistics and convert sums to gradients, and the one that fills outputs where there are no keys. Nor does the
+    /// [`Quantizer`](crate::Quantizer), which takes all multiprocessors.
+    ///
+    /// Which multiprocessors stay free, the GPU decides.
+    pub fn sm_margin(self, multiprocessors: usize) -> Self {
+        Self { sm_margin: multiprocessors, ..self }
     }
 
     /// The element type of O.
@@ -149,7 +173,7 @@ impl ForwardProblemBuilder {
     ///
     /// [`Error::Dtype`]: the output type is not one that these operands may have.
     pub fn build(self) -> Result<ForwardProblem> {
-        let Self { dtype, dims, mask, softmax_scale, asked_for, arch, output, scaling, half_scores } = self;
+        let Self { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, output, scaling, half_scores } = self;
         dims.check()?;
         let softmax_scale = softmax_scale.unwrap_or((1.0 / (dims.head_dim_qk as f64).sqrt()) as f32);
         if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
@@ -158,7 +182,7 @@ impl ForwardProblemBuilder {
         }
         asked_for.check_among(&[Slot::Lse, Slot::Amax])?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
-        Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), asked_for, arch, fp8 })
+        Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), asked_for, arch, sm_margin, fp8 })
     }
 }
 
@@ -172,6 +196,7 @@ impl ForwardProblem {
             softmax_scale: None,
             asked_for: SlotSet::default(),
             arch: None,
+            sm_margin: 0,
             output: None,
             scaling: None,
             half_scores: false,
@@ -187,6 +212,7 @@ impl ForwardProblem {
             softmax_scale: Some(self.softmax_scale.0),
             asked_for: self.asked_for,
             arch: self.arch,
+            sm_margin: self.sm_margin,
             output: Some(self.output_dtype()),
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
@@ -245,6 +271,11 @@ impl ForwardProblem {
         self.arch
     }
 
+    /// The number of multiprocessors that the kernels leave to others.
+    pub fn sm_margin(&self) -> usize {
+        self.sm_margin
+    }
+
     /// The number of query heads that read one KV head: `heads_q / heads_kv`.
     pub fn group_size(&self) -> usize {
         self.dims.group_size()
@@ -285,15 +316,18 @@ impl ForwardProblem {
         self.dims.batch == 0 || self.dims.seqlen_q == 0
     }
 
-    /// The problem as text, without what does not change which kernel is the fastest: the scale, the LSE and the
-    /// instruction set. [`Tuning`](crate::Tuning) files its measurements under this text.
+    /// The problem as text, without what does not change which kernel is the fastest: the scale, the LSE, the
+    /// instruction set and the margin. [`Tuning`](crate::Tuning) files its measurements under this text.
     pub(crate) fn shape(&self) -> String {
         format!("forward {}", self.numbers())
     }
 
-    /// Prints the instruction set that plans are restricted to, if there is one.
-    pub(super) fn write_arch(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.arch.map_or(Ok(()), |arch| write!(f, " on {arch}"))
+    /// Prints what plans are restricted to, if anything: the instruction set and the margin.
+    pub(super) fn write_restrictions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(arch) = self.arch {
+            write!(f, " on {arch}")?;
+        }
+        if self.sm_margin > 0 { write!(f, " sm_margin {}", self.sm_margin) } else { Ok(()) }
     }
 
     /// The part of a problem's text that forward and backward problems share: everything up to the scale.
@@ -320,7 +354,7 @@ impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lse = if self.wants_lse() { " lse" } else { "" };
         write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
-        self.write_arch(f)
+        self.write_restrictions(f)
     }
 }
 
@@ -432,7 +466,7 @@ mod tests {
         use std::collections::HashMap;
         let options = ForwardProblem::builder(DType::E4M3, DIMS).mask(Mask::causal()).softmax_scale(0.3).lse(true);
         let problem = options.scaling(Scaling::PerHead).output(DType::F16).amax(true).half_scores(true);
-        let problem = problem.arch(Arch::Sm90).build().unwrap();
+        let problem = problem.arch(Arch::Sm90).sm_margin(16).build().unwrap();
         assert_eq!(problem.to_builder().build().unwrap(), problem);
         let others = [
             problem.to_builder().softmax_scale(f32::from_bits(0.3f32.to_bits() + 1)),
@@ -441,13 +475,14 @@ mod tests {
             problem.to_builder().amax(false),
             problem.to_builder().half_scores(false),
             problem.to_builder().arch(Arch::Sm80),
+            problem.to_builder().sm_margin(0),
             problem.to_builder().output(DType::BF16),
         ];
         let mut plans = HashMap::from([(problem.clone(), 0)]);
         for (i, other) in others.into_iter().enumerate() {
             plans.insert(other.build().unwrap(), i + 1);
         }
-        assert_eq!((plans.len(), plans[&problem]), (8, 0));
+        assert_eq!((plans.len(), plans[&problem]), (9, 0));
     }
 
     #[test]
@@ -487,7 +522,12 @@ mod tests {
         let problem = options.clone().build().unwrap();
         let text = "forward bf16 batch 2 seqlen 5x7 heads 6/2 head_dim 16/8 causal scale 0.25 lse";
         assert_eq!(problem.to_string(), text);
-        assert_eq!(options.arch(Arch::Sm80).build().unwrap().to_string(), format!("{text} on sm80"));
+        let sm80 = options.clone().arch(Arch::Sm80);
+        assert_eq!(sm80.clone().build().unwrap().to_string(), format!("{text} on sm80"));
+        assert_eq!(sm80.sm_margin(7).build().unwrap().to_string(), format!("{text} on sm80 sm_margin 7"));
+        let with_margin = options.sm_margin(16).build().unwrap();
+        assert_eq!(with_margin.to_string(), format!("{text} sm_margin 16"));
+        assert_eq!((with_margin.sm_margin(), problem.sm_margin(), with_margin.shape()), (16, 0, problem.shape()));
     }
 
     proptest! {
