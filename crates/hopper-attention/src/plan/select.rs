@@ -65,15 +65,17 @@ pub struct Choice {
     /// Number of tiles in all: `m_tiles * batch * heads_q`. Below 2^31.
     pub tiles: i32,
     /// Number of CTAs.
-    /// - sm90: one for each multiprocessor, but no more than `tiles`. A CTA computes one tile after another.
-    ///   Where `shares` is above 1: one for each share of each tile. A CTA computes one share and ends.
+    /// - sm90: one for each multiprocessor that the problem's margin leaves, but no more than `tiles`. A CTA computes one tile
+    ///   after another.
+    /// - sm90, where `shares` is above 1 or tiles have 64 queries: one for each share of each tile. A CTA computes one share
+    ///   and ends. With a margin there are no more of them than multiprocessors that it leaves.
     /// - sm80: one for each tile. Several CTAs share a multiprocessor. The GPU starts CTAs in the tile order.
     pub grid: i32,
     /// Number of CTAs that share the keys of a tile: at least 1, and at most the kernel's
     /// [`most_shares`](KernelInfo::most_shares). These CTAs are a cluster: the GPU runs them at the same time, and each reads
     /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`).
     ///
-    /// Above 1 where tiles are fewer than multiprocessors. CTAs then draw no tiles.
+    /// Above 1 where tiles are few and visit many blocks of keys. CTAs then draw no tiles.
     pub shares: i32,
     /// Number of heads in a group: 1 under a full mask, 1 to 16 under other masks. A head here is a (batch entry, query head)
     /// pair.
