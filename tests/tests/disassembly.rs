@@ -182,15 +182,15 @@ impl Compiled {
 
 /// Everything that is wrong with a compiled row, in words.
 fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
-    faults_with(row, row.smem_bytes(), compiled)
+    faults_with(row, row.smem_bytes(), false, compiled)
 }
 
-/// The same, as if the row asked for so much shared memory.
-fn faults_with(row: &KernelInfo, smem_bytes: usize, compiled: &Compiled) -> Vec<String> {
+/// The same, as if the row asked for so much shared memory. `shares`: of the kernel in which CTAs share tiles.
+fn faults_with(row: &KernelInfo, smem_bytes: usize, shares: bool, compiled: &Compiled) -> Vec<String> {
     let compiled = &compiled.where_it_runs(smem_bytes);
     let mut faults = match row.arch() {
         Arch::Sm80 => faults_of_sm80(row, compiled),
-        _ => faults_of_sm90(row, compiled),
+        _ => faults_of_sm90(row, shares, compiled),
     };
     faults.extend(common_faults(compiled));
     let limit = match (row.arch(), row.pass()) {
@@ -296,7 +296,7 @@ fn chunks(row: &KernelInfo) -> usize {
 }
 
 /// What only an sm90 kernel can do wrong.
-fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
+fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<String> {
     let mut faults = Vec::new();
     let matrix = if row.dtype() == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     for (opcode, why) in [
@@ -305,6 +305,7 @@ fn faults_of_sm90(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
         match (row.pass(), row.dtype()) {
             (Pass::Backward, _) => ("UBLKRED", "sums are not added to by the copy engine"),
             (_, DType::E4M3) => ("LDSM", "V is not transposed as matrices"),
+            _ if shares => ("UCGABAR", "the CTAs of a cluster do not wait for each other"),
             _ => ("UTMASTG", "stores do not use TMA"),
         },
         ("USETMAXREG", "registers are not handed from the producer to the consumers"),
@@ -483,22 +484,30 @@ fn every_row_is_compiled_as_planned() {
             assert_eq!(columns.to_lowercase(), expected, "row {row} stands where the build has another one");
             let object = built.source(source);
             let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();
+            // Where CTAs may share tiles there is a second kernel for it, except for tiles of 64 queries, which have no other.
+            let sharing = usize::from(row.most_shares() > 1);
+            let plain = usize::from(sharing == 0 || row.tile_m() > 64);
             assert_eq!(
                 functions.len(),
-                1,
-                "row {row} must be one kernel of {source}; its kernels are {:?}",
+                plain + sharing,
+                "row {row} must be {} kernels of {source}; its kernels are {:?}",
+                plain + sharing,
                 object.functions()
             );
-            kernels_of_rows.push((source.clone(), functions[0].to_string()));
-            let compiled = object.of(functions[0]);
-            println!(
-                "{row}: {} registers, {} instructions, {} matrix instructions",
-                compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
-                compiled.instructions().count(),
-                compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
-            );
-            for fault in faults(row, &compiled) {
-                let _ = writeln!(report, "{row}: {fault}");
+            for function in functions {
+                kernels_of_rows.push((source.clone(), function.to_string()));
+                let compiled = object.of(function);
+                let shares = plain == 0 || function.contains("SharedTraits");
+                println!(
+                    "{row}{}: {} registers, {} instructions, {} matrix instructions",
+                    if shares { ", shared" } else { "" },
+                    compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
+                    compiled.instructions().count(),
+                    compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
+                );
+                for fault in faults_with(row, row.smem_bytes(), shares, &compiled) {
+                    let _ = writeln!(report, "{row}: {fault}");
+                }
             }
             audited += 1;
         }
@@ -773,9 +782,9 @@ fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
         );
         compiled
     };
-    assert_eq!(faults_with(&row, SMEM_LIMIT_A100, &with_flaws("sm_86")), Vec::<String>::new());
+    assert_eq!(faults_with(&row, SMEM_LIMIT_A100, false, &with_flaws("sm_86")), Vec::<String>::new());
     for (smem_bytes, gpu) in [(row.smem_bytes(), "sm_86"), (SMEM_LIMIT_A100, "sm_87")] {
-        let found = faults_with(&row, smem_bytes, &with_flaws(gpu)).join("\n");
+        let found = faults_with(&row, smem_bytes, false, &with_flaws(gpu)).join("\n");
         for flaw in ["STL", "STACK is", "ptxas reports"] {
             assert!(found.contains(flaw), "{gpu}: {flaw} is not in\n{found}");
         }
