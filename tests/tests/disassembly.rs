@@ -305,7 +305,7 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         match (row.pass(), row.dtype()) {
             (Pass::Backward, _) => ("UBLKRED", "sums are not added to by the copy engine"),
             (_, DType::E4M3) => ("LDSM", "V is not transposed as matrices"),
-            _ if shares => ("UCGABAR", "the CTAs of a cluster do not wait for each other"),
+            _ if shares => ("UCGABAR_ARV", "the CTAs of a cluster do not wait for each other"),
             _ => ("UTMASTG", "stores do not use TMA"),
         },
         ("USETMAXREG", "registers are not handed from the producer to the consumers"),
