@@ -13,7 +13,7 @@
 // (block-sparse attention), `of` and `block` would change, and none of the callers.
 //
 // A tile has at least one visit, so that all tiles take the same path through a kernel. The one block that a tile
-// without keys (or without queries) visits is masked whole.
+// without keys (or without queries) visits is masked whole. (A share of a tile may have none.)
 //
 // Numbers are passed by reference. When they were passed by value, the compiler's code differed and ptxas spilled
 // registers in an FP8 kernel.

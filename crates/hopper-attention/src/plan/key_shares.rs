@@ -21,7 +21,7 @@ const WORTH: f64 = 0.03;
 /// 66, 39, 30, 22, 17, 15 and 15.)
 const CLUSTERS: [f64; 8] = [1.0, 0.5, 0.296, 0.228, 0.167, 0.129, 0.114, 0.114];
 /// Of more tiles in a head, so many are looked at.
-const LOOKED_AT: usize = 1 << 10;
+const LOOKED_AT: usize = 128;
 
 /// The work of a launch.
 #[derive(Clone, Debug)]
@@ -103,6 +103,8 @@ impl Work {
         let of_head = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
         let visits = if dims.seqlen_kv == 0 {
             vec![1; of_head.min(1)]
+        } else if kernel.mask == MaskClass::Full {
+            vec![visits(kernel, dims, bounds, 0); of_head.min(1)] // of every tile
         } else {
             let step = of_head.div_ceil(LOOKED_AT).max(1);
             (0..of_head).rev().step_by(step).map(|tile| visits(kernel, dims, bounds, tile)).collect()
@@ -126,11 +128,11 @@ impl Work {
             self.visits.iter().map(|&visits| of(visits) as f64).sum::<f64>() / self.visits.len().max(1) as f64
         };
         if shares > 1 || self.ways > 1 {
-            // A CTA computes one share and ends.
-            if self.is_bounded && self.tiles * shares > self.multiprocessors {
+            let at_a_time = (self.multiprocessors as f64 * CLUSTERS[shares - 1]) as usize;
+            // A CTA computes one share and ends. The GPU may be too small for such a cluster.
+            if at_a_time == 0 || (self.is_bounded && self.tiles * shares > self.multiprocessors) {
                 return f64::INFINITY;
             }
-            let at_a_time = ((self.multiprocessors as f64 * CLUSTERS[shares - 1]) as usize).max(1);
             let parts = self.ways * shares;
             let block = block + crowd * ((self.tiles * shares) as f64 / self.multiprocessors as f64).min(1.0);
             let fixed = start + border + if shares > 1 { clusters } else { warpgroups };
@@ -159,7 +161,7 @@ impl Work {
     /// The number of CTAs that share a tile, which takes the least time, and that time.
     pub(super) fn best(&self) -> (usize, f64) {
         let whole = self.time_of(1);
-        let most = self.visits.iter().copied().max().unwrap_or(1).min(self.most_shares);
+        let most = self.visits.iter().copied().max().unwrap_or(1).min(self.most_shares).min(CLUSTERS.len());
         let best = (2..=most).map(|shares| (shares, self.time_of(shares))).min_by(|a, b| a.1.total_cmp(&b.1));
         match best {
             Some((shares, time)) if time < whole * (1.0 - WORTH) => (shares, time),
@@ -241,12 +243,24 @@ mod tests {
     }
 
     #[test]
+    fn no_cluster_is_larger_than_the_gpu() {
+        // 16 queries on 32768 keys: the more shares, the better.
+        let dims = square(1, 16, 128).with_seqlen_kv(32768);
+        let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
+        let row = KernelInfo { tile_m: 128, tile_n: 128, most_shares: 8, head_dim_vo: 128, ..ROW };
+        for multiprocessors in [1, 2, 4, 6, 7, 8, 16, 78, 114, 132] {
+            let (shares, time) = Work::new(&row, dims, bounds(&problem), multiprocessors, false).best();
+            assert!((1..=multiprocessors.min(8)).contains(&shares) && time.is_finite(), "{multiprocessors}: {shares}");
+        }
+    }
+
+    #[test]
     fn many_tiles_are_looked_at_in_steps() {
         let long = square(1, 1 << 20, 64);
         let problem = ForwardProblem::builder(DType::BF16, long).mask(Mask::causal()).build().unwrap();
         let row = KernelInfo { mask: MaskClass::Causal, tile_m: 128, tile_n: 128, ..ROW };
         let work = Work::new(&row, long, bounds(&problem), 132, true);
-        assert_eq!((work.visits.len(), work.tiles, work.visits.iter().max()), (1024, 8192, Some(&8192)));
+        assert_eq!((work.visits.len(), work.tiles, work.visits.iter().max()), (128, 8192, Some(&8192)));
         let none = Work::new(&row, Dims { batch: 0, seqlen_q: 0, ..long }, bounds(&problem), 132, true);
         assert_eq!(none.best().0, 1);
     }

@@ -148,7 +148,7 @@ fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Res
 /// As [`select`], when no row computes the problem.
 pub fn candidates(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Vec<KernelInfo>> {
     let mut fitting: Vec<KernelInfo> = fitting(problem, gpu, rows)?.into_iter().copied().collect();
-    fitting.sort_by_key(|row| rank(problem, gpu, row));
+    fitting.sort_by_cached_key(|row| rank(problem, gpu, row));
     Ok(fitting)
 }
 

@@ -14,9 +14,10 @@
 // - Two or three consumer warpgroups, with most registers. Each computes 64 queries of the tile: both products and the
 //   softmax (mma.hpp), then O and the LSE (epilogue.hpp).
 //
-// In a second kernel of most rows, the CTAs of a cluster share the keys of a tile, and a CTA ends after it
-// (shares.hpp). In rows with tiles of 64 queries, that is the only kernel: its two consumer warpgroups have the same
-// queries, and each visits every second block.
+// Rows with tiles of 128 queries and blocks of 128 keys have a second kernel, in which the CTAs of a cluster share the
+// keys of a tile (shares.hpp). Rows with tiles of 64 queries have no other: their two consumer warpgroups have the same
+// queries, and each visits every second block. In these kernels a CTA computes one tile and ends: it draws none, and
+// warp 1 stores no O.
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //

@@ -18,7 +18,7 @@ template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
 
-  // Whose block is next: 0, or where two warpgroups share the keys either.
+  // The warpgroup that the next block is for, of two that share the keys. Else 0.
   template <class Position>
   CUTE_DEVICE static int way_of(Position const& position) {
     if constexpr (Traits::kWays == 2) {
@@ -77,7 +77,7 @@ struct Load {
         v_batch = tile.batch;
       }
       if constexpr (Traits::kShares) {
-        break;
+        break;  // There is one tile. Without this, ptxas spills here under windows.
       }
     }
     if (v_pending) {

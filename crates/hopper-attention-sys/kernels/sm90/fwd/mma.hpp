@@ -104,7 +104,7 @@ struct Mma {
         int const strip = m_block * Traits::kConsumers + consumer;
         visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
         if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
-          visits.begin = tile_visits.begin;
+          visits.begin = tile_visits.begin;  // of_rows begins with the first key
         }
         return visits.skipped_before(tile_visits);
       }

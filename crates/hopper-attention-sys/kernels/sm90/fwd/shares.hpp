@@ -1,6 +1,6 @@
 // Shares of a tile's keys: how several warpgroups, of a CTA or of a cluster, compute one tile.
 //
-// Where a launch has fewer tiles than multiprocessors, or tiles of many keys, the CTAs of a cluster take the same tile.
+// Where a launch has few tiles, which visit many blocks of keys, the CTAs of a cluster take the same tile.
 // Each takes a share of the key blocks that the tile visits (Share in common/visits.hpp). Where a tile has 64 queries,
 // the two consumer warpgroups of a CTA share in the same way: each takes every second block of the CTA's. A CTA
 // computes one tile and ends.
@@ -169,7 +169,8 @@ struct Shares {
         }
       }
     }
-    // All that was read has been used, and nothing is handed over here, so that no fence is needed.
+    // No fence: nothing is handed over here, and all that was read has been used. The rules of PTX do not promise that
+    // reads are over; that the loop above uses what it reads, before this instruction, does.
     if (!is_alone()) {
       cute::cluster_arrive_relaxed();
     }

@@ -60,7 +60,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
   static_assert(kTileM - 64 <= kTileN, "a warpgroup skips at most one block at either end of a tile");
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
-  static_assert(kWays == 1 || kStages % 2 == 1, "the two warpgroups take turns at every buffer");
+  static_assert(kWays == 1 || kStages % 2 == 1, "every buffer goes from one warpgroup to the other");
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
   static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
 
@@ -78,7 +78,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
-  // (shares.hpp). 8 is the largest cluster that every GPU can start.
+  // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = kWays == 2;
   static constexpr int kMostShares = kWays == 2 ? 4 : kConsumers == 2 && kTileN == 128 ? 8 : 1;
 
