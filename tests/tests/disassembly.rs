@@ -10,6 +10,7 @@ use std::process::Command;
 
 use rayon::prelude::*;
 
+use hopper_attention::internal::has_one_tile;
 use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Pass, backward_kernels, kernels};
 
 /// The most shared memory that a block may ask for of an sm_90 GPU, of one of 8.0, and of each that sm80 kernels run on.
@@ -486,7 +487,7 @@ fn every_row_is_compiled_as_planned() {
             let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();
             // Where CTAs may share tiles there is a second kernel for it, except for tiles of 64 queries, which have no other.
             let sharing = usize::from(row.most_shares() > 1);
-            let plain = usize::from(sharing == 0 || row.tile_m() > 64);
+            let plain = usize::from(!has_one_tile(row));
             assert_eq!(
                 functions.len(),
                 plain + sharing,

@@ -251,6 +251,11 @@ pub use workspace::Workspace;
 pub mod internal {
     pub use crate::plan::{BackwardChoice, Choice, Fallback, candidates, mask_class, select, select_backward};
 
+    /// Whether a CTA of the kernel computes one tile and ends, however many there are.
+    pub fn has_one_tile(row: &crate::KernelInfo) -> bool {
+        row.has_one_tile()
+    }
+
     /// As `plan_with_row`, with so many CTAs that share a tile. More than the row allows are as many as it allows.
     ///
     /// # Errors

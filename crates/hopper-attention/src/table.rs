@@ -111,6 +111,12 @@ impl KernelInfo {
         self.most_shares
     }
 
+    /// Whether a CTA of the kernel computes one tile and ends, however many there are. The kernels with tiles of 64 queries are so:
+    /// two warpgroups share a tile's keys.
+    pub(crate) fn has_one_tile(&self) -> bool {
+        self.most_shares > 1 && self.tile_m <= 64
+    }
+
     /// Whether a GPU can run the kernel: it has the instruction set, and enough shared memory for a CTA.
     pub fn runs_on(&self, gpu: &DeviceFacts) -> bool {
         self.arch.runs_on(gpu.arch) && self.smem_bytes <= gpu.smem_bytes_per_block

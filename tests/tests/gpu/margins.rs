@@ -1,5 +1,6 @@
 //! Margins: each row that can leave multiprocessors to others computes the same on what is left. The others refuse.
 
+use hopper_attention::internal::has_one_tile;
 use hopper_attention::{Arch, DType, Error, KernelInfo, Result, Scaling, Workspace, bf16};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::fp8::{Operands, for_row};
@@ -30,8 +31,8 @@ fn run_with_margins<O>(
         assert!(matches!(&error, Error::Unsupported { wanted, .. } if wanted.starts_with("sm_margin 1 ")), "{error}");
         return;
     }
-    // Kernels with tiles of 64 queries start a CTA for each tile, and refuse where those are too many.
-    let has_one_tile = row.most_shares() > 1 && row.tile_m() == 64;
+    // A kernel whose CTAs compute one tile each refuses where those are too many.
+    let has_one_tile = has_one_tile(row);
     for left in [all - 1, all / 8, 1] {
         let (plan, outputs) = match run(all - left) {
             Err(Error::Unsupported { wanted, .. }) if has_one_tile && wanted.starts_with("sm_margin ") => continue,
@@ -59,9 +60,7 @@ fn forward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let run = |margin| {
         let plan = prepared.problem.to_builder().sm_margin(margin).build()?.plan_with_row(&gpu.device, row)?;
         let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes())?;
-        on_device.poison(&gpu.stream, &prepared);
-        plan.run(&gpu.lane(), &mut workspace, on_device.args(&prepared))?;
-        Ok((plan.to_string(), on_device.outputs(&gpu.stream, &prepared).unwrap()))
+        Ok((plan.to_string(), on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap()))
     };
     run_with_margins(gpu, row, run, |outputs| prepared.judge(outputs).passed());
 }
@@ -82,9 +81,7 @@ fn gradients<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
             let problem = prepared.problem.to_builder().deterministic(deterministic).sm_margin(margin).build()?;
             let plan = problem.plan_with_row(&gpu.device, row)?;
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes())?;
-            on_device.poison(&gpu.stream, &prepared);
-            plan.run(&gpu.lane(), &mut workspace, on_device.args(&prepared))?;
-            Ok((plan.to_string(), on_device.outputs(&gpu.stream, &prepared).unwrap()))
+            Ok((plan.to_string(), on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap()))
         };
         run_with_margins(gpu, row, run, |outputs| prepared.judge(outputs).passed());
     }
@@ -102,9 +99,7 @@ fn e4m3_rows_leave_multiprocessors() {
         let run = |margin| {
             let plan = problem.to_builder().sm_margin(margin).build()?.plan_with_row(&gpu.device, &row)?;
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes())?;
-            let mut outputs = fp8::Outputs::<bf16>::new(&gpu.stream, &problem, None);
-            plan.run(&gpu.lane(), &mut workspace, outputs.args(on_device.inputs(&problem)))?;
-            Ok((plan.to_string(), outputs.written(&gpu.stream).unwrap()))
+            Ok((plan.to_string(), on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap()))
         };
         run_with_margins(&gpu, &row, run, |written| {
             let (o, lse) = written.output(&problem);

@@ -92,12 +92,6 @@ fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usi
 }
 
 impl Work {
-    /// Whether a CTA of the kernel computes one tile and ends, however many there are. The kernels with tiles of 64 queries are so:
-    /// two warpgroups share a tile's keys.
-    pub(super) fn has_one_tile(kernel: &KernelInfo) -> bool {
-        kernel.most_shares > 1 && kernel.tile_m <= 64
-    }
-
     /// `bounds` are those of the mask (`schedule.rs`). `multiprocessors` is at least 1.
     pub(super) fn new(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], multiprocessors: usize, drawn: bool) -> Self {
         let of_head = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
@@ -109,7 +103,7 @@ impl Work {
             let step = of_head.div_ceil(LOOKED_AT).max(1);
             (0..of_head).rev().step_by(step).map(|tile| visits(kernel, dims, bounds, tile)).collect()
         };
-        let ways = if Self::has_one_tile(kernel) { 2 } else { 1 };
+        let ways = if kernel.has_one_tile() { 2 } else { 1 };
         let tiles = of_head.saturating_mul(dims.batch * dims.heads_q).min(1 << 40);
         let (most_shares, costs) = (kernel.most_shares, Costs::of(kernel));
         Self { visits, tiles, multiprocessors, drawn, is_bounded: false, most_shares, ways, costs }
@@ -176,7 +170,7 @@ mod tests {
     use crate::arch::Arch;
     use crate::dtype::DType;
     use crate::mask::Mask;
-    use crate::plan::schedule::bounds;
+    use crate::plan::schedule::{bounds, small_bands};
     use crate::problem::ForwardProblem;
     use crate::table::tests::ROW;
 
@@ -234,7 +228,7 @@ mod tests {
             Work::new(&row, dims, bounds(&problem), 132, true).best()
         };
         let (narrow, wide) = (row(64, 4), row(128, 8));
-        assert!(Work::has_one_tile(&narrow) && !Work::has_one_tile(&wide) && !Work::has_one_tile(&row(64, 1)));
+        assert!(narrow.has_one_tile() && !wide.has_one_tile() && !row(64, 1).has_one_tile());
         // 64 tiles of 128 queries, or 128 of 64; 16 or 32; then twice as many of 64 as run at a time.
         assert!(time(16, 512, narrow).1 < time(16, 512, wide).1);
         assert_eq!(time(4, 512, narrow).0, 2);
@@ -269,29 +263,21 @@ mod tests {
     #[test]
     fn visits_are_the_blocks_that_a_tile_sees() {
         let row = |mask| KernelInfo { mask, tile_m: 8, tile_n: 4, ..ROW };
-        for (queries, keys) in [(1, 1), (13, 29), (29, 13), (16, 16), (30, 7)] {
-            let dims = Dims::new(1, queries, 1, 8).with_seqlen_kv(keys);
-            for (class, mask) in [
-                (MaskClass::Full, Mask::Full),
-                (MaskClass::Causal, Mask::causal()),
-                (MaskClass::Window, Mask::window(Some(5), Some(2))),
-                (MaskClass::Window, Mask::window(None, Some(0))),
-            ] {
-                let forward = ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap();
-                for tile in 0..queries.div_ceil(8) {
-                    let keeps = |block: &usize| {
-                        let rows = || 8 * tile..(8 * tile + 8).min(queries);
-                        (4 * block..(4 * block + 4).min(keys)).any(|k| rows().any(|q| mask.keep(q, k, queries, keys)))
-                    };
-                    let seen: Vec<usize> = (0..keys.div_ceil(4)).filter(keeps).collect();
-                    // A causal tile begins with the first block.
-                    let seen = match (class, seen.last()) {
-                        (MaskClass::Causal, Some(last)) => last + 1,
-                        _ => seen.len(),
-                    };
-                    let visits = visits(&row(class), dims, bounds(&forward), tile);
-                    assert_eq!(visits, seen.max(1), "{mask} {queries}x{keys} tile {tile}");
-                }
+        for (dims, class, mask, bounds) in small_bands() {
+            let (queries, keys) = (dims.seqlen_q, dims.seqlen_kv);
+            for tile in 0..queries.div_ceil(8) {
+                let keeps = |block: &usize| {
+                    let rows = || 8 * tile..(8 * tile + 8).min(queries);
+                    (4 * block..(4 * block + 4).min(keys)).any(|k| rows().any(|q| mask.keep(q, k, queries, keys)))
+                };
+                let seen: Vec<usize> = (0..keys.div_ceil(4)).filter(keeps).collect();
+                // A causal tile begins with the first block.
+                let seen = match (class, seen.last()) {
+                    (MaskClass::Causal, Some(last)) => last + 1,
+                    _ => seen.len(),
+                };
+                let visits = visits(&row(class), dims, bounds, tile);
+                assert_eq!(visits, seen.max(1), "{mask} {queries}x{keys} tile {tile}");
             }
         }
     }

@@ -134,3 +134,23 @@ pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, [offset, l
         MaskClass::Window => write!(f, ", keys from {offset:+}{:+} to {offset:+}{right:+}", -left),
     }
 }
+
+/// Problems by which the blocks that a kernel visits are compared with the mask's definition: sizes, class, mask, and the mask's
+/// bounds.
+#[cfg(test)]
+pub(super) fn small_bands() -> impl Iterator<Item = (crate::problem::Dims, MaskClass, crate::Mask, [i32; 3])> {
+    use crate::{DType, Mask, problem::Dims};
+    let masks = [
+        (MaskClass::Full, Mask::Full),
+        (MaskClass::Causal, Mask::causal()),
+        (MaskClass::Window, Mask::window(Some(5), Some(2))),
+        (MaskClass::Window, Mask::window(None, Some(0))),
+    ];
+    [(1, 1), (13, 29), (29, 13), (16, 16), (30, 7)].into_iter().flat_map(move |(queries, keys)| {
+        let dims = Dims::new(1, queries, 1, 8).with_seqlen_kv(keys);
+        masks.map(|(class, mask)| {
+            let problem = ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap();
+            (dims, class, mask, bounds(&problem))
+        })
+    })
+}

@@ -250,7 +250,7 @@ fn schedule(
         None => small(work(problem, gpu, &kernel).best().0),
     };
     let grid = match is_persistent(&kernel) {
-        true if shares > 1 || Work::has_one_tile(&kernel) => tiles.checked_mul(shares).ok_or_else(too_many)?,
+        true if shares > 1 || kernel.has_one_tile() => tiles.checked_mul(shares).ok_or_else(too_many)?,
         true => tiles.min(small(multiprocessors)),
         false => tiles,
     };

@@ -172,10 +172,7 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::DType;
-    use crate::mask::Mask;
-    use crate::plan::schedule::bounds;
-    use crate::problem::ForwardProblem;
+    use crate::plan::schedule::small_bands;
     use crate::table::tests::ROW;
 
     /// A launch at head dim 128 under a causal mask, on 132 multiprocessors.
@@ -233,29 +230,17 @@ mod tests {
     #[test]
     fn visits_are_the_blocks_that_see_a_tile() {
         let row = |mask| KernelInfo { mask, tile_m: 4, tile_n: 8, ..ROW };
-        for (queries, keys) in [(1, 1), (13, 29), (29, 13), (16, 16), (30, 7)] {
-            let dims = Dims::new(1, queries, 1, 8).with_seqlen_kv(keys);
-            for (class, mask) in [
-                (MaskClass::Full, Mask::Full),
-                (MaskClass::Causal, Mask::causal()),
-                (MaskClass::Window, Mask::window(Some(5), Some(2))),
-                (MaskClass::Window, Mask::window(None, Some(0))),
-            ] {
-                let forward = ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap();
-                let bounds = bounds(&forward);
-                for tile in 0..keys.div_ceil(8) {
-                    let sees = |block: &usize| {
-                        let rows = 4 * block..(4 * block + 4).min(queries);
-                        let keys_of_tile = || 8 * tile..(8 * tile + 8).min(keys);
-                        rows.clone().any(|q| keys_of_tile().any(|k| mask.keep(q, k, queries, keys)))
-                    };
-                    let seen = (0..queries.div_ceil(4)).filter(sees).count();
-                    assert_eq!(
-                        visits(&row(class), dims, bounds, tile),
-                        seen.max(1),
-                        "{mask} {queries}x{keys} tile {tile}"
-                    );
-                }
+        for (dims, class, mask, bounds) in small_bands() {
+            let (queries, keys) = (dims.seqlen_q, dims.seqlen_kv);
+            for tile in 0..keys.div_ceil(8) {
+                let sees = |block: &usize| {
+                    let rows = 4 * block..(4 * block + 4).min(queries);
+                    let keys_of_tile = || 8 * tile..(8 * tile + 8).min(keys);
+                    rows.clone().any(|q| keys_of_tile().any(|k| mask.keep(q, k, queries, keys)))
+                };
+                let seen = (0..queries.div_ceil(4)).filter(sees).count();
+                let visits = visits(&row(class), dims, bounds, tile);
+                assert_eq!(visits, seen.max(1), "{mask} {queries}x{keys} tile {tile}");
             }
         }
     }
