@@ -5,6 +5,7 @@
 
 #include "common/around.hpp"
 #include "common/element.hpp"
+#include "common/overlap.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 
@@ -72,6 +73,9 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::ThreadSums::kThreads) bwd_convert(BwdParams const params) {
   using Element = typename Traits::Element;
   using ThreadSums = typename Traits::ThreadSums;
+  if constexpr (Traits::kOverlaps) {
+    await_kernel_before();
+  }
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   // From the last block to the first: the sums that were written last are still in L2.
   std::int64_t block = gridDim.x - 1 - blockIdx.x;
@@ -119,7 +123,12 @@ void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) no
   if constexpr (Traits::kTakesShares) {
     blocks += key_pieces<Traits>(params);
   }
-  bwd_convert<Traits><<<blocks, Traits::ThreadSums::kThreads, 0, stream>>>(params);
+  constexpr int kThreads = Traits::ThreadSums::kThreads;
+  if constexpr (Traits::kOverlaps) {
+    launch_overlapping(bwd_convert<Traits>, blocks, kThreads, 0, stream, params);
+  } else {
+    bwd_convert<Traits><<<blocks, kThreads, 0, stream>>>(params);
+  }
 }
 
 }  // namespace hattn

@@ -9,6 +9,7 @@
 
 #include "common/around.hpp"
 #include "common/fill.hpp"
+#include "common/overlap.hpp"
 #include "common/row.hpp"
 #include "common/scalars.hpp"
 #include "common/status.hpp"
@@ -29,25 +30,6 @@ Status prepare_backward(Main* main) noexcept {
   Status status = BwdStatistics<Traits>::load();
   status = is_ok(status) ? BwdConvert<typename Traits::Unmasked>::load() : status;
   return is_ok(status) ? prepare_kernel(main, Traits::kSmemBytes) : status;
-}
-
-// Starts a kernel whose CTAs form clusters. What goes wrong is seen by cudaGetLastError.
-template <class Kernel, class... Args>
-void launch_clusters(Kernel* kernel, int cluster, int grid, int threads, int smem_bytes, CUstream_st* stream,
-                     Args const&... args) noexcept {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 // Zeroes device memory in stream order. Address 0: there is none.

@@ -2,12 +2,14 @@
 // tiles as they begin.
 //
 // What differs between architectures is in the Traits: the form of the statistics (Statistics), the count that a
-// block's progress begins with (fresh), and whether the sums of dQ have to begin as zeros (kAddsToZeros).
+// block's progress begins with (fresh), whether the sums of dQ have to begin as zeros (kAddsToZeros), and whether the
+// next kernel starts while this one runs (kOverlaps, common/overlap.hpp).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
+#include "common/overlap.hpp"
 #include "common/scalars.hpp"
 #include "common/status.hpp"
 #include "common/visits.hpp"
@@ -19,6 +21,9 @@ namespace hattn {
 // appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
 template <class Traits>
 __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
+  if constexpr (Traits::kOverlaps) {
+    let_next_start();
+  }
   using Element = typename Traits::Element;
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
   constexpr int kTileM = Traits::kTileM;

@@ -78,6 +78,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // it, and begins with the warps of the tiles before the first that visits it.
   static constexpr bool kAddsToZeros = true;
   static constexpr bool kTakesShares = false;
+  static constexpr bool kOverlaps = false;
   CUTE_DEVICE static int fresh(bool ordered, int first_tile) { return ordered ? kWarps * first_tile : 0; }
 
   // What a thread has of a block's sums, as the thread of the kernel had it.

@@ -11,7 +11,7 @@
 //
 // Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
 // dP begin with, from its LSE and delta (Statistics in traits.hpp). It also lists the tiles. The one after converts the
-// f32 sums of dQ, and those of dK and dV, to the gradients.
+// f32 sums of dQ, and those of dK and dV, to the gradients. The starts of the three overlap (common/overlap.hpp).
 //
 // Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of dV += P^T dO
 // and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
@@ -58,6 +58,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/overlap.hpp"
 #include "common/thread.hpp"
 #include "sm90/bwd/load.hpp"
 #include "sm90/bwd/mma.hpp"
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fence_proxy_async();
   }
   __syncthreads();
+  await_kernel_before();
 
   BwdScheduler const scheduler = bwd_scheduler(scalars);
 

@@ -25,8 +25,8 @@ struct BwdLaunch {
       return encode.status;
     };
     return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
-      bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
-                                                                                        map_v, map_d_o);
+      launch_overlapping(bwd_kernel<Traits>, params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params, scalars,
+                         map_q, map_k, map_v, map_d_o);
     });
   }
 };

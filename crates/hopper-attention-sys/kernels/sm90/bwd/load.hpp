@@ -9,6 +9,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/memory.hpp"
+#include "common/overlap.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
@@ -204,6 +205,7 @@ struct BwdLoad {
       Tile const tile{storage.tile[k.stage].block, storage.tile[k.stage].head, storage.tile[k.stage].batch};
       storage.tile_full[k.stage].arrive();
       if (!tile.valid()) {
+        let_next_start();  // the last blocks have been asked for
         break;
       }
       storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);

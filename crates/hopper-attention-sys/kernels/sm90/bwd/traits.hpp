@@ -68,6 +68,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // The first tile stores its dQ over what is there, and does not add.
   static constexpr bool kAddsToZeros = false;
   static constexpr bool kTakesShares = true;
+  static constexpr bool kOverlaps = true;
   CUTE_DEVICE static void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
     sm90::write_shares<BwdTraits>(params, band, thread, threads);
   }

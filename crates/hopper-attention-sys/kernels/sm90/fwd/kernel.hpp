@@ -2,9 +2,9 @@
 //
 // Words such as tile, block, stage and turn are defined in common/row.hpp.
 //
-// The grid is persistent: a CTA computes tiles until the scheduler has no more (common/tile_scheduler.hpp). A tile is
-// kTileM queries of one query head. A tile visits blocks of kTileN keys, from the last to the first
-// (common/visits.hpp).
+// A tile is kTileM queries of one query head. A tile visits blocks of kTileN keys, from the last to the first
+// (common/visits.hpp). The grid is persistent: a CTA computes tiles until the scheduler has no more
+// (common/tile_scheduler.hpp). Kernels that share the keys of a tile are an exception, described below.
 //
 // Roles:
 // - Producer warpgroup, with few registers (load.hpp). One lane of each warp works:

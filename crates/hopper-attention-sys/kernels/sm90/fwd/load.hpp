@@ -2,7 +2,7 @@
 //
 // - Warp 0 loads K and V, block by block, through their rings.
 // - Warp 1 draws tiles, loads Q and stores O. One warp does both, because O is stored from the buffer that a later Q is
-//   loaded into.
+//   loaded into. Where the keys of a tile are shared (shares.hpp), it loads the Q of one tile and is done.
 #pragma once
 
 #include "common/scalars.hpp"
@@ -32,6 +32,7 @@ struct Load {
   // block. The order runs on from tile to tile.
   CUTE_DEVICE static void keys_and_values(FwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
                                           Band const& band, Storage& storage) {
+    bool const late = !Traits::kShares && draws_late<Traits::kTileN>(scalars.tile_counter, scalars);
     typename Traits::LoadPosition k;
     typename Traits::LoadPosition v;
     bool v_pending = false;
@@ -59,7 +60,7 @@ struct Load {
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
-        if (visit == visits.last_but_one()) {
+        if (late && visit == visits.last_but_one()) {
           storage.next_wanted.arrive();
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);

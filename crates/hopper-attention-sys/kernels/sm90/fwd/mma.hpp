@@ -9,6 +9,9 @@
 // - While the last product of a tile runs, the warpgroup finishes the tile's row sums and looks up the next tile.
 // - While the first S of the next tile is computed, it writes O of the finished tile.
 //
+// Where the keys of a tile are shared (shares.hpp), the stream is this share's blocks of one tile, and may be empty.
+// Its end is Shares::finish_tile.
+//
 // Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
 
@@ -234,56 +237,67 @@ struct Mma {
     if (m_block < 0) {
       return;
     }
+    bool has_blocks = true;
     if constexpr (Traits::kShares) {
-      if (Shares<Traits>::visits(band, m_block).count() <= first_block) {
-        storage.q_full[0].wait(0);  // a CTA must not end while a copy to it is under way
-        softmax.clear();
-        Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, softmax.row_sum, tOrO);
-        return;
-      }
+      has_blocks = Shares<Traits>::visits(band, m_block).count() > first_block;
     }
-    int const skipped_before = enter_tile();
-    storage.q_full[0].wait(0);
-    skip_k(skipped_before);
-    storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
-    Turns::wait(consumer);
-    issue_scores();
-    Turns::pass(consumer);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(tSrS);
-    first_softmax();
-    make_p();
-    clear(tOrO);
-    skip_v(skipped_before);
+    if (has_blocks) {
+      int const skipped_before = enter_tile();
+      storage.q_full[0].wait(0);
+      skip_k(skipped_before);
+      storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
+      Turns::wait(consumer);
+      issue_scores();
+      Turns::pass(consumer);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+      first_softmax();
+      make_p();
+      clear(tOrO);
+      skip_v(skipped_before);
+    }
 
     while (true) {
-      int visit = visits.template next<Traits::kWays>(visits.first());
-      if constexpr (kMask != MaskClass::Full) {
-        // The right edge of 64 rows lies in two blocks at most. The first of them has been visited.
-        if (visits.on_right_edge(visit)) {
-          step(std::true_type{}, visit);
-          visit = visits.template next<Traits::kWays>(visit);
+      if (has_blocks) {
+        int visit = visits.template next<Traits::kWays>(visits.first());
+        if constexpr (kMask != MaskClass::Full) {
+          // The right edge of 64 rows lies in two blocks at most. The first of them has been visited. Where two
+          // warpgroups share the keys, the second was the other's. Rows that the edge kept from every key of the first
+          // have no reference yet, and the masked step looks for one.
+          bool const masked =
+              Traits::kWays == 1 ? visits.on_right_edge(visit) : visits.has(visit) && visits.on_right_edge(visit + 1);
+          if (masked) {
+            step(std::true_type{}, visit);
+            visit = visits.template next<Traits::kWays>(visit);
+          }
         }
-      }
-      for (; visits.before_left_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
-        step(std::false_type{}, visit);
-      }
-      if constexpr (kMask == MaskClass::Window) {
-        for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
-          step(std::true_type{}, visit);
+        for (; visits.before_left_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
+          step(std::false_type{}, visit);
+        }
+        if constexpr (kMask == MaskClass::Window) {
+          for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
+            step(std::true_type{}, visit);
+          }
         }
       }
 
       if constexpr (Traits::kShares) {
-        Turns::wait(consumer);
-        issue_output();
-        Turns::pass(consumer);
         float sums[2];
-        softmax.finish(sums);
-        await_output();
-        int const skipped = skipped_after();
-        skip_k(skipped);
-        skip_v(skipped);
+        if (has_blocks) {
+          Turns::wait(consumer);
+          issue_output();
+          Turns::pass(consumer);
+          softmax.finish(sums);
+          await_output();
+          int const skipped = skipped_after();
+          skip_k(skipped);
+          skip_v(skipped);
+        } else {
+          storage.q_full[0].wait(0);  // a CTA must not end while a copy to it is under way
+          softmax.clear();
+          softmax.finish(sums);
+          clear(tOrO);
+        }
         Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, sums, tOrO);
         return;
       }

@@ -38,6 +38,7 @@ struct Shares {
   struct AllSums {
     Sums of[kWays];
   };
+  static_assert(kWays * Traits::kMostShares <= 8, "each of the four lanes of a row looks at two shares");
   static_assert(Traits::kMostShares == 1 ||
                     sizeof(AllSums) <= sizeof(Traits::SharedStorage::k) + sizeof(Traits::SharedStorage::v),
                 "the sums lie over K and V");
@@ -54,7 +55,9 @@ struct Shares {
   // The index of this CTA's tile in the tile order.
   CUTE_DEVICE static int tile() { return static_cast<int>(blockIdx.x) / shares(); }
 
-  // Sums what the cluster's CTAs have, and writes this CTA's columns of O. `sums` are the rows' whole sums.
+  // Sums what all shares have, and writes this share's columns of O. `sums` are the rows' whole sums. Both warpgroups
+  // come here from one place of the code, with keys or without: compute-sanitizer's synccheck takes barriers at two
+  // places for two barriers.
   template <class Output>
   CUTE_DEVICE static void finish_tile(FwdParams const& params, FwdScalars const& scalars,
                                       typename Traits::SharedStorage& storage, int consumer,
@@ -110,7 +113,7 @@ struct Shares {
     return value;
   }
 
-  // Writes every so many-th group of columns, from this CTA's number on, and arrives at the barrier that the CTAs end
+  // Writes every so many-th group of columns, from this share's number on, and arrives at the barrier that the CTAs end
   // after. The code is kept short: it runs once, so that fetching it is a part of its time.
   CUTE_DEVICE static void write_columns(FwdParams const& params, FwdScalars const& scalars,
                                         typename Traits::SharedStorage const& storage, int way, int place, int row) {
@@ -144,7 +147,7 @@ struct Shares {
       inverse[r] = sum == 0.0F ? 0.0F : reciprocal_approx(sum);  // no key at all: O = 0; a NaN stays one
       lse[r] = log_sum_exp(reference, sum);
     }
-    constexpr int kMost = kGroups / 2;  // groups of a CTA; there are two shares or more
+    constexpr int kMost = kGroups / 2;  // groups of a share; there are two shares or more
     auto const group = [&](int i) { return number + i * count; };
     float4 total[kMost] = {};
     CUTE_NO_UNROLL
