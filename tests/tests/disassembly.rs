@@ -145,6 +145,17 @@ impl Compiled {
         })
     }
 
+    /// Whether the last results are stored before the CTA arrives at the barrier of the cluster that CTAs end after, and nothing is
+    /// read or written between that arrival and the end.
+    fn leaves_late(&self) -> bool {
+        let opcodes: Vec<_> = self.instructions().collect();
+        let Some(stored) = opcodes.iter().rposition(|code| *code == "STG") else { return false };
+        let after = opcodes[stored..].iter().skip_while(|code| **code != "UCGABAR_ARV");
+        let leaving: Vec<_> = after.take_while(|code| **code != "EXIT").collect();
+        let accesses = |code: &str| ["LD", "ST", "RED", "ATOM"].iter().any(|kind| code.starts_with(kind));
+        leaving.contains(&&"UCGABAR_WAIT") && !leaving.iter().any(|code| accesses(code))
+    }
+
     /// The most exponentials that stand between an instruction and the next one of another kind, with no product between.
     fn exponentials(&self, after: &str, before: &str) -> usize {
         let mut most = 0;
@@ -306,7 +317,7 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         match (row.pass(), row.dtype()) {
             (Pass::Backward, _) => ("UBLKRED", "sums are not added to by the copy engine"),
             (_, DType::E4M3) => ("LDSM", "V is not transposed as matrices"),
-            _ if shares => ("UCGABAR_ARV", "the CTAs of a cluster do not wait for each other"),
+            _ if shares => ("STG", "nothing is stored"),
             _ => ("UTMASTG", "stores do not use TMA"),
         },
         ("USETMAXREG", "registers are not handed from the producer to the consumers"),
@@ -314,6 +325,11 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         if compiled.count(opcode) == 0 {
             faults.push(format!("no {opcode}: {why}"));
         }
+    }
+    if shares && !compiled.leaves_late() {
+        faults.push(
+            "a CTA of a cluster does not wait for the others, or says that it has read before it has stored".into(),
+        );
     }
     // Exponentials run beside a product only where they stand before the wait for it (forward), or before that for the
     // other warpgroup, which multiplies meanwhile (backward). ptxas moves them behind where it can.

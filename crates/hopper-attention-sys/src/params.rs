@@ -277,8 +277,12 @@ mod ffi {
         /// - sm80: the number of tiles. A CTA computes one tile.
         grid: i32,
         /// Shares of a tile's work, at least 1. A CTA computes one share of a tile at a time (`kernels/common/visits.hpp`).
-        /// sm80: 1. Above 1 the tiles' dK and dV are summed in `key_sums`.
+        /// sm80: 1. Above 1 the tiles' dK and dV are summed in `key_sums`, or by the CTAs of a cluster.
         shares: i32,
+        /// CTAs of a cluster: 1, or `shares`. Then a cluster has one tile, and a CTA one share of it. Such a launch has
+        /// no `key_sums` and no `tile_counter`, and its grid is the tiles times `shares`. At most `most_shares` of the
+        /// row.
+        cluster: i32,
         /// Heads in a group, at least 1. A head here is a share of a (batch entry, key head) pair.
         heads_per_group: i32,
         /// Number of groups, at least 1. The last group has all heads that are left.
@@ -298,13 +302,13 @@ mod ffi {
         /// Device address in the workspace, a multiple of 16: sums of dV and dK, f32
         /// `[copies, batch * heads_kv * tiles of keys, tile_n * (head_dim_vo + head_dim_qk) of the row]`. Shares of a tile
         /// add to it, each to a copy of its own where `ordered` (`copies` is then `shares`, else 1). The launch's first
-        /// kernel zeroes it, its last kernel converts it to dK and dV. 0 where `shares` is 1.
+        /// kernel zeroes it, its last kernel converts it to dK and dV. 0 where `shares` is 1, and of clusters.
         key_sums: u64,
         /// Device address in the workspace, a multiple of 16: the list of all shares, 32 bytes each
         /// (`TileShare` in `kernels/sm90/bwd/share.hpp`). The launch's first kernel writes it. sm80 has none: 0.
         share_list: u64,
         /// Whether tiles add to the sums of dQ in the order of their numbers, and shares of a tile to sums of their own.
-        /// The result is then the same on every run, as a deterministic pass needs. Needs a `tile_counter`.
+        /// The result is then the same on every run, as a deterministic pass needs. Needs a `tile_counter`, or clusters.
         ordered: bool,
         /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch's first
         /// kernel zeroes it. 0: a CTA's tiles follow from its index.
@@ -400,7 +404,7 @@ mod ffi {
         scores: Scores,
         /// Workspace of one CTA where the last tiles are split (`FwdParams::split_tiles`), in bytes. 0: the row never splits.
         split_bytes: i32,
-        /// CTAs that may share a tile's keys (`FwdParams::shares`). 1: the row's tiles are never shared.
+        /// CTAs of a cluster that may share a tile (`FwdParams::shares`, `BwdParams::cluster`). 1: none may.
         most_shares: i32,
     }
 

@@ -270,6 +270,22 @@ pub mod internal {
         problem.plan_with_shares(device, row, shares)
     }
 
+    /// As `plan_with_row`, with tiles that are cut into so many shares, which the CTAs of a cluster have or not. More than the
+    /// row allows are as many as it allows.
+    ///
+    /// # Errors
+    /// As `plan_with_row`.
+    #[cfg(feature = "cuda")]
+    pub fn plan_backward_with_shares(
+        problem: &crate::BackwardProblem,
+        device: &crate::CudaDevice,
+        row: &crate::KernelInfo,
+        shares: usize,
+        in_cluster: bool,
+    ) -> crate::Result<crate::BackwardPlan> {
+        problem.plan_with_shares(device, row, shares, in_cluster)
+    }
+
     /// The kernel of a forward plan and the schedule of its tiles. `None` on the CPU.
     pub fn choice(plan: &crate::ForwardPlan) -> Option<&Choice> {
         plan.choice()

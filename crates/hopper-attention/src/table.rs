@@ -114,7 +114,7 @@ impl KernelInfo {
     /// Whether a CTA of the kernel computes one tile and ends, however many there are. The kernels with tiles of 64 queries are so:
     /// two warpgroups share a tile's keys.
     pub(crate) fn has_one_tile(&self) -> bool {
-        self.most_shares > 1 && self.tile_m <= 64
+        self.pass == Pass::Forward && self.most_shares > 1 && self.tile_m <= 64
     }
 
     /// Whether a GPU can run the kernel: it has the instruction set, and enough shared memory for a CTA.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use hopper_attention::internal::plan_backward_with_shares;
 use hopper_attention::{
     Arch, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Mask, Stream,
     Workspace, bf16, f16,
@@ -27,7 +28,8 @@ fn leaks(case: &Case) -> bool {
     matches!(case.values, Values::NanQuery | Values::NanKey) && case.mask != Mask::Full
 }
 
-/// Runs cases through all rows that take them, each second one in turns.
+/// Runs cases through all rows that take them, each second one in turns, and each second pair of them with tiles that the CTAs of
+/// a cluster share, where the row's can be shared.
 fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut index = 0;
@@ -38,7 +40,13 @@ fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut R
         |row, prepared, on_device| {
             index += 1;
             let problem = prepared.problem.to_builder().deterministic(index % 2 == 0).build().unwrap();
-            let plan = gpu::planned(problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
+            let plan = match index / 2 % 2 == 0 && row.most_shares() > 1 {
+                true => {
+                    plan_backward_with_shares(&problem, &gpu.device, row, 2 + index / 4 % (row.most_shares() - 1), true)
+                }
+                false => problem.plan_with_row(&gpu.device, row),
+            };
+            let plan = gpu::planned(plan, row, &prepared.case)?;
             assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
             Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
         },
@@ -142,30 +150,38 @@ fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     assert!(applied >= 8, "{row}: {applied} mutations applied");
 }
 
-/// The same bits on every run in turns. Without them dK and dV all the same where tiles have no shares, and the rest to
-/// rounding.
+/// The same bits on every run in turns. Without them dK and dV all the same where tiles have no shares or clusters have them, and
+/// the rest to rounding.
 #[test]
 fn deterministic_runs_give_the_same_bits() {
     let Some(gpu) = Gpu::open("deterministic_runs_give_the_same_bits") else { return };
     for row in gpu.backward_rows() {
-        with_dtype!(row.dtype(), reruns(&gpu, &row));
+        with_dtype!(row.dtype(), reruns(&gpu, &row, 1));
+        for shares in [2, 3, 8].into_iter().filter(|shares| *shares <= row.most_shares()) {
+            with_dtype!(row.dtype(), reruns(&gpu, &row, shares));
+        }
     }
 }
 
-fn reruns<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+/// `shares` above 1: of tiles that the CTAs of a cluster share.
+fn reruns<T: Poison>(gpu: &Gpu, row: &KernelInfo, shares: usize) {
     let prepared = prepared::<T>(row, 1);
     for deterministic in [true, false] {
-        let (plan, mut workspace) = planned(gpu, row, &prepared, deterministic);
+        let (mut plan, mut workspace) = planned(gpu, row, &prepared, deterministic);
+        if shares > 1 {
+            plan = plan_backward_with_shares(plan.problem(), &gpu.device, row, shares, true).unwrap();
+        }
         let mut on_device = OnDevice::new(&gpu.stream, &prepared);
         let first = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
         let report = prepared.judge(&first);
         assert!(report.passed(), "{row}: {report}");
         // The same bits need no second judgement.
         let mut others = Vec::new();
-        for run in 1..Grid::from_env().pick(3, 100) {
+        for run in 1..Grid::from_env().pick(3, if shares > 1 { 20 } else { 100 }) {
             let again = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
             let [d_kv, d_q] = same_bits(&first, &again);
-            let same = if deterministic { d_kv && d_q } else { d_kv || plan.to_string().contains(" shares") };
+            let may_move = shares == 1 && plan.to_string().contains(" shares");
+            let same = if deterministic { d_kv && d_q } else { d_kv || may_move };
             assert!(same, "{row}: run {run} differs from the first ({plan})");
             if !(d_kv && d_q) {
                 others.push((run, again));

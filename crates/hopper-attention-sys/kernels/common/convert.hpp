@@ -5,66 +5,44 @@
 
 #include "common/around.hpp"
 #include "common/element.hpp"
-#include "common/overlap.hpp"
+#include "common/key_pieces.hpp"
+#include "common/start.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
 
-// Columns of dV or dK that a CTA converts of a tile: as many as are written in one access of a quad of lanes.
-constexpr int kKeyColumns = 32;
-
 // CTAs that convert dK and dV.
 template <class Traits>
 CUTE_HOST_DEVICE int key_pieces(BwdParams const& params) {
   int const tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN * params.heads_kv * params.batch;
-  return params.key_sums == 0 ? 0 : tiles * ((Traits::kHeadDimVO + Traits::kHeadDimQK) / kKeyColumns);
+  return params.key_sums == 0 ? 0 : tiles * KeyPieces<Traits>::kCount;
 }
 
-// Some columns of a tile's dV or dK, from the sums of all shares, in the order of the shares where each has its own.
+// A piece of a tile's dV or dK, from the sums of all shares, in the order of the shares where each has its own.
 template <class Traits>
-CUTE_DEVICE void convert_keys(BwdParams const& params, int piece) {
-  using Element = typename Traits::Element;
+CUTE_DEVICE void convert_keys(BwdParams const& params, int index) {
+  using Pieces = KeyPieces<Traits>;
   using KeySums = typename Traits::KeySums;
   static_assert(KeySums::kThreads == Traits::ThreadSums::kThreads);
-  constexpr int kPiecesV = Traits::kHeadDimVO / kKeyColumns;
-  constexpr int kPieces = kPiecesV + Traits::kHeadDimQK / kKeyColumns;
-  constexpr int kFours = kKeyColumns / 8;  // of a thread
   int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
   std::int64_t const tiles = static_cast<std::int64_t>(n_tiles) * params.heads_kv * params.batch;
-  int const tile = piece / kPieces;
-  int const in_tile = piece % kPieces;
+  int const tile = index / Pieces::kCount;
+  int const piece = index % Pieces::kCount;
   int const batch_head = tile / n_tiles;
-  int const n_block = tile % n_tiles;
-  bool const is_v = in_tile < kPiecesV;
-  int const column = (is_v ? in_tile : in_tile - kPiecesV) * kKeyColumns;
   int const thread = static_cast<int>(threadIdx.x);
-  // dK lies after dV, so that a piece's fours follow those of the piece before.
   float const* sums = reinterpret_cast<float const*>(params.key_sums) + tile * std::int64_t{KeySums::kElements} +
-                      KeySums::offset(in_tile * kFours, thread);
-  float4 fours[kFours] = {};
+                      Pieces::offset(piece, thread);
+  float4 fours[Pieces::kFours] = {};
   int const copies = params.ordered ? params.shares : 1;
   for (int copy = 0; copy < copies; ++copy, sums += tiles * KeySums::kElements) {
     CUTE_UNROLL
-    for (int i = 0; i < kFours; ++i) {
-      float4 const more = *reinterpret_cast<float4 const*>(sums + KeySums::offset(i, 0));
-      fours[i].x += more.x;
-      fours[i].y += more.y;
-      fours[i].z += more.z;
-      fours[i].w += more.w;
+    for (int i = 0; i < Pieces::kFours; ++i) {
+      Pieces::add(fours, i, *reinterpret_cast<float4 const*>(sums + KeySums::offset(i, 0)));
     }
   }
-  TensorDesc const& tensor = is_v ? params.d_v : params.d_k;
-  float const scale = is_v ? 1.0F : params.softmax_scale;
-  std::int64_t const batch = batch_head / params.heads_kv;
-  std::int64_t const head = batch_head % params.heads_kv;
-  write_pairs<kKeyColumns>(tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head + column),
-                           2 * tensor.stride_row, n_block * Traits::kTileN + KeySums::row(thread), params.seqlen_kv,
-                           (is_v ? params.head_dim_vo : params.head_dim_qk) - column, thread % 32, [&](int i, int j) {
-                             float4 const four = fours[2 * i + j / 2];
-                             return j % 2 == 0 ? pack_pair<Element>(four.x * scale, four.y * scale)
-                                               : pack_pair<Element>(four.z * scale, four.w * scale);
-                           });
+  Pieces::write(params, tile % n_tiles, batch_head % params.heads_kv, batch_head / params.heads_kv, piece, fours,
+                thread);
 }
 
 // The sums of a block lie in memory as they lay in the accumulators of the warps that made them. Traits::ThreadSums is
@@ -125,7 +103,7 @@ void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) no
   }
   constexpr int kThreads = Traits::ThreadSums::kThreads;
   if constexpr (Traits::kOverlaps) {
-    launch_overlapping(bwd_convert<Traits>, blocks, kThreads, 0, stream, params);
+    start_kernel({blocks, kThreads, 0, stream, 1, true}, bwd_convert<Traits>, params);
   } else {
     bwd_convert<Traits><<<blocks, kThreads, 0, stream>>>(params);
   }

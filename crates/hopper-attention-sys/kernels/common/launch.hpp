@@ -9,9 +9,9 @@
 
 #include "common/around.hpp"
 #include "common/fill.hpp"
-#include "common/overlap.hpp"
 #include "common/row.hpp"
 #include "common/scalars.hpp"
+#include "common/start.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 

@@ -3,14 +3,14 @@
 //
 // What differs between architectures is in the Traits: the form of the statistics (Statistics), the count that a
 // block's progress begins with (fresh), whether the sums of dQ have to begin as zeros (kAddsToZeros), and whether the
-// next kernel starts while this one runs (kOverlaps, common/overlap.hpp).
+// next kernel starts while this one runs (kOverlaps, common/start.hpp).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
-#include "common/overlap.hpp"
 #include "common/scalars.hpp"
+#include "common/start.hpp"
 #include "common/status.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"

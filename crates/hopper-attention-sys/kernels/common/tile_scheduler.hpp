@@ -83,15 +83,14 @@ CUTE_DEVICE FwdScheduler fwd_scheduler(FwdParams const& params, FwdScalars const
 }
 
 // The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
-// first. A tile is listed once for each share of its work: its head is `key head * shares + share`.
-// `Numbers`: BwdScalars or BwdParams.
+// first. A tile is listed once for each share of its work: its head is `key head * shares + share`. (Of clusters, the
+// list is made in another order, of as many entries. See sm90/bwd/share.hpp.) `Numbers`: BwdScalars or BwdParams.
 template <class Numbers>
-CUTE_DEVICE BwdScheduler bwd_scheduler(Numbers const& numbers, int n_tiles, int* tile_counter) {
-  return {n_tiles,     numbers.heads_kv * numbers.shares, numbers.batch, numbers.heads_per_group, numbers.groups, false,
-          tile_counter};
+CUTE_DEVICE BwdScheduler bwd_scheduler(Numbers const& numbers, int heads, int n_tiles, int* tile_counter) {
+  return {n_tiles, heads, numbers.batch, numbers.heads_per_group, numbers.groups, false, tile_counter};
 }
 CUTE_DEVICE BwdScheduler bwd_scheduler(BwdScalars const& scalars) {
-  return bwd_scheduler(scalars, scalars.n_tiles, scalars.tile_counter);
+  return bwd_scheduler(scalars, scalars.heads_kv * scalars.shares, scalars.n_tiles, scalars.tile_counter);
 }
 
 // Whether a persistent forward draws a CTA's next tile late, while the last keys but one of a tile are on their way.

@@ -20,7 +20,7 @@ use super::schedule::{
     BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, multiprocessors, resident,
     small, write_keys,
 };
-use super::shares::{self, Work};
+use super::shares::{self, Cut, Work};
 use super::target::{Planned, Target};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 #[cfg(feature = "cuda")]
@@ -84,13 +84,16 @@ pub struct BackwardChoice {
     pub tiles: i32,
     /// Number of shares that the work of each tile is cut into, at least 1 (`shares.rs`). sm80: 1.
     pub shares: i32,
+    /// Number of CTAs of a cluster: 1, or `shares`. Then the CTAs of a cluster have the shares of one tile, and sum its dK and
+    /// dV through each other's shared memory.
+    pub cluster: i32,
     /// Number of CTAs.
     /// - sm90: one for each multiprocessor, less the problem's margin, but no more than `tiles * shares`. A CTA computes one
-    ///   share after another.
+    ///   share after another. Of clusters: one for each share.
     /// - sm80: one for each tile.
     pub grid: i32,
     /// Number of heads in a group, whose tiles stand together in the tile order. At least 1. A head here is one of the `shares`
-    /// of a (batch entry, KV head) pair.
+    /// of a (batch entry, KV head) pair, or that pair where clusters have the shares.
     pub heads_per_group: i32,
     /// Number of groups. At least 1. The last group has all heads that are left, which may be more or fewer than
     /// `heads_per_group`.
@@ -98,7 +101,7 @@ pub struct BackwardChoice {
     /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
     pub tile_counter: bool,
     /// Whether tiles take turns at the sums of dQ, as a deterministic pass needs. Then the sums have the same bits on every
-    /// run. Needs `tile_counter`.
+    /// run. Needs `tile_counter` or clusters.
     pub turns: bool,
     /// Number of blocks of queries in all: `ceil(seqlen_q / tile_m) * batch * heads_q`. Below 2^31.
     pub blocks: usize,
@@ -116,7 +119,7 @@ pub(crate) struct Parts {
     /// The list of all shares of tiles, 32 bytes each. sm80 has none.
     pub share_list: usize,
     /// The sums of dV and dK, f32, `[copies, tiles, tile_n * (head_dim_vo + head_dim_qk) of the kernel]`. There are `shares`
-    /// copies where tiles take turns, else one. None where `shares` is 1.
+    /// copies where tiles take turns, else one. None where `shares` is 1, and of clusters.
     pub key_sums: usize,
     /// The size of the workspace.
     pub end: usize,
@@ -144,6 +147,7 @@ impl BackwardChoice {
         let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { tiles * shares * SHARE_BYTES });
         let copies = match shares {
             1 => 0,
+            _ if self.cluster > 1 => 0,
             _ if self.turns => shares,
             _ => 1,
         };
@@ -154,10 +158,10 @@ impl BackwardChoice {
 
 impl fmt::Display for BackwardChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, tiles, shares, grid, heads_per_group, groups, blocks, .. } = self;
+        let Self { kernel, tiles, shares, cluster, grid, heads_per_group, groups, blocks, .. } = self;
         write!(f, "{kernel}, grid {grid} for {tiles} tiles")?;
         if *shares > 1 {
-            write!(f, " of {shares} shares")?;
+            write!(f, " of {shares} shares{}", if *cluster > 1 { " in a cluster" } else { "" })?;
         }
         write!(f, ", {blocks} blocks of queries, heads a group {heads_per_group}, groups {groups}, ")?;
         write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
@@ -180,6 +184,16 @@ impl fmt::Display for BackwardChoice {
 /// no row has, and the nearest that a row has. Also where the problem has a margin and the kernel cannot leave multiprocessors.
 /// [`Error::Value`](crate::Error::Value) when the margin leaves none.
 pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<BackwardChoice> {
+    select_cut(problem, gpu, rows, None)
+}
+
+/// The same with tiles that are cut in a given way, where they can be cut.
+fn select_cut(
+    problem: &BackwardProblem,
+    gpu: &DeviceFacts,
+    rows: &[KernelInfo],
+    forced: Option<Cut>,
+) -> Result<BackwardChoice> {
     let dims = problem.dims();
     let kernel = *fitting(problem.forward(), gpu, rows)?
         .into_iter()
@@ -205,29 +219,38 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
     let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
     let group = dims.heads_q / dims.heads_kv.max(1);
     let bytes = group * dims.seqlen_q * width;
-    let shares = if is_persistent(&kernel) {
+    let cut = if is_persistent(&kernel) {
         let work = Work {
             steps: shares::steps(&kernel, dims, mask),
             group,
             heads: heads_kv,
             multiprocessors,
+            is_bounded: problem.forward().sm_margin() > 0,
             bytes,
             sums: key_sums_bytes(&kernel),
             most_bytes: shares::MOST_BYTES.max(heads_q * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>()),
             ordered: turns,
+            most_in_cluster: kernel.most_shares,
         };
-        work.shares()
+        // Tiles of clusters wait for their turns only where all clusters run.
+        forced.filter(|cut| !cut.in_cluster || !turns || work.runs(cut.shares)).unwrap_or_else(|| work.cut())
     } else {
-        1
+        Cut::WHOLE
     };
+    let shares = cut.shares;
     let listed = count("shares of tiles", shares, tiles as usize)?;
-    let grid = if is_persistent(&kernel) { listed.min(small(multiprocessors)) } else { tiles };
+    let grid = match cut {
+        _ if !is_persistent(&kernel) => tiles,
+        Cut { in_cluster: true, .. } => listed,
+        _ => listed.min(small(multiprocessors)),
+    };
     let [diagonal_offset, window_left, window_right] = mask;
+    // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
+    // same blocks in each tile. Other shares do not, so that all are in one group. Clusters start in the order of the list.
     let heads = heads_kv * shares;
     let bytes = bytes / shares;
-    // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
-    // same blocks in each tile. Other shares do not, so that all are in one group.
     let [heads_per_group, groups] = match (turns, shares) {
+        _ if cut.in_cluster => [small(heads_kv), 1],
         (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
         (true, _) => [small(heads), 1],
         (false, 1) => groups(even, heads, bytes, BACKWARD_GROUP_BYTES),
@@ -240,12 +263,14 @@ pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[Ker
         window_right,
         tiles,
         shares: small(shares),
+        cluster: if cut.in_cluster { small(shares) } else { 1 },
         grid,
         heads_per_group,
         groups,
         // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
         // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
-        tile_counter: turns || (!even && listed > grid),
+        // Clusters start in the order of the list, and their plan has no more of them than run at a time.
+        tile_counter: !cut.in_cluster && (turns || (!even && listed > grid)),
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
     })
@@ -277,9 +302,28 @@ impl BackwardProblem {
         self.plan_among(device, std::slice::from_ref(row))
     }
 
+    /// As [`plan_with_row`](Self::plan_with_row), with tiles of so many shares, in clusters or not, where they can be cut.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn plan_with_shares(
+        &self,
+        device: &CudaDevice,
+        row: &KernelInfo,
+        shares: usize,
+        in_cluster: bool,
+    ) -> Result<BackwardPlan> {
+        let most = if in_cluster { row.most_shares.max(1) } else { shares::MOST };
+        let shares = shares.clamp(1, most);
+        let cut = Cut { shares, in_cluster: in_cluster && shares > 1 };
+        self.plan_chosen(device, select_cut(self, &device.info().facts, std::slice::from_ref(row), Some(cut))?)
+    }
+
     #[cfg(feature = "cuda")]
     fn plan_among(&self, device: &CudaDevice, rows: &[KernelInfo]) -> Result<BackwardPlan> {
-        let choice = select_backward(self, &device.info().facts, rows)?;
+        self.plan_chosen(device, select_backward(self, &device.info().facts, rows)?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn plan_chosen(&self, device: &CudaDevice, choice: BackwardChoice) -> Result<BackwardPlan> {
         let prepare = |choice: &BackwardChoice| {
             let kernel = &choice.kernel;
             fitting::check_row(kernel, crate::arch::Pass::Backward)?;
@@ -330,7 +374,7 @@ impl BackwardPlan {
     /// - On the CPU: 0.
     /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8), with `seqlen_q` rounded up to whole
     ///   blocks of `tile_m` queries; 4 for each such block; and 256 for a counter. On Hopper also 32 for each share of a tile of
-    ///   `tile_n` keys. Where tiles have shares (the printed plan says how many), also
+    ///   `tile_n` keys. Where tiles have shares that are not a cluster's (the printed plan says so), also
     ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each tile, times the shares in a deterministic pass. These are no more than
     ///   256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
     pub fn workspace_bytes(&self) -> usize {
@@ -529,6 +573,9 @@ mod tests {
         assert_eq!(shared.parts(), Parts { key_sums, end: key_sums + 24 * 8 * tile, ..parts });
         let in_turns = BackwardChoice { turns: true, ..shared };
         assert_eq!(in_turns.parts(), Parts { key_sums, end: key_sums + 3 * 24 * 8 * tile, ..parts });
+        // Clusters sum through shared memory.
+        let clusters = BackwardChoice { cluster: 3, ..in_turns };
+        assert_eq!(clusters.parts(), Parts { key_sums, end: list + 3 * 24 * 8 * 32, ..parts });
         let in_turns = chosen(&deterministic(&problem(DIMS, Mask::Full)));
         assert!(in_turns.tile_counter && !choice.tile_counter);
         // The kernels copy and add 16 bytes at a time, so every part begins at a multiple of 16.

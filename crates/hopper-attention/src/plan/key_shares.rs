@@ -5,6 +5,7 @@
 //!
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 35). All its times are in microseconds.
 
+use super::schedule::{LARGEST_CLUSTER, clusters_at_a_time};
 use crate::arch::MaskClass;
 use crate::problem::Dims;
 use crate::table::KernelInfo;
@@ -16,10 +17,6 @@ const COUNTER: f64 = 1.5;
 const LATE: f64 = 0.15;
 /// Sharing must save at least this part of the time.
 const WORTH: f64 = 0.03;
-/// How many clusters of 1, 2, ... 8 CTAs run at a time, for each multiprocessor. All CTAs of a cluster run in one part of the
-/// GPU, of 16 or 18 multiprocessors, so that some of these are left over. (Measured: an H100 with 132 multiprocessors runs 132,
-/// 66, 39, 30, 22, 17, 15 and 15.)
-const CLUSTERS: [f64; 8] = [1.0, 0.5, 0.296, 0.228, 0.167, 0.129, 0.114, 0.114];
 /// Of more tiles in a head, so many are looked at.
 const LOOKED_AT: usize = 128;
 
@@ -122,7 +119,7 @@ impl Work {
             self.visits.iter().map(|&visits| of(visits) as f64).sum::<f64>() / self.visits.len().max(1) as f64
         };
         if shares > 1 || self.ways > 1 {
-            let at_a_time = (self.multiprocessors as f64 * CLUSTERS[shares - 1]) as usize;
+            let at_a_time = clusters_at_a_time(self.multiprocessors, shares);
             // A CTA computes one share and ends. The GPU may be too small for such a cluster.
             if at_a_time == 0 || (self.is_bounded && self.tiles * shares > self.multiprocessors) {
                 return f64::INFINITY;
@@ -155,7 +152,7 @@ impl Work {
     /// The number of CTAs that share a tile, which takes the least time, and that time.
     pub(super) fn best(&self) -> (usize, f64) {
         let whole = self.time_of(1);
-        let most = self.visits.iter().copied().max().unwrap_or(1).min(self.most_shares).min(CLUSTERS.len());
+        let most = self.visits.iter().copied().max().unwrap_or(1).min(self.most_shares).min(LARGEST_CLUSTER);
         let best = (2..=most).map(|shares| (shares, self.time_of(shares))).min_by(|a, b| a.1.total_cmp(&b.1));
         match best {
             Some((shares, time)) if time < whole * (1.0 - WORTH) => (shares, time),

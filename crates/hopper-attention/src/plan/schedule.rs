@@ -15,6 +15,19 @@ use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
+/// How many clusters of 1, 2, ... 8 CTAs run at a time, for each multiprocessor. All CTAs of a cluster run in one part of the
+/// GPU, of 16 or 18 multiprocessors, so that some of these are left over. (Measured: an H100 with 132 multiprocessors runs 132,
+/// 66, 39, 30, 22, 17, 15 and 15.)
+const CLUSTERS: [f64; 8] = [1.0, 0.5, 0.296, 0.228, 0.167, 0.129, 0.114, 0.114];
+/// The most CTAs of a cluster.
+pub(super) const LARGEST_CLUSTER: usize = CLUSTERS.len();
+
+/// How many clusters of `size` CTAs run at a time, with one CTA on a multiprocessor. 0 where the GPU is too small for one.
+/// `size` is 1 to [`LARGEST_CLUSTER`].
+pub(super) fn clusters_at_a_time(multiprocessors: usize, size: usize) -> usize {
+    (multiprocessors as f64 * CLUSTERS[size - 1]) as usize
+}
+
 /// The bound of a mask that kernels read as "no bound". `seqlen_q + seqlen_kv` stays below it, so it excludes no key.
 pub(crate) const UNBOUNDED: i32 = 1 << 30;
 /// Heads in a group, where tiles have unequal work. More heads give the CTAs more even work. Fewer heads keep what their tiles

@@ -2,7 +2,8 @@
 //!
 //! A *step* is one block of queries that a tile of keys visits, in one query head. A tile's steps are those of all query heads
 //! that read its KV head. They can be cut into *shares*: a share is some steps of a tile, and a CTA computes one share at a
-//! time. What the shares of a tile add to dK and dV is summed in the workspace.
+//! time. What the shares of a tile add to dK and dV is summed in the workspace, or by a cluster of CTAs that have the shares of
+//! one tile. A cluster's sums cost less, but a cluster has 8 CTAs at most, and all clusters must run at a time.
 //!
 //! Shares serve two ends:
 //! - More CTAs than there are tiles can work, and they end more evenly.
@@ -12,6 +13,7 @@
 //!
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 34). All its times are in steps, of some 2 microseconds.
 
+use super::schedule::{LARGEST_CLUSTER, clusters_at_a_time};
 use crate::arch::MaskClass;
 use crate::problem::Dims;
 use crate::table::KernelInfo;
@@ -21,6 +23,8 @@ use crate::table::KernelInfo;
 const WHOLE: f64 = 1.5;
 /// The same of a share, which adds dK and dV to sums.
 const SUMMED: f64 = 4.0;
+/// The same of a share that a CTA of a cluster has.
+const IN_CLUSTER: f64 = 2.5;
 /// Bytes of these sums that are zeroed before, or converted after, in the time of a step.
 const BYTES_A_STEP: f64 = 8e6;
 /// Part of the longest share by which the grid ends late. (CTAs that are done wait for the others.)
@@ -30,7 +34,7 @@ const WORTH: f64 = 0.03;
 /// What counts as the same time.
 const AS_GOOD: f64 = 1.01;
 /// The most shares of a tile.
-const MOST: usize = 32;
+pub(super) const MOST: usize = 32;
 /// Problems with more tiles of keys in a head are not looked at: the choice would take longer than a launch.
 const MOST_TILES: usize = 1 << 14;
 /// The most bytes that the sums of dK and dV may take, if they take more than the sums of dQ.
@@ -39,6 +43,19 @@ pub(super) const MOST_BYTES: usize = 256 << 20;
 /// steps that may cost. The bytes are what the tiles of the KV head read and add to.
 const FAR_BYTES: usize = 64 << 20;
 const FAR_COST: f64 = 0.033;
+
+/// How tiles are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Cut {
+    /// Shares of a tile, at least 1.
+    pub shares: usize,
+    /// Whether the CTAs of a cluster have them. Not where there is one.
+    pub in_cluster: bool,
+}
+
+impl Cut {
+    pub(super) const WHOLE: Self = Self { shares: 1, in_cluster: false };
+}
 
 /// The work of a launch.
 #[derive(Clone, Debug)]
@@ -51,6 +68,8 @@ pub(super) struct Work {
     pub heads: usize,
     /// Multiprocessors of the GPU, less the problem's margin. At least 1.
     pub multiprocessors: usize,
+    /// Whether there may be no more CTAs than multiprocessors, since others have the rest.
+    pub is_bounded: bool,
     /// Bytes that the tiles of one KV head read, or add to, in common.
     pub bytes: usize,
     /// Bytes of the sums of dK and dV of one tile.
@@ -59,6 +78,8 @@ pub(super) struct Work {
     pub most_bytes: usize,
     /// Whether tiles take turns, so that each share needs sums of its own.
     pub ordered: bool,
+    /// The most CTAs of a cluster that may share a tile.
+    pub most_in_cluster: usize,
 }
 
 /// The number of blocks of queries that tile `tile` of keys visits, in one query head: `QueryVisits` of the kernels
@@ -132,6 +153,22 @@ impl Work {
         each.max(longest) + LATE * longest + around
     }
 
+    /// Whether all clusters run at a time, with the shares of each tile in one.
+    pub(super) fn runs(&self, shares: usize) -> bool {
+        let tiles = self.steps.len() * self.heads;
+        let bound = if self.is_bounded { self.multiprocessors / shares } else { usize::MAX };
+        tiles <= clusters_at_a_time(self.multiprocessors, shares).min(bound)
+    }
+
+    /// The time with the shares of each tile in a cluster. `None` where the clusters do not run at a time.
+    fn time_in_clusters(&self, shares: usize) -> Option<f64> {
+        if !self.runs(shares) {
+            return None;
+        }
+        let most = self.steps.iter().copied().max().unwrap_or(1);
+        Some((most.div_ceil(shares) as f64 + IN_CLUSTER) * (1.0 + LATE))
+    }
+
     /// What shares cost more than whole tiles, as a part of the steps.
     fn cost(&self, shares: usize) -> f64 {
         let work = |shares: usize| {
@@ -147,12 +184,24 @@ impl Work {
         self.group.is_multiple_of(shares) || shares.is_multiple_of(self.group)
     }
 
-    /// The number of shares of each tile: 1, or what takes the least time.
-    pub(super) fn shares(&self) -> usize {
+    /// How tiles are cut: not at all, or so that it takes the least time.
+    pub(super) fn cut(&self) -> Cut {
         if self.steps.is_empty() {
-            return 1;
+            return Cut::WHOLE;
         }
         let whole = self.time(1);
+        let shares = self.shares(whole);
+        let summed = self.time(shares).min(whole);
+        (2..=self.most_in_cluster.min(LARGEST_CLUSTER))
+            .filter_map(|shares| Some((self.time_in_clusters(shares)?, Cut { shares, in_cluster: true })))
+            .filter(|(time, _)| *time < summed && *time < whole * (1.0 - WORTH))
+            .min_by(|a, b| a.0.total_cmp(&b.0))
+            .map_or(Cut { shares, in_cluster: false }, |(_, cut)| cut)
+    }
+
+    /// The number of shares of each tile whose sums are in the workspace: 1, or what takes the least time. `whole` is that of
+    /// whole tiles.
+    fn shares(&self, whole: f64) -> usize {
         let most = self.steps.iter().copied().max().unwrap_or(1).min(MOST);
         let fits = |shares: &usize| self.sums(*shares) <= self.most_bytes;
         let times: Vec<(usize, f64)> = (2..=most)
@@ -187,22 +236,24 @@ mod tests {
             sums: 128 << 10,
             most_bytes: MOST_BYTES,
             ordered: false,
+            is_bounded: false,
+            most_in_cluster: 1,
         }
     }
 
     #[test]
     fn few_tiles_are_cut_until_they_fill_the_card() {
         // 16 tiles for 132 multiprocessors; the longest has 32 blocks of 8 heads.
-        assert_eq!(causal(8, 1, 2048).shares(), 16);
-        assert_eq!(causal(8, 1, 8192).shares(), 8);
-        assert_eq!(causal(4, 4, 8192).shares(), 2);
+        assert_eq!(causal(8, 1, 2048).cut().shares, 16);
+        assert_eq!(causal(8, 1, 8192).cut().shares, 8);
+        assert_eq!(causal(4, 4, 8192).cut().shares, 2);
         // One query head a KV head: its blocks are cut.
-        assert_eq!(causal(1, 4, 2048).shares(), 3);
+        assert_eq!(causal(1, 4, 2048).cut().shares, 3);
         // Four short tiles a head: cutting costs more than it saves.
-        assert_eq!(causal(1, 16, 512).shares(), 1);
+        assert_eq!(causal(1, 16, 512).cut().shares, 1);
         // As many tiles as fill the card.
-        assert_eq!(causal(1, 16, 4096).shares(), 1);
-        assert_eq!(causal(4, 32, 2048).shares(), 1);
+        assert_eq!(causal(1, 16, 4096).cut().shares, 1);
+        assert_eq!(causal(4, 32, 2048).cut().shares, 1);
     }
 
     #[test]
@@ -210,7 +261,7 @@ mod tests {
         for (group, heads, seqlen) in
             [(8, 1, 512), (8, 4, 2048), (6, 1, 1024), (12, 2, 4096), (4, 4, 8192), (3, 1, 256)]
         {
-            let shares = causal(group, heads, seqlen).shares();
+            let shares = causal(group, heads, seqlen).cut().shares;
             assert!(group.is_multiple_of(shares) || shares.is_multiple_of(group), "{group} {heads} {seqlen}: {shares}");
         }
     }
@@ -222,8 +273,22 @@ mod tests {
         let ordered = Work { ordered: true, ..work.clone() };
         assert_eq!(ordered.sums(8), 8 * work.sums(1));
         let little = Work { most_bytes: 4 * work.sums(1), ..ordered };
-        assert_eq!(little.shares(), 4);
-        assert_eq!(Work { most_bytes: 0, ..work }.shares(), 1);
+        assert_eq!(little.cut().shares, 4);
+        assert_eq!(Work { most_bytes: 0, ..work }.cut().shares, 1);
+    }
+
+    #[test]
+    fn clusters_have_the_shares_where_all_run_at_a_time() {
+        let cut = |work: Work| Work { most_in_cluster: 8, ..work }.cut();
+        // 64 tiles and 66 clusters of two; the sums of dK and dV in the workspace would cost more than they save.
+        let two = Cut { shares: 2, in_cluster: true };
+        assert_eq!(cut(causal(1, 16, 512)), two);
+        assert_eq!(cut(Work { is_bounded: true, multiprocessors: 127, ..causal(1, 16, 512) }), Cut::WHOLE);
+        // 128 tiles, and 16 tiles of 64 steps, for which 8 CTAs are too few.
+        assert_eq!(cut(causal(1, 32, 512)), Cut::WHOLE);
+        assert!(!cut(causal(8, 1, 2048)).in_cluster);
+        assert!(!causal(1, 17, 512).runs(2) && causal(1, 16, 512).runs(2));
+        assert_eq!(Work { most_in_cluster: 1, ..causal(1, 16, 512) }.cut(), Cut::WHOLE);
     }
 
     /// `visits` beside the mask's definition.
@@ -248,8 +313,8 @@ mod tests {
     #[test]
     fn query_heads_that_fill_the_cache_get_shares_of_their_own() {
         // 32 MiB a query head.
-        assert_eq!(causal(4, 8, 32768).shares(), 4);
-        assert_eq!(Work { bytes: FAR_BYTES - 1, ..causal(4, 8, 32768) }.shares(), 1);
-        assert_eq!(causal(1, 16, 32768).shares(), 1);
+        assert_eq!(causal(4, 8, 32768).cut().shares, 4);
+        assert_eq!(Work { bytes: FAR_BYTES - 1, ..causal(4, 8, 32768) }.cut().shares, 1);
+        assert_eq!(causal(1, 16, 32768).cut().shares, 1);
     }
 }

@@ -6,12 +6,15 @@
 // The grid is persistent. A tile is kTileN keys of one key head. It visits the blocks of kTileM queries that attend to
 // its keys, in every query head that reads the key head (common/visits.hpp). dK and dV stay in registers meanwhile.
 //
-// Where there are few tiles, a CTA takes a share of a tile, and adds its dK and dV to sums in global memory
-// (share.hpp). Below, "tile" is such a share too.
+// Where there are few tiles, a CTA takes a share of a tile (share.hpp). Below, "tile" is such a share too. There are
+// two ways to sum the dK and dV of the shares:
+// - Each CTA adds its own to sums in global memory.
+// - A row's second kernel (SharedTraits): the CTAs of a cluster have one tile, and sum through each other's shared
+//   memory (cluster.hpp). A CTA computes one share and ends.
 //
 // Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
 // dP begin with, from its LSE and delta (Statistics in traits.hpp). It also lists the tiles. The one after converts the
-// f32 sums of dQ, and those of dK and dV, to the gradients. The starts of the three overlap (common/overlap.hpp).
+// f32 sums of dQ, and those of dK and dV, to the gradients. The starts of the three overlap (common/start.hpp).
 //
 // Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of dV += P^T dO
 // and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
@@ -47,7 +50,8 @@
 //
 // sent_full and sent_empty belong to sent_step[], a ring of two places. Through it warp 3 tells warp 2 what to report.
 //
-// Named barriers 1 to 4, one for each buffer of dS and warpgroup: the other warpgroup has written its dS.
+// Named barriers 1 to 4, one for each buffer of dS and warpgroup: the other warpgroup has written its dS. 5: both are
+// done with their products, where sums are written over what those read.
 //
 // Shared memory:
 //
@@ -58,7 +62,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "common/overlap.hpp"
+#include "common/start.hpp"
 #include "common/thread.hpp"
 #include "sm90/bwd/load.hpp"
 #include "sm90/bwd/mma.hpp"
@@ -107,6 +111,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if constexpr (Traits::kShares) {
+      have_no_sums();
+    }
     int const warp = warp_index();
     if (warp == 0 && cute::elect_one_sync()) {
       BwdLoad<Traits>::blocks(params, scalars, map_q, map_d_o, band, storage);
@@ -116,6 +123,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BwdLoad<Traits>::report_sent(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
       BwdLoad<Traits>::query_gradients(params, scalars, band, storage);
+    }
+    if constexpr (Traits::kShares) {
+      __syncwarp();
+      await_sums_of_others();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

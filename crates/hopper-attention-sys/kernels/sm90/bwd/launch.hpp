@@ -3,6 +3,7 @@
 
 #include "common/launch.hpp"
 #include "sm90/bwd/kernel.hpp"
+#include "sm90/cluster.hpp"
 #include "sm90/tensor_map.hpp"
 
 namespace hattn::sm90 {
@@ -10,8 +11,11 @@ namespace hattn::sm90 {
 template <class Traits>
 struct BwdLaunch {
   static Status prepare() noexcept {
-    return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
-                                           : prepare_backward<Traits>(bwd_kernel<Traits>);
+    if (tensor_map_encoder() == nullptr) {
+      return {StatusCode::DriverTooOld, 0};
+    }
+    Status const status = prepare_backward<Traits>(bwd_kernel<Traits>);
+    return is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
   }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
@@ -25,8 +29,9 @@ struct BwdLaunch {
       return encode.status;
     };
     return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
-      launch_overlapping(bwd_kernel<Traits>, params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params, scalars,
-                         map_q, map_k, map_v, map_d_o);
+      auto* const kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : bwd_kernel<Traits>;
+      start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, true}, kernel, params,
+                   scalars, map_q, map_k, map_v, map_d_o);
     });
   }
 };

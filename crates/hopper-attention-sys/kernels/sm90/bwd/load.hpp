@@ -9,8 +9,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/memory.hpp"
-#include "common/overlap.hpp"
 #include "common/scalars.hpp"
+#include "common/start.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "sm90/bwd/traits.hpp"
@@ -59,6 +59,9 @@ struct BwdLoad {
         }
       }
       done();
+      if constexpr (Traits::kShares) {
+        break;  // there is one tile
+      }
     }
   }
 
@@ -198,15 +201,20 @@ struct BwdLoad {
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
       storage.k_empty[k.stage].wait(k.parity ^ 1);
       copy_share(scalars, scheduler, drawn, storage.tile[k.stage]);
-      CUTE_NO_UNROLL
-      while (storage.tile[k.stage].steps == 0) {
-        copy_share(scalars, scheduler, scheduler.draw(++round), storage.tile[k.stage]);
+      if constexpr (!Traits::kShares) {
+        CUTE_NO_UNROLL
+        while (storage.tile[k.stage].steps == 0) {
+          copy_share(scalars, scheduler, scheduler.draw(++round), storage.tile[k.stage]);
+        }
       }
       Tile const tile{storage.tile[k.stage].block, storage.tile[k.stage].head, storage.tile[k.stage].batch};
       storage.tile_full[k.stage].arrive();
       if (!tile.valid()) {
         let_next_start();  // the last blocks have been asked for
         break;
+      }
+      if (Traits::kShares && storage.tile[k.stage].steps == 0) {
+        break;  // a CTA must not end while a copy to it is under way, and nobody would wait for this one
       }
       storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
       load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
@@ -222,6 +230,10 @@ struct BwdLoad {
       // other CTAs, so that the grid ends as evenly as its draws are late. Where tiles wait for each other, they should
       // begin in the order of the list.
       storage.next_wanted.wait(k.stage);
+      if constexpr (Traits::kShares) {
+        let_next_start();
+        break;
+      }
       drawn = scheduler.draw(++round);
     }
   }

@@ -21,6 +21,7 @@
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
 #include "common/visits.hpp"
+#include "sm90/bwd/cluster.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -200,11 +201,18 @@ struct BwdMma {
       return;  // other CTAs drew all tiles before this one started
     }
     enter_tile();
-    storage.k_full[0].wait(0);
-    storage.q_full[0].wait(0);
-    issue_scores();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(tS);
+    // A share of a tile may have no step.
+    bool has_steps = true;
+    if constexpr (Traits::kShares) {
+      has_steps = remaining > 0;
+    }
+    if (has_steps) {
+      storage.k_full[0].wait(0);
+      storage.q_full[0].wait(0);
+      issue_scores();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tS);
+    }
 
     // dQ of the block before, of dS of both warpgroups. `after` is what must have been computed by then.
     auto finish_queries = [&](int k_stage, std::uint32_t after) __attribute__((always_inline)) {
@@ -275,11 +283,17 @@ struct BwdMma {
       ring.advance();
       if (fresh) {
         release(storage.v_empty);
-        if (scalars.key_sums != nullptr) {
-          add_share(k.stage);
+        if constexpr (!Traits::kShares) {
+          if (scalars.key_sums != nullptr) {
+            add_share(k.stage);
+          }
         }
         k.advance();
-        more = await_tile();
+        if constexpr (Traits::kShares) {
+          more = false;
+        } else {
+          more = await_tile();
+        }
         if (more) {
           storage.k_full[k.stage].wait(k.parity);
         }
@@ -297,15 +311,24 @@ struct BwdMma {
         next_block();
       }
     };
-    while (more) {
-      step(std::true_type{});
-      while (!fresh) {
-        step(std::false_type{});
+    if (has_steps) {
+      while (more) {
+        step(std::true_type{});
+        while (!fresh) {
+          step(std::false_type{});
+        }
       }
+      finish_queries(k.stage ^ 1, 0);
+      report_queries();
+    } else {
+      clear(tdV);
+      clear(tdK);
     }
-    finish_queries(k.stage ^ 1, 0);
-    report_queries();
-    hand_over(k.stage ^ 1);
+    if constexpr (Traits::kShares) {
+      write_shared_tile<Traits>(params, storage, consumer * 128 + thread_in_group_anew(thread_in_group), tdV, tdK);
+    } else {
+      hand_over(k.stage ^ 1);
+    }
   }
 };
 

@@ -2,11 +2,12 @@
 //
 // Where a launch has too few tiles for the card, or query heads of a group that do not fit into the second-level cache
 // together, a tile's work is cut into `shares`. A share is some steps of the tile (Share in common/visits.hpp). A CTA
-// computes one share at a time, and adds its dV and dK to the sums of the tile (KeySums in traits.hpp).
+// computes one share at a time. Either it adds its dV and dK to the sums of the tile (KeySums in traits.hpp), or the
+// shares of a tile are a cluster's (cluster.hpp).
 //
 // The kernel before makes a list of all shares (of whole tiles, where `shares` is 1), in the order in which the grid
 // takes them (common/tile_scheduler.hpp). The lane that draws a share reads it there: the divisions that an entry takes
-// need more registers than a producer has.
+// need more registers than a producer has. Of clusters, the list has the shares of a tile side by side.
 #pragma once
 
 #include "common/mask.hpp"
@@ -35,11 +36,15 @@ static_assert(sizeof(TileShare) == 32, "the plan counts 32 bytes a share");
 template <class Traits>
 CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
   int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
-  BwdScheduler const scheduler = bwd_scheduler(params, n_tiles, nullptr);
-  for (int i = thread; i < scheduler.total(); i += threads) {
-    Tile const listed = scheduler.tile(i);
-    int const head = listed.head / params.shares;
-    int const index = listed.head - head * params.shares;
+  // Where heads of the list are shares of heads, and where its tiles are clusters.
+  int const of_head = params.cluster > 1 ? 1 : params.shares;
+  int const of_tile = params.cluster;
+  BwdScheduler const scheduler = bwd_scheduler(params, params.heads_kv * of_head, n_tiles, nullptr);
+  int const total = scheduler.total() * of_tile;
+  for (int i = thread; i < total; i += threads) {
+    Tile const listed = scheduler.tile(i / of_tile);
+    int const head = listed.head / of_head;
+    int const index = params.cluster > 1 ? i % of_tile : listed.head - head * of_head;
     int const heads_per_kv_head = params.heads_q / params.heads_kv;
     auto const visits =
         QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);

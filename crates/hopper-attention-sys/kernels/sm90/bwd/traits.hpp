@@ -69,6 +69,10 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kAddsToZeros = false;
   static constexpr bool kTakesShares = true;
   static constexpr bool kOverlaps = true;
+  // Whether the CTAs of a cluster share a tile, and the most that may. A row has a second kernel for that (share.hpp).
+  // 8 is the largest cluster that a kernel may have without asking for more.
+  static constexpr bool kShares = false;
+  static constexpr int kMostShares = 8;
   CUTE_DEVICE static void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
     sm90::write_shares<BwdTraits>(params, band, thread, threads);
   }

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/launch.hpp"
+#include "sm90/cluster.hpp"
 #include "sm90/fwd/kernel.hpp"
 #include "sm90/tensor_map.hpp"
 
@@ -41,8 +42,8 @@ struct FwdLaunch {
     return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
       if constexpr (Traits::kMostShares > 1) {
         if (Traits::kShares || params.shares > 1) {
-          launch_clusters(fwd_kernel<Sharing>, params.shares, params.grid, Traits::kThreads, Traits::kSmemBytes, stream,
-                          params, scalars, map_q, map_k, map_v, map_o);
+          start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.shares}, fwd_kernel<Sharing>,
+                       params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }

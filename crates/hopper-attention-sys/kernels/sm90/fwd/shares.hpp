@@ -9,16 +9,12 @@
 // division, and for each query the row sum and what stands for the row's maximum (softmax.hpp). Then each share reads a
 // part of the columns of O from all shares, sums them in the order of the shares, divides, and writes these columns to
 // memory. So the result does not depend on which share is done first.
-//
-// Two barriers of the cluster keep its CTAs together: one before the others' sums are read, one before a CTA ends,
-// since with it goes its shared memory.
 #pragma once
-
-#include <cute/arch/cluster_sm90.hpp>
 
 #include "common/element.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
+#include "sm90/cluster.hpp"
 #include "sm90/fwd/traits.hpp"
 
 namespace hattn::sm90 {
@@ -47,13 +43,13 @@ struct Shares {
   CUTE_DEVICE static KeyVisits visits(Band const& band, int m_block) {
     KeyVisits visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
     if constexpr (Traits::kShares) {
-      visits.keep_share(share(), shares());
+      visits.keep_share(cluster_share(), cluster_shares());
     }
     return visits;
   }
 
   // The index of this CTA's tile in the tile order.
-  CUTE_DEVICE static int tile() { return static_cast<int>(blockIdx.x) / shares(); }
+  CUTE_DEVICE static int tile() { return static_cast<int>(blockIdx.x) / cluster_shares(); }
 
   // Sums what all shares have, and writes this share's columns of O. `sums` are the rows' whole sums. Both warpgroups
   // come here from one place of the code, with keys or without: compute-sanitizer's synccheck takes barriers at two
@@ -81,46 +77,26 @@ struct Shares {
     if (is_alone()) {
       named_barrier_sync(Traits::kConsumers + 1, kThreads);
     } else {
-      cute::cluster_arrive();
-      cute::cluster_wait();
+      await_sums();
     }
     write_columns(params, scalars, storage, way, place, row);
     if (!is_alone()) {
-      cute::cluster_wait();
+      await_readers();
     }
   }
 
  private:
-  CUTE_DEVICE static int share() { return static_cast<int>(cute::block_rank_in_cluster()); }
-  CUTE_DEVICE static int shares() { return static_cast<int>(cute::cluster_shape().x); }
-
   // Whether all shares of a tile are in this CTA.
-  CUTE_DEVICE static bool is_alone() { return kWays == 2 && shares() == 1; }
+  CUTE_DEVICE static bool is_alone() { return kWays == 2 && cluster_shares() == 1; }
 
-  // What lies at an address of this CTA's shared memory, in another CTA of the cluster.
-  CUTE_DEVICE static float4 read(float4 const& at, int cta) {
-    float4 value;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), cta)));
-    return value;
-  }
-  CUTE_DEVICE static float2 read(float2 const& at, int cta) {
-    float2 value;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(value.x), "=f"(value.y)
-                 : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&at), cta)));
-    return value;
-  }
-
-  // Writes every so many-th group of columns, from this share's number on, and arrives at the barrier that the CTAs end
-  // after. The code is kept short: it runs once, so that fetching it is a part of its time.
+  // Writes every so many-th group of columns, from this share's number on. The code is kept short: it runs once, so
+  // that fetching it is a part of its time.
   CUTE_DEVICE static void write_columns(FwdParams const& params, FwdScalars const& scalars,
                                         typename Traits::SharedStorage const& storage, int way, int place, int row) {
     using Element = typename Traits::Element;
     auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
-    int const count = kWays * shares();        // of all shares
-    int const number = kWays * share() + way;  // of this one
+    int const count = kWays * cluster_shares();        // of all shares
+    int const number = kWays * cluster_share() + way;  // of this one
     int const lane = place % 32;
     // The four lanes that have a row look at two shares each.
     float weights[2][2];
@@ -134,8 +110,8 @@ struct Shares {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         int const share = lane % 4 + 4 * i;
-        rows[i] =
-            share < count ? read(all.of[share % kWays].rows[row + 8 * r], share / kWays) : float2{-INFINITY, 0.0F};
+        rows[i] = share < count ? read_shared(all.of[share % kWays].rows[row + 8 * r], share / kWays)
+                                : float2{-INFINITY, 0.0F};
       }
       float const reference = quad_max(fmaxf(rows[0].x, rows[1].x));
       CUTE_UNROLL
@@ -156,7 +132,7 @@ struct Shares {
       CUTE_UNROLL
       for (int i = 0; i < kMost; ++i) {
         if (group(i) < kGroups) {
-          parts[i] = read(all.of[s % kWays].output[group(i)][place], s / kWays);
+          parts[i] = read_shared(all.of[s % kWays].output[group(i)][place], s / kWays);
         }
       }
       int const from = lane / 4 * 4 + s % 4;
@@ -171,11 +147,6 @@ struct Shares {
           total[i].w += parts[i].w * second;
         }
       }
-    }
-    // No fence: nothing is handed over here, and all that was read has been used. The rules of PTX do not promise that
-    // reads are over; that the loop above uses what it reads, before this instruction, does.
-    if (!is_alone()) {
-      cute::cluster_arrive_relaxed();
     }
     if (scalars.lse != nullptr && number == 0 && lane % 4 == 0) {
       CUTE_UNROLL

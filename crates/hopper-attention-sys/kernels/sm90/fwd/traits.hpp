@@ -126,10 +126,4 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
 };
 
-// Of the second kernel of a row, in which the CTAs of a cluster share a tile.
-template <class Traits>
-struct SharedTraits : Traits {
-  static constexpr bool kShares = true;
-};
-
 }  // namespace hattn::sm90
