@@ -40,11 +40,6 @@ CUTE_DEVICE void await_sums() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Of warps that have no sums, and work on after the others have: they arrive at the first barrier before their work,
-// and wait for it when they are done.
-CUTE_DEVICE void have_no_sums() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-CUTE_DEVICE void await_sums_of_others() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
 // No fence: nothing is handed over here. It is called after what was read has been stored. A store is issued when its
 // operands are there, so that no read is under way any more. (The audit of the machine code holds it to that order.)
 CUTE_DEVICE void await_readers() {

@@ -111,9 +111,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if constexpr (Traits::kShares) {
-      have_no_sums();
-    }
     int const warp = warp_index();
     if (warp == 0 && cute::elect_one_sync()) {
       BwdLoad<Traits>::blocks(params, scalars, map_q, map_d_o, band, storage);
@@ -123,10 +120,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BwdLoad<Traits>::report_sent(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
       BwdLoad<Traits>::query_gradients(params, scalars, band, storage);
-    }
-    if constexpr (Traits::kShares) {
-      __syncwarp();
-      await_sums_of_others();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

@@ -42,8 +42,8 @@ struct BwdLoad {
       }
       // tile[] has been read. This lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      QueryVisits const visits =
-          QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block, scalars.ordered);
+      QueryVisits visits = QueryVisits::unordered<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      visits.start = tile.start;
       int head = tile.head_q;
       int blocks = (tile.batch * scalars.heads_q + head) * scalars.m_blocks;
       int visit = tile.visit;

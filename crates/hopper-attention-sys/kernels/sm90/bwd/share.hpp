@@ -26,7 +26,7 @@ struct alignas(16) TileShare {
   int head_q;  // the first query head that it visits
   int visit;   // the first visit there (QueryVisits)
   int sums;    // whose sums its dV and dK are added to, where tiles have shares
-  int unused;
+  int start;   // where the visits of each query head begin (QueryVisits::start)
 
   CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
@@ -59,7 +59,7 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
         head * heads_per_kv_head + heads_before,
         visits.nth(share.first - heads_before * visits.count()),
         ((copy * params.batch + listed.batch) * params.heads_kv + head) * n_tiles + listed.block,
-        0};
+        visits.start};
   }
 }
 
