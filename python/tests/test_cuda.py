@@ -115,7 +115,8 @@ class Torch(OnGpu):
                 with self.subTest(margin=margin, return_lse=return_lse):
                     o = attention(*leaves, causal=True, sm_margin=margin, return_lse=return_lse)
                     o = o[0] if return_lse else o
-                    self.assertTrue(torch.equal(o, want))
+                    # Fewer multiprocessors may mean other tiles, and so other last bits.
+                    self.close(o, want, 0.02)
                     got = torch.autograd.grad(o, leaves, torch.ones_like(o))
                     for mine, theirs in zip(got, gradients):
                         self.close(mine, theirs, 0.02)

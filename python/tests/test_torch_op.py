@@ -258,7 +258,9 @@ class CompiledOnGpu(unittest.TestCase):
 
         both()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph):
+        # torch keeps one stream for captures, of the GPU that was the current one at its first capture.
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=stream):
             captured = both()
         for _ in range(3):
             q.copy_(torch.randn_like(q))
