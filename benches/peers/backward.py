@@ -108,19 +108,22 @@ def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
     if p.get("window") is not None:
         raise RuntimeError("it has no window")
+    if p["causal"] and entry.queries(p) != p["seqlen"]:
+        raise RuntimeError("its causal mask lies at the other corner")
     # It takes as many key heads as query heads, in the order [batch, heads, seqlen, head_dim].
     group = p["heads_q"] // p["heads_kv"]
     heads_first = [q.transpose(1, 2), *(x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k, v))]
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, is_causal=p["causal"])[:2]
     o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device=q.device).copy_(o.transpose(1, 2))
-    return o, lse[:, :, : p["seqlen"]].contiguous()
+    return o, lse[:, :, : entry.queries(p)].contiguous()
 
 
 def oracle(p, q, k, v, d_o, torch):
     """f64 gradients of the first and the last key head and their query heads, from the definition: (batch, key head,
     query heads, dQ [heads, seqlen, dim], dK [seqlen, dim], dV)."""
-    s, scale, group = p["seqlen"], 1.0 / math.sqrt(p["head_dim"]), p["heads_q"] // p["heads_kv"]
+    s, queries, scale, group = p["seqlen"], entry.queries(p), 1.0 / math.sqrt(p["head_dim"]), p["heads_q"] // p["heads_kv"]
     columns = torch.arange(s, device=q.device)
+    own = columns[s - queries :] if p["causal"] else columns  # of each query: the last sees the last key
     out = []
     for b, kv in sorted({(0, 0), (p["batch"] - 1, p["heads_kv"] - 1)}):
         keys, values = k[b, :, kv].double(), v[b, :, kv].double()
@@ -129,18 +132,18 @@ def oracle(p, q, k, v, d_o, torch):
         d_q = []
         for h in heads:
             chunks = []
-            for first in range(0, s, CHUNK):
+            for first in range(0, queries, CHUNK):
                 rows = slice(first, first + CHUNK)
-                queries, gradient = q[b, rows, h].double(), d_o[b, rows, h].double()
-                scores = scale * queries @ keys.T
+                some, gradient = q[b, rows, h].double(), d_o[b, rows, h].double()
+                scores = scale * some @ keys.T
                 if p["causal"]:
-                    before = columns[rows, None] - columns[None, :]
+                    before = own[rows, None] - columns[None, :]
                     scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
                 weights = torch.softmax(scores, -1)
                 d_p = gradient @ values.T
                 d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True))
                 chunks.append(scale * d_s @ keys)
-                d_k += scale * d_s.T @ queries
+                d_k += scale * d_s.T @ some
                 d_v += weights.T @ gradient
             d_q.append(torch.cat(chunks))
         out.append((b, kv, heads, torch.stack(d_q), d_k, d_v))

@@ -53,6 +53,11 @@ class Fp8Args(ctypes.Structure):
     ) + [("half_scores", ctypes.c_int32), ("reserved_1", ctypes.c_int32)]
 
 
+def queries(p):
+    """The queries of a sequence: as many as keys, if the point does not say otherwise."""
+    return p.get("queries", p["seqlen"])
+
+
 def filled(kind, p, tensors, lse, stream):
     """The arguments of a point: tensors by name, logically [batch, seqlen, heads, head_dim]; scratch is the caller's to add."""
     a = kind()
@@ -61,7 +66,7 @@ def filled(kind, p, tensors, lse, stream):
         setattr(a, field, tensor.data_ptr())
         getattr(a, field + "_stride")[:] = list(tensor.stride()[:3])
     a.lse = lse.data_ptr()
-    a.batch, a.seqlen_q, a.seqlen_kv = p["batch"], p["seqlen"], p["seqlen"]
+    a.batch, a.seqlen_q, a.seqlen_kv = p["batch"], queries(p), p["seqlen"]
     a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
     a.head_dim_qk = a.head_dim_vo = p["head_dim"]
     a.dtype = DTYPES[p["dtype"]]

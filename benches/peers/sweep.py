@@ -54,7 +54,7 @@ class Entry:
     def prepare(self, p, q, k, v):
         torch = self.torch
         self.o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device="cuda").fill_(float("nan"))
-        self.lse = torch.full((p["batch"], p["heads_q"], p["seqlen"]), float("nan"), dtype=torch.float32, device="cuda")
+        self.lse = torch.full((p["batch"], p["heads_q"], entry.queries(p)), float("nan"), dtype=torch.float32, device="cuda")
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
         self.args = entry.filled(entry.Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream)
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
@@ -87,6 +87,8 @@ class Sdpa:
     def prepare(self, p, q, k, v):
         if p.get("window") is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: this backend has no window")
+        if p["causal"] and entry.queries(p) != p["seqlen"]:
+            raise RuntimeError(f"{entry.STATUS[2]}: this backend's causal mask lies at the other corner")
         # Views: SDPA's logical order is BHSD, and both backends take any strides with a unit inner one.
         self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
         self.keywords = {"is_causal": p["causal"]}
@@ -199,19 +201,25 @@ def load(job, torch):
     return found, missing
 
 
-def drawn(p, heads, layout, torch):
+def drawn(p, seqlen, heads, layout, torch):
     """A unit-variance normal tensor, logically [batch, seqlen, heads, head_dim], stored as the layout says."""
     # e4m3 operands are quantised from f32, in more than one way.
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float32}[p["dtype"]]
-    b, s, d = p["batch"], p["seqlen"], p["head_dim"]
-    shape = (b, s, heads, d) if layout == "bshd" else (b, heads, s, d)
+    b, d = p["batch"], p["head_dim"]
+    shape = (b, seqlen, heads, d) if layout == "bshd" else (b, heads, seqlen, d)
     x = torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
     return x if layout == "bshd" else x.transpose(1, 2)
 
 
+def operands(p, layout, torch):
+    """Q, K and V."""
+    q = drawn(p, entry.queries(p), p["heads_q"], layout, torch)
+    return [q, *(drawn(p, p["seqlen"], p["heads_kv"], layout, torch) for _ in "kv")]
+
+
 def oracle(p, q, k, v, torch):
     """f64 attention of some rows (the first, the last and random ones) of three (batch, head) pairs."""
-    s = p["seqlen"]
+    s, keys = entry.queries(p), p["seqlen"]
     edge = torch.arange(min(s, 96), device="cuda")
     rows = torch.unique(torch.cat([edge, s - 1 - edge, torch.randint(s, (128,), device="cuda")]))
     last_b, last_h = p["batch"] - 1, p["heads_q"] - 1
@@ -220,8 +228,8 @@ def oracle(p, q, k, v, torch):
         kv = h // (p["heads_q"] // p["heads_kv"])
         scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
         if p["causal"]:
-            before = rows[:, None] - torch.arange(s, device="cuda")[None, :]
-            scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
+            before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
+            scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))
         out.append((b, h, rows, torch.softmax(scores, -1) @ v[b, :, kv].double(), torch.logsumexp(scores, -1)))
     return out
 
@@ -311,7 +319,7 @@ class ForwardPoint:
 
     def __init__(self, p, layout, torch):
         self.p, self.torch = p, torch
-        self.qkv = [drawn(p, heads, layout, torch) for heads in (p["heads_q"], p["heads_kv"], p["heads_kv"])]
+        self.qkv = operands(p, layout, torch)
         self.reference = oracle(p, *self.qkv, torch)
 
     def contestant(self, x):
@@ -335,7 +343,7 @@ class BackwardPoint:
         self.p, self.torch = p, torch
         forward = ForwardPoint(p, layout, torch)
         q, k, v = forward.qkv
-        d_o = drawn(p, p["heads_q"], layout, torch)
+        d_o = drawn(p, entry.queries(p), p["heads_q"], layout, torch)
         o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
         self.given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o}
         self.reference = backward.oracle(p, q, k, v, d_o, torch)
@@ -375,8 +383,7 @@ def make_point(p, job, forwards, frontend, torch):
     if p["direction"] == "bwd":
         return BackwardPoint(p, job["layout"], forwards, torch)
     if p["dtype"] == "e4m3":
-        real = [drawn(p, heads, job["layout"], torch) for heads in (p["heads_q"], p["heads_kv"], p["heads_kv"])]
-        return fp8.Point(p, real, frontend, oracle, check, torch)
+        return fp8.Point(p, operands(p, job["layout"], torch), frontend, oracle, check, torch)
     return ForwardPoint(p, job["layout"], torch)
 
 

@@ -72,7 +72,7 @@ impl Numbers {
         let size = |size: usize| i32::try_from(size).map_err(|_| anyhow::anyhow!("{size} is past the entry's 32 bits"));
         Ok(Self {
             batch: size(point.batch)?,
-            seqlen_q: size(point.seqlen)?,
+            seqlen_q: size(point.seqlen_q())?,
             seqlen_kv: size(point.seqlen)?,
             heads_q: size(point.heads_q)?,
             heads_kv: size(point.heads_kv)?,

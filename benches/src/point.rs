@@ -118,7 +118,7 @@ impl FromStr for PointMask {
     }
 }
 
-/// One point of a sweep: equal query and key lengths, equal head dims.
+/// One point of a sweep: equal head dims, and equal query and key lengths but where `queries` says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Point {
@@ -137,8 +137,11 @@ pub struct Point {
     /// With `causal`: how many keys before its own a query sees; all of them without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
-    /// Queries and keys in a sequence.
+    /// Keys in a sequence, and queries where `queries` is not given.
     pub seqlen: usize,
+    /// Queries in a sequence, where they are not as many as keys. The last query then sees the last key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queries: Option<usize>,
     /// Sequences in the batch.
     pub batch: usize,
 }
@@ -150,18 +153,36 @@ impl Point {
     /// # Errors
     /// Where a size is 0 or past the library's limit, where heads do not divide, or where the sizes are too large together.
     pub fn check(&self) -> Result<()> {
-        let Self { heads_q, heads_kv, head_dim, seqlen, batch, .. } = *self;
-        for (name, size) in
-            [("heads_q", heads_q), ("heads_kv", heads_kv), ("head_dim", head_dim), ("seqlen", seqlen), ("batch", batch)]
-        {
+        let Self { heads_q, heads_kv, head_dim, seqlen, batch, causal, .. } = *self;
+        let queries = self.seqlen_q();
+        for (name, size) in [
+            ("heads_q", heads_q),
+            ("heads_kv", heads_kv),
+            ("head_dim", head_dim),
+            ("seqlen", seqlen),
+            ("queries", queries),
+            ("batch", batch),
+        ] {
             ensure!((1..=MAX_SIZE).contains(&size), "{name} {size}; allowed: 1 to {MAX_SIZE}");
         }
         ensure!(heads_q % heads_kv == 0, "heads_q {heads_q} with heads_kv {heads_kv}; allowed: a multiple of heads_kv");
-        let elements = [batch, seqlen, heads_q, head_dim].into_iter().map(|size| size as u128).product::<u128>();
+        ensure!(!causal || queries <= seqlen, "{queries} queries on {seqlen} keys, causal; allowed: as many or fewer");
+        let elements =
+            [batch, seqlen.max(queries), heads_q, head_dim].into_iter().map(|size| size as u128).product::<u128>();
         ensure!(elements < MAX_ELEMENTS, "q of {elements} elements; allowed: below {MAX_ELEMENTS}");
         let operations = 10 * elements * seqlen as u128;
         ensure!(operations < MAX_OPERATIONS, "{operations} operations; allowed: below {MAX_OPERATIONS}");
         Ok(())
+    }
+
+    /// Queries in a sequence.
+    pub fn seqlen_q(&self) -> usize {
+        self.queries.unwrap_or(self.seqlen)
+    }
+
+    /// "512", or "128x512" for 128 queries on 512 keys.
+    pub fn lengths(&self) -> String {
+        self.queries.map_or_else(|| self.seqlen.to_string(), |queries| format!("{queries}x{}", self.seqlen))
     }
 
     /// Query heads that share a key head.
@@ -178,11 +199,13 @@ impl Point {
         }
     }
 
-    /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share.
+    /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share, and
+    /// `-lopsided` where there are not as many queries as keys.
     pub fn family(&self) -> String {
         let Self { direction, dtype, head_dim, .. } = self;
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
-        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}", self.mask_name())
+        let lopsided = if self.queries.is_some() { "-lopsided" } else { "" };
+        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}{lopsided}", self.mask_name())
     }
 
     /// Whether every word between the slashes of a filter is one of the point's own.
@@ -192,30 +215,33 @@ impl Point {
     }
 
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
-    /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, 4 for each of the head dim's
-    /// elements and each pair of a query and a key that it sees. The backward has five products: 2.5 times the forward's.
+    /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, or causal with fewer queries than keys, 4
+    /// for each of the head dim's elements and each pair of a query and a key that it sees. The backward has five products: 2.5 times the forward's.
     pub fn flops(&self) -> u64 {
         let products = match self.direction {
             Direction::Fwd => 2,
             Direction::Bwd => 5,
         };
         let each = 2 * products * (self.head_dim * self.heads_q * self.batch) as u64;
-        let seqlen = self.seqlen as u64;
-        match (self.causal, self.window) {
-            (false, _) => each * seqlen.pow(2),
-            (true, None) => each * seqlen.pow(2) / 2,
-            (true, Some(keys)) => {
-                // The first queries see 1, 2, ... keys, and those after them all of the window and their own.
-                let full = (keys as u64).saturating_add(1).min(seqlen);
-                (full * (full + 1) / 2 + (seqlen - full) * full) * each
+        let [queries, keys] = [self.seqlen_q(), self.seqlen].map(|length| length as u64);
+        match (self.causal, self.window, self.queries) {
+            (false, ..) => each * queries * keys,
+            (true, None, None) => each * keys.pow(2) / 2,
+            (true, window, _) => {
+                // The first queries see `first`, `first + 1`, ... keys, and those after them all of the window and their own.
+                let full = window.map_or(keys, |window| (window as u64).saturating_add(1).min(keys));
+                let first = keys - queries + 1;
+                let rising = full.saturating_sub(first).min(queries);
+                (rising * (2 * first + rising).saturating_sub(1) / 2 + (queries - rising) * full) * each
             }
         }
     }
 
     /// The keys that a query sees.
     pub fn keys(&self, query: usize) -> Range<usize> {
-        let first = self.window.map_or(0, |keys| query.saturating_sub(keys));
-        if self.causal { first..query + 1 } else { 0..self.seqlen }
+        let own = query + self.seqlen.saturating_sub(self.seqlen_q());
+        let first = self.window.map_or(0, |keys| own.saturating_sub(keys));
+        if self.causal { first..own + 1 } else { 0..self.seqlen }
     }
 
     /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once; in the backward Q, K, V,
@@ -225,11 +251,11 @@ impl Point {
             Direction::Fwd => 2, // with the heads of Q, and as many with those of K
             Direction::Bwd => 4,
         };
-        let rows = self.batch * self.seqlen;
-        let elements = tensors * rows * self.head_dim * (self.heads_q + self.heads_kv);
-        let lse = rows * self.heads_q * size_of::<f32>();
+        let [queries, keys] = [self.seqlen_q(), self.seqlen].map(|length| self.batch * length);
+        let elements = tensors * self.head_dim * (queries * self.heads_q + keys * self.heads_kv);
+        let lse = queries * self.heads_q * size_of::<f32>();
         // O of e4m3 operands has 16 bits; their few factors are not counted.
-        let wider = if self.dtype == Precision::E4m3 { rows * self.head_dim * self.heads_q } else { 0 };
+        let wider = if self.dtype == Precision::E4m3 { queries * self.head_dim * self.heads_q } else { 0 };
         (elements * self.dtype.dtype().bytes() + wider + lse) as u64
     }
 
@@ -238,7 +264,9 @@ impl Point {
     /// # Errors
     /// Those of [`build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn problem(&self) -> hopper_attention::Result<ForwardProblem> {
-        let dims = Dims::new(self.batch, self.seqlen, self.heads_q, self.head_dim).with_heads_kv(self.heads_kv);
+        let dims = Dims::new(self.batch, self.seqlen_q(), self.heads_q, self.head_dim)
+            .with_seqlen_kv(self.seqlen)
+            .with_heads_kv(self.heads_kv);
         let mask = match (self.causal, self.window) {
             (false, _) => Mask::Full,
             (true, None) => Mask::causal(),
@@ -255,31 +283,43 @@ impl Point {
         BackwardProblem::builder(&self.problem()?).build()
     }
 
-    /// The layout of a tensor with this many heads, logically `[batch, seqlen, heads, head_dim]`.
+    /// The layout of Q, O and their gradients, logically `[batch, seqlen_q, heads_q, head_dim]`.
     ///
     /// # Errors
     /// When the sizes overflow.
-    pub fn layout(&self, heads: usize, order: Order) -> hopper_attention::Result<Layout<4>> {
-        let shape = [self.batch, self.seqlen, heads, self.head_dim];
-        let [s, h, d] = [self.seqlen, heads, self.head_dim].map(|n| n as i64);
+    pub fn q_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
+        self.layout(self.seqlen_q(), self.heads_q, order)
+    }
+
+    /// The layout of K, V and their gradients, logically `[batch, seqlen, heads_kv, head_dim]`.
+    ///
+    /// # Errors
+    /// When the sizes overflow.
+    pub fn kv_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
+        self.layout(self.seqlen, self.heads_kv, order)
+    }
+
+    fn layout(&self, seqlen: usize, heads: usize, order: Order) -> hopper_attention::Result<Layout<4>> {
+        let shape = [self.batch, seqlen, heads, self.head_dim];
+        let [s, h, d] = [seqlen, heads, self.head_dim].map(|n| n as i64);
         match order {
             Order::Bshd => Layout::contiguous(shape),
             Order::Bhsd => Layout::with_strides(shape, [s * h * d, d, s * d, 1]),
         }
     }
 
-    /// Elements of a tensor with this many heads.
+    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more.
     pub fn elements(&self, heads: usize) -> usize {
-        self.batch * self.seqlen * heads * self.head_dim
+        self.batch * self.seqlen.max(self.seqlen_q()) * heads * self.head_dim
     }
 }
 
-/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`.
+/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { direction, dtype, batch, seqlen, heads_q, heads_kv, head_dim, .. } = self;
-        let mask = self.mask_name();
-        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/s{seqlen}/b{batch}/h{heads_q}/kv{heads_kv}")
+        let Self { direction, dtype, batch, heads_q, heads_kv, head_dim, .. } = self;
+        let (mask, lengths) = (self.mask_name(), self.lengths());
+        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/s{lengths}/b{batch}/h{heads_q}/kv{heads_kv}")
     }
 }
 
@@ -307,6 +347,10 @@ pub struct Sweep {
     /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch` and
     /// `hidden`.
     pub few_heads: bool,
+    /// Short and lopsided problems ([`SHORT`] and [`LOPSIDED`]), in place of all lengths and heads.
+    pub lopsided: bool,
+    /// A quarter as many queries as keys, at least 1. Not with `lopsided`.
+    pub quarter: bool,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
 }
@@ -315,6 +359,22 @@ pub struct Sweep {
 pub const FEW_HEADS: [[usize; 2]; 5] = [[32, 8], [16, 4], [8, 1], [16, 16], [4, 4]];
 /// Batch and sequence length of the same sweep.
 pub const FEW_SEQUENCES: [[usize; 2]; 6] = [[1, 512], [1, 2048], [1, 4096], [1, 8192], [4, 2048], [1, 32768]];
+
+/// Batch and sequence length of short problems whose lengths are no multiple of a tile: text and image encoders, among others.
+/// They have the heads of the papers' hidden size.
+pub const SHORT: [[usize; 2]; 9] =
+    [[212, 77], [83, 197], [63, 257], [28, 577], [16, 1000], [15, 1025], [10, 1500], [7, 2049], [3, 4097]];
+/// Batch, queries, keys, query heads and KV heads of problems without a mask: a prompt's last part, few queries on many keys, and
+/// cross-attention to few keys.
+pub const LOPSIDED: [[usize; 5]; 7] = [
+    [1, 128, 16384, 32, 8],
+    [1, 512, 16384, 32, 8],
+    [1, 2048, 16384, 32, 8],
+    [8, 77, 4096, 16, 16],
+    [4, 4096, 77, 16, 16],
+    [16, 1024, 77, 16, 16],
+    [2, 4096, 1024, 16, 16],
+];
 
 impl Sweep {
     /// The papers' sweep.
@@ -330,6 +390,8 @@ impl Sweep {
             batch: None,
             hidden: HIDDEN,
             few_heads: false,
+            lopsided: false,
+            quarter: false,
             filters: vec![],
         }
     }
@@ -348,8 +410,16 @@ impl Sweep {
             !(self.directions.contains(&Direction::Bwd) && self.dtypes.contains(&Precision::E4m3)),
             "--directions bwd --dtypes e4m3: e4m3 operands have no gradients; allowed: --directions fwd, or --dtypes bf16,f16"
         );
+        ensure!(
+            !((self.lopsided || self.quarter) && self.dtypes.contains(&Precision::E4m3)),
+            "--lopsided or --quarter with --dtypes e4m3 is not timed; allowed: --dtypes bf16,f16"
+        );
         let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
-        let lengths = if self.few_heads { FEW_SEQUENCES.len() } else { self.seqlens.len() };
+        let lengths = match (self.few_heads, self.lopsided) {
+            (true, _) => FEW_SEQUENCES.len(),
+            (false, true) => SHORT.len() + LOPSIDED.len(),
+            (false, false) => self.seqlens.len(),
+        };
         let lists = [self.directions.len(), self.dtypes.len(), groups, self.dims.len(), self.masks.len(), lengths];
         let all = lists.into_iter().fold(1, usize::saturating_mul);
         ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
@@ -358,6 +428,9 @@ impl Sweep {
             for &dtype in &self.dtypes {
                 for (head_dim, heads) in self.heads() {
                     self.lengths(direction, dtype, heads?, head_dim, &mut points)?;
+                    if self.lopsided {
+                        Self::lopsided(direction, dtype, head_dim, &mut points)?;
+                    }
                 }
             }
         }
@@ -406,11 +479,11 @@ impl Sweep {
         head_dim: usize,
         points: &mut Vec<Point>,
     ) -> Result<()> {
-        let sequences: Vec<[usize; 2]> = if self.few_heads {
-            FEW_SEQUENCES.to_vec()
-        } else {
-            let batch = |seqlen: usize| self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
-            self.seqlens.iter().map(|&seqlen| [batch(seqlen), seqlen]).collect()
+        let batch = |seqlen: usize| self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
+        let sequences: Vec<[usize; 2]> = match (self.few_heads, self.lopsided) {
+            (true, _) => FEW_SEQUENCES.to_vec(),
+            (false, true) => SHORT.to_vec(),
+            (false, false) => self.seqlens.iter().map(|&seqlen| [batch(seqlen), seqlen]).collect(),
         };
         for &mask in &self.masks {
             let (causal, window) = match mask {
@@ -419,10 +492,23 @@ impl Sweep {
                 PointMask::Window(keys) => (true, Some(keys)),
             };
             for &[batch, seqlen] in &sequences {
-                let point = Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, batch };
+                let queries = self.quarter.then_some((seqlen / 4).max(1));
+                let point =
+                    Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch };
                 point.check().with_context(|| format!("the point {point}"))?;
                 points.push(point);
             }
+        }
+        Ok(())
+    }
+
+    /// The points of [`LOPSIDED`].
+    fn lopsided(direction: Direction, dtype: Precision, head_dim: usize, points: &mut Vec<Point>) -> Result<()> {
+        for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
+            let (causal, window, queries) = (false, None, Some(queries));
+            let point = Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch };
+            point.check().with_context(|| format!("the point {point}"))?;
+            points.push(point);
         }
         Ok(())
     }
@@ -455,6 +541,41 @@ mod tests {
         assert_eq!(points.len(), 60);
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/causal/s512/b1/h32/kv8");
         assert_eq!(points[59].to_string(), "fwd/bf16/d128/causal/s32768/b1/h4/kv4");
+    }
+
+    #[test]
+    fn the_sweep_of_short_and_lopsided_problems() {
+        let sweep = Sweep { lopsided: true, dtypes: vec![Precision::Bf16], ..Sweep::papers() };
+        let points = sweep.points().unwrap();
+        assert_eq!(points.len(), 50);
+        assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s77/b212/h32/kv32");
+        assert_eq!(points[18].to_string(), "fwd/bf16/d64/full/s128x16384/b1/h32/kv8");
+        assert_eq!(points[49].family(), "fwd-bf16-d128-full-lopsided");
+        let words = sweep.clone().points().unwrap();
+        assert_eq!(words.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
+        let fp8 = Sweep { dtypes: vec![Precision::E4m3], ..sweep };
+        assert!(fp8.points().unwrap_err().to_string().contains("--dtypes bf16,f16"));
+    }
+
+    #[test]
+    fn a_quarter_as_many_queries_as_keys() {
+        let masks = vec![PointMask::Full, PointMask::Causal, PointMask::Window(3)];
+        let sweep = Sweep { quarter: true, masks, seqlens: vec![8, 3], dims: vec![64], hidden: 128, ..Sweep::papers() };
+        for point in sweep.points().unwrap() {
+            let (queries, keys) = (point.seqlen_q(), point.seqlen);
+            assert_eq!(queries, (keys / 4).max(1));
+            let pairs: usize = (0..queries).map(|query| point.keys(query).len()).sum();
+            assert_eq!(point.flops(), (4 * 64 * 2 * point.batch * pairs) as u64, "{point}");
+            let mask = point.problem().unwrap().mask();
+            let sees = |q, kv| mask.keep(q, kv, queries, keys) == point.keys(q).contains(&kv);
+            assert!((0..queries).all(|q| (0..keys).all(|kv| sees(q, kv))), "{point}");
+            assert_eq!(point.q_layout(Order::Bhsd).unwrap().shape(), [point.batch, queries, 2, 64]);
+            assert_eq!(point.kv_layout(Order::Bshd).unwrap().shape(), [point.batch, keys, 2, 64]);
+            let text = serde_json::to_string(&point).unwrap();
+            assert_eq!(serde_json::from_str::<Point>(&text).unwrap(), point);
+        }
+        let more = Point { queries: Some(9), ..sweep.points().unwrap().remove(2) };
+        assert_eq!((more.causal, more.check().is_err()), (true, true));
     }
 
     #[test]
@@ -615,7 +736,7 @@ mod tests {
     #[test]
     fn both_orders_are_the_same_tensor() {
         let p = Point { batch: 4, heads_q: 4, heads_kv: 4, head_dim: 32, seqlen: 16, ..paper(512, 64) };
-        let [a, b] = [Order::Bshd, Order::Bhsd].map(|order| p.layout(p.heads_q, order).unwrap());
+        let [a, b] = [Order::Bshd, Order::Bhsd].map(|order| p.q_layout(order).unwrap());
         assert_eq!(a.offset([1, 2, 3, 4]), Some(((16 + 2) * 4 + 3) * 32 + 4));
         assert_eq!(b.offset([1, 2, 3, 4]), Some(((4 + 3) * 16 + 2) * 32 + 4));
         assert!(p.problem().unwrap().wants_lse());

@@ -190,10 +190,11 @@ fn norm(a: &[f64]) -> f64 {
     dot(a, a).sqrt()
 }
 
-/// The distance of two vectors, relative to the second, or to `size` where that is larger.
+/// The distance of two vectors, relative to the second, or to `size` where that is larger. Equal vectors have none, also where
+/// both are 0 (the gradient of a key that nobody sees).
 fn apart(a: &[f64], b: &[f64], size: f64) -> f64 {
     let distance = a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-    distance / norm(b).max(size)
+    if distance == 0.0 { 0.0 } else { distance / norm(b).max(size) }
 }
 
 /// A complaint about an error past its bound; a NaN is larger than any bound.
@@ -211,9 +212,10 @@ fn worse(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }
 
-/// `[batch, token, query head]` of the first and last heads, at both ends and around the middle, where tiles meet.
-fn places(point: &Point) -> Vec<[usize; 3]> {
-    let last = point.seqlen - 1;
+/// `[batch, token, query head]` of the first and last heads, at both ends of so many tokens and around the middle, where tiles
+/// meet.
+fn places(point: &Point, seqlen: usize) -> Vec<[usize; 3]> {
+    let last = seqlen - 1;
     let tokens = [0, 1, last / 2, (last / 2 + 1).min(last), last.saturating_sub(1), last].map(|token| token.min(last));
     let heads = [[0, 0], [point.batch - 1, point.heads_q - 1], [point.batch / 2, point.heads_q / 3]];
     heads.iter().flat_map(|&[batch, head]| tokens.map(|token| [batch, token, head])).collect()

@@ -48,9 +48,9 @@ impl<'a, T> Task<'a, T> {
     pub(super) fn new(point: &'a Point, order: Order) -> hopper_attention::Result<Self> {
         Ok(Self {
             point,
-            q: point.layout(point.heads_q, order)?,
-            kv: point.layout(point.heads_kv, order)?,
-            lse: Layout::contiguous([point.batch, point.heads_q, point.seqlen])?,
+            q: point.q_layout(order)?,
+            kv: point.kv_layout(order)?,
+            lse: Layout::contiguous([point.batch, point.heads_q, point.seqlen_q()])?,
             saved: None,
         })
     }

@@ -82,7 +82,7 @@ struct Bench {
 impl Bench {
     fn new(gpu: &CudaDevice, stream: &std::sync::Arc<CudaStream>, point: &Point) -> Result<Self> {
         let plan = point.problem()?.plan(&Device::Cuda(gpu.clone()))?;
-        let q = point.layout(point.heads_q, Order::Bshd)?;
+        let q = point.q_layout(Order::Bshd)?;
         let lse = Layout::contiguous([point.batch, point.heads_q, point.seqlen])?;
         let buffer = || stream.alloc_zeros::<bf16>(q.span());
         Ok(Self {

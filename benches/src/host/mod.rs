@@ -71,6 +71,7 @@ fn problems() -> [Point; 2] {
         causal,
         window: None,
         seqlen: 128,
+        queries: None,
         batch: 1,
     })
 }

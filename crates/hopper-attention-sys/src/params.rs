@@ -283,7 +283,8 @@ mod ffi {
         /// no `key_sums` and no `tile_counter`, and its grid is the tiles times `shares`. At most `most_shares` of the
         /// row.
         cluster: i32,
-        /// Heads in a group, at least 1. A head here is a share of a (batch entry, key head) pair.
+        /// Heads in a group, at least 1. A head here is a share of a (batch entry, key head) pair, or that pair where clusters
+        /// have the shares.
         heads_per_group: i32,
         /// Number of groups, at least 1. The last group has all heads that are left.
         groups: i32,
@@ -308,7 +309,7 @@ mod ffi {
         /// (`TileShare` in `kernels/sm90/bwd/share.hpp`). The launch's first kernel writes it. sm80 has none: 0.
         share_list: u64,
         /// Whether tiles add to the sums of dQ in the order of their numbers, and shares of a tile to sums of their own.
-        /// The result is then the same on every run, as a deterministic pass needs. Needs a `tile_counter`, or clusters.
+        /// The result is then the same on every run, as a deterministic pass needs. Needs a `tile_counter`, and so no clusters.
         ordered: bool,
         /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch's first
         /// kernel zeroes it. 0: a CTA's tiles follow from its index.

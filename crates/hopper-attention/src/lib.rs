@@ -271,7 +271,7 @@ pub mod internal {
     }
 
     /// As `plan_with_row`, with tiles that are cut into so many shares, which the CTAs of a cluster have or not. More than the
-    /// row allows are as many as it allows.
+    /// row allows are as many as it allows. A deterministic pass has no clusters: there the plan chooses.
     ///
     /// # Errors
     /// As `plan_with_row`.

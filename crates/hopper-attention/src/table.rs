@@ -106,7 +106,8 @@ impl KernelInfo {
         self.split_bytes
     }
 
-    /// The most CTAs that may share the keys of a tile, as a cluster. 1: the kernel's tiles are never shared.
+    /// The most CTAs of a cluster that may share a tile. 1: none may. (Tiles of a backward pass may have shares outside of
+    /// clusters, too.)
     pub fn most_shares(&self) -> usize {
         self.most_shares
     }

@@ -7,13 +7,11 @@ use crate::harness::contest::{Pool, Task};
 
 /// Some rows of each, from the definition with the O and the LSE that every library is given.
 pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
-    let group = task.point.group();
-    let mut rows = Vec::new();
-    for [batch, token, head] in places(task.point) {
-        rows.push(query_row(task, pool, [batch, token, head]));
-        rows.extend(key_rows(task, pool, [batch, token, head / group]));
-    }
-    rows
+    let point = task.point;
+    let queries = places(point, point.seqlen_q());
+    let keys = places(point, point.seqlen).into_iter().map(|[batch, key, head]| [batch, key, head / point.group()]);
+    let of_queries = queries.into_iter().map(|at| query_row(task, pool, at));
+    of_queries.chain(keys.flat_map(|at| key_rows(task, pool, at))).collect()
 }
 
 /// A query's side of all its pairs.
@@ -28,7 +26,7 @@ impl Query {
     fn new<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Self {
         let [batch, query, head] = at;
         let d_o = values(&pool.d_o, &task.q, at);
-        let place = (batch * task.point.heads_q + head) * task.point.seqlen + query;
+        let place = (batch * task.point.heads_q + head) * task.point.seqlen_q() + query;
         // NaN where no forward was run: then nothing passes.
         let (o, lse) = task.saved.map_or((vec![f64::NAN; d_o.len()], f64::NAN), |saved| {
             let o = saved.tensors.first().map_or(&[][..], Vec::as_slice);
@@ -91,7 +89,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
     let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, at));
     let (mut d_k, mut d_v) = (Sum::new(point.head_dim), Sum::new(point.head_dim));
     for head in head_kv * group..(head_kv + 1) * group {
-        for query in (0..point.seqlen).filter(|&query| point.keys(query).contains(&key)) {
+        for query in (0..point.seqlen_q()).filter(|&query| point.keys(query).contains(&key)) {
             let query = Query::new(task, pool, [batch, query, head]);
             let [p, d_s, size] = query.pair(&k, &v, scale(task));
             d_k.add(d_s, size, &query.q);

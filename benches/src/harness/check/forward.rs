@@ -8,10 +8,10 @@ use crate::harness::contest::{Pool, Task};
 /// Some rows, and the LSE beside its places.
 pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>, Vec<(usize, f64)>) {
     let point = task.point;
-    let each = places(point).into_iter().map(|at| {
+    let each = places(point, point.seqlen_q()).into_iter().map(|at| {
         let [batch, query, head] = at;
         let (exact, lse) = row(task, pool, at);
-        let place = (batch * point.heads_q + head) * point.seqlen + query;
+        let place = (batch * point.heads_q + head) * point.seqlen_q() + query;
         (Row { tensor: 0, at, exact, size: 0.0 }, (place, lse))
     });
     each.unzip()

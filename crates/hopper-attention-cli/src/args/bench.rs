@@ -102,6 +102,12 @@ pub struct PointArgs {
     /// Time few heads: 32, 16, 8 and 4 query heads on 16 to 1 KV heads, with one sequence of 512 to 32768 tokens or four of 2048
     #[arg(long, conflicts_with_all = ["gqa", "seqlens", "tokens", "batch", "hidden", "quick"])]
     pub few_heads: bool,
+    /// Time 50 short and lopsided problems: sequences of 77 to 4097 tokens, and queries that are not as many as keys
+    #[arg(long, conflicts_with_all = ["gqa", "seqlens", "tokens", "batch", "hidden", "quick", "few_heads", "quarter"])]
+    pub lopsided: bool,
+    /// A quarter as many queries as keys. A causal mask lets the last query see the last key
+    #[arg(long)]
+    pub quarter: bool,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
@@ -136,6 +142,8 @@ impl PointArgs {
             batch: self.batch,
             hidden: self.hidden.unwrap_or(base.hidden),
             few_heads: self.few_heads,
+            lopsided: self.lopsided,
+            quarter: self.quarter,
             filters: self.filter.clone(),
         }
     }

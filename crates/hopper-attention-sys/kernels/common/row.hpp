@@ -51,7 +51,7 @@ struct RowTraits {
   static constexpr int kTileN = kColumns;  // keys of a block (forward) or of a tile (backward)
   static constexpr int kStages = kStageCount;
   static constexpr Scores kScores = kScoresOfRow;
-  static constexpr int kMostShares = 1;  // CTAs that may share a tile's keys (sm90/fwd)
+  static constexpr int kMostShares = 1;  // CTAs of a cluster that may share a tile (sm90)
 };
 
 // A row's description, from its traits.

@@ -146,9 +146,9 @@ struct QueryVisits {
 
   // Of tile `n_block` of kTileN keys.
   //
-  // Tiles that all see the first block begin each elsewhere, so that few tiles add to the sums of the same dQ at a time.
-  // Under a mask those that do not see it begin apart anyway. `ordered`: tiles add in the order of their numbers; then
-  // all begin with the first block that they see.
+  // Tiles that all see the first block begin each elsewhere, so that few tiles add to the sums of the same dQ at a
+  // time. Under a mask those that do not see it begin apart anyway. `ordered`: tiles add in the order of their numbers;
+  // then all begin with the first block that they see.
   template <MaskClass kMask, int kTileM, int kTileN>
   CUTE_DEVICE static QueryVisits of(Band const& band, int n_block, bool ordered) {
     QueryVisits visits = unordered<kMask, kTileM, kTileN>(band, n_block);

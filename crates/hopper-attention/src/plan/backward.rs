@@ -8,7 +8,7 @@
 //! - The *sums of dQ* of a block are f32 in the workspace. Each tile that visits the block adds its part of dQ to them.
 //! - To *draw* a tile is to take the next one of the tile order with a counter in the workspace.
 //! - A *share* of a tile is some of its blocks. Where there are few tiles, CTAs take shares of them (`shares.rs`). The *sums of dK
-//!   and dV* of such a tile are f32 in the workspace, too.
+//!   and dV* of such a tile are f32 in the workspace, too, unless the CTAs of a cluster have its shares.
 //! - A tile's *turn*: in a deterministic pass, tiles add to the sums of a block in a fixed order. A tile waits for its turn,
 //!   that is, for the tiles before it.
 
@@ -101,7 +101,7 @@ pub struct BackwardChoice {
     /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
     pub tile_counter: bool,
     /// Whether tiles take turns at the sums of dQ, as a deterministic pass needs. Then the sums have the same bits on every
-    /// run. Needs `tile_counter` or clusters.
+    /// run. Needs `tile_counter`, and so no clusters.
     pub turns: bool,
     /// Number of blocks of queries in all: `ceil(seqlen_q / tile_m) * batch * heads_q`. Below 2^31.
     pub blocks: usize,
@@ -232,8 +232,7 @@ fn select_cut(
             ordered: turns,
             most_in_cluster: kernel.most_shares,
         };
-        // Tiles of clusters wait for their turns only where all clusters run.
-        forced.filter(|cut| !cut.in_cluster || !turns || work.runs(cut.shares)).unwrap_or_else(|| work.cut())
+        forced.filter(|cut| !(cut.in_cluster && turns)).unwrap_or_else(|| work.cut())
     } else {
         Cut::WHOLE
     };
@@ -246,7 +245,7 @@ fn select_cut(
     };
     let [diagonal_offset, window_left, window_right] = mask;
     // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
-    // same blocks in each tile. Other shares do not, so that all are in one group. Clusters start in the order of the list.
+    // same blocks in each tile. Other shares do not, so that all are in one group.
     let heads = heads_kv * shares;
     let bytes = bytes / shares;
     let [heads_per_group, groups] = match (turns, shares) {
@@ -269,7 +268,7 @@ fn select_cut(
         groups,
         // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
         // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
-        // Clusters start in the order of the list, and their plan has no more of them than run at a time.
+        // Clusters draw nothing: their tiles follow from their numbers, and they take no turns.
         tile_counter: !cut.in_cluster && (turns || (!even && listed > grid)),
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
@@ -494,6 +493,34 @@ mod tests {
             "sm90 bwd bf16 window head_dim 64/64 tile 128x128 stages 2, grid 132 for 96 tiles of 4 shares, \
              128 blocks of queries, heads a group 16, groups 1, drawn order, keys from +2000-5"
         );
+    }
+
+    #[test]
+    fn few_tiles_are_clusters_unless_they_take_turns() {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 512,
+            seqlen_kv: 512,
+            heads_q: 16,
+            heads_kv: 16,
+            head_dim_qk: 128,
+            head_dim_vo: 128,
+        };
+        let rows: Vec<KernelInfo> = rows().into_iter().map(|row| KernelInfo { most_shares: 8, ..row }).collect();
+        let of = |problem: &BackwardProblem| select_backward(problem, &H100, &rows).unwrap();
+        let choice = of(&problem(dims, Mask::causal()));
+        assert_eq!(
+            choice.to_string(),
+            "sm90 bwd bf16 causal head_dim 128/128 tile 64x128 stages 2, grid 128 for 64 tiles of 2 shares in a cluster, \
+             128 blocks of queries, heads a group 16, groups 1, fixed order, keys to +0+0"
+        );
+        assert!(
+            choice.cluster == 2
+                && !choice.tile_counter
+                && choice.parts().key_sums == choice.parts().end.next_multiple_of(256)
+        );
+        let in_turns = of(&deterministic(&problem(dims, Mask::causal())));
+        assert!(in_turns.cluster == 1 && in_turns.tile_counter);
     }
 
     #[test]

@@ -153,11 +153,12 @@ impl Work {
         each.max(longest) + LATE * longest + around
     }
 
-    /// Whether all clusters run at a time, with the shares of each tile in one.
-    pub(super) fn runs(&self, shares: usize) -> bool {
+    /// Whether the shares of each tile can be a cluster's: all clusters must run at a time. Not where tiles take turns. A tile waits
+    /// for those before it, which must be running, and only drawing ensures that.
+    fn runs(&self, shares: usize) -> bool {
         let tiles = self.steps.len() * self.heads;
         let bound = if self.is_bounded { self.multiprocessors / shares } else { usize::MAX };
-        tiles <= clusters_at_a_time(self.multiprocessors, shares).min(bound)
+        !self.ordered && tiles <= clusters_at_a_time(self.multiprocessors, shares).min(bound)
     }
 
     /// The time with the shares of each tile in a cluster. `None` where the clusters do not run at a time.
@@ -289,6 +290,7 @@ mod tests {
         assert!(!cut(causal(8, 1, 2048)).in_cluster);
         assert!(!causal(1, 17, 512).runs(2) && causal(1, 16, 512).runs(2));
         assert_eq!(Work { most_in_cluster: 1, ..causal(1, 16, 512) }.cut(), Cut::WHOLE);
+        assert!(!cut(Work { ordered: true, ..causal(1, 16, 512) }).in_cluster);
     }
 
     /// `visits` beside the mask's definition.

@@ -26,8 +26,8 @@
 //   - warp 2 works in an ordered backward only: it reports each block whose dQ has been added, so that the next tile
 //     may add to that block;
 //   - warp 3 adds dQ of each block to the sums in global memory.
-// - Two consumer warpgroups of 64 keys each (mma.hpp). They write dK and dV straight to global memory, and dQ to
-//   shared memory.
+// - Two consumer warpgroups of 64 keys each (mma.hpp). They write dK and dV straight to global memory (clusters:
+//   after their sums), and dQ to shared memory.
 //
 // Barriers in shared memory. "Full" hands a buffer on, "empty" hands it back. A half of dQ is what one consumer
 // computes of a block's dQ: half of the columns where a block is 64 queries, half of the queries where it is 128.

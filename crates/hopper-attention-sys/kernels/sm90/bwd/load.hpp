@@ -85,8 +85,8 @@ struct BwdLoad {
   }
 
   // dQ of each block, from shared memory to the sums in global memory. The first tile that comes to a block stores its
-  // dQ, the others add theirs. Ordered: tiles come by their number, so that the sums are the same on every run. Either
-  // way a tile waits only for tiles that were drawn before it.
+  // dQ, the others add theirs. Ordered: tiles come by their number, so that the sums are the same on every run. A
+  // tile waits only for tiles that run: for the one that came to the block first, or, ordered, for those drawn before it.
   CUTE_DEVICE static void query_gradients(BwdParams const& params, BwdScalars const& scalars, Band const& band,
                                           Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;

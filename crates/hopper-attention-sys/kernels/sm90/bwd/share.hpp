@@ -25,7 +25,7 @@ struct alignas(16) TileShare {
   int steps;   // visits in all query heads together. 0: the tile has fewer steps than shares, and none is left
   int head_q;  // the first query head that it visits
   int visit;   // the first visit there (QueryVisits)
-  int sums;    // whose sums its dV and dK are added to, where tiles have shares
+  int sums;    // whose sums its dV and dK are added to, where tiles have shares that are not a cluster's
   int start;   // where the visits of each query head begin (QueryVisits::start)
 
   CUTE_DEVICE bool valid() const { return batch >= 0; }
