@@ -145,15 +145,13 @@ impl Compiled {
         })
     }
 
-    /// Whether the last results are stored before the CTA arrives at the barrier of the cluster that CTAs end after, and nothing is
-    /// read or written between that arrival and the end.
+    /// Whether results are stored before the arrival at the barrier that a cluster's CTAs end after, and nothing is accessed later.
     fn leaves_late(&self) -> bool {
-        let opcodes: Vec<_> = self.instructions().collect();
-        let Some(stored) = opcodes.iter().rposition(|code| *code == "STG") else { return false };
-        let after = opcodes[stored..].iter().skip_while(|code| **code != "UCGABAR_ARV");
-        let leaving: Vec<_> = after.take_while(|code| **code != "EXIT").collect();
+        let codes: Vec<_> = self.instructions().collect();
+        let last = codes.iter().rposition(|code| *code == "STG").unwrap_or(codes.len());
+        let after = codes[last..].iter().skip_while(|code| **code != "UCGABAR_ARV").take_while(|code| **code != "EXIT");
         let accesses = |code: &str| ["LD", "ST", "RED", "ATOM"].iter().any(|kind| code.starts_with(kind));
-        leaving.contains(&&"UCGABAR_WAIT") && !leaving.iter().any(|code| accesses(code))
+        after.clone().any(|code| *code == "UCGABAR_WAIT") && !after.clone().any(|code| accesses(code))
     }
 
     /// The most exponentials that stand between an instruction and the next one of another kind, with no product between.
@@ -289,15 +287,13 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
         let added = compiled.lines().filter(|line| line.contains("RED") && line.contains("ADD.F32")).count();
         let wanted = compiled.codes() * 3 * sums;
         if added != wanted {
-            faults
-                .push(format!("{added} additions to the sums of dQ in {} codes, expected {wanted}", compiled.codes()));
+            faults.push(format!("{added} additions to dQ in {} codes, expected {wanted}", compiled.codes()));
         }
     }
     // Eight warps share a multiprocessor.
-    let allowed = (REGISTERS / 256).min(255);
-    match compiled.resource("REG", MAIN_KERNEL) {
-        Some(value) if value <= allowed => {}
-        found => faults.push(format!("REG is {found:?}, expected {allowed} at most")),
+    let (found, allowed) = (compiled.resource("REG", MAIN_KERNEL), (REGISTERS / 256).min(255));
+    if !found.is_some_and(|found| found <= allowed) {
+        faults.push(format!("REG is {found:?}, expected {allowed} at most"));
     }
     faults
 }
@@ -327,9 +323,7 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         }
     }
     if shares && !compiled.leaves_late() {
-        faults.push(
-            "a CTA of a cluster does not wait for the others, or says that it has read before it has stored".into(),
-        );
+        faults.push("a CTA of a cluster ends early, or says that it has read before it stores".into());
     }
     // Exponentials run beside a product only where they stand before the wait for it (forward), or before that for the
     // other warpgroup, which multiplies meanwhile (backward). ptxas moves them behind where it can.
@@ -349,18 +343,17 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         let found = if in_f16 { "there are" } else { "there are no" };
         faults.push(format!("{found} sums in f16, of a row with scores in {}", row.scores()));
     }
-    let expected = (REGISTERS / row.threads()) & !7;
     // Small kernels may stand before and after the main one, with registers of their own.
-    match compiled.resource("REG", MAIN_KERNEL) {
-        Some(value) if value == expected => {}
-        found => faults.push(format!("REG is {found:?}, expected {expected}")),
+    let (found, expected) = (compiled.resource("REG", MAIN_KERNEL), (REGISTERS / row.threads()) & !7);
+    if found != Some(expected) {
+        faults.push(format!("REG is {found:?}, expected {expected}"));
     }
     faults
 }
 
 /// The folder of the kernels' build. `None` in a build without kernels.
 const BUILD_DIR: Option<&str> = option_env!("HATTN_BUILD_DIR");
-/// The folder with cuobjdump and nvdisasm. `None` if they were not found when the kernels were built.
+/// That of cuobjdump and nvdisasm. `None` if they were not found when the kernels were built.
 const DISASSEMBLER_DIR: Option<&str> = option_env!("HATTN_DISASSEMBLER_DIR");
 
 fn disassembler() -> &'static Path {
@@ -431,8 +424,7 @@ impl List {
     }
 }
 
-/// The numbers among the arguments of a mangled kernel's traits, in their order: enumerators (`LNS_5DTypeE1E`) and integers
-/// (`Li128E`).
+/// The numbers among the arguments of a mangled kernel's traits, in their order (`Li128E`).
 fn traits_arguments(function: &str) -> Vec<usize> {
     let Some((_, arguments)) = function.split_once("TraitsI") else { return Vec::new() };
     let bytes = arguments.as_bytes();
@@ -491,7 +483,6 @@ fn every_row_is_compiled_as_planned() {
         assert_eq!(rows.len(), sources.len(), "{name}: rows of the launch table and rows of the build");
         let mut kernels_of_rows = Vec::new();
         for (row, (source, columns)) in rows.into_iter().zip(sources) {
-            // The order is the same by construction; the columns make sure of it.
             let (dtype, mask, stages) = (row.dtype(), row.mask(), row.stages());
             let (head_dim_qk, head_dim_vo) = (row.head_dim_qk(), row.head_dim_vo());
             let (tile_m, tile_n) = (row.tile_m(), row.tile_n());

@@ -146,14 +146,13 @@ struct QueryVisits {
 
   // Of tile `n_block` of kTileN keys.
   //
-  // Tiles that all see the first block begin each elsewhere, so that few tiles add to the sums of the same dQ at a
-  // time. Under a mask those that do not see it begin apart anyway. `ordered`: tiles add in the order of their numbers;
-  // then all begin with the first block that they see.
+  // Without a mask each tile begins elsewhere, so that few tiles add to the sums of the same dQ at a time. Under a mask
+  // most do anyway. `ordered`: tiles add in the order of their numbers; then all begin with the first block.
   template <MaskClass kMask, int kTileM, int kTileN>
   CUTE_DEVICE static QueryVisits of(Band const& band, int n_block, bool ordered) {
     QueryVisits visits = unordered<kMask, kTileM, kTileN>(band, n_block);
-    static_assert(kTileN % kTileM == 0, "a tile's first block of queries is a whole number");
-    if (kMask == MaskClass::Full || n_block * kTileN < band.right_offset) {
+    if constexpr (kMask == MaskClass::Full) {
+      static_assert(kTileN % kTileM == 0, "a tile's first block of queries is a whole number");
       visits.start = ordered ? visits.begin : n_block * (kTileN / kTileM) % visits.end;
     }
     return visits;

@@ -46,8 +46,11 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
     int const head = listed.head / of_head;
     int const index = params.cluster > 1 ? i % of_tile : listed.head - head * of_head;
     int const heads_per_kv_head = params.heads_q / params.heads_kv;
-    auto const visits =
-        QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
+    auto visits = QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
+    // With more keys than queries, many tiles see the first block under a mask, too. They begin each elsewhere.
+    if (Traits::kMask != MaskClass::Full && !params.ordered && listed.block * Traits::kTileN < band.right_offset) {
+      visits.start = listed.block * (Traits::kTileN / Traits::kTileM) % visits.end;
+    }
     Share const share = Share::of(heads_per_kv_head * visits.count(), index, params.shares);
     int const heads_before = share.first / visits.count();
     int const copy = params.ordered ? index : 0;
