@@ -772,7 +772,7 @@ fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
             ("no LDGSTS", &|c| c.sass = c.sass.replace("LDGSTS", "LDG")),
             ("3 HMMA for 2 LDSM, expected 2", &|c| c.sass = c.sass.replacen("HMMA", "HFMA2", 1)),
             ("BAR in 2 codes", &|c| c.sass = c.sass.replacen("BAR.ARV", "NOP", 1)),
-            ("additions to the sums of dQ in 2 codes", &|c| c.sass = c.sass.replacen("REDG", "ATOMG", 1)),
+            ("additions to dQ in 2 codes", &|c| c.sass = c.sass.replacen("REDG", "ATOMG", 1)),
             ("of static shared memory", &|c| c.usage = c.usage.replacen("SHARED:1024", "SHARED:168960", 1)),
             ("REG is", &|c| c.usage = c.usage.replacen("REG:255", "REG:256", 1)),
             ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
