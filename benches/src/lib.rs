@@ -41,7 +41,9 @@ pub const SM_MARGIN_VARIABLE: &str = "HATTN_PEER_SM_MARGIN";
 pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
-pub use point::{Direction, FEW_HEADS, FEW_SEQUENCES, HIDDEN, Order, Point, PointMask, Precision, Sweep, TOKENS};
+pub use point::{
+    Direction, FEW_HEADS, FEW_SEQUENCES, HIDDEN, LOPSIDED, Order, Point, PointMask, Precision, SHORT, Sweep, TOKENS,
+};
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};

@@ -292,7 +292,7 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     }
     // Eight warps share a multiprocessor.
     let (found, allowed) = (compiled.resource("REG", MAIN_KERNEL), (REGISTERS / 256).min(255));
-    if !found.is_some_and(|found| found <= allowed) {
+    if found.is_none_or(|found| found > allowed) {
         faults.push(format!("REG is {found:?}, expected {allowed} at most"));
     }
     faults
