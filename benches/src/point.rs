@@ -175,6 +175,12 @@ impl Point {
         Ok(())
     }
 
+    /// The point, if its sizes can be counted.
+    fn checked(self) -> Result<Self> {
+        self.check().with_context(|| format!("the point {self}"))?;
+        Ok(self)
+    }
+
     /// Queries in a sequence.
     pub fn seqlen_q(&self) -> usize {
         self.queries.unwrap_or(self.seqlen)
@@ -415,13 +421,10 @@ impl Sweep {
             "--lopsided or --quarter with --dtypes e4m3 is not timed; allowed: --dtypes bf16,f16"
         );
         let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
-        let lengths = match (self.few_heads, self.lopsided) {
-            (true, _) => FEW_SEQUENCES.len(),
-            (false, true) => SHORT.len() + LOPSIDED.len(),
-            (false, false) => self.seqlens.len(),
-        };
-        let lists = [self.directions.len(), self.dtypes.len(), groups, self.dims.len(), self.masks.len(), lengths];
-        let all = lists.into_iter().fold(1, usize::saturating_mul);
+        let kinds = [self.directions.len(), self.dtypes.len(), groups, self.dims.len()];
+        let each = self.masks.len().saturating_mul(self.sequences().len());
+        let each = each.saturating_add(if self.lopsided { LOPSIDED.len() } else { 0 });
+        let all = kinds.into_iter().fold(each, usize::saturating_mul);
         ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
         let mut points = Vec::new();
         for &direction in &self.directions {
@@ -479,12 +482,7 @@ impl Sweep {
         head_dim: usize,
         points: &mut Vec<Point>,
     ) -> Result<()> {
-        let batch = |seqlen: usize| self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
-        let sequences: Vec<[usize; 2]> = match (self.few_heads, self.lopsided) {
-            (true, _) => FEW_SEQUENCES.to_vec(),
-            (false, true) => SHORT.to_vec(),
-            (false, false) => self.seqlens.iter().map(|&seqlen| [batch(seqlen), seqlen]).collect(),
-        };
+        let sequences = self.sequences();
         for &mask in &self.masks {
             let (causal, window) = match mask {
                 PointMask::Full => (false, None),
@@ -495,11 +493,20 @@ impl Sweep {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
                 let point =
                     Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch };
-                point.check().with_context(|| format!("the point {point}"))?;
-                points.push(point);
+                points.push(point.checked()?);
             }
         }
         Ok(())
+    }
+
+    /// Batch and sequence length of the points of every mask.
+    fn sequences(&self) -> Vec<[usize; 2]> {
+        let batch = |seqlen: usize| self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
+        match (self.few_heads, self.lopsided) {
+            (true, _) => FEW_SEQUENCES.to_vec(),
+            (false, true) => SHORT.to_vec(),
+            (false, false) => self.seqlens.iter().map(|&seqlen| [batch(seqlen), seqlen]).collect(),
+        }
     }
 
     /// The points of [`LOPSIDED`].
@@ -507,8 +514,7 @@ impl Sweep {
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
             let point = Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch };
-            point.check().with_context(|| format!("the point {point}"))?;
-            points.push(point);
+            points.push(point.checked()?);
         }
         Ok(())
     }
@@ -551,8 +557,7 @@ mod tests {
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s77/b212/h32/kv32");
         assert_eq!(points[18].to_string(), "fwd/bf16/d64/full/s128x16384/b1/h32/kv8");
         assert_eq!(points[49].family(), "fwd-bf16-d128-full-lopsided");
-        let words = sweep.clone().points().unwrap();
-        assert_eq!(words.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
+        assert_eq!(points.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
         let fp8 = Sweep { dtypes: vec![Precision::E4m3], ..sweep };
         assert!(fp8.points().unwrap_err().to_string().contains("--dtypes bf16,f16"));
     }

@@ -11,7 +11,6 @@
 #include "common/fill.hpp"
 #include "common/row.hpp"
 #include "common/scalars.hpp"
-#include "common/start.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
 
@@ -46,16 +45,17 @@ inline Status zero_tile_counter(std::uint64_t tile_counter, CUstream_st* stream)
 inline Status no_maps() noexcept { return {}; }
 
 // Starts a forward of 16-bit operands. Where there are keys, `encode()` makes the kernel's tensor maps and returns a
-// Status, before anything is enqueued. `start(scalars)` then starts the kernel.
-template <class Encode, class Start>
-Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode, Start const& start) noexcept {
+// Status, before anything is enqueued. `start_main(scalars)` then starts the kernel.
+template <class Encode, class StartMain>
+Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
+                      StartMain const& start_main) noexcept {
   if (params.seqlen_kv == 0) {
     return launch_fill_empty(params, stream);
   }
   Status status = encode();
   status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
   if (is_ok(status)) {
-    start(fwd_scalars(params));
+    start_main(fwd_scalars(params));
     status = to_status(cudaGetLastError());
   }
   return status;

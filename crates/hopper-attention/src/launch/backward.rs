@@ -112,7 +112,7 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         sums: part(parts.sums),
         progress: part(parts.progress),
         share_list: if choice.kernel.arch == Arch::Sm90 { part(parts.share_list) } else { 0 },
-        key_sums: if choice.shares > choice.cluster { part(parts.key_sums) } else { 0 },
+        key_sums: if choice.sums_keys() { part(parts.key_sums) } else { 0 },
         ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     })

@@ -131,6 +131,11 @@ impl BackwardChoice {
         self.parts().end
     }
 
+    /// Whether the sums of dK and dV are in the workspace: tiles have shares, and these are not a cluster's.
+    pub(crate) fn sums_keys(&self) -> bool {
+        self.shares > self.cluster
+    }
+
     pub(crate) fn parts(&self) -> Parts {
         let Self { kernel, blocks, .. } = self;
         let queries = blocks * kernel.tile_m;
@@ -145,11 +150,10 @@ impl BackwardChoice {
             begin
         };
         let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { tiles * shares * SHARE_BYTES });
-        let copies = match shares {
-            1 => 0,
-            _ if self.cluster > 1 => 0,
-            _ if self.turns => shares,
-            _ => 1,
+        let copies = match (self.sums_keys(), self.turns) {
+            (false, _) => 0,
+            (true, true) => shares,
+            (true, false) => 1,
         };
         let key_sums = part(copies * tiles * key_sums_bytes(kernel));
         Parts { statistics, sums, progress, share_list, key_sums, end }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/launch.hpp"
+#include "common/start.hpp"
 #include "sm90/bwd/kernel.hpp"
 #include "sm90/cluster.hpp"
 #include "sm90/tensor_map.hpp"
@@ -30,8 +31,8 @@ struct BwdLaunch {
     };
     return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
       auto* const kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : bwd_kernel<Traits>;
-      start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, true}, kernel, params,
-                   scalars, map_q, map_k, map_v, map_d_o);
+      start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps},
+                   kernel, params, scalars, map_q, map_k, map_v, map_d_o);
     });
   }
 };

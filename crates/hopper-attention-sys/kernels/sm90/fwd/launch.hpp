@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/launch.hpp"
+#include "common/start.hpp"
 #include "sm90/cluster.hpp"
 #include "sm90/fwd/kernel.hpp"
 #include "sm90/tensor_map.hpp"
