@@ -150,7 +150,7 @@ struct QueryVisits {
   // most do anyway. `ordered`: tiles add in the order of their numbers; then all begin with the first block.
   template <MaskClass kMask, int kTileM, int kTileN>
   CUTE_DEVICE static QueryVisits of(Band const& band, int n_block, bool ordered) {
-    QueryVisits visits = unordered<kMask, kTileM, kTileN>(band, n_block);
+    QueryVisits visits = blocks_of<kMask, kTileM, kTileN>(band, n_block);
     if constexpr (kMask == MaskClass::Full) {
       static_assert(kTileN % kTileM == 0, "a tile's first block of queries is a whole number");
       visits.start = ordered ? visits.begin : n_block * (kTileN / kTileM) % visits.end;
@@ -171,7 +171,7 @@ struct QueryVisits {
 
   // Which blocks, whatever the order.
   template <MaskClass kMask, int kTileM, int kTileN>
-  CUTE_DEVICE static QueryVisits unordered(Band const& band, int n_block) {
+  CUTE_DEVICE static QueryVisits blocks_of(Band const& band, int n_block) {
     int begin = 0;
     int end = ceil_div(band.seqlen_q, kTileM);
     int const first_key = n_block * kTileN;
@@ -206,7 +206,7 @@ struct KeyTiles {
       int high = tiles;
       while (low < high) {
         int const middle = (low + high) / 2;
-        bool const found = holds(QueryVisits::unordered<kMask, kTileM, kTileN>(band, middle));
+        bool const found = holds(QueryVisits::blocks_of<kMask, kTileM, kTileN>(band, middle));
         high = found ? middle : high;
         low = found ? low : middle + 1;
       }

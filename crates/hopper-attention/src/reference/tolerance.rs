@@ -56,7 +56,7 @@
 //! - The same bound serves scores in f16 ([`half_scores`](crate::ForwardProblemBuilder::half_scores)). A head dim of 128 is
 //!   four steps of 32 products. Each step rounds the sum so far, by up to 2^-11 of it. Four times 2^-11 is 2^-9, and the
 //!   tolerance allows 2 * 4 * 2^-12 = 2^-9 of the magnitudes. The exponentials are in f16 too, so the LSE is allowed an error
-//!   of 2.5e-3 in addition.
+//!   of 3.2e-3 in addition.
 //!
 //! # The LSE
 //!
@@ -105,18 +105,20 @@
 //! each 64 neighbouring tokens of a head (a block).
 //!
 //! ```text
-//! rms         rms(got - exact) <= (1.6 + 5 / sqrt(2 n)) * max(rms(plain - exact), rms(d)) + rms(a)
-//! common      |sum (got - exact) * exact| <= max(5 * deviation of the sum, 2 * |sum (plain - exact) * exact|)
+//! rms         rms(got - exact) <= (1.6 + c / sqrt(2 n)) * max(rms(plain - exact), rms(d)) + rms(a)
+//! common      |sum (got - exact) * exact| <= max(c * deviation of the sum, 2 * |sum (plain - exact) * exact|)
 //!                                            + u/16 * sum exact^2 + sum a * |exact|
 //! ```
 //!
+//! - `c` is how many standard deviations are allowed for chance: 6.5 for a column, since there are so many columns, and 5 for
+//!   other groups.
 //! - `d` is the standard deviation that the error of an element is expected to have: `0.42` of the noise above, without the 1.5.
 //!   Scores in f16 are off by up to twice `4 s`, so that their standard deviation is taken as `4 s`.
 //! - `n` is the number of independent samples in the group. A row is one sample, since its elements share the errors of their
 //!   weights. Equal rows count once. If the plain computation's errors add up along the columns, there are fewer samples.
 //! - `a` is what does not average out: keys whose weights are rounded alike because their scores are nearly equal, scores that
 //!   tensor cores cut off towards 0, and sums in f32 that are cut off. In `sum a * |exact|`, what is rounded alike in a row of
-//!   the output is not taken as alike in all rows: it is no more than 5 deviations of its sum over the rows.
+//!   the output is not taken as alike in all rows: it is no more than `c` deviations of its sum over the rows.
 //! - The second line is for a factor that all elements share. For the LSE there is only the first.
 //!
 //! So a common factor of 0.5% fails for bf16, f16 and f32, and one of 2% for e4m3. `tests/src/mutations.rs` in the repository
@@ -165,6 +167,9 @@ const TIMES_RMS: f64 = 1.6;
 const SCORES_ALIKE: f64 = 0.125;
 /// How many standard deviations a sum over a group may be off by chance.
 const DEVIATIONS: f64 = 5.0;
+/// The same for a column. There are many more columns than other groups: some 10^7 in 10^5 random problems. Of so many, a few
+/// come to 5 standard deviations by chance. This is 1.3 times as much.
+const COLUMN_DEVIATIONS: f64 = 6.5;
 /// The share of the unit roundoff by which all elements may be off together.
 const COMMON: f64 = 0.0625;
 /// The standard deviation of the LSE, as a share of the `max` in its tolerance and of an ulp.
@@ -185,11 +190,12 @@ const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
 fn u_lse_e4m3(head_dim: usize) -> f64 {
     U_SUM_E4M3 * ((head_dim as f64 / 32.0).ceil() + 1.0) / 2.0
 }
-/// What is added to the `max` in the LSE's tolerance, where scores are in f16. Twice this, 2.5e-3, is then allowed in addition.
+/// What is added to the `max` in the LSE's tolerance, where scores are in f16. Twice this, 3.2e-3, is then allowed in addition.
 ///
 /// The exponentials in f16 have a relative error of up to 2^-9.9 (PTX ISA, `ex2`). Their arguments, up to 8, are rounded to
-/// f16, which is an error of up to 2^-9 in powers of two. Both together are 2.4e-3.
-const LSE_LEAST_HALF_SCORES: f64 = 1.25e-3;
+/// f16, which is an error of up to 2^-9 in powers of two. Both together are 2.4e-3. Where all scores are equal, all errors
+/// are, and a result comes to that. 3.2e-3 is 1.3 times as much.
+const LSE_LEAST_HALF_SCORES: f64 = 1.6e-3;
 
 /// Judges the results of a forward problem on given inputs. It holds the results of the oracle and of the plain computation.
 #[derive(Clone, Debug)]

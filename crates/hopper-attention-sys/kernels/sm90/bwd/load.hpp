@@ -42,7 +42,7 @@ struct BwdLoad {
       }
       // tile[] has been read. This lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
-      QueryVisits visits = QueryVisits::unordered<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+      QueryVisits visits = QueryVisits::blocks_of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       visits.start = tile.start;
       int head = tile.head_q;
       int blocks = (tile.batch * scalars.heads_q + head) * scalars.m_blocks;
@@ -209,12 +209,10 @@ struct BwdLoad {
       }
       Tile const tile{storage.tile[k.stage].block, storage.tile[k.stage].head, storage.tile[k.stage].batch};
       storage.tile_full[k.stage].arrive();
-      if (!tile.valid()) {
+      // A CTA must not end while a copy to it is under way. Where a share is empty, nobody would wait for the copy of K.
+      if (!tile.valid() || (Traits::kShares && storage.tile[k.stage].steps == 0)) {
         let_next_start();  // the last blocks have been asked for
         break;
-      }
-      if (Traits::kShares && storage.tile[k.stage].steps == 0) {
-        break;  // a CTA must not end while a copy to it is under way, and nobody would wait for this one
       }
       storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
       load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],

@@ -99,7 +99,7 @@ struct BwdMma {
     auto enter_tile = [&]() __attribute__((always_inline)) {
       TileShare const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
-      visits = QueryVisits::unordered<kMask, kM, kN>(band, n_block);  // asked for blocks, not for the first of them
+      visits = QueryVisits::blocks_of<kMask, kM, kN>(band, n_block);  // asked for blocks, not for the first of them
       remaining = warp_value(tile.steps);
       visit = warp_value(tile.visit);
     };

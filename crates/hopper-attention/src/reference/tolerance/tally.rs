@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::figures::{Bound, Figures, Group};
-use super::{BLOCK, DEVIATIONS, TIMES_PLAIN, TIMES_RMS};
+use super::{BLOCK, COLUMN_DEVIATIONS, DEVIATIONS, TIMES_PLAIN, TIMES_RMS};
 
 /// One row to be judged.
 pub(super) struct Row<'a> {
@@ -209,11 +209,12 @@ impl Tally {
     }
 
     fn group(&mut self, group: Group, sums: &Sums, copies: f64) {
+        let deviations = if matches!(group, Group::Column { .. }) { COLUMN_DEVIATIONS } else { DEVIATIONS };
         let [error, plain] = sums.squares.map(f64::sqrt);
         // The number of samples, if rows of a larger variance count more.
         let samples = sums.variance * sums.variance / (sums.variance_squares * copies);
         if error > 0.0 {
-            let times = TIMES_RMS + if samples > 0.0 { DEVIATIONS / (2.0 * samples).sqrt() } else { 0.0 };
+            let times = TIMES_RMS + if samples > 0.0 { deviations / (2.0 * samples).sqrt() } else { 0.0 };
             let allowed = times * plain.max(sums.variance.sqrt()) + sums.alike_squares.sqrt();
             self.worst(error / allowed, Bound::Rms(group), None);
         }
@@ -221,9 +222,9 @@ impl Tally {
         if let Some(common) = self.common
             && along > 0.0
         {
-            let chance = DEVIATIONS * sums.along_deviation * copies.sqrt();
+            let chance = deviations * sums.along_deviation * copies.sqrt();
             // Rows are rounded independently of each other, so far as they are not copies.
-            let alike = sums.alike_along[0].min(DEVIATIONS * sums.alike_along[1] * copies.sqrt());
+            let alike = sums.alike_along[0].min(deviations * sums.alike_along[1] * copies.sqrt());
             let allowed =
                 chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + alike + sums.systematic_along;
             if allowed > 0.0 {
