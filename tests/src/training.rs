@@ -471,7 +471,7 @@ impl Curves {
         );
         // Two roundings drift apart as far as one does from none; three, and a floor for curves that hardly part.
         let learned = self.ours.len() < 100 || end < 0.8 * start;
-        if learned && error <= 3.0 * noise + 0.002 { Ok(words) } else { Err(words) }
+        if learned && error <= 3.0 * noise + 0.005 { Ok(words) } else { Err(words) }
     }
 
     /// The curves as an SVG.
