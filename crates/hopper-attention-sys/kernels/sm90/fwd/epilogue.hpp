@@ -24,10 +24,10 @@ struct Epilogue {
                  : "memory");
   }
 
-  // Writes the tile's log-sum-exp and gives what its O must be multiplied by.
+  // Writes the tile's log-sum-exp and gives what its O must be multiplied by. (`sums` and `divisors`: softmax.hpp.)
   CUTE_DEVICE static void finish_rows(FwdParams const& params, FwdScalars const& scalars, Storage const& storage,
                                       int buffer, int consumer, float const (&reference)[2], float const (&sums)[2],
-                                      float (&inverse)[2]) {
+                                      float const (&divisors)[2], float (&inverse)[2]) {
     Tile const tile = storage.tile[buffer];
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
@@ -36,7 +36,7 @@ struct Epilogue {
     for (int r = 0; r < 2; ++r) {
       float const sum = sums[r];
       bool const empty = sum == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
-      inverse[r] = empty ? 0.0F : reciprocal_approx(sum);
+      inverse[r] = empty ? 0.0F : reciprocal_approx(divisors[r]);
       int const query = first_query + 8 * r;
       float const lse = log_sum_exp(reference[r], sum);
       store_if(scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q,

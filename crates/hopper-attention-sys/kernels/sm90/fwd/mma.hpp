@@ -17,11 +17,11 @@
 
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
-#include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/shares.hpp"
+#include "sm90/fwd/softmax.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/product.hpp"
 #include "sm90/turns.hpp"
@@ -32,7 +32,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), 1, Traits::kConsumers == 3>;
+  using Softmax = ExactSoftmax<Element, Traits::kTileN>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
 
@@ -142,11 +142,13 @@ struct Mma {
         v.make_uniform();
       }
     };
-    auto mask_block = [&](int visit) __attribute__((always_inline)) {
+    // This lane's first row.
+    auto own_row = [&]() __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
-      int const lane = thread % 32;
-      int const row = m_block * Traits::kTileM + consumer * Traits::kRowsApart + (thread / 32 % 4) * 16 + lane / 4;
-      apply_mask<kMask, Traits::kTileN>(tSrS, band, row, 2 * (lane % 4), visits.block(visit));
+      return m_block * Traits::kTileM + consumer * Traits::kRowsApart + (thread / 32 % 4) * 16 + thread % 32 / 4;
+    };
+    auto mask_block = [&](int visit) __attribute__((always_inline)) {
+      apply_mask<kMask, Traits::kTileN>(tSrS, band, own_row(), 2 * (Traits::thread_index() % 4), visits.block(visit));
     };
     auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
     auto issue_output = [&]() {
@@ -167,10 +169,15 @@ struct Mma {
     auto first_softmax = [&]() __attribute__((always_inline)) {
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
         release_k();
+        int const block = visits.block(visits.first());
         mask_block(visits.first());
-        softmax.first_masked_block(tSrS, scalars.scale_log2);
+        softmax.first_masked_block(tSrS, scalars.scale_log2,
+                                   keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
       } else {
-        softmax.first_block(tSrS, scalars.scale_log2, recompute_scores);
+        if (!softmax.first_block(tSrS, scalars.scale_log2)) {
+          recompute_scores();
+          softmax.first_masked_block(tSrS, scalars.scale_log2, {{Traits::kTileN, Traits::kTileN}});
+        }
         release_k();
       }
     };
@@ -213,17 +220,28 @@ struct Mma {
         // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
         // is released before the wait, as its next copy takes long.
         float sums[2];
-        int suits = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
-        if (suits) {
+        bool const stops = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
+        if (!stops) {
           arrive_k();
         }
-        asm volatile("" : "+r"(suits));
+        int stopped = stops;
+        asm volatile("" : "+r"(stopped));
         await_output();
-        if (!suits) {
-          recompute_scores();
+        if (stopped) {
+          softmax.track(tSrS);
+          if (softmax.may_move(sums)) {
+            bool const lost = Softmax::lost(sums);
+            if (lost) {
+              recompute_scores();
+            }
+            softmax.move_rows(tSrS, scalars.scale_log2, lost, sums, rescale);
+            rescale_output(rescale);
+          }
           arrive_k();
-          softmax.move_block(tSrS, scalars.scale_log2, sums, rescale);
-          rescale_output(rescale);
+          // Or ptxas moves registers where the two ways meet. (Without a mask it moves them only if this is here.)
+          if constexpr (kMask != MaskClass::Full) {
+            warpgroup_fence_operand(tSrS);
+          }
         }
         k.advance();
         softmax.add(sums);
@@ -283,11 +301,12 @@ struct Mma {
 
       if constexpr (Traits::kShares) {
         float sums[2];
+        float divisors[2];
         if (has_blocks) {
           Turns::wait(consumer);
           issue_output();
           Turns::pass(consumer);
-          softmax.finish(sums);
+          softmax.finish(sums, divisors);
           await_output();
           int const skipped = skipped_after();
           skip_k(skipped);
@@ -295,10 +314,10 @@ struct Mma {
         } else {
           storage.q_full[0].wait(0);  // a CTA must not end while a copy to it is under way
           softmax.clear();
-          softmax.finish(sums);
+          softmax.finish(sums, divisors);
           clear(tOrO);
         }
-        Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, sums, tOrO);
+        Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, sums, divisors, tOrO);
         return;
       }
 
@@ -313,10 +332,11 @@ struct Mma {
         Turns::pass(consumer);
       }
       float sums[2];
+      float divisors[2];
       int skipped = skipped_after();
       int const buffer = q.stage;
       q.advance();
-      softmax.finish(sums);
+      softmax.finish(sums, divisors);
       m_block = await_tile(q.stage, q.parity);
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
       // the wait for the first would make ptxas serialise them.
@@ -332,7 +352,7 @@ struct Mma {
         Turns::pass(consumer);
       }
       float inverse[2];
-      Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, inverse);
+      Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors, inverse);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tOrO);
       release_v();

@@ -57,12 +57,22 @@ struct Shares {
   template <class Output>
   CUTE_DEVICE static void finish_tile(FwdParams const& params, FwdScalars const& scalars,
                                       typename Traits::SharedStorage& storage, int consumer,
-                                      float const (&reference)[2], float const (&sums)[2], Output const& output) {
+                                      float const (&reference)[2], float const (&sums)[2], float const (&divisors)[2], Output& output) {
     int const thread = thread_index_anew() - 128;
     int const way = kWays == 2 ? consumer : 0;
     int const place = thread - way * kPlaces;
     int const row = place / 32 * 16 + place % 32 / 4;
     auto& own = reinterpret_cast<AllSums*>(storage.k)->of[way];
+    // O as if it were to be divided by the sums.
+    float factors[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      factors[r] = divisors[r] == 0.0F ? 1.0F : sums[r] * reciprocal_approx(divisors[r]);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < output.size(); ++i) {
+      output(i) *= factors[i / 2 % 2];
+    }
     // The other warpgroup's products may still read K and V.
     named_barrier_sync(Traits::kConsumers + 1, kThreads);
     CUTE_UNROLL

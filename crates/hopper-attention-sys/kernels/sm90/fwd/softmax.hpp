@@ -1,0 +1,265 @@
+// The forward's softmax: as OnlineSoftmax, with keys that dominate a row weighted exactly.
+//
+// P is rounded to 16 bits before it is multiplied with V, and O is divided by the sum of the weights before the
+// rounding. So a key that has most of a row's weight brings its rounding error into O, unless its weight is a power of
+// two. Two things keep that error out:
+//
+// - A row *moves*: where a key has a weight of the order of the row's sum so far, the row is multiplied so that this
+//   weight is 1. P, the row sum and O share the factor, and the reference takes it up.
+// - A warp *tracks*: what rounding does to the largest weights is added up, and O is divided by the sum with that error
+//   (`divisors`). This holds for rows with several large weights, which would move in every block.
+//
+// A block is exponentiated unseen, as in OnlineSoftmax. A lane whose sum reaches `limit` stops its warp. The warp then
+// looks for the largest weights, and moves the rows that need it. After two such stops that moved few rows, it tracks
+// for the rest of the tile: it stops in every block.
+//
+// A NaN is in no comparison, so a row of NaN never stops its warp.
+#pragma once
+
+#include "common/element.hpp"
+#include "common/mask.hpp"
+#include "common/softmax.hpp"
+
+namespace hattn::sm90 {
+
+template <class Element, int kTileN>
+struct ExactSoftmax {
+  static constexpr bool kIsHalf = cute::is_same_v<Element, cutlass::half_t>;
+  using Base = OnlineSoftmax<kTileN, kIsHalf ? 15 : 32>;
+
+  // Below this a lane's sums fit the type, and their sums and products f32.
+  static constexpr float kSumLimit = Base::kSumLimit;
+  // A lane whose sum is too large for the type has a weight of this and more. So such rows move, whatever their sum is.
+  static constexpr float kMostUnmovedLog2 = kIsHalf ? 10.0F : 27.0F;
+  static constexpr float kMostUnmoved = kIsHalf ? 0x1p10F : 0x1p27F;
+  // At this, a row's weights may have been infinite.
+  static constexpr float kLost = 0x1p96F;
+  // The limit of a warp that tracks.
+  static constexpr float kTracks = -1.0F;
+
+  float reference[2];   // in powers of two
+  float row_sum[2];     // this lane's sums
+  float limit[2];       // of this lane's sums over one block
+  std::uint32_t error;  // of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how often it stopped
+
+  CUTE_DEVICE static std::uint32_t add_pair(std::uint32_t a, std::uint32_t b) {
+    std::uint32_t sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+  }
+  CUTE_DEVICE static std::uint32_t multiply_pair(std::uint32_t a, std::uint32_t b) {
+    std::uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+  }
+
+  // The largest of this lane's weights in a row. They are not negative, so that they compare as integers do.
+  template <class Scores>
+  CUTE_DEVICE static float largest(Scores const& scores, int row) {
+    int max = __float_as_int(scores(Base::at(row, 0, 0)));
+    max = cute::max(max, __float_as_int(scores(Base::at(row, 0, 1))));
+    CUTE_UNROLL
+    for (int i = 1; i < kTileN / 8; ++i) {
+      max = __vimax3_s32(max, __float_as_int(scores(Base::at(row, i, 0))), __float_as_int(scores(Base::at(row, i, 1))));
+    }
+    return __int_as_float(max);
+  }
+
+  // Against the true maximum of this block and what came before.
+  template <class Scores>
+  CUTE_DEVICE void exact_block(Scores& scores, float scale_log2, float (&factors)[2], float (&sums)[2]) {
+    float max[2];
+    Base::block_max(scores, max);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const moved = fmaxf(reference[r], max[r] * scale_log2);
+      factors[r] = exp2_approx(reference[r] - moved);
+      reference[r] = moved;
+    }
+    Base::exponentiate(scores, scale_log2, reference, sums);
+  }
+
+  CUTE_DEVICE void clear() {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      reference[r] = Base::kNoKey;
+      row_sum[r] = 0.0F;
+    }
+    limit[0] = limit[1] = 0.0F;
+    error = 0;
+  }
+
+  // A tile's first block where keys are masked. `keys`: how many a row has in it.
+  template <class Scores>
+  CUTE_DEVICE void first_masked_block(Scores& scores, float scale_log2, KeysOfRows const& keys) {
+    clear();
+    float factors[2];
+    exact_block(scores, scale_log2, factors, row_sum);
+    // Where all keys are alike, a whole block sums to kTileN / keys of this one. The limit is 16 times that.
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const of_block = (4.0F * kTileN) * reciprocal_approx(static_cast<float>(keys.of[r]));
+      limit[r] = fminf(kSumLimit, fmaxf(1.0F, 4.0F * row_sum[r]) * of_block);
+    }
+  }
+
+  // A tile's first block otherwise: against 0. If the result is false, the scores must be computed again, for
+  // first_masked_block.
+  template <class Scores>
+  CUTE_DEVICE bool first_block(Scores& scores, float scale_log2) {
+    reference[0] = reference[1] = 0.0F;
+    error = 0;
+    Base::exponentiate(scores, scale_log2, reference, row_sum);
+    // Rows that are NaN suit.
+    auto const suits = [&](int r) { return !(row_sum[r] < Base::kSumLeast) & !(row_sum[r] >= kSumLimit); };
+    if (Base::all_rows(suits)) {
+      limit[0] = fminf(kSumLimit, 16.0F * row_sum[0]);
+      limit[1] = fminf(kSumLimit, 16.0F * row_sum[1]);
+      return true;
+    }
+    float max[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      max[r] = quad_max(largest(scores, r));
+    }
+    if (Base::any_row([&](int r) { return !(max[r] > 0x1p-96F && max[r] < kLost); })) {
+      return false;
+    }
+    float factors[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      reference[r] = log2_approx(max[r]);
+      factors[r] = exp2_approx(-reference[r]);
+      row_sum[r] *= factors[r];
+    }
+    multiply(scores, factors);
+    limit[0] = fminf(kSumLimit, 4.0F * quad_sum(row_sum[0]));
+    limit[1] = fminf(kSumLimit, 4.0F * quad_sum(row_sum[1]));
+    return true;
+  }
+
+  template <class Elements>
+  CUTE_DEVICE static void multiply(Elements& elements, float const (&factors)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < elements.size(); ++i) {
+      elements(i) *= factors[i / 2 % 2];
+    }
+  }
+
+  // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first.
+  // Where a row moves, `moved` is called with what O must be multiplied by.
+  template <class Scores, class Moved>
+  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, Moved const& moved) {
+    float max[2];
+    Base::block_max(scores, max);
+    bool moves[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      max[r] *= scale_log2;
+      // From a quarter of the row's sum on, and before weights leave the type.
+      float const most = fminf(log2_approx(quad_sum(row_sum[r])) - 2.0F, kMostUnmovedLog2);
+      moves[r] = max[r] > reference[r] + fmaxf(most, 0.0F);
+    }
+    if (Base::any_row([&](int r) { return moves[r]; })) {
+      float factors[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        factors[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
+        reference[r] = moves[r] ? max[r] : reference[r];
+      }
+      multiply_sums(factors);
+      moved(factors);
+    }
+    float sums[2];
+    Base::exponentiate(scores, scale_log2, reference, sums);
+    add(sums);
+  }
+
+  // Any other later block. If the result is true, the warp stops.
+  template <class Scores>
+  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[2]) const {
+    Base::exponentiate(scores, scale_log2, reference, sums);
+    return __any_sync(0xffffffffU, (sums[0] >= limit[0]) | (sums[1] >= limit[1]));
+  }
+
+  // (Votes, as all lanes of a warp agree, tell the compiler that its branches do not diverge.)
+  CUTE_DEVICE bool tracks() const { return __any_sync(0xffffffffU, limit[0] < 0.0F); }
+
+  // Where a warp stops, if it tracks: adds what rounding does to the largest weights. Rows that are too large for the
+  // type will move, and are left out.
+  template <class Scores>
+  CUTE_DEVICE void track(Scores const& scores) {
+    if (tracks()) {
+      float const first = fminf(largest(scores, 0), kSumLimit);
+      float const second = fminf(largest(scores, 1), kSumLimit);
+      float2 const rounded = unpack_pair<Element>(pack_pair<Element>(first, second));
+      error = add_pair(error, pack_pair<cutlass::bfloat16_t>(rounded.x - first, rounded.y - second));
+    }
+  }
+
+  // Where a warp stops: whether rows may have to move.
+  CUTE_DEVICE bool may_move(float const (&sums)[2]) const {
+    return __any_sync(0xffffffffU, (limit[0] >= 0.0F) | (fmaxf(sums[0], sums[1]) >= kSumLimit));
+  }
+  // Whether the scores must be computed again.
+  CUTE_DEVICE static bool lost(float const (&sums)[2]) {
+    return __any_sync(0xffffffffU, fmaxf(sums[0], sums[1]) >= kLost);
+  }
+
+  // Moves rows: of the weights, or if `lost` of the scores. O must be multiplied by `factors`.
+  template <class Scores>
+  CUTE_DEVICE void move_rows(Scores& scores, float scale_log2, bool lost, float (&sums)[2], float (&factors)[2]) {
+    if (lost) {
+      exact_block(scores, scale_log2, factors, sums);
+    } else {
+      int lanes = 0;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const max = quad_max(largest(scores, r));
+        bool const moves = max > 1.0F & ((4.0F * max > quad_sum(row_sum[r])) | (max >= kMostUnmoved));
+        lanes += __popc(__ballot_sync(0xffffffffU, moves));
+        float const by = log2_approx(moves ? max : 1.0F);
+        factors[r] = exp2_approx(-by);
+        reference[r] += by;
+        sums[r] *= factors[r];
+      }
+      multiply(scores, factors);
+      // Four lanes have a row. Where ten rows and more of 16 move, the tile has just begun.
+      error += !tracks() && lanes < 40 ? 1 : 0;
+    }
+    if (!tracks()) {
+      bool const begins = __any_sync(0xffffffffU, error == 2);
+      error = begins ? 0 : error;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        limit[r] = begins ? kTracks : fminf(kSumLimit, 0.5F * quad_sum(row_sum[r] * factors[r] + sums[r]));
+      }
+    }
+    multiply_sums(factors);
+  }
+
+  // What came before, where rows move. (A count of stops is far below any error, and may be lost.)
+  CUTE_DEVICE void multiply_sums(float const (&factors)[2]) {
+    row_sum[0] *= factors[0];
+    row_sum[1] *= factors[1];
+    error = multiply_pair(error, pack_pair<cutlass::bfloat16_t>(factors[0], factors[1]));
+  }
+
+  CUTE_DEVICE void add(float const (&sums)[2]) {
+    row_sum[0] += sums[0];
+    row_sum[1] += sums[1];
+  }
+
+  // The whole rows' sums, and what O must be divided by.
+  CUTE_DEVICE void finish(float (&sums)[2], float (&divisors)[2]) const {
+    std::uint32_t total = add_pair(error, __shfl_xor_sync(0xffffffffU, error, 1));
+    total = add_pair(total, __shfl_xor_sync(0xffffffffU, total, 2));
+    float2 const errors = unpack_pair<cutlass::bfloat16_t>(total);
+    sums[0] = quad_sum(row_sum[0]);
+    sums[1] = quad_sum(row_sum[1]);
+    divisors[0] = sums[0] + errors.x;
+    divisors[1] = sums[1] + errors.y;
+  }
+};
+
+}  // namespace hattn::sm90
