@@ -189,7 +189,7 @@ struct Mma {
       }
     };
 
-    // One block. On entry P is of the block before. The warps of a warpgroup move their references each on its own, but
+    // One block. On entry P is of the block before. The warps of a warpgroup move their rows each on its own, but
     // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp multiplies O after that wait, if
     // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
@@ -224,24 +224,18 @@ struct Mma {
         if (!stops) {
           arrive_k();
         }
+        warpgroup_fence_operand(tSrS);  // or ptxas moves registers where the ways of warps that stop and others meet
         int stopped = stops;
         asm volatile("" : "+r"(stopped));
         await_output();
         if (stopped) {
-          softmax.track(tSrS);
-          if (softmax.may_move(sums)) {
-            bool const lost = Softmax::lost(sums);
-            if (lost) {
-              recompute_scores();
-            }
-            softmax.move_rows(tSrS, scalars.scale_log2, lost, sums, rescale);
-            rescale_output(rescale);
+          bool const lost = Softmax::lost(sums);
+          if (lost) {
+            recompute_scores();
           }
+          softmax.move_rows(tSrS, scalars.scale_log2, lost, sums, rescale);
+          rescale_output(rescale);
           arrive_k();
-          // Or ptxas moves registers where the two ways meet. (Without a mask it moves them only if this is here.)
-          if constexpr (kMask != MaskClass::Full) {
-            warpgroup_fence_operand(tSrS);
-          }
         }
         k.advance();
         softmax.add(sums);

@@ -11,7 +11,7 @@
 //
 // A block is exponentiated unseen, as in OnlineSoftmax. A lane whose sum reaches `limit` stops its warp. The warp then
 // looks for the largest weights, and moves the rows that need it. After two such stops that moved few rows, it tracks
-// for the rest of the tile: it stops in every block.
+// for the rest of the tile. From then on it stops only where weights would leave their type.
 //
 // A NaN is in no comparison, so a row of NaN never stops its warp.
 #pragma once
@@ -34,12 +34,11 @@ struct ExactSoftmax {
   static constexpr float kMostUnmoved = kIsHalf ? 0x1p10F : 0x1p27F;
   // At this, a row's weights may have been infinite.
   static constexpr float kLost = 0x1p96F;
-  // The limit of a warp that tracks.
-  static constexpr float kTracks = -1.0F;
 
   float reference[2];   // in powers of two
   float row_sum[2];     // this lane's sums
   float limit[2];       // of this lane's sums over one block
+  bool tracks;          // the same in all lanes of a warp
   std::uint32_t error;  // of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how often it stopped
 
   CUTE_DEVICE static std::uint32_t add_pair(std::uint32_t a, std::uint32_t b) {
@@ -53,7 +52,7 @@ struct ExactSoftmax {
     return product;
   }
 
-  // The largest of this lane's weights in a row. They are not negative, so that they compare as integers do.
+  // The largest of this lane's weights in a row.
   template <class Scores>
   CUTE_DEVICE static float largest(Scores const& scores, int row) {
     int max = __float_as_int(scores(Base::at(row, 0, 0)));
@@ -86,6 +85,7 @@ struct ExactSoftmax {
       row_sum[r] = 0.0F;
     }
     limit[0] = limit[1] = 0.0F;
+    tracks = false;
     error = 0;
   }
 
@@ -108,6 +108,7 @@ struct ExactSoftmax {
   template <class Scores>
   CUTE_DEVICE bool first_block(Scores& scores, float scale_log2) {
     reference[0] = reference[1] = 0.0F;
+    tracks = false;
     error = 0;
     Base::exponentiate(scores, scale_log2, reference, row_sum);
     // Rows that are NaN suit.
@@ -177,31 +178,46 @@ struct ExactSoftmax {
 
   // Any other later block. If the result is true, the warp stops.
   template <class Scores>
-  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[2]) const {
-    Base::exponentiate(scores, scale_log2, reference, sums);
+  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[2]) {
+    if (tracks) {
+      exponentiate_and_track(scores, scale_log2, sums);
+    } else {
+      Base::exponentiate(scores, scale_log2, reference, sums);
+    }
     return __any_sync(0xffffffffU, (sums[0] >= limit[0]) | (sums[1] >= limit[1]));
   }
 
-  // (Votes, as all lanes of a warp agree, tell the compiler that its branches do not diverge.)
-  CUTE_DEVICE bool tracks() const { return __any_sync(0xffffffffU, limit[0] < 0.0F); }
-
-  // Where a warp stops, if it tracks: adds what rounding does to the largest weights. Rows that are too large for the
-  // type will move, and are left out.
+  // As OnlineSoftmax::exponentiate. Adds what rounding does to the largest weights. Maxima are taken between the
+  // exponentials, which leave room for them.
   template <class Scores>
-  CUTE_DEVICE void track(Scores const& scores) {
-    if (tracks()) {
-      float const first = fminf(largest(scores, 0), kSumLimit);
-      float const second = fminf(largest(scores, 1), kSumLimit);
-      float2 const rounded = unpack_pair<Element>(pack_pair<Element>(first, second));
-      error = add_pair(error, pack_pair<cutlass::bfloat16_t>(rounded.x - first, rounded.y - second));
+  CUTE_DEVICE void exponentiate_and_track(Scores& scores, float scale_log2, float (&sums)[2]) {
+    float partial[2][2] = {};
+    int most[2] = {0, 0};  // weights are not negative, so that they compare as integers do
+    CUTE_UNROLL
+    for (int i = 0; i < kTileN / 8; ++i) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores(Base::at(r, i, c));
+          score = exp2_approx(fmaf(score, scale_log2, -reference[r]));
+          partial[r][c] += score;
+        }
+        most[r] = __vimax3_s32(most[r], __float_as_int(scores(Base::at(r, i, 0))),
+                               __float_as_int(scores(Base::at(r, i, 1))));
+      }
     }
+    sums[0] = partial[0][0] + partial[0][1];
+    sums[1] = partial[1][0] + partial[1][1];
+    // Rows whose weights are too large for the type will move, and are left out.
+    float const first = fminf(__int_as_float(most[0]), kSumLimit);
+    float const second = fminf(__int_as_float(most[1]), kSumLimit);
+    float2 const rounded = unpack_pair<Element>(pack_pair<Element>(first, second));
+    error = add_pair(error, pack_pair<cutlass::bfloat16_t>(rounded.x - first, rounded.y - second));
   }
 
-  // Where a warp stops: whether rows may have to move.
-  CUTE_DEVICE bool may_move(float const (&sums)[2]) const {
-    return __any_sync(0xffffffffU, (limit[0] >= 0.0F) | (fmaxf(sums[0], sums[1]) >= kSumLimit));
-  }
-  // Whether the scores must be computed again.
+  // Whether the scores must be computed again. (Votes, as all lanes of a warp agree, tell the compiler that its branches
+  // do not diverge.)
   CUTE_DEVICE static bool lost(float const (&sums)[2]) {
     return __any_sync(0xffffffffU, fmaxf(sums[0], sums[1]) >= kLost);
   }
@@ -225,14 +241,14 @@ struct ExactSoftmax {
       }
       multiply(scores, factors);
       // Four lanes have a row. Where ten rows and more of 16 move, the tile has just begun.
-      error += !tracks() && lanes < 40 ? 1 : 0;
+      error += !tracks && lanes < 40 ? 1 : 0;
     }
-    if (!tracks()) {
-      bool const begins = __any_sync(0xffffffffU, error == 2);
-      error = begins ? 0 : error;
+    if (!tracks) {
+      tracks = __any_sync(0xffffffffU, error == 2);
+      error = tracks ? 0 : error;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        limit[r] = begins ? kTracks : fminf(kSumLimit, 0.5F * quad_sum(row_sum[r] * factors[r] + sums[r]));
+        limit[r] = tracks ? kSumLimit : fminf(kSumLimit, 0.5F * quad_sum(row_sum[r] * factors[r] + sums[r]));
       }
     }
     multiply_sums(factors);
