@@ -15,7 +15,7 @@ pub mod problems;
 pub mod runner;
 pub mod training;
 
-pub use hopper_attention_verify::{case, data, layouts, ready};
+pub use hopper_attention_verify::{case, data, inputs, layouts, ready};
 
 use std::io::Write;
 
