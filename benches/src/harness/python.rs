@@ -162,6 +162,7 @@ mod tests {
             iters: 12,
             layout: Order::Bshd,
             seed: 1,
+            draws: 1,
             ours: vec![],
             peers: vec![],
             python_peers: true,
