@@ -3,6 +3,7 @@
 
 #![deny(missing_docs)]
 
+pub mod accuracy;
 pub mod allocations;
 pub mod backward;
 pub mod c;
