@@ -13,9 +13,9 @@ BOUNDS = {
 }
 # An ulp of 1: what sums that differ in their last bits may differ by once they are rounded.
 ULPS = {"bf16": 2.0**-7, "f16": 2.0**-10}
-# The bound of a block times this is that of a head where inputs are not normal: most rows of a gradient may then be what is left of
-# terms that cancel, and O is rounded. 0.084 was measured between two right gradients in bf16.
-WIDER = 8
+# Where inputs are not normal, heads are compared, and the bounds of dQ and dK are those of a block times this: most rows may be what is
+# left of terms that cancel, and O is rounded. 0.22 was measured of a right dQ in bf16, and 0.04 of dK. dV has no such terms.
+WIDER = 20
 # Rows of a block, and the size of an element below which gradients of unit-variance inputs are rounding alone.
 BLOCK, SMALLEST = 64, 1e-4
 # Queries whose pairs with every key are in memory at once, in f64.
@@ -203,9 +203,10 @@ def check(gradients, reference, agreed, bounds, torch, normal=True):
         numbers["cross"] = 0.0
         for x, y in zip(gradients, agreed):
             numbers["cross"] = larger(numbers["cross"], whole(x, y, torch, not normal))
-    if not normal:
-        bounds = dict.fromkeys(bounds, WIDER * bounds["block"])
-    limits = {"slice": bounds["slice"], **dict.fromkeys(NAMES, bounds["block"]), "cross": bounds["cross"]}
+    if normal:
+        limits = {"slice": bounds["slice"], **dict.fromkeys(NAMES, bounds["block"]), "cross": bounds["cross"]}
+    else:
+        limits = {**dict.fromkeys(("slice", "d_q", "d_k", "cross"), WIDER * bounds["block"]), "d_v": bounds["block"]}
     wrong = [f"{key} {numbers[key]:.3g} > {limit:g}" for key, limit in limits.items() if key in numbers and not numbers[key] <= limit]
     if numbers["unwritten"]:
         wrong.append(f"{numbers['unwritten']} elements are NaN")

@@ -426,6 +426,23 @@ class InputsInPyTorch(unittest.TestCase):
         off = exact.float() * 1.001
         self.assertAlmostEqual(check(off)[0]["rms"], 1e-3, places=6)
 
+    def test_gradients_of_other_inputs_are_held_by_head_and_dv_as_ever(self):
+        torch = self.torch
+        exact = [torch.randn(1, 256, 1, 8, dtype=torch.float64) for _ in range(3)]
+        reference = [(0, 0, range(1), exact[0].transpose(1, 2)[0], exact[1][0, :, 0], exact[2][0, :, 0])]
+        # One block of small gradients, in which half of each is an error.
+        for x in exact[:2]:
+            x[:, :64] *= 1e-3
+        off = [x.float() for x in exact]
+        for x in off[:2]:
+            x[:, :64] *= 1.5
+        check = lambda gradients, normal: backward.check(gradients, reference, None, backward.BOUNDS["bf16"], torch, normal)[1]
+        self.assertIsNone(check([x.float() for x in exact], True))
+        self.assertIn("d_q 0.5 > 0.03", check(off, True))
+        self.assertIsNone(check(off, False))
+        self.assertIn("d_v 0.1 > 0.03", check([*off[:2], 1.1 * off[2]], False))
+        self.assertIn("d_k 1 > 0.6", check([off[0], 2 * exact[1].float(), off[2]], False))
+
     def test_nan_counts_for_nothing_in_a_factor(self):
         torch = self.torch
         x = torch.randn(2, 256, 4, 16)

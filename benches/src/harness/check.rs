@@ -41,6 +41,9 @@ const BLOCK: usize = 64;
 /// Gradients of unit-variance inputs are above this, but for those that are 0.
 const SMALLEST: f64 = 1e-4;
 
+/// How many times as far two libraries' dQ and dK may be apart where inputs are not normal.
+const OF_OTHERS: f64 = 20.0;
+
 /// Rows all over O that are compared with f64.
 const SAMPLE: usize = 128;
 
@@ -195,11 +198,17 @@ pub(super) fn cross<T: Float>(
     numbers: &mut BTreeMap<String, Value>,
 ) -> Option<String> {
     let tensors = written(task).into_iter().zip(outputs.tensors.iter().zip(&other.tensors));
-    let worst = tensors.map(|(Written { layout, .. }, (a, b))| distance(task.point, layout, a, b)).fold(0.0, worse);
+    let mut complaint = None;
+    let apart = tensors.map(|(Written { name, layout }, (a, b))| {
+        let apart = distance(task.point, layout, a, b);
+        // What is left of terms that cancel, where O is rounded: 0.084 was measured of two right gradients in bf16. dV has none.
+        let wider = if others(task.point) && name != "d_v" { OF_OTHERS } else { 1.0 };
+        complaint = complaint.take().or_else(|| beyond("cross", apart, wider * bound(T::DTYPE)));
+        apart
+    });
+    let worst = apart.fold(0.0, worse);
     numbers.insert("cross".into(), number(worst));
-    // 0.084 was measured of two right gradients in bf16.
-    let wider = if others(task.point) { 8.0 } else { 1.0 };
-    beyond("cross", worst, wider * bound(T::DTYPE))
+    complaint
 }
 
 /// A complaint when a library's outputs are not those that it gave on the same inputs before.
