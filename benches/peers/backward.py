@@ -13,6 +13,9 @@ BOUNDS = {
 }
 # An ulp of 1: what sums that differ in their last bits may differ by once they are rounded.
 ULPS = {"bf16": 2.0**-7, "f16": 2.0**-10}
+# Where inputs are not normal, heads are compared, and the bounds of dQ and dK are those of a block times this: most rows may be what is
+# left of terms that cancel, and O is rounded. 0.22 was measured of a right dQ in bf16, and 0.04 of dK. dV has no such terms.
+WIDER = 20
 # Rows of a block, and the size of an element below which gradients of unit-variance inputs are rounding alone.
 BLOCK, SMALLEST = 64, 1e-4
 # Queries whose pairs with every key are in memory at once, in f64.
@@ -150,18 +153,19 @@ def oracle(p, q, k, v, d_o, torch):
     return out
 
 
-def apart(a, b, torch):
-    """The largest relative distance of two blocks of rows: a and b are [..., seqlen, dim]."""
+def apart(a, b, torch, by_head=False):
+    """The largest relative distance of two blocks of rows, or of two heads: a and b are [..., seqlen, dim]."""
+    block = a.size(-2) if by_head else BLOCK
     x, y = (z.float().reshape(-1, z.size(-1)) for z in (a, b))
     rows, dim = x.size(0), x.size(1)
-    whole_blocks = rows - rows % BLOCK
+    whole_blocks = rows - rows % block
     # The last block reaches back instead of being short: it might be one row alone.
-    parts = [(x[:whole_blocks], y[:whole_blocks])] + ([(x[-BLOCK:], y[-BLOCK:])] if rows % BLOCK else [])
+    parts = [(x[:whole_blocks], y[:whole_blocks])] + ([(x[-block:], y[-block:])] if rows % block else [])
     worst = 0.0
     for x, y in parts:
         if x.size(0) == 0:
             continue
-        x, y = (z.reshape(-1, min(BLOCK, z.size(0)) * dim) for z in (x, y))
+        x, y = (z.reshape(-1, min(block, z.size(0)) * dim) for z in (x, y))
         norm = torch.linalg.vector_norm(y, dim=-1).clamp_min(SMALLEST * math.sqrt(y.size(-1)))
         distance = torch.linalg.vector_norm(x - y, dim=-1) / norm
         worst = larger(worst, float("nan") if bool(torch.isnan(distance).any()) else float(distance.max()))
@@ -173,16 +177,17 @@ def larger(a, b):
     return a if math.isnan(a) or a > b else b
 
 
-def whole(a, b, torch):
+def whole(a, b, torch, by_head=False):
     """`apart` of two gradients in the logical order, a batch at a time: f32 copies of everything would need much memory."""
     worst = 0.0
     for x, y in zip(a, b):
-        worst = larger(worst, apart(x.transpose(0, 1), y.transpose(0, 1), torch))
+        worst = larger(worst, apart(x.transpose(0, 1), y.transpose(0, 1), torch, by_head))
     return worst
 
 
-def check(gradients, reference, agreed, bounds, torch):
-    """Errors of the gradients. `agreed` are some that passed before, or None. Returns (numbers, complaint or None)."""
+def check(gradients, reference, agreed, bounds, torch, normal=True):
+    """Errors of the gradients. `agreed` are some that passed before, or None. Where inputs are not normal, whole heads are compared in
+    place of blocks. Returns (numbers, complaint or None)."""
     numbers = {"unwritten": sum(int(torch.isnan(x).sum()) for x in gradients), "slice": 0.0}
     d_q, d_k, d_v = gradients
     blocks = dict.fromkeys(NAMES, 0.0)
@@ -192,13 +197,16 @@ def check(gradients, reference, agreed, bounds, torch):
         for name, x, y in zip(NAMES, got, expected):
             norm = max(float(y.norm()), SMALLEST * math.sqrt(y.numel()))
             numbers["slice"] = larger(numbers["slice"], float((x.double() - y).norm()) / norm)
-            blocks[name] = larger(blocks[name], apart(x, y, torch))
+            blocks[name] = larger(blocks[name], apart(x, y, torch, not normal))
     numbers.update(blocks)
     if agreed is not None:
         numbers["cross"] = 0.0
         for x, y in zip(gradients, agreed):
-            numbers["cross"] = larger(numbers["cross"], whole(x, y, torch))
-    limits = {"slice": bounds["slice"], **dict.fromkeys(NAMES, bounds["block"]), "cross": bounds["cross"]}
+            numbers["cross"] = larger(numbers["cross"], whole(x, y, torch, not normal))
+    if normal:
+        limits = {"slice": bounds["slice"], **dict.fromkeys(NAMES, bounds["block"]), "cross": bounds["cross"]}
+    else:
+        limits = {**dict.fromkeys(("slice", "d_q", "d_k", "cross"), WIDER * bounds["block"]), "d_v": bounds["block"]}
     wrong = [f"{key} {numbers[key]:.3g} > {limit:g}" for key, limit in limits.items() if key in numbers and not numbers[key] <= limit]
     if numbers["unwritten"]:
         wrong.append(f"{numbers['unwritten']} elements are NaN")

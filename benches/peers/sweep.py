@@ -19,6 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import backward
 import entry
 import fp8
+import inputs
 
 # Bounds of the check: relative Frobenius error against f64 (whole slice), the worst row against f64, the worst row
 # against another library, and the LSE's absolute error. A wrong mask or a lost block is two orders above them.
@@ -202,19 +203,24 @@ def load(job, torch):
 
 
 def drawn(p, seqlen, heads, layout, torch):
-    """A unit-variance normal tensor, logically [batch, seqlen, heads, head_dim], stored as the layout says."""
-    # e4m3 operands are quantised from f32, in more than one way.
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float32}[p["dtype"]]
+    """A unit-variance normal tensor in f32, logically [batch, seqlen, heads, head_dim], stored as the layout says."""
     b, d = p["batch"], p["head_dim"]
     shape = (b, seqlen, heads, d) if layout == "bshd" else (b, heads, seqlen, d)
-    x = torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
+    x = torch.randn(shape, dtype=torch.float32, device="cuda")
     return x if layout == "bshd" else x.transpose(1, 2)
 
 
+def rounded(p, x, torch):
+    """A tensor in the point's type. e4m3 operands are quantised from f32, in more than one way."""
+    return x.to({"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float32}[p["dtype"]])
+
+
 def operands(p, layout, torch):
-    """Q, K and V."""
+    """Q, K and V, of the point's class of inputs."""
     q = drawn(p, entry.queries(p), p["heads_q"], layout, torch)
-    return [q, *(drawn(p, p["seqlen"], p["heads_kv"], layout, torch) for _ in "kv")]
+    k, v = (drawn(p, p["seqlen"], p["heads_kv"], layout, torch) for _ in "kv")
+    inputs.change(p, q, k, torch)
+    return [rounded(p, x, torch) for x in (q, k, v)]
 
 
 def oracle(p, q, k, v, torch):
@@ -241,12 +247,38 @@ def worst_row(a, b, torch):
     return float("nan") if bool(torch.isnan(distance).any()) else float(distance.max())
 
 
-def check(contestant, o, reference, agreed, bounds, torch):
-    """Errors of one output. `agreed` is an output that passed before, or None. Returns (numbers, complaint or None)."""
-    numbers = {"unwritten": int(torch.isnan(o).sum())}
-    slices, rows, lses = [], [], []
+def compared(o, reference, torch):
+    """What an output has in the place of the exact rows, these rows, their LSE and their places (batch, head, rows), of each pair
+    of batch and head. Rows of NaN queries are left out: all of them must be NaN."""
     for b, h, at, expected, lse in reference:
-        got = o[b, at, h].double()
+        there = ~torch.isnan(expected).any(-1)
+        yield o[b, at[there], h].double(), expected[there], lse[there], (b, h, at[there])
+
+
+def error_of_o(o, reference, torch):
+    """The relative RMSE of an output on the exact rows, and its largest error."""
+    squares = of_exact = largest = 0.0
+    for got, expected, *_ in compared(o, reference, torch):
+        squares += float((got - expected).square().sum())
+        of_exact += float(expected.square().sum())
+        largest = backward.larger(float((got - expected).abs().max()), largest)
+    return math.sqrt(squares / of_exact), largest
+
+
+def check(contestant, o, reference, agreed, bounds, torch, nan=None):
+    """Errors of one output. `agreed` is an output that passed before, or None. `nan` are the queries that are NaN, or None.
+    Returns (numbers, complaint or None)."""
+    # Heads first, as the LSE is.
+    written = [o.transpose(1, 2)] + ([] if contestant.lse is None else [contestant.lse])
+    numbers, lost = {"unwritten": sum(int(torch.isnan(x).sum()) for x in written)}, 0
+    if nan is not None:
+        right = sum(int(torch.isnan(x[:, :, nan]).sum()) for x in written)
+        lost = sum(x[:, :, nan].numel() for x in written) - right
+        numbers["unwritten"] -= right
+        keep = torch.ones(o.size(1), dtype=torch.bool, device=o.device)
+        keep[nan] = False
+    slices, rows, lses = [], [], []
+    for got, expected, lse, (b, h, at) in compared(o, reference, torch):
         slices.append(float((got - expected).norm() / expected.norm()))
         rows.append(worst_row(got, expected, torch))
         if contestant.lse is not None:
@@ -254,15 +286,18 @@ def check(contestant, o, reference, agreed, bounds, torch):
     # max() of a list with a NaN depends on the order; a NaN must win.
     worst = lambda values: next((x for x in values if math.isnan(x)), max(values))
     numbers["slice"], numbers["row"] = worst(slices), worst(rows)
+    numbers["rms"], numbers["max"] = error_of_o(o, reference, torch)
     if lses:
         numbers["lse"] = worst(lses)
-        numbers["unwritten"] += int(torch.isnan(contestant.lse).sum())
     if agreed is not None:
         # One batch at a time: f32 copies of everything would need four times the memory.
-        numbers["cross"] = worst([worst_row(o[b], agreed[b], torch) for b in range(o.size(0))])
+        part = lambda x: x if nan is None else x[keep]
+        numbers["cross"] = worst([worst_row(part(o[b]), part(agreed[b]), torch) for b in range(o.size(0))])
     wrong = [f"{key} {numbers[key]:.3g} > {bound:g}" for key, bound in bounds.items() if key in numbers and not numbers[key] <= bound]
     if numbers["unwritten"]:
         wrong.append(f"{numbers['unwritten']} elements are NaN")
+    if lost:
+        wrong.append(f"{lost} elements of NaN queries are not NaN")
     # JSON has no NaN.
     return {key: x if math.isfinite(x) else str(x) for key, x in numbers.items()}, "; ".join(wrong) or None
 
@@ -330,10 +365,15 @@ class ForwardPoint:
 
     def check(self, x, outputs, agreed):
         agreed = None if agreed is None else agreed[0]
-        return check(x, outputs[0], self.reference, agreed, BOUNDS[self.p["dtype"]], self.torch)
+        nan = inputs.nan_rows(self.p)
+        return check(x, outputs[0], self.reference, agreed, BOUNDS[self.p["dtype"]], self.torch, nan)
+
+    def error(self, x, outputs):
+        return error_of_o(outputs[0], self.reference, self.torch)
 
     def changed(self, before, after):
-        return [] if self.torch.equal(before[0], after[0]) else ["o"]
+        # Bits: NaN is not equal to itself.
+        return [] if self.torch.equal(*(x[0].view(self.torch.int16) for x in (before, after))) else ["o"]
 
 
 class BackwardPoint:
@@ -343,7 +383,7 @@ class BackwardPoint:
         self.p, self.torch = p, torch
         forward = ForwardPoint(p, layout, torch)
         q, k, v = forward.qkv
-        d_o = drawn(p, entry.queries(p), p["heads_q"], layout, torch)
+        d_o = rounded(p, drawn(p, entry.queries(p), p["heads_q"], layout, torch), torch)
         o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
         self.given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o}
         self.reference = backward.oracle(p, q, k, v, d_o, torch)
@@ -355,7 +395,8 @@ class BackwardPoint:
         x.prepare(self.p, self.given)
 
     def check(self, x, outputs, agreed):
-        return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch)
+        normal = inputs.of(self.p) == "normal"
+        return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal)
 
     def changed(self, before, after):
         return backward.changed(self.p, before, after, self.torch)
@@ -383,8 +424,27 @@ def make_point(p, job, forwards, frontend, torch):
     if p["direction"] == "bwd":
         return BackwardPoint(p, job["layout"], forwards, torch)
     if p["dtype"] == "e4m3":
-        return fp8.Point(p, operands(p, job["layout"], torch), frontend, oracle, check, torch)
+        return fp8.Point(p, operands(p, job["layout"], torch), frontend, oracle, check, error_of_o, torch)
     return ForwardPoint(p, job["layout"], torch)
+
+
+def more_draws(p, job, runners, runs, frontend, torch):
+    """Replaces the error of each O that is right by its mean over more draws of the inputs."""
+    draws = job.get("draws", 1)
+    runners = [x for x in runners if runs[x.name]["status"] == "ok"]
+    if draws == 1 or p["direction"] == "bwd" or not runners:
+        return
+    sums = {x.name: [runs[x.name]["check"][key] for key in ("rms", "max")] for x in runners}
+    for _ in range(draws - 1):
+        point = make_point(p, job, (), frontend, torch)
+        for x in runners:
+            point.prepare(x)
+            outputs = called(x)
+            torch.cuda.synchronize()
+            sums[x.name] = [before + more for before, more in zip(sums[x.name], point.error(x, outputs))]
+    for name, sum_of in sums.items():
+        means = {key: x / draws for key, x in zip(("rms", "max"), sum_of)}
+        runs[name]["check"].update({key: x if math.isfinite(x) else str(x) for key, x in means.items()}, draws=draws)
 
 
 def run_point(index, p, found, job, evict, tell, torch, frontend=None):
@@ -434,6 +494,8 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
         if moved:
             error = f"the output changed between runs on the same inputs: {', '.join(moved)}"
             runs[x.name].update(status="wrong", error=error)
+    first, point = {}, None  # their memory is for more draws
+    more_draws(p, job, runners, runs, frontend, torch)
     for run in runs.values():
         host = sorted(run.pop("host"))
         if host:
@@ -520,7 +582,7 @@ def ready(job, found, missing, frontend, torch):
         "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
         "versions": versions,
         "method": f"in turn, iteration by iteration, one process, order rotating unless a library runs twice; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
-        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; unit-variance normal inputs; {FLOPS}",
+        f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; {inputs.words(job['points'])}; {FLOPS}",
         "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
         "missing": missing,
         "cupti": cupti(),

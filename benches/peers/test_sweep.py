@@ -18,6 +18,7 @@ sys.path.insert(0, HERE)
 import backward
 import entry
 import fp8
+import inputs
 import sweep
 
 # A peer that answers every call with the status that the batch says, and notes the stream that it was given.
@@ -326,6 +327,134 @@ class Fp8(unittest.TestCase):
         finally:
             sweep.make_point = original
         self.assertEqual([[run["name"] for run in fields["runs"]] for fields in told], [["x", "x-block"], ["x"]])
+
+
+class Inputs(unittest.TestCase):
+    def test_words_and_nan_queries(self):
+        self.assertEqual(inputs.words([{}, {"inputs": "normal"}]), "unit-variance normal inputs")
+        points = [{}, {"inputs": "late"}, {"inputs": "nan"}, {"inputs": "late"}]
+        self.assertEqual(inputs.words(points), "unit-variance normal inputs, or these as late, nan")
+        self.assertEqual([inputs.nan_rows({"inputs": name}) for name in inputs.CLASSES[:4]], [None] * 4)
+        self.assertEqual(list(range(300))[inputs.nan_rows({"inputs": "nan"})], [0, 128, 256])
+
+    def test_the_classes_are_those_of_hattn(self):
+        with open(os.path.join(HERE, "../../crates/hopper-attention-verify/src/inputs.rs")) as file:
+            source = file.read()
+        self.assertEqual(tuple(re.findall(r'Self::\w+ => "(\w+)"', source)), inputs.CLASSES)
+        constants = {name: float(value) for name, value in re.findall(r"const (\w+): \w+ = ([\d.]+);", source)}
+        for name in ("PEAKY", "ALONG", "SINK", "LATE", "KEYS_TO_A_LATE_ONE", "QUERIES_TO_A_NAN"):
+            self.assertEqual(constants[name], getattr(inputs, name), name)
+        with self.assertRaisesRegex(RuntimeError, "inputs flat; allowed: normal, peaky, sink, late, nan"):
+            inputs.change({"inputs": "flat"}, None, None, None)
+
+    def test_e4m3_operands_have_a_factor_a_head_unless_they_are_normal(self):
+        asked = []
+        with mock.patch.object(fp8, "contestant", lambda x, frontend, torch, scaling: asked.append(scaling)):
+            for p in ({}, {"inputs": "sink"}):
+                fp8.Point({**POINT, **p}, None, None, None, None, None, None).contestant(None)
+        self.assertEqual(asked, ["tensor", "head"])
+
+    def test_errors_are_means_over_draws(self):
+        made, errors = [], iter([(2.0, 5.0), (3.0, 9.0)])
+        point = types.SimpleNamespace(prepare=lambda x: made.append(x.name), error=lambda x, outputs: next(errors))
+        runners = [types.SimpleNamespace(name=name, context=contextlib.nullcontext, call=lambda: "o") for name in ("a", "b")]
+        runs = {"a": {"status": "ok", "check": {"rms": 1.0, "max": 1.0, "row": 7}}, "b": {"status": "wrong", "check": {}}}
+        forward = {**POINT, "direction": "fwd"}
+        more = lambda p, **job: sweep.more_draws(p, job, runners, runs, None, FakeTorch())
+        with mock.patch.object(sweep, "make_point", lambda *_: point):
+            more(forward)
+            more(POINT, draws=3)
+            self.assertEqual((made, runs["a"]["check"]["rms"]), ([], 1.0))
+            more(forward, draws=3)
+        self.assertEqual(made, ["a", "a"])
+        self.assertEqual(runs["a"]["check"], {"rms": 2.0, "max": 5.0, "row": 7, "draws": 3})
+        self.assertEqual(runs["b"]["check"], {})
+
+
+@unittest.skipUnless(__import__("importlib.util").util.find_spec("torch"), "this Python has no PyTorch")
+class InputsInPyTorch(unittest.TestCase):
+    """On the CPU."""
+
+    def setUp(self):
+        import torch
+
+        torch.manual_seed(1)
+        self.torch = torch
+
+    def operands(self, name, seqlen=512, heads=2, dim=64):
+        q, k = (self.torch.randn(2, seqlen, heads, dim) for _ in "qk")
+        before = q.clone(), k.clone()
+        inputs.change({"inputs": name, "head_dim": dim}, q, k, self.torch)
+        return (q, k), before
+
+    def test_what_a_class_makes_of_normal_operands(self):
+        (q, k), (q_before, k_before) = self.operands("peaky")
+        self.assertTrue(self.torch.equal(q, 3 * q_before) and self.torch.equal(k, 3 * k_before))
+        (q, k), (_, before) = self.operands("sink")
+        self.assertEqual(sorted({at[1] for at in (k != before).nonzero().tolist()}), [0])
+        scores = self.torch.einsum("bqhd,bhd->bqh", q, k[:, 0]) / 8
+        self.assertTrue(bool(((scores.mean(1) - 15).abs() < 1).all()))
+        (q, k), (_, before) = self.operands("late")
+        changed = (k != before).any(-1)
+        self.assertTrue(bool((changed.sum(1) == 8).all()))
+        scores = (self.torch.einsum("bqhd,bkhd->bqkh", q, k) / 8).mean(1)[changed]
+        self.assertTrue(-1.5 < float(scores.min()) and 15 < float(scores.max()) < 26.5)
+        (q, k), (q_before, k_before) = self.operands("nan")
+        at = self.torch.isnan(q).all(-1).any(-1).any(0).nonzero().flatten().tolist()
+        self.assertEqual((at, int(self.torch.isnan(q).sum())), ([0, 128, 256, 384], 4 * 2 * 2 * 64))
+        self.assertTrue(self.torch.equal(k, k_before))
+
+    def test_nan_belongs_where_a_query_is_nan(self):
+        torch = self.torch
+        exact = torch.randn(1, 256, 1, 8, dtype=torch.float64)
+        exact[:, ::128] = float("nan")
+        rows = torch.arange(0, 256, 4)
+        lse = torch.zeros(256, dtype=torch.float64)
+        lse[::128] = float("nan")
+        reference = [(0, 0, rows, exact[0, rows, 0], lse[rows])]
+        x = types.SimpleNamespace(lse=lse.float().view(1, 1, 256))
+        nan = inputs.nan_rows({"inputs": "nan"})
+        check = lambda o: sweep.check(x, o, reference, exact.float(), sweep.BOUNDS["bf16"], torch, nan)
+        numbers, complaint = check(exact.float())
+        self.assertIsNone(complaint)
+        self.assertEqual((numbers["unwritten"], numbers["cross"]), (0, 0.0))
+        self.assertLess(numbers["rms"], 1e-6)
+        self.assertEqual(check(exact.float().nan_to_num(0.0))[1], "16 elements of NaN queries are not NaN")
+        more = exact.float()
+        more[0, 1] = float("nan")
+        self.assertIn("8 elements are NaN", check(more)[1])
+        off = exact.float() * 1.001
+        self.assertAlmostEqual(check(off)[0]["rms"], 1e-3, places=6)
+
+    def test_gradients_of_other_inputs_are_held_by_head_and_dv_as_ever(self):
+        torch = self.torch
+        exact = [torch.randn(1, 256, 1, 8, dtype=torch.float64) for _ in range(3)]
+        reference = [(0, 0, range(1), exact[0].transpose(1, 2)[0], exact[1][0, :, 0], exact[2][0, :, 0])]
+        # One block of small gradients, in which half of each is an error.
+        for x in exact[:2]:
+            x[:, :64] *= 1e-3
+        off = [x.float() for x in exact]
+        for x in off[:2]:
+            x[:, :64] *= 1.5
+        check = lambda gradients, normal: backward.check(gradients, reference, None, backward.BOUNDS["bf16"], torch, normal)[1]
+        self.assertIsNone(check([x.float() for x in exact], True))
+        self.assertIn("d_q 0.5 > 0.03", check(off, True))
+        self.assertIsNone(check(off, False))
+        self.assertIn("d_v 0.1 > 0.03", check([*off[:2], 1.1 * off[2]], False))
+        self.assertIn("d_k 1 > 0.6", check([off[0], 2 * exact[1].float(), off[2]], False))
+
+    def test_nan_counts_for_nothing_in_a_factor(self):
+        torch = self.torch
+        x = torch.randn(2, 256, 4, 16)
+        x[:, ::128] = float("nan")
+        for scaling, shape in (("tensor", (1, 1, 1)), ("head", (2, 2, 1)), ("block", (2, 4, 2))):
+            stored, factors = fp8.quantised(x, scaling, 14.0, 2, torch)
+            self.assertEqual(tuple(factors.shape), shape)
+            self.assertTrue(bool(torch.isfinite(factors).all()))
+            real = stored.float() * fp8.spread(factors, 256, 4)
+            self.assertTrue(torch.equal(torch.isnan(real), torch.isnan(x)))
+            self.assertEqual(float(stored.float().nan_to_num(0.0).abs().max()), 14.0)
+            self.assertLess(float((real - x).nan_to_num(0.0).abs().max()), 0.3)
 
 
 class Sweep(unittest.TestCase):

@@ -86,7 +86,9 @@ pub fn charts(report: &Report) -> Result<Vec<Chart>> {
 fn title(result: &PointReport) -> String {
     let p = &result.point;
     let grouped = if p.group() == 1 { String::new() } else { format!(", {} query heads a key head", p.group()) };
-    format!("Attention {}, {}, head dim {}, {} mask{grouped}", p.direction.word(), p.dtype, p.head_dim, p.mask_name())
+    let inputs = p.named_inputs(", inputs ");
+    let (pass, mask) = (p.direction.word(), p.mask_name());
+    format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{inputs}", p.dtype, p.head_dim)
 }
 
 /// What one library reached.

@@ -40,6 +40,9 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
         "q1_ms",
         "q3_ms",
         "host_us",
+        "inputs",
+        "rms_error_of_o",
+        "max_error_of_o",
         "error",
     ];
     let samples = (1..=most.unwrap_or(0)).map(|i| format!("ms_{i}"));
@@ -83,6 +86,9 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
                 number(s.map(|s| s.q1_ms)),
                 number(s.map(|s| s.q3_ms)),
                 number(run.host_us),
+                p.inputs.to_string(),
+                number(run.error_of_o().map(|[rms, _]| rms)),
+                number(run.error_of_o().map(|[_, largest]| largest)),
                 run.error.clone().unwrap_or_default(),
             ];
             record.extend(s.into_iter().flat_map(|s| s.ms.iter().map(f64::to_string)));
@@ -114,6 +120,8 @@ mod tests {
             ("status", "ok"),
             ("mask", "causal"),
             ("seqlen", "512"),
+            ("inputs", "normal"),
+            ("rms_error_of_o", ""),
             ("commit", "abc"),
             ("versions", "torch 2.11"),
         ] {

@@ -41,6 +41,7 @@ pub const SM_MARGIN_VARIABLE: &str = "HATTN_PEER_SM_MARGIN";
 pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
+pub use hopper_attention_verify::inputs::Class;
 pub use point::{
     Direction, FEW_HEADS, FEW_SEQUENCES, HIDDEN, LOPSIDED, Order, Point, PointMask, Precision, SHORT, Sweep, TOKENS,
 };

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use anyhow::{Context as _, Result, ensure};
 use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask};
+use hopper_attention_verify::inputs::Class;
 use serde::{Deserialize, Serialize};
 
 /// Tokens a batch in the papers' setting: the batch shrinks as sequences grow.
@@ -144,6 +145,9 @@ pub struct Point {
     pub queries: Option<usize>,
     /// Sequences in the batch.
     pub batch: usize,
+    /// What Q, K and V hold.
+    #[serde(default, skip_serializing_if = "Class::is_normal")]
+    pub inputs: Class,
 }
 
 impl Point {
@@ -205,13 +209,19 @@ impl Point {
         }
     }
 
-    /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share, and
-    /// `-lopsided` where there are not as many queries as keys.
+    /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
+    /// `-lopsided` where there are not as many queries as keys, and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let Self { direction, dtype, head_dim, .. } = self;
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
         let lopsided = if self.queries.is_some() { "-lopsided" } else { "" };
-        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}{lopsided}", self.mask_name())
+        let inputs = self.named_inputs("-");
+        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}{lopsided}{inputs}", self.mask_name())
+    }
+
+    /// The class of the inputs after a separator, or nothing where they are normal.
+    pub fn named_inputs(&self, separator: &str) -> String {
+        if self.inputs.is_normal() { String::new() } else { format!("{separator}{}", self.inputs) }
     }
 
     /// Whether every word between the slashes of a filter is one of the point's own.
@@ -321,17 +331,20 @@ impl Point {
 }
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`.
+/// Where inputs are not normal, their class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { direction, dtype, batch, heads_q, heads_kv, head_dim, .. } = self;
-        let (mask, lengths) = (self.mask_name(), self.lengths());
-        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/s{lengths}/b{batch}/h{heads_q}/kv{heads_kv}")
+        let (mask, lengths, inputs) = (self.mask_name(), self.lengths(), self.named_inputs("/"));
+        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/s{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{inputs}")
     }
 }
 
 /// Which points to take.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sweep {
+    /// Classes of inputs.
+    pub inputs: Vec<Class>,
     /// Passes.
     pub directions: Vec<Direction>,
     /// Types.
@@ -386,6 +399,7 @@ impl Sweep {
     /// The papers' sweep.
     pub fn papers() -> Self {
         Self {
+            inputs: vec![Class::Normal],
             directions: vec![Direction::Fwd],
             dtypes: vec![Precision::Bf16, Precision::F16],
             gqa: vec![1],
@@ -407,7 +421,7 @@ impl Sweep {
         Self { seqlens: vec![64, 128, 256], tokens: 256, hidden: 256, ..Self::papers() }
     }
 
-    /// The points, in the order of the fields, the length fastest.
+    /// The points, in the order of the fields, the length fastest. All classes of inputs have the same points.
     ///
     /// # Errors
     /// When heads do not divide, sizes are too large, there are more than 100,000 points, or nothing is left to time.
@@ -420,23 +434,32 @@ impl Sweep {
             !((self.lopsided || self.quarter) && self.dtypes.contains(&Precision::E4m3)),
             "--lopsided or --quarter with --dtypes e4m3 is not timed; allowed: --dtypes bf16,f16"
         );
+        ensure!(
+            !(self.directions.contains(&Direction::Bwd) && self.inputs.contains(&Class::Nan)),
+            "--directions bwd --inputs nan: nearly all of dK and dV would be NaN, which cannot be checked; allowed: \
+             --directions fwd, or --inputs {}",
+            Class::ALL.iter().filter(|class| **class != Class::Nan).map(Class::to_string).collect::<Vec<_>>().join(",")
+        );
         let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
         let kinds = [self.directions.len(), self.dtypes.len(), groups, self.dims.len()];
         let each = self.masks.len().saturating_mul(self.sequences().len());
         let each = each.saturating_add(if self.lopsided { LOPSIDED.len() } else { 0 });
+        let each = each.saturating_mul(self.inputs.len());
         let all = kinds.into_iter().fold(each, usize::saturating_mul);
         ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
-        let mut points = Vec::new();
+        let mut normal = Vec::new();
         for &direction in &self.directions {
             for &dtype in &self.dtypes {
                 for (head_dim, heads) in self.heads() {
-                    self.lengths(direction, dtype, heads?, head_dim, &mut points)?;
+                    self.lengths(direction, dtype, heads?, head_dim, &mut normal)?;
                     if self.lopsided {
-                        Self::lopsided(direction, dtype, head_dim, &mut points)?;
+                        Self::lopsided(direction, dtype, head_dim, &mut normal)?;
                     }
                 }
             }
         }
+        let of_class = |&inputs| normal.iter().map(move |point: &Point| Point { inputs, ..point.clone() });
+        let mut points: Vec<Point> = self.inputs.iter().flat_map(of_class).collect();
         points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
         ensure!(
             !points.is_empty(),
@@ -491,8 +514,11 @@ impl Sweep {
             };
             for &[batch, seqlen] in &sequences {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let point =
-                    Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch };
+                let inputs = Class::Normal;
+                #[rustfmt::skip]
+                let point = Point {
+                    direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch, inputs,
+                };
                 points.push(point.checked()?);
             }
         }
@@ -513,7 +539,9 @@ impl Sweep {
     fn lopsided(direction: Direction, dtype: Precision, head_dim: usize, points: &mut Vec<Point>) -> Result<()> {
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
-            let point = Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch };
+            let inputs = Class::Normal;
+            let point =
+                Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch, inputs };
             points.push(point.checked()?);
         }
         Ok(())
@@ -537,6 +565,27 @@ mod tests {
         assert!(points.iter().all(|p| p.batch * p.seqlen == TOKENS && p.heads_q * p.head_dim == HIDDEN));
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32");
         assert_eq!(points[47].to_string(), "fwd/f16/d128/causal/s16384/b1/h16/kv16");
+    }
+
+    #[test]
+    fn each_class_of_inputs_has_the_points() {
+        let sweep = Sweep { inputs: vec![Class::Normal, Class::Late], seqlens: vec![512], ..Sweep::papers() };
+        let points = sweep.points().unwrap();
+        let (normal, late) = points.split_at(8);
+        assert_eq!(normal[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32");
+        assert_eq!(late[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32/late");
+        assert_eq!(
+            (normal[3].family(), late[3].family()),
+            ("fwd-bf16-d128-causal".into(), "fwd-bf16-d128-causal-late".into())
+        );
+        let json = |point| serde_json::to_string(point).unwrap();
+        assert!(!json(&normal[0]).contains("inputs") && json(&late[0]).contains("\"inputs\":\"late\""));
+        assert!(points.iter().all(|point| serde_json::from_str::<Point>(&json(point)).unwrap() == *point));
+        assert!(normal.iter().zip(late).all(|(a, b)| Point { inputs: Class::Normal, ..b.clone() } == *a));
+        assert_eq!(points.iter().filter(|point| point.matches("late/d64")).count(), 4);
+        let nan = Sweep { inputs: vec![Class::Nan], directions: Direction::ALL.to_vec(), ..sweep };
+        let refused = nan.points().unwrap_err().to_string();
+        assert!(refused.ends_with("allowed: --directions fwd, or --inputs normal,peaky,sink,late"), "{refused}");
     }
 
     #[test]

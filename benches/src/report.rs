@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::card::CardState;
 use crate::host::HostCost;
 use crate::stats::measured;
-use crate::{Point, Summary, quantile, text};
+use crate::{Class, Point, Summary, quantile, text};
 
 /// The schema's name and version; it changes when a field changes its meaning or goes.
 pub const SCHEMA: &str = "hattn-bench/1";
@@ -206,7 +206,22 @@ impl Run {
     }
 }
 
+impl Run {
+    /// The relative RMSE of O against f64 and its largest error, on some rows: the mean of the draws. `None` of gradients, of a
+    /// wrong output and of older records.
+    pub fn error_of_o(&self) -> Option<[f64; 2]> {
+        let number = |name| self.check.get(name).and_then(Value::as_f64);
+        Some([number("rms")?, number("max")?]).filter(|_| self.status == RunStatus::Ok)
+    }
+}
+
 impl PointReport {
+    /// Our error of O, RMSE and largest, over that of a run. `None` where the other is exact.
+    pub fn error_ratio(&self, to: Option<&Run>) -> Option<[f64; 2]> {
+        let (ours, theirs) = (self.ours()?.error_of_o()?, to?.error_of_o()?);
+        Some([ours[0] / theirs[0], ours[1] / theirs[1]]).filter(|ratios| ratios.iter().all(|ratio| ratio.is_finite()))
+    }
+
     /// A library's run.
     pub fn run(&self, name: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.name == name)
@@ -246,6 +261,17 @@ impl Report {
         let product = self.ceiling(&format!("product_{}", point.dtype))?;
         let copy = self.ceiling("copy")?;
         Some(product.min(copy * point.flops() as f64 / point.bytes() as f64))
+    }
+
+    /// The classes of inputs, in the order of the points.
+    pub fn classes(&self) -> Vec<Class> {
+        let mut classes: Vec<Class> = Vec::new();
+        for PointReport { point, .. } in &self.points {
+            if !classes.contains(&point.inputs) {
+                classes.push(point.inputs);
+            }
+        }
+        classes
     }
 
     /// The names of the libraries in the order of the columns: ours first.

@@ -211,6 +211,7 @@ mod tests {
             iters: 3,
             layout: Order::Bshd,
             seed: 1,
+            draws: 1,
             ours: vec![],
             peers: vec![],
             python_peers: false,

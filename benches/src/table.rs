@@ -5,25 +5,28 @@ use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 
 use crate::host::HostCost;
 use crate::text::{excerpt, printable};
-use crate::{Direction, PointReport, Report, Run, RunStatus, geometric_mean};
+use crate::{Class, Direction, PointReport, Report, Role, Run, RunStatus, geometric_mean};
 
 /// A name in a table is cut to so many characters.
 const LONGEST: usize = 60;
 
 /// One line a point: TFLOP/s of each library, ours over the best peer, our share of the roofline, the widest
-/// interquartile range. Colours only where stdout is a terminal.
+/// interquartile range. The inputs are named where they are not all normal. Colours only where stdout is a terminal.
 pub fn points(report: &Report) -> Table {
     let names = report.names();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     let fixed = ["pass", "dtype", "hd", "mask", "gqa", "seqlen"];
-    let header = fixed.into_iter().chain(names.iter().copied()).chain(["ours/best", "roofline", "iqr"]);
+    let normal = is_normal(report);
+    let inputs = (!normal).then_some("inputs");
+    let header = fixed.into_iter().chain(inputs).chain(names.iter().copied()).chain(["ours/best", "roofline", "iqr"]);
     table.set_header(header.map(name));
     for result in &report.points {
         let p = &result.point;
         let sizes = [p.head_dim.to_string(), p.mask_name(), p.group().to_string(), p.lengths()];
         let mut row: Vec<Cell> =
             [p.direction.to_string(), p.dtype.to_string()].into_iter().chain(sizes).map(Cell::new).collect();
+        row.extend((!normal).then(|| Cell::new(p.inputs)));
         let best = result.best_peer().map(|run| run.name.as_str());
         row.extend(names.iter().map(|name| match result.run(name) {
             Some(run) if best == Some(run.name.as_str()) => rate(run).add_attribute(Attribute::Underlined),
@@ -44,6 +47,48 @@ pub fn points(report: &Report) -> Table {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
+}
+
+/// Whether all inputs are normal.
+fn is_normal(report: &Report) -> bool {
+    report.points.iter().all(|p| p.point.inputs.is_normal())
+}
+
+/// One line a forward: the error of our O against f64, and how many times that of each peer it is. None where no error of ours
+/// was measured, as in older records.
+pub fn errors(report: &Report) -> Option<Table> {
+    let ours = |p: &PointReport| p.ours().and_then(Run::error_of_o);
+    let peers: Vec<&str> = report
+        .names()
+        .into_iter()
+        .filter(|name| report.points.iter().any(|p| p.error_ratio(peer(p, name)).is_some()))
+        .collect();
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    let header = ["error of o".to_string(), "rms".into(), "max".into()].into_iter();
+    table.set_header(
+        header.chain(peers.iter().flat_map(|name| [format!("rms / {name}"), format!("max / {name}")])).map(name),
+    );
+    for result in &report.points {
+        let Some([rms, largest]) = ours(result) else { continue };
+        let mut row = vec![
+            Cell::new(&result.point),
+            Cell::new(format!("{rms:.2e}")).set_alignment(CellAlignment::Right),
+            Cell::new(format!("{largest:.2e}")).set_alignment(CellAlignment::Right),
+        ];
+        for name in &peers {
+            let ratios = result.error_ratio(peer(result, name));
+            let cell = |i: usize| Cell::new(ratios.map_or("-".into(), |ratios| format!("{:.3}", ratios[i])));
+            row.extend([0, 1].map(|i| cell(i).set_alignment(CellAlignment::Right)));
+        }
+        table.add_row(row);
+    }
+    (table.row_count() > 0).then_some(table)
+}
+
+/// A peer's run.
+fn peer<'a>(result: &'a PointReport, name: &str) -> Option<&'a Run> {
+    result.run(name).filter(|run| run.role == Role::Peer)
 }
 
 /// A name, as a report or a harness has it.
@@ -86,17 +131,22 @@ fn share(report: &Report, result: &PointReport) -> Cell {
     Cell::new(share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share)))
 }
 
-/// Ours over each peer and over the best of them, and our variants over ours, a pass at a time: minimum and geometric mean.
+/// Ours over each peer and over the best of them, and our variants over ours: minimum and geometric mean. Our errors of O over
+/// each peer's. A pass and a class of inputs at a time.
 pub fn ratios(report: &Report) -> Vec<String> {
-    Direction::ALL.into_iter().flat_map(|direction| ratios_of(report, direction)).collect()
+    let classes = report.classes();
+    let of_pass = |direction| classes.iter().flat_map(move |&inputs| ratios_of(report, direction, inputs));
+    Direction::ALL.into_iter().flat_map(of_pass).collect()
 }
 
-fn ratios_of(report: &Report, direction: Direction) -> Vec<String> {
-    let all: Vec<&PointReport> = report.points.iter().filter(|p| p.point.direction == direction).collect();
+fn ratios_of(report: &Report, direction: Direction, inputs: Class) -> Vec<String> {
+    let is_one = |p: &&PointReport| p.point.direction == direction && p.point.inputs == inputs;
+    let all: Vec<&PointReport> = report.points.iter().filter(is_one).collect();
     let pass = match direction {
         Direction::Fwd => "",
         Direction::Bwd => "backward, ",
     };
+    let pass = if is_normal(report) { pass.to_string() } else { format!("{pass}{inputs}, ") };
     let mut lines = Vec::new();
     let mut line = |what: String, values: Vec<f64>| {
         let least = values.iter().copied().fold(f64::INFINITY, f64::min);
@@ -113,6 +163,15 @@ fn ratios_of(report: &Report, direction: Direction) -> Vec<String> {
     // The other way round: whoever reads of a variant asks what it loses.
     for name in report.variants() {
         line(format!("{name} / ours"), all.iter().filter_map(|p| Some(1.0 / p.ratio(p.run(name))?)).collect());
+    }
+    for name in report.names() {
+        let errors: Vec<[f64; 2]> = all.iter().filter_map(|p| p.error_ratio(peer(p, name))).collect();
+        let [rms, largest] = [0, 1].map(|i| errors.iter().map(|ratios| ratios[i]).collect::<Vec<f64>>());
+        let (Some(rms_mean), Some(mean)) = (geometric_mean(&rms), geometric_mean(&largest)) else { continue };
+        let [rms_most, most] = [rms, largest].map(|ratios| ratios.into_iter().fold(0.0, f64::max));
+        lines.push(format!(
+            "{pass}error of o / that of {name}: rms mean {rms_mean:.3}, largest {rms_most:.3}; max mean {mean:.3}, largest {most:.3}"
+        ));
     }
     lines
 }
@@ -212,6 +271,38 @@ mod tests {
             ["fwd", "bf16", "64", "causal", "1", "512", "600.0", "500.0", "unsupported", "1.200", &share, "2.0%"]
         );
         assert_eq!(lines.len(), 3);
+    }
+
+    #[test]
+    fn classes_of_inputs_and_errors() {
+        assert!(errors(&report()).is_none());
+        let mut both = report();
+        both.points[1].point.inputs = Class::Sink;
+        for result in &mut both.points {
+            for (run, error) in result.runs.iter_mut().zip([1e-3, 1.1e-3, 5e-3]) {
+                run.check.insert("rms".into(), error.into());
+                run.check.insert("max".into(), (3.0 * error).into());
+            }
+        }
+        let text = points(&both).to_string();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!((lines[0][6], lines[1][6], lines[2][6]), ("inputs", "normal", "sink"));
+        let text = errors(&both).unwrap().to_string();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        // A run that was not timed has no error.
+        assert_eq!(lines[0], ["error", "of", "o", "rms", "max", "rms", "/", "fa3", "max", "/", "fa3"]);
+        assert_eq!(
+            lines[2],
+            ["fwd/bf16/d64/causal/s1024/b16/h32/kv32/sink", "1.10e-3", "3.30e-3", "1.100", "1.100"],
+            "{text}"
+        );
+        let means = ratios(&both);
+        assert_eq!(means[0], "normal, ours / best peer: geometric mean 1.200, least 1.200, over 1 of 1 points");
+        assert_eq!(
+            means[2],
+            "normal, error of o / that of fa3: rms mean 1.100, largest 1.100; max mean 1.100, largest 1.100"
+        );
+        assert!(means.len() == 6 && means[3].starts_with("sink, ours / best peer"), "{means:?}");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 #![deny(missing_docs)]
 
+pub mod accuracy;
 pub mod allocations;
 pub mod backward;
 pub mod c;
@@ -15,7 +16,7 @@ pub mod problems;
 pub mod runner;
 pub mod training;
 
-pub use hopper_attention_verify::{case, data, layouts, ready};
+pub use hopper_attention_verify::{case, data, inputs, layouts, ready};
 
 use std::io::Write;
 

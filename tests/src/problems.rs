@@ -3,6 +3,7 @@
 use hopper_attention::{Corner, KernelInfo, Mask};
 
 use crate::data::Values;
+use crate::inputs::Class;
 use crate::layouts::Placement;
 use crate::say;
 
@@ -76,6 +77,7 @@ pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
             cases.extend(heads());
             cases.extend(placements());
             cases.extend(numbers());
+            cases.extend(classes(1100));
             cases.extend(long());
             cases
         }
@@ -85,7 +87,7 @@ pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
 }
 
 fn small(tiles: &Tiles) -> Vec<Case> {
-    let mut cases = Vec::new();
+    let mut cases = classes(300);
     let tile = tiles.m.iter().copied().max().unwrap_or(128);
     for mask in masks() {
         for head_dim in [64, 72, 128] {
@@ -223,12 +225,27 @@ fn numbers() -> Vec<Case> {
             for values in [Values::NanQuery, Values::NanKey] {
                 cases.push(Case { values, ..case.clone() });
             }
+            for class in Class::ALL {
+                cases.push(Case { values: Values::Like(class), ..case.clone() });
+            }
             for seed in 1..4 {
                 cases.push(Case { seed, lse: seed != 2, ..case.clone() });
             }
         }
     }
     cases
+}
+
+/// Every class of inputs at a length of several blocks, so that a row's largest score comes after others, or before them.
+fn classes(seqlen: usize) -> Vec<Case> {
+    let classes = Class::ALL.into_iter().enumerate().flat_map(move |(i, class)| {
+        [(Mask::Full, 64), (Mask::causal(), 128)].map(|(mask, head_dim)| {
+            // Other lengths are other late keys.
+            let case = Case::new(seqlen / 2, seqlen + i, head_dim, mask);
+            Case { values: Values::Like(class), ..case }
+        })
+    });
+    classes.collect()
 }
 
 /// A few long ones; the oracle is what limits them.

@@ -58,6 +58,7 @@ mod tests {
             iters: 3,
             layout: Order::Bshd,
             seed: 1,
+            draws: 1,
             ours: vec![],
             peers: vec!["libpeer.so".into()],
             python_peers: true,

@@ -1,7 +1,7 @@
 //! A look at the output before it is timed: a fast wrong kernel must not become a figure.
 //!
-//! This is not the test suite (that holds every row to a tolerance): a few rows against f64, the whole against another
-//! library's, and no NaN left.
+//! This is not the test suite (that holds every row to a tolerance): some rows against f64, the whole against another
+//! library's, and NaN where a query is NaN and nowhere else. The error of O on these rows is reported.
 
 mod backward;
 mod forward;
@@ -12,7 +12,7 @@ use hopper_attention::{DType, Float, Layout};
 use serde_json::Value;
 
 use super::contest::{Outputs, Pool, Task};
-use crate::{Direction, Point};
+use crate::{Class, Direction, Point};
 
 /// Relative error allowed to a row: well above rounding, two orders below a wrong mask or a lost block of keys.
 fn bound(dtype: DType) -> f64 {
@@ -40,6 +40,16 @@ const LSE_BOUND: f64 = 2e-3;
 const BLOCK: usize = 64;
 /// Gradients of unit-variance inputs are above this, but for those that are 0.
 const SMALLEST: f64 = 1e-4;
+
+/// How many times as far two libraries' dQ and dK may be apart where inputs are not normal.
+const OF_OTHERS: f64 = 20.0;
+
+/// Rows all over O that are compared with f64.
+const SAMPLE: usize = 128;
+
+/// The same of inputs that are not normal. Most weights are then far below 1, and f16 has no more than 2^-24 for each: a sum of
+/// thousands of them is off by some 1e-6.
+const SMALLEST_OF_OTHERS: f64 = 1e-3;
 
 /// A tensor that a library writes.
 struct Written<'a> {
@@ -84,16 +94,33 @@ impl<'a, T: Float> Expected<'a, T> {
         Self { task, rows, lse }
     }
 
+    /// The relative RMSE of O on the rows, and its largest error. `None` of gradients.
+    pub(super) fn error_of_o(&self, outputs: &Outputs<T>) -> Option<[f64; 2]> {
+        let (Direction::Fwd, Some(o)) = (self.task.point.direction, outputs.tensors.first()) else { return None };
+        let (mut squares, mut of_exact, mut largest) = (0.0, 0.0, 0.0);
+        for row in self.rows.iter().filter(|row| !is_nan(self.task.point, row.at)) {
+            for (got, exact) in values(o, &self.task.q, row.at).into_iter().zip(&row.exact) {
+                squares += (got - exact).powi(2);
+                of_exact += exact.powi(2);
+                largest = worse((got - exact).abs(), largest);
+            }
+        }
+        Some([if squares == 0.0 { 0.0 } else { (squares / of_exact).sqrt() }, largest])
+    }
+
     /// The errors found, by name, and a complaint when they are too large.
     pub(super) fn check(&self, outputs: &Outputs<T>) -> (BTreeMap<String, Value>, Option<String>) {
-        let nan = outputs.tensors.iter().flatten().filter(|x| x.to_f32().is_nan()).count();
-        let unwritten = nan + outputs.lse.iter().filter(|x| x.is_nan()).count();
+        let [unwritten, lost] = stray(self.task, outputs);
+        let smallest = if others(self.task.point) { SMALLEST_OF_OTHERS } else { 0.0 };
         let mut errors: Vec<(&str, f64, f64)> = Vec::new();
         for (tensor, Written { name, layout }) in written(self.task).into_iter().enumerate() {
             let data = outputs.tensors.get(tensor).map_or(&[][..], Vec::as_slice);
             let error = self.rows.iter().filter(|row| row.tensor == tensor).map(|row| {
                 let got = values(data, layout, row.at);
-                apart(&got, &row.exact, row.size)
+                match is_nan(self.task.point, row.at) {
+                    true => 0.0, // it is NaN, or is counted as lost
+                    false => apart(&got, &row.exact, row.size.max(smallest * (got.len() as f64).sqrt())),
+                }
             });
             // The name that reports have had for O since there were reports.
             let name = if name == "o" { "row" } else { name };
@@ -101,7 +128,8 @@ impl<'a, T: Float> Expected<'a, T> {
         }
         if !self.lse.is_empty() {
             let got = |at: usize| outputs.lse.get(at).map_or(f64::NAN, |&x| f64::from(x));
-            let error = self.lse.iter().map(|&(at, exact)| (got(at) - exact).abs()).fold(0.0, worse);
+            let places = self.lse.iter().filter(|(at, _)| !is_nan_lse(self.task.point, *at));
+            let error = places.map(|&(at, exact)| (got(at) - exact).abs()).fold(0.0, worse);
             errors.push(("lse", error, LSE_BOUND));
         }
         let mut numbers = BTreeMap::from([("unwritten".to_owned(), unwritten.into())]);
@@ -109,12 +137,57 @@ impl<'a, T: Float> Expected<'a, T> {
         if unwritten > 0 {
             complaints.push(format!("{unwritten} elements are NaN"));
         }
+        if lost > 0 {
+            complaints.push(format!("{lost} elements of NaN queries are not NaN"));
+        }
+        for (name, error) in ["rms", "max"].into_iter().zip(self.error_of_o(outputs).into_iter().flatten()) {
+            numbers.insert(name.into(), number(error));
+        }
         for (name, error, bound) in errors {
-            numbers.insert(name.into(), json(error));
+            numbers.insert(name.into(), number(error));
             complaints.extend(beyond(name, error, bound));
         }
         (numbers, (!complaints.is_empty()).then(|| complaints.join("; ")))
     }
+}
+
+/// Whether the outputs are gradients of inputs that are not normal.
+fn others(point: &Point) -> bool {
+    point.direction == Direction::Bwd && !point.inputs.is_normal()
+}
+
+/// Whether the row of a forward's output is NaN, since its query is. (There are no backward points of such inputs.)
+fn is_nan(point: &Point, [_, token, _]: [usize; 3]) -> bool {
+    point.direction == Direction::Fwd && point.inputs.is_nan(token)
+}
+
+/// The same of a place of the LSE.
+fn is_nan_lse(point: &Point, at: usize) -> bool {
+    is_nan(point, [0, at % point.seqlen_q(), 0])
+}
+
+/// How many elements are NaN where none should be, and how many are not where all should be.
+fn stray<T: Float>(task: &Task<'_, T>, outputs: &Outputs<T>) -> [usize; 2] {
+    let nan = outputs.tensors.iter().flatten().filter(|x| x.to_f32().is_nan()).count();
+    let nan = nan + outputs.lse.iter().filter(|x| x.is_nan()).count();
+    let point = task.point;
+    if point.inputs != Class::Nan {
+        return [nan, 0];
+    }
+    let (mut belong, mut right) = (0, 0);
+    let queries = (0..point.seqlen_q()).filter(|&query| is_nan(point, [0, query, 0]));
+    for query in queries {
+        for (batch, head) in (0..point.batch).flat_map(|batch| (0..point.heads_q).map(move |head| (batch, head))) {
+            let place = (batch * point.heads_q + head) * point.seqlen_q() + query;
+            let row = outputs.tensors.first().map(|o| values(o, &task.q, [batch, query, head])).unwrap_or_default();
+            let lse = outputs.lse.get(place).map(|&lse| f64::from(lse));
+            for x in row.into_iter().chain(lse) {
+                belong += 1;
+                right += usize::from(x.is_nan());
+            }
+        }
+    }
+    [nan - right.min(nan), belong - right]
 }
 
 /// Holds the whole of an output against another library's; a complaint when they are too far apart.
@@ -125,9 +198,17 @@ pub(super) fn cross<T: Float>(
     numbers: &mut BTreeMap<String, Value>,
 ) -> Option<String> {
     let tensors = written(task).into_iter().zip(outputs.tensors.iter().zip(&other.tensors));
-    let worst = tensors.map(|(Written { layout, .. }, (a, b))| distance(task.point, layout, a, b)).fold(0.0, worse);
-    numbers.insert("cross".into(), json(worst));
-    beyond("cross", worst, bound(T::DTYPE))
+    let mut complaint = None;
+    let apart = tensors.map(|(Written { name, layout }, (a, b))| {
+        let apart = distance(task.point, layout, a, b);
+        // What is left of terms that cancel, where O is rounded: 0.084 was measured of two right gradients in bf16. dV has none.
+        let wider = if others(task.point) && name != "d_v" { OF_OTHERS } else { 1.0 };
+        complaint = complaint.take().or_else(|| beyond("cross", apart, wider * bound(T::DTYPE)));
+        apart
+    });
+    let worst = apart.fold(0.0, worse);
+    numbers.insert("cross".into(), number(worst));
+    complaint
 }
 
 /// A complaint when a library's outputs are not those that it gave on the same inputs before.
@@ -153,20 +234,22 @@ fn bits<T: Float>(value: &T) -> u32 {
     value.to_f32().to_bits()
 }
 
-/// The largest relative distance of two outputs: of a row in the forward, of a block of rows in the backward.
+/// The largest relative distance of two outputs: of a row in the forward, of a block of rows in the backward. Where inputs are not
+/// normal, few rows of a gradient may be large and most of them what is left of terms that cancel: then of a whole head.
 fn distance<T: Float>(point: &Point, layout: &Layout<4>, a: &[T], b: &[T]) -> f64 {
+    let [batches, seqlen, heads, dims] = layout.shape();
     let (tokens, smallest) = match point.direction {
         Direction::Fwd => (1, 0.0),
+        Direction::Bwd if others(point) => (seqlen, SMALLEST),
         Direction::Bwd => (BLOCK, SMALLEST),
     };
-    let [batches, seqlen, heads, dims] = layout.shape();
     // Token after token of a head, and then of the next: short sequences share a block, and the last block reaches back,
     // since it might be one row alone.
     let count = batches * heads * seqlen;
+    let at = |row: usize| [row / seqlen / heads, row % seqlen, row / seqlen % heads];
     let mut worst = 0.0;
-    for first in (0..count).step_by(tokens) {
+    for first in (0..count).step_by(tokens).filter(|&row| !is_nan(point, at(row))) {
         let block = first.min(count.saturating_sub(tokens))..(first + tokens).min(count);
-        let at = |row: usize| [row / seqlen / heads, row % seqlen, row / seqlen % heads];
         let all = |data| block.clone().flat_map(|row| values(data, layout, at(row))).collect();
         let (a, b): (Vec<f64>, Vec<f64>) = (all(a), all(b));
         worst = worse(worst, apart(&a, &b, smallest * ((block.len() * dims) as f64).sqrt()));
@@ -203,7 +286,7 @@ fn beyond(name: &str, error: f64, bound: f64) -> Option<String> {
 }
 
 /// JSON has no NaN.
-fn json(x: f64) -> Value {
+pub(super) fn number(x: f64) -> Value {
     if x.is_finite() { x.into() } else { x.to_string().into() }
 }
 
@@ -219,4 +302,18 @@ fn places(point: &Point, seqlen: usize) -> Vec<[usize; 3]> {
     let tokens = [0, 1, last / 2, (last / 2 + 1).min(last), last.saturating_sub(1), last].map(|token| token.min(last));
     let heads = [[0, 0], [point.batch - 1, point.heads_q - 1], [point.batch / 2, point.heads_q / 3]];
     heads.iter().flat_map(|&[batch, head]| tokens.map(|token| [batch, token, head])).collect()
+}
+
+/// `[batch, token, query head]` of rows all over the tensor, on which the error of O is measured as well: [`SAMPLE`] of them,
+/// or all where there are fewer.
+fn spread(point: &Point, seqlen: usize) -> Vec<[usize; 3]> {
+    let rows = point.batch * point.heads_q * seqlen;
+    let count = rows.min(SAMPLE);
+    let row = |i: usize| {
+        // One in each of equal parts, at another place of each: neighbours in a tile are not alike.
+        let (begin, end) = (i * rows / count, (i + 1) * rows / count);
+        let row = begin + i * 7919 % (end - begin);
+        [row / seqlen / point.heads_q, row % seqlen, row / seqlen % point.heads_q]
+    };
+    (0..count).map(row).collect()
 }

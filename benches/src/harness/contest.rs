@@ -2,6 +2,7 @@
 
 use anyhow::{Context as _, Result};
 use hopper_attention::{Float, Layout};
+use hopper_attention_verify::inputs::Input;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rand_distr::StandardNormal;
@@ -103,7 +104,7 @@ pub(super) trait Place {
     fn backwards<'a, T: Float>(&'a self, pool: &'a Pool<T>) -> Result<Contestants<'a, T>>;
 }
 
-/// Unit-variance normal Q, K and V, and dO where there are backward points.
+/// Q, K and V, and dO where there are backward points: unit-variance normal values, or what a class of inputs makes of them.
 pub(super) struct Pool<T> {
     pub q: Vec<T>,
     pub k: Vec<T>,
@@ -112,6 +113,36 @@ pub(super) struct Pool<T> {
 }
 
 impl<T: Float> Pool<T> {
+    /// The inputs of one point alone, of its class, where its layouts have them.
+    pub(super) fn of(task: &Task<'_, T>, seed: u64) -> Result<Self> {
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut draw = |input, layout: &Layout<4>| {
+            let mut drawn = memory::filled(layout.span(), T::from_f32(f32::NAN))?;
+            let [batch, seqlen, heads, head_dim] = layout.shape();
+            let shaped = task.point.inputs.shaped(input, layout.shape(), seed);
+            let mut row = memory::filled(head_dim, 0.0_f64)?;
+            for (batch, token) in (0..batch).flat_map(|batch| (0..seqlen).map(move |token| (batch, token))) {
+                for head in 0..heads {
+                    row.iter_mut().for_each(|x| *x = rng.sample(StandardNormal));
+                    shaped.row([batch, token, head], &mut row);
+                    let at = layout.offset([batch, token, head, 0]).context("a row within the layout")?;
+                    drawn[at..at + head_dim].iter_mut().zip(&row).for_each(|(to, &x)| *to = T::from_f32(x as f32));
+                }
+            }
+            anyhow::Ok(drawn)
+        };
+        Ok(Self {
+            q: draw(Input::Q, &task.q)?,
+            k: draw(Input::K, &task.kv)?,
+            v: draw(Input::V, &task.kv)?,
+            d_o: match task.point.direction {
+                Direction::Fwd => vec![],
+                Direction::Bwd => draw(Input::DO, &task.q)?,
+            },
+        })
+    }
+
+    /// Normal inputs, which the largest of these points fills and the others take the front of.
     pub(super) fn new(points: &[&Point], seed: u64) -> Result<Self> {
         let most = |points: &[&Point], heads: fn(&Point) -> usize| {
             points.iter().map(|p| p.elements(heads(p))).max().unwrap_or(0)

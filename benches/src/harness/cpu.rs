@@ -14,7 +14,7 @@ use hopper_attention::{
 };
 
 use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
-use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, turns};
+use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, inputs, turns};
 use crate::report::Library;
 use crate::{Role, memory};
 
@@ -45,8 +45,9 @@ impl Harness for Cpu {
             versions: [("hopper-attention".into(), env!("CARGO_PKG_VERSION").into())].into(),
             method: format!(
                 "in turn, iteration by iteration, one process, order rotating; wall clock around the call, median of {} after \
-                 {WARM_UPS} warm-ups; unit-variance normal inputs; {FLOPS}",
-                job.iters
+                 {WARM_UPS} warm-ups; {}; {FLOPS}",
+                job.iters,
+                inputs(job)
             ),
             libraries: vec![
                 library(crate::NAME, Role::Ours, "the CPU backend"),

@@ -48,6 +48,18 @@ pub const WARM_UPS: usize = 3;
 const FLOPS: &str =
     "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window; backward 2.5 times as many";
 
+/// What inputs hold, in the words of a report; `peers/inputs.py` has the same.
+fn inputs(job: &Job) -> String {
+    let mut classes: Vec<String> = Vec::new();
+    for point in job.points.iter().filter(|point| !point.inputs.is_normal()) {
+        if !classes.contains(&point.inputs.to_string()) {
+            classes.push(point.inputs.to_string());
+        }
+    }
+    let changed = if classes.is_empty() { String::new() } else { format!(", or these as {}", classes.join(", ")) };
+    format!("unit-variance normal inputs{changed}")
+}
+
 /// What to time, whoever does it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Job {
@@ -59,6 +71,8 @@ pub struct Job {
     pub layout: Order,
     /// Seed of the inputs.
     pub seed: u64,
+    /// On how many draws of the inputs the error of O is measured. The first is the timed one.
+    pub draws: usize,
     /// Shared objects of ours with the C entry of `peers/hattn_peer.h`, `PATH` or `NAME=PATH`; the ratios are the first one's.
     pub ours: Vec<String>,
     /// Shared objects of peers, likewise.

@@ -12,11 +12,12 @@ use serde_json::json;
 use super::{Event, Harness, Job, Sink};
 
 /// The script and what it imports, which travel inside the program.
-const SCRIPTS: [(&str, &str); 4] = [
+const SCRIPTS: [(&str, &str); 5] = [
     ("sweep.py", include_str!("../../peers/sweep.py")),
     ("entry.py", include_str!("../../peers/entry.py")),
     ("backward.py", include_str!("../../peers/backward.py")),
     ("fp8.py", include_str!("../../peers/fp8.py")),
+    ("inputs.py", include_str!("../../peers/inputs.py")),
 ];
 
 /// PyTorch on a GPU, through a Python.
@@ -162,6 +163,7 @@ mod tests {
             iters: 12,
             layout: Order::Bshd,
             seed: 1,
+            draws: 1,
             ours: vec![],
             peers: vec![],
             python_peers: true,

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail};
 use hopper_attention::{Float, bf16, f16};
 
-use super::check::{Expected, changed, cross};
+use super::check::{Expected, changed, cross, number};
 use super::contest::{Clock, Contestant, Outputs, Place, Pool, Refusal, Task};
 use super::{Event, Job, RawRun, Sink, WARM_UPS};
 use crate::{Direction, Point, Precision, RunStatus, quantile};
@@ -47,11 +47,32 @@ fn run_as<T: Float, P: Place>(
     points: &[(usize, &Point)],
     sink: Sink<'_>,
 ) -> Result<()> {
-    let pool = Pool::<T>::new(&points.iter().map(|&(_, point)| point).collect::<Vec<_>>(), job.seed)
-        .context("drawing the inputs")?;
-    let mut forwards = place.forwards(&pool)?;
+    // Normal values are drawn once, and each point takes the front. Others depend on where a row is.
+    let (normal, others): (Vec<_>, Vec<_>) = points.iter().copied().partition(|(_, point)| point.inputs.is_normal());
+    if !normal.is_empty() {
+        let sizes: Vec<&Point> = normal.iter().map(|&(_, point)| point).collect();
+        let pool = Pool::<T>::new(&sizes, job.seed).context("drawing the inputs")?;
+        run_pool(place, clock, job, &pool, &normal, sink)?;
+    }
+    for one in others {
+        let pool = Pool::<T>::of(&Task::new(one.1, job.layout)?, job.seed).context("drawing the inputs")?;
+        run_pool(place, clock, job, &pool, &[one], sink)?;
+    }
+    Ok(())
+}
+
+/// The points of one pool.
+fn run_pool<T: Float, P: Place>(
+    place: &P,
+    clock: &mut P::Clock,
+    job: &Job,
+    pool: &Pool<T>,
+    points: &[(usize, &Point)],
+    sink: Sink<'_>,
+) -> Result<()> {
+    let mut forwards = place.forwards(pool)?;
     let any_backward = points.iter().any(|(_, point)| point.direction == Direction::Bwd);
-    let mut backwards = if any_backward { place.backwards(&pool)? } else { vec![] };
+    let mut backwards = if any_backward { place.backwards(pool)? } else { vec![] };
     for &(index, point) in points {
         let task = Task::new(point, job.layout)?;
         let mut tell = |event: Option<String>| match event {
@@ -59,11 +80,12 @@ fn run_as<T: Float, P: Place>(
             None => sink(Event::Timing { index }),
         };
         let runs = match point.direction {
-            Direction::Fwd => run_point(&task, &pool, &mut forwards, clock, job.iters, &mut tell),
-            Direction::Bwd => save(&task, &pool, &mut forwards, clock).and_then(|saved| match saved {
+            Direction::Fwd => run_point(&task, pool, &mut forwards, clock, job.iters, &mut tell)
+                .and_then(|runs| more_draws(place, &task, job, runs)),
+            Direction::Bwd => save(&task, pool, &mut forwards, clock).and_then(|saved| match saved {
                 Ok(saved) => {
                     let task = Task { saved: Some(&saved), ..task };
-                    run_point(&task, &pool, &mut backwards, clock, job.iters, &mut tell)
+                    run_point(&task, pool, &mut backwards, clock, job.iters, &mut tell)
                 }
                 Err(why) => Ok(backwards.iter().map(|x| refused(&**x, RunStatus::Failed, why.clone())).collect()),
             }),
@@ -72,6 +94,39 @@ fn run_as<T: Float, P: Place>(
         sink(Event::Point { index, runs })?;
     }
     Ok(())
+}
+
+/// Replaces the error of each O that is right by its mean over more draws of the inputs.
+fn more_draws<T: Float, P: Place>(
+    place: &P,
+    task: &Task<'_, T>,
+    job: &Job,
+    mut runs: Vec<RawRun>,
+) -> Result<Vec<RawRun>> {
+    let read = |run: &RawRun| Some([run.check.get("rms")?.as_f64()?, run.check.get("max")?.as_f64()?]);
+    let mut sums: Vec<Option<[f64; 2]>> =
+        runs.iter().map(|run| read(run).filter(|_| run.status == RunStatus::Ok)).collect();
+    let mut clock = place.clock()?;
+    for draw in 1..job.draws {
+        let pool = Pool::<T>::of(task, job.seed.wrapping_add(draw as u64)).context("drawing the inputs")?;
+        let expected = Expected::new(task, &pool);
+        for (contestant, sum) in place.forwards(&pool)?.iter_mut().zip(&mut sums) {
+            let Some([rms, largest]) = sum else { continue };
+            let called = contestant.prepare(task).and_then(|()| contestant.call(task));
+            clock.wait()?;
+            called.map_err(|refusal| anyhow::anyhow!("{} computed it before: {refusal:?}", contestant.name()))?;
+            let more = expected.error_of_o(&contestant.outputs()?).context("a forward has an error of O")?;
+            *rms += more[0];
+            *largest += more[1];
+        }
+    }
+    for (run, sum) in runs.iter_mut().zip(sums).filter(|_| job.draws > 1) {
+        for (name, sum) in ["rms", "max"].into_iter().zip(sum.into_iter().flatten()) {
+            run.check.insert(name.into(), number(sum / job.draws as f64));
+            run.check.insert("draws".into(), job.draws.into());
+        }
+    }
+    Ok(runs)
 }
 
 /// The O and the LSE of the first forward that is right, or why there is none.

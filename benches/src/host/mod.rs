@@ -7,7 +7,7 @@ use anyhow::Result;
 use hopper_attention::Device;
 use serde::{Deserialize, Serialize};
 
-use crate::{Direction, Point, Precision, quantile};
+use crate::{Class, Direction, Point, Precision, quantile};
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -73,6 +73,7 @@ fn problems() -> [Point; 2] {
         seqlen: 128,
         queries: None,
         batch: 1,
+        inputs: Class::Normal,
     })
 }
 

@@ -3,20 +3,21 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
-use hopper_attention::{BackwardProblem, Dims, ForwardProblem, Operand};
+use hopper_attention::{BackwardProblem, Dims, ForwardProblem, Operand, Slot};
+use hopper_attention_verify::inputs::{Class, Input, Shaped};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use crate::args::{FileLayout, RandomArgs};
-use crate::layout::{is_in_files_order, shape_in_file};
+use crate::layout::{is_in_files_order, logical, shape_in_file};
 use crate::operands::inputs;
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::values::Values;
 
 /// Writes q, k and v, and d_o and d_lse where they are wanted, each element from the normal distribution with mean 0 and
-/// deviation 1.
+/// deviation 1. A class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
     ensure!(args.layout != FileLayout::Thd, "layout thd (packed sequences) is not supported yet; allowed: bshd, bhsd");
     let dims = Dims::new(args.batch, args.seqlen_q, args.heads_q, args.head_dim)
@@ -33,7 +34,11 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let drawn = report::busy("drawing numbers", || {
         let draw = |operand: &&Operand| {
             let mut values = Values::unwritten(operand.dtype(), operand.shape())?;
-            values.fill(StandardNormal.sample_iter(&mut rng));
+            let numbers = StandardNormal.sample_iter(&mut rng);
+            match rows(args, operand) {
+                Some(rows) => values.fill(rows.changed(numbers)),
+                None => values.fill(numbers),
+            }
             anyhow::Ok(values)
         };
         inputs.iter().map(draw).collect::<Result<Vec<_>>>()
@@ -41,7 +46,7 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let layout = args.layout.name();
     let metadata: BTreeMap<String, String> = [
         ("layout", layout.to_string()),
-        ("source", format!("normal distribution, seed {}", args.seed)),
+        ("source", source(args)),
         ("made_by", concat!("hattn ", env!("CARGO_PKG_VERSION")).to_string()),
     ]
     .map(|(key, value)| (key.to_string(), value))
@@ -63,4 +68,46 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let (in_order, others) = (in_order.collect::<String>(), others.collect::<String>());
     report::line("output", format!("{}: {in_order}{dtype} {layout}{others}", args.output.display()));
     Ok(())
+}
+
+/// Where the numbers come from, for the file's metadata.
+fn source(args: &RandomArgs) -> String {
+    let class = if args.like.is_normal() { String::new() } else { format!(", inputs `{}`", args.like) };
+    format!("normal distribution{class}, seed {}", args.seed)
+}
+
+/// The rows of an operand that the class of inputs changes.
+fn rows(args: &RandomArgs, operand: &Operand) -> Option<Rows> {
+    let input = match operand.slot() {
+        Slot::Q => Input::Q,
+        Slot::K => Input::K,
+        _ => return None,
+    };
+    let &[batch, seqlen, heads, head_dim] = operand.shape() else { return None };
+    let shape = [batch, seqlen, heads, head_dim];
+    let changed = args.like != Class::Normal && shape.iter().all(|&size| size > 0);
+    changed.then(|| Rows { layout: args.layout, shape, shaped: args.like.shaped(input, shape, args.seed) })
+}
+
+/// What a class makes of a tensor, row after row in the file's order.
+struct Rows {
+    layout: FileLayout,
+    /// `[batch, seqlen, heads, head_dim]`.
+    shape: [usize; 4],
+    shaped: Shaped,
+}
+
+impl Rows {
+    /// The numbers of the whole tensor, made of normal ones.
+    fn changed(self, mut normal: impl Iterator<Item = f32>) -> impl Iterator<Item = f32> {
+        let [_, second, third, head_dim] = logical(self.layout, self.shape); // as in the file: the swap is its own inverse
+        let rows = self.shape[..3].iter().product::<usize>();
+        (0..rows).flat_map(move |row| {
+            let [batch, token, head, _] =
+                logical(self.layout, [row / third / second, row / third % second, row % third, 0]);
+            let mut values: Vec<f64> = normal.by_ref().take(head_dim).map(f64::from).collect();
+            self.shaped.row([batch, token, head], &mut values);
+            values.into_iter().map(|value| value as f32)
+        })
+    }
 }

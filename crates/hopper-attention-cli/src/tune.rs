@@ -53,6 +53,7 @@ mod gpu {
             iters: args.iters as usize,
             layout: args.points.layout,
             seed: args.seed,
+            draws: 1,
             ours: vec![],
             peers: vec![],
             python_peers: false,

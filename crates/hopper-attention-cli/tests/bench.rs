@@ -117,6 +117,54 @@ fn a_sweep_leaves_a_report_a_table_and_charts() {
 }
 
 #[test]
+fn a_sweep_of_every_class_of_inputs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = folder.path().to_str().expect("UTF-8");
+    let line = ["bench", "--device", "cpu", "--tokens", "260", "--hidden", "16", "--dims", "16", "--seqlens", "130"];
+    let rest = ["--dtypes", "bf16,f16", "--iters", "3", "--seed", "3", "--draws", "2", "--output", at];
+    let of = |more: &[&str]| hattn(&[&line[..], &rest, more].concat());
+    let out = of(&["--inputs", "normal,peaky,sink,late,nan"]);
+    assert!(out.status.success(), "{} {}", text(&out.stdout), text(&out.stderr));
+    let stdout = text(&out.stdout);
+    for part in [
+        "normal inputs, or these as peaky, sink, late, nan;",
+        "late, ours / best peer: geometric mean",
+        "nan, error of o / that of naive: rms mean",
+        "fwd/f16/d16/causal/s130/b2/h1/kv1/sink",
+    ] {
+        assert!(stdout.contains(part), "{part}\n{stdout}");
+    }
+    let report = json(&folder.path().join("bench.json"));
+    assert_eq!((&report["options"]["draws"], &report["options"]["inputs"][4]), (&2.into(), &"nan".into()));
+    let points = report["points"].as_array().expect("points");
+    assert_eq!(points.len(), 2 * 2 * 5);
+    for point in points {
+        let bf16 = point["point"]["dtype"] == "bf16";
+        for run in point["runs"].as_array().expect("runs") {
+            assert_eq!(
+                (&run["status"], &run["check"]["draws"]),
+                (&"ok".into(), &2.into()),
+                "{}: {run}",
+                point["point"]
+            );
+            let [rms, largest] = ["rms", "max"].map(|name| run["check"][name].as_f64().expect("an error"));
+            let most = if bf16 { 5e-3 } else { 6e-4 };
+            assert!(0.0 < rms && rms < most && largest > rms * 0.5 && largest < 20.0 * most, "{run}");
+        }
+    }
+    for chart in ["fwd-bf16-d16-full.svg", "fwd-f16-d16-causal-nan.svg"] {
+        assert!(folder.path().join(chart).is_file(), "{chart}");
+    }
+
+    let out = of(&["--directions", "bwd", "--inputs", "peaky,sink,late"]);
+    assert!(out.status.success(), "{} {}", text(&out.stdout), text(&out.stderr));
+    let out = of(&["--directions", "bwd", "--inputs", "nan"]);
+    assert!(text(&out.stderr).contains("allowed: --directions fwd, or --inputs normal,peaky,sink,late"));
+    let out = of(&["--inputs", "flat"]);
+    assert!(text(&out.stderr).contains("inputs `flat`; allowed: normal, peaky, sink, late, nan"));
+}
+
+#[test]
 fn a_sweep_of_both_passes() {
     let folder = tempfile::tempdir().expect("a folder");
     let options = "--directions fwd,bwd --gqa 1,2 --masks full,causal,window:9 --layout bhsd --filter d32";

@@ -325,6 +325,49 @@ fn a_conversion_that_overflows_is_said() {
 }
 
 #[test]
+fn random_makes_every_class_of_inputs() {
+    let folder = Folder::new();
+    let sizes = "--batch 2 --seqlen-q 130 --heads-q 4 --heads-kv 2 --head-dim 16 --dtype f32";
+    // As floats, by name.
+    let read = |line: &str| {
+        let file = std::fs::read(folder.random("x", &format!("{sizes} {line}"))).unwrap();
+        let tensors = SafeTensors::deserialize(&file).unwrap();
+        ["q", "k", "v"].map(|name| {
+            let bytes = tensors.tensor(name).unwrap().data().to_vec();
+            bytes.chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect::<Vec<f32>>()
+        })
+    };
+    let normal = read("");
+    assert_eq!(read("--like normal"), normal);
+    let peaky = read("--like peaky");
+    assert!((0..2).all(|i| peaky[i].iter().zip(&normal[i]).all(|(peaky, normal)| *peaky == 3.0 * normal)));
+    // Of each query of a sequence: its mean score with the first key of its head.
+    let sink = read("--like sink");
+    let score = |query: usize| (0..16).map(|d| sink[0][query * 64 + d] * sink[1][d]).sum::<f32>() / 4.0;
+    let mean = (0..130).map(score).sum::<f32>() / 130.0;
+    assert!((mean - 15.0).abs() < 1.5, "{mean}");
+    assert_eq!(sink[1].iter().zip(&normal[1]).filter(|(a, b)| a != b).count(), 2 * 2 * 16);
+    let late = read("--like late");
+    assert_eq!(late[1].iter().zip(&normal[1]).filter(|(a, b)| a != b).count(), 2 * 2 * 2 * 16);
+    let nan = read("--like nan");
+    for (i, row) in nan[0].chunks_exact(16).enumerate() {
+        assert!(row.iter().all(|x| x.is_nan() == (i / 4 % 130 % 128 == 0)));
+    }
+    for (class, made) in [("peaky", &peaky), ("sink", &sink), ("late", &late), ("nan", &nan)] {
+        assert_eq!(made[2], normal[2], "{class}");
+        assert!(class == "nan" || made[0] != normal[0], "{class}");
+        // The file's order changes which numbers a row is made of, and not which rows are changed.
+        let input = folder.random("y", &format!("{sizes} --like {class} --layout bhsd"));
+        let text = hattn_on("check --device cpu", &input, None);
+        assert!(text.code == Some(0) && text.stdout.contains("passed"), "{class}: {text:?}");
+    }
+    let output = folder.path("z");
+    let refused = hattn(["random", "--like", "flat", "--output", output.to_str().unwrap()]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.stderr.contains("inputs `flat`; allowed: normal, peaky, sink, late, nan"), "{}", refused.stderr);
+}
+
+#[test]
 fn random_is_the_same_for_the_same_seed() {
     let folder = Folder::new();
     let read = |name, line: &str| std::fs::read(folder.random(name, line)).unwrap();

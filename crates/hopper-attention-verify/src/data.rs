@@ -7,6 +7,9 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
+use crate::inputs::Class;
+pub use crate::inputs::Input;
+
 /// Elements of poison before and after every tensor; a multiple of 16 bytes for every type, so that a tensor starts
 /// as aligned as its memory.
 pub const GUARD: usize = 256;
@@ -75,23 +78,12 @@ pub enum Values {
     NanQuery,
     /// Normal, with a NaN in the last key, which the mask hides from some queries.
     NanKey,
+    /// As one of the classes that `hattn bench` times.
+    Like(Class),
 }
 
 /// What makes the slope together with the keys: the first element of every query.
 const SLOPE_QUERY: f64 = 8.0;
-
-/// Which input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Input {
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// The gradient of the output.
-    DO,
-}
 
 impl Values {
     /// The values of one input, not yet rounded to its type. The same seed gives the same values on every machine.
@@ -112,7 +104,13 @@ impl Values {
             let column = if self == Self::Uneven && input == Input::V && d == 5 { 100.0 } else { 1.0 };
             (mean + deviation * rng.sample::<f64, _>(StandardNormal)) * column
         });
-        let [batch, seqlen, heads, _] = shape;
+        let [batch, seqlen, heads, head_dim] = shape;
+        if let Self::Like(class) = self {
+            let shaped = class.shaped(input, shape, seed);
+            for (i, row) in tensor.data_mut().chunks_exact_mut(head_dim.max(1)).enumerate() {
+                shaped.row([i / heads / seqlen, i / heads % seqlen, i % heads], row);
+            }
+        }
         if batch > 0 && seqlen > 0 {
             match (self, input) {
                 (Self::Sloped { .. }, Input::Q) => {

@@ -15,5 +15,6 @@ pub mod fuzz;
 
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod inputs;
 pub mod layouts;
 pub mod ready;

@@ -2,6 +2,7 @@
 //! that is a failure. `HATTN_TEST_GRID=small` is for compute-sanitizer; `HATTN_TEST_RECORD=PATH` gets the table as JSON.
 #![cfg(feature = "cuda")]
 
+mod accuracy;
 mod allocations;
 mod backward;
 mod capi;

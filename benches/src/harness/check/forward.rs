@@ -2,13 +2,14 @@
 
 use hopper_attention::Float;
 
-use super::{Row, dot, places, values};
+use super::{Row, dot, places, spread, values};
 use crate::harness::contest::{Pool, Task};
 
 /// Some rows, and the LSE beside its places.
 pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> (Vec<Row>, Vec<(usize, f64)>) {
     let point = task.point;
-    let each = places(point, point.seqlen_q()).into_iter().map(|at| {
+    let places = places(point, point.seqlen_q()).into_iter().chain(spread(point, point.seqlen_q()));
+    let each = places.map(|at| {
         let [batch, query, head] = at;
         let (exact, lse) = row(task, pool, at);
         let place = (batch * point.heads_q + head) * point.seqlen_q() + query;
@@ -43,7 +44,7 @@ mod tests {
     use super::super::{Expected, changed, cross};
     use super::*;
     use crate::harness::contest::Outputs;
-    use crate::{Order, Point, Precision, Sweep};
+    use crate::{Class, Order, Point, Precision, Sweep};
 
     fn point() -> Point {
         let sweep = Sweep {
@@ -93,6 +94,52 @@ mod tests {
         assert!(complaint(|_, lse| lse[15] += 0.01).unwrap().starts_with("lse "));
         assert!(complaint(|o, _| o.truncate(1)).unwrap().starts_with("row NaN"));
         assert!(complaint(|o, lse| (o.fill(0.0), lse.fill(0.0)).1).is_some());
+    }
+
+    #[test]
+    fn nan_belongs_where_a_query_is_nan() {
+        let point = Point { inputs: Class::Nan, ..point() };
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let (v, right) = means();
+        let mut pool = Pool { q: vec![0.5; right.tensors[0].len()], k: vec![1.0; v.len()], v, d_o: vec![] };
+        // The first query of each sequence and head.
+        let mut poisoned = right.clone();
+        for head in 0..4 {
+            pool.q[head * 16..head * 16 + 4].fill(f32::NAN);
+            poisoned.tensors[0][head * 16..head * 16 + 4].fill(f32::NAN);
+            poisoned.lse[head * 4] = f32::NAN;
+        }
+        let expected = Expected::new(&task, &pool);
+        let check = |outputs: &Outputs<f32>| expected.check(outputs).1;
+        assert_eq!(check(&poisoned), None);
+        assert_eq!(check(&right).unwrap(), "20 elements of NaN queries are not NaN");
+        let changed = |change: fn(&mut Outputs<f32>)| {
+            let mut outputs = poisoned.clone();
+            change(&mut outputs);
+            check(&outputs).unwrap()
+        };
+        assert!(changed(|x| x.tensors[0][5] = f32::NAN).starts_with("1 elements are NaN; row NaN"));
+        assert_eq!(changed(|x| x.tensors[0][0] = 1.0), "1 elements of NaN queries are not NaN");
+        assert!(changed(|x| x.tensors[0][4] += 1.0).starts_with("row "));
+        assert!(cross(&task, &poisoned, &poisoned, &mut BTreeMap::new()).is_none());
+    }
+
+    #[test]
+    fn the_error_of_o_is_reported() {
+        let point = point();
+        let task = Task::new(&point, Order::Bhsd).unwrap();
+        let (v, mut outputs) = means();
+        let pool = Pool { q: vec![0.5; outputs.tensors[0].len()], k: vec![1.0; v.len()], v, d_o: vec![] };
+        let expected = Expected::new(&task, &pool);
+        let [rms, largest] = expected.error_of_o(&outputs).unwrap();
+        assert!(rms < 1e-6 && largest < 1e-5, "{rms} {largest}");
+        outputs.tensors[0].iter_mut().for_each(|x| *x *= 1.01);
+        let [rms, largest] = expected.error_of_o(&outputs).unwrap();
+        let most = outputs.tensors[0].iter().copied().fold(0.0, f32::max);
+        assert!((rms - 0.01).abs() < 1e-6 && (largest / f64::from(most) - 0.01 / 1.01).abs() < 1e-6, "{rms} {largest}");
+        assert_eq!(expected.check(&outputs).0["rms"].as_f64(), Some(rms));
+        outputs.tensors[0][0] = f32::NAN;
+        assert!(expected.error_of_o(&outputs).unwrap().iter().all(|error| error.is_nan()));
     }
 
     #[test]

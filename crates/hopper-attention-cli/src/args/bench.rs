@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use hopper_attention_benches::{Direction, Order, PointMask, Precision, Sweep};
+use hopper_attention_benches::{Class, Direction, Order, PointMask, Precision, Sweep};
 
 use super::words::{ArchArg, DeviceArg};
 
@@ -49,6 +49,15 @@ pub struct BenchArgs {
     /// Seed of the random inputs [default: from the clock; the report has it]
     #[arg(long)]
     pub seed: Option<u64>,
+    /// Classes of inputs to time: normal, peaky, sink, late, nan. nan has forwards only
+    ///
+    /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every
+    /// query on average. late: one key in 64 scores up to 25. nan: one query in 128 is NaN. Every library gets the same inputs.
+    #[arg(long, value_name = "CLASS", value_delimiter = ',', default_values_t = [Class::Normal])]
+    pub inputs: Vec<Class>,
+    /// On how many draws of the inputs the error of o is measured. The mean is reported; the first draw is the timed one
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub draws: u32,
     /// The commit that is measured. It is only written into the report
     #[arg(long)]
     pub commit: Option<String>,
@@ -123,11 +132,12 @@ pub struct PointArgs {
 }
 
 impl PointArgs {
-    /// The sweep, with the defaults of a GPU or a CPU.
+    /// The sweep of normal inputs, with the defaults of a GPU or a CPU.
     pub fn sweep(&self, on_cpu: bool) -> Sweep {
         let base = if on_cpu { Sweep::small() } else { Sweep::papers() };
         let quick: &[usize] = if on_cpu { &[64, 128] } else { &[512, 2048, 8192] };
         Sweep {
+            inputs: vec![Class::Normal],
             directions: self.directions.clone(),
             dtypes: self.dtypes[..if self.quick { 1 } else { self.dtypes.len() }].to_vec(),
             gqa: self.gqa.clone(),

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use hopper_attention::Mask;
+use hopper_attention_verify::inputs::Class;
 
 use words::{parse_mask, parse_share};
 
@@ -50,7 +51,7 @@ pub enum Command {
     Check(CheckArgs),
     /// Say what the kernels of this build compute, and list the devices of this machine
     Info(InfoArgs),
-    /// Write a safetensors file with normally distributed q, k and v (with --backward also gradients of o and lse)
+    /// Write a safetensors file with random q, k and v (with --backward also gradients of o and lse)
     Random(RandomArgs),
     /// Time forward or backward passes, alternating with every other attention library on this machine
     Bench(Box<BenchArgs>),
@@ -229,6 +230,12 @@ pub struct RandomArgs {
     /// Also write d_o and d_lse, for `run --backward`
     #[arg(long)]
     pub backward: bool,
+    /// Class of inputs: normal, peaky, sink, late or nan
+    ///
+    /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every
+    /// query on average. late: one key in 64 scores up to 25. nan: one query in 128 is NaN. Scores are at the default scale.
+    #[arg(long, value_name = "CLASS", default_value_t = Class::Normal)]
+    pub like: Class,
     /// Seed of the random numbers. The same seed gives the same file; --backward does not change q, k and v
     #[arg(long, default_value_t = 0)]
     pub seed: u64,

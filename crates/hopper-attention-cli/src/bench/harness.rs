@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail, ensure};
 use hopper_attention_benches::host::HostCost;
-use hopper_attention_benches::{Cpu, Job, Outcome, Progress, PyTorch, Report, Session, WARM_UPS};
+use hopper_attention_benches::{Cpu, Job, Outcome, Progress, PyTorch, Report, Session, Sweep, WARM_UPS};
 use serde_json::json;
 
 use crate::args::{BenchArgs, DeviceArg, HarnessArg};
@@ -81,10 +81,11 @@ fn job(args: &BenchArgs, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Res
     };
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| u64::from(now.subsec_nanos()));
     Ok(Job {
-        points: args.points.sweep(on_cpu).points()?,
+        points: Sweep { inputs: args.inputs.clone(), ..args.points.sweep(on_cpu) }.points()?,
         iters,
         layout: args.points.layout,
         seed: args.seed.unwrap_or_else(clock),
+        draws: args.draws as usize,
         ours,
         peers: args.peer.clone(),
         python_peers: !args.no_python_peers,
@@ -98,6 +99,8 @@ fn session<'a>(args: &BenchArgs, job: &'a Job) -> Session<'a> {
         ("warm_ups".into(), json!(WARM_UPS)),
         ("layout".into(), json!(job.layout)),
         ("seed".into(), json!(job.seed)),
+        ("inputs".into(), json!(args.inputs)),
+        ("draws".into(), json!(job.draws)),
         ("filter".into(), json!(args.points.filter)),
     ]);
     Session::new(job, args.commit.clone(), options)

@@ -121,6 +121,13 @@ fn show(report: &Report) {
     for line in table::ratios(report) {
         report::plain(&format!("{line}\n"));
     }
+    if let Some(mut errors) = table::errors(report) {
+        if std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+            errors.force_no_tty();
+        }
+        report::plain("\n");
+        report::table(&errors);
+    }
     if let (Some(costs), Some(host)) = (&costs, &report.host) {
         report::plain("\n");
         report::table(costs);

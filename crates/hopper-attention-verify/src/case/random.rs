@@ -6,6 +6,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
 use crate::data::Values;
+use crate::inputs::Class;
 use crate::layouts::Placement;
 
 /// Cases with head dims up to `head_dim` in steps of `step`.
@@ -26,6 +27,7 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
         1 => Just(Values::Offset),
         1 => Just(Values::Uneven),
         1 => (slope(), slope()).prop_map(|(first, last)| Values::Sloped { first, last }),
+        2 => proptest::sample::select(Class::ALL.to_vec()).prop_map(Values::Like),
     ];
     (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
         |(sizes, mask, scale, lse, placement, values, seed, square)| {

@@ -1,0 +1,72 @@
+//! The accuracy of O on each class of inputs: every kernel beside a computation with a true running maximum.
+
+use hopper_attention::{Arch, Device, Float, ForwardArgs, KernelInfo, OutputOf, Workspace, bf16, f16};
+use hopper_attention_tests::accuracy::{LARGEST, RMSE, Sample, Setting, Verdict};
+use hopper_attention_tests::gpu::{Gpu, whole, whole_mut};
+use hopper_attention_tests::problems::Grid;
+use hopper_attention_tests::say;
+
+/// Judges the kernels of an instruction set on all settings; prints a line for each.
+fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], taken: &mut [usize], wrong: &mut Vec<String>) {
+    let stream = &gpu.stream;
+    for setting in Setting::all(Grid::from_env().pick(&[512], &[512, 1024, 2048, 4096])) {
+        let sample = Sample::<T>::new(setting);
+        let problem = &sample.problem;
+        let [q, k, v] = [0, 1, 2].map(|i| stream.clone_htod(&sample.qkv[i]).expect("device memory"));
+        let fits = |row: &KernelInfo| row.dtype() == T::DTYPE && row.head_dim_qk() == setting.head_dim;
+        for (row, taken) in rows.iter().zip(&mut *taken).filter(|(row, _)| fits(row)) {
+            let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
+            *taken += 1;
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+            let mut o = stream.clone_htod(&vec![T::from_f32(0.0); sample.qkv[0].len()]).expect("device memory");
+            let mut lse = stream.alloc_zeros::<f32>(problem.lse_shape().iter().product()).expect("device memory");
+            let [q, k, v] = [&q, &k, &v].map(|x| whole(x, problem.q_shape()).expect("a fitting layout"));
+            let args = ForwardArgs::new(q, k, v, whole_mut(&mut o, problem.o_shape()).expect("a fitting layout"));
+            let args = args.lse(whole_mut(&mut lse, problem.lse_shape()).expect("a fitting layout"));
+            plan.run(&gpu.lane(), &mut workspace, args).unwrap_or_else(|error| panic!("{row}, {setting}: {error}"));
+            match sample.judge(&stream.clone_dtoh(&o).expect("a copy")) {
+                Ok(verdict) => {
+                    say(&format!("{verdict}  {row}"));
+                    wrong.extend((!verdict.passed()).then(|| format!("{verdict}  {row}")));
+                }
+                Err(why) => wrong.push(format!("{why}: {} {row}", T::DTYPE)),
+            }
+        }
+    }
+}
+
+/// The rows of an instruction set. A window is none of the masks here.
+fn kernels_of(test: &str, arch: Arch) {
+    let Some(gpu) = Gpu::open(test) else { return };
+    let rows: Vec<_> = gpu.rows().into_iter().filter(|row| row.arch() == arch).collect();
+    let settings = Setting::all(&[512]);
+    let plans = |row: &KernelInfo| {
+        settings.iter().any(|setting| {
+            row.head_dim_qk() == setting.head_dim
+                && setting.problem(row.dtype()).plan_with_row(&gpu.device, row).is_ok()
+        })
+    };
+    let rows: Vec<_> = rows.into_iter().filter(plans).collect();
+    assert!(!rows.is_empty(), "no {arch} row runs on {:?}", Device::available());
+    let (mut taken, mut wrong) = (vec![0; rows.len()], Vec::new());
+    say(Verdict::HEAD);
+    judge::<bf16>(&gpu, &rows, &mut taken, &mut wrong);
+    judge::<f16>(&gpu, &rows, &mut taken, &mut wrong);
+    assert!(taken.iter().all(|&taken| taken > 0), "rows that took no case: {taken:?}");
+    say(&format!("{arch}: {} verdicts, {} wrong", taken.iter().sum::<usize>(), wrong.len()));
+    assert!(
+        wrong.is_empty(),
+        "errors of O past {RMSE} (rmse) or {LARGEST} (max) times those with a running maximum, or NaN where none belongs:\n{}",
+        wrong.join("\n")
+    );
+}
+
+#[test]
+fn sm90_is_as_accurate_as_a_running_maximum() {
+    kernels_of("sm90_is_as_accurate_as_a_running_maximum", Arch::Sm90);
+}
+
+#[test]
+fn sm80_is_as_accurate_as_a_running_maximum() {
+    kernels_of("sm80_is_as_accurate_as_a_running_maximum", Arch::Sm80);
+}
