@@ -40,7 +40,7 @@ else
   say "no GPU here: using the CPU"
 fi
 
-say "building hattn"
+say "building hattn (a minute or two, the first time)"
 quiet=()
 [ -t 2 ] || quiet=(--quiet)
 cargo build --release --locked "${quiet[@]}" --package hopper-attention-cli "${features[@]}"

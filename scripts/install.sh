@@ -30,6 +30,7 @@ done
 case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
 
 "$root/scripts/bootstrap.sh" "${bootstrap[@]}"
+own_cmake=$(command -v cmake || true)
 # The pinned CMake and ninja, where the machine has none of its own.
 PATH=$PATH:$toolchain/cmake/bin:$toolchain/bin
 if [ -x "$toolchain/cmake/bin/cmake" ]; then PATH=$toolchain/cmake/bin:$PATH; fi
@@ -54,10 +55,13 @@ while IFS= read -r file || [ -n "$file" ]; do
     echo "  ${file#"$prefix"/} ($(stat -c %s "$file") bytes)"
   fi
 done <"$build/install_manifest.txt"
+fetched=""
+[ -n "$own_cmake" ] || fetched="
+              export PATH=$toolchain/cmake/bin:\$PATH   (this machine has no other cmake)"
 cat <<USE
 
 to use it (docs/c.md and docs/cpp.md say more):
-  CMake       cmake -DCMAKE_PREFIX_PATH=$prefix ...
+  CMake       cmake -DCMAKE_PREFIX_PATH=$prefix ...$fetched
   pkg-config  export PKG_CONFIG_PATH=$lib/pkgconfig
   a program that was linked without CMake finds the shared library by one of
               -Wl,-rpath,$lib   (when it is linked)

@@ -13,6 +13,6 @@ fn main() -> Result<()> {
     let [k, v] = [TensorRef::host(&kv, kv_layout)?, TensorRef::host(&kv, kv_layout)?];
     let args = ForwardArgs::new(TensorRef::host(&q, q_layout)?, k, v, TensorMut::host(&mut o, q_layout)?);
     plan.run(&Stream::Cpu, &mut workspace, args)?;
-    assert!(o.iter().all(|&o| o == bf16::ONE)); // a mean of ones
+    println!("{}", o[0]); // 1: a mean of ones
     Ok(())
 }
