@@ -367,9 +367,12 @@ struct Fp8Mma {
       warpgroup_fence_operand(tSrS);
     }
     auto const rescale = [&](float const(&by)[2]) __attribute__((always_inline)) { rescale_output(by); };
-    if constexpr (kMasked) {
+    // (What is rare lies elsewhere then, and the loop in one piece.)
+    if (kMasked || __builtin_expect(softmax.looks(), 0)) {
       add_output(factors);
-      mask_block(visit);
+      if constexpr (kMasked) {
+        mask_block(visit);
+      }
       softmax.masked_block(tSrS, factors, rescale);
       Weights::pack(tSrS, tOrP);
     } else {
@@ -377,13 +380,13 @@ struct Fp8Mma {
       softmax.unseen_block(tSrS, factors, sums);
       add_output(factors);
       Weights::pack(tSrS, tOrP);
-      // (What is rare lies elsewhere then, and the loop in one piece.)
       if (__builtin_expect(!softmax.suits(sums), 0)) {
         softmax.move_block(
             tSrS, factors, sums, [&] { recompute_scores(); }, rescale);
         Weights::pack(tSrS, tOrP);
+      } else {
+        softmax.add(sums);
       }
-      softmax.add(sums);
     }
     release_k();
   }

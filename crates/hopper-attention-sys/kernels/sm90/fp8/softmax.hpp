@@ -9,7 +9,13 @@
 // - down, where weights come out so small that they lose bits. (Not where they are negligible beside the row's sum.)
 // A move is a whole power of two, by which weights, sums and O are multiplied. The scores are computed again only where
 // the weights' own type (weights.hpp) has lost bits too.
+//
+// Rows that move once often do so again: their scores are far apart. So once a block has moved references, the warp
+// looks at the maximum of each later block of the tile first (`masked_block`, which needs no mask). The reference then
+// moves only up, and no scores have to be computed again.
 #pragma once
+
+#include <climits>
 
 #include "sm90/fp8/weights.hpp"
 
@@ -30,8 +36,10 @@ struct Fp8Softmax {
   float reference[2];  // -inf while a row has no key
   typename Weights::Offset offset[2];
   // kNegligible times this lane's sum of weights before rounding. The sums of the four lanes that share a row are added
-  // once a tile.
+  // once a tile. The sign of the first tells whether the warp looks at maxima: there is no register left for that.
   float negligible[2];
+
+  CUTE_DEVICE bool looks() const { return __any_sync(0xffffffffU, __float_as_int(negligible[0]) < 0) != 0; }
 
   CUTE_DEVICE static bool all(bool first, bool second) {
     return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
@@ -48,8 +56,8 @@ struct Fp8Softmax {
     negligible[1] = sums[1] * kNegligible;
   }
 
-  // A later block in which keys are masked, so that a row may have had none before: against its maximum where that is
-  // larger. `rescale_output` multiplies the rows of O, which share the reference.
+  // A later block in which keys are masked, so that a row may have had none before, or of a warp that looks: against its
+  // maximum where that is larger. `rescale_output` multiplies the rows of O, which share the reference.
   template <class Scores, class RescaleOutput>
   CUTE_DEVICE void masked_block(Scores& scores, BlockFactors const& factors, RescaleOutput const& rescale_output) {
     float rescale[2];
@@ -60,7 +68,11 @@ struct Fp8Softmax {
       negligible[1] *= rescale[1];
       rescale_output(rescale);
     }
+    // The sign stays, of a NaN too.
+    int const sign = __float_as_int(negligible[0]) & INT_MIN;
+    negligible[0] = fabsf(negligible[0]);
     add(sums);
+    negligible[0] = __int_as_float(__float_as_int(negligible[0]) | sign);
   }
 
   // Any other later block, against the references that it finds. Where those do not suit it, `move_block` follows.
@@ -124,12 +136,14 @@ struct Fp8Softmax {
     }
     negligible[0] *= factor[0];
     negligible[1] *= factor[1];
+    add(sums);
+    negligible[0] = __int_as_float(__float_as_int(negligible[0]) | INT_MIN);
     rescale_output(factor);
   }
 
   // The whole rows' sums.
   CUTE_DEVICE void finish(float (&sums)[2]) const {
-    sums[0] = quad_sum(negligible[0]) * (1.0F / kNegligible);
+    sums[0] = quad_sum(fabsf(negligible[0])) * (1.0F / kNegligible);
     sums[1] = quad_sum(negligible[1]) * (1.0F / kNegligible);
   }
 

@@ -35,6 +35,7 @@ struct Mma {
   using Softmax = ExactSoftmax<Element, Traits::kTileN>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr int kShort = 8;  // blocks of a short tile
 
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Storage& storage,
                               int consumer) {
@@ -174,7 +175,8 @@ struct Mma {
         softmax.first_masked_block(tSrS, scalars.scale_log2,
                                    keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
       } else {
-        if (!softmax.first_block(tSrS, scalars.scale_log2)) {
+        // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
+        if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= kShort)) {
           recompute_scores();
           softmax.first_masked_block(tSrS, scalars.scale_log2, {{Traits::kTileN, Traits::kTileN}});
         }
@@ -233,7 +235,7 @@ struct Mma {
           if (lost) {
             recompute_scores();
           }
-          softmax.move_rows(tSrS, scalars.scale_log2, lost, sums, rescale);
+          softmax.move_rows(tSrS, scalars.scale_log2, lost, visits.count(), sums, rescale);
           rescale_output(rescale);
           arrive_k();
         }

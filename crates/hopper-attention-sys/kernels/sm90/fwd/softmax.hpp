@@ -52,7 +52,8 @@ struct ExactSoftmax {
     return product;
   }
 
-  // The largest of this lane's weights in a row.
+  // The largest of this lane's weights in a row, or of its scores where one is above 0. (Compared as integers, three at a
+  // time. Else the result is any of them.)
   template <class Scores>
   CUTE_DEVICE static float largest(Scores const& scores, int row) {
     int max = __float_as_int(scores(Base::at(row, 0, 0)));
@@ -103,11 +104,15 @@ struct ExactSoftmax {
     }
   }
 
-  // A tile's first block otherwise: against 0. If the result is false, the scores must be computed again, for
-  // first_masked_block.
+  // A tile's first block otherwise: against 0, or `exactly` against the maximum of rows that have a score above 0. If the
+  // result is false, the scores must be computed again, for first_masked_block.
   template <class Scores>
-  CUTE_DEVICE bool first_block(Scores& scores, float scale_log2) {
+  CUTE_DEVICE bool first_block(Scores& scores, float scale_log2, bool exactly) {
     reference[0] = reference[1] = 0.0F;
+    if (exactly) {
+      reference[0] = fmaxf(0.0F, quad_max(largest(scores, 0)) * scale_log2);
+      reference[1] = fmaxf(0.0F, quad_max(largest(scores, 1)) * scale_log2);
+    }
     tracks = false;
     error = 0;
     Base::exponentiate(scores, scale_log2, reference, row_sum);
@@ -129,8 +134,9 @@ struct ExactSoftmax {
     float factors[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      reference[r] = log2_approx(max[r]);
-      factors[r] = exp2_approx(-reference[r]);
+      float const by = log2_approx(max[r]);
+      factors[r] = exp2_approx(-by);
+      reference[r] += by;
       row_sum[r] *= factors[r];
     }
     multiply(scores, factors);
@@ -224,7 +230,8 @@ struct ExactSoftmax {
 
   // Moves rows: of the weights, or if `lost` of the scores. O must be multiplied by `factors`.
   template <class Scores>
-  CUTE_DEVICE void move_rows(Scores& scores, float scale_log2, bool lost, float (&sums)[2], float (&factors)[2]) {
+  CUTE_DEVICE void move_rows(Scores& scores, float scale_log2, bool lost, int blocks, float (&sums)[2],
+                             float (&factors)[2]) {
     if (lost) {
       exact_block(scores, scale_log2, factors, sums);
     } else {
@@ -244,7 +251,7 @@ struct ExactSoftmax {
       error += !tracks && lanes < 40 ? 1 : 0;
     }
     if (!tracks) {
-      tracks = __any_sync(0xffffffffU, error == 2);
+      tracks = __any_sync(0xffffffffU, error >= 2 + blocks / 64);
       error = tracks ? 0 : error;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
