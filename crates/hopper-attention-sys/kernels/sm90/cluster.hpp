@@ -40,9 +40,9 @@ CUTE_DEVICE void await_sums() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// No fence: nothing is handed over here. It is called after all that was read has been used: a thread's sums and shuffles
-// wait for the values, and its stores come after them. So no read is under way any more. tests/tests/disassembly.rs
-// holds the machine code to that order.
+// No fence: nothing is handed over here. It is called after all that was read has been used: a thread's sums and
+// shuffles wait for the values, and its stores come after them. So no read is under way any more.
+// tests/tests/disassembly.rs holds the machine code to that order.
 CUTE_DEVICE void await_readers() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");

@@ -86,7 +86,8 @@ struct BwdLoad {
 
   // dQ of each block, from shared memory to the sums in global memory. The first tile that comes to a block stores its
   // dQ, the others add theirs. Ordered: tiles come by their number, so that the sums are the same on every run. A
-  // tile waits only for tiles that run: for the one that came to the block first, or, ordered, for those drawn before it.
+  // tile waits only for tiles that run: for the one that came to the block first, or, ordered, for those drawn before
+  // it.
   CUTE_DEVICE static void query_gradients(BwdParams const& params, BwdScalars const& scalars, Band const& band,
                                           Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
@@ -209,7 +210,8 @@ struct BwdLoad {
       }
       Tile const tile{storage.tile[k.stage].block, storage.tile[k.stage].head, storage.tile[k.stage].batch};
       storage.tile_full[k.stage].arrive();
-      // A CTA must not end while a copy to it is under way. Where a share is empty, nobody would wait for the copy of K.
+      // A CTA must not end while a copy to it is under way. Where a share is empty, nobody would wait for the copy of
+      // K.
       if (!tile.valid() || (Traits::kShares && storage.tile[k.stage].steps == 0)) {
         let_next_start();  // the last blocks have been asked for
         break;

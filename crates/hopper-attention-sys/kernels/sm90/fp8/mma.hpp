@@ -47,7 +47,7 @@ struct Fp8Mma {
   using Weights =
       cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN, Traits::kPolynomialEvery>,
                           WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
-  using Softmax = Fp8Softmax<Weights>;
+  using Softmax = Fp8Softmax<Weights, Traits::kLooksFirst>;
   using Split = Fp8Split<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
@@ -384,7 +384,10 @@ struct Fp8Mma {
         softmax.move_block(
             tSrS, factors, sums, [&] { recompute_scores(); }, rescale);
         Weights::pack(tSrS, tOrP);
-      } else {
+      } else if (Traits::kLooksFirst) {
+        softmax.add(sums);
+      }
+      if constexpr (!Traits::kLooksFirst) {
         softmax.add(sums);
       }
     }

@@ -12,7 +12,7 @@
 //
 // Rows that move once often do so again: their scores are far apart. So once a block has moved references, the warp
 // looks at the maximum of each later block of the tile first (`masked_block`, which needs no mask). The reference then
-// moves only up, and no scores have to be computed again.
+// moves only up, and no scores have to be computed again. So it is in rows of kLooksFirst (traits.hpp).
 #pragma once
 
 #include <climits>
@@ -21,7 +21,7 @@
 
 namespace hattn::sm90 {
 
-template <class Weights>
+template <class Weights, bool kLooksFirst>
 struct Fp8Softmax {
   // Log2 of a row's largest weight where the true maximum is taken. A lane's sum of 32 weights is then below kMost.
   static constexpr float kPeakLog2 = 3.0F;
@@ -39,7 +39,9 @@ struct Fp8Softmax {
   // once a tile. The sign of the first tells whether the warp looks at maxima: there is no register left for that.
   float negligible[2];
 
-  CUTE_DEVICE bool looks() const { return __any_sync(0xffffffffU, __float_as_int(negligible[0]) < 0) != 0; }
+  CUTE_DEVICE bool looks() const {
+    return kLooksFirst && __any_sync(0xffffffffU, __float_as_int(negligible[0]) < 0) != 0;
+  }
 
   CUTE_DEVICE static bool all(bool first, bool second) {
     return __all_sync(0xffffffffU, static_cast<int>(first) & static_cast<int>(second)) != 0;
@@ -56,8 +58,8 @@ struct Fp8Softmax {
     negligible[1] = sums[1] * kNegligible;
   }
 
-  // A later block in which keys are masked, so that a row may have had none before, or of a warp that looks: against its
-  // maximum where that is larger. `rescale_output` multiplies the rows of O, which share the reference.
+  // A later block in which keys are masked, so that a row may have had none before, or of a warp that looks: against
+  // its maximum where that is larger. `rescale_output` multiplies the rows of O, which share the reference.
   template <class Scores, class RescaleOutput>
   CUTE_DEVICE void masked_block(Scores& scores, BlockFactors const& factors, RescaleOutput const& rescale_output) {
     float rescale[2];
@@ -68,11 +70,15 @@ struct Fp8Softmax {
       negligible[1] *= rescale[1];
       rescale_output(rescale);
     }
-    // The sign stays, of a NaN too.
-    int const sign = __float_as_int(negligible[0]) & INT_MIN;
-    negligible[0] = fabsf(negligible[0]);
-    add(sums);
-    negligible[0] = __int_as_float(__float_as_int(negligible[0]) | sign);
+    if constexpr (kLooksFirst) {
+      // The sign stays, of a NaN too.
+      int const sign = __float_as_int(negligible[0]) & INT_MIN;
+      negligible[0] = fabsf(negligible[0]);
+      add(sums);
+      negligible[0] = __int_as_float(__float_as_int(negligible[0]) | sign);
+    } else {
+      add(sums);
+    }
   }
 
   // Any other later block, against the references that it finds. Where those do not suit it, `move_block` follows.
@@ -105,7 +111,7 @@ struct Fp8Softmax {
     negligible[1] = fmaf(sums[1], kNegligible, negligible[1]);
   }
 
-  // `recompute` brings back the scores.
+  // `recompute` brings back the scores. Where the warp looks from now on, the sums are added too.
   template <class Scores, class Recompute, class RescaleOutput>
   CUTE_DEVICE void move_block(Scores& scores, BlockFactors const& factors, float (&sums)[2], Recompute const& recompute,
                               RescaleOutput const& rescale_output) {
@@ -136,14 +142,16 @@ struct Fp8Softmax {
     }
     negligible[0] *= factor[0];
     negligible[1] *= factor[1];
-    add(sums);
-    negligible[0] = __int_as_float(__float_as_int(negligible[0]) | INT_MIN);
+    if constexpr (kLooksFirst) {
+      add(sums);
+      negligible[0] = __int_as_float(__float_as_int(negligible[0]) | INT_MIN);
+    }
     rescale_output(factor);
   }
 
   // The whole rows' sums.
   CUTE_DEVICE void finish(float (&sums)[2]) const {
-    sums[0] = quad_sum(fabsf(negligible[0])) * (1.0F / kNegligible);
+    sums[0] = quad_sum(kLooksFirst ? fabsf(negligible[0]) : negligible[0]) * (1.0F / kNegligible);
     sums[1] = quad_sum(negligible[1]) * (1.0F / kNegligible);
   }
 

@@ -72,6 +72,11 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static constexpr bool kSplits =
       kMask == MaskClass::Full && kHeadDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
 
+  // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
+  // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
+  // keeps exponentials from starting between the waits for the two products (benches/LOG.md, 37).
+  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO == 128;
+
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded
   static constexpr int kTransposers = 2;  // warps

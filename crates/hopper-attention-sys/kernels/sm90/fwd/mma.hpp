@@ -348,7 +348,8 @@ struct Mma {
         Turns::pass(consumer);
       }
       float inverse[2];
-      Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors, inverse);
+      Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors,
+                                    inverse);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tOrO);
       release_v();

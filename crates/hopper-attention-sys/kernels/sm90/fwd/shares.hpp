@@ -57,7 +57,8 @@ struct Shares {
   template <class Output>
   CUTE_DEVICE static void finish_tile(FwdParams const& params, FwdScalars const& scalars,
                                       typename Traits::SharedStorage& storage, int consumer,
-                                      float const (&reference)[2], float const (&sums)[2], float const (&divisors)[2], Output& output) {
+                                      float const (&reference)[2], float const (&sums)[2], float const (&divisors)[2],
+                                      Output& output) {
     int const thread = thread_index_anew() - 128;
     int const way = kWays == 2 ? consumer : 0;
     int const place = thread - way * kPlaces;

@@ -35,11 +35,12 @@ struct ExactSoftmax {
   // At this, a row's weights may have been infinite.
   static constexpr float kLost = 0x1p96F;
 
-  float reference[2];   // in powers of two
-  float row_sum[2];     // this lane's sums
-  float limit[2];       // of this lane's sums over one block
-  bool tracks;          // the same in all lanes of a warp
-  std::uint32_t error;  // of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how often it stopped
+  float reference[2];  // in powers of two
+  float row_sum[2];    // this lane's sums
+  float limit[2];      // of this lane's sums over one block
+  bool tracks;         // the same in all lanes of a warp
+  std::uint32_t
+      error;  // of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how often it stopped
 
   CUTE_DEVICE static std::uint32_t add_pair(std::uint32_t a, std::uint32_t b) {
     std::uint32_t sum;
@@ -52,8 +53,8 @@ struct ExactSoftmax {
     return product;
   }
 
-  // The largest of this lane's weights in a row, or of its scores where one is above 0. (Compared as integers, three at a
-  // time. Else the result is any of them.)
+  // The largest of this lane's weights in a row, or of its scores where one is above 0. (Compared as integers, three at
+  // a time. Else the result is any of them.)
   template <class Scores>
   CUTE_DEVICE static float largest(Scores const& scores, int row) {
     int max = __float_as_int(scores(Base::at(row, 0, 0)));
@@ -104,8 +105,8 @@ struct ExactSoftmax {
     }
   }
 
-  // A tile's first block otherwise: against 0, or `exactly` against the maximum of rows that have a score above 0. If the
-  // result is false, the scores must be computed again, for first_masked_block.
+  // A tile's first block otherwise: against 0, or `exactly` against the maximum of rows that have a score above 0. If
+  // the result is false, the scores must be computed again, for first_masked_block.
   template <class Scores>
   CUTE_DEVICE bool first_block(Scores& scores, float scale_log2, bool exactly) {
     reference[0] = reference[1] = 0.0F;
@@ -209,8 +210,8 @@ struct ExactSoftmax {
           score = exp2_approx(fmaf(score, scale_log2, -reference[r]));
           partial[r][c] += score;
         }
-        most[r] = __vimax3_s32(most[r], __float_as_int(scores(Base::at(r, i, 0))),
-                               __float_as_int(scores(Base::at(r, i, 1))));
+        most[r] =
+            __vimax3_s32(most[r], __float_as_int(scores(Base::at(r, i, 0))), __float_as_int(scores(Base::at(r, i, 1))));
       }
     }
     sums[0] = partial[0][0] + partial[0][1];
@@ -222,8 +223,8 @@ struct ExactSoftmax {
     error = add_pair(error, pack_pair<cutlass::bfloat16_t>(rounded.x - first, rounded.y - second));
   }
 
-  // Whether the scores must be computed again. (Votes, as all lanes of a warp agree, tell the compiler that its branches
-  // do not diverge.)
+  // Whether the scores must be computed again. (Votes, as all lanes of a warp agree, tell the compiler that its
+  // branches do not diverge.)
   CUTE_DEVICE static bool lost(float const (&sums)[2]) {
     return __any_sync(0xffffffffU, fmaxf(sums[0], sums[1]) >= kLost);
   }
