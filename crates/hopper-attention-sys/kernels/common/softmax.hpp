@@ -11,12 +11,11 @@
 // - Any other block is exponentiated unseen: no maximum of its scores is taken first. A tile's first block takes 0 as
 //   the reference, a later block the reference of the block before.
 //
-// The sum of an unseen block shows whether its reference suited it. If not (or if there is no reference yet), the
-// scores are computed again and their maximum is taken. That is rare. In all other blocks it saves the maximum, its
-// shuffles and their latency. A row of NaN is in no comparison: it suits.
+// The sum of an unseen block shows whether its reference suited it. If not (or if there is no reference yet, or a NaN),
+// the scores are computed again and their maximum is taken. That is rare. In all other blocks it saves the maximum, its
+// shuffles and their latency.
 #pragma once
 
-#include <cfloat>
 #include <cute/numeric/integer_sequence.hpp>
 
 namespace hattn {
@@ -87,11 +86,8 @@ struct OnlineSoftmax {
   static constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
   // What it must add in the first: P must not be too small for its type either.
   static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 0.25F;
-  // The reference of a row without a key. A masked key has P = 0 against it, and any other inf, which the test of an
-  // unseen block finds. (Against -inf a masked key would have a NaN.)
-  static constexpr float kNoKey = -FLT_MAX;
 
-  float reference[kRows];  // in powers of two, that is scaled by log2(e) * softmax_scale
+  float reference[kRows];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
   float row_sum[kRows];    // this lane's sum; the four lanes of a quad are added once a tile
 
   template <class Scores>
@@ -132,25 +128,27 @@ struct OnlineSoftmax {
   }
 
   // Exponentiates against the true maximum of this block and what came before; `rescale` is what the new reference
-  // makes of the old sum and O.
+  // makes of the old sum and O. A row still without a key is taken against 0, so that its exponents are 0 and not NaN.
   template <class Scores>
   CUTE_DEVICE void exact_block(Scores& scores, float scale_log2, float (&rescale)[kRows], float (&sums)[kRows]) {
     float max[kRows];
     block_max(scores, max);
+    float shift[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const moved = fmaxf(reference[r], max[r] * scale_log2);
-      rescale[r] = exp2_approx(reference[r] - moved);
+      shift[r] = moved == -INFINITY ? 0.0F : moved;
+      rescale[r] = exp2_approx(reference[r] - shift[r]);
       reference[r] = moved;
     }
-    exponentiate(scores, scale_log2, reference, sums);
+    exponentiate(scores, scale_log2, shift, sums);
   }
 
   // Before the first block, where that may be a `masked_block`: no row has a key.
   CUTE_DEVICE void clear() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      reference[r] = kNoKey;
+      reference[r] = -INFINITY;
       row_sum[r] = 0.0F;
     }
   }
@@ -160,7 +158,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE void first_masked_block(Scores& scores, float scale_log2) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      reference[r] = kNoKey;
+      reference[r] = -INFINITY;
     }
     float rescale[kRows];
     exact_block(scores, scale_log2, rescale, row_sum);
@@ -175,7 +173,7 @@ struct OnlineSoftmax {
       reference[r] = 0.0F;
     }
     exponentiate(scores, scale_log2, reference, row_sum);
-    if (all_rows([&](int r) { return !(row_sum[r] < kSumLeast) && !(row_sum[r] >= kSumLimit); })) {
+    if (all_rows([&](int r) { return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit; })) {
       return;
     }
     float total[kRows];
@@ -231,8 +229,13 @@ struct OnlineSoftmax {
       }
       moved(rescale);
     }
+    float shift[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      shift[r] = reference[r] == -INFINITY ? 0.0F : reference[r];
+    }
     float sums[kRows];
-    exponentiate(scores, scale_log2, reference, sums);
+    exponentiate(scores, scale_log2, shift, sums);
     add(sums);
   }
 
@@ -240,8 +243,9 @@ struct OnlineSoftmax {
   // computed again, for `move_block`.
   template <class Scores>
   CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[kRows]) const {
+    // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
     exponentiate(scores, scale_log2, reference, sums);
-    return !any_row([&](int r) { return sums[r] >= kSumLimit; });
+    return all_rows([&](int r) { return sums[r] < kSumLimit; });
   }
 
   // A later block whose references do not suit, of its scores. O must be multiplied by `rescale`.

@@ -10,9 +10,10 @@
 // A move is a whole power of two, by which weights, sums and O are multiplied. The scores are computed again only where
 // the weights' own type (weights.hpp) has lost bits too.
 //
-// Rows that move once often do so again: their scores are far apart. So once a block has moved references, the warp
-// looks at the maximum of each later block of the tile first (`masked_block`, which needs no mask). The reference then
-// moves only up, and no scores have to be computed again. So it is in rows of kLooksFirst (traits.hpp).
+// A row whose reference has moved often moves again, because its scores are far apart. So after a move the warp takes
+// the maximum of each later block of the tile before the exponentials, with `masked_block` (which also takes blocks
+// without masked keys). The reference then moves only up, and no scores are computed twice. Only kernels with
+// kLooksFirst do this; traits.hpp says why.
 #pragma once
 
 #include <climits>

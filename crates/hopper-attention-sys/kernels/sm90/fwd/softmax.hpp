@@ -4,17 +4,21 @@
 // rounding. So a key that has most of a row's weight brings its rounding error into O, unless its weight is a power of
 // two. Two things keep that error out:
 //
-// - A row *moves*: where a key has a weight of the order of the row's sum so far, the row is multiplied so that this
-//   weight is 1. P, the row sum and O share the factor, and the reference takes it up.
-// - A warp *tracks*: what rounding does to the largest weights is added up, and O is divided by the sum with that error
-//   (`divisors`). This holds for rows with several large weights, which would move in every block.
+// - A row *moves*: if its largest weight in a block is above 1 and above a quarter of the row sum, then P, the row sum
+//   and O are divided by that weight. The weight is 1 then. Its log2 is added to the reference.
+// - A warp *tracks*: it adds up the rounding errors of the largest weights of each block, adds that to the row sum, and
+//   divides O by the result (`divisors`). This is for rows with several large weights, which would move in every block.
 //
-// A block is exponentiated unseen, as in OnlineSoftmax. A lane whose sum reaches `limit` stops its warp. The warp then
-// looks for the largest weights, and moves the rows that need it. After two such stops that moved few rows, it tracks
-// for the rest of the tile. From then on it stops only where weights would leave their type.
+// Blocks without masked keys are exponentiated *unseen*: against the reference that there is, with no maximum taken
+// (common/softmax.hpp). If a lane's sum of a block reaches `limit`, its warp *stops*: before it goes on, it looks for
+// the block's largest weights and moves rows. A stop counts if fewer than 10 of the warp's 16 rows move. After 2 +
+// blocks / 64 stops that count, the warp tracks for the rest of the tile. From then on it stops only where weights
+// would leave their type.
 //
 // A NaN is in no comparison, so a row of NaN never stops its warp.
 #pragma once
+
+#include <cfloat>
 
 #include "common/element.hpp"
 #include "common/mask.hpp"
@@ -32,6 +36,9 @@ struct ExactSoftmax {
   // A lane whose sum is too large for the type has a weight of this and more. So such rows move, whatever their sum is.
   static constexpr float kMostUnmovedLog2 = kIsHalf ? 10.0F : 27.0F;
   static constexpr float kMostUnmoved = kIsHalf ? 0x1p10F : 0x1p27F;
+  // The reference of a row without a key. A masked key has P = 0 against it, and any other inf, which stops its warp.
+  // (Against -inf a masked key would have a NaN.)
+  static constexpr float kNoKey = -FLT_MAX;
   // At this, a row's weights may have been infinite.
   static constexpr float kLost = 0x1p96F;
 
@@ -39,8 +46,8 @@ struct ExactSoftmax {
   float row_sum[2];    // this lane's sums
   float limit[2];      // of this lane's sums over one block
   bool tracks;         // the same in all lanes of a warp
-  std::uint32_t
-      error;  // of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how often it stopped
+  // Of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how many of its stops counted.
+  std::uint32_t error;
 
   CUTE_DEVICE static std::uint32_t add_pair(std::uint32_t a, std::uint32_t b) {
     std::uint32_t sum;
@@ -83,7 +90,7 @@ struct ExactSoftmax {
   CUTE_DEVICE void clear() {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      reference[r] = Base::kNoKey;
+      reference[r] = kNoKey;
       row_sum[r] = 0.0F;
     }
     limit[0] = limit[1] = 0.0F;

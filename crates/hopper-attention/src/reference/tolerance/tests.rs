@@ -348,7 +348,7 @@ fn an_lse_of_scores_in_f16_has_a_least_bound() {
     let of = |half| problem(DType::E4M3, DIMS, Mask::Full).to_builder().half_scores(half).build().unwrap();
     let (q, k, v) =
         (Tensor::zeros(of(true).q_shape()), inputs(&of(true), 1)[1].clone(), inputs(&of(true), 1)[2].clone());
-    for (off, with_half, without) in [(1e-7, true, true), (0.0024, true, false), (0.0026, false, false)] {
+    for (off, with_half, without) in [(1e-7, true, true), (0.0031, true, false), (0.0033, false, false)] {
         for (half, passes) in [(true, with_half), (false, without)] {
             let expected = Expected::new(&of(half), &q, &k, &v).unwrap();
             let lse: Vec<f64> = expected.oracle().lse.iter().map(|lse| lse + off).collect();
