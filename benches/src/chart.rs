@@ -8,7 +8,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::text::printable;
-use crate::{PointReport, Report, Role};
+use crate::{PointReport, Report, Role, distinct};
 
 /// Width and height, in pixels.
 pub const SIZE: (u32, u32) = (680, 430);
@@ -65,13 +65,8 @@ pub struct Chart {
 /// # Errors
 /// When nothing was timed that could be drawn.
 pub fn charts(report: &Report) -> Result<Vec<Chart>> {
-    let mut families: Vec<String> = Vec::new();
-    for result in &report.points {
-        let family = result.point.family();
-        if !families.contains(&family) && result.runs.iter().any(|run| run.rate().is_some()) {
-            families.push(family);
-        }
-    }
+    let timed = report.points.iter().filter(|p| p.runs.iter().any(|run| run.rate().is_some()));
+    let families = distinct(timed.map(|p| p.point.family()));
     anyhow::ensure!(!families.is_empty(), "the report has no point that was timed");
     let chart = |family: &String| {
         let mut points: Vec<&PointReport> = report.points.iter().filter(|p| p.point.family() == *family).collect();

@@ -48,3 +48,14 @@ pub use point::{
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};
+
+/// Each item once, in the order of their first places.
+pub(crate) fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {
+    let mut seen = Vec::new();
+    for item in items {
+        if !seen.contains(&item) {
+            seen.push(item);
+        }
+    }
+    seen
+}

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::card::CardState;
 use crate::host::HostCost;
 use crate::stats::measured;
-use crate::{Class, Point, Summary, quantile, text};
+use crate::{Class, Point, Summary, distinct, quantile, text};
 
 /// The schema's name and version; it changes when a field changes its meaning or goes.
 pub const SCHEMA: &str = "hattn-bench/1";
@@ -204,9 +204,7 @@ impl Run {
     pub fn rate(&self) -> Option<f64> {
         self.summary.as_ref().filter(|_| self.status == RunStatus::Ok).map(|s| s.tflops)
     }
-}
 
-impl Run {
     /// The relative RMSE of O against f64 and its largest error, on some rows: the mean of the draws. `None` of gradients, of a
     /// wrong output and of older records.
     pub fn error_of_o(&self) -> Option<[f64; 2]> {
@@ -225,6 +223,11 @@ impl PointReport {
     /// A library's run.
     pub fn run(&self, name: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.name == name)
+    }
+
+    /// A peer's run.
+    pub fn peer(&self, name: &str) -> Option<&Run> {
+        self.run(name).filter(|run| run.role == Role::Peer)
     }
 
     /// The first run of ours: the others are variants.
@@ -265,13 +268,7 @@ impl Report {
 
     /// The classes of inputs, in the order of the points.
     pub fn classes(&self) -> Vec<Class> {
-        let mut classes: Vec<Class> = Vec::new();
-        for PointReport { point, .. } in &self.points {
-            if !classes.contains(&point.inputs) {
-                classes.push(point.inputs);
-            }
-        }
-        classes
+        distinct(self.points.iter().map(|p| p.point.inputs))
     }
 
     /// The names of the libraries in the order of the columns: ours first.

@@ -5,7 +5,7 @@ use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 
 use crate::host::HostCost;
 use crate::text::{excerpt, printable};
-use crate::{Class, Direction, PointReport, Report, Role, Run, RunStatus, geometric_mean};
+use crate::{Class, Direction, PointReport, Report, Run, RunStatus, distinct, geometric_mean};
 
 /// A name in a table is cut to so many characters.
 const LONGEST: usize = 60;
@@ -61,7 +61,7 @@ pub fn errors(report: &Report) -> Option<Table> {
     let peers: Vec<&str> = report
         .names()
         .into_iter()
-        .filter(|name| report.points.iter().any(|p| p.error_ratio(peer(p, name)).is_some()))
+        .filter(|name| report.points.iter().any(|p| p.error_ratio(p.peer(name)).is_some()))
         .collect();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
@@ -77,18 +77,13 @@ pub fn errors(report: &Report) -> Option<Table> {
             Cell::new(format!("{largest:.2e}")).set_alignment(CellAlignment::Right),
         ];
         for name in &peers {
-            let ratios = result.error_ratio(peer(result, name));
+            let ratios = result.error_ratio(result.peer(name));
             let cell = |i: usize| Cell::new(ratios.map_or("-".into(), |ratios| format!("{:.3}", ratios[i])));
             row.extend([0, 1].map(|i| cell(i).set_alignment(CellAlignment::Right)));
         }
         table.add_row(row);
     }
     (table.row_count() > 0).then_some(table)
-}
-
-/// A peer's run.
-fn peer<'a>(result: &'a PointReport, name: &str) -> Option<&'a Run> {
-    result.run(name).filter(|run| run.role == Role::Peer)
 }
 
 /// A name, as a report or a harness has it.
@@ -156,7 +151,7 @@ fn ratios_of(report: &Report, direction: Direction, inputs: Class) -> Vec<String
     };
     line("ours / best peer".into(), all.iter().filter_map(|p| p.ratio(p.best_peer())).collect());
     for name in report.names() {
-        if all.iter().any(|p| p.run(name).is_some_and(|run| run.role == crate::Role::Peer)) {
+        if all.iter().any(|p| p.peer(name).is_some()) {
             line(format!("ours / {name}"), all.iter().filter_map(|p| p.ratio(p.run(name))).collect());
         }
     }
@@ -165,7 +160,7 @@ fn ratios_of(report: &Report, direction: Direction, inputs: Class) -> Vec<String
         line(format!("{name} / ours"), all.iter().filter_map(|p| Some(1.0 / p.ratio(p.run(name))?)).collect());
     }
     for name in report.names() {
-        let errors: Vec<[f64; 2]> = all.iter().filter_map(|p| p.error_ratio(peer(p, name))).collect();
+        let errors: Vec<[f64; 2]> = all.iter().filter_map(|p| p.error_ratio(p.peer(name))).collect();
         let [rms, largest] = [0, 1].map(|i| errors.iter().map(|ratios| ratios[i]).collect::<Vec<f64>>());
         let (Some(rms_mean), Some(mean)) = (geometric_mean(&rms), geometric_mean(&largest)) else { continue };
         let [rms_most, most] = [rms, largest].map(|ratios| ratios.into_iter().fold(0.0, f64::max));
@@ -179,14 +174,9 @@ fn ratios_of(report: &Report, direction: Direction, inputs: Class) -> Vec<String
 /// What a reader of the table must know: ceilings, the card, whoever was not timed and why, notes.
 pub fn remarks(report: &Report) -> Vec<String> {
     let mut lines = Vec::new();
-    let mut seen: Vec<&str> = Vec::new();
-    for ceiling in &report.ceilings {
-        if !seen.contains(&ceiling.what.as_str()) {
-            seen.push(&ceiling.what);
-            let (best, unit) =
-                (report.ceiling(&ceiling.what).unwrap_or(0.0), if ceiling.what == "copy" { "TB/s" } else { "TFLOP/s" });
-            lines.push(format!("ceiling: {} {} {unit}", ceiling.what, digits(best)));
-        }
+    for what in distinct(report.ceilings.iter().map(|ceiling| ceiling.what.as_str())) {
+        let (best, unit) = (report.ceiling(what).unwrap_or(0.0), if what == "copy" { "TB/s" } else { "TFLOP/s" });
+        lines.push(format!("ceiling: {what} {} {unit}", digits(best)));
     }
     for (when, state) in [("before", &report.state_before), ("after", &report.state_after)] {
         lines.extend(state.as_ref().map(|state| format!("card {when}: {}", state.line())));
@@ -226,13 +216,7 @@ pub fn host(cost: &HostCost) -> Table {
         .chain(problems.iter().map(ToString::to_string))
         .chain(["driver calls".into()]);
     table.set_header(header.map(name));
-    let mut kinds: Vec<&str> = Vec::new();
-    for call in &cost.calls {
-        if !kinds.contains(&call.what.as_str()) {
-            kinds.push(&call.what);
-        }
-    }
-    for kind in kinds {
+    for kind in distinct(cost.calls.iter().map(|call| call.what.as_str())) {
         let mut row = vec![Cell::new(excerpt(kind, LONGEST))];
         row.extend(problems.iter().map(|problem| {
             let call = cost.calls.iter().find(|call| call.what == kind && call.problem == *problem);

@@ -14,7 +14,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::report::{Library, Missing, Role, RunStatus};
-use crate::{Order, Point};
+use crate::{Class, Order, Point, distinct};
 
 mod apart;
 mod check;
@@ -50,13 +50,9 @@ const FLOPS: &str =
 
 /// What inputs hold, in the words of a report; `peers/inputs.py` has the same.
 fn inputs(job: &Job) -> String {
-    let mut classes: Vec<String> = Vec::new();
-    for point in job.points.iter().filter(|point| !point.inputs.is_normal()) {
-        if !classes.contains(&point.inputs.to_string()) {
-            classes.push(point.inputs.to_string());
-        }
-    }
-    let changed = if classes.is_empty() { String::new() } else { format!(", or these as {}", classes.join(", ")) };
+    let classes = distinct(job.points.iter().map(|point| point.inputs).filter(|class| !class.is_normal()));
+    let names: Vec<&str> = classes.into_iter().map(Class::name).collect();
+    let changed = if names.is_empty() { String::new() } else { format!(", or these as {}", names.join(", ")) };
     format!("unit-variance normal inputs{changed}")
 }
 

@@ -108,10 +108,13 @@ fn write_charts(charts: &[Chart], folder: &Path) -> Result<Vec<PathBuf>> {
 fn show(report: &Report) {
     let mut points = table::points(report);
     let mut costs = report.host.as_ref().map(table::host);
+    let mut errors = table::errors(report);
     // https://no-color.org
     if std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
         points.force_no_tty();
-        costs.as_mut().map(comfy_table::Table::force_no_tty);
+        for table in costs.iter_mut().chain(&mut errors) {
+            table.force_no_tty();
+        }
     }
     let commit = report.commit.as_ref().map_or_else(String::new, |commit| format!(", commit {commit}"));
     report::plain(&format!("{}, {} harness, {}{commit}\n", report.device, report.harness, report.date));
@@ -121,12 +124,9 @@ fn show(report: &Report) {
     for line in table::ratios(report) {
         report::plain(&format!("{line}\n"));
     }
-    if let Some(mut errors) = table::errors(report) {
-        if std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
-            errors.force_no_tty();
-        }
+    if let Some(errors) = &errors {
         report::plain("\n");
-        report::table(&errors);
+        report::table(errors);
     }
     if let (Some(costs), Some(host)) = (&costs, &report.host) {
         report::plain("\n");

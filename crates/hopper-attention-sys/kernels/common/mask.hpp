@@ -77,24 +77,6 @@ CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int colum
   }
 }
 
-// How many keys of a block of kTileN the edge to the right leaves to rows `row` and `row + 8`. At least 1.
-struct KeysOfRows {
-  int of[2];
-};
-template <MaskClass kMask, int kTileN>
-CUTE_DEVICE KeysOfRows keys_before_edge(Band const& band, int row, int n_block) {
-  KeysOfRows keys;
-  CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    int end = band.seqlen_kv;
-    if constexpr (kMask != MaskClass::Full) {
-      end = cute::min(end, row + 8 * r + band.right_offset + 1);
-    }
-    keys.of[r] = cute::max(1, cute::min(kTileN, end - n_block * kTileN));
-  }
-  return keys;
-}
-
 // The same for transposed scores: element (c, r, i) is key `key + 8 r`, query `8 i + query + c`.
 template <MaskClass kMask, int kTileM, class Scores>
 CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key, int query) {
@@ -121,6 +103,24 @@ CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key
       }
     }
   }
+}
+
+// How many keys of a block of kTileN the edge to the right leaves to rows `row` and `row + 8`. At least 1.
+struct KeysOfRows {
+  int of[2];
+};
+template <MaskClass kMask, int kTileN>
+CUTE_DEVICE KeysOfRows keys_before_edge(Band const& band, int row, int n_block) {
+  KeysOfRows keys;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int end = band.seqlen_kv;
+    if constexpr (kMask != MaskClass::Full) {
+      end = cute::min(end, row + 8 * r + band.right_offset + 1);
+    }
+    keys.of[r] = cute::max(1, cute::min(kTileN, end - n_block * kTileN));
+  }
+  return keys;
 }
 
 }  // namespace hattn

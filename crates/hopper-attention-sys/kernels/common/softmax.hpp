@@ -103,10 +103,15 @@ struct OnlineSoftmax {
     }
   }
 
-  // scores <- exp2(scale_log2 * scores - shift), and their sums.
-  template <class Scores>
+  struct Nothing {
+    CUTE_DEVICE void operator()(int, float, float) const {}
+  };
+
+  // scores <- exp2(scale_log2 * scores - shift), and their sums. `also(row, p, q)` is called with the weights of each
+  // two neighbouring columns.
+  template <class Scores, class Also = Nothing>
   CUTE_DEVICE static void exponentiate(Scores& scores, float scale_log2, float const (&shift)[kRows],
-                                       float (&sums)[kRows]) {
+                                       float (&sums)[kRows], Also const& also = {}) {
     // Two partial sums a row: the chain of dependent adds is half as long.
     float partial[kRows][2] = {};
     CUTE_UNROLL
@@ -119,6 +124,7 @@ struct OnlineSoftmax {
           score = exp2_approx(fmaf(score, scale_log2, -shift[r]));
           partial[r][c] += score;
         }
+        also(r, scores(at(r, i, 0)), scores(at(r, i, 1)));
       }
     }
     CUTE_UNROLL

@@ -26,16 +26,17 @@
 
 namespace hattn::sm90 {
 
-template <class Element, int kTileN>
+template <DType kDType, int kTileN>
 struct ExactSoftmax {
-  static constexpr bool kIsHalf = cute::is_same_v<Element, cutlass::half_t>;
-  using Base = OnlineSoftmax<kTileN, kIsHalf ? 15 : 32>;
+  using Element = typename ElementOf<kDType>::type;
+  using Base = OnlineSoftmax<kTileN, sum_limit_log2(kDType)>;
 
   // Below this a lane's sums fit the type, and their sums and products f32.
   static constexpr float kSumLimit = Base::kSumLimit;
-  // A lane whose sum is too large for the type has a weight of this and more. So such rows move, whatever their sum is.
-  static constexpr float kMostUnmovedLog2 = kIsHalf ? 10.0F : 27.0F;
-  static constexpr float kMostUnmoved = kIsHalf ? 0x1p10F : 0x1p27F;
+  // A lane has up to 32 weights of a row in a block. If their sum is too large for the type, one of them is this or
+  // more. So such rows move, whatever their sum is.
+  static constexpr int kMostUnmovedLog2 = sum_limit_log2(kDType) - 5;
+  static constexpr float kMostUnmoved = static_cast<float>(1ULL << kMostUnmovedLog2);
   // The reference of a row without a key. A masked key has P = 0 against it, and any other inf, which stops its warp.
   // (Against -inf a masked key would have a NaN.)
   static constexpr float kNoKey = -FLT_MAX;
@@ -201,28 +202,14 @@ struct ExactSoftmax {
     return __any_sync(0xffffffffU, (sums[0] >= limit[0]) | (sums[1] >= limit[1]));
   }
 
-  // As OnlineSoftmax::exponentiate. Adds what rounding does to the largest weights. Maxima are taken between the
-  // exponentials, which leave room for them.
+  // Adds what rounding does to the largest weights. Maxima are taken between the exponentials, which leave time for
+  // them.
   template <class Scores>
   CUTE_DEVICE void exponentiate_and_track(Scores& scores, float scale_log2, float (&sums)[2]) {
-    float partial[2][2] = {};
     int most[2] = {0, 0};  // weights are not negative, so that they compare as integers do
-    CUTE_UNROLL
-    for (int i = 0; i < kTileN / 8; ++i) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float& score = scores(Base::at(r, i, c));
-          score = exp2_approx(fmaf(score, scale_log2, -reference[r]));
-          partial[r][c] += score;
-        }
-        most[r] =
-            __vimax3_s32(most[r], __float_as_int(scores(Base::at(r, i, 0))), __float_as_int(scores(Base::at(r, i, 1))));
-      }
-    }
-    sums[0] = partial[0][0] + partial[0][1];
-    sums[1] = partial[1][0] + partial[1][1];
+    Base::exponentiate(scores, scale_log2, reference, sums, [&](int r, float p, float q) {
+      most[r] = __vimax3_s32(most[r], __float_as_int(p), __float_as_int(q));
+    });
     // Rows whose weights are too large for the type will move, and are left out.
     float const first = fminf(__int_as_float(most[0]), kSumLimit);
     float const second = fminf(__int_as_float(most[1]), kSumLimit);
