@@ -41,6 +41,14 @@ tag() {
   local text
   text=$("$work/venv/bin/python" -m auditwheel show "$work"/dist/*.whl) && echo "$text" && tr '\n' ' ' <<<"$text" | grep -F '"manylinux_2_28_x86_64"'
 }
+# What the package looks for in its operator. It loads it where there is torch, which no test with the wheel has.
+operator() {
+  local op=$work/unpacked/hopper_attention/_torch_op.so name
+  python3 -m zipfile -e "$work"/dist/*.whl "$work/unpacked" || return 1
+  for name in $(grep -oE 'hattn_torch_[a-z_]+' "$root/python/hopper_attention/_torch.py" | sort -u); do
+    nm -D --defined-only "$op" | grep -qE " T $name\$" || { echo "_torch_op.so has no $name" && return 1; }
+  done
+}
 install_wheel() {
   rm -rf "$work/empty"
   python3 -m venv "$work/empty" && "$work/empty/bin/python" -m pip install --no-index "$work"/dist/*.whl
@@ -67,6 +75,7 @@ fi
 if check "the wheel" wheel; then
   grep -E '\.whl|\.so|^newest|^without' "$work/the_wheel.log"
   check "auditwheel show says manylinux_2_28" tag
+  check "the wheel's operator has what the package looks for" operator
   if check "pip installs the wheel into an empty environment" install_wheel; then
     tests "from the wheel" "$work/empty/bin/python" --installed test_abi
   fi

@@ -99,8 +99,7 @@ else
   done
   if [ -e "$source/op.cc" ]; then
     "${compile_op[@]}" -c "$source/op.cc" -o "$work/build/op.o"
-    echo '{ global: hattn_torch_register; local: *; };' >"$work/build/op.map"
-    link "$op" "$work/build/op.map" "$work/build/op.o"
+    link "$op" "$source/op.map" "$work/build/op.o"
   fi
 fi
 

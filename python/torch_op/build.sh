@@ -5,7 +5,6 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 output=${1:?usage: build.sh OUTPUT}
 # Exceptions that a kernel throws are caught by torch. So the file shares libstdc++ with torch.
-exports='{ global: hattn_torch_register; hattn_torch_register_recorded; local: *; };'
 "${CXX:-g++}" -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden -Wl,-z,defs -Wl,-z,now \
-  -Wl,--version-script=<(echo "$exports") \
+  "-Wl,--version-script=$here/op.map" \
   -I "$here/../../crates/hopper-attention-capi/include" "$here/op.cc" -o "$output" -ldl
