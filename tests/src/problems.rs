@@ -2,7 +2,7 @@
 
 use hopper_attention::{Corner, KernelInfo, Mask};
 
-use crate::data::Values;
+use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
 use crate::say;
@@ -228,12 +228,30 @@ fn numbers() -> Vec<Case> {
             for class in Class::ALL {
                 cases.push(Case { values: Values::Like(class), ..case.clone() });
             }
+            cases.extend(garbage(&case));
             for seed in 1..4 {
                 cases.push(Case { seed, lse: seed != 2, ..case.clone() });
             }
         }
     }
     cases
+}
+
+/// Garbage in each input, each time of another kind, with the diagonal elsewhere in the blocks.
+fn garbage(case: &Case) -> Vec<Case> {
+    if case.mask == Mask::Full {
+        return Vec::new();
+    }
+    let inputs = Input::ALL.into_iter().enumerate();
+    let all = inputs
+        .flat_map(|(i, input)| Garbage::ALL.into_iter().enumerate().map(move |(j, garbage)| (i, j, input, garbage)));
+    let picked = all.filter(|(i, j, ..)| (i + j + case.dims.head_dim_qk / 64).is_multiple_of(2));
+    let of = |(i, j, input, garbage): (usize, usize, Input, Garbage)| {
+        let seqlen_kv = case.dims.seqlen_q + [0, 1, 63, 64, 65, 127][(i + 4 * j) % 6];
+        let dims = case.dims.with_seqlen_kv(seqlen_kv);
+        Case { dims, values: Values::Garbage(input, garbage), seed: (4 * i + j) as u64, ..case.clone() }
+    };
+    picked.map(of).collect()
 }
 
 /// Every class of inputs at a length of several blocks, so that a row's largest score comes after others, or before them.

@@ -221,6 +221,8 @@ typedef struct hattn_tensor {
 // Causal masks and windows are aligned to a corner (hattn_corner). The aligned key of query i is the key with number
 // i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
 // A query without keys gets output 0 and log-sum-exp -inf.
+// A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
+// infinity, too.
 typedef int32_t hattn_mask;
 
 // Every key.

@@ -308,6 +308,9 @@ mod ffi {
         /// Device address in the workspace, a multiple of 16: the list of all shares, 32 bytes each
         /// (`TileShare` in `kernels/sm90/bwd/share.hpp`). The launch's first kernel writes it. sm80 has none: 0.
         share_list: u64,
+        /// Device address of an i32 in the workspace. The launch's first kernel zeroes it. Kernels set it where a dK is not
+        /// finite, and then the last kernel looks for what has leaked into it from under the mask.
+        leak_flag: u64,
         /// Whether tiles add to the sums of dQ in the order of their numbers, and shares of a tile to sums of their own.
         /// The result is then the same on every run, as a deterministic pass needs. Needs a `tile_counter`, and so no clusters.
         ordered: bool,

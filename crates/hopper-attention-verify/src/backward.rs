@@ -4,7 +4,7 @@ use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardRepor
 use hopper_attention::{BackwardArgs, BackwardProblem, DType, Device, Stream, TensorMut, TensorRef, Workspace};
 
 use crate::case::Case;
-use crate::data::{Image, Input, Poison};
+use crate::data::{Image, Input, Poison, Values};
 use crate::ready::{Ready, Verdict};
 
 /// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the
@@ -53,10 +53,10 @@ impl<T: Poison> Prepared<T> {
             let layout = case.placement.layout(shape, input != Input::Q);
             Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
         };
-        let q = input(Input::Q, forward.q_shape());
-        let k = input(Input::K, forward.k_shape());
-        let v = input(Input::V, forward.v_shape());
-        let d_o = input(Input::DO, problem.d_o_shape());
+        let mut q = input(Input::Q, forward.q_shape());
+        let mut k = input(Input::K, forward.k_shape());
+        let mut v = input(Input::V, forward.v_shape());
+        let mut d_o = input(Input::DO, problem.d_o_shape());
         let plain = forward_plain(&forward, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
         let rows = case.placement.lse_layout(problem.d_lse_shape());
         let d_lse = problem.takes_d_lse().then(|| {
@@ -71,19 +71,22 @@ impl<T: Poison> Prepared<T> {
             &v.tensor(),
             &d_o.tensor(),
             d_lse.as_ref().map(Image::values).as_deref(),
-        );
-        Self {
-            case: case.clone(),
-            o: Image::of(&plain.o, case.placement.layout(forward.o_shape(), false)),
-            lse: Image::holding(&plain.lse, rows),
-            expected: expected.expect("matching shapes"),
-            problem,
-            q,
-            k,
-            v,
-            d_o,
-            d_lse,
+        )
+        .expect("matching shapes");
+        for image in [&mut q, &mut k, &mut v, &mut d_o] {
+            case.values.fill(image);
         }
+        let mut o = plain.o;
+        if matches!(case.values, Values::Garbage(Input::DO, _)) {
+            // Nobody reads O of a query without keys either.
+            let [_, heads, seqlen] = problem.d_lse_shape();
+            for (i, _) in plain.lse.iter().enumerate().filter(|&(_, &lse)| lse == f64::NEG_INFINITY) {
+                o.row_mut(i / seqlen / heads, i % seqlen, i / seqlen % heads).fill(f64::NAN);
+            }
+        }
+        let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false));
+        case.values.fill(&mut o);
+        Self { case: case.clone(), o, lse: Image::holding(&plain.lse, rows), expected, problem, q, k, v, d_o, d_lse }
     }
 
     /// Outputs that were not written yet.
@@ -120,7 +123,11 @@ impl<T: Poison> Prepared<T> {
 
     /// Holds outputs whose guard bands were found intact against the tolerance.
     pub fn judge(&self, outputs: &Outputs<T>) -> BackwardReport {
-        let BackwardPlain { d_q, d_k, d_v } = outputs.tensors();
+        let BackwardPlain { mut d_q, mut d_k, mut d_v } = outputs.tensors();
+        let exact = self.expected.oracle();
+        for (got, exact) in [(&mut d_q, &exact.d_q), (&mut d_k, &exact.d_k), (&mut d_v, &exact.d_v)] {
+            self.case.values.excuse(got.data_mut(), exact.data());
+        }
         self.expected.check(&d_q, &d_k, &d_v).expect("matching shapes")
     }
 

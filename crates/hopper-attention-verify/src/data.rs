@@ -1,7 +1,7 @@
 //! Values of inputs, and memory with guard bands.
 
 use hopper_attention::reference::Tensor;
-use hopper_attention::{Float, Layout, OutputOf, bf16, f16};
+use hopper_attention::{DType, Float, Layout, OutputOf, bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -80,6 +80,41 @@ pub enum Values {
     NanKey,
     /// As one of the classes that `hattn bench` times.
     Like(Class),
+    /// Normal, with garbage in some rows of one input, in all columns or in one. The mask hides such a row from some rows, or
+    /// from all: these must come out as if it were not there.
+    Garbage(Input, Garbage),
+}
+
+/// What stands in rows of garbage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Garbage {
+    /// NaN.
+    Nan,
+    /// Infinity.
+    Infinity,
+    /// Minus infinity.
+    MinusInfinity,
+    /// The largest finite number of the type.
+    Largest,
+}
+
+impl Garbage {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Nan, Self::Infinity, Self::MinusInfinity, Self::Largest];
+
+    fn of<T: Poison>(self) -> T {
+        let largest = match T::DTYPE {
+            DType::F16 => f32::from(f16::MAX),
+            DType::BF16 => f32::from(bf16::MAX),
+            _ => f32::MAX,
+        };
+        T::from_f32(match self {
+            Self::Nan => f32::NAN,
+            Self::Infinity => f32::INFINITY,
+            Self::MinusInfinity => f32::NEG_INFINITY,
+            Self::Largest => largest,
+        })
+    }
 }
 
 /// What makes the slope together with the keys: the first element of every query.
@@ -125,10 +160,53 @@ impl Values {
                 }
                 (Self::NanQuery, Input::Q) => tensor.row_mut(batch - 1, seqlen / 2, heads - 1)[3] = f64::NAN,
                 (Self::NanKey, Input::K) => tensor.row_mut(0, seqlen - 1, heads - 1)[1] = f64::NAN,
+                (Self::Garbage(of, _), _) if of == input => spoil(&mut tensor, &mut rng),
                 _ => {}
             }
         }
         tensor
+    }
+}
+
+/// Makes NaN of up to three rows of each second head, in all columns or in one.
+fn spoil(tensor: &mut Tensor, rng: &mut StdRng) {
+    let [batch, seqlen, heads, head_dim] = tensor.shape();
+    for i in (0..batch * heads).filter(|i| i % 2 == 0) {
+        for _ in 0..rng.random_range(1..4) {
+            let place = [0, seqlen / 2, seqlen - 1, rng.random_range(0..seqlen)][rng.random_range(0..4)];
+            let row = tensor.row_mut(i / heads, place, i % heads);
+            match rng.random_range(0..3) {
+                0 => row.fill(f64::NAN),
+                _ => {
+                    row[[0, head_dim / 2, head_dim - 1, rng.random_range(0..head_dim)][rng.random_range(0..4)]] =
+                        f64::NAN
+                }
+            }
+        }
+    }
+}
+
+impl Values {
+    /// Puts the garbage of these values into an image that has NaN in its place: the oracle reads NaN. What a row of garbage has a
+    /// part in may be anything then, where it is not NaN (`excuse`).
+    pub(crate) fn fill<T: Poison>(self, image: &mut Image<T, 4>) {
+        if let Self::Garbage(_, garbage) = self {
+            for offset in image.offsets() {
+                let value = &mut image.inner_mut()[offset];
+                if value.to_f32().is_nan() {
+                    *value = garbage.of();
+                }
+            }
+        }
+    }
+
+    /// Makes NaN of what a row of garbage has a part in, unless it had to be NaN.
+    pub(crate) fn excuse(self, got: &mut [f64], exact: &[f64]) {
+        if matches!(self, Self::Garbage(_, garbage) if garbage != Garbage::Nan) {
+            for (got, exact) in got.iter_mut().zip(exact) {
+                *got = if exact.is_nan() { f64::NAN } else { *got };
+            }
+        }
     }
 }
 

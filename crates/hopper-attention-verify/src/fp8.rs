@@ -54,6 +54,13 @@ impl Operands {
         Self { problem: problem.clone(), stored, descale }
     }
 
+    /// The same with another factor at `[batch, head, block]` of one operand.
+    pub fn with_factor(mut self, input: Input, at: [usize; 3], factor: f32) -> Self {
+        let (_, factors) = shapes(&self.problem)[input as usize];
+        self.descale[input as usize][dense(factors).offset(at).expect("within the factors")] = factor;
+        self
+    }
+
     /// The real values that the operands stand for.
     pub fn real(&self) -> [Tensor; 3] {
         self.real_by(|_, index| index)

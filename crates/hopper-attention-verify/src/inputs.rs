@@ -13,7 +13,7 @@ use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
 /// Which input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
     /// Queries.
     Q,
@@ -23,6 +23,11 @@ pub enum Input {
     V,
     /// The gradient of the output.
     DO,
+}
+
+impl Input {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Q, Self::K, Self::V, Self::DO];
 }
 
 /// A class of inputs. Q, K and V are normal with mean 0 and deviation 1, and then changed. Scores are at the default softmax

@@ -72,6 +72,8 @@
 //! - The log-sum-exp (LSE) of a query is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps. It uses
 //!   the natural logarithm and is f32, `[batch, heads_q, seqlen_q]`.
 //! - A query that keeps no key has output 0 and LSE -inf. It has no part in any gradient. Sequences may be empty.
+//! - A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
+//!   infinity, too.
 //! - For f16, bf16 and f32 inputs, products and the softmax are accumulated in f32. The output has the type of the inputs.
 //!   Where a score or a sum does not fit f32, the result is infinite, NaN or 0: see `docs/numerics.md`.
 //! - The same inputs, plan and device give the same bits. Gradients on a GPU do so only if the problem asks for it with

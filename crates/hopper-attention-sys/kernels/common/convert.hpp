@@ -1,4 +1,5 @@
-// The kernel after the backward: dQ from its sums, and dK and dV from theirs where tiles have shares.
+// The kernel after the backward: dQ from its sums, and dK and dV from theirs where tiles have shares. It also puts
+// right what has leaked into the gradients from under a mask (leak_bwd.hpp).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,6 +7,7 @@
 #include "common/around.hpp"
 #include "common/element.hpp"
 #include "common/key_pieces.hpp"
+#include "common/leak_bwd.hpp"
 #include "common/start.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
@@ -17,6 +19,22 @@ template <class Traits>
 CUTE_HOST_DEVICE int key_pieces(BwdParams const& params) {
   int const tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN * params.heads_kv * params.batch;
   return params.key_sums == 0 ? 0 : tiles * KeyPieces<Traits>::kCount;
+}
+
+// Looks through a piece of a tile's dV or dK.
+template <class Traits>
+CUTE_DEVICE void repair_piece(BwdParams const& params, int batch, int head, int n_block, int piece) {
+  using Pieces = KeyPieces<Traits>;
+  int const first = Pieces::column(piece);
+  int const columns = Pieces::is_v(piece) ? params.head_dim_vo : params.head_dim_qk;
+  int const range_end = cute::min(first + Pieces::kColumns, columns);
+  RepairGradients<Traits> const repair(params, batch);
+  int const end = cute::min((n_block + 1) * Traits::kTileN, params.seqlen_kv);
+  for (int key = n_block * Traits::kTileN + static_cast<int>(threadIdx.x) / 32; key < end;
+       key += Traits::ThreadSums::kThreads / 32) {
+    repair.key(head, key, {first, Pieces::is_v(piece) ? first : range_end},
+               {first, Pieces::is_v(piece) ? range_end : first});
+  }
 }
 
 // A piece of a tile's dV or dK, from the sums of all shares, in the order of the shares where each has its own.
@@ -41,20 +59,86 @@ CUTE_DEVICE void convert_keys(BwdParams const& params, int index) {
       Pieces::add(fours, i, *reinterpret_cast<float4 const*>(sums + KeySums::offset(i, 0)));
     }
   }
-  Pieces::write(params, tile % n_tiles, batch_head % params.heads_kv, batch_head / params.heads_kv, piece, fours,
-                thread);
+  int const n_block = tile % n_tiles;
+  int const head = batch_head % params.heads_kv;
+  int const batch = batch_head / params.heads_kv;
+  if (__syncthreads_or(Pieces::write(params, n_block, head, batch, piece, fours, thread))) {
+    repair_piece<Traits>(params, batch, head, n_block, piece);
+  }
 }
 
+// Looks through the dQ of a block.
+template <class Traits>
+CUTE_DEVICE void repair_queries(BwdParams const& params, std::int64_t block) {
+  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  int const m_block = static_cast<int>(block % m_blocks);
+  int const head = static_cast<int>(block / m_blocks % params.heads_q);
+  RepairGradients<Traits> const repair(params, static_cast<int>(block / m_blocks / params.heads_q));
+  int const end = cute::min((m_block + 1) * Traits::kTileM, params.seqlen_q);
+  for (int query = m_block * Traits::kTileM + static_cast<int>(threadIdx.x) / 32; query < end;
+       query += Traits::ThreadSums::kThreads / 32) {
+    repair.query(head, query);
+  }
+}
+
+// Looks through the dK and dV of all keys, each CTA through some.
+template <class Traits>
+CUTE_DEVICE void repair_keys(BwdParams const& params) {
+  constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
+  int const pieces = (params.seqlen_kv + kWarps - 1) / kWarps;
+  std::int64_t const total = static_cast<std::int64_t>(pieces) * params.heads_kv * params.batch;
+  for (std::int64_t i = blockIdx.x; i < total; i += gridDim.x) {
+    std::int64_t const batch_head = i / pieces;
+    int const key = static_cast<int>(i - batch_head * pieces) * kWarps + static_cast<int>(threadIdx.x) / 32;
+    if (key < params.seqlen_kv) {
+      RepairGradients<Traits> const repair(params, static_cast<int>(batch_head / params.heads_kv));
+      repair.key(static_cast<int>(batch_head % params.heads_kv), key, {0, params.head_dim_qk}, {0, params.head_dim_vo});
+    }
+  }
+}
+
+// dQ of a block of queries. Whether some of it is not finite.
+//
 // The sums of a block lie in memory as they lay in the accumulators of the warps that made them. Traits::ThreadSums is
 // what a thread had of them: strips of 16 queries a warp.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::ThreadSums::kThreads) bwd_convert(BwdParams const params) {
+CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block) {
   using Element = typename Traits::Element;
   using ThreadSums = typename Traits::ThreadSums;
+  // A block that no tile visits has no sums. prepare.hpp has written the zeros of its dQ.
+  if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
+    return false;
+  }
+  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  std::int64_t const batch_head = block / m_blocks;
+  int const m_block = static_cast<int>(block % m_blocks);
+  std::int64_t const batch = batch_head / params.heads_q;
+  std::int64_t const head = batch_head % params.heads_q;
+  ThreadSums thread_sums;
+  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
+  int const column = ThreadSums::column();
+  std::uint64_t const first =
+      params.d_q.address + 2 * (batch * params.d_q.stride_batch + head * params.d_q.stride_head + column);
+  FiniteLook<Element> look;
+  CUTE_UNROLL
+  for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
+    write_pairs<ThreadSums::kWidth>(
+        first, 2 * params.d_q.stride_row, m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, params.seqlen_q,
+        params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
+          float2 const pair = thread_sums.pair(strip, i, j);
+          return look.see(pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale));
+        });
+  }
+  return __syncthreads_or(look.found()) != 0;
+}
+
+// (With 768 threads on a multiprocessor. Without this bound ptxas keeps to fewer registers, and spills.)
+template <class Traits>
+__global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::ThreadSums::kThreads)
+    bwd_convert(__grid_constant__ BwdParams const params) {
   if constexpr (Traits::kOverlaps) {
     await_kernel_before();
   }
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   // From the last block to the first: the sums that were written last are still in L2.
   std::int64_t block = gridDim.x - 1 - blockIdx.x;
   if constexpr (Traits::kTakesShares) {
@@ -65,27 +149,16 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads) bwd_convert(BwdP
     }
     block -= pieces;
   }
-  // A block that no tile visits has no sums. prepare.hpp has written the zeros of its dQ.
-  if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
+  bool const keys_leak = params.key_sums == 0 && *reinterpret_cast<int const*>(params.leak_flag) != 0;
+  bool const queries_leak = convert_queries<Traits>(params, block);
+  if (!keys_leak && !queries_leak) {
     return;
   }
-  std::int64_t const batch_head = block / m_blocks;
-  int const m_block = static_cast<int>(block % m_blocks);
-  std::int64_t const batch = batch_head / params.heads_q;
-  std::int64_t const head = batch_head % params.heads_q;
-  ThreadSums thread_sums;
-  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
-  int const column = ThreadSums::column();
-  std::uint64_t const first =
-      params.d_q.address + 2 * (batch * params.d_q.stride_batch + head * params.d_q.stride_head + column);
-  CUTE_UNROLL
-  for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
-    write_pairs<ThreadSums::kWidth>(
-        first, 2 * params.d_q.stride_row, m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, params.seqlen_q,
-        params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
-          float2 const pair = thread_sums.pair(strip, i, j);
-          return pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale);
-        });
+  if (queries_leak) {
+    repair_queries<Traits>(params, block);
+  }
+  if (keys_leak) {
+    repair_keys<Traits>(params);
   }
 }
 

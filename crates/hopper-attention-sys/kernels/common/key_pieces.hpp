@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/element.hpp"
+#include "common/leak_bwd.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -27,20 +28,25 @@ struct KeyPieces {
     fours[i].w += more.w;
   }
 
-  // Writes a piece of tile `n_block` of a key head. `thread` counts those that have sums.
-  CUTE_DEVICE static void write(BwdParams const& params, int n_block, int head, int batch, int piece,
+  CUTE_DEVICE static bool is_v(int piece) { return piece < kOfV; }
+  CUTE_DEVICE static int column(int piece) { return (is_v(piece) ? piece : piece - kOfV) * kColumns; }
+
+  // Writes a piece of tile `n_block` of a key head. `thread` counts those that have sums. Whether something of the
+  // thread's is not finite.
+  CUTE_DEVICE static bool write(BwdParams const& params, int n_block, int head, int batch, int piece,
                                 float4 const (&fours)[kFours], int thread) {
-    bool const is_v = piece < kOfV;
-    int const column = (is_v ? piece : piece - kOfV) * kColumns;
-    TensorDesc const& tensor = is_v ? params.d_v : params.d_k;
-    float const scale = is_v ? 1.0F : params.softmax_scale;
-    write_pairs<kColumns>(tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head + column),
-                          2 * tensor.stride_row, n_block * Traits::kTileN + KeySums::row(thread), params.seqlen_kv,
-                          (is_v ? params.head_dim_vo : params.head_dim_qk) - column, thread % 32, [&](int i, int j) {
-                            float4 const four = fours[2 * i + j / 2];
-                            return j % 2 == 0 ? pack_pair<Element>(four.x * scale, four.y * scale)
-                                              : pack_pair<Element>(four.z * scale, four.w * scale);
-                          });
+    TensorDesc const& tensor = is_v(piece) ? params.d_v : params.d_k;
+    float const scale = is_v(piece) ? 1.0F : params.softmax_scale;
+    FiniteLook<Element> look;
+    write_pairs<kColumns>(
+        tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head + column(piece)),
+        2 * tensor.stride_row, n_block * Traits::kTileN + KeySums::row(thread), params.seqlen_kv,
+        (is_v(piece) ? params.head_dim_vo : params.head_dim_qk) - column(piece), thread % 32, [&](int i, int j) {
+          float4 const four = fours[2 * i + j / 2];
+          return look.see(j % 2 == 0 ? pack_pair<Element>(four.x * scale, four.y * scale)
+                                     : pack_pair<Element>(four.z * scale, four.w * scale));
+        });
+    return look.found();
   }
 };
 

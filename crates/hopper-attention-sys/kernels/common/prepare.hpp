@@ -110,11 +110,13 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     }
   }
 
-  Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
-                  params.seqlen_q, params.seqlen_kv};
+  Band const band = band_of_launch(params);
   // What CTAs draw tiles from, and where shares of tiles add dK and dV.
-  if (blockIdx.x == 0 && threadIdx.x == 0 && params.tile_counter != 0) {
-    *reinterpret_cast<int*>(params.tile_counter) = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *reinterpret_cast<int*>(params.leak_flag) = 0;
+    if (params.tile_counter != 0) {
+      *reinterpret_cast<int*>(params.tile_counter) = 0;
+    }
   }
   if constexpr (Traits::kTakesShares) {
     Traits::write_shares(params, band, warp * 32 + threadIdx.x % 32, warps * 32);

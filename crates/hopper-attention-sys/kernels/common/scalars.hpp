@@ -105,7 +105,14 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   return scalars;
 }
 
-// The band of a launch.
+// The band of a launch, from its parameters.
+template <class Params>
+CUTE_DEVICE Band band_of_launch(Params const& params) {
+  return {params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right, params.seqlen_q,
+          params.seqlen_kv};
+}
+
+// The same from its scalars.
 template <class Scalars>
 CUTE_DEVICE Band band_of(Scalars const& scalars) {
   return {scalars.left_offset, scalars.right_offset, scalars.seqlen_q, scalars.seqlen_kv};

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
-use crate::data::Values;
+use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
 
@@ -28,6 +28,8 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
         1 => Just(Values::Uneven),
         1 => (slope(), slope()).prop_map(|(first, last)| Values::Sloped { first, last }),
         2 => proptest::sample::select(Class::ALL.to_vec()).prop_map(Values::Like),
+        2 => (proptest::sample::select(Input::ALL.to_vec()), proptest::sample::select(Garbage::ALL.to_vec()))
+            .prop_map(|(input, garbage)| Values::Garbage(input, garbage)),
     ];
     (sizes, mask(), scale, any::<bool>(), placement, values, any::<u32>(), any::<bool>()).prop_map(
         |(sizes, mask, scale, lse, placement, values, seed, square)| {

@@ -113,6 +113,7 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         progress: part(parts.progress),
         share_list: if choice.kernel.arch == Arch::Sm90 { part(parts.share_list) } else { 0 },
         key_sums: if choice.sums_keys() { part(parts.key_sums) } else { 0 },
+        leak_flag: part(parts.leak_flag),
         ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
     })

@@ -33,8 +33,8 @@ use crate::problem::BackwardProblem;
 use crate::sys;
 use crate::table::{KernelInfo, backward_kernels};
 
-/// Bytes from the start of the workspace to its second part. The counter that CTAs draw tiles from takes 4 of them. The rest
-/// aligns the second part to a cache line, if the workspace is aligned so.
+/// Bytes from the start of the workspace to its second part. The counter that CTAs draw tiles from takes the first 4, the flag
+/// of leaks 4 more. The rest aligns the second part to a cache line, if the workspace is aligned so.
 const COUNTER_BYTES: usize = 256;
 
 /// Bytes of an entry of the list of shares.
@@ -110,6 +110,8 @@ pub struct BackwardChoice {
 /// The parts of a backward workspace, as offsets in bytes from its start. The counter is at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parts {
+    /// Whether a dK is not finite, an i32. It is in a cache line of its own.
+    pub leak_flag: usize,
     /// The statistics of each query (LSE and delta), `[blocks, tile_m]`.
     pub statistics: usize,
     /// The sums of dQ, f32, `[blocks, tile_m * head_dim_qk of the kernel]`.
@@ -156,7 +158,7 @@ impl BackwardChoice {
             (true, false) => 1,
         };
         let key_sums = part(copies * tiles * key_sums_bytes(kernel));
-        Parts { statistics, sums, progress, share_list, key_sums, end }
+        Parts { leak_flag: COUNTER_BYTES / 2, statistics, sums, progress, share_list, key_sums, end }
     }
 }
 
@@ -593,8 +595,15 @@ mod tests {
         let list = (end + 8 * 32 * 4).next_multiple_of(256);
         let whole = BackwardChoice { shares: 1, ..choice };
         let after = (list + 24 * 8 * 32).next_multiple_of(256);
-        let parts =
-            Parts { statistics: 256, sums, progress: end, share_list: list, key_sums: after, end: list + 24 * 8 * 32 };
+        let parts = Parts {
+            leak_flag: 128,
+            statistics: 256,
+            sums,
+            progress: end,
+            share_list: list,
+            key_sums: after,
+            end: list + 24 * 8 * 32,
+        };
         assert_eq!(whole.parts(), parts);
         assert_eq!(whole.workspace_bytes(), parts.end);
         // Shares: a longer list, and sums of dK and dV. In turns each share has its own.

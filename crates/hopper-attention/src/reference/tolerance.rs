@@ -96,7 +96,8 @@
 //!   `sqrt(2)` times as large as that of one.
 //! - delta inherits the rounding of O, and of the probabilities that O was computed from.
 //! - `t` is half the smallest subnormal of the type, because gradients in f16 may be that small. It is at least the smallest
-//!   normal f32, because a GPU may flush smaller numbers to 0.
+//!   normal f32 times the root of the number of pairs. A GPU may flush smaller numbers to 0, and such errors of a sum all have one
+//!   sign.
 //!
 //! # Groups of elements
 //!
@@ -401,10 +402,14 @@ impl fmt::Display for Report {
     }
 }
 
-/// The norm of the squares, of what is finite. If each element has an independent relative error with a standard deviation of 1, this is the
-/// standard deviation of the sum of the errors times the elements.
+/// The norm of the squares, of what is finite. If each element has an independent relative error with a standard deviation of 1,
+/// this is the standard deviation of the sum of the errors times the elements. Equal elements are rounded alike: their squares are
+/// added first.
 fn squares_norm(row: &[f64]) -> f64 {
-    row.iter().map(|x| x.powi(4)).filter(|x| x.is_finite()).sum::<f64>().sqrt()
+    let mut squares: Vec<f64> = row.iter().map(|x| x * x).filter(|x| x.is_finite()).collect();
+    squares.sort_unstable_by(f64::total_cmp);
+    let of_equals = squares.chunk_by(|a, b| b - a <= 1e-9 * b).map(|equals| equals.iter().sum::<f64>());
+    of_equals.map(|square| square * square).sum::<f64>().sqrt()
 }
 
 /// The part of the errors of a row that does not average out over its elements.

@@ -11,6 +11,7 @@
 
 #include "common/barrier.hpp"
 #include "common/fragment.hpp"
+#include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
@@ -285,15 +286,19 @@ struct BwdMma {
     TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;
     float const scale = makes_p(Traits::thread_index()) ? Traits::kDrop : scalars.softmax_scale;
     int const head_dim = makes_p(Traits::thread_index()) ? scalars.head_dim_vo : scalars.head_dim_qk;
+    FiniteLook<Element> look;
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      write_pairs<kHeadDim>(head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_row,
-                            storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16,
-                            scalars.seqlen_kv, head_dim, Traits::thread_index() % 32, [&](int i, int j) {
-                              int const first = 8 * i + 2 * j;
-                              return pack_pair<Element>(gradient(first, strip) * scale,
-                                                        gradient(first + 1, strip) * scale);
-                            });
+      write_pairs<kHeadDim>(
+          head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_row,
+          storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16, scalars.seqlen_kv,
+          head_dim, Traits::thread_index() % 32, [&](int i, int j) {
+            int const first = 8 * i + 2 * j;
+            return look.see(pack_pair<Element>(gradient(first, strip) * scale, gradient(first + 1, strip) * scale));
+          });
+    }
+    if (look.found()) {
+      flag_leak(params);
     }
   }
 

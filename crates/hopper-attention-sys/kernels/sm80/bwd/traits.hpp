@@ -4,6 +4,7 @@
 #include "common/around.hpp"
 #include "common/element.hpp"
 #include "common/row.hpp"
+#include "common/softmax.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
@@ -32,6 +33,14 @@ struct LiftedStatistics : Statistics {
     }
     return {{fmaf(-lse, kLog2E, static_cast<float>(kLift)), (d_lse - delta) * kDrop}};
   }
+
+  // P of a pair, from the product of Q and K.
+  CUTE_DEVICE float weight(float s, float scale_log2) const {
+    return exp2_approx(fmaf(s, scale_log2, this->minus_lse - static_cast<float>(kLift)));
+  }
+  CUTE_DEVICE float negative_delta() const { return this->minus_delta * static_cast<float>(1 << kLift); }
+  CUTE_DEVICE bool has_nan_lse() const { return isnan(this->minus_lse); }
+  CUTE_DEVICE bool has_nan() const { return has_nan_lse() || isnan(this->minus_delta); }
 };
 
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>

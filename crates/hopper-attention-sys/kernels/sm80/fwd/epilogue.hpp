@@ -1,6 +1,8 @@
-// The end of a tile, for one warp: its rows of O / row_sum and of the log-sum-exp go straight to memory.
+// The end of a tile, for one warp: its rows of O / row_sum and of the log-sum-exp go straight to memory. What has
+// leaked into them from under a mask is put right (common/leak.hpp).
 #pragma once
 
+#include "common/leak.hpp"
 #include "common/softmax.hpp"
 #include "sm80/fwd/traits.hpp"
 
@@ -12,8 +14,8 @@ struct Epilogue {
 
   // `row` is the warp's first.
   template <class Softmax, class Output>
-  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Tile const& tile, int row,
-                              Softmax const& softmax, Output const& output) {
+  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Tile const& tile,
+                              int row, Softmax const& softmax, Output const& output) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     float sums[Softmax::kRows];
     softmax.finish(sums);
@@ -28,16 +30,32 @@ struct Epilogue {
         lse[query] = log_sum_exp(softmax.reference[r], sums[r]);
       }
     }
-    std::uint64_t const head = head_address(params.o, tile.batch, tile.head);
+    auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
     CUTE_UNROLL
     for (int strip = 0; strip < Traits::kStrips; ++strip) {
-      write_pairs<Traits::kHeadDimVO>(head, params.o.stride_row * 2, row + 16 * strip, scalars.seqlen_q,
-                                      params.head_dim_vo, lane, [&](int i, int j) {
+      bool leaked = false;
+      write_pairs<Traits::kHeadDimVO>(o.address, o.row_bytes, row + 16 * strip, scalars.seqlen_q, params.head_dim_vo,
+                                      lane, [&](int i, int j) {
                                         int const at = 8 * i + 2 * j;
                                         float const factor = inverse[2 * strip + j % 2];
-                                        return pack_pair<Element>(output(at, strip) * factor,
-                                                                  output(at + 1, strip) * factor);
+                                        float const a = output(at, strip) * factor;
+                                        float const b = output(at + 1, strip) * factor;
+                                        if constexpr (Traits::kMask != MaskClass::Full) {
+                                          leaked = leaked || isnan(a + b);
+                                        }
+                                        return pack_pair<Element>(a, b);
                                       });
+      if constexpr (Traits::kMask != MaskClass::Full) {
+        if (__any_sync(0xffffffffU, leaked)) {
+          int const first_row = row + 16 * strip;
+          auto const owned = [](int) { return true; };
+          __syncwarp();
+          float const factors[2] = {inverse[2 * strip], inverse[2 * strip + 1]};
+          Leaks<Traits>::repair(
+              PlainOperands<Element>::of(params, tile.batch, tile.head), band, first_row, SoundRows::with(factors),
+              GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
+        }
+      }
     }
   }
 };

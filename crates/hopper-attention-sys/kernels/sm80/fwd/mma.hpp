@@ -230,7 +230,7 @@ struct Mma {
         }
       }
     }
-    Epilogue<Traits>::run(params, scalars, storage.tile, first_row(storage.tile), softmax, output);
+    Epilogue<Traits>::run(params, scalars, band, storage.tile, first_row(storage.tile), softmax, output);
   }
 };
 

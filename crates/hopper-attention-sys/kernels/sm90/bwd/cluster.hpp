@@ -59,7 +59,9 @@ CUTE_DEVICE void write_shared_tile(BwdParams const& params, typename Traits::Sha
         }
       }
     }
-    Pieces::write(params, tile.block, tile.head, tile.batch, piece, fours, thread);
+    if (Pieces::write(params, tile.block, tile.head, tile.batch, piece, fours, thread)) {
+      flag_leak(params);
+    }
   }
   await_readers();
 }

@@ -8,6 +8,7 @@
 #include "common/row.hpp"
 #include "common/scalars.hpp"
 #include "common/slab.hpp"
+#include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/bwd/share.hpp"
@@ -16,23 +17,31 @@
 
 namespace hattn::sm90 {
 
-// x as a sum of three terms, each half an ulp of the one before at most: 24 bits.
+// x as a sum of three terms, each half an ulp of the one before at most: 24 bits. The terms of an infinity are finite,
+// and their sum is infinite. Those of a NaN are, too.
 CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
+  constexpr float kMost = 3.38e38F;
+  bool const finite = fabsf(x) < kMost;
+  float const whole = finite ? x : x < 0.0F ? -kMost : kMost;
+  float rest = whole;
   CUTE_UNROLL
   for (cutlass::bfloat16_t& term : terms) {
-    term = cutlass::bfloat16_t{x};
-    x -= static_cast<float>(term);
+    term = cutlass::bfloat16_t{finite ? rest : whole};
+    rest -= static_cast<float>(term);
   }
 }
 
 // What the kernel keeps of a query. S and dP begin with these numbers in place of 0, so that no thread has to subtract
 // them: S with -LSE divided by the scale, dP with -delta. The tensor cores add them, as one more k-step of the product,
 // whose operands have 16 bits. So each number is a sum of three terms, 24 bits (SmemOnes below). A query without keys
-// gets a number so low that its P is 0: not -inf, which would make NaN of the zeros that it meets.
+// gets a number so low that its P is 0: not -inf, which would make NaN of the zeros that it meets. A delta that is no
+// number would do the same to S. It becomes infinite in dP, which is enough for the kernel after this one to see it,
+// and `nan_delta` tells that it was NaN (common/leak_bwd.hpp).
 struct alignas(16) Statistics {
   cutlass::bfloat16_t minus_lse[3];
   cutlass::bfloat16_t minus_delta[3];
-  cutlass::bfloat16_t zeros[2];
+  cutlass::bfloat16_t nan_delta;  // 0 or 1. The products multiply it with 0.
+  cutlass::bfloat16_t zero;
 
   CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale) {
     constexpr float kFar = -3e38F;
@@ -42,10 +51,23 @@ struct alignas(16) Statistics {
       start = __fdiv_rn(-lse, exponent_scale(softmax_scale));
       start = start < kFar ? kFar : start;  // which keeps a NaN
       split(d_lse - delta, statistics.minus_delta);
+      statistics.nan_delta = cutlass::bfloat16_t{isnan(d_lse - delta) ? 1.0F : 0.0F};
     }
     split(start, statistics.minus_lse);
+    if (isnan(start)) {
+      statistics.minus_lse[0] = cutlass::bfloat16_t{start};
+    }
     return statistics;
   }
+
+  CUTE_DEVICE static float sum(cutlass::bfloat16_t const (&terms)[3]) {
+    return static_cast<float>(terms[0]) + static_cast<float>(terms[1]) + static_cast<float>(terms[2]);
+  }
+  // P of a pair, from the product of Q and K.
+  CUTE_DEVICE float weight(float s, float scale_log2) const { return exp2_approx((s + sum(minus_lse)) * scale_log2); }
+  CUTE_DEVICE float negative_delta() const { return sum(minus_delta); }
+  CUTE_DEVICE bool has_nan_lse() const { return isnan(static_cast<float>(minus_lse[0])); }
+  CUTE_DEVICE bool has_nan() const { return has_nan_lse() || static_cast<float>(nan_delta) != 0.0F; }
 };
 
 // How far the sums of dQ of a block are, as a count. The kernel before writes what it begins with (BwdTraits::fresh),

@@ -1,9 +1,10 @@
 // The end of a tile, for one consumer warpgroup: writes O / row_sum in the output's type, O's largest magnitude and the
-// log-sum-exp, straight to memory.
+// log-sum-exp, straight to memory. Looks for what may have leaked from under a mask (leak.hpp).
 #pragma once
 
 #include "common/e4m3.hpp"
 #include "common/element.hpp"
+#include "common/leak.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
 
@@ -15,8 +16,9 @@ struct Fp8Epilogue {
   // - `divisor`: sums of the rounded weights, by which O is divided.
   // - `largest_v`: factor of O.
   // - `output`: the sums of P V. Multiplied by the factors in place.
+  // Whether something may have leaked into the warp's rows. Then O's largest magnitude leaves out what is NaN.
   template <class Output>
-  CUTE_DEVICE static void run(Fp8KernelParams const& params, Tile const& tile, int consumer,
+  CUTE_DEVICE static bool run(Fp8KernelParams const& params, Tile const& tile, int consumer,
                               float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
                               float largest_v, Output& output) {
     int const thread = Traits::thread_index();
@@ -43,25 +45,36 @@ struct Fp8Epilogue {
       CUTE_UNROLL
       for (int i = 0; i < output.size(); ++i) {
         bool const there = row + lane / 4 + 8 * (i / 2 % 2) < params.seqlen_q;
-        largest = cute::max(largest, there ? __float_as_uint(output(i)) & 0x7fffffffU : 0U);
+        unsigned const magnitude = __float_as_uint(output(i)) & 0x7fffffffU;
+        bool const counts = Traits::kMask == MaskClass::Full || magnitude <= 0x7f800000U;
+        largest = cute::max(largest, there && counts ? magnitude : 0U);
       }
       largest = __reduce_max_sync(0xffffffffU, largest);
       if (lane == 0) {
         atomicMax(params.amax, largest);
       }
     }
+    constexpr bool kLooks = Traits::kMask != MaskClass::Full;
+    NanLook look;
+    std::uint32_t nan_e4m3 = 0;  // bit 7 of each byte: a NaN, 0x7f but for the sign
     if (params.output == DType::E4M3) {
       float const scale = *params.scale_o;
       write<1>(params, tile, row, lane, [&](int i) {
-        return cute::array<std::uint32_t, 1>{
-            pack_e4m3(output(i) * scale, output(i + 4) * scale, output(i + 1) * scale, output(i + 5) * scale)};
+        std::uint32_t const word =
+            pack_e4m3(output(i) * scale, output(i + 4) * scale, output(i + 1) * scale, output(i + 5) * scale);
+        nan_e4m3 |= kLooks ? (word & 0x7f7f7f7fU) + 0x01010101U : 0U;
+        return cute::array<std::uint32_t, 1>{word};
       });
     } else {
       auto const pairs = [&](auto element) __attribute__((always_inline)) {
         using Element = decltype(element);
         write<2>(params, tile, row, lane, [&](int i) {
-          return cute::array<std::uint32_t, 2>{pack_pair<Element>(output(i), output(i + 4)),
-                                               pack_pair<Element>(output(i + 1), output(i + 5))};
+          std::uint32_t const words[2] = {pack_pair<Element>(output(i), output(i + 4)),
+                                          pack_pair<Element>(output(i + 1), output(i + 5))};
+          if constexpr (kLooks) {
+            look.see(words[0], words[1]);
+          }
+          return cute::array<std::uint32_t, 2>{words[0], words[1]};
         });
       };
       if (params.output == DType::F16) {
@@ -70,6 +83,7 @@ struct Fp8Epilogue {
         pairs(cutlass::bfloat16_t{});
       }
     }
+    return kLooks && __any_sync(0xffffffffU, look.found() || (nan_e4m3 & 0x80808080U) != 0);
   }
 
   // Writes four columns side by side at a time. A lane has them, since V^T lists the even columns of 16 before the odd

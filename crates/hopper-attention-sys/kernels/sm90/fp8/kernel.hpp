@@ -85,6 +85,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       storage.v_empty[i].init(Traits::kTransposers);
     }
     fence_mbarrier_init();
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      for (Fp8Leak& leak : storage.leak) {
+        leak.noted = 0;
+      }
+    }
   }
   Fp8Load<Traits>::ones(storage);
   __syncthreads();

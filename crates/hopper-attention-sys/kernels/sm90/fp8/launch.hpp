@@ -84,6 +84,10 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   int const split_units = params.split_tiles * Split::units_of(params.seqlen_kv);
   kernel.segment_units = split_units / params.grid;
   kernel.longer_segments = split_units % params.grid;
+  kernel.q = params.q;
+  kernel.k = params.k;
+  kernel.v = params.v;
+  kernel.head_dim_qk = params.head_dim_qk;
   // A fallback row may start while the last CTAs of the row before it run.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -28,21 +28,30 @@ struct Fp8Load {
   // range of f32.
   static constexpr float kLeastRatio = 0x1p-100F;
 
-  // The largest factor of every 32nd block of a head, from block `lane` on. The first 32 blocks are not waited for.
+  // The largest factor of every 32nd block of a head, from block `lane` on. The first 32 blocks are not waited for. NaN
+  // is larger than any number (numbers that are not negative compare as their bits do). Under a mask, so is infinity
+  // (leak.hpp).
   CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
     int const blocks = factors.stride_row == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
-    float largest = factor(factors, batch, head, cute::min(lane, blocks - 1));
+    unsigned largest = __float_as_uint(factor(factors, batch, head, cute::min(lane, blocks - 1)));
     CUTE_NO_UNROLL
     for (int block = lane + 32; block < blocks; block += 32) {
-      largest = fmaxf(largest, factor(factors, batch, head, block));
+      largest = cute::max(largest, __float_as_uint(factor(factors, batch, head, block)));
     }
-    return largest;
+    constexpr unsigned kInfinity = 0x7f800000;
+    return __uint_as_float(Traits::kMask != MaskClass::Full && largest >= kInfinity ? kInfinity + 1 : largest);
   }
 
   // Makes the factors of a block from `product`, the score's factor in powers of two. The product of the smallest
-  // factors is 0 in f32. It is replaced by the smallest normal number, since 0 would make a NaN of a masked score.
+  // factors is 0 in f32. It is replaced by the smallest normal number, since 0 would make a NaN of a masked score. So
+  // would a product that is not finite: under a mask it becomes 1, and NaN gets into O by the ratio (leak.hpp).
   CUTE_DEVICE static BlockFactors block_factors(float product, float ratio_v) {
-    float const unit = product == 0.0F ? 0x1p-126F : product;
+    float unit = product == 0.0F ? 0x1p-126F : product;
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      bool const finite = fabsf(unit) < INFINITY;
+      unit = finite ? unit : 1.0F;
+      ratio_v = finite ? ratio_v : NAN;
+    }
     std::uint32_t pair = 0;
     if constexpr (Traits::kScores == Scores::F16) {
       pair = unit <= 65504.0F ? half_pair(fmaxf(unit, 0x1p-24F)) : kNoPair;

@@ -26,6 +26,7 @@
 #include "common/mask.hpp"
 #include "common/visits.hpp"
 #include "sm90/fp8/epilogue.hpp"
+#include "sm90/fp8/leak.hpp"
 #include "sm90/fp8/recompute.hpp"
 #include "sm90/fp8/softmax.hpp"
 #include "sm90/fp8/split.hpp"
@@ -147,6 +148,12 @@ struct Fp8Mma {
       v_ready = false;
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
+      if constexpr (kMask != MaskClass::Full) {
+        Fp8Leak& leak = storage.leak[Traits::consumer_thread_index() / 32];
+        if (leak.noted) {
+          repair_rows<Traits>(params, leak, consumer * 64 + Traits::thread_index() / 32 * 16);
+        }
+      }
       if (m_block < 0) {
         break;
       }
@@ -200,8 +207,13 @@ struct Fp8Mma {
       if (Traits::kSplits && finished.partial > 0) {
         Split::add_partial(params, finished.partial - 1, place, softmax.reference, finished.sums, divisor, tOrO);
       }
-      Fp8Epilogue<Traits>::run(params, finished.tile, consumer, softmax.reference, finished.sums, divisor,
-                               finished.largest_v, tOrO);
+      bool const found = Fp8Epilogue<Traits>::run(params, finished.tile, consumer, softmax.reference, finished.sums,
+                                                  divisor, finished.largest_v, tOrO);
+      if constexpr (kMask != MaskClass::Full) {
+        if (found) {
+          note_leak(storage.leak[place / 32], finished.tile, finished.sums);
+        }
+      }
     }
   }
 

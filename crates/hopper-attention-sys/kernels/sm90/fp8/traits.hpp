@@ -34,6 +34,13 @@ struct alignas(8) Piece {
   int partial;
 };
 
+// A tile in a warp's rows of which something may have leaked (leak.hpp).
+struct alignas(16) Fp8Leak {
+  Tile tile;
+  unsigned sound[2];  // SoundRows
+  int noted;          // whether there is one
+};
+
 // What is left of the run of key blocks that a CTA has drawn of the split tiles (split.hpp).
 struct Segment {
   std::uint32_t position;  // units before the segment's next one, from the first split tile on
@@ -128,6 +135,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
     Segment segment;                            // of warp 1 alone
     BlockFactors factors[kStages][kConsumers];  // with K
     float largest_v[kBuffersQ];                 // factor of V of the tile's head
+    Fp8Leak leak[4 * kConsumers];               // of each warp
     Mbarrier tile_full[kBuffersQ];
     Mbarrier tile_empty[kBuffersQ];
     Mbarrier q_full[kBuffersQ];
@@ -175,6 +183,11 @@ struct Fp8KernelParams {
   int segment_units;    // units of each CTA's segment of them, at least
   int longer_segments;  // so many of the first segments have one unit more
   float scale_log2;     // softmax_scale * log2(e)
+  // Read by leak.hpp alone.
+  TensorDesc q;
+  TensorDesc k;
+  TensorDesc v;
+  int head_dim_qk;
 };
 
 CUTE_DEVICE float const& factor(TensorDesc const& factors, int batch, int head, int block) {

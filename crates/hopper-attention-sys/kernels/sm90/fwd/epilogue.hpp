@@ -3,8 +3,11 @@
 // - The log-sum-exp goes straight to memory.
 // - O / row_sum, in the output type, goes to the warpgroup's rows of the buffer of Q, whose Q is no longer needed.
 //   Warp 1 of the producers stores it from there.
+//
+// Under a mask, a warp in whose rows something has leaked (common/leak.hpp) puts them right before it hands them over.
 #pragma once
 
+#include "common/leak.hpp"
 #include "common/mask.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
@@ -44,20 +47,68 @@ struct Epilogue {
     }
   }
 
-  // Hands O, multiplied by `inverse`, to the storing warp.
+  // Puts O, multiplied by `inverse`, where the storing warp takes it from. The result has looked at it, under
+  // a mask.
   template <class Output>
-  CUTE_DEVICE static void stage_output(Storage& storage, int buffer, int consumer, Output const& output,
-                                       float const (&inverse)[2]) {
+  CUTE_DEVICE static NanLook stage_output(Storage& storage, int buffer, int consumer, Output const& output,
+                                          float const (&inverse)[2]) {
     int const thread = Traits::thread_index();
-    int const lane = thread % 32;
+    NanLook looks[2];
     store_accumulator<Traits::kTileM, Traits::kHeadDimVO>(storage.q[buffer], consumer * 64 + (thread / 32 % 4) * 16,
-                                                          lane, output, inverse);
+                                                          thread % 32, output, inverse,
+                                                          [&](int row, std::uint32_t a, std::uint32_t b) {
+                                                            if constexpr (Traits::kMask != MaskClass::Full) {
+                                                              looks[row].see(a, b);
+                                                            }
+                                                          });
+    looks[0].see(looks[1]);
+    return looks[0];
+  }
+
+  // Hands the warp's rows of O to the storing warp.
+  CUTE_DEVICE static void hand_over(Storage& storage, int buffer, int consumer) {
     fence_proxy_async();
     __syncwarp();
-    if (lane == 0) {
+    if (Traits::thread_index() % 32 == 0) {
       storage.o_full[buffer][consumer].arrive();
     }
   }
+
+  // Puts right the warp's rows of O, which are not handed over yet. (A call: in the middle of the kernel this code
+  // would stand between what a tile needs, and be fetched with it.)
+  __device__ __noinline__ static void repair(FwdParams const& params, Storage& storage, int buffer, int consumer,
+                                             unsigned first_sound, unsigned second_sound) {
+    Tile const tile = storage.tile[buffer];
+    int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
+    auto const operands = PlainOperands<Element>::of(params, tile.batch, tile.head);
+    __syncwarp();
+    Leaks<Traits>::repair(operands, band_of_launch(params), tile.block * Traits::kTileM + row,
+                          {{first_sound, second_sound}},
+                          StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    __syncwarp();
+  }
+
+ private:
+  // Rows of O in the buffer of Q, as Leaks takes them.
+  struct StagedWords {
+    std::uint32_t tile;
+    int first_row;
+
+    CUTE_DEVICE std::uint32_t at(int row, int pair) const {
+      int const lane = thread_index_anew() % 32;
+      return slab_address(tile + pair * (Traits::kTileM * kSlabRowBytes), first_row + row, lane / 4) + lane % 4 * 4;
+    }
+    CUTE_DEVICE void spoil(int) const {}
+    CUTE_DEVICE float2 load(int row, int pair) const {
+      std::uint32_t word;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at(row, pair)) : "memory");
+      return unpack_pair<Element>(word);
+    }
+    CUTE_DEVICE void store(int row, int pair, int which, float value) const {
+      auto const bits = static_cast<std::uint16_t>(pack_pair<Element>(value, 0.0F));
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(at(row, pair) + 2 * which), "h"(bits) : "memory");
+    }
+  };
 };
 
 }  // namespace hattn::sm90

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "common/element.hpp"
+#include "common/leak.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm90/cluster.hpp"
@@ -90,9 +91,17 @@ struct Shares {
     } else {
       await_sums();
     }
-    write_columns(params, scalars, storage, way, place, row);
+    float inverse[2];
+    bool const leaked = write_columns(params, scalars, storage, way, place, row, inverse);
     if (!is_alone()) {
       await_readers();
+    }
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      // (The last thing, as what is rare lies far in the code.)
+      if (leaked) {
+        SoundRows const sound = SoundRows::with(inverse);
+        repair_columns(params, storage, way, place, sound.of[0], sound.of[1]);
+      }
     }
   }
 
@@ -102,8 +111,10 @@ struct Shares {
 
   // Writes every so many-th group of columns, from this share's number on. The code is kept short: it runs once, so
   // that fetching it is a part of its time.
-  CUTE_DEVICE static void write_columns(FwdParams const& params, FwdScalars const& scalars,
-                                        typename Traits::SharedStorage const& storage, int way, int place, int row) {
+  // Whether something may have leaked into the warp's columns.
+  CUTE_DEVICE static bool write_columns(FwdParams const& params, FwdScalars const& scalars,
+                                        typename Traits::SharedStorage const& storage, int way, int place, int row,
+                                        float (&inverse)[2]) {
     using Element = typename Traits::Element;
     auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
     int const count = kWays * cluster_shares();        // of all shares
@@ -111,7 +122,6 @@ struct Shares {
     int const lane = place % 32;
     // The four lanes that have a row look at two shares each.
     float weights[2][2];
-    float inverse[2];
     float lse[2];
     Tile const tile = storage.tile[0];
     int const query = tile.block * Traits::kTileM + row;
@@ -170,21 +180,44 @@ struct Shares {
     }
     auto* const o = reinterpret_cast<Element*>(params.o.address) + tile.batch * params.o.stride_batch +
                     tile.head * params.o.stride_head + query * params.o.stride_row + lane % 4 * 2;
-    auto const store = [&](Element* to, float a, float b) {
-      *reinterpret_cast<std::uint32_t*>(to) = pack_pair<Element>(a, b);
+    NanLook look;
+    auto const store = [&](bool wanted, Element* to, std::uint32_t pair) {
+      if (wanted) {
+        *reinterpret_cast<std::uint32_t*>(to) = pair;
+      }
     };
     CUTE_UNROLL
     for (int i = 0; i < kMost; ++i) {
       int const column = 8 * group(i);
+      std::uint32_t const first = pack_pair<Element>(total[i].x * inverse[0], total[i].y * inverse[0]);
+      std::uint32_t const second = pack_pair<Element>(total[i].z * inverse[1], total[i].w * inverse[1]);
+      if constexpr (Traits::kMask != MaskClass::Full) {
+        look.see(first, second);
+      }
       if (column < params.head_dim_vo) {
-        if (query < scalars.seqlen_q) {
-          store(o + column, total[i].x * inverse[0], total[i].y * inverse[0]);
-        }
-        if (query + 8 < scalars.seqlen_q) {
-          store(o + 8 * params.o.stride_row + column, total[i].z * inverse[1], total[i].w * inverse[1]);
-        }
+        store(query < scalars.seqlen_q, o + column, first);
+        store(query + 8 < scalars.seqlen_q, o + 8 * params.o.stride_row + column, second);
       }
     }
+    return Traits::kMask != MaskClass::Full && __any_sync(0xffffffffU, look.found());
+  }
+
+  // Puts right what has leaked into this share's columns, which are written.
+  __device__ __noinline__ static void repair_columns(FwdParams const& params,
+                                                     typename Traits::SharedStorage const& storage, int way, int place,
+                                                     unsigned first_sound, unsigned second_sound) {
+    using Element = typename Traits::Element;
+    Tile const tile = storage.tile[0];
+    int const count = kWays * cluster_shares();
+    int const number = kWays * cluster_share() + way;
+    int const first_row = tile.block * Traits::kTileM + place / 32 * 16;
+    auto const owned = [&](int column) { return column / 8 % count == number; };
+    auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    __syncwarp();
+    Leaks<Traits>::repair(
+        PlainOperands<Element>::of(params, tile.batch, tile.head), band_of_launch(params), first_row,
+        {{first_sound, second_sound}},
+        GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 };
 

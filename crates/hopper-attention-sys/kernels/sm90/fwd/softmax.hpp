@@ -15,7 +15,8 @@
 // blocks / 64 stops that count, the warp tracks for the rest of the tile. From then on it stops only where weights
 // would leave their type.
 //
-// A NaN is in no comparison, so a row of NaN never stops its warp.
+// A NaN is in no comparison, so a row of NaN never stops its warp, and changes no bit of another row. A row that stops
+// its warp may: limits are set anew, and tracking begins for all of the warp's rows.
 #pragma once
 
 #include <cfloat>
@@ -137,7 +138,8 @@ struct ExactSoftmax {
     for (int r = 0; r < 2; ++r) {
       max[r] = quad_max(largest(scores, r));
     }
-    if (Base::any_row([&](int r) { return !(max[r] > 0x1p-96F && max[r] < kLost); })) {
+    // (A row of NaN is left to itself here, too.)
+    if (Base::any_row([&](int r) { return max[r] <= 0x1p-96F | max[r] >= kLost; })) {
       return false;
     }
     float factors[2];

@@ -402,23 +402,34 @@ impl Exact<'_> {
     /// The pair of a query and a key. `token` is the key's index in the norms.
     fn pair(&self, row: &Row, token: usize, p: f64, d_p: f64) -> Pair {
         let d_s = p * (d_p - row.delta);
-        let dtype = self.problem.dtype();
-        let (roundoff, of_score) = (unit_roundoff(dtype), self.score_noise(row, self.k_norms[token]));
+        let (roundoff, of_score) = (unit_roundoff(self.problem.dtype()), self.score_noise(row, self.k_norms[token]));
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         Pair {
             d_s,
             // A kernel may round P before it makes dS of it.
             d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
                 + p * d_p_noise
-                + half_subnormal(dtype)
-                + SMALLEST_NORMAL * (d_p - row.delta).abs(),
+                + self.least()
+                + self.flushed() * (d_p - row.delta).abs(),
         }
     }
 
     /// The noise of a probability: `n(p)` in the tolerance.
     fn p_noise(&self, row: &Row, k_norm: f64, p: f64) -> f64 {
-        let dtype = self.problem.dtype();
-        (unit_roundoff(dtype) + self.score_noise(row, k_norm)) * p + half_subnormal(dtype)
+        (unit_roundoff(self.problem.dtype()) + self.score_noise(row, k_norm)) * p + self.least()
+    }
+
+    /// The error of numbers near 0: `t` in the tolerance.
+    fn least(&self) -> f64 {
+        half_subnormal(self.problem.dtype()).max(self.flushed())
+    }
+
+    /// The part of each term in the largest error of a sum whose terms are flushed to 0. These errors have one sign, but they are
+    /// added as if they had any.
+    fn flushed(&self) -> f64 {
+        let dims = self.problem.dims();
+        let pairs = (dims.seqlen_q * (dims.heads_q / dims.heads_kv)).max(dims.seqlen_kv);
+        SMALLEST_NORMAL * (pairs as f64).sqrt()
     }
 
     /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the

@@ -99,7 +99,7 @@ pub(super) struct Tally {
     max_at: ([usize; 4], f64, f64),
     /// Number of finite elements.
     finite: usize,
-    /// Hashes of the exact rows.
+    /// Hashes of the exact rows, rounded to f32.
     distinct: HashSet<u64>,
     rows: usize,
     tensor: Sums,
@@ -141,7 +141,7 @@ impl Tally {
         let (mut worst, mut worst_dim, mut plain_worst) = (0.0_f64, None, 0.0_f64);
         let mut sums = Sums::default();
         for (dim, ((&got, &exact), &plain)) in row.got.iter().zip(row.exact).zip(row.plain).enumerate() {
-            exact.to_bits().hash(&mut hasher);
+            (exact as f32).to_bits().hash(&mut hasher); // equal but for the rounding of f64
             if !exact.is_finite() || !got.is_finite() {
                 if !(got == exact || got.is_nan() && exact.is_nan()) {
                     self.worst(f64::INFINITY, Bound::Row, Some((place(dim), got, exact)));

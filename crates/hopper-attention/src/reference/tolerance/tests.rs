@@ -383,6 +383,23 @@ fn a_divisor_of_rounded_weights_is_honest() {
     assert!(!of_weights(0.75 * 128.0, 1.25).passed() && !of_weights(1.0, 0.0).passed());
 }
 
+/// Where all inputs are alike, all weights are rounded alike, and all elements of O. They may all be an ulp off, but not four.
+#[test]
+fn equal_elements_are_rounded_alike() {
+    for dtype in [DType::BF16, DType::F16] {
+        let problem = problem(dtype, DIMS, Mask::causal());
+        let value = 0.75;
+        let [q, k, v] =
+            [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(|shape| Tensor::from_fn(shape, |_| value));
+        let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+        let off = |ulps: f64| {
+            let o = value - ulps * unit_roundoff(dtype);
+            expected.check(&Tensor::from_fn(problem.o_shape(), |_| o), None).unwrap().worst_ratio()
+        };
+        assert!(off(1.0) < 0.77 && off(4.0) > 1.0, "{dtype}: {} {}", off(1.0), off(4.0));
+    }
+}
+
 #[test]
 fn empty_problems_and_wrong_shapes() {
     for dims in [Dims { batch: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { batch: 1, seqlen_kv: 0, ..DIMS }] {

@@ -229,6 +229,30 @@ fn wrong_gradients_fail() {
     }
 }
 
+/// Weights below the smallest normal f32 may all be flushed to 0, which is one error of one sign for each pair.
+#[test]
+fn flushed_weights_pass() {
+    let dims = Dims { seqlen_q: 400, seqlen_kv: 8, heads_q: 4, heads_kv: 1, batch: 1, ..SMALL };
+    let problem = backward_problem(DType::BF16, dims, Mask::Full);
+    let mut given = Given::normal(&problem, 62);
+    // Key 0 scores 88.5 nats below the others: its weights are some 2^-127.
+    let scale = f64::from(problem.forward().softmax_scale());
+    given.q = Tensor::from_fn(problem.forward().q_shape(), |[_, _, _, d]| f64::from(d == 0));
+    given.k = Tensor::from_fn(problem.forward().k_shape(), |[_, s, _, d]| {
+        if s == 0 && d == 0 { round(DType::BF16, -86.4 / scale) } else { 0.0 }
+    });
+    given.d_o = Tensor::from_fn(problem.forward().o_shape(), |_| 1.0);
+    let expected = given.expected(&problem);
+    let mut got = given.plain(&problem);
+    let flushed = expected.oracle().d_v.row(0, 0, 0).to_vec();
+    assert!(flushed.iter().all(|&x| x > 0.0 && x < 1600.0 * f64::from(f32::MIN_POSITIVE)), "{flushed:?}");
+    for gradient in [&mut got.d_k, &mut got.d_v] {
+        gradient.row_mut(0, 0, 0).fill(0.0);
+    }
+    let report = judged(&expected, &got);
+    assert!(report.worst_ratio() < 0.77, "{report}");
+}
+
 #[test]
 fn one_wrong_element_of_a_gradient_fails() {
     let problem = backward_problem(DType::BF16, Dims { batch: 1, ..DIMS }, Mask::Full);

@@ -1,0 +1,350 @@
+// What leaks from under a mask into O, and how it is put right.
+//
+// A masked key has the weight 0. But 0 times NaN or infinity is NaN. So what stands in V of a masked key reaches the O
+// of a query that visits the key's block. (K of a masked key reaches nothing: its score is overwritten.)
+//
+// Every such leak is a NaN. So a forward looks for NaN in O (NanLook, one instruction for four values). A warp that
+// finds one in a row whose sum of weights is none computes these elements of O again, from the operands in memory and
+// without the masked keys (Leaks). That is slow, and it is rare: it takes a masked key with NaN or infinity in a block
+// that some other query needs. A NaN of a key that the query keeps belongs into O, and stays.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "common/element.hpp"
+#include "common/mask.hpp"
+#include "common/scalars.hpp"
+#include "common/softmax.hpp"
+#include "common/thread.hpp"
+#include "common/visits.hpp"
+#include "kernels.hpp"
+
+namespace hattn {
+
+// Looks for NaN among pairs of 16-bit elements. Conversion from f32 makes every NaN 0x7fff, the largest 16-bit integer.
+struct NanLook {
+  std::uint32_t largest = 0;
+
+  CUTE_DEVICE void see(std::uint32_t a, std::uint32_t b) { largest = __vimax3_s16x2(largest, a, b); }
+  CUTE_DEVICE void see(NanLook const& other) { largest = __vmaxs2(largest, other.largest); }
+  CUTE_DEVICE bool found() const {
+    std::uint32_t const swapped = __byte_perm(largest, 0, 0x1032);
+    return __vmaxs2(largest, swapped) >> 16 == 0x7fff;
+  }
+};
+
+// Neighbouring elements, read in one access.
+template <class Element, int kCount>
+struct alignas(kCount * sizeof(Element)) Neighbours {
+  Element of[kCount];
+};
+
+// A head of a tensor.
+template <class Element>
+struct HeadRows {
+  std::uint64_t address;
+  std::int64_t row_bytes;
+
+  CUTE_DEVICE static HeadRows of(TensorDesc const& tensor, int batch, int head) {
+    constexpr int kBytes = sizeof(Element);
+    return {tensor.address + kBytes * (batch * tensor.stride_batch + head * tensor.stride_head),
+            kBytes * tensor.stride_row};
+  }
+  CUTE_DEVICE std::uint64_t at(int row, int column) const {
+    return address + row * row_bytes + column * static_cast<int>(sizeof(Element));
+  }
+
+  // Eight elements as f32, from a column that is a multiple of eight.
+  CUTE_DEVICE void eight(int row, int column, float (&values)[8]) const {
+    auto const elements = *reinterpret_cast<Neighbours<Element, 8> const*>(at(row, column));
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      values[i] = static_cast<float>(elements.of[i]);
+    }
+  }
+  // Two, from an even column.
+  CUTE_DEVICE float2 pair(int row, int column) const {
+    auto const elements = *reinterpret_cast<Neighbours<Element, 2> const*>(at(row, column));
+    return {static_cast<float>(elements.of[0]), static_cast<float>(elements.of[1])};
+  }
+};
+
+// The sums of products of kRows rows of one head with a row of another, both of `columns` elements.
+template <class Element, int kRows>
+CUTE_DEVICE void dot_rows(HeadRows<Element> const& rows, int const (&row)[kRows], HeadRows<Element> const& others,
+                          int other, int columns, float (&sums)[kRows]) {
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    sums[r] = 0.0F;
+  }
+  CUTE_NO_UNROLL
+  for (int column = 0; column < columns; column += 8) {
+    float values[8];
+    others.eight(other, column, values);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float own[8];
+      rows.eight(row[r], column, own);
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        sums[r] = fmaf(own[i], values[i], sums[r]);
+      }
+    }
+  }
+}
+
+// A lane's pairs of columns of a row: 2 * lane and the one after, and every 64 columns on.
+template <int kHeadDim>
+struct LanePairs {
+  static constexpr int kCount = (kHeadDim + 63) / 64;
+  CUTE_DEVICE static int column(int lane, int pair) { return 2 * lane + 64 * pair; }
+};
+
+// Whether a NaN is in a pair that is not in another one.
+CUTE_DEVICE bool lacks_nan(float2 const& has, float2 const& other) {
+  return (isnan(has.x) && !isnan(other.x)) || (isnan(has.y) && !isnan(other.y));
+}
+
+// What a head's O is computed of, where operands have 16 bits. (FP8: sm90/fp8/leak.hpp.)
+template <class E>
+struct PlainOperands {
+  using Element = E;
+  HeadRows<Element> q;
+  HeadRows<Element> k;
+  HeadRows<Element> v;
+  int head_dim_qk;
+  int head_dim_vo;
+  float scale_log2;
+
+  CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
+    int const kv_head = head / (params.heads_q / params.heads_kv);
+    return {HeadRows<Element>::of(params.q, batch, head),
+            HeadRows<Element>::of(params.k, batch, kv_head),
+            HeadRows<Element>::of(params.v, batch, kv_head),
+            params.head_dim_qk,
+            params.head_dim_vo,
+            params.softmax_scale * kLog2E};
+  }
+  // What the product of a query and a key is multiplied by, to be in powers of two.
+  CUTE_DEVICE float unit(int, int) const { return scale_log2; }
+  // What V of a key is multiplied by.
+  CUTE_DEVICE float value_factor(int) const { return 1.0F; }
+  CUTE_DEVICE bool has_garbage_factor(int, int, int) const { return false; }
+};
+
+// Which of a warp's 16 rows can have a leak: those whose sum of weights is a number. A row whose sum is NaN is NaN by
+// right. A lane has rows lane / 4 and lane / 4 + 8, as in an accumulator.
+struct SoundRows {
+  unsigned of[2];
+
+  CUTE_DEVICE static SoundRows with(float const (&sums)[2]) {
+    return {{__ballot_sync(0xffffffffU, !isnan(sums[0])), __ballot_sync(0xffffffffU, !isnan(sums[1]))}};
+  }
+  CUTE_DEVICE bool any() const { return (of[0] | of[1]) != 0; }
+  CUTE_DEVICE bool has(int row) const { return ((row < 8 ? of[0] : of[1]) >> row % 8 * 4 & 1) != 0; }
+};
+
+template <class Traits, class Operands = PlainOperands<typename Traits::Element>>
+struct Leaks {
+  using Pairs = LanePairs<Traits::kHeadDimVO>;
+  static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr int kRows =
+      Traits::kThreads > 384 ? 2 : 4;  // of a pass over the keys; three consumers are short of registers
+  static constexpr unsigned kAll = 0xffffffffU;
+
+  // Whether V is no number in a row of keys [begin, end). The whole warp looks.
+  CUTE_DEVICE static bool has_garbage(Operands const& operands, int begin, int end, int lane) {
+    constexpr int kLanes = Traits::kHeadDimVO / 8;  // that read a key
+    bool found = false;
+    int const column = lane % kLanes * 8;
+    for (int key = begin + lane / kLanes; key < end; key += 32 / kLanes) {
+      if (column < operands.head_dim_vo) {
+        float values[8];
+        operands.v.eight(key, column, values);
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          found = found || !(fabsf(values[i]) < INFINITY);
+        }
+      }
+    }
+    return __any_sync(kAll, found);
+  }
+
+  // Puts right what has leaked into a warp's 16 rows of O, from `first_row` on. `words` has a lane's pairs of a row
+  // (LanePairs): `load` reads what the warp has written, `store` replaces an element. `spoil` is told of rows with a
+  // weight of NaN.
+  template <class Words>
+  CUTE_DEVICE static void repair(Operands const& operands, Band const& band, int first_row, SoundRows const& sound,
+                                 Words const& words) {
+    if (!sound.any()) {
+      return;
+    }
+    int const lane = thread_index_anew() % 32;
+    int const last_row = first_row + 15;
+    // Masked keys of blocks that are visited. (Rows may visit a block that only other rows of the tile need.)
+    KeyVisits const visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, first_row / Traits::kTileM);
+    int const visited_end = cute::min(band.seqlen_kv, visits.end * Traits::kTileN);
+    bool garbage = has_garbage(operands, cute::max(0, first_row + band.right_offset + 1), visited_end, lane);
+    garbage = garbage || operands.has_garbage_factor(cute::min(first_row, band.seqlen_q - 1), band.seqlen_kv, lane);
+    if constexpr (kMask == MaskClass::Window) {
+      garbage = garbage || has_garbage(operands, visits.begin * Traits::kTileN,
+                                       cute::min(visited_end, last_row + band.left_offset), lane);
+    }
+
+    CUTE_NO_UNROLL
+    for (int strip_row = 0; strip_row < 16; strip_row += kRows) {
+      int row[kRows];
+      int first_key[kRows];
+      int keys_end[kRows];
+      float2 before[kRows][Pairs::kCount];
+      bool leaked = false;
+      int begin = band.seqlen_kv;
+      int end = 0;
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        row[r] = first_row + strip_row + r;
+        first_key[r] = kMask == MaskClass::Window ? cute::max(0, row[r] + band.left_offset) : 0;
+        keys_end[r] = cute::min(band.seqlen_kv, row[r] + band.right_offset + 1);
+        bool const exists = row[r] < band.seqlen_q && sound.has(strip_row + r);
+        bool const has_keys = first_key[r] < keys_end[r];
+        row[r] = cute::min(row[r], band.seqlen_q - 1);
+        CUTE_UNROLL
+        for (int pair = 0; pair < Pairs::kCount; ++pair) {
+          // Without garbage under the mask, a NaN is of a key that the row keeps. A row without keys keeps none.
+          bool const looks = exists && (garbage || !has_keys);
+          before[r][pair] = looks ? words.load(strip_row + r, pair) : float2{0.0F, 0.0F};
+          leaked = leaked || isnan(before[r][pair].x) || isnan(before[r][pair].y);
+        }
+        begin = cute::min(begin, first_key[r]);
+        end = cute::max(end, keys_end[r]);
+      }
+      if (!__any_sync(kAll, leaked)) {
+        continue;
+      }
+      float max[kRows];
+      float sum[kRows];  // this lane's
+      float2 output[kRows][Pairs::kCount];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        max[r] = -INFINITY;
+        sum[r] = 0.0F;
+        CUTE_UNROLL
+        for (int pair = 0; pair < Pairs::kCount; ++pair) {
+          output[r][pair] = {0.0F, 0.0F};
+        }
+      }
+      // From the last key on, until every NaN is known to be of a key that its row keeps.
+      bool wrong = true;
+      CUTE_NO_UNROLL
+      for (int chunk = end; chunk > begin && wrong; chunk -= 32) {
+        int const key = chunk - 32 + lane;
+        float weights[kRows];
+        dot_rows(operands.q, row, operands.k, cute::max(key, 0), operands.head_dim_qk, weights);
+        unsigned kept[kRows];
+        CUTE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          bool const keeps = key >= first_key[r] && key < keys_end[r];
+          kept[r] = __ballot_sync(kAll, keeps);
+          float const score = keeps ? weights[r] * operands.unit(row[r], key) : -INFINITY;
+          float most = fmaxf(max[r], score);
+          CUTE_UNROLL
+          for (int step = 1; step < 32; step *= 2) {
+            most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+          }
+          float const factor = max[r] == most ? 1.0F : exp2_approx(max[r] - most);
+          weights[r] = keeps ? exp2_approx(score - most) : 0.0F;
+          sum[r] = sum[r] * factor + weights[r];
+          max[r] = most;
+          CUTE_UNROLL
+          for (int pair = 0; pair < Pairs::kCount; ++pair) {
+            output[r][pair].x *= factor;
+            output[r][pair].y *= factor;
+          }
+        }
+        CUTE_NO_UNROLL
+        for (int i = 0; i < 32; ++i) {
+          float2 values[Pairs::kCount];
+          CUTE_UNROLL
+          for (int pair = 0; pair < Pairs::kCount; ++pair) {
+            int const column = Pairs::column(lane, pair);
+            values[pair] = {0.0F, 0.0F};
+            if (chunk - 32 + i >= begin && column < operands.head_dim_vo) {
+              float const factor = operands.value_factor(chunk - 32 + i);
+              values[pair] = operands.v.pair(chunk - 32 + i, column);
+              values[pair].x *= factor;
+              values[pair].y *= factor;
+            }
+          }
+          CUTE_UNROLL
+          for (int r = 0; r < kRows; ++r) {
+            float const weight = __shfl_sync(kAll, weights[r], i);
+            if ((kept[r] >> i & 1) != 0) {
+              CUTE_UNROLL
+              for (int pair = 0; pair < Pairs::kCount; ++pair) {
+                output[r][pair].x = fmaf(weight, values[pair].x, output[r][pair].x);
+                output[r][pair].y = fmaf(weight, values[pair].y, output[r][pair].y);
+              }
+            }
+          }
+        }
+        wrong = false;
+        CUTE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          CUTE_UNROLL
+          for (int pair = 0; pair < Pairs::kCount; ++pair) {
+            wrong = wrong || lacks_nan(before[r][pair], output[r][pair]);
+          }
+        }
+        wrong = __any_sync(kAll, wrong);
+      }
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        if (__any_sync(kAll, isnan(sum[r])) && first_row + strip_row + r < band.seqlen_q) {
+          words.spoil(strip_row + r);
+        }
+      }
+      if (!wrong) {
+        continue;
+      }
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        CUTE_UNROLL
+        for (int step = 1; step < 32; step *= 2) {
+          sum[r] += __shfl_xor_sync(kAll, sum[r], step);
+        }
+        float const inverse = sum[r] == 0.0F ? 0.0F : 1.0F / sum[r];
+        CUTE_UNROLL
+        for (int pair = 0; pair < Pairs::kCount; ++pair) {
+          if (isnan(before[r][pair].x) && !isnan(output[r][pair].x)) {
+            words.store(strip_row + r, pair, 0, output[r][pair].x * inverse);
+          }
+          if (isnan(before[r][pair].y) && !isnan(output[r][pair].y)) {
+            words.store(strip_row + r, pair, 1, output[r][pair].y * inverse);
+          }
+        }
+      }
+    }
+  }
+};
+
+// Rows of O in global memory, as Leaks::repair takes them. `owned(column)`: whether the warp has written the columns.
+template <class Element, int kHeadDim, class Owned>
+struct GlobalWords {
+  HeadRows<Element> rows;
+  int first_row;
+  int columns;
+  Owned owned;
+
+  CUTE_DEVICE static int column(int pair) { return LanePairs<kHeadDim>::column(thread_index_anew() % 32, pair); }
+  CUTE_DEVICE bool has(int pair) const { return column(pair) < columns && owned(column(pair)); }
+  CUTE_DEVICE void spoil(int) const {}
+  CUTE_DEVICE float2 load(int row, int pair) const {
+    return has(pair) ? rows.pair(first_row + row, column(pair)) : float2{0.0F, 0.0F};
+  }
+  CUTE_DEVICE void store(int row, int pair, int which, float value) const {
+    *reinterpret_cast<Element*>(rows.at(first_row + row, column(pair) + which)) = Element{value};
+  }
+};
+
+}  // namespace hattn

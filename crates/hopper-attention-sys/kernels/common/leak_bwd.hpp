@@ -1,0 +1,280 @@
+// What leaks from under a mask into the gradients, and how it is put right (as common/leak.hpp does for O).
+//
+//     dQ_i = scale sum_j dS_ij K_j    dK_j = scale sum_i dS_ij Q_i    dV_j = sum_i P_ij dO_i    dS = P o (dP - delta)
+//
+// P of a masked pair is 0. But 0 times NaN or infinity is NaN, so K_j, Q_i, dO_i, and dP_ij leak where they are none of
+// the numbers. Such leaks are NaN, in dQ or in dK; what spoils a dV spoils the dK of its key, too.
+//
+// - The backward kernel looks at the dK that it writes, and sets a flag where one is not finite (FiniteLook).
+// - The kernel after it looks at dQ, and at all dK and dV if the flag is set. It decides for each such row
+//   (RepairGradients):
+//   - A query whose LSE or delta is NaN makes NaN of the dK of every key that it keeps, and of its own dQ.
+//   - Any other NaN is computed again, from the operands in memory, without the masked pairs. That is slow, and rare.
+//
+// A delta of NaN does not get into the products: it would meet zeros there, and spoil dV (Statistics of the traits).
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "common/leak.hpp"
+#include "common/mask.hpp"
+#include "common/scalars.hpp"
+#include "kernels.hpp"
+
+namespace hattn {
+
+// Looks for NaN and infinity among pairs of 16-bit elements.
+template <class Element>
+struct FiniteLook {
+  std::uint32_t zeros = 0;  // 0, or NaN
+
+  CUTE_DEVICE std::uint32_t see(std::uint32_t pair) {
+    if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+      asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(zeros) : "r"(pair), "r"(0));
+    } else {
+      asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(zeros) : "r"(pair), "r"(0));
+    }
+    return pair;
+  }
+  CUTE_DEVICE bool found() const { return (zeros & 0x7fff7fffU) != 0; }
+};
+
+// Tells the kernel after the backward kernel that a dK is not finite.
+CUTE_DEVICE void flag_leak(BwdParams const& params) { *reinterpret_cast<int*>(params.leak_flag) = 1; }
+
+// Columns [begin, end) of a gradient.
+struct ColumnRange {
+  int begin;
+  int end;
+};
+
+template <class Traits>
+struct RepairGradients {
+  using Element = typename Traits::Element;
+  using Statistics = typename Traits::Statistics;
+  static constexpr unsigned kAll = 0xffffffffU;
+  static constexpr int kPairs = LanePairs<Traits::kHeadDimQK>::kCount;
+  static_assert(Traits::kHeadDimVO == Traits::kHeadDimQK, "a lane has as many columns of dV as of dK");
+  using Sums = float2[kPairs];
+
+  BwdParams const& params;
+  int batch;
+  int lane;
+
+  CUTE_DEVICE RepairGradients(BwdParams const& of, int of_batch)
+      : params(of), batch(of_batch), lane(static_cast<int>(threadIdx.x) % 32) {}
+
+  CUTE_DEVICE HeadRows<Element> head_of(TensorDesc const& tensor, int head) const {
+    return HeadRows<Element>::of(tensor, batch, head);
+  }
+  CUTE_DEVICE Statistics const& statistics(int head, int query) const {
+    std::int64_t const padded = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM * std::int64_t{Traits::kTileM};
+    return reinterpret_cast<Statistics const*>(
+        params.statistics)[(static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query];
+  }
+  CUTE_DEVICE int first_key(int query) const {
+    return cute::max(0, query + params.diagonal_offset - params.window_left);
+  }
+  CUTE_DEVICE int keys_end(int query) const {
+    return cute::min(params.seqlen_kv, query + params.diagonal_offset + params.window_right + 1);
+  }
+  CUTE_DEVICE int first_query(int key) const {
+    return cute::max(0, key - params.diagonal_offset - params.window_right);
+  }
+  CUTE_DEVICE int queries_end(int key) const {
+    return cute::min(params.seqlen_q, key - params.diagonal_offset + params.window_left + 1);
+  }
+
+  // A lane's elements of a row. Columns that are not in the range are 0.
+  CUTE_DEVICE void read(HeadRows<Element> const& rows, int row, ColumnRange const& range, Sums& values) const {
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      int const column = LanePairs<Traits::kHeadDimQK>::column(lane, pair);
+      bool const has = column >= range.begin && column < range.end;
+      values[pair] = has ? rows.pair(row, column) : float2{0.0F, 0.0F};
+    }
+  }
+  // Replaces a lane's elements that were NaN.
+  CUTE_DEVICE void replace(HeadRows<Element> const& rows, int row, ColumnRange const& range, Sums const& old,
+                           Sums const& anew, float scale) const {
+    auto const store = [&](int column, float before, float value) __attribute__((always_inline)) {
+      if (column >= range.begin && column < range.end && isnan(before)) {
+        *reinterpret_cast<Element*>(rows.at(row, column)) = Element{value * scale};
+      }
+    };
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      int const column = LanePairs<Traits::kHeadDimQK>::column(lane, pair);
+      store(column, old[pair].x, anew[pair].x);
+      store(column + 1, old[pair].y, anew[pair].y);
+    }
+  }
+  // Makes NaN of all columns of the range. Then nothing is left to be done with the lane's `values` of them.
+  CUTE_DEVICE void make_nan(HeadRows<Element> const& rows, int row, ColumnRange const& range, Sums& values) const {
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      values[pair] = {NAN, NAN};
+    }
+    replace(rows, row, range, values, values, 1.0F);
+    clear(values);
+  }
+  CUTE_DEVICE static void clear(Sums& values) {
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      values[pair] = {0.0F, 0.0F};
+    }
+  }
+  template <class Holds>
+  CUTE_DEVICE static bool any(Sums const& values, Holds const& holds) {
+    bool found = false;
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      found = found || holds(values[pair].x) || holds(values[pair].y);
+    }
+    return __any_sync(kAll, found);
+  }
+  CUTE_DEVICE static bool any_nan(Sums const& values) {
+    return any(values, [](float x) { return isnan(x); });
+  }
+  CUTE_DEVICE static bool any_infinite(Sums const& values) {
+    return any(values, [](float x) { return !(fabsf(x) < INFINITY); });
+  }
+
+  // Row `own` of a and b (a query's Q and dO, or a key's K and V) against rows [begin, end) of the others:
+  //     d_a += sum dS other_a    d_b += sum P other_b
+  // `weights(other, s, d_p)` is P and dS of a pair, from its score and dP.
+  template <bool kBoth, class Weights>
+  CUTE_DEVICE void add_pairs(HeadRows<Element> const& a, HeadRows<Element> const& b, int own,
+                             HeadRows<Element> const& other_a, HeadRows<Element> const& other_b, int begin, int end,
+                             Weights const& weights, Sums& d_a, Sums& d_b) const {
+    CUTE_NO_UNROLL
+    for (int chunk = begin; chunk < end; chunk += 32) {
+      int const other = cute::min(chunk + lane, end - 1);
+      int const row[1] = {own};
+      float s[1];
+      float d_p[1];
+      dot_rows(a, row, other_a, other, params.head_dim_qk, s);
+      dot_rows(b, row, other_b, other, params.head_dim_vo, d_p);
+      float2 const lane_weights = weights(other, s[0], d_p[0]);
+      CUTE_NO_UNROLL
+      for (int i = 0; i < cute::min(32, end - chunk); ++i) {
+        float const p = __shfl_sync(kAll, lane_weights.x, i);
+        float const d_s = __shfl_sync(kAll, lane_weights.y, i);
+        auto const add = [&](Sums & sums, float weight, HeadRows<Element> const& rows, int columns)
+            __attribute__((always_inline)) {
+          Sums values;
+          read(rows, chunk + i, {0, columns}, values);
+          CUTE_UNROLL
+          for (int pair = 0; pair < kPairs; ++pair) {
+            sums[pair].x = fmaf(weight, values[pair].x, sums[pair].x);
+            sums[pair].y = fmaf(weight, values[pair].y, sums[pair].y);
+          }
+        };
+        add(d_a, d_s, other_a, params.head_dim_qk);
+        if constexpr (kBoth) {
+          add(d_b, p, other_b, params.head_dim_vo);
+        }
+      }
+    }
+  }
+  CUTE_DEVICE float2 weights_of(Statistics const& of_query, float s, float d_p) const {
+    float const p = of_query.weight(s, exponent_scale(params.softmax_scale) * kLog2E);
+    return {p, p * (d_p + of_query.negative_delta())};
+  }
+
+  // dQ of a query. The whole warp works on it, here and below.
+  CUTE_DEVICE void query(int head, int query) const {
+    HeadRows<Element> const d_q = head_of(params.d_q, head);
+    ColumnRange const range{0, params.head_dim_qk};
+    Sums old;
+    read(d_q, query, range, old);
+    if (!any_infinite(old)) {
+      return;
+    }
+    int const begin = first_key(query);
+    int const end = keys_end(query);
+    Statistics const of_query = statistics(head, query);
+    if (of_query.has_nan() && begin < end) {
+      make_nan(d_q, query, range, old);
+      return;
+    }
+    if (!any_nan(old)) {
+      return;
+    }
+    int const kv_head = head / (params.heads_q / params.heads_kv);
+    Sums sums;
+    Sums unused;
+    clear(sums);
+    add_pairs<false>(
+        head_of(params.q, head), head_of(params.d_o, head), query, head_of(params.k, kv_head),
+        head_of(params.v, kv_head), begin, end, [&](int, float s, float d_p) { return weights_of(of_query, s, d_p); },
+        sums, unused);
+    replace(d_q, query, range, old, sums, params.softmax_scale);
+  }
+
+  // Columns of the dK and the dV of a key.
+  CUTE_DEVICE void key(int kv_head, int key, ColumnRange const& of_k, ColumnRange const& of_v) const {
+    HeadRows<Element> const d_k = head_of(params.d_k, kv_head);
+    HeadRows<Element> const d_v = head_of(params.d_v, kv_head);
+    Sums old_k;
+    Sums old_v;
+    read(d_k, key, of_k, old_k);
+    read(d_v, key, of_v, old_v);
+    if (!any_infinite(old_k) && !any_infinite(old_v)) {
+      return;
+    }
+    int const begin = first_query(key);
+    int const end = queries_end(key);
+    int const group = params.heads_q / params.heads_kv;
+    // Queries that make NaN by right.
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      HeadRows<Element> const d_o = head_of(params.d_o, head);
+      for (int chunk = begin; chunk < end; chunk += 32) {
+        int const query = cute::min(chunk + lane, end - 1);
+        Statistics const of_query = statistics(head, query);
+        unsigned of_nan = __ballot_sync(kAll, of_query.has_nan() && chunk + lane < end);
+        if (of_nan == 0) {
+          continue;
+        }
+        if (any_infinite(old_k)) {
+          make_nan(d_k, key, of_k, old_k);
+        }
+        if (any_nan(old_v) && __any_sync(kAll, of_query.has_nan_lse() && chunk + lane < end)) {
+          make_nan(d_v, key, of_v, old_v);
+        }
+        // NaN in dO of these queries.
+        while (of_nan != 0 && any_nan(old_v)) {
+          Sums values;
+          read(d_o, chunk + __ffs(static_cast<int>(of_nan)) - 1, of_v, values);
+          CUTE_UNROLL
+          for (int pair = 0; pair < kPairs; ++pair) {
+            old_v[pair].x = isnan(values[pair].x) ? 0.0F : old_v[pair].x;
+            old_v[pair].y = isnan(values[pair].y) ? 0.0F : old_v[pair].y;
+          }
+          of_nan &= of_nan - 1;
+        }
+        if (!any_nan(old_k) && !any_nan(old_v)) {
+          return;
+        }
+      }
+    }
+    if (!any_nan(old_k) && !any_nan(old_v)) {
+      return;
+    }
+    Sums sums_k;
+    Sums sums_v;
+    clear(sums_k);
+    clear(sums_v);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      add_pairs<true>(
+          head_of(params.k, kv_head), head_of(params.v, kv_head), key, head_of(params.q, head),
+          head_of(params.d_o, head), begin, end,
+          [&](int query, float s, float d_p) { return weights_of(statistics(head, query), s, d_p); }, sums_k, sums_v);
+    }
+    replace(d_k, key, of_k, old_k, sums_k, params.softmax_scale);
+    replace(d_v, key, of_v, old_v, sums_v, 1.0F);
+  }
+};
+
+}  // namespace hattn

@@ -1,0 +1,159 @@
+// What leaks from under a mask into O (common/leak.hpp), where operands are e4m3.
+//
+// Beside V of a masked key, the factors of its block leak: a factor of V because all blocks are multiplied by its ratio
+// to the head's largest, a factor of K because masked scores are multiplied by it. Under a mask,
+// - a factor of V that is negative or not finite makes NaN of the O of its head;
+// - a factor of K or Q that is not finite counts as 1, and makes NaN of the O of rows that visit its block.
+// Rows that keep a key of such a block have NaN by right, and get a NaN for their LSE here.
+//
+// A warp notes the tile (Fp8Leak), as it is in the middle of its stream, and puts its rows right when no product is
+// under way. The largest magnitude of O leaves out what may have leaked until then.
+#pragma once
+
+#include "common/e4m3.hpp"
+#include "common/leak.hpp"
+#include "sm90/fp8/traits.hpp"
+
+namespace hattn::sm90 {
+
+struct Fp8Operands {
+  using Element = cutlass::float_e4m3_t;
+  HeadRows<Element> q;
+  HeadRows<Element> k;
+  HeadRows<Element> v;
+  int head_dim_qk;
+  int head_dim_vo;
+  float scale_log2;
+  // Of the head's first block, and elements from one block to the next.
+  float const* factors_q;
+  float const* factors_k;
+  float const* factors_v;
+  std::int64_t next_q;
+  std::int64_t next_k;
+  std::int64_t next_v;
+
+  CUTE_DEVICE static Fp8Operands of(Fp8KernelParams const& params, int batch, int head) {
+    int const kv_head = head / params.heads_per_kv_head;
+    return {HeadRows<Element>::of(params.q, batch, head),
+            HeadRows<Element>::of(params.k, batch, kv_head),
+            HeadRows<Element>::of(params.v, batch, kv_head),
+            params.head_dim_qk,
+            params.head_dim_vo,
+            params.scale_log2,
+            &factor(params.descale_q, batch, head / params.descale_q_group, 0),
+            &factor(params.descale_k, batch, kv_head, 0),
+            &factor(params.descale_v, batch, kv_head, 0),
+            params.descale_q.stride_row,
+            params.descale_k.stride_row,
+            params.descale_v.stride_row};
+  }
+  static constexpr int kScaleBlock = 128;
+  CUTE_DEVICE float unit(int row, int key) const {
+    return factors_q[row / kScaleBlock * next_q] * factors_k[cute::max(key, 0) / kScaleBlock * next_k] * scale_log2;
+  }
+  CUTE_DEVICE float value_factor(int key) const { return factors_v[key / kScaleBlock * next_v]; }
+  // Whether a factor that such rows may have met is no number. The whole warp looks.
+  CUTE_DEVICE bool has_garbage_factor(int row, int seqlen_kv, int lane) const {
+    bool found = !(fabsf(factors_q[row / kScaleBlock * next_q]) < INFINITY);
+    for (int block = lane; block * kScaleBlock < seqlen_kv; block += 32) {
+      found = found || !(fabsf(factors_k[block * next_k]) < INFINITY) || !(factors_v[block * next_v] < INFINITY) ||
+              factors_v[block * next_v] < 0.0F;
+    }
+    return __any_sync(0xffffffffU, found);
+  }
+};
+
+// O in global memory, of any of the output's types.
+template <class Traits>
+struct Fp8Words {
+  Fp8KernelParams const& params;
+  Tile tile;
+  int first_row;
+
+  CUTE_DEVICE static int column(int pair) {
+    return LanePairs<Traits::kHeadDimVO>::column(thread_index_anew() % 32, pair);
+  }
+  template <class Element>
+  CUTE_DEVICE HeadRows<Element> rows() const {
+    return HeadRows<Element>::of(params.o, tile.batch, tile.head);
+  }
+  // Calls `use` with an element of the output's type.
+  template <class Use>
+  CUTE_DEVICE void with_type(Use const& use) const {
+    if (params.output == DType::E4M3) {
+      use(cutlass::float_e4m3_t{});
+    } else if (params.output == DType::F16) {
+      use(cutlass::half_t{});
+    } else {
+      use(cutlass::bfloat16_t{});
+    }
+  }
+  CUTE_DEVICE float2 load(int row, int pair) const {
+    float2 values{0.0F, 0.0F};
+    if (column(pair) < params.head_dim_vo) {
+      with_type([&](auto element) { values = rows<decltype(element)>().pair(first_row + row, column(pair)); });
+    }
+    return values;
+  }
+  // Called by all lanes for a row that turns out to have a weight of NaN.
+  CUTE_DEVICE void spoil(int row) const {
+    if (params.lse != nullptr) {
+      params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + first_row + row] = NAN;
+    }
+  }
+  CUTE_DEVICE void store(int row, int pair, int which, float value) const {
+    if (params.amax != nullptr) {
+      atomicMax(params.amax, __float_as_uint(value) & 0x7fffffffU);
+    }
+    with_type([&](auto element) {
+      using Element = decltype(element);
+      std::uint64_t const address = rows<Element>().at(first_row + row, column(pair) + which);
+      if constexpr (sizeof(Element) == 1) {
+        *reinterpret_cast<std::uint8_t*>(address) =
+            static_cast<std::uint8_t>(pack_e4m3(value * *params.scale_o, 0.0F, 0.0F, 0.0F));
+      } else {
+        *reinterpret_cast<Element*>(address) = Element{value};
+      }
+    });
+  }
+};
+
+// Notes the tile. `sums`: of this lane's two rows.
+CUTE_DEVICE void note_leak(Fp8Leak& leak, Tile const& tile, float const (&sums)[2]) {
+  SoundRows const sound = SoundRows::with(sums);
+  if (cute::elect_one_sync()) {
+    leak = {tile, {sound.of[0], sound.of[1]}, 1};
+  }
+  __syncwarp();
+}
+
+// Puts right a warp's rows of the tile that it has noted. (A call, as in sm90/fwd/epilogue.hpp.)
+template <class Traits>
+__device__ __noinline__ void repair_rows(Fp8KernelParams const& params, Fp8Leak& leak, int row) {
+  Fp8Words<Traits> const words{params, leak.tile, leak.tile.block * Traits::kTileM + row};
+  __syncwarp();
+  Leaks<Traits, Fp8Operands>::repair(Fp8Operands::of(params, leak.tile.batch, leak.tile.head), band_of(params),
+                                     words.first_row, {{leak.sound[0], leak.sound[1]}}, words);
+  if (params.amax != nullptr) {
+    // NaN that is left belongs there.
+    bool left = false;
+    CUTE_NO_UNROLL
+    for (int r = 0; r < 16; ++r) {
+      if (words.first_row + r < params.seqlen_q) {
+        CUTE_UNROLL
+        for (int pair = 0; pair < LanePairs<Traits::kHeadDimVO>::kCount; ++pair) {
+          float2 const values = words.load(r, pair);
+          left = left || isnan(values.x) || isnan(values.y);
+        }
+      }
+    }
+    if (left) {
+      atomicMax(params.amax, 0x7fffffffU);
+    }
+  }
+  __syncwarp();
+  leak.noted = 0;
+  __syncwarp();
+}
+
+}  // namespace hattn::sm90
