@@ -355,16 +355,15 @@ struct Mma {
       release_v();
       skip_v(skipped);
       NanLook const look = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
-      if constexpr (kMask == MaskClass::Full) {
+      bool const leaked = kMask != MaskClass::Full && __any_sync(0xffffffffU, look.found());
+      if (!leaked) {
         Epilogue<Traits>::hand_over(storage, buffer, consumer);
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      if constexpr (kMask != MaskClass::Full) {
-        if (__any_sync(0xffffffffU, look.found())) {
-          SoundRows const sound = SoundRows::with(inverse);
-          Epilogue<Traits>::repair(params, storage, buffer, consumer, sound.of[0], sound.of[1]);
-        }
+      if (leaked) {
+        SoundRows const sound = SoundRows::with(inverse);
+        Epilogue<Traits>::repair(params, storage, buffer, consumer, sound.of[0], sound.of[1]);
         Epilogue<Traits>::hand_over(storage, buffer, consumer);
       }
       if (m_block < 0) {
