@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use hopper_attention::internal::plan_backward_with_shares;
 use hopper_attention::{
-    Arch, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Mask, Stream,
+    Arch, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Stream,
     Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward::{Outputs, Prepared};

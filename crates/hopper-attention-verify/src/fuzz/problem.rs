@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::case::{Case, random};
 use crate::data::Values;
-use crate::inputs::Class;
 use crate::layouts::Placement;
 
 /// What is computed.
