@@ -34,6 +34,24 @@ struct NanLook {
   }
 };
 
+// The same for a thread's two rows of an accumulator.
+struct RowLooks {
+  NanLook of[2];
+
+  CUTE_DEVICE void see(int row, std::uint32_t a, std::uint32_t b) { of[row].see(a, b); }
+  // Whether the warp has a NaN.
+  CUTE_DEVICE bool found() const {
+    NanLook both = of[0];
+    both.see(of[1]);
+    return __any_sync(0xffffffffU, both.found());
+  }
+  // Whether a row of the warp has NaN though its sum has none. A NaN of both is there by right.
+  CUTE_DEVICE bool leaked(float const (&sums)[2]) const {
+    bool const own = (of[0].found() && !isnan(sums[0])) || (of[1].found() && !isnan(sums[1]));
+    return __any_sync(0xffffffffU, own);
+  }
+};
+
 // Neighbouring elements, read in one access.
 template <class Element, int kCount>
 struct alignas(kCount * sizeof(Element)) Neighbours {

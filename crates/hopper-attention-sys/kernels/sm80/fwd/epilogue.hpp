@@ -41,7 +41,7 @@ struct Epilogue {
                                         float const a = output(at, strip) * factor;
                                         float const b = output(at + 1, strip) * factor;
                                         if constexpr (Traits::kMask != MaskClass::Full) {
-                                          leaked = leaked || isnan(a + b);
+                                          leaked = leaked || (isnan(a + b) && !isnan(factor));
                                         }
                                         return pack_pair<Element>(a, b);
                                       });

@@ -16,7 +16,7 @@ struct Fp8Epilogue {
   // - `divisor`: sums of the rounded weights, by which O is divided.
   // - `largest_v`: factor of O.
   // - `output`: the sums of P V. Multiplied by the factors in place.
-  // Whether something may have leaked into the warp's rows. Then O's largest magnitude leaves out what is NaN.
+  // Whether something may have leaked into the warp's rows. O's largest magnitude leaves out what may have.
   template <class Output>
   CUTE_DEVICE static bool run(Fp8KernelParams const& params, Tile const& tile, int consumer,
                               float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
@@ -46,7 +46,7 @@ struct Fp8Epilogue {
       for (int i = 0; i < output.size(); ++i) {
         bool const there = row + lane / 4 + 8 * (i / 2 % 2) < params.seqlen_q;
         unsigned const magnitude = __float_as_uint(output(i)) & 0x7fffffffU;
-        bool const counts = Traits::kMask == MaskClass::Full || magnitude <= 0x7f800000U;
+        bool const counts = Traits::kMask == MaskClass::Full || magnitude <= 0x7f800000U || isnan(row_sum[i / 2 % 2]);
         largest = cute::max(largest, there && counts ? magnitude : 0U);
       }
       largest = __reduce_max_sync(0xffffffffU, largest);
@@ -55,14 +55,14 @@ struct Fp8Epilogue {
       }
     }
     constexpr bool kLooks = Traits::kMask != MaskClass::Full;
-    NanLook look;
-    std::uint32_t nan_e4m3 = 0;  // bit 7 of each byte: a NaN, 0x7f but for the sign
+    RowLooks looks;
+    std::uint32_t nan_e4m3[2] = {0, 0};  // of each row, bit 7 of each byte: a NaN, 0x7f but for the sign
     if (params.output == DType::E4M3) {
       float const scale = *params.scale_o;
       write<1>(params, tile, row, lane, [&](int i) {
         std::uint32_t const word =
             pack_e4m3(output(i) * scale, output(i + 4) * scale, output(i + 1) * scale, output(i + 5) * scale);
-        nan_e4m3 |= kLooks ? (word & 0x7f7f7f7fU) + 0x01010101U : 0U;
+        nan_e4m3[i / 2 % 2] |= kLooks ? (word & 0x7f7f7f7fU) + 0x01010101U : 0U;
         return cute::array<std::uint32_t, 1>{word};
       });
     } else {
@@ -72,7 +72,7 @@ struct Fp8Epilogue {
           std::uint32_t const words[2] = {pack_pair<Element>(output(i), output(i + 4)),
                                           pack_pair<Element>(output(i + 1), output(i + 5))};
           if constexpr (kLooks) {
-            look.see(words[0], words[1]);
+            looks.see(i / 2 % 2, words[0], words[1]);
           }
           return cute::array<std::uint32_t, 2>{words[0], words[1]};
         });
@@ -83,7 +83,16 @@ struct Fp8Epilogue {
         pairs(cutlass::bfloat16_t{});
       }
     }
-    return kLooks && __any_sync(0xffffffffU, look.found() || (nan_e4m3 & 0x80808080U) != 0);
+    if constexpr (kLooks) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        std::uint32_t const nan = (nan_e4m3[r] & 0x80808080U) != 0 ? 0x7fff7fffU : 0;
+        looks.see(r, nan, nan);
+      }
+      return looks.found() && looks.leaked(row_sum);
+    } else {
+      return false;
+    }
   }
 
   // Writes four columns side by side at a time. A lane has them, since V^T lists the even columns of 16 before the odd

@@ -47,22 +47,21 @@ struct Epilogue {
     }
   }
 
-  // Puts O, multiplied by `inverse`, where the storing warp takes it from. The result has looked at it, under
-  // a mask.
+  // Puts O, multiplied by `inverse`, where the storing warp takes it from. Under a mask, the
+  // result has looked at it.
   template <class Output>
-  CUTE_DEVICE static NanLook stage_output(Storage& storage, int buffer, int consumer, Output const& output,
-                                          float const (&inverse)[2]) {
+  CUTE_DEVICE static RowLooks stage_output(Storage& storage, int buffer, int consumer, Output const& output,
+                                           float const (&inverse)[2]) {
     int const thread = Traits::thread_index();
-    NanLook looks[2];
+    RowLooks looks;
     store_accumulator<Traits::kTileM, Traits::kHeadDimVO>(storage.q[buffer], consumer * 64 + (thread / 32 % 4) * 16,
                                                           thread % 32, output, inverse,
                                                           [&](int row, std::uint32_t a, std::uint32_t b) {
                                                             if constexpr (Traits::kMask != MaskClass::Full) {
-                                                              looks[row].see(a, b);
+                                                              looks.see(row, a, b);
                                                             }
                                                           });
-    looks[0].see(looks[1]);
-    return looks[0];
+    return looks;
   }
 
   // Hands the warp's rows of O to the storing warp.
@@ -74,16 +73,19 @@ struct Epilogue {
     }
   }
 
-  // Puts right the warp's rows of O, which are not handed over yet. (A call: in the middle of the kernel this code
-  // would stand between what a tile needs, and be fetched with it.)
+  // Puts right the warp's rows of O, which are not handed over yet, where looks have found a NaN. (A call: in the
+  // middle of the kernel this code would stand between what a tile needs, and be fetched with it.)
   __device__ __noinline__ static void repair(FwdParams const& params, Storage& storage, int buffer, int consumer,
-                                             unsigned first_sound, unsigned second_sound) {
+                                             RowLooks looks, float first_sum, float second_sum) {
+    float const sums[2] = {first_sum, second_sum};
+    if (!looks.leaked(sums)) {
+      return;
+    }
     Tile const tile = storage.tile[buffer];
     int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = PlainOperands<Element>::of(params, tile.batch, tile.head);
     __syncwarp();
-    Leaks<Traits>::repair(operands, band_of_launch(params), tile.block * Traits::kTileM + row,
-                          {{first_sound, second_sound}},
+    Leaks<Traits>::repair(operands, band_of_launch(params), tile.block * Traits::kTileM + row, SoundRows::with(sums),
                           StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
     __syncwarp();
   }

@@ -354,16 +354,15 @@ struct Mma {
       warpgroup_fence_operand(tOrO);
       release_v();
       skip_v(skipped);
-      NanLook const look = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
-      bool const leaked = kMask != MaskClass::Full && __any_sync(0xffffffffU, look.found());
-      if (!leaked) {
+      RowLooks const looks = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
+      bool const found = kMask != MaskClass::Full && looks.found();
+      if (!found) {
         Epilogue<Traits>::hand_over(storage, buffer, consumer);
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      if (leaked) {
-        SoundRows const sound = SoundRows::with(inverse);
-        Epilogue<Traits>::repair(params, storage, buffer, consumer, sound.of[0], sound.of[1]);
+      if (found) {
+        Epilogue<Traits>::repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
         Epilogue<Traits>::hand_over(storage, buffer, consumer);
       }
       if (m_block < 0) {

@@ -92,15 +92,15 @@ struct Shares {
       await_sums();
     }
     float inverse[2];
-    bool const leaked = write_columns(params, scalars, storage, way, place, row, inverse);
+    RowLooks const looks = write_columns(params, scalars, storage, way, place, row, inverse);
+    bool const found = Traits::kMask != MaskClass::Full && looks.found();
     if (!is_alone()) {
       await_readers();
     }
     if constexpr (Traits::kMask != MaskClass::Full) {
       // (The last thing, as what is rare lies far in the code.)
-      if (leaked) {
-        SoundRows const sound = SoundRows::with(inverse);
-        repair_columns(params, storage, way, place, sound.of[0], sound.of[1]);
+      if (found) {
+        repair_columns(params, storage, way, place, looks, inverse[0], inverse[1]);
       }
     }
   }
@@ -111,10 +111,10 @@ struct Shares {
 
   // Writes every so many-th group of columns, from this share's number on. The code is kept short: it runs once, so
   // that fetching it is a part of its time.
-  // Whether something may have leaked into the warp's columns.
-  CUTE_DEVICE static bool write_columns(FwdParams const& params, FwdScalars const& scalars,
-                                        typename Traits::SharedStorage const& storage, int way, int place, int row,
-                                        float (&inverse)[2]) {
+  // The result has looked at the warp's columns, under a mask.
+  CUTE_DEVICE static RowLooks write_columns(FwdParams const& params, FwdScalars const& scalars,
+                                            typename Traits::SharedStorage const& storage, int way, int place, int row,
+                                            float (&inverse)[2]) {
     using Element = typename Traits::Element;
     auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
     int const count = kWays * cluster_shares();        // of all shares
@@ -180,7 +180,9 @@ struct Shares {
     }
     auto* const o = reinterpret_cast<Element*>(params.o.address) + tile.batch * params.o.stride_batch +
                     tile.head * params.o.stride_head + query * params.o.stride_row + lane % 4 * 2;
-    NanLook look;
+    RowLooks looks;
+    std::uint32_t before[2] = {0, 0};  // looked at two at a time
+    static_assert(kMost % 2 == 0);
     auto const store = [&](bool wanted, Element* to, std::uint32_t pair) {
       if (wanted) {
         *reinterpret_cast<std::uint32_t*>(to) = pair;
@@ -192,20 +194,29 @@ struct Shares {
       std::uint32_t const first = pack_pair<Element>(total[i].x * inverse[0], total[i].y * inverse[0]);
       std::uint32_t const second = pack_pair<Element>(total[i].z * inverse[1], total[i].w * inverse[1]);
       if constexpr (Traits::kMask != MaskClass::Full) {
-        look.see(first, second);
+        if (i % 2 == 1) {
+          looks.see(0, before[0], first);
+          looks.see(1, before[1], second);
+        }
+        before[0] = first;
+        before[1] = second;
       }
       if (column < params.head_dim_vo) {
         store(query < scalars.seqlen_q, o + column, first);
         store(query + 8 < scalars.seqlen_q, o + 8 * params.o.stride_row + column, second);
       }
     }
-    return Traits::kMask != MaskClass::Full && __any_sync(0xffffffffU, look.found());
+    return looks;
   }
 
   // Puts right what has leaked into this share's columns, which are written.
   __device__ __noinline__ static void repair_columns(FwdParams const& params,
                                                      typename Traits::SharedStorage const& storage, int way, int place,
-                                                     unsigned first_sound, unsigned second_sound) {
+                                                     RowLooks looks, float first_sum, float second_sum) {
+    float const sums[2] = {first_sum, second_sum};
+    if (!looks.leaked(sums)) {
+      return;
+    }
     using Element = typename Traits::Element;
     Tile const tile = storage.tile[0];
     int const count = kWays * cluster_shares();
@@ -216,7 +227,7 @@ struct Shares {
     __syncwarp();
     Leaks<Traits>::repair(
         PlainOperands<Element>::of(params, tile.batch, tile.head), band_of_launch(params), first_row,
-        {{first_sound, second_sound}},
+        SoundRows::with(sums),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 };
