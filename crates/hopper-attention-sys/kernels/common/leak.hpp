@@ -4,9 +4,9 @@
 // of a query that visits the key's block. (K of a masked key reaches nothing: its score is overwritten.)
 //
 // Every such leak is a NaN. So a forward looks for NaN in O (NanLook, one instruction for four values). A warp that
-// finds one in a row whose sum of weights is none computes these elements of O again, from the operands in memory and
-// without the masked keys (Leaks). That is slow, and it is rare: it takes a masked key with NaN or infinity in a block
-// that some other query needs. A NaN of a key that the query keeps belongs into O, and stays.
+// finds one in a row whose sum of weights is not NaN computes these elements of O again, from the operands in memory
+// and without the masked keys (Leaks). That is slow, and it is rare: it takes a masked key with NaN or infinity in a
+// block that some other query needs. A NaN of a key that the query keeps belongs into O, and stays.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct RowLooks {
     both.see(of[1]);
     return __any_sync(0xffffffffU, both.found());
   }
-  // Whether a row of the warp has NaN though its sum has none. A NaN of both is there by right.
+  // Whether a row of the warp has NaN though its sum of weights is not NaN.
   CUTE_DEVICE bool leaked(float const (&sums)[2]) const {
     bool const own = (of[0].found() && !isnan(sums[0])) || (of[1].found() && !isnan(sums[1]));
     return __any_sync(0xffffffffU, own);
@@ -151,16 +151,21 @@ struct PlainOperands {
   CUTE_DEVICE bool has_garbage_factor(int, int, int) const { return false; }
 };
 
-// Which of a warp's 16 rows can have a leak: those whose sum of weights is a number. A row whose sum is NaN is NaN by
-// right. A lane has rows lane / 4 and lane / 4 + 8, as in an accumulator.
+// Which of a warp's 16 rows can have a leak: those whose sum of weights is a number. (If the sum is NaN, a key that the
+// row keeps made it NaN, and the row is NaN by right.) And which have a sum of 0: they have no key, or none with a
+// weight. A lane has rows lane / 4 and lane / 4 + 8, as in an accumulator.
 struct SoundRows {
   unsigned of[2];
+  unsigned empty[2];
 
+  // `sums`: or what they are divided by, 0 where they are 0.
   CUTE_DEVICE static SoundRows with(float const (&sums)[2]) {
-    return {{__ballot_sync(0xffffffffU, !isnan(sums[0])), __ballot_sync(0xffffffffU, !isnan(sums[1]))}};
+    return {{__ballot_sync(0xffffffffU, !isnan(sums[0])), __ballot_sync(0xffffffffU, !isnan(sums[1]))},
+            {__ballot_sync(0xffffffffU, sums[0] == 0.0F), __ballot_sync(0xffffffffU, sums[1] == 0.0F)}};
   }
   CUTE_DEVICE bool any() const { return (of[0] | of[1]) != 0; }
   CUTE_DEVICE bool has(int row) const { return ((row < 8 ? of[0] : of[1]) >> row % 8 * 4 & 1) != 0; }
+  CUTE_DEVICE bool is_empty(int row) const { return ((row < 8 ? empty[0] : empty[1]) >> row % 8 * 4 & 1) != 0; }
 };
 
 template <class Traits, class Operands = PlainOperands<typename Traits::Element>>
@@ -190,12 +195,11 @@ struct Leaks {
   }
 
   // Puts right what has leaked into a warp's 16 rows of O, from `first_row` on. `words` has a lane's pairs of a row
-  // (LanePairs): `load` reads what the warp has written, `store` replaces an element. `spoil` is told of rows with a
-  // weight of NaN.
+  // (LanePairs): `load` reads what the warp has written, `store` replaces an element.
   template <class Words>
   CUTE_DEVICE static void repair(Operands const& operands, Band const& band, int first_row, SoundRows const& sound,
                                  Words const& words) {
-    if (!sound.any()) {
+    if (!sound.any() || first_row >= band.seqlen_q) {
       return;
     }
     int const lane = thread_index_anew() % 32;
@@ -224,6 +228,7 @@ struct Leaks {
         row[r] = first_row + strip_row + r;
         first_key[r] = kMask == MaskClass::Window ? cute::max(0, row[r] + band.left_offset) : 0;
         keys_end[r] = cute::min(band.seqlen_kv, row[r] + band.right_offset + 1);
+        keys_end[r] = sound.is_empty(strip_row + r) ? first_key[r] : keys_end[r];
         bool const exists = row[r] < band.seqlen_q && sound.has(strip_row + r);
         bool const has_keys = first_key[r] < keys_end[r];
         row[r] = cute::min(row[r], band.seqlen_q - 1);
@@ -270,8 +275,9 @@ struct Leaks {
           for (int step = 1; step < 32; step *= 2) {
             most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
           }
+          // (Scores may all be -inf so far.)
           float const factor = max[r] == most ? 1.0F : exp2_approx(max[r] - most);
-          weights[r] = keeps ? exp2_approx(score - most) : 0.0F;
+          weights[r] = keeps ? exp2_approx(score - (most == -INFINITY ? 0.0F : most)) : 0.0F;
           sum[r] = sum[r] * factor + weights[r];
           max[r] = most;
           CUTE_UNROLL
@@ -316,12 +322,6 @@ struct Leaks {
         }
         wrong = __any_sync(kAll, wrong);
       }
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        if (__any_sync(kAll, isnan(sum[r])) && first_row + strip_row + r < band.seqlen_q) {
-          words.spoil(strip_row + r);
-        }
-      }
       if (!wrong) {
         continue;
       }
@@ -356,7 +356,6 @@ struct GlobalWords {
 
   CUTE_DEVICE static int column(int pair) { return LanePairs<kHeadDim>::column(thread_index_anew() % 32, pair); }
   CUTE_DEVICE bool has(int pair) const { return column(pair) < columns && owned(column(pair)); }
-  CUTE_DEVICE void spoil(int) const {}
   CUTE_DEVICE float2 load(int row, int pair) const {
     return has(pair) ? rows.pair(first_row + row, column(pair)) : float2{0.0F, 0.0F};
   }

@@ -2,8 +2,8 @@
 //
 //     dQ_i = scale sum_j dS_ij K_j    dK_j = scale sum_i dS_ij Q_i    dV_j = sum_i P_ij dO_i    dS = P o (dP - delta)
 //
-// P of a masked pair is 0. But 0 times NaN or infinity is NaN, so K_j, Q_i, dO_i, and dP_ij leak where they are none of
-// the numbers. Such leaks are NaN, in dQ or in dK; what spoils a dV spoils the dK of its key, too.
+// P of a masked pair is 0. But 0 times NaN or infinity is NaN, so K_j, Q_i, dO_i, and dP_ij leak where they are NaN or
+// infinite. Such leaks are NaN, in dQ or in dK; what spoils a dV spoils the dK of its key, too.
 //
 // - The backward kernel looks at the dK that it writes, and sets a flag where one is not finite (FiniteLook).
 // - The kernel after it looks at dQ, and at all dK and dV if the flag is set. It decides for each such row
@@ -11,7 +11,10 @@
 //   - A query whose LSE or delta is NaN makes NaN of the dK of every key that it keeps, and of its own dQ.
 //   - Any other NaN is computed again, from the operands in memory, without the masked pairs. That is slow, and rare.
 //
-// A delta of NaN does not get into the products: it would meet zeros there, and spoil dV (Statistics of the traits).
+// sm90: delta is an operand of a product whose other operand has zeros, and 0 times NaN would spoil S, and so dV. So a
+// delta of NaN is stored as infinity, with a mark (Statistics in sm90/bwd/traits.hpp).
+//
+// A query whose LSE is -inf has no part in any gradient, even if the mask keeps keys of it.
 #pragma once
 
 #include <cstdint>
@@ -57,6 +60,11 @@ struct RepairGradients {
   static constexpr int kPairs = LanePairs<Traits::kHeadDimQK>::kCount;
   static_assert(Traits::kHeadDimVO == Traits::kHeadDimQK, "a lane has as many columns of dV as of dK");
   using Sums = float2[kPairs];
+  struct Weights {
+    float p;
+    float d_s;
+    bool counts;
+  };
 
   BwdParams const& params;
   int batch;
@@ -143,11 +151,11 @@ struct RepairGradients {
 
   // Row `own` of a and b (a query's Q and dO, or a key's K and V) against rows [begin, end) of the others:
   //     d_a += sum dS other_a    d_b += sum P other_b
-  // `weights(other, s, d_p)` is P and dS of a pair, from its score and dP.
-  template <bool kBoth, class Weights>
+  // `weights_of_pair(other, s, d_p)` is P and dS of a pair, from its score and dP, and whether the pair counts.
+  template <bool kBoth, class WeightsOfPair>
   CUTE_DEVICE void add_pairs(HeadRows<Element> const& a, HeadRows<Element> const& b, int own,
                              HeadRows<Element> const& other_a, HeadRows<Element> const& other_b, int begin, int end,
-                             Weights const& weights, Sums& d_a, Sums& d_b) const {
+                             WeightsOfPair const& weights_of_pair, Sums& d_a, Sums& d_b) const {
     CUTE_NO_UNROLL
     for (int chunk = begin; chunk < end; chunk += 32) {
       int const other = cute::min(chunk + lane, end - 1);
@@ -156,11 +164,15 @@ struct RepairGradients {
       float d_p[1];
       dot_rows(a, row, other_a, other, params.head_dim_qk, s);
       dot_rows(b, row, other_b, other, params.head_dim_vo, d_p);
-      float2 const lane_weights = weights(other, s[0], d_p[0]);
+      Weights const lane_weights = weights_of_pair(other, s[0], d_p[0]);
+      unsigned const counted = __ballot_sync(kAll, lane_weights.counts);
       CUTE_NO_UNROLL
       for (int i = 0; i < cute::min(32, end - chunk); ++i) {
-        float const p = __shfl_sync(kAll, lane_weights.x, i);
-        float const d_s = __shfl_sync(kAll, lane_weights.y, i);
+        float const p = __shfl_sync(kAll, lane_weights.p, i);
+        float const d_s = __shfl_sync(kAll, lane_weights.d_s, i);
+        if ((counted >> i & 1) == 0) {
+          continue;
+        }
         auto const add = [&](Sums & sums, float weight, HeadRows<Element> const& rows, int columns)
             __attribute__((always_inline)) {
           Sums values;
@@ -178,9 +190,9 @@ struct RepairGradients {
       }
     }
   }
-  CUTE_DEVICE float2 weights_of(Statistics const& of_query, float s, float d_p) const {
+  CUTE_DEVICE Weights weights_of(Statistics const& of_query, float s, float d_p) const {
     float const p = of_query.weight(s, exponent_scale(params.softmax_scale) * kLog2E);
-    return {p, p * (d_p + of_query.negative_delta())};
+    return {p, p * (d_p + of_query.negative_delta()), !of_query.is_empty()};
   }
 
   // dQ of a query. The whole warp works on it, here and below.
@@ -192,9 +204,9 @@ struct RepairGradients {
     if (!any_infinite(old)) {
       return;
     }
-    int const begin = first_key(query);
-    int const end = keys_end(query);
     Statistics const of_query = statistics(head, query);
+    int const begin = first_key(query);
+    int const end = of_query.is_empty() ? begin : keys_end(query);
     if (of_query.has_nan() && begin < end) {
       make_nan(d_q, query, range, old);
       return;

@@ -315,6 +315,7 @@ mod tests {
     use proptest::test_runner::TestRunner;
 
     use super::*;
+    use crate::inputs::Class;
 
     #[test]
     fn margins_are_drawn_where_kernels_leave_multiprocessors() {

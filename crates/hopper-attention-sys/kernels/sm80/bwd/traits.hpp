@@ -39,6 +39,8 @@ struct LiftedStatistics : Statistics {
     return exp2_approx(fmaf(s, scale_log2, this->minus_lse - static_cast<float>(kLift)));
   }
   CUTE_DEVICE float negative_delta() const { return this->minus_delta * static_cast<float>(1 << kLift); }
+  // Whether the LSE is -inf (or inf): no weights.
+  CUTE_DEVICE bool is_empty() const { return this->minus_lse == -INFINITY; }
   CUTE_DEVICE bool has_nan_lse() const { return isnan(this->minus_lse); }
   CUTE_DEVICE bool has_nan() const { return has_nan_lse() || isnan(this->minus_delta); }
 };

@@ -66,6 +66,8 @@ struct alignas(16) Statistics {
   // P of a pair, from the product of Q and K.
   CUTE_DEVICE float weight(float s, float scale_log2) const { return exp2_approx((s + sum(minus_lse)) * scale_log2); }
   CUTE_DEVICE float negative_delta() const { return sum(minus_delta); }
+  // Whether the LSE is -inf (or inf): no weights.
+  CUTE_DEVICE bool is_empty() const { return static_cast<float>(minus_lse[0]) <= -2.9e38F; }
   CUTE_DEVICE bool has_nan_lse() const { return isnan(static_cast<float>(minus_lse[0])); }
   CUTE_DEVICE bool has_nan() const { return has_nan_lse() || static_cast<float>(nan_delta) != 0.0F; }
 };

@@ -1,13 +1,15 @@
 // What leaks from under a mask into O (common/leak.hpp), where operands are e4m3.
 //
-// Beside V of a masked key, the factors of its block leak: a factor of V because all blocks are multiplied by its ratio
-// to the head's largest, a factor of K because masked scores are multiplied by it. Under a mask,
+// Beside V of a masked key, the factors of its block leak. Each block's factor of V is divided by the largest of the
+// head, so that one bad factor reaches all blocks. A factor of K leaks because masked scores are multiplied by it.
+// Under a mask,
 // - a factor of V that is negative or not finite makes NaN of the O of its head;
 // - a factor of K or Q that is not finite counts as 1, and makes NaN of the O of rows that visit its block.
 // Rows that keep a key of such a block have NaN by right, and get a NaN for their LSE here.
 //
 // A warp notes the tile (Fp8Leak), as it is in the middle of its stream, and puts its rows right when no product is
-// under way. The largest magnitude of O leaves out what may have leaked until then.
+// under way. Until then, amax does not count
+// elements that are NaN in rows whose sum is not.
 #pragma once
 
 #include "common/e4m3.hpp"
@@ -48,16 +50,21 @@ struct Fp8Operands {
             params.descale_v.stride_row};
   }
   static constexpr int kScaleBlock = 128;
+  // Of a block of keys, in the order in which the producer multiplies (load.hpp).
+  CUTE_DEVICE float unit_of_block(int row, int block) const {
+    return factors_k[block * next_k] * (factors_q[row / kScaleBlock * next_q] * scale_log2);
+  }
+  CUTE_DEVICE bool is_bad(int row, int block) const { return !(fabsf(unit_of_block(row, block)) < INFINITY); }
   CUTE_DEVICE float unit(int row, int key) const {
-    return factors_q[row / kScaleBlock * next_q] * factors_k[cute::max(key, 0) / kScaleBlock * next_k] * scale_log2;
+    int const block = cute::max(key, 0) / kScaleBlock;
+    return is_bad(row, block) ? NAN : unit_of_block(row, block);
   }
   CUTE_DEVICE float value_factor(int key) const { return factors_v[key / kScaleBlock * next_v]; }
-  // Whether a factor that such rows may have met is no number. The whole warp looks.
+  // Whether such rows may have met a factor that is not finite, or negative. The whole warp looks.
   CUTE_DEVICE bool has_garbage_factor(int row, int seqlen_kv, int lane) const {
-    bool found = !(fabsf(factors_q[row / kScaleBlock * next_q]) < INFINITY);
+    bool found = false;
     for (int block = lane; block * kScaleBlock < seqlen_kv; block += 32) {
-      found = found || !(fabsf(factors_k[block * next_k]) < INFINITY) || !(factors_v[block * next_v] < INFINITY) ||
-              factors_v[block * next_v] < 0.0F;
+      found = found || is_bad(row, block) || __float_as_uint(factors_v[block * next_v]) >= 0x7f800000U;
     }
     return __any_sync(0xffffffffU, found);
   }
@@ -95,12 +102,6 @@ struct Fp8Words {
     }
     return values;
   }
-  // Called by all lanes for a row that turns out to have a weight of NaN.
-  CUTE_DEVICE void spoil(int row) const {
-    if (params.lse != nullptr) {
-      params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + first_row + row] = NAN;
-    }
-  }
   CUTE_DEVICE void store(int row, int pair, int which, float value) const {
     if (params.amax != nullptr) {
       atomicMax(params.amax, __float_as_uint(value) & 0x7fffffffU);
@@ -120,10 +121,15 @@ struct Fp8Words {
 
 // Notes the tile. `sums`: of this lane's two rows.
 CUTE_DEVICE void note_leak(Fp8Leak& leak, Tile const& tile, float const (&sums)[2]) {
-  SoundRows const sound = SoundRows::with(sums);
-  if (cute::elect_one_sync()) {
-    leak = {tile, {sound.of[0], sound.of[1]}, 1};
+  int const lane = thread_index_anew() % 32;
+  if (lane % 4 == 0) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      leak.rows[lane / 4 + 8 * r] = static_cast<signed char>(isnan(sums[r]) ? -1 : sums[r] == 0.0F ? 0 : 1);
+    }
   }
+  leak.tile = tile;  // by every lane the same
+  leak.noted = 1;
   __syncwarp();
 }
 
@@ -131,9 +137,30 @@ CUTE_DEVICE void note_leak(Fp8Leak& leak, Tile const& tile, float const (&sums)[
 template <class Traits>
 __device__ __noinline__ void repair_rows(Fp8KernelParams const& params, Fp8Leak& leak, int row) {
   Fp8Words<Traits> const words{params, leak.tile, leak.tile.block * Traits::kTileM + row};
+  float sums[2];
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int const of_row = leak.rows[thread_index_anew() % 32 / 4 + 8 * r];
+    sums[r] = of_row < 0 ? NAN : static_cast<float>(of_row);
+  }
   __syncwarp();
   Leaks<Traits, Fp8Operands>::repair(Fp8Operands::of(params, leak.tile.batch, leak.tile.head), band_of(params),
-                                     words.first_row, {{leak.sound[0], leak.sound[1]}}, words);
+                                     words.first_row, SoundRows::with(sums), words);
+  // Rows that keep a key of a block whose factor is not finite: their LSE was made with 1 in its place.
+  Band const band = band_of(params);
+  int const query = words.first_row + static_cast<int>(thread_index_anew()) % 32;
+  if (params.lse != nullptr && query < cute::min(words.first_row + 16, params.seqlen_q)) {
+    Fp8Operands const operands = Fp8Operands::of(params, leak.tile.batch, leak.tile.head);
+    int const begin = Traits::kMask == MaskClass::Window ? cute::max(0, query + band.left_offset) : 0;
+    int const end = cute::min(band.seqlen_kv, query + band.right_offset + 1);
+    bool bad = false;
+    for (int key = begin; key < end; key = (key / Fp8Operands::kScaleBlock + 1) * Fp8Operands::kScaleBlock) {
+      bad = bad || operands.is_bad(query, key / Fp8Operands::kScaleBlock);
+    }
+    if (bad) {
+      params.lse[leak.tile.batch * params.lse_stride_batch + leak.tile.head * params.lse_stride_head + query] = NAN;
+    }
+  }
   if (params.amax != nullptr) {
     // NaN that is left belongs there.
     bool left = false;

@@ -29,8 +29,8 @@ struct Fp8Load {
   static constexpr float kLeastRatio = 0x1p-100F;
 
   // The largest factor of every 32nd block of a head, from block `lane` on. The first 32 blocks are not waited for. NaN
-  // is larger than any number (numbers that are not negative compare as their bits do). Under a mask, so is infinity
-  // (leak.hpp).
+  // is larger than any number (numbers that are not negative compare as their bits do). Under a mask, infinity and
+  // negative numbers count as NaN (leak.hpp).
   CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
     int const blocks = factors.stride_row == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
     unsigned largest = __float_as_uint(factor(factors, batch, head, cute::min(lane, blocks - 1)));

@@ -37,8 +37,8 @@ struct alignas(8) Piece {
 // A tile in a warp's rows of which something may have leaked (leak.hpp).
 struct alignas(16) Fp8Leak {
   Tile tile;
-  unsigned sound[2];  // SoundRows
-  int noted;          // whether there is one
+  signed char rows[16];  // of each row, what its sum of weights is: 0, 1 for another number, -1 for NaN
+  int noted;             // whether there is one
 };
 
 // What is left of the run of key blocks that a CTA has drawn of the split tiles (split.hpp).

@@ -100,7 +100,6 @@ struct Epilogue {
       int const lane = thread_index_anew() % 32;
       return slab_address(tile + pair * (Traits::kTileM * kSlabRowBytes), first_row + row, lane / 4) + lane % 4 * 4;
     }
-    CUTE_DEVICE void spoil(int) const {}
     CUTE_DEVICE float2 load(int row, int pair) const {
       std::uint32_t word;
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at(row, pair)) : "memory");
