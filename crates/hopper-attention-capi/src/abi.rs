@@ -33,6 +33,8 @@ pub const HATTN_CPU: hattn_device = -1;
 /// Causal masks and windows are aligned to a corner (hattn_corner). The aligned key of query i is the key with number
 /// i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
 /// A query without keys gets output 0 and log-sum-exp -inf.
+/// A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
+/// infinity, too.
 pub type hattn_mask = i32;
 /// Every key.
 pub const HATTN_MASK_FULL: hattn_mask = 0;
