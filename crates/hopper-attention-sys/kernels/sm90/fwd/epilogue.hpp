@@ -47,8 +47,7 @@ struct Epilogue {
     }
   }
 
-  // Puts O, multiplied by `inverse`, where the storing warp takes it from. Under a mask, the
-  // result has looked at it.
+  // Puts O, multiplied by `inverse`, where the storing warp takes it from. Under a mask, the result has looked at it.
   template <class Output>
   CUTE_DEVICE static RowLooks stage_output(Storage& storage, int buffer, int consumer, Output const& output,
                                            float const (&inverse)[2]) {

@@ -97,11 +97,9 @@ struct Shares {
     if (!is_alone()) {
       await_readers();
     }
-    if constexpr (Traits::kMask != MaskClass::Full) {
-      // (The last thing, as what is rare lies far in the code.)
-      if (found) {
-        repair_columns(params, storage, way, place, looks, inverse[0], inverse[1]);
-      }
+    // (The last thing, as what is rare lies far in the code.)
+    if (found) {
+      repair_columns(params, storage, way, place, looks, inverse[0], inverse[1]);
     }
   }
 
