@@ -133,6 +133,37 @@ mod ffi {
         stride_head: i64,
     }
 
+    /// Where the sequences of a batch lie, where a launch reads their lengths from device memory.
+    ///
+    /// A side (queries, or keys) is *packed* where all its sequences lie one behind the other in one tensor without a
+    /// batch dimension: then `stride_batch` is 0 in its operands, and `seqlen` counts the rows of the tensor. Else the
+    /// side is *dense*, and `seqlen` counts the rows of a batch entry.
+    ///
+    /// Only the launch's first kernel reads the arrays (`kernels/common/schedule.cu`). It clamps what it reads, so that
+    /// no contents make a kernel read or write outside of the tensors. All others read the table that it makes.
+    #[derive(Debug, Clone, Copy, Default)]
+    struct Sequences {
+        /// Device address of i32 `[batch + 1]`: the queries of sequence `i` are rows `[i]` to `[i + 1]`. 0: queries are
+        /// dense.
+        cu_seqlens_q: u64,
+        /// The same for keys and values.
+        cu_seqlens_kv: u64,
+        /// Device address of i32 `[batch]`: how many of its queries a sequence has. The rows after them are neither read
+        /// nor written. 0: all.
+        seqused_q: u64,
+        /// The same for keys and values.
+        seqused_kv: u64,
+        /// Device address in the workspace, a multiple of 16: the table of sequences that the launch's first kernel makes
+        /// (`kernels/common/sequences.hpp`). 0: all of this is unused, and every sequence has `seqlen_q` queries and
+        /// `seqlen_kv` keys.
+        table: u64,
+        /// Size of the table's list of tiles: no fewer than all sequences together have tiles in one head.
+        list_size: i32,
+        /// Whether query 0 of a sequence stands at key `diagonal_offset` plus the sequence's keys less its queries (masks
+        /// at the bottom right), and not at key `diagonal_offset`.
+        bottom_right: bool,
+    }
+
     /// One forward launch.
     ///
     /// Tensors come from the caller. Sizes, scale and options come from the problem. The schedule (`diagonal_offset` to
@@ -221,6 +252,8 @@ mod ffi {
         range_check: u64,
         /// CTAs of the row with scores in f16. The fallback row reads one word of the workspace for each.
         range_grid: i32,
+        /// Sequences of lengths that the device knows. Rows with `packs` alone take them.
+        sequences: Sequences,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -410,6 +443,8 @@ mod ffi {
         split_bytes: i32,
         /// CTAs of a cluster that may share a tile (`FwdParams::shares`, `BwdParams::cluster`). 1: none may.
         most_shares: i32,
+        /// Whether the row takes sequences of lengths that the device knows (`Sequences`).
+        packs: bool,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.
@@ -424,5 +459,5 @@ mod ffi {
 
 pub use ffi::{
     Arch, BwdParams, DType, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling,
-    Scores, Status, StatusCode, TensorDesc,
+    Scores, Sequences, Status, StatusCode, TensorDesc,
 };

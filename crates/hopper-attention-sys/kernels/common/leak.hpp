@@ -17,6 +17,7 @@
 #include "common/scalars.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
+#include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
 
@@ -69,6 +70,8 @@ struct HeadRows {
     return {tensor.address + kBytes * (batch * tensor.stride_batch + head * tensor.stride_head),
             kBytes * tensor.stride_row};
   }
+  // Makes row `rows` the first.
+  CUTE_DEVICE void skip(int rows) { address += rows * row_bytes; }
   CUTE_DEVICE std::uint64_t at(int row, int column) const {
     return address + row * row_bytes + column * static_cast<int>(sizeof(Element));
   }
@@ -143,6 +146,16 @@ struct PlainOperands {
             params.head_dim_qk,
             params.head_dim_vo,
             params.softmax_scale * kLog2E};
+  }
+  CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
+    return of(params, tile.batch, tile.head);
+  }
+  CUTE_DEVICE static PlainOperands of(FwdParams const& params, PackedTile const& tile) {
+    PlainOperands operands = of(params, tile.batch, tile.head);
+    operands.q.skip(tile.q_begin);
+    operands.k.skip(tile.kv_begin);
+    operands.v.skip(tile.kv_begin);
+    return operands;
   }
   // What the product of a query and a key is multiplied by, to be in powers of two.
   CUTE_DEVICE float unit(int, int) const { return scale_log2; }

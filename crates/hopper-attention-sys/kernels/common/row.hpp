@@ -52,6 +52,7 @@ struct RowTraits {
   static constexpr int kStages = kStageCount;
   static constexpr Scores kScores = kScoresOfRow;
   static constexpr int kMostShares = 1;  // CTAs of a cluster that may share a tile (sm90)
+  static constexpr bool kPacks = false;  // whether the row has a kernel for sequences whose lengths the device knows
 };
 
 // A row's description, from its traits.
@@ -70,6 +71,7 @@ constexpr RowInfo row_info() noexcept {
   info.smem_bytes = Traits::kSmemBytes;
   info.scores = Traits::kScores;
   info.most_shares = Traits::kMostShares;
+  info.packs = Traits::kPacks;
   return info;
 }
 

@@ -10,6 +10,7 @@
 #include <cute/numeric/math.hpp>
 
 #include "common/mask.hpp"
+#include "common/sequences.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -28,6 +29,18 @@ struct FwdScalars {
   int groups;
   int* tile_counter;  // or null
   float scale_log2;   // softmax_scale * log2(e)
+};
+
+// Of a forward whose sequences have lengths that the device knows (sequences.hpp).
+struct PackedFwdScalars : FwdScalars {
+  SequenceTable table;
+  int table_bytes;
+  int heads_q;
+  // Rows from a batch entry to the next, of each operand: 0 where it is packed.
+  int rows_apart_q;
+  int rows_apart_k;
+  int rows_apart_v;
+  int rows_apart_o;
 };
 
 // Of a backward.
@@ -61,6 +74,11 @@ struct BwdScalars {
 // The softmax scale where the backward divides by it: no float that a problem may have makes the quotient overflow.
 CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
 
+// Rows from a batch entry to the next. (Where lengths are the device's, it is a whole number: Rust has checked it.)
+inline int rows_apart(TensorDesc const& tensor) noexcept {
+  return tensor.stride_row == 0 ? 0 : static_cast<int>(tensor.stride_batch / tensor.stride_row);
+}
+
 // What all of them have.
 template <class Scalars, class Params>
 Scalars common_scalars(Params const& params) noexcept {
@@ -80,6 +98,19 @@ Scalars common_scalars(Params const& params) noexcept {
 inline FwdScalars fwd_scalars(FwdParams const& params) noexcept {
   FwdScalars scalars = common_scalars<FwdScalars>(params);
   scalars.lse = reinterpret_cast<float*>(params.lse.address);
+  return scalars;
+}
+
+inline PackedFwdScalars packed_fwd_scalars(FwdParams const& params) noexcept {
+  PackedFwdScalars scalars{};
+  static_cast<FwdScalars&>(scalars) = fwd_scalars(params);
+  scalars.table = {params.sequences.table, params.batch};
+  scalars.table_bytes = scalars.table.bytes(params.sequences.list_size);
+  scalars.heads_q = params.heads_q;
+  scalars.rows_apart_q = rows_apart(params.q);
+  scalars.rows_apart_k = rows_apart(params.k);
+  scalars.rows_apart_v = rows_apart(params.v);
+  scalars.rows_apart_o = rows_apart(params.o);
   return scalars;
 }
 

@@ -27,6 +27,31 @@ struct alignas(16) Tile {
   CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
 
+// The band of a tile: that of the launch, or of its sequence where that has lengths of its own.
+template <class Params>
+CUTE_DEVICE Band band_of_tile(Params const& params, Tile const&) {
+  return band_of_launch(params);
+}
+template <class Params>
+CUTE_DEVICE Band band_of_tile(Params const& params, PackedTile const& tile) {
+  int const offset = params.diagonal_offset + (params.sequences.bottom_right ? tile.kv_len - tile.q_len : 0);
+  return {offset - params.window_left, offset + params.window_right, tile.q_len, tile.kv_len};
+}
+
+// The queries of a tile's sequence.
+template <class Scalars>
+CUTE_DEVICE int queries_of(Scalars const& scalars, Tile const&) {
+  return scalars.seqlen_q;
+}
+template <class Scalars>
+CUTE_DEVICE int queries_of(Scalars const&, PackedTile const& tile) {
+  return tile.q_len;
+}
+
+// The row of a tensor that its sequence's first query is.
+CUTE_DEVICE int first_row_of(Tile const&) { return 0; }
+CUTE_DEVICE int first_row_of(PackedTile const& tile) { return tile.q_begin; }
+
 // kDrawsFirst: a CTA's first tile is drawn too. This is needed where tiles wait for tiles before them (an ordered
 // backward). Every tile before a drawn one belongs to a CTA that is running. A tile that follows from a CTA's index may
 // belong to a CTA that cannot start before others end.
@@ -70,6 +95,45 @@ struct TileScheduler {
   }
 };
 
+// The same where the device knows how long sequences are: tiles are listed sequence by sequence, and always drawn.
+// Inside a sequence the order is that of a TileScheduler whose groups have `heads_per_group` heads.
+struct PackedScheduler {
+  SequenceTable table;  // or a copy of it in shared memory
+  int* counter;
+  int heads;
+  int heads_per_group;
+  bool last_first;
+  int tiles;  // of all sequences
+
+  CUTE_DEVICE int draw(int round) const {
+    int const cta = static_cast<int>(blockIdx.x);
+    return round == 0 ? cta : static_cast<int>(gridDim.x) + atomicAdd(counter, 1);
+  }
+
+  CUTE_DEVICE PackedTile tile(int index) const {
+    if (index >= tiles) {
+      return {0, 0, -1, 0, 0, 0, 0, 0};
+    }
+    Sequence const sequence = table.records()[table.list()[index / heads]];
+    int const within = index - sequence.first_tile * heads;
+    int const group_tiles = sequence.tiles * heads_per_group;
+    int const group = within / group_tiles;
+    int const within_group = within - group * group_tiles;
+    int const group_heads = cute::min(heads_per_group, heads - group * heads_per_group);
+    int const rank = within_group / group_heads;
+    PackedTile tile;
+    tile.block = last_first ? sequence.tiles - 1 - rank : rank;
+    tile.head = group * heads_per_group + (within_group - rank * group_heads);
+    tile.batch = sequence.index;
+    tile.unused = 0;
+    tile.q_begin = sequence.q_begin;
+    tile.q_len = sequence.q_len;
+    tile.kv_begin = sequence.kv_begin;
+    tile.kv_len = sequence.kv_len;
+    return tile;
+  }
+};
+
 using FwdScheduler = TileScheduler<false>;
 using BwdScheduler = TileScheduler<true>;
 
@@ -80,6 +144,17 @@ CUTE_DEVICE FwdScheduler fwd_scheduler(FwdParams const& params, FwdScalars const
   int const m_tiles = (scalars.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   bool const last_first = Traits::kMask != MaskClass::Full;
   return {m_tiles, params.heads_q, params.batch, scalars.heads_per_group, scalars.groups, last_first, tile_counter};
+}
+
+// The same of a packed one. `table`: the launch's, or a copy.
+template <class Traits>
+CUTE_DEVICE PackedScheduler packed_scheduler(PackedFwdScalars const& scalars, SequenceTable const& table) {
+  return {table,
+          &scalars.table.header()->counter,
+          scalars.heads_q,
+          scalars.heads_per_group,
+          Traits::kMask != MaskClass::Full,
+          table.header()->tiles};
 }
 
 // The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
@@ -103,6 +178,17 @@ CUTE_DEVICE bool draws_late(int const* counter, Scalars const& scalars) {
   constexpr int kFew = 4 * kTileN;
   return counter != nullptr && scalars.seqlen_kv > kFew &&
          static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
+}
+
+// The same of a packed tile: whether the tile after it is drawn late.
+template <int kTileN, class Scalars>
+CUTE_DEVICE bool draws_late(PackedTile const& tile, Scalars const& scalars) {
+  constexpr int kFew = 4 * kTileN;
+  return tile.kv_len > kFew && static_cast<std::int64_t>(scalars.right_offset) - scalars.left_offset > kFew;
+}
+template <int kTileN, class Scalars>
+CUTE_DEVICE bool draws_late(Tile const&, Scalars const& scalars) {
+  return draws_late<kTileN>(scalars.tile_counter, scalars);
 }
 
 }  // namespace hattn

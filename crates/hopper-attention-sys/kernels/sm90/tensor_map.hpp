@@ -10,6 +10,7 @@
 #include "common/slab.hpp"
 #include "common/status.hpp"
 #include "kernels.hpp"
+#include "sm90/rows.hpp"
 
 namespace hattn::sm90 {
 
@@ -61,9 +62,45 @@ inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const&
   return {};
 }
 
+// A map over sequences whose lengths the device knows (PackedRows in rows.hpp are its coordinates).
+//
+// From sequence to sequence the tensor is addressed in rows: by a batch stride that is a whole number of them, or
+// without one. The copy engine clips boxes at the end of a dimension. So that it clips each sequence at its own end, a
+// sequence's last row is before a fixed end, kPackedEnd, and two more dimensions take the box to its place: the first
+// takes back the rows up to kPackedEnd (kPackedEnd * stride + kPackedEnd * (2^34 - stride) = 2^64, which is 0 in an
+// address), the second counts rows. (Triton's ragged TMA descriptors address so.)
+inline Status encode_packed_map(CUtensorMap& map, DType dtype, TensorDesc const& tensor, int heads, int head_dim,
+                                int box_rows, int box_columns) noexcept {
+  auto const encoder = tensor_map_encoder();
+  if (encoder == nullptr) {
+    return {StatusCode::DriverTooOld, 0};
+  }
+  cuuint64_t const element_bytes = dtype == DType::E4M3 ? 1 : 2;
+  cuuint64_t const row = static_cast<cuuint64_t>(tensor.stride_row) * element_bytes;
+  cuuint64_t const most = 0x7FFFFFFF;
+  cuuint64_t const sizes[5] = {static_cast<cuuint64_t>(head_dim), kPackedEnd, static_cast<cuuint64_t>(heads), most,
+                               most};
+  cuuint64_t const strides[4] = {row, static_cast<cuuint64_t>(tensor.stride_head) * element_bytes,
+                                 (cuuint64_t{1} << 34) - row, row};
+  cuuint32_t const box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  cuuint32_t const step[5] = {1, 1, 1, 1, 1};
+  CUtensorMapDataType const type = dtype == DType::E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : dtype == DType::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  CUtensorMapSwizzle const swizzle =
+      box_columns * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  CUresult const result = encoder(&map, type, 5, reinterpret_cast<void*>(tensor.address), sizes, strides, box, step,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    return {StatusCode::TensorMap, static_cast<std::int32_t>(result)};
+  }
+  return {};
+}
+
 // Makes the maps of one launch, each over all of an operand. `status` keeps the first failure, after which nothing is
 // made.
-template <class Params>
+template <class Params, bool kPacked = false>
 struct MapEncoder {
   Params const& params;
   DType dtype;
@@ -81,7 +118,9 @@ struct MapEncoder {
 
  private:
   void encode(CUtensorMap& map, TensorDesc const& tensor, int seqlen, int heads, int head_dim, int box_rows) noexcept {
-    if (is_ok(status)) {
+    if (is_ok(status) && kPacked) {
+      status = encode_packed_map(map, dtype, tensor, heads, head_dim, box_rows, box_columns);
+    } else if (is_ok(status)) {
       status = encode_tensor_map(map, dtype, tensor, params.batch, seqlen, heads, head_dim, box_rows, box_columns);
     }
   }

@@ -5,6 +5,7 @@
 
 #include "common/barrier.hpp"
 #include "common/slab.hpp"
+#include "sm90/rows.hpp"
 
 namespace hattn::sm90 {
 
@@ -35,6 +36,36 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int con
   CUTE_UNROLL
   for (int column = 0; column < kHeadDim; column += kSlabColumns) {
     cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * kSlabColumns, column, row, head, batch);
+  }
+}
+
+// The same of rows that are given by their coordinates.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile,
+                           DenseRows const& rows) {
+  load_tile<kRows, kHeadDim>(map, full, hint, tile, rows.row, rows.head, rows.place);
+}
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, DenseRows const& rows) {
+  store_rows<kRows, kHeadDim>(map, tile, consumer, rows.row, rows.head, rows.place);
+}
+
+// The same by a packed map.
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile,
+                           PackedRows const& rows) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, hint, tile + column * kRows, column, rows.row, rows.head,
+                                 int{kPackedEnd}, rows.place);
+  }
+}
+template <int kRows, int kHeadDim, class Element>
+CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, PackedRows const& rows) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+    cute::SM90_TMA_STORE_5D::copy(&map, tile + column * kRows + consumer * 64 * kSlabColumns, column, rows.row,
+                                  rows.head, int{kPackedEnd}, rows.place);
   }
 }
 

@@ -28,10 +28,10 @@ struct Epilogue {
   }
 
   // Writes the tile's log-sum-exp and gives what its O must be multiplied by. (`sums` and `divisors`: softmax.hpp.)
-  CUTE_DEVICE static void finish_rows(FwdParams const& params, FwdScalars const& scalars, Storage const& storage,
-                                      int buffer, int consumer, float const (&reference)[2], float const (&sums)[2],
-                                      float const (&divisors)[2], float (&inverse)[2]) {
-    Tile const tile = storage.tile[buffer];
+  CUTE_DEVICE static void finish_rows(FwdParams const& params, typename Traits::Scalars const& scalars,
+                                      Storage const& storage, int buffer, int consumer, float const (&reference)[2],
+                                      float const (&sums)[2], float const (&divisors)[2], float (&inverse)[2]) {
+    auto const tile = storage.tile[buffer];
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const first_query = tile.block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
@@ -42,8 +42,10 @@ struct Epilogue {
       inverse[r] = empty ? 0.0F : reciprocal_approx(divisors[r]);
       int const query = first_query + 8 * r;
       float const lse = log_sum_exp(reference[r], sum);
-      store_if(scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q,
-               scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + query, lse);
+      store_if(scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile),
+               scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head +
+                   first_row_of(tile) + query,
+               lse);
     }
   }
 
@@ -80,12 +82,12 @@ struct Epilogue {
     if (!looks.leaked(sums)) {
       return;
     }
-    Tile const tile = storage.tile[buffer];
+    auto const tile = storage.tile[buffer];
     int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
-    auto const operands = PlainOperands<Element>::of(params, tile.batch, tile.head);
+    auto const operands = PlainOperands<Element>::of(params, tile);
     __syncwarp();
-    Leaks<Traits>::repair(operands, band_of_launch(params), tile.block * Traits::kTileM + row, SoundRows::with(sums),
-                          StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    Leaks<Traits>::repair(operands, band_of_tile(params, tile), tile.block * Traits::kTileM + row,
+                          SoundRows::with(sums), StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
     __syncwarp();
   }
 

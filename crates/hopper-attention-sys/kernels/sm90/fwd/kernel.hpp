@@ -19,6 +19,10 @@
 // queries, and each visits every second block. In these kernels a CTA computes one tile and ends: it draws none, and
 // warp 1 stores no O.
 //
+// Rows with other tiles have a third kernel, for sequences whose lengths the device knows (Traits::kIsPacked). A tile
+// then carries its sequence's place and lengths, the band follows from these, and the tensor maps have five dimensions
+// (encode_packed_map in sm90/tensor_map.hpp). Everything else is the same.
+//
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //
 //     barrier          one for          arrivals                        completes when
@@ -52,6 +56,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/start.hpp"
 #include "common/thread.hpp"
 #include "sm90/fwd/load.hpp"
 #include "sm90/fwd/mma.hpp"
@@ -61,7 +66,7 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ FwdScalars const scalars,
+    fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ typename Traits::Scalars const scalars,
                __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
                __grid_constant__ CUtensorMap const map_v, __grid_constant__ CUtensorMap const map_o) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
@@ -75,6 +80,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       init_barriers(consumers, 4);
     }
     storage.next_wanted.init(1);
+    if constexpr (Traits::kIsPacked) {
+      storage.table_full.init(1);
+    }
     init_barriers(storage.k_full, 1);
     init_barriers(storage.v_full, 1);
     init_barriers(storage.k_empty, kReadingWarps);
@@ -83,16 +91,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, scalars.tile_counter);
+  if constexpr (Traits::kIsPacked) {
+    await_kernel_before();  // which makes the table of sequences
+  }
+  [[maybe_unused]] FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, scalars.tile_counter);
   Band const band = band_of(scalars);
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = warp_index();
     if (warp == 0 && cute::elect_one_sync()) {
-      Load<Traits>::keys_and_values(scalars, map_k, map_v, band, storage);
+      Load<Traits>::keys_and_values(params, scalars, map_k, map_v, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
-      Load<Traits>::queries_and_outputs(params, scalars, map_q, map_o, scheduler, storage);
+      if constexpr (Traits::kIsPacked) {
+        Load<Traits>::queries_and_outputs(scalars, map_q, map_o, Load<Traits>::packed_scheduler(scalars, storage),
+                                          storage);
+      } else {
+        Load<Traits>::queries_and_outputs(scalars, map_q, map_o, scheduler, storage);
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

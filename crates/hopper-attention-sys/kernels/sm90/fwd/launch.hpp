@@ -15,6 +15,8 @@ template <class Traits>
 struct FwdLaunch {
   // Of the kernel in which CTAs share tiles: some rows have no other.
   using Sharing = std::conditional_t<Traits::kShares, Traits, SharedTraits<Traits>>;
+  // Of the kernel for sequences whose lengths the device knows, where the row has it.
+  using Packed = typename Traits::Packed;
 
   static Status prepare() noexcept {
     if (tensor_map_encoder() == nullptr) {
@@ -24,6 +26,10 @@ struct FwdLaunch {
     if constexpr (!Traits::kShares) {
       status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     }
+    if constexpr (Traits::kPacks) {
+      status = is_ok(status) ? prepare_schedule() : status;
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+    }
     if constexpr (Traits::kMostShares > 1) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Sharing>, Traits::kSmemBytes) : status;
     }
@@ -31,6 +37,11 @@ struct FwdLaunch {
   }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
+    if constexpr (Traits::kPacks) {
+      if (params.sequences.table != 0) {
+        return launch_packed(params, stream);
+      }
+    }
     CUtensorMap map_q, map_k, map_v, map_o;
     auto const encode_maps = [&]() {
       MapEncoder<FwdParams> encode{params, Traits::kDType};
@@ -53,6 +64,29 @@ struct FwdLaunch {
                                                                                           map_v, map_o);
       }
     });
+  }
+
+ private:
+  static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
+    CUtensorMap map_q, map_k, map_v, map_o;
+    MapEncoder<FwdParams, true> encode{params, Traits::kDType};
+    encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
+    encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
+    encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
+    encode.queries(map_o, params.o, params.head_dim_vo, 64);
+    if (!is_ok(encode.status)) {
+      return encode.status;
+    }
+    Status const status = launch_schedule(params.sequences,
+                                          {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
+                                           params.heads_q, params.sequences.list_size, false},
+                                          stream);
+    if (!is_ok(status)) {
+      return status;
+    }
+    start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
+                 packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
+    return to_status(cudaGetLastError());
   }
 };
 

@@ -17,6 +17,10 @@ namespace hattn::sm90 {
 template <class Traits>
 struct Load {
   using Storage = typename Traits::SharedStorage;
+  using Scalars = typename Traits::Scalars;
+  using Scheduler = typename Traits::Scheduler;
+  using TileRecord = typename Traits::TileRecord;
+  using Rows = std::conditional_t<Traits::kIsPacked, PackedRows, DenseRows>;
 
   // The warpgroup that the next block is for, of two that share the keys. Else 0.
   template <class Position>
@@ -30,32 +34,46 @@ struct Load {
 
   // Loads in the order in which the consumers read: K0, K1, V0, K2, V1, ... V of a block comes after K of the next
   // block. The order runs on from tile to tile.
-  CUTE_DEVICE static void keys_and_values(FwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
-                                          Band const& band, Storage& storage) {
-    bool const late = !Traits::kShares && draws_late<Traits::kTileN>(scalars.tile_counter, scalars);
+  CUTE_DEVICE static void keys_and_values(FwdParams const& params, Scalars const& scalars, CUtensorMap const& map_k,
+                                          CUtensorMap const& map_v, Band const& launch_band, Storage& storage) {
+    bool const launch_late = !Traits::kShares && draws_late<Traits::kTileN>(scalars.tile_counter, scalars);
     typename Traits::LoadPosition k;
     typename Traits::LoadPosition v;
     bool v_pending = false;
     int v_row = 0;
     int v_head = 0;
-    int v_batch = 0;
+    int v_place = 0;
 
     auto load_v = [&]() {
       storage.v_empty[v.stage].wait(v.parity ^ 1);
       storage.v_full[v.stage + way_of(v) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesV);
       load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart],
-                                                    kEvictLast, storage.v[v.stage], v_row, v_head, v_batch);
+                                                    kEvictLast, storage.v[v.stage], Rows{v_row, v_head, v_place});
       v.advance();
     };
 
+    int rows_apart_k = 0;
+    int rows_apart_v = 0;
+    if constexpr (Traits::kIsPacked) {
+      rows_apart_k = scalars.rows_apart_k;
+      rows_apart_v = scalars.rows_apart_v;
+    }
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
       storage.tile_full[q.stage].wait(q.parity);
-      Tile const tile = storage.tile[q.stage];
+      TileRecord const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
       }
+      typename Traits::TileBand band = [&]() -> typename Traits::TileBand {
+        if constexpr (Traits::kIsPacked) {
+          return band_of_tile(params, tile);
+        } else {
+          return launch_band;
+        }
+      }();
+      bool const late = Traits::kIsPacked ? draws_late<Traits::kTileN>(tile, scalars) : launch_late;
       KeyVisits const visits = Shares<Traits>::visits(band, tile.block);
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
@@ -65,17 +83,18 @@ struct Load {
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
-        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart],
-                                                      kEvictLast, storage.k[k.stage],
-                                                      visits.block(visit) * Traits::kTileN, head, tile.batch);
+        load_tile<Traits::kTileN, Traits::kHeadDimQK>(
+            map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
+            keys_at(tile, rows_apart_k, visits.block(visit) * Traits::kTileN, head));
         k.advance();
         if (v_pending) {
           load_v();
         }
         v_pending = true;
-        v_row = visits.block(visit) * Traits::kTileN;
-        v_head = head;
-        v_batch = tile.batch;
+        Rows const v_rows = keys_at(tile, rows_apart_v, visits.block(visit) * Traits::kTileN, head);
+        v_row = v_rows.row;
+        v_head = v_rows.head;
+        v_place = v_rows.place;
       }
       if constexpr (Traits::kShares) {
         break;  // There is one tile. Without this, ptxas spills here under windows.
@@ -86,26 +105,75 @@ struct Load {
     }
   }
 
+  // The scheduler of a packed launch, with a copy of its table where that is small.
+  CUTE_DEVICE static PackedScheduler packed_scheduler(Scalars const& scalars, Storage& storage) {
+    SequenceTable table = scalars.table;
+    if (scalars.table_bytes <= Storage::kTableBytes) {
+      storage.table_full.arrive_expect_bytes(scalars.table_bytes);
+      cute::SM90_BULK_COPY_G2S::copy(table.header(), &storage.table_full.word, storage.table, scalars.table_bytes);
+      storage.table_full.wait(0);
+      table.address = reinterpret_cast<std::uint64_t>(storage.table);
+    }
+    return hattn::packed_scheduler<Traits>(scalars, table);
+  }
+
   // Draws tiles, loads Q, stores O. A tile is announced to the consumers and to warp 0 when its Q is asked for. Where a
   // tile lies is worked out once, here.
-  CUTE_DEVICE static void queries_and_outputs(FwdParams const& params, FwdScalars const& scalars,
-                                              CUtensorMap const& map_q, CUtensorMap const& map_o,
-                                              FwdScheduler const& scheduler, Storage& storage) {
+  CUTE_DEVICE static void queries_and_outputs(Scalars const& scalars, CUtensorMap const& map_q,
+                                              CUtensorMap const& map_o, Scheduler const& scheduler, Storage& storage) {
+    int rows_apart_q = 0;
+    int rows_apart_o = 0;
+    if constexpr (Traits::kIsPacked) {
+      rows_apart_q = scalars.rows_apart_q;
+      rows_apart_o = scalars.rows_apart_o;
+    }
+    // Announces the tile of an index of the tile order. Whether another one may be announced before that tile is nearly
+    // done.
     auto announce = [&](int buffer, int index) {
-      Tile const tile = scheduler.tile(index);
+      TileRecord const tile = scheduler.tile(index);
       if (tile.valid()) {
         storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
         load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-                                                      tile.block * Traits::kTileM, tile.head, tile.batch);
+                                                      queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
       }
       storage.tile[buffer] = tile;
       storage.tile_full[buffer].arrive();
+      if constexpr (Traits::kIsPacked) {
+        return tile.valid() && !draws_late<Traits::kTileN>(tile, scalars);
+      } else {
+        return true;
+      }
     };
 
     if constexpr (Traits::kShares) {
       announce(0, Shares<Traits>::tile());
       return;
     }
+    auto const store = [&](auto const& tile, RingPosition<Traits::kBuffersQ> const& q) __attribute__((always_inline)) {
+      CUTE_NO_UNROLL
+      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+        storage.o_full[q.stage][consumer].wait(q.parity);
+        store_rows<Traits::kTileM, Traits::kHeadDimVO>(
+            map_o, storage.q[q.stage], consumer,
+            queries_at(tile, rows_apart_o, tile.block * Traits::kTileM + consumer * 64));
+        cute::tma_store_arrive();
+      }
+      // The buffer may be written again (or the CTA may end) once the copy engine has read it.
+      cute::tma_store_wait<0>();
+    };
+    if constexpr (Traits::kIsPacked) {
+      draw_packed(scalars, scheduler, storage, announce, store);
+      return;
+    } else {
+      draw_dense(scalars, scheduler, storage, announce, store);
+    }
+  }
+
+ private:
+  // Draws tiles of a launch whose sequences are alike: all late, or all early.
+  template <class Announce, class Store>
+  CUTE_DEVICE static void draw_dense(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
+                                     Announce const& announce, Store const& store) {
     bool const late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
     int next = 0;
     int round = 0;
@@ -130,18 +198,47 @@ struct Load {
         parity ^= 1;
         announce_next();
       }
-      CUTE_NO_UNROLL
-      for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-        storage.o_full[q.stage][consumer].wait(q.parity);
-        store_rows<Traits::kTileM, Traits::kHeadDimVO>(
-            map_o, storage.q[q.stage], consumer, tile.block * Traits::kTileM + consumer * 64, tile.head, tile.batch);
-        cute::tma_store_arrive();
-      }
-      // The buffer may be written again (or the CTA may end) once the copy engine has read it.
-      cute::tma_store_wait<0>();
+      store(tile, q);
       if (!late) {
         announce_next();
       }
+    }
+  }
+
+  // Draws tiles of sequences of all lengths. After a tile of few keys the next one is drawn as soon as there is a
+  // buffer, after another one when it is nearly done.
+  template <class Announce, class Store>
+  CUTE_DEVICE static void draw_packed(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
+                                      Announce const& announce, Store const& store) {
+    RingPosition<Traits::kBuffersQ> q;
+    std::uint32_t parity = 0;
+    int next = 0;           // the buffer of the next tile that is announced
+    int ahead = 0;          // tiles that are announced and whose O is not stored
+    bool is_first = true;   // tile of this CTA
+    bool may_go_on = true;  // whether another tile may be announced
+    // (One place of the code announces: registers are short.)
+    CUTE_NO_UNROLL
+    while (true) {
+      if (may_go_on && ahead < Traits::kBuffersQ) {
+        may_go_on = announce(next, scheduler.draw(is_first ? 0 : 1));
+        is_first = false;
+        next = next + 1 == Traits::kBuffersQ ? 0 : next + 1;
+        ++ahead;
+        continue;
+      }
+      PackedTile const tile = storage.tile[q.stage];
+      if (!tile.valid()) {
+        break;
+      }
+      if (ahead == 1 && draws_late<Traits::kTileN>(tile, scalars)) {
+        storage.next_wanted.wait(parity);
+        parity ^= 1;
+        may_go_on = true;
+        continue;
+      }
+      store(tile, q);
+      --ahead;
+      q.advance();
     }
   }
 };

@@ -37,8 +37,8 @@ struct Mma {
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kShort = 8;  // blocks of a short tile
 
-  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Storage& storage,
-                              int consumer) {
+  CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
+                              Storage& storage, int consumer) {
     using MmaQK = typename Traits::MmaQK;
     using MmaPV = typename Traits::MmaPV;
     auto const tSrQ =
@@ -71,11 +71,20 @@ struct Mma {
     int m_block = -1;
     KeyVisits visits{0, 0, 0, 0};
 
+    typename Traits::TileBand band = launch_band;
+
     // The tile in a buffer. The shuffle tells the compiler that the block is the same in the whole warp, which keeps
     // what depends on it (loop bounds, descriptors) in uniform registers. -1: no more tiles.
     auto await_tile = [&](int buffer, int parity) {
       storage.tile_full[buffer].wait(parity);
-      Tile const& tile = storage.tile[buffer];
+      auto const& tile = storage.tile[buffer];
+      if constexpr (Traits::kIsPacked) {
+        Band const band_of_next = band_of_tile(params, tile);
+        band.left_offset = __shfl_sync(0xffffffffU, band_of_next.left_offset, 0);
+        band.right_offset = __shfl_sync(0xffffffffU, band_of_next.right_offset, 0);
+        band.seqlen_q = __shfl_sync(0xffffffffU, band_of_next.seqlen_q, 0);
+        band.seqlen_kv = __shfl_sync(0xffffffffU, band_of_next.seqlen_kv, 0);
+      }
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
@@ -168,7 +177,8 @@ struct Mma {
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
-      if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0) {
+      if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
+          (Traits::kIsPacked && band.seqlen_kv == 0)) {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());

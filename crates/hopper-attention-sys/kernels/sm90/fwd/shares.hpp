@@ -46,6 +46,11 @@ struct Shares {
     if constexpr (Traits::kShares) {
       visits.keep_share(cluster_share(), cluster_shares());
     }
+    if constexpr (Traits::kIsPacked) {
+      // A sequence without keys, too, has one block, which is masked whole.
+      visits.begin = cute::max(visits.begin, 0);
+      visits.end = cute::max(visits.end, 1);
+    }
     return visits;
   }
 

@@ -48,7 +48,19 @@ struct EverySecond {
   }
 };
 
-template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+// A copy of a small table of sequences, so that tiles are found without waiting for memory twice.
+template <bool kPacked>
+struct TableStorage {};
+template <>
+struct TableStorage<true> {
+  static constexpr int kTableBytes = 8192;
+  alignas(1024) unsigned char table[kTableBytes];
+  Mbarrier table_full;
+};
+
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
+          bool kPacked = false>
 struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
 
@@ -72,8 +84,8 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kBuffersQ = kWays == 2 ? 1 : kTileN < 128 ? 4 : kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked ? 40 : 24) : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked ? 232 : 240) : 160;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
@@ -81,6 +93,15 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = kWays == 2;
   static constexpr int kMostShares = kWays == 2 ? 4 : kConsumers == 2 && kTileN == 128 ? 8 : 1;
+
+  // Whether this is that kernel, whether the row has it, and its traits.
+  static constexpr bool kIsPacked = kPacked;
+  static constexpr bool kPacks = kWays == 1 && kTileN == 128;
+  using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
+  using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
+  using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
+  using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
+  using TileBand = std::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
 
   // Full barriers of a ring, and from those of a warpgroup to those of the next (EverySecond).
   static constexpr int kFullsApart = kWays == 2 ? kStages : 0;
@@ -108,11 +129,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
   static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
 
-  struct SharedStorage {
+  struct SharedStorage : TableStorage<kPacked> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
-    Tile tile[kBuffersQ];  // whose Q is in each buffer; batch < 0: there is none, and none will come
+    TileRecord tile[kBuffersQ];  // whose Q is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kBuffersQ];
     Mbarrier next_wanted;
     Mbarrier q_full[kBuffersQ];
