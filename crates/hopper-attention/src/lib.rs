@@ -219,6 +219,7 @@ pub mod raw;
 pub mod reference;
 mod run;
 mod scaling;
+mod sequences;
 #[cfg(feature = "cuda")]
 mod sys;
 mod table;
@@ -243,6 +244,7 @@ pub use problem::{
 };
 pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs};
 pub use scaling::{SCALE_BLOCK, Scaling};
+pub use sequences::{Lengths, SequenceRows, clamp_sequences};
 pub use table::{KernelInfo, backward_kernels, kernels, support_table};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;

@@ -36,7 +36,7 @@ impl Launch for ForwardPlan {
                 (DType::E4M3, DType::F16) => forward_fp8::<f16>(self, args),
                 (DType::E4M3, DType::BF16) => forward_fp8::<bf16>(self, args),
                 (DType::E4M3, DType::E4M3) => forward_fp8::<E4M3>(self, args),
-                (DType::E4M3, got) => Err(not_on_the_cpu(got)),
+                (DType::E4M3, got) | (got @ DType::I32, _) => Err(not_on_the_cpu(got)),
             }
         }
     }
