@@ -138,6 +138,13 @@ impl<const R: usize> Layout<R> {
     }
 }
 
+impl Layout<1> {
+    /// The layout of a list.
+    pub(crate) const fn of_list(len: usize) -> Self {
+        Self { shape: [len], stride: [1], span: len }
+    }
+}
+
 /// A layout whose number of dimensions (rank) is known at run time, so that tensors of any rank fit in one list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DynLayout {

@@ -242,7 +242,7 @@ pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
     BackwardProblem, BackwardProblemBuilder, Dims, ForwardProblem, ForwardProblemBuilder, Quantizer, QuantizerBuilder,
 };
-pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs};
+pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};
 pub use scaling::{SCALE_BLOCK, Scaling};
 pub use sequences::{Lengths, SequenceRows, clamp_sequences};
 pub use table::{KernelInfo, backward_kernels, kernels, support_table};

@@ -38,7 +38,8 @@ impl SequenceRows {
         }
     }
 
-    fn padded(sequence: usize, len: usize) -> Self {
+    /// The rows of a sequence that has a batch element to itself.
+    pub(crate) fn padded(sequence: usize, len: usize) -> Self {
         Self { sequence, batch: sequence, begin: 0, len, first_block: 0 }
     }
 }
@@ -121,32 +122,35 @@ impl<'a> Lengths<'a> {
     ///   rows. A used length is below 0 or above the length of its sequence.
     /// - [`Error::Shape`]: a list has another number of entries.
     pub fn check(&self, problem: &ForwardProblem) -> Result<()> {
-        for side in Side::BOTH {
-            let [of_offsets, of_used] = side.slots();
-            let batch = problem.dims().batch;
-            let (offsets, used) = self.of(side);
-            for (slot, list, count) in [(of_offsets, offsets, batch + 1), (of_used, used, batch)] {
-                let refuse = |got: &str, allowed: &str| {
-                    Err(Error::Value { what: slot.name(), got: got.into(), allowed: allowed.into() })
-                };
-                match (problem.wants(slot), list) {
-                    (true, None) => return refuse("missing", "the list that the problem was made with"),
-                    (false, Some(_)) => return refuse("given", "none, since the problem was made without it"),
-                    (true, Some(list)) if list.len() != count => {
-                        let (got, want) = (vec![list.len()], vec![count]);
-                        return Err(Error::Shape { tensor: slot.name(), got, want, axes: slot.axes() });
-                    }
-                    _ => {}
+        Side::BOTH.into_iter().try_for_each(|side| self.check_side(problem, side))
+    }
+
+    /// As [`check`](Self::check), for the lists of one side.
+    pub(crate) fn check_side(&self, problem: &ForwardProblem, side: Side) -> Result<()> {
+        let [of_offsets, of_used] = side.slots();
+        let batch = problem.dims().batch;
+        let (offsets, used) = self.of(side);
+        for (slot, list, count) in [(of_offsets, offsets, batch + 1), (of_used, used, batch)] {
+            let refuse = |got: &str, allowed: &str| {
+                Err(Error::Value { what: slot.name(), got: got.into(), allowed: allowed.into() })
+            };
+            match (problem.wants(slot), list) {
+                (true, None) => return refuse("missing", "the list that the problem was made with"),
+                (false, Some(_)) => return refuse("given", "none, since the problem was made without it"),
+                (true, Some(list)) if list.len() != count => {
+                    let (got, want) = (vec![list.len()], vec![count]);
+                    return Err(Error::Shape { tensor: slot.name(), got, want, axes: slot.axes() });
                 }
-            }
-            if let Some(offsets) = offsets {
-                check_offsets(of_offsets.name(), offsets, side.rows(problem))?;
-            }
-            if let Some(used) = used {
-                check_used(of_used.name(), used, offsets, side.rows(problem))?;
+                _ => {}
             }
         }
-        Ok(())
+        if let Some(offsets) = offsets {
+            check_offsets(of_offsets.name(), offsets, side.rows(problem))?;
+        }
+        match used {
+            Some(used) => check_used(of_used.name(), used, offsets, side.rows(problem)),
+            None => Ok(()),
+        }
     }
 
     /// The rows of one side, one item for each sequence, by the rule of [`clamp_sequences`].

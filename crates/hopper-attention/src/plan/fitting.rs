@@ -123,7 +123,6 @@ pub(super) fn check_lengths(problem: &ForwardProblem) -> Result<()> {
 
 /// The target of a plan for the CPU. A problem that asks for a GPU's instruction set is refused.
 pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
-    check_lengths(problem)?;
     match problem.arch() {
         None => Ok(Target::Cpu),
         Some(arch) => Err(unsupported(format!("{arch} kernels on the CPU"), format!("a GPU of {}", arch_name(arch)))),

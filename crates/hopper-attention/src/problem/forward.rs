@@ -679,7 +679,7 @@ mod tests {
         assert_eq!((row(&mixed, Slot::Q).shape(), row(&mixed, Slot::K).shape()), (&[5, 6, 16][..], &[2, 7, 2, 16][..]));
         assert_eq!((row(&mixed, Slot::SequsedKv).shape(), row(&mixed, Slot::K).axes()), (&[2][..], Slot::K.axes()));
         assert_eq!(mixed.to_builder().build().unwrap(), mixed);
-        assert_eq!(mixed.to_builder().packed_q(false).used_kv(false).build().unwrap().has_lengths(), false);
+        assert!(!mixed.to_builder().packed_q(false).used_kv(false).build().unwrap().has_lengths());
     }
 
     #[test]

@@ -34,8 +34,9 @@ use crate::operand::{Operand, Operands, Slot};
 /// # Sequences of different lengths
 ///
 /// Where the problem has packed tensors or used lengths, only the rows of sequences are read and written, and counted. A run
-/// is given the offsets and used lengths of each side that it quantises. Factors that belong to no row are those of zeros, or
-/// not written: the problem's [`fill_gaps`](crate::ForwardProblemBuilder::fill_gaps) decides, and it stores zeros in gaps.
+/// is given the offsets and used lengths of each side that it quantises. With the problem's
+/// [`fill_gaps`](crate::ForwardProblemBuilder::fill_gaps) zeros are stored in the other rows, and a factor per block that
+/// belongs to no sequence is that of zeros. Otherwise these are not written.
 ///
 /// # Incoherent processing
 ///
