@@ -138,6 +138,13 @@ impl<const R: usize> Layout<R> {
     }
 }
 
+impl Layout<1> {
+    /// The layout of a list.
+    pub(crate) const fn of_list(len: usize) -> Self {
+        Self { shape: [len], stride: [1], span: len }
+    }
+}
+
 /// A layout whose number of dimensions (rank) is known at run time, so that tensors of any rank fit in one list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DynLayout {
@@ -182,6 +189,18 @@ impl DynLayout {
             got: format!("shape {:?} with strides {:?} uses elements twice", self.shape(), self.stride()),
             allowed: "for a tensor that is written, dimensions that step over each other".into(),
         })
+    }
+
+    /// The same layout with its rank in the type. Where a layout has one dimension less, a first dimension of size 1 is added:
+    /// the batch of a packed tensor.
+    pub fn with_batch<const R: usize>(&self) -> Option<Layout<R>> {
+        if self.rank + 1 != R {
+            return self.typed();
+        }
+        let (mut shape, mut stride) = ([1; R], [1; R]);
+        shape[1..].copy_from_slice(self.shape());
+        stride[1..].copy_from_slice(self.stride());
+        Some(Layout { shape, stride, span: self.padded.span })
     }
 
     /// The same layout with its rank in the type. `None` where the rank is not `R`.
@@ -247,6 +266,10 @@ mod tests {
         let erased = DynLayout::from(layout);
         assert_eq!((erased.shape(), erased.stride(), erased.span()), (&[2, 3][..], &[9, 1][..], 12));
         assert_eq!((erased.typed::<2>(), erased.typed::<3>()), (Some(layout), None));
+        let with_batch = erased.with_batch::<3>().unwrap();
+        assert_eq!((with_batch.shape(), with_batch.span()), ([1, 2, 3], 12));
+        assert_eq!(with_batch.offset([0, 1, 2]), layout.offset([1, 2]));
+        assert_eq!((erased.with_batch::<2>(), erased.with_batch::<4>()), (Some(layout), None));
         let broadcast = DynLayout::from(Layout::with_strides([2, 3], [0, 1]).unwrap());
         assert!(erased.check_written("view").is_ok() && !erased.is_empty());
         let text = broadcast.check_written("o").unwrap_err().to_string();

@@ -219,6 +219,7 @@ pub mod raw;
 pub mod reference;
 mod run;
 mod scaling;
+mod sequences;
 #[cfg(feature = "cuda")]
 mod sys;
 mod table;
@@ -241,8 +242,9 @@ pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
     BackwardProblem, BackwardProblemBuilder, Dims, ForwardProblem, ForwardProblemBuilder, Quantizer, QuantizerBuilder,
 };
-pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs};
+pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};
 pub use scaling::{SCALE_BLOCK, Scaling};
+pub use sequences::{Lengths, SequenceRows, clamp_sequences};
 pub use table::{KernelInfo, backward_kernels, kernels, support_table};
 pub use tensor::{TensorMut, TensorRef};
 pub use workspace::Workspace;

@@ -67,6 +67,15 @@ slots! {
     ScaleO => "scale_o", "[number]";
     /// The largest magnitude of the output, before it is scaled and rounded.
     Amax => "amax", "[number]";
+    /// Where each sequence begins among the rows of a packed Q: `batch + 1` offsets that do not decrease. Sequence `i` has the
+    /// rows from offset `i` to below offset `i + 1`.
+    CuSeqlensQ => "cu_seqlens_q", "[batch + 1]";
+    /// As [`CuSeqlensQ`](Self::CuSeqlensQ), for packed K and V.
+    CuSeqlensKv => "cu_seqlens_kv", "[batch + 1]";
+    /// How many rows of each sequence of Q are used, from its first row on.
+    SequsedQ => "seqused_q", "[batch]";
+    /// How many rows of each sequence of K and V are used, from its first row on.
+    SequsedKv => "seqused_kv", "[batch]";
     /// The gradient of the output.
     DO => "d_o", "[batch, seqlen, heads, head_dim]";
     /// The gradient of the log-sum-exp.
@@ -284,6 +293,8 @@ pub struct Operand {
     is_option: bool,
     shape: [usize; MAX_RANK],
     rank: usize,
+    /// Whether sequences are packed along the rows, so that the tensor has no dimension `batch`.
+    packed: bool,
 }
 
 impl Operand {
@@ -294,7 +305,7 @@ impl Operand {
         let mut padded = [0; MAX_RANK];
         padded[..R].copy_from_slice(&shape);
         let (access, presence) = (Access::Read, Presence::Required);
-        Self { slot, dtype, access, presence, belongs_to: "", is_option: false, shape: padded, rank: R }
+        Self { slot, dtype, access, presence, belongs_to: "", is_option: false, shape: padded, rank: R, packed: false }
     }
 
     /// A tensor that is written, with any options of the problem.
@@ -316,6 +327,17 @@ impl Operand {
     /// The same tensor, as one that the caller may give or not.
     pub(crate) fn optional(self) -> Self {
         Self { presence: Presence::Optional, ..self }
+    }
+
+    /// The same tensor without its first dimension, where `is_packed`. That dimension is `batch`, and has size 1.
+    pub(crate) fn packed(mut self, is_packed: bool) -> Self {
+        if is_packed {
+            debug_assert!(self.shape[0] == 1 && self.rank > 1 && !self.packed);
+            self.shape.rotate_left(1);
+            self.rank -= 1;
+            self.packed = true;
+        }
+        self
     }
 
     /// The operand's name.
@@ -352,6 +374,25 @@ impl Operand {
     /// The size of each dimension.
     pub fn shape(&self) -> &[usize] {
         &self.shape[..self.rank]
+    }
+
+    /// Whether sequences are packed along the rows of the tensor. It then has one dimension less than [`Slot::rank`]: `batch`
+    /// is left out.
+    pub fn is_packed(&self) -> bool {
+        self.packed
+    }
+
+    /// The names of the tensor's dimensions. They are those of [`Slot::axes`], or for a packed tensor without `batch`, such as
+    /// `[total, heads, head_dim]`.
+    pub fn axes(&self) -> &'static str {
+        if !self.packed {
+            return self.slot.axes();
+        }
+        match (self.slot.rank(), self.slot) {
+            (4, _) => "[total, heads, head_dim]",
+            (_, Slot::Lse | Slot::DLse) => "[heads, total]",
+            _ => "[heads, blocks]",
+        }
     }
 }
 

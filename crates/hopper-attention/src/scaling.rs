@@ -18,6 +18,10 @@ pub const SCALE_BLOCK: usize = 128;
 ///
 /// - Per head, all query heads that read one KV head share one factor of Q.
 /// - Per block, block `i` of a head has the rows `128 * i` to `128 * i + 127`. The last block may be shorter.
+/// - Packed sequences with factors per block: the factors are `[heads, blocks]`, and each sequence has blocks of its own. The
+///   first block of sequence `i` is block `floor((begin + 127 i) / 128)`, with `begin` as its first row. There are
+///   `floor((total + 127 batch) / 128)` blocks. Some of them may belong to no sequence: their factors are neither read nor
+///   checked. Per tensor and per head the shapes are those of the table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Scaling {
@@ -55,14 +59,31 @@ impl Scaling {
         }
     }
 
-    /// The shape of the factors of a tensor `[batch, seqlen, heads, head_dim]`.
-    pub(crate) fn shape(self, [batch, seqlen, heads, _]: [usize; 4], heads_kv: usize) -> [usize; 3] {
-        match self {
-            Self::PerTensor => [1, 1, 1],
-            Self::PerHead => [batch, heads_kv, 1],
-            Self::PerBlock => [batch, heads, seqlen.div_ceil(SCALE_BLOCK)],
+    /// The shape of the factors of a tensor with `batch` sequences. For packed rows with factors per block the batch of the
+    /// shape is 1.
+    pub(crate) fn shape(self, batch: usize, rows: Rows, heads: usize, heads_kv: usize) -> [usize; 3] {
+        match (self, rows) {
+            (Self::PerTensor, _) => [1, 1, 1],
+            (Self::PerHead, _) => [batch, heads_kv, 1],
+            (Self::PerBlock, Rows::Padded { seqlen }) => [batch, heads, seqlen.div_ceil(SCALE_BLOCK)],
+            (Self::PerBlock, Rows::Packed { total }) => [1, heads, first_block(total, batch)],
         }
     }
+}
+
+/// The rows of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rows {
+    /// Each sequence has as many.
+    Padded { seqlen: usize },
+    /// Those of all sequences together.
+    Packed { total: usize },
+}
+
+/// The first block of factors of sequence `i` of a packed tensor, which begins with row `begin`. For `begin` as the number of
+/// all rows and `i` as the number of sequences it is the number of blocks.
+pub(crate) const fn first_block(begin: usize, i: usize) -> usize {
+    begin.saturating_add(i.saturating_mul(SCALE_BLOCK - 1)) / SCALE_BLOCK
 }
 
 impl fmt::Display for Scaling {

@@ -42,9 +42,30 @@ macro_rules! same_values {
 
 same_values! {
     arch, to_arch: ffi::Arch = Arch { Sm80, Sm90 }
-    dtype, to_dtype: ffi::DType = DType { F16, BF16, E4M3, F32 }
     mask_class, to_mask_class: ffi::MaskClass = MaskClass { Full, Causal, Window }
     scaling, to_scaling: ffi::Scaling = Scaling { PerTensor, PerHead, PerBlock }
+}
+
+/// An element type of the kernels. `None` for a value that this crate does not know.
+pub(crate) fn dtype(dtype: ffi::DType) -> Option<DType> {
+    match dtype {
+        ffi::DType::F16 => Some(DType::F16),
+        ffi::DType::BF16 => Some(DType::BF16),
+        ffi::DType::E4M3 => Some(DType::E4M3),
+        ffi::DType::F32 => Some(DType::F32),
+        _ => None,
+    }
+}
+
+/// An element type as the kernels know it. `None` for the type of offsets and lengths, which no kernel computes with.
+pub(crate) fn to_dtype(dtype: DType) -> Option<ffi::DType> {
+    match dtype {
+        DType::F16 => Some(ffi::DType::F16),
+        DType::BF16 => Some(ffi::DType::BF16),
+        DType::E4M3 => Some(ffi::DType::E4M3),
+        DType::F32 => Some(ffi::DType::F32),
+        DType::I32 => None,
+    }
 }
 
 /// The type in which a kernel sums scores. `None` for a value that this crate does not know.

@@ -48,6 +48,18 @@ pub(crate) struct AnyTensor<'a> {
     pub lent: Access,
     pub dtype: DType,
     pub layout: DynLayout,
+    pub numbers: Numbers<'a>,
+}
+
+/// What is known of the numbers in a list of offsets or lengths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Numbers<'a> {
+    /// Nothing. So it is for other tensors.
+    Unknown,
+    /// The caller promises that they are right.
+    Unchecked,
+    /// What they are. They were checked when the list was made.
+    Known(&'a [i32]),
 }
 
 /// Borrowed memory whose element type is known at run time only.
@@ -103,7 +115,29 @@ impl<'a, T: Element, const R: usize> From<TensorRef<'a, T, R>> for AnyTensor<'a>
             #[cfg(feature = "cuda")]
             Ref::Cuda(view) => Memory::Cuda(T::any_view(view)),
         };
-        Self { memory, lent: Access::Read, dtype: T::DTYPE, layout: tensor.layout.into() }
+        let numbers = Numbers::Unknown;
+        Self { memory, lent: Access::Read, dtype: T::DTYPE, layout: tensor.layout.into(), numbers }
+    }
+}
+
+impl<'a> AnyTensor<'a> {
+    /// A list of offsets or lengths.
+    pub fn of_list(list: TensorRef<'a, i32, 1>, numbers: Numbers<'a>) -> Self {
+        Self { numbers, ..list.into() }
+    }
+}
+
+impl<'a> TensorRef<'a, i32, 1> {
+    /// All of a slice.
+    pub(crate) fn list(data: &'a [i32]) -> Self {
+        Self { memory: Ref::Host(data), layout: Layout::of_list(data.len()) }
+    }
+
+    /// All of a view.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn cuda_list(data: CudaView<'a, i32>) -> Self {
+        let layout = Layout::of_list(data.len());
+        Self { memory: Ref::Cuda(data), layout }
     }
 }
 
@@ -165,7 +199,8 @@ impl<'a, T: Element, const R: usize> From<TensorMut<'a, T, R>> for AnyTensor<'a>
             #[cfg(feature = "cuda")]
             Mut::Cuda(view) => Memory::CudaMut(T::any_view_mut(view)),
         };
-        Self { memory, lent: Access::Write, dtype: T::DTYPE, layout: tensor.layout.into() }
+        let numbers = Numbers::Unknown;
+        Self { memory, lent: Access::Write, dtype: T::DTYPE, layout: tensor.layout.into(), numbers }
     }
 }
 

@@ -70,6 +70,7 @@ types! { OF_THE_CRATE:
     ForwardProblemBuilder is Data;
     KernelInfo is Key;
     Layout<4> is Key;
+    Lengths<'static> is Data;
     Mask is Key;
     MaskClass is Key;
     Operand is Data;
@@ -81,11 +82,14 @@ types! { OF_THE_CRATE:
     Quantizer is Key;
     QuantizerBuilder is Data;
     Scaling is Key;
+    SequenceOffsets is Shared;
+    SequenceRows is Key;
     Slot is Key;
     Stream is Data;
     TensorMut<'static, bf16, 4> is Shared;
     TensorRef<'static, E4M3, 4> is Data;
     Tuning is Data;
+    UsedLengths is Shared;
     Workspace<'static> is Shared;
     bf16 is Data;
     f16 is Data;

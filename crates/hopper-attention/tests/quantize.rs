@@ -391,7 +391,8 @@ fn what_does_not_fit_is_refused_and_nothing_is_written() {
     let text = refusal(of_k(k.computed()).read(Slot::V, values()));
     assert_eq!(
         text,
-        "v: given; allowed: the operands of this problem: q.values, q.stored, q.descale, k.values, k.stored, k.descale, v.values, v.stored, v.descale, counts"
+        "v: given; allowed: the operands of this problem: q.values, q.stored, q.descale, k.values, k.stored, k.descale, v.values, v.stored, v.descale, counts, \
+             cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv"
     );
 
     let untouched = |stored: &[E4M3]| stored.iter().all(|x| x.is_nan());

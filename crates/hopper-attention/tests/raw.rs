@@ -161,7 +161,8 @@ mod forward {
         let text = memory.refused_with(Slot::DQ, f32s(q, dense([1, 2, 2, 2])));
         assert_eq!(
             text,
-            "d_q: given; allowed: the operands of this problem: q, k, v, o, lse, descale_q, descale_k, descale_v, scale_o, amax"
+            "d_q: given; allowed: the operands of this problem: q, k, v, o, lse, descale_q, descale_k, descale_v, scale_o, amax, \
+             cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv"
         );
         for (slot, verb) in [(Slot::Q, "reads"), (Slot::K, "reads"), (Slot::V, "reads"), (Slot::O, "writes")] {
             let args = memory.args().without(slot);
@@ -451,7 +452,8 @@ mod backward {
         let text = memory.refused_with(Slot::Counts, f32s(ones, dense([3, 2])));
         assert_eq!(
             text,
-            "counts: given; allowed: the operands of this problem: q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v"
+            "counts: given; allowed: the operands of this problem: q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, \
+             cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv"
         );
     }
 

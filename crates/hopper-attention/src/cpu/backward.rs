@@ -12,11 +12,13 @@ use std::ops::Range;
 use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
-use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, load};
+use super::sequences::{Sequence, Sequences};
+use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, fill_gaps, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::problem::{BackwardProblem, Dims};
+use crate::sequences::{Lengths, Side};
 
 /// The tensors that a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
@@ -27,6 +29,7 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub lse: HostRef<'a, f32, 3>,
     pub d_o: HostRef<'a, T, 4>,
     pub d_lse: Option<HostRef<'a, f32, 3>>,
+    pub lengths: Lengths<'a>,
 }
 
 /// The tensors that a backward pass writes, in host memory.
@@ -39,16 +42,18 @@ pub(crate) struct BackwardOutputs<'a, T> {
 /// Computes `problem` into the outputs. The caller has checked shapes and types.
 ///
 /// # Errors
-/// [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads), before an output is written.
+/// Before an output is written:
+/// - [`Error::Value`](crate::Error::Value) for offsets and used lengths that are wrong.
+/// - [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads).
 pub(crate) fn backward<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     mut outputs: BackwardOutputs<'_, T>,
 ) -> Result<()> {
     let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
-    let Dims { batch, seqlen_q, seqlen_kv, heads_q, heads_kv, .. } = dims;
-    let queries = Tasks { batch, heads: heads_q, seqlen: seqlen_q, tokens: blocks.tokens };
-    let keys = Tasks { batch, heads: heads_kv, seqlen: seqlen_kv, tokens: blocks.tokens };
+    let sequences = Sequences::new(problem.forward(), &inputs.lengths)?;
+    let queries = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
+    let keys = Tasks::new(&sequences, Side::Kv, dims.heads_kv, blocks.tokens)?;
     let mut team = Team::new(queries.count().max(keys.count()), || Scratch::new(dims, blocks))?;
     let layout = Layout::contiguous(problem.d_lse_shape())?;
     let mut delta = reserved(layout.span())?;
@@ -57,17 +62,23 @@ pub(crate) fn backward<T: Float>(
     delta.resize(layout.span(), 0.0);
     let mut of_rows = HostMut::of(&mut delta, layout);
     let compute = |scratch: &mut Scratch<T>, task: &Task| of_queries(problem, inputs, blocks, task, scratch);
-    team.each(queries, compute, |task, scratch| {
+    team.each(&queries, compute, |task, scratch| {
         outputs.d_q.store(task, &scratch.of_tokens);
         of_rows.store_part(task, &scratch.delta);
     })?;
 
     let delta = HostRef::of(&delta, layout);
     let compute = |scratch: &mut Scratch<T>, task: &Task| of_keys(problem, inputs, blocks, &delta, task, scratch);
-    team.each(keys, compute, |task, scratch| {
+    team.each(&keys, compute, |task, scratch| {
         outputs.d_k.store(task, &scratch.of_tokens);
         outputs.d_v.store(task, &scratch.of_values);
-    })
+    })?;
+    if problem.forward().fills_gaps() {
+        fill_gaps(&sequences, Side::Q, &mut outputs.d_q);
+        fill_gaps(&sequences, Side::Kv, &mut outputs.d_k);
+        fill_gaps(&sequences, Side::Kv, &mut outputs.d_v);
+    }
+    Ok(())
 }
 
 /// Buffers that a thread uses again for its next task of either pass. They are large enough for the largest task, so that a task
@@ -130,13 +141,19 @@ struct Row {
     delta: f32,
 }
 
-/// Fills `rows` for some queries. A query with LSE -inf has no part in any gradient, so it counts as one that keeps no key.
-fn rows_of(problem: &BackwardProblem, queries: Range<usize>, lse: &[f32], delta: &[f32], rows: &mut Vec<Row>) {
-    let dims = problem.dims();
-    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
+/// Fills `rows` for some queries of a sequence. A query with LSE -inf has no part in any gradient, so it counts as one that keeps no key.
+fn rows_of(
+    problem: &BackwardProblem,
+    of: &Sequence,
+    queries: Range<usize>,
+    lse: &[f32],
+    delta: &[f32],
+    rows: &mut Vec<Row>,
+) {
+    let band = problem.mask().band(of.q.len, of.kv.len);
     rows.clear();
     rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
-        let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { block::kept(&band, query, dims.seqlen_kv) };
+        let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { block::kept(&band, query, of.kv.len) };
         Row { keys, lse, delta }
     }));
 }
@@ -153,25 +170,25 @@ fn of_queries<T: Float>(
     let head_kv = task.head / problem.forward().group_size();
     let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, p, d_s, token_sums: d_q, .. } = scratch;
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
-        load(tensor, task.batch, task.head, task.tokens.clone(), out);
+        load(tensor, &task.rows, task.head, task.tokens.clone(), out);
     }
     // delta is `rowsum(dO * O) - dLSE`. The derivative of the LSE with respect to a score is P, so dLSE adds `P * dLSE` to dS.
     delta.clear();
     delta.extend(o.chunks_exact(dims.head_dim_vo).zip(d_o.chunks_exact(dims.head_dim_vo)).map(|(o, d_o)| dot(o, d_o)));
     if let Some(d_lse) = &inputs.d_lse {
-        let d_lse = d_lse.part(task.batch, task.head, task.tokens.clone());
+        let d_lse = d_lse.part(&task.rows, task.head, task.tokens.clone());
         delta.iter_mut().zip(d_lse).for_each(|(delta, d_lse)| *delta -= d_lse);
     }
-    let lse = inputs.lse.part(task.batch, task.head, task.tokens.clone());
-    rows_of(problem, task.tokens.clone(), lse, delta, rows);
+    let lse = inputs.lse.part(&task.rows, task.head, task.tokens.clone());
+    rows_of(problem, &task.sequence, task.tokens.clone(), lse, delta, rows);
 
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
     for first in (start..end).step_by(blocks.walked) {
         let keys = first..end.min(first + blocks.walked);
-        load(&inputs.k, task.batch, head_kv, keys.clone(), k);
-        load(&inputs.v, task.batch, head_kv, keys.clone(), v);
+        load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
+        load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept);
         weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
@@ -192,24 +209,25 @@ fn of_keys<T: Float>(
     let group = problem.forward().group_size();
     let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, p, d_s, token_sums: d_k, value_sums: d_v, .. } =
         scratch;
-    load(&inputs.k, task.batch, task.head, task.tokens.clone(), k);
-    load(&inputs.v, task.batch, task.head, task.tokens.clone(), v);
+    load(&inputs.k, &task.rows, task.head, task.tokens.clone(), k);
+    load(&inputs.v, &task.rows, task.head, task.tokens.clone(), v);
     for (sums, like) in [(&mut *d_k, &*k), (&mut *d_v, &*v)] {
         sums.clear();
         sums.resize(like.len(), 0.0);
     }
+    let of_queries = &task.sequence.q;
     for head in task.head * group..(task.head + 1) * group {
-        for first in (0..dims.seqlen_q).step_by(blocks.walked) {
-            let queries = first..dims.seqlen_q.min(first + blocks.walked);
-            let lse = inputs.lse.part(task.batch, head, queries.clone());
-            let delta = delta.part(task.batch, head, queries.clone());
-            rows_of(problem, queries.clone(), lse, delta, rows);
+        for first in (0..of_queries.len).step_by(blocks.walked) {
+            let queries = first..of_queries.len.min(first + blocks.walked);
+            let lse = inputs.lse.part(of_queries, head, queries.clone());
+            let delta = delta.part(of_queries, head, queries.clone());
+            rows_of(problem, &task.sequence, queries.clone(), lse, delta, rows);
             let block = Block::new(rows.iter().map(|row| row.keys), task.tokens.start, task.tokens.len(), kept);
             if block.is_empty() {
                 continue;
             }
-            load(&inputs.q, task.batch, head, queries.clone(), q);
-            load(&inputs.d_o, task.batch, head, queries, d_o);
+            load(&inputs.q, of_queries, head, queries.clone(), q);
+            load(&inputs.d_o, of_queries, head, queries, d_o);
             weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
             block.sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);

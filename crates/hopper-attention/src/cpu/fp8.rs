@@ -31,12 +31,14 @@ use std::f32::consts::{LN_2, LOG2_E};
 
 use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
+use super::sequences::Sequences;
 use super::tile::lanes;
-use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, load, tile};
+use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, fill_gaps, fill_lse_gaps, load, tile};
 use crate::dtype::{E4M3, Element, OutputOf};
 use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
 use crate::scaling::{SCALE_BLOCK, Scaling};
+use crate::sequences::{Lengths, SequenceRows, Side};
 
 /// The largest weight before rounding is 2 to this power. It is below 448, so that no weight saturates.
 const P_OFFSET: f32 = 8.0;
@@ -54,6 +56,7 @@ pub(crate) struct Fp8Inputs<'a> {
     pub descale_v: HostRef<'a, f32, 3>,
     /// The factor of O before it is rounded. 1 where the output is not e4m3.
     pub scale_o: f32,
+    pub lengths: Lengths<'a>,
 }
 
 /// The tensors that a forward pass of e4m3 operands writes, in host memory.
@@ -87,27 +90,32 @@ struct RowState {
 ///
 /// # Errors
 /// Before an output is written:
-/// - [`Error::Value`] for a factor that is not finite and above 0. Without queries no factor is read.
+/// - [`Error::Value`] for offsets and used lengths that are wrong, and for a factor that is not finite and above 0. Without
+///   queries no factor is read. Nor are factors that belong to no row of a sequence, where sequences differ.
 /// - [`Error::Memory`] and [`Error::Threads`].
 pub(crate) fn forward<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
     mut outputs: Fp8Outputs<'_, O>,
 ) -> Result<()> {
-    let Fp8Inputs { descale_q, descale_k, descale_v, scale_o, .. } = inputs;
+    let Fp8Inputs { descale_q, descale_k, descale_v, scale_o, lengths, .. } = inputs;
+    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), SCALE_BLOCK));
+    let sequences = Sequences::new(problem, lengths)?;
     if !problem.is_empty() {
-        for (what, factors) in [("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)] {
-            check_factors(what, factors)?;
+        let scaling = problem.scaling().unwrap_or_default();
+        for (what, factors, side) in
+            [("descale_q", descale_q, Side::Q), ("descale_k", descale_k, Side::Kv), ("descale_v", descale_v, Side::Kv)]
+        {
+            check_factors(what, factors, scaling, &sequences, side)?;
         }
         check_factor("scale_o", *scale_o, || "".into())?;
     }
-    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), SCALE_BLOCK));
-    let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
+    let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let mut team = Team::new(tasks.count(), || Ok(Scratch { tile: tile::Scratch::new(dims, blocks)?, amax: 0.0 }))?;
     matmul::check_memory(team.threads())?;
     let compute = |scratch: &mut Scratch<O>, task: &Task| compute_tile(problem, inputs, blocks, task, scratch);
     let mut amax = 0.0;
-    team.each(tasks, compute, |task, scratch| {
+    team.each(&tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.tile.o);
         if let Some(lse) = &mut outputs.lse {
             lse.store_part(task, &scratch.tile.lse);
@@ -117,13 +125,31 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     if let Some(out) = &mut outputs.amax {
         out.set([0], amax);
     }
+    if problem.fills_gaps() {
+        fill_gaps(&sequences, Side::Q, &mut outputs.o);
+        fill_lse_gaps(&sequences, outputs.lse.as_mut());
+    }
     Ok(())
 }
 
-/// Refuses factors that are not finite and above 0.
-pub(crate) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
-    for index in factors.layout().indices() {
-        check_factor(what, factors.at(index), || format!(" at {index:?}"))?;
+/// Refuses factors of one side that are not finite and above 0. Where sequences differ, only factors of their rows are read.
+pub(crate) fn check_factors(
+    what: &'static str,
+    factors: &HostRef<'_, f32, 3>,
+    scaling: Scaling,
+    sequences: &Sequences,
+    side: Side,
+) -> Result<()> {
+    let check = |index| check_factor(what, factors.at(index), || format!(" at {index:?}"));
+    if !sequences.differ() {
+        return factors.layout().indices().try_for_each(check);
+    }
+    // The heads of the factors, and not those of the tensor: each is checked once.
+    let [_, heads, _] = factors.layout().shape();
+    for own in (0..sequences.count()).map(|number| sequences.get(number).side(side)) {
+        for head in 0..heads {
+            (0..own.len).step_by(SCALE_BLOCK).try_for_each(|token| check(own.factor(scaling, head, 1, token)))?;
+        }
     }
     Ok(())
 }
@@ -140,11 +166,10 @@ fn larger(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
 }
 
-/// The largest descale factor of V in a KV head.
-fn largest_of_head(problem: &ForwardProblem, factors: &HostRef<'_, f32, 3>, batch: usize, head_kv: usize) -> f32 {
-    let scaling = problem.scaling().unwrap_or_default();
-    let blocks = (0..problem.dims().seqlen_kv).step_by(SCALE_BLOCK);
-    blocks.map(|token| factors.at(scaling.index(batch, head_kv, 1, token))).fold(0.0, f32::max)
+/// The largest descale factor of V in a KV head of a sequence.
+fn largest_of_head(scaling: Scaling, factors: &HostRef<'_, f32, 3>, of: &SequenceRows, head_kv: usize) -> f32 {
+    let blocks = (0..of.len).step_by(SCALE_BLOCK);
+    blocks.map(|token| factors.at(of.factor(scaling, head_kv, 1, token))).fold(0.0, f32::max)
 }
 
 /// Computes O, the LSE and the largest magnitude of a task, into `scratch`.
@@ -157,29 +182,30 @@ fn compute_tile<O: OutputOf<E4M3>>(
 ) {
     let (dims, scaling) = (problem.dims(), problem.scaling().unwrap_or_default());
     let head_kv = task.head / problem.group_size();
-    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
+    let of_keys = &task.sequence.kv;
+    let band = problem.mask().band(task.rows.len, of_keys.len);
     let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
-        row.keys = block::kept(&band, query, dims.seqlen_kv);
+        row.keys = block::kept(&band, query, of_keys.len);
     }
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
     // All queries of a task share one descale factor. So do all keys of one step of the loop below.
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
-    let descale_q = inputs.descale_q.at(scaling.index(task.batch, task.head, problem.group_size(), task.tokens.start));
-    let largest_v = largest_of_head(problem, &inputs.descale_v, task.batch, head_kv);
+    let descale_q = inputs.descale_q.at(task.rows.factor(scaling, task.head, problem.group_size(), task.tokens.start));
+    let largest_v = largest_of_head(scaling, &inputs.descale_v, of_keys, head_kv);
     let Scratch { tile: tile::Scratch { o, lse, q, k, v, scores, sums, kept }, amax } = scratch;
-    load(&inputs.q, task.batch, task.head, task.tokens.clone(), q);
+    load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
     for first in (start / blocks.walked * blocks.walked..end).step_by(blocks.walked) {
         let keys = blocks.walked.min(end - first);
-        let of = scaling.index(task.batch, head_kv, 1, first);
+        let of = of_keys.factor(scaling, head_kv, 1, first);
         let unit = problem.softmax_scale() * LOG2_E * descale_q * inputs.descale_k.at(of);
         let fold = (inputs.descale_v.at(of) / largest_v).log2().max(LEAST_FOLD);
-        load(&inputs.k, task.batch, head_kv, first..first + keys, k);
-        load(&inputs.v, task.batch, head_kv, first..first + keys, v);
+        load(&inputs.k, of_keys, head_kv, first..first + keys, k);
+        load(&inputs.v, of_keys, head_kv, first..first + keys, v);
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(1.0, queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);

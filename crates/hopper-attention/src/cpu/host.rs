@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use super::Task;
 use crate::layout::Layout;
+use crate::sequences::SequenceRows;
 
 /// A tensor that is read.
 #[derive(Clone, Copy, Debug)]
@@ -142,22 +143,45 @@ impl<T: Copy> HostMut<'_, T, 4> {
     pub(super) fn store(&mut self, task: &Task, rows: &[T]) {
         let [_, _, _, dim] = self.layout.shape();
         for (token, row) in task.tokens.clone().zip(rows.chunks_exact(dim)) {
-            self.write([task.batch, token, task.head, 0], row);
+            self.write([task.rows.batch, task.rows.begin + token, task.head, 0], row);
+        }
+    }
+
+    /// Writes one value to all elements of some rows.
+    pub(super) fn fill_rows(&mut self, batch: usize, rows: Range<usize>, value: T) {
+        let [_, _, heads, dim] = self.layout.shape();
+        for (row, head) in rows.flat_map(|row| (0..heads).map(move |head| (row, head))) {
+            (0..dim).for_each(|element| self.set([batch, row, head, element], value));
         }
     }
 }
 
 impl<'a> HostRef<'a, f32, 3> {
-    /// The numbers of some tokens of one head.
-    pub fn part(&self, batch: usize, head: usize, tokens: Range<usize>) -> &'a [f32] {
-        self.run([batch, head, tokens.start], tokens.len())
+    /// The numbers of some tokens of a sequence, for one head.
+    pub fn part(&self, of: &SequenceRows, head: usize, tokens: Range<usize>) -> &'a [f32] {
+        self.run([of.batch, head, of.begin + tokens.start], tokens.len())
     }
 }
 
 impl HostMut<'_, f32, 3> {
     /// Copies the numbers of a task's tokens into the tensor.
     pub(super) fn store_part(&mut self, task: &Task, numbers: &[f32]) {
-        self.write([task.batch, task.head, task.tokens.start], numbers);
+        self.write([task.rows.batch, task.head, task.rows.begin + task.tokens.start], numbers);
+    }
+
+    /// Writes one number for all heads of some tokens.
+    pub(super) fn fill_parts(&mut self, batch: usize, tokens: Range<usize>, number: f32) {
+        let [_, heads, _] = self.layout.shape();
+        for head in 0..heads {
+            tokens.clone().for_each(|token| self.set([batch, head, token], number));
+        }
+    }
+}
+
+impl<'a, T> HostRef<'a, T, 1> {
+    /// All elements.
+    pub fn all(&self) -> &'a [T] {
+        self.run([0], self.layout.shape()[0])
     }
 }
 
@@ -180,7 +204,9 @@ mod tests {
         let tensor = HostRef::of(&data, layout);
         assert_eq!((tensor.row(0, 0, 0), tensor.row(0, 2, 1)), (&[0.0, 1.0][..], &[15.0, 16.0][..]));
         let rows = HostRef::of(&data, Layout::contiguous([2, 2, 3]).unwrap());
-        assert_eq!((rows.part(1, 0, 1..3), rows.part(1, 1, 2..2)), (&[7.0, 8.0][..], &[][..]));
+        let second = SequenceRows::padded(1, 3);
+        assert_eq!((rows.part(&second, 0, 1..3), rows.part(&second, 1, 2..2)), (&[7.0, 8.0][..], &[][..]));
+        assert_eq!(HostRef::of(&data, Layout::contiguous([3]).unwrap()).all(), [0.0, 1.0, 2.0]);
         assert_eq!(rows.at([0, 1, 2]), 5.0);
     }
 
@@ -189,11 +215,12 @@ mod tests {
         let mut data = [7f32; 12];
         let layout = Layout::with_strides([1, 2, 1, 2], [12, 6, 3, 1]).unwrap();
         let mut tensor = HostMut::of(&mut data, layout);
-        tensor.store(&Task { batch: 0, head: 0, tokens: 0..2 }, &[1.0, 2.0, 3.0, 4.0]);
+        tensor.store(&Task::of_padded(0, 2, 0, 0..2), &[1.0, 2.0, 3.0, 4.0]);
         tensor.set([0, 1, 0, 1], 5.0);
         // SAFETY: the array is initialised.
         assert_eq!(unsafe { tensor.as_ref() }.row(0, 1, 0), [3.0, 5.0]);
-        assert_eq!(data, [1.0, 2.0, 7.0, 7.0, 7.0, 7.0, 3.0, 5.0, 7.0, 7.0, 7.0, 7.0]);
+        tensor.fill_rows(0, 0..1, 9.0);
+        assert_eq!(data, [9.0, 9.0, 7.0, 7.0, 7.0, 7.0, 3.0, 5.0, 7.0, 7.0, 7.0, 7.0]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod host;
 mod matmul;
 mod memory;
 mod quantize;
+mod sequences;
 mod tasks;
 mod threads;
 mod tile;
@@ -20,12 +21,14 @@ use std::ops::Range;
 use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::problem::{Dims, ForwardProblem};
+use crate::sequences::{Lengths, SequenceRows, Side};
 use tasks::{Task, Tasks, Team};
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
 pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp8};
 pub(crate) use host::{HostMut, HostRef};
 pub(crate) use quantize::{Factors, QuantizeTask, quantize};
+pub(crate) use sequences::Sequences;
 
 /// Tokens in a task, where the head dim is not large.
 const BLOCK: usize = 64;
@@ -33,11 +36,12 @@ const BLOCK: usize = 64;
 /// the second-level cache.
 const WALKED: usize = 256;
 
-/// The tensors that a forward pass reads, in host memory.
+/// The tensors that a forward pass reads, in host memory. Packed tensors have a batch of 1, here and in the other passes.
 pub(crate) struct Inputs<'a, T> {
     pub q: HostRef<'a, T, 4>,
     pub k: HostRef<'a, T, 4>,
     pub v: HostRef<'a, T, 4>,
+    pub lengths: Lengths<'a>,
 }
 
 /// The tensors that a forward pass writes, in host memory.
@@ -66,30 +70,56 @@ impl Blocks {
 /// Computes `problem` into the outputs. The caller has checked shapes and types.
 ///
 /// # Errors
-/// [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads), before an output is written.
+/// Before an output is written:
+/// - [`Error::Value`](crate::Error::Value) for offsets and used lengths that are wrong.
+/// - [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads).
 pub(crate) fn forward<T: Float>(
     problem: &ForwardProblem,
     inputs: &Inputs<'_, T>,
     mut outputs: Outputs<'_, T>,
 ) -> Result<()> {
     let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
-    let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
+    let sequences = Sequences::new(problem, &inputs.lengths)?;
+    let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks))?;
     matmul::check_memory(team.threads())?;
     let compute = |scratch: &mut tile::Scratch<T>, task: &Task| tile::forward(problem, inputs, blocks, task, scratch);
-    team.each(tasks, compute, |task, scratch| {
+    team.each(&tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.o);
         if let Some(lse) = &mut outputs.lse {
             lse.store_part(task, &scratch.lse);
         }
-    })
+    })?;
+    if problem.fills_gaps() {
+        fill_gaps(&sequences, Side::Q, &mut outputs.o);
+        fill_lse_gaps(&sequences, outputs.lse.as_mut());
+    }
+    Ok(())
 }
 
-/// Copies the vectors of some tokens to `out`, as f32 and without gaps. `out` is large enough.
-fn load<T: Element>(tensor: &HostRef<'_, T, 4>, batch: usize, head: usize, tokens: Range<usize>, out: &mut Vec<f32>) {
+/// Writes zeros to the rows of an output that no sequence has.
+fn fill_gaps<T: Element>(sequences: &Sequences, side: Side, output: &mut HostMut<'_, T, 4>) {
+    sequences.each_gap(side, |batch, rows| output.fill_rows(batch, rows, T::from_f32(0.0)));
+}
+
+/// Writes -inf to the LSE of the queries that no sequence has.
+fn fill_lse_gaps(sequences: &Sequences, lse: Option<&mut HostMut<'_, f32, 3>>) {
+    if let Some(lse) = lse {
+        sequences.each_gap(Side::Q, |batch, rows| lse.fill_parts(batch, rows, f32::NEG_INFINITY));
+    }
+}
+
+/// Copies the vectors of some tokens of a sequence to `out`, as f32 and without gaps. `out` is large enough.
+fn load<T: Element>(
+    tensor: &HostRef<'_, T, 4>,
+    of: &SequenceRows,
+    head: usize,
+    tokens: Range<usize>,
+    out: &mut Vec<f32>,
+) {
     out.clear();
     for token in tokens {
-        out.extend(tensor.row(batch, token, head).iter().map(|x| x.to_f32()));
+        out.extend(tensor.row(of.batch, of.begin + token, head).iter().map(|x| x.to_f32()));
     }
 }
 

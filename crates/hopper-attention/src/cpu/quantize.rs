@@ -3,11 +3,13 @@
 
 use super::hadamard::Rotation;
 use super::memory::reserved;
+use super::sequences::Sequences;
 use super::tasks;
-use super::{BLOCK, HostMut, HostRef, Task, Tasks, Team, load};
+use super::{BLOCK, HostMut, HostRef, Task, Tasks, Team, fill_gaps, load};
 use crate::dtype::{E4M3, Element, Float};
 use crate::error::Result;
 use crate::scaling::{SCALE_BLOCK, Scaling};
+use crate::sequences::Side;
 
 /// `most` (the largest magnitude that may be stored) divided by half a step. A step is the distance between neighbouring e4m3
 /// numbers. At 448 half a step is 16. At 14, which is 448 / 32, it is 0.5.
@@ -27,6 +29,11 @@ pub(crate) struct QuantizeTask<'a, T> {
     pub rotation: Option<u64>,
     /// The largest magnitude that may be stored: 448, or 448 divided by a power of two.
     pub most: f32,
+    /// The sequences whose rows are quantised, and the side of the problem that the tensor is of.
+    pub sequences: &'a Sequences,
+    pub side: Side,
+    /// Whether zeros are stored in rows of no sequence.
+    pub fills_gaps: bool,
 }
 
 /// The descale factors of a tensor.
@@ -51,10 +58,15 @@ struct Scratch {
     counts: Counts,
 }
 
-impl<T: Float> QuantizeTask<'_, T> {
-    fn tasks(&self) -> Tasks {
-        let [batch, seqlen, heads, dim] = self.values.layout().shape();
-        Tasks { batch, heads, seqlen, tokens: tasks::tokens(BLOCK, dim) }
+impl<'a, T: Float> QuantizeTask<'a, T> {
+    fn tasks(&self) -> Result<Tasks<'a>> {
+        let [_, _, heads, _] = self.values.layout().shape();
+        Tasks::new(self.sequences, self.side, heads, self.tokens_of_a_task())
+    }
+
+    fn tokens_of_a_task(&self) -> usize {
+        let [.., dim] = self.values.layout().shape();
+        tasks::tokens(BLOCK, dim)
     }
 
     fn rotation(&self) -> Result<Option<Rotation>> {
@@ -65,7 +77,7 @@ impl<T: Float> QuantizeTask<'_, T> {
     /// Elements in the largest of the tasks.
     fn largest_task(&self) -> usize {
         let [_, seqlen, _, dim] = self.values.layout().shape();
-        self.tasks().tokens.min(seqlen) * dim
+        self.tokens_of_a_task().min(seqlen) * dim
     }
 }
 
@@ -77,15 +89,19 @@ pub(crate) fn quantize<T: Float, const N: usize>(tensors: [Option<QuantizeTask<'
     let some = || tensors.iter().flatten();
     let elements = some().map(QuantizeTask::largest_task).max().unwrap_or(0);
     let make = || Ok(Scratch { rows: reserved(elements)?, amax: 0.0, stored: reserved(elements)?, counts: [0; 2] });
-    let mut team = Team::new(some().map(|tensor| tensor.tasks().count()).max().unwrap_or(0), make)?;
+    let mut tasks = [const { None }; N];
+    for (tasks, tensor) in tasks.iter_mut().zip(&tensors) {
+        *tasks = tensor.as_ref().map(QuantizeTask::tasks).transpose()?;
+    }
+    let mut team = Team::new(tasks.iter().flatten().map(Tasks::count).max().unwrap_or(0), make)?;
     let mut rotations = [const { None }; N];
     for (rotation, tensor) in rotations.iter_mut().zip(&tensors) {
         *rotation = tensor.as_ref().map(QuantizeTask::rotation).transpose()?.flatten();
     }
     let mut counts = [[0; 2]; N];
-    for ((counts, tensor), rotation) in counts.iter_mut().zip(tensors).zip(&rotations) {
-        if let Some(tensor) = tensor {
-            *counts = one_tensor(tensor, rotation.as_ref(), &mut team)?;
+    for (((counts, tensor), tasks), rotation) in counts.iter_mut().zip(tensors).zip(&tasks).zip(&rotations) {
+        if let (Some(tensor), Some(tasks)) = (tensor, tasks) {
+            *counts = one_tensor(tensor, tasks, rotation.as_ref(), &mut team)?;
         }
     }
     Ok(counts)
@@ -93,43 +109,54 @@ pub(crate) fn quantize<T: Float, const N: usize>(tensors: [Option<QuantizeTask<'
 
 fn one_tensor<T: Float>(
     tensor: QuantizeTask<'_, T>,
+    tasks: &Tasks<'_>,
     rotation: Option<&Rotation>,
     team: &mut Team<Scratch>,
 ) -> Result<Counts> {
-    let tasks = tensor.tasks();
-    let QuantizeTask { values, mut stored, descale, scaling, group, most, .. } = tensor;
+    let QuantizeTask { values, mut stored, descale, scaling, group, most, sequences, side, fills_gaps, .. } = tensor;
     let [.., dim] = values.layout().shape();
     let load_rows = |task: &Task, rows: &mut Vec<f32>| {
-        load(&values, task.batch, task.head, task.tokens.clone(), rows);
+        load(&values, &task.rows, task.head, task.tokens.clone(), rows);
         if let Some(rotation) = rotation {
             rows.chunks_exact_mut(dim).for_each(|row| rotation.apply(row));
         }
     };
     // All tokens of a task share one factor.
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
-    let index = |task: &Task| scaling.index(task.batch, task.head, group, task.tokens.start);
+    let index = |task: &Task| task.rows.factor(scaling, task.head, group, task.tokens.start);
 
     let mut written;
     let descale = match descale {
         Factors::Given(descale) => descale,
         Factors::FromAmax(descale) => {
             written = descale;
-            let places = written.layout().indices();
-            places.clone().for_each(|place| written.set(place, 0.0));
+            let factors = written.layout();
+            // A block of no sequence has no factor, unless gaps are filled.
+            let each_factor = |set: &mut dyn FnMut([usize; 3])| {
+                if scaling != Scaling::PerBlock || !sequences.differ() || fills_gaps {
+                    return factors.indices().for_each(set);
+                }
+                for own in (0..sequences.count()).map(|number| sequences.get(number).side(side)) {
+                    for head in 0..factors.shape()[1] {
+                        (0..own.len).step_by(SCALE_BLOCK).for_each(|token| set(own.factor(scaling, head, 1, token)));
+                    }
+                }
+            };
+            each_factor(&mut |place| written.set(place, 0.0));
             let compute = |scratch: &mut Scratch, task: &Task| {
                 load_rows(task, &mut scratch.rows);
                 scratch.amax = scratch.rows.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(0.0, f32::max);
             };
             team.each(tasks, compute, |task, scratch| {
-                // SAFETY: every factor was set to 0 above.
+                // SAFETY: every factor of a row was set to 0 above.
                 let largest = unsafe { written.as_ref() }.at(index(task));
                 written.set(index(task), largest.max(scratch.amax));
             })?;
-            for place in places {
+            each_factor(&mut |place| {
                 // SAFETY: as above.
                 let largest = unsafe { written.as_ref() }.at(place);
                 written.set(place, (largest / most).max(f32::MIN_POSITIVE));
-            }
+            });
             // SAFETY: as above.
             unsafe { written.as_ref() }
         }
@@ -149,6 +176,9 @@ fn one_tensor<T: Float>(
             *sum += found;
         }
     })?;
+    if fills_gaps {
+        fill_gaps(sequences, side, &mut stored);
+    }
     Ok(counts)
 }
 

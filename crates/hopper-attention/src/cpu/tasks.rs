@@ -10,45 +10,80 @@ use std::sync::{Mutex, PoisonError};
 use rayon::prelude::*;
 
 use super::memory::reserved;
+use super::sequences::{Sequence, Sequences};
 use super::threads;
 use crate::error::Result;
+use crate::sequences::{SequenceRows, Side};
 
-/// Neighbouring tokens of one head: queries of a query head, or keys of a KV head.
+/// Neighbouring tokens of one head of a sequence: queries of a query head, or keys of a KV head.
 pub(super) struct Task {
-    pub batch: usize,
+    pub sequence: Sequence,
+    /// The rows of the sequence on the side of the tokens.
+    pub rows: SequenceRows,
     pub head: usize,
+    /// The tokens, counted from the first row of the sequence.
     pub tokens: Range<usize>,
 }
 
-/// The tasks of a pass: the tokens of every head, cut into blocks.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Tasks {
-    pub batch: usize,
-    pub heads: usize,
-    pub seqlen: usize,
-    /// Tokens in a task. The last task of a head may have fewer.
-    pub tokens: usize,
+/// The tasks of a pass: the tokens of every head of every sequence, cut into blocks.
+pub(super) struct Tasks<'a> {
+    sequences: &'a Sequences,
+    /// The side of the tokens.
+    side: Side,
+    heads: usize,
+    /// Tokens in a task. The last task of a head of a sequence may have fewer.
+    tokens: usize,
+    count: usize,
+    /// Where sequences differ: for each sequence the number of its first task.
+    first: Vec<usize>,
 }
 
-impl Tasks {
-    /// The number of tasks.
-    pub fn count(&self) -> usize {
-        self.batch * self.heads * self.blocks()
+impl<'a> Tasks<'a> {
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn new(sequences: &'a Sequences, side: Side, heads: usize, tokens: usize) -> Result<Self> {
+        let mut tasks = Self { sequences, side, heads, tokens, count: 0, first: Vec::new() };
+        let batch = sequences.count();
+        if !sequences.differ() {
+            tasks.count = if batch == 0 { 0 } else { batch * tasks.of_sequence(&sequences.get(0)) };
+            return Ok(tasks);
+        }
+        tasks.first = reserved(batch)?;
+        for number in 0..batch {
+            tasks.first.push(tasks.count);
+            tasks.count += tasks.of_sequence(&sequences.get(number));
+        }
+        Ok(tasks)
     }
 
-    /// Tasks of one head.
-    fn blocks(&self) -> usize {
-        self.seqlen.div_ceil(self.tokens)
+    /// The number of tasks.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Tasks of one sequence.
+    fn of_sequence(&self, sequence: &Sequence) -> usize {
+        self.heads * sequence.side(self.side).len.div_ceil(self.tokens)
     }
 
     /// The task with this number. `None` after the last one.
     fn get(&self, number: usize) -> Option<Task> {
-        if number >= self.count() {
+        if number >= self.count {
             return None;
         }
-        let (head, first) = (number / self.blocks(), number % self.blocks() * self.tokens);
-        let tokens = first..self.seqlen.min(first + self.tokens);
-        Some(Task { batch: head / self.heads, head: head % self.heads, tokens })
+        let (of, number) = if self.sequences.differ() {
+            // The last sequence that begins here or before. Those without a task begin where the next one does.
+            let of = self.first.partition_point(|&first| first <= number) - 1;
+            (of, number - self.first[of])
+        } else {
+            let each = self.count / self.sequences.count();
+            (number / each, number % each)
+        };
+        let sequence = self.sequences.get(of);
+        let rows = sequence.side(self.side);
+        let blocks = rows.len.div_ceil(self.tokens);
+        let first = number % blocks * self.tokens;
+        Some(Task { sequence, rows, head: number / blocks, tokens: first..rows.len.min(first + self.tokens) })
     }
 }
 
@@ -78,7 +113,7 @@ impl<S: Send> Team<S> {
     /// each task and the buffers with its results, in any order and one after the other.
     pub fn each(
         &mut self,
-        tasks: Tasks,
+        tasks: &Tasks<'_>,
         compute: impl Fn(&mut S, &Task) + Sync,
         take: impl FnMut(&Task, &S) + Send,
     ) -> Result<()> {
@@ -114,38 +149,80 @@ pub(super) fn tokens(most: usize, head_dim: usize) -> usize {
 }
 
 #[cfg(test)]
+impl Task {
+    /// Some queries of a sequence of `len` queries and no keys, which has a batch element to itself.
+    pub fn of_padded(number: usize, len: usize, head: usize, tokens: Range<usize>) -> Self {
+        let rows = SequenceRows::padded(number, len);
+        Self { sequence: Sequence { q: rows, kv: SequenceRows::padded(number, 0) }, rows, head, tokens }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
+    use crate::problem::{Dims, ForwardProblem};
+    use crate::sequences::Lengths;
+
+    /// As many sequences of `len` queries.
+    fn padded(batch: usize, len: usize) -> Sequences {
+        let problem = ForwardProblem::builder(DType::F32, Dims::new(batch, len, 1, 1)).build().unwrap();
+        Sequences::new(&problem, &Lengths::default()).unwrap()
+    }
 
     #[test]
     fn tasks_cover_every_token_once() {
-        let tasks = Tasks { batch: 2, heads: 3, seqlen: 10, tokens: 4 };
+        let sequences = padded(2, 10);
+        let tasks = Tasks::new(&sequences, Side::Q, 3, 4).unwrap();
         let mut seen = [0; 60];
         let mut count = 0;
-        while let Some(Task { batch, head, tokens }) = tasks.get(count) {
-            tokens.for_each(|token| seen[(batch * 3 + head) * 10 + token] += 1);
+        while let Some(Task { rows, head, tokens, .. }) = tasks.get(count) {
+            tokens.for_each(|token| seen[(rows.batch * 3 + head) * 10 + token] += 1);
             count += 1;
         }
         assert_eq!((count, seen), (tasks.count(), [1; 60]));
-        assert_eq!(Tasks { seqlen: 0, ..tasks }.count(), 0);
+        assert_eq!(Tasks::new(&padded(2, 0), Side::Q, 3, 4).unwrap().count(), 0);
+        assert_eq!(Tasks::new(&padded(0, 10), Side::Q, 3, 4).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn tasks_cover_packed_tokens_once() {
+        let dims = Dims::new(7, 20, 1, 1);
+        let problem = ForwardProblem::builder(DType::F32, dims).packed_q(true).build().unwrap();
+        // Empty sequences first, last and in between, and gaps at both ends.
+        let lengths = Lengths { cu_seqlens_q: Some(&[2, 2, 7, 7, 7, 11, 19, 19]), ..Lengths::default() };
+        let sequences = Sequences::new(&problem, &lengths).unwrap();
+        let tasks = Tasks::new(&sequences, Side::Q, 2, 4).unwrap();
+        let mut seen = [[0; 20]; 2];
+        let mut count = 0;
+        while let Some(task) = tasks.get(count) {
+            assert!(!task.tokens.is_empty() && task.tokens.len() <= 4 && task.rows == task.sequence.q);
+            task.tokens.for_each(|token| seen[task.head][task.rows.begin + token] += 1);
+            count += 1;
+        }
+        let mut want = [1; 20];
+        [0, 1, 19].into_iter().for_each(|gap: usize| want[gap] = 0);
+        assert_eq!((count, tasks.count(), seen), (10, 10, [want; 2]));
     }
 
     #[test]
     fn every_task_is_taken_once() {
-        let tasks = Tasks { batch: 3, heads: 5, seqlen: 7, tokens: 2 };
+        let sequences = padded(3, 7);
+        let tasks = Tasks::new(&sequences, Side::Q, 5, 2).unwrap();
         let mut team = Team::new(tasks.count(), || Ok(0)).unwrap();
         assert!((1..=tasks.count()).contains(&team.threads()));
         let mut sum = 0;
-        team.each(tasks, |scratch, task| *scratch = task.tokens.len(), |_, tokens| sum += tokens).unwrap();
+        team.each(&tasks, |scratch, task| *scratch = task.tokens.len(), |_, tokens| sum += tokens).unwrap();
         assert_eq!(sum, 3 * 5 * 7);
     }
 
     #[test]
     fn one_task_is_computed_by_the_caller() {
-        let tasks = Tasks { batch: 1, heads: 1, seqlen: 4, tokens: 4 };
+        let sequences = padded(1, 4);
+        let tasks = Tasks::new(&sequences, Side::Q, 1, 4).unwrap();
         let mut team = Team::new(tasks.count(), || Ok(None)).unwrap();
         let mut by = None;
-        team.each(tasks, |thread, _| *thread = Some(std::thread::current().id()), |_, thread| by = *thread).unwrap();
+        team.each(&tasks, |thread, _| *thread = Some(std::thread::current().id()), |_, thread| by = *thread).unwrap();
         assert_eq!((team.threads(), by), (1, Some(std::thread::current().id())));
     }
 

@@ -61,8 +61,12 @@ fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) 
     let lse_layout = Layout::contiguous(problem.lse_shape()).unwrap();
     let mut o = vec![T::from_f32(f32::NAN); o_layout.span()];
     let mut lse = vec![f32::NAN; lse_layout.span()];
-    let inputs =
-        Inputs { q: HostRef::of(&q, layouts[0]), k: HostRef::of(&k, layouts[1]), v: HostRef::of(&v, layouts[2]) };
+    let inputs = Inputs {
+        q: HostRef::of(&q, layouts[0]),
+        k: HostRef::of(&k, layouts[1]),
+        v: HostRef::of(&v, layouts[2]),
+        lengths: Lengths::default(),
+    };
     let outputs = Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)) };
     forward::<T>(problem, &inputs, outputs).unwrap();
     let values = Tensor::from_strided(&o, &o_layout);
@@ -155,8 +159,8 @@ fn broadcast_inputs() {
     let dense = |heads| Layout::contiguous([1, 3, heads, 16]).unwrap();
     let repeat = Layout::with_strides([1, 3, 1, 16], [0, 0, 16, 1]).unwrap();
     let mut o = [f32::NAN; 96];
-    let inputs =
-        Inputs { q: HostRef::of(&q, dense(2)), k: HostRef::of(&k[..16], repeat), v: HostRef::of(&v[..16], repeat) };
+    let (k, v) = (HostRef::of(&k[..16], repeat), HostRef::of(&v[..16], repeat));
+    let inputs = Inputs { q: HostRef::of(&q, dense(2)), k, v, lengths: Lengths::default() };
     forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None }).unwrap();
     for (i, o) in o.iter().enumerate() {
         assert!((o - (i % 16) as f32).abs() < 1e-5, "{i}: {o}");

@@ -63,23 +63,24 @@ pub(super) fn forward<T: Float>(
 ) {
     let dims = problem.dims();
     let head_kv = task.head / problem.group_size();
-    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
+    let of_keys = &task.sequence.kv;
+    let band = problem.mask().band(task.rows.len, of_keys.len);
     let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
-        row.keys = block::kept(&band, query, dims.seqlen_kv);
+        row.keys = block::kept(&band, query, of_keys.len);
     }
     // Blocks of which no query keeps a key are not visited.
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
     let Scratch { o, lse, q, k, v, scores, sums, kept } = scratch;
-    load(&inputs.q, task.batch, task.head, task.tokens.clone(), q);
+    load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
     for first in (start..end).step_by(blocks.walked) {
         let keys = blocks.walked.min(end - first);
-        load(&inputs.k, task.batch, head_kv, first..first + keys, k);
-        load(&inputs.v, task.batch, head_kv, first..first + keys, v);
+        load(&inputs.k, of_keys, head_kv, first..first + keys, k);
+        load(&inputs.v, of_keys, head_kv, first..first + keys, v);
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(problem.softmax_scale(), queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);

@@ -349,6 +349,21 @@ pub(crate) fn alloc_zeros(stream: &Arc<CudaStream>, bytes: usize) -> Result<Cuda
     Ok(memory)
 }
 
+/// Copies a list to the stream's device. It has at least one number, so that there is memory. Waits for the copy.
+pub(crate) fn upload(stream: &Arc<CudaStream>, list: &[i32]) -> Result<CudaSlice<i32>> {
+    let _current = Current::enter(stream.context())?;
+    if is_captured(stream)? {
+        let allowed = "making them before the capture begins";
+        return Err(Error::Capture { got: "copying offsets or lengths".into(), allowed: allowed.into() });
+    }
+    let list = if list.is_empty() { &[0] } else { list };
+    let _others = OthersError::set_aside(stream.context());
+    let copy = stream.clone_htod(list).map_err(driver("copying offsets or lengths"))?;
+    // The list may be pageable memory that its owner writes next.
+    synchronize(stream)?;
+    Ok(copy)
+}
+
 /// A new stream of the context.
 pub(crate) fn new_stream(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
     let _current = Current::enter(context)?;

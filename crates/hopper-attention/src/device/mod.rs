@@ -11,7 +11,7 @@ use crate::error::Result;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{OthersError, alloc_zeros, driver, is_captured, same_context};
+pub(crate) use cuda::{OthersError, alloc_zeros, driver, is_captured, same_context, upload};
 
 /// A device that plans are made for.
 #[derive(Clone, Debug)]

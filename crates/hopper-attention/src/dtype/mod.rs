@@ -37,6 +37,9 @@ pub enum DType {
     E4M3,
     /// IEEE 754 single precision.
     F32,
+    /// 32-bit integer with sign, for the lengths and offsets of sequences ([`Slot::CuSeqlensQ`](crate::Slot::CuSeqlensQ) and
+    /// others). Q, K and V never have it.
+    I32,
 }
 
 impl DType {
@@ -45,17 +48,18 @@ impl DType {
         match self {
             Self::E4M3 => 1,
             Self::F16 | Self::BF16 => 2,
-            Self::F32 => 4,
+            Self::F32 | Self::I32 => 4,
         }
     }
 
-    /// The name that [`Display`](fmt::Display) prints: `f16`, `bf16`, `e4m3` or `f32`.
+    /// The name that [`Display`](fmt::Display) prints: `f16`, `bf16`, `e4m3`, `f32` or `i32`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
             Self::BF16 => "bf16",
             Self::E4M3 => "e4m3",
             Self::F32 => "f32",
+            Self::I32 => "i32",
         }
     }
 }
@@ -85,13 +89,13 @@ pub trait Element: sealed::Sealed + sealed::Device + Copy + Default + Send + Syn
     /// The run-time tag of this type.
     const DTYPE: DType;
 
-    /// The value as f32. Exact for every type here.
+    /// The value as f32. Exact for every float type here. An `i32` above 2^24 is rounded.
     fn to_f32(self) -> f32;
 
     /// The nearest value of this type, ties to even. A NaN stays a NaN.
     ///
     /// [`E4M3`] has no infinities. It saturates as the hardware's conversion does: magnitudes above 448, infinities
-    /// included, become 448.
+    /// included, become 448. `i32` saturates too, and has no NaN: a NaN becomes 0.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -122,7 +126,7 @@ macro_rules! element {
         impl Element for $type {
             const DTYPE: DType = DType::$dtype;
             fn to_f32(self) -> f32 { let $value = self; $to }
-            fn from_f32(value: f32) -> Self { $from(value) }
+            fn from_f32(value: f32) -> Self { ($from)(value) }
         }
     )*};
 }
@@ -131,6 +135,7 @@ element! {
     f16 => F16, |x| x.to_f32(), f16::from_f32;
     bf16 => BF16, |x| x.to_f32(), bf16::from_f32;
     f32 => F32, |x| x, std::convert::identity;
+    i32 => I32, |x| x as f32, |x: f32| x.round_ties_even() as i32;
     // By path: `E4M3`'s own method takes a reference, so `x.to_f32()` would call this trait method again, without end.
     E4M3 => E4M3, |x| E4M3::to_f32(&x), E4M3::from_f32;
 }
@@ -150,6 +155,9 @@ mod tests {
         check::<bf16>("bf16");
         check::<f32>("f32");
         check::<E4M3>("e4m3");
+        assert_eq!((i32::DTYPE.bytes(), i32::DTYPE.to_string()), (size_of::<i32>(), "i32".into()));
+        let round = |x: f32| <i32 as Element>::from_f32(x);
+        assert_eq!([1.5, 2.5, -1e20, f32::NAN].map(round), [2, 2, i32::MIN, 0]);
     }
 
     /// The value of a code by the definition of e4m3: 4 exponent bits with bias 7, 3 mantissa bits, no infinities. A code

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
 use super::{KernelArgs, small};
-use super::{Launch, RawArgs, not_on_the_cpu, required};
+use super::{Launch, RawArgs, not_computed, required};
 #[cfg(feature = "cuda")]
 use crate::arch::Arch;
 use crate::cpu::{self, BackwardInputs, BackwardOutputs};
@@ -13,6 +13,7 @@ use crate::dtype::{DType, Float, bf16, f16};
 use crate::error::Result;
 use crate::operand::Slot;
 use crate::plan::{BackwardChoice, BackwardPlan, Planned};
+use crate::problem::ForwardProblem;
 #[cfg(feature = "cuda")]
 use crate::sys;
 
@@ -21,6 +22,10 @@ impl Launch for BackwardPlan {
 
     fn planned(&self) -> &Planned<BackwardChoice> {
         self.planned()
+    }
+
+    fn of_forward(&self) -> &ForwardProblem {
+        self.problem().forward()
     }
 
     fn has_nothing_to_do(&self) -> bool {
@@ -34,7 +39,7 @@ impl Launch for BackwardPlan {
                 DType::F16 => backward::<f16>(self, args),
                 DType::BF16 => backward::<bf16>(self, args),
                 DType::F32 => backward::<f32>(self, args),
-                got => Err(not_on_the_cpu(got)),
+                got => Err(not_computed(got)),
             }
         }
     }
@@ -62,6 +67,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 lse: required(Slot::Lse, args.read(Slot::Lse))?,
                 d_o: required(Slot::DO, args.read(Slot::DO))?,
                 d_lse: args.read(Slot::DLse),
+                lengths: args.lengths(),
             },
             BackwardOutputs::<T> {
                 d_q: required(Slot::DQ, args.write(Slot::DQ))?,

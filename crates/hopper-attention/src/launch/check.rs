@@ -72,8 +72,8 @@ fn presence<'g>(operand: &Operand, tensor: Option<Given<'g>>) -> Result<Option<G
 fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<()> {
     let what = operand.slot().name();
     if tensor.dtype != operand.dtype() {
-        // Operands with fewer than four dimensions (descale factors, the LSE and so on) are f32 in every problem.
-        let whose = if operand.shape().len() == MAX_RANK { ", the problem's" } else { "" };
+        // Operands with fewer than four dimensions (descale factors, the LSE, offsets and so on) have one type in every problem.
+        let whose = if operand.slot().rank() == MAX_RANK { ", the problem's" } else { "" };
         return Err(Error::Dtype { what, got: tensor.dtype, allowed: format!("{}{whose}", operand.dtype()) });
     }
     if tensor.layout.shape() != operand.shape() {
@@ -81,7 +81,7 @@ fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<(
             tensor: what,
             got: tensor.layout.shape().into(),
             want: operand.shape().into(),
-            axes: operand.slot().axes(),
+            axes: operand.axes(),
         });
     }
     let in_place = match target {

@@ -56,22 +56,25 @@ pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelA
 }
 
 fn descriptor(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
-    match raw.layout.shape().len() {
+    match slot.rank() {
         MAX_RANK => moved_by_tma(slot, raw),
         _ => read_by_element(slot, raw),
     }
 }
 
-/// The descriptor of a tensor `[batch, seqlen, heads, head_dim]`. Kernels move it with TMA, in units of 16 bytes.
+/// The descriptor of a tensor `[batch, seqlen, heads, head_dim]`, or of a packed one, which has no `batch`. Kernels move it with
+/// TMA, in units of 16 bytes.
 fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
+    let head_dim = shape.last().copied().unwrap_or(0);
     // A dimension of size 1 never uses its stride, so the caller's may be anything. TMA still needs a legal one: head_dim.
-    let mut regular = [i64::try_from(shape[3]).unwrap_or(i64::MAX); 3];
+    let mut regular = [i64::try_from(head_dim).unwrap_or(i64::MAX); 3];
     if !raw.layout.is_empty() {
         check_address(slot, raw, ALIGNMENT)?;
-        for (axis, name) in ["batch", "seqlen", "heads"].into_iter().enumerate() {
-            if shape[axis] > 1 {
-                regular[axis] = check_stride(slot, name, strides[axis], raw)?;
+        let missing = MAX_RANK.saturating_sub(shape.len());
+        for (at, name) in ["batch", "seqlen", "heads"].into_iter().enumerate().skip(missing) {
+            if shape[at - missing] > 1 {
+                regular[at] = check_stride(slot, name, strides[at - missing], raw)?;
             }
         }
     }
@@ -79,7 +82,8 @@ fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     Ok(Descriptor { address: raw.address, stride_batch, stride_row, stride_head })
 }
 
-/// The descriptor of a tensor with fewer dimensions: `[batch, heads, rows]` or smaller. Kernels access it element by element.
+/// The descriptor of a tensor with fewer dimensions: `[batch, heads, rows]` or smaller, or a packed `[heads, rows]`. Kernels
+/// access it element by element.
 ///
 /// A dimension of size 1, or one that the tensor does not have, gets stride 0. All indices then read the one element, as
 /// those that share a descale factor must.
@@ -88,8 +92,11 @@ fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
         check_address(slot, raw, raw.dtype.bytes() as u64)?;
     }
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
-    let stride = |axis: usize| match shape.get(axis) {
-        Some(&size) if size > 1 => strides[axis],
+    // A packed tensor lacks the first dimension of its slot.
+    let missing = slot.rank().saturating_sub(shape.len());
+    let stride = |at: usize| match at.checked_sub(missing).and_then(|axis| Some((shape.get(axis)?, strides.get(axis)?)))
+    {
+        Some((&size, &stride)) if size > 1 => stride,
         _ => 0,
     };
     Ok(Descriptor { address: raw.address, stride_batch: stride(0), stride_head: stride(1), stride_row: stride(2) })
@@ -204,6 +211,22 @@ mod tests {
         let counts = raw(0x104, DType::F32, Layout::with_strides([3, 2], [5, 1]).unwrap());
         let found = described(Slot::Counts, counts).unwrap();
         assert_eq!((found.stride_batch, found.stride_head, found.stride_row), (5, 1, 0));
+    }
+
+    #[test]
+    fn packed_tensors_have_no_batch() {
+        let q = raw(0x1000, DType::BF16, Layout::with_strides([9, 4, 64], [512, 128, 1]).unwrap());
+        let found = described(Slot::Q, q).unwrap();
+        assert_eq!(found, Descriptor { address: 0x1000, stride_batch: 64, stride_row: 512, stride_head: 128 });
+        let odd = raw(0x1000, DType::BF16, Layout::with_strides([9, 1, 64], [68, 64, 1]).unwrap());
+        assert!(refused(Slot::Q, odd).starts_with("q: stride 68 in seqlen"));
+        for slot in [Slot::Lse, Slot::DescaleQ] {
+            let numbers = raw(0x1004, DType::F32, Layout::with_strides([4, 9], [16, 1]).unwrap());
+            let found = described(slot, numbers).unwrap();
+            assert_eq!(found, Descriptor { address: 0x1004, stride_batch: 0, stride_head: 16, stride_row: 1 });
+        }
+        let offsets = raw(0x1004, DType::I32, Layout::contiguous([3]).unwrap());
+        assert_eq!(described(Slot::CuSeqlensQ, offsets).unwrap().address, 0x1004);
     }
 
     #[test]

@@ -5,12 +5,13 @@ use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
 use super::{KernelArgs, small};
-use super::{Launch, RawArgs, not_on_the_cpu, required};
+use super::{Launch, RawArgs, not_computed, required};
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
 use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
 use crate::error::Result;
 use crate::operand::Slot;
 use crate::plan::{Choice, ForwardPlan, Planned};
+use crate::problem::ForwardProblem;
 #[cfg(feature = "cuda")]
 use crate::{scaling::Scaling, sys};
 
@@ -19,6 +20,10 @@ impl Launch for ForwardPlan {
 
     fn planned(&self) -> &Planned<Choice> {
         self.planned()
+    }
+
+    fn of_forward(&self) -> &ForwardProblem {
+        self.problem()
     }
 
     fn has_nothing_to_do(&self) -> bool {
@@ -36,7 +41,7 @@ impl Launch for ForwardPlan {
                 (DType::E4M3, DType::F16) => forward_fp8::<f16>(self, args),
                 (DType::E4M3, DType::BF16) => forward_fp8::<bf16>(self, args),
                 (DType::E4M3, DType::E4M3) => forward_fp8::<E4M3>(self, args),
-                (DType::E4M3, got) => Err(not_on_the_cpu(got)),
+                (DType::E4M3, got) | (got @ DType::I32, _) => Err(not_computed(got)),
             }
         }
     }
@@ -73,6 +78,7 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
                 q: required(Slot::Q, args.read(Slot::Q))?,
                 k: required(Slot::K, args.read(Slot::K))?,
                 v: required(Slot::V, args.read(Slot::V))?,
+                lengths: args.lengths(),
             },
             Outputs::<T> { o: required(Slot::O, args.write(Slot::O))?, lse: args.write(Slot::Lse) },
         )
@@ -94,6 +100,7 @@ unsafe fn forward_fp8<O: OutputOf<E4M3>>(plan: &ForwardPlan, args: &RawArgs) -> 
                 descale_k: required(Slot::DescaleK, args.read(Slot::DescaleK))?,
                 descale_v: required(Slot::DescaleV, args.read(Slot::DescaleV))?,
                 scale_o: args.read::<f32, 1>(Slot::ScaleO).map_or(1.0, |scale_o| scale_o.at([0])),
+                lengths: args.lengths(),
             },
             Fp8Outputs::<O> {
                 o: required(Slot::O, args.write(Slot::O))?,
@@ -141,7 +148,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         groups: choice.groups,
         tile_counter: part(parts.tile_counter),
         split_tiles: choice.split_tiles,
-        output: sys::to_dtype(problem.output_dtype()),
+        output: sys::to_dtype(problem.output_dtype()).ok_or_else(|| not_computed(problem.output_dtype()))?,
         descale_q_group: match problem.scaling() {
             // All query heads that read one KV head share one factor of Q.
             Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,

@@ -22,6 +22,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::operand::Slot;
 use crate::plan::{Planned, Target, not_on_a_gpu};
+use crate::problem::ForwardProblem;
+use crate::sequences::Lengths;
 
 pub(crate) use check::Given;
 #[cfg(feature = "cuda")]
@@ -36,6 +38,9 @@ pub(crate) trait Launch {
 
     /// The plan's device, operands and workspace size.
     fn planned(&self) -> &Planned<Self::Choice>;
+
+    /// The forward problem whose tensors the pass has. It says which sequences there are.
+    fn of_forward(&self) -> &ForwardProblem;
 
     /// Whether every output is empty.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "asked before a launch"))]
@@ -105,14 +110,14 @@ pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c
 }
 
 impl RawArgs {
-    /// An operand that the CPU reads. `None` where it was not given.
+    /// An operand that the CPU reads. `None` where it was not given. A packed tensor gets a batch of 1.
     ///
     /// # Safety
     /// As [`run_raw`]. The operand's element type was checked to be `T`, and its shape was checked too.
     unsafe fn read<'a, T, const R: usize>(&self, slot: Slot) -> Option<HostRef<'a, T, R>> {
         let tensor = self.get(slot)?;
         // SAFETY: the caller's promise.
-        Some(unsafe { HostRef::new(with_exposed_provenance(tensor.address as usize), tensor.layout.typed()?) })
+        Some(unsafe { HostRef::new(with_exposed_provenance(tensor.address as usize), tensor.layout.with_batch()?) })
     }
 
     /// An operand that the CPU writes. `None` where it was not given.
@@ -122,7 +127,22 @@ impl RawArgs {
     unsafe fn write<'a, T, const R: usize>(&self, slot: Slot) -> Option<HostMut<'a, T, R>> {
         let tensor = self.get(slot)?;
         // SAFETY: the caller's promise.
-        Some(unsafe { HostMut::new(with_exposed_provenance_mut(tensor.address as usize), tensor.layout.typed()?) })
+        Some(unsafe { HostMut::new(with_exposed_provenance_mut(tensor.address as usize), tensor.layout.with_batch()?) })
+    }
+
+    /// The offsets and used lengths that were given.
+    ///
+    /// # Safety
+    /// As [`read`](Self::read): they were checked to be lists of `i32`.
+    unsafe fn lengths<'a>(&self) -> Lengths<'a> {
+        // SAFETY: the caller's promise.
+        let list = |slot| unsafe { self.read::<i32, 1>(slot) }.map(|list| list.all());
+        Lengths {
+            cu_seqlens_q: list(Slot::CuSeqlensQ),
+            cu_seqlens_kv: list(Slot::CuSeqlensKv),
+            seqused_q: list(Slot::SequsedQ),
+            seqused_kv: list(Slot::SequsedKv),
+        }
     }
 }
 
@@ -133,7 +153,7 @@ fn required<T>(slot: Slot, operand: Option<T>) -> Result<T> {
 }
 
 /// The error for a type that the CPU does not compute with.
-fn not_on_the_cpu(got: DType) -> Error {
+fn not_computed(got: DType) -> Error {
     Error::Dtype { what: "q, k and v", got, allowed: "f16, bf16, f32".into() }
 }
 

@@ -5,13 +5,14 @@ use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
 use super::{KernelArgs, small};
-use super::{Launch, RawArgs, not_on_the_cpu, required};
-use crate::cpu::{self, Factors, QuantizeTask};
+use super::{Launch, RawArgs, not_computed, required};
+use crate::cpu::{self, Factors, QuantizeTask, Sequences};
 use crate::dtype::{DType, Float, bf16, f16};
 use crate::error::{Error, Result};
 use crate::operand::Slot;
 use crate::plan::{Planned, QuantizeChoice, QuantizePlan};
-use crate::problem::{Source, TENSORS};
+use crate::problem::{ForwardProblem, Source, TENSORS};
+use crate::sequences::Side;
 #[cfg(feature = "cuda")]
 use crate::{scaling::Scaling, sys};
 
@@ -22,6 +23,10 @@ impl Launch for QuantizePlan {
         self.planned()
     }
 
+    fn of_forward(&self) -> &ForwardProblem {
+        self.quantizer().problem()
+    }
+
     /// Never: counts must be written even where every tensor is empty.
     fn has_nothing_to_do(&self) -> bool {
         false
@@ -30,7 +35,7 @@ impl Launch for QuantizePlan {
     /// A tensor that is quantised has three operands: its values, its stored elements, and its factors. The factors are
     /// either written (`descale`) or read (`given`). A tensor that is not quantised has no operand at all.
     fn check_together(&self, is_given: &dyn Fn(Slot) -> bool) -> Result<()> {
-        for Source { values, stored, descale, given, .. } in TENSORS {
+        for Source { values, stored, descale, given, lengths, .. } in TENSORS {
             let factors = [descale, given].into_iter().filter(|&slot| is_given(slot)).count();
             let [has_values, has_stored] = [values, stored].map(is_given);
             let refuse = |slot: Slot, got: &str, allowed: String| {
@@ -43,6 +48,12 @@ impl Launch for QuantizePlan {
                 (_, false, _) => return refuse(stored, "missing", format!("where {values} is stored")),
                 _ => return refuse(descale, "missing", format!("the factors of {values}")),
             }
+            // The list of operands knows of lists that this problem may have. It does not know which tensors are given.
+            let problem = self.quantizer().problem();
+            let missing = lengths.into_iter().find(|&slot| has_values && problem.wants(slot) && !is_given(slot));
+            if let Some(slot) = missing {
+                return refuse(slot, "missing", format!("the sequences of {values}"));
+            }
         }
         Ok(())
     }
@@ -54,7 +65,7 @@ impl Launch for QuantizePlan {
                 DType::F16 => quantize::<f16>(self, args),
                 DType::BF16 => quantize::<bf16>(self, args),
                 DType::F32 => quantize::<f32>(self, args),
-                got => Err(not_on_the_cpu(got)),
+                got => Err(not_computed(got)),
             }
         }
     }
@@ -72,12 +83,23 @@ impl Launch for QuantizePlan {
 /// As [`Launch::on_cpu`], with values of `T`.
 unsafe fn quantize<T: Float>(plan: &QuantizePlan, args: &RawArgs) -> Result<()> {
     // SAFETY: the caller's promise.
-    let (tasks, mut counts) = unsafe {
-        let [q, k, v] = &TENSORS;
-        (
-            [task::<T>(plan, args, q)?, task::<T>(plan, args, k)?, task::<T>(plan, args, v)?],
-            args.write::<f32, 2>(Slot::Counts),
-        )
+    let (lengths, mut counts) = unsafe { (args.lengths(), args.write::<f32, 2>(Slot::Counts)) };
+    let problem = plan.quantizer().problem();
+    // The lists of a side of which nothing is quantised are not looked at.
+    let of_side = |side, of: &[Slot]| {
+        let wanted = of.iter().any(|&slot| args.get(slot).is_some());
+        wanted.then(|| Sequences::of_side(problem, &lengths, side)).transpose()
+    };
+    let of_q = of_side(Side::Q, &[Slot::QValues])?;
+    let of_kv = of_side(Side::Kv, &[Slot::KValues, Slot::VValues])?;
+    let [q, k, v] = &TENSORS;
+    // SAFETY: as above.
+    let tasks = unsafe {
+        [
+            task::<T>(plan, args, q, of_q.as_ref(), Side::Q)?,
+            task::<T>(plan, args, k, of_kv.as_ref(), Side::Kv)?,
+            task::<T>(plan, args, v, of_kv.as_ref(), Side::Kv)?,
+        ]
     };
     let found = cpu::quantize(tasks)?;
     if let Some(counts) = &mut counts {
@@ -96,16 +118,20 @@ unsafe fn task<'a, T: Float>(
     plan: &QuantizePlan,
     args: &RawArgs,
     tensor: &Source,
+    sequences: Option<&'a Sequences>,
+    side: Side,
 ) -> Result<Option<QuantizeTask<'a, T>>> {
     // SAFETY: the caller's promise, here and below.
-    let Some(values) = (unsafe { args.read::<T, 4>(tensor.values) }) else { return Ok(None) };
+    let values = unsafe { args.read::<T, 4>(tensor.values) };
+    let (Some(values), Some(sequences)) = (values, sequences) else { return Ok(None) };
     let (quantizer, problem) = (plan.quantizer(), plan.quantizer().problem());
     // SAFETY: as above.
     let descale = match unsafe { args.read(tensor.given) } {
         Some(descale) => {
             // Factors of an empty tensor are not read.
             if !values.layout().is_empty() {
-                cpu::check_factors(tensor.given.name(), &descale)?;
+                let scaling = problem.scaling().unwrap_or_default();
+                cpu::check_factors(tensor.given.name(), &descale, scaling, sequences, side)?;
             }
             Factors::Given(descale)
         }
@@ -121,6 +147,9 @@ unsafe fn task<'a, T: Float>(
         group: (tensor.shape)(problem)[2] / problem.dims().heads_kv,
         rotation: quantizer.hadamard().filter(|_| tensor.scored),
         most: quantizer.largest_stored(tensor),
+        sequences,
+        side,
+        fills_gaps: problem.fills_gaps(),
     }))
 }
 

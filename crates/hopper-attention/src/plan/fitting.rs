@@ -35,12 +35,13 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// 7. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
-/// [`Error::Unsupported`] naming the first filter that leaves no row.
+/// [`Error::Unsupported`] naming the first filter that leaves no row. Also for packed tensors and used lengths.
 pub(super) fn fitting<'a>(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     rows: &'a [KernelInfo],
 ) -> Result<Vec<&'a KernelInfo>> {
+    check_lengths(problem)?;
     let dims = problem.dims();
     let (dtype, class) = (problem.dtype(), mask_class(problem));
     if rows.is_empty() {
@@ -109,6 +110,15 @@ pub(super) fn fitting<'a>(
             (wanted, format!("{} bytes on this GPU", gpu.smem_bytes_per_block))
         },
     )
+}
+
+/// Refuses packed tensors and used lengths, which no kernel computes yet.
+pub(super) fn check_lengths(problem: &ForwardProblem) -> Result<()> {
+    if problem.has_lengths() {
+        let wanted = "packed sequences or used lengths on a GPU".into();
+        return Err(unsupported(wanted, "Device::cpu(), or one problem for each length".into()));
+    }
+    Ok(())
 }
 
 /// The target of a plan for the CPU. A problem that asks for a GPU's instruction set is refused.

@@ -5,6 +5,7 @@
 
 use std::fmt;
 
+use super::fitting::check_lengths;
 use super::target::{Planned, Target};
 use crate::arch::DeviceFacts;
 use crate::device::Device;
@@ -45,6 +46,7 @@ pub(crate) struct QuantizeChoice {
 ///
 /// The launch decides whether tiles are read once or twice, so each part of the workspace is large enough for both.
 fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Result<QuantizeChoice> {
+    check_lengths(quantizer.problem())?;
     let refuse = |nearest: String| Error::Unsupported { wanted: format!("{quantizer} on {}", gpu.arch), nearest };
     let here: Vec<&QuantizeInfo> = rows.iter().filter(|row| row.arch.runs_on(gpu.arch)).collect();
     let Some(row) = here.iter().find(|row| row.source == quantizer.source()) else {

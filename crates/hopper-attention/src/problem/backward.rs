@@ -14,6 +14,9 @@ use crate::operand::{Operand, Operands, Slot, SlotSet};
 /// It holds the forward problem, and options of its own. The backward pass reads the forward's output and log-sum-exp
 /// (LSE). So the problem that [`forward`](Self::forward) returns always has the LSE as an output.
 ///
+/// Packed tensors and used lengths are those of the forward problem. Each gradient has the shape of the tensor that it belongs
+/// to. The rows of gradients that belong to no sequence are not written, unless the forward problem fills gaps.
+///
 /// ```
 /// use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask};
 /// # fn main() -> hopper_attention::Result<()> {
@@ -110,17 +113,23 @@ impl BackwardProblem {
     /// The tensors that the pass reads and writes. Gradients are overwritten, not added to.
     pub fn operands(&self) -> Operands {
         let dtype = self.dtype();
+        let (q, kv) = (self.forward.is_packed_q(), self.forward.is_packed_kv());
+        let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = self.forward.lengths();
         Operands::of([
-            Operand::read(Slot::Q, dtype, self.forward.q_shape()),
-            Operand::read(Slot::K, dtype, self.forward.k_shape()),
-            Operand::read(Slot::V, dtype, self.forward.v_shape()),
-            Operand::read(Slot::O, dtype, self.forward.o_shape()),
-            Operand::read(Slot::Lse, DType::F32, self.forward.lse_shape()),
-            Operand::read(Slot::DO, dtype, self.d_o_shape()),
-            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).when(self.wants(Slot::DLse), "d_lse"),
-            Operand::write(Slot::DQ, dtype, self.d_q_shape()),
-            Operand::write(Slot::DK, dtype, self.d_k_shape()),
-            Operand::write(Slot::DV, dtype, self.d_v_shape()),
+            Operand::read(Slot::Q, dtype, self.forward.q_shape()).packed(q),
+            Operand::read(Slot::K, dtype, self.forward.k_shape()).packed(kv),
+            Operand::read(Slot::V, dtype, self.forward.v_shape()).packed(kv),
+            Operand::read(Slot::O, dtype, self.forward.o_shape()).packed(q),
+            Operand::read(Slot::Lse, DType::F32, self.forward.lse_shape()).packed(q),
+            Operand::read(Slot::DO, dtype, self.d_o_shape()).packed(q),
+            Operand::read(Slot::DLse, DType::F32, self.d_lse_shape()).packed(q).when(self.wants(Slot::DLse), "d_lse"),
+            Operand::write(Slot::DQ, dtype, self.d_q_shape()).packed(q),
+            Operand::write(Slot::DK, dtype, self.d_k_shape()).packed(kv),
+            Operand::write(Slot::DV, dtype, self.d_v_shape()).packed(kv),
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            seqused_q,
+            seqused_kv,
         ])
     }
 
@@ -169,10 +178,12 @@ impl BackwardProblem {
         self.forward.softmax_scale()
     }
 
-    /// Whether there is no gradient to compute. A problem with keys and no queries is not empty: dK and dV are zeros.
+    /// Whether there is no gradient to compute. A problem with keys and no queries is not empty: dK and dV are zeros. Nor is
+    /// one whose rows are all a gap that is to be filled.
     pub fn is_empty(&self) -> bool {
-        let dims = self.dims();
-        dims.batch == 0 || (dims.seqlen_q == 0 && dims.seqlen_kv == 0)
+        let (dims, forward) = (self.dims(), &self.forward);
+        let is_empty = |seqlen, packed| seqlen == 0 || (dims.batch == 0 && !(packed && forward.fills_gaps()));
+        is_empty(dims.seqlen_q, forward.is_packed_q()) && is_empty(dims.seqlen_kv, forward.is_packed_kv())
     }
 
     /// The shape of dO, the same as that of O: `[batch, seqlen_q, heads_q, head_dim_vo]`.
@@ -206,6 +217,7 @@ impl fmt::Display for BackwardProblem {
         let d_lse = if self.takes_d_lse() { " d_lse" } else { "" };
         let deterministic = if self.deterministic { " deterministic" } else { "" };
         write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale())?;
+        self.forward.write_fill_gaps(f)?;
         self.forward.write_restrictions(f)
     }
 }
@@ -255,6 +267,28 @@ mod tests {
         let empty = |dims| of(&ForwardProblem::builder(DType::BF16, dims).build().unwrap()).is_empty();
         assert!(!empty(DIMS) && !empty(Dims { seqlen_q: 0, ..DIMS }) && !empty(Dims { seqlen_kv: 0, ..DIMS }));
         assert!(empty(Dims { batch: 0, ..DIMS }) && empty(Dims { seqlen_q: 0, seqlen_kv: 0, ..DIMS }));
+    }
+
+    #[test]
+    fn lengths_are_those_of_the_forward_problem() {
+        let forward = forward().to_builder().packed_kv(true).used_q(true).fill_gaps(true).build().unwrap();
+        let backward = of(&forward);
+        let operands = backward.operands();
+        let shape = |slot| operands.find(slot).unwrap().shape();
+        assert_eq!(
+            (shape(Slot::K), shape(Slot::DK), shape(Slot::DV)),
+            (&[7, 2, 16][..], &[7, 2, 16][..], &[7, 2, 8][..])
+        );
+        assert_eq!(
+            (shape(Slot::DQ), shape(Slot::CuSeqlensKv), shape(Slot::SequsedQ)),
+            (&[2, 5, 6, 16][..], &[3][..], &[2][..])
+        );
+        let required = |slot| operands.find(slot).unwrap().presence() == crate::operand::Presence::Required;
+        assert_eq!([Slot::CuSeqlensKv, Slot::SequsedQ, Slot::CuSeqlensQ].map(required), [true, true, false]);
+        let text =
+            "backward bf16 batch 2 seqlen 5x7 packed kv used q heads 6/2 head_dim 16/8 causal scale 0.5 fill_gaps";
+        assert_eq!(backward.to_string(), text);
+        assert!(backward.forward().fills_gaps() && !backward.is_empty());
     }
 
     #[test]

@@ -5,12 +5,13 @@ use std::hash::{Hash, Hasher};
 
 use super::dims::Dims;
 use super::fp8::Fp8;
+use super::packing::{LENGTHS, Packing, batch_of};
 use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::mask::Mask;
 use crate::operand::{Operand, Operands, Slot, SlotSet};
-use crate::scaling::Scaling;
+use crate::scaling::{Rows, Scaling};
 
 /// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
 ///
@@ -35,6 +36,7 @@ pub struct ForwardProblem {
     asked_for: SlotSet,
     arch: Option<Arch>,
     sm_margin: usize,
+    packing: Packing,
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
 }
@@ -68,6 +70,7 @@ pub struct ForwardProblemBuilder {
     asked_for: SlotSet,
     arch: Option<Arch>,
     sm_margin: usize,
+    packing: Packing,
     output: Option<DType>,
     scaling: Option<Scaling>,
     half_scores: bool,
@@ -124,6 +127,70 @@ impl ForwardProblemBuilder {
         Self { sm_margin: multiprocessors, ..self }
     }
 
+    /// Packs the sequences of Q, K and V: the same as `packed_q(packed)` and `packed_kv(packed)`.
+    pub fn packed(self, packed: bool) -> Self {
+        self.packed_q(packed).packed_kv(packed)
+    }
+
+    /// Whether the sequences of Q follow each other in one tensor, without padding (default: no).
+    ///
+    /// - [`Dims::seqlen_q`] is then the number of rows of all sequences together (`total_q`). [`Dims::batch`] is the number of
+    ///   sequences.
+    /// - Q and O are `[total_q, heads_q, head_dim]`, and the LSE is `[heads_q, total_q]`. Gradients have the shapes of what
+    ///   they are gradients of.
+    /// - A run reads the operand [`Slot::CuSeqlensQ`]. Offset `i` of it is the first row of sequence `i`, and offset `i + 1`
+    ///   the row after its last one. A sequence may be empty.
+    /// - Each sequence attends to its own keys alone, with its own mask: its last query stands at its last key, if the mask is
+    ///   bottom-right.
+    /// - Rows before the first offset and from the last offset on belong to no sequence (*gaps*). They are not read, and not
+    ///   written unless [`fill_gaps`](Self::fill_gaps) says so.
+    ///
+    /// Q may be packed where K and V are not, and the other way round. On a GPU such a problem cannot be planned yet.
+    pub fn packed_q(self, packed: bool) -> Self {
+        self.operand(Slot::CuSeqlensQ, packed)
+    }
+
+    /// As [`packed_q`](Self::packed_q), for K and V: `[total_kv, heads_kv, head_dim]`, with [`Dims::seqlen_kv`] as `total_kv`
+    /// and the operand [`Slot::CuSeqlensKv`].
+    pub fn packed_kv(self, packed: bool) -> Self {
+        self.operand(Slot::CuSeqlensKv, packed)
+    }
+
+    /// Whether each sequence uses only its first rows of Q (default: no). A run then reads how many: the operand
+    /// [`Slot::SequsedQ`].
+    ///
+    /// - The numbers shorten the sequences. They do not move where a sequence begins.
+    /// - The mask of a sequence has the used lengths as its sizes.
+    /// - The rows after the used ones are a gap: see [`packed_q`](Self::packed_q).
+    /// - Q may be packed or not.
+    pub fn used_q(self, used: bool) -> Self {
+        self.operand(Slot::SequsedQ, used)
+    }
+
+    /// As [`used_q`](Self::used_q), for K and V: the operand [`Slot::SequsedKv`].
+    pub fn used_kv(self, used: bool) -> Self {
+        self.operand(Slot::SequsedKv, used)
+    }
+
+    /// Whether rows of outputs that belong to no sequence are filled (default: no, they are not written).
+    ///
+    /// O and gradients get zeros there, and the LSE -inf. For problems with packed tensors or used lengths only.
+    pub fn fill_gaps(self, fill: bool) -> Self {
+        Self { packing: Packing { fill_gaps: fill, ..self.packing }, ..self }
+    }
+
+    /// About how many queries the longest sequence has (default: unknown). For packed queries and used lengths only.
+    ///
+    /// It is a hint for the choice of kernels. Results are right whatever it is.
+    pub fn max_seqlen_q(self, queries: usize) -> Self {
+        Self { packing: Packing { max_seqlen_q: Some(queries), ..self.packing }, ..self }
+    }
+
+    /// As [`max_seqlen_q`](Self::max_seqlen_q), for the keys of the longest sequence.
+    pub fn max_seqlen_kv(self, keys: usize) -> Self {
+        Self { packing: Packing { max_seqlen_kv: Some(keys), ..self.packing }, ..self }
+    }
+
     /// The element type of O.
     ///
     /// - For e4m3 operands: bf16 (the default), f16 or e4m3. An e4m3 output stores O times
@@ -169,20 +236,29 @@ impl ForwardProblemBuilder {
     /// - `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31;
     /// - the softmax scale is not finite and above 0;
     /// - an option for e4m3 operands is set for other operands;
+    /// - `fill_gaps` or a longest sequence is given for a problem without packed tensors and used lengths;
     /// - an operand was asked for that is not an optional operand of a forward pass.
     ///
-    /// [`Error::Dtype`]: the output type is not one that these operands may have.
+    /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have.
     pub fn build(self) -> Result<ForwardProblem> {
-        let Self { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, output, scaling, half_scores } = self;
+        let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
+        let softmax_scale = self.softmax_scale;
+        if dtype == DType::I32 {
+            let allowed = "f16, bf16, e4m3, f32".into();
+            return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed });
+        }
         dims.check()?;
         let softmax_scale = softmax_scale.unwrap_or((1.0 / (dims.head_dim_qk as f64).sqrt()) as f32);
         if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
             let (got, allowed) = (softmax_scale.to_string(), "finite and above 0".into());
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
-        asked_for.check_among(&[Slot::Lse, Slot::Amax])?;
+        let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = LENGTHS;
+        asked_for.check_among(&[Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv])?;
+        packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
-        Ok(ForwardProblem { dtype, dims, mask, softmax_scale: Scale(softmax_scale), asked_for, arch, sm_margin, fp8 })
+        let softmax_scale = Scale(softmax_scale);
+        Ok(ForwardProblem { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, packing, fp8 })
     }
 }
 
@@ -197,6 +273,7 @@ impl ForwardProblem {
             asked_for: SlotSet::default(),
             arch: None,
             sm_margin: 0,
+            packing: Packing::default(),
             output: None,
             scaling: None,
             half_scores: false,
@@ -213,6 +290,7 @@ impl ForwardProblem {
             asked_for: self.asked_for,
             arch: self.arch,
             sm_margin: self.sm_margin,
+            packing: self.packing,
             output: Some(self.output_dtype()),
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
@@ -222,18 +300,39 @@ impl ForwardProblem {
     /// The tensors that the pass reads and writes. [`Slot::axes`] names the dimensions of each.
     pub fn operands(&self) -> Operands {
         let (dtype, fp8) = (self.dtype, self.fp8.is_some());
+        let (q, kv) = (self.is_packed_q(), self.is_packed_kv());
+        let (q_blocks, kv_blocks) = (q && self.has_factors_per_block(), kv && self.has_factors_per_block());
+        let of_fp8 = |slot, shape| Operand::read(slot, DType::F32, shape).of_kind(fp8, "e4m3 operands");
+        let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = self.lengths();
         Operands::of([
-            Operand::read(Slot::Q, dtype, self.q_shape()),
-            Operand::read(Slot::K, dtype, self.k_shape()),
-            Operand::read(Slot::V, dtype, self.v_shape()),
-            Operand::write(Slot::O, self.output_dtype(), self.o_shape()),
-            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).when(self.wants(Slot::Lse), "lse"),
-            Operand::read(Slot::DescaleQ, DType::F32, self.descale_q_shape()).of_kind(fp8, "e4m3 operands"),
-            Operand::read(Slot::DescaleK, DType::F32, self.descale_k_shape()).of_kind(fp8, "e4m3 operands"),
-            Operand::read(Slot::DescaleV, DType::F32, self.descale_v_shape()).of_kind(fp8, "e4m3 operands"),
+            Operand::read(Slot::Q, dtype, self.q_shape()).packed(q),
+            Operand::read(Slot::K, dtype, self.k_shape()).packed(kv),
+            Operand::read(Slot::V, dtype, self.v_shape()).packed(kv),
+            Operand::write(Slot::O, self.output_dtype(), self.o_shape()).packed(q),
+            Operand::write(Slot::Lse, DType::F32, self.lse_shape()).packed(q).when(self.wants(Slot::Lse), "lse"),
+            of_fp8(Slot::DescaleQ, self.descale_q_shape()).packed(q_blocks),
+            of_fp8(Slot::DescaleK, self.descale_k_shape()).packed(kv_blocks),
+            of_fp8(Slot::DescaleV, self.descale_v_shape()).packed(kv_blocks),
             Operand::read(Slot::ScaleO, DType::F32, [1]).when(self.takes_scale_o(), "an e4m3 output"),
             Operand::write(Slot::Amax, DType::F32, [1]).when(self.wants(Slot::Amax), "amax"),
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            seqused_q,
+            seqused_kv,
         ])
+    }
+
+    /// The operands with offsets and lengths of sequences, which every pass of the problem reads.
+    pub(super) fn lengths(&self) -> [Operand; 4] {
+        LENGTHS.map(|slot| {
+            let (count, option) = match slot {
+                Slot::CuSeqlensQ => (self.dims.batch + 1, "packed queries"),
+                Slot::CuSeqlensKv => (self.dims.batch + 1, "packed keys and values"),
+                Slot::SequsedQ => (self.dims.batch, "used_q"),
+                _ => (self.dims.batch, "used_kv"),
+            };
+            Operand::read(slot, DType::I32, [count]).when(self.wants(slot), option)
+        })
     }
 
     /// The element type of Q, K and V.
@@ -281,39 +380,73 @@ impl ForwardProblem {
         self.dims.group_size()
     }
 
+    /// Whether the sequences of Q are packed: see [`packed_q`](ForwardProblemBuilder::packed_q).
+    pub fn is_packed_q(&self) -> bool {
+        self.wants(Slot::CuSeqlensQ)
+    }
+
+    /// Whether the sequences of K and V are packed: see [`packed_kv`](ForwardProblemBuilder::packed_kv).
+    pub fn is_packed_kv(&self) -> bool {
+        self.wants(Slot::CuSeqlensKv)
+    }
+
+    /// Whether sequences may have different lengths: packed tensors, or used lengths, on either side.
+    pub fn has_lengths(&self) -> bool {
+        LENGTHS.iter().any(|&slot| self.wants(slot))
+    }
+
+    /// Whether rows of outputs that belong to no sequence are filled: see [`fill_gaps`](ForwardProblemBuilder::fill_gaps).
+    pub fn fills_gaps(&self) -> bool {
+        self.packing.fill_gaps
+    }
+
+    /// About how many queries the longest sequence has. `None` where nobody said.
+    pub fn max_seqlen_q(&self) -> Option<usize> {
+        self.packing.max_seqlen_q
+    }
+
+    /// About how many keys the longest sequence has. `None` where nobody said.
+    pub fn max_seqlen_kv(&self) -> Option<usize> {
+        self.packing.max_seqlen_kv
+    }
+
     /// The shape of Q: `[batch, seqlen_q, heads_q, head_dim_qk]`.
+    ///
+    /// The shapes of packed tensors (here and below) have a batch of 1: `[1, total_q, heads_q, head_dim_qk]`. The tensors of
+    /// a run leave this dimension out, as [`operands`](Self::operands) says.
     pub fn q_shape(&self) -> [usize; 4] {
         let d = &self.dims;
-        [d.batch, d.seqlen_q, d.heads_q, d.head_dim_qk]
+        [batch_of(d, self.is_packed_q()), d.seqlen_q, d.heads_q, d.head_dim_qk]
     }
 
     /// The shape of K: `[batch, seqlen_kv, heads_kv, head_dim_qk]`.
     pub fn k_shape(&self) -> [usize; 4] {
         let d = &self.dims;
-        [d.batch, d.seqlen_kv, d.heads_kv, d.head_dim_qk]
+        [batch_of(d, self.is_packed_kv()), d.seqlen_kv, d.heads_kv, d.head_dim_qk]
     }
 
     /// The shape of V: `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub fn v_shape(&self) -> [usize; 4] {
         let d = &self.dims;
-        [d.batch, d.seqlen_kv, d.heads_kv, d.head_dim_vo]
+        [batch_of(d, self.is_packed_kv()), d.seqlen_kv, d.heads_kv, d.head_dim_vo]
     }
 
     /// The shape of O: `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub fn o_shape(&self) -> [usize; 4] {
         let d = &self.dims;
-        [d.batch, d.seqlen_q, d.heads_q, d.head_dim_vo]
+        [batch_of(d, self.is_packed_q()), d.seqlen_q, d.heads_q, d.head_dim_vo]
     }
 
     /// The shape of the log-sum-exp: `[batch, heads_q, seqlen_q]`.
     pub fn lse_shape(&self) -> [usize; 3] {
         let d = &self.dims;
-        [d.batch, d.heads_q, d.seqlen_q]
+        [batch_of(d, self.is_packed_q()), d.heads_q, d.seqlen_q]
     }
 
-    /// Whether there is no query to compute. A problem with queries and no keys is not empty: O is zeros, the LSE is -inf.
+    /// Whether there is no query to compute. A problem with queries and no keys is not empty: O is zeros, the LSE is -inf. Nor
+    /// is one whose rows are all a gap that is to be filled.
     pub fn is_empty(&self) -> bool {
-        self.dims.batch == 0 || self.dims.seqlen_q == 0
+        self.dims.seqlen_q == 0 || (self.dims.batch == 0 && !(self.is_packed_q() && self.fills_gaps()))
     }
 
     /// The problem as text, without what does not change which kernel is the fastest: the scale, the LSE, the
@@ -330,17 +463,23 @@ impl ForwardProblem {
         if self.sm_margin > 0 { write!(f, " sm_margin {}", self.sm_margin) } else { Ok(()) }
     }
 
+    /// Prints whether gaps are filled.
+    pub(super) fn write_fill_gaps(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.packing)
+    }
+
     /// The part of a problem's text that forward and backward problems share: everything up to the scale.
     pub(super) fn numbers(&self) -> String {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{} heads {}/{} head_dim {}/{} {}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
             d.seqlen_q,
             d.seqlen_kv,
+            self.packing.text(self.asked_for),
             d.heads_q,
             d.heads_kv,
             d.head_dim_qk,
@@ -354,6 +493,7 @@ impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lse = if self.wants_lse() { " lse" } else { "" };
         write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
+        self.write_fill_gaps(f)?;
         self.write_restrictions(f)
     }
 }
@@ -401,22 +541,31 @@ impl ForwardProblem {
     }
 
     /// The shape `[batch, heads, blocks]` of Q's descale factors: see [`Scaling`]. `[0, 0, 0]` if Q is not e4m3.
+    ///
+    /// For packed queries with factors per block it is `[1, heads_q, blocks]`. The tensor of a run leaves the first dimension
+    /// out.
     pub fn descale_q_shape(&self) -> [usize; 3] {
-        self.descale_shape(self.q_shape())
+        self.descale_shape(self.q_shape(), self.is_packed_q())
     }
 
     /// The shape `[batch, heads, blocks]` of K's descale factors: see [`Scaling`]. `[0, 0, 0]` if K is not e4m3.
     pub fn descale_k_shape(&self) -> [usize; 3] {
-        self.descale_shape(self.k_shape())
+        self.descale_shape(self.k_shape(), self.is_packed_kv())
     }
 
     /// The shape `[batch, heads, blocks]` of V's descale factors: see [`Scaling`]. `[0, 0, 0]` if V is not e4m3.
     pub fn descale_v_shape(&self) -> [usize; 3] {
-        self.descale_shape(self.v_shape())
+        self.descale_shape(self.v_shape(), self.is_packed_kv())
     }
 
-    fn descale_shape(&self, of: [usize; 4]) -> [usize; 3] {
-        self.fp8.map_or([0; 3], |fp8| fp8.scaling.shape(of, self.dims().heads_kv))
+    pub(super) fn has_factors_per_block(&self) -> bool {
+        self.scaling() == Some(Scaling::PerBlock)
+    }
+
+    fn descale_shape(&self, [_, rows, heads, _]: [usize; 4], packed: bool) -> [usize; 3] {
+        let Dims { batch, heads_kv, .. } = self.dims();
+        let of = if packed { Rows::Packed { total: rows } } else { Rows::Padded { seqlen: rows } };
+        self.fp8.map_or([0; 3], |fp8| fp8.scaling.shape(batch, of, heads, heads_kv))
     }
 }
 
@@ -492,7 +641,7 @@ mod tests {
         assert_eq!(problem, options.clone().lse(true).build().unwrap());
         assert!(problem.wants(Slot::Lse) && !problem.wants(Slot::Amax));
         let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
-        assert_eq!(text, "d_q: asked for; allowed: lse, amax");
+        assert_eq!(text, "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv");
     }
 
     #[test]
@@ -502,11 +651,61 @@ mod tests {
             |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
         let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
         assert_eq!(presence(&plain)[..4], [Required; 4]);
-        assert_eq!(presence(&plain)[4..], [Refused; 6]);
+        assert_eq!(presence(&plain)[4..], [Refused; 10]);
         let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
-        assert_eq!(presence(&fp8), [Required; 10]);
+        assert_eq!(presence(&fp8)[..10], [Required; 10]);
+        assert_eq!(presence(&fp8)[10..], [Refused; 4]);
         let row = |slot| *fp8.operands().find(slot).unwrap();
         assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
+    }
+
+    #[test]
+    fn packed_tensors_have_no_batch() {
+        use crate::operand::Presence::{Refused, Required};
+        let problem = ForwardProblem::builder(DType::BF16, DIMS).packed(true).lse(true).build().unwrap();
+        assert_eq!((problem.q_shape(), problem.v_shape()), ([1, 5, 6, 16], [1, 7, 2, 8]));
+        let row = |problem: &ForwardProblem, slot| *problem.operands().find(slot).unwrap();
+        let shape = |slot| row(&problem, slot).shape().to_vec();
+        assert_eq!((shape(Slot::Q), shape(Slot::K)), (vec![5, 6, 16], vec![7, 2, 16]));
+        assert_eq!((shape(Slot::V), shape(Slot::O), shape(Slot::Lse)), (vec![7, 2, 8], vec![5, 6, 8], vec![6, 5]));
+        assert_eq!((shape(Slot::CuSeqlensQ), row(&problem, Slot::CuSeqlensKv).dtype()), (vec![3], DType::I32));
+        assert_eq!(row(&problem, Slot::CuSeqlensKv).presence(), Required);
+        assert_eq!(row(&problem, Slot::SequsedQ).presence(), Refused);
+        assert_eq!(row(&problem, Slot::Q).axes(), "[total, heads, head_dim]");
+        assert_eq!(row(&problem, Slot::Lse).axes(), "[heads, total]");
+
+        let mixed = ForwardProblem::builder(DType::BF16, DIMS).packed_q(true).used_kv(true).build().unwrap();
+        assert!(mixed.is_packed_q() && !mixed.is_packed_kv() && mixed.has_lengths());
+        assert_eq!((row(&mixed, Slot::Q).shape(), row(&mixed, Slot::K).shape()), (&[5, 6, 16][..], &[2, 7, 2, 16][..]));
+        assert_eq!((row(&mixed, Slot::SequsedKv).shape(), row(&mixed, Slot::K).axes()), (&[2][..], Slot::K.axes()));
+        assert_eq!(mixed.to_builder().build().unwrap(), mixed);
+        assert!(!mixed.to_builder().packed_q(false).used_kv(false).build().unwrap().has_lengths());
+    }
+
+    #[test]
+    fn options_for_lengths_need_lengths() {
+        let options = || ForwardProblem::builder(DType::BF16, DIMS);
+        let refused = |options: ForwardProblemBuilder| options.build().unwrap_err().to_string();
+        let text = "fill_gaps: asked for; allowed: with packed tensors or used lengths only";
+        assert_eq!(refused(options().fill_gaps(true)), text);
+        let text = "max_seqlen_q: 3; allowed: with packed queries, or used_q only";
+        assert_eq!(refused(options().packed_kv(true).max_seqlen_q(3)), text);
+        assert!(refused(options().packed_q(true).max_seqlen_kv(3)).starts_with("max_seqlen_kv: 3"));
+        let hinted = options().packed_q(true).used_kv(true).fill_gaps(true).max_seqlen_q(3).max_seqlen_kv(4);
+        let hinted = hinted.build().unwrap();
+        assert_eq!((hinted.max_seqlen_q(), hinted.max_seqlen_kv(), hinted.fills_gaps()), (Some(3), Some(4), true));
+        let text = "forward bf16 batch 2 seqlen 5x7 packed q used kv max_seqlen_q 3 max_seqlen_kv 4 heads 6/2 \
+                    head_dim 16/8 full scale 0.25 fill_gaps";
+        assert_eq!((hinted.to_string(), &hinted.to_builder().build().unwrap()), (text.into(), &hinted));
+        let both = options().packed(true).used_q(true).used_kv(true).build().unwrap();
+        assert!(both.to_string().contains("seqlen 5x7 packed q kv used q kv heads"), "{both}");
+        assert!(both.to_builder().fill_gaps(true).build().unwrap() != both);
+    }
+
+    #[test]
+    fn operands_of_integers_are_refused() {
+        let text = ForwardProblem::builder(DType::I32, DIMS).build().unwrap_err().to_string();
+        assert_eq!(text, "q, k and v: dtype i32; allowed: f16, bf16, e4m3, f32");
     }
 
     #[test]
@@ -514,6 +713,9 @@ mod tests {
         let empty = |dims| ForwardProblem::builder(DType::F16, dims).build().unwrap().is_empty();
         assert!(empty(Dims { batch: 0, ..DIMS }) && empty(Dims { seqlen_q: 0, ..DIMS }));
         assert!(!empty(Dims { seqlen_kv: 0, ..DIMS }));
+        // Without sequences all rows of packed tensors are a gap.
+        let packed = ForwardProblem::builder(DType::F16, Dims { batch: 0, ..DIMS }).packed(true);
+        assert!(packed.clone().build().unwrap().is_empty() && !packed.fill_gaps(true).build().unwrap().is_empty());
     }
 
     #[test]

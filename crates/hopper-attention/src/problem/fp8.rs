@@ -63,6 +63,7 @@ impl fmt::Display for Fp8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::operand::Slot;
     use crate::problem::{Dims, ForwardProblem, ForwardProblemBuilder};
 
     const DIMS: Dims =
@@ -82,6 +83,15 @@ mod tests {
         assert_eq!(shapes(Scaling::PerTensor), [[1, 1, 1]; 3]);
         assert_eq!(shapes(Scaling::PerHead), [[2, 2, 1]; 3]);
         assert_eq!(shapes(Scaling::PerBlock), [[2, 6, 2], [2, 2, 2], [2, 2, 2]]);
+        // Sequences that are packed have blocks of their own: floor((129 + 127 * 2) / 128) of them.
+        let packed = options(DType::E4M3).packed_q(true).scaling(Scaling::PerBlock).build().unwrap();
+        assert_eq!((packed.descale_q_shape(), packed.descale_k_shape()), ([1, 6, 2], [2, 2, 2]));
+        let operands = packed.operands();
+        let row = |slot| operands.find(slot).unwrap();
+        assert_eq!((row(Slot::DescaleQ).shape(), row(Slot::DescaleQ).axes()), (&[6, 2][..], "[heads, blocks]"));
+        assert_eq!(row(Slot::DescaleK).shape(), [2, 2, 2]);
+        let packed = options(DType::E4M3).packed(true).scaling(Scaling::PerHead).build().unwrap();
+        assert_eq!(packed.operands().find(Slot::DescaleQ).unwrap().shape(), [2, 2, 1]);
         let wide = options(DType::BF16).build().unwrap();
         assert_eq!((wide.scaling(), wide.descale_q_shape()), (None, [0, 0, 0]));
     }

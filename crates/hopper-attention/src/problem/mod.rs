@@ -6,6 +6,7 @@ mod backward;
 mod dims;
 mod forward;
 mod fp8;
+mod packing;
 mod quantize;
 
 pub use backward::{BackwardProblem, BackwardProblemBuilder};

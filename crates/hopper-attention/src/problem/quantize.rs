@@ -31,6 +31,13 @@ use crate::operand::{Operand, Operands, Slot};
 /// multiprocessors more than about 57,000 rows, or 38,000 with incoherent processing. (At head dims up to 64 these limits are
 /// twice as high.)
 ///
+/// # Sequences of different lengths
+///
+/// Where the problem has packed tensors or used lengths, only the rows of sequences are read and written, and counted. A run
+/// is given the offsets and used lengths of each side that it quantises. With the problem's
+/// [`fill_gaps`](crate::ForwardProblemBuilder::fill_gaps) zeros are stored in the other rows, and a factor per block that
+/// belongs to no sequence is that of zeros. Otherwise these are not written.
+///
 /// # Incoherent processing
 ///
 /// With [`hadamard`](QuantizerBuilder::hadamard), each query and key is rotated before it is quantised: its elements are
@@ -134,7 +141,10 @@ impl Quantizer {
         let [q, k, v] = TENSORS.map(|tensor| tensor.operands(self));
         let [[q0, q1, q2, q3], [k0, k1, k2, k3], [v0, v1, v2, v3]] = [q, k, v];
         let counts = Operand::write(Slot::Counts, DType::F32, [3, 2]).optional();
-        Operands::of([q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, counts])
+        // A run that does not quantise Q reads no lengths of Q. `check_together` says when they must be given.
+        let [c0, c1, u0, u1] =
+            self.problem.lengths().map(|row| if self.problem.wants(row.slot()) { row.optional() } else { row });
+        Operands::of([q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, counts, c0, c1, u0, u1])
     }
 
     /// The largest magnitude that may be stored of a tensor: `limit` in the formula above.
@@ -180,6 +190,10 @@ pub(crate) struct Source {
     pub shape: fn(&ForwardProblem) -> [usize; 4],
     /// The shape of the factors.
     pub factors: fn(&ForwardProblem) -> [usize; 3],
+    /// Whether the sequences of the tensor are packed.
+    pub packed: fn(&ForwardProblem) -> bool,
+    /// The operands with the offsets and with the used lengths of the tensor's sequences.
+    pub lengths: [Slot; 2],
     /// Whether scores are computed from the tensor: true for Q and K. These may be rotated, and are stored with smaller
     /// magnitudes for scores in f16.
     pub scored: bool,
@@ -187,12 +201,14 @@ pub(crate) struct Source {
 
 impl Source {
     fn operands(&self, quantizer: &Quantizer) -> [Operand; 4] {
-        let (shape, factors) = ((self.shape)(&quantizer.problem), (self.factors)(&quantizer.problem));
+        let problem = &quantizer.problem;
+        let (shape, factors, packed) = ((self.shape)(problem), (self.factors)(problem), (self.packed)(problem));
+        let packed_blocks = packed && problem.has_factors_per_block();
         [
-            Operand::read(self.values, quantizer.source, shape).optional(),
-            Operand::write(self.stored, DType::E4M3, shape).optional(),
-            Operand::write(self.descale, DType::F32, factors).optional(),
-            Operand::read(self.given, DType::F32, factors).optional(),
+            Operand::read(self.values, quantizer.source, shape).packed(packed).optional(),
+            Operand::write(self.stored, DType::E4M3, shape).packed(packed).optional(),
+            Operand::write(self.descale, DType::F32, factors).packed(packed_blocks).optional(),
+            Operand::read(self.given, DType::F32, factors).packed(packed_blocks).optional(),
         ]
     }
 }
@@ -206,6 +222,8 @@ pub(crate) const TENSORS: [Source; 3] = [
         given: Slot::QDescaleGiven,
         shape: ForwardProblem::q_shape,
         factors: ForwardProblem::descale_q_shape,
+        packed: ForwardProblem::is_packed_q,
+        lengths: [Slot::CuSeqlensQ, Slot::SequsedQ],
         scored: true,
     },
     Source {
@@ -215,6 +233,8 @@ pub(crate) const TENSORS: [Source; 3] = [
         given: Slot::KDescaleGiven,
         shape: ForwardProblem::k_shape,
         factors: ForwardProblem::descale_k_shape,
+        packed: ForwardProblem::is_packed_kv,
+        lengths: [Slot::CuSeqlensKv, Slot::SequsedKv],
         scored: true,
     },
     Source {
@@ -224,6 +244,8 @@ pub(crate) const TENSORS: [Source; 3] = [
         given: Slot::VDescaleGiven,
         shape: ForwardProblem::v_shape,
         factors: ForwardProblem::descale_v_shape,
+        packed: ForwardProblem::is_packed_kv,
+        lengths: [Slot::CuSeqlensKv, Slot::SequsedKv],
         scored: false,
     },
 ];

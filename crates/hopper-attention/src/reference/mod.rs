@@ -116,6 +116,10 @@ fn gather<R>(shape: [usize; 4], rows: &[R], write: impl Fn(&R, &mut [f64])) -> T
 
 /// Refuses inputs whose shapes are not the problem's.
 fn check_inputs(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
+    if problem.has_lengths() {
+        let (got, allowed) = ("packed, or with used lengths".into(), "one without".into());
+        return Err(Error::Value { what: "problem", got, allowed });
+    }
     let inputs = [("q", q, problem.q_shape()), ("k", k, problem.k_shape()), ("v", v, problem.v_shape())];
     for (tensor, got, want) in inputs {
         if got.shape() != want {

@@ -84,7 +84,7 @@ fn rounding(dtype: DType) -> fn(f32) -> f32 {
     match dtype {
         DType::F16 => |x| f16::from_f32(x).to_f32(),
         DType::BF16 => |x| <bf16 as Element>::from_f32(x).to_f32(),
-        DType::F32 => |x| x,
+        DType::F32 | DType::I32 => |x| x,
         DType::E4M3 => |x| round_e4m3(f64::from(x)) as f32,
     }
 }

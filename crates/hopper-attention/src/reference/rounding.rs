@@ -15,7 +15,8 @@ pub(super) fn unit_roundoff(dtype: DType) -> f64 {
         DType::E4M3 => 1.0 / 16.0,
         DType::BF16 => 1.0 / 256.0,
         DType::F16 => 1.0 / 2048.0,
-        DType::F32 => U32,
+        // No problem has operands of i32, which rounds nothing.
+        DType::F32 | DType::I32 => U32,
     }
 }
 
@@ -27,6 +28,6 @@ pub(super) fn half_subnormal(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 1.0 / (1 << 25) as f64,
         DType::E4M3 => 1.0 / 1024.0,
-        DType::BF16 | DType::F32 => SMALLEST_NORMAL,
+        DType::BF16 | DType::F32 | DType::I32 => SMALLEST_NORMAL,
     }
 }

@@ -38,9 +38,15 @@ impl<'a> Args<'a> {
         self
     }
 
-    fn with(mut self, slot: Slot, tensor: AnyTensor<'a>) -> Self {
+    /// Adds a tensor of any type.
+    pub(super) fn with(mut self, slot: Slot, tensor: AnyTensor<'a>) -> Self {
         self.0.set(slot, tensor);
         self
+    }
+
+    /// The tensor for an operand.
+    pub(super) fn get(&self, slot: Slot) -> Option<&AnyTensor<'a>> {
+        self.0.get(slot)
     }
 }
 
@@ -76,7 +82,7 @@ macro_rules! setters {
 /// this key but visit its block of keys, because a product takes a whole block.
 #[derive(Debug)]
 #[must_use]
-pub struct ForwardArgs<'a>(Args<'a>);
+pub struct ForwardArgs<'a>(pub(super) Args<'a>);
 
 operand_setters!(ForwardArgs, setters);
 
@@ -93,7 +99,70 @@ impl<'a> ForwardArgs<'a> {
         v: TensorRef<'a, T, 4>,
         o: TensorMut<'a, O, 4>,
     ) -> Self {
+        Self::of(q, k, v, o)
+    }
+
+    /// The arguments of a forward pass whose sequences are all packed.
+    ///
+    /// - `q`: the queries, `[total_q, heads_q, head_dim_qk]`.
+    /// - `k`: the keys, `[total_kv, heads_kv, head_dim_qk]`.
+    /// - `v`: the values, `[total_kv, heads_kv, head_dim_vo]`.
+    /// - `o`: the output, `[total_q, heads_q, head_dim_vo]`, written.
+    ///
+    /// [`cu_seqlens_q`](Self::cu_seqlens_q) and [`cu_seqlens_kv`](Self::cu_seqlens_kv) add where each sequence begins.
+    pub fn packed<T: Element, O: OutputOf<T>>(
+        q: TensorRef<'a, T, 3>,
+        k: TensorRef<'a, T, 3>,
+        v: TensorRef<'a, T, 3>,
+        o: TensorMut<'a, O, 3>,
+    ) -> Self {
+        Self::of(q, k, v, o)
+    }
+
+    /// The arguments of a forward pass whose queries are packed. Keys and values are as for [`new`](Self::new), queries and
+    /// the output as for [`packed`](Self::packed).
+    pub fn packed_q<T: Element, O: OutputOf<T>>(
+        q: TensorRef<'a, T, 3>,
+        k: TensorRef<'a, T, 4>,
+        v: TensorRef<'a, T, 4>,
+        o: TensorMut<'a, O, 3>,
+    ) -> Self {
+        Self::of(q, k, v, o)
+    }
+
+    /// The arguments of a forward pass whose keys and values are packed. They are as for [`packed`](Self::packed), queries and
+    /// the output as for [`new`](Self::new).
+    pub fn packed_kv<T: Element, O: OutputOf<T>>(
+        q: TensorRef<'a, T, 4>,
+        k: TensorRef<'a, T, 3>,
+        v: TensorRef<'a, T, 3>,
+        o: TensorMut<'a, O, 4>,
+    ) -> Self {
+        Self::of(q, k, v, o)
+    }
+
+    fn of<T: Element, O: OutputOf<T>, const Q: usize, const KV: usize>(
+        q: TensorRef<'a, T, Q>,
+        k: TensorRef<'a, T, KV>,
+        v: TensorRef<'a, T, KV>,
+        o: TensorMut<'a, O, Q>,
+    ) -> Self {
         Self(Args::new().read(Slot::Q, q).read(Slot::K, k).read(Slot::V, v).write(Slot::O, o))
+    }
+
+    /// The log-sum-exp of each packed query, written: natural logarithm, `[heads_q, total_q]`.
+    ///
+    /// It takes the place of [`lse`](Self::lse) where queries are packed.
+    pub fn lse_packed(self, lse: TensorMut<'a, f32, 2>) -> Self {
+        Self(self.0.write(Slot::Lse, lse))
+    }
+
+    /// Adds descale factors per block of packed Q, K and V, `[heads, blocks]`.
+    ///
+    /// [`Scaling`](crate::Scaling) says which block is whose. Other factors are added by [`descale`](Self::descale), also for
+    /// packed tensors.
+    pub fn descale_packed(self, q: TensorRef<'a, f32, 2>, k: TensorRef<'a, f32, 2>, v: TensorRef<'a, f32, 2>) -> Self {
+        Self(self.0.read(Slot::DescaleQ, q).read(Slot::DescaleK, k).read(Slot::DescaleV, v))
     }
 
     /// Adds the descale factors of e4m3 Q, K and V. A real value is the stored value times its factor.
@@ -117,7 +186,7 @@ impl<'a> ForwardArgs<'a> {
 ///   number and the query's LSE in one operand of a product.
 #[derive(Debug)]
 #[must_use]
-pub struct BackwardArgs<'a>(Args<'a>);
+pub struct BackwardArgs<'a>(pub(super) Args<'a>);
 
 operand_setters!(BackwardArgs, setters);
 
@@ -141,9 +210,66 @@ impl<'a> BackwardArgs<'a> {
         d_qkv: [TensorMut<'a, T, 4>; 3],
     ) -> Self {
         let ([q, k, v], [d_q, d_k, d_v]) = (qkv, d_qkv);
+        Self::of((q, [k, v]), o, lse, d_o, (d_q, [d_k, d_v]))
+    }
+
+    /// The arguments of a backward pass whose sequences are all packed.
+    ///
+    /// They are those of [`new`](Self::new), as `[total_q, heads_q, head_dim]` or `[total_kv, heads_kv, head_dim]`. The LSE is
+    /// `[heads_q, total_q]`. [`cu_seqlens_q`](Self::cu_seqlens_q) and [`cu_seqlens_kv`](Self::cu_seqlens_kv) add where each
+    /// sequence begins.
+    pub fn packed<T: Float>(
+        qkv: [TensorRef<'a, T, 3>; 3],
+        o: TensorRef<'a, T, 3>,
+        lse: TensorRef<'a, f32, 2>,
+        d_o: TensorRef<'a, T, 3>,
+        d_qkv: [TensorMut<'a, T, 3>; 3],
+    ) -> Self {
+        let ([q, k, v], [d_q, d_k, d_v]) = (qkv, d_qkv);
+        Self::of((q, [k, v]), o, lse, d_o, (d_q, [d_k, d_v]))
+    }
+
+    /// The arguments of a backward pass whose queries are packed. Keys and values (`kv`, `d_kv`) are as for
+    /// [`new`](Self::new), all other tensors as for [`packed`](Self::packed).
+    pub fn packed_q<T: Float>(
+        (q, kv): (TensorRef<'a, T, 3>, [TensorRef<'a, T, 4>; 2]),
+        o: TensorRef<'a, T, 3>,
+        lse: TensorRef<'a, f32, 2>,
+        d_o: TensorRef<'a, T, 3>,
+        (d_q, d_kv): (TensorMut<'a, T, 3>, [TensorMut<'a, T, 4>; 2]),
+    ) -> Self {
+        Self::of((q, kv), o, lse, d_o, (d_q, d_kv))
+    }
+
+    /// The arguments of a backward pass whose keys and values are packed. These (`kv`, `d_kv`) are as for
+    /// [`packed`](Self::packed), all other tensors as for [`new`](Self::new).
+    pub fn packed_kv<T: Float>(
+        (q, kv): (TensorRef<'a, T, 4>, [TensorRef<'a, T, 3>; 2]),
+        o: TensorRef<'a, T, 4>,
+        lse: TensorRef<'a, f32, 3>,
+        d_o: TensorRef<'a, T, 4>,
+        (d_q, d_kv): (TensorMut<'a, T, 4>, [TensorMut<'a, T, 3>; 2]),
+    ) -> Self {
+        Self::of((q, kv), o, lse, d_o, (d_q, d_kv))
+    }
+
+    fn of<T: Float, const Q: usize, const KV: usize, const LSE: usize>(
+        (q, [k, v]): (TensorRef<'a, T, Q>, [TensorRef<'a, T, KV>; 2]),
+        o: TensorRef<'a, T, Q>,
+        lse: TensorRef<'a, f32, LSE>,
+        d_o: TensorRef<'a, T, Q>,
+        (d_q, [d_k, d_v]): (TensorMut<'a, T, Q>, [TensorMut<'a, T, KV>; 2]),
+    ) -> Self {
         let inputs = Args::new().read(Slot::Q, q).read(Slot::K, k).read(Slot::V, v).read(Slot::O, o);
         let inputs = inputs.read(Slot::Lse, lse).read(Slot::DO, d_o);
         Self(inputs.write(Slot::DQ, d_q).write(Slot::DK, d_k).write(Slot::DV, d_v))
+    }
+
+    /// The gradient of the log-sum-exp of packed queries, `[heads_q, total_q]`.
+    ///
+    /// It takes the place of [`d_lse`](Self::d_lse) where queries are packed.
+    pub fn d_lse_packed(self, d_lse: TensorRef<'a, f32, 2>) -> Self {
+        Self(self.0.read(Slot::DLse, d_lse))
     }
 }
 
@@ -156,17 +282,22 @@ pub enum Descale<'a> {
     FromAmax(TensorMut<'a, f32, 3>),
     /// The caller gives the factors. Each must be finite and above 0. The CPU checks this. A GPU does not.
     Given(TensorRef<'a, f32, 3>),
+    /// As [`FromAmax`](Self::FromAmax), for factors per block of a packed tensor: `[heads, blocks]`.
+    PackedFromAmax(TensorMut<'a, f32, 2>),
+    /// As [`Given`](Self::Given), for factors per block of a packed tensor: `[heads, blocks]`.
+    PackedGiven(TensorRef<'a, f32, 2>),
 }
 
 /// The tensors to quantise: any of Q, K and V.
 ///
 /// For each of Q, K and V that is quantised, the caller gives three tensors:
-/// - `values`, read, and `stored`, written: `[batch, seqlen, heads, head_dim]`, of the problem's shape for Q, K or V.
+/// - `values`, read, and `stored`, written: `[batch, seqlen, heads, head_dim]`, of the problem's shape for Q, K or V. Packed
+///   tensors are `[total, heads, head_dim]`.
 /// - `descale`: the factors, `[batch, heads, blocks]`, as [`Scaling`](crate::Scaling) says. [`Descale`] says whether
 ///   they are read or written.
 #[derive(Debug)]
 #[must_use]
-pub struct QuantizeArgs<'a>(Args<'a>);
+pub struct QuantizeArgs<'a>(pub(super) Args<'a>);
 
 operand_setters!(QuantizeArgs, setters);
 
@@ -177,46 +308,48 @@ impl<'a> QuantizeArgs<'a> {
     }
 
     /// Adds the queries.
-    pub fn q<T: Float>(
+    pub fn q<T: Float, const R: usize>(
         self,
-        values: TensorRef<'a, T, 4>,
-        stored: TensorMut<'a, E4M3, 4>,
+        values: TensorRef<'a, T, R>,
+        stored: TensorMut<'a, E4M3, R>,
         descale: Descale<'a>,
     ) -> Self {
         self.tensor([Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven], values, stored, descale)
     }
 
     /// Adds the keys.
-    pub fn k<T: Float>(
+    pub fn k<T: Float, const R: usize>(
         self,
-        values: TensorRef<'a, T, 4>,
-        stored: TensorMut<'a, E4M3, 4>,
+        values: TensorRef<'a, T, R>,
+        stored: TensorMut<'a, E4M3, R>,
         descale: Descale<'a>,
     ) -> Self {
         self.tensor([Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven], values, stored, descale)
     }
 
     /// Adds the values.
-    pub fn v<T: Float>(
+    pub fn v<T: Float, const R: usize>(
         self,
-        values: TensorRef<'a, T, 4>,
-        stored: TensorMut<'a, E4M3, 4>,
+        values: TensorRef<'a, T, R>,
+        stored: TensorMut<'a, E4M3, R>,
         descale: Descale<'a>,
     ) -> Self {
         self.tensor([Slot::VValues, Slot::VStored, Slot::VDescale, Slot::VDescaleGiven], values, stored, descale)
     }
 
-    fn tensor<T: Float>(
+    fn tensor<T: Float, const R: usize>(
         self,
         [of_values, of_stored, of_descale, of_given]: [Slot; 4],
-        values: TensorRef<'a, T, 4>,
-        stored: TensorMut<'a, E4M3, 4>,
+        values: TensorRef<'a, T, R>,
+        stored: TensorMut<'a, E4M3, R>,
         descale: Descale<'a>,
     ) -> Self {
         let args = self.0.read(of_values, values).write(of_stored, stored);
         Self(match descale {
             Descale::FromAmax(descale) => args.write(of_descale, descale),
             Descale::Given(descale) => args.read(of_given, descale),
+            Descale::PackedFromAmax(descale) => args.write(of_descale, descale),
+            Descale::PackedGiven(descale) => args.read(of_given, descale),
         })
     }
 }

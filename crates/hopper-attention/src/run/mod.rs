@@ -3,6 +3,7 @@
 mod args;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod lengths;
 #[cfg(feature = "cuda")]
 mod order;
 
@@ -16,6 +17,7 @@ use crate::tensor::Memory;
 use crate::workspace::Workspace;
 
 pub use args::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs};
+pub use lengths::{SequenceOffsets, UsedLengths};
 
 /// Defines `run` (borrowed tensors) and `run_raw` (addresses) of a plan. Both are the same for every pass.
 macro_rules! runs {
@@ -37,8 +39,9 @@ macro_rules! runs {
             ///
             /// # Errors
             /// Before anything is launched:
-            /// - [`Value`](crate::Error::Value): an operand is missing or was not asked for. On the CPU also: a factor is not
-            ///   finite and above 0.
+            /// - [`Value`](crate::Error::Value): an operand is missing or was not asked for. An offset or used length of a
+            ///   sequence is not within the tensors, or on a GPU nothing is known of it. On the CPU also: a factor is not finite
+            ///   and above 0.
             /// - [`Dtype`](crate::Error::Dtype) or [`Shape`](crate::Error::Shape): an operand's type or shape is not the
             ///   problem's.
             /// - [`Device`](crate::Error::Device): the stream, the workspace or a tensor is not where the plan is.
@@ -113,6 +116,7 @@ runs! {
 fn run<P: Launch>(plan: &P, stream: &Stream, workspace: &mut Workspace<'_>, args: Args<'_>) -> Result<()> {
     launch::check(plan, args.given())?;
     let planned = plan.planned();
+    args.check_lengths(plan.of_forward(), matches!(planned.target, Target::Gpu(_)))?;
     planned.accept(stream, workspace)?;
     match (stream, &planned.target) {
         #[cfg(feature = "cuda")]

@@ -44,6 +44,7 @@ fn run<T: Float>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradie
         lse: HostRef::of(&lse, rows),
         d_o: host(&d_o),
         d_lse: d_lse.as_deref().map(|data| HostRef::of(data, rows)),
+        lengths: Lengths::default(),
     };
     let outputs = BackwardOutputs { d_q: host_mut(&mut d_q), d_k: host_mut(&mut d_k), d_v: host_mut(&mut d_v) };
     backward::<T>(problem, &inputs, outputs).unwrap();
