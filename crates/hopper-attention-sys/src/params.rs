@@ -159,6 +159,9 @@ mod ffi {
         table: u64,
         /// Size of the table's list of tiles: no fewer than all sequences together have tiles in one head.
         list_size: i32,
+        /// Whether the rows of outputs that belong to no sequence are filled: with zeros, and an LSE with -inf. Else they are
+        /// not written.
+        fill_gaps: bool,
         /// Whether query 0 of a sequence stands at key `diagonal_offset` plus the sequence's keys less its queries (masks
         /// at the bottom right), and not at key `diagonal_offset`.
         bottom_right: bool,

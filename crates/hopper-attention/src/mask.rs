@@ -83,6 +83,12 @@ impl Mask {
         }
     }
 
+    /// Whether the last query stands at the last key, whatever the lengths. (Without a mask it does not matter.)
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "told to kernels"))]
+    pub(crate) fn is_bottom_right(&self) -> bool {
+        matches!(self, Self::Causal { corner: Corner::BottomRight } | Self::Window { corner: Corner::BottomRight, .. })
+    }
+
     /// The mask as a band of keys around a diagonal. A bound that excludes no key is left out (`None`).
     pub fn band(&self, seqlen_q: usize, seqlen_kv: usize) -> Band {
         let (left, right, corner) = match *self {

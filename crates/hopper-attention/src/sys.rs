@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::scaling::Scaling;
 
 pub(crate) use ffi::{
-    BwdParams, FwdParams, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, TensorDesc, bwd_rows, fwd_rows,
+    BwdParams, FwdParams, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Sequences, TensorDesc, bwd_rows, fwd_rows,
     quantize_rows,
 };
 

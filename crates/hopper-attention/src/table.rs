@@ -31,6 +31,7 @@ pub struct KernelInfo {
     pub(crate) scores: DType,
     pub(crate) split_bytes: usize,
     pub(crate) most_shares: usize,
+    pub(crate) packs: bool,
 }
 
 impl KernelInfo {
@@ -112,6 +113,11 @@ impl KernelInfo {
         self.most_shares
     }
 
+    /// Whether the kernel takes packed sequences and used lengths.
+    pub fn packs(&self) -> bool {
+        self.packs
+    }
+
     /// Whether a CTA of the kernel computes one tile and ends, however many there are. The kernels with tiles of 64 queries are so:
     /// two warpgroups share a tile's keys.
     pub(crate) fn has_one_tile(&self) -> bool {
@@ -152,6 +158,7 @@ impl KernelInfo {
             scores: sys::scores(info.scores)?,
             split_bytes: count(info.split_bytes)?,
             most_shares: count(info.most_shares)?,
+            packs: info.packs,
         })
     }
 }
@@ -285,6 +292,7 @@ pub(crate) mod tests {
         scores: DType::F32,
         split_bytes: 0,
         most_shares: 1,
+        packs: false,
     };
 
     #[test]

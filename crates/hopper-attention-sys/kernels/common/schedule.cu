@@ -76,14 +76,14 @@ struct SideReader {
   CUTE_DEVICE SideReader(Side const& side, int const* offsets, int first, int before)
       : side{side}, offsets{offsets}, end{side.packed() ? cute::max(before, offsets[first]) : 0} {}
 
-  CUTE_DEVICE void next(int i, int& begin, int& length) {
+  CUTE_DEVICE void next(int i, int& begin, int& length, int& room_end) {
     begin = end;
-    int room = side.rows;
+    room_end = side.rows;
     if (side.packed()) {
       end = cute::max(end, offsets[i + 1]);
-      room = end - begin;
+      room_end = end;
     }
-    length = side.length(i, room);
+    length = side.length(i, room_end - begin);
   }
 };
 
@@ -208,11 +208,12 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
     SideReader read_q{q, kept.q_offset, from, before.x};
     SideReader read_kv{kv, kept.kv_offset, from, before.y};
     for (int i = first; i < first + each; ++i) {
-      Sequence sequence{0, 0, -1, 0, 0, 0, 0, 0};
+      Sequence sequence{};
+      sequence.index = -1;
       if (i < last) {
         sequence.index = i;
-        read_q.next(i, sequence.q_begin, sequence.q_len);
-        read_kv.next(i, sequence.kv_begin, sequence.kv_len);
+        read_q.next(i, sequence.q_begin, sequence.q_len, sequence.q_end);
+        read_kv.next(i, sequence.kv_begin, sequence.kv_len, sequence.kv_end);
         sequence.tiles = ((shape.of_keys ? sequence.kv_len : sequence.q_len) + shape.tile_rows - 1) / shape.tile_rows;
       }
       use(sequence);
@@ -364,7 +365,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_few(__grid_constant__ Sc
   }
   __syncthreads();
   if (exists) {
-    launch.table.records()[place] = {shared.first_tile[place], tiles, thread, 0, begin.x, length.x, begin.y, length.y};
+    launch.table.records()[place] = {shared.first_tile[place], tiles,    thread,   0, begin.x, length.x,
+                                       begin.y,                  length.y, end.x, end.y, {0, 0}};
   }
   write_list(launch.table.list(), shared.total, shared.first_tile, batch, thread, static_cast<int>(blockDim.x));
 }

@@ -20,16 +20,19 @@
 
 namespace hattn {
 
-// A record of the table. 32 bytes.
+// A record of the table. 48 bytes.
 struct alignas(16) Sequence {
   int first_tile;  // tiles of a head in the records before
   int tiles;       // of a head
   int index;       // in the batch
-  int unused;
+  int first_block;  // blocks of queries of a head in the records before (backward)
   int q_begin;
   int q_len;
   int kv_begin;
   int kv_len;
+  int q_end;   // where the rows end that the sequence has room for; those past its length are a gap
+  int kv_end;
+  int unused[2];
 };
 
 // 16 bytes, at the beginning of the table.

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, small};
+use super::{KernelArgs, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
 use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
@@ -13,7 +13,7 @@ use crate::operand::Slot;
 use crate::plan::{Choice, ForwardPlan, Planned};
 use crate::problem::ForwardProblem;
 #[cfg(feature = "cuda")]
-use crate::{scaling::Scaling, sys};
+use crate::{scaling::Scaling, sequences::Side, sys};
 
 impl Launch for ForwardPlan {
     type Choice = Choice;
@@ -120,11 +120,12 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
     let parts = choice.parts();
     let part = |offset: Option<usize>| offset.map_or(0, |offset| args.workspace + offset as u64);
     let operand = |slot| args.get(slot).into();
+    let tensor = |slot, side| rows_of_sequences(problem, slot, side, args.get(slot)).map(Into::into);
     Ok(sys::FwdParams {
-        q: operand(Slot::Q),
-        k: operand(Slot::K),
-        v: operand(Slot::V),
-        o: operand(Slot::O),
+        q: tensor(Slot::Q, Side::Q)?,
+        k: tensor(Slot::K, Side::Kv)?,
+        v: tensor(Slot::V, Side::Kv)?,
+        o: tensor(Slot::O, Side::Q)?,
         lse: operand(Slot::Lse),
         descale_q: operand(Slot::DescaleQ),
         descale_k: operand(Slot::DescaleK),
@@ -156,5 +157,6 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         },
         range_check: part(parts.range_check),
         range_grid: choice.grid,
+        sequences: sequences(problem, args, part(parts.table), choice.m_tiles),
     })
 }

@@ -24,6 +24,8 @@ use crate::operand::Slot;
 use crate::plan::{Planned, Target, not_on_a_gpu};
 use crate::problem::ForwardProblem;
 use crate::sequences::Lengths;
+#[cfg(feature = "cuda")]
+use crate::sequences::Side;
 
 pub(crate) use check::Given;
 #[cfg(feature = "cuda")]
@@ -147,6 +149,54 @@ impl RawArgs {
 }
 
 /// An operand that the checks have found to be given, so that the error never occurs.
+/// A descriptor of Q, K, V, O or a gradient, as kernels take it that read the lengths of sequences.
+///
+/// They count rows from the tensor's first: a packed tensor has no batch stride, and another's is a whole number of rows.
+#[cfg(feature = "cuda")]
+fn rows_of_sequences(
+    problem: &ForwardProblem,
+    slot: Slot,
+    side: Side,
+    descriptor: describe::Descriptor,
+) -> Result<describe::Descriptor> {
+    let describe::Descriptor { stride_batch, stride_row, .. } = descriptor;
+    if !problem.has_lengths() {
+        return Ok(descriptor);
+    }
+    let [offsets, _] = side.slots();
+    if problem.wants(offsets) {
+        return Ok(describe::Descriptor { stride_batch: 0, ..descriptor });
+    }
+    if side.rows(problem) <= 1 {
+        // The one row of a batch element may lie anywhere.
+        return Ok(describe::Descriptor { stride_row: stride_batch, ..descriptor });
+    }
+    let whole = if stride_row == 0 { stride_batch == 0 } else { stride_batch % stride_row == 0 };
+    if whole || problem.dims().batch <= 1 {
+        return Ok(descriptor);
+    }
+    Err(Error::Unsupported {
+        wanted: format!("{slot} with stride {stride_batch} in batch and {stride_row} in seqlen, beside lengths in memory"),
+        nearest: "a batch stride that is a multiple of the sequence's".into(),
+    })
+}
+
+/// Where kernels find the lengths of sequences, and where they make the table of them.
+#[cfg(feature = "cuda")]
+fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size: i32) -> crate::sys::Sequences {
+    let address = |slot| args.get(slot).address;
+    crate::sys::Sequences {
+        cu_seqlens_q: address(Slot::CuSeqlensQ),
+        cu_seqlens_kv: address(Slot::CuSeqlensKv),
+        seqused_q: address(Slot::SequsedQ),
+        seqused_kv: address(Slot::SequsedKv),
+        table: if problem.has_lengths() { table } else { 0 },
+        list_size,
+        fill_gaps: problem.fills_gaps(),
+        bottom_right: problem.mask().is_bottom_right(),
+    }
+}
+
 fn required<T>(slot: Slot, operand: Option<T>) -> Result<T> {
     let missing = || Error::Value { what: slot.name(), got: "missing".into(), allowed: "the operand".into() };
     operand.ok_or_else(missing)

@@ -29,19 +29,19 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// 1. instruction set: the GPU runs it;
 /// 2. instruction set: the one that the problem asks for, or else the newest of those left;
 /// 3. element type of Q, K and V;
-/// 4. scores in f16: only if the problem allows them;
-/// 5. mask class;
-/// 6. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 7. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
+/// 5. scores in f16: only if the problem allows them;
+/// 6. mask class;
+/// 7. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 8. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
-/// [`Error::Unsupported`] naming the first filter that leaves no row. Also for packed tensors and used lengths.
+/// [`Error::Unsupported`] naming the first filter that leaves no row.
 pub(super) fn fitting<'a>(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     rows: &'a [KernelInfo],
 ) -> Result<Vec<&'a KernelInfo>> {
-    check_lengths(problem)?;
     let dims = problem.dims();
     let (dtype, class) = (problem.dtype(), mask_class(problem));
     if rows.is_empty() {
@@ -72,6 +72,16 @@ pub(super) fn fitting<'a>(
         rows,
         |row| row.dtype == dtype,
         |rows| (format!("{dtype} operands on a GPU"), list(rows, |row| row.dtype.to_string())),
+    )?;
+    let rows = filter_rows(
+        rows,
+        |row| row.packs || !problem.has_lengths(),
+        |rows| {
+            let pass = if is_backward(rows) { "backward " } else { "" };
+            let arch = list(rows, |row| row.arch.to_string());
+            let wanted = format!("packed sequences or used lengths with {pass}{arch} kernels for {dtype}");
+            (wanted, "Device::cpu(), or one problem for each length".into())
+        },
     )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.
     let rows = filter_rows(
@@ -112,7 +122,7 @@ pub(super) fn fitting<'a>(
     )
 }
 
-/// Refuses packed tensors and used lengths, which no kernel computes yet.
+/// Refuses packed tensors and used lengths, which the quantiser's kernels do not take.
 pub(super) fn check_lengths(problem: &ForwardProblem) -> Result<()> {
     if problem.has_lengths() {
         let wanted = "packed sequences or used lengths on a GPU".into();

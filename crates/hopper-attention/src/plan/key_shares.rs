@@ -112,7 +112,7 @@ impl Work {
     }
 
     /// The time that the launch takes with so many shares of each tile. Infinite: it may not have so many.
-    fn time_of(&self, shares: usize) -> f64 {
+    pub(super) fn time_of(&self, shares: usize) -> f64 {
         let Costs { block, border, start, sums: [clusters, warpgroups], crowd } = self.costs;
         let most = self.visits.iter().copied().max().unwrap_or(1);
         let mean = |of: &dyn Fn(usize) -> usize| {
@@ -184,6 +184,7 @@ mod tests {
             tile_m: 128,
             tile_n: 128,
             most_shares: 8,
+            packs: false,
             ..ROW
         };
         Work::new(&row, dims, bounds(&problem), 132, class != MaskClass::Full).best().0

@@ -32,7 +32,7 @@ pub(super) fn clusters_at_a_time(multiprocessors: usize, size: usize) -> usize {
 pub(crate) const UNBOUNDED: i32 = 1 << 30;
 /// Heads in a group, where tiles have unequal work. More heads give the CTAs more even work. Fewer heads keep what their tiles
 /// read in the second-level cache (benches/LOG.md, entry 2).
-const HEADS_PER_GROUP: usize = 16;
+pub(super) const HEADS_PER_GROUP: usize = 16;
 /// The most heads in the last group, and the most bytes that their tiles read. The last group is larger than the others,
 /// because the grid ends with its last tiles: the more heads it has, the shorter these tiles are, and the more evenly the CTAs
 /// end (benches/LOG.md, entry 14).
@@ -123,13 +123,33 @@ pub(super) fn groups_in_turns(even: bool, heads: usize, bytes: usize) -> [i32; 2
 }
 
 /// The mask as kernels read it: the key at which query 0 stands, and the numbers of keys kept before and after a query's own
-/// key. A number is [`UNBOUNDED`] where all are kept.
+/// key. Where the kernels know the lengths of sequences, and not the plan, they add what follows from these. A number is [`UNBOUNDED`] where all are kept.
 pub(super) fn bounds(problem: &ForwardProblem) -> [i32; 3] {
     let dims = problem.dims();
-    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
+    let mut band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
+    if problem.has_lengths() {
+        band.offset = 0;
+    }
     let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
     // |offset| < 2^30: the problem was checked.
     [i32::try_from(band.offset).unwrap_or(0), bound(band.left), bound(band.right)]
+}
+
+/// The most tiles of `tile` rows that all sequences of a head can have together, where the plan does not know their lengths.
+/// `rows` is the number of rows of all sequences (packed), or of each.
+pub(super) fn most_tiles(packed: bool, batch: usize, rows: usize, tile: usize) -> usize {
+    let tile = tile.max(1);
+    if packed { rows / tile + batch } else { batch.saturating_mul(rows.div_ceil(tile)) }
+}
+
+/// The most sequences whose table is made in shared memory, as `kMostInShared` of `kernels/common/schedule.cu` says.
+const MOST_IN_SHARED: usize = 12288;
+
+/// Size in bytes of the table of sequences (`kernels/common/sequences.hpp`): a header of 16 bytes, 48 for each sequence, and 4 for
+/// each tile of a head, of which there are up to `tiles`. The kernel that makes it may need 16 more for each sequence.
+pub(super) fn table_bytes(batch: usize, tiles: usize) -> usize {
+    let scratch = if batch > MOST_IN_SHARED { 16 * batch + 16 } else { 0 };
+    16 + 48 * batch + 4 * tiles.next_multiple_of(4) + scratch
 }
 
 /// A count as `i32`. A count that does not fit saturates.

@@ -15,11 +15,14 @@ use std::fmt;
 
 use super::fitting::{fitting, unsupported};
 use super::key_shares::Work;
-use super::schedule::{bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
+use super::schedule::{
+    HEADS_PER_GROUP, bounds, groups, is_persistent, most_tiles, multiprocessors, resident, small, table_bytes, write_keys,
+};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::problem::ForwardProblem;
+use crate::operand::Slot;
+use crate::problem::{Dims, ForwardProblem};
 use crate::table::KernelInfo;
 
 /// Size of the workspace in bytes, where it holds nothing but the counter that CTAs draw tiles from.
@@ -60,9 +63,10 @@ pub struct Choice {
     pub window_left: i32,
     /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_right: i32,
-    /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`.
+    /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`. Where the kernel reads lengths from memory (`packed`): the most
+    /// that all sequences together can have.
     pub m_tiles: i32,
-    /// Number of tiles in all: `m_tiles * batch * heads_q`. Below 2^31.
+    /// Number of tiles in all: `m_tiles * batch * heads_q`, or `m_tiles * heads_q` where `packed`. Below 2^31.
     pub tiles: i32,
     /// Number of CTAs.
     /// - sm90: one for each multiprocessor that the problem's margin leaves, but no more than `tiles`. A CTA computes one tile
@@ -96,6 +100,11 @@ pub struct Choice {
     pub split_tiles: i32,
     /// Number of queries by which the last tile of each head reaches past `seqlen_q`: 0 to `tile_m - 1`.
     pub padding: i32,
+    /// The number of sequences whose lengths the kernel reads from memory. `None`: all sequences have the problem's lengths.
+    ///
+    /// One more kernel then runs first. It makes a table of the sequences and their tiles in the workspace
+    /// (`hopper-attention-sys/kernels/common/sequences.hpp`), from which CTAs draw.
+    pub packed: Option<i32>,
     /// Whether a measurement chose the kernel, and not the built-in ranking. See [`Tuning`](super::Tuning).
     pub tuned: bool,
     /// The kernel that is launched after this one. There is one exactly where this kernel sums scores in f16.
@@ -160,8 +169,10 @@ fn rank(
 ) -> (usize, bool, u128, Reverse<usize>, Reverse<usize>, u32) {
     let in_f32 = row.scores != DType::F16;
     let time = if is_fitted(row) {
+        let work = work(problem, gpu, row);
+        let time = if problem.has_lengths() { work.time_of(1) } else { work.best().1 };
         // In nanoseconds. A float as large as a u128 saturates.
-        (work(problem, gpu, row).best().1 * 1e3) as u128
+        (time * 1e3) as u128
     } else {
         let dims = problem.dims();
         let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
@@ -179,8 +190,22 @@ fn is_fitted(row: &KernelInfo) -> bool {
 fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
     let margin = problem.sm_margin();
     let left = gpu.multiprocessors.saturating_sub(margin).max(1);
-    let work = Work::new(row, problem.dims(), bounds(problem), left, is_drawn(problem, row));
+    let work = Work::new(row, typical_dims(problem), bounds(problem), left, is_drawn(problem, row));
     if margin > 0 { work.bounded() } else { work }
+}
+
+/// The sizes of a problem, or of one whose sequences are alike and take about as long.
+///
+/// Of packed sequences the plan knows the mean length, and maybe a hint of the longest. The time grows with the square of a
+/// length, so that long ones count more.
+fn typical_dims(problem: &ForwardProblem) -> Dims {
+    let dims = problem.dims();
+    let length = |packed: bool, rows: usize, hint: Option<usize>| {
+        let most = hint.map_or(rows, |hint| hint.min(rows));
+        if packed { rows.div_ceil(dims.batch.max(1)).max(most / 2 * usize::from(hint.is_some())).min(most) } else { most }
+    };
+    dims.with_seqlen_q(length(problem.wants(Slot::CuSeqlensQ), dims.seqlen_q, problem.max_seqlen_q()))
+        .with_seqlen_kv(length(problem.wants(Slot::CuSeqlensKv), dims.seqlen_kv, problem.max_seqlen_kv()))
 }
 
 /// Whether CTAs draw their tiles where they have several.
@@ -231,6 +256,9 @@ fn schedule(
     } else {
         None
     };
+    if problem.has_lengths() {
+        return schedule_packed(problem, gpu, kernel);
+    }
     let dims = problem.dims();
     let heads = dims.batch * dims.heads_q; // Below 2^31: the problem was checked.
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
@@ -273,8 +301,43 @@ fn schedule(
         tile_counter,
         split_tiles: if tile_counter { split_tiles(&kernel, tiles, grid, dims.seqlen_kv) } else { 0 },
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
+        packed: None,
         tuned: false,
         fallback,
+    })
+}
+
+/// The same where the kernel reads the lengths of sequences from memory.
+fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<Choice> {
+    let dims = problem.dims();
+    let list_size = most_tiles(problem.wants(Slot::CuSeqlensQ), dims.batch, dims.seqlen_q, kernel.tile_m);
+    let tiles = list_size
+        .checked_mul(dims.heads_q)
+        .and_then(|tiles| i32::try_from(tiles).ok())
+        .filter(|&tiles| tiles <= MOST_TILES)
+        .ok_or_else(|| {
+            let wanted = format!("up to {list_size} tiles of {} queries for each of {} heads", kernel.tile_m, dims.heads_q);
+            unsupported(wanted, "below 2^31 tiles in all".into())
+        })?;
+    let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
+    let [diagonal_offset, window_left, window_right] = bounds(problem);
+    Ok(Choice {
+        kernel,
+        diagonal_offset,
+        window_left,
+        window_right,
+        m_tiles: small(list_size),
+        tiles,
+        grid: tiles.clamp(1, small(multiprocessors)),
+        shares: 1,
+        heads_per_group: small(if kernel.mask == MaskClass::Full { 1 } else { HEADS_PER_GROUP.min(dims.heads_q) }),
+        groups: 1,
+        tile_counter: false,
+        split_tiles: 0,
+        padding: 0,
+        packed: Some(small(dims.batch)),
+        tuned: false,
+        fallback: None,
     })
 }
 
@@ -296,6 +359,7 @@ fn split_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> 
 /// ```text
 /// CTAs draw tiles             counter: 4 bytes
 /// CTAs draw and split tiles   counter: 16 bytes | partial sums: grid * split_bytes
+/// lengths are in memory       the table of sequences and their tiles (table_bytes)
 /// there is a fallback         RangeCheck: 16 bytes | a word for each CTA: 4 * grid, rounded up to 16 | partial sums, if split
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -304,6 +368,8 @@ pub(crate) struct Parts {
     pub tile_counter: Option<usize>,
     /// The counter of the fallback. `None` where there is no fallback, or where its CTAs do not draw.
     pub fallback_counter: Option<usize>,
+    /// The table of sequences. `None` where the plan knows their lengths.
+    pub table: Option<usize>,
     /// The `RangeCheck`, whose first two words are those counters. `None` where there is no fallback.
     pub range_check: Option<usize>,
     /// The size of the workspace.
@@ -319,6 +385,7 @@ impl Choice {
     /// The workspace that the kernels need, in bytes:
     /// - 0 where CTAs do not draw tiles, 4 where they do;
     /// - 544 on an H100 where there is a fallback;
+    /// - where the kernel reads lengths from memory, some 50 for each sequence and 4 for each tile of a head;
     /// - where tiles are split, also `split_bytes` of the kernel for each CTA (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
@@ -327,18 +394,23 @@ impl Choice {
     pub(crate) fn parts(&self) -> Parts {
         let grid = self.grid as usize; // Never below 0.
         let tile_counter = self.tile_counter.then_some(0);
+        if let Some(batch) = self.packed {
+            let end = table_bytes(batch as usize, self.m_tiles as usize); // Never below 0.
+            return Parts { tile_counter, fallback_counter: None, table: Some(0), range_check: None, end };
+        }
         let Some(fallback) = &self.fallback else {
             let end = match (self.tile_counter, self.split_tiles) {
                 (false, 0) => 0,
                 (true, 0) => COUNTER_BYTES,
                 _ => HEADER_BYTES + grid * self.kernel.split_bytes,
             };
-            return Parts { tile_counter, fallback_counter: None, range_check: None, end };
+            return Parts { tile_counter, fallback_counter: None, table: None, range_check: None, end };
         };
         let range_check = HEADER_BYTES + (RANGE_WORD_BYTES * grid).next_multiple_of(16);
         Parts {
             tile_counter,
             fallback_counter: fallback.tile_counter.then_some(COUNTER_BYTES),
+            table: None,
             range_check: Some(0),
             end: range_check + if self.split_tiles > 0 { grid * self.kernel.split_bytes } else { 0 },
         }
@@ -349,6 +421,11 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kernel, tiles, grid, heads_per_group, groups, padding, m_tiles, .. } = self;
         let tuned = if self.tuned { ", tuned" } else { "" };
+        if let Some(sequences) = self.packed {
+            write!(f, "{kernel}{tuned}, grid {grid} for up to {tiles} tiles of {sequences} sequences, ")?;
+            write!(f, "heads a group {heads_per_group}, drawn order")?;
+            return write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right]);
+        }
         write!(f, "{kernel}{tuned}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
         write!(
             f,

@@ -26,6 +26,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         scores: DType::F32,
         split_bytes: 0,
         most_shares: 1,
+        packs: false,
     }
 }
 

@@ -146,6 +146,8 @@ mod tests {
             scores: DType::F32,
             split_bytes: 0,
             most_shares: 1,
+        packs: false,
+            packs: false,
         })
     }
 

@@ -18,6 +18,7 @@ fn main() {
         scores: DType::F32,
         split_bytes: 0,
         most_shares: 1,
+        packs: false,
     };
     let _ = KernelInfo { smem_bytes: 0, ..kernels()[0] };
 }

@@ -71,8 +71,10 @@ struct FwdLaunch {
     CUtensorMap map_q, map_k, map_v, map_o;
     MapEncoder<FwdParams, true> encode{params, Traits::kDType};
     encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
-    encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
-    encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
+    // Without any key, K and V may have no address; nothing is read by their maps then.
+    bool const has_keys = params.seqlen_kv > 0;
+    encode.keys(map_k, has_keys ? params.k : params.q, params.head_dim_qk, Traits::kTileN);
+    encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kTileN);
     encode.queries(map_o, params.o, params.head_dim_vo, 64);
     if (!is_ok(encode.status)) {
       return encode.status;
@@ -86,6 +88,10 @@ struct FwdLaunch {
     }
     start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
                  packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
+    if (params.sequences.fill_gaps) {
+      return launch_fill_gaps(params.sequences, params.o, params.batch, params.seqlen_q, params.heads_q,
+                              params.head_dim_vo, false, params.lse, stream);
+    }
     return to_status(cudaGetLastError());
   }
 };
