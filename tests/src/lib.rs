@@ -7,6 +7,7 @@ pub mod accuracy;
 pub mod allocations;
 pub mod backward;
 pub mod c;
+pub mod edges;
 pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;

@@ -10,6 +10,7 @@ mod capi_fp8;
 mod capture;
 mod contexts;
 mod driver_errors;
+mod edges;
 mod fp8;
 mod fp8_long;
 mod fp8_streams;

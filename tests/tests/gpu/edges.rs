@@ -1,0 +1,99 @@
+//! Inputs at the edges through every kernel. `tests/tests/edges.rs` takes them through the CPU backend.
+
+use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
+use hopper_attention::{DType, KernelInfo, Workspace, bf16, f16};
+use hopper_attention_tests::backward::Prepared as Backward;
+use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::edges::EDGES;
+use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
+use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, Verdict};
+use hopper_attention_tests::say;
+
+/// The kinds of rows: what a case must fit. The rows of a kind take the same case.
+fn kinds(rows: &[KernelInfo], dtype: DType) -> Vec<Vec<(usize, KernelInfo)>> {
+    let mut kinds: Vec<Vec<(usize, KernelInfo)>> = Vec::new();
+    for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == dtype) {
+        let of = |row: &KernelInfo| (row.mask(), row.head_dim_qk(), row.head_dim_vo());
+        match kinds.iter_mut().find(|kind| of(&kind[0].1) == of(row)) {
+            Some(kind) => kind.push((i, *row)),
+            None => kinds.push(vec![(i, *row)]),
+        }
+    }
+    kinds
+}
+
+/// With the name of the edge in what is wrong.
+fn named(name: &str, verdict: Verdict) -> Verdict {
+    Verdict { wrong: verdict.wrong.map(|wrong| format!("{name}: {wrong}")), ..verdict }
+}
+
+/// Each row takes the case of its kind, and where tiles can be shared, once more with two shares.
+fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for kind in kinds(rows, T::DTYPE) {
+        let (mask, head_dim) = (kind[0].1.mask(), kind[0].1.head_dim_qk());
+        for edge in EDGES {
+            let prepared: Forward<T> = edge.forward(mask, head_dim);
+            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+            for (i, row) in &kind {
+                let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
+                let shared = (row.most_shares() > 1)
+                    .then(|| plan_with_shares(&prepared.problem, &gpu.device, row, 2).expect("two shares"));
+                for plan in [Some(whole), shared].into_iter().flatten() {
+                    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                    let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
+                        Ok(outputs) => prepared.verdict(&outputs),
+                        Err(why) => Verdict::failed(why),
+                    };
+                    runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
+                }
+            }
+        }
+    }
+}
+
+fn backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for kind in kinds(rows, T::DTYPE) {
+        let (mask, head_dim) = (kind[0].1.mask(), kind[0].1.head_dim_qk());
+        for edge in EDGES.into_iter().filter(|edge| edge.backward) {
+            let prepared: Backward<T> = edge.backward(mask, head_dim);
+            let mut on_device = BackwardOnDevice::new(&gpu.stream, &prepared);
+            for (i, row) in &kind {
+                let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
+                let shared = (row.most_shares() > 1).then(|| {
+                    plan_backward_with_shares(&prepared.problem, &gpu.device, row, 2, true).expect("two shares")
+                });
+                for plan in [Some(whole), shared].into_iter().flatten() {
+                    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                    let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
+                        Ok(outputs) => prepared.verdict(&outputs),
+                        Err(why) => Verdict::failed(why),
+                    };
+                    runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_row_takes_the_edges() {
+    let Some(gpu) = Gpu::open("every_row_takes_the_edges") else { return };
+    let rows = gpu.rows();
+    let mut runner = Runner::new(&rows);
+    forwards::<bf16>(&gpu, &rows, &mut runner);
+    forwards::<f16>(&gpu, &rows, &mut runner);
+    say("edges, forward");
+    runner.finish();
+}
+
+#[test]
+fn every_backward_row_takes_the_edges() {
+    let Some(gpu) = Gpu::open("every_backward_row_takes_the_edges") else { return };
+    let rows = gpu.backward_rows();
+    let mut runner = Runner::new(&rows);
+    backwards::<bf16>(&gpu, &rows, &mut runner);
+    backwards::<f16>(&gpu, &rows, &mut runner);
+    say("edges, backward");
+    runner.finish();
+}
