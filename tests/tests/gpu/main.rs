@@ -12,6 +12,7 @@ mod contexts;
 mod driver_errors;
 mod edges;
 mod fp8;
+mod fp8_factors;
 mod fp8_long;
 mod fp8_streams;
 mod grid;

@@ -87,7 +87,8 @@ struct RowState {
 ///
 /// # Errors
 /// Before an output is written:
-/// - [`Error::Value`] for a factor that is not finite and above 0. Without queries no factor is read.
+/// - [`Error::Value`] for a descale factor that is not finite and 0 or more, and for a `scale_o` that is not finite and above 0.
+///   Without queries no factor is read.
 /// - [`Error::Memory`] and [`Error::Threads`].
 pub(crate) fn forward<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
@@ -97,9 +98,9 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     let Fp8Inputs { descale_q, descale_k, descale_v, scale_o, .. } = inputs;
     if !problem.is_empty() {
         for (what, factors) in [("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)] {
-            check_factors(what, factors)?;
+            each_factor(factors, |factor, place| check_factor(what, factor, true, place))?;
         }
-        check_factor("scale_o", *scale_o, || "".into())?;
+        check_factor("scale_o", *scale_o, false, || "".into())?;
     }
     let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), SCALE_BLOCK));
     let tasks = Tasks { batch: dims.batch, heads: dims.heads_q, seqlen: dims.seqlen_q, tokens: blocks.tokens };
@@ -120,19 +121,21 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     Ok(())
 }
 
-/// Refuses factors that are not finite and above 0.
+/// Refuses factors that a tensor cannot be divided by: those that are not finite and above 0.
 pub(crate) fn check_factors(what: &'static str, factors: &HostRef<'_, f32, 3>) -> Result<()> {
-    for index in factors.layout().indices() {
-        check_factor(what, factors.at(index), || format!(" at {index:?}"))?;
-    }
-    Ok(())
+    each_factor(factors, |factor, place| check_factor(what, factor, false, place))
 }
 
-fn check_factor(what: &'static str, factor: f32, place: impl Fn() -> String) -> Result<()> {
-    if factor.is_finite() && factor > 0.0 {
+fn each_factor(factors: &HostRef<'_, f32, 3>, check: impl Fn(f32, &dyn Fn() -> String) -> Result<()>) -> Result<()> {
+    factors.layout().indices().try_for_each(|index| check(factors.at(index), &|| format!(" at {index:?}")))
+}
+
+fn check_factor(what: &'static str, factor: f32, may_be_zero: bool, place: impl Fn() -> String) -> Result<()> {
+    if factor.is_finite() && (factor > 0.0 || may_be_zero && factor == 0.0) {
         return Ok(());
     }
-    Err(Error::Value { what, got: format!("{factor}{}", place()), allowed: "finite and above 0".into() })
+    let allowed = if may_be_zero { "finite and 0 or more" } else { "finite and above 0" };
+    Err(Error::Value { what, got: format!("{factor}{}", place()), allowed: allowed.into() })
 }
 
 /// The larger of two magnitudes. NaN if one of them is NaN.
@@ -220,8 +223,8 @@ impl RowState {
         if scores.is_empty() {
             return;
         }
-        // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum. `unit` is above 0, so the largest product
-        // has the largest score.
+        // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum. `unit` is 0 or more, so the largest
+        // product has the largest score.
         let max = self.max.max(lanes(scores, f32::NEG_INFINITY, f32::max) * unit + fold);
         // If all scores are -inf or NaN, a shift of -inf would give NaN. Any finite shift will do.
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };

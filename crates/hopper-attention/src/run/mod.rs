@@ -38,7 +38,7 @@ macro_rules! runs {
             /// # Errors
             /// Before anything is launched:
             /// - [`Value`](crate::Error::Value): an operand is missing or was not asked for. On the CPU also: a factor is not
-            ///   finite and above 0.
+            ///   finite and above 0. (A descale factor that a forward reads may be 0.)
             /// - [`Dtype`](crate::Error::Dtype) or [`Shape`](crate::Error::Shape): an operand's type or shape is not the
             ///   problem's.
             /// - [`Device`](crate::Error::Device): the stream, the workspace or a tensor is not where the plan is.
