@@ -29,10 +29,12 @@ const SEEN: usize = 50;
 const GARBAGE: usize = 110;
 
 /// All of them.
-pub const EDGES: [Edge; 3] = [
+pub const EDGES: [Edge; 5] = [
     Edge { name: "kept scores of -inf", case: hidden_case, edit: hide, backward: true },
     Edge { name: "kept scores of -inf, V garbage", case: hidden_case, edit: hide_beside_garbage, backward: false },
     Edge { name: "LSE of -inf, dO garbage", case: hidden_case, edit: hide_with_bad_gradients, backward: true },
+    Edge { name: "a scale below the normal range", case: small_scale_case, edit: enlarge, backward: true },
+    Edge { name: "the smallest scale", case: smallest_scale_case, edit: |_, _, _| {}, backward: true },
 ];
 
 impl Edge {
@@ -63,6 +65,21 @@ fn mask_of(class: MaskClass) -> Mask {
 
 fn hidden_case(class: MaskClass, head_dim: usize) -> Case {
     Case::new(300, 300, head_dim, mask_of(class)).heads(3, 2, 1)
+}
+
+/// All keys weigh the same. dQ and dK are normal numbers of bf16 all the same, as Q and K are large.
+fn small_scale_case(class: MaskClass, head_dim: usize) -> Case {
+    Case { scale: Some(2e-39), ..Case::new(150, 203, head_dim, mask_of(class)).heads(1, 2, 1) }
+}
+
+fn smallest_scale_case(class: MaskClass, head_dim: usize) -> Case {
+    Case { scale: Some(f32::from_bits(1)), ..Case::new(150, 203, head_dim, mask_of(class)).heads(1, 2, 1) }
+}
+
+fn enlarge(_: MaskClass, input: Input, tensor: &mut Tensor) {
+    if matches!(input, Input::Q | Input::K) {
+        tensor.data_mut().iter_mut().for_each(|x| *x *= 1024.0);
+    }
 }
 
 /// Makes -inf of the scores of some keys: an infinity in one column, in which every query has the same positive number.

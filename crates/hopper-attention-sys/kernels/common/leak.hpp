@@ -142,7 +142,7 @@ struct PlainOperands {
             HeadRows<Element>::of(params.v, batch, kv_head),
             params.head_dim_qk,
             params.head_dim_vo,
-            params.softmax_scale * kLog2E};
+            exponent_factor(params.softmax_scale)};
   }
   // What the product of a query and a key is multiplied by, to be in powers of two.
   CUTE_DEVICE float unit(int, int) const { return scale_log2; }
