@@ -13,7 +13,7 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::fitting::{fitting, unsupported};
+use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::Work;
 use super::schedule::{bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
@@ -62,7 +62,7 @@ pub struct Choice {
     pub window_right: i32,
     /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`.
     pub m_tiles: i32,
-    /// Number of tiles in all: `m_tiles * batch * heads_q`. Below 2^31.
+    /// Number of tiles in all: `m_tiles * batch * heads_q`. Below 2^31 - 2^20.
     pub tiles: i32,
     /// Number of CTAs.
     /// - sm90: one for each multiprocessor that the problem's margin leaves, but no more than `tiles`. A CTA computes one tile
@@ -236,9 +236,9 @@ fn schedule(
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
     let too_many = || {
         let per_head = format!("{m_tiles} tiles of {} queries for each of {heads} heads", kernel.tile_m);
-        unsupported(per_head, "below 2^31 tiles in all".into())
+        unsupported(per_head, format!("{MOST_TILES_TEXT} tiles in all"))
     };
-    let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(too_many)?;
+    let tiles = tile_count(m_tiles, heads).ok_or_else(too_many)?;
     let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
@@ -250,7 +250,9 @@ fn schedule(
         None => small(work(problem, gpu, &kernel).best().0),
     };
     let grid = match is_persistent(&kernel) {
-        true if shares > 1 || kernel.has_one_tile() => tiles.checked_mul(shares).ok_or_else(too_many)?,
+        true if shares > 1 || kernel.has_one_tile() => {
+            tile_count(tiles as usize, shares as usize).ok_or_else(too_many)?
+        }
         true => tiles.min(small(multiprocessors)),
         false => tiles,
     };
