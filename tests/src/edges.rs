@@ -54,6 +54,13 @@ impl Edge {
     }
 }
 
+/// Whether each query with keys has a log-sum-exp that f32's exponential makes 0 or infinite, and nothing exact is NaN.
+pub fn is_extreme<T>(prepared: &Forward<T>) -> bool {
+    let exact = prepared.expected.oracle();
+    let far = |lse: &f64| *lse == f64::NEG_INFINITY || lse.abs() > 88.7;
+    exact.lse.iter().all(far) && exact.o.data().iter().all(|o| o.is_finite())
+}
+
 /// A mask of each class that bites.
 fn mask_of(class: MaskClass) -> Mask {
     match class {

@@ -1,9 +1,11 @@
 //! Inputs at the edges through the CPU backend. `tests/tests/gpu/edges.rs` takes them through every kernel.
 
-use hopper_attention::{MaskClass, bf16, f16};
+use hopper_attention::{DType, MaskClass, bf16, f16};
+use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::edges::EDGES;
-use hopper_attention_tests::runner::Ready;
+use hopper_attention_tests::edges::{EDGES, is_extreme};
+use hopper_attention_tests::problems::extremes;
+use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, on_cpu};
 use hopper_attention_tests::say;
 
 const CLASSES: [MaskClass; 3] = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
@@ -33,4 +35,21 @@ fn edges_match_the_oracle() {
     check::<f32>(&mut wrong);
     wrong.iter().for_each(|wrong| say(wrong));
     assert!(wrong.is_empty(), "{} are wrong; the first: {}", wrong.len(), wrong[0]);
+}
+
+/// The log-sum-exps are as far from 0 as they should be, and nothing is NaN. cuDNN's gradients are, on such inputs.
+#[test]
+fn extreme_log_sum_exps() {
+    let cases = extremes(&[64]);
+    let far = cases.iter().filter(|case| is_extreme(&Forward::<f32>::new(case))).count();
+    // Queries above the first key keep none.
+    assert_eq!(far, cases.len());
+    let mut runner = Runner::new(["forward bf16", "forward f16", "backward bf16", "backward f16"]);
+    for case in &cases {
+        runner.take(0, case, DType::BF16, on_cpu::<Forward<bf16>>(case));
+        runner.take(1, case, DType::F16, on_cpu::<Forward<f16>>(case));
+        runner.take(2, case, DType::BF16, on_cpu::<Backward<bf16>>(case));
+        runner.take(3, case, DType::F16, on_cpu::<Backward<f16>>(case));
+    }
+    runner.finish();
 }

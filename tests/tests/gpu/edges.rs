@@ -4,9 +4,10 @@ use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
 use hopper_attention::{DType, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::edges::EDGES;
+use hopper_attention_tests::edges::{EDGES, is_extreme};
 use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
-use hopper_attention_tests::gpu::{Gpu, OnDevice};
+use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
+use hopper_attention_tests::problems::{Case, extremes};
 use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, Verdict};
 use hopper_attention_tests::say;
 
@@ -74,6 +75,66 @@ fn backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
             }
         }
     }
+}
+
+/// Cases of all head dims that there are rows of.
+fn fits(rows: &[KernelInfo]) -> Vec<Case> {
+    let mut head_dims: Vec<usize> = rows.iter().map(KernelInfo::head_dim_qk).collect();
+    head_dims.sort_unstable();
+    head_dims.dedup();
+    extremes(&head_dims)
+}
+
+fn extreme_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    let mut workspace = Workspace::alloc(&gpu.lane(), 1 << 20).expect("device memory");
+    let mut runs = 0;
+    take_rows(
+        runner,
+        (rows, &fits(rows)),
+        |prepared: &Forward<T>| {
+            assert!(is_extreme(prepared), "{}", prepared.case);
+            OnDevice::new(&gpu.stream, prepared)
+        },
+        |row, prepared, on_device| {
+            runs += 1;
+            let shares = 1 + runs % row.most_shares().clamp(1, 2);
+            let plan = planned(plan_with_shares(&prepared.problem, &gpu.device, row, shares), row, &prepared.case)?;
+            Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
+        },
+        |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
+    );
+}
+
+fn extreme_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    let mut workspace = Workspace::alloc(&gpu.lane(), 64 << 20).expect("device memory");
+    take_rows(
+        runner,
+        (rows, &fits(rows)),
+        |prepared: &Backward<T>| BackwardOnDevice::new(&gpu.stream, prepared),
+        |row, prepared, on_device| {
+            let plan = planned(prepared.problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
+            Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
+        },
+        |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
+    );
+}
+
+/// Log-sum-exps past 88.7 of both signs, whose exponentials f32 does not hold. cuDNN's gradients of such are NaN.
+#[test]
+fn extreme_log_sum_exps() {
+    let Some(gpu) = Gpu::open("extreme_log_sum_exps") else { return };
+    let rows = gpu.rows();
+    let mut runner = Runner::new(&rows);
+    extreme_forwards::<bf16>(&gpu, &rows, &mut runner);
+    extreme_forwards::<f16>(&gpu, &rows, &mut runner);
+    say("extreme log-sum-exps, forward");
+    runner.finish();
+    let rows = gpu.backward_rows();
+    let mut runner = Runner::new(&rows);
+    extreme_backwards::<bf16>(&gpu, &rows, &mut runner);
+    extreme_backwards::<f16>(&gpu, &rows, &mut runner);
+    say("extreme log-sum-exps, backward");
+    runner.finish();
 }
 
 #[test]
