@@ -11,6 +11,7 @@ pub mod edges;
 pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod gradients;
 pub mod long;
 pub mod mutations;
 pub mod problems;

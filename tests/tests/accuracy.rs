@@ -3,9 +3,10 @@
 
 use hopper_attention::reference::{Tensor, forward};
 use hopper_attention::{
-    Device, Float, ForwardArgs, Layout, OutputOf, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    BackwardArgs, Device, Float, ForwardArgs, Layout, OutputOf, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::accuracy::{DRAWS, Reference, Sample, Setting, Verdict};
+use hopper_attention_tests::gradients;
 use hopper_attention_tests::inputs::Class;
 use hopper_attention_tests::say;
 
@@ -38,6 +39,47 @@ fn the_cpu_is_as_accurate_as_a_running_maximum() {
     say(Verdict::HEAD);
     verdicts::<bf16>(&mut wrong);
     verdicts::<f16>(&mut wrong);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Of the CPU backend, of its own O and LSE.
+fn gradients<T: Float + OutputOf<T>>(sample: &gradients::Sample<T>) -> [Vec<T>; 3] {
+    let (forward, problem) = (&sample.forward, &sample.problem);
+    let layout = Layout::contiguous(forward.q_shape()).unwrap();
+    let rows = Layout::contiguous(forward.lse_shape()).unwrap();
+    let zeros = || vec![T::from_f32(0.0); layout.span()];
+    let (mut o, mut lse) = (zeros(), vec![0.0_f32; rows.span()]);
+    let [q, k, v, d_o] = [0, 1, 2, 3].map(|i| TensorRef::host(&sample.inputs[i], layout).unwrap());
+    let args = ForwardArgs::new(q, k, v, TensorMut::host(&mut o, layout).unwrap());
+    let plan = forward.plan(&Device::cpu()).unwrap();
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).unwrap();
+    plan.run(&Stream::Cpu, &mut workspace, args.lse(TensorMut::host(&mut lse, rows).unwrap())).unwrap();
+
+    let mut gradients = [zeros(), zeros(), zeros()];
+    let [q, k, v] = [0, 1, 2].map(|i| TensorRef::host(&sample.inputs[i], layout).unwrap());
+    let (o, lse) = (TensorRef::host(&o, layout).unwrap(), TensorRef::host(&lse, rows).unwrap());
+    let outputs = gradients.each_mut().map(|gradient| TensorMut::host(gradient, layout).unwrap());
+    let plan = problem.plan(&Device::cpu()).unwrap();
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).unwrap();
+    plan.run(&Stream::Cpu, &mut workspace, BackwardArgs::new([q, k, v], o, lse, d_o, outputs)).unwrap();
+    gradients
+}
+
+fn gradient_verdicts<T: Float + OutputOf<T>>(wrong: &mut Vec<String>) {
+    for setting in Setting::all(&[256]) {
+        let sample = gradients::Sample::<T>::new(setting);
+        let verdict = sample.judge(&gradients(&sample)).unwrap();
+        say(&verdict.to_string());
+        wrong.extend((!verdict.passed()).then(|| verdict.to_string()));
+    }
+}
+
+#[test]
+fn the_cpus_gradients_are_as_accurate_as_a_running_maximums() {
+    let mut wrong = Vec::new();
+    say(gradients::Verdict::HEAD);
+    gradient_verdicts::<bf16>(&mut wrong);
+    gradient_verdicts::<f16>(&mut wrong);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
