@@ -3,7 +3,7 @@
 use hopper_attention::{DType, MaskClass, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::edges::{EDGES, is_extreme};
+use hopper_attention_tests::edges::{EDGES, is_extreme, one_key, one_key_gives_its_value, one_key_has_no_gradient};
 use hopper_attention_tests::problems::extremes;
 use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, on_cpu};
 use hopper_attention_tests::say;
@@ -52,4 +52,35 @@ fn extreme_log_sum_exps() {
         runner.take(3, case, DType::F16, on_cpu::<Backward<f16>>(case));
     }
     runner.finish();
+}
+
+/// A weight of 1 is exact. So O is V, and no gradient is left but what f32 rounds.
+#[test]
+fn rows_that_see_one_key() {
+    fn check<T: Poison>() {
+        for case in [64, 128].into_iter().flat_map(one_key) {
+            let forward = Forward::<T>::new(&case);
+            let right = one_key_gives_its_value(&forward, &forward.on_cpu().unwrap());
+            right.unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
+            let backward = Backward::<T>::new(&case);
+            let right = one_key_has_no_gradient(&backward, &backward.on_cpu().unwrap());
+            right.unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
+        }
+    }
+    check::<bf16>();
+    check::<f16>();
+}
+
+/// An O whose last bits are off is noticed: what a weight that was rounded makes of it.
+#[test]
+fn an_o_of_rounded_weights_is_noticed() {
+    fn check<T: Poison>(last_bit: f32) {
+        for case in one_key(64) {
+            let mut backward = Backward::<T>::new(&case);
+            backward.o.inner_mut().iter_mut().for_each(|o| *o = T::from_f32(o.to_f32() * (1.0 + last_bit)));
+            assert!(one_key_has_no_gradient(&backward, &backward.on_cpu().unwrap()).is_err(), "{} {case}", T::DTYPE);
+        }
+    }
+    check::<bf16>(1.0 / 128.0);
+    check::<f16>(1.0 / 1024.0);
 }

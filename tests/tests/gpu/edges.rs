@@ -4,7 +4,7 @@ use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
 use hopper_attention::{DType, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::edges::{EDGES, is_extreme};
+use hopper_attention_tests::edges::{EDGES, is_extreme, one_key, one_key_gives_its_value, one_key_has_no_gradient};
 use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, extremes};
@@ -134,6 +134,59 @@ fn extreme_log_sum_exps() {
     extreme_backwards::<bf16>(&gpu, &rows, &mut runner);
     extreme_backwards::<f16>(&gpu, &rows, &mut runner);
     say("extreme log-sum-exps, backward");
+    runner.finish();
+}
+
+/// A verdict on something that holds or not.
+fn verdict(right: Result<(), String>) -> Verdict {
+    right.map_or_else(Verdict::failed, |()| Verdict::default())
+}
+
+fn one_key_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for prepared in [64, 128].into_iter().flat_map(one_key).map(|case| Forward::<T>::new(&case)) {
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
+            for shares in 1..=row.most_shares().min(2) {
+                let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares);
+                let Some(plan) = planned(plan, row, &prepared.case) else { continue };
+                let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                let ran = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared);
+                let right = ran.and_then(|outputs| one_key_gives_its_value(&prepared, &outputs));
+                runner.take(i, &prepared.case, T::DTYPE, verdict(right));
+            }
+        }
+    }
+}
+
+fn one_key_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for prepared in [64, 128].into_iter().flat_map(one_key).map(|case| Backward::<T>::new(&case)) {
+        let mut on_device = BackwardOnDevice::new(&gpu.stream, &prepared);
+        for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
+            let plan = prepared.problem.plan_with_row(&gpu.device, row);
+            let Some(plan) = planned(plan, row, &prepared.case) else { continue };
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+            let ran = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared);
+            let right = ran.and_then(|outputs| one_key_has_no_gradient(&prepared, &outputs));
+            runner.take(i, &prepared.case, T::DTYPE, verdict(right));
+        }
+    }
+}
+
+/// A weight of 1 is exact. So O is V bit for bit, and no gradient is left but what f32 rounds.
+#[test]
+fn rows_that_see_one_key() {
+    let Some(gpu) = Gpu::open("rows_that_see_one_key") else { return };
+    let rows = gpu.rows();
+    let mut runner = Runner::new(&rows);
+    one_key_forwards::<bf16>(&gpu, &rows, &mut runner);
+    one_key_forwards::<f16>(&gpu, &rows, &mut runner);
+    say("rows that see one key, forward");
+    runner.finish();
+    let rows = gpu.backward_rows();
+    let mut runner = Runner::new(&rows);
+    one_key_backwards::<bf16>(&gpu, &rows, &mut runner);
+    one_key_backwards::<f16>(&gpu, &rows, &mut runner);
+    say("rows that see one key, backward");
     runner.finish();
 }
 
