@@ -1,4 +1,4 @@
-//! How accurate dQ, dK and dV are on each class of inputs, beside the computation that FlashAttention-3 makes: O and the LSE of its
+//! How accurate dQ, dK and dV are on each class of inputs, and the O that they are made of, beside the computation that FlashAttention-3 makes: O and the LSE of its
 //! own forward (see [`accuracy`](crate::accuracy)), P in f32, and P and dS rounded to the operands' type where they enter a product.
 
 use std::fmt;
@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use crate::accuracy::{DRAWS, Error, Head, LARGEST, RMSE, Reference, Setting, emulated, of_head};
 use crate::data::{Input, Values};
 
-/// The names of the gradients, in the order of everything here.
-pub const NAMES: [&str; 3] = ["dQ", "dK", "dV"];
+/// What is judged, in the order of everything here.
+pub const NAMES: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
 /// Inputs of a setting, what is exact, and how far the emulation is from it.
 pub struct Sample<T> {
@@ -23,8 +23,8 @@ pub struct Sample<T> {
     /// Q, K, V and dO, each `[1, seqlen, heads, head_dim]` without gaps.
     pub inputs: [Vec<T>; 4],
     /// Of each head.
-    exact: Vec<[Vec<f64>; 3]>,
-    emulated: [Option<Error>; 3],
+    exact: Vec<[Vec<f64>; 4]>,
+    emulated: [Option<Error>; 4],
 }
 
 /// Gradients beside the emulation.
@@ -34,8 +34,8 @@ pub struct Verdict {
     pub name: String,
     /// In which type.
     pub dtype: DType,
-    /// Of dQ, dK and dV: the error, and the emulation's. None where every element is NaN.
-    pub errors: [Option<[Error; 2]>; 3],
+    /// Of O, dQ, dK and dV: the error, and the emulation's. None where every element is NaN.
+    pub errors: [Option<[Error; 2]>; 4],
 }
 
 impl<T: Float> Sample<T> {
@@ -54,10 +54,10 @@ impl<T: Float> Sample<T> {
     pub fn of(name: String, forward: ForwardProblem, inputs: [Vec<T>; 4]) -> Self {
         let problem = BackwardProblem::builder(&forward).build().expect("a type with gradients");
         let heads = forward.dims().heads_q;
-        let mut sample = Self { name, forward, problem, inputs, exact: vec![], emulated: [None; 3] };
+        let mut sample = Self { name, forward, problem, inputs, exact: vec![], emulated: [None; 4] };
         sample.exact = (0..heads).into_par_iter().map(|head| sample.exact_of(head)).collect();
         let emulated: Vec<_> = (0..heads).into_par_iter().map(|head| sample.emulated_of(head)).collect();
-        sample.emulated = [0, 1, 2].map(|i| sample.error(i, |head| emulated[head][i].clone()));
+        sample.emulated = [0, 1, 2, 3].map(|i| sample.error(i, |head| emulated[head][i].clone()));
         sample
     }
 
@@ -72,7 +72,7 @@ impl<T: Float> Sample<T> {
         of_head(&self.inputs[input], head, dims.heads_q, dims.head_dim_qk)
     }
 
-    fn exact_of(&self, head: usize) -> [Vec<f64>; 3] {
+    fn exact_of(&self, head: usize) -> [Vec<f64>; 4] {
         let wide = |input| self.head(input, head).into_iter().map(f64::from).collect::<Vec<f64>>();
         let ([q, k, v, d_o], dims) = ([0, 1, 2, 3].map(wide), self.forward.dims());
         let (n, m, dim) = (dims.seqlen_q, dims.seqlen_kv, dims.head_dim_qk);
@@ -99,10 +99,11 @@ impl<T: Float> Sample<T> {
             }
         }
         let d_k = product(&transposed(&d_s, n, m), &q, m, dim);
-        [product(&d_s, &k, n, dim), d_k, product(&transposed(&p, n, m), &d_o, m, dim)]
+        let d_v = product(&transposed(&p, n, m), &d_o, m, dim);
+        [product(&p, &v, n, dim), product(&d_s, &k, n, dim), d_k, d_v]
     }
 
-    fn emulated_of(&self, head: usize) -> [Vec<T>; 3] {
+    fn emulated_of(&self, head: usize) -> [Vec<T>; 4] {
         let ([q, k, v, d_o], dims) = ([0, 1, 2, 3].map(|input| self.head(input, head)), self.forward.dims());
         let (n, m, dim) = (dims.seqlen_q, dims.seqlen_kv, dims.head_dim_qk);
         let scale = self.forward.softmax_scale();
@@ -111,11 +112,13 @@ impl<T: Float> Sample<T> {
         let mut p = product(&q, &transposed(&k, m, dim), n, m);
         let mut d_s = product(&d_o, &transposed(&v, m, dim), n, m);
         let of_head = Head { q, k, v };
+        let mut output = Vec::with_capacity(n * dim);
         for (query, (p, d_s)) in p.chunks_exact_mut(m).zip(d_s.chunks_exact_mut(m)).enumerate() {
             let keys = (0..m).filter(|&key| self.keeps(query, key)).max().map_or(0, |key| key + 1);
             let (o, lse_log2) =
                 emulated::<T>(of_head.query(query, dim), &of_head, keys, scale, Reference::RunningMaximum);
             let delta: f32 = o.iter().zip(&d_o[query * dim..]).map(|(o, d_o)| o.to_f32() * d_o).sum();
+            output.extend(o);
             for (key, (p, d_s)) in p.iter_mut().zip(d_s).enumerate() {
                 *p = if self.keeps(query, key) { (scale_log2 * *p - lse_log2).exp2() } else { 0.0 };
                 *d_s = if *p == 0.0 { 0.0 } else { rounded(*p * (*d_s - delta)) };
@@ -125,36 +128,37 @@ impl<T: Float> Sample<T> {
         let narrow = |values: Vec<f32>, scale: f32| values.into_iter().map(|x| T::from_f32(x * scale)).collect();
         let Head { q, k, .. } = of_head;
         [
+            output,
             narrow(product(&d_s, &k, n, dim), scale),
             narrow(product(&transposed(&d_s, n, m), &q, m, dim), scale),
             narrow(product(&transposed(&p, n, m), &d_o, m, dim), 1.0),
         ]
     }
 
-    /// Holds gradients, in the layout of the inputs, beside the emulation.
+    /// Holds O and gradients, in the layout of the inputs, beside the emulation.
     ///
     /// # Errors
     /// Where an element is NaN that should not be, or the other way round.
-    pub fn judge(&self, gradients: &[Vec<T>; 3]) -> Result<Verdict, String> {
+    pub fn judge(&self, results: &[Vec<T>; 4]) -> Result<Verdict, String> {
         let (heads, dim) = (self.forward.dims().heads_q, self.forward.dims().head_dim_qk);
-        for ((name, gradient), i) in NAMES.into_iter().zip(gradients).zip(0..) {
+        for ((name, result), i) in NAMES.into_iter().zip(results).zip(0..) {
             for (head, exact) in self.exact.iter().enumerate() {
-                let got = of_head(gradient, head, heads, dim);
+                let got = of_head(result, head, heads, dim);
                 if let Some(at) = got.iter().zip(&exact[i]).position(|(got, exact)| got.is_nan() != exact.is_nan()) {
                     let (got, exact) = (got[at], exact[i][at]);
                     return Err(format!("{}: {name} at head {head}, row {}: {got} for {exact}", self.name, at / dim));
                 }
             }
         }
-        let errors = [0, 1, 2].map(|i| {
+        let errors = [0, 1, 2, 3].map(|i| {
             let got =
-                self.error(i, |head| of_head(&gradients[i], head, heads, dim).into_iter().map(T::from_f32).collect());
+                self.error(i, |head| of_head(&results[i], head, heads, dim).into_iter().map(T::from_f32).collect());
             Some([got?, self.emulated[i]?])
         });
         Ok(Verdict { name: self.name.clone(), dtype: T::DTYPE, errors })
     }
 
-    /// The error of gradient `i`, averaged over the heads. None where nothing exact is a number.
+    /// The error of result `i`, averaged over the heads. None where nothing exact is a number.
     fn error(&self, i: usize, of_head: impl Fn(usize) -> Vec<T>) -> Option<Error> {
         let mut mean = Error { rmse: 0.0, largest: 0.0 };
         let heads = self.exact.len() as f64;
@@ -197,8 +201,8 @@ fn transposed<N: Copy>(a: &[N], rows: usize, columns: usize) -> Vec<N> {
 }
 
 impl Verdict {
-    /// The errors over the emulation's: of the RMSE and of the largest error, of each gradient that there is.
-    pub fn ratios(&self) -> [Option<[f64; 2]>; 3] {
+    /// The errors over the emulation's: of the RMSE and of the largest error, of each result that there is.
+    pub fn ratios(&self) -> [Option<[f64; 2]>; 4] {
         self.errors
             .map(|errors| errors.map(|[got, emulated]| [got.rmse / emulated.rmse, got.largest / emulated.largest]))
     }
@@ -214,7 +218,7 @@ impl Verdict {
     }
 
     /// The head of a table of verdicts.
-    pub const HEAD: &str = "type  rmse ratio, max ratio of dQ      of dK            of dV            inputs";
+    pub const HEAD: &str = "type  of O: rmse, max  of dQ            of dK            of dV            inputs";
 }
 
 /// A line of a table.

@@ -12,6 +12,7 @@ pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod gradients;
+pub mod layers;
 pub mod long;
 pub mod mutations;
 pub mod problems;

@@ -4,6 +4,7 @@ use hopper_attention::{Arch, Device, Float, ForwardArgs, KernelInfo, MaskClass, 
 use hopper_attention_tests::accuracy::{LARGEST, RMSE, Sample, Setting, Verdict};
 use hopper_attention_tests::gpu::{Gpu, dense, whole, whole_mut};
 use hopper_attention_tests::gradients;
+use hopper_attention_tests::layers;
 use hopper_attention_tests::problems::Grid;
 use hopper_attention_tests::say;
 
@@ -100,12 +101,12 @@ fn gradients_held(arch: Arch) -> (f64, f64) {
     if arch == Arch::Sm90 { (1.1, 1.5) } else { (2.0, 3.0) }
 }
 
-/// Gradients by a row, of the O and the LSE that the library's forward of the same instruction set makes.
+/// O of the library's forward of a row's instruction set, and the gradients that the row makes of that and of its LSE.
 fn gradients<T: Float + OutputOf<T>>(
     gpu: &Gpu,
     row: &KernelInfo,
     sample: &gradients::Sample<T>,
-) -> Option<[Vec<T>; 3]> {
+) -> Option<[Vec<T>; 4]> {
     let plan = sample.problem.plan_with_row(&gpu.device, row).ok()?;
     let forward = sample.forward.to_builder().arch(row.arch()).build().expect("the same numbers");
     let forward = forward.plan(&Device::Cuda(gpu.device.clone())).expect("a forward");
@@ -126,7 +127,7 @@ fn gradients<T: Float + OutputOf<T>>(
     let outputs = [&mut d_q, &mut d_k, &mut d_v];
     let args = dense(&sample.problem, [&q, &k, &v, &o, &d_o], &lse, outputs).expect("fitting layouts");
     plan.run(&gpu.lane(), &mut workspace, args).unwrap_or_else(|error| panic!("{row}: {error}"));
-    Some([d_q, d_k, d_v].map(|gradient| stream.clone_dtoh(&gradient).expect("a copy")))
+    Some([o, d_q, d_k, d_v].map(|result| stream.clone_dtoh(&result).expect("a copy")))
 }
 
 /// Judges the backward kernels of an instruction set on these inputs; prints a line for each.
@@ -157,19 +158,37 @@ fn judge_gradients<T: Float + OutputOf<T>>(
     }
 }
 
-fn gradients_of(test: &str, arch: Arch) {
+/// On which inputs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Samples {
+    Classes,
+    Layers,
+}
+
+/// Judges the backward kernels of an instruction set, and the forwards before them.
+fn gradients_of(test: &str, arch: Arch, samples: Samples) {
     let Some(gpu) = Gpu::open(test) else { return };
     let takes = |row: &KernelInfo| row.arch() == arch && row.mask() != MaskClass::Window;
     let rows: Vec<_> = gpu.backward_rows().into_iter().filter(takes).collect();
     assert!(!rows.is_empty(), "no {arch} row runs on {:?}", Device::available());
     let mut verdicts = Verdicts { taken: vec![0; rows.len()], ..Verdicts::default() };
     say(gradients::Verdict::HEAD);
-    for setting in Setting::all(Grid::from_env().pick(&[512], &[512, 1024])) {
-        judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::new(setting), &mut verdicts);
-        judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::new(setting), &mut verdicts);
+    match samples {
+        Samples::Classes => {
+            for setting in Setting::all(Grid::from_env().pick(&[512], &[512, 1024])) {
+                judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::new(setting), &mut verdicts);
+                judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::new(setting), &mut verdicts);
+            }
+            assert!(verdicts.taken.iter().all(|&taken| taken > 0), "rows that took no case: {:?}", verdicts.taken);
+        }
+        // A model has heads of one width.
+        Samples::Layers => {
+            layers::samples().iter().for_each(|sample| judge_gradients::<bf16>(&gpu, &rows, sample, &mut verdicts));
+            layers::samples().iter().for_each(|sample| judge_gradients::<f16>(&gpu, &rows, sample, &mut verdicts));
+            assert!(verdicts.taken.iter().any(|&taken| taken > 0), "no row took a layer");
+        }
     }
     let Verdicts { taken, past_goal, wrong } = verdicts;
-    assert!(taken.iter().all(|&taken| taken > 0), "rows that took no case: {taken:?}");
     let (total, (rmse, largest)) = (taken.iter().sum::<usize>(), gradients_held(arch));
     say(&format!("{arch}: {total} verdicts, {past_goal} past {RMSE} (rmse) or {LARGEST} (max), {} wrong", wrong.len()));
     assert!(
@@ -182,10 +201,20 @@ fn gradients_of(test: &str, arch: Arch) {
 
 #[test]
 fn sm90_gradients_are_nearly_as_accurate_as_a_running_maximums() {
-    gradients_of("sm90_gradients_are_nearly_as_accurate_as_a_running_maximums", Arch::Sm90);
+    gradients_of("sm90_gradients_are_nearly_as_accurate_as_a_running_maximums", Arch::Sm90, Samples::Classes);
 }
 
 #[test]
 fn sm80_gradients_keep_to_their_bounds() {
-    gradients_of("sm80_gradients_keep_to_their_bounds", Arch::Sm80);
+    gradients_of("sm80_gradients_keep_to_their_bounds", Arch::Sm80, Samples::Classes);
+}
+
+#[test]
+fn sm90_is_nearly_as_accurate_on_real_layers() {
+    gradients_of("sm90_is_nearly_as_accurate_on_real_layers", Arch::Sm90, Samples::Layers);
+}
+
+#[test]
+fn sm80_keeps_to_its_bounds_on_real_layers() {
+    gradients_of("sm80_keeps_to_its_bounds_on_real_layers", Arch::Sm80, Samples::Layers);
 }
