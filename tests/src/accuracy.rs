@@ -107,10 +107,10 @@ pub struct Verdict {
 }
 
 /// A head's vectors, one after the other.
-struct Head {
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+pub(crate) struct Head {
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
 }
 
 impl<T: Float> Sample<T> {
@@ -145,8 +145,10 @@ impl<T: Float> Sample<T> {
     /// The emulation's rows of the queries that are compared, and NaN elsewhere, as the library would write O.
     pub fn emulate(&self, reference: Reference) -> Vec<T> {
         let Setting { head_dim, seqlen, .. } = self.setting;
-        let rows = self
-            .rows(|head, query| emulated::<T>(head.query(query, head_dim), head, self.setting.keys(query), reference));
+        let rows = self.rows(|head, query| {
+            let scale = self.problem.softmax_scale();
+            emulated::<T>(head.query(query, head_dim), head, self.setting.keys(query), scale, reference).0
+        });
         let mut o = vec![T::from_f32(f32::NAN); seqlen * DRAWS * head_dim];
         for (i, row) in rows.into_iter().enumerate() {
             let at = self.place(i);
@@ -258,13 +260,18 @@ impl<T: Float> Sample<T> {
     }
 
     fn head(&self, data: &[T], head: usize) -> Vec<f32> {
-        let rows = data.chunks_exact(self.setting.head_dim).skip(head).step_by(DRAWS);
-        rows.flatten().map(|x| x.to_f32()).collect()
+        of_head(data, head, DRAWS, self.setting.head_dim)
     }
 }
 
+/// A head's rows of a tensor `[1, seqlen, heads, head_dim]` without gaps.
+pub(crate) fn of_head<T: Float>(data: &[T], head: usize, heads: usize, head_dim: usize) -> Vec<f32> {
+    let rows = data.chunks_exact(head_dim).skip(head).step_by(heads);
+    rows.flatten().map(|x| x.to_f32()).collect()
+}
+
 impl Head {
-    fn query(&self, query: usize, head_dim: usize) -> &[f32] {
+    pub fn query(&self, query: usize, head_dim: usize) -> &[f32] {
         &self.q[query * head_dim..][..head_dim]
     }
 }
@@ -286,11 +293,17 @@ fn exact(q: &[f32], Head { k, v, .. }: &Head, keys: usize) -> (Vec<f64>, Vec<f64
     (o, weights)
 }
 
-/// A row of O in f32, block after block from the last one.
-fn emulated<T: Float>(q: &[f32], Head { k, v, .. }: &Head, keys: usize, reference: Reference) -> Vec<T> {
+/// A row of O in f32, block after block from the last one, and its log-sum-exp to the base 2.
+pub(crate) fn emulated<T: Float>(
+    q: &[f32],
+    Head { k, v, .. }: &Head,
+    keys: usize,
+    softmax_scale: f32,
+    reference: Reference,
+) -> (Vec<T>, f32) {
     let head_dim = q.len();
     // Scores are logarithms to the base 2.
-    let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
+    let scale = std::f32::consts::LOG2_E * softmax_scale;
     let (mut o, mut sum) = (vec![0.0_f32; head_dim], 0.0_f32);
     let mut maximum = if reference == Reference::Zero { 0.0 } else { f32::NEG_INFINITY };
     for first in (0..keys).step_by(BLOCK).rev() {
@@ -311,7 +324,7 @@ fn emulated<T: Float>(q: &[f32], Head { k, v, .. }: &Head, keys: usize, referenc
             o.iter_mut().zip(&v[key * head_dim..][..head_dim]).for_each(|(o, &v)| *o += rounded * v);
         }
     }
-    o.into_iter().map(|o| T::from_f32(o / sum)).collect()
+    (o.into_iter().map(|o| T::from_f32(o / sum)).collect(), maximum + sum.log2())
 }
 
 /// In f32, in eight sums: as exact as a tensor core's, and in the registers of a vector unit.

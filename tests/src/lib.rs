@@ -7,9 +7,12 @@ pub mod accuracy;
 pub mod allocations;
 pub mod backward;
 pub mod c;
+pub mod edges;
 pub mod fp8;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod gradients;
+pub mod layers;
 pub mod long;
 pub mod mutations;
 pub mod problems;

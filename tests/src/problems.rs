@@ -78,6 +78,7 @@ pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
             cases.extend(placements());
             cases.extend(numbers());
             cases.extend(classes(1100));
+            cases.extend(extremes(&[64, 128]));
             cases.extend(long());
             cases
         }
@@ -252,6 +253,25 @@ fn garbage(case: &Case) -> Vec<Case> {
         Case { dims, values: Values::Garbage(input, garbage), seed: (4 * i + j) as u64, ..case.clone() }
     };
     picked.map(of).collect()
+}
+
+/// Log-sum-exps beyond what f32's exponential takes, of both signs, at lengths where a last tile or block has one row or a half.
+pub fn extremes(head_dims: &[usize]) -> Vec<Case> {
+    let lengths = [(1, 1), (1, 64), (1, 192), (64, 64), (192, 192), (192, 320), (320, 192)];
+    let mut cases = Vec::new();
+    for mask in masks() {
+        for &head_dim in head_dims {
+            for (i, (seqlen_q, seqlen_kv)) in lengths.into_iter().enumerate() {
+                for score in [100, -100, 1000, -1000] {
+                    let values = Values::Sloped { first: score, last: score };
+                    // Without a gradient of the LSE in each second one.
+                    let case = Case::new(seqlen_q, seqlen_kv, head_dim, mask);
+                    cases.push(Case { values, lse: i % 2 == 0, ..case });
+                }
+            }
+        }
+    }
+    cases
 }
 
 /// Every class of inputs at a length of several blocks, so that a row's largest score comes after others, or before them.

@@ -3,10 +3,12 @@
 
 use hopper_attention::reference::{Tensor, forward};
 use hopper_attention::{
-    Device, Float, ForwardArgs, Layout, OutputOf, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    BackwardArgs, Device, Float, ForwardArgs, Layout, OutputOf, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::accuracy::{DRAWS, Reference, Sample, Setting, Verdict};
+use hopper_attention_tests::gradients;
 use hopper_attention_tests::inputs::Class;
+use hopper_attention_tests::layers;
 use hopper_attention_tests::say;
 
 /// Of the CPU backend.
@@ -38,6 +40,57 @@ fn the_cpu_is_as_accurate_as_a_running_maximum() {
     say(Verdict::HEAD);
     verdicts::<bf16>(&mut wrong);
     verdicts::<f16>(&mut wrong);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Of the CPU backend: O, and gradients of its own O and LSE.
+fn gradients<T: Float + OutputOf<T>>(sample: &gradients::Sample<T>) -> [Vec<T>; 4] {
+    let (forward, problem) = (&sample.forward, &sample.problem);
+    let layout = Layout::contiguous(forward.q_shape()).unwrap();
+    let rows = Layout::contiguous(forward.lse_shape()).unwrap();
+    let zeros = || vec![T::from_f32(0.0); layout.span()];
+    let (mut o, mut lse) = (zeros(), vec![0.0_f32; rows.span()]);
+    let [q, k, v, d_o] = [0, 1, 2, 3].map(|i| TensorRef::host(&sample.inputs[i], layout).unwrap());
+    let args = ForwardArgs::new(q, k, v, TensorMut::host(&mut o, layout).unwrap());
+    let plan = forward.plan(&Device::cpu()).unwrap();
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).unwrap();
+    plan.run(&Stream::Cpu, &mut workspace, args.lse(TensorMut::host(&mut lse, rows).unwrap())).unwrap();
+
+    let mut gradients = [zeros(), zeros(), zeros()];
+    let [q, k, v] = [0, 1, 2].map(|i| TensorRef::host(&sample.inputs[i], layout).unwrap());
+    let (of_o, lse) = (TensorRef::host(&o, layout).unwrap(), TensorRef::host(&lse, rows).unwrap());
+    let outputs = gradients.each_mut().map(|gradient| TensorMut::host(gradient, layout).unwrap());
+    let plan = problem.plan(&Device::cpu()).unwrap();
+    let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).unwrap();
+    plan.run(&Stream::Cpu, &mut workspace, BackwardArgs::new([q, k, v], of_o, lse, d_o, outputs)).unwrap();
+    let [d_q, d_k, d_v] = gradients;
+    [o, d_q, d_k, d_v]
+}
+
+fn gradient_verdicts<T: Float + OutputOf<T>>(samples: Vec<gradients::Sample<T>>, wrong: &mut Vec<String>) {
+    for sample in samples {
+        let verdict = sample.judge(&gradients(&sample)).unwrap();
+        say(&verdict.to_string());
+        wrong.extend((!verdict.passed()).then(|| verdict.to_string()));
+    }
+}
+
+#[test]
+fn the_cpus_gradients_are_as_accurate_as_a_running_maximums() {
+    let mut wrong = Vec::new();
+    say(gradients::Verdict::HEAD);
+    let settings = || Setting::all(&[256]).into_iter();
+    gradient_verdicts::<bf16>(settings().map(gradients::Sample::new).collect(), &mut wrong);
+    gradient_verdicts::<f16>(settings().map(gradients::Sample::new).collect(), &mut wrong);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The same on layers of trained models.
+#[test]
+fn the_cpu_is_as_accurate_on_real_layers() {
+    let mut wrong = Vec::new();
+    gradient_verdicts::<bf16>(layers::samples(), &mut wrong);
+    gradient_verdicts::<f16>(layers::samples(), &mut wrong);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 

@@ -2,7 +2,8 @@
 
 use hopper_attention::reference::Tensor;
 use hopper_attention::{DType, E4M3, Element, ForwardProblemBuilder, Mask, Scaling};
-use hopper_attention_tests::fp8::{MUTATIONS, Operands};
+use hopper_attention_tests::data::Input;
+use hopper_attention_tests::fp8::{MUTATIONS, Operands, forget_dust};
 use hopper_attention_tests::mutations::{self, Subject};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
 use hopper_attention_tests::runner::{Runner, Verdict};
@@ -141,5 +142,27 @@ fn a_wrong_output_is_caught_without_the_lse() {
     for mutation in MUTATIONS {
         let (o, _) = (mutation.apply)(&operands).unwrap_or_else(|| panic!("{} does not apply", mutation.name));
         assert!(!expected.check(&o, None).unwrap().passed(), "not caught: {}", mutation.name);
+    }
+}
+
+/// Factors of 0 and -0 make zeros of their block, as on a GPU. (What is no factor is refused: `tests/fp8.rs` of the crate.)
+#[test]
+fn factors_of_zero_make_zeros() {
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(3))] {
+        let case = Case::new(300, 420, 64, mask).heads(1, 4, 2);
+        let clean = operands(&case, Scaling::PerBlock, None);
+        let check = |what: &str, operands: &Operands| {
+            let (mut o, lse) = operands.run();
+            forget_dust(&mut o);
+            let report = operands.expected().check(&o, Some(&lse)).unwrap();
+            assert!(report.passed(), "{mask}: {what}: {report}");
+        };
+        for zero in [0.0, -0.0] {
+            for (input, block) in [(Input::Q, 1), (Input::K, 0), (Input::K, 3), (Input::V, 0), (Input::V, 3)] {
+                let operands = clean.clone().with_factor(input, [0, 1, block], zero);
+                check(&format!("{zero:?} for {input:?}, block {block}"), &operands);
+            }
+            check(&format!("{zero:?} for all of V"), &clean.clone().with_factors_times(Input::V, zero));
+        }
     }
 }

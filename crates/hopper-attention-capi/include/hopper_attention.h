@@ -370,8 +370,8 @@ typedef struct hattn_forward_args {
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
   size_t workspace_bytes;
-  // Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling says which shape.
-  // Given exactly if the operands are HATTN_E4M3. Only the CPU checks the values.
+  // Descale factors of Q, read: HATTN_F32, finite and 0 or more. hattn_scaling says which shape.
+  // Given exactly if the operands are HATTN_E4M3. The CPU refuses other values. A GPU makes NaN of what they enter.
   const struct hattn_tensor *descale_q;
   // Descale factors of K, as descale_q.
   const struct hattn_tensor *descale_k;

@@ -299,8 +299,8 @@ pub struct hattn_forward_args {
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
     pub workspace_bytes: usize,
-    /// Descale factors of Q, read: HATTN_F32, finite and above 0. hattn_scaling says which shape.
-    /// Given exactly if the operands are HATTN_E4M3. Only the CPU checks the values.
+    /// Descale factors of Q, read: HATTN_F32, finite and 0 or more. hattn_scaling says which shape.
+    /// Given exactly if the operands are HATTN_E4M3. The CPU refuses other values. A GPU makes NaN of what they enter.
     pub descale_q: *const hattn_tensor,
     /// Descale factors of K, as descale_q.
     pub descale_k: *const hattn_tensor,

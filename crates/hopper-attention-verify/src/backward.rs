@@ -1,6 +1,6 @@
 //! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
 
-use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, forward_plain};
+use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, Tensor, forward_plain};
 use hopper_attention::{BackwardArgs, BackwardProblem, DType, Device, Stream, TensorMut, TensorRef, Workspace};
 
 use crate::case::Case;
@@ -47,11 +47,18 @@ pub struct Outputs<T> {
 impl<T: Poison> Prepared<T> {
     /// Makes the inputs and computes what must come out.
     pub fn new(case: &Case) -> Self {
+        Self::edited(case, |_, _| {})
+    }
+
+    /// The same of inputs that were changed before they are rounded: `edit` gets each.
+    pub fn edited(case: &Case, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let forward = case.problem(T::DTYPE);
         let problem = BackwardProblem::builder(&forward).d_lse(case.lse).build().expect("a type with gradients");
         let input = |input, shape| {
             let layout = case.placement.layout(shape, input != Input::Q);
-            Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
+            let mut tensor = case.values.tensor(input, shape, case.seed);
+            edit(input, &mut tensor);
+            Image::<T, 4>::of(&tensor, layout)
         };
         let mut q = input(Input::Q, forward.q_shape());
         let mut k = input(Input::K, forward.k_shape());

@@ -36,10 +36,17 @@ pub struct Outputs<T> {
 impl<T: Poison> Prepared<T> {
     /// Makes the inputs and computes what must come out.
     pub fn new(case: &Case) -> Self {
+        Self::edited(case, |_, _| {})
+    }
+
+    /// The same of inputs that were changed before they are rounded: `edit` gets each.
+    pub fn edited(case: &Case, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let problem = case.problem(T::DTYPE);
         let input = |input, shape| {
             let layout = case.placement.layout(shape, input != Input::Q);
-            Image::<T, 4>::of(&case.values.tensor(input, shape, case.seed), layout)
+            let mut tensor = case.values.tensor(input, shape, case.seed);
+            edit(input, &mut tensor);
+            Image::<T, 4>::of(&tensor, layout)
         };
         let mut q = input(Input::Q, problem.q_shape());
         let mut k = input(Input::K, problem.k_shape());

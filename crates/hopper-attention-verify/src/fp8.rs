@@ -61,6 +61,12 @@ impl Operands {
         self
     }
 
+    /// The same with all factors of one operand multiplied by this.
+    pub fn with_factors_times(mut self, input: Input, by: f32) -> Self {
+        self.descale[input as usize].iter_mut().for_each(|factor| *factor *= by);
+        self
+    }
+
     /// The real values that the operands stand for.
     pub fn real(&self) -> [Tensor; 3] {
         self.real_by(|_, index| index)

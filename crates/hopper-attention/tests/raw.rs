@@ -311,7 +311,7 @@ mod fp8 {
             let negative = [-1f32];
             assert_eq!(
                 memory.refused_with(slot, at(&negative, [1, 1, 1])),
-                format!("{slot}: -1 at [0, 0, 0]; allowed: finite and above 0")
+                format!("{slot}: -1 at [0, 0, 0]; allowed: finite and 0 or more")
             );
         }
         for (slot, made_with, verb) in [(Slot::ScaleO, "an e4m3 output", "reads"), (Slot::Amax, "amax", "writes")] {

@@ -1,8 +1,10 @@
-//! The accuracy of O on each class of inputs: every kernel beside a computation with a true running maximum.
+//! The accuracy of O and of the gradients on each class of inputs: every kernel beside a computation with a true running maximum.
 
-use hopper_attention::{Arch, Device, Float, ForwardArgs, KernelInfo, OutputOf, Workspace, bf16, f16};
+use hopper_attention::{Arch, Device, Float, ForwardArgs, KernelInfo, MaskClass, OutputOf, Workspace, bf16, f16};
 use hopper_attention_tests::accuracy::{LARGEST, RMSE, Sample, Setting, Verdict};
-use hopper_attention_tests::gpu::{Gpu, whole, whole_mut};
+use hopper_attention_tests::gpu::{Gpu, dense, whole, whole_mut};
+use hopper_attention_tests::gradients;
+use hopper_attention_tests::layers;
 use hopper_attention_tests::problems::Grid;
 use hopper_attention_tests::say;
 
@@ -92,4 +94,127 @@ fn sm90_is_nearly_as_accurate_as_a_running_maximum() {
 #[test]
 fn sm80_keeps_to_its_bounds_beside_a_running_maximum() {
     kernels_of("sm80_keeps_to_its_bounds_beside_a_running_maximum", Arch::Sm80);
+}
+
+/// What the errors of gradients are held to, as [`held`]. The goal is the same as of O.
+fn gradients_held(arch: Arch) -> (f64, f64) {
+    if arch == Arch::Sm90 { (1.1, 1.5) } else { (2.0, 3.0) }
+}
+
+/// O of the library's forward of a row's instruction set, and the gradients that the row makes of that and of its LSE.
+fn gradients<T: Float + OutputOf<T>>(
+    gpu: &Gpu,
+    row: &KernelInfo,
+    sample: &gradients::Sample<T>,
+) -> Option<[Vec<T>; 4]> {
+    let plan = sample.problem.plan_with_row(&gpu.device, row).ok()?;
+    let forward = sample.forward.to_builder().arch(row.arch()).build().expect("the same numbers");
+    let forward = forward.plan(&Device::Cuda(gpu.device.clone())).expect("a forward");
+    let (problem, stream) = (&sample.forward, &gpu.stream);
+    let [q, k, v, d_o] = [0, 1, 2, 3].map(|i| stream.clone_htod(&sample.inputs[i]).expect("device memory"));
+    let zeros = || stream.clone_htod(&vec![T::from_f32(0.0); sample.inputs[0].len()]).expect("device memory");
+    let mut o = zeros();
+    let mut lse = stream.alloc_zeros::<f32>(problem.lse_shape().iter().product()).expect("device memory");
+    let mut workspace = Workspace::alloc(&gpu.lane(), forward.workspace_bytes()).expect("device memory");
+    let of = |x| whole(x, problem.q_shape()).expect("a fitting layout");
+    let args =
+        ForwardArgs::new(of(&q), of(&k), of(&v), whole_mut(&mut o, problem.o_shape()).expect("a fitting layout"));
+    let args = args.lse(whole_mut(&mut lse, problem.lse_shape()).expect("a fitting layout"));
+    forward.run(&gpu.lane(), &mut workspace, args).unwrap_or_else(|error| panic!("{forward}: {error}"));
+
+    let [mut d_q, mut d_k, mut d_v] = [zeros(), zeros(), zeros()];
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+    let outputs = [&mut d_q, &mut d_k, &mut d_v];
+    let args = dense(&sample.problem, [&q, &k, &v, &o, &d_o], &lse, outputs).expect("fitting layouts");
+    plan.run(&gpu.lane(), &mut workspace, args).unwrap_or_else(|error| panic!("{row}: {error}"));
+    Some([o, d_q, d_k, d_v].map(|result| stream.clone_dtoh(&result).expect("a copy")))
+}
+
+/// Judges the backward kernels of an instruction set on these inputs; prints a line for each.
+fn judge_gradients<T: Float + OutputOf<T>>(
+    gpu: &Gpu,
+    rows: &[KernelInfo],
+    sample: &gradients::Sample<T>,
+    verdicts: &mut Verdicts,
+) {
+    for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
+        // Wider rows take it too; one of the width that there is will do.
+        let dim = sample.forward.dims().head_dim_qk;
+        if row.head_dim_qk() != dim.next_multiple_of(64) {
+            continue;
+        }
+        let Some(gradients) = gradients(gpu, row, sample) else { continue };
+        verdicts.taken[i] += 1;
+        match sample.judge(&gradients) {
+            Ok(verdict) => {
+                say(&format!("{verdict}  {row}"));
+                verdicts.past_goal += usize::from(!verdict.passed());
+                let (rmse, largest) = gradients_held(row.arch());
+                let holds = verdict.within(rmse, largest);
+                verdicts.wrong.extend((!holds).then(|| format!("{verdict}  {row}")));
+            }
+            Err(why) => verdicts.wrong.push(format!("{why}: {} {row}", T::DTYPE)),
+        }
+    }
+}
+
+/// On which inputs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Samples {
+    Classes,
+    Layers,
+}
+
+/// Judges the backward kernels of an instruction set, and the forwards before them.
+fn gradients_of(test: &str, arch: Arch, samples: Samples) {
+    let Some(gpu) = Gpu::open(test) else { return };
+    let takes = |row: &KernelInfo| row.arch() == arch && row.mask() != MaskClass::Window;
+    let rows: Vec<_> = gpu.backward_rows().into_iter().filter(takes).collect();
+    assert!(!rows.is_empty(), "no {arch} row runs on {:?}", Device::available());
+    let mut verdicts = Verdicts { taken: vec![0; rows.len()], ..Verdicts::default() };
+    say(gradients::Verdict::HEAD);
+    match samples {
+        Samples::Classes => {
+            for setting in Setting::all(Grid::from_env().pick(&[512], &[512, 1024])) {
+                judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::new(setting), &mut verdicts);
+                judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::new(setting), &mut verdicts);
+            }
+            assert!(verdicts.taken.iter().all(|&taken| taken > 0), "rows that took no case: {:?}", verdicts.taken);
+        }
+        // A model has heads of one width.
+        Samples::Layers => {
+            layers::samples().iter().for_each(|sample| judge_gradients::<bf16>(&gpu, &rows, sample, &mut verdicts));
+            layers::samples().iter().for_each(|sample| judge_gradients::<f16>(&gpu, &rows, sample, &mut verdicts));
+            assert!(verdicts.taken.iter().any(|&taken| taken > 0), "no row took a layer");
+        }
+    }
+    let Verdicts { taken, past_goal, wrong } = verdicts;
+    let (total, (rmse, largest)) = (taken.iter().sum::<usize>(), gradients_held(arch));
+    say(&format!("{arch}: {total} verdicts, {past_goal} past {RMSE} (rmse) or {LARGEST} (max), {} wrong", wrong.len()));
+    assert!(
+        wrong.is_empty(),
+        "errors of gradients past {rmse} (rmse) or {largest} (max) times those with a running maximum, or NaN where none \
+         belongs:\n{}",
+        wrong.join("\n")
+    );
+}
+
+#[test]
+fn sm90_gradients_are_nearly_as_accurate_as_a_running_maximums() {
+    gradients_of("sm90_gradients_are_nearly_as_accurate_as_a_running_maximums", Arch::Sm90, Samples::Classes);
+}
+
+#[test]
+fn sm80_gradients_keep_to_their_bounds() {
+    gradients_of("sm80_gradients_keep_to_their_bounds", Arch::Sm80, Samples::Classes);
+}
+
+#[test]
+fn sm90_is_nearly_as_accurate_on_real_layers() {
+    gradients_of("sm90_is_nearly_as_accurate_on_real_layers", Arch::Sm90, Samples::Layers);
+}
+
+#[test]
+fn sm80_keeps_to_its_bounds_on_real_layers() {
+    gradients_of("sm80_keeps_to_its_bounds_on_real_layers", Arch::Sm80, Samples::Layers);
 }

@@ -122,12 +122,13 @@ CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block) {
   FiniteLook<Element> look;
   CUTE_UNROLL
   for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
-    write_pairs<ThreadSums::kWidth>(
-        first, 2 * params.d_q.stride_row, m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, params.seqlen_q,
-        params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
-          float2 const pair = thread_sums.pair(strip, i, j);
-          return look.see(pack_pair<Element>(pair.x * params.softmax_scale, pair.y * params.softmax_scale));
-        });
+    write_pairs<ThreadSums::kWidth>(first, 2 * params.d_q.stride_row,
+                                    m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, params.seqlen_q,
+                                    params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
+                                      float2 const pair = thread_sums.pair(strip, i, j);
+                                      return look.see(pack_pair<Element>(scaled(pair.x, params.softmax_scale),
+                                                                         scaled(pair.y, params.softmax_scale)));
+                                    });
   }
   return __syncthreads_or(look.found()) != 0;
 }

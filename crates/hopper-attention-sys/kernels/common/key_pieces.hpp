@@ -43,8 +43,8 @@ struct KeyPieces {
         2 * tensor.stride_row, n_block * Traits::kTileN + KeySums::row(thread), params.seqlen_kv,
         (is_v(piece) ? params.head_dim_vo : params.head_dim_qk) - column(piece), thread % 32, [&](int i, int j) {
           float4 const four = fours[2 * i + j / 2];
-          return look.see(j % 2 == 0 ? pack_pair<Element>(four.x * scale, four.y * scale)
-                                     : pack_pair<Element>(four.z * scale, four.w * scale));
+          return look.see(j % 2 == 0 ? pack_pair<Element>(scaled(four.x, scale), scaled(four.y, scale))
+                                     : pack_pair<Element>(scaled(four.z, scale), scaled(four.w, scale)));
         });
     return look.found();
   }

@@ -145,7 +145,7 @@ struct PlainOperands {
             HeadRows<Element>::of(params.v, batch, kv_head),
             params.head_dim_qk,
             params.head_dim_vo,
-            params.softmax_scale * kLog2E};
+            exponent_factor(params.softmax_scale)};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);

@@ -108,7 +108,7 @@ struct RepairGradients {
                            Sums const& anew, float scale) const {
     auto const store = [&](int column, float before, float value) __attribute__((always_inline)) {
       if (column >= range.begin && column < range.end && isnan(before)) {
-        *reinterpret_cast<Element*>(rows.at(row, column)) = Element{value * scale};
+        *reinterpret_cast<Element*>(rows.at(row, column)) = Element{scaled(value, scale)};
       }
     };
     CUTE_UNROLL
@@ -191,7 +191,7 @@ struct RepairGradients {
     }
   }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, float s, float d_p) const {
-    float const p = of_query.weight(s, exponent_scale(params.softmax_scale) * kLog2E);
+    float const p = of_query.weight(s, exponent_factor(exponent_scale(params.softmax_scale)));
     return {p, p * (d_p + of_query.negative_delta()), !of_query.is_empty()};
   }
 

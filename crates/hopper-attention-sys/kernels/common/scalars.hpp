@@ -28,7 +28,7 @@ struct FwdScalars {
   int heads_per_group;
   int groups;
   int* tile_counter;  // or null
-  float scale_log2;   // softmax_scale * log2(e)
+  float scale_log2;   // exponent_factor(softmax_scale)
 };
 
 // Of a forward whose sequences have lengths that the device knows (sequences.hpp).
@@ -65,11 +65,25 @@ struct BwdScalars {
   int head_dim_qk;
   int head_dim_vo;
   float softmax_scale;
-  float scale_log2;  // exponent_scale(softmax_scale) * log2(e)
+  float scale_log2;  // exponent_factor(exponent_scale(softmax_scale))
   int shares;
   float* key_sums;         // or null
   void const* share_list;  // sm80: null
 };
+
+// What scores are multiplied by, to be in powers of two. Arithmetic flushes numbers below 2^-126 to 0, which would make
+// NaN of a masked score. A scale below that counts as 2^-126: scores of products up to 2^100 are 0 in either case. (The
+// largest scales would become infinite, and make NaN of a product of 0.)
+CUTE_HOST_DEVICE float exponent_factor(float softmax_scale) {
+  return cute::min(cute::max(softmax_scale * kLog2E, 0x1p-126F), 0x1.fffffep127F);
+}
+
+// Of a gradient, at its end. This product alone takes a scale below 2^-126 as it is: the sum may be large.
+CUTE_DEVICE float scaled(float sum, float softmax_scale) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(sum), "f"(softmax_scale));
+  return product;
+}
 
 // The softmax scale where the backward divides by it: no float that a problem may have makes the quotient overflow.
 CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
@@ -91,7 +105,7 @@ Scalars common_scalars(Params const& params) noexcept {
   scalars.heads_per_group = params.heads_per_group;
   scalars.groups = params.groups;
   scalars.tile_counter = reinterpret_cast<int*>(params.tile_counter);
-  scalars.scale_log2 = params.softmax_scale * kLog2E;
+  scalars.scale_log2 = exponent_factor(params.softmax_scale);
   return scalars;
 }
 
@@ -129,7 +143,7 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   scalars.head_dim_qk = params.head_dim_qk;
   scalars.head_dim_vo = params.head_dim_vo;
   scalars.softmax_scale = params.softmax_scale;
-  scalars.scale_log2 = exponent_scale(params.softmax_scale) * kLog2E;
+  scalars.scale_log2 = exponent_factor(exponent_scale(params.softmax_scale));
   scalars.shares = params.shares;
   scalars.key_sums = reinterpret_cast<float*>(params.key_sums);
   scalars.share_list = reinterpret_cast<void const*>(params.share_list);

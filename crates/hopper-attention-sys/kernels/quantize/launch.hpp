@@ -6,6 +6,7 @@
 #include "common/status.hpp"
 #include "quantize/kernel.hpp"
 #include "quantize/once.hpp"
+#include "quantize/residency.hpp"
 #include "quantize/row.hpp"
 
 namespace hattn::quantize {
@@ -80,6 +81,7 @@ Status prepare() noexcept {
       }
     }
   }
+  Residency::of_driver();
   cudaFuncAttributes attributes;
   cudaError_t const error = cudaFuncGetAttributes(&attributes, fill_factors);
   return to_status(error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, publish_counts));
@@ -160,9 +162,11 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   Rotation const rotation = !tensor.rotated               ? Rotation::None
                             : tensor.head_dim == head_dim ? Rotation::Whole
                                                           : Rotation::PowersOfTwo;
+  unsigned const multiprocessors = shares ? Residency::of_driver().multiprocessors(stream, given.multiprocessors)
+                                          : static_cast<unsigned>(given.multiprocessors);
   // Returns the grid.
   auto const divide = [&](Kernel const& kernel, bool once) {
-    unsigned const ctas = given.multiprocessors * kernel.ctas;
+    unsigned const ctas = multiprocessors * kernel.ctas;
     unsigned const tiles_a_head = (tensor.seqlen + kernel.tile_rows - 1) / kernel.tile_rows;
     unsigned const tiles = tensor.batch * tensor.heads * tiles_a_head;
     // All tiles of a factor must be measured before the first of them can be converted.
@@ -198,7 +202,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
       if (error != cudaErrorCooperativeLaunchTooLarge) {
         return to_status(error);
       }
-      // This context has fewer multiprocessors than the device. Nothing was started. (A capture ends in an error here.)
+      // Fewer multiprocessors than the driver has said. Nothing was started. (A capture ends in an error here.)
       cudaGetLastError();
     }
   }

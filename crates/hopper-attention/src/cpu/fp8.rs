@@ -90,8 +90,9 @@ struct RowState {
 ///
 /// # Errors
 /// Before an output is written:
-/// - [`Error::Value`] for offsets and used lengths that are wrong, and for a factor that is not finite and above 0. Without
-///   queries no factor is read. Nor are factors that belong to no row of a sequence, where sequences differ.
+/// - [`Error::Value`] for offsets and used lengths that are wrong, for a descale factor that is not finite and 0 or more, and for
+///   a `scale_o` that is not finite and above 0. Without queries no factor is read. Nor are factors that belong to no row of a
+///   sequence, where sequences differ.
 /// - [`Error::Memory`] and [`Error::Threads`].
 pub(crate) fn forward<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
@@ -106,9 +107,9 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
         for (what, factors, side) in
             [("descale_q", descale_q, Side::Q), ("descale_k", descale_k, Side::Kv), ("descale_v", descale_v, Side::Kv)]
         {
-            check_factors(what, factors, scaling, &sequences, side)?;
+            check_factors(what, factors, scaling, &sequences, side, true)?;
         }
-        check_factor("scale_o", *scale_o, || "".into())?;
+        check_factor("scale_o", *scale_o, false, || "".into())?;
     }
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let mut team = Team::new(tasks.count(), || Ok(Scratch { tile: tile::Scratch::new(dims, blocks)?, amax: 0.0 }))?;
@@ -132,15 +133,16 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     Ok(())
 }
 
-/// Refuses factors of one side that are not finite and above 0. Where sequences differ, only factors of their rows are read.
+/// Refuses factors of one side that are not finite and above 0, or 0 where that is allowed. Where sequences differ, only factors of their rows are read.
 pub(crate) fn check_factors(
     what: &'static str,
     factors: &HostRef<'_, f32, 3>,
     scaling: Scaling,
     sequences: &Sequences,
     side: Side,
+    may_be_zero: bool,
 ) -> Result<()> {
-    let check = |index| check_factor(what, factors.at(index), || format!(" at {index:?}"));
+    let check = |index| check_factor(what, factors.at(index), may_be_zero, || format!(" at {index:?}"));
     if !sequences.differ() {
         return factors.layout().indices().try_for_each(check);
     }
@@ -154,11 +156,12 @@ pub(crate) fn check_factors(
     Ok(())
 }
 
-fn check_factor(what: &'static str, factor: f32, place: impl Fn() -> String) -> Result<()> {
-    if factor.is_finite() && factor > 0.0 {
+fn check_factor(what: &'static str, factor: f32, may_be_zero: bool, place: impl Fn() -> String) -> Result<()> {
+    if factor.is_finite() && (factor > 0.0 || may_be_zero && factor == 0.0) {
         return Ok(());
     }
-    Err(Error::Value { what, got: format!("{factor}{}", place()), allowed: "finite and above 0".into() })
+    let allowed = if may_be_zero { "finite and 0 or more" } else { "finite and above 0" };
+    Err(Error::Value { what, got: format!("{factor}{}", place()), allowed: allowed.into() })
 }
 
 /// The larger of two magnitudes. NaN if one of them is NaN.
@@ -246,8 +249,8 @@ impl RowState {
         if scores.is_empty() {
             return;
         }
-        // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum. `unit` is above 0, so the largest product
-        // has the largest score.
+        // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum. `unit` is 0 or more, so the largest
+        // product has the largest score.
         let max = self.max.max(lanes(scores, f32::NEG_INFINITY, f32::max) * unit + fold);
         // If all scores are -inf or NaN, a shift of -inf would give NaN. Any finite shift will do.
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };

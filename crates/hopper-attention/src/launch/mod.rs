@@ -176,7 +176,9 @@ fn rows_of_sequences(
         return Ok(descriptor);
     }
     Err(Error::Unsupported {
-        wanted: format!("{slot} with stride {stride_batch} in batch and {stride_row} in seqlen, beside lengths in memory"),
+        wanted: format!(
+            "{slot} with stride {stride_batch} in batch and {stride_row} in seqlen, beside lengths in memory"
+        ),
         nearest: "a batch stride that is a multiple of the sequence's".into(),
     })
 }

@@ -131,7 +131,7 @@ unsafe fn task<'a, T: Float>(
             // Factors of an empty tensor are not read.
             if !values.layout().is_empty() {
                 let scaling = problem.scaling().unwrap_or_default();
-                cpu::check_factors(tensor.given.name(), &descale, scaling, sequences, side)?;
+                cpu::check_factors(tensor.given.name(), &descale, scaling, sequences, side, false)?;
             }
             Factors::Given(descale)
         }

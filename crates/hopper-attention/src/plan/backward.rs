@@ -15,7 +15,7 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::fitting::{self, fitting, unsupported};
+use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::schedule::{
     BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, multiprocessors, resident,
     small, write_keys,
@@ -80,7 +80,7 @@ pub struct BackwardChoice {
     pub window_left: i32,
     /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_right: i32,
-    /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`. Below 2^31.
+    /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`. Below 2^31 - 2^20.
     pub tiles: i32,
     /// Number of shares that the work of each tile is cut into, at least 1 (`shares.rs`). sm80: 1.
     pub shares: i32,
@@ -103,7 +103,7 @@ pub struct BackwardChoice {
     /// Whether tiles take turns at the sums of dQ, as a deterministic pass needs. Then the sums have the same bits on every
     /// run. Needs `tile_counter`, and so no clusters.
     pub turns: bool,
-    /// Number of blocks of queries in all: `ceil(seqlen_q / tile_m) * batch * heads_q`. Below 2^31.
+    /// Number of blocks of queries in all: `ceil(seqlen_q / tile_m) * batch * heads_q`. Below 2^31 - 2^20.
     pub blocks: usize,
 }
 
@@ -210,8 +210,8 @@ fn select_cut(
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
     let heads_kv = dims.batch * dims.heads_kv; // Below 2^31: the problem was checked.
     let count = |what: &str, per_head: usize, heads: usize| {
-        per_head.checked_mul(heads).and_then(|all| i32::try_from(all).ok()).ok_or_else(|| {
-            unsupported(format!("{per_head} {what} for each of {heads} heads"), "below 2^31 in all".into())
+        tile_count(per_head, heads).ok_or_else(|| {
+            unsupported(format!("{per_head} {what} for each of {heads} heads"), format!("{MOST_TILES_TEXT} in all"))
         })
     };
     let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;

@@ -13,6 +13,18 @@ use crate::table::KernelInfo;
 /// Kernels move the vectors of Q, K, V and O (`head_dim` elements) in steps of this many bytes.
 const TMA_BYTES: usize = 16;
 
+/// The most tiles, or shares of tiles, of a launch. CTAs count on where the list of tiles ends: each of a grid's CTAs looks at an
+/// index or two past it. So 2^20 numbers are left below 2^31.
+pub(super) const MOST_TILES: i32 = i32::MAX - (1 << 20);
+/// The same in words.
+pub(super) const MOST_TILES_TEXT: &str = "below 2^31 - 2^20";
+
+/// A count of tiles, unless there are too many.
+pub(super) fn tile_count(per_head: usize, heads: usize) -> Option<i32> {
+    let tiles = per_head.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok())?;
+    (tiles < MOST_TILES).then_some(tiles)
+}
+
 /// The class of kernels that computes a problem's mask. The class follows from the keys that the mask keeps, not from the
 /// variant of [`Mask`](crate::Mask): a causal mask with one query keeps every key, so the class is `Full`.
 pub fn mask_class(problem: &ForwardProblem) -> MaskClass {

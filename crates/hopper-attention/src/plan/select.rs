@@ -13,10 +13,11 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use super::fitting::{fitting, unsupported};
+use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::Work;
 use super::schedule::{
-    HEADS_PER_GROUP, bounds, groups, is_persistent, most_tiles, multiprocessors, resident, small, table_bytes, write_keys,
+    HEADS_PER_GROUP, bounds, groups, is_persistent, most_tiles, multiprocessors, resident, small, table_bytes,
+    write_keys,
 };
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::dtype::DType;
@@ -66,7 +67,7 @@ pub struct Choice {
     /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`. Where the kernel reads lengths from memory (`packed`): the most
     /// that all sequences together can have.
     pub m_tiles: i32,
-    /// Number of tiles in all: `m_tiles * batch * heads_q`, or `m_tiles * heads_q` where `packed`. Below 2^31.
+    /// Number of tiles in all: `m_tiles * batch * heads_q`, or `m_tiles * heads_q` where `packed`. Below 2^31 - 2^20.
     pub tiles: i32,
     /// Number of CTAs.
     /// - sm90: one for each multiprocessor that the problem's margin leaves, but no more than `tiles`. A CTA computes one tile
@@ -202,7 +203,11 @@ fn typical_dims(problem: &ForwardProblem) -> Dims {
     let dims = problem.dims();
     let length = |packed: bool, rows: usize, hint: Option<usize>| {
         let most = hint.map_or(rows, |hint| hint.min(rows));
-        if packed { rows.div_ceil(dims.batch.max(1)).max(most / 2 * usize::from(hint.is_some())).min(most) } else { most }
+        if packed {
+            rows.div_ceil(dims.batch.max(1)).max(most / 2 * usize::from(hint.is_some())).min(most)
+        } else {
+            most
+        }
     };
     dims.with_seqlen_q(length(problem.wants(Slot::CuSeqlensQ), dims.seqlen_q, problem.max_seqlen_q()))
         .with_seqlen_kv(length(problem.wants(Slot::CuSeqlensKv), dims.seqlen_kv, problem.max_seqlen_kv()))
@@ -264,9 +269,9 @@ fn schedule(
     let m_tiles = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
     let too_many = || {
         let per_head = format!("{m_tiles} tiles of {} queries for each of {heads} heads", kernel.tile_m);
-        unsupported(per_head, "below 2^31 tiles in all".into())
+        unsupported(per_head, format!("{MOST_TILES_TEXT} tiles in all"))
     };
-    let tiles = m_tiles.checked_mul(heads).and_then(|tiles| i32::try_from(tiles).ok()).ok_or_else(too_many)?;
+    let tiles = tile_count(m_tiles, heads).ok_or_else(too_many)?;
     let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
@@ -278,7 +283,9 @@ fn schedule(
         None => small(work(problem, gpu, &kernel).best().0),
     };
     let grid = match is_persistent(&kernel) {
-        true if shares > 1 || kernel.has_one_tile() => tiles.checked_mul(shares).ok_or_else(too_many)?,
+        true if shares > 1 || kernel.has_one_tile() => {
+            tile_count(tiles as usize, shares as usize).ok_or_else(too_many)?
+        }
         true => tiles.min(small(multiprocessors)),
         false => tiles,
     };
@@ -311,14 +318,10 @@ fn schedule(
 fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<Choice> {
     let dims = problem.dims();
     let list_size = most_tiles(problem.wants(Slot::CuSeqlensQ), dims.batch, dims.seqlen_q, kernel.tile_m);
-    let tiles = list_size
-        .checked_mul(dims.heads_q)
-        .and_then(|tiles| i32::try_from(tiles).ok())
-        .filter(|&tiles| tiles <= MOST_TILES)
-        .ok_or_else(|| {
-            let wanted = format!("up to {list_size} tiles of {} queries for each of {} heads", kernel.tile_m, dims.heads_q);
-            unsupported(wanted, "below 2^31 tiles in all".into())
-        })?;
+    let tiles = tile_count(list_size, dims.heads_q).ok_or_else(|| {
+        let wanted = format!("up to {list_size} tiles of {} queries for each of {} heads", kernel.tile_m, dims.heads_q);
+        unsupported(wanted, MOST_TILES_TEXT.into())
+    })?;
     let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
     let [diagonal_offset, window_left, window_right] = bounds(problem);
     Ok(Choice {

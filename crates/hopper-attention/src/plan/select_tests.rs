@@ -497,7 +497,12 @@ fn the_cpu_has_no_instruction_set() {
 #[test]
 fn more_tiles_than_a_kernel_counts_are_refused() {
     let dims = Dims { batch: 1 << 20, seqlen_q: 1 << 28, heads_q: 4, ..DIMS };
-    assert!(refused(&problem(dims, Mask::Full), &H100, &table()).contains("below 2^31 tiles"));
+    assert!(refused(&problem(dims, Mask::Full), &H100, &table()).contains("below 2^31 - 2^20 tiles"));
+    // A tile for each head. The CTAs of a grid count on past the last.
+    let of = |heads| problem(Dims::new(1, 1, heads, 64), Mask::Full);
+    let most = (1 << 31) - (1 << 20) - 2;
+    assert_eq!(select(&of(most), &H100, &table()).unwrap().tiles as usize, most);
+    assert!(refused(&of(most + 1), &H100, &table()).contains("below 2^31 - 2^20 tiles"));
 }
 
 fn masks() -> impl Strategy<Value = Mask> {

@@ -146,7 +146,7 @@ mod tests {
             scores: DType::F32,
             split_bytes: 0,
             most_shares: 1,
-        packs: false,
+            packs: false,
             packs: false,
         })
     }

@@ -168,7 +168,7 @@ impl<'a> ForwardArgs<'a> {
     /// Adds the descale factors of e4m3 Q, K and V. A real value is the stored value times its factor.
     ///
     /// Their shapes `[batch, heads, blocks]` follow from the problem's [`Scaling`](crate::Scaling). Every factor must be
-    /// finite and above 0. The CPU checks this. A GPU does not.
+    /// finite, and 0 or more. The CPU refuses others. A GPU makes NaN of the rows that they have a part in.
     pub fn descale(self, q: TensorRef<'a, f32, 3>, k: TensorRef<'a, f32, 3>, v: TensorRef<'a, f32, 3>) -> Self {
         Self(self.0.read(Slot::DescaleQ, q).read(Slot::DescaleK, k).read(Slot::DescaleV, v))
     }

@@ -41,7 +41,7 @@ macro_rules! runs {
             /// Before anything is launched:
             /// - [`Value`](crate::Error::Value): an operand is missing or was not asked for. An offset or used length of a
             ///   sequence is not within the tensors, or on a GPU nothing is known of it. On the CPU also: a factor is not finite
-            ///   and above 0.
+            ///   and above 0. (A descale factor that a forward reads may be 0.)
             /// - [`Dtype`](crate::Error::Dtype) or [`Shape`](crate::Error::Shape): an operand's type or shape is not the
             ///   problem's.
             /// - [`Device`](crate::Error::Device): the stream, the workspace or a tensor is not where the plan is.

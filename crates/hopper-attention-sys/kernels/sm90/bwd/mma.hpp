@@ -137,15 +137,15 @@ struct BwdMma {
         tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
       }
     };
-    // `see` is given each pair, and gives it back.
+    // `scale` makes an element of a sum. `see` is given each pair, and gives it back.
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, TileShare const& tile, int head_dim,
-                              auto const& values, float scale, auto const& see) __attribute__((always_inline)) {
+                              auto const& values, auto const& scale, auto const& see) __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
       write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
                            2 * tensor.stride_row, tile.block * kN + warp_row(thread), scalars.seqlen_kv, head_dim,
                            thread % 32, [&](int i, int j) {
                              int const at = 8 * i + 2 * j;
-                             return see(pack_pair<Element>(values(at) * scale, values(at + 1) * scale));
+                             return see(pack_pair<Element>(scale(values(at)), scale(values(at + 1))));
                            });
     };
     // dQ, to shared memory.
@@ -194,11 +194,14 @@ struct BwdMma {
       if (scalars.key_sums != nullptr) {
         return;
       }
-      write_gradient(std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, 1.0F,
-                     [](std::uint32_t pair) { return pair; });
+      write_gradient(
+          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, [](float sum) { return sum; },
+          [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
-      write_gradient(std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
-                     scalars.softmax_scale, [&](std::uint32_t pair) { return look.see(pair); });
+      write_gradient(
+          std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
+          [&](float sum) { return scaled(sum, scalars.softmax_scale); },
+          [&](std::uint32_t pair) { return look.see(pair); });
       if (look.found()) {
         flag_leak(params);
       }

@@ -4,12 +4,12 @@
 // head, so that one bad factor reaches all blocks. A factor of K leaks because masked scores are multiplied by it.
 // Under a mask,
 // - a factor of V that is negative or not finite makes NaN of the O of its head;
-// - a factor of K or Q that is not finite counts as 1, and makes NaN of the O of rows that visit its block.
-// Rows that keep a key of such a block have NaN by right, and get a NaN for their LSE here.
+// - a product of factors of K and Q that is negative or not finite counts as 1, and makes NaN of the O of rows that
+//   visit its block.
+// Rows that keep a key of such a block have NaN by right, and get a NaN for their LSE here if the factor is of K or Q.
 //
 // A warp notes the tile (Fp8Leak), as it is in the middle of its stream, and puts its rows right when no product is
-// under way. Until then, amax does not count
-// elements that are NaN in rows whose sum is not.
+// under way. Until then, amax does not count elements that are NaN in rows whose sum is not.
 #pragma once
 
 #include "common/e4m3.hpp"
@@ -54,17 +54,26 @@ struct Fp8Operands {
   CUTE_DEVICE float unit_of_block(int row, int block) const {
     return factors_k[block * next_k] * (factors_q[row / kScaleBlock * next_q] * scale_log2);
   }
-  CUTE_DEVICE bool is_bad(int row, int block) const { return !(fabsf(unit_of_block(row, block)) < INFINITY); }
+  // (-0 is 0.)
+  CUTE_DEVICE bool is_bad(int row, int block) const {
+    float const unit = unit_of_block(row, block);
+    return !(unit >= 0.0F && unit < INFINITY);
+  }
+  // Whether a factor of V is.
+  CUTE_DEVICE static bool is_bad(float factor) { return !(factor >= 0.0F && factor < INFINITY); }
   CUTE_DEVICE float unit(int row, int key) const {
     int const block = cute::max(key, 0) / kScaleBlock;
     return is_bad(row, block) ? NAN : unit_of_block(row, block);
   }
-  CUTE_DEVICE float value_factor(int key) const { return factors_v[key / kScaleBlock * next_v]; }
+  CUTE_DEVICE float value_factor(int key) const {
+    float const factor = factors_v[key / kScaleBlock * next_v];
+    return is_bad(factor) ? NAN : factor;
+  }
   // Whether such rows may have met a factor that is not finite, or negative. The whole warp looks.
   CUTE_DEVICE bool has_garbage_factor(int row, int seqlen_kv, int lane) const {
     bool found = false;
     for (int block = lane; block * kScaleBlock < seqlen_kv; block += 32) {
-      found = found || is_bad(row, block) || __float_as_uint(factors_v[block * next_v]) >= 0x7f800000U;
+      found = found || is_bad(row, block) || is_bad(factors_v[block * next_v]);
     }
     return __any_sync(0xffffffffU, found);
   }

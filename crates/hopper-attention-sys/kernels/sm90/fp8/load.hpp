@@ -29,28 +29,32 @@ struct Fp8Load {
   static constexpr float kLeastRatio = 0x1p-100F;
 
   // The largest factor of every 32nd block of a head, from block `lane` on. The first 32 blocks are not waited for. NaN
-  // is larger than any number (numbers that are not negative compare as their bits do). Under a mask, infinity and
-  // negative numbers count as NaN (leak.hpp).
+  // is larger than any number (numbers that are not negative compare as their bits do). Infinity and negative numbers
+  // count as NaN, but -0 as 0.
   CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
     int const blocks = factors.stride_row == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
-    unsigned largest = __float_as_uint(factor(factors, batch, head, cute::min(lane, blocks - 1)));
+    // -0 + 0 is 0.
+    unsigned largest = __float_as_uint(factor(factors, batch, head, cute::min(lane, blocks - 1)) + 0.0F);
     CUTE_NO_UNROLL
     for (int block = lane + 32; block < blocks; block += 32) {
-      largest = cute::max(largest, __float_as_uint(factor(factors, batch, head, block)));
+      largest = cute::max(largest, __float_as_uint(factor(factors, batch, head, block) + 0.0F));
     }
     constexpr unsigned kInfinity = 0x7f800000;
-    return __uint_as_float(Traits::kMask != MaskClass::Full && largest >= kInfinity ? kInfinity + 1 : largest);
+    return __uint_as_float(largest >= kInfinity ? kInfinity + 1 : largest);
   }
 
   // Makes the factors of a block from `product`, the score's factor in powers of two. The product of the smallest
-  // factors is 0 in f32. It is replaced by the smallest normal number, since 0 would make a NaN of a masked score. So
-  // would a product that is not finite: under a mask it becomes 1, and NaN gets into O by the ratio (leak.hpp).
+  // factors is 0 in f32. It is replaced by the smallest normal number, since 0 would make a NaN of a masked score. A
+  // product that is negative or not finite makes NaN of every row that keeps a key of the block. Under a mask it would
+  // reach masked scores too: there it becomes 1, and NaN gets into O by the ratio (leak.hpp).
   CUTE_DEVICE static BlockFactors block_factors(float product, float ratio_v) {
     float unit = product == 0.0F ? 0x1p-126F : product;
+    bool const legal = __float_as_uint(unit) < 0x7f800000U;
     if constexpr (Traits::kMask != MaskClass::Full) {
-      bool const finite = fabsf(unit) < INFINITY;
-      unit = finite ? unit : 1.0F;
-      ratio_v = finite ? ratio_v : NAN;
+      unit = legal ? unit : 1.0F;
+      ratio_v = legal ? ratio_v : NAN;
+    } else {
+      unit = legal ? unit : NAN;
     }
     std::uint32_t pair = 0;
     if constexpr (Traits::kScores == Scores::F16) {

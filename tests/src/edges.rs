@@ -1,0 +1,225 @@
+//! Inputs at the edges of what a pass defines: scores that are all -inf, log-sum-exps far from 0, sums near the end of a type.
+//!
+//! Each is a case whose inputs are changed by hand. The CPU's tests and the GPU's hold both passes to the oracle on them.
+
+use hopper_attention::reference::Tensor;
+use hopper_attention::{Mask, MaskClass};
+
+use crate::backward::{self, Prepared as Backward};
+use crate::data::{Image, Input, Poison, Values};
+use crate::inputs::Class;
+use crate::problems::Case;
+use crate::runner::{Outputs, Prepared as Forward};
+
+/// A case whose inputs are changed.
+#[derive(Clone, Copy, Debug)]
+pub struct Edge {
+    /// What stands at which edge.
+    pub name: &'static str,
+    case: fn(MaskClass, usize) -> Case,
+    edit: fn(MaskClass, Input, &mut Tensor),
+    /// Whether the backward takes it. (The oracle reads what a forward would have given.)
+    pub backward: bool,
+}
+
+/// Before this key all have a score of -inf for every query in the first batch entry, in the second all keys, in the third those
+/// from `SEEN` on.
+const HIDDEN: usize = 100;
+const SEEN: usize = 50;
+/// A masked key behind them, in a block that some of their queries visit.
+const GARBAGE: usize = 110;
+
+/// All of them.
+pub const EDGES: [Edge; 5] = [
+    Edge { name: "kept scores of -inf", case: hidden_case, edit: hide, backward: true },
+    Edge { name: "kept scores of -inf, V garbage", case: hidden_case, edit: hide_beside_garbage, backward: false },
+    Edge { name: "LSE of -inf, dO garbage", case: hidden_case, edit: hide_with_bad_gradients, backward: true },
+    Edge { name: "a scale below the normal range", case: small_scale_case, edit: enlarge, backward: true },
+    Edge { name: "the smallest scale", case: smallest_scale_case, edit: |_, _, _| {}, backward: true },
+];
+
+impl Edge {
+    /// The case of a mask class and a head dim.
+    pub fn case(&self, class: MaskClass, head_dim: usize) -> Case {
+        (self.case)(class, head_dim)
+    }
+
+    /// A forward of it.
+    pub fn forward<T: Poison>(&self, class: MaskClass, head_dim: usize) -> Forward<T> {
+        Forward::edited(&self.case(class, head_dim), |input, tensor| (self.edit)(class, input, tensor))
+    }
+
+    /// A backward.
+    pub fn backward<T: Poison>(&self, class: MaskClass, head_dim: usize) -> Backward<T> {
+        Backward::edited(&self.case(class, head_dim), |input, tensor| (self.edit)(class, input, tensor))
+    }
+}
+
+/// Whether each query with keys has a log-sum-exp that f32's exponential makes 0 or infinite, and nothing exact is NaN.
+pub fn is_extreme<T>(prepared: &Forward<T>) -> bool {
+    let exact = prepared.expected.oracle();
+    let far = |lse: &f64| *lse == f64::NEG_INFINITY || lse.abs() > 88.7;
+    exact.lse.iter().all(far) && exact.o.data().iter().all(|o| o.is_finite())
+}
+
+/// Rows that see one key: some of a causal problem, all of the others.
+pub fn one_key(head_dim: usize) -> Vec<Case> {
+    let sizes = [
+        (77, 1, Mask::Full),
+        (203, 203, Mask::window(Some(0), Some(0))),
+        (130, 130, Mask::causal()),
+        (300, 70, Mask::causal()),
+    ];
+    let values = [Values::Normal, Values::Like(Class::Peaky), Values::Sloped { first: -150, last: 150 }];
+    let cases = sizes.into_iter().flat_map(|(seqlen_q, seqlen_kv, mask)| {
+        values.map(|values| Case { values, lse: false, ..Case::new(seqlen_q, seqlen_kv, head_dim, mask) })
+    });
+    cases.collect()
+}
+
+/// The key of each query that sees one key, as `(batch, head, query, key)`.
+fn only_keys(case: &Case) -> Vec<[usize; 4]> {
+    let (dims, mask) = (case.dims, case.mask);
+    let only = |query| {
+        let mut keys = (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv));
+        let first = keys.next()?;
+        keys.next().is_none().then_some((query, first))
+    };
+    let keys: Vec<_> = (0..dims.seqlen_q).filter_map(only).collect();
+    let heads = (0..dims.batch).flat_map(|batch| (0..dims.heads_q).map(move |head| (batch, head)));
+    heads.flat_map(|(batch, head)| keys.iter().map(move |&(query, key)| [batch, head, query, key])).collect()
+}
+
+/// O of a row that sees one key is V of that key, bit for bit: its weight is 1.
+///
+/// # Errors
+/// Where it is not.
+pub fn one_key_gives_its_value<T: Poison>(prepared: &Forward<T>, outputs: &Outputs<T>) -> Result<(), String> {
+    let (o, v, case) = (outputs.o.tensor(), prepared.v.tensor(), &prepared.case);
+    let only = only_keys(case);
+    assert!(!only.is_empty(), "{case}: no row sees one key");
+    for [batch, head, query, key] in only {
+        let value = v.row(batch, key, head / (case.dims.heads_q / case.dims.heads_kv));
+        if let Some((got, want)) = o.row(batch, query, head).iter().zip(value).find(|(got, want)| got != want) {
+            return Err(format!("query {query}, head {head}: {got} for {want}, which is V of key {key}"));
+        }
+    }
+    Ok(())
+}
+
+/// dS of a row that sees one key is 0: it is what is left of dP and delta, which are the same sum. Tensor cores, and delta's own sum,
+/// leave roundings of f32. In simulation (24 bits, cut off towards 0) they are at most 7 * 2^-24 of the norms of dO and V, with one
+/// cut off bit fewer. One element of O that is off by its last bit would leave 2^-11 (f16) of a product of two elements.
+const LEFT: f64 = 1.0 / (1 << 19) as f64;
+
+/// dQ of such a row, and dK of a key that no other rows see, are 0 but for roundings of f32.
+///
+/// # Errors
+/// Where they are not.
+pub fn one_key_has_no_gradient<T: Poison>(
+    prepared: &Backward<T>,
+    outputs: &backward::Outputs<T>,
+) -> Result<(), String> {
+    let case = &prepared.case;
+    let dims = case.dims;
+    let scale = f64::from(prepared.problem.softmax_scale());
+    let [q, k, v, d_o] = [&prepared.q, &prepared.k, &prepared.v, &prepared.d_o].map(Image::tensor);
+    let (d_q, d_k) = (outputs.d_q.tensor(), outputs.d_k.tensor());
+    let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt();
+    // Of dK, where every row that sees the key sees no other.
+    let mut of_keys = Tensor::zeros(d_k.shape());
+    let only = only_keys(case);
+    assert!(!only.is_empty(), "{case}: no row sees one key");
+    let check = |what: &str, got: &[f64], most: &mut dyn Iterator<Item = f64>| {
+        // dS and the gradient are rounded, and f16 has numbers down to 6e-8.
+        let far = got.iter().zip(most).find(|(got, most)| got.is_nan() || got.abs() > 1.02 * most + 1e-7);
+        far.map_or(Ok(()), |(got, most)| Err(format!("{what}: {got}, at most {most} of roundings in f32")))
+    };
+    for &[batch, head, query, key] in &only {
+        let of_kv = head / (dims.heads_q / dims.heads_kv);
+        let d_s = scale * LEFT * norm(d_o.row(batch, query, head)) * norm(v.row(batch, key, of_kv));
+        let mut most = k.row(batch, key, of_kv).iter().map(|k| d_s * k.abs());
+        check(&format!("dQ of query {query}, head {head}"), d_q.row(batch, query, head), &mut most)?;
+        let sums = of_keys.row_mut(batch, key, of_kv).iter_mut();
+        sums.zip(q.row(batch, query, head)).for_each(|(sum, q)| *sum += d_s * q.abs());
+    }
+    let sees_more = dims.seqlen_q * dims.heads_q * dims.batch > only.len();
+    for (batch, key, head) in places([dims.batch, dims.seqlen_kv, dims.heads_kv]).filter(|_| !sees_more) {
+        let mut most = of_keys.row(batch, key, head).iter().copied();
+        check(&format!("dK of key {key}, head {head}"), d_k.row(batch, key, head), &mut most)?;
+    }
+    Ok(())
+}
+
+/// A mask of each class that bites.
+fn mask_of(class: MaskClass) -> Mask {
+    match class {
+        MaskClass::Full => Mask::Full,
+        MaskClass::Causal => Mask::causal(),
+        _ => Mask::window(Some(100), Some(5)),
+    }
+}
+
+fn hidden_case(class: MaskClass, head_dim: usize) -> Case {
+    Case::new(300, 300, head_dim, mask_of(class)).heads(3, 2, 1)
+}
+
+/// All keys weigh the same. dQ and dK are normal numbers of bf16 all the same, as Q and K are large.
+fn small_scale_case(class: MaskClass, head_dim: usize) -> Case {
+    Case { scale: Some(2e-39), ..Case::new(150, 203, head_dim, mask_of(class)).heads(1, 2, 1) }
+}
+
+fn smallest_scale_case(class: MaskClass, head_dim: usize) -> Case {
+    Case { scale: Some(f32::from_bits(1)), ..Case::new(150, 203, head_dim, mask_of(class)).heads(1, 2, 1) }
+}
+
+fn enlarge(_: MaskClass, input: Input, tensor: &mut Tensor) {
+    if matches!(input, Input::Q | Input::K) {
+        tensor.data_mut().iter_mut().for_each(|x| *x *= 1024.0);
+    }
+}
+
+/// Makes -inf of the scores of some keys: an infinity in one column, in which every query has the same positive number.
+///
+/// Under a mask some queries see no other key. So O is 0, the LSE -inf, and they have no part in any gradient.
+fn hide(_: MaskClass, input: Input, tensor: &mut Tensor) {
+    const COLUMN: usize = 3;
+    let [batch, seqlen, heads, _] = tensor.shape();
+    for (b, s, h) in places([batch, seqlen, heads]) {
+        match input {
+            Input::Q => tensor.row_mut(b, s, h)[COLUMN] = 1.0,
+            Input::K if b == 1 || s < HIDDEN && (b == 0 || s >= SEEN) => {
+                tensor.row_mut(b, s, h)[COLUMN] = f64::NEG_INFINITY
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Besides, NaN in V of a key that such rows do not see, in a block that they visit.
+fn hide_beside_garbage(class: MaskClass, input: Input, tensor: &mut Tensor) {
+    hide(class, input, tensor);
+    if input == Input::V && class != MaskClass::Full {
+        let [batch, _, heads, _] = tensor.shape();
+        places([batch, 1, heads]).for_each(|(b, _, h)| tensor.row_mut(b, GARBAGE, h).fill(f64::NAN));
+    }
+}
+
+/// Besides, NaN and infinity in dO of rows without a weight, which have no part in any gradient.
+fn hide_with_bad_gradients(class: MaskClass, input: Input, tensor: &mut Tensor) {
+    hide(class, input, tensor);
+    if input == Input::DO && tensor.shape()[3] > 1 {
+        let [batch, seqlen, heads, _] = tensor.shape();
+        for (b, s, h) in places([batch, seqlen, heads]) {
+            // Under a mask the queries whose keys all are hidden; the second batch entry's in any case.
+            let without_weight = b == 1 || (b == 0 && class != MaskClass::Full && s < HIDDEN - 5);
+            if without_weight && s % 7 == 2 {
+                tensor.row_mut(b, s, h).fill([f64::NAN, f64::INFINITY][s % 2]);
+            }
+        }
+    }
+}
+
+fn places([batch, seqlen, heads]: [usize; 3]) -> impl Iterator<Item = (usize, usize, usize)> {
+    (0..batch).flat_map(move |b| (0..seqlen).flat_map(move |s| (0..heads).map(move |h| (b, s, h))))
+}

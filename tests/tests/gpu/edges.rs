@@ -1,0 +1,213 @@
+//! Inputs at the edges through every kernel. `tests/tests/edges.rs` takes them through the CPU backend.
+
+use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
+use hopper_attention::{DType, KernelInfo, Workspace, bf16, f16};
+use hopper_attention_tests::backward::Prepared as Backward;
+use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::edges::{EDGES, is_extreme, one_key, one_key_gives_its_value, one_key_has_no_gradient};
+use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
+use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
+use hopper_attention_tests::problems::{Case, extremes};
+use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, Verdict};
+use hopper_attention_tests::say;
+
+/// The kinds of rows: what a case must fit. The rows of a kind take the same case.
+fn kinds(rows: &[KernelInfo], dtype: DType) -> Vec<Vec<(usize, KernelInfo)>> {
+    let mut kinds: Vec<Vec<(usize, KernelInfo)>> = Vec::new();
+    for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == dtype) {
+        let of = |row: &KernelInfo| (row.mask(), row.head_dim_qk(), row.head_dim_vo());
+        match kinds.iter_mut().find(|kind| of(&kind[0].1) == of(row)) {
+            Some(kind) => kind.push((i, *row)),
+            None => kinds.push(vec![(i, *row)]),
+        }
+    }
+    kinds
+}
+
+/// With the name of the edge in what is wrong.
+fn named(name: &str, verdict: Verdict) -> Verdict {
+    Verdict { wrong: verdict.wrong.map(|wrong| format!("{name}: {wrong}")), ..verdict }
+}
+
+/// Each row takes the case of its kind, and where tiles can be shared, once more with two shares.
+fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for kind in kinds(rows, T::DTYPE) {
+        let (mask, head_dim) = (kind[0].1.mask(), kind[0].1.head_dim_qk());
+        for edge in EDGES {
+            let prepared: Forward<T> = edge.forward(mask, head_dim);
+            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+            for (i, row) in &kind {
+                let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
+                let shared = (row.most_shares() > 1)
+                    .then(|| plan_with_shares(&prepared.problem, &gpu.device, row, 2).expect("two shares"));
+                for plan in [Some(whole), shared].into_iter().flatten() {
+                    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                    let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
+                        Ok(outputs) => prepared.verdict(&outputs),
+                        Err(why) => Verdict::failed(why),
+                    };
+                    runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
+                }
+            }
+        }
+    }
+}
+
+fn backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for kind in kinds(rows, T::DTYPE) {
+        let (mask, head_dim) = (kind[0].1.mask(), kind[0].1.head_dim_qk());
+        for edge in EDGES.into_iter().filter(|edge| edge.backward) {
+            let prepared: Backward<T> = edge.backward(mask, head_dim);
+            let mut on_device = BackwardOnDevice::new(&gpu.stream, &prepared);
+            for (i, row) in &kind {
+                let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
+                let shared = (row.most_shares() > 1).then(|| {
+                    plan_backward_with_shares(&prepared.problem, &gpu.device, row, 2, true).expect("two shares")
+                });
+                for plan in [Some(whole), shared].into_iter().flatten() {
+                    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                    let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
+                        Ok(outputs) => prepared.verdict(&outputs),
+                        Err(why) => Verdict::failed(why),
+                    };
+                    runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
+                }
+            }
+        }
+    }
+}
+
+/// Cases of all head dims that there are rows of.
+fn fits(rows: &[KernelInfo]) -> Vec<Case> {
+    let mut head_dims: Vec<usize> = rows.iter().map(KernelInfo::head_dim_qk).collect();
+    head_dims.sort_unstable();
+    head_dims.dedup();
+    extremes(&head_dims)
+}
+
+fn extreme_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    let mut workspace = Workspace::alloc(&gpu.lane(), 1 << 20).expect("device memory");
+    let mut runs = 0;
+    take_rows(
+        runner,
+        (rows, &fits(rows)),
+        |prepared: &Forward<T>| {
+            assert!(is_extreme(prepared), "{}", prepared.case);
+            OnDevice::new(&gpu.stream, prepared)
+        },
+        |row, prepared, on_device| {
+            runs += 1;
+            let shares = 1 + runs % row.most_shares().clamp(1, 2);
+            let plan = planned(plan_with_shares(&prepared.problem, &gpu.device, row, shares), row, &prepared.case)?;
+            Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
+        },
+        |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
+    );
+}
+
+fn extreme_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    let mut workspace = Workspace::alloc(&gpu.lane(), 64 << 20).expect("device memory");
+    take_rows(
+        runner,
+        (rows, &fits(rows)),
+        |prepared: &Backward<T>| BackwardOnDevice::new(&gpu.stream, prepared),
+        |row, prepared, on_device| {
+            let plan = planned(prepared.problem.plan_with_row(&gpu.device, row), row, &prepared.case)?;
+            Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
+        },
+        |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
+    );
+}
+
+/// Log-sum-exps past 88.7 of both signs, whose exponentials f32 does not hold. cuDNN's gradients of such are NaN.
+#[test]
+fn extreme_log_sum_exps() {
+    let Some(gpu) = Gpu::open("extreme_log_sum_exps") else { return };
+    let rows = gpu.rows();
+    let mut runner = Runner::new(&rows);
+    extreme_forwards::<bf16>(&gpu, &rows, &mut runner);
+    extreme_forwards::<f16>(&gpu, &rows, &mut runner);
+    say("extreme log-sum-exps, forward");
+    runner.finish();
+    let rows = gpu.backward_rows();
+    let mut runner = Runner::new(&rows);
+    extreme_backwards::<bf16>(&gpu, &rows, &mut runner);
+    extreme_backwards::<f16>(&gpu, &rows, &mut runner);
+    say("extreme log-sum-exps, backward");
+    runner.finish();
+}
+
+/// A verdict on something that holds or not.
+fn verdict(right: Result<(), String>) -> Verdict {
+    right.map_or_else(Verdict::failed, |()| Verdict::default())
+}
+
+fn one_key_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for prepared in [64, 128].into_iter().flat_map(one_key).map(|case| Forward::<T>::new(&case)) {
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
+            for shares in 1..=row.most_shares().min(2) {
+                let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares);
+                let Some(plan) = planned(plan, row, &prepared.case) else { continue };
+                let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                let ran = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared);
+                let right = ran.and_then(|outputs| one_key_gives_its_value(&prepared, &outputs));
+                runner.take(i, &prepared.case, T::DTYPE, verdict(right));
+            }
+        }
+    }
+}
+
+fn one_key_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
+    for prepared in [64, 128].into_iter().flat_map(one_key).map(|case| Backward::<T>::new(&case)) {
+        let mut on_device = BackwardOnDevice::new(&gpu.stream, &prepared);
+        for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
+            let plan = prepared.problem.plan_with_row(&gpu.device, row);
+            let Some(plan) = planned(plan, row, &prepared.case) else { continue };
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+            let ran = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared);
+            let right = ran.and_then(|outputs| one_key_has_no_gradient(&prepared, &outputs));
+            runner.take(i, &prepared.case, T::DTYPE, verdict(right));
+        }
+    }
+}
+
+/// A weight of 1 is exact. So O is V bit for bit, and no gradient is left but what f32 rounds.
+#[test]
+fn rows_that_see_one_key() {
+    let Some(gpu) = Gpu::open("rows_that_see_one_key") else { return };
+    let rows = gpu.rows();
+    let mut runner = Runner::new(&rows);
+    one_key_forwards::<bf16>(&gpu, &rows, &mut runner);
+    one_key_forwards::<f16>(&gpu, &rows, &mut runner);
+    say("rows that see one key, forward");
+    runner.finish();
+    let rows = gpu.backward_rows();
+    let mut runner = Runner::new(&rows);
+    one_key_backwards::<bf16>(&gpu, &rows, &mut runner);
+    one_key_backwards::<f16>(&gpu, &rows, &mut runner);
+    say("rows that see one key, backward");
+    runner.finish();
+}
+
+#[test]
+fn every_row_takes_the_edges() {
+    let Some(gpu) = Gpu::open("every_row_takes_the_edges") else { return };
+    let rows = gpu.rows();
+    let mut runner = Runner::new(&rows);
+    forwards::<bf16>(&gpu, &rows, &mut runner);
+    forwards::<f16>(&gpu, &rows, &mut runner);
+    say("edges, forward");
+    runner.finish();
+}
+
+#[test]
+fn every_backward_row_takes_the_edges() {
+    let Some(gpu) = Gpu::open("every_backward_row_takes_the_edges") else { return };
+    let rows = gpu.backward_rows();
+    let mut runner = Runner::new(&rows);
+    backwards::<bf16>(&gpu, &rows, &mut runner);
+    backwards::<f16>(&gpu, &rows, &mut runner);
+    say("edges, backward");
+    runner.finish();
+}
