@@ -159,6 +159,12 @@ mod ffi {
         table: u64,
         /// Size of the table's list of tiles: no fewer than all sequences together have tiles in one head.
         list_size: i32,
+        /// Size of the table's list of blocks of queries: no fewer than all sequences together have in one head. Backward
+        /// only.
+        block_list_size: i32,
+        /// Blocks of queries of one head that have sums of dQ: no fewer than those of all sequences with more than one tile
+        /// of keys. Backward only. (Others have one contribution to each dQ, and no sums.)
+        sum_blocks: i32,
         /// Whether the rows of outputs that belong to no sequence are filled: with zeros, and an LSE with -inf. Else they are
         /// not written.
         fill_gaps: bool,
@@ -353,6 +359,11 @@ mod ffi {
         /// Device address of an i32 in the workspace: the counter that CTAs draw their tiles from. The launch's first
         /// kernel zeroes it. 0: a CTA's tiles follow from its index.
         tile_counter: u64,
+        /// Sequences of lengths that the device knows. Rows with `packs` alone take them. Then `statistics` are
+        /// `[heads_q, rows]`, where the rows are those of the tensor of queries (packed) or of all batch entries; `sums` and
+        /// `progress` are of `heads_q * sum_blocks` blocks; `share_list` has 64 bytes an entry, for
+        /// `heads_kv * list_size` of them; and `shares` is 1.
+        sequences: Sequences,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.

@@ -163,19 +163,118 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
   }
 }
 
+// dQ of a block of queries of a packed sequence, from its sums. Whether some of it is not finite.
+template <class Traits>
+CUTE_DEVICE bool convert_packed_queries(BwdParams const& params, Sequence const& sequence, int m_block, int head) {
+  using Element = typename Traits::Element;
+  using ThreadSums = typename Traits::ThreadSums;
+  std::int64_t const block =
+      static_cast<std::int64_t>(head) * params.sequences.sum_blocks + sequence.first_block + m_block;
+  if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
+    return false;
+  }
+  ThreadSums thread_sums;
+  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
+  int const column = ThreadSums::column();
+  std::uint64_t const first =
+      params.d_q.address + 2 * (sequence.index * params.d_q.stride_batch + head * params.d_q.stride_head +
+                                sequence.q_begin * params.d_q.stride_row + column);
+  FiniteLook<Element> look;
+  CUTE_UNROLL
+  for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
+    write_pairs<ThreadSums::kWidth>(first, 2 * params.d_q.stride_row,
+                                    m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, sequence.q_len,
+                                    params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
+                                      float2 const pair = thread_sums.pair(strip, i, j);
+                                      return look.see(pack_pair<Element>(scaled(pair.x, params.softmax_scale),
+                                                                         scaled(pair.y, params.softmax_scale)));
+                                    });
+  }
+  return __syncthreads_or(look.found()) != 0;
+}
+
+// The same where the kernel before has written dQ: it is only looked at.
+template <class Traits>
+CUTE_DEVICE bool look_at_packed_queries(BwdParams const& params, Sequence const& sequence, int m_block, int head) {
+  using Element = typename Traits::Element;
+  int const chunks = params.head_dim_qk / 8;
+  int const rows = cute::min(int{Traits::kTileM}, sequence.q_len - m_block * Traits::kTileM);
+  FiniteLook<Element> look;
+  for (int i = static_cast<int>(threadIdx.x); i < rows * chunks; i += Traits::ThreadSums::kThreads) {
+    std::int64_t const row = sequence.q_begin + m_block * Traits::kTileM + i / chunks;
+    std::int64_t const at = sequence.index * params.d_q.stride_batch + row * params.d_q.stride_row +
+                            head * params.d_q.stride_head + i % chunks * 8;
+    uint4 const words = *reinterpret_cast<uint4 const*>(params.d_q.address + 2 * at);
+    look.see(words.x);
+    look.see(words.y);
+    look.see(words.z);
+    look.see(words.w);
+  }
+  return __syncthreads_or(look.found()) != 0;
+}
+
+// The kernel after a packed backward: a CTA has a block of queries of one head, if there are so many. `sum_blocks`
+// counts the sequences that have sums; those of one tile come after them and have none.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::ThreadSums::kThreads)
+    bwd_convert_packed(__grid_constant__ BwdParams const params) {
+  await_kernel_before();
+  constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
+  SequenceTable const table{params.sequences.table, params.batch};
+  int const warp = static_cast<int>(threadIdx.x) / 32;
+  int const entry = static_cast<int>(blockIdx.x) / params.heads_q;
+  int const head = static_cast<int>(blockIdx.x) - entry * params.heads_q;
+  if (entry < table.header()->blocks) {
+    Sequence const sequence = table.records()[table.block_list(params.sequences.list_size)[entry]];
+    int const m_block = entry - sequence.first_block;
+    bool const found = sequence.kv_len > Traits::kTileN
+                           ? convert_packed_queries<Traits>(params, sequence, m_block, head)
+                           : look_at_packed_queries<Traits>(params, sequence, m_block, head);
+    if (found) {
+      RepairGradients<Traits> const repair(params, sequence);
+      int const end = cute::min((m_block + 1) * Traits::kTileM, sequence.q_len);
+      for (int query = m_block * Traits::kTileM + warp; query < end; query += kWarps) {
+        repair.query(head, query);
+      }
+    }
+  }
+  if (*reinterpret_cast<int const*>(params.leak_flag) == 0) {
+    return;
+  }
+  for (int place = 0; place < params.batch; ++place) {
+    Sequence const sequence = table.records()[place];
+    RepairGradients<Traits> const repair(params, sequence);
+    for (int i = static_cast<int>(blockIdx.x) * kWarps + warp; i < sequence.kv_len * params.heads_kv;
+         i += static_cast<int>(gridDim.x) * kWarps) {
+      repair.key(i % params.heads_kv, i / params.heads_kv, {0, params.head_dim_qk}, {0, params.head_dim_vo});
+    }
+  }
+}
+
 template <class Traits>
 Status BwdConvert<Traits>::load() noexcept {
-  return load_kernel(bwd_convert<Traits>);
+  if constexpr (Traits::kIsPacked) {
+    return load_kernel(bwd_convert_packed<Traits>);
+  } else {
+    return load_kernel(bwd_convert<Traits>);
+  }
 }
 
 template <class Traits>
 void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+  constexpr int kThreads = Traits::ThreadSums::kThreads;
+  if constexpr (Traits::kIsPacked) {
+    int const grid = params.heads_q * params.sequences.block_list_size;
+    if (grid > 0) {
+      start_kernel({grid, kThreads, 0, stream, 1, true}, bwd_convert_packed<Traits>, params);
+    }
+    return;
+  }
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
   int blocks = params.batch * params.heads_q * m_blocks;
   if constexpr (Traits::kTakesShares) {
     blocks += key_pieces<Traits>(params);
   }
-  constexpr int kThreads = Traits::ThreadSums::kThreads;
   if constexpr (Traits::kOverlaps) {
     start_kernel({blocks, kThreads, 0, stream, 1, true}, bwd_convert<Traits>, params);
   } else {

@@ -23,6 +23,7 @@
 #include "common/leak.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
+#include "common/sequences.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -69,29 +70,66 @@ struct RepairGradients {
   BwdParams const& params;
   int batch;
   int lane;
+  Sequence sequence;  // packed only
 
   CUTE_DEVICE RepairGradients(BwdParams const& of, int of_batch)
       : params(of), batch(of_batch), lane(static_cast<int>(threadIdx.x) % 32) {}
+  CUTE_DEVICE RepairGradients(BwdParams const& of, Sequence const& of_sequence)
+      : params(of), batch(of_sequence.index), lane(static_cast<int>(threadIdx.x) % 32), sequence(of_sequence) {}
 
-  CUTE_DEVICE HeadRows<Element> head_of(TensorDesc const& tensor, int head) const {
-    return HeadRows<Element>::of(tensor, batch, head);
+  // A head of an operand with the rows of queries, and of keys.
+  CUTE_DEVICE HeadRows<Element> query_rows(TensorDesc const& tensor, int head) const {
+    auto rows = HeadRows<Element>::of(tensor, batch, head);
+    if constexpr (Traits::kIsPacked) {
+      rows.skip(sequence.q_begin);
+    }
+    return rows;
+  }
+  CUTE_DEVICE HeadRows<Element> key_rows(TensorDesc const& tensor, int head) const {
+    auto rows = HeadRows<Element>::of(tensor, batch, head);
+    if constexpr (Traits::kIsPacked) {
+      rows.skip(sequence.kv_begin);
+    }
+    return rows;
+  }
+  CUTE_DEVICE int seqlen_q() const {
+    if constexpr (Traits::kIsPacked) {
+      return sequence.q_len;
+    } else {
+      return params.seqlen_q;
+    }
+  }
+  CUTE_DEVICE int seqlen_kv() const {
+    if constexpr (Traits::kIsPacked) {
+      return sequence.kv_len;
+    } else {
+      return params.seqlen_kv;
+    }
+  }
+  CUTE_DEVICE int diagonal_offset() const {
+    if constexpr (Traits::kIsPacked) {
+      return params.diagonal_offset + (params.sequences.bottom_right ? sequence.kv_len - sequence.q_len : 0);
+    } else {
+      return params.diagonal_offset;
+    }
   }
   CUTE_DEVICE Statistics const& statistics(int head, int query) const {
+    if constexpr (Traits::kIsPacked) {
+      std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
+                              static_cast<std::int64_t>(batch) * statistics_rows_apart(params) + query;
+      return reinterpret_cast<Statistics const*>(params.statistics)[at];
+    }
     std::int64_t const padded = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM * std::int64_t{Traits::kTileM};
     return reinterpret_cast<Statistics const*>(
         params.statistics)[(static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query];
   }
-  CUTE_DEVICE int first_key(int query) const {
-    return cute::max(0, query + params.diagonal_offset - params.window_left);
-  }
+  CUTE_DEVICE int first_key(int query) const { return cute::max(0, query + diagonal_offset() - params.window_left); }
   CUTE_DEVICE int keys_end(int query) const {
-    return cute::min(params.seqlen_kv, query + params.diagonal_offset + params.window_right + 1);
+    return cute::min(seqlen_kv(), query + diagonal_offset() + params.window_right + 1);
   }
-  CUTE_DEVICE int first_query(int key) const {
-    return cute::max(0, key - params.diagonal_offset - params.window_right);
-  }
+  CUTE_DEVICE int first_query(int key) const { return cute::max(0, key - diagonal_offset() - params.window_right); }
   CUTE_DEVICE int queries_end(int key) const {
-    return cute::min(params.seqlen_q, key - params.diagonal_offset + params.window_left + 1);
+    return cute::min(seqlen_q(), key - diagonal_offset() + params.window_left + 1);
   }
 
   // A lane's elements of a row. Columns that are not in the range are 0.
@@ -197,7 +235,7 @@ struct RepairGradients {
 
   // dQ of a query. The whole warp works on it, here and below.
   CUTE_DEVICE void query(int head, int query) const {
-    HeadRows<Element> const d_q = head_of(params.d_q, head);
+    HeadRows<Element> const d_q = query_rows(params.d_q, head);
     ColumnRange const range{0, params.head_dim_qk};
     Sums old;
     read(d_q, query, range, old);
@@ -219,16 +257,16 @@ struct RepairGradients {
     Sums unused;
     clear(sums);
     add_pairs<false>(
-        head_of(params.q, head), head_of(params.d_o, head), query, head_of(params.k, kv_head),
-        head_of(params.v, kv_head), begin, end, [&](int, float s, float d_p) { return weights_of(of_query, s, d_p); },
+        query_rows(params.q, head), query_rows(params.d_o, head), query, key_rows(params.k, kv_head),
+        key_rows(params.v, kv_head), begin, end, [&](int, float s, float d_p) { return weights_of(of_query, s, d_p); },
         sums, unused);
     replace(d_q, query, range, old, sums, params.softmax_scale);
   }
 
   // Columns of the dK and the dV of a key.
   CUTE_DEVICE void key(int kv_head, int key, ColumnRange const& of_k, ColumnRange const& of_v) const {
-    HeadRows<Element> const d_k = head_of(params.d_k, kv_head);
-    HeadRows<Element> const d_v = head_of(params.d_v, kv_head);
+    HeadRows<Element> const d_k = key_rows(params.d_k, kv_head);
+    HeadRows<Element> const d_v = key_rows(params.d_v, kv_head);
     Sums old_k;
     Sums old_v;
     read(d_k, key, of_k, old_k);
@@ -241,7 +279,7 @@ struct RepairGradients {
     int const group = params.heads_q / params.heads_kv;
     // Queries that make NaN by right.
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      HeadRows<Element> const d_o = head_of(params.d_o, head);
+      HeadRows<Element> const d_o = query_rows(params.d_o, head);
       for (int chunk = begin; chunk < end; chunk += 32) {
         int const query = cute::min(chunk + lane, end - 1);
         Statistics const of_query = statistics(head, query);
@@ -280,8 +318,8 @@ struct RepairGradients {
     clear(sums_v);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       add_pairs<true>(
-          head_of(params.k, kv_head), head_of(params.v, kv_head), key, head_of(params.q, head),
-          head_of(params.d_o, head), begin, end,
+          key_rows(params.k, kv_head), key_rows(params.v, kv_head), key, query_rows(params.q, head),
+          query_rows(params.d_o, head), begin, end,
           [&](int query, float s, float d_p) { return weights_of(statistics(head, query), s, d_p); }, sums_k, sums_v);
     }
     replace(d_k, key, of_k, old_k, sums_k, params.softmax_scale);

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
+#include "common/prepare_packed.hpp"
 #include "common/scalars.hpp"
 #include "common/start.hpp"
 #include "common/status.hpp"
@@ -169,12 +170,20 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
 
 template <class Traits>
 Status BwdStatistics<Traits>::load() noexcept {
-  return load_kernel(bwd_statistics<Traits>);
+  if constexpr (Traits::kIsPacked) {
+    return load_kernel(bwd_statistics_packed<Traits>);
+  } else {
+    return load_kernel(bwd_statistics<Traits>);
+  }
 }
 
 template <class Traits>
 void BwdStatistics<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
-  bwd_statistics<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
+  if constexpr (Traits::kIsPacked) {
+    bwd_statistics_packed<Traits><<<132 * 4, 256, 0, stream>>>(params);
+  } else {
+    bwd_statistics<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
+  }
 }
 
 }  // namespace hattn

@@ -51,8 +51,9 @@ struct RowTraits {
   static constexpr int kTileN = kColumns;  // keys of a block (forward) or of a tile (backward)
   static constexpr int kStages = kStageCount;
   static constexpr Scores kScores = kScoresOfRow;
-  static constexpr int kMostShares = 1;  // CTAs of a cluster that may share a tile (sm90)
-  static constexpr bool kPacks = false;  // whether the row has a kernel for sequences whose lengths the device knows
+  static constexpr int kMostShares = 1;     // CTAs of a cluster that may share a tile (sm90)
+  static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
+  static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
 };
 
 // A row's description, from its traits.

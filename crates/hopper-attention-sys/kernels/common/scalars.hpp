@@ -93,6 +93,14 @@ inline int rows_apart(TensorDesc const& tensor) noexcept {
   return tensor.stride_row == 0 ? 0 : static_cast<int>(tensor.stride_batch / tensor.stride_row);
 }
 
+// Packed backward: rows of the statistics from a batch entry to the next, and from a head to the next.
+CUTE_HOST_DEVICE int statistics_rows_apart(BwdParams const& params) {
+  return params.sequences.cu_seqlens_q != 0 ? 0 : params.seqlen_q;
+}
+CUTE_HOST_DEVICE std::int64_t statistics_rows(BwdParams const& params) {
+  return params.sequences.cu_seqlens_q != 0 ? params.seqlen_q : std::int64_t{params.seqlen_q} * params.batch;
+}
+
 // What all of them have.
 template <class Scalars, class Params>
 Scalars common_scalars(Params const& params) noexcept {

@@ -48,22 +48,23 @@ struct Schedule {
 
 // What is kept of each sequence while the table is made.
 struct Kept {
-  int* q_offset;    // [batch + 1]
-  int* kv_offset;   // [batch + 1]
-  int* place;       // [batch]: in the order
-  int* first_tile;  // [batch], by places
+  int* q_offset;     // [batch + 1]
+  int* kv_offset;    // [batch + 1]
+  int* place;        // [batch]: in the order
+  int* first_tile;   // [batch], by places
+  int* first_block;  // [batch], by places
 
   CUTE_DEVICE static Kept at(int* words, int batch) {
-    return {words, words + batch + 1, words + 2 * (batch + 1), words + 3 * batch + 2};
+    return {words, words + batch + 1, words + 2 * (batch + 1), words + 3 * batch + 2, words + 4 * batch + 2};
   }
 };
-std::size_t kept_bytes(int batch) { return sizeof(int) * (4 * static_cast<std::size_t>(batch) + 2); }
+std::size_t kept_bytes(int batch) { return sizeof(int) * (5 * static_cast<std::size_t>(batch) + 2); }
 
 struct Shared {
   int counts[kWarps][kClasses];  // of the sequences of each warp; then where those begin in the order
   int class_start[kClasses];
   int2 warp_totals[kWarps];
-  int total;
+  int2 total;  // tiles and blocks
 };
 
 // The sequences of a side, one after the other.
@@ -94,6 +95,19 @@ CUTE_DEVICE int class_of(int length) {
   }
   int const power = 31 - __clz(length);
   return kClasses - 1 - (4 * power - 4 + (length >> (power - 2) & 3));
+}
+
+// The tiles of a sequence, and its blocks of queries.
+CUTE_DEVICE int2 parts_of(ScheduleShape const& shape, int q_len, int kv_len) {
+  int const tiles = ((shape.of_keys() ? kv_len : q_len) + shape.tile_rows - 1) / shape.tile_rows;
+  return {tiles, shape.of_keys() ? (q_len + shape.block_rows - 1) / shape.block_rows : 0};
+}
+
+// The class of a sequence: smaller where its tiles take longer. Of keys, those with several tiles come before those
+// with one, in half as many classes each.
+CUTE_DEVICE int class_of_sequence(ScheduleShape const& shape, int q_len, int kv_len) {
+  int const all = class_of(shape.of_keys() ? q_len : kv_len);
+  return !shape.of_keys() ? all : all / 2 + (kv_len > shape.tile_rows ? 0 : kClasses / 2);
 }
 
 // The combination of the values of all threads before this one: of two values at a time, none of which is below 0.
@@ -176,7 +190,9 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
   int const thread = static_cast<int>(threadIdx.x);
   int const lane = thread % 32;
   int const warp = thread / 32;
-  Kept const kept = Kept::at(launch.keeps_in_table ? launch.table.scratch(shape.list_size) : dynamic, batch);
+  Kept const kept = Kept::at(
+      launch.keeps_in_table ? launch.table.block_list(shape.list_size) + (shape.block_list_size + 3) / 4 * 4 : dynamic,
+      batch);
 
   auto const within = [](int offset, int rows) { return cute::min(cute::max(offset, 0), rows); };
   for (int i = thread; i <= batch; i += kThreads) {
@@ -214,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
         sequence.index = i;
         read_q.next(i, sequence.q_begin, sequence.q_len, sequence.q_end);
         read_kv.next(i, sequence.kv_begin, sequence.kv_len, sequence.kv_end);
-        sequence.tiles = ((shape.of_keys ? sequence.kv_len : sequence.q_len) + shape.tile_rows - 1) / shape.tile_rows;
+        sequence.tiles = parts_of(shape, sequence.q_len, sequence.kv_len).x;
       }
       use(sequence);
     }
@@ -223,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
   auto const for_each_counted = [&](auto const& use) {
     for_each([&](Sequence const& sequence) {
       bool const exists = sequence.index >= 0;
-      int const length_class = exists ? class_of(shape.of_keys ? sequence.q_len : sequence.kv_len) : -1;
+      int const length_class = exists ? class_of_sequence(shape, sequence.q_len, sequence.kv_len) : -1;
       unsigned const alike = __match_any_sync(kAll, length_class);
       int* const count = &shared.counts[warp][cute::max(length_class, 0)];
       int const so_far = *count;
@@ -243,18 +259,22 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
   for_each_counted([&](Sequence const& sequence, int place) {
     kept.place[sequence.index] = place;
     kept.first_tile[place] = sequence.tiles;
+    kept.first_block[place] = parts_of(shape, sequence.q_len, sequence.kv_len).y;
   });
   __syncthreads();
 
   int2 sum{0, 0};
   for (int i = first; i < last; ++i) {
     sum.x += kept.first_tile[i];
+    sum.y += kept.first_block[i];
   }
-  int start = scan_before(sum, shared.warp_totals, [](int a, int b) { return a + b; }).x;
+  int2 start = scan_before(sum, shared.warp_totals, [](int a, int b) { return a + b; });
   for (int i = first; i < last; ++i) {
-    int const tiles = kept.first_tile[i];
-    kept.first_tile[i] = start;
-    start += tiles;
+    int2 const parts{kept.first_tile[i], kept.first_block[i]};
+    kept.first_tile[i] = start.x;
+    kept.first_block[i] = start.y;
+    start.x += parts.x;
+    start.y += parts.y;
   }
   if (thread == kThreads - 1) {
     shared.total = start;
@@ -269,13 +289,16 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
       if (sequence.index >= 0) {
         int const place = kept.place[sequence.index];
         sequence.first_tile = kept.first_tile[place];
+        sequence.first_block = kept.first_block[place];
         records[place] = sequence;
       }
     });
   }
-  write_list(launch.table.list(), shared.total, kept.first_tile, batch, cta * kThreads + thread, ctas * kThreads);
+  write_list(launch.table.list(), shared.total.x, kept.first_tile, batch, cta * kThreads + thread, ctas * kThreads);
+  write_list(launch.table.block_list(shape.list_size), shared.total.y, kept.first_block, batch, cta * kThreads + thread,
+             ctas * kThreads);
   if (cta == 0 && thread == 0) {
-    *launch.table.header() = {shared.total * shape.heads, 0, {0, 0}};
+    *launch.table.header() = {shared.total.x * shape.heads, 0, shared.total.y, 0};
   }
 }
 
@@ -283,9 +306,10 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
 // memory, which takes most of its time: so there is little code. Sequences of a class come in any order.
 struct FewShared {
   int class_start[kClasses];
-  int first_tile[kThreads];  // by places
+  int first_tile[kThreads];   // by places
+  int first_block[kThreads];  // by places
   int2 warp_totals[kWarps];
-  int total;
+  int2 total;
 };
 
 // As scan_before, of sums or of the largest. A function and loops, or there would be three times as much code.
@@ -338,8 +362,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_few(__grid_constant__ Sc
   begin = {cute::max(begin.x, before.x), cute::max(begin.y, before.y)};
   end = {cute::max(begin.x, end.x), cute::max(begin.y, end.y)};
   int2 const length{cute::min(used.x, end.x - begin.x), cute::min(used.y, end.y - begin.y)};
-  int const tiles = ((shape.of_keys ? length.y : length.x) + shape.tile_rows - 1) / shape.tile_rows;
-  int const length_class = class_of(shape.of_keys ? length.x : length.y);
+  int2 const parts = parts_of(shape, length.x, length.y);
+  int const length_class = class_of_sequence(shape, length.x, length.y);
   int place = 0;
   if (exists) {
     place = atomicAdd(&shared.class_start[length_class], 1);
@@ -353,25 +377,41 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_few(__grid_constant__ Sc
   __syncthreads();
   if (exists) {
     place += shared.class_start[length_class];
-    shared.first_tile[place] = tiles;
+    shared.first_tile[place] = parts.x;
+    shared.first_block[place] = parts.y;
   }
   __syncthreads();
-  int const placed = exists ? shared.first_tile[thread] : 0;
-  int const first_tile = scan_few({placed, 0}, true, shared.warp_totals).x;
-  shared.first_tile[thread] = first_tile;
+  int2 const placed = exists ? int2{shared.first_tile[thread], shared.first_block[thread]} : int2{0, 0};
+  int2 const first = scan_few(placed, true, shared.warp_totals);
+  shared.first_tile[thread] = first.x;
+  shared.first_block[thread] = first.y;
   if (thread == static_cast<int>(blockDim.x) - 1) {
-    shared.total = first_tile + placed;
-    *launch.table.header() = {(first_tile + placed) * shape.heads, 0, {0, 0}};
+    shared.total = {first.x + placed.x, first.y + placed.y};
+    *launch.table.header() = {shared.total.x * shape.heads, 0, shared.total.y, 0};
   }
   __syncthreads();
   if (exists) {
-    launch.table.records()[place] = {shared.first_tile[place], tiles,    thread,   0, begin.x, length.x,
-                                       begin.y,                  length.y, end.x, end.y, {0, 0}};
+    launch.table.records()[place] = {shared.first_tile[place],
+                                     parts.x,
+                                     thread,
+                                     shared.first_block[place],
+                                     begin.x,
+                                     length.x,
+                                     begin.y,
+                                     length.y,
+                                     end.x,
+                                     end.y,
+                                     {0, 0}};
   }
-  write_list(launch.table.list(), shared.total, shared.first_tile, batch, thread, static_cast<int>(blockDim.x));
+  CUTE_NO_UNROLL
+  for (int list = 0; list < (shape.of_keys() ? 2 : 1); ++list) {
+    write_list(list == 0 ? launch.table.list() : launch.table.block_list(shape.list_size),
+               list == 0 ? shared.total.x : shared.total.y, list == 0 ? shared.first_tile : shared.first_block, batch,
+               thread, static_cast<int>(blockDim.x));
+  }
 }
 
-constexpr int kMostInShared = 12288;  // sequences
+constexpr int kMostInShared = 10240;  // sequences
 
 }  // namespace
 

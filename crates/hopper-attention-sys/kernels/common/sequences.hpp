@@ -5,7 +5,8 @@
 //
 // - a header: how many tiles there are, and the counter that CTAs draw them from;
 // - a record for each sequence (Sequence), longest first;
-// - a list with the record of each tile of a head. So a tile is found by two reads, however many sequences there are.
+// - a list with the record of each tile of a head. So a tile is found by two reads, however many sequences there are;
+// - in a backward, whose tiles are of keys, a list with the record of each block of queries of a head.
 //
 // Tiles are drawn sequence by sequence, so that the keys and values of one are in L2 while its tiles run. The sequences
 // at the end are short, which lets all CTAs end at about the same time.
@@ -22,15 +23,15 @@ namespace hattn {
 
 // A record of the table. 48 bytes.
 struct alignas(16) Sequence {
-  int first_tile;  // tiles of a head in the records before
-  int tiles;       // of a head
-  int index;       // in the batch
+  int first_tile;   // tiles of a head in the records before
+  int tiles;        // of a head
+  int index;        // in the batch
   int first_block;  // blocks of queries of a head in the records before (backward)
   int q_begin;
   int q_len;
   int kv_begin;
   int kv_len;
-  int q_end;   // where the rows end that the sequence has room for; those past its length are a gap
+  int q_end;  // where the rows end that the sequence has room for; those past its length are a gap
   int kv_end;
   int unused[2];
 };
@@ -39,7 +40,8 @@ struct alignas(16) Sequence {
 struct alignas(16) SequenceHeader {
   int tiles;    // of all heads
   int counter;  // of tiles that are drawn
-  int unused[2];
+  int blocks;   // of queries, of one head (backward)
+  int unused;
 };
 
 // The table, as `SequenceHeader, Sequence[batch], int[list size]`. Where there are many sequences, what schedule.cu
@@ -59,15 +61,15 @@ struct SequenceTable {
                                sizeof(int) * ((std::int64_t{list_size} + 3) / 4 * 4);
     return bytes < 0x7FFFFFFF ? static_cast<int>(bytes) : 0x7FFFFFFF;
   }
-  CUTE_HOST_DEVICE int* scratch(int list_size) const { return list() + (list_size + 3) / 4 * 4; }
+  CUTE_HOST_DEVICE int* block_list(int list_size) const { return list() + (std::int64_t{list_size} + 3) / 4 * 4; }
 };
 
 // A tile of a sequence: what Tile (tile_scheduler.hpp) is, and where its sequence lies.
 struct alignas(16) PackedTile {
   int block;
   int head;
-  int batch;  // the sequence's index; below 0: no tile
-  int unused;
+  int batch;        // the sequence's index; below 0: no tile
+  int first_block;  // of its record
   int q_begin;
   int q_len;
   int kv_begin;
@@ -76,16 +78,23 @@ struct alignas(16) PackedTile {
   CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
 
-// Makes the table in stream order. `tile_rows` queries are a tile, or keys where `of_keys`. `heads`: of a sequence.
+// What a table is made of.
 struct ScheduleShape {
   int batch;
   int seqlen_q;
   int seqlen_kv;
-  int tile_rows;
-  int heads;
+  int tile_rows;  // of queries (forward), or of keys (backward)
+  int heads;      // of a sequence, whose tiles they are
   int list_size;  // no fewer than the tiles of a head
-  bool of_keys;
+  // Backward: rows of a block of queries, and no fewer than the blocks of a head. Else 0.
+  int block_rows;
+  int block_list_size;
+
+  // Whether tiles are of keys. Then sequences of more than one tile come first.
+  CUTE_HOST_DEVICE bool of_keys() const { return block_rows > 0; }
 };
+
+// Makes the table in stream order.
 Status prepare_schedule() noexcept;
 Status launch_schedule(Sequences const& sequences, ScheduleShape const& shape, CUstream_st* stream) noexcept;
 

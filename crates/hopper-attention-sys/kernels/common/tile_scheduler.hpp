@@ -32,8 +32,9 @@ template <class Params>
 CUTE_DEVICE Band band_of_tile(Params const& params, Tile const&) {
   return band_of_launch(params);
 }
-template <class Params>
-CUTE_DEVICE Band band_of_tile(Params const& params, PackedTile const& tile) {
+// `Place`: PackedTile, Sequence, or what else has a sequence's lengths.
+template <class Params, class Place>
+CUTE_DEVICE Band band_of_tile(Params const& params, Place const& tile) {
   int const offset = params.diagonal_offset + (params.sequences.bottom_right ? tile.kv_len - tile.q_len : 0);
   return {offset - params.window_left, offset + params.window_right, tile.q_len, tile.kv_len};
 }
@@ -125,7 +126,7 @@ struct PackedScheduler {
     tile.block = last_first ? sequence.tiles - 1 - rank : rank;
     tile.head = group * heads_per_group + (within_group - rank * group_heads);
     tile.batch = sequence.index;
-    tile.unused = 0;
+    tile.first_block = sequence.first_block;
     tile.q_begin = sequence.q_begin;
     tile.q_len = sequence.q_len;
     tile.kv_begin = sequence.kv_begin;

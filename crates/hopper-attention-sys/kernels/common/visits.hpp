@@ -158,6 +158,16 @@ struct QueryVisits {
     return visits;
   }
 
+  // The same of a sequence that may have no queries: then there is one block, of nobody.
+  template <MaskClass kMask, int kTileM, int kTileN>
+  CUTE_DEVICE static QueryVisits blocks_of_any(Band const& band, int n_block) {
+    QueryVisits visits = blocks_of<kMask, kTileM, kTileN>(band, n_block);
+    visits.end = cute::max(visits.end, 1);
+    visits.begin = cute::max(visits.begin, 0);
+    visits.start = visits.begin;
+    return visits;
+  }
+
   CUTE_DEVICE int first() const { return start; }
   // The visit that comes `count` after the first, fewer than count() after it.
   CUTE_DEVICE int nth(int const& count) const {

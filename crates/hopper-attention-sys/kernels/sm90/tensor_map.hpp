@@ -84,11 +84,13 @@ inline Status encode_packed_map(CUtensorMap& map, DType dtype, TensorDesc const&
                                  (cuuint64_t{1} << 34) - row, row};
   cuuint32_t const box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
   cuuint32_t const step[5] = {1, 1, 1, 1, 1};
+  bool const swizzled = box_columns * element_bytes > 16;
   CUtensorMapDataType const type = dtype == DType::E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : dtype == DType::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  CUtensorMapSwizzle const swizzle =
-      box_columns * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  CUtensorMapSwizzle const swizzle = !swizzled                           ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : box_columns * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                         : CU_TENSOR_MAP_SWIZZLE_128B;
   CUresult const result = encoder(&map, type, 5, reinterpret_cast<void*>(tensor.address), sizes, strides, box, step,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -5,5 +5,10 @@
 #include "common/prepare.hpp"
 #include "sm90/bwd/traits.hpp"
 
-#define HATTN_BWD_SM90_PREPARE(...) HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, __VA_ARGS__)
-#define HATTN_BWD_SM90_CONVERT(...) HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, __VA_ARGS__)
+// Each for the row's kernels, and for the one that packs.
+#define HATTN_BWD_SM90_PREPARE(...)                                 \
+  HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, __VA_ARGS__) \
+  HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, __VA_ARGS__, true)
+#define HATTN_BWD_SM90_CONVERT(...)                              \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, __VA_ARGS__) \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, __VA_ARGS__, true)

@@ -12,6 +12,10 @@
 // - A row's second kernel (SharedTraits): the CTAs of a cluster have one tile, and sum through each other's shared
 //   memory (cluster.hpp). A CTA computes one share and ends.
 //
+// A row's third kernel is for sequences whose lengths the device knows (Traits::kIsPacked, PackedShare in share.hpp). A
+// tile then carries its sequence's place and lengths, the band follows from these, and the tensor maps have five
+// dimensions (encode_packed_map in sm90/tensor_map.hpp). Where a sequence has one tile, this kernel writes dQ itself.
+//
 // Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
 // dP begin with, from its LSE and delta (Statistics in traits.hpp). It also lists the tiles. The one after converts the
 // f32 sums of dQ, and those of dK and dV, to the gradients. The starts of the three overlap (common/start.hpp).
@@ -72,7 +76,7 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars,
+    bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ typename Traits::Scalars const scalars,
                __grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
                __grid_constant__ CUtensorMap const map_v, __grid_constant__ CUtensorMap const map_d_o) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();

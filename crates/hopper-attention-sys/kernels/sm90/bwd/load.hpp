@@ -21,6 +21,16 @@ namespace hattn::sm90 {
 template <class Traits>
 struct BwdLoad {
   using Storage = typename Traits::SharedStorage;
+  using Scalars = typename Traits::Scalars;
+  using TileRecord = typename Traits::TileRecord;
+
+  // Whether a tile has dQ of its sequence to itself, and there are no sums of it.
+  CUTE_DEVICE static bool is_only(TileShare const&) { return false; }
+  CUTE_DEVICE static bool is_only(PackedShare const& tile) { return tile.is_only != 0; }
+  CUTE_DEVICE static int blocks_of_queries(Scalars const& scalars, TileShare const&) { return scalars.m_blocks; }
+  CUTE_DEVICE static int blocks_of_queries(Scalars const&, PackedShare const& tile) {
+    return (tile.q_len + Traits::kTileM - 1) / Traits::kTileM;
+  }
 
   struct Nothing {
     CUTE_DEVICE void operator()() const {}
@@ -29,8 +39,18 @@ struct BwdLoad {
   // Calls `use` for the blocks of all tiles, in the order in which the consumers take them, and `done` after the last
   // block of a tile. The ring runs on across the heads of a group and across tiles.
   template <class Use, class Done = Nothing>
-  CUTE_DEVICE static void stream(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
+  CUTE_DEVICE static void stream(BwdParams const& params, Scalars const& scalars, Band const& band, Storage& storage,
                                  Use const& use, Done const& done = {}) {
+    if constexpr (Traits::kIsPacked) {
+      stream_packed(params, scalars, storage, use, done);
+    } else {
+      stream_dense(params, scalars, band, storage, use, done);
+    }
+  }
+
+  template <class Use, class Done>
+  CUTE_DEVICE static void stream_dense(BwdParams const& params, Scalars const& scalars, Band const& band,
+                                       Storage& storage, Use const& use, Done const& done) {
     RingPosition<Traits::kStages> ring;
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
@@ -50,7 +70,7 @@ struct BwdLoad {
       CUTE_NO_UNROLL
       for (int left = tile.steps; left > 0; --left) {
         int const m = visits.block(visit);
-        use(ring, blocks + m, m, head, tile.batch, tile.block);
+        use(ring, blocks + m, m, head, tile);
         ring.advance();
         visit = visits.next(visit);
         if (visits.is_first(visit)) {
@@ -65,21 +85,70 @@ struct BwdLoad {
     }
   }
 
-  CUTE_DEVICE static void blocks(BwdParams const& params, BwdScalars const& scalars, CUtensorMap const& map_q,
+  // The same of packed sequences. Tiles stay in shared memory until their last block: registers are short.
+  template <class Use, class Done>
+  CUTE_DEVICE static void stream_packed(BwdParams const& params, Scalars const& scalars, Storage& storage,
+                                        Use const& use, Done const& done) {
+    RingPosition<Traits::kStages> ring;
+    CUTE_NO_UNROLL
+    for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
+      storage.tile_full[k.stage].wait(k.parity);
+      PackedShare const& tile = storage.tile[k.stage];
+      if (!tile.valid()) {
+        break;
+      }
+      QueryVisits visits = QueryVisits::blocks_of_any<Traits::kMask, Traits::kTileM, Traits::kTileN>(
+          band_of_tile(params, tile), tile.block);
+      visits.start = tile.start;
+      int head = tile.head_q;
+      int blocks = head * scalars.sum_blocks + tile.first_block;
+      int visit = tile.visit;
+      CUTE_NO_UNROLL
+      for (int left = tile.steps; left > 0; --left) {
+        int const m = visits.block(visit);
+        use(ring, blocks + m, m, head, tile);
+        ring.advance();
+        visit = visits.next(visit);
+        if (visits.is_first(visit)) {
+          ++head;
+          blocks += scalars.sum_blocks;
+        }
+      }
+      storage.k_empty[k.stage].arrive();  // tile[] has been read
+      done();
+    }
+  }
+
+  CUTE_DEVICE static void blocks(BwdParams const& params, Scalars const& scalars, CUtensorMap const& map_q,
                                  CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
-    auto const load = [&](auto const& ring, int block, int m, int head, int batch, int) {
+    auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
-      cute::SM90_BULK_COPY_G2S::copy(
-          static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
-          &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
-      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, q_full, kEvictLast, storage.q[ring.stage],
-                                                    m * Traits::kTileM, head, batch);
+      if constexpr (Traits::kIsPacked) {
+        PackedRows const rows = queries_of_head(tile, scalars.rows_apart_statistics, m * Traits::kTileM, head);
+        cute::SM90_TMA_LOAD_5D::copy(&scalars.map_statistics, &q_full.word, kEvictLast, storage.statistics[ring.stage],
+                                     0, rows.row, rows.head, int{kPackedEnd}, rows.place);
+        load_tile<Traits::kTileM, Traits::kHeadDimQK>(
+            map_q, q_full, kEvictLast, storage.q[ring.stage],
+            queries_of_head(tile, scalars.rows_apart_q, m * Traits::kTileM, head));
+      } else {
+        cute::SM90_BULK_COPY_G2S::copy(
+            static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
+            &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
+        load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, q_full, kEvictLast, storage.q[ring.stage],
+                                                      m * Traits::kTileM, head, tile.batch);
+      }
       Mbarrier& d_o_full = storage.d_o_full[ring.stage];
       d_o_full.arrive_expect_bytes(Traits::kBytesO);
-      load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
-                                                    m * Traits::kTileM, head, batch);
+      if constexpr (Traits::kIsPacked) {
+        load_tile<Traits::kTileM, Traits::kHeadDimVO>(
+            map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
+            queries_of_head(tile, scalars.rows_apart_d_o, m * Traits::kTileM, head));
+      } else {
+        load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
+                                                      m * Traits::kTileM, head, tile.batch);
+      }
     };
     stream(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
   }
@@ -88,7 +157,7 @@ struct BwdLoad {
   // dQ, the others add theirs. Ordered: tiles come by their number, so that the sums are the same on every run. A
   // tile waits only for tiles that run: for the one that came to the block first, or, ordered, for those drawn before
   // it.
-  CUTE_DEVICE static void query_gradients(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+  CUTE_DEVICE static void query_gradients(BwdParams const& params, Scalars const& scalars, Band const& band,
                                           Storage& storage) {
     RingPosition<Traits::kSlotsQ> slot;
     // Addresses are computed anew each time: registers are short.
@@ -114,7 +183,10 @@ struct BwdLoad {
       slot.advance();
     };
     if (!scalars.ordered) {
-      stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
+      stream(params, scalars, band, storage, [&](auto const&, int block, int, int, auto const& tile) {
+        if (is_only(tile)) {
+          return;
+        }
         // Asked early: the answer is there when dQ is.
         int now = atomicAdd(progress(block), 1);
         await_half();
@@ -137,7 +209,11 @@ struct BwdLoad {
     RingPosition<2> sent;
     int next = -1;  // a block whose progress was asked for early
     int seen = 0;
-    stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, int, int n) {
+    stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, auto const& tile) {
+      if (is_only(tile)) {
+        return;
+      }
+      int const n = tile.block;
       // Relaxed, since what comes after is only the copy engine's, which adds where the memory is coherent, and does
       // not begin before it is asked to.
       int now = block == next ? seen : load_relaxed(progress(block));
@@ -151,7 +227,7 @@ struct BwdLoad {
       await_half();
       send_half(block, 1, first);
       next = -1;
-      if (m + 1 < scalars.m_blocks) {
+      if (m + 1 < blocks_of_queries(scalars, tile)) {
         next = block + 1;
         seen = load_relaxed(progress(next));
       }
@@ -167,10 +243,13 @@ struct BwdLoad {
   // Reports each block whose dQ has been added, so that the next tile may add. Only a release makes what was added
   // visible to other multiprocessors. (The copy engine's own wait does not: without the release, one run in 7000 had
   // other bits, benches/LOG.md, 17.) A release waits for the memory, which is why it has a warp of its own.
-  CUTE_DEVICE static void report_sent(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+  CUTE_DEVICE static void report_sent(BwdParams const& params, Scalars const& scalars, Band const& band,
                                       Storage& storage) {
     RingPosition<2> sent;
-    stream(params, scalars, band, storage, [&](auto const&, int block, int, int, int, int) {
+    stream(params, scalars, band, storage, [&](auto const&, int block, int, int, auto const& tile) {
+      if (is_only(tile)) {
+        return;
+      }
       storage.sent_full[sent.stage].wait(sent.parity);
       int const step = storage.sent_step[sent.stage];
       storage.sent_empty[sent.stage].arrive();
@@ -179,14 +258,25 @@ struct BwdLoad {
     });
   }
 
+  CUTE_DEVICE static int tiles_of(Scalars const& scalars, BwdScheduler const& scheduler) {
+    if constexpr (Traits::kIsPacked) {
+      return scalars.table.header()->tiles;
+    } else {
+      return scheduler.total();
+    }
+  }
+
   // Copies an entry of the list of shares. Past its end there is none.
-  CUTE_DEVICE static void copy_share(BwdScalars const& scalars, BwdScheduler const& scheduler, int index,
-                                     TileShare& tile) {
-    if (index < scheduler.total()) {
+  CUTE_DEVICE static void copy_share(Scalars const& scalars, BwdScheduler const& scheduler, int index,
+                                     TileRecord& tile) {
+    constexpr int kWords = sizeof(TileRecord) / sizeof(int4);
+    if (index < tiles_of(scalars, scheduler)) {
       auto const* const listed =
-          reinterpret_cast<int4 const*>(scalars.share_list) + 2 * static_cast<std::int64_t>(index);
-      reinterpret_cast<int4*>(&tile)[0] = listed[0];
-      reinterpret_cast<int4*>(&tile)[1] = listed[1];
+          reinterpret_cast<int4 const*>(scalars.share_list) + kWords * static_cast<std::int64_t>(index);
+      CUTE_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        reinterpret_cast<int4*>(&tile)[i] = listed[i];
+      }
     } else {
       tile.batch = -1;
       tile.steps = 1;
@@ -194,7 +284,7 @@ struct BwdLoad {
   }
 
   // Draws tiles, loads K and V. A tile is announced to the other warps when its K is asked for.
-  CUTE_DEVICE static void tiles(BwdScalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
+  CUTE_DEVICE static void tiles(Scalars const& scalars, CUtensorMap const& map_k, CUtensorMap const& map_v,
                                 BwdScheduler const& scheduler, Storage& storage) {
     int round = 0;
     int drawn = scheduler.draw(round);
@@ -217,15 +307,27 @@ struct BwdLoad {
         break;
       }
       storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
-      load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
-                                                    tile.block * Traits::kTileN, tile.head, tile.batch);
+      if constexpr (Traits::kIsPacked) {
+        load_tile<Traits::kTileN, Traits::kHeadDimQK>(
+            map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
+            keys_of_head(storage.tile[k.stage], scalars.rows_apart_k, tile.block * Traits::kTileN, tile.head));
+      } else {
+        load_tile<Traits::kTileN, Traits::kHeadDimQK>(map_k, storage.k_full[k.stage], kEvictFirst, storage.k[k.stage],
+                                                      tile.block * Traits::kTileN, tile.head, tile.batch);
+      }
       // V has one buffer, so that its laps change parity with every tile, as K's buffers alternate.
       storage.v_empty.wait(k.stage ^ 1);
       storage.v_full.arrive_expect_bytes(Traits::kBytesV);
       // Registers are short: the tile is read once more.
-      TileShare const again = storage.tile[k.stage];
-      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
-                                                    again.block * Traits::kTileN, again.head, again.batch);
+      TileRecord const again = storage.tile[k.stage];
+      if constexpr (Traits::kIsPacked) {
+        load_tile<Traits::kTileN, Traits::kHeadDimVO>(
+            map_v, storage.v_full, kEvictFirst, storage.v,
+            keys_of_head(again, scalars.rows_apart_v, again.block * Traits::kTileN, again.head));
+      } else {
+        load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
+                                                      again.block * Traits::kTileN, again.head, again.batch);
+      }
       // The next tile is drawn only when all blocks of this one have been asked for. A drawn tile is kept from the
       // other CTAs, so that the grid ends as evenly as its draws are late. Where tiles wait for each other, they should
       // begin in the order of the list.

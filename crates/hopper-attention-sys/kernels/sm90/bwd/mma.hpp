@@ -41,8 +41,18 @@ struct BwdMma {
     return (Traits::kTileM == 128 ? thread_index_anew() : anew(thread)) & 127;
   }
 
-  CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Band const& band, Storage& storage,
-                              int consumer) {
+  // The address of a tile's key head, and of the sequence's first key there.
+  CUTE_DEVICE static std::uint64_t head_address(TensorDesc const& tensor, TileShare const& tile) {
+    return tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head);
+  }
+  CUTE_DEVICE static std::uint64_t head_address(TensorDesc const& tensor, PackedShare const& tile) {
+    return head_address(tensor, static_cast<TileShare const&>(tile)) + 2 * (tile.kv_begin * tensor.stride_row);
+  }
+  CUTE_DEVICE static int keys_of(BwdScalars const& scalars, TileShare const&) { return scalars.seqlen_kv; }
+  CUTE_DEVICE static int keys_of(BwdScalars const&, PackedShare const& tile) { return tile.kv_len; }
+
+  CUTE_DEVICE static void run(BwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
+                              Storage& storage, int consumer) {
     int const thread_in_group = static_cast<int>(threadIdx.x) % 128;
 
     constexpr int kM = Traits::kTileM;
@@ -86,7 +96,10 @@ struct BwdMma {
 
     RingPosition<kStages> ring;  // of Q and dO, and of dS as well
     RingPosition<kBuffers> k;    // of K; V, in one buffer, has the parity of its stage
+    typename Traits::TileBand band = launch_band;
     int n_block = 0;
+    bool is_only = false;   // packed: whether the tile has dQ of its sequence to itself
+    bool was_only = false;  // the tile before
     QueryVisits visits{0, 0, 0};
     int visit = 0;
     int remaining = 0;  // steps of this share of a tile
@@ -98,9 +111,20 @@ struct BwdMma {
       return warp_value(storage.tile[k.stage].batch) >= 0;
     };
     auto enter_tile = [&]() __attribute__((always_inline)) {
-      TileShare const tile = storage.tile[k.stage];
+      typename Traits::TileRecord const tile = storage.tile[k.stage];
       n_block = warp_value(tile.block);
-      visits = QueryVisits::blocks_of<kMask, kM, kN>(band, n_block);  // asked for blocks, not for the first of them
+      if constexpr (Traits::kIsPacked) {
+        Band const of_tile = band_of_tile(params, tile);
+        band.left_offset = warp_value(of_tile.left_offset);
+        band.right_offset = warp_value(of_tile.right_offset);
+        band.seqlen_q = warp_value(of_tile.seqlen_q);
+        band.seqlen_kv = warp_value(of_tile.seqlen_kv);
+        was_only = is_only;
+        is_only = warp_value(tile.is_only) != 0;
+        visits = QueryVisits::blocks_of_any<kMask, kM, kN>(band, n_block);
+      } else {
+        visits = QueryVisits::blocks_of<kMask, kM, kN>(band, n_block);  // asked for blocks, not for the first of them
+      }
       remaining = warp_value(tile.steps);
       visit = warp_value(tile.visit);
     };
@@ -138,12 +162,11 @@ struct BwdMma {
       }
     };
     // `scale` makes an element of a sum. `see` is given each pair, and gives it back.
-    auto write_gradient = [&](auto columns, TensorDesc const& tensor, TileShare const& tile, int head_dim,
+    auto write_gradient = [&](auto columns, TensorDesc const& tensor, auto const& tile, int head_dim,
                               auto const& values, auto const& scale, auto const& see) __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
-      write_pairs<columns>(tensor.address + 2 * (tile.batch * tensor.stride_batch + tile.head * tensor.stride_head),
-                           2 * tensor.stride_row, tile.block * kN + warp_row(thread), scalars.seqlen_kv, head_dim,
-                           thread % 32, [&](int i, int j) {
+      write_pairs<columns>(head_address(tensor, tile), 2 * tensor.stride_row, tile.block * kN + warp_row(thread),
+                           keys_of(scalars, tile), head_dim, thread % 32, [&](int i, int j) {
                              int const at = 8 * i + 2 * j;
                              return see(pack_pair<Element>(scale(values(at)), scale(values(at + 1))));
                            });
@@ -163,6 +186,29 @@ struct BwdMma {
       CUTE_UNROLL
       for (int i = 0; i < tdQ.size() / 4; ++i) {
         half[128 * i] = float4{tdQ(4 * i), tdQ(4 * i + 1), tdQ(4 * i + 2), tdQ(4 * i + 3)};
+      }
+    };
+    // The same of a sequence's only tile: dQ itself, to memory. It is of the step `step` of the tile in a buffer.
+    auto write_queries = [&](int buffer, int step) __attribute__((always_inline)) {
+      if constexpr (Traits::kIsPacked) {
+        PackedShare const& tile = storage.tile[buffer];
+        QueryVisits of_tile = QueryVisits::blocks_of_any<kMask, kM, kN>(band_of_tile(params, tile), tile.block);
+        of_tile.start = tile.start;
+        step = step < 0 ? tile.steps - 1 : tile.steps - step;
+        int const head = step / of_tile.count();
+        int const m_block = of_tile.block(of_tile.nth(step - head * of_tile.count()));
+        TensorDesc const& tensor = params.d_q;
+        int const thread = thread_in_group_anew(thread_in_group);
+        int const column = half_columns * Traits::kColumnsQ;
+        std::uint64_t const first =
+            tensor.address + 2 * (tile.batch * tensor.stride_batch + (tile.head_q + head) * tensor.stride_head +
+                                  tile.q_begin * tensor.stride_row + column);
+        write_pairs<Traits::kColumnsQ>(
+            first, 2 * tensor.stride_row, m_block * kM + half_queries * 64 + thread / 32 * 16, tile.q_len,
+            scalars.head_dim_qk - column, thread % 32, [&](int i, int j) {
+              int const at = 8 * i + 2 * j;
+              return pack_pair<Element>(tdQ(at) * scalars.softmax_scale, tdQ(at + 1) * scalars.softmax_scale);
+            });
       }
     };
     auto report_queries = [&]() __attribute__((always_inline)) {
@@ -188,7 +234,7 @@ struct BwdMma {
     };
     // Writes dK and dV of a tile, unless they were added to sums. The tile's tile[] and K may be overwritten then.
     auto hand_over = [&](int buffer) __attribute__((always_inline)) {
-      TileShare const tile = storage.tile[buffer];
+      typename Traits::TileRecord const tile = storage.tile[buffer];
       __syncwarp();
       release(storage.k_empty[buffer]);
       if (scalars.key_sums != nullptr) {
@@ -225,13 +271,20 @@ struct BwdMma {
     }
 
     // dQ of the block before, of dS of both warpgroups. `after` is what must have been computed by then.
-    auto finish_queries = [&](int k_stage, std::uint32_t after) __attribute__((always_inline)) {
+    // `only`: whether it is of a sequence's only tile, and then `left`: the steps from that block's on, or below 0
+    // where it was the tile's last.
+    auto finish_queries = [&](int k_stage, std::uint32_t after, [[maybe_unused]] bool only, [[maybe_unused]] int left)
+        __attribute__((always_inline)) {
       int const stage = ring.stage ^ 1;
       auto const zero = static_cast<std::uint32_t>(scalars.batch >> 31);  // batch > 0, which ptxas does not know
       named_barrier_sync(1 + 2 * stage + consumer + (after & zero), 256);
       issue_product<MmaDQ, false>(tQrdS.stage(stage), tQrK.stage(k_stage), tdQ);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
+      if (Traits::kIsPacked && only) {
+        write_queries(k_stage, left);
+        return;
+      }
       store_queries();
     };
     bool more = true;    // whether there is a tile whose first scores are there
@@ -251,8 +304,10 @@ struct BwdMma {
       storage.d_o_full[ring.stage].wait(ring.parity);
       if constexpr (is_first) {
         if (any) {
-          finish_queries(k.stage ^ 1, after);
-          report_queries();
+          finish_queries(k.stage ^ 1, after, was_only, -1);
+          if (!Traits::kIsPacked || !was_only) {
+            report_queries();
+          }
           hand_over(k.stage ^ 1);
         }
         any = true;
@@ -260,7 +315,7 @@ struct BwdMma {
         clear(tdK);
         storage.v_full.wait(k.stage);
       } else {
-        finish_queries(k.stage, after);
+        finish_queries(k.stage, after, is_only, remaining + 1);
       }
       // V's place is a new value: held for the whole loop, the descriptors of an operand with one buffer would take
       // every uniform register there is.
@@ -269,7 +324,9 @@ struct BwdMma {
       pack(tP, tS);
       issue_product<MmaDV, true>(tP, tVrdO.stage(ring.stage), tdV);
       if constexpr (!is_first) {
-        report_queries();
+        if (!Traits::kIsPacked || !is_only) {
+          report_queries();
+        }
       }
       fresh = remaining == 1;
       warpgroup_wait<1>();
@@ -328,8 +385,10 @@ struct BwdMma {
           step(std::false_type{});
         }
       }
-      finish_queries(k.stage ^ 1, 0);
-      report_queries();
+      finish_queries(k.stage ^ 1, 0, was_only, -1);
+      if (!Traits::kIsPacked || !was_only) {
+        report_queries();
+      }
     } else {
       clear(tdV);
       clear(tdK);

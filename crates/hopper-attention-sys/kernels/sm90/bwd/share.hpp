@@ -32,6 +32,55 @@ struct alignas(16) TileShare {
 };
 static_assert(sizeof(TileShare) == 32, "the plan counts 32 bytes a share");
 
+// A whole tile of a sequence whose length the device knows (common/sequences.hpp).
+struct alignas(16) PackedShare : TileShare {
+  int q_begin;
+  int q_len;
+  int kv_begin;
+  int kv_len;
+  int first_block;  // the block of sums of the sequence's first block of queries, in a head
+  // Whether the sequence has no other tile. Then what the tile adds to dQ is dQ: it is written as such, and there are
+  // no sums.
+  int is_only;
+  int unused[2];
+};
+static_assert(sizeof(PackedShare) == 64, "the plan counts 64 bytes an entry");
+
+// Writes the list of tiles of such a launch.
+template <class Traits>
+CUTE_DEVICE void write_packed_shares(BwdParams const& params, int thread, int threads) {
+  SequenceTable const table{params.sequences.table, params.batch};
+  PackedScheduler const scheduler{
+      table, nullptr, params.heads_kv, params.heads_per_group, false, table.header()->tiles};
+  int const group = params.heads_q / params.heads_kv;
+  for (int i = thread; i < scheduler.tiles; i += threads) {
+    PackedTile const tile = scheduler.tile(i);
+    Band const band = band_of_tile(params, tile);
+    auto visits = QueryVisits::blocks_of_any<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+    // Many tiles see the first block. They begin each elsewhere, so that few add to the sums of one dQ at a time.
+    if (!params.ordered && (Traits::kMask == MaskClass::Full || tile.block * Traits::kTileN < band.right_offset)) {
+      visits.start = visits.begin + tile.block * (Traits::kTileN / Traits::kTileM) % visits.count();
+    }
+    PackedShare share;
+    share.block = tile.block;
+    share.head = tile.head;
+    share.batch = tile.batch;
+    share.steps = group * visits.count();
+    share.head_q = tile.head * group;
+    share.visit = visits.start;
+    share.sums = 0;
+    share.start = visits.start;
+    share.q_begin = tile.q_begin;
+    share.q_len = tile.q_len;
+    share.kv_begin = tile.kv_begin;
+    share.kv_len = tile.kv_len;
+    share.first_block = tile.first_block;
+    share.is_only = static_cast<int>(tile.kv_len <= Traits::kTileN || tile.q_len == 0);
+    share.unused[0] = share.unused[1] = 0;
+    reinterpret_cast<PackedShare*>(params.share_list)[i] = share;
+  }
+}
+
 // Writes the list of shares. `thread` of `threads` writes each so many-th.
 template <class Traits>
 CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {

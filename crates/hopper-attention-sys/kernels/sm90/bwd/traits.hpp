@@ -1,7 +1,10 @@
 // Everything that a row of bwd.def fixes: types, tiles, register budget and the shared-memory plan.
 #pragma once
 
+#include <cuda.h>
+
 #include <cute/arch/cluster_sm90.hpp>
+#include <type_traits>
 
 #include "common/around.hpp"
 #include "common/barrier.hpp"
@@ -72,6 +75,35 @@ struct alignas(16) Statistics {
   CUTE_DEVICE bool has_nan() const { return has_nan_lse() || static_cast<float>(nan_delta) != 0.0F; }
 };
 
+// Of a backward whose sequences have lengths that the device knows.
+struct PackedBwdScalars : BwdScalars {
+  SequenceTable table;
+  int sum_blocks;  // of one head, that have sums of dQ
+  // Rows from a batch entry to the next, of each operand: 0 where it is packed.
+  int rows_apart_q;
+  int rows_apart_k;
+  int rows_apart_v;
+  int rows_apart_d_o;
+  int rows_apart_statistics;
+  // Of the statistics, which are rows of 16 bytes.
+  CUtensorMap map_statistics;
+};
+
+template <class Traits>
+PackedBwdScalars packed_bwd_scalars(BwdParams const& params) noexcept {
+  PackedBwdScalars scalars{};  // the map is made by the launch
+  static_cast<BwdScalars&>(scalars) = bwd_scalars<Traits>(params);
+  scalars.table = {params.sequences.table, params.batch};
+  scalars.tile_counter = &scalars.table.header()->counter;
+  scalars.sum_blocks = params.sequences.sum_blocks;
+  scalars.rows_apart_q = rows_apart(params.q);
+  scalars.rows_apart_k = rows_apart(params.k);
+  scalars.rows_apart_v = rows_apart(params.v);
+  scalars.rows_apart_d_o = rows_apart(params.d_o);
+  scalars.rows_apart_statistics = statistics_rows_apart(params);
+  return scalars;
+}
+
 // How far the sums of dQ of a block are, as a count. The kernel before writes what it begins with (BwdTraits::fresh),
 // the tiles what follows.
 // - Unordered: the tiles that have come to the block, and kStored more once the first of them has stored its dQ.
@@ -82,12 +114,22 @@ constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
 static_assert(kUnvisited == -kFresh);
 
-template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
+          bool kPacked = false>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
-  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
+  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
+
+  // Whether this is that kernel, whether the row has it, and its traits.
+  static constexpr bool kIsPacked = kPacked;
+  static constexpr bool kPacks = true;
+  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
+  using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
+  using TileRecord = std::conditional_t<kPacked, PackedShare, TileShare>;
+  using TileBand = std::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
 
   // The first tile stores its dQ over what is there, and does not add.
   static constexpr bool kAddsToZeros = false;
@@ -98,7 +140,11 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kShares = false;
   static constexpr int kMostShares = 8;
   CUTE_DEVICE static void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
-    sm90::write_shares<BwdTraits>(params, band, thread, threads);
+    if constexpr (kPacked) {
+      write_packed_shares<BwdTraits>(params, thread, threads);
+    } else {
+      sm90::write_shares<BwdTraits>(params, band, thread, threads);
+    }
   }
   CUTE_DEVICE static Progress fresh(bool ordered, int first_tile) { return ordered ? kFresh + first_tile : 0; }
 
@@ -199,7 +245,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(128) Statistics statistics[kStages][kTileM];
     alignas(128) cutlass::bfloat16_t ones[3][64];
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
-    TileShare tile[kBuffersK];  // whose K is in each buffer
+    TileRecord tile[kBuffersK];  // whose K is in each buffer
     Mbarrier tile_full[kBuffersK];
     Mbarrier next_wanted;
     Mbarrier k_full[kBuffersK];

@@ -81,7 +81,7 @@ struct FwdLaunch {
     }
     Status const status = launch_schedule(params.sequences,
                                           {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
-                                           params.heads_q, params.sequences.list_size, false},
+                                           params.heads_q, params.sequences.list_size, 0, 0},
                                           stream);
     if (!is_ok(status)) {
       return status;

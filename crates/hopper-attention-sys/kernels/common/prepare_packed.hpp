@@ -1,0 +1,106 @@
+// The kernel before a packed backward kernel (common/sequences.hpp): what prepare.hpp is for sequences whose lengths
+// the device knows. The table of sequences is there.
+//
+// A CTA takes a block of queries of one head at a time. It writes the statistics of these queries and, where the block
+// has sums of dQ, what their progress begins with. Where no tile of keys visits the block, its dQ is 0.
+#pragma once
+
+#include "common/around.hpp"
+#include "common/scalars.hpp"
+#include "common/sequences.hpp"
+#include "common/start.hpp"
+#include "common/tile_scheduler.hpp"
+#include "common/visits.hpp"
+#include "kernels.hpp"
+
+namespace hattn {
+
+template <class Traits>
+__global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ BwdParams const params) {
+  let_next_start();
+  using Element = typename Traits::Element;
+  constexpr int kTileM = Traits::kTileM;
+  constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
+  constexpr int kRows = 256 / kLanes;             // that a CTA reads at a time
+  constexpr int kPasses = kTileM / kRows;
+  static_assert(kPasses * kRows == kTileM, "a CTA reads the rows of a block in whole passes");
+  SequenceTable const table{params.sequences.table, params.batch};
+  int const blocks = table.header()->blocks;
+  int const* const list = table.block_list(params.sequences.list_size);
+  int const lane = static_cast<int>(threadIdx.x) % kLanes;
+  int const own = static_cast<int>(threadIdx.x) / kLanes;
+
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *reinterpret_cast<int*>(params.leak_flag) = 0;
+  }
+  Traits::write_shares(params, Band{}, static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
+                       static_cast<int>(gridDim.x * blockDim.x));
+
+  std::int64_t const items = std::int64_t{blocks} * params.heads_q;
+  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    int const entry = static_cast<int>(item / params.heads_q);
+    int const head = static_cast<int>(item - std::int64_t{entry} * params.heads_q);
+    Sequence const sequence = table.records()[list[entry]];
+    int const m_block = entry - sequence.first_block;
+    auto const row_of = [&](TensorDesc const& tensor, int query) {
+      return tensor.address + 2 * (sequence.index * tensor.stride_batch + head * tensor.stride_head +
+                                   (sequence.q_begin + query) * tensor.stride_row + lane * 8);
+    };
+    // Everything that is read is asked for before any of it is used.
+    uint4 o[kPasses] = {};
+    uint4 d_o[kPasses] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      int const query = m_block * kTileM + own + i * kRows;
+      if (query < sequence.q_len && lane * 8 < params.head_dim_vo) {
+        o[i] = __ldcs(reinterpret_cast<uint4 const*>(row_of(params.o, query)));
+        d_o[i] = __ldg(reinterpret_cast<uint4 const*>(row_of(params.d_o, query)));
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      int const query = m_block * kTileM + own + i * kRows;
+      auto const* const a = reinterpret_cast<Element const*>(&o[i]);
+      auto const* const b = reinterpret_cast<Element const*>(&d_o[i]);
+      float delta = 0.0F;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        delta = fmaf(static_cast<float>(a[j]), static_cast<float>(b[j]), delta);
+      }
+      CUTE_UNROLL
+      for (int step = kLanes / 2; step > 0; step /= 2) {
+        delta += __shfl_xor_sync(0xffffffffU, delta, step);
+      }
+      if (lane == 0 && query < sequence.q_len) {
+        auto const number = [&](TensorDesc const& tensor) {
+          return reinterpret_cast<float const*>(tensor.address)[sequence.index * tensor.stride_batch +
+                                                                head * tensor.stride_head + sequence.q_begin + query];
+        };
+        float const d_lse = params.d_lse.address == 0 ? 0.0F : number(params.d_lse);
+        std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
+                                std::int64_t{sequence.index} * statistics_rows_apart(params) + query;
+        reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] =
+            Traits::Statistics::of(number(params.lse), d_lse, delta, params.softmax_scale);
+      }
+    }
+
+    Band const band = band_of_tile(params, sequence);
+    KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
+    if (threadIdx.x == 0 && sequence.kv_len > Traits::kTileN) {
+      reinterpret_cast<int*>(params.progress)[std::int64_t{head} * params.sequences.sum_blocks + entry] =
+          tiles.any() ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
+    }
+    if (!tiles.any()) {
+      int const chunks = params.head_dim_qk / 8;
+      int const rows = cute::min(kTileM, sequence.q_len - m_block * kTileM);
+      for (int i = static_cast<int>(threadIdx.x); i < rows * chunks; i += 256) {
+        std::int64_t const row = sequence.q_begin + m_block * kTileM + i / chunks;
+        std::int64_t const at = sequence.index * params.d_q.stride_batch + row * params.d_q.stride_row +
+                                head * params.d_q.stride_head + i % chunks * 8;
+        *reinterpret_cast<uint4*>(params.d_q.address + 2 * at) = uint4{0, 0, 0, 0};
+      }
+    }
+  }
+}
+
+}  // namespace hattn
