@@ -60,6 +60,9 @@ struct Epilogue {
                                                               looks.see(row, a, b);
                                                             }
                                                           });
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      looks.see_sums<Element>(inverse);
+    }
     return looks;
   }
 
@@ -84,7 +87,8 @@ struct Epilogue {
     int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = PlainOperands<Element>::of(params, tile.batch, tile.head);
     __syncwarp();
-    Leaks<Traits>::repair(operands, band_of_launch(params), tile.block * Traits::kTileM + row, SoundRows::with(sums),
+    Leaks<Traits>::repair(operands, band_of_launch(params), tile.block * Traits::kTileM + row,
+                          SoundRows::of_inverses<Element>(sums),
                           StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
     __syncwarp();
   }
