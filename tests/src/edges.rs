@@ -3,7 +3,7 @@
 //! Each is a case whose inputs are changed by hand. The CPU's tests and the GPU's hold both passes to the oracle on them.
 
 use hopper_attention::reference::Tensor;
-use hopper_attention::{Mask, MaskClass};
+use hopper_attention::{Mask, MaskClass, bf16};
 
 use crate::backward::{self, Prepared as Backward};
 use crate::data::{Image, Input, Poison, Values};
@@ -177,6 +177,32 @@ fn enlarge(_: MaskClass, input: Input, tensor: &mut Tensor) {
     if matches!(input, Input::Q | Input::K) {
         tensor.data_mut().iter_mut().for_each(|x| *x *= 1024.0);
     }
+}
+
+/// A forward of bf16 whose sums of weights and values overflow f32 unless the weights are relative to a row's maximum, although O
+/// does not. One row in 16 has keys that stand further and further out, so that a kernel gives up looking for them. Then one stands
+/// out by 20 for all other rows, and V is of 3e31.
+pub fn large_sums(class: MaskClass, head_dim: usize) -> Forward<bf16> {
+    let mask = if class == MaskClass::Window { Mask::window(Some(600), Some(5)) } else { mask_of(class) };
+    let case = Case::new(640, 640, head_dim, mask);
+    let unit = (head_dim as f64).sqrt() / 8.0; // times 8, a score of 1
+    Forward::edited(&case, |input, tensor| {
+        let [batch, seqlen, heads, _] = tensor.shape();
+        for (b, s, h) in places([batch, seqlen, heads]) {
+            let row = tensor.row_mut(b, s, h);
+            let alone = s % 16 == 0;
+            match (input, s) {
+                (Input::Q, _) => row[..2].copy_from_slice(if alone { &[0.0, 8.0] } else { &[8.0, 0.0] }),
+                (Input::K, 400) => row[..2].copy_from_slice(&[0.0, 12.0 * unit]),
+                (Input::K, 270) => row[..2].copy_from_slice(&[0.0, 24.0 * unit]),
+                (Input::K, 140) => row[..2].copy_from_slice(&[0.0, 36.0 * unit]),
+                (Input::K, 45) => row[..2].copy_from_slice(&[20.0 * unit, 0.0]),
+                (Input::K, _) => row[..2].fill(0.0),
+                (Input::V, _) => row.iter_mut().for_each(|v| *v *= 3e31),
+                _ => {}
+            }
+        }
+    })
 }
 
 /// Makes -inf of the scores of some keys: an infinity in one column, in which every query has the same positive number.

@@ -3,7 +3,9 @@
 use hopper_attention::{DType, MaskClass, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::edges::{EDGES, is_extreme, one_key, one_key_gives_its_value, one_key_has_no_gradient};
+use hopper_attention_tests::edges::{
+    EDGES, is_extreme, large_sums, one_key, one_key_gives_its_value, one_key_has_no_gradient,
+};
 use hopper_attention_tests::problems::extremes;
 use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, on_cpu};
 use hopper_attention_tests::say;
@@ -52,6 +54,17 @@ fn extreme_log_sum_exps() {
         runner.take(3, case, DType::F16, on_cpu::<Backward<f16>>(case));
     }
     runner.finish();
+}
+
+/// Finite, whatever the values are: the CPU's weights are 1 at most.
+#[test]
+fn sums_that_weights_above_1_would_overflow() {
+    for class in CLASSES {
+        let prepared = large_sums(class, 64);
+        assert!(prepared.expected.oracle().o.data().iter().all(|o| o.is_finite()));
+        let wrong = prepared.verdict_on_cpu().wrong;
+        assert!(wrong.is_none(), "{}: {wrong:?}", prepared.case);
+    }
 }
 
 /// A weight of 1 is exact. So O is V, and no gradient is left but what f32 rounds.

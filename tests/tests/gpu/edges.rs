@@ -1,10 +1,12 @@
 //! Inputs at the edges through every kernel. `tests/tests/edges.rs` takes them through the CPU backend.
 
 use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
-use hopper_attention::{DType, KernelInfo, Workspace, bf16, f16};
+use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Workspace, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
-use hopper_attention_tests::edges::{EDGES, is_extreme, one_key, one_key_gives_its_value, one_key_has_no_gradient};
+use hopper_attention_tests::edges::{
+    EDGES, is_extreme, large_sums, one_key, one_key_gives_its_value, one_key_has_no_gradient,
+};
 use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, extremes};
@@ -187,6 +189,33 @@ fn rows_that_see_one_key() {
     one_key_backwards::<bf16>(&gpu, &rows, &mut runner);
     one_key_backwards::<f16>(&gpu, &rows, &mut runner);
     say("rows that see one key, backward");
+    runner.finish();
+}
+
+/// Weights are relative to what a row's maximum was some blocks ago. So they may be far above 1, and sums of bf16 weights and
+/// values overflow although O does not. sm90 kernels compute such rows again under a mask. (Those without a mask, and sm80's, do
+/// not: docs/numerics.md.)
+#[test]
+fn sums_that_overflow_are_computed_again() {
+    let Some(gpu) = Gpu::open("sums_that_overflow_are_computed_again") else { return };
+    let takes = |row: &KernelInfo| row.arch() == Arch::Sm90 && row.mask() != MaskClass::Full;
+    let rows: Vec<_> = gpu.rows().into_iter().filter(|row| takes(row) && row.dtype() == DType::BF16).collect();
+    let mut runner = Runner::new(&rows);
+    for kind in kinds(&rows, DType::BF16) {
+        let prepared = large_sums(kind[0].1.mask(), kind[0].1.head_dim_qk());
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        for (i, row) in &kind {
+            for shares in 1..=row.most_shares().min(2) {
+                let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).expect("a plan of the row");
+                let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
+                    Ok(outputs) => prepared.verdict(&outputs),
+                    Err(why) => Verdict::failed(why),
+                };
+                runner.take(*i, &prepared.case, DType::BF16, verdict);
+            }
+        }
+    }
     runner.finish();
 }
 

@@ -7,6 +7,9 @@
 // finds one in a row whose sum of weights is not NaN computes these elements of O again, from the operands in memory
 // and without the masked keys (Leaks). That is slow, and it is rare: it takes a masked key with NaN or infinity in a
 // block that some other query needs. A NaN of a key that the query keeps belongs into O, and stays.
+//
+// In the same way a sum of bf16 weights and values is computed again that has overflowed although O does not
+// (is_large_sum).
 #pragma once
 
 #include <cstdint>
@@ -35,10 +38,23 @@ struct NanLook {
   }
 };
 
+// Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
+// products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
+CUTE_DEVICE bool is_large_sum(float inverse) { return __float_as_uint(inverse) - 1U < 0x35800000U; }
+
 // The same for a thread's two rows of an accumulator.
 struct RowLooks {
   NanLook of[2];
 
+  // Of rows of `Element`, after their elements: one that may have overflowed counts as one with a NaN. (Before them,
+  // ptxas takes the uniform registers away from the kernel's loop.)
+  template <class Element>
+  CUTE_DEVICE void see_sums(float const (&inverse)[2]) {
+    if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+      of[0].largest = is_large_sum(inverse[0]) ? 0x7fff7fffU : of[0].largest;
+      of[1].largest = is_large_sum(inverse[1]) ? 0x7fff7fffU : of[1].largest;
+    }
+  }
   CUTE_DEVICE void see(int row, std::uint32_t a, std::uint32_t b) { of[row].see(a, b); }
   // Whether the warp has a NaN.
   CUTE_DEVICE bool found() const {
@@ -165,20 +181,39 @@ struct PlainOperands {
 };
 
 // Which of a warp's 16 rows can have a leak: those whose sum of weights is a number. (If the sum is NaN, a key that the
-// row keeps made it NaN, and the row is NaN by right.) And which have a sum of 0: they have no key, or none with a
-// weight. A lane has rows lane / 4 and lane / 4 + 8, as in an accumulator.
+// row keeps made it NaN, and the row is NaN by right.) Which have a sum of 0: they have no key, or none with a weight.
+// And which may have overflowed: there, infinity is as wrong as NaN. A lane has rows lane / 4 and lane / 4 + 8, as in
+// an accumulator.
 struct SoundRows {
   unsigned of[2];
   unsigned empty[2];
+  unsigned far[2] = {0, 0};
 
-  // `sums`: or what they are divided by, 0 where they are 0.
+  // `sums`: or their inverses, 0 where they are 0.
   CUTE_DEVICE static SoundRows with(float const (&sums)[2]) {
     return {{__ballot_sync(0xffffffffU, !isnan(sums[0])), __ballot_sync(0xffffffffU, !isnan(sums[1]))},
             {__ballot_sync(0xffffffffU, sums[0] == 0.0F), __ballot_sync(0xffffffffU, sums[1] == 0.0F)}};
   }
+  // Of rows of `Element`, which may have overflowed.
+  template <class Element>
+  CUTE_DEVICE static SoundRows of_inverses(float const (&inverse)[2]) {
+    SoundRows rows = with(inverse);
+    if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+      rows.far[0] = __ballot_sync(0xffffffffU, is_large_sum(inverse[0]));
+      rows.far[1] = __ballot_sync(0xffffffffU, is_large_sum(inverse[1]));
+    }
+    return rows;
+  }
   CUTE_DEVICE bool any() const { return (of[0] | of[1]) != 0; }
-  CUTE_DEVICE bool has(int row) const { return ((row < 8 ? of[0] : of[1]) >> row % 8 * 4 & 1) != 0; }
-  CUTE_DEVICE bool is_empty(int row) const { return ((row < 8 ? empty[0] : empty[1]) >> row % 8 * 4 & 1) != 0; }
+  CUTE_DEVICE bool any_far() const { return (far[0] | far[1]) != 0; }
+  CUTE_DEVICE bool has(int row) const { return is(of, row); }
+  CUTE_DEVICE bool is_empty(int row) const { return is(empty, row); }
+  CUTE_DEVICE bool is_far(int row) const { return is(far, row); }
+
+ private:
+  CUTE_DEVICE static bool is(unsigned const (&rows)[2], int row) {
+    return ((row < 8 ? rows[0] : rows[1]) >> row % 8 * 4 & 1) != 0;
+  }
 };
 
 template <class Traits, class Operands = PlainOperands<typename Traits::Element>>
@@ -216,6 +251,22 @@ struct Leaks {
       return;
     }
     int const lane = thread_index_anew() % 32;
+    if (sound.any_far()) {
+      // Few of such rows have overflowed.
+      bool wrong = false;
+      CUTE_NO_UNROLL
+      for (int row = 0; row < 16; ++row) {
+        CUTE_UNROLL
+        for (int pair = 0; pair < Pairs::kCount; ++pair) {
+          float2 const values = words.load(row, pair);
+          bool const is_finite = fabsf(values.x) < INFINITY && fabsf(values.y) < INFINITY;
+          wrong = wrong || (!is_finite && sound.has(row) && first_row + row < band.seqlen_q);
+        }
+      }
+      if (!__any_sync(kAll, wrong)) {
+        return;
+      }
+    }
     int const last_row = first_row + 15;
     // Masked keys of blocks that are visited. (Rows may visit a block that only other rows of the tile need.)
     KeyVisits const visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, first_row / Traits::kTileM);
@@ -248,8 +299,14 @@ struct Leaks {
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           // Without garbage under the mask, a NaN is of a key that the row keeps. A row without keys keeps none.
-          bool const looks = exists && (garbage || !has_keys);
+          bool const far = sound.is_far(strip_row + r);
+          bool const looks = exists && (garbage || !has_keys || far);
           before[r][pair] = looks ? words.load(strip_row + r, pair) : float2{0.0F, 0.0F};
+          if (far) {
+            // Infinity counts as NaN.
+            before[r][pair].x = fabsf(before[r][pair].x) < INFINITY ? before[r][pair].x : NAN;
+            before[r][pair].y = fabsf(before[r][pair].y) < INFINITY ? before[r][pair].y : NAN;
+          }
           leaked = leaked || isnan(before[r][pair].x) || isnan(before[r][pair].y);
         }
         begin = cute::min(begin, first_key[r]);

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, small};
+use super::{KernelArgs, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 #[cfg(feature = "cuda")]
 use crate::arch::Arch;
@@ -14,6 +14,8 @@ use crate::error::Result;
 use crate::operand::Slot;
 use crate::plan::{BackwardChoice, BackwardPlan, Planned};
 use crate::problem::ForwardProblem;
+#[cfg(feature = "cuda")]
+use crate::sequences::Side;
 #[cfg(feature = "cuda")]
 use crate::sys;
 
@@ -87,17 +89,24 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
     let parts = choice.parts();
     let part = |offset: usize| args.workspace + offset as u64;
     let operand = |slot| args.get(slot).into();
+    let tensor = |slot, side| rows_of_sequences(problem.forward(), slot, side, args.get(slot)).map(Into::into);
+    let mut sequences = sequences(problem.forward(), args, parts.table.map_or(0, part), 0);
+    if let Some(packed) = choice.packed {
+        sequences.list_size = small("tiles", packed.list_size)?;
+        sequences.block_list_size = small("blocks", packed.block_list_size)?;
+        sequences.sum_blocks = small("blocks with sums", packed.sum_blocks)?;
+    }
     Ok(sys::BwdParams {
-        q: operand(Slot::Q),
-        k: operand(Slot::K),
-        v: operand(Slot::V),
-        o: operand(Slot::O),
+        q: tensor(Slot::Q, Side::Q)?,
+        k: tensor(Slot::K, Side::Kv)?,
+        v: tensor(Slot::V, Side::Kv)?,
+        o: tensor(Slot::O, Side::Q)?,
         lse: operand(Slot::Lse),
-        d_o: operand(Slot::DO),
+        d_o: tensor(Slot::DO, Side::Q)?,
         d_lse: operand(Slot::DLse),
-        d_q: operand(Slot::DQ),
-        d_k: operand(Slot::DK),
-        d_v: operand(Slot::DV),
+        d_q: tensor(Slot::DQ, Side::Q)?,
+        d_k: tensor(Slot::DK, Side::Kv)?,
+        d_v: tensor(Slot::DV, Side::Kv)?,
         batch: small("batch", dims.batch)?,
         heads_q: small("heads_q", dims.heads_q)?,
         heads_kv: small("heads_kv", dims.heads_kv)?,
@@ -122,5 +131,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         leak_flag: part(parts.leak_flag),
         ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
+        sequences,
     })
 }

@@ -171,6 +171,13 @@ fn rows_of_sequences(
         // The one row of a batch element may lie anywhere.
         return Ok(describe::Descriptor { stride_row: stride_batch, ..descriptor });
     }
+    // Their tensor maps have no room for longer rows (`encode_packed_map` of the kernels).
+    if stride_row >= 1 << 32 {
+        return Err(Error::Unsupported {
+            wanted: format!("{slot} with stride {stride_row} in seqlen, beside lengths in memory"),
+            nearest: "strides below 2^32 elements".into(),
+        });
+    }
     let whole = if stride_row == 0 { stride_batch == 0 } else { stride_batch % stride_row == 0 };
     if whole || problem.dims().batch <= 1 {
         return Ok(descriptor);
@@ -194,6 +201,8 @@ fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size:
         seqused_kv: address(Slot::SequsedKv),
         table: if problem.has_lengths() { table } else { 0 },
         list_size,
+        block_list_size: 0,
+        sum_blocks: 0,
         fill_gaps: problem.fills_gaps(),
         bottom_right: problem.mask().is_bottom_right(),
     }

@@ -16,9 +16,10 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
+use super::packed::{Packed, table_bytes};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent, multiprocessors, resident,
-    small, write_keys,
+    BACKWARD_GROUP_BYTES, HEADS_PER_GROUP, bounds, groups, groups_in_turns, groups_of_shares, is_persistent,
+    multiprocessors, resident, small, write_keys,
 };
 use super::shares::{self, Cut, Work};
 use super::target::{Planned, Target};
@@ -37,8 +38,9 @@ use crate::table::{KernelInfo, backward_kernels};
 /// of leaks 4 more. The rest aligns the second part to a cache line, if the workspace is aligned so.
 const COUNTER_BYTES: usize = 256;
 
-/// Bytes of an entry of the list of shares.
+/// Bytes of an entry of the list of shares, and of one of the list of tiles where lengths are read from memory.
 const SHARE_BYTES: usize = 32;
+const PACKED_SHARE_BYTES: usize = 64;
 /// What the last parts of a workspace begin at a multiple of.
 const PART_ALIGNMENT: usize = 256;
 
@@ -80,7 +82,7 @@ pub struct BackwardChoice {
     pub window_left: i32,
     /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
     pub window_right: i32,
-    /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`. Below 2^31 - 2^20.
+    /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`, or no fewer (`packed`). Below 2^31 - 2^20.
     pub tiles: i32,
     /// Number of shares that the work of each tile is cut into, at least 1 (`shares.rs`). sm80: 1.
     pub shares: i32,
@@ -103,8 +105,13 @@ pub struct BackwardChoice {
     /// Whether tiles take turns at the sums of dQ, as a deterministic pass needs. Then the sums have the same bits on every
     /// run. Needs `tile_counter`, and so no clusters.
     pub turns: bool,
-    /// Number of blocks of queries in all: `ceil(seqlen_q / tile_m) * batch * heads_q`. Below 2^31 - 2^20.
+    /// Number of blocks of queries in all that have sums of dQ: `ceil(seqlen_q / tile_m) * batch * heads_q`, or no fewer
+    /// (`packed`). Below 2^31 - 2^20.
     pub blocks: usize,
+    /// The sizes where the kernels read lengths of sequences from memory. `None`: all sequences have the problem's lengths.
+    pub packed: Option<Packed>,
+    /// Number of query heads.
+    pub heads_q: usize,
 }
 
 /// The parts of a backward workspace, as offsets in bytes from its start. The counter is at 0.
@@ -123,6 +130,8 @@ pub(crate) struct Parts {
     /// The sums of dV and dK, f32, `[copies, tiles, tile_n * (head_dim_vo + head_dim_qk) of the kernel]`. There are `shares`
     /// copies where tiles take turns, else one. None where `shares` is 1, and of clusters.
     pub key_sums: usize,
+    /// The table of sequences. `None` where the plan knows their lengths.
+    pub table: Option<usize>,
     /// The size of the workspace.
     pub end: usize,
 }
@@ -142,7 +151,9 @@ impl BackwardChoice {
         let Self { kernel, blocks, .. } = self;
         let queries = blocks * kernel.tile_m;
         let statistics = COUNTER_BYTES;
-        let sums = statistics + queries * statistics_bytes(kernel.arch);
+        // Packed statistics are those of all rows, without padding.
+        let numbers = self.packed.map_or(queries, |packed| (packed.rows * self.heads_q).next_multiple_of(16));
+        let sums = statistics + numbers * statistics_bytes(kernel.arch);
         let progress = sums + queries * kernel.head_dim_qk * size_of::<f32>();
         let mut end = progress + blocks * size_of::<i32>();
         let [tiles, shares] = [self.tiles, self.shares].map(|count| usize::try_from(count).unwrap_or(0));
@@ -151,20 +162,29 @@ impl BackwardChoice {
             end = if bytes == 0 { end } else { begin + bytes };
             begin
         };
-        let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { tiles * shares * SHARE_BYTES });
+        let entry = if self.packed.is_some() { PACKED_SHARE_BYTES } else { SHARE_BYTES };
+        let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { tiles * shares * entry });
         let copies = match (self.sums_keys(), self.turns) {
             (false, _) => 0,
             (true, true) => shares,
             (true, false) => 1,
         };
         let key_sums = part(copies * tiles * key_sums_bytes(kernel));
-        Parts { leak_flag: COUNTER_BYTES / 2, statistics, sums, progress, share_list, key_sums, end }
+        let table_of = |packed: Packed| table_bytes(packed.sequences, packed.list_size, packed.block_list_size);
+        let table = self.packed.map(|packed| part(table_of(packed)));
+        Parts { leak_flag: COUNTER_BYTES / 2, statistics, sums, progress, share_list, key_sums, table, end }
     }
 }
 
 impl fmt::Display for BackwardChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kernel, tiles, shares, cluster, grid, heads_per_group, groups, blocks, .. } = self;
+        if let Some(packed) = &self.packed {
+            write!(f, "{kernel}, grid {grid} for up to {tiles} tiles of {} sequences, ", packed.sequences)?;
+            write!(f, "up to {blocks} blocks of queries with sums, heads a group {heads_per_group}, drawn order")?;
+            write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
+            return write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right]);
+        }
         write!(f, "{kernel}, grid {grid} for {tiles} tiles")?;
         if *shares > 1 {
             write!(f, " of {shares} shares{}", if *cluster > 1 { " in a cluster" } else { "" })?;
@@ -208,6 +228,9 @@ fn select_cut(
             (row.head_dim_qk + row.head_dim_vo, Reverse(threads), Reverse(row.tile_m), row.row)
         })
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
+    if problem.forward().has_lengths() {
+        return select_packed(problem, gpu, kernel);
+    }
     let heads_kv = dims.batch * dims.heads_kv; // Below 2^31: the problem was checked.
     let count = |what: &str, per_head: usize, heads: usize| {
         tile_count(per_head, heads).ok_or_else(|| {
@@ -278,6 +301,43 @@ fn select_cut(
         tile_counter: !cut.in_cluster && (turns || (!even && listed > grid)),
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
+        packed: None,
+        heads_q: dims.heads_q,
+    })
+}
+
+/// The schedule of a kernel that reads the lengths of sequences from memory. Tiles have no shares.
+fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<BackwardChoice> {
+    let dims = problem.dims();
+    let packed = Packed::of(problem.forward(), &kernel);
+    let count = |what: &str, per_head: usize, heads: usize| {
+        tile_count(per_head, heads).ok_or_else(|| {
+            unsupported(
+                format!("up to {per_head} {what} for each of {heads} heads"),
+                format!("{MOST_TILES_TEXT} in all"),
+            )
+        })
+    };
+    let tiles = count("tiles of keys", packed.list_size, dims.heads_kv)?;
+    count("blocks of queries", packed.block_list_size, dims.heads_q)?;
+    let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
+    let even = kernel.mask == MaskClass::Full && !problem.is_deterministic();
+    Ok(BackwardChoice {
+        kernel,
+        diagonal_offset,
+        window_left,
+        window_right,
+        tiles,
+        shares: 1,
+        cluster: 1,
+        grid: tiles.clamp(1, small(multiprocessors(problem.forward(), gpu, &kernel)?)),
+        heads_per_group: small(if even { 1 } else { HEADS_PER_GROUP.min(dims.heads_kv) }),
+        groups: 1,
+        tile_counter: false,
+        turns: problem.is_deterministic(),
+        blocks: packed.sum_blocks * dims.heads_q,
+        packed: Some(packed),
+        heads_q: dims.heads_q,
     })
 }
 
@@ -603,6 +663,7 @@ mod tests {
             progress: end,
             share_list: list,
             key_sums: after,
+            table: None,
             end: list + 24 * 8 * 32,
         };
         assert_eq!(whole.parts(), parts);

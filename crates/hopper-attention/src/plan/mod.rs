@@ -14,6 +14,7 @@ mod backward;
 mod fitting;
 mod forward;
 mod key_shares;
+mod packed;
 mod quantize;
 mod schedule;
 mod select;

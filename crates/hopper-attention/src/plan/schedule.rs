@@ -135,23 +135,6 @@ pub(super) fn bounds(problem: &ForwardProblem) -> [i32; 3] {
     [i32::try_from(band.offset).unwrap_or(0), bound(band.left), bound(band.right)]
 }
 
-/// The most tiles of `tile` rows that all sequences of a head can have together, where the plan does not know their lengths.
-/// `rows` is the number of rows of all sequences (packed), or of each.
-pub(super) fn most_tiles(packed: bool, batch: usize, rows: usize, tile: usize) -> usize {
-    let tile = tile.max(1);
-    if packed { rows / tile + batch } else { batch.saturating_mul(rows.div_ceil(tile)) }
-}
-
-/// The most sequences whose table is made in shared memory, as `kMostInShared` of `kernels/common/schedule.cu` says.
-const MOST_IN_SHARED: usize = 12288;
-
-/// Size in bytes of the table of sequences (`kernels/common/sequences.hpp`): a header of 16 bytes, 48 for each sequence, and 4 for
-/// each tile of a head, of which there are up to `tiles`. The kernel that makes it may need 16 more for each sequence.
-pub(super) fn table_bytes(batch: usize, tiles: usize) -> usize {
-    let scratch = if batch > MOST_IN_SHARED { 16 * batch + 16 } else { 0 };
-    16 + 48 * batch + 4 * tiles.next_multiple_of(4) + scratch
-}
-
 /// A count as `i32`. A count that does not fit saturates.
 pub(super) fn small(count: usize) -> i32 {
     i32::try_from(count).unwrap_or(i32::MAX)

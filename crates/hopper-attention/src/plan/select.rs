@@ -15,15 +15,13 @@ use std::fmt;
 
 use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::Work;
-use super::schedule::{
-    HEADS_PER_GROUP, bounds, groups, is_persistent, most_tiles, multiprocessors, resident, small, table_bytes,
-    write_keys,
-};
+use super::packed::{most_tiles, table_bytes, typical_dims};
+use super::schedule::{HEADS_PER_GROUP, bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::operand::Slot;
-use crate::problem::{Dims, ForwardProblem};
+use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
 /// Size of the workspace in bytes, where it holds nothing but the counter that CTAs draw tiles from.
@@ -193,24 +191,6 @@ fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
     let left = gpu.multiprocessors.saturating_sub(margin).max(1);
     let work = Work::new(row, typical_dims(problem), bounds(problem), left, is_drawn(problem, row));
     if margin > 0 { work.bounded() } else { work }
-}
-
-/// The sizes of a problem, or of one whose sequences are alike and take about as long.
-///
-/// Of packed sequences the plan knows the mean length, and maybe a hint of the longest. The time grows with the square of a
-/// length, so that long ones count more.
-fn typical_dims(problem: &ForwardProblem) -> Dims {
-    let dims = problem.dims();
-    let length = |packed: bool, rows: usize, hint: Option<usize>| {
-        let most = hint.map_or(rows, |hint| hint.min(rows));
-        if packed {
-            rows.div_ceil(dims.batch.max(1)).max(most / 2 * usize::from(hint.is_some())).min(most)
-        } else {
-            most
-        }
-    };
-    dims.with_seqlen_q(length(problem.wants(Slot::CuSeqlensQ), dims.seqlen_q, problem.max_seqlen_q()))
-        .with_seqlen_kv(length(problem.wants(Slot::CuSeqlensKv), dims.seqlen_kv, problem.max_seqlen_kv()))
 }
 
 /// Whether CTAs draw their tiles where they have several.
@@ -398,7 +378,7 @@ impl Choice {
         let grid = self.grid as usize; // Never below 0.
         let tile_counter = self.tile_counter.then_some(0);
         if let Some(batch) = self.packed {
-            let end = table_bytes(batch as usize, self.m_tiles as usize); // Never below 0.
+            let end = table_bytes(batch as usize, self.m_tiles as usize, 0); // Never below 0.
             return Parts { tile_counter, fallback_counter: None, table: Some(0), range_check: None, end };
         }
         let Some(fallback) = &self.fallback else {

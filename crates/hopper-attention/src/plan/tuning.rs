@@ -147,7 +147,6 @@ mod tests {
             split_bytes: 0,
             most_shares: 1,
             packs: false,
-            packs: false,
         })
     }
 

@@ -62,6 +62,9 @@ struct Epilogue {
                                                               looks.see(row, a, b);
                                                             }
                                                           });
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      looks.see_sums<Element>(inverse);
+    }
     return looks;
   }
 
@@ -87,7 +90,8 @@ struct Epilogue {
     auto const operands = PlainOperands<Element>::of(params, tile);
     __syncwarp();
     Leaks<Traits>::repair(operands, band_of_tile(params, tile), tile.block * Traits::kTileM + row,
-                          SoundRows::with(sums), StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+                          SoundRows::of_inverses<Element>(sums),
+                          StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
     __syncwarp();
   }
 

@@ -209,6 +209,9 @@ struct Shares {
         store(query + 8 < scalars.seqlen_q, o + 8 * params.o.stride_row + column, second);
       }
     }
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      looks.see_sums<Element>(inverse);
+    }
     return looks;
   }
 
@@ -230,7 +233,7 @@ struct Shares {
     __syncwarp();
     Leaks<Traits>::repair(
         PlainOperands<Element>::of(params, tile.batch, tile.head), band_of_launch(params), first_row,
-        SoundRows::with(sums),
+        SoundRows::of_inverses<Element>(sums),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 };
