@@ -1,6 +1,6 @@
 // Online softmax over blocks of keys (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1), for a thread
-// that holds two rows of an accumulator, or of several of them (strips), one after the other. The sm80 forward takes it
-// as it is. sm90/fwd/softmax.hpp builds on it.
+// that holds two rows of an accumulator, or of several of them (strips), one after the other. sm80/fwd/softmax.hpp and
+// sm90/fwd/softmax.hpp build on it.
 //
 // The reference of a row is what is subtracted from its scores before the exponential. P, the row sum and O share it.
 // So any reference gives the same quotient, and only overflow, underflow and the rounding of P matter.

@@ -5,8 +5,9 @@
 // The two warps of a pair have the same keys. One computes S, P and dV, the other dP, dS and dK, by the same
 // instructions on other operands. Scores are transposed, so that P and dS are operands as they lie in registers.
 //
-// The second warp reads P from where it then writes dS in shared memory. This P is rounded as dV has it, and lifted
-// where that is f16 (kLift in traits.hpp).
+// The second warp reads P from where it then writes dS in shared memory. In kernels with room for it this P is f32
+// (kHandsF32 in traits.hpp). In the others it is rounded as dV has it: where a row's weights are alike, they round
+// alike, and dQ and dK get a factor of up to 1.0015 (bf16). P is lifted where the operands are f16 (kLift).
 #pragma once
 
 #include "common/barrier.hpp"
@@ -174,6 +175,13 @@ struct BwdMma {
     auto const statistics = [&](int i) {
       return *reinterpret_cast<float4 const*>(&storage.statistics[stage][chunk * kChunk + i * 8 + lane % 4 * 2]);
     };
+    // Where the lane has P in f32: the same rows, in parts of 8 queries.
+    std::uint32_t const place_of_weights =
+        cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
+        (pair_of(Traits::thread_index()) * Traits::kKeys + lane / 4) * kSlabRowBytes + lane / 4 % 4 * 32 + lane % 4 * 8;
+    auto const weights_at = [&](int strip, int i, int r) {
+      return (place_of_weights ^ i * 32) + (strip * 16 + r * 8) * kSlabRowBytes;
+    };
     int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + chunk % 2;
     if (makes_p(Traits::thread_index())) {
       int const m_chunk = m_block * Traits::kChunks + chunk;
@@ -196,24 +204,52 @@ struct BwdMma {
             float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), scalars.scale_log2, s.x));
             float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), scalars.scale_log2, s.z));
             word(strip, i, r) = pack_pair<Element>(p0, p1);
-            store_word(at(strip, i, r), word(strip, i, r));
+            if constexpr (Traits::kHandsF32) {
+              store_weights(weights_at(strip, i, r), {p0, p1});
+            } else {
+              store_word(at(strip, i, r), word(strip, i, r));
+            }
           }
         }
       }
       named_barrier_arrive(barrier, 64);
     } else {
       named_barrier_sync(barrier, 64);
-      CUTE_UNROLL
-      for (int i = 0; i < kChunk / 8; ++i) {
-        float4 const s = statistics(i);
+      auto const d_s_pair = [&](int strip, int i, int r, float4 const& s, float2 const& p) {
+        return pack_pair<Element>(fmaf(scores(4 * i + 2 * r, strip), Traits::kDrop, s.y) * p.x,
+                                  fmaf(scores(4 * i + 2 * r + 1, strip), Traits::kDrop, s.w) * p.y);
+      };
+      if constexpr (Traits::kHandsF32) {
+        float4 s[kChunk / 8];
         CUTE_UNROLL
-        for (int strip = 0; strip < kStrips; ++strip) {
+        for (int i = 0; i < kChunk / 8; ++i) {
+          s[i] = statistics(i);
+        }
+        // A row of dS overwrites the row of P, of which other lanes have parts.
+        CUTE_UNROLL
+        for (int row = 0; row < 2 * kStrips; ++row) {
           CUTE_UNROLL
-          for (int r = 0; r < 2; ++r) {
-            float2 const p = unpack_pair<Element>(load_word(at(strip, i, r)));
-            word(strip, i, r) = pack_pair<Element>(fmaf(scores(4 * i + 2 * r, strip), Traits::kDrop, s.y) * p.x,
-                                                   fmaf(scores(4 * i + 2 * r + 1, strip), Traits::kDrop, s.w) * p.y);
-            store_word(at(strip, i, r), word(strip, i, r));
+          for (int i = 0; i < kChunk / 8; ++i) {
+            word(row / 2, i, row % 2) =
+                d_s_pair(row / 2, i, row % 2, s[i], load_weights(weights_at(row / 2, i, row % 2)));
+          }
+          __syncwarp();
+          CUTE_UNROLL
+          for (int i = 0; i < kChunk / 8; ++i) {
+            store_word(at(row / 2, i, row % 2), word(row / 2, i, row % 2));
+          }
+        }
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < kChunk / 8; ++i) {
+          float4 const s = statistics(i);
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            CUTE_UNROLL
+            for (int r = 0; r < 2; ++r) {
+              word(strip, i, r) = d_s_pair(strip, i, r, s, unpack_pair<Element>(load_word(at(strip, i, r))));
+              store_word(at(strip, i, r), word(strip, i, r));
+            }
           }
         }
       }
@@ -304,6 +340,14 @@ struct BwdMma {
 
   CUTE_DEVICE static void store_word(std::uint32_t address, std::uint32_t word) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+  }
+  CUTE_DEVICE static void store_weights(std::uint32_t address, float2 const& p) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(p.x), "f"(p.y) : "memory");
+  }
+  CUTE_DEVICE static float2 load_weights(std::uint32_t address) {
+    float2 p;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(p.x), "=f"(p.y) : "r"(address) : "memory");
+    return p;
   }
   CUTE_DEVICE static std::uint32_t load_word(std::uint32_t address) {
     std::uint32_t word;

@@ -81,6 +81,10 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kElementsQ = kTileM * kHeadDimQK;
   static_assert(kTileM % 32 == 0 && kWarps % kWarpsQueries == 0 && kColumnsQ % 16 == 0, "16 bytes a lane");
 
+  // Whether the second warp of a pair gets P in f32, not as rounded for dV. It lies where dS then lies: a row there has
+  // room for 32 queries of it. At head dim 64, where a pair hands over twice as much, that takes 1 to 3% longer.
+  static constexpr bool kHandsF32 = kTileM == 32 && kHeadDimQK == 128;
+
   // Where a mask hides a pair's keys from a whole chunk, the pair passes over it. With several chunks a block that cost
   // more than it saved (benches/LOG.md, 21).
   static constexpr bool kSkipsHidden = kMask != MaskClass::Full && kChunks == 1;

@@ -4,6 +4,7 @@
 
 #include "common/leak.hpp"
 #include "common/softmax.hpp"
+#include "sm80/fwd/softmax.hpp"
 #include "sm80/fwd/traits.hpp"
 
 namespace hattn::sm80 {
@@ -27,7 +28,7 @@ struct Epilogue {
       inverse[r] = empty ? 0.0F : reciprocal_approx(sums[r]);
       int const query = row + 8 * r + lane / 4;
       if (scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q) {
-        lse[query] = log_sum_exp(softmax.reference[r], sums[r]);
+        lse[query] = log_sum_exp(-softmax.minus_reference[r], sums[r]);
       }
     }
     auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);

@@ -7,10 +7,10 @@
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
-#include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
+#include "sm80/fwd/softmax.hpp"
 #include "sm80/fwd/traits.hpp"
 #include "sm80/product.hpp"
 
@@ -20,12 +20,15 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = OnlineSoftmax<Traits::kTileN, sum_limit_log2(Traits::kDType), Traits::kStrips>;
+  using Softmax = ExactSoftmax<Traits::kTileN, Traits::kStrips>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kStrips = Traits::kStrips;
   static constexpr int kStages = Traits::kStages;
+  // How many blocks of a tile are compared before any is exponentiated unseen. Without a mask the reference of the
+  // first alone would leave N(0,1) of 512 keys with 1.055 times the error of a running maximum.
+  static constexpr int kFirstBlocks = kMask == MaskClass::Full ? 2 : 1;
   static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
 
   CUTE_DEVICE static int lane() { return Traits::thread_index() % 32; }
@@ -116,6 +119,7 @@ struct Mma {
     std::uint32_t queries[Traits::kQueriesInRegisters ? kStepsQK : 1][kStrips][4];
     Softmax softmax;
     softmax.clear();
+    Limits<kStrips> limits{};
 
     auto rescale_output = [&](float const(&rescale)[Softmax::kRows]) {
       CUTE_UNROLL
@@ -127,9 +131,11 @@ struct Mma {
     // Copies of a block are waited for before a barrier, and what they overwrite has been read before it. With two
     // stages there is one barrier a block, for both operands of the next one. With one stage, the next K is copied
     // after the softmax, which may compute the scores again, and V after the product of the block before.
+    bool begins = true;
     CUTE_NO_UNROLL
     for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
-      bool const first = visits.is_first(visit);
+      // (The same. ptxas spills in some kernels with either.)
+      bool const first = kMask == MaskClass::Window ? begins : visits.is_first(visit);
       int const next = visits.next(visit);
       if (kStages == 1 && first) {
         await_copies<1>();
@@ -188,29 +194,48 @@ struct Mma {
             score_step(again, k_again, step, scores);
           }
         };
-        if (masked) {
-          int const thread = Traits::thread_index();
-          int const row = first_row(storage.tile) + thread % 32 / 4;
-          CUTE_UNROLL
-          for (int strip = 0; strip < kStrips; ++strip) {
-            auto& strip_scores = scores.strip(strip);
-            apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, 2 * (thread % 4), visits.block(visit));
+        // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
+        bool const starts = kMask == MaskClass::Full ? visits.end - visit <= kFirstBlocks : own.is_first(visit);
+        if (masked || starts || limits.none()) {
+          auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
+          if (masked) {
+            int const row = own_row();
+            int const column = Traits::thread_index() % 4 * 2;
+            CUTE_UNROLL
+            for (int strip = 0; strip < kStrips; ++strip) {
+              auto& strip_scores = scores.strip(strip);
+              apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, column, visits.block(visit));
+            }
           }
-          softmax.masked_block(scores, scalars.scale_log2, rescale_output);
+          softmax.compared_block(scores, scalars.scale_log2, rescale_output);
           make_p();
-        } else if (kMask == MaskClass::Full && first) {
-          softmax.first_block(scores, scalars.scale_log2, recompute);
-          make_p();
+          if (starts) {
+            int const row = own_row();
+            limits = softmax.first_limits(
+                [&](int strip) { return keys_before_edge<kMask, kTileN>(band, row + 16 * strip, visits.block(visit)); },
+                kFirstBlocks);
+          } else if (visits.block(visit) % kComparedBlocks == 0) {
+            limits = softmax.later_limits();
+          }
         } else {
           float sums[Softmax::kRows];
-          if (!softmax.unseen_block(scores, scalars.scale_log2, sums)) {
-            recompute();
-            float rescale[Softmax::kRows];
-            softmax.move_block(scores, scalars.scale_log2, sums, rescale);
-            rescale_output(rescale);
+          softmax.unseen_block(scores, scalars.scale_log2, sums);
+          if (limits.reached(sums)) {
+            if (softmax.lost(sums)) {
+              recompute();
+              softmax.compared_block(scores, scalars.scale_log2, rescale_output);
+              make_p();
+            } else {
+              float factors[Softmax::kRows];
+              softmax.move_rows(scores, sums, factors);
+              limits = softmax.limits_after_stop(visits.block(visit));
+              rescale_output(factors);
+              make_p();
+            }
+          } else {
+            softmax.add(sums);
+            make_p();
           }
-          softmax.add(sums);
-          make_p();
         }
       }
 
@@ -229,6 +254,7 @@ struct Mma {
           output_step(p, v, key, output);
         }
       }
+      begins = false;
     }
     Epilogue<Traits>::run(params, scalars, band, storage.tile, first_row(storage.tile), softmax, output);
   }
