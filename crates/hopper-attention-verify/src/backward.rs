@@ -1,9 +1,10 @@
 //! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
 
-use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, Tensor, forward_plain};
-use hopper_attention::{BackwardArgs, BackwardProblem, DType, Device, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, Tensor, forward_plain_of};
+use hopper_attention::{Args, BackwardProblem, DType, Device, Slot, Stream, Workspace};
 
 use crate::case::Case;
+use crate::case::packing::{read, read_numbers, write};
 use crate::data::{Image, Input, Poison, Values};
 use crate::ready::{Ready, Verdict};
 
@@ -54,30 +55,34 @@ impl<T: Poison> Prepared<T> {
     pub fn edited(case: &Case, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let forward = case.problem(T::DTYPE);
         let problem = BackwardProblem::builder(&forward).d_lse(case.lse).build().expect("a type with gradients");
+        let belonging = case.packing.belonging(&forward);
+        let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
         let input = |input, shape| {
             let layout = case.placement.layout(shape, input != Input::Q);
+            let side = usize::from(matches!(input, Input::K | Input::V));
             let mut tensor = case.values.tensor(input, shape, case.seed);
             edit(input, &mut tensor);
-            Image::<T, 4>::of(&tensor, layout)
+            Image::<T, 4>::of(&tensor, layout).of_sequences(rows(side), 1)
         };
         let mut q = input(Input::Q, forward.q_shape());
         let mut k = input(Input::K, forward.k_shape());
         let mut v = input(Input::V, forward.v_shape());
         let mut d_o = input(Input::DO, problem.d_o_shape());
-        let plain = forward_plain(&forward, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
-        let rows = case.placement.lse_layout(problem.d_lse_shape());
+        let lengths = case.packing.lengths();
+        let plain = forward_plain_of(&forward, &lengths, &q.tensor(), &k.tensor(), &v.tensor());
+        let plain = plain.expect("matching shapes");
+        let numbers = case.placement.lse_layout(problem.d_lse_shape());
         let d_lse = problem.takes_d_lse().then(|| {
             let [batch, heads, seqlen] = problem.d_lse_shape();
             let values = case.values.tensor(Input::DO, [batch, heads, seqlen, 1], !case.seed);
-            Image::holding(values.data(), rows)
+            Image::holding(values.data(), numbers).of_sequences(rows(0), 2)
         });
-        let expected = BackwardExpected::new(
+        let expected = BackwardExpected::of(
             &problem,
-            &q.tensor(),
-            &k.tensor(),
-            &v.tensor(),
-            &d_o.tensor(),
+            &lengths,
+            [&q.tensor(), &k.tensor(), &v.tensor(), &d_o.tensor()],
             d_lse.as_ref().map(Image::values).as_deref(),
+            None,
         )
         .expect("matching shapes");
         for image in [&mut q, &mut k, &mut v, &mut d_o] {
@@ -91,41 +96,50 @@ impl<T: Poison> Prepared<T> {
                 o.row_mut(i / seqlen / heads, i % seqlen, i / seqlen % heads).fill(f64::NAN);
             }
         }
-        let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false));
+        let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false)).of_sequences(rows(0), 1);
         case.values.fill(&mut o);
-        Self { case: case.clone(), o, lse: Image::holding(&plain.lse, rows), expected, problem, q, k, v, d_o, d_lse }
+        let lse = Image::holding(&plain.lse, numbers).of_sequences(rows(0), 2);
+        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse }
     }
 
     /// Outputs that were not written yet.
     pub fn outputs(&self) -> Outputs<T> {
-        let output = |shape| Image::poisoned(self.case.placement.layout(shape, false));
+        let belonging = self.case.packing.belonging(self.problem.forward());
+        let output = |shape, side: usize| {
+            let image = Image::poisoned(self.case.placement.layout(shape, false));
+            image.of_sequences(belonging.as_ref().map(|rows| &rows[side]), 1)
+        };
         Outputs {
-            d_q: output(self.problem.d_q_shape()),
-            d_k: output(self.problem.d_k_shape()),
-            d_v: output(self.problem.d_v_shape()),
+            d_q: output(self.problem.d_q_shape(), 0),
+            d_k: output(self.problem.d_k_shape(), 1),
+            d_v: output(self.problem.d_v_shape(), 1),
         }
     }
 
     /// The arguments of a run in host memory.
-    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> BackwardArgs<'a> {
-        fn input<T: Poison, const R: usize>(image: &Image<T, R>) -> TensorRef<'_, T, R> {
-            TensorRef::host(image.inner(), image.layout()).expect("a fitting layout")
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> Args<'a> {
+        let (q, kv) = (self.problem.forward().is_packed_q(), self.problem.forward().is_packed_kv());
+        let mut args = self.case.packing.host_args(Args::new());
+        for (slot, image, packed) in [
+            (Slot::Q, &self.q, q),
+            (Slot::K, &self.k, kv),
+            (Slot::V, &self.v, kv),
+            (Slot::O, &self.o, q),
+            (Slot::DO, &self.d_o, q),
+        ] {
+            args = read(args, slot, image.inner(), image.layout(), packed);
         }
-        fn output<T: Poison>(image: &mut Image<T, 4>) -> TensorMut<'_, T, 4> {
+        args = read_numbers(args, Slot::Lse, self.lse.inner(), self.lse.layout(), q);
+        if let Some(d_lse) = &self.d_lse {
+            args = read_numbers(args, Slot::DLse, d_lse.inner(), d_lse.layout(), q);
+        }
+        for (slot, image, packed) in
+            [(Slot::DQ, &mut outputs.d_q, q), (Slot::DK, &mut outputs.d_k, kv), (Slot::DV, &mut outputs.d_v, kv)]
+        {
             let layout = image.layout();
-            TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
+            args = write(args, slot, image.inner_mut(), layout, packed);
         }
-        let args = BackwardArgs::new(
-            [input(&self.q), input(&self.k), input(&self.v)],
-            input(&self.o),
-            input(&self.lse),
-            input(&self.d_o),
-            [output(&mut outputs.d_q), output(&mut outputs.d_k), output(&mut outputs.d_v)],
-        );
-        match &self.d_lse {
-            Some(d_lse) => args.d_lse(input(d_lse)),
-            None => args,
-        }
+        args
     }
 
     /// Holds outputs whose guard bands were found intact against the tolerance.

@@ -7,7 +7,10 @@ use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask}
 use crate::data::Values;
 use crate::layouts::Placement;
 
+pub mod packing;
 pub mod random;
+
+use packing::Packing;
 
 /// A problem with its inputs, for every element type.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +29,8 @@ pub struct Case {
     pub values: Values,
     /// Of the values.
     pub seed: u64,
+    /// Packed sequences and used lengths.
+    pub packing: Packing,
 }
 
 impl Case {
@@ -40,6 +45,7 @@ impl Case {
             placement: Placement::Bshd,
             values: Values::Normal,
             seed: (seqlen_q * 31 + seqlen_kv * 7 + head_dim) as u64,
+            packing: Packing::default(),
         }
     }
 
@@ -58,6 +64,7 @@ impl Case {
     /// The library's problem, with options still to be chosen.
     pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
         let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse);
+        let options = self.packing.options(options);
         match self.scale {
             Some(scale) => options.softmax_scale(scale),
             None => options,
@@ -67,12 +74,16 @@ impl Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dims: d, mask, scale, lse, placement, values, seed } = self;
+        let Self { dims: d, mask, scale, lse, placement, values, seed, packing } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
         if let Some(scale) = scale {
             write!(f, " scale {scale}")?;
         }
+        for (slot, list) in packing.lists() {
+            write!(f, " {slot} {list:?}")?;
+        }
+        f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })
     }
 }

@@ -7,6 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
+use crate::case::packing::Rows;
 use crate::inputs::Class;
 pub use crate::inputs::Input;
 
@@ -215,12 +216,29 @@ impl Values {
 pub struct Image<T, const R: usize> {
     data: Vec<T>,
     layout: Layout<R>,
+    /// Which rows belong to a sequence, and the dimension of the rows.
+    rows: Option<(Rows, usize)>,
 }
 
 impl<T: Poison, const R: usize> Image<T, R> {
     /// Nothing but poison: an output before it is written.
     pub fn poisoned(layout: Layout<R>) -> Self {
-        Self { data: vec![T::POISON; layout.span() + 2 * GUARD], layout }
+        Self { data: vec![T::POISON; layout.span() + 2 * GUARD], layout, rows: None }
+    }
+
+    /// The same tensor, some of whose rows belong to no sequence. `axis` is the dimension of the rows. These rows of an input
+    /// are NaN from now on. Those of an output are not written, unless they are filled.
+    #[must_use]
+    pub fn of_sequences(mut self, rows: Option<&Rows>, axis: usize) -> Self {
+        let Some(rows) = rows else { return self };
+        let (shape, offsets) = (self.layout.shape(), self.offsets());
+        for (i, offset) in offsets.into_iter().enumerate() {
+            if !rows.belongs(row_of(shape, axis, i)) {
+                self.inner_mut()[offset] = T::POISON;
+            }
+        }
+        self.rows = Some((rows.clone(), axis));
+        self
     }
 
     /// These values, in logical order, rounded to the type.
@@ -265,8 +283,9 @@ impl<T: Poison, const R: usize> Image<T, R> {
     /// Says what a run did to this memory that it may not: changed a guard band or a gap, or left an element unwritten.
     pub fn check_written(&self) -> Result<(), String> {
         let mut inside = vec![false; self.data.len()];
-        for offset in self.offsets() {
-            inside[GUARD + offset] = true;
+        for (i, offset) in self.offsets().into_iter().enumerate() {
+            let row = |axis| row_of(self.layout.shape(), axis, i);
+            inside[GUARD + offset] = self.rows.as_ref().is_none_or(|(rows, axis)| rows.is_written(row(*axis)));
         }
         for (i, (value, inside)) in self.data.iter().zip(inside).enumerate() {
             let place = i as i64 - GUARD as i64;
@@ -274,7 +293,8 @@ impl<T: Poison, const R: usize> Image<T, R> {
                 return Err(format!("element at offset {place} of {:?} was not written", self.layout));
             }
             if !inside && !value.is_poison() {
-                return Err(format!("offset {place}, outside of {:?}, was overwritten with {value:?}", self.layout));
+                let whose = if self.rows.is_some() { "outside of the sequences of" } else { "outside of" };
+                return Err(format!("offset {place}, {whose} {:?}, was overwritten with {value:?}", self.layout));
             }
         }
         Ok(())
@@ -303,6 +323,12 @@ impl<T: Poison, const R: usize> Image<T, R> {
         }
         offsets
     }
+}
+
+/// The row `batch * seqlen + token` of element `i`, in logical order. `axis` is the dimension of the tokens.
+fn row_of<const R: usize>(shape: [usize; R], axis: usize, i: usize) -> usize {
+    let within = |axis: usize| i / shape[axis + 1..].iter().product::<usize>() % shape[axis];
+    within(0) * shape[axis] + within(axis)
 }
 
 impl<T: Poison> Image<T, 4> {

@@ -1,9 +1,10 @@
 //! Forward passes of a case: inputs in guarded memory, and outputs judged.
 
 use hopper_attention::reference::{Expected, Report, Tensor};
-use hopper_attention::{DType, Device, ForwardArgs, ForwardProblem, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::{Args, DType, Device, ForwardProblem, Slot, Stream, Workspace};
 
 use crate::case::Case;
+use crate::case::packing::{read, write, write_numbers};
 use crate::data::{Image, Input, Poison};
 use crate::ready::{Ready, Verdict};
 
@@ -42,16 +43,21 @@ impl<T: Poison> Prepared<T> {
     /// The same of inputs that were changed before they are rounded: `edit` gets each.
     pub fn edited(case: &Case, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let problem = case.problem(T::DTYPE);
+        let belonging = case.packing.belonging(&problem);
         let input = |input, shape| {
             let layout = case.placement.layout(shape, input != Input::Q);
+            let side = usize::from(input != Input::Q);
             let mut tensor = case.values.tensor(input, shape, case.seed);
             edit(input, &mut tensor);
-            Image::<T, 4>::of(&tensor, layout)
+            Image::<T, 4>::of(&tensor, layout).of_sequences(belonging.as_ref().map(|rows| &rows[side]), 1)
         };
         let mut q = input(Input::Q, problem.q_shape());
         let mut k = input(Input::K, problem.k_shape());
         let mut v = input(Input::V, problem.v_shape());
-        let expected = Expected::new(&problem, &q.tensor(), &k.tensor(), &v.tensor()).expect("matching shapes");
+        let expected = {
+            let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
+            Expected::of(&problem, &case.packing.lengths(), inputs, 1.0, None).expect("matching shapes")
+        };
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
         }
@@ -61,22 +67,29 @@ impl<T: Poison> Prepared<T> {
     /// Outputs that were not written yet.
     pub fn outputs(&self) -> Outputs<T> {
         let lse = self.case.placement.lse_layout(self.problem.lse_shape());
+        let belonging = self.case.packing.belonging(&self.problem);
+        let rows = belonging.as_ref().map(|[of_q, _]| of_q);
+        let o = Image::poisoned(self.case.placement.layout(self.problem.o_shape(), false));
         Outputs {
-            o: Image::poisoned(self.case.placement.layout(self.problem.o_shape(), false)),
-            lse: self.problem.wants_lse().then(|| Image::poisoned(lse)),
+            o: o.of_sequences(rows, 1),
+            lse: self.problem.wants_lse().then(|| Image::poisoned(lse).of_sequences(rows, 2)),
         }
     }
 
     /// The arguments of a run in host memory.
-    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> ForwardArgs<'a> {
-        let input = |image: &'a Image<T, 4>| TensorRef::host(image.inner(), image.layout()).expect("a fitting layout");
-        fn output<T: Poison, const R: usize>(image: &mut Image<T, R>) -> TensorMut<'_, T, R> {
-            let layout = image.layout();
-            TensorMut::host(image.inner_mut(), layout).expect("a fitting layout")
+    pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> Args<'a> {
+        let (q, kv) = (self.problem.is_packed_q(), self.problem.is_packed_kv());
+        let mut args = self.case.packing.host_args(Args::new());
+        for (slot, image, packed) in [(Slot::Q, &self.q, q), (Slot::K, &self.k, kv), (Slot::V, &self.v, kv)] {
+            args = read(args, slot, image.inner(), image.layout(), packed);
         }
-        let args = ForwardArgs::new(input(&self.q), input(&self.k), input(&self.v), output(&mut outputs.o));
+        let layout = outputs.o.layout();
+        args = write(args, Slot::O, outputs.o.inner_mut(), layout, q);
         match &mut outputs.lse {
-            Some(lse) => args.lse(output(lse)),
+            Some(lse) => {
+                let layout = lse.layout();
+                write_numbers(args, Slot::Lse, lse.inner_mut(), layout, q)
+            }
             None => args,
         }
     }

@@ -3,11 +3,12 @@
 
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    DType, Descale, Device, E4M3, Element, ForwardArgs, ForwardProblem, KernelInfo, Layout, OutputOf, QuantizeArgs,
-    Quantizer, SCALE_BLOCK, Scaling, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    Args, DType, Device, E4M3, Element, ForwardProblem, KernelInfo, Layout, OutputOf, Quantizer, SCALE_BLOCK, Scaling,
+    Slot, Stream, Workspace, bf16, f16,
 };
 
 use crate::case::Case;
+use crate::case::packing::{Packing, read, read_numbers, write, write_numbers};
 use crate::data::Input;
 
 /// Operands without gaps, and their factors.
@@ -18,11 +19,22 @@ pub struct Operands {
     stored: [Vec<E4M3>; 3],
     /// Likewise, `[batch, heads, blocks]`.
     descale: [Vec<f32>; 3],
+    packing: Packing,
 }
 
 impl Operands {
     /// Quantised from these values, rounded to bf16 before, Q and K rotated by the signs of a seed where there is one.
     pub fn quantised(problem: &ForwardProblem, inputs: [&Tensor; 3], hadamard: Option<u64>) -> Self {
+        Self::quantised_of(problem, &Packing::default(), inputs, hadamard)
+    }
+
+    /// The same of packed sequences and used lengths. Rows of no sequence are NaN.
+    pub fn quantised_of(
+        problem: &ForwardProblem,
+        packing: &Packing,
+        inputs: [&Tensor; 3],
+        hadamard: Option<u64>,
+    ) -> Self {
         let values =
             inputs.map(|x| x.data().iter().map(|&x| <bf16 as Element>::from_f32(x as f32)).collect::<Vec<_>>());
         let shapes = shapes(problem);
@@ -34,24 +46,20 @@ impl Operands {
             None => options,
         };
         let plan = options.build().expect("e4m3 operands").plan(&Device::cpu()).expect("a plan for the CPU");
-        let mut tensors = values.iter().zip(&mut stored).zip(&mut descale).zip(shapes).map(
-            |(((values, stored), descale), (shape, factors))| {
-                let (layout, factors) = (dense(shape), dense(factors));
-                (
-                    TensorRef::host(values, layout).expect("a fitting layout"),
-                    TensorMut::host(stored, layout).expect("a fitting layout"),
-                    Descale::FromAmax(TensorMut::host(descale, factors).expect("a fitting layout")),
-                )
-            },
-        );
-        let mut args = QuantizeArgs::new();
-        for setter in [QuantizeArgs::q, QuantizeArgs::k, QuantizeArgs::v] {
-            let (values, stored, descale) = tensors.next().expect("one of three");
-            args = setter(args, values, stored, descale);
+        let mut args = packing.host_args(Args::new());
+        let slots = [
+            [Slot::QValues, Slot::QStored, Slot::QDescale],
+            [Slot::KValues, Slot::KStored, Slot::KDescale],
+            [Slot::VValues, Slot::VStored, Slot::VDescale],
+        ];
+        let tensors = values.iter().zip(&mut stored).zip(&mut descale).zip(shapes).zip(slots).zip(packed(problem));
+        for (((((values, stored), descale), (shape, factors)), [of_values, of_stored, of_descale]), packed) in tensors {
+            args = read(args, of_values, values, dense(shape), packed.rows);
+            args = write(args, of_stored, stored, dense(shape), packed.rows);
+            args = write_numbers(args, of_descale, descale, dense(factors), packed.blocks);
         }
         plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("operands");
-        drop(tensors);
-        Self { problem: problem.clone(), stored, descale }
+        Self { problem: problem.clone(), stored, descale, packing: packing.clone() }
     }
 
     /// The same with another factor at `[batch, head, block]` of one operand.
@@ -79,7 +87,8 @@ impl Operands {
             let (shape, factors) = shapes[i];
             let group = shape[2] / self.problem.dims().heads_kv;
             Tensor::from_strided(&self.stored[i], &dense(shape)).descaled(|row| {
-                let mut index = place(input, self.place(row, group));
+                let Some(own) = self.place(input, row, group) else { return 1.0 };
+                let mut index = place(input, own);
                 // Round about, so that a neighbour is always there.
                 index.iter_mut().zip(factors).for_each(|(i, size)| *i %= size);
                 self.descale[i][dense(factors).offset(index).expect("within the factors")]
@@ -87,13 +96,27 @@ impl Operands {
         })
     }
 
-    /// Where the factor of a row `[batch, token, head]` is, with `group` heads to a key head.
-    pub fn place(&self, [batch, token, head]: [usize; 3], group: usize) -> [usize; 3] {
-        match self.problem.scaling().expect("e4m3 operands") {
-            Scaling::PerTensor => [0, 0, 0],
-            Scaling::PerHead => [batch, head / group, 0],
-            _ => [batch, head, token / SCALE_BLOCK],
+    /// Where the factor of a row `[batch, token, head]` is, with `group` heads to a key head. `None` for a row of no sequence.
+    pub fn place(&self, input: Input, [batch, token, head]: [usize; 3], group: usize) -> Option<[usize; 3]> {
+        let scaling = self.problem.scaling().expect("e4m3 operands");
+        if self.packing.is_none() {
+            return Some(match scaling {
+                Scaling::PerTensor => [0, 0, 0],
+                Scaling::PerHead => [batch, head / group, 0],
+                _ => [batch, head, token / SCALE_BLOCK],
+            });
         }
+        let side = usize::from(input != Input::Q);
+        let sequences = self.packing.lengths();
+        let own = sequences.sequences(&self.problem).map(|rows| rows[side]);
+        let own = own.filter(|rows| rows.batch == batch && rows.range().contains(&token)).last()?;
+        let block = (own.begin + 127 * own.sequence) / 128;
+        Some(match scaling {
+            Scaling::PerTensor => [0, 0, 0],
+            Scaling::PerHead => [own.sequence, head / group, 0],
+            _ if packed(&self.problem)[side].rows => [0, head, block + (token - own.begin) / SCALE_BLOCK],
+            _ => [batch, head, token / SCALE_BLOCK],
+        })
     }
 
     /// What the CPU makes of it: O, and the log-sum-exp.
@@ -108,14 +131,16 @@ impl Operands {
         let problem = self.problem.to_builder().lse(true).build().expect("the same numbers");
         let mut o = vec![O::from_f32(f32::NAN); problem.o_shape().iter().product()];
         let mut lse = vec![f32::NAN; problem.lse_shape().iter().product()];
-        let [q, k, v] = [0, 1, 2].map(|i| {
+        let mut args = self.packing.host_args(Args::new());
+        let slots = [(Slot::Q, Slot::DescaleQ), (Slot::K, Slot::DescaleK), (Slot::V, Slot::DescaleV)];
+        for (i, ((slot, of_factors), packed)) in slots.into_iter().zip(packed(&problem)).enumerate() {
             let (shape, factors) = shapes(&problem)[i];
-            let stored = TensorRef::host(&self.stored[i], dense(shape)).expect("a fitting layout");
-            (stored, TensorRef::host(&self.descale[i], dense(factors)).expect("a fitting layout"))
-        });
-        let o_mut = TensorMut::host(&mut o, dense(problem.o_shape())).expect("a fitting layout");
-        let args = ForwardArgs::new(q.0, k.0, v.0, o_mut).descale(q.1, k.1, v.1);
-        let args = args.lse(TensorMut::host(&mut lse, dense(problem.lse_shape())).expect("a fitting layout"));
+            args = read(args, slot, &self.stored[i], dense(shape), packed.rows);
+            args = read_numbers(args, of_factors, &self.descale[i], dense(factors), packed.blocks);
+        }
+        let packed = problem.is_packed_q();
+        args = write(args, Slot::O, &mut o, dense(problem.o_shape()), packed);
+        args = write_numbers(args, Slot::Lse, &mut lse, dense(problem.lse_shape()), packed);
         let plan = problem.plan(&Device::cpu()).expect("a plan for the CPU");
         plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("a result");
         (Tensor::from_strided(&o, &dense(problem.o_shape())), lse.into_iter().map(f64::from).collect())
@@ -124,7 +149,7 @@ impl Operands {
     /// What must come out.
     pub fn expected(&self) -> Expected {
         let [q, k, v] = self.real();
-        Expected::new(&self.problem, &q, &k, &v).expect("matching shapes")
+        Expected::of(&self.problem, &self.packing.lengths(), [&q, &k, &v], 1.0, None).expect("matching shapes")
     }
 
     /// What q, k and v are stored as.
@@ -150,14 +175,23 @@ impl Operands {
 
     /// The operands of a case, of other sizes from block to block and head to head, so that factors differ.
     pub fn of_case(case: &Case, problem: &ForwardProblem, hadamard: Option<u64>) -> Self {
-        let input = |input, shape| {
+        let belonging = case.packing.belonging(problem);
+        let input = |input, shape: [usize; 4]| {
             let tensor = case.values.tensor(input, shape, case.seed);
+            let belongs = |batch: usize, token: usize| {
+                let rows = belonging.as_ref().map(|rows| &rows[usize::from(input != Input::Q)]);
+                rows.is_none_or(|rows| rows.belongs(batch * shape[1] + token))
+            };
             let power = |token: usize, head: usize| (token / 128 * 3 + head * 2 + input as usize) % 5;
-            let uneven = |[b, s, h, d]: [usize; 4]| tensor.row(b, s, h)[d] * [1.0, 0.4, 2.0, 0.7, 1.5][power(s, h)];
+            // What belongs to no sequence is NaN, and must reach nobody.
+            let uneven = |[b, s, h, d]: [usize; 4]| match belongs(b, s) {
+                true => tensor.row(b, s, h)[d] * [1.0, 0.4, 2.0, 0.7, 1.5][power(s, h)],
+                false => f64::NAN,
+            };
             Tensor::from_fn(shape, uneven)
         };
         let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
-        Self::quantised(problem, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
+        Self::quantised_of(problem, &case.packing, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
     }
 
     /// Those of a case, but for Q and K of zeros, which have the smallest factors.
@@ -185,6 +219,19 @@ pub fn shapes(problem: &ForwardProblem) -> [([usize; 4], [usize; 3]); 3] {
         (problem.k_shape(), problem.descale_k_shape()),
         (problem.v_shape(), problem.descale_v_shape()),
     ]
+}
+
+/// Of q, k or v: whether its rows are packed, and whether its factors are packed with them.
+#[derive(Clone, Copy)]
+struct Packed {
+    rows: bool,
+    blocks: bool,
+}
+
+fn packed(problem: &ForwardProblem) -> [Packed; 3] {
+    let per_block = problem.scaling() == Some(Scaling::PerBlock);
+    let of = |rows| Packed { rows, blocks: rows && per_block };
+    [problem.is_packed_q(), problem.is_packed_kv(), problem.is_packed_kv()].map(of)
 }
 
 /// The layout without gaps.

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
+use super::packing::{Kind, Packing};
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
@@ -38,9 +39,34 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_seqlen_kv(seqlen_kv)
                 .with_heads_kv(heads_kv)
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
-            Case { dims, mask, scale, lse, placement, values, seed: seed.into() }
+            let packing = Packing::default();
+            Case { dims, mask, scale, lse, placement, values, seed: seed.into(), packing }
         },
     )
+}
+
+/// What a case may have beside its sizes: nothing, or packed sequences and used lengths of `2 * batch` sequences and more.
+/// Give it to [`packed`].
+pub fn packing() -> impl Strategy<Value = (Kind, usize)> {
+    let sides = || any::<[bool; 2]>();
+    let kind = (sides(), sides(), any::<bool>()).prop_map(|(packed, used, fill_gaps)| Kind {
+        packed,
+        used: [used[0] && used[1], used[1]],
+        fill_gaps,
+    });
+    prop_oneof![2 => Just((Kind::default(), 0)), 1 => (kind, 0usize..9)]
+}
+
+/// A case with packed sequences and used lengths. Its rows stay as many, and are cut into sequences. A side that is not packed
+/// keeps its batch, so that the other side has as many sequences.
+#[must_use]
+pub fn packed(mut case: Case, (kind, more): (Kind, usize)) -> Case {
+    if kind.packed == [true; 2] {
+        case.dims.batch = case.dims.batch * 2 + more;
+    }
+    let Dims { batch, seqlen_q, seqlen_kv, .. } = case.dims;
+    case.packing = Packing::random(kind, batch, [seqlen_q, seqlen_kv], case.seed);
+    case
 }
 
 fn mask() -> impl Strategy<Value = Mask> {

@@ -6,6 +6,7 @@ use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling}
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use crate::case::packing::Packing;
 use crate::case::{Case, random};
 use crate::data::Values;
 use crate::layouts::Placement;
@@ -142,7 +143,10 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
         1 => Just(Some(Values::Constant)),
     ];
     let choices = (proptest::sample::select(passes), proptest::sample::select(dtypes), arch, proptest::bool::ANY);
-    (choices, random::case(128, 8), values, fp8, (launch, margin)).prop_map(
+    // No kernel computes packed sequences yet.
+    let packing = random::packing().prop_map(move |packing| if for_gpu { Default::default() } else { packing });
+    let cases = (random::case(128, 8), packing).prop_map(|(case, packing)| random::packed(case, packing));
+    (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), last)| {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
@@ -203,6 +207,9 @@ struct Record {
     sm_margin: usize,
     deterministic: bool,
     launch: Launch,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "Packing::is_none")]
+    packing: Packing,
 }
 
 /// The same of a mask. Bounds that are `null` keep all keys.
@@ -245,6 +252,7 @@ impl From<Problem> for Record {
             sm_margin,
             deterministic,
             launch,
+            packing: case.packing,
         }
     }
 }
@@ -278,6 +286,7 @@ impl TryFrom<Record> for Problem {
             placement: record.placement,
             values: record.values,
             seed: record.seed,
+            packing: record.packing,
         };
         let problem = Self {
             pass: record.pass,
@@ -304,7 +313,8 @@ impl TryFrom<Record> for Problem {
             return Err(format!("sizes {elements:?}; allowed: at most 2^32 elements"));
         }
         let dtype = if matches!(problem.pass, Pass::Fp8 | Pass::Quantize) { DType::E4M3 } else { problem.dtype };
-        problem.case.options(dtype).build().map_err(|error| error.to_string())?;
+        let forward = problem.case.options(dtype).build().map_err(|error| error.to_string())?;
+        problem.case.packing.lengths().check(&forward).map_err(|error| error.to_string())?;
         Ok(problem)
     }
 }
@@ -330,6 +340,29 @@ mod tests {
     }
 
     #[test]
+    fn packed_sequences_are_drawn_for_the_cpu() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..300).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
+        assert!(on_gpu.iter().all(|problem| !problem.forward().has_lengths()));
+        let packed: Vec<_> = on_cpu.iter().filter(|problem| problem.forward().has_lengths()).collect();
+        assert!((50..150).contains(&packed.len()), "{}", packed.len());
+        for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
+            let of_pass = || packed.iter().filter(|problem| problem.pass == pass);
+            assert!(of_pass().any(|problem| problem.forward().is_packed_q() && problem.forward().is_packed_kv()));
+            assert!(of_pass().any(|problem| problem.forward().fills_gaps()), "{pass:?}");
+            assert!(of_pass().any(|problem| problem.case.packing.seqused_kv.is_some()), "{pass:?}");
+        }
+        // A file whose lists are wrong is refused.
+        let problem = packed.iter().find(|problem| problem.forward().is_packed_q() && problem.case.dims.batch > 0);
+        let mut wrong = (**problem.unwrap()).clone();
+        wrong.case.packing.cu_seqlens_q.as_mut().unwrap()[0] = -1;
+        let text = serde_json::to_string(&wrong).unwrap();
+        let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
+        assert!(error.contains("cu_seqlens_q: -1 at 0"), "{error}");
+    }
+
+    #[test]
     fn every_class_of_inputs_is_drawn() {
         let mut runner = TestRunner::deterministic();
         let mut values = || any(true).new_tree(&mut runner).unwrap().current().case.values;
@@ -340,8 +373,8 @@ mod tests {
     #[test]
     fn problems_come_back_from_json() {
         let mut runner = TestRunner::deterministic();
-        for _ in 0..200 {
-            let problem = any(true).new_tree(&mut runner).unwrap().current();
+        for i in 0..200 {
+            let problem = any(i % 2 == 0).new_tree(&mut runner).unwrap().current();
             let text = serde_json::to_string(&problem).unwrap();
             assert_eq!(serde_json::from_str::<Problem>(&text).unwrap(), problem, "{text}");
         }

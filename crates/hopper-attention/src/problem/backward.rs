@@ -138,6 +138,11 @@ impl BackwardProblem {
         &self.forward
     }
 
+    /// The gradients of one sequence, whose forward problem this is.
+    pub(crate) fn of_sequence(&self, forward: &ForwardProblem) -> Self {
+        Self { forward: forward.clone(), ..self.clone() }
+    }
+
     /// Whether the problem was made with this optional operand.
     pub fn wants(&self, slot: Slot) -> bool {
         self.asked_for.contains(slot)

@@ -322,6 +322,13 @@ impl ForwardProblem {
         ])
     }
 
+    /// One sequence of the problem, with these lengths, as a problem of its own without packed tensors and used lengths.
+    pub(crate) fn of_sequence(&self, seqlen_q: usize, seqlen_kv: usize) -> Self {
+        let dims = self.dims.with_batch(1).with_seqlen_q(seqlen_q).with_seqlen_kv(seqlen_kv);
+        let asked_for = LENGTHS.iter().fold(self.asked_for, |asked_for, &slot| asked_for.with(slot, false));
+        Self { dims, asked_for, packing: Packing::default(), ..self.clone() }
+    }
+
     /// The operands with offsets and lengths of sequences, which every pass of the problem reads.
     pub(super) fn lengths(&self) -> [Operand; 4] {
         LENGTHS.map(|slot| {

@@ -3,6 +3,7 @@
 
 mod backward;
 
+use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
 use super::rounding::{ROUNDING, unit_roundoff};
 use super::work::{ORACLE_UNITS, Work};
@@ -10,9 +11,10 @@ use super::{Tensor, check_inputs, each_row, each_tile, gather};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
+use crate::sequences::Lengths;
 
 pub(super) use backward::backward_told;
-pub use backward::{BackwardOracle, Noise, backward};
+pub use backward::{BackwardOracle, Noise, backward, backward_of};
 
 /// The exact results of a forward pass.
 #[derive(Clone, Debug)]
@@ -87,18 +89,57 @@ struct Row {
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Oracle> {
-    forward_told(problem, q, k, v, &Work::silent())
+    forward_of(problem, &Lengths::default(), q, k, v)
 }
 
-/// As [`forward`]. It tells `work` about each tile.
-pub(super) fn forward_told(
+/// As [`forward`], for a problem with packed sequences or used lengths. Each sequence is computed by itself. The results of rows
+/// that belong to no sequence are 0, and -inf for the LSE.
+///
+/// # Errors
+/// As [`forward`], and as [`Lengths::check`].
+pub fn forward_of(
     problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
+) -> Result<Oracle> {
+    forward_told(problem, lengths, [q, k, v], &Work::silent())
+}
+
+/// As [`forward_of`]. It tells `work` about each tile.
+pub(super) fn forward_told(
+    problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
+    [q, k, v]: [&Tensor; 3],
     work: &Work<'_>,
 ) -> Result<Oracle> {
     check_inputs(problem, q, k, v)?;
+    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], work) };
+    let (shape, rows) = (problem.o_shape(), problem.lse_shape());
+    let queries = rows.iter().product();
+    let mut all = Oracle {
+        o: Tensor::zeros(shape),
+        lse: vec![f64::NEG_INFINITY; queries],
+        weighted: Tensor::zeros(shape),
+        lost: Tensor::zeros(shape),
+        scales: vec![RowScale::default(); queries],
+    };
+    for piece in pieces {
+        let of = &piece.q;
+        let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
+        let one = dense(&piece.problem, [&cut(q, of), &k, &v], work)?;
+        for (into, from) in [(&mut all.o, &one.o), (&mut all.weighted, &one.weighted), (&mut all.lost, &one.lost)] {
+            paste(into, of, from);
+        }
+        paste_list(&mut all.lse, rows, of, &one.lse);
+        paste_list(&mut all.scales, rows, of, &one.scales);
+    }
+    Ok(all)
+}
+
+/// The oracle of a problem whose sequences all have the same lengths.
+fn dense(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], work: &Work<'_>) -> Result<Oracle> {
     let exact = Exact {
         problem,
         q,

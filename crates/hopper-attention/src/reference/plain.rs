@@ -4,14 +4,16 @@
 
 mod backward;
 
+use super::packed::{cut, paste, paste_list, pieces};
 use super::work::{PLAIN_UNITS, Work};
 use super::{Tensor, check_inputs, each_row, gather};
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::error::Result;
 use crate::problem::ForwardProblem;
+use crate::sequences::Lengths;
 
 pub(super) use backward::backward_plain_told;
-pub use backward::{BackwardPlain, backward_plain};
+pub use backward::{BackwardPlain, backward_plain, backward_plain_of};
 
 /// The results of the plain computation, widened to f64.
 #[derive(Clone, Debug)]
@@ -36,18 +38,48 @@ pub struct Plain {
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) when a tensor's shape is not the problem's.
 pub fn forward_plain(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Plain> {
-    forward_plain_told(problem, [q, k, v], 1.0, &Work::silent())
+    forward_plain_of(problem, &Lengths::default(), q, k, v)
 }
 
-/// As [`forward_plain`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
+/// As [`forward_plain`], for a problem with packed sequences or used lengths. The results of rows that belong to no sequence
+/// are 0, and -inf for the LSE.
+///
+/// # Errors
+/// As [`forward_plain`], and as [`Lengths::check`].
+pub fn forward_plain_of(
+    problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+) -> Result<Plain> {
+    forward_plain_told(problem, lengths, [q, k, v], 1.0, &Work::silent())
+}
+
+/// As [`forward_plain_of`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
 /// It tells `work` about each row.
 pub(super) fn forward_plain_told(
     problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
     [q, k, v]: [&Tensor; 3],
     scale_o: f32,
     work: &Work<'_>,
 ) -> Result<Plain> {
     check_inputs(problem, q, k, v)?;
+    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], scale_o, work) };
+    let rows = problem.lse_shape();
+    let mut all = Plain { o: Tensor::zeros(problem.o_shape()), lse: vec![f64::NEG_INFINITY; rows.iter().product()] };
+    for piece in pieces {
+        let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
+        let one = dense(&piece.problem, [&cut(q, &piece.q), &k, &v], scale_o, work)?;
+        paste(&mut all.o, &piece.q, &one.o);
+        paste_list(&mut all.lse, rows, &piece.q, &one.lse);
+    }
+    Ok(all)
+}
+
+/// The plain computation of a problem whose sequences all have the same lengths.
+fn dense(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], scale_o: f32, work: &Work<'_>) -> Result<Plain> {
     let rounding = Rounding::of(problem, scale_o);
     let [q, k, v] = [q, k, v].map(Narrow::new);
     let rows = each_row(problem.lse_shape(), work, PLAIN_UNITS, |[batch, head, query]| {

@@ -139,6 +139,7 @@ mod tally;
 use std::fmt;
 
 use super::oracle::forward_told;
+use super::packed::belonging;
 use super::plain::forward_plain_told;
 use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
 use super::work::{Told, Work, forward_units};
@@ -146,6 +147,7 @@ use super::{Oracle, Plain, Tensor, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
+use crate::sequences::{Lengths, SequenceRows};
 
 pub use backward::{BackwardExpected, BackwardReport};
 pub use figures::{Bound, Figures, Group, Ratios};
@@ -217,6 +219,7 @@ pub struct Expected {
     output_least: f64,
     /// The shape of the LSE.
     shape: [usize; 3],
+    judged: Judged,
     oracle: Oracle,
     plain: Plain,
 }
@@ -240,7 +243,26 @@ impl Expected {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_scale_o(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, scale_o: f32) -> Result<Self> {
-        Self::compute(problem, [q, k, v], scale_o, &Work::silent())
+        Self::of(problem, &Lengths::default(), [q, k, v], scale_o, None)
+    }
+
+    /// As [`with_scale_o`](Self::with_scale_o), for a problem with packed sequences or used lengths. `told`, if there is one, is
+    /// called from time to time with the share of the work that is done.
+    ///
+    /// The shapes of packed tensors have a batch of 1, here and in [`check`](Self::check).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and as [`Lengths::check`].
+    pub fn of(
+        problem: &ForwardProblem,
+        lengths: &Lengths<'_>,
+        inputs: [&Tensor; 3],
+        scale_o: f32,
+        told: Option<Told<'_>>,
+    ) -> Result<Self> {
+        let units = forward_units(problem.lse_shape().iter().product());
+        let work = told.map_or_else(Work::silent, |told| Work::new(told, units));
+        Self::compute(problem, lengths, inputs, scale_o, &work)
     }
 
     /// As [`new`](Self::new). `told` is called from time to time with the share of the work that is done.
@@ -248,11 +270,16 @@ impl Expected {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_progress(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, told: Told<'_>) -> Result<Self> {
-        let rows = problem.lse_shape().iter().product();
-        Self::compute(problem, [q, k, v], 1.0, &Work::new(told, forward_units(rows)))
+        Self::of(problem, &Lengths::default(), [q, k, v], 1.0, Some(told))
     }
 
-    fn compute(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], scale_o: f32, work: &Work<'_>) -> Result<Self> {
+    fn compute(
+        problem: &ForwardProblem,
+        lengths: &Lengths<'_>,
+        inputs: [&Tensor; 3],
+        scale_o: f32,
+        work: &Work<'_>,
+    ) -> Result<Self> {
         let of_e4m3 = problem.takes_scale_o();
         Ok(Self {
             unit_roundoff: unit_roundoff(problem.dtype()),
@@ -263,8 +290,9 @@ impl Expected {
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
             shape: problem.lse_shape(),
-            oracle: forward_told(problem, q, k, v, work)?,
-            plain: forward_plain_told(problem, [q, k, v], scale_o, work)?,
+            oracle: forward_told(problem, lengths, inputs, work)?,
+            plain: forward_plain_told(problem, lengths, inputs, scale_o, work)?,
+            judged: Judged::of(problem, problem.o_shape(), lengths.sequences(problem).map(|[q, _]| q)),
         })
     }
 
@@ -301,6 +329,9 @@ impl Expected {
         let mut tally = Tally::new(got.shape(), Some(COMMON * self.unit_roundoff.max(self.output_roundoff)));
         for (row, scale) in self.oracle.scales.iter().enumerate() {
             let [batch, head, query] = place(self.shape, row);
+            if !self.judged.row(batch, query) {
+                continue;
+            }
             let (exact, weighted) =
                 (self.oracle.o.row(batch, query, head), self.oracle.weighted.row(batch, query, head));
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
@@ -340,6 +371,9 @@ impl Expected {
         let mut tally = Tally::new([batch, queries, heads, 1], None);
         for (row, scale) in self.oracle.scales.iter().enumerate() {
             let [batch, head, query] = place(self.shape, row);
+            if !self.judged.row(batch, query) {
+                continue;
+            }
             let exact = self.oracle.lse[row];
             // A query without keys has LSE -inf. It must match exactly, and must not widen the bound on the tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
@@ -363,6 +397,25 @@ impl Expected {
             figures.worst_at = vec![batch, head, query];
         }
         figures
+    }
+}
+
+/// The rows of a tensor that are judged: those of sequences, and all of them where gaps are filled.
+#[derive(Clone, Debug)]
+struct Judged {
+    /// `[batch, seqlen]`. `None` if it is all of them.
+    rows: Option<Vec<bool>>,
+    seqlen: usize,
+}
+
+impl Judged {
+    fn of(problem: &ForwardProblem, shape: [usize; 4], rows: impl Iterator<Item = SequenceRows>) -> Self {
+        let some = problem.has_lengths() && !problem.fills_gaps();
+        Self { rows: some.then(|| belonging(shape, rows)), seqlen: shape[1] }
+    }
+
+    fn row(&self, batch: usize, token: usize) -> bool {
+        self.rows.as_ref().is_none_or(|rows| rows[batch * self.seqlen + token])
     }
 }
 

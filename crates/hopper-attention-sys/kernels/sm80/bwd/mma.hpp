@@ -325,13 +325,13 @@ struct BwdMma {
     FiniteLook<Element> look;
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      write_pairs<kHeadDim>(
-          head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_row,
-          storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16, scalars.seqlen_kv,
-          head_dim, Traits::thread_index() % 32, [&](int i, int j) {
-            int const first = 8 * i + 2 * j;
-            return look.see(pack_pair<Element>(gradient(first, strip) * scale, gradient(first + 1, strip) * scale));
-          });
+      write_pairs<kHeadDim>(head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_row,
+                            storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16,
+                            scalars.seqlen_kv, head_dim, Traits::thread_index() % 32, [&](int i, int j) {
+                              int const first = 8 * i + 2 * j;
+                              return look.see(pack_pair<Element>(scaled(gradient(first, strip), scale),
+                                                                 scaled(gradient(first + 1, strip), scale)));
+                            });
     }
     if (look.found()) {
       flag_leak(params);

@@ -203,12 +203,13 @@ struct BwdMma {
         std::uint64_t const first =
             tensor.address + 2 * (tile.batch * tensor.stride_batch + (tile.head_q + head) * tensor.stride_head +
                                   tile.q_begin * tensor.stride_row + column);
-        write_pairs<Traits::kColumnsQ>(
-            first, 2 * tensor.stride_row, m_block * kM + half_queries * 64 + thread / 32 * 16, tile.q_len,
-            scalars.head_dim_qk - column, thread % 32, [&](int i, int j) {
-              int const at = 8 * i + 2 * j;
-              return pack_pair<Element>(tdQ(at) * scalars.softmax_scale, tdQ(at + 1) * scalars.softmax_scale);
-            });
+        write_pairs<Traits::kColumnsQ>(first, 2 * tensor.stride_row,
+                                       m_block * kM + half_queries * 64 + thread / 32 * 16, tile.q_len,
+                                       scalars.head_dim_qk - column, thread % 32, [&](int i, int j) {
+                                         int const at = 8 * i + 2 * j;
+                                         return pack_pair<Element>(scaled(tdQ(at), scalars.softmax_scale),
+                                                                   scaled(tdQ(at + 1), scalars.softmax_scale));
+                                       });
       }
     };
     auto report_queries = [&]() __attribute__((always_inline)) {

@@ -3,6 +3,7 @@
 
 use std::f64::consts::SQRT_2;
 
+use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::work::{ORACLE_KEY_UNITS, ORACLE_QUERY_UNITS, Work};
@@ -10,6 +11,7 @@ use super::super::{Tensor, check_backward_inputs, each_tile, gather};
 use super::{Soft, alike, dot, norm, norms};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
+use crate::sequences::{Lengths, SequenceRows};
 
 /// The exact gradients, and the sizes of their rounding errors.
 #[derive(Clone, Debug)]
@@ -53,6 +55,25 @@ pub struct Noise {
     pub terms: Vec<usize>,
 }
 
+impl Noise {
+    /// That of a gradient in which no pair has a part.
+    fn none(shape: [usize; 4]) -> Self {
+        let [deviation, weighted, of_delta] = [(); 3].map(|()| Tensor::zeros(shape));
+        let rows = shape[..3].iter().product();
+        Self { deviation, weighted, of_delta, alike: vec![0.0; rows], terms: vec![0; rows] }
+    }
+
+    /// Takes the rows of a sequence.
+    fn paste(&mut self, rows: &SequenceRows, from: &Self) {
+        let [batch, seqlen, heads, _] = self.deviation.shape();
+        paste(&mut self.deviation, rows, &from.deviation);
+        paste(&mut self.weighted, rows, &from.weighted);
+        paste(&mut self.of_delta, rows, &from.of_delta);
+        paste_list(&mut self.alike, [batch, heads, seqlen], rows, &from.alike);
+        paste_list(&mut self.terms, [batch, heads, seqlen], rows, &from.terms);
+    }
+}
+
 /// Computes the gradients in f64. O and the LSE are computed anew.
 ///
 /// - Shapes are the problem's. `d_lse` is `[batch, heads_q, seqlen_q]`. The elements must be those that the tested computation
@@ -71,18 +92,62 @@ pub fn backward(
     d_o: &Tensor,
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardOracle> {
-    backward_told(problem, [q, k, v, d_o], d_lse, &Work::silent())
+    backward_of(problem, &Lengths::default(), [q, k, v, d_o], d_lse)
 }
 
-/// As [`backward`]. It tells `work` about each tile.
+/// As [`backward`], for a problem with packed sequences or used lengths, with q, k, v and d_o in `inputs`. Each sequence is
+/// computed by itself. The gradients of rows that belong to no sequence are 0.
+///
+/// # Errors
+/// As [`backward`], and as [`Lengths::check`].
+pub fn backward_of(
+    problem: &BackwardProblem,
+    lengths: &Lengths<'_>,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+) -> Result<BackwardOracle> {
+    backward_told(problem, lengths, inputs, d_lse, &Work::silent())
+}
+
+/// As [`backward_of`]. It tells `work` about each tile.
 pub(in super::super) fn backward_told(
     problem: &BackwardProblem,
+    lengths: &Lengths<'_>,
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
     work: &Work<'_>,
 ) -> Result<BackwardOracle> {
     check_backward_inputs(problem, inputs, d_lse)?;
+    let Some(pieces) = pieces(problem.forward(), lengths)? else { return dense(problem, inputs, d_lse, work) };
     let [q, k, v, d_o] = inputs;
+    let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
+    let [d_q, d_k, d_v] = shapes.map(Tensor::zeros);
+    let [d_q_noise, d_k_noise, d_v_noise] = shapes.map(Noise::none);
+    let mut all = BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise };
+    for piece in pieces {
+        let (of_q, of_kv) = (&piece.q, &piece.kv);
+        let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
+        let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
+        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), work)?;
+        for (into, rows, from) in
+            [(&mut all.d_q, of_q, &one.d_q), (&mut all.d_k, of_kv, &one.d_k), (&mut all.d_v, of_kv, &one.d_v)]
+        {
+            paste(into, rows, from);
+        }
+        all.d_q_noise.paste(of_q, &one.d_q_noise);
+        all.d_k_noise.paste(of_kv, &one.d_k_noise);
+        all.d_v_noise.paste(of_kv, &one.d_v_noise);
+    }
+    Ok(all)
+}
+
+/// The oracle of a problem whose sequences all have the same lengths.
+fn dense(
+    problem: &BackwardProblem,
+    [q, k, v, d_o]: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    work: &Work<'_>,
+) -> Result<BackwardOracle> {
     let (mut k_norms, v_norms) = (norms(k), norms(v));
     // An infinite key has weight 0, or makes its row NaN. Neither widens the tolerance of other keys.
     k_norms.iter_mut().filter(|norm| norm.is_infinite()).for_each(|norm| *norm = 0.0);

@@ -2,11 +2,13 @@
 
 use rayon::prelude::*;
 
+use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
-use super::{Narrow, dot, forward_plain_told, rounding, widen};
+use super::{Narrow, dot, rounding, widen};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
+use crate::sequences::Lengths;
 
 /// The gradients of the plain computation, widened to f64.
 #[derive(Clone, Debug)]
@@ -38,19 +40,57 @@ pub fn backward_plain(
     d_o: &Tensor,
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardPlain> {
-    backward_plain_told(problem, [q, k, v, d_o], d_lse, &Work::silent())
+    backward_plain_of(problem, &Lengths::default(), [q, k, v, d_o], d_lse)
 }
 
-/// As [`backward_plain`]. It tells `work` about its parts.
+/// As [`backward_plain`], for a problem with packed sequences or used lengths, with q, k, v and d_o in `inputs`. The gradients of
+/// rows that belong to no sequence are 0.
+///
+/// # Errors
+/// As [`backward_plain`], and as [`Lengths::check`].
+pub fn backward_plain_of(
+    problem: &BackwardProblem,
+    lengths: &Lengths<'_>,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+) -> Result<BackwardPlain> {
+    backward_plain_told(problem, lengths, inputs, d_lse, &Work::silent())
+}
+
+/// As [`backward_plain_of`]. It tells `work` about its parts.
 pub(in super::super) fn backward_plain_told(
     problem: &BackwardProblem,
+    lengths: &Lengths<'_>,
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
     work: &Work<'_>,
 ) -> Result<BackwardPlain> {
     check_backward_inputs(problem, inputs, d_lse)?;
+    let Some(pieces) = pieces(problem.forward(), lengths)? else { return dense(problem, inputs, d_lse, work) };
+    let [q, k, v, d_o] = inputs;
+    let [d_q, d_k, d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(Tensor::zeros);
+    let mut all = BackwardPlain { d_q, d_k, d_v };
+    for piece in pieces {
+        let (of_q, of_kv) = (&piece.q, &piece.kv);
+        let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
+        let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
+        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), work)?;
+        paste(&mut all.d_q, of_q, &one.d_q);
+        paste(&mut all.d_k, of_kv, &one.d_k);
+        paste(&mut all.d_v, of_kv, &one.d_v);
+    }
+    Ok(all)
+}
+
+/// The plain computation of a problem whose sequences all have the same lengths.
+fn dense(
+    problem: &BackwardProblem,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    work: &Work<'_>,
+) -> Result<BackwardPlain> {
     let [q, k, v, _] = inputs;
-    let forward = forward_plain_told(problem.forward(), [q, k, v], 1.0, work)?;
+    let forward = super::dense(problem.forward(), [q, k, v], 1.0, work)?;
     let dims = problem.dims();
     let o = Narrow::new(&forward.o);
     let [q, k, v, d_o] = inputs.map(Narrow::new);

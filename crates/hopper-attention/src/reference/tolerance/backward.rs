@@ -7,11 +7,12 @@ use super::super::plain::backward_plain_told;
 use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
 use super::super::work::{Told, Work, backward_units};
 use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, place, shape_error};
-use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Ratios, Row, Tally};
+use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Judged, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
+use crate::sequences::Lengths;
 
 /// Judges the gradients of a backward problem on given inputs. It holds the results of the oracle and of the plain computation.
 #[derive(Clone, Debug)]
@@ -19,6 +20,8 @@ pub struct BackwardExpected {
     dtype: DType,
     oracle: BackwardOracle,
     plain: BackwardPlain,
+    /// Of dQ, and of dK and dV.
+    judged: [Judged; 2],
 }
 
 impl BackwardExpected {
@@ -35,7 +38,28 @@ impl BackwardExpected {
         d_o: &Tensor,
         d_lse: Option<&[f64]>,
     ) -> Result<Self> {
-        Self::compute(problem, [q, k, v, d_o], d_lse, &Work::silent())
+        Self::of(problem, &Lengths::default(), [q, k, v, d_o], d_lse, None)
+    }
+
+    /// As [`new`](Self::new), for a problem with packed sequences or used lengths, with q, k, v and d_o in `inputs`. `told`, if
+    /// there is one, is called from time to time with the share of the work that is done.
+    ///
+    /// The shapes of packed tensors have a batch of 1, here and in [`check`](Self::check).
+    ///
+    /// # Errors
+    /// As [`backward_of`](super::super::backward_of).
+    pub fn of(
+        problem: &BackwardProblem,
+        lengths: &Lengths<'_>,
+        inputs: [&Tensor; 4],
+        d_lse: Option<&[f64]>,
+        told: Option<Told<'_>>,
+    ) -> Result<Self> {
+        let dims = problem.dims();
+        let rows = |[batch, seqlen, ..]: [usize; 4]| batch * dims.heads_q * seqlen;
+        let units = backward_units(rows(problem.d_q_shape()), rows(problem.d_k_shape()));
+        let work = told.map_or_else(Work::silent, |told| Work::new(told, units));
+        Self::compute(problem, lengths, inputs, d_lse, &work)
     }
 
     /// As [`new`](Self::new), with q, k, v and d_o in `inputs`. `told` is called from time to time with the share of
@@ -49,22 +73,26 @@ impl BackwardExpected {
         d_lse: Option<&[f64]>,
         told: Told<'_>,
     ) -> Result<Self> {
-        let dims = problem.dims();
-        let rows = |seqlen: usize| dims.batch * dims.heads_q * seqlen;
-        let units = backward_units(rows(dims.seqlen_q), rows(dims.seqlen_kv));
-        Self::compute(problem, inputs, d_lse, &Work::new(told, units))
+        Self::of(problem, &Lengths::default(), inputs, d_lse, Some(told))
     }
 
     fn compute(
         problem: &BackwardProblem,
+        lengths: &Lengths<'_>,
         inputs: [&Tensor; 4],
         d_lse: Option<&[f64]>,
         work: &Work<'_>,
     ) -> Result<Self> {
         Ok(Self {
             dtype: problem.dtype(),
-            oracle: backward_told(problem, inputs, d_lse, work)?,
-            plain: backward_plain_told(problem, inputs, d_lse, work)?,
+            oracle: backward_told(problem, lengths, inputs, d_lse, work)?,
+            plain: backward_plain_told(problem, lengths, inputs, d_lse, work)?,
+            judged: {
+                let forward = problem.forward();
+                let sequences = lengths.sequences(forward);
+                let of_q = Judged::of(forward, problem.d_q_shape(), sequences.clone().map(|[q, _]| q));
+                [of_q, Judged::of(forward, problem.d_k_shape(), sequences.map(|[_, kv]| kv))]
+            },
         })
     }
 
@@ -83,11 +111,11 @@ impl BackwardExpected {
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
     pub fn check(&self, d_q: &Tensor, d_k: &Tensor, d_v: &Tensor) -> Result<BackwardReport> {
-        let Self { oracle, plain, .. } = self;
+        let Self { oracle, plain, judged: [of_q, of_kv], .. } = self;
         Ok(BackwardReport {
-            d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_noise)?,
-            d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_noise)?,
-            d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_noise)?,
+            d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_noise, of_q)?,
+            d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_noise, of_kv)?,
+            d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_noise, of_kv)?,
         })
     }
 
@@ -98,6 +126,7 @@ impl BackwardExpected {
         exact: &Tensor,
         plain: &Tensor,
         noise: &Noise,
+        judged: &Judged,
     ) -> Result<Figures> {
         if got.shape() != exact.shape() {
             return Err(shape_error(name, got.shape(), exact.shape()));
@@ -107,6 +136,9 @@ impl BackwardExpected {
         let mut tally = Tally::new(exact.shape(), Some(COMMON * roundoff));
         for (i, (&terms, &same)) in noise.terms.iter().zip(&noise.alike).enumerate() {
             let [batch, head, token] = place([batch, heads, seqlen], i);
+            if !judged.row(batch, token) {
+                continue;
+            }
             let [exact, noise, weighted, of_delta] = [exact, &noise.deviation, &noise.weighted, &noise.of_delta]
                 .map(|tensor| tensor.row(batch, token, head));
             let magnitude = largest(exact);

@@ -1,0 +1,188 @@
+//! Packed sequences and used lengths of a case, and the arguments of a run with such tensors.
+
+use std::sync::Arc;
+
+use hopper_attention::{
+    Args, Element, ForwardProblem, ForwardProblemBuilder, Layout, Lengths, Slot, TensorMut, TensorRef,
+};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde::{Deserialize, Serialize};
+
+/// Offsets and used lengths, and what happens to rows of no sequence. Nothing for a case whose sequences are all alike.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Packing {
+    /// Where sequences of queries begin, if they are packed.
+    pub cu_seqlens_q: Option<Vec<i32>>,
+    /// Where sequences of keys begin, if they are packed.
+    pub cu_seqlens_kv: Option<Vec<i32>>,
+    /// How many queries of each sequence are used.
+    pub seqused_q: Option<Vec<i32>>,
+    /// How many keys of each sequence are used.
+    pub seqused_kv: Option<Vec<i32>>,
+    /// Whether rows of no sequence are filled.
+    pub fill_gaps: bool,
+}
+
+/// Which lists a random packing has.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Kind {
+    /// Of packed Q, and of packed K and V.
+    pub packed: [bool; 2],
+    /// Of used queries, and of used keys.
+    pub used: [bool; 2],
+    /// Whether rows of no sequence are filled.
+    pub fill_gaps: bool,
+}
+
+impl Packing {
+    /// Random legal lists for `batch` sequences in so many rows of each side. Some sequences are empty, and some rows may be
+    /// of no sequence.
+    pub fn random(kind: Kind, batch: usize, rows: [usize; 2], seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed ^ 0x9ac_4ed);
+        let mut side = |side: usize| {
+            let rows = rows[side];
+            let offsets = kind.packed[side].then(|| {
+                // One list in three has gaps at its ends.
+                let (first, last) = if rng.random_range(0..3) == 0 { (rows / 7, rows - rows / 5) } else { (0, rows) };
+                let mut cuts: Vec<usize> = (0..batch + 1).map(|_| rng.random_range(first..=last)).collect();
+                cuts.sort_unstable();
+                (cuts[0], cuts[batch]) = if batch == 0 { (first, first) } else { (first, last) };
+                cuts.into_iter().map(|cut| cut as i32).collect::<Vec<_>>()
+            });
+            let used = kind.used[side].then(|| {
+                let len = |i: usize| offsets.as_ref().map_or(rows as i32, |offsets| offsets[i + 1] - offsets[i]);
+                (0..batch).map(|i| rng.random_range(0..=len(i))).collect()
+            });
+            (offsets, used)
+        };
+        let ((cu_seqlens_q, seqused_q), (cu_seqlens_kv, seqused_kv)) = (side(0), side(1));
+        let some = kind.packed.iter().chain(&kind.used).any(|&list| list);
+        Self { cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, fill_gaps: kind.fill_gaps && some }
+    }
+
+    /// Whether there is no list.
+    pub fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The lists, as the oracle takes them.
+    pub fn lengths(&self) -> Lengths<'_> {
+        Lengths {
+            cu_seqlens_q: self.cu_seqlens_q.as_deref(),
+            cu_seqlens_kv: self.cu_seqlens_kv.as_deref(),
+            seqused_q: self.seqused_q.as_deref(),
+            seqused_kv: self.seqused_kv.as_deref(),
+        }
+    }
+
+    /// The lists by the names of their operands.
+    pub fn lists(&self) -> impl Iterator<Item = (Slot, &[i32])> {
+        let Lengths { cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, .. } = self.lengths();
+        let lists = [
+            (Slot::CuSeqlensQ, cu_seqlens_q),
+            (Slot::CuSeqlensKv, cu_seqlens_kv),
+            (Slot::SequsedQ, seqused_q),
+            (Slot::SequsedKv, seqused_kv),
+        ];
+        lists.into_iter().filter_map(|(slot, list)| Some((slot, list?)))
+    }
+
+    /// A problem with these lists as operands.
+    pub fn options(&self, options: ForwardProblemBuilder) -> ForwardProblemBuilder {
+        let options = self.lists().fold(options, |options, (slot, _)| options.operand(slot, true));
+        if self.fill_gaps { options.fill_gaps(true) } else { options }
+    }
+
+    /// Adds the lists, in host memory, to the arguments of a run.
+    pub fn host_args<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        self.lists().fold(args, |args, (slot, list)| {
+            let layout = Layout::contiguous([list.len()]).expect("a short list");
+            args.read(slot, TensorRef::host(list, layout).expect("a fitting layout"))
+        })
+    }
+
+    /// Which rows of Q and of K belong to a sequence. `None` for a case without lists.
+    pub fn belonging(&self, problem: &ForwardProblem) -> Option<[Rows; 2]> {
+        if self.is_none() {
+            return None;
+        }
+        let shapes = [problem.q_shape(), problem.k_shape()];
+        let mut belongs = shapes.map(|[batch, seqlen, ..]| vec![false; batch * seqlen]);
+        for rows in self.lengths().sequences(problem) {
+            for ((belongs, [_, seqlen, ..]), rows) in belongs.iter_mut().zip(shapes).zip(rows) {
+                rows.range().for_each(|row| belongs[rows.batch * seqlen + row] = true);
+            }
+        }
+        let [q, kv] = belongs;
+        Some([q, kv].map(|belongs| Rows { belongs: belongs.into(), filled: self.fill_gaps }))
+    }
+}
+
+/// Which rows `[batch, seqlen]` of a tensor belong to a sequence.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    belongs: Arc<[bool]>,
+    filled: bool,
+}
+
+impl Rows {
+    /// Whether a row belongs to a sequence. `row` is `batch * seqlen + token`.
+    pub fn belongs(&self, row: usize) -> bool {
+        self.belongs[row]
+    }
+
+    /// Whether a run writes the row of an output.
+    pub fn is_written(&self, row: usize) -> bool {
+        self.filled || self.belongs[row]
+    }
+}
+
+/// A layout without its first dimension, which has size 1.
+fn without_batch<const R: usize, const S: usize>(layout: Layout<R>) -> Layout<S> {
+    let (shape, stride) = (layout.shape(), layout.stride());
+    assert!(shape[0] == 1 && S + 1 == R, "{layout:?}");
+    let rest = |all: &[i64]| all[1..].to_vec().try_into().expect("one dimension less");
+    let shape = shape[1..].to_vec().try_into().expect("one dimension less");
+    Layout::with_strides(shape, rest(&stride)).expect("a part of a legal layout")
+}
+
+macro_rules! given {
+    ($($read:ident $write:ident: $rank:literal $packed:literal;)*) => {$(
+        /// Adds a tensor in host memory that is read. The layout has a batch, also where the tensor is packed.
+        pub fn $read<'a, T: Element>(
+            args: Args<'a>,
+            slot: Slot,
+            data: &'a [T],
+            layout: Layout<$rank>,
+            packed: bool,
+        ) -> Args<'a> {
+            if packed {
+                let layout = without_batch::<$rank, $packed>(layout);
+                return args.read(slot, TensorRef::host(data, layout).expect("a fitting layout"));
+            }
+            args.read(slot, TensorRef::host(data, layout).expect("a fitting layout"))
+        }
+
+        /// The same for a tensor that is written.
+        pub fn $write<'a, T: Element>(
+            args: Args<'a>,
+            slot: Slot,
+            data: &'a mut [T],
+            layout: Layout<$rank>,
+            packed: bool,
+        ) -> Args<'a> {
+            if packed {
+                let layout = without_batch::<$rank, $packed>(layout);
+                return args.write(slot, TensorMut::host(data, layout).expect("a fitting layout"));
+            }
+            args.write(slot, TensorMut::host(data, layout).expect("a fitting layout"))
+        }
+    )*};
+}
+
+given! {
+    read write: 4 3;
+    read_numbers write_numbers: 3 2;
+}
