@@ -8,8 +8,11 @@ use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{Element, ForwardArgs, ForwardPlan, Layout, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::{
+    Args, Element, ForwardPlan, Layout, SequenceOffsets, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace,
+};
 
+use crate::case::packing::{Packing, without_batch};
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
 
@@ -29,8 +32,76 @@ pub fn write<T: Element, const R: usize>(slice: &mut CudaSlice<T>, layout: Layou
     TensorMut::cuda(slice.slice_mut(GUARD..end), layout).expect("a fitting layout")
 }
 
+macro_rules! given {
+    ($($given_read:ident $given_write:ident: $rank:literal $packed:literal;)*) => {$(
+        /// Adds a tensor between guard bands that is read. The layout has a batch, also where the tensor is packed.
+        fn $given_read<'a, T: Element>(
+            args: Args<'a>,
+            slot: Slot,
+            slice: &'a CudaSlice<T>,
+            layout: Layout<$rank>,
+            packed: bool,
+        ) -> Args<'a> {
+            if packed {
+                return args.read(slot, read(slice, without_batch::<$rank, $packed>(layout)));
+            }
+            args.read(slot, read(slice, layout))
+        }
+
+        /// The same for a tensor that is written.
+        fn $given_write<'a, T: Element>(
+            args: Args<'a>,
+            slot: Slot,
+            slice: &'a mut CudaSlice<T>,
+            layout: Layout<$rank>,
+            packed: bool,
+        ) -> Args<'a> {
+            if packed {
+                return args.write(slot, write(slice, without_batch::<$rank, $packed>(layout)));
+            }
+            args.write(slot, write(slice, layout))
+        }
+    )*};
+}
+
+given! {
+    given_read given_write: 4 3;
+    given_read_numbers given_write_numbers: 3 2;
+}
+
+/// Offsets and used lengths of a case in device memory.
+#[derive(Default)]
+pub struct Lists {
+    offsets: Vec<(Slot, SequenceOffsets)>,
+    used: Vec<(Slot, UsedLengths)>,
+}
+
+impl Lists {
+    /// Copies the lists of a case to the GPU.
+    pub fn new(stream: &Arc<CudaStream>, packing: &Packing) -> Self {
+        let stream = Stream::Cuda(stream.clone());
+        let mut lists = Self::default();
+        for (slot, list) in packing.lists() {
+            match slot {
+                Slot::CuSeqlensQ | Slot::CuSeqlensKv => {
+                    lists.offsets.push((slot, SequenceOffsets::new(&stream, list).expect("legal offsets")));
+                }
+                _ => lists.used.push((slot, UsedLengths::new(&stream, list).expect("legal lengths"))),
+            }
+        }
+        lists
+    }
+
+    fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        let args = self.offsets.iter().fold(args, |args, (slot, offsets)| args.offsets(*slot, offsets));
+        self.used.iter().fold(args, |args, (slot, used)| args.used(*slot, used))
+    }
+}
+
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
+    /// Offsets and used lengths.
+    pub lists: Lists,
     /// Queries.
     pub q: CudaSlice<T>,
     /// Keys.
@@ -49,6 +120,7 @@ impl<T: Poison> OnDevice<T> {
         let outputs = prepared.outputs();
         let up = |image: &Image<T, 4>| stream.clone_htod(image.data()).expect("device memory");
         Self {
+            lists: Lists::new(stream, &prepared.case.packing),
             q: up(&prepared.q),
             k: up(&prepared.k),
             v: up(&prepared.v),
@@ -74,17 +146,17 @@ impl<T: Poison> OnDevice<T> {
     }
 
     /// The arguments of a run.
-    pub fn args(&mut self, prepared: &Prepared<T>) -> ForwardArgs<'_> {
+    pub fn args(&mut self, prepared: &Prepared<T>) -> Args<'_> {
         let o_layout = prepared.case.placement.layout(prepared.problem.o_shape(), false);
         let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
-        let args = ForwardArgs::new(
-            read(&self.q, prepared.q.layout()),
-            read(&self.k, prepared.k.layout()),
-            read(&self.v, prepared.v.layout()),
-            write(&mut self.o, o_layout),
-        );
+        let [q, kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| prepared.problem.wants(slot));
+        let mut args = self.lists.add_to(Args::new());
+        args = given_read(args, Slot::Q, &self.q, prepared.q.layout(), q);
+        args = given_read(args, Slot::K, &self.k, prepared.k.layout(), kv);
+        args = given_read(args, Slot::V, &self.v, prepared.v.layout(), kv);
+        args = given_write(args, Slot::O, &mut self.o, o_layout, q);
         match &mut self.lse {
-            Some(lse) => args.lse(write(lse, lse_layout)),
+            Some(lse) => given_write_numbers(args, Slot::Lse, lse, lse_layout, q),
             None => args,
         }
     }

@@ -41,7 +41,7 @@ fn wrong_arguments_are_refused_and_nothing_is_written() {
     let error = on_cpu.run(&Stream::Cpu, &mut workspace, on_device.args(&prepared)).unwrap_err();
     assert!(matches!(error, Error::Device { .. }), "{error}");
     let q = prepared.q.clone();
-    let args = Args::from(on_device.args(&prepared)).read(Slot::Q, TensorRef::host(q.inner(), q.layout()).unwrap());
+    let args = on_device.args(&prepared).read(Slot::Q, TensorRef::host(q.inner(), q.layout()).unwrap());
     let error = plan.run(&lane, &mut workspace, args).unwrap_err();
     assert!(matches!(error, Error::Device { what: "q", .. }), "{error}");
 
@@ -68,13 +68,13 @@ fn wrong_arguments_are_refused_and_nothing_is_written() {
     let layout = Layout::contiguous(shape).unwrap();
     let memory = stream.alloc_zeros::<bf16>(layout.span() + 64).unwrap();
     let off_by_one = TensorRef::cuda(memory.slice(1..), layout).unwrap();
-    let args = Args::from(on_device.args(&prepared)).read(Slot::Q, off_by_one);
+    let args = on_device.args(&prepared).read(Slot::Q, off_by_one);
     let error = plan.run(&lane, &mut workspace, args).unwrap_err();
     assert!(matches!(error, Error::Layout { tensor: "q", .. }), "{error}");
     let [s_b, s_s, s_h, _] = layout.stride();
     let odd = Layout::with_strides(shape, [s_b + 4, s_s, s_h, 1]).unwrap();
     let odd = TensorRef::cuda(memory.slice(..), odd).unwrap();
-    let args = Args::from(on_device.args(&prepared)).read(Slot::Q, odd);
+    let args = on_device.args(&prepared).read(Slot::Q, odd);
     let error = plan.run(&lane, &mut workspace, args).unwrap_err();
     assert!(matches!(error, Error::Layout { tensor: "q", .. }), "{error}");
     assert!(matches!(TensorRef::cuda(memory.slice(..layout.span() - 1), layout), Err(Error::Layout { .. })));

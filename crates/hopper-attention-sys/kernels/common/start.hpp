@@ -13,11 +13,21 @@
 
 namespace hattn {
 
-CUTE_DEVICE void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+//
+// Before sm_90 kernels of a stream follow each other, and both calls do nothing.
+CUTE_DEVICE void await_kernel_before() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // For the whole CTA, by one of its threads or more. CTAs of the next kernel take their places on multiprocessors that
 // are free, and wait there: it is called when this CTA is nearly done, or the kernel is short.
-CUTE_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+CUTE_DEVICE void let_next_start() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 // How a kernel is started.
 struct Start {

@@ -140,7 +140,7 @@ impl Rows {
 }
 
 /// A layout without its first dimension, which has size 1.
-fn without_batch<const R: usize, const S: usize>(layout: Layout<R>) -> Layout<S> {
+pub(crate) fn without_batch<const R: usize, const S: usize>(layout: Layout<R>) -> Layout<S> {
     let (shape, stride) = (layout.shape(), layout.stride());
     assert!(shape[0] == 1 && S + 1 == R, "{layout:?}");
     let rest = |all: &[i64]| all[1..].to_vec().try_into().expect("one dimension less");

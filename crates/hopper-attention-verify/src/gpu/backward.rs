@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{BackwardArgs, BackwardPlan, Stream, Workspace};
+use hopper_attention::{Args, BackwardPlan, Slot, Stream, Workspace};
 
-use super::{read, write};
+use super::{Lists, given_read, given_read_numbers, given_write};
 use crate::backward::{Outputs, Prepared};
 use crate::data::{Image, Poison};
 
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
+    /// Offsets and used lengths.
+    pub lists: Lists,
     /// q, k, v, o, d_o.
     pub inputs: [CudaSlice<T>; 5],
     /// The log-sum-exp.
@@ -34,6 +36,7 @@ impl<T: Poison> OnDevice<T> {
     pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
         let Outputs { d_q, d_k, d_v } = prepared.outputs();
         Self {
+            lists: Lists::new(stream, &prepared.case.packing),
             inputs: inputs(prepared).map(|image| up(stream, image)),
             lse: up(stream, &prepared.lse),
             d_lse: prepared.d_lse.as_ref().map(|d_lse| up(stream, d_lse)),
@@ -61,25 +64,29 @@ impl<T: Poison> OnDevice<T> {
     }
 
     /// The arguments of a run.
-    pub fn args(&mut self, prepared: &Prepared<T>) -> BackwardArgs<'_> {
+    pub fn args(&mut self, prepared: &Prepared<T>) -> Args<'_> {
         let output = |shape| prepared.case.placement.layout(shape, false);
-        let [q, k, v, o, d_o] = &self.inputs;
-        let [d_q, d_k, d_v] = &mut self.outputs;
-        let args = BackwardArgs::new(
-            [read(q, prepared.q.layout()), read(k, prepared.k.layout()), read(v, prepared.v.layout())],
-            read(o, prepared.o.layout()),
-            read(&self.lse, prepared.lse.layout()),
-            read(d_o, prepared.d_o.layout()),
-            [
-                write(d_q, output(prepared.problem.d_q_shape())),
-                write(d_k, output(prepared.problem.d_k_shape())),
-                write(d_v, output(prepared.problem.d_v_shape())),
-            ],
-        );
-        match self.d_lse.as_ref().zip(prepared.d_lse.as_ref()) {
-            Some((slice, image)) => args.d_lse(read(slice, image.layout())),
-            None => args,
+        let problem = &prepared.problem;
+        let [packed_q, packed_kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| problem.forward().wants(slot));
+        let slots = [Slot::Q, Slot::K, Slot::V, Slot::O, Slot::DO];
+        let mut args = self.lists.add_to(Args::new());
+        for ((slice, image), slot) in self.inputs.iter().zip(inputs(prepared)).zip(slots) {
+            let packed = if matches!(slot, Slot::K | Slot::V) { packed_kv } else { packed_q };
+            args = given_read(args, slot, slice, image.layout(), packed);
         }
+        args = given_read_numbers(args, Slot::Lse, &self.lse, prepared.lse.layout(), packed_q);
+        if let Some((slice, image)) = self.d_lse.as_ref().zip(prepared.d_lse.as_ref()) {
+            args = given_read_numbers(args, Slot::DLse, slice, image.layout(), packed_q);
+        }
+        let outputs = [
+            (Slot::DQ, problem.d_q_shape(), packed_q),
+            (Slot::DK, problem.d_k_shape(), packed_kv),
+            (Slot::DV, problem.d_v_shape(), packed_kv),
+        ];
+        for (slice, (slot, shape, packed)) in self.outputs.iter_mut().zip(outputs) {
+            args = given_write(args, slot, slice, output(shape), packed);
+        }
+        args
     }
 
     /// Runs a plan once on outputs of poison, waits, and takes the outputs back if the guard bands are whole.
