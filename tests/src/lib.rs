@@ -15,6 +15,7 @@ pub mod gradients;
 pub mod layers;
 pub mod long;
 pub mod mutations;
+pub mod packed;
 pub mod problems;
 pub mod runner;
 pub mod training;

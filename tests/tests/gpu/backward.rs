@@ -25,7 +25,7 @@ const WORKSPACE_BYTES: usize = 256 << 20;
 
 /// Runs cases through all rows that take them, each second one in turns. Of the others, each second one has tiles that the CTAs
 /// of a cluster share, where the row's can be shared.
-fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
+pub(crate) fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut index = 0;
     take_rows(

@@ -17,7 +17,7 @@ const WORKSPACE_BYTES: usize = 1 << 20;
 
 /// Runs cases through all rows that take them. Where a row's tiles can be shared, each second case has 1 to 8 shares in turn,
 /// whatever the plan would choose.
-fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
+pub(crate) fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut runs = 0;
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     take_rows(

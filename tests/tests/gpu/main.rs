@@ -20,6 +20,7 @@ mod grid;
 mod large;
 mod margins;
 mod ordering;
+mod packed;
 mod quantize;
 mod refusals;
 mod special_streams;

@@ -2,7 +2,7 @@
 
 use hopper_attention::cudarc::driver::CudaContext;
 use hopper_attention::{
-    Args, BackwardProblem, CudaDevice, DType, Device, Error, ForwardProblem, KernelInfo, Layout, Mask, Slot, Stream,
+    BackwardProblem, CudaDevice, DType, Device, Error, ForwardProblem, KernelInfo, Layout, Mask, Slot, Stream,
     TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::gpu::{Gpu, OnDevice};

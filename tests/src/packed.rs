@@ -1,0 +1,81 @@
+//! Cases of packed sequences and used lengths.
+
+use hopper_attention::{Corner, Mask};
+use proptest::strategy::{Strategy as _, ValueTree as _};
+
+use crate::case::packing::{Kind, Packing};
+use crate::case::random::{case, packed, packing, runner};
+use crate::data::Values;
+use crate::inputs::Class;
+use crate::layouts::Placement;
+use crate::problems::{Case, Grid};
+
+const NEITHER: [bool; 2] = [false; 2];
+const BOTH: [bool; 2] = [true; 2];
+
+/// Which sides are packed, which have used lengths, and whether gaps are filled.
+const KINDS: [Kind; 8] = [
+    Kind { packed: BOTH, used: NEITHER, fill_gaps: false },
+    Kind { packed: BOTH, used: NEITHER, fill_gaps: true },
+    Kind { packed: BOTH, used: BOTH, fill_gaps: false },
+    Kind { packed: BOTH, used: [false, true], fill_gaps: true },
+    Kind { packed: [true, false], used: NEITHER, fill_gaps: false },
+    Kind { packed: [false, true], used: [true, false], fill_gaps: true },
+    Kind { packed: NEITHER, used: BOTH, fill_gaps: true },
+    Kind { packed: NEITHER, used: [false, true], fill_gaps: false },
+];
+
+/// Every kind with every mask, numbers of heads, and numbers of sequences, some of which are empty.
+pub fn cases(grid: Grid) -> Vec<Case> {
+    let masks = [
+        Mask::Full,
+        Mask::causal(),
+        Mask::Causal { corner: Corner::TopLeft },
+        Mask::window(Some(70), Some(9)),
+        Mask::window(None, Some(5)),
+        Mask::Window { left: Some(33), right: Some(0), corner: Corner::TopLeft },
+    ];
+    let mut cases = Vec::new();
+    for &head_dim in grid.pick(&[64, 128][..], &[64, 128, 72, 8]) {
+        for mask in masks {
+            for kind in KINDS {
+                let turn = cases.len();
+                let pick = |of: &[usize]| of[turn / KINDS.len() % of.len()];
+                let whole = kind.packed == BOTH;
+                let batch = if whole { pick(&[4, 1, 13, 70]) } else { pick(&[2, 5]) };
+                let rows = |packed: bool, turn: usize| match packed {
+                    true => [700, 1500, 333][turn % 3],
+                    false => [150, 260, 64][turn % 3],
+                };
+                let [packed_q, packed_kv] = kind.packed;
+                let (seqlen_q, seqlen_kv) = (rows(packed_q, turn), rows(packed_kv, turn / 2));
+                let mut case = Case::new(seqlen_q, seqlen_kv, head_dim, mask);
+                let (heads_q, heads_kv) = [(2, 1), (4, 2), (6, 1), (3, 3)][turn % 4];
+                case = case.heads(batch, heads_q, heads_kv);
+                case.seed = turn as u64;
+                case.lse = turn % 3 != 0;
+                case.values = [Values::Normal, Values::Like(Class::Peaky), Values::Uneven][turn % 3];
+                case.placement = [Placement::Bshd, Placement::Bhsd][turn % 2];
+                case.packing = Packing::random(kind, batch, [seqlen_q, seqlen_kv], case.seed);
+                cases.push(case);
+            }
+        }
+    }
+    cases
+}
+
+/// Random cases, of which about a third are packed or have used lengths: the others are left out.
+pub fn drawn(seed: u64, head_dim: usize, count: usize) -> Vec<Case> {
+    let mut proptest = runner(seed);
+    let strategy = (case(head_dim, 8), packing());
+    let cases = std::iter::repeat_with(|| {
+        let (case, packing) = strategy.new_tree(&mut proptest).expect("a case").current();
+        packed(case, packing)
+    });
+    // Kernels find a sequence by its row: a batch stride must be a whole number of them. Other placements are refused.
+    let is_legal = |case: &Case| {
+        let packed_sides = case.packing.cu_seqlens_q.is_some() && case.packing.cu_seqlens_kv.is_some();
+        packed_sides || matches!(case.placement, Placement::Bshd | Placement::Bhsd | Placement::SharedHeads)
+    };
+    cases.filter(|case| !case.packing.is_none() && is_legal(case)).take(count).collect()
+}

@@ -1,0 +1,349 @@
+//! Packed sequences and used lengths on a GPU.
+
+use std::sync::Arc;
+
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
+use hopper_attention::{
+    Dims, Error, ForwardProblem, KernelInfo, Layout, Slot, Stream, TensorRef, Workspace, bf16, clamp_sequences, f16,
+};
+use hopper_attention_tests::case::packing::{Kind, Packing};
+use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS, OnDevice, backward as of_backward};
+use hopper_attention_tests::problems::{Case, Grid, random};
+use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::{backward, packed};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::{mask_of, with_dtype};
+
+fn packing_rows(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
+    rows.into_iter().filter(KernelInfo::packs).collect()
+}
+
+fn all_cases(head_dim: usize) -> Vec<Case> {
+    let grid = Grid::from_env();
+    let mut all = packed::cases(grid);
+    all.extend(packed::drawn(random::seed(), head_dim, grid.pick(8, 300)));
+    all
+}
+
+#[test]
+fn every_packing_row_takes_packed_cases() {
+    let Some(gpu) = Gpu::open("every_packing_row_takes_packed_cases") else { return };
+    let rows = packing_rows(gpu.rows());
+    assert!(rows.len() >= 4, "{rows:?}");
+    let [even, odd] = random::halves(all_cases(128));
+    let mut runner = Runner::new(&rows);
+    crate::grid::run::<bf16>(&gpu, &rows, &even, &mut runner);
+    crate::grid::run::<f16>(&gpu, &rows, &odd, &mut runner);
+    runner.record("forward packed", Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+#[test]
+fn every_packing_backward_row_takes_packed_cases() {
+    let Some(gpu) = Gpu::open("every_packing_backward_row_takes_packed_cases") else { return };
+    let rows = packing_rows(gpu.backward_rows());
+    assert!(rows.len() >= 4, "{rows:?}");
+    let [even, odd] = random::halves(all_cases(128));
+    let mut runner = Runner::new(&rows);
+    crate::backward::run::<bf16>(&gpu, &rows, &even, &mut runner);
+    crate::backward::run::<f16>(&gpu, &rows, &odd, &mut runner);
+    runner.record("backward packed", Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+/// Kernels that do not pack say so.
+#[test]
+fn other_rows_refuse_by_name() {
+    let Some(gpu) = Gpu::open("other_rows_refuse_by_name") else { return };
+    for row in gpu.rows().into_iter().filter(|row| !row.packs()) {
+        let dims = Dims::new(2, 100, 1, row.head_dim_qk());
+        let problem =
+            ForwardProblem::builder(row.dtype(), dims).mask(mask_of(row.mask())).packed(true).build().unwrap();
+        let error = problem.plan_with_row(&gpu.device, &row).unwrap_err();
+        assert!(
+            matches!(error, Error::Unsupported { .. }) && error.to_string().contains("packed sequences"),
+            "{error}"
+        );
+    }
+}
+
+/// A case of packed sequences for a row, with these lengths on both sides.
+fn of_lengths(row: &KernelInfo, lengths: &[usize]) -> Case {
+    let mut offsets = vec![0i32];
+    lengths.iter().for_each(|&len| offsets.push(offsets.last().unwrap() + i32::try_from(len).unwrap()));
+    let total = lengths.iter().sum();
+    let mut case = Case::new(total, total, row.head_dim_qk(), mask_of(row.mask())).heads(lengths.len(), 4, 2);
+    case.dims.head_dim_vo = row.head_dim_vo();
+    let packing = Packing { cu_seqlens_q: Some(offsets.clone()), cu_seqlens_kv: Some(offsets), ..Packing::default() };
+    Case { packing, ..case }
+}
+
+/// A sequence has the same bits as the dense problem with the same row of the table, whatever else is in the batch.
+#[test]
+fn a_sequence_has_the_bits_of_the_dense_problem() {
+    let Some(gpu) = Gpu::open("a_sequence_has_the_bits_of_the_dense_problem") else { return };
+    for row in packing_rows(gpu.rows()) {
+        with_dtype!(row.dtype(), same_as_dense(&gpu, &row));
+    }
+}
+
+fn same_as_dense<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let lengths = [197, 1, 640, 64, 333];
+    let packed = Prepared::<T>::new(&of_lengths(row, &lengths));
+    let run = |prepared: &Prepared<T>| {
+        let plan = hopper_attention::internal::plan_with_shares(&prepared.problem, &gpu.device, row, 1).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        OnDevice::new(&gpu.stream, prepared).run(&gpu.stream, &mut workspace, &plan, prepared).unwrap()
+    };
+    let outputs = run(&packed);
+    let (q, k, v) = (packed.q.tensor(), packed.k.tensor(), packed.v.tensor());
+    let (o, lse) = (outputs.o.tensor(), outputs.lse.as_ref().unwrap().values());
+    let total: usize = lengths.iter().sum();
+    let mut begin = 0;
+    for len in lengths {
+        let mut case = Case::new(len, len, row.head_dim_qk(), mask_of(row.mask())).heads(1, 4, 2);
+        case.dims.head_dim_vo = row.head_dim_vo();
+        let dense = Prepared::<T>::edited(&case, |input, tensor| {
+            let from = match input {
+                hopper_attention_tests::data::Input::Q => &q,
+                hopper_attention_tests::data::Input::K => &k,
+                _ => &v,
+            };
+            for token in 0..len {
+                for head in 0..tensor.shape()[2] {
+                    tensor.row_mut(0, token, head).copy_from_slice(from.row(0, begin + token, head));
+                }
+            }
+        });
+        let own = run(&dense);
+        let (own_o, own_lse) = (own.o.tensor(), own.lse.as_ref().unwrap().values());
+        for token in 0..len {
+            for head in 0..4 {
+                let bits = |o: &[f64]| o.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                let same = bits(own_o.row(0, token, head)) == bits(o.row(0, begin + token, head));
+                let lses = [own_lse[head * len + token], lse[head * total + begin + token]].map(f64::to_bits);
+                assert!(
+                    same && lses[0] == lses[1],
+                    "{row}: sequence of {len} from {begin}: token {token}, head {head}"
+                );
+            }
+        }
+        begin += len;
+    }
+}
+
+/// One captured graph serves all lengths within its capacity: only the arrays on the device change.
+#[test]
+fn one_graph_serves_changing_lengths() {
+    let Some(gpu) = Gpu::open("one_graph_serves_changing_lengths") else { return };
+    // SAFETY: everything of this context object happens on one stream, in its order; nothing relies on events.
+    unsafe { gpu.device.context().disable_event_tracking() };
+    for row in packing_rows(gpu.rows()) {
+        with_dtype!(row.dtype(), replays(&gpu, &row));
+    }
+}
+
+const SEQUENCES: usize = 9;
+const ROWS: usize = 900;
+
+fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let stream = gpu.device.context().new_stream().unwrap();
+    let lane = Stream::Cuda(stream.clone());
+    let prepared = |seed: u64| {
+        let mut case = Case::new(ROWS, ROWS, row.head_dim_qk(), mask_of(row.mask())).heads(SEQUENCES, 2, 1);
+        case.dims.head_dim_vo = row.head_dim_vo();
+        let kind = Kind { packed: [true; 2], used: [false, true], fill_gaps: true };
+        Prepared::<T>::new(&Case { packing: Packing::random(kind, SEQUENCES, [ROWS; 2], seed), seed, ..case })
+    };
+    let first = prepared(0);
+    let plan = first.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&stream, &first);
+    // Arrays that the graph reads, and that change between its launches.
+    let mut arrays: Vec<(Slot, CudaSlice<i32>)> =
+        first.case.packing.lists().map(|(slot, list)| (slot, stream.clone_htod(list).unwrap())).collect();
+    stream.synchronize().unwrap();
+    stream.begin_capture(MODE).unwrap();
+    let mut args = on_device.args(&first);
+    for (slot, array) in &arrays {
+        // SAFETY: they hold legal lengths at every launch of the graph.
+        args = unsafe { args.lengths_unchecked(*slot, list(array)) };
+    }
+    let launched = plan.run(&lane, &mut workspace, args);
+    let graph = stream.end_capture(NO_FLAGS).unwrap().expect("a graph");
+    launched.unwrap();
+    for seed in 1..20 {
+        let prepared = prepared(seed);
+        on_device.write_inputs(&stream, &prepared);
+        on_device.poison(&stream, &prepared);
+        for ((_, array), (_, list)) in arrays.iter_mut().zip(prepared.case.packing.lists()) {
+            stream.memcpy_htod(list, array).unwrap();
+        }
+        graph.launch().unwrap();
+        let outputs = on_device.outputs(&stream, &prepared).unwrap();
+        let report = prepared.judge(&outputs);
+        assert!(report.passed(), "{row}, seed {seed}: {report}");
+    }
+}
+
+fn list(array: &CudaSlice<i32>) -> TensorRef<'_, i32, 1> {
+    TensorRef::cuda(array.slice(..), Layout::contiguous([array.len()]).unwrap()).unwrap()
+}
+
+/// Offsets and lengths that are garbage: nothing outside of the tensors is read or written (with memcheck: nothing illegal), and
+/// rows of no clamped sequence stay as they are.
+#[test]
+fn garbage_lengths_write_only_rows_of_clamped_sequences() {
+    let Some(gpu) = Gpu::open("garbage_lengths_write_only_rows_of_clamped_sequences") else { return };
+    let draws = Grid::from_env().pick(3, 40);
+    let mut rng = StdRng::seed_from_u64(random::seed());
+    for row in packing_rows(gpu.rows()) {
+        for _ in 0..draws {
+            with_dtype!(row.dtype(), garbage(&gpu, &row, &mut rng));
+        }
+    }
+    for row in packing_rows(gpu.backward_rows()) {
+        for draw in 0..draws {
+            with_dtype!(row.dtype(), garbage_backward(&gpu, &row, &mut rng, draw % 2 == 0));
+        }
+    }
+}
+
+/// Arrays of any numbers: near the tensor's rows, repeated, falling, and at the ends of the type.
+fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
+    let rows = i32::try_from(rows).unwrap();
+    let number = |rng: &mut StdRng| match rng.random_range(0..5) {
+        0 => rng.random(),
+        1 => [i32::MIN, i32::MAX, 0, rows, rows + 1, -1][rng.random_range(0..6)],
+        _ => rng.random_range(-rows..2 * rows),
+    };
+    (0..count).map(|_| number(rng)).collect()
+}
+
+/// A case whose lists are garbage. Its prepared inputs are of the legal lists of another.
+fn hostile_case(row: &KernelInfo, rng: &mut StdRng) -> (Case, [Vec<i32>; 4]) {
+    let (batch, rows) = ([1, 3, 40, 1100][rng.random_range(0..4)], [1, 130, 700][rng.random_range(0..3)]);
+    let mut case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1);
+    case.dims.head_dim_vo = row.head_dim_vo();
+    let kind = Kind { packed: [true; 2], used: [true; 2], fill_gaps: false };
+    case.packing = Packing::random(kind, batch, [rows; 2], 1);
+    let counts = [batch + 1, batch + 1, batch, batch];
+    (case, counts.map(|count| hostile(rng, count, rows)))
+}
+
+/// The rows of a side that belong to a clamped sequence.
+fn claimed(offsets: &[i32], used: &[i32], rows: usize) -> Vec<bool> {
+    let mut claimed = vec![false; rows];
+    clamp_sequences(offsets, Some(used), rows).for_each(|sequence| claimed[sequence.range()].fill(true));
+    claimed
+}
+
+const LISTS: [Slot; 4] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv, Slot::SequsedQ, Slot::SequsedKv];
+
+fn uploaded(stream: &Arc<CudaStream>, lists: &[Vec<i32>; 4]) -> [CudaSlice<i32>; 4] {
+    [0, 1, 2, 3].map(|i| stream.clone_htod(&lists[i]).unwrap())
+}
+
+fn garbage<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng) {
+    let (case, lists) = hostile_case(row, rng);
+    let prepared = Prepared::<T>::new(&case);
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    let arrays = uploaded(&gpu.stream, &lists);
+    let mut args = on_device.args(&prepared);
+    for (slot, array) in LISTS.into_iter().zip(&arrays) {
+        // SAFETY: wrong numbers are what is tested. The rows of outputs are looked at, and nothing else relies on them.
+        args = unsafe { args.lengths_unchecked(slot, list(array)) };
+    }
+    plan.run(&gpu.lane(), &mut workspace, args).unwrap();
+    gpu.stream.synchronize().unwrap_or_else(|error| panic!("{row}: {error} with {lists:?}"));
+    let o = gpu.stream.clone_dtoh(&on_device.o).unwrap();
+    let of_q = claimed(&lists[0], &lists[2], case.dims.seqlen_q);
+    only_claimed(&o, prepared.outputs().o.layout(), &of_q, &|| format!("{row}: o with {lists:?}"));
+    on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+}
+
+/// Whether all that is no poison is in claimed rows of a packed tensor between guard bands.
+fn only_claimed<T: Poison>(data: &[T], layout: Layout<4>, claimed: &[bool], what: &dyn Fn() -> String) {
+    let guard = hopper_attention_tests::data::GUARD;
+    let [_, rows, heads, dim] = layout.shape();
+    let mut may_be_written = vec![false; data.len()];
+    for row in (0..rows).filter(|&row| claimed[row]) {
+        for head in 0..heads {
+            for x in 0..dim {
+                may_be_written[guard + layout.offset([0, row, head, x]).unwrap()] = true;
+            }
+        }
+    }
+    let stray = data.iter().zip(&may_be_written).position(|(x, may_be)| !may_be && !x.is_poison());
+    assert!(stray.is_none(), "{}: element {stray:?} was written", what());
+}
+
+fn garbage_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng, deterministic: bool) {
+    let (case, lists) = hostile_case(row, rng);
+    let prepared = backward::Prepared::<T>::new(&case);
+    let problem = prepared.problem.to_builder().deterministic(deterministic).build().unwrap();
+    let plan = problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+    let arrays = uploaded(&gpu.stream, &lists);
+    let mut args = on_device.args(&prepared);
+    for (slot, array) in LISTS.into_iter().zip(&arrays) {
+        // SAFETY: as in `garbage`.
+        args = unsafe { args.lengths_unchecked(slot, list(array)) };
+    }
+    plan.run(&gpu.lane(), &mut workspace, args).unwrap();
+    gpu.stream.synchronize().unwrap_or_else(|error| panic!("{row}: {error} with {lists:?}"));
+    let claims =
+        [claimed(&lists[0], &lists[2], case.dims.seqlen_q), claimed(&lists[1], &lists[3], case.dims.seqlen_kv)];
+    let outputs = prepared.outputs();
+    let layouts = [outputs.d_q.layout(), outputs.d_k.layout(), outputs.d_v.layout()];
+    for (i, (slice, layout)) in on_device.outputs.iter().zip(layouts).enumerate() {
+        let data = gpu.stream.clone_dtoh(slice).unwrap();
+        only_claimed(&data, layout, &claims[i.min(1)], &|| format!("{row}: gradient {i} with {lists:?}"));
+    }
+}
+
+/// Many sequences, and one long one beside many short ones: more than the table makes in one CTA, and more than it keeps in
+/// shared memory.
+#[test]
+fn many_sequences() {
+    let Some(gpu) = Gpu::open("many_sequences") else { return };
+    let mut rng = StdRng::seed_from_u64(7);
+    let sizes = Grid::from_env().pick(vec![1500], vec![1024, 1025, 3000, 12_000]);
+    for row in packing_rows(gpu.rows()).into_iter().filter(|row| row.head_dim_qk() == 64) {
+        for &count in &sizes {
+            let mut lengths: Vec<usize> = (0..count).map(|_| rng.random_range(0..17)).collect();
+            lengths[count / 3] = 5000;
+            with_dtype!(row.dtype(), once(&gpu, &of_lengths(&row, &lengths), &row));
+        }
+    }
+    for row in packing_rows(gpu.backward_rows()).into_iter().filter(|row| row.head_dim_qk() == 64) {
+        let mut lengths: Vec<usize> = (0..sizes[sizes.len() / 2]).map(|_| rng.random_range(0..17)).collect();
+        lengths[5] = 2000;
+        with_dtype!(row.dtype(), once_backward(&gpu, &of_lengths(&row, &lengths), &row));
+    }
+}
+
+fn once<T: Poison>(gpu: &Gpu, case: &Case, row: &KernelInfo) {
+    let prepared = Prepared::<T>::new(case);
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let outputs = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{row}, {} sequences: {report}", case.dims.batch);
+}
+
+fn once_backward<T: Poison>(gpu: &Gpu, case: &Case, row: &KernelInfo) {
+    let prepared = backward::Prepared::<T>::new(case);
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let outputs =
+        of_backward::OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{row}, {} sequences: {report}", case.dims.batch);
+}
