@@ -78,8 +78,7 @@ macro_rules! setters {
 /// The dimensions of Q, K, V and O are in the logical order `[batch, seqlen, heads, head_dim]`, with any strides. The other
 /// methods add the operands that the problem's options ask for.
 ///
-/// A NaN or infinity in V reaches the output of each query that keeps its key. On a GPU it also reaches queries that mask
-/// this key but visit its block of keys, because a product takes a whole block.
+/// A NaN or infinity in V reaches the output of each query that keeps its key, and no other.
 #[derive(Debug)]
 #[must_use]
 pub struct ForwardArgs<'a>(pub(super) Args<'a>);
@@ -179,11 +178,7 @@ impl<'a> ForwardArgs<'a> {
 /// The dimensions of every 4-d tensor are in the logical order `[batch, seqlen, heads, head_dim]`, with any strides.
 ///
 /// A NaN in an input reaches gradients through each pair of a query and a key that the mask keeps. Those gradients
-/// become NaN. An infinity reaches the same gradients. They become infinities or NaN. On the CPU no other gradients
-/// change. On a GPU:
-/// - The NaN or infinity also reaches the gradients of masked pairs in its block, because a product takes a whole block.
-/// - If `rowsum(d_o * o) - d_lse` of a query is infinite or NaN, the value reaches dV too, because the kernel holds this
-///   number and the query's LSE in one operand of a product.
+/// become NaN. An infinity reaches the same gradients. They become infinities or NaN. No other gradients change.
 #[derive(Debug)]
 #[must_use]
 pub struct BackwardArgs<'a>(pub(super) Args<'a>);
