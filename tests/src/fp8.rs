@@ -64,8 +64,11 @@ fn wrong_sum(operands: &Operands) -> Option<Output> {
     let [q, k, v] = operands.real();
     let Plain { mut o, lse } = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes");
     let factors = dense(operands.problem().descale_v_shape());
-    let folded = Tensor::from_fn(v.shape(), |_| 1.0)
-        .descaled(|row| operands.descale()[2][factors.offset(operands.place(Input::V, row, 1).expect("a row of a sequence")).expect("within the factors")]);
+    let folded = Tensor::from_fn(v.shape(), |_| 1.0).descaled(|row| {
+        operands.descale()[2][factors
+            .offset(operands.place(Input::V, row, 1).expect("a row of a sequence"))
+            .expect("within the factors")]
+    });
     let sums = forward_plain(operands.problem(), &q, &k, &folded).expect("matching shapes").o;
     let largest = operands.descale()[2].iter().copied().fold(0.0, f32::max);
     let mut differs = false;
