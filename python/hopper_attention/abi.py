@@ -43,7 +43,7 @@ ERROR_MEMORY = 15
 ERROR_THREADS = 16
 
 # hattn_dtype
-F16, BF16, F32, E4M3 = 1, 2, 3, 4
+F16, BF16, F32, E4M3, I32 = 1, 2, 3, 4, 5
 # hattn_device: the host. A GPU is its ordinal.
 CPU = -1
 # hattn_mask, hattn_corner, and a bound of a window that bounds nothing
@@ -91,6 +91,8 @@ def _all_of(kind: Any, names: str) -> dict:
     return dict.fromkeys(names.split(), kind)
 
 
+# Offsets and used lengths of sequences: flags of a problem, and tensors of a run.
+_LENGTHS = "cu_seqlens_q cu_seqlens_kv seqused_q seqused_kv"
 _SIZES = "batch seqlen_q seqlen_kv heads_q heads_kv head_dim_qk head_dim_vo window_left window_right"
 
 
@@ -101,8 +103,9 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "dtype mask corner lse"),
         **_all_of(ctypes.c_int64, _SIZES),
         softmax_scale=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "arch output scaling amax half_scores sm_margin"),
-        reserved=ctypes.c_uint32,
+        **_all_of(ctypes.c_int32, "arch output scaling amax half_scores sm_margin fill_gaps"),
+        **_all_of(ctypes.c_int32, _LENGTHS),
+        **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
     )
 
     @classmethod
@@ -128,6 +131,10 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, _SIZES),
         softmax_scale=ctypes.c_float,
         **_all_of(ctypes.c_int32, "deterministic arch sm_margin"),
+        **_all_of(ctypes.c_int32, _LENGTHS),
+        **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
+        fill_gaps=ctypes.c_int32,
+        reserved=ctypes.c_uint32,
     )
 
     @classmethod
@@ -173,6 +180,7 @@ class ForwardArgs(_Versioned):
         workspace=ctypes.c_void_p,
         workspace_bytes=ctypes.c_size_t,
         **_all_of(_TensorPointer, "descale_q descale_k descale_v scale_o amax"),
+        **_all_of(_TensorPointer, _LENGTHS),
     )
 
 
@@ -183,6 +191,7 @@ class BackwardArgs(_Versioned):
         **_all_of(_TensorPointer, "q k v o lse d_o d_lse d_q d_k d_v"),
         workspace=ctypes.c_void_p,
         workspace_bytes=ctypes.c_size_t,
+        **_all_of(_TensorPointer, _LENGTHS),
     )
 
 
@@ -204,6 +213,7 @@ class QuantizeArgs(_Versioned):
         counts=_TensorPointer,
         workspace=ctypes.c_void_p,
         workspace_bytes=ctypes.c_size_t,
+        **_all_of(_TensorPointer, _LENGTHS),
     )
 
 

@@ -25,10 +25,10 @@ class Structs(unittest.TestCase):
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5, sm_margin=8).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual(
-            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (112, hattn.ABI_VERSION, 1, 0)
+            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (152, hattn.ABI_VERSION, 1, 0)
         )
         for name, _ in hattn.BackwardProblem._fields_:
-            if name not in ("struct_size", "d_lse", "deterministic"):
+            if name not in ("struct_size", "d_lse", "deterministic", "reserved"):
                 self.assertEqual(getattr(made, name), getattr(forward, name), name)
 
     def test_misspelt_fields_are_refused(self):
@@ -221,7 +221,8 @@ class Refusals(unittest.TestCase):
         self.refused(hattn.ERROR_DTYPE, ["o: ", "f32", "bf16, f16, e4m3"], plan, dtype=hattn.E4M3, output=hattn.F32)
         self.refused(hattn.ERROR_VALUE, ["scaling", "per-block", "e4m3 operands only"], plan, scaling=hattn.PER_BLOCK)
         self.refused(hattn.ERROR_VALUE, ["sm_margin: -1", "0 and above"], plan, sm_margin=-1)
-        self.refused(hattn.ERROR_ARGUMENT, ["reserved 0x2", "0"], plan, reserved=2)
+        self.refused(hattn.ERROR_ARGUMENT, ["fill_gaps: 2", "0 (not wanted)"], plan, fill_gaps=2)
+        self.refused(hattn.ERROR_VALUE, ["fill_gaps", "packed tensors or used lengths"], plan, fill_gaps=1)
         self.refused(hattn.ERROR_ARGUMENT, ["dtype", "0"], plan, dtype=0)
         self.refused(hattn.ERROR_ARGUMENT, ["mask", "9"], plan, mask=9)
         self.refused(hattn.ERROR_ABI, ["struct_size", "103"], plan, struct_size=103)

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::null;
 
-use hopper_attention::{Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling};
+use hopper_attention::{Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling, Slot};
 use hopper_attention_capi::*;
 
 /// A status and the text that came with it.
@@ -81,7 +81,13 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         amax: i32::from(problem.wants_amax()),
         half_scores: i32::from(problem.allows_half_scores()),
         sm_margin: i32::try_from(problem.sm_margin()).expect("a small margin"),
-        reserved: 0,
+        fill_gaps: i32::from(problem.fills_gaps()),
+        cu_seqlens_q: i32::from(problem.wants(Slot::CuSeqlensQ)),
+        cu_seqlens_kv: i32::from(problem.wants(Slot::CuSeqlensKv)),
+        seqused_q: i32::from(problem.wants(Slot::SequsedQ)),
+        seqused_kv: i32::from(problem.wants(Slot::SequsedKv)),
+        max_seqlen_q: problem.max_seqlen_q().map_or(0, signed),
+        max_seqlen_kv: problem.max_seqlen_kv().map_or(0, signed),
     }
 }
 
@@ -108,6 +114,14 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         deterministic: i32::from(problem.is_deterministic()),
         arch: forward.arch,
         sm_margin: forward.sm_margin,
+        cu_seqlens_q: forward.cu_seqlens_q,
+        cu_seqlens_kv: forward.cu_seqlens_kv,
+        seqused_q: forward.seqused_q,
+        seqused_kv: forward.seqused_kv,
+        max_seqlen_q: forward.max_seqlen_q,
+        max_seqlen_kv: forward.max_seqlen_kv,
+        fill_gaps: forward.fill_gaps,
+        reserved: 0,
     }
 }
 
@@ -366,6 +380,10 @@ impl Plan<hattn_quantize_problem> {
             counts: address(memory.counts.as_ref()),
             workspace: memory.workspace as *mut c_void,
             workspace_bytes: memory.workspace_bytes,
+            cu_seqlens_q: null(),
+            cu_seqlens_kv: null(),
+            seqused_q: null(),
+            seqused_kv: null(),
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_quantize_run(self.0, &args, stream.cast()) })
@@ -396,6 +414,10 @@ impl Plan<hattn_backward_problem> {
             d_v: &raw const memory.d_v,
             workspace: memory.workspace as *mut c_void,
             workspace_bytes: memory.workspace_bytes,
+            cu_seqlens_q: null(),
+            cu_seqlens_kv: null(),
+            seqused_q: null(),
+            seqused_kv: null(),
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })

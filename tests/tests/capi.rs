@@ -212,7 +212,7 @@ fn bad_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
          4096 if the fields that this library does not know are 0",
     );
     refused(|p| p.abi_version = 0, HATTN_ERROR_ABI, "problem: abi_version 0; allowed: 1");
@@ -244,7 +244,7 @@ fn bad_problems_are_refused() {
     let on_cpu = "unsupported: sm90 kernels on the CPU; nearest: a GPU of sm_90";
     refused(|p| p.arch = HATTN_ARCH_SM90, HATTN_ERROR_UNSUPPORTED, on_cpu);
     refused(|p| p.sm_margin = -1, HATTN_ERROR_VALUE, "sm_margin: -1; allowed: 0 and above");
-    refused(|p| p.reserved = 1, HATTN_ERROR_ARGUMENT, "problem: reserved 0x1; allowed: 0");
+    refused(|p| p.fill_gaps = 2, HATTN_ERROR_ARGUMENT, "fill_gaps: 2; allowed: 0 (not wanted), 1 (wanted)");
     refused(|p| p.batch = -1, HATTN_ERROR_VALUE, "batch: HATTN_UNSET (-1); allowed: 0 and above");
     refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
     refused(|p| p.softmax_scale = f32::NAN, HATTN_ERROR_VALUE, "softmax_scale: NaN; allowed: finite and above 0");
@@ -354,7 +354,7 @@ fn bad_backward_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112 (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152 (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
          the fields that this library does not know are 0",
     );
     refused(|p| p.d_lse = 2, HATTN_ERROR_ARGUMENT, "d_lse: 2; allowed: 0 (not given), 1 (given)");

@@ -59,22 +59,22 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
-  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
-  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
-  { sizeof(hattn_quantize_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_quantize_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 // The version of the ABI. Every struct carries it. It changes when something is removed or changes its meaning.
 #define HATTN_ABI_VERSION 1
@@ -160,7 +160,7 @@ typedef int32_t hattn_status;
 // The threads of the CPU backend cannot be started. Nothing was written. A later run tries again.
 #define HATTN_ERROR_THREADS 16
 
-// An element type: HATTN_F16, HATTN_BF16, HATTN_F32 or HATTN_E4M3.
+// An element type: HATTN_F16, HATTN_BF16, HATTN_F32, HATTN_E4M3 or HATTN_I32.
 // 0 is none of them, so that a forgotten field is refused.
 typedef int32_t hattn_dtype;
 
@@ -176,6 +176,9 @@ typedef int32_t hattn_dtype;
 // FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 #define HATTN_E4M3 4
 
+// 32-bit integer with sign, for the offsets and used lengths of sequences.
+#define HATTN_I32 5
+
 // A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
 typedef int32_t hattn_device;
 
@@ -188,6 +191,7 @@ typedef int32_t hattn_device;
 // The order of the dimensions is fixed:
 // - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 // - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
+// - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 // - 1 or 2 dimensions: as the comment of the argument says
 //
 // The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
@@ -270,6 +274,8 @@ typedef int32_t hattn_scaling;
 
 // One factor for each block of 128 rows of a head. The last block may be shorter.
 // Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
+// Packed sequences have blocks of their own: the factors are [heads, floor((total + 127 * batch) / 128)]. Sequence i begins
+// with block floor((begin + 127 * i) / 128), where begin is its first row. Factors of no sequence are not read.
 #define HATTN_PER_BLOCK 2
 
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
@@ -342,8 +348,29 @@ typedef struct hattn_forward_problem {
   // Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
   // The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
   int32_t sm_margin;
-  // Must be 0.
-  uint32_t reserved;
+  // 1: rows of outputs that belong to no sequence are filled: with 0, and the log-sum-exp with -inf. 0: they are not written.
+  // Must be 0 unless sequences have lengths of their own (cu_seqlens_q and the next three fields).
+  int32_t fill_gaps;
+  // 1: the sequences of Q are packed. 0: they are not.
+  //
+  // Packed sequences follow each other without padding. seqlen_q is then the number of rows of all of them (total_q),
+  // and batch the number of sequences. Q and O are [total_q, heads_q, head_dim], the log-sum-exp is [heads_q, total_q].
+  // The argument cu_seqlens_q says where each sequence begins. Each sequence has its own mask.
+  // Rows before the first offset and from the last one on belong to no sequence.
+  // On a GPU such a problem cannot be planned yet.
+  int32_t cu_seqlens_q;
+  // 1: the sequences of K and V are packed, [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
+  int32_t cu_seqlens_kv;
+  // 1: each sequence uses its first rows of Q only. The argument seqused_q says how many. 0: it uses all of them.
+  // The mask of a sequence has the used lengths as its sizes. The other rows belong to no sequence. Q may be packed.
+  int32_t seqused_q;
+  // As seqused_q, for K and V.
+  int32_t seqused_kv;
+  // About how many queries the longest sequence has, if queries have lengths of their own. 0: unknown.
+  // It is a hint for the choice of kernels. Results are right whatever it is.
+  int64_t max_seqlen_q;
+  // As max_seqlen_q, for keys.
+  int64_t max_seqlen_kv;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -383,6 +410,19 @@ typedef struct hattn_forward_args {
   // The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
   // Given exactly if the problem's amax is 1.
   const struct hattn_tensor *amax;
+  // Where each sequence of a packed Q begins, read: HATTN_I32 [batch + 1]. Sequence i has the rows from entry i to below
+  // entry i + 1. Given exactly if the problem's cu_seqlens_q is 1.
+  //
+  // The entries do not decrease, and are 0 to total_q. Only the CPU checks this. On a GPU an entry below 0, above total_q or
+  // below an earlier one counts as 0, as total_q or as the earlier one: no memory outside of the tensors is read or written.
+  const struct hattn_tensor *cu_seqlens_q;
+  // As cu_seqlens_q, for packed K and V.
+  const struct hattn_tensor *cu_seqlens_kv;
+  // How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to the length of the sequence.
+  // Given exactly if the problem's seqused_q is 1. Only the CPU checks the entries. A GPU clamps them.
+  const struct hattn_tensor *seqused_q;
+  // As seqused_q, for K and V.
+  const struct hattn_tensor *seqused_kv;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -415,6 +455,15 @@ typedef struct hattn_backward_problem {
   int32_t deterministic;
   hattn_arch arch;
   int32_t sm_margin;
+  int32_t cu_seqlens_q;
+  int32_t cu_seqlens_kv;
+  int32_t seqused_q;
+  int32_t seqused_kv;
+  int64_t max_seqlen_q;
+  int64_t max_seqlen_kv;
+  int32_t fill_gaps;
+  // Must be 0.
+  uint32_t reserved;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -450,6 +499,14 @@ typedef struct hattn_backward_args {
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_backward_plan_workspace_size gives.
   size_t workspace_bytes;
+  // Where each sequence of a packed Q begins, as in hattn_forward_args.
+  const struct hattn_tensor *cu_seqlens_q;
+  // Where each sequence of packed K and V begins, as in hattn_forward_args.
+  const struct hattn_tensor *cu_seqlens_kv;
+  // How many rows of each sequence of Q are used, as in hattn_forward_args.
+  const struct hattn_tensor *seqused_q;
+  // How many rows of each sequence of K and V are used, as in hattn_forward_args.
+  const struct hattn_tensor *seqused_kv;
 } hattn_backward_args;
 
 // How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -520,6 +577,15 @@ typedef struct hattn_quantize_args {
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
   size_t workspace_bytes;
+  // Where each sequence of a packed Q begins, as in hattn_forward_args.
+  // Given if the forward problem has them, and a tensor of that side is quantised.
+  const struct hattn_tensor *cu_seqlens_q;
+  // Where each sequence of packed K and V begins, as in hattn_forward_args.
+  const struct hattn_tensor *cu_seqlens_kv;
+  // How many rows of each sequence of Q are used, as in hattn_forward_args.
+  const struct hattn_tensor *seqused_q;
+  // How many rows of each sequence of K and V are used, as in hattn_forward_args.
+  const struct hattn_tensor *seqused_kv;
 } hattn_quantize_args;
 
 #ifdef __cplusplus

@@ -103,19 +103,15 @@ template <class Self, class CProblem>
 class Problem {
  public:
   constexpr DType dtype() const noexcept { return static_cast<DType>(problem_.dtype); }
-  constexpr Extents q_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_qk};
+  // Shapes of tensors. Those of packed sequences have no batch: [total, heads, head_dim].
+  constexpr Extents q_shape() const noexcept { return rows_q(problem_.heads_q, problem_.head_dim_qk); }
+  constexpr Extents k_shape() const noexcept { return rows_kv(problem_.heads_kv, problem_.head_dim_qk); }
+  constexpr Extents v_shape() const noexcept { return rows_kv(problem_.heads_kv, problem_.head_dim_vo); }
+  constexpr Extents o_shape() const noexcept { return rows_q(problem_.heads_q, problem_.head_dim_vo); }
+  constexpr Extents lse_shape() const noexcept {
+    if (problem_.cu_seqlens_q != 0) return {problem_.heads_q, problem_.seqlen_q};
+    return {problem_.batch, problem_.heads_q, problem_.seqlen_q};
   }
-  constexpr Extents k_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_qk};
-  }
-  constexpr Extents v_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_kv, problem_.heads_kv, problem_.head_dim_vo};
-  }
-  constexpr Extents o_shape() const noexcept {
-    return {problem_.batch, problem_.seqlen_q, problem_.heads_q, problem_.head_dim_vo};
-  }
-  constexpr Extents lse_shape() const noexcept { return {problem_.batch, problem_.heads_q, problem_.seqlen_q}; }
 
   // Ok: the device computes the problem. Unsupported: there is no kernel. NoDevice: there is no such device. Any other
   // status says what is wrong with the problem. Creates no context, loads nothing and never throws.
@@ -138,6 +134,16 @@ class Problem {
   }
 
   CProblem problem_ = tagged<CProblem>();
+
+ private:
+  constexpr Extents rows_q(std::int64_t heads, std::int64_t dim) const noexcept {
+    if (problem_.cu_seqlens_q != 0) return {problem_.seqlen_q, heads, dim};
+    return {problem_.batch, problem_.seqlen_q, heads, dim};
+  }
+  constexpr Extents rows_kv(std::int64_t heads, std::int64_t dim) const noexcept {
+    if (problem_.cu_seqlens_kv != 0) return {problem_.seqlen_kv, heads, dim};
+    return {problem_.batch, problem_.seqlen_kv, heads, dim};
+  }
 };
 
 }  // namespace detail
@@ -200,6 +206,29 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.sm_margin, multiprocessors);
   }
 
+  // Whether the sequences of Q, and those of K and V, are packed: one after the other, without padding. The length of a packed
+  // side in seqlens() is the number of rows of all its sequences (total). Its tensors are [total, heads, head_dim], and the
+  // log-sum-exp of packed queries is [heads_q, total_q]. The arguments cu_seqlens_q and cu_seqlens_kv of a run say where each
+  // sequence begins.
+  constexpr ForwardProblem& packed(bool q, bool kv) noexcept {
+    return set(problem_.cu_seqlens_q, q).set(problem_.cu_seqlens_kv, kv);
+  }
+
+  // Whether each sequence uses only its first rows of Q, and of K and V. The arguments seqused_q and seqused_kv of a run say
+  // how many.
+  constexpr ForwardProblem& used(bool q, bool kv) noexcept {
+    return set(problem_.seqused_q, q).set(problem_.seqused_kv, kv);
+  }
+
+  // About how many queries and keys the longest sequence has. 0: unknown. A hint for the choice of kernels, for packed sides
+  // and used lengths only.
+  constexpr ForwardProblem& max_seqlens(std::int64_t q, std::int64_t kv) noexcept {
+    return set(problem_.max_seqlen_q, q).set(problem_.max_seqlen_kv, kv);
+  }
+
+  // Whether rows of outputs that belong to no sequence are filled: with 0, and the log-sum-exp with -inf.
+  constexpr ForwardProblem& fill_gaps(bool wanted) noexcept { return set(problem_.fill_gaps, wanted); }
+
   // Whether the log-sum-exp of each query is an output: natural logarithm, F32, [batch, heads_q, seqlen_q].
   constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted); }
 
@@ -241,6 +270,13 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.softmax_scale = of.softmax_scale;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
+    problem_.cu_seqlens_q = of.cu_seqlens_q;
+    problem_.cu_seqlens_kv = of.cu_seqlens_kv;
+    problem_.seqused_q = of.seqused_q;
+    problem_.seqused_kv = of.seqused_kv;
+    problem_.max_seqlen_q = of.max_seqlen_q;
+    problem_.max_seqlen_kv = of.max_seqlen_kv;
+    problem_.fill_gaps = of.fill_gaps;
   }
 
   // Whether a gradient of the log-sum-exp is an input: F32, [batch, heads_q, seqlen_q].
@@ -273,6 +309,8 @@ struct ForwardArgs {
   std::optional<ConstTensorView> descale_q{}, descale_k{}, descale_v{};
   std::optional<ConstTensorView> scale_o{};  // F32 [1], the factor on O; given exactly with an output of E4M3
   std::optional<TensorView> amax{};  // F32 [1], the largest magnitude of O; given exactly if the problem has amax(true)
+  // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given exactly if the problem has them.
+  std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -288,6 +326,8 @@ struct BackwardArgs {
   TensorView d_k{};                        // as k, summed over the query heads that read a key
   TensorView d_v{};                        // as v, summed likewise
   Workspace workspace{};
+  // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given exactly if the problem has them.
+  std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
 };
 
 namespace detail {
@@ -452,6 +492,10 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
     c.descale_v = detail::c_tensor(args.descale_v);
     c.scale_o = detail::c_tensor(args.scale_o);
     c.amax = detail::c_tensor(args.amax);
+    c.cu_seqlens_q = detail::c_tensor(args.cu_seqlens_q);
+    c.cu_seqlens_kv = detail::c_tensor(args.cu_seqlens_kv);
+    c.seqused_q = detail::c_tensor(args.seqused_q);
+    c.seqused_kv = detail::c_tensor(args.seqused_kv);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
 };
@@ -471,6 +515,10 @@ class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, Backward
     c.d_q = &args.d_q.c_tensor();
     c.d_k = &args.d_k.c_tensor();
     c.d_v = &args.d_v.c_tensor();
+    c.cu_seqlens_q = detail::c_tensor(args.cu_seqlens_q);
+    c.cu_seqlens_kv = detail::c_tensor(args.cu_seqlens_kv);
+    c.seqused_q = detail::c_tensor(args.seqused_q);
+    c.seqused_kv = detail::c_tensor(args.seqused_kv);
     return detail::from_library(hattn_backward_run(get(), &c, stream));
   }
 };

@@ -53,10 +53,12 @@ inline Status dlpack_dtype(const DLDataType& type, const char* name, DType& dtyp
     dtype = DType::BF16;
   } else if (code == kDlpackE4m3fn && type.bits == 8) {
     dtype = DType::E4M3;
+  } else if (code == kDLInt && type.bits == 32) {
+    dtype = DType::I32;
   } else {
     return refuse(Status::Dtype,
                   "%s: DLPack dtype code %u, bits %u, lanes %u; allowed: one lane of float16 (2, 16), float32 (2, 32), "
-                  "bfloat16 (4, 16), float8_e4m3fn (10, 8)",
+                  "bfloat16 (4, 16), float8_e4m3fn (10, 8), int32 (0, 32)",
                   name, unsigned{type.code}, unsigned{type.bits}, unsigned{type.lanes});
   }
   return Status::Ok;
@@ -246,6 +248,9 @@ DLTensor dlpack_borrow(const BasicTensorView<Void>& view) noexcept {
       break;
     case DType::F32:
       tensor.dtype.code = kDLFloat, tensor.dtype.bits = 32;
+      break;
+    case DType::I32:
+      tensor.dtype.code = kDLInt, tensor.dtype.bits = 32;
       break;
     case DType::E4M3:
       tensor.dtype.code = detail::kDlpackE4m3fn, tensor.dtype.bits = 8;

@@ -22,11 +22,12 @@ inline constexpr std::int64_t kScaleBlock = 128;
 
 namespace detail {
 constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64_t seqlen,
-                                std::int64_t heads) noexcept {
+                                std::int64_t heads, bool packed) noexcept {
   switch (problem.scaling) {
     case HATTN_PER_HEAD:
       return {problem.batch, problem.heads_kv, 1};
     case HATTN_PER_BLOCK:
+      if (packed) return {heads, (seqlen + (kScaleBlock - 1) * problem.batch) / kScaleBlock};
       return {problem.batch, heads, seqlen / kScaleBlock + (seqlen % kScaleBlock != 0 ? 1 : 0)};
     default:
       return {1, 1, 1};
@@ -34,12 +35,15 @@ constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64
 }
 }  // namespace detail
 
-// The shape of the descale factors of Q, and of those of K and V: [batch, heads, blocks].
+// The shape of the descale factors of Q, and of those of K and V: [batch, heads, blocks]. With factors per block of packed
+// sequences: [heads, blocks].
 constexpr Extents descale_q_shape(const ForwardProblem& problem) noexcept {
-  return detail::descale_shape(problem.c_problem(), problem.c_problem().seqlen_q, problem.c_problem().heads_q);
+  const hattn_forward_problem& c = problem.c_problem();
+  return detail::descale_shape(c, c.seqlen_q, c.heads_q, c.cu_seqlens_q != 0);
 }
 constexpr Extents descale_kv_shape(const ForwardProblem& problem) noexcept {
-  return detail::descale_shape(problem.c_problem(), problem.c_problem().seqlen_kv, problem.c_problem().heads_kv);
+  const hattn_forward_problem& c = problem.c_problem();
+  return detail::descale_shape(c, c.seqlen_kv, c.heads_kv, c.cu_seqlens_kv != 0);
 }
 
 // How Q, K and V become E4M3 operands of a forward problem, as numbers. It holds a copy of that problem.
@@ -92,6 +96,9 @@ struct QuantizeArgs {
   // 14) because they were too large. The second counts the elements that were not finite. May be absent.
   std::optional<TensorView> counts{};
   Workspace workspace{};
+  // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given if the problem has them, and a tensor of that
+  // side is quantised.
+  std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
 };
 
 // How tensors are quantised on a device. Used as ForwardPlan.
@@ -120,6 +127,10 @@ class QuantizePlan : public detail::Plan<QuantizePlan, QuantizeProblem, Quantize
     c.k = args.k ? &k : nullptr;
     c.v = args.v ? &v : nullptr;
     c.counts = detail::c_tensor(args.counts);
+    c.cu_seqlens_q = detail::c_tensor(args.cu_seqlens_q);
+    c.cu_seqlens_kv = detail::c_tensor(args.cu_seqlens_kv);
+    c.seqused_q = detail::c_tensor(args.seqused_q);
+    c.seqused_kv = detail::c_tensor(args.seqused_kv);
     c.workspace = args.workspace.data;
     c.workspace_bytes = args.workspace.bytes;
     return detail::from_library(hattn_quantize_run(get(), &c, stream));

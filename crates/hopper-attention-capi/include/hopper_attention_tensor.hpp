@@ -146,8 +146,14 @@ inline void check(Status status) {
 }  // namespace detail
 #endif
 
-// Element types. GPUs compute F16, BF16 and E4M3. The CPU also computes F32.
-enum class DType : hattn_dtype { F16 = HATTN_F16, BF16 = HATTN_BF16, F32 = HATTN_F32, E4M3 = HATTN_E4M3 };
+// Element types. GPUs compute F16, BF16 and E4M3. The CPU also computes F32. Offsets and lengths of sequences are I32.
+enum class DType : hattn_dtype {
+  F16 = HATTN_F16,
+  BF16 = HATTN_BF16,
+  F32 = HATTN_F32,
+  E4M3 = HATTN_E4M3,
+  I32 = HATTN_I32
+};
 
 // The DType of a C++ type. CUDA's types are known if their headers are included before this one. For types of your own:
 //   template <> struct hattn::dtype_of<my::half> { static constexpr hattn::DType value = hattn::DType::F16; };
@@ -156,6 +162,8 @@ struct dtype_of;
 
 template <>
 struct dtype_of<float> : std::integral_constant<DType, DType::F32> {};
+template <>
+struct dtype_of<std::int32_t> : std::integral_constant<DType, DType::I32> {};
 #ifdef __CUDA_FP16_TYPES_EXIST__
 template <>
 struct dtype_of<__half> : std::integral_constant<DType, DType::F16> {};

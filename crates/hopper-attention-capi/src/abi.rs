@@ -12,7 +12,7 @@ use crate::status::{Failure, Outcome};
 /// The version of the ABI. Every struct carries it. It changes when something is removed or changes its meaning.
 pub const HATTN_ABI_VERSION: u32 = 1;
 
-/// An element type: HATTN_F16, HATTN_BF16, HATTN_F32 or HATTN_E4M3.
+/// An element type: HATTN_F16, HATTN_BF16, HATTN_F32, HATTN_E4M3 or HATTN_I32.
 /// 0 is none of them, so that a forgotten field is refused.
 pub type hattn_dtype = i32;
 /// IEEE 754 half precision, 2 bytes.
@@ -23,6 +23,8 @@ pub const HATTN_BF16: hattn_dtype = 2;
 pub const HATTN_F32: hattn_dtype = 3;
 /// FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 pub const HATTN_E4M3: hattn_dtype = 4;
+/// 32-bit integer with sign, for the offsets and used lengths of sequences.
+pub const HATTN_I32: hattn_dtype = 5;
 
 /// A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
 pub type hattn_device = i32;
@@ -71,6 +73,8 @@ pub const HATTN_PER_TENSOR: hattn_scaling = 0;
 pub const HATTN_PER_HEAD: hattn_scaling = 1;
 /// One factor for each block of 128 rows of a head. The last block may be shorter.
 /// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
+/// Packed sequences have blocks of their own: the factors are [heads, floor((total + 127 * batch) / 128)]. Sequence i begins
+/// with block floor((begin + 127 * i) / 128), where begin is its first row. Factors of no sequence are not read.
 pub const HATTN_PER_BLOCK: hattn_scaling = 2;
 
 /// No bound on this side of a window.
@@ -160,14 +164,42 @@ pub struct hattn_forward_problem {
     /// Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
     /// The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
     pub sm_margin: i32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// 1: rows of outputs that belong to no sequence are filled: with 0, and the log-sum-exp with -inf. 0: they are not written.
+    /// Must be 0 unless sequences have lengths of their own (cu_seqlens_q and the next three fields).
+    pub fill_gaps: i32,
+    /// 1: the sequences of Q are packed. 0: they are not.
+    ///
+    /// Packed sequences follow each other without padding. seqlen_q is then the number of rows of all of them (total_q),
+    /// and batch the number of sequences. Q and O are [total_q, heads_q, head_dim], the log-sum-exp is [heads_q, total_q].
+    /// The argument cu_seqlens_q says where each sequence begins. Each sequence has its own mask.
+    /// Rows before the first offset and from the last one on belong to no sequence.
+    /// On a GPU such a problem cannot be planned yet.
+    pub cu_seqlens_q: i32,
+    /// 1: the sequences of K and V are packed, [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
+    pub cu_seqlens_kv: i32,
+    /// 1: each sequence uses its first rows of Q only. The argument seqused_q says how many. 0: it uses all of them.
+    /// The mask of a sequence has the used lengths as its sizes. The other rows belong to no sequence. Q may be packed.
+    pub seqused_q: i32,
+    /// As seqused_q, for K and V.
+    pub seqused_kv: i32,
+    /// About how many queries the longest sequence has, if queries have lengths of their own. 0: unknown.
+    /// It is a hint for the choice of kernels. Results are right whatever it is.
+    pub max_seqlen_q: i64,
+    /// As max_seqlen_q, for keys.
+    pub max_seqlen_kv: i64,
 }
 
 impl hattn_forward_problem {
     /// The optional operands that the problem may ask for, each with its field. A field is 0 or 1.
     pub(crate) fn asked_for(&self) -> impl IntoIterator<Item = (Slot, i32)> {
-        [(Slot::Lse, self.lse), (Slot::Amax, self.amax)]
+        [
+            (Slot::Lse, self.lse),
+            (Slot::Amax, self.amax),
+            (Slot::CuSeqlensQ, self.cu_seqlens_q),
+            (Slot::CuSeqlensKv, self.cu_seqlens_kv),
+            (Slot::SequsedQ, self.seqused_q),
+            (Slot::SequsedKv, self.seqused_kv),
+        ]
     }
 }
 
@@ -204,6 +236,15 @@ pub struct hattn_backward_problem {
     pub deterministic: i32,
     pub arch: hattn_arch,
     pub sm_margin: i32,
+    pub cu_seqlens_q: i32,
+    pub cu_seqlens_kv: i32,
+    pub seqused_q: i32,
+    pub seqused_kv: i32,
+    pub max_seqlen_q: i64,
+    pub max_seqlen_kv: i64,
+    pub fill_gaps: i32,
+    /// Must be 0.
+    pub reserved: u32,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -242,6 +283,7 @@ pub struct hattn_quantize_problem {
 /// The order of the dimensions is fixed:
 /// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 /// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
+/// - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 /// - 1 or 2 dimensions: as the comment of the argument says
 ///
 /// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
@@ -312,6 +354,19 @@ pub struct hattn_forward_args {
     /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
     /// Given exactly if the problem's amax is 1.
     pub amax: *const hattn_tensor,
+    /// Where each sequence of a packed Q begins, read: HATTN_I32 [batch + 1]. Sequence i has the rows from entry i to below
+    /// entry i + 1. Given exactly if the problem's cu_seqlens_q is 1.
+    ///
+    /// The entries do not decrease, and are 0 to total_q. Only the CPU checks this. On a GPU an entry below 0, above total_q or
+    /// below an earlier one counts as 0, as total_q or as the earlier one: no memory outside of the tensors is read or written.
+    pub cu_seqlens_q: *const hattn_tensor,
+    /// As cu_seqlens_q, for packed K and V.
+    pub cu_seqlens_kv: *const hattn_tensor,
+    /// How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to the length of the sequence.
+    /// Given exactly if the problem's seqused_q is 1. Only the CPU checks the entries. A GPU clamps them.
+    pub seqused_q: *const hattn_tensor,
+    /// As seqused_q, for K and V.
+    pub seqused_kv: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -328,6 +383,10 @@ impl hattn_forward_args {
             (Slot::DescaleV, self.descale_v),
             (Slot::ScaleO, self.scale_o),
             (Slot::Amax, self.amax),
+            (Slot::CuSeqlensQ, self.cu_seqlens_q),
+            (Slot::CuSeqlensKv, self.cu_seqlens_kv),
+            (Slot::SequsedQ, self.seqused_q),
+            (Slot::SequsedKv, self.seqused_kv),
         ]
     }
 }
@@ -367,6 +426,14 @@ pub struct hattn_backward_args {
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_backward_plan_workspace_size gives.
     pub workspace_bytes: usize,
+    /// Where each sequence of a packed Q begins, as in hattn_forward_args.
+    pub cu_seqlens_q: *const hattn_tensor,
+    /// Where each sequence of packed K and V begins, as in hattn_forward_args.
+    pub cu_seqlens_kv: *const hattn_tensor,
+    /// How many rows of each sequence of Q are used, as in hattn_forward_args.
+    pub seqused_q: *const hattn_tensor,
+    /// How many rows of each sequence of K and V are used, as in hattn_forward_args.
+    pub seqused_kv: *const hattn_tensor,
 }
 
 impl hattn_backward_args {
@@ -383,6 +450,10 @@ impl hattn_backward_args {
             (Slot::DQ, self.d_q),
             (Slot::DK, self.d_k),
             (Slot::DV, self.d_v),
+            (Slot::CuSeqlensQ, self.cu_seqlens_q),
+            (Slot::CuSeqlensKv, self.cu_seqlens_kv),
+            (Slot::SequsedQ, self.seqused_q),
+            (Slot::SequsedKv, self.seqused_kv),
         ]
     }
 }
@@ -431,6 +502,15 @@ pub struct hattn_quantize_args {
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
     pub workspace_bytes: usize,
+    /// Where each sequence of a packed Q begins, as in hattn_forward_args.
+    /// Given if the forward problem has them, and a tensor of that side is quantised.
+    pub cu_seqlens_q: *const hattn_tensor,
+    /// Where each sequence of packed K and V begins, as in hattn_forward_args.
+    pub cu_seqlens_kv: *const hattn_tensor,
+    /// How many rows of each sequence of Q are used, as in hattn_forward_args.
+    pub seqused_q: *const hattn_tensor,
+    /// How many rows of each sequence of K and V are used, as in hattn_forward_args.
+    pub seqused_kv: *const hattn_tensor,
 }
 
 /// A struct that begins with its own size, as the caller's header has it.
@@ -529,18 +609,21 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 128 bytes {
+    hattn_forward_problem: 104 to 160 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
         output 104, scaling 108, amax 112, half_scores 116,
-        sm_margin 120, reserved 124,
+        sm_margin 120, fill_gaps 124,
+        cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
     }
-    hattn_backward_problem: 104 to 112 bytes {
+    hattn_backward_problem: 104 to 152 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
+        cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
+        fill_gaps 144, reserved 148,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -548,19 +631,22 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 104 bytes {
+    hattn_forward_args: 64 to 136 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
+        cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128,
     }
-    hattn_backward_args: 104 to 104 bytes {
+    hattn_backward_args: 104 to 136 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
+        cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,
     }
-    hattn_quantize_args: 56 to 56 bytes {
+    hattn_quantize_args: 56 to 88 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, counts 32, workspace 40, workspace_bytes 48,
+        cu_seqlens_q 56, cu_seqlens_kv 64, seqused_q 72, seqused_kv 80,
     }
 }
 
@@ -655,14 +741,14 @@ mod tests {
     #[test]
     fn a_size_ends_between_two_fields() {
         // The last two of each list are those of structs that a newer header may have.
-        assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136, 144]);
-        assert_eq!(taken::<hattn_backward_problem>(), [104, 112, 120, 128]);
+        assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136, 144, 152, 160, 168, 176]);
+        assert_eq!(taken::<hattn_backward_problem>(), [104, 112, 120, 128, 136, 144, 152, 160, 168]);
         assert_eq!(taken::<hattn_quantize_problem>(), [32, 40, 48]);
         assert_eq!(taken::<hattn_tensor>(), [96, 104, 112]);
-        assert_eq!(taken::<hattn_forward_args>(), [64, 72, 80, 88, 96, 104, 112, 120]);
-        assert_eq!(taken::<hattn_backward_args>(), [104, 112, 120]);
+        assert_eq!(taken::<hattn_forward_args>(), [64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152]);
+        assert_eq!(taken::<hattn_backward_args>(), [104, 112, 120, 128, 136, 144, 152]);
         assert_eq!(taken::<hattn_quantize_tensor>(), [40, 48, 56]);
-        assert_eq!(taken::<hattn_quantize_args>(), [56, 64, 72]);
+        assert_eq!(taken::<hattn_quantize_args>(), [56, 64, 72, 80, 88, 96, 104]);
         let inside_of_an_array = StructLayout { name: "", least: 8, size: 48, fields: &[("array", 8), ("last", 40)] };
         assert_eq!(inside_of_an_array.sizes().collect::<Vec<_>>(), [8, 40, 48]);
     }
@@ -673,7 +759,7 @@ mod tests {
         assert_eq!(text(&block(104, 2)).unwrap_err(), "problem: abi_version 2; allowed: 1");
         for size in [0, 103, 119, 4097, 4104, u32::MAX] {
             let want = format!(
-                "problem: struct_size {size}; allowed: 104, 112, 120, 128 (sizeof(hattn_forward_problem)), or a larger \
+                "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, 160 (sizeof(hattn_forward_problem)), or a larger \
                  multiple of 8 up to 4096 if the fields that this library does not know are 0"
             );
             assert_eq!(text(&block(size, 1)).unwrap_err(), want);
@@ -690,7 +776,9 @@ mod tests {
         newer.0[size - 1] = 1;
         let error = text(&newer).unwrap_err();
         assert!(
-            error.starts_with(&format!("problem: struct_size {size}; allowed: 104, 112, 120, {known} (")),
+            error.starts_with(&format!(
+                "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, {known} ("
+            )),
             "{error}"
         );
         // Bytes behind the size that the caller gave are not the struct's.
@@ -703,14 +791,14 @@ mod tests {
     fn reserved_fields_must_be_zero() {
         assert_eq!(hattn_tensor::LAYOUT.reserved(), Some(28));
         assert_eq!(hattn_forward_args::LAYOUT.reserved(), None);
-        let mut given = block(128, 1);
+        let mut given = block(152, 1);
         // SAFETY: aligned, and larger than any size that is followed.
-        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_forward_problem>()) };
+        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
         assert!(read(&given).is_ok());
-        given.0[127] = 1;
+        given.0[151] = 1;
         assert_eq!(read(&given).unwrap_err().to_string(), "problem: reserved 0x1000000; allowed: 0");
         // An older caller's struct ends before the field.
-        given.0[..4].copy_from_slice(&120_u32.to_ne_bytes());
+        given.0[..4].copy_from_slice(&144_u32.to_ne_bytes());
         assert!(read(&given).is_ok());
     }
 
@@ -720,5 +808,6 @@ mod tests {
         older.0[104..4096].fill(1);
         let read = text(&older).unwrap();
         assert_eq!((read.output, read.scaling, read.amax, read.half_scores, read.sm_margin), (0, 0, 0, 0, 0));
+        assert_eq!((read.cu_seqlens_q, read.seqused_kv, read.max_seqlen_q, read.fill_gaps), (0, 0, 0, 0));
     }
 }

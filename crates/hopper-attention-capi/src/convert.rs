@@ -42,7 +42,7 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
     .with_seqlen_kv(length("seqlen_kv", given.seqlen_kv)?)
     .with_heads_kv(heads("heads_kv", given.heads_kv)?)
     .with_head_dim_vo(head_dim("head_dim_vo", given.head_dim_vo)?);
-    let dtype = dtype_of(given.dtype).ok_or_else(|| Failure::argument("dtype", given.dtype, dtypes))?;
+    let dtype = operand_type(given.dtype).ok_or_else(|| Failure::argument("dtype", given.dtype, dtypes))?;
     let half_scores = flag("half_scores", given.half_scores, "wanted")?;
     let sm_margin = usize::try_from(given.sm_margin).map_err(|_| Error::Value {
         what: "sm_margin",
@@ -50,7 +50,14 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
         allowed: "0 and above".into(),
     })?;
     let options = ForwardProblem::builder(dtype, dims).mask(mask(given)?);
-    let mut problem = options.half_scores(half_scores).sm_margin(sm_margin);
+    let fill_gaps = flag("fill_gaps", given.fill_gaps, "wanted")?;
+    let mut problem = options.half_scores(half_scores).sm_margin(sm_margin).fill_gaps(fill_gaps);
+    if given.max_seqlen_q != 0 {
+        problem = problem.max_seqlen_q(length("max_seqlen_q", given.max_seqlen_q)?);
+    }
+    if given.max_seqlen_kv != 0 {
+        problem = problem.max_seqlen_kv(length("max_seqlen_kv", given.max_seqlen_kv)?);
+    }
     for (slot, wanted) in given.asked_for() {
         problem = problem.operand(slot, flag(slot.name(), wanted, "wanted")?);
     }
@@ -62,7 +69,7 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
             }
             same => Failure::argument("output", given.output, format_args!("0, {}", constant(same))),
         };
-        problem = problem.output(dtype_of(given.output).ok_or_else(refuse)?);
+        problem = problem.output(operand_type(given.output).ok_or_else(refuse)?);
     }
     // 0 is what operands without factors have, too.
     if given.scaling != HATTN_PER_TENSOR {
@@ -101,6 +108,13 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         softmax_scale: given.softmax_scale,
         arch: given.arch,
         sm_margin: given.sm_margin,
+        fill_gaps: given.fill_gaps,
+        cu_seqlens_q: given.cu_seqlens_q,
+        cu_seqlens_kv: given.cu_seqlens_kv,
+        seqused_q: given.seqused_q,
+        seqused_kv: given.seqused_kv,
+        max_seqlen_q: given.max_seqlen_q,
+        max_seqlen_kv: given.max_seqlen_kv,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;
@@ -159,6 +173,11 @@ fn arch(given: hattn_arch) -> Outcome<Option<Arch>> {
     }
 }
 
+/// The element type of Q, K, V or O that a constant stands for. `None` for any other number.
+fn operand_type(given: hattn_dtype) -> Option<DType> {
+    dtype_of(given).filter(|&dtype| dtype != DType::I32)
+}
+
 /// The element type that a constant stands for. `None` for any other number.
 fn dtype_of(given: hattn_dtype) -> Option<DType> {
     match given {
@@ -166,6 +185,7 @@ fn dtype_of(given: hattn_dtype) -> Option<DType> {
         HATTN_BF16 => Some(DType::BF16),
         HATTN_F32 => Some(DType::F32),
         HATTN_E4M3 => Some(DType::E4M3),
+        HATTN_I32 => Some(DType::I32),
         _ => None,
     }
 }
@@ -177,6 +197,7 @@ fn constant(dtype: DType) -> &'static str {
         DType::BF16 => "HATTN_BF16 (2)",
         DType::F32 => "HATTN_F32 (3)",
         DType::E4M3 => "HATTN_E4M3 (4)",
+        DType::I32 => "HATTN_I32 (5)",
         // A type that was added to the safe crate and forgotten here.
         other => other.name(),
     }
@@ -201,7 +222,7 @@ fn scaling(given: hattn_scaling) -> Outcome<Scaling> {
 pub(crate) unsafe fn quantizer(given: &hattn_quantize_problem) -> Outcome<Quantizer> {
     // SAFETY: the caller's promise.
     let forward = problem(&unsafe { read("forward", given.forward) }?, constant(DType::E4M3))?;
-    let source = dtype_of(given.source).ok_or_else(|| Failure::argument("source", given.source, WIDE))?;
+    let source = operand_type(given.source).ok_or_else(|| Failure::argument("source", given.source, WIDE))?;
     let quantizer = Quantizer::builder(&forward, source);
     let hadamard = flag("hadamard", given.hadamard, "wanted")?;
     Ok(if hadamard { quantizer.hadamard(given.seed) } else { quantizer }.build()?)
@@ -263,8 +284,14 @@ pub(crate) unsafe fn backward_arguments(args: &hattn_backward_args, operands: &O
 /// The structs are null or as [`read`] asks.
 pub(crate) unsafe fn quantize_arguments(args: &hattn_quantize_args, operands: &Operands) -> Outcome<RawArgs> {
     // A run allocates nothing.
-    let mut tensors = ArrayVec::<_, 10>::new();
+    let mut tensors = ArrayVec::<_, 14>::new();
     tensors.push((Slot::Counts, args.counts));
+    tensors.extend([
+        (Slot::CuSeqlensQ, args.cu_seqlens_q),
+        (Slot::CuSeqlensKv, args.cu_seqlens_kv),
+        (Slot::SequsedQ, args.seqused_q),
+        (Slot::SequsedKv, args.seqused_kv),
+    ]);
     for (name, is_given, given, slots) in [
         ("q", "q.given", args.q, [Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven]),
         ("k", "k.given", args.k, [Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven]),
@@ -292,7 +319,7 @@ unsafe fn tensor(operand: &Operand, given: *const hattn_tensor) -> Outcome<RawTe
     let slot = operand.slot();
     // SAFETY: the caller's promise.
     let given = unsafe { read(slot.name(), given) }?;
-    match slot.rank() {
+    match operand.shape().len() {
         1 => ranked::<1>(operand, &given),
         2 => ranked::<2>(operand, &given),
         3 => ranked::<3>(operand, &given),
@@ -301,7 +328,7 @@ unsafe fn tensor(operand: &Operand, given: *const hattn_tensor) -> Outcome<RawTe
 }
 
 fn ranked<const R: usize>(operand: &Operand, given: &hattn_tensor) -> Outcome<RawTensor> {
-    let (name, axes) = (operand.slot().name(), operand.slot().axes());
+    let (name, axes) = (operand.slot().name(), operand.axes());
     if given.ndim != R as i32 {
         return Err(Failure::argument(name, format_args!("ndim {}", given.ndim), format_args!("{R}, {axes}")));
     }

@@ -106,7 +106,7 @@ void element_types_are_told_apart() {
     made.tensor.dtype = each.type;
     CHECK(hattn::dlpack_input(made.tensor, "q").dtype() == each.dtype);
   }
-  const DLDataType refused[] = {{kDLFloat, 64, 1},          {kDLFloat, 32, 4},      {kDLInt, 32, 1},
+  const DLDataType refused[] = {{kDLFloat, 64, 1},          {kDLFloat, 32, 4},      {kDLInt, 64, 1},
                                 {kDLBfloat, 32, 1},         {kDLFloat8_e4m3, 8, 1}, {kDLUInt, 16, 1},
                                 {kDLFloat8_e4m3fnuz, 8, 1}, {kDLFloat, 16, 0},      {kDLFloat8_e5m2, 8, 1}};
   for (const DLDataType& type : refused) {

@@ -31,8 +31,11 @@ static void the_lse_is_wanted_or_not(void) {
   NO_PLAN(problem.lse = 2, HATTN_ERROR_ARGUMENT, "lse", "2", "0 (not wanted), 1 (wanted)");
 }
 
-static void the_reserved_field_of_a_problem_is_0(void) {
-  NO_PLAN(problem.reserved = 1, HATTN_ERROR_ARGUMENT, "problem", "reserved", "0");
+static void gaps_are_filled_where_sequences_have_lengths(void) {
+  NO_PLAN(problem.fill_gaps = 2, HATTN_ERROR_ARGUMENT, "fill_gaps", "2", "0 (not wanted)");
+  NO_PLAN(problem.fill_gaps = 1, HATTN_ERROR_VALUE, "fill_gaps", "asked for", "packed tensors or used lengths");
+  NO_PLAN(problem.max_seqlen_q = 5, HATTN_ERROR_VALUE, "max_seqlen_q", "5", "packed queries");
+  NO_PLAN(problem.cu_seqlens_q = 2, HATTN_ERROR_ARGUMENT, "cu_seqlens_q", "2", "0 (not wanted)");
 }
 
 static void what_e4m3_operands_have_is_refused_of_others(void) {
@@ -79,7 +82,7 @@ static void tunings_are_read_or_refused(void) {
 int main(void) {
   if (!run_what_passes_share()) return 1;
   FRESH(the_lse_is_wanted_or_not);
-  FRESH(the_reserved_field_of_a_problem_is_0);
+  FRESH(gaps_are_filled_where_sequences_have_lengths);
   FRESH(what_e4m3_operands_have_is_refused_of_others);
   FRESH(tunings_are_read_or_refused);
   hattn_forward_plan_destroy(plan);

@@ -335,11 +335,12 @@ static void dtypes_are_refused(void) {
                {HATTN_BF16, HATTN_ERROR_DTYPE, "dtype bf16", "f32"},
                {HATTN_E4M3, HATTN_ERROR_DTYPE, "dtype e4m3", "f32"},
                {0, HATTN_ERROR_ARGUMENT, "dtype 0", "allowed: HATTN_F32 (3)"},
-               {5, HATTN_ERROR_ARGUMENT, "dtype 5", "allowed: HATTN_F32 (3)"}};
+               {HATTN_I32, HATTN_ERROR_DTYPE, "dtype i32", "f32"},
+               {9, HATTN_ERROR_ARGUMENT, "dtype 9", "allowed: HATTN_F32 (3)"}};
   const operand* op;
   int i;
   for (op = operands; op < operands + OPERANDS; ++op) {
-    for (i = 0; i < 5; ++i) {
+    for (i = 0; i < 6; ++i) {
       REFUSED(op->tensor->dtype = wrong[i].dtype, wrong[i].status, op->name, wrong[i].got, wrong[i].allowed);
     }
   }

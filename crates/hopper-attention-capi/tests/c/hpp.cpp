@@ -484,6 +484,54 @@ void what_is_wrong_throws_its_status_and_text() {
 
 }  // namespace
 
+// Two packed sequences: each has the result of a problem of its own.
+void packed_sequences_compute() {
+  constexpr std::int64_t kCuts[] = {0, 3, 7};
+  const std::int32_t offsets[] = {0, 3, 7};
+  ForwardProblem problem(DType::F32);
+  problem.batch(2).seqlens(9, 9).heads(2, 1).head_dims(4, 4).causal().packed(true, true).fill_gaps(true).lse(true);
+  CHECK(problem.q_shape().size() == 3 && problem.q_shape()[0] == 9 && problem.q_shape()[1] == 2);
+  CHECK(problem.lse_shape().size() == 2 && problem.lse_shape()[0] == 2 && problem.lse_shape()[1] == 9);
+  CHECK(BackwardProblem(problem).v_shape().size() == 3 && BackwardProblem(problem).v_shape()[1] == 1);
+  std::vector<float> q, k, v;
+  fill(q, problem.q_shape(), 1), fill(k, problem.k_shape(), 2), fill(v, problem.v_shape(), 3);
+  std::vector<float> o = unwritten(problem.o_shape());
+  std::vector<float> lse = unwritten(problem.lse_shape());
+  ForwardArgs args;
+  args.q = ConstTensorView::contiguous(q.data(), Device::cpu(), problem.q_shape());
+  args.k = ConstTensorView::contiguous(k.data(), Device::cpu(), problem.k_shape());
+  args.v = ConstTensorView::contiguous(v.data(), Device::cpu(), problem.v_shape());
+  args.o = TensorView::contiguous(o.data(), Device::cpu(), problem.o_shape());
+  args.lse = TensorView::contiguous(lse.data(), Device::cpu(), problem.lse_shape());
+  ForwardPlan plan;
+  CHECK(ok(ForwardPlan::create(problem, Device::cpu(), plan)));
+  CHECK(plan.try_run(args, nullptr) == Status::Value);
+  CHECK_TEXT(last_error(), "cu_seqlens_q: missing");
+  args.cu_seqlens_q = ConstTensorView::contiguous(offsets, Device::cpu(), Extents(3));
+  const std::int32_t falling[] = {0, 5, 3};
+  args.cu_seqlens_kv = ConstTensorView::contiguous(falling, Device::cpu(), Extents(3));
+  CHECK(plan.try_run(args, nullptr) == Status::Value);
+  CHECK_TEXT(last_error(), "cu_seqlens_kv: 3 at 2, after 5; allowed: offsets that do not decrease");
+  CHECK(untouched(o) && untouched(lse));
+  args.cu_seqlens_kv = args.cu_seqlens_q;
+  CHECK(ok(plan.try_run(args, nullptr)));
+  for (int i = 0; i < 2; ++i) {
+    const std::int64_t first = kCuts[i], rows = kCuts[i + 1] - first;
+    ForwardProblem alone(DType::F32);
+    alone.seqlens(rows, rows).heads(2, 1).head_dims(4, 4).causal();
+    std::vector<float> want = unwritten(alone.o_shape());
+    ForwardArgs of;
+    of.q = ConstTensorView::contiguous(q.data() + first * 8, Device::cpu(), alone.q_shape());
+    of.k = ConstTensorView::contiguous(k.data() + first * 4, Device::cpu(), alone.k_shape());
+    of.v = ConstTensorView::contiguous(v.data() + first * 4, Device::cpu(), alone.v_shape());
+    of.o = TensorView::contiguous(want.data(), Device::cpu(), alone.o_shape());
+    ForwardPlan single;
+    CHECK(ok(ForwardPlan::create(alone, Device::cpu(), single)) && ok(single.try_run(of, nullptr)));
+    CHECK(std::vector<float>(o.begin() + first * 8, o.begin() + (first + rows) * 8) == want);
+  }
+  CHECK(std::vector<float>(o.begin() + 7 * 8, o.end()) == std::vector<float>(2 * 8, 0.0F));
+}
+
 int main() {
   RUN(kSuite, problems_hold_what_was_set);
   RUN(kSuite, backward_problems_hold_the_forward_one);
@@ -495,6 +543,7 @@ int main() {
   RUN(kSuite, the_twins_compute_gradients);
   RUN(kSuite, gradients_of_any_strides_compute);
   RUN(kSuite, the_twins_refuse_gradients);
+  RUN(kSuite, packed_sequences_compute);
   RUN(kSuite, plans_move);
   RUN(kSuite, sizes_that_were_forgotten_are_refused);
   RUN(kSuite, each_thread_has_its_text);
