@@ -241,12 +241,15 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
   if (*reinterpret_cast<int const*>(params.leak_flag) == 0) {
     return;
   }
-  for (int place = 0; place < params.batch; ++place) {
-    Sequence const sequence = table.records()[place];
+  // Each CTA looks through every so many-th tile of keys.
+  for (int i = static_cast<int>(blockIdx.x); i < table.header()->tiles; i += static_cast<int>(gridDim.x)) {
+    int const tile = i / params.heads_kv;
+    Sequence const sequence = table.records()[table.list()[tile]];
+    int const first = (tile - sequence.first_tile) * Traits::kTileN;
+    int const end = cute::min(first + Traits::kTileN, sequence.kv_len);
     RepairGradients<Traits> const repair(params, sequence);
-    for (int i = static_cast<int>(blockIdx.x) * kWarps + warp; i < sequence.kv_len * params.heads_kv;
-         i += static_cast<int>(gridDim.x) * kWarps) {
-      repair.key(i % params.heads_kv, i / params.heads_kv, {0, params.head_dim_qk}, {0, params.head_dim_vo});
+    for (int key = first + warp; key < end; key += kWarps) {
+      repair.key(i - tile * params.heads_kv, key, {0, params.head_dim_qk}, {0, params.head_dim_vo});
     }
   }
 }
@@ -264,10 +267,9 @@ template <class Traits>
 void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
   constexpr int kThreads = Traits::ThreadSums::kThreads;
   if constexpr (Traits::kIsPacked) {
-    int const grid = params.heads_q * params.sequences.block_list_size;
-    if (grid > 0) {
-      start_kernel({grid, kThreads, 0, stream, 1, true}, bwd_convert_packed<Traits>, params);
-    }
+    // One CTA at least, for what has leaked into keys where there are no queries.
+    int const grid = cute::max(1, params.heads_q * params.sequences.block_list_size);
+    start_kernel({grid, kThreads, 0, stream, 1, true}, bwd_convert_packed<Traits>, params);
     return;
   }
   int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cute/config.hpp>
 
 #include "common/fill.hpp"
 #include "common/sequences.hpp"
@@ -32,36 +33,42 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
   }
 }
 
-// A row of CTAs takes every so many-th record, and fills the gap behind its sequence. Before the first sequence of a packed
-// tensor, and behind the last, there is a gap, too.
-__global__ void fill_gaps(SequenceTable const table, TensorDesc const tensor, int rows, int heads, int head_dim,
-                          bool packed, bool of_keys, TensorDesc const lse) {
-  int const chunks = head_dim / 8;
-  auto const fill_rows = [&](int batch, int begin, int end) {
-    std::int64_t const total = std::int64_t{end - begin} * heads * chunks;
-    for (std::int64_t i = blockIdx.y * blockDim.x + threadIdx.x; i < total; i += gridDim.y * blockDim.x) {
-      std::int64_t const chunk = i % chunks;
-      std::int64_t const head = i / chunks % heads;
-      std::int64_t const row = begin + i / chunks / heads;
+// Rows [begin, end) of a batch entry, by CTAs `cta`, `cta + ctas` and so on of all.
+CUTE_DEVICE void fill_rows(TensorDesc const& tensor, int heads, int head_dim, TensorDesc const& lse, int batch,
+                           int begin, int end, int cta, int ctas) {
+  unsigned const chunks = head_dim / 8;
+  unsigned const of_row = chunks * heads;
+  for (int row = begin + cta; row < end; row += ctas) {
+    for (unsigned i = threadIdx.x; i < of_row; i += blockDim.x) {
+      unsigned const head = i / chunks;
+      unsigned const chunk = i - head * chunks;
       std::int64_t const at = batch * tensor.stride_batch + row * tensor.stride_row + head * tensor.stride_head;
       reinterpret_cast<uint4*>(tensor.address + 2 * at)[chunk] = uint4{0, 0, 0, 0};
       if (chunk == 0 && lse.address != 0) {
         reinterpret_cast<float*>(lse.address)[batch * lse.stride_batch + head * lse.stride_head + row] = -INFINITY;
       }
     }
-  };
+  }
+}
+
+// Before the first sequence of a packed tensor, and behind the last, there may be a long gap: all CTAs fill it. A row
+// of CTAs takes every so many-th record, and fills the gap behind its sequence.
+__global__ void fill_gaps(SequenceTable const table, TensorDesc const tensor, int rows, int heads, int head_dim,
+                          bool packed, bool of_keys, TensorDesc const lse) {
+  int const across = static_cast<int>(gridDim.y);
+  int const cta = static_cast<int>(blockIdx.y);
+  if (packed) {
+    SequenceHeader const header = *table.header();
+    int const all = static_cast<int>(gridDim.x) * across;
+    int const own = static_cast<int>(blockIdx.x) * across + cta;
+    fill_rows(tensor, heads, head_dim, lse, 0, 0, of_keys ? header.kv_begin : header.q_begin, own, all);
+    fill_rows(tensor, heads, head_dim, lse, 0, of_keys ? header.kv_end : header.q_end, rows, own, all);
+  }
   for (int i = static_cast<int>(blockIdx.x); i < table.batch; i += static_cast<int>(gridDim.x)) {
     Sequence const sequence = table.records()[i];
-    int const begin = of_keys ? sequence.kv_begin : sequence.q_begin;
-    int const length = of_keys ? sequence.kv_len : sequence.q_len;
-    int const end = of_keys ? sequence.kv_end : sequence.q_end;
-    fill_rows(sequence.index, begin + length, end);
-    if (packed && sequence.index == 0) {
-      fill_rows(0, 0, begin);
-    }
-    if (packed && sequence.index == table.batch - 1) {
-      fill_rows(0, end, rows);
-    }
+    int const begin = of_keys ? sequence.kv_begin + sequence.kv_len : sequence.q_begin + sequence.q_len;
+    fill_rows(tensor, heads, head_dim, lse, sequence.index, begin, of_keys ? sequence.kv_end : sequence.q_end, cta,
+              across);
   }
 }
 
@@ -81,7 +88,12 @@ Status prepare_fill() noexcept {
 Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, int batch, int rows, int heads,
                         int head_dim, bool of_keys, TensorDesc const& lse, CUstream_st* stream) noexcept {
   bool const packed = (of_keys ? sequences.cu_seqlens_kv : sequences.cu_seqlens_q) != 0;
-  fill_gaps<<<dim3(128, 16), 256, 0, stream>>>({sequences.table, batch}, tensor, rows, heads, head_dim, packed, of_keys, lse);
+  if (batch == 0) {
+    // There is no table. All of a packed tensor is a gap, and another is empty.
+    return packed ? launch(tensor, 1, rows, heads, head_dim, lse, stream) : Status{};
+  }
+  fill_gaps<<<dim3(128, 16), 256, 0, stream>>>({sequences.table, batch}, tensor, rows, heads, head_dim, packed, of_keys,
+                                               lse);
   return to_status(cudaGetLastError());
 }
 

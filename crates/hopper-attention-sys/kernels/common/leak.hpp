@@ -274,7 +274,7 @@ struct Leaks {
     bool garbage = has_garbage(operands, cute::max(0, first_row + band.right_offset + 1), visited_end, lane);
     garbage = garbage || operands.has_garbage_factor(cute::min(first_row, band.seqlen_q - 1), band.seqlen_kv, lane);
     if constexpr (kMask == MaskClass::Window) {
-      garbage = garbage || has_garbage(operands, visits.begin * Traits::kTileN,
+      garbage = garbage || has_garbage(operands, cute::max(visits.begin, 0) * Traits::kTileN,
                                        cute::min(visited_end, last_row + band.left_offset), lane);
     }
 

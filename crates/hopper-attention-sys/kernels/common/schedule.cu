@@ -2,13 +2,14 @@
 //
 // 1. Read offsets. Whatever they are, a sequence lies within the tensor, and no two sequences overlap on a packed side:
 //    an offset counts as the largest of those up to it, within [0, rows of the tensor].
-// 2. Order the sequences, those with the longest tiles first: a counting sort by classes, four to a power of two. The
-//    order is the same on each run.
+// 2. Order the sequences, those with the longest tiles first: a counting sort by classes, four to a power of two. In
+//    which order those of a class come changes no result.
 // 3. Sum up their tiles, and list the record of each tile.
 //
 // A thread has neighbouring sequences, as many as are needed for all, so that a sum over all is one scan of the CTA. It
 // is a short kernel of which each step waits for the one before, and all other kernels wait for its end. Where there
-// are many sequences, the writing takes longest: then several CTAs do all of the rest alike, and each writes a part.
+// are many sequences, the writing takes longest: then several CTAs do all of the rest alike, and each writes a part
+// (one CTA where they do not fit into shared memory).
 #include <cuda_runtime.h>
 
 #include <cute/numeric/math.hpp>
@@ -62,7 +63,6 @@ std::size_t kept_bytes(int batch) { return sizeof(int) * (5 * static_cast<std::s
 
 struct Shared {
   int counts[kWarps][kClasses];  // of the sequences of each warp; then where those begin in the order
-  int class_start[kClasses];
   int2 warp_totals[kWarps];
   int2 total;  // tiles and blocks
 };
@@ -95,6 +95,18 @@ CUTE_DEVICE int class_of(int length) {
   }
   int const power = 31 - __clz(length);
   return kClasses - 1 - (4 * power - 4 + (length >> (power - 2) & 3));
+}
+
+// Writes where the first sequence begins, or where the last one's room ends.
+CUTE_DEVICE void note_ends(SequenceHeader& header, Sequence const& sequence, int batch) {
+  if (sequence.index == 0) {
+    header.q_begin = sequence.q_begin;
+    header.kv_begin = sequence.kv_begin;
+  }
+  if (sequence.index == batch - 1) {
+    header.q_end = sequence.q_end;
+    header.kv_end = sequence.kv_end;
+  }
 }
 
 // The tiles of a sequence, and its blocks of queries.
@@ -291,6 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
         sequence.first_tile = kept.first_tile[place];
         sequence.first_block = kept.first_block[place];
         records[place] = sequence;
+        note_ends(*launch.table.header(), sequence, batch);
       }
     });
   }
@@ -298,7 +311,10 @@ __global__ void __launch_bounds__(kThreads, 1) schedule(__grid_constant__ Schedu
   write_list(launch.table.block_list(shape.list_size), shared.total.y, kept.first_block, batch, cta * kThreads + thread,
              ctas * kThreads);
   if (cta == 0 && thread == 0) {
-    *launch.table.header() = {shared.total.x * shape.heads, 0, shared.total.y, 0};
+    SequenceHeader& header = *launch.table.header();
+    header.tiles = shared.total.x * shape.heads;
+    header.counter = 0;
+    header.blocks = shared.total.y;
   }
 }
 
@@ -387,21 +403,26 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_few(__grid_constant__ Sc
   shared.first_block[thread] = first.y;
   if (thread == static_cast<int>(blockDim.x) - 1) {
     shared.total = {first.x + placed.x, first.y + placed.y};
-    *launch.table.header() = {shared.total.x * shape.heads, 0, shared.total.y, 0};
+    SequenceHeader& header = *launch.table.header();
+    header.tiles = shared.total.x * shape.heads;
+    header.counter = 0;
+    header.blocks = shared.total.y;
   }
   __syncthreads();
   if (exists) {
-    launch.table.records()[place] = {shared.first_tile[place],
-                                     parts.x,
-                                     thread,
-                                     shared.first_block[place],
-                                     begin.x,
-                                     length.x,
-                                     begin.y,
-                                     length.y,
-                                     end.x,
-                                     end.y,
-                                     {0, 0}};
+    Sequence const sequence{shared.first_tile[place],
+                            parts.x,
+                            thread,
+                            shared.first_block[place],
+                            begin.x,
+                            length.x,
+                            begin.y,
+                            length.y,
+                            end.x,
+                            end.y,
+                            {0, 0}};
+    launch.table.records()[place] = sequence;
+    note_ends(*launch.table.header(), sequence, batch);
   }
   CUTE_NO_UNROLL
   for (int list = 0; list < (shape.of_keys() ? 2 : 1); ++list) {

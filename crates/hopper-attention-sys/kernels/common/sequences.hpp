@@ -36,12 +36,17 @@ struct alignas(16) Sequence {
   int unused[2];
 };
 
-// 16 bytes, at the beginning of the table.
+// 32 bytes, at the beginning of the table.
 struct alignas(16) SequenceHeader {
   int tiles;    // of all heads
   int counter;  // of tiles that are drawn
   int blocks;   // of queries, of one head (backward)
   int unused;
+  // Of a packed side: where the first sequence begins, and where the room of the last one ends.
+  int q_begin;
+  int q_end;
+  int kv_begin;
+  int kv_end;
 };
 
 // The table, as `SequenceHeader, Sequence[batch], int[list size]`. Where there are many sequences, what schedule.cu

@@ -13,7 +13,6 @@
 
 namespace hattn {
 
-//
 // Before sm_90 kernels of a stream follow each other, and both calls do nothing.
 CUTE_DEVICE void await_kernel_before() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

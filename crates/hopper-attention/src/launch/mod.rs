@@ -148,7 +148,6 @@ impl RawArgs {
     }
 }
 
-/// An operand that the checks have found to be given, so that the error never occurs.
 /// A descriptor of Q, K, V, O or a gradient, as kernels take it that read the lengths of sequences.
 ///
 /// They count rows from the tensor's first: a packed tensor has no batch stride, and another's is a whole number of rows.
@@ -157,37 +156,41 @@ fn rows_of_sequences(
     problem: &ForwardProblem,
     slot: Slot,
     side: Side,
-    descriptor: describe::Descriptor,
+    mut descriptor: describe::Descriptor,
 ) -> Result<describe::Descriptor> {
-    let describe::Descriptor { stride_batch, stride_row, .. } = descriptor;
     if !problem.has_lengths() {
         return Ok(descriptor);
     }
     let [offsets, _] = side.slots();
-    if problem.wants(offsets) {
-        return Ok(describe::Descriptor { stride_batch: 0, ..descriptor });
-    }
-    if side.rows(problem) <= 1 {
+    let rows = side.rows(problem) as i64;
+    let batches = problem.dims().batch as i64;
+    if problem.wants(offsets) || batches <= 1 {
+        descriptor.stride_batch = 0;
+    } else if rows <= 1 {
         // The one row of a batch element may lie anywhere.
-        return Ok(describe::Descriptor { stride_row: stride_batch, ..descriptor });
+        descriptor.stride_row = descriptor.stride_batch;
     }
-    // Their tensor maps have no room for longer rows (`encode_packed_map` of the kernels).
+    let describe::Descriptor { stride_batch, stride_row, .. } = descriptor;
+    let refuse = |nearest: &str| {
+        let wanted =
+            format!("{slot} with stride {stride_batch} in batch and {stride_row} in seqlen, beside lengths in memory");
+        Err(Error::Unsupported { wanted, nearest: nearest.into() })
+    };
+    // A tensor map of such rows has no room for longer ones (`encode_packed_map` of the kernels).
     if stride_row >= 1 << 32 {
-        return Err(Error::Unsupported {
-            wanted: format!("{slot} with stride {stride_row} in seqlen, beside lengths in memory"),
-            nearest: "strides below 2^32 elements".into(),
-        });
+        return refuse("strides in seqlen below 2^32 elements");
     }
-    let whole = if stride_row == 0 { stride_batch == 0 } else { stride_batch % stride_row == 0 };
-    if whole || problem.dims().batch <= 1 {
+    if stride_batch == 0 {
         return Ok(descriptor);
     }
-    Err(Error::Unsupported {
-        wanted: format!(
-            "{slot} with stride {stride_batch} in batch and {stride_row} in seqlen, beside lengths in memory"
-        ),
-        nearest: "a batch stride that is a multiple of the sequence's".into(),
-    })
+    if stride_row == 0 || stride_batch % stride_row != 0 {
+        return refuse("a stride in batch that is a multiple of the one in seqlen");
+    }
+    // Rows are counted as i32.
+    if (batches - 1).saturating_mul(stride_batch / stride_row).saturating_add(rows) >= i64::from(i32::MAX) {
+        return refuse("fewer than 2^31 - 1 rows from the first to the last");
+    }
+    Ok(descriptor)
 }
 
 /// Where kernels find the lengths of sequences, and where they make the table of them.
@@ -208,6 +211,7 @@ fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size:
     }
 }
 
+/// An operand that the checks have found to be given, so that the error never occurs.
 fn required<T>(slot: Slot, operand: Option<T>) -> Result<T> {
     let missing = || Error::Value { what: slot.name(), got: "missing".into(), allowed: "the operand".into() };
     operand.ok_or_else(missing)

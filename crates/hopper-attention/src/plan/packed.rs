@@ -19,11 +19,11 @@ pub(super) fn most_tiles(packed: bool, batch: usize, rows: usize, tile: usize) -
     if packed { rows / tile + batch } else { batch.saturating_mul(rows.div_ceil(tile)) }
 }
 
-/// Size in bytes of the table of sequences: a header of 16 bytes, 48 for each sequence, and 4 for each tile and each block of
+/// Size in bytes of the table of sequences: a header of 32 bytes, 48 for each sequence, and 4 for each tile and each block of
 /// queries of a head. The kernel that makes it may need 20 more for each sequence.
 pub(super) fn table_bytes(batch: usize, tiles: usize, blocks: usize) -> usize {
     let scratch = if batch > MOST_IN_SHARED { 20 * batch + 8 } else { 0 };
-    16 + 48 * batch + 4 * (tiles.next_multiple_of(4) + blocks.next_multiple_of(4)) + scratch
+    32 + 48 * batch + 4 * (tiles.next_multiple_of(4) + blocks.next_multiple_of(4)) + scratch
 }
 
 /// The sizes of a problem, or of one whose sequences are alike and which takes about as long.

@@ -44,7 +44,25 @@ struct BwdLaunch {
   }
 
  private:
+  // Zeros in rows of gradients that belong to no sequence, where they are asked for.
+  static Status fill_gaps(BwdParams const& params, CUstream_st* stream) noexcept {
+    Status status;
+    auto const fill = [&](TensorDesc const& tensor, int rows, int heads, int head_dim, bool of_keys) {
+      if (is_ok(status) && params.sequences.fill_gaps && rows > 0) {
+        status = launch_fill_gaps(params.sequences, tensor, params.batch, rows, heads, head_dim, of_keys, TensorDesc{},
+                                  stream);
+      }
+    };
+    fill(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk, false);
+    fill(params.d_k, params.seqlen_kv, params.heads_kv, params.head_dim_qk, true);
+    fill(params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo, true);
+    return status;
+  }
+
   static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
+    if (params.batch == 0) {
+      return fill_gaps(params, stream);
+    }
     Sequences const& sequences = params.sequences;
     PackedBwdScalars scalars = packed_bwd_scalars<Packed>(params);
     CUtensorMap map_q, map_k, map_v, map_d_o;
@@ -83,18 +101,7 @@ struct BwdLaunch {
                  scalars, map_q, map_k, map_v, map_d_o);
     BwdConvert<typename Packed::Unmasked>::launch(params, stream);
     status = to_status(cudaGetLastError());
-    auto const fill = [&](TensorDesc const& tensor, bool of_keys) {
-      int const rows = of_keys ? params.seqlen_kv : params.seqlen_q;
-      if (is_ok(status) && sequences.fill_gaps && rows > 0) {
-        bool const is_v = tensor.address == params.d_v.address;
-        status = launch_fill_gaps(sequences, tensor, params.batch, rows, of_keys ? params.heads_kv : params.heads_q,
-                                  is_v ? params.head_dim_vo : params.head_dim_qk, of_keys, TensorDesc{}, stream);
-      }
-    };
-    fill(params.d_q, false);
-    fill(params.d_k, true);
-    fill(params.d_v, true);
-    return status;
+    return is_ok(status) ? fill_gaps(params, stream) : status;
   }
 };
 

@@ -19,9 +19,9 @@
 // queries, and each visits every second block. In these kernels a CTA computes one tile and ends: it draws none, and
 // warp 1 stores no O.
 //
-// Rows with other tiles have a third kernel, for sequences whose lengths the device knows (Traits::kIsPacked). A tile
-// then carries its sequence's place and lengths, the band follows from these, and the tensor maps have five dimensions
-// (encode_packed_map in sm90/tensor_map.hpp). Everything else is the same.
+// Rows with tiles of 128 queries or more and blocks of 128 keys have a third kernel, for sequences whose lengths the
+// device knows (Traits::kIsPacked). A tile then carries its sequence's place and lengths, the band follows from these,
+// and the tensor maps have five dimensions (encode_packed_map in sm90/tensor_map.hpp). Everything else is the same.
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //
@@ -32,6 +32,7 @@
 //     o_full           buffer, consumer 1 a warp of that consumer       its rows of O are in the buffer of Q
 //     tile_full        buffer of Q      1                               tile[] says whose Q the buffer is for
 //     next_wanted      CTA              1                               warp 0 has come to the tile's last K but one
+//     table_full       CTA (packed)     1, and the bytes of the copy    a copy of a small table of sequences is there
 //
 // next_wanted tells warp 1 to draw the next tile, where tiles are drawn late (draws_late, common/tile_scheduler.hpp).
 //

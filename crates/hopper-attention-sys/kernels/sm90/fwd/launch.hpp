@@ -68,6 +68,15 @@ struct FwdLaunch {
 
  private:
   static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
+    auto const fill = [&]() {
+      return !params.sequences.fill_gaps
+                 ? to_status(cudaGetLastError())
+                 : launch_fill_gaps(params.sequences, params.o, params.batch, params.seqlen_q, params.heads_q,
+                                    params.head_dim_vo, false, params.lse, stream);
+    };
+    if (params.batch == 0) {
+      return fill();
+    }
     CUtensorMap map_q, map_k, map_v, map_o;
     MapEncoder<FwdParams, true> encode{params, Traits::kDType};
     encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
@@ -88,11 +97,7 @@ struct FwdLaunch {
     }
     start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
                  packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
-    if (params.sequences.fill_gaps) {
-      return launch_fill_gaps(params.sequences, params.o, params.batch, params.seqlen_q, params.heads_q,
-                              params.head_dim_vo, false, params.lse, stream);
-    }
-    return to_status(cudaGetLastError());
+    return fill();
   }
 };
 
