@@ -225,7 +225,7 @@ fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
 
 /// A case whose lists are garbage. Its prepared inputs are of the legal lists of another.
 fn hostile_case(row: &KernelInfo, rng: &mut StdRng) -> (Case, [Vec<i32>; 4]) {
-    let (batch, rows) = ([1, 3, 40, 1100][rng.random_range(0..4)], [105, 130, 700][rng.random_range(0..3)]);
+    let (batch, rows) = ([1, 3, 40, 1100, 3000][rng.random_range(0..5)], [105, 130, 700][rng.random_range(0..3)]);
     let mut case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1);
     case.dims.head_dim_vo = row.head_dim_vo();
     let kind = Kind { packed: [true; 2], used: [true; 2], fill_gaps: false };
@@ -346,4 +346,34 @@ fn once_backward<T: Poison>(gpu: &Gpu, case: &Case, row: &KernelInfo) {
         of_backward::OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
     let report = prepared.judge(&outputs);
     assert!(report.passed(), "{row}, {} sequences: {report}", case.dims.batch);
+}
+
+/// No sequence at all, and sides without rows: nothing is read, and gaps are filled.
+#[test]
+fn sides_without_rows() {
+    let Some(gpu) = Gpu::open("sides_without_rows") else { return };
+    let fill = |packed| Kind { packed, used: [false; 2], fill_gaps: true };
+    let sizes = [
+        (0, 9, 9, [true; 2]),
+        (3, 0, 40, [true; 2]),
+        (3, 40, 0, [true; 2]),
+        (2, 0, 200, [false, true]),
+        (2, 70, 0, [true, false]),
+    ];
+    for (batch, seqlen_q, seqlen_kv, packed) in sizes {
+        let case = |row: &KernelInfo| {
+            let mut case = Case::new(seqlen_q, seqlen_kv, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1);
+            case.dims.head_dim_vo = row.head_dim_vo();
+            Case { packing: Packing::random(fill(packed), batch, [seqlen_q, seqlen_kv], 3), ..case }
+        };
+        // Sizes of which a mask hides nothing have rows of class full only.
+        for row in packing_rows(gpu.rows()).into_iter().filter(|row| row.mask() == hopper_attention::MaskClass::Full) {
+            with_dtype!(row.dtype(), once(&gpu, &case(&row), &row));
+        }
+        for row in packing_rows(gpu.backward_rows()) {
+            if row.mask() == hopper_attention::MaskClass::Full {
+                with_dtype!(row.dtype(), once_backward(&gpu, &case(&row), &row));
+            }
+        }
+    }
 }

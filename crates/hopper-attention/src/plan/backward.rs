@@ -100,10 +100,11 @@ pub struct BackwardChoice {
     /// Number of groups. At least 1. The last group has all heads that are left, which may be more or fewer than
     /// `heads_per_group`.
     pub groups: i32,
-    /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
+    /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index. (Where `packed`,
+    /// the counter is in the table of sequences, and this is false.)
     pub tile_counter: bool,
     /// Whether tiles take turns at the sums of dQ, as a deterministic pass needs. Then the sums have the same bits on every
-    /// run. Needs `tile_counter`, and so no clusters.
+    /// run. Needs tiles that are drawn, and so no clusters.
     pub turns: bool,
     /// Number of blocks of queries in all that have sums of dQ: `ceil(seqlen_q / tile_m) * batch * heads_q`, or no fewer
     /// (`packed`). Below 2^31 - 2^20.
@@ -442,6 +443,8 @@ impl BackwardPlan {
     ///   `tile_n` keys. Where tiles have shares that are not a cluster's (the printed plan says so), also
     ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each tile, times the shares in a deterministic pass. These are no more than
     ///   256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
+    /// - On a GPU with packed sequences or used lengths: 16 for each query, 64 for each tile of keys that all sequences can have,
+    ///   the table of sequences, and `4 * head_dim_qk` for each query of blocks of sequences with more keys than a tile.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }

@@ -88,7 +88,8 @@ pub struct Choice {
     pub heads_per_group: i32,
     /// Number of groups. At least 1. The last group has all heads that are left, which may be more than `heads_per_group`.
     pub groups: i32,
-    /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index.
+    /// Whether CTAs draw their tiles from a counter in the workspace. If not, a CTA's tiles follow from its index. (Where `packed`,
+    /// the counter is in the table of sequences, and this is false.)
     pub tile_counter: bool,
     /// Number of tiles at the end of the tile order that are split over CTAs by key blocks
     /// (`hopper-attention-sys/kernels/sm90/fp8/split.hpp`). 0 turns splitting off.

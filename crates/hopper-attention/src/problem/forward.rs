@@ -119,7 +119,8 @@ impl ForwardProblemBuilder {
     /// A backward problem made from this one has the same margin.
     ///
     /// The margin holds for the kernels that a plan names. Small kernels do not follow it: those of a backward pass that make
-    /// statistics and convert sums to gradients, and the one that fills outputs where there are no keys. Nor does the
+    /// statistics and convert sums to gradients, the one that makes a table of packed sequences, and those that fill outputs
+    /// where there are no keys, or no sequence. Nor does the
     /// [`Quantizer`](crate::Quantizer), which takes all multiprocessors.
     ///
     /// Which multiprocessors stay free, the GPU decides.

@@ -158,7 +158,8 @@ impl<'a> Args<'a> {
     /// Adds offsets or used lengths whose numbers nobody has checked, such as those that another kernel writes on a GPU.
     ///
     /// # Safety
-    /// The numbers are what [`Lengths::check`](crate::Lengths::check) allows when the work starts. On the CPU this is no condition: a run
+    /// The numbers are what [`Lengths::check`](crate::Lengths::check) allows when the work starts, and they do not change until it is
+    /// done. On the CPU this is no condition: a run
     /// checks the numbers.
     ///
     /// What other numbers do on a GPU: the kernels clamp them as [`clamp_sequences`](crate::clamp_sequences) says. Rows
