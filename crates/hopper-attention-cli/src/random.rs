@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 use hopper_attention::{BackwardProblem, Dims, ForwardProblem, Operand, Slot};
-use hopper_attention_verify::case::packing::{Kind, Packing};
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
+use hopper_attention_verify::packing::{Kind, Packing};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
