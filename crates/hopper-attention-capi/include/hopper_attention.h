@@ -83,10 +83,7 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 #define HATTN_UNBOUNDED (-1)
 
 // What HATTN_FORWARD_PROBLEM_INIT and HATTN_BACKWARD_PROBLEM_INIT set batch, seqlen_q and seqlen_kv to.
-// Every call refuses it.
-//
-// 0 is a legal batch and a legal length. An initial value of 0 would turn a forgotten size into a problem that has
-// nothing to compute.
+// Every call refuses it, so that a forgotten size is an error. (0 is a legal batch and a legal length.)
 #define HATTN_UNSET (-1)
 
 // How the gradients of one problem are computed on one device. Plans are used as hattn_forward_plan.
@@ -187,15 +184,13 @@ typedef int32_t hattn_device;
 
 // A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
 //
-// The offset of an element from data, in elements, is the sum of index times stride over all dimensions.
-// The order of the dimensions is fixed:
+// The offset of an element from data, in elements, is the sum of index times stride over all dimensions. Their order is:
 // - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 // - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
 // - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 // - 1 or 2 dimensions: as the comment of the argument says
 //
 // The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
-//
 // On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
 // All other tensors are aligned to their elements. No two elements of an output have the same address.
 typedef struct hattn_tensor {
@@ -274,8 +269,8 @@ typedef int32_t hattn_scaling;
 
 // One factor for each block of 128 rows of a head. The last block may be shorter.
 // Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
-// Packed sequences have blocks of their own: the factors are [heads, floor((total + 127 * batch) / 128)]. Sequence i begins
-// with block floor((begin + 127 * i) / 128), where begin is its first row. Factors of no sequence are not read.
+// Packed: [heads, floor((total + 127 * batch) / 128)]. Sequence i, from row begin on, has its own blocks from
+// floor((begin + 127 * i) / 128) on. Factors of no sequence are not read.
 #define HATTN_PER_BLOCK 2
 
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
@@ -316,11 +311,9 @@ typedef struct hattn_forward_problem {
   int64_t head_dim_qk;
   // Number of elements of a value and of an output, 1 or more.
   int64_t head_dim_vo;
-  // Number of keys that a window keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
-  // Only HATTN_MASK_WINDOW uses it.
+  // Number of keys that HATTN_MASK_WINDOW keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
   int64_t window_left;
-  // Number of keys that a window keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
-  // Only HATTN_MASK_WINDOW uses it.
+  // Number of keys that HATTN_MASK_WINDOW keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
   int64_t window_right;
   // The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
   float softmax_scale;
@@ -333,41 +326,29 @@ typedef struct hattn_forward_problem {
   hattn_scaling scaling;
   // 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
   int32_t amax;
-  // 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32.
-  // Must be 0 unless the operands are HATTN_E4M3.
-  //
-  // The sums fit f16 where no stored element of Q or K is larger in magnitude than 14. hattn_quantize_run stores no
-  // larger elements if the problem has this option. Results are right for any elements: the kernel checks each one.
-  // If an element is larger or NaN, a second kernel computes everything again in f32. The run then takes more than
-  // twice as long. The CPU always sums in f32.
+  // 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32, as the CPU does.
+  // Must be 0 unless the operands are HATTN_E4M3. The sums fit f16 where no stored element of Q or K is larger in
+  // magnitude than 14, and hattn_quantize_run then stores no larger ones. Results are right for any elements: if one is
+  // larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
   int32_t half_scores;
-  // Number of multiprocessors of the GPU that the kernels leave to others, 0 or more and below the GPU's number.
-  // Other work needs free multiprocessors to run beside attention, such as kernels of NCCL.
-  //
-  // Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
+  // Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL. 0 or more and below
+  // the GPU's number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
   // Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
   // The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
   int32_t sm_margin;
-  // 1: rows of outputs that belong to no sequence are filled: with 0, and the log-sum-exp with -inf. 0: they are not written.
-  // Must be 0 unless sequences have lengths of their own (cu_seqlens_q and the next three fields).
+  // 1: rows of outputs that belong to no sequence are filled with 0 (log-sum-exp: -inf). 0: they are not written.
   int32_t fill_gaps;
-  // 1: the sequences of Q are packed. 0: they are not.
-  //
-  // Packed sequences follow each other without padding. seqlen_q is then the number of rows of all of them (total_q),
-  // and batch the number of sequences. Q and O are [total_q, heads_q, head_dim], the log-sum-exp is [heads_q, total_q].
-  // The argument cu_seqlens_q says where each sequence begins. Each sequence has its own mask.
-  // Rows before the first offset and from the last one on belong to no sequence.
-  // On a GPU such a problem cannot be planned yet.
+  // 1: the sequences of Q are packed, without padding: Q and O are [total_q, heads_q, head_dim], the log-sum-exp is
+  // [heads_q, total_q]. seqlen_q is total_q. On a GPU such a problem cannot be planned yet. 0: they are not packed.
   int32_t cu_seqlens_q;
-  // 1: the sequences of K and V are packed, [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
+  // 1: the sequences of K and V are packed: [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
   int32_t cu_seqlens_kv;
-  // 1: each sequence uses its first rows of Q only. The argument seqused_q says how many. 0: it uses all of them.
-  // The mask of a sequence has the used lengths as its sizes. The other rows belong to no sequence. Q may be packed.
+  // 1: each sequence uses its first rows of Q only, packed or not. 0: it uses all of them.
+  // The mask of a sequence has the used lengths as its sizes.
   int32_t seqused_q;
   // As seqused_q, for K and V.
   int32_t seqused_kv;
-  // About how many queries the longest sequence has, if queries have lengths of their own. 0: unknown.
-  // It is a hint for the choice of kernels. Results are right whatever it is.
+  // About how many queries the longest sequence has. 0: unknown. A hint for speed, where lengths may differ.
   int64_t max_seqlen_q;
   // As max_seqlen_q, for keys.
   int64_t max_seqlen_kv;
@@ -392,8 +373,7 @@ typedef struct hattn_forward_args {
   // The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q].
   // Given exactly if the problem's lse is 1.
   const struct hattn_tensor *lse;
-  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
-  // Runs that may overlap in time need one each.
+  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
   size_t workspace_bytes;
@@ -411,15 +391,12 @@ typedef struct hattn_forward_args {
   // Given exactly if the problem's amax is 1.
   const struct hattn_tensor *amax;
   // Where each sequence of a packed Q begins, read: HATTN_I32 [batch + 1]. Sequence i has the rows from entry i to below
-  // entry i + 1. Given exactly if the problem's cu_seqlens_q is 1.
-  //
-  // The entries do not decrease, and are 0 to total_q. Only the CPU checks this. On a GPU an entry below 0, above total_q or
-  // below an earlier one counts as 0, as total_q or as the earlier one: no memory outside of the tensors is read or written.
+  // entry i + 1. Given exactly if the problem's cu_seqlens_q is 1. Entries do not decrease, and are 0 to total_q.
+  // Only the CPU checks this. A GPU clamps them, so that no memory outside of the tensors is used.
   const struct hattn_tensor *cu_seqlens_q;
   // As cu_seqlens_q, for packed K and V.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to the length of the sequence.
-  // Given exactly if the problem's seqused_q is 1. Only the CPU checks the entries. A GPU clamps them.
+  // How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as cu_seqlens_q.
   const struct hattn_tensor *seqused_q;
   // As seqused_q, for K and V.
   const struct hattn_tensor *seqused_kv;
@@ -450,8 +427,7 @@ typedef struct hattn_backward_problem {
   int64_t window_left;
   int64_t window_right;
   float softmax_scale;
-  // 1: the same inputs, plan and device always give the same bits. This may cost time on a GPU.
-  // 0: sums on a GPU may be added in another order each time. The CPU always gives the same bits.
+  // 1: the same inputs, plan and device always give the same bits, as they do on the CPU. 0: a GPU may differ, and be faster.
   int32_t deterministic;
   hattn_arch arch;
   int32_t sm_margin;
@@ -494,18 +470,14 @@ typedef struct hattn_backward_args {
   const struct hattn_tensor *d_k;
   // The gradient of the values, overwritten: the sum over the query heads that read them.
   const struct hattn_tensor *d_v;
-  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
-  // Runs that may overlap in time need one each.
+  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_backward_plan_workspace_size gives.
   size_t workspace_bytes;
-  // Where each sequence of a packed Q begins, as in hattn_forward_args.
+  // These four are as in hattn_forward_args.
   const struct hattn_tensor *cu_seqlens_q;
-  // Where each sequence of packed K and V begins, as in hattn_forward_args.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q are used, as in hattn_forward_args.
   const struct hattn_tensor *seqused_q;
-  // How many rows of each sequence of K and V are used, as in hattn_forward_args.
   const struct hattn_tensor *seqused_kv;
 } hattn_backward_args;
 
@@ -529,9 +501,7 @@ typedef struct hattn_quantize_problem {
   // Element type of the values that are quantised: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
   hattn_dtype source;
   // 1: rotate each query and key before it is quantised. 0: do not.
-  //
-  // The rotation multiplies the elements by random signs and applies a Hadamard transform over the head dim.
-  // It leaves Q K^T as it is, and spreads an outlier over its whole vector.
+  // Random signs and a Hadamard transform over the head dim leave Q K^T as it is, and spread outliers over their vectors.
   int32_t hadamard;
   // The seed of the random signs. Queries and keys of one forward pass need the same seed. Only hadamard uses it.
   uint64_t seed;
@@ -572,19 +542,15 @@ typedef struct hattn_quantize_args {
   // The first counts the elements that were stored as 448 (or 14) because they were too large.
   // The second counts the elements that were not finite.
   const struct hattn_tensor *counts;
-  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
-  // Runs that may overlap in time need one each.
+  // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
   size_t workspace_bytes;
-  // Where each sequence of a packed Q begins, as in hattn_forward_args.
+  // These four are as in hattn_forward_args.
   // Given if the forward problem has them, and a tensor of that side is quantised.
   const struct hattn_tensor *cu_seqlens_q;
-  // Where each sequence of packed K and V begins, as in hattn_forward_args.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q are used, as in hattn_forward_args.
   const struct hattn_tensor *seqused_q;
-  // How many rows of each sequence of K and V are used, as in hattn_forward_args.
   const struct hattn_tensor *seqused_kv;
 } hattn_quantize_args;
 

@@ -73,18 +73,15 @@ pub const HATTN_PER_TENSOR: hattn_scaling = 0;
 pub const HATTN_PER_HEAD: hattn_scaling = 1;
 /// One factor for each block of 128 rows of a head. The last block may be shorter.
 /// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
-/// Packed sequences have blocks of their own: the factors are [heads, floor((total + 127 * batch) / 128)]. Sequence i begins
-/// with block floor((begin + 127 * i) / 128), where begin is its first row. Factors of no sequence are not read.
+/// Packed: [heads, floor((total + 127 * batch) / 128)]. Sequence i, from row begin on, has its own blocks from
+/// floor((begin + 127 * i) / 128) on. Factors of no sequence are not read.
 pub const HATTN_PER_BLOCK: hattn_scaling = 2;
 
 /// No bound on this side of a window.
 pub const HATTN_UNBOUNDED: i64 = -1;
 
 /// What HATTN_FORWARD_PROBLEM_INIT and HATTN_BACKWARD_PROBLEM_INIT set batch, seqlen_q and seqlen_kv to.
-/// Every call refuses it.
-///
-/// 0 is a legal batch and a legal length. An initial value of 0 would turn a forgotten size into a problem that has
-/// nothing to compute.
+/// Every call refuses it, so that a forgotten size is an error. (0 is a legal batch and a legal length.)
 pub const HATTN_UNSET: i64 = -1;
 
 /// What a CUstream or a cudaStream_t points to.
@@ -132,11 +129,9 @@ pub struct hattn_forward_problem {
     pub head_dim_qk: i64,
     /// Number of elements of a value and of an output, 1 or more.
     pub head_dim_vo: i64,
-    /// Number of keys that a window keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
-    /// Only HATTN_MASK_WINDOW uses it.
+    /// Number of keys that HATTN_MASK_WINDOW keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
     pub window_left: i64,
-    /// Number of keys that a window keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
-    /// Only HATTN_MASK_WINDOW uses it.
+    /// Number of keys that HATTN_MASK_WINDOW keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
     pub window_right: i64,
     /// The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
     pub softmax_scale: f32,
@@ -149,41 +144,29 @@ pub struct hattn_forward_problem {
     pub scaling: hattn_scaling,
     /// 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
     pub amax: i32,
-    /// 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32.
-    /// Must be 0 unless the operands are HATTN_E4M3.
-    ///
-    /// The sums fit f16 where no stored element of Q or K is larger in magnitude than 14. hattn_quantize_run stores no
-    /// larger elements if the problem has this option. Results are right for any elements: the kernel checks each one.
-    /// If an element is larger or NaN, a second kernel computes everything again in f32. The run then takes more than
-    /// twice as long. The CPU always sums in f32.
+    /// 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32, as the CPU does.
+    /// Must be 0 unless the operands are HATTN_E4M3. The sums fit f16 where no stored element of Q or K is larger in
+    /// magnitude than 14, and hattn_quantize_run then stores no larger ones. Results are right for any elements: if one is
+    /// larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
     pub half_scores: i32,
-    /// Number of multiprocessors of the GPU that the kernels leave to others, 0 or more and below the GPU's number.
-    /// Other work needs free multiprocessors to run beside attention, such as kernels of NCCL.
-    ///
-    /// Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
+    /// Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL. 0 or more and below
+    /// the GPU's number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
     /// Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
     /// The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
     pub sm_margin: i32,
-    /// 1: rows of outputs that belong to no sequence are filled: with 0, and the log-sum-exp with -inf. 0: they are not written.
-    /// Must be 0 unless sequences have lengths of their own (cu_seqlens_q and the next three fields).
+    /// 1: rows of outputs that belong to no sequence are filled with 0 (log-sum-exp: -inf). 0: they are not written.
     pub fill_gaps: i32,
-    /// 1: the sequences of Q are packed. 0: they are not.
-    ///
-    /// Packed sequences follow each other without padding. seqlen_q is then the number of rows of all of them (total_q),
-    /// and batch the number of sequences. Q and O are [total_q, heads_q, head_dim], the log-sum-exp is [heads_q, total_q].
-    /// The argument cu_seqlens_q says where each sequence begins. Each sequence has its own mask.
-    /// Rows before the first offset and from the last one on belong to no sequence.
-    /// On a GPU such a problem cannot be planned yet.
+    /// 1: the sequences of Q are packed, without padding: Q and O are [total_q, heads_q, head_dim], the log-sum-exp is
+    /// [heads_q, total_q]. seqlen_q is total_q. On a GPU such a problem cannot be planned yet. 0: they are not packed.
     pub cu_seqlens_q: i32,
-    /// 1: the sequences of K and V are packed, [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
+    /// 1: the sequences of K and V are packed: [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
     pub cu_seqlens_kv: i32,
-    /// 1: each sequence uses its first rows of Q only. The argument seqused_q says how many. 0: it uses all of them.
-    /// The mask of a sequence has the used lengths as its sizes. The other rows belong to no sequence. Q may be packed.
+    /// 1: each sequence uses its first rows of Q only, packed or not. 0: it uses all of them.
+    /// The mask of a sequence has the used lengths as its sizes.
     pub seqused_q: i32,
     /// As seqused_q, for K and V.
     pub seqused_kv: i32,
-    /// About how many queries the longest sequence has, if queries have lengths of their own. 0: unknown.
-    /// It is a hint for the choice of kernels. Results are right whatever it is.
+    /// About how many queries the longest sequence has. 0: unknown. A hint for speed, where lengths may differ.
     pub max_seqlen_q: i64,
     /// As max_seqlen_q, for keys.
     pub max_seqlen_kv: i64,
@@ -231,8 +214,7 @@ pub struct hattn_backward_problem {
     pub window_left: i64,
     pub window_right: i64,
     pub softmax_scale: f32,
-    /// 1: the same inputs, plan and device always give the same bits. This may cost time on a GPU.
-    /// 0: sums on a GPU may be added in another order each time. The CPU always gives the same bits.
+    /// 1: the same inputs, plan and device always give the same bits, as they do on the CPU. 0: a GPU may differ, and be faster.
     pub deterministic: i32,
     pub arch: hattn_arch,
     pub sm_margin: i32,
@@ -269,9 +251,7 @@ pub struct hattn_quantize_problem {
     /// Element type of the values that are quantised: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
     pub source: hattn_dtype,
     /// 1: rotate each query and key before it is quantised. 0: do not.
-    ///
-    /// The rotation multiplies the elements by random signs and applies a Hadamard transform over the head dim.
-    /// It leaves Q K^T as it is, and spreads an outlier over its whole vector.
+    /// Random signs and a Hadamard transform over the head dim leave Q K^T as it is, and spread outliers over their vectors.
     pub hadamard: i32,
     /// The seed of the random signs. Queries and keys of one forward pass need the same seed. Only hadamard uses it.
     pub seed: u64,
@@ -279,15 +259,13 @@ pub struct hattn_quantize_problem {
 
 /// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
 ///
-/// The offset of an element from data, in elements, is the sum of index times stride over all dimensions.
-/// The order of the dimensions is fixed:
+/// The offset of an element from data, in elements, is the sum of index times stride over all dimensions. Their order is:
 /// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 /// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
 /// - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 /// - 1 or 2 dimensions: as the comment of the argument says
 ///
 /// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
-///
 /// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
 /// All other tensors are aligned to their elements. No two elements of an output have the same address.
 #[repr(C)]
@@ -336,8 +314,7 @@ pub struct hattn_forward_args {
     /// The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q].
     /// Given exactly if the problem's lse is 1.
     pub lse: *const hattn_tensor,
-    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
-    /// Runs that may overlap in time need one each.
+    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
     pub workspace_bytes: usize,
@@ -355,15 +332,12 @@ pub struct hattn_forward_args {
     /// Given exactly if the problem's amax is 1.
     pub amax: *const hattn_tensor,
     /// Where each sequence of a packed Q begins, read: HATTN_I32 [batch + 1]. Sequence i has the rows from entry i to below
-    /// entry i + 1. Given exactly if the problem's cu_seqlens_q is 1.
-    ///
-    /// The entries do not decrease, and are 0 to total_q. Only the CPU checks this. On a GPU an entry below 0, above total_q or
-    /// below an earlier one counts as 0, as total_q or as the earlier one: no memory outside of the tensors is read or written.
+    /// entry i + 1. Given exactly if the problem's cu_seqlens_q is 1. Entries do not decrease, and are 0 to total_q.
+    /// Only the CPU checks this. A GPU clamps them, so that no memory outside of the tensors is used.
     pub cu_seqlens_q: *const hattn_tensor,
     /// As cu_seqlens_q, for packed K and V.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to the length of the sequence.
-    /// Given exactly if the problem's seqused_q is 1. Only the CPU checks the entries. A GPU clamps them.
+    /// How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as cu_seqlens_q.
     pub seqused_q: *const hattn_tensor,
     /// As seqused_q, for K and V.
     pub seqused_kv: *const hattn_tensor,
@@ -393,6 +367,7 @@ impl hattn_forward_args {
 
 /// What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
 #[repr(C)]
+#[allow(missing_docs, reason = "the fields of hattn_forward_args are explained there")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_backward_args {
     /// sizeof(hattn_backward_args).
@@ -421,18 +396,14 @@ pub struct hattn_backward_args {
     pub d_k: *const hattn_tensor,
     /// The gradient of the values, overwritten: the sum over the query heads that read them.
     pub d_v: *const hattn_tensor,
-    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
-    /// Runs that may overlap in time need one each.
+    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_backward_plan_workspace_size gives.
     pub workspace_bytes: usize,
-    /// Where each sequence of a packed Q begins, as in hattn_forward_args.
+    /// These four are as in hattn_forward_args.
     pub cu_seqlens_q: *const hattn_tensor,
-    /// Where each sequence of packed K and V begins, as in hattn_forward_args.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q are used, as in hattn_forward_args.
     pub seqused_q: *const hattn_tensor,
-    /// How many rows of each sequence of K and V are used, as in hattn_forward_args.
     pub seqused_kv: *const hattn_tensor,
 }
 
@@ -481,6 +452,7 @@ pub struct hattn_quantize_tensor {
 
 /// What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
 #[repr(C)]
+#[allow(missing_docs, reason = "the fields of hattn_forward_args are explained there")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_args {
     /// sizeof(hattn_quantize_args).
@@ -497,19 +469,15 @@ pub struct hattn_quantize_args {
     /// The first counts the elements that were stored as 448 (or 14) because they were too large.
     /// The second counts the elements that were not finite.
     pub counts: *const hattn_tensor,
-    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none.
-    /// Runs that may overlap in time need one each.
+    /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_quantize_plan_workspace_size gives.
     pub workspace_bytes: usize,
-    /// Where each sequence of a packed Q begins, as in hattn_forward_args.
+    /// These four are as in hattn_forward_args.
     /// Given if the forward problem has them, and a tensor of that side is quantised.
     pub cu_seqlens_q: *const hattn_tensor,
-    /// Where each sequence of packed K and V begins, as in hattn_forward_args.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q are used, as in hattn_forward_args.
     pub seqused_q: *const hattn_tensor,
-    /// How many rows of each sequence of K and V are used, as in hattn_forward_args.
     pub seqused_kv: *const hattn_tensor,
 }
 
@@ -705,109 +673,4 @@ pub(crate) unsafe fn read<T: Versioned>(what: &str, pointer: *const T) -> Outcom
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::status::HATTN_ERROR_ABI;
-
-    /// A problem in memory of any size.
-    #[repr(C, align(8))]
-    struct Block([u8; 8192]);
-
-    fn block(size: u32, version: u32) -> Block {
-        let mut block = Block([0; 8192]);
-        block.0[..4].copy_from_slice(&size.to_ne_bytes());
-        block.0[4..8].copy_from_slice(&version.to_ne_bytes());
-        block
-    }
-
-    fn text(block: &Block) -> Result<hattn_forward_problem, String> {
-        // SAFETY: aligned, and larger than any size that is followed.
-        unsafe { read("problem", (&raw const *block).cast::<hattn_forward_problem>()) }.map_err(|failure| {
-            assert_eq!(failure.status(), HATTN_ERROR_ABI);
-            failure.to_string()
-        })
-    }
-
-    /// The sizes that are taken of a struct whose fields are all 0, up to 17 bytes more than it has.
-    fn taken<T: Versioned>() -> Vec<usize> {
-        let is_taken = |&size: &usize| {
-            let given = block(size as u32, 1);
-            // SAFETY: aligned, and larger than any size that is followed.
-            unsafe { read("it", (&raw const given).cast::<T>()) }.is_ok()
-        };
-        (0..size_of::<T>() + 18).filter(is_taken).collect()
-    }
-
-    #[test]
-    fn a_size_ends_between_two_fields() {
-        // The last two of each list are those of structs that a newer header may have.
-        assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136, 144, 152, 160, 168, 176]);
-        assert_eq!(taken::<hattn_backward_problem>(), [104, 112, 120, 128, 136, 144, 152, 160, 168]);
-        assert_eq!(taken::<hattn_quantize_problem>(), [32, 40, 48]);
-        assert_eq!(taken::<hattn_tensor>(), [96, 104, 112]);
-        assert_eq!(taken::<hattn_forward_args>(), [64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152]);
-        assert_eq!(taken::<hattn_backward_args>(), [104, 112, 120, 128, 136, 144, 152]);
-        assert_eq!(taken::<hattn_quantize_tensor>(), [40, 48, 56]);
-        assert_eq!(taken::<hattn_quantize_args>(), [56, 64, 72, 80, 88, 96, 104]);
-        let inside_of_an_array = StructLayout { name: "", least: 8, size: 48, fields: &[("array", 8), ("last", 40)] };
-        assert_eq!(inside_of_an_array.sizes().collect::<Vec<_>>(), [8, 40, 48]);
-    }
-
-    #[test]
-    fn sizes_and_versions_are_those_that_exist() {
-        assert_eq!(text(&block(104, 1)).unwrap().batch, 0);
-        assert_eq!(text(&block(104, 2)).unwrap_err(), "problem: abi_version 2; allowed: 1");
-        for size in [0, 103, 119, 4097, 4104, u32::MAX] {
-            let want = format!(
-                "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, 160 (sizeof(hattn_forward_problem)), or a larger \
-                 multiple of 8 up to 4096 if the fields that this library does not know are 0"
-            );
-            assert_eq!(text(&block(size, 1)).unwrap_err(), want);
-        }
-    }
-
-    #[test]
-    fn fields_of_a_newer_caller_must_be_zero() {
-        let known = size_of::<hattn_forward_problem>();
-        let size = known + 8;
-        let mut newer = block(size as u32, 1);
-        newer.0[24] = 3;
-        assert_eq!(text(&newer).unwrap().batch, 3);
-        newer.0[size - 1] = 1;
-        let error = text(&newer).unwrap_err();
-        assert!(
-            error.starts_with(&format!(
-                "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, {known} ("
-            )),
-            "{error}"
-        );
-        // Bytes behind the size that the caller gave are not the struct's.
-        newer.0[size - 1] = 0;
-        newer.0[size] = 1;
-        assert!(text(&newer).is_ok());
-    }
-
-    #[test]
-    fn reserved_fields_must_be_zero() {
-        assert_eq!(hattn_tensor::LAYOUT.reserved(), Some(28));
-        assert_eq!(hattn_forward_args::LAYOUT.reserved(), None);
-        let mut given = block(152, 1);
-        // SAFETY: aligned, and larger than any size that is followed.
-        let read = |given: &Block| unsafe { read("problem", (&raw const *given).cast::<hattn_backward_problem>()) };
-        assert!(read(&given).is_ok());
-        given.0[151] = 1;
-        assert_eq!(read(&given).unwrap_err().to_string(), "problem: reserved 0x1000000; allowed: 0");
-        // An older caller's struct ends before the field.
-        given.0[..4].copy_from_slice(&144_u32.to_ne_bytes());
-        assert!(read(&given).is_ok());
-    }
-
-    #[test]
-    fn fields_that_an_older_caller_does_not_know_are_zero() {
-        let mut older = block(104, 1);
-        older.0[104..4096].fill(1);
-        let read = text(&older).unwrap();
-        assert_eq!((read.output, read.scaling, read.amax, read.half_scores, read.sm_margin), (0, 0, 0, 0, 0));
-        assert_eq!((read.cu_seqlens_q, read.seqused_kv, read.max_seqlen_q, read.fill_gaps), (0, 0, 0, 0));
-    }
-}
+mod tests;

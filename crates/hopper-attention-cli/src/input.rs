@@ -80,7 +80,7 @@ impl TensorFile {
         match layouts.into_iter().find(|layout| layout.name() == text.to_lowercase()) {
             Some(layout) => Ok(Some(layout)),
             None => bail!(
-                "input {}: metadata layout `{}`; allowed: bshd, bhsd",
+                "input {}: metadata layout `{}`; allowed: bshd, bhsd, thd",
                 self.path.display(),
                 excerpt(text, LONGEST)
             ),
@@ -101,8 +101,11 @@ impl TensorFile {
             FileDtype::BF16 => DType::BF16,
             FileDtype::F16 => DType::F16,
             FileDtype::F32 => DType::F32,
+            FileDtype::I32 => DType::I32,
             other => {
-                bail!("input {}: tensor `{name}` has dtype {other}; allowed: BF16, F16, F32", self.path.display())
+                let is_list = name.starts_with("cu_seqlens") || name.starts_with("seqused");
+                let allowed = if is_list { "I32" } else { "BF16, F16, F32" };
+                bail!("input {}: tensor `{name}` has dtype {other}; allowed: {allowed}", self.path.display())
             }
         };
         Ok((dtype, &info.shape))

@@ -2,14 +2,14 @@
 
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
-use hopper_attention::reference::{BackwardExpected, Expected, Tensor, forward as oracle};
-use hopper_attention::{BackwardProblem, ForwardProblem, Layout, Slot};
+use hopper_attention::reference::{BackwardExpected, Expected, Tensor, forward_of as oracle};
+use hopper_attention::{BackwardProblem, ForwardProblem, Layout, SequenceRows, Slot};
 
 use crate::args::FileLayout;
 use crate::layout::strided;
 use crate::operands::QUANTISED;
 use crate::report;
-use crate::values::{Tensors, Values, tensor};
+use crate::values::{Tensors, Values, lengths, tensor};
 
 /// How far the result is from the f64 oracle.
 pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<Vec<(&'static str, Figures)>> {
@@ -17,7 +17,8 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let [q, k, v] = real(problem, layout, tensors)?;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
-        anyhow::Ok(Expected::with_progress(problem, &q, &k, &v, told)?.check(&o, Some(&lse))?)
+        let expected = Expected::of(problem, &lengths(tensors), [&q, &k, &v], 1.0, Some(told))?;
+        anyhow::Ok(expected.check(&o, Some(&lse))?)
     })?;
     Ok([("o", report.o)].into_iter().chain(report.lse.map(|lse| ("lse", lse))).collect())
 }
@@ -27,7 +28,7 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
     let error = report::busy("comparing with the f64 oracle on the input", || {
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
-        let exact = oracle(problem, &q, &k, &v)?.o;
+        let exact = oracle(problem, &lengths(tensors), &q, &k, &v)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
         let errors = squares(&mut o.data().iter().zip(exact.data()).map(|(o, exact)| o - exact));
@@ -48,7 +49,9 @@ pub fn judge_gradients(
         let [q, k, v] = real(problem.forward(), layout, tensors)?;
         let d_o = wide(tensors, Slot::DO, layout, problem.d_o_shape())?;
         let d_lse = tensors.get(&Slot::DLse).map(Values::wide).transpose()?;
-        let report = BackwardExpected::with_progress(problem, [&q, &k, &v, &d_o], d_lse.as_deref(), told)?.check(
+        let inputs = [&q, &k, &v, &d_o];
+        let expected = BackwardExpected::of(problem, &lengths(tensors), inputs, d_lse.as_deref(), Some(told))?;
+        let report = expected.check(
             &wide(tensors, Slot::DQ, layout, problem.d_q_shape())?,
             &wide(tensors, Slot::DK, layout, problem.d_k_shape())?,
             &wide(tensors, Slot::DV, layout, problem.d_v_shape())?,
@@ -65,13 +68,23 @@ fn wide(tensors: &Tensors, slot: Slot, layout: FileLayout, shape: [usize; 4]) ->
 /// The real values of q, k and v: what is stored, times its factors where it has some.
 fn real(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<[Tensor; 3]> {
     let scaling = problem.scaling().unwrap_or_default();
+    let sequences: Vec<_> = lengths(tensors).sequences(problem).collect();
     let real = |i: usize, shape, of_factors, group| {
         let stored = wide(tensors, QUANTISED[i].tensor, layout, shape)?;
         let Some(factors) = tensors.get(&QUANTISED[i].factors) else { return Ok(stored) };
         let (factors, of_factors) = (factors.wide()?, Layout::contiguous(of_factors)?);
         anyhow::Ok(stored.descaled(|[batch, row, head]| {
-            let place = of_factors.offset(scaling.index(batch, head, group, row));
-            place.map_or(f32::NAN, |place| factors[place] as f32)
+            // A sequence's rows follow those of earlier ones. Rows of no sequence have no factor, and nobody reads them.
+            let own = if problem.has_lengths() {
+                let of_side = |rows: &[SequenceRows; 2]| rows[usize::from(i > 0)];
+                let from =
+                    sequences.partition_point(|rows| (of_side(rows).batch, of_side(rows).range().end) <= (batch, row));
+                let rows = sequences.get(from).map(of_side).filter(|own| own.batch == batch && own.begin <= row);
+                rows.map(|own| own.factor(scaling, head, group, row - own.begin))
+            } else {
+                Some(scaling.index(batch, head, group, row))
+            };
+            own.and_then(|own| of_factors.offset(own)).map_or(f32::NAN, |place| factors[place] as f32)
         }))
     };
     Ok([

@@ -27,10 +27,10 @@ pub fn strided(layout: FileLayout, logical_shape: [usize; 4]) -> hopper_attentio
     }
 }
 
-/// Whether an operand has the file's order of dimensions and the file's element type, as those of four dimensions do. Others are
-/// contiguous, and of the type that the library lists.
+/// Whether an operand has the file's order of dimensions and the file's element type, as those of four dimensions do, and of
+/// three where sequences are packed. Others are contiguous, and of the type that the library lists.
 pub fn is_in_files_order(operand: &Operand) -> bool {
-    operand.shape().len() == 4
+    operand.slot().rank() == 4
 }
 
 /// An operand's shape in the file.

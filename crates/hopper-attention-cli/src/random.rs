@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, ensure};
 use hopper_attention::{BackwardProblem, Dims, ForwardProblem, Operand, Slot};
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
+use hopper_attention_verify::packing::{Kind, Packing};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -19,12 +20,15 @@ use crate::values::Values;
 /// Writes q, k and v, and d_o and d_lse where they are wanted, each element from the normal distribution with mean 0 and
 /// deviation 1. A class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
-    ensure!(args.layout != FileLayout::Thd, "layout thd (packed sequences) is not supported yet; allowed: bshd, bhsd");
+    let packed = args.packed || args.layout == FileLayout::Thd;
+    let layout = if packed { FileLayout::Thd } else { args.layout };
+    ensure!(!packed || args.like.is_normal(), "--like {} with packed sequences; allowed: normal", args.like);
     let dims = Dims::new(args.batch, args.seqlen_q, args.heads_q, args.head_dim)
         .with_seqlen_kv(args.seqlen_kv.unwrap_or(args.seqlen_q))
         .with_heads_kv(args.heads_kv.unwrap_or(args.heads_q))
         .with_head_dim_vo(args.head_dim_vo.unwrap_or(args.head_dim));
-    let problem = ForwardProblem::builder(args.dtype.into(), dims).lse(true).build()?;
+    let problem = ForwardProblem::builder(args.dtype.into(), dims).lse(true).packed(packed).build()?;
+    let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
     let (dtype, forward) = (problem.dtype(), problem.operands());
     let inputs: Vec<&Operand> = inputs(&forward, args.backward.then_some(&backward)).into_values().collect();
@@ -34,6 +38,12 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let drawn = report::busy("drawing numbers", || {
         let draw = |operand: &&Operand| {
             let mut values = Values::unwritten(operand.dtype(), operand.shape())?;
+            if let (Values::I32(numbers), Some((_, list))) =
+                (&mut values, lengths.lists().find(|(slot, _)| *slot == operand.slot()))
+            {
+                numbers.copy_from_slice(list);
+                return Ok(values);
+            }
             let numbers = StandardNormal.sample_iter(&mut rng);
             match rows(args, operand) {
                 Some(rows) => values.fill(rows.changed(numbers)),
@@ -43,15 +53,15 @@ pub fn random(args: &RandomArgs) -> Result<()> {
         };
         inputs.iter().map(draw).collect::<Result<Vec<_>>>()
     })?;
-    let layout = args.layout.name();
+    let layout_name = layout.name();
     let metadata: BTreeMap<String, String> = [
-        ("layout", layout.to_string()),
+        ("layout", layout_name.to_string()),
         ("source", source(args)),
         ("made_by", concat!("hattn ", env!("CARGO_PKG_VERSION")).to_string()),
     ]
     .map(|(key, value)| (key.to_string(), value))
     .into();
-    let shape = |operand| shape_in_file(args.layout, operand);
+    let shape = |operand| shape_in_file(layout, operand);
     let named = inputs.iter().zip(&drawn).map(|(operand, values)| NamedTensor {
         name: operand.slot().name(),
         dtype: operand.dtype(),
@@ -66,8 +76,19 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let others =
         others.into_iter().map(|operand| format!(", {} {} {:?}", operand.slot(), operand.dtype(), operand.shape()));
     let (in_order, others) = (in_order.collect::<String>(), others.collect::<String>());
-    report::line("output", format!("{}: {in_order}{dtype} {layout}{others}", args.output.display()));
+    report::line("output", format!("{}: {in_order}{dtype} {layout_name}{others}", args.output.display()));
     Ok(())
+}
+
+/// Cuts the rows of both sides into sequences of random lengths, the same ones where both have as many rows.
+fn cuts(problem: &ForwardProblem, seed: u64) -> Packing {
+    let dims = problem.dims();
+    let kind = Kind { packed: [true; 2], ..Kind::default() };
+    let mut lengths = Packing::whole(kind, dims.batch, [dims.seqlen_q, dims.seqlen_kv], seed);
+    if dims.seqlen_q == dims.seqlen_kv {
+        lengths.cu_seqlens_kv.clone_from(&lengths.cu_seqlens_q);
+    }
+    lengths
 }
 
 /// Where the numbers come from, for the file's metadata.

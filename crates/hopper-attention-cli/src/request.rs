@@ -13,7 +13,7 @@ use crate::input::TensorFile;
 use crate::layout::{axes, is_in_files_order, logical, shape_in_file};
 use crate::operands::inputs;
 use crate::report;
-use crate::values::Tensors;
+use crate::values::{Tensors, lengths};
 
 /// Where a layout was stated, when it was not in the file.
 const OPTION: &str = "--layout";
@@ -39,10 +39,6 @@ impl Request {
         let input = TensorFile::open(&args.input)?;
         let name = args.input.display();
         let (layout, layout_source) = stated_layout(&input, args)?;
-        ensure!(
-            layout != FileLayout::Thd,
-            "input {name}: layout thd (packed sequences) is not supported yet; allowed: bshd, bhsd"
-        );
         if layout_source == OPTION
             && let Ok(Some(stated)) = input.layout()
             && stated != layout
@@ -55,10 +51,17 @@ impl Request {
         for (tensor, (shape, dtype)) in ["q", "k", "v"].into_iter().zip(shapes.iter_mut().zip(&mut dtypes)) {
             let (found, dims) = input.tensor(tensor)?;
             *dtype = found;
-            *shape = <[usize; 4]>::try_from(dims).ok().map(|dims| logical(layout, dims)).with_context(|| {
+            let (wanted, logical) = match layout {
+                // Packed tensors have a batch of 1.
+                FileLayout::Thd => {
+                    (3, <[usize; 3]>::try_from(dims).ok().map(|[rows, heads, dim]| [1, rows, heads, dim]))
+                }
+                _ => (4, <[usize; 4]>::try_from(dims).ok().map(|dims| logical(layout, dims))),
+            };
+            *shape = logical.with_context(|| {
                 let dimensions = dims.len();
                 format!(
-                    "input {name}: tensor `{tensor}` has {dimensions} dimensions {dims:?}; allowed: 4, {}",
+                    "input {name}: tensor `{tensor}` has {dimensions} dimensions {dims:?}; allowed: {wanted}, {}",
                     axes(layout)
                 )
             })?;
@@ -69,6 +72,7 @@ impl Request {
             file_dtype == dtype_k && file_dtype == dtype_v,
             "input {name}: q, k and v have dtypes {file_dtype}, {dtype_k} and {dtype_v}; allowed: one for all three"
         );
+        ensure!(file_dtype != DType::I32, "input {name}: tensor `q` has dtype I32; allowed: BF16, F16, F32");
         // What names the same size in two tensors must agree.
         for (what, (left, a), (right, b)) in [
             ("batch", ("q", q[0]), ("k", k[0])),
@@ -84,7 +88,9 @@ impl Request {
             );
         }
 
-        let dims = Dims::new(q[0], q[1], q[2], q[3]).with_seqlen_kv(k[1]).with_heads_kv(k[2]).with_head_dim_vo(v[3]);
+        let packed = layout == FileLayout::Thd;
+        let batch = if packed { sequences(&input)? } else { q[0] };
+        let dims = Dims::new(batch, q[1], q[2], q[3]).with_seqlen_kv(k[1]).with_heads_kv(k[2]).with_head_dim_vo(v[3]);
         let dtype = args.dtype.map_or(file_dtype, DType::from);
         let options = match args.fp8 {
             None => ForwardProblem::builder(dtype, dims),
@@ -96,7 +102,7 @@ impl Request {
                 .half_scores(args.half_scores)
                 .output(dtype),
         };
-        let problem = options.build().with_context(|| format!("input {name}"))?;
+        let problem = options.packed(packed).build().with_context(|| format!("input {name}"))?;
         let mut options = problem.to_builder().mask(args.mask).lse(true).sm_margin(args.sm_margin);
         if let Some(scale) = args.scale {
             options = options.softmax_scale(scale);
@@ -105,6 +111,8 @@ impl Request {
             options = options.arch(arch.into());
         }
         let problem = with_optional_inputs(options.build()?, &input);
+        // A file has no memory that is not written.
+        let problem = problem.to_builder().fill_gaps(problem.has_lengths()).build()?;
         let quantizer = args.fp8.map(|_| {
             let options = Quantizer::builder(&problem, dtype);
             args.hadamard.into_iter().fold(options, |options, seed| options.hadamard(seed)).build()
@@ -114,14 +122,19 @@ impl Request {
             options.d_lse(input.has(Slot::DLse.name())).build()
         });
         let (quantizer, backward) = (quantizer.transpose()?, backward.transpose()?);
-        let request = Self { input, file_dtype, layout, layout_source, problem, backward, quantizer };
+        let mut request = Self { input, file_dtype, layout, layout_source, problem, backward, quantizer };
         for operand in request.inputs() {
             let (dtype, axes) = match is_in_files_order(&operand) {
                 true => (file_dtype, axes(layout)),
-                false => (operand.dtype(), operand.slot().axes()),
+                false => (operand.dtype(), operand.axes()),
             };
             request.input.check(operand.slot().name(), dtype, &shape_in_file(layout, &operand), axes)?;
         }
+        let mut lists = Tensors::new();
+        for slot in request.inputs().iter().filter(|operand| operand.dtype() == DType::I32).map(Operand::slot) {
+            lists.insert(slot, request.input.read(slot.name(), DType::I32)?);
+        }
+        lengths(&lists).check(&request.problem).with_context(|| format!("input {name}"))?;
         Ok(request)
     }
 
@@ -140,11 +153,23 @@ impl Request {
     }
 }
 
+/// The number of packed sequences in a file: one less than there are offsets.
+fn sequences(input: &TensorFile) -> Result<usize> {
+    let name = Slot::CuSeqlensQ.name();
+    match *input.tensor(name)?.1 {
+        [offsets] if offsets > 0 => Ok(offsets - 1),
+        ref other => bail!("tensor `{name}` has shape {other:?}; allowed: [batch + 1]"),
+    }
+}
+
 /// The problem with every optional input that the file holds and that it can be asked for.
 fn with_optional_inputs(mut problem: ForwardProblem, input: &TensorFile) -> ForwardProblem {
     for operand in &problem.operands() {
         let name = operand.slot().name();
-        if operand.access() == Access::Read && operand.presence() == Presence::Refused && input.has(name) {
+        // The layout says whether tensors are packed.
+        let is_offsets = matches!(operand.slot(), Slot::CuSeqlensQ | Slot::CuSeqlensKv);
+        if operand.access() == Access::Read && !is_offsets && operand.presence() == Presence::Refused && input.has(name)
+        {
             match problem.to_builder().operand(operand.slot(), true).build() {
                 Ok(with) => problem = with,
                 Err(error) => report::warn(format!("tensor `{name}` of the input is left out: {error}")),
@@ -161,7 +186,7 @@ fn stated_layout(input: &TensorFile, args: &ComputeArgs) -> Result<(FileLayout, 
     match input.layout()? {
         Some(stated) => Ok((stated, "the file")),
         None => bail!(
-            "input {}: the layout is stated neither by --layout nor by the file's metadata; allowed: bshd, bhsd",
+            "input {}: the layout is stated neither by --layout nor by the file's metadata; allowed: bshd, bhsd, thd",
             args.input.display()
         ),
     }

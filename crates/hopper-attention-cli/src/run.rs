@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use hopper_attention::{BackwardProblem, ForwardProblem, Mask, Operand, Slot};
+use hopper_attention::{BackwardProblem, ForwardProblem, Lengths, Mask, Operand, Slot};
 
 use crate::args::{CheckArgs, ComputeArgs, RunArgs};
 use crate::compute::{self, Plan, compute};
@@ -16,7 +16,7 @@ use crate::operands::outputs;
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::request::{Choice, Request, choose, same_file};
-use crate::values::{Tensors, Values, tensor};
+use crate::values::{Tensors, Values, lengths, tensor};
 
 /// `hattn run`.
 pub fn run(args: &RunArgs) -> Result<()> {
@@ -59,6 +59,7 @@ fn execute(
     if let Some(plan) = &choice.quantise {
         report::busy("quantising", || compute::quantise(plan, &choice.device, *layout, &mut tensors))?;
     }
+    let pairs = pairs(problem, &lengths(&tensors));
     let mut pass = |what, plan: &dyn Plan| {
         let time = report::busy(what, || compute(plan, &choice.device, *layout, &mut tensors, repeat))?;
         outputs(plan.operands()).filter(|operand| is_in_files_order(operand)).try_for_each(|operand| {
@@ -68,10 +69,10 @@ fn execute(
         anyhow::Ok(time)
     };
     let time = pass("computing", &choice.plan)?;
-    tell_speed("", time, repeat, flops(problem));
+    tell_speed("", time, repeat, flops(problem, pairs));
     if let Some(plan) = &choice.backward {
         let time = pass("computing gradients", plan)?;
-        tell_speed("backward ", time, repeat, backward_flops(plan.problem()));
+        tell_speed("backward ", time, repeat, backward_flops(plan.problem(), pairs));
     }
 
     if let Some((path, file)) = output {
@@ -164,20 +165,30 @@ fn write(file: AtomicFile, request: &Request, tensors: &Tensors) -> Result<()> {
     file.finish(|writer| write_safetensors(writer, &metadata, &written))
 }
 
-/// Multiplications and additions of both matrix products, over the pairs of query and key that the mask keeps.
-fn flops(problem: &ForwardProblem) -> f64 {
+/// Multiplications and additions of both matrix products, over so many pairs of query and key.
+fn flops(problem: &ForwardProblem, pairs: f64) -> f64 {
     let dims = problem.dims();
-    let heads = dims.batch * dims.heads_q;
-    // Without heads the file may state any number of queries, and they would all be counted.
-    let pairs = if heads == 0 { 0 } else { kept_pairs(&problem.mask(), dims.seqlen_q, dims.seqlen_kv) } as f64;
-    2.0 * heads as f64 * pairs * (dims.head_dim_qk + dims.head_dim_vo) as f64
+    2.0 * pairs * (dims.head_dim_qk + dims.head_dim_vo) as f64
 }
 
 /// The same of the five products of the gradients: the scores, dQ and dK of one head dim, dP and dV of the other.
-fn backward_flops(problem: &BackwardProblem) -> f64 {
+fn backward_flops(problem: &BackwardProblem, pairs: f64) -> f64 {
     let dims = problem.dims();
     let (qk, vo) = (dims.head_dim_qk as f64, dims.head_dim_vo as f64);
-    flops(problem.forward()) * (3.0 * qk + 2.0 * vo) / (qk + vo)
+    flops(problem.forward(), pairs) * (3.0 * qk + 2.0 * vo) / (qk + vo)
+}
+
+/// The pairs of query and key that the mask keeps, in all heads of all sequences.
+fn pairs(problem: &ForwardProblem, lengths: &Lengths<'_>) -> f64 {
+    let (dims, mask) = (problem.dims(), problem.mask());
+    if problem.has_lengths() {
+        let each = lengths.sequences(problem).map(|[q, kv]| kept_pairs(&mask, q.len, kv.len) as f64);
+        return dims.heads_q as f64 * each.sum::<f64>();
+    }
+    let heads = dims.batch * dims.heads_q;
+    // Without heads the file may state any number of queries, and they would all be counted.
+    let pairs = if heads == 0 { 0 } else { kept_pairs(&mask, dims.seqlen_q, dims.seqlen_kv) };
+    heads as f64 * pairs as f64
 }
 
 /// How many pairs of query and key a mask keeps.
@@ -205,7 +216,8 @@ mod tests {
             let dims = Dims::new(1, 1, 1, 2).with_seqlen_kv(2).with_head_dim_vo(head_dim_vo);
             let forward = ForwardProblem::builder(DType::F32, dims).build().expect("a legal problem");
             let backward = BackwardProblem::builder(&forward).build().expect("it has gradients");
-            (flops(&forward), backward_flops(&backward))
+            let pairs = pairs(&forward, &Lengths::default());
+            (flops(&forward, pairs), backward_flops(&backward, pairs))
         };
         let (forward, backward) = flops_of(2);
         assert_eq!(backward, 2.5 * forward);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail};
 use hopper_attention::reference::Tensor;
-use hopper_attention::{DType, E4M3, Element, Layout, Slot, bf16, f16};
+use hopper_attention::{DType, E4M3, Element, Layout, Lengths, Slot, bf16, f16};
 use hopper_attention_benches::memory;
 
 /// The tensors of a problem. Those of four dimensions lie in the file's order, and all without gaps.
@@ -15,12 +15,27 @@ pub fn tensor(tensors: &Tensors, slot: Slot) -> Result<&Values> {
     tensors.get(&slot).with_context(|| format!("{slot} was neither read nor computed"))
 }
 
+/// The offsets and used lengths that the file holds.
+pub fn lengths(tensors: &Tensors) -> Lengths<'_> {
+    let list = |slot| match tensors.get(&slot) {
+        Some(Values::I32(list)) => Some(&list[..]),
+        _ => None,
+    };
+    Lengths {
+        cu_seqlens_q: list(Slot::CuSeqlensQ),
+        cu_seqlens_kv: list(Slot::CuSeqlensKv),
+        seqused_q: list(Slot::SequsedQ),
+        seqused_kv: list(Slot::SequsedKv),
+    }
+}
+
 /// The elements of a tensor.
 pub enum Values {
     Bf16(Vec<bf16>),
     F16(Vec<f16>),
     E4m3(Vec<E4M3>),
     F32(Vec<f32>),
+    I32(Vec<i32>),
 }
 
 /// The same of the elements, whatever their type.
@@ -31,6 +46,7 @@ macro_rules! each {
             Values::F16($elements) => $work,
             Values::E4m3($elements) => $work,
             Values::F32($elements) => $work,
+            Values::I32($elements) => $work,
         }
     };
 }
@@ -44,7 +60,9 @@ impl Values {
             DType::F16 => Self::F16(nan(shape)?),
             DType::E4M3 => Self::E4m3(nan(shape)?),
             DType::F32 => Self::F32(nan(shape)?),
-            other => bail!("dtype {other}; allowed: bf16, f16, e4m3, f32"),
+            // There is no NaN. What is read replaces the zeros.
+            DType::I32 => Self::I32(nan(shape)?),
+            other => bail!("dtype {other}; allowed: bf16, f16, e4m3, f32, i32"),
         })
     }
 

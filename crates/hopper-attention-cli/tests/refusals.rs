@@ -56,7 +56,9 @@ fn a_wrong_number_of_dimensions() {
     let input = input_with(&folder, &[("k", &[4, 2, 8])]);
     let parts = ["tensor `k` has 3 dimensions [4, 2, 8]; allowed: 4, [batch, seqlen, heads, head_dim]"];
     refused(&folder, "", &input, &parts);
-    refused(&folder, "--layout thd", &input, &["layout thd", "not supported yet; allowed: bshd, bhsd"]);
+    let input = folder.tensors("thd.safetensors", None, &["q", "k", "v"].map(|name| (name, SHAPE)));
+    let parts = ["tensor `q` has 4 dimensions", "allowed: 3, [total, heads, head_dim]"];
+    refused(&folder, "--layout thd", &input, &parts);
 }
 
 #[test]
@@ -128,12 +130,12 @@ fn a_layout_that_is_not_stated_or_not_known() {
         &folder,
         "",
         &input,
-        &["the layout is stated neither by --layout nor by the file's metadata; allowed: bshd, bhsd"],
+        &["the layout is stated neither by --layout nor by the file's metadata; allowed: bshd, bhsd, thd"],
     );
     let input = folder.tensors("qkv.safetensors", Some("sbhd"), &tensors);
-    refused(&folder, "", &input, &["metadata layout `sbhd`; allowed: bshd, bhsd"]);
+    refused(&folder, "", &input, &["metadata layout `sbhd`; allowed: bshd, bhsd, thd"]);
     let input = folder.tensors("qkv.safetensors", Some("thd"), &tensors);
-    refused(&folder, "", &input, &["layout thd", "not supported yet"]);
+    refused(&folder, "", &input, &["tensor `q` has 4 dimensions", "allowed: 3, [total, heads, head_dim]"]);
 }
 
 #[test]
@@ -274,7 +276,7 @@ fn random_sizes_that_make_no_problem() {
         Ran::of(&mut command)
     };
     random("--heads-q 3 --heads-kv 2").refused(&["heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv"]);
-    random("--layout thd").refused(&["layout thd", "not supported yet"]);
+    random("--packed --like peaky").refused(&["--like peaky with packed sequences; allowed: normal"]);
     random("--batch 100000 --seqlen-q 10000000 --head-dim 1000").refused(&["out of memory: 8000000000000000 elements"]);
     random("--batch 100000 --seqlen-q 100000000 --head-dim 2000000000").refused(&["shape [", "allowed: a number of"]);
     assert!(folder.names().is_empty());

@@ -4,8 +4,8 @@ use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardRepor
 use hopper_attention::{Args, BackwardProblem, DType, Device, Slot, Stream, Workspace};
 
 use crate::case::Case;
-use crate::case::packing::{read, read_numbers, write};
 use crate::data::{Image, Input, Poison, Values};
+use crate::packing::{read, read_numbers, write};
 use crate::ready::{Ready, Verdict};
 
 /// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the

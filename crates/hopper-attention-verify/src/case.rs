@@ -6,11 +6,9 @@ use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask}
 
 use crate::data::Values;
 use crate::layouts::Placement;
+use crate::packing::Packing;
 
-pub mod packing;
 pub mod random;
-
-use packing::Packing;
 
 /// A problem with its inputs, for every element type.
 #[derive(Clone, Debug, PartialEq)]

@@ -7,9 +7,9 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
-use crate::case::packing::Rows;
 use crate::inputs::Class;
 pub use crate::inputs::Input;
+use crate::packing::Rows;
 
 /// Elements of poison before and after every tensor; a multiple of 16 bytes for every type, so that a tensor starts
 /// as aligned as its memory.

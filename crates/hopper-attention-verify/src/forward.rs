@@ -4,8 +4,8 @@ use hopper_attention::reference::{Expected, Report, Tensor};
 use hopper_attention::{Args, DType, Device, ForwardProblem, Slot, Stream, Workspace};
 
 use crate::case::Case;
-use crate::case::packing::{read, write, write_numbers};
 use crate::data::{Image, Input, Poison};
+use crate::packing::{read, write, write_numbers};
 use crate::ready::{Ready, Verdict};
 
 /// A case for one element type, with its inputs in guarded memory and what must come out.

@@ -8,8 +8,8 @@ use hopper_attention::{
 };
 
 use crate::case::Case;
-use crate::case::packing::{Packing, read, read_numbers, write, write_numbers};
 use crate::data::Input;
+use crate::packing::{Packing, read, read_numbers, write, write_numbers};
 
 /// Operands without gaps, and their factors.
 #[derive(Clone, Debug)]

@@ -17,4 +17,5 @@ pub mod fuzz;
 pub mod gpu;
 pub mod inputs;
 pub mod layouts;
+pub mod packing;
 pub mod ready;

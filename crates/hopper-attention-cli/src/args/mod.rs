@@ -87,6 +87,9 @@ pub struct CheckArgs {
 #[derive(Debug, Args)]
 pub struct ComputeArgs {
     /// Safetensors file with 4-d tensors q, k and v (with --backward also d_o), all bf16, all f16 or all f32
+    ///
+    /// With layout thd sequences are packed: the tensors are 3-d, and cu_seqlens_q and cu_seqlens_kv (i32 [batch + 1]) say where
+    /// each sequence begins. With any layout seqused_q and seqused_kv (i32 [batch]) may say how many rows of each are used.
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
     /// Also compute the gradients d_q, d_k and d_v
@@ -221,6 +224,11 @@ pub struct RandomArgs {
     /// Width of a head of v [default: head_dim]
     #[arg(long)]
     pub head_dim_vo: Option<usize>,
+    /// Pack the sequences: tensors are [total, heads, head_dim], and cu_seqlens_q and cu_seqlens_kv say where each begins
+    ///
+    /// --seqlen-q and --seqlen-kv are then the rows of all sequences together. Their lengths are random. The layout is thd.
+    #[arg(long)]
+    pub packed: bool,
     /// Element type
     #[arg(long, default_value = "bf16")]
     pub dtype: DTypeArg,

@@ -5,10 +5,10 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
-use super::packing::{Kind, Packing};
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
+use crate::packing::{Kind, Packing};
 
 /// Cases with head dims up to `head_dim` in steps of `step`.
 pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {

@@ -6,10 +6,10 @@ use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling}
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::case::packing::Packing;
 use crate::case::{Case, random};
 use crate::data::Values;
 use crate::layouts::Placement;
+use crate::packing::Packing;
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

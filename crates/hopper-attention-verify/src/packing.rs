@@ -40,12 +40,22 @@ impl Packing {
     /// Random legal lists for `batch` sequences in so many rows of each side. Some sequences are empty, and some rows may be
     /// of no sequence.
     pub fn random(kind: Kind, batch: usize, rows: [usize; 2], seed: u64) -> Self {
+        Self::drawn(kind, batch, rows, seed, true)
+    }
+
+    /// The same without gaps: every row of a packed side belongs to a sequence, if there is one.
+    pub fn whole(kind: Kind, batch: usize, rows: [usize; 2], seed: u64) -> Self {
+        Self::drawn(kind, batch, rows, seed, false)
+    }
+
+    fn drawn(kind: Kind, batch: usize, rows: [usize; 2], seed: u64, gaps: bool) -> Self {
         let mut rng = StdRng::seed_from_u64(seed ^ 0x9ac_4ed);
         let mut side = |side: usize| {
             let rows = rows[side];
             let offsets = kind.packed[side].then(|| {
                 // One list in three has gaps at its ends.
-                let (first, last) = if rng.random_range(0..3) == 0 { (rows / 7, rows - rows / 5) } else { (0, rows) };
+                let (first, last) =
+                    if gaps && rng.random_range(0..3) == 0 { (rows / 7, rows - rows / 5) } else { (0, rows) };
                 let mut cuts: Vec<usize> = (0..batch + 1).map(|_| rng.random_range(first..=last)).collect();
                 cuts.sort_unstable();
                 (cuts[0], cuts[batch]) = if batch == 0 { (first, first) } else { (first, last) };
