@@ -20,7 +20,7 @@ pub mod problems;
 pub mod runner;
 pub mod training;
 
-pub use hopper_attention_verify::{case, data, inputs, layouts, ready};
+pub use hopper_attention_verify::{case, data, inputs, layouts, packing, ready};
 
 use std::io::Write;
 

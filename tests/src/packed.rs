@@ -3,11 +3,11 @@
 use hopper_attention::{Corner, Mask};
 use proptest::strategy::{Strategy as _, ValueTree as _};
 
-use crate::case::packing::{Kind, Packing};
 use crate::case::random::{case, packed, packing, runner};
 use crate::data::Values;
 use crate::inputs::Class;
 use crate::layouts::Placement;
+use crate::packing::{Kind, Packing};
 use crate::problems::{Case, Grid};
 
 const NEITHER: [bool; 2] = [false; 2];

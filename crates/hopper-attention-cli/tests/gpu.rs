@@ -209,3 +209,19 @@ fn a_tuned_kernel_is_taken_and_right() {
         assert!(text.contains(&format!("{row}, tuned")) && text.contains("passed"), "{text}");
     }
 }
+
+#[test]
+fn check_passes_on_packed_sequences() {
+    if !gpu("check_passes_on_packed_sequences") {
+        return;
+    }
+    let folder = Folder::new();
+    let input = folder.random(
+        "packed.safetensors",
+        "--packed --batch 5 --seqlen-q 300 --heads-q 4 --heads-kv 2 --head-dim 64 --dtype bf16 --backward",
+    );
+    for options in ["", "--mask causal", "--mask window:40,0", "--backward --mask causal"] {
+        let text = hattn_on(&format!("check --device cuda:0 {options}"), &input, None).fine();
+        assert!(text.contains("5 sequences") && text.contains("passed: the largest error is 0."), "{text}");
+    }
+}

@@ -12,9 +12,9 @@ use hopper_attention::{
     Args, Element, ForwardPlan, Layout, SequenceOffsets, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace,
 };
 
-use crate::case::packing::{Packing, without_batch};
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
+use crate::packing::{Packing, without_batch};
 
 /// How a stream is captured: calls of other threads are no part of it.
 pub const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

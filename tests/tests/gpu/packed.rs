@@ -6,9 +6,9 @@ use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
     Dims, Error, ForwardProblem, KernelInfo, Layout, Slot, Stream, TensorRef, Workspace, bf16, clamp_sequences, f16,
 };
-use hopper_attention_tests::case::packing::{Kind, Packing};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS, OnDevice, backward as of_backward};
+use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid, random};
 use hopper_attention_tests::runner::{Prepared, Runner};
 use hopper_attention_tests::{backward, packed};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{Args, Element, Operand, Stream};
+use hopper_attention::{Args, Element, Layout, Operand, Stream, TensorRef};
 
 use super::buffer::{Buffer, Memory};
 use crate::args::FileLayout;
@@ -38,6 +38,31 @@ impl<T: Element> Buffer for OnGpu<'_, T> {
             return Ok(());
         }
         self.stream.memcpy_dtoh(&self.copy, &mut *self.host).context("copying from the GPU")
+    }
+}
+
+/// Offsets or used lengths on the GPU. They were checked when the request was made.
+pub struct ListOnGpu(CudaSlice<i32>);
+
+impl ListOnGpu {
+    /// Copies a list to the GPU.
+    pub fn new(list: &[i32], stream: &Arc<CudaStream>) -> Result<Self> {
+        let stand_in = [0];
+        let list = if list.is_empty() { &stand_in } else { list };
+        Ok(Self(stream.clone_htod(list).context("copying to the GPU")?))
+    }
+}
+
+impl Buffer for ListOnGpu {
+    fn lend<'a>(&'a mut self, args: Args<'a>, operand: &Operand, _: FileLayout) -> Result<Args<'a>> {
+        let layout = Layout::contiguous([operand.shape().iter().product()])?;
+        let list = TensorRef::cuda(self.0.slice(..), layout)?;
+        // SAFETY: a request checks its lists (`Request::new`), and nothing writes to this copy.
+        Ok(unsafe { args.lengths_unchecked(operand.slot(), list) })
+    }
+
+    fn fetch(&mut self) -> Result<()> {
+        Ok(())
     }
 }
 

@@ -16,7 +16,7 @@ use crate::operands::{QUANTISED, outputs};
 use crate::values::{Tensors, Values, each};
 use buffer::{Buffer, OnHost};
 #[cfg(feature = "cuda")]
-use cuda::OnGpu;
+use cuda::{ListOnGpu, OnGpu};
 
 /// A plan of any pass.
 pub trait Plan {
@@ -99,7 +99,10 @@ pub fn compute(
 fn buffer<'h>(values: &'h mut Values, stream: &Stream) -> Result<Box<dyn Buffer + 'h>> {
     Ok(match stream {
         #[cfg(feature = "cuda")]
-        Stream::Cuda(stream) => each!(values, elements => Box::new(OnGpu::new(elements, stream)?)),
+        Stream::Cuda(stream) => match values {
+            Values::I32(list) => Box::new(ListOnGpu::new(list, stream)?),
+            values => each!(values, elements => Box::new(OnGpu::new(elements, stream)?)),
+        },
         _ => each!(values, elements => Box::new(OnHost(elements))),
     })
 }
