@@ -443,13 +443,3 @@ fn checked_offsets_are_checked() {
     assert_eq!(sum, "lengths: 1073741824 rows and 1073741824 more; allowed: below 2^31 rows in all");
     assert!(UsedLengths::new(&Stream::Cpu, &[1, -1]).unwrap_err().to_string().starts_with("lengths: -1 at 1"));
 }
-
-#[test]
-fn a_gpu_refuses_packed_problems_by_name() {
-    let forward = ForwardProblem::builder(DType::BF16, Dims::new(2, 128, 2, 64)).packed(true).build().unwrap();
-    let backward = BackwardProblem::builder(&forward).build().unwrap();
-    let facts = DeviceFacts::h100_sxm();
-    for error in [forward.plan_for(&facts).unwrap_err(), backward.plan_for(&facts).unwrap_err()] {
-        assert!(error.to_string().starts_with("unsupported: packed sequences or used lengths on a GPU"), "{error}");
-    }
-}
