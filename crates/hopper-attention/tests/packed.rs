@@ -2,9 +2,8 @@
 //! written, and wrong lengths are refused before an output is written.
 
 use hopper_attention::{
-    Args, BackwardProblem, DType, Device, DeviceFacts, Dims, Error, Float, ForwardArgs, ForwardProblem, Lengths, Mask,
-    OutputOf, Result, SequenceOffsets, SequenceRows, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace, bf16,
-    f16,
+    Args, BackwardProblem, DType, Device, Dims, Error, Float, ForwardArgs, ForwardProblem, Lengths, Mask, OutputOf,
+    Result, SequenceOffsets, SequenceRows, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace, bf16, f16,
 };
 use proptest::prelude::*;
 

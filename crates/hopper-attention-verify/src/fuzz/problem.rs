@@ -341,11 +341,16 @@ mod tests {
     }
 
     #[test]
-    fn packed_sequences_are_drawn_for_the_cpu() {
+    fn packed_sequences_are_drawn() {
         let mut runner = TestRunner::deterministic();
         let mut drawn = |for_gpu| (0..300).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
         let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
-        assert!(on_gpu.iter().all(|problem| !problem.forward().has_lengths()));
+        // No kernel for e4m3 packs.
+        let has_lengths = |of_e4m3: bool| {
+            let of_type = |problem: &&Problem| of_e4m3 == matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+            on_gpu.iter().filter(of_type).filter(|problem| problem.forward().has_lengths()).count()
+        };
+        assert!(has_lengths(true) == 0 && has_lengths(false) > 20, "{} of 16-bit types", has_lengths(false));
         let packed: Vec<_> = on_cpu.iter().filter(|problem| problem.forward().has_lengths()).collect();
         assert!((50..150).contains(&packed.len()), "{}", packed.len());
         for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
