@@ -111,6 +111,8 @@ def attention(
     - Autograd records the call. o and lse have gradients of first order.
     - Under torch.use_deterministic_algorithms gradients are the same bits every time.
     - torch.compile takes the call without a graph break.
+    - Nested tensors of the layout torch.jagged, with seqlen ragged, are computed as `attention_varlen` does. o is nested
+      as q is, and lse is nested, [batch, heads_q, seqlen_q].
     - A CUDA graph can capture it. Run the same shape once before capture: the first run loads the kernel.
 
     On arrays with __dlpack__ (numpy, CuPy and others) the types are float16 and bfloat16, and float32 on the CPU.
@@ -121,6 +123,9 @@ def attention(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream)
+        if type(q) is not _Tensor and _torch.is_jagged(q):
+            mask = {"causal": causal, "window": window, "top_left": top_left}
+            return _varlen.nested(q, k, v, return_lse, scale=scale, sm_margin=sm_margin, **mask)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin)
 
@@ -353,8 +358,8 @@ def register_transformers(name: str = "hopper_attention") -> None:
     """Registers attention and its mask function with Hugging Face transformers.
 
     Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
-    is made. What the library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias,
-    packed sequences.
+    is made. Padding, and packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, are computed. What the
+    library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias.
     """
     _need_torch()
     from . import _transformers

@@ -139,9 +139,17 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.is_nested:
+            allowed = "dense tensors, or q, k and v of the layout torch.jagged"
+            raise TypeError(f"{name}: a nested tensor of the layout {t.layout}; allowed: {allowed}")
         if t.ndim != 4:
             raise ValueError(f"{name}: {t.ndim} dimensions; allowed: 4, [batch, seqlen, heads, head_dim]")
         _check_operand(name, t)
+
+
+def is_jagged(t: Any) -> bool:
+    """Whether a tensor is nested, with the layout torch.jagged."""
+    return bool(t.is_nested) and t.layout == torch.jagged
 
 
 def _check_operand(name: str, t: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from ._torch import (
     _NUMBERS,
     _numbers_of,
     described,
+    is_jagged,
     ordinal,
     readable,
     run,
@@ -104,7 +105,8 @@ def _empty(q: torch.Tensor, v: torch.Tensor) -> list:
 
 def _described(t: torch.Tensor) -> tuple:
     if t.dtype == torch.int32:
-        return abi.I32, ordinal(t.device), t.shape, t.stride()
+        # Dense, though torch may give a list of one number any stride.
+        return abi.I32, ordinal(t.device), t.shape, (1,)
     return described(t)
 
 
@@ -166,12 +168,52 @@ def readable_rows(t: torch.Tensor) -> torch.Tensor:
 def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *arguments: Any) -> Any:
     d_q, d_k, d_v = (t.new_empty(t.shape) for t in (q, k, v))
     call = _Run(arguments)
-    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": readable_rows(d_o), "d_q": d_q, "d_k": d_k, "d_v": d_v}
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "lse": lse,
+        "d_o": readable_rows(d_o),
+        "d_q": d_q,
+        "d_k": d_k,
+        "d_v": d_v,
+    }
     if d_lse is not None:
         # Heads by rows, or with a batch: no operand, so its elements need no alignment.
         tensors["d_lse"] = d_lse if d_lse.stride(-1) == 1 else d_lse.contiguous()
     call(abi.BackwardArgs, tensors, d_lse=int(d_lse is not None), deterministic=int(call.deterministic))
     return d_q, d_k, d_v
+
+
+# -- nested tensors
+
+
+def nested(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
+    """attention() of nested tensors of the layout torch.jagged, [batch, seqlen, heads, head_dim] with seqlen ragged."""
+    rows, lengths = [], {}
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not is_jagged(t):
+            raise TypeError(
+                f"{name}: no nested tensor of the layout torch.jagged; allowed: q, k and v that are as q is"
+            )
+        if t.dim() != 4 or t._ragged_idx != 1:
+            ragged = f"{t.dim()} dimensions, of which {t._ragged_idx} is ragged"
+            raise ValueError(f"{name}: {ragged}; allowed: [batch, seqlen, heads, head_dim] with seqlen ragged")
+        rows.append(t.values())
+    # torch gives sequences of the same lengths one symbol.
+    if k.shape[1] != v.shape[1]:
+        raise ValueError("v: other offsets than those of k; allowed: the same, as nested tensors that share them have")
+    for side, t in (("q", q), ("kv", k)):
+        lengths[f"cu_seqlens_{side}"], lengths[f"seqused_{side}"] = t.offsets(), t.lengths()
+    o = attention_varlen(*rows, return_lse=return_lse, **lengths, **options)
+    if not return_lse:
+        return _jagged(o, q)
+    return _jagged(o[0], q), _jagged(o[1].transpose(0, 1), q).transpose(1, 2)
+
+
+def _jagged(rows: torch.Tensor, like: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(rows, like.offsets(), like.lengths())
 
 
 # -- what torch is told about the operators
@@ -237,9 +279,7 @@ def _no_lse(ctx: Any, *_: Any) -> None:
 
 
 def _second(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "attention_varlen: a second derivative was asked for; allowed: gradients of first order"
-    )
+    raise NotImplementedError("attention_varlen: a second derivative was asked for; allowed: gradients of first order")
 
 
 torch.library.register_autograd("hopper_attention::varlen_forward_lse", _gradients, setup_context=_keep, lib=_library)
@@ -247,4 +287,4 @@ torch.library.register_autograd("hopper_attention::varlen_forward", _no_lse, lib
 torch.library.register_autograd("hopper_attention::varlen_backward", _second, lib=_library)
 
 
-__all__ = ["attention_varlen", "readable_rows"]
+__all__ = ["attention_varlen", "nested", "readable_rows"]

@@ -81,6 +81,7 @@ class Varlen(Base):
 
     def test_only_the_output_and_only_the_lse_is_used(self):
         q, k, v = self.qkv(grad=True)
+
         def compute(*inputs):
             return attention_varlen(*inputs, self.cu_q, self.cu_kv, return_lse=True)
 
@@ -114,6 +115,10 @@ class Varlen(Base):
         wide = torch.zeros(6, 2, dtype=torch.int32)
         wide[:, 0] = self.cu_q
         self.assertTrue(torch.equal(attention_varlen(q, k, v, wide[:, 0], self.cu_kv.int()), want))
+        # A list of one number, whose stride is 2.
+        one = {"seqused_q": torch.tensor([5, 0], dtype=torch.int32)[::2]}
+        got = attention_varlen(q, k, v, torch.tensor([0, 24]), torch.tensor([0, 25]), **one)
+        self.assertTrue(torch.equal(got[:5], attention(q[None, :5], k[None], v[None])[0]) and (got[5:] == 0).all())
 
     def test_dense_sides(self):
         q, k, v = torch.randn(3, 8, 4, 16), torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16)
@@ -232,6 +237,62 @@ class Varlen(Base):
         q.requires_grad_()
         (d_q,) = torch.autograd.grad(attention_varlen(q, k, v, cu).sum(), q, create_graph=True)
         self.assertRaisesRegex(NotImplementedError, "second derivative", torch.autograd.grad, d_q.sum(), q)
+
+
+class Nested(Base):
+    """attention() of nested tensors."""
+
+    def nested(self, rows, heads, grad=True):
+        return torch.nested.nested_tensor(
+            [torch.randn(n, heads, 16) for n in rows], layout=torch.jagged, requires_grad=grad
+        )
+
+    def test_nested_tensors_are_packed_sequences(self):
+        q, k = self.nested(ROWS_Q, 4), self.nested(ROWS_KV, 2)
+        v = torch.nested.nested_tensor_from_jagged(torch.randn(22, 2, 16), k.offsets()).requires_grad_()
+        for options in MASKS:
+            with self.subTest(**options):
+                o = attention(q, k, v, **options)
+                # torch adds nested tensors of one shape alone.
+                self.assertEqual(((o + q).shape, o.layout), (q.shape, torch.jagged))
+                both, lse = attention(q, k, v, return_lse=True, **options)
+                want, want_lse = attention_varlen(
+                    *(t.values() for t in (q, k, v)), q.offsets(), k.offsets(), return_lse=True, **options
+                )
+                for got in (o, both):
+                    self.assertTrue(torch.equal(got.values(), want))
+                self.assertTrue(torch.equal(lse.transpose(1, 2).values(), want_lse.T))
+                d_o = torch.randn_like(want)
+                got = torch.autograd.grad((o.values() * d_o).sum(), (q, k, v))
+                gradients = torch.autograd.grad((want * d_o).sum(), (q, k, v))
+                for one, other in zip(got, gradients):
+                    self.assertTrue(one.is_nested and torch.equal(one.values(), other.values()))
+                    self.assertGreater(one.values().abs().max().item(), 0)
+
+    def test_parts_of_dense_tensors(self):
+        begins, rows = torch.tensor([1, 0, 2]), torch.tensor([3, 5, 8])
+        dense = [torch.randn(3, 10, 2, 16) for _ in range(3)]
+        q = torch.nested.narrow(dense[0], 1, begins, rows, layout=torch.jagged)
+        # The same lengths, so that the three have the same symbol of a shape.
+        k, v = (torch.nested.nested_tensor_from_jagged(t.flatten(0, 1), q.offsets(), q.lengths()) for t in dense[1:])
+        o = attention(q, k, v, causal=True)
+        for i, (part, begin, n) in enumerate(zip(o.unbind(), begins.tolist(), rows.tolist())):
+            want = attention(*(t[i : i + 1, begin : begin + n] for t in dense), causal=True)
+            self.assertTrue(torch.equal(part, want[0]))
+
+    def test_what_is_not_taken(self):
+        q, dense = self.nested((3, 5), 2), torch.randn(2, 5, 2, 16)
+        other = self.nested((4, 4), 2)
+        strided = torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (3, 5)])
+        for error, words, arguments in (
+            (TypeError, "k: no nested tensor of the layout torch.jagged", (q, dense, dense)),
+            (TypeError, "k: a nested tensor of the layout torch.jagged; allowed: dense", (dense, q, q)),
+            (TypeError, "q: a nested tensor of the layout torch.strided", (strided, strided, strided)),
+            (ValueError, "q: 4 dimensions, of which 2 is ragged", (q.transpose(1, 2), q, q)),
+            (ValueError, "v: other offsets than those of k", (q, q, other)),
+        ):
+            with self.subTest(words=words):
+                self.assertRaisesRegex(error, words, attention, *arguments)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import unittest
 
-import hopper_attention
 from hopper_attention import abi
 
 try:
