@@ -6,6 +6,7 @@
 
 - `attention`: the forward pass. On torch tensors autograd records it.
 - `attention_backward`: the gradients, for arrays of frameworks other than torch.
+- `attention_varlen`, `attention_varlen_backward`: the same for packed sequences, and for used lengths.
 - `quantize`, `attention_fp8`: FP8 operands of 16-bit tensors, and attention on them.
 - `register_sdpa`: torch's scaled_dot_product_attention calls this library.
 - `register_transformers`: Hugging Face models run with attn_implementation="hopper_attention".
@@ -27,6 +28,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_fp8",
+    "attention_varlen",
+    "attention_varlen_backward",
     "device_count",
     "quantize",
     "register_sdpa",
@@ -47,7 +50,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _fp8, _torch
+        from . import _fp8, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -108,6 +111,8 @@ def attention(
     - Autograd records the call. o and lse have gradients of first order.
     - Under torch.use_deterministic_algorithms gradients are the same bits every time.
     - torch.compile takes the call without a graph break.
+    - Nested tensors of the layout torch.jagged, with seqlen ragged, are computed as `attention_varlen` does. o is nested
+      as q is, and lse is nested, [batch, heads_q, seqlen_q].
     - A CUDA graph can capture it. Run the same shape once before capture: the first run loads the kernel.
 
     On arrays with __dlpack__ (numpy, CuPy and others) the types are float16 and bfloat16, and float32 on the CPU.
@@ -117,9 +122,10 @@ def attention(
     - stream: a CUDA stream as an integer. None stands for the default stream.
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
-        if out is not None or lse_out is not None or stream is not None:
-            name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
-            raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
+        _no_outputs(out, lse_out, stream)
+        if type(q) is not _Tensor and _torch.is_jagged(q):
+            mask = {"causal": causal, "window": window, "top_left": top_left}
+            return _varlen.nested(q, k, v, return_lse, scale=scale, sm_margin=sm_margin, **mask)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin)
 
@@ -155,6 +161,142 @@ def attention_backward(
     return _arrays.attention_backward(
         q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin
     )
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any = None,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    seqused_q: Any = None,
+    seqused_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    deterministic: bool = False,
+    fill_gaps: bool = True,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: int | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """`attention` to packed sequences: each query sees the keys of its own sequence alone.
+
+    q is [total_q, heads_q, head_dim]. k and v are [total_kv, heads_kv, head_dim]. Sequence i has the rows from
+    cu_seqlens_q[i] to below cu_seqlens_q[i + 1] of q, and those of cu_seqlens_kv of k and v. A sequence may be empty.
+    Masks are as in `attention`, and each sequence has its own corner.
+
+    - cu_seqlens_q, cu_seqlens_kv: [batch + 1], the offsets. They do not decrease, and lie in 0 to total. Without
+      cu_seqlens_kv packed keys have the offsets of the queries.
+    - seqused_q, seqused_kv: [batch]. Each sequence uses that many of its first rows alone. Mask and corner are those
+      of the used rows.
+    - max_seqlen_q, max_seqlen_kv: about the length of the longest sequence. A hint for speed alone.
+    - fill_gaps: rows that belong to no sequence, and rows that are not used, get zeros in o and in gradients, and -inf
+      in lse. False: they are not written, and hold whatever was in memory.
+    - deterministic: gradients of torch tensors are the same bits every time, as under
+      torch.use_deterministic_algorithms.
+
+    One side may have a dense tensor, [batch, seqlen, heads, head_dim], and None as its offsets: q with cu_seqlens_q
+    None, or k and v without cu_seqlens_kv. seqused shortens its sequences, too.
+
+    o is [total_q, heads_q, head_dim of v] and lse is f32, [heads_q, total_q]. Of a dense q they are as in `attention`.
+
+    Offsets and used lengths are int32 or int64 tensors of one dimension. Those of int64 are cast where they are. Those
+    on the CPU are copied to the GPU of the operands, which waits. Nothing waits for those that are on the GPU.
+
+    The CPU refuses offsets that decrease or lie outside of the tensors, and used lengths that are longer than their
+    sequences (HattnError). A GPU does not look: it clamps them. Then o is wrong, and no other memory is touched.
+
+    On a GPU packed sequences need kernels for Hopper. All else is as in `attention`, the options out, lse_out and
+    stream of arrays included. A second derivative is refused.
+
+    - ValueError: the number of dimensions of a tensor does not fit; all four lengths are None; a hint is below 0.
+    - TypeError: a tensor has a type that is not taken; an option is not for these tensors.
+    - HattnError: the library cannot compute the call, or refuses its numbers.
+    """
+    if type(q) is _Tensor or _is_torch(q, k, v):
+        _no_outputs(out, lse_out, stream)
+        return _varlen.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            causal,
+            window,
+            top_left,
+            scale,
+            return_lse,
+            seqused_q,
+            seqused_kv,
+            max_seqlen_q,
+            max_seqlen_kv,
+            deterministic,
+            fill_gaps,
+            sm_margin,
+        )
+    if deterministic:
+        raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")
+    lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
+    mask = (causal, window, top_left)
+    return _arrays.attention_varlen(
+        q, k, v, lists, *mask, scale, return_lse, longest, fill_gaps, out, lse_out, stream, sm_margin
+    )
+
+
+def attention_varlen_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    d_o: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any = None,
+    d_lse: Any = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: float | None = None,
+    seqused_q: Any = None,
+    seqused_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    deterministic: bool = False,
+    fill_gaps: bool = True,
+    out: Any = None,
+    stream: int | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """The gradients (d_q, d_k, d_v) of `attention_varlen` on arrays with __dlpack__.
+
+    For torch tensors autograd computes them.
+
+    The lengths and options are those of `attention_varlen`, and o and lse are what it gave. d_o and d_lse have the
+    shapes of o and lse. The rest is as in `attention_backward`. Errors are as in `attention_varlen`.
+    """
+    if _is_torch(q, k, v):
+        raise TypeError(
+            "attention_varlen_backward: not for torch tensors; call attention_varlen(), and backward() of what it gives"
+        )
+    lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
+    mask = (causal, window, top_left)
+    return _arrays.attention_varlen_backward(
+        q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, deterministic, fill_gaps, out, stream, sm_margin
+    )
+
+
+def _no_outputs(out: Any, lse_out: Any, stream: Any) -> None:
+    if out is not None or lse_out is not None or stream is not None:
+        name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
+        raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
 
 
 def quantize(
@@ -216,8 +358,8 @@ def register_transformers(name: str = "hopper_attention") -> None:
     """Registers attention and its mask function with Hugging Face transformers.
 
     Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
-    is made. What the library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias,
-    packed sequences.
+    is made. Padding, and packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, are computed. What the
+    library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias.
     """
     _need_torch()
     from . import _transformers

@@ -6,7 +6,18 @@ import ctypes
 from typing import Any, Optional
 
 from . import abi
-from ._plans import Window, margin_of, mask_of, plans, scale_of
+from ._plans import (
+    Window,
+    check_list,
+    hints_of,
+    lists_of,
+    margin_of,
+    mask_of,
+    output_shapes,
+    packed_problem,
+    plans,
+    scale_of,
+)
 
 # The C structs of DLPack (dlpack.h, version 1): a device, a type, a tensor, and the two structs that hand a tensor
 # over.
@@ -51,6 +62,7 @@ _READ_ONLY = 1
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _TYPES = {(2, 16): abi.F16, (4, 16): abi.BF16, (2, 32): abi.F32}
 _TYPE_NAMES = "float16, bfloat16, float32"
+_LIST_TYPES = {(0, 32): abi.I32}
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -61,7 +73,9 @@ _is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.
 class Array:
     """A tensor that an array exports by DLPack. It keeps the export alive. The memory stays the array's."""
 
-    def __init__(self, name: str, array: Any, stream: Optional[int], written: bool = False) -> None:
+    def __init__(
+        self, name: str, array: Any, stream: Optional[int], written: bool = False, is_list: bool = False
+    ) -> None:
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             raise TypeError(f"{name}: {type(array).__name__}; allowed: torch tensors and arrays that have __dlpack__")
         kind = int(array.__dlpack_device__()[0])
@@ -89,10 +103,11 @@ class Array:
         stride = tuple(found.strides[: found.ndim]) if found.strides else abi.dense(self.shape)
         if self.shape and self.shape[-1] == 1:
             stride = (*stride[:-1], 1)
-        self.dtype = _TYPES.get((found.dtype.code, found.dtype.bits)) if found.dtype.lanes == 1 else None
+        types, names = (_LIST_TYPES, "int32") if is_list else (_TYPES, _TYPE_NAMES)
+        self.dtype = types.get((found.dtype.code, found.dtype.bits)) if found.dtype.lanes == 1 else None
         if self.dtype is None:
             what = f"DLPack code {found.dtype.code}, {found.dtype.bits} bits, {found.dtype.lanes} lanes"
-            raise TypeError(f"{name}: an element type that is not taken ({what}); allowed: {_TYPE_NAMES}")
+            raise TypeError(f"{name}: an element type that is not taken ({what}); allowed: {names}")
         if found.device.type not in (_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED):
             raise ValueError(f"{name}: DLPack device {found.device.type}; allowed: the host (1, 3) and CUDA (2, 13)")
         self.device = abi.CPU if found.device.type in (_CPU, _CUDA_HOST) else found.device.id
@@ -134,8 +149,11 @@ def _numpy_of(array: Any) -> Any:
 def _problem(
     q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], sm_margin: int, **more: int
 ) -> abi.ForwardProblem:
-    numbers = {"softmax_scale": scale_of(scale), "sm_margin": margin_of(sm_margin), **mask._asdict()}
-    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, **numbers, **more)
+    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, **_numbers(mask, scale, sm_margin), **more)
+
+
+def _numbers(mask: Any, scale: Optional[float], sm_margin: int) -> dict:
+    return {"softmax_scale": scale_of(scale), "sm_margin": margin_of(sm_margin), **mask._asdict()}
 
 
 def _workspace(plan: abi.Plan, like: Any, stream: Optional[int]) -> tuple:
@@ -168,21 +186,30 @@ def attention(
     sm_margin: int,
 ) -> Any:
     """See hopper_attention.attention."""
-    exports = [_four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))]
+    exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
     lse = return_lse or lse_out is not None
     mask = mask_of(causal, window, top_left)
-    problem = _problem(exports[0], exports[1], exports[2], mask, scale, sm_margin, lse=int(lse))
-    plan = plans().get(exports[0].device, problem)
-    batch, seqlen_q, heads_q, _ = exports[0].shape
-    out, o = _output("out", out, q, (batch, seqlen_q, heads_q, exports[2].shape[3]), False, stream)
-    made = lse_struct = None
-    if lse:
-        lse_out, made = _output("lse_out", lse_out, q, (batch, heads_q, seqlen_q), True, stream)
-        lse_struct = made.struct
-    memory, address = _workspace(plan, q, stream)
-    plan.run(*(e.struct for e in exports), o.struct, lse_struct, address, plan.workspace_bytes, stream)
-    del memory, made
-    return (out, lse_out) if lse else out
+    problem = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin, lse=int(lse))
+    return _forward(problem, q, exports, out, lse_out, stream)
+
+
+def _forward(problem: abi.ForwardProblem, like: Any, exports: dict, out: Any, lse_out: Any, stream: Any) -> Any:
+    """Runs a forward pass on inputs by their names. Outputs are those of the caller, or new ones."""
+    plan = plans().get(exports["q"].device, problem)
+    o_shape, lse_shape = output_shapes(exports["q"].shape, exports["v"].shape)
+    exports = dict(exports)
+    out, exports["o"] = _output("out", out, like, o_shape, False, stream)
+    if problem.lse:
+        lse_out, exports["lse"] = _output("lse_out", lse_out, like, lse_shape, True, stream)
+    _run(plan, like, exports, stream)
+    return (out, lse_out) if problem.lse else out
+
+
+def _run(plan: abi.Plan, like: Any, exports: dict, stream: Optional[int]) -> None:
+    memory, address = _workspace(plan, like, stream)
+    structs = {name: export.struct for name, export in exports.items()}
+    plan.run(**structs, workspace=address, workspace_bytes=plan.workspace_bytes, stream=stream)
+    del memory
 
 
 def attention_backward(
@@ -210,18 +237,112 @@ def attention_backward(
         exports["d_lse"] = Array("d_lse", d_lse, stream)
     mask = mask_of(causal, window, top_left)
     forward = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin)
-    problem = abi.BackwardProblem.of(forward, d_lse=int(d_lse is not None), deterministic=int(deterministic))
+    return _backward(forward, (q, k, v), exports, deterministic, out, stream)
+
+
+def _backward(
+    forward: abi.ForwardProblem, likes: tuple, exports: dict, deterministic: bool, out: Any, stream: Any
+) -> tuple:
+    """Runs the backward pass of a forward problem on inputs by their names."""
+    d_lse = int("d_lse" in exports)
+    problem = abi.BackwardProblem.of(forward, d_lse=d_lse, deterministic=int(deterministic))
     plan = plans().get(exports["q"].device, problem)
-    gradients = []
-    for i, name in enumerate("qkv"):
-        array, export = _output(f"d_{name}", out[i] if out else None, inputs[name], exports[name].shape, False, stream)
+    gradients, exports = [], dict(exports)
+    for i, (name, like) in enumerate(zip("qkv", likes)):
+        array, export = _output(f"d_{name}", out[i] if out else None, like, exports[name].shape, False, stream)
         gradients.append(array)
         exports[f"d_{name}"] = export
-    memory, address = _workspace(plan, q, stream)
-    structs = {name: export.struct for name, export in exports.items()}
-    plan.run(**structs, workspace=address, workspace_bytes=plan.workspace_bytes, stream=stream)
-    del memory
+    _run(plan, likes[0], exports, stream)
     return tuple(gradients)
 
 
-__all__ = ["Array", "attention", "attention_backward"]
+def _list(name: str, given: Any, like: Any, stream: Optional[int]) -> Optional[Array]:
+    """The export of offsets or used lengths: int32, where the operands are.
+
+    Integers of numpy and CuPy are cast, and go to the framework of `like`. Numbers that int32 does not hold become its
+    largest or smallest, which are no rows of a tensor.
+    """
+    if given is None:
+        return None
+    its, ours = _numpy_of(given), _numpy_of(like)
+    if its is not None and given.dtype.kind in "iu":
+        if given.dtype.itemsize > 4 or given.dtype.kind == "u":
+            given = its.clip(given.astype("int64"), -(2**31), 2**31 - 1)
+        given = its.ascontiguousarray(given, dtype="int32")
+        if ours is not None and ours is not its and its.__name__ == "numpy":
+            given = ours.asarray(given)
+    export = Array(name, given, stream, is_list=True)
+    check_list(name, export.shape)
+    return export
+
+
+def _packed(q: Any, k: Any, v: Any, lists: tuple, stream: Optional[int]) -> tuple:
+    """The exports of operands, and those of the lengths by name. None stands for lengths that were not given."""
+    exports = {name: Array(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
+    named = lists_of(exports["q"], exports["k"], exports["v"], lists)  # type: ignore[arg-type]
+    return exports, {name: _list(name, given, q, stream) for name, given in named.items()}
+
+
+def _given(lists: dict) -> dict:
+    return {name: export for name, export in lists.items() if export is not None}
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    lists: tuple,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    return_lse: bool,
+    max_seqlens: tuple,
+    fill_gaps: bool,
+    out: Any,
+    lse_out: Any,
+    stream: Optional[int],
+    sm_margin: int,
+) -> Any:
+    """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
+    exports, lengths = _packed(q, k, v, lists, stream)
+    lse = return_lse or lse_out is not None
+    numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin)
+    hints = hints_of(*max_seqlens, fill_gaps)
+    of = exports["q"], exports["k"], exports["v"]
+    problem = packed_problem(*of, lengths, hints, dtype=exports["q"].dtype, lse=int(lse), **numbers)
+    return _forward(problem, q, {**exports, **_given(lengths)}, out, lse_out, stream)
+
+
+def attention_varlen_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    d_o: Any,
+    d_lse: Any,
+    lists: tuple,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    max_seqlens: tuple,
+    deterministic: bool,
+    fill_gaps: bool,
+    out: Any,
+    stream: Optional[int],
+    sm_margin: int,
+) -> tuple:
+    """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
+    exports, lengths = _packed(q, k, v, lists, stream)
+    numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin)
+    hints = hints_of(*max_seqlens, fill_gaps)
+    of = exports["q"], exports["k"], exports["v"]
+    forward = packed_problem(*of, lengths, hints, dtype=exports["q"].dtype, **numbers)
+    more = {"o": o, "lse": lse, "d_o": d_o, **({} if d_lse is None else {"d_lse": d_lse})}
+    exports.update({name: Array(name, array, stream) for name, array in more.items()})
+    return _backward(forward, (q, k, v), {**exports, **_given(lengths)}, deterministic, out, stream)
+
+
+__all__ = ["Array", "attention", "attention_backward", "attention_varlen", "attention_varlen_backward"]

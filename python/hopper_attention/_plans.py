@@ -103,6 +103,78 @@ def scale_of(scale: Optional[float]) -> float:
     return float(scale)
 
 
+def lists_of(q: Any, k: Any, v: Any, lists: Tuple[Any, Any, Any, Any]) -> dict:
+    """The offsets and used lengths of a call by their names (`abi.LENGTHS`), and the ranks of its tensors, checked.
+
+    A side with offsets is packed: [total, heads, head_dim]. A side without is [batch, seqlen, heads, head_dim]. Packed
+    keys without offsets of their own have those of the queries.
+    """
+    named = dict(zip(abi.LENGTHS, lists))
+    if named["cu_seqlens_kv"] is None and len(k.shape) == 3:
+        named["cu_seqlens_kv"] = named["cu_seqlens_q"]
+    for name, t, offsets in (("q", q, "cu_seqlens_q"), ("k", k, "cu_seqlens_kv"), ("v", v, "cu_seqlens_kv")):
+        packed = named[offsets] is not None
+        if len(t.shape) != (3 if packed else 4):
+            allowed = "3, [total, heads, head_dim], with" if packed else "4, [batch, seqlen, heads, head_dim], without"
+            raise ValueError(f"{name}: {len(t.shape)} dimensions; allowed: {allowed} {offsets}")
+    if all(given is None for given in named.values()):
+        raise ValueError("cu_seqlens_q: missing, and so are the other lengths; attention() takes tensors without them")
+    return named
+
+
+def check_list(name: str, shape: Any) -> None:
+    """Refuses offsets and used lengths of a wrong shape. The library compares the number of entries with the batch."""
+    if len(shape) != 1 or (shape[0] == 0 and name.startswith("cu_")):
+        allowed = "[batch + 1], one entry or more" if name.startswith("cu_") else "[batch]"
+        raise ValueError(f"{name}: shape {list(shape)}; allowed: {allowed}")
+
+
+class Hints(NamedTuple):
+    """The lengths of the longest sequences, 0 where they are unknown, and whether gaps are filled."""
+
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    fill_gaps: bool
+
+
+def hints_of(max_seqlen_q: Optional[int], max_seqlen_kv: Optional[int], fill_gaps: bool) -> Hints:
+    """The hints of `attention_varlen` in the ABI's terms."""
+    for name, rows in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if rows is not None and rows < 0:
+            raise ValueError(f"{name}: {rows}; allowed: 0 and above, or None if it is not known")
+    return Hints(max_seqlen_q or 0, max_seqlen_kv or 0, bool(fill_gaps))
+
+
+def packed_problem(q: Any, k: Any, v: Any, lists: dict, hints: Hints, **more: Any) -> abi.ForwardProblem:
+    """The problem of operands and lengths with a `shape`, as `lists_of` checked them. `more` are its other fields.
+
+    The library refuses a hint for a side whose sequences all have one length.
+    """
+    given = {name: int(of is not None) for name, of in lists.items()}
+    offsets = lists["cu_seqlens_q"]
+    of_q, of_kv = (given[f"cu_seqlens_{side}"] or given[f"seqused_{side}"] for side in ("q", "kv"))
+    return abi.ForwardProblem(
+        batch=q.shape[0] if offsets is None else offsets.shape[0] - 1,
+        seqlen_q=q.shape[-3],
+        seqlen_kv=k.shape[-3],
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim_qk=q.shape[-1],
+        head_dim_vo=v.shape[-1],
+        max_seqlen_q=hints.max_seqlen_q if of_q else 0,
+        max_seqlen_kv=hints.max_seqlen_kv if of_kv else 0,
+        fill_gaps=int(hints.fill_gaps),
+        **given,
+        **more,
+    )
+
+
+def output_shapes(q_shape: Any, v_shape: Any) -> Tuple[tuple, tuple]:
+    """The shapes of o and of the log-sum-exp, of packed queries and of others."""
+    *outer, rows, heads, _ = q_shape
+    return (*outer, rows, heads, v_shape[-1]), (*outer, heads, rows)
+
+
 def margin_of(sm_margin: int) -> int:
     """The margin, checked: ctypes would cut off the upper bits of a larger number."""
     if not 0 <= sm_margin < 2**31:

@@ -139,13 +139,26 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.is_nested:
+            allowed = "dense tensors, or q, k and v of the layout torch.jagged"
+            raise TypeError(f"{name}: a nested tensor of the layout {t.layout}; allowed: {allowed}")
         if t.ndim != 4:
             raise ValueError(f"{name}: {t.ndim} dimensions; allowed: 4, [batch, seqlen, heads, head_dim]")
-        if t.dtype not in _OPERANDS:
-            hint = "; quantised operands go to attention_fp8" if t.dtype in DTYPES else ""
-            raise TypeError(f"{name}: {t.dtype}; allowed: {', '.join(map(str, _OPERANDS))}{hint}")
-        if t.device.type not in ("cpu", "cuda", "meta"):
-            raise ValueError(f"{name}: a tensor on {t.device}; allowed: cpu, cuda")
+        _check_operand(name, t)
+
+
+def is_jagged(t: Any) -> bool:
+    """Whether a tensor is nested, with the layout torch.jagged."""
+    return bool(t.is_nested) and t.layout == torch.jagged
+
+
+def _check_operand(name: str, t: torch.Tensor) -> None:
+    """Refuses a type or a device that no call takes."""
+    if t.dtype not in _OPERANDS:
+        hint = "; quantised operands go to attention_fp8" if t.dtype in DTYPES else ""
+        raise TypeError(f"{name}: {t.dtype}; allowed: {', '.join(map(str, _OPERANDS))}{hint}")
+    if t.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name}: a tensor on {t.device}; allowed: cpu, cuda")
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple:

@@ -3,6 +3,9 @@
 transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a
 band (causal, bidirectional, sliding windows) is passed on as a `BandMask`, together with the padding. Any other mask
 is refused by its name.
+
+Packed sequences come as cu_seq_lens_q and cu_seq_lens_k, or as position_ids that begin again within a row. Both become
+offsets of attention_varlen. So does padding: offsets and used lengths leave it out where it lies, and nothing is moved.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from ._torch import attention, readable
+from ._varlen import attention_varlen, readable_rows
 
 OLDEST = (5, 17)
 
@@ -33,14 +37,22 @@ class BandMask:
 
     Query i attends to the keys from i + shift - left to i + shift + right, where shift is kv_length - q_length. None:
     no bound. `ranges` has, for each sequence, the first key that is no padding, and the one after the last. None:
-    there is no padding.
+    there is no padding. `packing` has the lengths that attention_varlen takes, for all rows of the batch one after
+    another. None: every row of the batch is one sequence.
     """
 
     def __init__(
-        self, left: Any, right: Any, q_length: int, kv_length: int, ranges: Any, had_padding_mask: bool
+        self,
+        left: Any,
+        right: Any,
+        q_length: int,
+        kv_length: int,
+        ranges: Any,
+        had_padding_mask: bool,
+        packing: Optional[dict] = None,
     ) -> None:
         self.left, self.right, self.q_length, self.kv_length = left, right, q_length, kv_length
-        self.ranges, self.had_padding_mask = ranges, had_padding_mask
+        self.ranges, self.had_padding_mask, self.packing = ranges, had_padding_mask, packing
 
     def __getitem__(self, index: Any) -> Any:
         _refuse("the model slices its mask", "models that pass the mask on as it is")
@@ -93,14 +105,68 @@ def band_of(function: Any) -> Tuple[Optional[int], Optional[int]]:
             left, right = _meet(left, its_left), _meet(right, its_right)
         return left, right
     if name == "remap_positions_for_packed_sequence":
-        # Positions of one sequence are consecutive, so a band stays the band. With several the mask below refuses.
+        # Positions of one sequence are consecutive, so the band stays the band.
         return band_of(closure["mask_function"])
     if name == "packed_sequence_mask_function":
-        if bool((closure["packed_sequence_mask"] != 0).any()):
-            _refuse("packed sequences (position_ids begin again within a row)", "one sequence a row, padded")
+        # `packed_of` has the sequences.
         return None, None
     _refuse(f"the mask {name}", "causal, bidirectional, and sliding windows of both")
     raise AssertionError
+
+
+def packed_of(function: Any) -> Optional[torch.Tensor]:
+    """The numbers of the sequences of all tokens, [batch, seqlen], in a mask that `band_of` took. None: one a row."""
+    name = function.__qualname__.split(".<locals>")[0]
+    if name == "packed_sequence_mask_function":
+        return _closure(function)["packed_sequence_mask"]
+    if name == "remap_positions_for_packed_sequence":
+        return packed_of(_closure(function)["mask_function"])
+    inner = _closure(function)["mask_functions"] if name == "and_masks" else ()
+    return next((found for found in map(packed_of, inner) if found is not None), None)
+
+
+def _packing_of(begins: torch.Tensor) -> Optional[dict]:
+    """The packing of tokens, [batch, seqlen], that are True where a sequence begins. None: one sequence a row.
+
+    The number of sequences is read: one wait for the GPU.
+    """
+    rows, seqlen = begins.shape
+    if seqlen == 0:
+        return None
+    begins[:, 0] = True
+    found = begins.flatten().nonzero().flatten()
+    if found.shape[0] == rows:
+        return None
+    return {"cu_seqlens_q": torch.nn.functional.pad(found, (0, 1), value=rows * seqlen).to(torch.int32)}
+
+
+def _padding_of(
+    ranges: List[Tuple[int, int]], banded: bool, q_length: int, kv_length: int, device: torch.device
+) -> dict:
+    """The packing of a padded batch: a sequence begins behind its padding, and uses the rows up to that at its end."""
+    lists: List[List[int]] = [[], [], [], []]
+    for i, (first, after) in enumerate(ranges):
+        begin, end = _queries(first, after, banded, q_length, kv_length)
+        row = (i * q_length + begin, i * kv_length + first, end - begin, after - first)
+        for one, number in zip(lists, row):
+            one.append(number)
+    cu_q, cu_kv, used_q, used_kv = lists
+    cu_q.append(len(ranges) * q_length)
+    cu_kv.append(len(ranges) * kv_length)
+    named = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv, "seqused_q": used_q, "seqused_kv": used_kv}
+    # One copy to the GPU for all of them.
+    numbers = torch.tensor(cu_q + cu_kv + used_q + used_kv, dtype=torch.int32, device=device)
+    on_device = dict(zip(named, numbers.split([len(one) for one in lists])))
+    return {**on_device, "max_seqlen_q": max(used_q), "max_seqlen_kv": max(used_kv)}
+
+
+def _queries(first: int, after: int, banded: bool, q_length: int, kv_length: int) -> Tuple[int, int]:
+    """The queries of a sequence with the keys from `first` to below `after`."""
+    if not banded:
+        return 0, q_length
+    # Query i meets key i + kv_length - q_length. The last query that is kept meets the last key that is.
+    end = max(after - (kv_length - q_length), 0)
+    return min(max(first - (kv_length - q_length), 0), end), end
 
 
 def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[List[Tuple[int, int]]]:
@@ -152,8 +218,18 @@ def _mask(
         _refuse(f"a cache with room beyond the last token (static), {where}", "caches that end with the last query")
     if attention_mask is not None and attention_mask.ndim != 2:
         _refuse(f"an attention_mask of {attention_mask.ndim} dimensions", "2, [batch, seqlen]")
-    ranges = None if attention_mask is None else _ranges(attention_mask, kv_length, kv_offset)
-    return BandMask(left, right, q_length, kv_length, ranges, attention_mask is not None)
+    ranges = packing = None
+    if attention_mask is not None:
+        ranges = _ranges(attention_mask, kv_length, kv_offset)
+    if ranges is not None:
+        banded = left is not None or right is not None
+        packing = _padding_of(ranges, banded, q_length, kv_length, attention_mask.device)
+    packed = packed_of(mask_function)
+    if packed is not None:
+        if ranges is not None:
+            _refuse("padding of packed sequences", "one of both")
+        packing = _packing_of(packed.diff(dim=-1, prepend=packed[:, :1]) != 0)
+    return BandMask(left, right, q_length, kv_length, ranges, attention_mask is not None, packing)
 
 
 # -- the attention function
@@ -170,46 +246,61 @@ _LACKING = {
     "position_bias": "a position bias",
     "attention_bias": "an attention bias",
     "head_mask": "a head mask",
-    "cu_seq_lens_q": "packed sequences (cu_seq_lens_q)",
-    "cu_seq_lens_k": "packed sequences (cu_seq_lens_k)",
-    "seq_idx": "packed sequences (seq_idx)",
+    "seq_idx": "packed sequences by seq_idx alone",
     "output_attentions": "output_attentions: the weights are never stored",
 }
-# Of no meaning without the cu_seq_lens that they come with.
-_WITH_PACKED = frozenset(("max_length_q", "max_length_k"))
+# What comes with cu_seq_lens. The lengths say nothing without them.
+_WITH_PACKED = frozenset(("max_length_q", "max_length_k", "seq_idx"))
 
 
-def _refuse_lacking(arguments: dict) -> None:
+def _refuse_lacking(arguments: dict, packed: bool) -> None:
     for name, given in arguments.items():
-        if given is None or given is False or name in _NO_PART or name in _WITH_PACKED:
+        if given is None or given is False or name in _NO_PART:
+            continue
+        if name in _WITH_PACKED and (packed or name != "seq_idx"):
             continue
         if name in _LACKING:
             _refuse(_LACKING[name], "models without it; set another attn_implementation")
         _refuse(f"the argument {name}", "the arguments that transformers' own functions take")
 
 
-# A weak reference to the positions that were checked last, and the version of their contents.
-_last_positions: Tuple[Any, Optional[int]] = (lambda: None, None)
+# The positions that were read last: a weak reference, the version of their contents and the batch, and their packing.
+_last_positions: Tuple[Any, Any, Optional[dict]] = (lambda: None, None, None)
 
 
 @torch.compiler.disable
-def _check_positions(positions: torch.Tensor) -> None:
-    """Refuses packed sequences.
+def _packing_of_positions(positions: torch.Tensor, batch: int) -> Optional[dict]:
+    """The packing of rows whose positions begin again. None: one sequence a row.
 
-    Layers share one tensor of positions, so this waits for the GPU once a forward pass.
+    Layers share one tensor of positions, so this waits for the GPU once a forward pass. Tensors of inference mode have
+    no version, so they are read in every layer.
     """
     global _last_positions
-    # Tensors of inference mode have no version.
-    version = None if positions.is_inference() else positions._version
-    seen, seen_version = _last_positions
-    if seen() is positions and seen_version == version:
-        return
-    if bool((positions.diff(dim=-1) != 1).any()):
-        _refuse(
-            "packed sequences (position_ids begin again within a row)",
-            "consecutive position_ids, or an attention_mask",
-        )
-    _last_positions = (weakref.ref(positions), version)
+    version = None if positions.is_inference() else (positions._version, batch)
+    seen, seen_version, packing = _last_positions
+    if seen() is positions and seen_version == version and version is not None:
+        return packing
+    # The positions are sometimes just unsqueezed, without being expanded.
+    its, positions = positions, positions.expand(batch, -1)
+    packing = _packing_of(positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1)
+    _last_positions = (weakref.ref(its), version, packing)
+    return packing
+
+
+def _packing_of_lengths(cu_seq_lens_q: Any, cu_seq_lens_k: Any, max_length_q: Any, max_length_k: Any) -> Optional[dict]:
+    """The packing of the arguments that transformers' FlashAttention takes. None: they are not given."""
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return None
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        _refuse("one of cu_seq_lens_q and cu_seq_lens_k", "both")
+    # A tensor on a GPU would be waited for, and is a hint alone.
+    longest = [n if isinstance(n, int) else None for n in (max_length_q, max_length_k)]
+    return {
+        "cu_seqlens_q": cu_seq_lens_q,
+        "cu_seqlens_kv": cu_seq_lens_k,
+        "max_seqlen_q": longest[0],
+        "max_seqlen_kv": longest[1],
+    }
 
 
 def attention_forward(
@@ -223,12 +314,20 @@ def attention_forward(
     sliding_window: Optional[int] = None,
     is_causal: Optional[bool] = None,
     position_ids: Optional[torch.Tensor] = None,
+    cu_seq_lens_q: Optional[torch.Tensor] = None,
+    cu_seq_lens_k: Optional[torch.Tensor] = None,
     **kwargs: Any,
 ) -> Tuple[torch.Tensor, None]:
-    """The attention function, on [batch, heads, seqlen, head_dim]."""
+    """The attention function, on [batch, heads, seqlen, head_dim].
+
+    With cu_seq_lens_q and cu_seq_lens_k, [sequences + 1], the rows of the batch one after another are packed sequences.
+    max_length_q and max_length_k are hints for speed.
+    """
     if dropout:
         _refuse(f"dropout {dropout}", "0; set attention_dropout to 0 in the model's config")
-    _refuse_lacking(kwargs)
+    longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    packing = _packing_of_lengths(cu_seq_lens_q, cu_seq_lens_k, *longest)
+    _refuse_lacking(kwargs, packing is not None)
     q_length, kv_length = query.shape[2], key.shape[2]
     ranges = None
     if isinstance(attention_mask, BandMask):
@@ -236,6 +335,10 @@ def attention_forward(
             made = f"{attention_mask.q_length} x {attention_mask.kv_length}"
             _refuse(f"a mask of {made} for scores of {q_length} x {kv_length}", "a mask of the same size")
         left, right, ranges = attention_mask.left, attention_mask.right, attention_mask.ranges
+        if packing is None:
+            packing = attention_mask.packing
+        elif ranges is not None:
+            _refuse("cu_seq_lens_q with a padding mask", "one of both")
         if sliding_window is not None and sliding_window < kv_length and left != sliding_window - 1:
             _refuse(
                 f"sliding_window {sliding_window} with a mask that keeps {left} keys before a query",
@@ -249,7 +352,7 @@ def attention_forward(
     else:
         # The model makes no mask, as vision models do.
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        if causal and q_length != kv_length and q_length != 1:
+        if packing is None and causal and q_length != kv_length and q_length != 1:
             _refuse(
                 f"causal attention without a mask, {q_length} queries and {kv_length} keys",
                 "equal numbers, or 1 query",
@@ -257,46 +360,70 @@ def attention_forward(
         left = right = None if sliding_window is None else sliding_window - 1
         right = 0 if causal else right
     if (
-        position_ids is not None
+        packing is None
+        and position_ids is not None
         and position_ids.ndim == 2
         and q_length > 1
         and not getattr(attention_mask, "had_padding_mask", False)
     ):
-        # Compiled without a cache, the mask function has checked. Compiled with one, nobody does, as in transformers'
+        # Compiled without a cache, the mask function has read them. Compiled with one, nobody does, as in transformers'
         # own masks.
         if not torch.compiler.is_compiling():
-            _check_positions(position_ids)
-    q, k, v = (readable(t.transpose(1, 2)) for t in (query, key, value))
-    if ranges is None:
-        return _band(q, k, v, left, right, scaling), None
-    if all(first == 0 for first, _ in ranges) and right == 0 and q_length == kv_length:
+            packing = _packing_of_positions(position_ids, query.shape[0])
+            if packing is not None and q_length != kv_length:
+                lengths = f"{q_length} queries and {kv_length} keys"
+                _refuse(
+                    f"packed sequences by position_ids, {lengths}", "equal numbers, or cu_seq_lens_q and cu_seq_lens_k"
+                )
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if ranges is not None:
         # Padding at the end: causal queries never see it. What padding rows give is never used.
-        return _band(q, k, v, left, right, scaling), None
-    return _padded(q, k, v, left, right, scaling, ranges), None
+        if all(first == 0 for first, _ in ranges) and right == 0 and q_length == kv_length:
+            packing = None
+        else:
+            if (left, right) != (None, None) and right != 0 and q_length != kv_length:
+                _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
+            if not _packs(query.device):
+                q, k, v = map(readable, (q, k, v))
+                return _one_by_one(q, k, v, left, right, scaling, ranges), None
+    return _band(q, k, v, left, right, scaling, packing), None
 
 
-def _band(q: Any, k: Any, v: Any, left: Optional[int], right: Optional[int], scaling: Optional[float]) -> Any:
-    causal = right == 0
-    if left is None and (causal or right is None):
-        return attention(q, k, v, causal=causal, scale=scaling)
-    return attention(q, k, v, window=(left, right), scale=scaling)
+def _packs(device: torch.device) -> bool:
+    """Whether a device computes packed sequences. Kernels for Hopper alone do."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _padded(
+def _band(
+    q: Any,
+    k: Any,
+    v: Any,
+    left: Optional[int],
+    right: Optional[int],
+    scaling: Optional[float],
+    packing: Optional[dict] = None,
+) -> Any:
+    """Attention to [batch, seqlen, heads, head_dim]. With a packing, the rows of the batch follow each other."""
+    plain = left is None and (right is None or right == 0)
+    mask: dict = {"causal": right == 0} if plain else {"window": (left, right)}
+    if packing is None:
+        q, k, v = map(readable, (q, k, v))
+        return attention(q, k, v, scale=scaling, **mask)
+    # The rows of a projection follow each other already. Those of a cache are copied.
+    rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))
+    o = attention_varlen(*rows, scale=scaling, **mask, **packing)
+    return o.view(*q.shape[:3], o.shape[-1])
+
+
+def _one_by_one(
     q: Any, k: Any, v: Any, left: Any, right: Any, scaling: Any, ranges: List[Tuple[int, int]]
 ) -> torch.Tensor:
     """Each sequence by itself, without its padding. Rows of padding give 0."""
     q_length, kv_length = q.shape[1], k.shape[1]
     banded = left is not None or right is not None
-    if banded and right != 0 and q_length != kv_length:
-        _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
     rows = []
     for one_q, one_k, one_v, (first, after) in zip(q.split(1), k.split(1), v.split(1), ranges):
-        begin, end = 0, q_length
-        if banded:
-            # Query i meets key i + kv_length - q_length. The last query that is kept meets the last key that is.
-            end = max(after - (kv_length - q_length), 0)
-            begin = min(max(first - (kv_length - q_length), 0), end)
+        begin, end = _queries(first, after, banded, q_length, kv_length)
         o = _band(one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after], left, right, scaling)
         rows.append(torch.nn.functional.pad(o, (0, 0, 0, 0, begin, q_length - end)))
     return torch.cat(rows)

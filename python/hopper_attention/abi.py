@@ -91,8 +91,9 @@ def _all_of(kind: Any, names: str) -> dict:
     return dict.fromkeys(names.split(), kind)
 
 
-# Offsets and used lengths of sequences: flags of a problem, and tensors of a run.
 _LENGTHS = "cu_seqlens_q cu_seqlens_kv seqused_q seqused_kv"
+#: Offsets and used lengths of sequences: flags of a problem, and tensors of a run.
+LENGTHS = tuple(_LENGTHS.split())
 _SIZES = "batch seqlen_q seqlen_kv heads_q heads_kv head_dim_qk head_dim_vo window_left window_right"
 
 
@@ -386,13 +387,14 @@ class ForwardPlan(Plan):
         workspace: Optional[int] = None,
         workspace_bytes: int = 0,
         stream: Optional[int] = None,
-        **fp8: Optional[Tensor],
+        **more: Optional[Tensor],
     ) -> None:
         """Computes on the CPU. On a GPU it enqueues on `stream`, a CUstream as an integer (None: the default stream).
 
-        `fp8` has descale_q, descale_k and descale_v, and scale_o and amax where the problem asks for them.
+        `more` has what the problem asks for beside these: of FP8 descale_q, descale_k, descale_v, scale_o and amax, and
+        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv.
         """
-        self._run({"q": q, "k": k, "v": v, "o": o, "lse": lse, **fp8}, workspace, workspace_bytes, stream)
+        self._run({"q": q, "k": k, "v": v, "o": o, "lse": lse, **more}, workspace, workspace_bytes, stream)
 
 
 class BackwardPlan(Plan):
@@ -415,8 +417,12 @@ class BackwardPlan(Plan):
         workspace: Optional[int] = None,
         workspace_bytes: int = 0,
         stream: Optional[int] = None,
+        **lengths: Optional[Tensor],
     ) -> None:
-        """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote."""
+        """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote.
+
+        `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for.
+        """
         tensors = {
             "q": q,
             "k": k,
@@ -428,6 +434,7 @@ class BackwardPlan(Plan):
             "d_q": d_q,
             "d_k": d_k,
             "d_v": d_v,
+            **lengths,
         }
         self._run(tensors, workspace, workspace_bytes, stream)
 

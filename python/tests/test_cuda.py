@@ -13,7 +13,7 @@ except ImportError:
     torch = None
 else:
     import torch.nn.functional as F
-    from hopper_attention import _torch, attention, register_sdpa
+    from hopper_attention import _torch, attention, attention_varlen, register_sdpa
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -231,6 +231,73 @@ class Torch(OnGpu):
         self.assertRaisesRegex(abi.HattnError, "k", attention, q, k.cpu(), v)
         shifted = torch.randn(q.numel() + 1, device=self.device).bfloat16()[1:].view(q.shape)
         self.assertRaisesRegex(abi.HattnError, "q", attention, shifted, k, v)
+
+
+class Packed(OnGpu):
+    """Packed sequences. test_varlen.py has what does not depend on the device."""
+
+    def setUp(self):
+        super().setUp()
+        if torch.cuda.get_device_capability(self.device)[0] != 9:
+            self.skipTest("no Hopper GPU, so no kernels for packed sequences")
+
+    def packed(self, *rows):
+        cu = torch.tensor((0, *rows)).cumsum(0)
+        shapes = ((sum(rows), 6, 64), (sum(rows), 2, 64), (sum(rows), 2, 64))
+        made = [torch.randn(shape, device=self.device).bfloat16().requires_grad_() for shape in shapes]
+        return cu, made
+
+    def test_each_sequence_and_no_wait(self):
+        rows = (300, 0, 1, 77, 130)
+        for options in ({}, {"causal": True}, {"window": (40, 3)}):
+            with self.subTest(**options):
+                cu, leaves = self.packed(*rows)
+                on_gpu = cu.to(self.device)
+                d_o = torch.randn_like(leaves[0])
+                o = attention_varlen(*leaves, on_gpu, **options)  # loads the kernels
+                torch.autograd.grad(o, leaves, d_o)
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    o = attention_varlen(*leaves, on_gpu, max_seqlen_q=300, max_seqlen_kv=300, **options)
+                    found = (o, *torch.autograd.grad(o, leaves, d_o))
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                parts = [t.split(rows) for t in leaves]
+                one_by_one = [attention(*(t[None] for t in one), **options)[0] for one in zip(*parts) if len(one[0])]
+                want = torch.cat(one_by_one)
+                for got, theirs in zip(found, (want, *torch.autograd.grad(want, leaves, d_o))):
+                    self.close(got, theirs, 0.02)
+                # Offsets on the CPU are copied.
+                self.assertTrue(torch.equal(attention_varlen(*leaves, cu, **options), o))
+
+    def test_one_graph_serves_other_lengths(self):
+        cu, leaves = self.packed(300, 77, 131)
+        leaves = [t.detach() for t in leaves]
+        held = cu.to(self.device, torch.int32)
+        attention_varlen(*leaves, held, causal=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = attention_varlen(*leaves, held, causal=True)
+        for rows in ((300, 77, 131), (1, 500, 7), (0, 0, 400)):
+            cu = torch.tensor((0, *rows)).cumsum(0)
+            held.copy_(cu)
+            graph.replay()
+            self.assertTrue(torch.equal(o, attention_varlen(*leaves, cu, causal=True)), rows)
+
+    def test_compiled(self):
+        cu, leaves = self.packed(300, 0, 77)
+        cu = cu.to(self.device)
+        compiled = torch.compile(lambda *given: attention_varlen(*given, causal=True), backend=BACKEND, fullgraph=True)
+        found = [
+            (o, *torch.autograd.grad(o.float().sum(), leaves))
+            for o in (
+                attention_varlen(*leaves, cu, causal=True),
+                compiled(*leaves, cu),
+            )
+        ]
+        for got, want in zip(found[1], found[0]):
+            self.close(got, want, 0.01)
 
 
 class Sdpa(OnGpu):

@@ -3,6 +3,7 @@
 import types
 import unittest
 import warnings
+from unittest import mock
 
 import hopper_attention
 
@@ -78,6 +79,91 @@ class Transformers(unittest.TestCase):
                         self.compare(kind, models.padding(3, 20, side), **options)
         self.compare("llama", torch.ones(3, 20, dtype=torch.long))
 
+    def padded_and_packed(self, kind, name):
+        """Calls of a model with the same sequences: its arguments, and where in its logits the tokens are."""
+        settings, model = self.make(kind)
+        model.set_attn_implementation("hopper_attention")
+        mask = models.padding(3, 20, "right")
+        inputs = models.inputs(kind, settings, 3, 20)
+        lengths = mask.sum(1)
+        self.assertEqual(lengths.tolist(), [20, 15, 10])
+        ids = inputs["input_ids"][mask != 0][None]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        packed = {
+            "position_ids": {"position_ids": positions},
+            "cu_seq_lens": {
+                "position_ids": positions,
+                **{"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 20, "max_length_k": 20},
+            },
+            # A tensor as the longest length, other numbers than int64, and the numbers that state-space layers take.
+            "cu_seq_lens of int32": {
+                "position_ids": positions,
+                **{"cu_seq_lens_q": cu.int(), "cu_seq_lens_k": cu.int(), "max_length_q": torch.tensor(20)},
+                "seq_idx": torch.zeros(1, 45, dtype=torch.int32),
+            },
+        }[name]
+        return model, {**inputs, "attention_mask": mask}, mask != 0, {"input_ids": ids, **packed}
+
+    def test_a_padding_free_batch_is_the_padded_one(self):
+        for kind in ("llama", "mistral"):
+            for name in ("position_ids", "cu_seq_lens", "cu_seq_lens of int32"):
+                for cache in (False, True):
+                    with self.subTest(kind=kind, name=name, cache=cache):
+                        model, padded, tokens, packed = self.padded_and_packed(kind, name)
+                        found = []
+                        for inputs, logits_of in ((padded, lambda x: x[tokens]), (packed, lambda x: x[0])):
+                            logits = logits_of(model(**inputs, use_cache=cache).logits)
+                            gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+                            found.append((logits, *gradients))
+                        self.assertEqual(found[1][0].shape, (45, 199))
+                        torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
+                        for got, want in zip(found[1][1:], found[0][1:]):
+                            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+                        # Without the positions, or the lengths, the sequences would see each other.
+                        one = model(input_ids=packed["input_ids"], use_cache=cache).logits[0]
+                        self.assertGreater((one - found[1][0]).abs().max().item(), 1e-2)
+
+    def test_rows_of_several_sequences(self):
+        """Rows that are packed differently, which are computed as the masks of other implementations say."""
+        settings, model = self.make("mistral")
+        ids = models.inputs("mistral", settings, 2, 20)["input_ids"]
+        positions = torch.stack([torch.cat([torch.arange(a), torch.arange(20 - a)]) for a in (12, 3)])
+        found = []
+        for name in NAMES:
+            model.set_attn_implementation(name)
+            found.append(model(ids, position_ids=positions, use_cache=False).logits)
+        for logits in found[1:]:
+            torch.testing.assert_close(logits, found[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=True).logits, found[2])
+
+    def test_positions_are_read_again_when_they_change(self):
+        settings, model = self.make("llama")
+        ids = models.inputs("llama", settings, 1, 20)["input_ids"]
+        model.set_attn_implementation("hopper_attention")
+        positions = torch.arange(20)[None]
+        model(ids, position_ids=positions)
+        for begin in (12, 5):
+            packed = torch.cat([torch.arange(begin), torch.arange(20 - begin)])[None]
+            want = model(ids, position_ids=packed, use_cache=False).logits
+            for context in (torch.enable_grad, torch.inference_mode):
+                with context():
+                    positions.copy_(packed)
+                    torch.testing.assert_close(model(ids, position_ids=positions).logits, want)
+        inference = []
+        with torch.inference_mode():
+            positions = torch.arange(20)[None]
+            for _ in range(2):
+                inference.append(model(ids, position_ids=positions).logits)
+                positions.copy_(packed)
+        torch.testing.assert_close(inference[1], want)
+
+    def test_a_compiled_padding_free_batch(self):
+        model, _, _, packed = self.padded_and_packed("llama", "cu_seq_lens")
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        torch.testing.assert_close(compiled(**packed).logits, model(**packed).logits)
+
     def test_generation(self):
         for kind in ("llama", "mistral"):
             for side in (None, "left"):
@@ -121,16 +207,19 @@ class Transformers(unittest.TestCase):
         settings, model = self.make("llama")
         ids = models.inputs("llama", settings, 1, 20)["input_ids"]
         model.set_attn_implementation("hopper_attention")
-        packed = torch.cat([torch.arange(12), torch.arange(8)])[None]
         lengths = torch.tensor([0, 12, 20])
         holes = torch.ones_like(ids)
         holes[0, 7] = 0
         for words, options in (
-            ("packed sequences", {"position_ids": packed, "use_cache": False}),
-            ("packed sequences", {"position_ids": packed, "use_cache": True}),
+            ("one of cu_seq_lens_q and cu_seq_lens_k", {"cu_seq_lens_q": lengths}),
+            ("packed sequences by seq_idx alone", {"seq_idx": torch.zeros(1, 20, dtype=torch.int32)}),
             (
-                "packed sequences",
-                {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 12, "max_length_k": 12},
+                "cu_seq_lens_q with a padding mask",
+                {
+                    "cu_seq_lens_q": lengths,
+                    "cu_seq_lens_k": lengths,
+                    "attention_mask": torch.tensor([[0] * 3 + [1] * 17]),
+                },
             ),
             ("zeros between ones", {"attention_mask": holes}),
             ("attention_mask is a Tensor", {"attention_mask": torch.zeros(1, 1, 20, 20)}),
@@ -138,10 +227,10 @@ class Transformers(unittest.TestCase):
         ):
             with self.subTest(words=words, **{name: type(given).__name__ for name, given in options.items()}):
                 self.assertRaisesRegex(NotImplementedError, words, model, ids, **options)
-        positions = torch.arange(20)[None]
-        model(ids, position_ids=positions)
-        positions.copy_(packed)
-        self.assertRaisesRegex(NotImplementedError, "packed sequences", model, ids, position_ids=positions)
+        first = model(ids[:, :11], use_cache=True)
+        packed = torch.tensor([[11, 12, 13, 14, 0, 1, 2, 3, 4]])
+        with self.assertRaisesRegex(NotImplementedError, "by position_ids, 9 queries and 20 keys"):
+            model(ids[:, 11:], position_ids=packed, past_key_values=first.past_key_values, use_cache=True)
         with self.assertRaisesRegex(NotImplementedError, "static"):
             model.generate(
                 ids,
@@ -200,6 +289,33 @@ class Functions(unittest.TestCase):
         torch.testing.assert_close(o[:, 2:8], want[:, 2:8])
         self.assertEqual((o[:, :2].abs().sum(), o[:, 8:].abs().sum()), (0, 0))
 
+    def test_padding_is_one_call_and_no_copy(self):
+        """Padding before and after the tokens, of queries and keys that lie as projections leave them."""
+        calls = []
+        both = masking_utils.bidirectional_mask_function
+        padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0, 0], [0] * 9])
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(3, 9, 2, 8) for _ in range(3))
+        mask = _transformers.mask(3, 9, 9, mask_function=both, attention_mask=padding)
+        real = _transformers.attention_varlen
+
+        def spy(*rows, **options):
+            calls.append([t.data_ptr() for t in rows])
+            return real(*rows, **options)
+
+        with mock.patch.object(_transformers, "attention_varlen", spy):
+            heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+            o, _ = _transformers.attention_forward(types.SimpleNamespace(is_causal=False), *heads_first, mask)
+        self.assertEqual(calls, [[t.data_ptr() for t in (q, k, v)]])
+        keep = (padding != 0)[:, None, None, :]
+        want = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=keep).transpose(1, 2)
+        torch.testing.assert_close(o[:2], want[:2])
+        self.assertTrue((o[2] == 0).all())
+        # A GPU without kernels for packed sequences computes one sequence after another.
+        with mock.patch.object(_transformers, "_packs", lambda device: False):
+            again, _ = _transformers.attention_forward(types.SimpleNamespace(is_causal=False), *heads_first, mask)
+        self.assertTrue(torch.equal(again, o))
+
     def test_cross_attention(self):
         full = masking_utils.bidirectional_mask_function
         padding = torch.tensor([[1] * 5 + [0] * 4])
@@ -217,12 +333,15 @@ class Functions(unittest.TestCase):
             ("the mask blockwise_overlay", masking_utils.and_masks(causal, masking_utils.blockwise_overlay(ids))),
             ("the mask or_masks", masking_utils.or_masks(causal, masking_utils.bidirectional_mask_function)),
             ("the mask function .*lambda", masking_utils.and_masks(causal, lambda b, h, q, k: q >= k)),
-            ("packed sequences", masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1]]))),
         ):
             with self.subTest(words=words):
                 self.assertRaisesRegex(NotImplementedError, words, self.mask, function)
         self.assertRaisesRegex(NotImplementedError, "static", self.mask, causal, q_length=3, kv_length=9, q_offset=2)
-        self.assertEqual(_transformers.band_of(masking_utils.packed_sequence_mask_function(ids)), (None, None))
+        packed = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2]]))
+        self.assertEqual(_transformers.band_of(packed), (None, None))
+        padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
+        with self.assertRaisesRegex(NotImplementedError, "padding of packed sequences"):
+            self.mask(masking_utils.and_masks(causal, packed), attention_mask=padding)
 
     def test_arguments(self):
         causal = self.mask(masking_utils.causal_mask_function)

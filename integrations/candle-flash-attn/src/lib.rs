@@ -13,10 +13,12 @@
 //!
 //! - Gradients flow through the functions that are computed here.
 //! - Tensors in host memory are computed too, in f32 as well.
-//! - ALiBi, softcapping, packed sequences and pages are not there yet. A call that asks for one is an error that names
-//!   it.
+//! - ALiBi, softcapping and pages are not there yet. A call that asks for one is an error that names it.
+//! - `seqlens_q` and `seqlens_k` may be in host memory where the tensors are on a GPU. They are then checked.
 //! - By default the kernels are those for Hopper. The feature `sm80` adds those for older GPUs.
 //! - The struct `FlashAttn` is left out.
+//!
+//! On a GPU packed sequences need the kernels for Hopper.
 //!
 //! Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
 //! multiple of `heads_kv`. Masks are bottom-right aligned: with a causal mask, query `i` sees keys up to
@@ -26,7 +28,7 @@
 
 use candle_core::{Result, Tensor};
 use hopper_attention_candle::hopper_attention::Error;
-use hopper_attention_candle::{Mask, Options, attention, refusal};
+use hopper_attention_candle::{Mask, Options, attention, attention_varlen, refusal};
 
 /// Attention to all keys, or with a causal mask.
 ///
@@ -49,12 +51,16 @@ pub fn flash_attn_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
+    attention(q, k, v, &options(softmax_scale, window_size_left, window_size_right))
+}
+
+fn options(softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>) -> Options {
     let mask = match (window_size_left, window_size_right) {
         (None, None) => Mask::Full,
         (None, Some(0)) => Mask::causal(),
         (left, right) => Mask::window(left, right),
     };
-    attention(q, k, v, &Options::new().mask(mask).softmax_scale(softmax_scale))
+    Options::new().mask(mask).softmax_scale(softmax_scale)
 }
 
 /// Refused: there is no ALiBi here yet.
@@ -115,53 +121,61 @@ pub fn flash_attn_alibi_windowed_softcap(
 
 /// What is said to be there instead of ALiBi.
 const WITHOUT_BIAS: &str = "flash_attn and flash_attn_windowed, without a bias";
-/// What is said to be there instead of packed sequences.
-const DENSE: &str = "flash_attn and flash_attn_windowed, on sequences of one length";
+/// What is said to be there instead of pages, and of ALiBi on packed sequences.
+const PACKED: &str = "flash_attn_varlen and flash_attn_varlen_windowed, without pages and without a bias";
 
 fn lacks<T>(wanted: impl Into<String>, nearest: &str) -> Result<T> {
     Err(refusal(Error::Unsupported { wanted: wanted.into(), nearest: nearest.into() }))
 }
 
-/// Refused: packed sequences are not there yet.
+/// Attention of packed sequences to all keys of their own, or with a causal mask.
+///
+/// Shapes and offsets are those of [`flash_attn_varlen_windowed`].
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_varlen`].
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _seqlens_q: &Tensor,
-    _seqlens_k: &Tensor,
-    _max_seqlen_q: usize,
-    _max_seqlen_k: usize,
-    _softmax_scale: f32,
-    _causal: bool,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen: seqlens_q and seqlens_k (packed sequences)", DENSE)
+    let right = causal.then_some(0);
+    flash_attn_varlen_windowed(q, k, v, seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, None, right)
 }
 
-/// Refused: packed sequences are not there yet.
+/// As [`flash_attn_windowed`], of packed sequences, each with a mask of its own.
+///
+/// `q` is `[total_q, heads_q, head_dim]`, `k` and `v` are `[total_kv, heads_kv, head_dim]`. `seqlens_q` and `seqlens_k`
+/// are u32, `[batch + 1]`: sequence `i` has the rows from entry `i` to below entry `i + 1`. The two longest lengths are
+/// hints for speed. A wrong one changes no result.
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_varlen`].
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_windowed(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _seqlens_q: &Tensor,
-    _seqlens_k: &Tensor,
-    _max_seqlen_q: usize,
-    _max_seqlen_k: usize,
-    _softmax_scale: f32,
-    _window_size_left: Option<usize>,
-    _window_size_right: Option<usize>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_windowed: seqlens_q and seqlens_k (packed sequences)", DENSE)
+    let options = options(softmax_scale, window_size_left, window_size_right).max_seqlens(max_seqlen_q, max_seqlen_k);
+    attention_varlen(q, k, v, seqlens_q, seqlens_k, &options)
 }
 
-/// Refused: neither packed sequences nor pages are there yet.
+/// Refused: pages of K and V are not there yet.
 ///
 /// # Errors
 /// Always.
@@ -182,10 +196,10 @@ pub fn flash_attn_varlen_paged_windowed(
     _page_block_size: usize,
     _softcap: Option<f32>,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_paged_windowed: block_table (pages of K and V)", DENSE)
+    lacks("flash_attn_varlen_paged_windowed: block_table (pages of K and V)", PACKED)
 }
 
-/// Refused: neither packed sequences nor ALiBi are there yet.
+/// Refused: there is no ALiBi here yet.
 ///
 /// # Errors
 /// Always.
@@ -202,10 +216,10 @@ pub fn flash_attn_varlen_alibi(
     _softmax_scale: f32,
     _causal: bool,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_alibi: seqlens_q and seqlens_k (packed sequences), alibi_slopes", DENSE)
+    lacks("flash_attn_varlen_alibi: alibi_slopes", PACKED)
 }
 
-/// Refused: neither packed sequences nor ALiBi are there yet.
+/// Refused: there is no ALiBi here yet.
 ///
 /// # Errors
 /// Always.
@@ -223,27 +237,48 @@ pub fn flash_attn_varlen_alibi_windowed(
     _window_size_left: Option<usize>,
     _window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_alibi_windowed: seqlens_q and seqlens_k (packed sequences), alibi_slopes", DENSE)
+    lacks("flash_attn_varlen_alibi_windowed: alibi_slopes", PACKED)
 }
 
-/// Refused: neither packed sequences, ALiBi nor softcapping are there yet.
+/// As [`flash_attn_varlen_windowed`], where neither ALiBi nor softcapping is asked for: no slopes, and a softcap of 0.
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_varlen`]. Also for slopes, and for another softcap than 0: these are not there
+/// yet.
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _alibi_slopes: Option<&Tensor>,
-    _seqlens_q: &Tensor,
-    _seqlens_k: &Tensor,
-    _max_seqlen_q: usize,
-    _max_seqlen_k: usize,
-    _softmax_scale: f32,
-    _window_size_left: Option<usize>,
-    _window_size_right: Option<usize>,
-    _softcap: f32,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_alibi_windowed_softcap: seqlens_q and seqlens_k (packed sequences)", DENSE)
+    if alibi_slopes.is_some() {
+        return lacks("flash_attn_varlen_alibi_windowed_softcap: alibi_slopes", PACKED);
+    }
+    if softcap != 0.0 {
+        return lacks(
+            format!("flash_attn_varlen_alibi_windowed_softcap: softcap {softcap}"),
+            "softcap 0, which is none",
+        );
+    }
+    flash_attn_varlen_windowed(
+        q,
+        k,
+        v,
+        seqlens_q,
+        seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_size_left,
+        window_size_right,
+    )
 }

@@ -32,6 +32,30 @@ fn masks_and_scales_are_as_in_candles_crate() -> Result<()> {
 }
 
 #[test]
+fn packed_sequences_are_as_in_candles_crate() -> Result<()> {
+    // The same two sequences of 6 queries and 9 keys, one behind the other.
+    let [q, k, v] = tensors()?;
+    let [of_q, of_k] = [[0u32, 6, 12], [0, 9, 18]].map(|offsets| Tensor::new(&offsets, &Device::Cpu));
+    let [p, l, r] = [&q, &k, &v].map(|tensor| tensor.flatten(0, 1));
+    let (p, l, r, of_q, of_k) = (&p?, &l?, &r?, &of_q?, &of_k?);
+    for causal in [false, true] {
+        let want = flash_attn(&q, &k, &v, 0.2, causal)?;
+        // A hint that is too small changes nothing.
+        for longest in [9, 1, 0] {
+            same(&flash_attn_varlen(p, l, r, of_q, of_k, longest, longest, 0.2, causal)?, &want)?;
+        }
+    }
+    for (left, right) in [(None, None), (None, Some(0)), (Some(2), Some(1)), (Some(2), None), (Some(1000), Some(1000))]
+    {
+        let want = flash_attn_windowed(&q, &k, &v, 0.2, left, right)?;
+        same(&flash_attn_varlen_windowed(p, l, r, of_q, of_k, 6, 9, 0.2, left, right)?, &want)?;
+        let softcap = flash_attn_varlen_alibi_windowed_softcap(p, l, r, None, of_q, of_k, 6, 9, 0.2, left, right, 0.0);
+        same(&softcap?, &want)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn what_is_missing_is_named() -> Result<()> {
     let [q, k, v] = tensors()?;
     let (slopes, lengths) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::new(&[0u32, 6, 12], &Device::Cpu)?);
@@ -48,20 +72,22 @@ fn what_is_missing_is_named() -> Result<()> {
             "flash_attn_alibi_windowed_softcap: softcap 30",
             flash_attn_alibi_windowed_softcap(&q, &k, &v, None, 0.2, None, None, 30.0),
         ),
-        ("flash_attn_varlen: seqlens_q", flash_attn_varlen(&q, &k, &v, l, l, 6, 6, 0.2, true)),
-        ("flash_attn_varlen_windowed: seqlens_q", flash_attn_varlen_windowed(&q, &k, &v, l, l, 6, 6, 0.2, None, None)),
         (
             "flash_attn_varlen_paged_windowed: block_table",
             flash_attn_varlen_paged_windowed(&q, &k, &v, l, l, &pages, None, 6, 6, 0.2, None, None, 32, None),
         ),
-        ("flash_attn_varlen_alibi: seqlens_q", flash_attn_varlen_alibi(&q, &k, &v, a, l, l, 6, 6, 0.2, true)),
+        ("flash_attn_varlen_alibi: alibi_slopes", flash_attn_varlen_alibi(&q, &k, &v, a, l, l, 6, 6, 0.2, true)),
         (
-            "flash_attn_varlen_alibi_windowed: seqlens_q",
+            "flash_attn_varlen_alibi_windowed: alibi_slopes",
             flash_attn_varlen_alibi_windowed(&q, &k, &v, a, l, l, 6, 6, 0.2, None, None),
         ),
         (
-            "flash_attn_varlen_alibi_windowed_softcap: seqlens_q",
-            flash_attn_varlen_alibi_windowed_softcap(&q, &k, &v, Some(a), l, l, 6, 6, 0.2, None, None, 30.0),
+            "flash_attn_varlen_alibi_windowed_softcap: alibi_slopes",
+            flash_attn_varlen_alibi_windowed_softcap(&q, &k, &v, Some(a), l, l, 6, 6, 0.2, None, None, 0.0),
+        ),
+        (
+            "flash_attn_varlen_alibi_windowed_softcap: softcap 30",
+            flash_attn_varlen_alibi_windowed_softcap(&q, &k, &v, None, l, l, 6, 6, 0.2, None, None, 30.0),
         ),
     ];
     for (name, result) in results {

@@ -2,11 +2,12 @@
 
 use candle_core::{CpuStorage, Layout, Result, WithDType};
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, Device, Float, ForwardArgs, ForwardProblem, Stream, TensorMut, TensorRef, Workspace,
+    Args, BackwardProblem, Device, Element, Float, ForwardProblem, Slot, Stream, TensorMut, TensorRef, Workspace,
 };
 
 use crate::error::refusal;
-use crate::problem::{beyond, contiguous, ours};
+use crate::offsets::Packing;
+use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in host memory.
 pub type Given<'a> = (&'a CpuStorage, &'a Layout);
@@ -14,15 +15,19 @@ pub type Given<'a> = (&'a CpuStorage, &'a Layout);
 /// Computes O, and the LSE if the problem wants it.
 pub fn forward<T: Float + WithDType>(
     problem: &ForwardProblem,
+    packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
 ) -> Result<(CpuStorage, Option<CpuStorage>)> {
-    let (of_o, of_lse) = (contiguous(problem.o_shape())?, contiguous(problem.lse_shape())?);
-    let (mut o, mut lse) = (vec![T::default(); of_o.span()], vec![0f32; of_lse.span()]);
-    let o_tensor = TensorMut::host(&mut o, of_o).map_err(refusal)?;
-    let mut args = ForwardArgs::new(tensor::<T>("q", q)?, tensor::<T>("k", k)?, tensor::<T>("v", v)?, o_tensor);
+    let (o_shape, lse_shape) = (problem.o_shape(), problem.lse_shape());
+    let (of_o, of_lse) = (dims(&o_shape, packing.is_some()), dims(&lse_shape, packing.is_some()));
+    let (mut o, mut lse) = (vec![T::default(); elements(of_o)?], vec![0f32; elements(of_lse)?]);
+    let mut args = read::<T>(Args::new(), Slot::Q, q)?;
+    args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
+    args = write(args, Slot::O, &mut o, of_o)?;
     if problem.wants_lse() {
-        args = args.lse(TensorMut::host(&mut lse, of_lse).map_err(refusal)?);
+        args = write(args, Slot::Lse, &mut lse, of_lse)?;
     }
+    let args = Packing::lend(packing, args)?;
     let plan = problem.plan(&Device::Cpu).map_err(refusal)?;
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).map_err(refusal)?;
     plan.run(&Stream::Cpu, &mut workspace, args).map_err(refusal)?;
@@ -32,35 +37,48 @@ pub fn forward<T: Float + WithDType>(
 /// Computes the gradients of Q, K and V.
 pub fn backward<T: Float + WithDType>(
     problem: &BackwardProblem,
+    packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
     o: Given<'_>,
     lse: &CpuStorage,
     d_o: Given<'_>,
 ) -> Result<[CpuStorage; 3]> {
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
-    let [of_q, of_k, of_v] = [contiguous(shapes[0])?, contiguous(shapes[1])?, contiguous(shapes[2])?];
-    let [mut d_q, mut d_k, mut d_v] = [of_q, of_k, of_v].map(|layout| vec![T::default(); layout.span()]);
-    let lse = lse.as_slice::<f32>()?;
-    let args = BackwardArgs::new(
-        [tensor::<T>("q", q)?, tensor("k", k)?, tensor("v", v)?],
-        tensor("o", o)?,
-        TensorRef::host(lse, contiguous(problem.forward().lse_shape())?).map_err(refusal)?,
-        tensor("d_o", d_o)?,
-        [
-            TensorMut::host(&mut d_q, of_q).map_err(refusal)?,
-            TensorMut::host(&mut d_k, of_k).map_err(refusal)?,
-            TensorMut::host(&mut d_v, of_v).map_err(refusal)?,
-        ],
-    );
+    let [of_q, of_k, of_v] = [0, 1, 2].map(|tensor| dims(&shapes[tensor], packing.is_some()));
+    let mut d_q = vec![T::default(); elements(of_q)?];
+    let mut d_k = vec![T::default(); elements(of_k)?];
+    let mut d_v = vec![T::default(); elements(of_v)?];
+    let lse_shape = problem.forward().lse_shape();
+    let (lse, of_lse) = (lse.as_slice::<f32>()?, dims(&lse_shape, packing.is_some()));
+    let mut args = Args::new();
+    for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
+        args = read::<T>(args, slot, tensor)?;
+    }
+    args = by_rank!(of_lse.len(), R => {
+        args.read(Slot::Lse, TensorRef::host(lse, contiguous::<R>(of_lse)?).map_err(refusal)?)
+    });
+    args = write(args, Slot::DQ, &mut d_q, of_q)?;
+    args = write(args, Slot::DK, &mut d_k, of_k)?;
+    args = write(args, Slot::DV, &mut d_v, of_v)?;
+    let args = Packing::lend(packing, args)?;
     let plan = problem.plan(&Device::Cpu).map_err(refusal)?;
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).map_err(refusal)?;
     plan.run(&Stream::Cpu, &mut workspace, args).map_err(refusal)?;
     Ok([d_q, d_k, d_v].map(T::to_cpu_storage_owned))
 }
 
-/// The memory that a tensor of candle's has, as a tensor of ours.
-fn tensor<'a, T: Float + WithDType>(name: &'static str, (storage, layout): Given<'a>) -> Result<TensorRef<'a, T, 4>> {
-    let data = storage.as_slice::<T>()?;
+/// Adds the memory that a tensor of candle's has.
+fn read<'a, T: Float + WithDType>(args: Args<'a>, slot: Slot, (storage, layout): Given<'a>) -> Result<Args<'a>> {
+    let (name, data) = (slot.name(), storage.as_slice::<T>()?);
     let data = data.get(layout.start_offset()..).ok_or_else(|| beyond(name, layout, data.len()))?;
-    TensorRef::host(data, ours(name, layout)?).map_err(refusal)
+    by_rank!(layout.dims().len(), R => {
+        Ok(args.read(slot, TensorRef::host(data, ours::<R>(name, layout)?).map_err(refusal)?))
+    })
+}
+
+/// Adds the memory of an output.
+fn write<'a, T: Element>(args: Args<'a>, slot: Slot, memory: &'a mut [T], shape: &[usize]) -> Result<Args<'a>> {
+    by_rank!(shape.len(), R => {
+        Ok(args.write(slot, TensorMut::host(memory, contiguous::<R>(shape)?).map_err(refusal)?))
+    })
 }

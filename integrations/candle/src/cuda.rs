@@ -8,13 +8,14 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, DeviceRe
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
 use candle_core::{CudaStorage, Layout, Result};
 use hopper_attention::{
-    BackwardArgs, BackwardPlan, BackwardProblem, Device, Float, ForwardArgs, ForwardPlan, ForwardProblem, Stream,
-    TensorMut, TensorRef, Workspace,
+    Args, BackwardPlan, BackwardProblem, Device, Float, ForwardPlan, ForwardProblem, Slot, Stream, TensorMut,
+    TensorRef, Workspace,
 };
 use lru::LruCache;
 
 use crate::error::refusal;
-use crate::problem::{beyond, contiguous, ours};
+use crate::offsets::Packing;
+use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in GPU memory.
 pub type Given<'a> = (&'a CudaStorage, &'a Layout);
@@ -26,20 +27,24 @@ const PLANS: NonZeroUsize = NonZeroUsize::new(256).expect("not 0");
 /// Enqueues the computation of O, and of the LSE if the problem wants it.
 pub fn forward<T: Float + CudaDType + DeviceRepr>(
     problem: &ForwardProblem,
+    packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
 ) -> Result<(CudaStorage, Option<CudaStorage>)> {
     static CACHE: Plans<ForwardProblem, ForwardPlan> = Plans::new();
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
-    let (of_o, of_lse) = (contiguous(problem.o_shape())?, contiguous(problem.lse_shape())?);
-    let mut o = uninitialised::<T>(device, of_o.span())?;
-    let mut lse = if problem.wants_lse() { Some(uninitialised::<f32>(device, of_lse.span())?) } else { None };
+    let (o_shape, lse_shape) = (problem.o_shape(), problem.lse_shape());
+    let (of_o, of_lse) = (dims(&o_shape, packing.is_some()), dims(&lse_shape, packing.is_some()));
+    let mut o = uninitialised::<T>(device, elements(of_o)?)?;
+    let mut lse = if problem.wants_lse() { Some(uninitialised::<f32>(device, elements(of_lse)?)?) } else { None };
     let mut scratch = scratch(device, plan.workspace_bytes())?;
-    let o_tensor = TensorMut::cuda(o.as_view_mut(), of_o).map_err(refusal)?;
-    let mut args = ForwardArgs::new(tensor::<T>("q", q)?, tensor::<T>("k", k)?, tensor::<T>("v", v)?, o_tensor);
+    let mut args = read::<T>(Args::new(), Slot::Q, q)?;
+    args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
+    args = write(args, Slot::O, &mut o, of_o)?;
     if let Some(lse) = &mut lse {
-        args = args.lse(TensorMut::cuda(lse.as_view_mut(), of_lse).map_err(refusal)?);
+        args = write(args, Slot::Lse, lse, of_lse)?;
     }
+    let args = Packing::lend(packing, args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let stored = |lse| CudaStorage::wrap_cuda_slice(lse, device.clone());
     Ok((CudaStorage::wrap_cuda_slice(o, device.clone()), lse.map(stored)))
@@ -48,6 +53,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
 /// Enqueues the computation of the gradients of Q, K and V.
 pub fn backward<T: Float + CudaDType + DeviceRepr>(
     problem: &BackwardProblem,
+    packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
     o: Given<'_>,
     lse: &CudaStorage,
@@ -57,35 +63,51 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
-    let [of_q, of_k, of_v] = [contiguous(shapes[0])?, contiguous(shapes[1])?, contiguous(shapes[2])?];
-    let mut d_q = uninitialised::<T>(device, of_q.span())?;
-    let mut d_k = uninitialised::<T>(device, of_k.span())?;
-    let mut d_v = uninitialised::<T>(device, of_v.span())?;
+    let [of_q, of_k, of_v] = [0, 1, 2].map(|tensor| dims(&shapes[tensor], packing.is_some()));
+    let mut d_q = uninitialised::<T>(device, elements(of_q)?)?;
+    let mut d_k = uninitialised::<T>(device, elements(of_k)?)?;
+    let mut d_v = uninitialised::<T>(device, elements(of_v)?)?;
     let mut scratch = scratch(device, plan.workspace_bytes())?;
-    let lse = lse.as_cuda_slice::<f32>()?;
-    let args = BackwardArgs::new(
-        [tensor::<T>("q", q)?, tensor("k", k)?, tensor("v", v)?],
-        tensor("o", o)?,
-        TensorRef::cuda(lse.as_view(), contiguous(problem.forward().lse_shape())?).map_err(refusal)?,
-        tensor("d_o", d_o)?,
-        [
-            TensorMut::cuda(d_q.as_view_mut(), of_q).map_err(refusal)?,
-            TensorMut::cuda(d_k.as_view_mut(), of_k).map_err(refusal)?,
-            TensorMut::cuda(d_v.as_view_mut(), of_v).map_err(refusal)?,
-        ],
-    );
+    let lse_shape = problem.forward().lse_shape();
+    let (lse, of_lse) = (lse.as_cuda_slice::<f32>()?, dims(&lse_shape, packing.is_some()));
+    let mut args = Args::new();
+    for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
+        args = read::<T>(args, slot, tensor)?;
+    }
+    args = by_rank!(of_lse.len(), R => {
+        args.read(Slot::Lse, TensorRef::cuda(lse.as_view(), contiguous::<R>(of_lse)?).map_err(refusal)?)
+    });
+    args = write(args, Slot::DQ, &mut d_q, of_q)?;
+    args = write(args, Slot::DK, &mut d_k, of_k)?;
+    args = write(args, Slot::DV, &mut d_v, of_v)?;
+    let args = Packing::lend(packing, args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     Ok([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())))
 }
 
-/// The memory that a tensor of candle's has, as a tensor of ours.
-fn tensor<'a, T: Float + CudaDType + DeviceRepr>(
-    name: &'static str,
+/// Adds the memory that a tensor of candle's has.
+fn read<'a, T: Float + CudaDType + DeviceRepr>(
+    args: Args<'a>,
+    slot: Slot,
     (storage, layout): Given<'a>,
-) -> Result<TensorRef<'a, T, 4>> {
-    let data = storage.as_cuda_slice::<T>()?;
+) -> Result<Args<'a>> {
+    let (name, data) = (slot.name(), storage.as_cuda_slice::<T>()?);
     let view = data.try_slice(layout.start_offset()..).ok_or_else(|| beyond(name, layout, data.len()))?;
-    TensorRef::cuda(view, ours(name, layout)?).map_err(refusal)
+    by_rank!(layout.dims().len(), R => {
+        Ok(args.read(slot, TensorRef::cuda(view, ours::<R>(name, layout)?).map_err(refusal)?))
+    })
+}
+
+/// Adds the memory of an output.
+fn write<'a, T: Float + DeviceRepr>(
+    args: Args<'a>,
+    slot: Slot,
+    memory: &'a mut CudaSlice<T>,
+    shape: &[usize],
+) -> Result<Args<'a>> {
+    by_rank!(shape.len(), R => {
+        Ok(args.write(slot, TensorMut::cuda(memory.as_view_mut(), contiguous::<R>(shape)?).map_err(refusal)?))
+    })
 }
 
 /// Memory for an output that a run writes in full.

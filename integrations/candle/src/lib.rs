@@ -55,6 +55,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod offsets;
 mod op;
 mod problem;
 
@@ -63,6 +64,7 @@ use candle_core::{Result, Tensor};
 pub use error::{cause, refusal};
 pub use hopper_attention;
 pub use hopper_attention::{Arch, Corner, Mask};
+use offsets::{Offsets, Packing};
 use op::Attention;
 pub use problem::Options;
 
@@ -79,7 +81,54 @@ pub use problem::Options;
 /// - The driver failed, or there is no memory.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<Tensor> {
     let has_gradients = [q, k, v].iter().any(|tensor| tensor.track_op());
-    q.apply_op3(k, v, Attention::new(options, has_gradients))
+    q.apply_op3(k, v, Attention::new(options, has_gradients, None))
+}
+
+/// As [`attention`], of packed sequences: each query attends to the keys of its own sequence alone.
+///
+/// - `q` is `[total_q, heads_q, head_dim]`, `k` and `v` are `[total_kv, heads_kv, head_dim]`. O has the shape
+///   `[total_q, heads_q, head_dim_vo]`.
+/// - `seqlens_q` and `seqlens_kv` are u32, `[batch + 1]`. Sequence `i` has the rows from entry `i` to below entry
+///   `i + 1`. A sequence may be empty. Each has its own mask: its last query stands at its last key.
+/// - Rows of O and of gradients that belong to no sequence are 0.
+/// - [`Options::max_seqlens`] is a hint for speed.
+///
+/// Offsets in host memory are checked. For tensors on a GPU they are copied there, which waits. Offsets on a GPU are not
+/// looked at, and nothing waits: the kernels clamp entries that decrease or are larger than the tensors. Results are then
+/// wrong, and no memory outside of the tensors is used. On a GPU there are kernels for Hopper only.
+///
+/// candle's autograd can compute gradients through O.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use hopper_attention_candle::{Mask, Options, attention_varlen};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let qkv = Tensor::randn(0f32, 1.0, (8, 2, 64), &Device::Cpu)?;
+/// let seqlens = Tensor::new(&[0u32, 3, 8], &Device::Cpu)?; // 3 rows, and 5 rows
+/// let options = Options::new().mask(Mask::causal()).max_seqlens(5, 5);
+/// let o = attention_varlen(&qkv, &qkv, &qkv, &seqlens, &seqlens, &options)?;
+/// assert_eq!(o.dims(), [8, 2, 64]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// - A tensor does not have three dimensions. The rest is as for [`attention`].
+/// - `seqlens_q` or `seqlens_kv` is not of u32, does not have one dimension, or has no entry. They have different numbers
+///   of entries. They are on a GPU, and the tensors are not.
+/// - In host memory: an entry is below the one before it, larger than the number of rows, or 2^31 or more.
+pub fn attention_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_kv: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    let has_gradients = [q, k, v].iter().any(|tensor| tensor.track_op());
+    let of_q = Offsets::new("seqlens_q", seqlens_q, q.device())?;
+    let packing = Packing { q: of_q, kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? };
+    q.apply_op3(k, v, Attention::new(options, has_gradients, Some(packing)))
 }
 
 /// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,
@@ -96,7 +145,7 @@ pub fn attention_with_lse(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options)
             allowed: "detached tensors, since the LSE has no gradient here".into(),
         }));
     }
-    let op = Attention::new(options, true);
+    let op = Attention::new(options, true, None);
     let o = q.apply_op3_no_bwd(k, v, &op)?;
     Ok((o, op.into_lse()?))
 }

@@ -13,19 +13,22 @@ use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::refusal;
-use crate::problem::Options;
+use crate::offsets::Packing;
+use crate::problem::{Options, dims};
 
 /// The forward pass of one call.
 pub struct Attention {
     options: Options,
     wants_lse: bool,
+    /// The offsets of packed sequences.
+    packing: Option<Packing>,
     /// The LSE, once the forward pass has run. candle has no place for it beside the output.
     lse: OnceLock<Tensor>,
 }
 
 impl Attention {
-    pub fn new(options: &Options, wants_lse: bool) -> Self {
-        Self { options: options.clone(), wants_lse, lse: OnceLock::new() }
+    pub fn new(options: &Options, wants_lse: bool, packing: Option<Packing>) -> Self {
+        Self { options: options.clone(), wants_lse, packing, lse: OnceLock::new() }
     }
 
     /// The LSE, after a forward pass that wanted it.
@@ -36,7 +39,7 @@ impl Attention {
     fn keep(&self, lse: Option<Storage>, shape: [usize; 3]) {
         if let Some(lse) = lse {
             // An operation runs once. If it ran again, for the same tensors, it would have the same LSE.
-            let _ = self.lse.set(tensor(lse, shape.as_slice()));
+            let _ = self.lse.set(tensor(lse, dims(&shape, self.packing.is_some())));
         }
     }
 }
@@ -66,10 +69,11 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], self.wants_lse)?;
-        let (o, lse) = by_type!(q.dtype(), cpu::forward(&problem, [(q, of_q), (k, of_k), (v, of_v)]))?;
+        let (qkv, packing) = ([(q, of_q), (k, of_k), (v, of_v)], self.packing.as_ref());
+        let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], self.wants_lse, packing)?;
+        let (o, lse) = by_type!(q.dtype(), cpu::forward(&problem, packing, qkv))?;
         self.keep(lse.map(Storage::Cpu), problem.lse_shape());
-        Ok((o, problem.o_shape().as_slice().into()))
+        Ok((o, dims(&problem.o_shape(), packing.is_some()).into()))
     }
 
     #[cfg(feature = "cuda")]
@@ -82,10 +86,11 @@ impl CustomOp3 for Attention {
         v: &CudaStorage,
         of_v: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], self.wants_lse)?;
-        let (o, lse) = by_type!(q.dtype(), cuda::forward(&problem, [(q, of_q), (k, of_k), (v, of_v)]))?;
+        let (qkv, packing) = ([(q, of_q), (k, of_k), (v, of_v)], self.packing.as_ref());
+        let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], self.wants_lse, packing)?;
+        let (o, lse) = by_type!(q.dtype(), cuda::forward(&problem, packing, qkv))?;
         self.keep(lse.map(Storage::Cuda), problem.lse_shape());
-        Ok((o, problem.o_shape().as_slice().into()))
+        Ok((o, dims(&problem.o_shape(), packing.is_some()).into()))
     }
 
     fn bwd(
@@ -105,7 +110,8 @@ impl CustomOp3 for Attention {
         }
         let lse = self.lse.get().ok_or_else(|| missing("lse"))?;
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
-        let gradients = Gradients { options: &self.options, o, lse, d_o: &d_o, rest: OnceLock::new() };
+        let packing = self.packing.as_ref();
+        let gradients = Gradients { options: &self.options, packing, o, lse, d_o: &d_o, rest: OnceLock::new() };
         // As an operation on Q, K and V, which may share their memory: candle then locks it once for all of them.
         let d_q = q.apply_op3_no_bwd(k, v, &gradients)?;
         let [d_k, d_v] = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
@@ -116,6 +122,7 @@ impl CustomOp3 for Attention {
 /// The backward pass of one call: an operation on Q, K and V whose output is dQ.
 struct Gradients<'a> {
     options: &'a Options,
+    packing: Option<&'a Packing>,
     o: &'a Tensor,
     lse: &'a Tensor,
     d_o: &'a Tensor,
@@ -126,7 +133,7 @@ struct Gradients<'a> {
 impl Gradients<'_> {
     fn keep(&self, rest: [(Storage, [usize; 4]); 2]) {
         // It runs once.
-        let _ = self.rest.set(rest.map(|(storage, shape)| tensor(storage, shape.as_slice())));
+        let _ = self.rest.set(rest.map(|(storage, shape)| tensor(storage, dims(&shape, self.packing.is_some()))));
     }
 }
 
@@ -144,16 +151,16 @@ impl CustomOp3 for Gradients<'_> {
         v: &CpuStorage,
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let problem = self.options.backward(q.dtype(), [of_q, of_k, of_v])?;
+        let problem = self.options.backward(q.dtype(), [of_q, of_k, of_v], self.packing)?;
         let (o, lse, d_o) = (self.o.storage_and_layout(), self.lse.storage_and_layout(), self.d_o.storage_and_layout());
         let (Storage::Cpu(o_memory), Storage::Cpu(lse), Storage::Cpu(d_o_memory)) = (&*o.0, &*lse.0, &*d_o.0) else {
             return Err(elsewhere("cpu"));
         };
         let qkv = [(q, of_q), (k, of_k), (v, of_v)];
         let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
-        let [d_q, d_k, d_v] = by_type!(q.dtype(), cpu::backward(&problem, qkv, o, lse, d_o))?;
+        let [d_q, d_k, d_v] = by_type!(q.dtype(), cpu::backward(&problem, self.packing, qkv, o, lse, d_o))?;
         self.keep([(Storage::Cpu(d_k), problem.d_k_shape()), (Storage::Cpu(d_v), problem.d_v_shape())]);
-        Ok((d_q, problem.d_q_shape().as_slice().into()))
+        Ok((d_q, dims(&problem.d_q_shape(), self.packing.is_some()).into()))
     }
 
     #[cfg(feature = "cuda")]
@@ -166,16 +173,16 @@ impl CustomOp3 for Gradients<'_> {
         v: &CudaStorage,
         of_v: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let problem = self.options.backward(q.dtype(), [of_q, of_k, of_v])?;
+        let problem = self.options.backward(q.dtype(), [of_q, of_k, of_v], self.packing)?;
         let (o, lse, d_o) = (self.o.storage_and_layout(), self.lse.storage_and_layout(), self.d_o.storage_and_layout());
         let (Storage::Cuda(o_memory), Storage::Cuda(lse), Storage::Cuda(d_o_memory)) = (&*o.0, &*lse.0, &*d_o.0) else {
             return Err(elsewhere("a GPU"));
         };
         let qkv = [(q, of_q), (k, of_k), (v, of_v)];
         let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
-        let [d_q, d_k, d_v] = by_type!(q.dtype(), cuda::backward(&problem, qkv, o, lse, d_o))?;
+        let [d_q, d_k, d_v] = by_type!(q.dtype(), cuda::backward(&problem, self.packing, qkv, o, lse, d_o))?;
         self.keep([(Storage::Cuda(d_k), problem.d_k_shape()), (Storage::Cuda(d_v), problem.d_v_shape())]);
-        Ok((d_q, problem.d_q_shape().as_slice().into()))
+        Ok((d_q, dims(&problem.d_q_shape(), self.packing.is_some()).into()))
     }
 }
 

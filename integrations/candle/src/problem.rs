@@ -4,6 +4,7 @@ use candle_core::{DType, Layout, Result};
 use hopper_attention::{Arch, BackwardProblem, Dims, Error, ForwardProblem, Mask};
 
 use crate::error::refusal;
+use crate::offsets::Packing;
 
 /// What attention computes, beside its tensors.
 ///
@@ -19,6 +20,7 @@ pub struct Options {
     deterministic: bool,
     arch: Option<Arch>,
     sm_margin: usize,
+    max_seqlens: [Option<usize>; 2],
 }
 
 impl Options {
@@ -56,8 +58,22 @@ impl Options {
         Self { sm_margin: multiprocessors, ..self }
     }
 
-    /// The forward problem of tensors with these layouts.
-    pub(crate) fn forward(&self, dtype: DType, [q, k, v]: [&Layout; 3], lse: bool) -> Result<ForwardProblem> {
+    /// About how many queries and keys the longest of packed sequences has (default: unknown). A hint for speed: results do
+    /// not depend on it. [`attention_varlen`](crate::attention_varlen) alone takes it.
+    pub fn max_seqlens(self, queries: usize, keys: usize) -> Self {
+        Self { max_seqlens: [Some(queries), Some(keys)], ..self }
+    }
+
+    /// The forward problem of tensors with these layouts. With a packing they have no dimension `batch`.
+    ///
+    /// Rows that belong to no sequence are filled, so that every output is written in full.
+    pub(crate) fn forward(
+        &self,
+        dtype: DType,
+        [q, k, v]: [&Layout; 3],
+        lse: bool,
+        packing: Option<&Packing>,
+    ) -> Result<ForwardProblem> {
         let dtype = match dtype {
             DType::F16 => hopper_attention::DType::F16,
             DType::BF16 => hopper_attention::DType::BF16,
@@ -67,8 +83,9 @@ impl Options {
                 return Err(refusal(Error::Value { what: "q, k and v", got, allowed }));
             }
         };
-        let ([batch, seqlen_q, heads_q, head_dim], [_, seqlen_kv, heads_kv, _]) = (four("q", q)?, four("k", k)?);
-        let [.., head_dim_vo] = four("v", v)?;
+        let sizes = |name, layout| sizes(name, layout, packing.map(|packing| packing.q.sequences()));
+        let ([batch, seqlen_q, heads_q, head_dim], [_, seqlen_kv, heads_kv, _]) = (sizes("q", q)?, sizes("k", k)?);
+        let [.., head_dim_vo] = sizes("v", v)?;
         let dims = Dims::new(batch, seqlen_q, heads_q, head_dim)
             .with_seqlen_kv(seqlen_kv)
             .with_heads_kv(heads_kv)
@@ -80,45 +97,98 @@ impl Options {
         if let Some(arch) = self.arch {
             problem = problem.arch(arch);
         }
+        if packing.is_some() {
+            problem = problem.packed(true).fill_gaps(true);
+        }
+        let [queries, keys] = self.max_seqlens;
+        if let Some(queries) = queries {
+            problem = problem.max_seqlen_q(queries);
+        }
+        if let Some(keys) = keys {
+            problem = problem.max_seqlen_kv(keys);
+        }
         problem.build().map_err(refusal)
     }
 
     /// The gradients of that problem.
-    pub(crate) fn backward(&self, dtype: DType, qkv: [&Layout; 3]) -> Result<BackwardProblem> {
-        let forward = self.forward(dtype, qkv, true)?;
+    pub(crate) fn backward(
+        &self,
+        dtype: DType,
+        qkv: [&Layout; 3],
+        packing: Option<&Packing>,
+    ) -> Result<BackwardProblem> {
+        let forward = self.forward(dtype, qkv, true, packing)?;
         BackwardProblem::builder(&forward).deterministic(self.deterministic).build().map_err(refusal)
     }
 }
 
-/// The sizes of a tensor with four dimensions.
-fn four(tensor: &'static str, layout: &Layout) -> Result<[usize; 4]> {
-    layout.dims().try_into().map_err(|_| {
-        let got = format!("{} dimensions, {:?}", layout.dims().len(), layout.dims());
-        refusal(Error::Value { what: tensor, got, allowed: "4, [batch, seqlen, heads, head_dim]".into() })
-    })
+/// The sizes `[batch, seqlen, heads, head_dim]` of a tensor. A packed one has all rows as `seqlen`, and no dimension `batch`.
+fn sizes(tensor: &'static str, layout: &Layout, sequences: Option<usize>) -> Result<[usize; 4]> {
+    match (layout.dims(), sequences) {
+        (&[batch, seqlen, heads, head_dim], None) => Ok([batch, seqlen, heads, head_dim]),
+        (&[total, heads, head_dim], Some(sequences)) => Ok([sequences, total, heads, head_dim]),
+        (dims, sequences) => {
+            let got = format!("{} dimensions, {dims:?}", dims.len());
+            let axes = sequences.map_or("4, [batch, seqlen, heads, head_dim]", |_| "3, [total, heads, head_dim]");
+            Err(refusal(Error::Value { what: tensor, got, allowed: axes.into() }))
+        }
+    }
 }
 
 /// The same shape and strides as a layout of ours. Its first element is at candle's `start_offset`.
 ///
 /// A dimension of size 1 never uses its stride. candle leaves there what a view happens to have.
-pub(crate) fn ours(tensor: &'static str, layout: &Layout) -> Result<hopper_attention::Layout<4>> {
-    let shape = four(tensor, layout)?;
-    let mut stride = [1; 4];
+pub(crate) fn ours<const R: usize>(tensor: &'static str, layout: &Layout) -> Result<hopper_attention::Layout<R>> {
+    // The problem was made of these dimensions. So there are as many.
+    let shape: [usize; R] = layout.dims().try_into().map_err(candle_core::Error::wrap)?;
+    let mut stride = [1; R];
     for (axis, (stride, &given)) in stride.iter_mut().zip(layout.stride()).enumerate() {
         if shape[axis] != 1 {
             *stride = i64::try_from(given).unwrap_or(i64::MAX);
         }
     }
-    if stride[3] != 1 {
-        let got = format!("stride {} in head_dim", stride[3]);
+    if stride[R - 1] != 1 {
+        let got = format!("stride {} in head_dim", stride[R - 1]);
         return Err(refusal(Error::Layout { tensor, got, allowed: "stride 1, as contiguous() makes it".into() }));
     }
     hopper_attention::Layout::with_strides(shape, stride).map_err(refusal)
 }
 
+/// Computes an expression with the number of dimensions as a constant: 2, 3 or 4.
+macro_rules! by_rank {
+    ($rank:expr, $R:ident => $body:expr) => {
+        match $rank {
+            2 => {
+                const $R: usize = 2;
+                $body
+            }
+            3 => {
+                const $R: usize = 3;
+                $body
+            }
+            _ => {
+                const $R: usize = 4;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use by_rank;
+
+/// The dimensions that a tensor of a run has, of a shape with `batch` in front. A packed one has no `batch`.
+pub(crate) fn dims(shape: &[usize], is_packed: bool) -> &[usize] {
+    &shape[usize::from(is_packed)..]
+}
+
 /// The layout of an output: no gaps.
-pub(crate) fn contiguous<const R: usize>(shape: [usize; R]) -> Result<hopper_attention::Layout<R>> {
+pub(crate) fn contiguous<const R: usize>(shape: &[usize]) -> Result<hopper_attention::Layout<R>> {
+    let shape: [usize; R] = shape.try_into().map_err(candle_core::Error::wrap)?;
     hopper_attention::Layout::contiguous(shape).map_err(refusal)
+}
+
+/// The number of elements of an output.
+pub(crate) fn elements(shape: &[usize]) -> Result<usize> {
+    by_rank!(shape.len(), R => Ok(contiguous::<R>(shape)?.span()))
 }
 
 /// The error for a layout that begins behind the end of its memory. candle makes no such layout.

@@ -11,7 +11,7 @@ use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, 
 use hopper_attention_integration_tests::gradients;
 use hopper_attention_integration_tests::language::{Setup, train, verdict};
 use hopper_attention_integration_tests::minilm::{self, Encoder, Model, SENTENCES, embedding_of};
-use hopper_attention_integration_tests::{difference, own, say};
+use hopper_attention_integration_tests::{difference, own, say, varlen};
 
 /// The GPU. Without one a test is skipped, and fails where `HATTN_REQUIRE_GPU` is set.
 fn gpu() -> Option<Device> {
@@ -36,6 +36,27 @@ fn values_and_gradients_are_those_of_candles_own_operations() -> Result<()> {
             worst = worst.max(report.worst());
         }
         say(&format!("{dtype:?}: O and gradients differ from f32 by at most {worst:.1e} of the largest element"));
+    }
+    Ok(())
+}
+
+/// Offsets on the GPU, and the same sequences one by one. A GPU without kernels for packed sequences refuses them by name.
+#[test]
+fn packed_sequences_are_computed_or_refused() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    for (dtype, bound) in [(DType::BF16, 2e-2), (DType::F16, 4e-3)] {
+        for mask in [Mask::Full, Mask::causal(), Mask::window(Some(3), Some(1))] {
+            match varlen::run(&device, dtype, mask) {
+                Ok(worst) => {
+                    assert!(worst <= bound, "{dtype:?} {mask:?}: {worst}");
+                    say(&format!("{dtype:?} {mask:?}: packed and single sequences differ by at most {worst:.1e}"));
+                }
+                Err(error) => {
+                    assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+                    say(&format!("refused: {error}"));
+                }
+            }
+        }
     }
     Ok(())
 }

@@ -1,0 +1,290 @@
+"""attention_varlen() on torch tensors, and attention() on nested ones: packed sequences and used lengths.
+
+The operators hopper_attention::varlen_forward, varlen_forward_lse and varlen_backward call the library through ctypes.
+Their shapes follow from the shapes of their inputs alone, never from offsets. So torch.compile traces them, and nothing
+waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from . import abi
+from ._calls import Call, prepared
+from ._plans import Hints, Window, check_list, hints_of, lists_of, output_shapes, packed_problem
+from ._torch import (
+    DTYPES,
+    _autocast,
+    _below,
+    _check_operand,
+    _in_words,
+    _key,
+    _library,
+    _NUMBERS,
+    _numbers_of,
+    described,
+    is_jagged,
+    ordinal,
+    readable,
+    run,
+)
+
+_I32 = torch.iinfo(torch.int32)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Optional[torch.Tensor],
+    cu_seqlens_kv: Optional[torch.Tensor] = None,
+    causal: bool = False,
+    window: Window = None,
+    top_left: bool = False,
+    scale: Optional[float] = None,
+    return_lse: bool = False,
+    seqused_q: Optional[torch.Tensor] = None,
+    seqused_kv: Optional[torch.Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_kv: Optional[int] = None,
+    deterministic: bool = False,
+    fill_gaps: bool = True,
+    sm_margin: int = 0,
+) -> Any:
+    """See hopper_attention.attention_varlen."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _check_operand(name, t)
+    lists = lists_of(q, k, v, (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv))
+    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
+    hints = hints_of(max_seqlen_q, max_seqlen_kv, fill_gaps)
+    q, k, v = _autocast(q, k, v)
+    here = {name: _list(name, given, q.device) for name, given in lists.items()}
+    if lists["cu_seqlens_kv"] is lists["cu_seqlens_q"]:
+        here["cu_seqlens_kv"] = here["cu_seqlens_q"]
+    arguments = (q, k, v, *here.values(), *hints, bool(deterministic), *numbers)
+    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ops = torch.ops.hopper_attention
+    try:
+        if recorded or torch.compiler.is_compiling():
+            if not (recorded or return_lse):
+                return ops.varlen_forward.default(*arguments)
+            o, lse = ops.varlen_forward_lse.default(*arguments)
+        else:
+            # Below autograd, where register_autograd's Python would run for nothing.
+            with _below():
+                if not return_lse:
+                    return ops.varlen_forward.default(*arguments)
+                o, lse = ops.varlen_forward_lse.default(*arguments)
+    except RuntimeError as error:
+        raise _in_words(error) from None
+    return (o, lse) if return_lse else o
+
+
+def _list(name: str, given: Optional[torch.Tensor], device: torch.device) -> Optional[torch.Tensor]:
+    """Offsets or used lengths as the library reads them: int32 on the device of the operands.
+
+    Numbers that int32 does not hold become its largest or smallest, which are no rows of a tensor.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, torch.Tensor) or given.dtype not in (torch.int32, torch.int64):
+        what = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+        raise TypeError(f"{name}: {what}; allowed: tensors of torch.int32 or torch.int64")
+    check_list(name, given.shape)
+    if given.dtype == torch.int64:
+        given = given.clamp(_I32.min, _I32.max)
+    return given.to(device=device, dtype=torch.int32).contiguous()
+
+
+def _empty(q: torch.Tensor, v: torch.Tensor) -> list:
+    o, lse = output_shapes(q.shape, v.shape)
+    return [q.new_empty(o), q.new_empty(lse, dtype=torch.float32)]
+
+
+def _described(t: torch.Tensor) -> tuple:
+    if t.dtype == torch.int32:
+        # Dense, though torch may give a list of one number any stride.
+        return abi.I32, ordinal(t.device), t.shape, (1,)
+    return described(t)
+
+
+class _Run:
+    """The arguments of an operator after its tensors, and how it calls the library."""
+
+    def __init__(self, arguments: tuple) -> None:
+        self.lists = dict(zip(abi.LENGTHS, arguments[:4]))
+        self.hints, self.deterministic = Hints(*arguments[4:7]), bool(arguments[7])
+        self.numbers = arguments[8:]
+
+    def __call__(self, args: Any, tensors: dict, **more: int) -> None:
+        """Runs a pass on its tensors by their names. `more` are fields of a backward problem."""
+        given = {name: t for name, t in {**tensors, **self.lists}.items() if t is not None}
+        q, k, v = tensors["q"], tensors["k"], tensors["v"]
+
+        def make() -> Call:
+            scale, mask, corner, left, right, sm_margin = self.numbers
+            problem: Any = packed_problem(
+                q,
+                k,
+                v,
+                self.lists,
+                self.hints,
+                dtype=DTYPES[q.dtype],
+                softmax_scale=scale,
+                mask=mask,
+                corner=corner,
+                window_left=left,
+                window_right=right,
+                sm_margin=sm_margin,
+                lse=int("lse" in given),
+            )
+            if args is abi.BackwardArgs:
+                problem = abi.BackwardProblem.of(problem, **more)
+            return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
+
+        key = (args, self.hints, self.numbers, tuple(more.items()), tuple(given), _key(tuple(given.values())))
+        run(prepared(key, make), q, tuple(given.values()))
+
+
+def _forward(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+    o, _ = _empty(q, v)
+    _Run(arguments)(abi.ForwardArgs, {"q": q, "k": k, "v": v, "o": o})
+    return o
+
+
+def _forward_lse(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+    o, lse = _empty(q, v)
+    _Run(arguments)(abi.ForwardArgs, {"q": q, "k": k, "v": v, "o": o, "lse": lse})
+    return o, lse
+
+
+def readable_rows(t: torch.Tensor) -> torch.Tensor:
+    """As `readable`, of operands of 4 dimensions or packed ones of 3."""
+    return readable(t) if t.ndim == 4 else readable(t[None])[0]
+
+
+def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *arguments: Any) -> Any:
+    d_q, d_k, d_v = (t.new_empty(t.shape) for t in (q, k, v))
+    call = _Run(arguments)
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "lse": lse,
+        "d_o": readable_rows(d_o),
+        "d_q": d_q,
+        "d_k": d_k,
+        "d_v": d_v,
+    }
+    if d_lse is not None:
+        # Heads by rows, or with a batch: no operand, so its elements need no alignment.
+        tensors["d_lse"] = d_lse if d_lse.stride(-1) == 1 else d_lse.contiguous()
+    call(abi.BackwardArgs, tensors, d_lse=int(d_lse is not None), deterministic=int(call.deterministic))
+    return d_q, d_k, d_v
+
+
+# -- nested tensors
+
+
+def nested(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
+    """attention() of nested tensors of the layout torch.jagged, [batch, seqlen, heads, head_dim] with seqlen ragged."""
+    rows, lengths = [], {}
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not is_jagged(t):
+            raise TypeError(
+                f"{name}: no nested tensor of the layout torch.jagged; allowed: q, k and v that are as q is"
+            )
+        if t.dim() != 4 or t._ragged_idx != 1:
+            ragged = f"{t.dim()} dimensions, of which {t._ragged_idx} is ragged"
+            raise ValueError(f"{name}: {ragged}; allowed: [batch, seqlen, heads, head_dim] with seqlen ragged")
+        rows.append(t.values())
+    # torch gives sequences of the same lengths one symbol.
+    if k.shape[1] != v.shape[1]:
+        raise ValueError("v: other offsets than those of k; allowed: the same, as nested tensors that share them have")
+    for side, t in (("q", q), ("kv", k)):
+        lengths[f"cu_seqlens_{side}"], lengths[f"seqused_{side}"] = t.offsets(), t.lengths()
+    o = attention_varlen(*rows, return_lse=return_lse, **lengths, **options)
+    if not return_lse:
+        return _jagged(o, q)
+    return _jagged(o[0], q), _jagged(o[1].transpose(0, 1), q).transpose(1, 2)
+
+
+def _jagged(rows: torch.Tensor, like: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(rows, like.offsets(), like.lengths())
+
+
+# -- what torch is told about the operators
+
+_ARGUMENTS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, Tensor? seqused_kv, SymInt max_seqlen_q, "
+    f"SymInt max_seqlen_kv, bool fill_gaps, bool deterministic, {_NUMBERS}, int sm_margin"
+)
+for _schema, _function in (
+    (f"varlen_forward(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor", _forward),
+    (f"varlen_forward_lse(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _forward_lse),
+    (
+        "varlen_backward(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+        _backward,
+    ),
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_schema.split("(")[0], _function, _device)
+
+
+@torch.library.register_fake("hopper_attention::varlen_forward", lib=_library)
+def _fake_forward(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+    return _empty(q, v)[0]
+
+
+@torch.library.register_fake("hopper_attention::varlen_forward_lse", lib=_library)
+def _fake_forward_lse(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+    return tuple(_empty(q, v))
+
+
+@torch.library.register_fake("hopper_attention::varlen_backward", lib=_library)
+def _fake_backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.rest = inputs[7:]
+    # An output that nobody used then has the gradient None, and not a tensor of zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, d_o: Any, d_lse: Any) -> tuple:
+    *operands_and_lists, o, lse = ctx.saved_tensors
+    q, k, v, *lists = operands_and_lists
+    if d_o is None:
+        d_o = torch.zeros_like(o)
+    *hints, deterministic = ctx.rest[:4]
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    all_three = torch.ops.hopper_attention.varlen_backward.default(
+        d_o, d_lse, q, k, v, o, lse, *lists, *hints, deterministic, *ctx.rest[4:]
+    )
+    nothing = (None,) * (len(ctx.needs_input_grad) - 3)
+    return *(d if wanted else None for d, wanted in zip(all_three, ctx.needs_input_grad)), *nothing
+
+
+def _no_lse(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "hopper_attention::varlen_forward keeps no log-sum-exp, so it has no gradient; use varlen_forward_lse"
+    )
+
+
+def _second(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError("attention_varlen: a second derivative was asked for; allowed: gradients of first order")
+
+
+torch.library.register_autograd("hopper_attention::varlen_forward_lse", _gradients, setup_context=_keep, lib=_library)
+torch.library.register_autograd("hopper_attention::varlen_forward", _no_lse, lib=_library)
+torch.library.register_autograd("hopper_attention::varlen_backward", _second, lib=_library)
+
+
+__all__ = ["attention_varlen", "nested", "readable_rows"]
