@@ -331,8 +331,7 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         Pass::Backward => (AWAIT_ALL, "BAR.SYNC", row.tile_m()),
         _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n()),
     };
-    // 64 rows on 128 threads
-    let (found, wanted) = (compiled.exponentials(after, before), columns / 2);
+    let (found, wanted) = (compiled.exponentials(after, before), columns / 2); // 64 rows on 128 threads
     // Not of e4m3, which is faster with them behind the wait (benches/LOG.md, 20).
     if found < wanted && row.dtype() != DType::E4M3 {
         faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
@@ -492,8 +491,9 @@ fn every_row_is_compiled_as_planned() {
             assert_eq!(columns.to_lowercase(), expected, "row {row} stands where the build has another one");
             let object = built.source(source);
             let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();
-            // Where CTAs may share tiles there is a second kernel for it, except for tiles of 64 queries, which have no other.
-            let sharing = usize::from(row.most_shares() > 1);
+            // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
+            // that pack have one more, too.
+            let sharing = usize::from(row.most_shares() > 1) + usize::from(row.packs());
             let plain = usize::from(!has_one_tile(row));
             assert_eq!(
                 functions.len(),
@@ -508,7 +508,7 @@ fn every_row_is_compiled_as_planned() {
                 let shares = plain == 0 || function.contains("SharedTraits");
                 println!(
                     "{row}{}: {} registers, {} instructions, {} matrix instructions",
-                    if shares { ", shared" } else { "" },
+                    [["", ", shared"], [", packed", ""]][usize::from(function.contains("Lb1E"))][usize::from(shares)],
                     compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
                     compiled.instructions().count(),
                     compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
