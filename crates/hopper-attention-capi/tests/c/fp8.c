@@ -278,7 +278,7 @@ static void what_does_not_fit_e4m3_operands_is_refused(void) {
   NO_FORWARD(descale[2].ndim = 4, HATTN_ERROR_ARGUMENT, "descale_v", "ndim 4", "[batch, heads, blocks]");
   NO_FORWARD(scale_o.ndim = 3, HATTN_ERROR_ARGUMENT, "scale_o", "ndim 3", "[number]");
   NO_FORWARD(amax.data = lse_values, HATTN_ERROR_LAYOUT, "amax", "which meet those of lse", "its own");
-  NO_FORWARD(v_descale[1] = -1.0F, HATTN_ERROR_VALUE, "descale_v", "-1", "finite and above 0");
+  NO_FORWARD(v_descale[1] = -1.0F, HATTN_ERROR_VALUE, "descale_v", "-1", "finite and 0 or more");
   v_descale[1] = 1.0F;
 }
 
