@@ -197,9 +197,9 @@ mod ffi {
         heads_q: i32,
         /// Key and value heads. At least 1. Query head `h` reads key head `h / (heads_q / heads_kv)`.
         heads_kv: i32,
-        /// Queries of a batch entry. 0 or more.
+        /// Queries of a batch entry, or of all where they are packed (`sequences`). 0 or more.
         seqlen_q: i32,
-        /// Keys of a batch entry. 0 or more.
+        /// Keys of a batch entry, or of all where they are packed. 0 or more.
         seqlen_kv: i32,
         /// Head dim of Q and K, in elements.
         head_dim_qk: i32,
