@@ -1,5 +1,6 @@
-//! How accurate dQ, dK and dV are on each class of inputs, and the O that they are made of, beside the computation that FlashAttention-3 makes: O and the LSE of its
-//! own forward (see [`accuracy`](crate::accuracy)), P in f32, and P and dS rounded to the operands' type where they enter a product.
+//! How accurate dQ, dK and dV are on each class of inputs, and the O that they are made of, beside the computation that
+//! FlashAttention-3 makes: O and the LSE of its own forward (see [`accuracy`](crate::accuracy)), P in f32, and P and dS rounded to
+//! the operands' type where they enter a product.
 
 use std::fmt;
 use std::ops::{AddAssign, Mul};

@@ -28,30 +28,32 @@ fn all_cases(head_dim: usize) -> Vec<Case> {
     all
 }
 
-#[test]
-fn every_packing_row_takes_packed_cases() {
-    let Some(gpu) = Gpu::open("every_packing_row_takes_packed_cases") else { return };
-    let rows = packing_rows(gpu.rows());
+/// Runs cases through the rows of their type.
+type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
+
+/// Takes packed cases through those of these rows that pack: by `bf16` and `f16`, each every second case.
+fn take_packed(gpu: &Gpu, rows: Vec<KernelInfo>, pass: &str, [bf16, f16]: [Run; 2]) {
+    let rows = packing_rows(rows);
     assert!(rows.len() >= 4, "{rows:?}");
     let [even, odd] = random::halves(all_cases(128));
     let mut runner = Runner::new(&rows);
-    crate::grid::run::<bf16>(&gpu, &rows, &even, &mut runner);
-    crate::grid::run::<f16>(&gpu, &rows, &odd, &mut runner);
-    runner.record("forward packed", Grid::from_env(), &gpu.card(), &gpu.driver());
+    bf16(gpu, &rows, &even, &mut runner);
+    f16(gpu, &rows, &odd, &mut runner);
+    runner.record(pass, Grid::from_env(), &gpu.card(), &gpu.driver());
     runner.finish();
+}
+
+#[test]
+fn every_packing_row_takes_packed_cases() {
+    let Some(gpu) = Gpu::open("every_packing_row_takes_packed_cases") else { return };
+    take_packed(&gpu, gpu.rows(), "forward packed", [crate::grid::run::<bf16>, crate::grid::run::<f16>]);
 }
 
 #[test]
 fn every_packing_backward_row_takes_packed_cases() {
     let Some(gpu) = Gpu::open("every_packing_backward_row_takes_packed_cases") else { return };
-    let rows = packing_rows(gpu.backward_rows());
-    assert!(rows.len() >= 4, "{rows:?}");
-    let [even, odd] = random::halves(all_cases(128));
-    let mut runner = Runner::new(&rows);
-    crate::backward::run::<bf16>(&gpu, &rows, &even, &mut runner);
-    crate::backward::run::<f16>(&gpu, &rows, &odd, &mut runner);
-    runner.record("backward packed", Grid::from_env(), &gpu.card(), &gpu.driver());
-    runner.finish();
+    let runs: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
+    take_packed(&gpu, gpu.backward_rows(), "backward packed", runs);
 }
 
 /// Kernels that do not pack say so.
