@@ -337,7 +337,7 @@ pub struct hattn_forward_args {
     pub cu_seqlens_q: *const hattn_tensor,
     /// As cu_seqlens_q, for packed K and V.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as cu_seqlens_q.
+    /// How many rows of each sequence of Q are used, read: `HATTN_I32` `[batch]`, 0 to its length. Otherwise as cu_seqlens_q.
     pub seqused_q: *const hattn_tensor,
     /// As seqused_q, for K and V.
     pub seqused_kv: *const hattn_tensor,

@@ -39,6 +39,11 @@ pub trait Ready: Clone + Send + Sync + Sized {
     /// Holds outputs whose guard bands were found intact against the tolerance.
     fn verdict(&self, outputs: &Self::Outputs) -> Verdict;
 
+    /// The verdict on a run: on its outputs, or on what is wrong already.
+    fn verdict_on(&self, ran: Result<Self::Outputs, String>) -> Verdict {
+        ran.map_or_else(Verdict::failed, |outputs| self.verdict(&outputs))
+    }
+
     /// Prepares cases on all cores.
     fn all(cases: &[Case]) -> Vec<Self> {
         cases.par_iter().map(Self::of).collect()
@@ -58,7 +63,7 @@ pub trait Ready: Clone + Send + Sync + Sized {
 
     /// The verdict on that.
     fn verdict_on_cpu(&self) -> Verdict {
-        self.on_cpu().map_or_else(Verdict::failed, |outputs| self.verdict(&outputs))
+        self.verdict_on(self.on_cpu())
     }
 }
 

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use crate::c::{Memory, tensor};
 use crate::data::{GUARD, Poison};
 use crate::problems::Case;
-use crate::runner::{Prepared, Ready, Runner, Verdict};
+use crate::runner::{Prepared, Ready, Runner};
 use crate::say;
 
 pub use hopper_attention_verify::gpu::{MODE, NO_FLAGS, OnDevice, fp8, quantize, read, same_bits, write};
@@ -118,10 +118,7 @@ pub fn take_rows<P: Ready, M>(
             let of_type = rows.iter().enumerate().filter(|(_, row)| row.dtype() == P::DTYPE);
             let ran: Vec<_> = of_type.filter_map(|(i, row)| Some((i, run(row, &prepared, &mut memory)?))).collect();
             // The oracle's side takes longer than the GPU.
-            let judged = ran.into_par_iter().map(|(i, ran)| match ran {
-                Ok(outputs) => (i, prepared.verdict(&outputs)),
-                Err(why) => (i, Verdict::failed(why)),
-            });
+            let judged = ran.into_par_iter().map(|(i, ran)| (i, prepared.verdict_on(ran)));
             for (i, verdict) in judged.collect::<Vec<_>>() {
                 runner.take(i, prepared.case(), P::DTYPE, verdict);
             }

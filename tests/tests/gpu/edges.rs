@@ -26,6 +26,18 @@ fn kinds(rows: &[KernelInfo], dtype: DType) -> Vec<Vec<(usize, KernelInfo)>> {
     kinds
 }
 
+/// Takes rows of one type through its cases.
+type Take = fn(&Gpu, &[KernelInfo], &mut Runner);
+
+/// Takes rows through the cases of both types. `what` names these.
+fn take_both(gpu: &Gpu, rows: &[KernelInfo], what: &str, [bf16, f16]: [Take; 2]) {
+    let mut runner = Runner::new(rows);
+    bf16(gpu, rows, &mut runner);
+    f16(gpu, rows, &mut runner);
+    say(what);
+    runner.finish();
+}
+
 /// With the name of the edge in what is wrong.
 fn named(name: &str, verdict: Verdict) -> Verdict {
     Verdict { wrong: verdict.wrong.map(|wrong| format!("{name}: {wrong}")), ..verdict }
@@ -44,10 +56,7 @@ fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
                     .then(|| plan_with_shares(&prepared.problem, &gpu.device, row, 2).expect("two shares"));
                 for plan in [Some(whole), shared].into_iter().flatten() {
                     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
-                    let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
-                        Ok(outputs) => prepared.verdict(&outputs),
-                        Err(why) => Verdict::failed(why),
-                    };
+                    let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
                     runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
                 }
             }
@@ -68,10 +77,7 @@ fn backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
                 });
                 for plan in [Some(whole), shared].into_iter().flatten() {
                     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
-                    let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
-                        Ok(outputs) => prepared.verdict(&outputs),
-                        Err(why) => Verdict::failed(why),
-                    };
+                    let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
                     runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
                 }
             }
@@ -125,18 +131,13 @@ fn extreme_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Run
 #[test]
 fn extreme_log_sum_exps() {
     let Some(gpu) = Gpu::open("extreme_log_sum_exps") else { return };
-    let rows = gpu.rows();
-    let mut runner = Runner::new(&rows);
-    extreme_forwards::<bf16>(&gpu, &rows, &mut runner);
-    extreme_forwards::<f16>(&gpu, &rows, &mut runner);
-    say("extreme log-sum-exps, forward");
-    runner.finish();
-    let rows = gpu.backward_rows();
-    let mut runner = Runner::new(&rows);
-    extreme_backwards::<bf16>(&gpu, &rows, &mut runner);
-    extreme_backwards::<f16>(&gpu, &rows, &mut runner);
-    say("extreme log-sum-exps, backward");
-    runner.finish();
+    take_both(&gpu, &gpu.rows(), "extreme log-sum-exps, forward", [extreme_forwards::<bf16>, extreme_forwards::<f16>]);
+    take_both(
+        &gpu,
+        &gpu.backward_rows(),
+        "extreme log-sum-exps, backward",
+        [extreme_backwards::<bf16>, extreme_backwards::<f16>],
+    );
 }
 
 /// A verdict on something that holds or not.
@@ -178,18 +179,13 @@ fn one_key_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Run
 #[test]
 fn rows_that_see_one_key() {
     let Some(gpu) = Gpu::open("rows_that_see_one_key") else { return };
-    let rows = gpu.rows();
-    let mut runner = Runner::new(&rows);
-    one_key_forwards::<bf16>(&gpu, &rows, &mut runner);
-    one_key_forwards::<f16>(&gpu, &rows, &mut runner);
-    say("rows that see one key, forward");
-    runner.finish();
-    let rows = gpu.backward_rows();
-    let mut runner = Runner::new(&rows);
-    one_key_backwards::<bf16>(&gpu, &rows, &mut runner);
-    one_key_backwards::<f16>(&gpu, &rows, &mut runner);
-    say("rows that see one key, backward");
-    runner.finish();
+    take_both(&gpu, &gpu.rows(), "rows that see one key, forward", [one_key_forwards::<bf16>, one_key_forwards::<f16>]);
+    take_both(
+        &gpu,
+        &gpu.backward_rows(),
+        "rows that see one key, backward",
+        [one_key_backwards::<bf16>, one_key_backwards::<f16>],
+    );
 }
 
 /// Weights are relative to what a row's maximum was some blocks ago. So they may be far above 1, and sums of bf16 weights and
@@ -208,10 +204,7 @@ fn sums_that_overflow_are_computed_again() {
             for shares in 1..=row.most_shares().min(2) {
                 let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).expect("a plan of the row");
                 let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
-                let verdict = match on_device.run(&gpu.stream, &mut workspace, &plan, &prepared) {
-                    Ok(outputs) => prepared.verdict(&outputs),
-                    Err(why) => Verdict::failed(why),
-                };
+                let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
                 runner.take(*i, &prepared.case, DType::BF16, verdict);
             }
         }
@@ -222,21 +215,11 @@ fn sums_that_overflow_are_computed_again() {
 #[test]
 fn every_row_takes_the_edges() {
     let Some(gpu) = Gpu::open("every_row_takes_the_edges") else { return };
-    let rows = gpu.rows();
-    let mut runner = Runner::new(&rows);
-    forwards::<bf16>(&gpu, &rows, &mut runner);
-    forwards::<f16>(&gpu, &rows, &mut runner);
-    say("edges, forward");
-    runner.finish();
+    take_both(&gpu, &gpu.rows(), "edges, forward", [forwards::<bf16>, forwards::<f16>]);
 }
 
 #[test]
 fn every_backward_row_takes_the_edges() {
     let Some(gpu) = Gpu::open("every_backward_row_takes_the_edges") else { return };
-    let rows = gpu.backward_rows();
-    let mut runner = Runner::new(&rows);
-    backwards::<bf16>(&gpu, &rows, &mut runner);
-    backwards::<f16>(&gpu, &rows, &mut runner);
-    say("edges, backward");
-    runner.finish();
+    take_both(&gpu, &gpu.backward_rows(), "edges, backward", [backwards::<bf16>, backwards::<f16>]);
 }

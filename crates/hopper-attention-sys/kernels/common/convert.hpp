@@ -97,33 +97,29 @@ CUTE_DEVICE void repair_keys(BwdParams const& params) {
   }
 }
 
-// dQ of a block of queries. Whether some of it is not finite.
+// dQ of block `m_block` of one head of a sequence. Whether some of it is not finite.
 //
-// The sums of a block lie in memory as they lay in the accumulators of the warps that made them. Traits::ThreadSums is
-// what a thread had of them: strips of 16 queries a warp.
+// Block `block` of the sums is read. Its sums lie in memory as they lay in the accumulators of the warps that made
+// them. Traits::ThreadSums is what a thread had of them: strips of 16 queries a warp. The first row of dQ lies `offset`
+// elements from the tensor's address, and the sequence has `rows` rows.
 template <class Traits>
-CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block) {
+CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block, int m_block, std::int64_t offset,
+                                 int rows) {
   using Element = typename Traits::Element;
   using ThreadSums = typename Traits::ThreadSums;
-  // A block that no tile visits has no sums. prepare.hpp has written the zeros of its dQ.
+  // A block that no tile visits has no sums. Zeros have been written as its dQ.
   if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
     return false;
   }
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  std::int64_t const batch_head = block / m_blocks;
-  int const m_block = static_cast<int>(block % m_blocks);
-  std::int64_t const batch = batch_head / params.heads_q;
-  std::int64_t const head = batch_head % params.heads_q;
   ThreadSums thread_sums;
   thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
   int const column = ThreadSums::column();
-  std::uint64_t const first =
-      params.d_q.address + 2 * (batch * params.d_q.stride_batch + head * params.d_q.stride_head + column);
+  std::uint64_t const first = params.d_q.address + 2 * (offset + column);
   FiniteLook<Element> look;
   CUTE_UNROLL
   for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
     write_pairs<ThreadSums::kWidth>(first, 2 * params.d_q.stride_row,
-                                    m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, params.seqlen_q,
+                                    m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, rows,
                                     params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
                                       float2 const pair = thread_sums.pair(strip, i, j);
                                       return look.see(pack_pair<Element>(scaled(pair.x, params.softmax_scale),
@@ -131,6 +127,18 @@ CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block) {
                                     });
   }
   return __syncthreads_or(look.found()) != 0;
+}
+
+// The same of a dense tensor, whose blocks of sums are those of all batches and heads in turn.
+template <class Traits>
+CUTE_DEVICE bool convert_dense_queries(BwdParams const& params, std::int64_t block) {
+  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+  std::int64_t const batch_head = block / m_blocks;
+  int const m_block = static_cast<int>(block % m_blocks);
+  std::int64_t const batch = batch_head / params.heads_q;
+  std::int64_t const head = batch_head % params.heads_q;
+  std::int64_t const offset = batch * params.d_q.stride_batch + head * params.d_q.stride_head;
+  return convert_queries<Traits>(params, block, m_block, offset, params.seqlen_q);
 }
 
 // (With 768 threads on a multiprocessor. Without this bound ptxas keeps to fewer registers, and spills.)
@@ -151,7 +159,7 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
     block -= pieces;
   }
   bool const keys_leak = params.key_sums == 0 && *reinterpret_cast<int const*>(params.leak_flag) != 0;
-  bool const queries_leak = convert_queries<Traits>(params, block);
+  bool const queries_leak = convert_dense_queries<Traits>(params, block);
   if (!keys_leak && !queries_leak) {
     return;
   }
@@ -163,34 +171,14 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
   }
 }
 
-// dQ of a block of queries of a packed sequence, from its sums. Whether some of it is not finite.
+// The same of a packed sequence.
 template <class Traits>
 CUTE_DEVICE bool convert_packed_queries(BwdParams const& params, Sequence const& sequence, int m_block, int head) {
-  using Element = typename Traits::Element;
-  using ThreadSums = typename Traits::ThreadSums;
   std::int64_t const block =
       static_cast<std::int64_t>(head) * params.sequences.sum_blocks + sequence.first_block + m_block;
-  if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
-    return false;
-  }
-  ThreadSums thread_sums;
-  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
-  int const column = ThreadSums::column();
-  std::uint64_t const first =
-      params.d_q.address + 2 * (sequence.index * params.d_q.stride_batch + head * params.d_q.stride_head +
-                                sequence.q_begin * params.d_q.stride_row + column);
-  FiniteLook<Element> look;
-  CUTE_UNROLL
-  for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
-    write_pairs<ThreadSums::kWidth>(first, 2 * params.d_q.stride_row,
-                                    m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, sequence.q_len,
-                                    params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
-                                      float2 const pair = thread_sums.pair(strip, i, j);
-                                      return look.see(pack_pair<Element>(scaled(pair.x, params.softmax_scale),
-                                                                         scaled(pair.y, params.softmax_scale)));
-                                    });
-  }
-  return __syncthreads_or(look.found()) != 0;
+  std::int64_t const offset = sequence.index * params.d_q.stride_batch + head * params.d_q.stride_head +
+                              sequence.q_begin * params.d_q.stride_row;
+  return convert_queries<Traits>(params, block, m_block, offset, sequence.q_len);
 }
 
 // The same where the kernel before has written dQ: it is only looked at.

@@ -31,35 +31,51 @@ inline TensorMapEncoder tensor_map_encoder() noexcept {
   return encoder;
 }
 
-// A map over [batch, heads, seqlen, head_dim] (slowest first) whose box is `box_rows` rows of one head by `box_columns`
-// columns of 64 or 128 bytes, over which they are swizzled. Reads beyond the tensor give zero, writes beyond it are
-// dropped: that is what makes ragged sequences and head dims exact.
-inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const& tensor, int batch, int seqlen,
-                                int heads, int head_dim, int box_rows, int box_columns) noexcept {
+constexpr cuuint64_t element_bytes(DType dtype) { return dtype == DType::E4M3 ? 1 : 2; }
+
+// A map over dimensions of `sizes` elements, fastest first. All but the first have a stride in bytes. Its box is
+// `box_rows` rows of one head by `box_columns` columns, over which they are swizzled where these are 64 or 128 bytes.
+// Reads beyond a dimension give zero, writes beyond it are dropped: that is what makes ragged sequences and head dims
+// exact.
+template <int kDims>
+Status encode_map(CUtensorMap& map, DType dtype, std::uint64_t address, cuuint64_t const (&sizes)[kDims],
+                  cuuint64_t const (&strides)[kDims - 1], int box_rows, int box_columns) noexcept {
   auto const encoder = tensor_map_encoder();
   if (encoder == nullptr) {
     return {StatusCode::DriverTooOld, 0};
   }
-  cuuint64_t const element_bytes = dtype == DType::E4M3 ? 1 : 2;
-  cuuint64_t const sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(seqlen),
-                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  cuuint64_t const strides[3] = {static_cast<cuuint64_t>(tensor.stride_row) * element_bytes,
-                                 static_cast<cuuint64_t>(tensor.stride_head) * element_bytes,
-                                 static_cast<cuuint64_t>(tensor.stride_batch) * element_bytes};
-  cuuint32_t const box[4] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1};
-  cuuint32_t const step[4] = {1, 1, 1, 1};
+  cuuint32_t box[kDims];
+  cuuint32_t step[kDims];
+  for (int i = 0; i < kDims; ++i) {
+    box[i] = i == 0 ? static_cast<cuuint32_t>(box_columns) : i == 1 ? static_cast<cuuint32_t>(box_rows) : 1;
+    step[i] = 1;
+  }
   CUtensorMapDataType const type = dtype == DType::E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : dtype == DType::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  CUtensorMapSwizzle const swizzle =
-      box_columns * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
-  CUresult const result = encoder(&map, type, 4, reinterpret_cast<void*>(tensor.address), sizes, strides, box, step,
+  cuuint64_t const box_bytes = box_columns * element_bytes(dtype);
+  CUtensorMapSwizzle const swizzle = box_bytes <= 16   ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                       : CU_TENSOR_MAP_SWIZZLE_128B;
+  CUresult const result = encoder(&map, type, kDims, reinterpret_cast<void*>(address), sizes, strides, box, step,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return {StatusCode::TensorMap, static_cast<std::int32_t>(result)};
   }
   return {};
+}
+
+// A map over [batch, heads, seqlen, head_dim] (slowest first).
+inline Status encode_dense_map(CUtensorMap& map, DType dtype, TensorDesc const& tensor, int batch, int seqlen,
+                               int heads, int head_dim, int box_rows, int box_columns) noexcept {
+  cuuint64_t const bytes = element_bytes(dtype);
+  cuuint64_t const sizes[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(seqlen),
+                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
+  cuuint64_t const strides[3] = {static_cast<cuuint64_t>(tensor.stride_row) * bytes,
+                                 static_cast<cuuint64_t>(tensor.stride_head) * bytes,
+                                 static_cast<cuuint64_t>(tensor.stride_batch) * bytes};
+  return encode_map(map, dtype, tensor.address, sizes, strides, box_rows, box_columns);
 }
 
 // A map over sequences whose lengths the device knows (PackedRows in rows.hpp are its coordinates).
@@ -71,33 +87,13 @@ inline Status encode_tensor_map(CUtensorMap& map, DType dtype, TensorDesc const&
 // address), the second counts rows. (Triton's ragged TMA descriptors address so.)
 inline Status encode_packed_map(CUtensorMap& map, DType dtype, TensorDesc const& tensor, int heads, int head_dim,
                                 int box_rows, int box_columns) noexcept {
-  auto const encoder = tensor_map_encoder();
-  if (encoder == nullptr) {
-    return {StatusCode::DriverTooOld, 0};
-  }
-  cuuint64_t const element_bytes = dtype == DType::E4M3 ? 1 : 2;
-  cuuint64_t const row = static_cast<cuuint64_t>(tensor.stride_row) * element_bytes;
+  cuuint64_t const row = static_cast<cuuint64_t>(tensor.stride_row) * element_bytes(dtype);
+  cuuint64_t const head = static_cast<cuuint64_t>(tensor.stride_head) * element_bytes(dtype);
   cuuint64_t const most = 0x7FFFFFFF;
   cuuint64_t const sizes[5] = {static_cast<cuuint64_t>(head_dim), kPackedEnd, static_cast<cuuint64_t>(heads), most,
                                most};
-  cuuint64_t const strides[4] = {row, static_cast<cuuint64_t>(tensor.stride_head) * element_bytes,
-                                 (cuuint64_t{1} << 34) - row, row};
-  cuuint32_t const box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
-  cuuint32_t const step[5] = {1, 1, 1, 1, 1};
-  bool const swizzled = box_columns * element_bytes > 16;
-  CUtensorMapDataType const type = dtype == DType::E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-                                   : dtype == DType::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  CUtensorMapSwizzle const swizzle = !swizzled                           ? CU_TENSOR_MAP_SWIZZLE_NONE
-                                     : box_columns * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                                         : CU_TENSOR_MAP_SWIZZLE_128B;
-  CUresult const result = encoder(&map, type, 5, reinterpret_cast<void*>(tensor.address), sizes, strides, box, step,
-                                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    return {StatusCode::TensorMap, static_cast<std::int32_t>(result)};
-  }
-  return {};
+  cuuint64_t const strides[4] = {row, head, (cuuint64_t{1} << 34) - row, row};
+  return encode_map(map, dtype, tensor.address, sizes, strides, box_rows, box_columns);
 }
 
 // Makes the maps of one launch, each over all of an operand. `status` keeps the first failure, after which nothing is
@@ -123,7 +119,7 @@ struct MapEncoder {
     if (is_ok(status) && kPacked) {
       status = encode_packed_map(map, dtype, tensor, heads, head_dim, box_rows, box_columns);
     } else if (is_ok(status)) {
-      status = encode_tensor_map(map, dtype, tensor, params.batch, seqlen, heads, head_dim, box_rows, box_columns);
+      status = encode_dense_map(map, dtype, tensor, params.batch, seqlen, heads, head_dim, box_rows, box_columns);
     }
   }
 };
