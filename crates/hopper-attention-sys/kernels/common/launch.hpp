@@ -61,6 +61,59 @@ Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const
   return status;
 }
 
+// Starts a forward of 16-bit operands whose sequences have lengths that the device knows (sequences.hpp).
+// `start_main()` starts the kernel after the one that makes the table.
+template <class Traits, class StartMain>
+Status launch_packed_forward(FwdParams const& params, CUstream_st* stream, StartMain const& start_main) noexcept {
+  Sequences const& sequences = params.sequences;
+  Status const status = launch_schedule(
+      sequences,
+      {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM, params.heads_q, sequences.list_size, 0, 0},
+      stream);
+  if (!is_ok(status)) {
+    return status;
+  }
+  start_main();
+  if (sequences.fill_gaps) {
+    return launch_fill_gaps(sequences, params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo,
+                            false, params.lse, stream);
+  }
+  return to_status(cudaGetLastError());
+}
+
+// Starts the kernels of a backward whose sequences have lengths that the device knows. `Packed` are the traits of the
+// kernel in the middle, which `start_main()` starts.
+template <class Packed, class StartMain>
+Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, StartMain const& start_main) noexcept {
+  Sequences const& sequences = params.sequences;
+  if (params.seqlen_q == 0 && params.seqlen_kv == 0) {
+    return {};
+  }
+  Status status = launch_schedule(sequences,
+                                  {params.batch, params.seqlen_q, params.seqlen_kv, Packed::kTileN, params.heads_kv,
+                                   sequences.list_size, Packed::kTileM, sequences.block_list_size},
+                                  stream);
+  if (!is_ok(status)) {
+    return status;
+  }
+  BwdStatistics<Packed>::launch(params, stream);
+  start_main();
+  BwdConvert<typename Packed::Unmasked>::launch(params, stream);
+  status = to_status(cudaGetLastError());
+  auto const fill = [&](TensorDesc const& tensor, bool of_keys) {
+    int const rows = of_keys ? params.seqlen_kv : params.seqlen_q;
+    if (is_ok(status) && sequences.fill_gaps && rows > 0) {
+      bool const is_v = tensor.address == params.d_v.address;
+      status = launch_fill_gaps(sequences, tensor, params.batch, rows, of_keys ? params.heads_kv : params.heads_q,
+                                is_v ? params.head_dim_vo : params.head_dim_qk, of_keys, TensorDesc{}, stream);
+    }
+  };
+  fill(params.d_q, false);
+  fill(params.d_k, true);
+  fill(params.d_v, true);
+  return status;
+}
+
 // Starts the three kernels of a backward, where there are queries and keys. `encode` is as above. `start_main(scalars)`
 // starts the kernel in the middle.
 template <class Traits, class Encode, class StartMain>

@@ -54,6 +54,7 @@ CUTE_DEVICE float log_sum_exp(float reference, float sum) {
   return sum == 0.0F ? -INFINITY : (reference + log2_approx(sum)) * kLn2;
 }
 
+// What the softmax of both architectures is made of.
 template <int kTileN, int kSumLimitLog2, int kStrips = 1>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kStrips;
@@ -86,9 +87,6 @@ struct OnlineSoftmax {
   static constexpr float kSumLimit = static_cast<float>(1ULL << kSumLimitLog2);
   // What it must add in the first: P must not be too small for its type either.
   static constexpr float kSumLeast = kSumLimitLog2 > 15 ? 0x1p-32F : 0.25F;
-
-  float reference[kRows];  // in powers of two, that is scaled by log2(e) * softmax_scale; -inf while a row has no key
-  float row_sum[kRows];    // this lane's sum; the four lanes of a quad are added once a tile
 
   template <class Scores>
   CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[kRows]) {
@@ -130,145 +128,6 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       sums[r] = partial[r][0] + partial[r][1];
-    }
-  }
-
-  // Exponentiates against the true maximum of this block and what came before; `rescale` is what the new reference
-  // makes of the old sum and O. A row still without a key is taken against 0, so that its exponents are 0 and not NaN.
-  template <class Scores>
-  CUTE_DEVICE void exact_block(Scores& scores, float scale_log2, float (&rescale)[kRows], float (&sums)[kRows]) {
-    float max[kRows];
-    block_max(scores, max);
-    float shift[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      float const moved = fmaxf(reference[r], max[r] * scale_log2);
-      shift[r] = moved == -INFINITY ? 0.0F : moved;
-      rescale[r] = exp2_approx(reference[r] - shift[r]);
-      reference[r] = moved;
-    }
-    exponentiate(scores, scale_log2, shift, sums);
-  }
-
-  // Before the first block, where that may be a `masked_block`: no row has a key.
-  CUTE_DEVICE void clear() {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      reference[r] = -INFINITY;
-      row_sum[r] = 0.0F;
-    }
-  }
-
-  // A tile's first block where keys are masked.
-  template <class Scores>
-  CUTE_DEVICE void first_masked_block(Scores& scores, float scale_log2) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      reference[r] = -INFINITY;
-    }
-    float rescale[kRows];
-    exact_block(scores, scale_log2, rescale, row_sum);
-  }
-
-  // A tile's first block otherwise. Where a row's sum is too large or small for P's type, the row is multiplied by a
-  // power of two, its reference from then on; only a sum near the end of f32's range costs a recomputation.
-  template <class Scores, class Recompute>
-  CUTE_DEVICE void first_block(Scores& scores, float scale_log2, Recompute const& recompute) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      reference[r] = 0.0F;
-    }
-    exponentiate(scores, scale_log2, reference, row_sum);
-    if (all_rows([&](int r) { return row_sum[r] >= kSumLeast && row_sum[r] < kSumLimit; })) {
-      return;
-    }
-    float total[kRows];
-    finish(total);
-    auto const recoverable = [&](int r) { return total[r] > 0x1p-96F && total[r] < 0x1p96F; };
-    if (!all_rows(recoverable)) {
-      recompute();
-      first_masked_block(scores, scale_log2);
-      return;
-    }
-    float factor[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      int const exponent = (__float_as_int(total[r]) >> 23) - 127;
-      reference[r] = static_cast<float>(exponent);
-      factor[r] = __int_as_float((127 - exponent) << 23);
-      row_sum[r] *= factor[r];
-    }
-    CUTE_UNROLL
-    for (int i = 0; i < scores.size(); ++i) {
-      scores(i) *= factor[row_of(i)];
-    }
-  }
-
-  // The whole rows' sums.
-  CUTE_DEVICE void finish(float (&sums)[kRows]) const {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = quad_sum(row_sum[r]);
-    }
-  }
-
-  // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first. The
-  // reference moves only when it has become too small; then `moved` is called with what O must be multiplied by.
-  template <class Scores, class Moved>
-  CUTE_DEVICE void masked_block(Scores& scores, float scale_log2, Moved const& moved) {
-    constexpr float kHeadroom = 8.0F;
-    float max[kRows];
-    block_max(scores, max);
-    bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      max[r] *= scale_log2;
-      moves[r] = max[r] > reference[r] + kHeadroom;
-    }
-    if (any_row([&](int r) { return moves[r]; })) {
-      float rescale[kRows];
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        rescale[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
-        reference[r] = moves[r] ? max[r] : reference[r];
-        row_sum[r] *= rescale[r];
-      }
-      moved(rescale);
-    }
-    float shift[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      shift[r] = reference[r] == -INFINITY ? 0.0F : reference[r];
-    }
-    float sums[kRows];
-    exponentiate(scores, scale_log2, shift, sums);
-    add(sums);
-  }
-
-  // Any other later block: exponentiated unseen. If the result is false, a reference did not suit: the scores must be
-  // computed again, for `move_block`.
-  template <class Scores>
-  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[kRows]) const {
-    // A reference of -inf makes every exponent +inf or NaN, which the test catches like any other runaway.
-    exponentiate(scores, scale_log2, reference, sums);
-    return all_rows([&](int r) { return sums[r] < kSumLimit; });
-  }
-
-  // A later block whose references do not suit, of its scores. O must be multiplied by `rescale`.
-  template <class Scores>
-  CUTE_DEVICE void move_block(Scores& scores, float scale_log2, float (&sums)[kRows], float (&rescale)[kRows]) {
-    exact_block(scores, scale_log2, rescale, sums);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      row_sum[r] *= rescale[r];
-    }
-  }
-
-  // Adds what a block's exponentials sum to.
-  CUTE_DEVICE void add(float const (&sums)[kRows]) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      row_sum[r] += sums[r];
     }
   }
 };

@@ -5,6 +5,7 @@
 //! (`hopper-attention-sys/kernels/common/sequences.hpp`). Sizes here are upper bounds for all lengths that the caller's arrays
 //! can hold, so that one plan serves them all.
 
+use crate::arch::Arch;
 use crate::operand::Slot;
 use crate::problem::{Dims, ForwardProblem};
 use crate::table::KernelInfo;
@@ -51,7 +52,7 @@ pub struct Packed {
     pub list_size: usize,
     /// The most blocks of queries that all sequences of a head can have together.
     pub block_list_size: usize,
-    /// As `block_list_size`, for sequences with more than one tile of keys. Only these have sums of dQ.
+    /// As `block_list_size`, for the sequences that have sums of dQ. sm90: those with more than one tile of keys. sm80: all.
     pub sum_blocks: usize,
     /// The number of rows of Q, of one head: of all sequences together.
     pub rows: usize,
@@ -62,6 +63,7 @@ impl Packed {
         let dims = problem.dims();
         let [q, kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| problem.wants(slot));
         let most_long = match kv {
+            _ if kernel.arch == Arch::Sm80 => dims.batch,
             true => dims.batch.min(dims.seqlen_kv / (kernel.tile_n + 1)),
             false if dims.seqlen_kv > kernel.tile_n => dims.batch,
             false => 0,

@@ -45,7 +45,6 @@ struct BwdLaunch {
 
  private:
   static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
-    Sequences const& sequences = params.sequences;
     PackedBwdScalars scalars = packed_bwd_scalars<Packed>(params);
     CUtensorMap map_q, map_k, map_v, map_d_o;
     // Without any row, an operand may have no address; nothing is read by its map then.
@@ -68,33 +67,13 @@ struct BwdLaunch {
     statistics.stride_row = encode.box_columns;
     statistics.stride_head = statistics_rows(params) * encode.box_columns;
     encode.queries(scalars.map_statistics, statistics, encode.box_columns, Traits::kTileM);
-    Status status = encode.status;
-    status = is_ok(status)
-                 ? launch_schedule(sequences,
-                                   {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileN, params.heads_kv,
-                                    sequences.list_size, Traits::kTileM, sequences.block_list_size},
-                                   stream)
-                 : status;
-    if (!is_ok(status)) {
-      return status;
+    if (!is_ok(encode.status)) {
+      return encode.status;
     }
-    BwdStatistics<Packed>::launch(params, stream);
-    start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, bwd_kernel<Packed>, params,
-                 scalars, map_q, map_k, map_v, map_d_o);
-    BwdConvert<typename Packed::Unmasked>::launch(params, stream);
-    status = to_status(cudaGetLastError());
-    auto const fill = [&](TensorDesc const& tensor, bool of_keys) {
-      int const rows = of_keys ? params.seqlen_kv : params.seqlen_q;
-      if (is_ok(status) && sequences.fill_gaps && rows > 0) {
-        bool const is_v = tensor.address == params.d_v.address;
-        status = launch_fill_gaps(sequences, tensor, params.batch, rows, of_keys ? params.heads_kv : params.heads_q,
-                                  is_v ? params.head_dim_vo : params.head_dim_qk, of_keys, TensorDesc{}, stream);
-      }
-    };
-    fill(params.d_q, false);
-    fill(params.d_k, true);
-    fill(params.d_v, true);
-    return status;
+    return launch_packed_backward<Packed>(params, stream, [&]() {
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, bwd_kernel<Packed>, params,
+                   scalars, map_q, map_k, map_v, map_d_o);
+    });
   }
 };
 

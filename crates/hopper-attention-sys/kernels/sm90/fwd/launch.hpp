@@ -79,20 +79,10 @@ struct FwdLaunch {
     if (!is_ok(encode.status)) {
       return encode.status;
     }
-    Status const status = launch_schedule(params.sequences,
-                                          {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
-                                           params.heads_q, params.sequences.list_size, 0, 0},
-                                          stream);
-    if (!is_ok(status)) {
-      return status;
-    }
-    start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
-                 packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
-    if (params.sequences.fill_gaps) {
-      return launch_fill_gaps(params.sequences, params.o, params.batch, params.seqlen_q, params.heads_q,
-                              params.head_dim_vo, false, params.lse, stream);
-    }
-    return to_status(cudaGetLastError());
+    return launch_packed_forward<Packed>(params, stream, [&]() {
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
+                   packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
+    });
   }
 };
 
