@@ -229,8 +229,13 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
   if (entry < table.header()->blocks) {
     Sequence const sequence = table.records()[table.block_list(params.sequences.list_size)[entry]];
     int const m_block = entry - sequence.first_block;
-    bool const found = has_sums<Traits>(sequence) ? convert_packed_queries<Traits>(params, sequence, m_block, head)
-                                                  : look_at_packed_queries<Traits>(params, sequence, m_block, head);
+    bool found = false;
+    if constexpr (Traits::kWritesQueries) {
+      found = sequence.kv_len > Traits::kTileN ? convert_packed_queries<Traits>(params, sequence, m_block, head)
+                                               : look_at_packed_queries<Traits>(params, sequence, m_block, head);
+    } else {
+      found = convert_packed_queries<Traits>(params, sequence, m_block, head);
+    }
     if (found) {
       RepairGradients<Traits> const repair(params, sequence);
       int const end = cute::min((m_block + 1) * Traits::kTileM, sequence.q_len);
@@ -269,17 +274,17 @@ void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) no
     if (grid > 0) {
       start_kernel({grid, kThreads, 0, stream, 1, Traits::kOverlaps}, bwd_convert_packed<Traits>, params);
     }
-    return;
-  }
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  int blocks = params.batch * params.heads_q * m_blocks;
-  if constexpr (Traits::kTakesShares) {
-    blocks += key_pieces<Traits>(params);
-  }
-  if constexpr (Traits::kOverlaps) {
-    start_kernel({blocks, kThreads, 0, stream, 1, true}, bwd_convert<Traits>, params);
   } else {
-    bwd_convert<Traits><<<blocks, kThreads, 0, stream>>>(params);
+    int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+    int blocks = params.batch * params.heads_q * m_blocks;
+    if constexpr (Traits::kTakesShares) {
+      blocks += key_pieces<Traits>(params);
+    }
+    if constexpr (Traits::kOverlaps) {
+      start_kernel({blocks, kThreads, 0, stream, 1, true}, bwd_convert<Traits>, params);
+    } else {
+      bwd_convert<Traits><<<blocks, kThreads, 0, stream>>>(params);
+    }
   }
 }
 
