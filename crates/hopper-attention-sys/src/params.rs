@@ -162,8 +162,10 @@ mod ffi {
         /// Size of the table's list of blocks of queries: no fewer than all sequences together have in one head. Backward
         /// only.
         block_list_size: i32,
-        /// Blocks of queries of one head that have sums of dQ: no fewer than those of all sequences with more than one tile
-        /// of keys. Backward only. (Others have one contribution to each dQ, and no sums.)
+        /// Blocks of queries of one head that have sums of dQ. Backward only.
+        /// - sm90: no fewer than those of all sequences with more than one tile of keys. (Others have one contribution to
+        ///   each dQ, and no sums.)
+        /// - sm80: `block_list_size`.
         sum_blocks: i32,
         /// Whether the rows of outputs that belong to no sequence are filled: with zeros, and an LSE with -inf. Else they are
         /// not written.
@@ -218,7 +220,8 @@ mod ffi {
         /// - sm90: the multiprocessors that the plan uses, or the tiles where they are fewer. A CTA computes one tile after
         ///   another. Where CTAs share tiles (`shares` above 1, and rows with tiles of 64 queries): the tiles times
         ///   `shares`. A CTA computes one share of a tile.
-        /// - sm80: the number of tiles. A CTA computes one tile.
+        /// - sm80: the number of tiles, or no fewer where a launch reads lengths from memory (`sequences`). A CTA computes
+        ///   one tile.
         grid: i32,
         /// CTAs that share a tile's keys, as a cluster: at least 1, and at most `most_shares` of the row. Above 1
         /// there is no `tile_counter`.
@@ -316,7 +319,8 @@ mod ffi {
         /// CTAs of the main kernel's grid. A tile is `tile_n` keys of one key head.
         /// - sm90: the multiprocessors that the plan uses, or the tiles where they are fewer. A CTA computes one tile after
         ///   another.
-        /// - sm80: the number of tiles. A CTA computes one tile.
+        /// - sm80: the number of tiles, or no fewer where a launch reads lengths from memory (`sequences`). A CTA computes
+        ///   one tile.
         grid: i32,
         /// Shares of a tile's work, at least 1. A CTA computes one share of a tile at a time (`kernels/common/visits.hpp`).
         /// sm80: 1. Above 1 the tiles' dK and dV are summed in `key_sums`, or by the CTAs of a cluster.

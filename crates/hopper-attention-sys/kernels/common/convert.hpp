@@ -202,11 +202,13 @@ CUTE_DEVICE bool look_at_packed_queries(BwdParams const& params, Sequence const&
 }
 
 // The kernel after a packed backward: a CTA has a block of queries of one head, if there are so many. `sum_blocks`
-// counts the sequences that have sums; those of one tile come after them and have none.
+// counts the sequences that have sums; the others come after them.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::ThreadSums::kThreads)
     bwd_convert_packed(__grid_constant__ BwdParams const params) {
-  await_kernel_before();
+  if constexpr (Traits::kOverlaps) {
+    await_kernel_before();
+  }
   constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
   SequenceTable const table{params.sequences.table, params.batch};
   int const warp = static_cast<int>(threadIdx.x) / 32;
@@ -215,9 +217,13 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
   if (entry < table.header()->blocks) {
     Sequence const sequence = table.records()[table.block_list(params.sequences.list_size)[entry]];
     int const m_block = entry - sequence.first_block;
-    bool const found = sequence.kv_len > Traits::kTileN
-                           ? convert_packed_queries<Traits>(params, sequence, m_block, head)
-                           : look_at_packed_queries<Traits>(params, sequence, m_block, head);
+    bool found = false;
+    if constexpr (Traits::kWritesQueries) {
+      found = sequence.kv_len > Traits::kTileN ? convert_packed_queries<Traits>(params, sequence, m_block, head)
+                                               : look_at_packed_queries<Traits>(params, sequence, m_block, head);
+    } else {
+      found = convert_packed_queries<Traits>(params, sequence, m_block, head);
+    }
     if (found) {
       RepairGradients<Traits> const repair(params, sequence);
       int const end = cute::min((m_block + 1) * Traits::kTileM, sequence.q_len);
@@ -257,18 +263,18 @@ void BwdConvert<Traits>::launch(BwdParams const& params, cudaStream_t stream) no
   if constexpr (Traits::kIsPacked) {
     // One CTA at least, for what has leaked into keys where there are no queries.
     int const grid = cute::max(1, params.heads_q * params.sequences.block_list_size);
-    start_kernel({grid, kThreads, 0, stream, 1, true}, bwd_convert_packed<Traits>, params);
-    return;
-  }
-  int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
-  int blocks = params.batch * params.heads_q * m_blocks;
-  if constexpr (Traits::kTakesShares) {
-    blocks += key_pieces<Traits>(params);
-  }
-  if constexpr (Traits::kOverlaps) {
-    start_kernel({blocks, kThreads, 0, stream, 1, true}, bwd_convert<Traits>, params);
+    start_kernel({grid, kThreads, 0, stream, 1, Traits::kOverlaps}, bwd_convert_packed<Traits>, params);
   } else {
-    bwd_convert<Traits><<<blocks, kThreads, 0, stream>>>(params);
+    int const m_blocks = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+    int blocks = params.batch * params.heads_q * m_blocks;
+    if constexpr (Traits::kTakesShares) {
+      blocks += key_pieces<Traits>(params);
+    }
+    if constexpr (Traits::kOverlaps) {
+      start_kernel({blocks, kThreads, 0, stream, 1, true}, bwd_convert<Traits>, params);
+    } else {
+      bwd_convert<Traits><<<blocks, kThreads, 0, stream>>>(params);
+    }
   }
 }
 

@@ -61,6 +61,75 @@ Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const
   return status;
 }
 
+// Writes zeros into the rows of an output that belong to no sequence, where that is asked for. `lse` may have no
+// address.
+inline Status fill_gaps(Sequences const& sequences, TensorDesc const& tensor, int batch, int rows, int heads,
+                        int head_dim, bool of_keys, TensorDesc const& lse, CUstream_st* stream) noexcept {
+  if (!sequences.fill_gaps || rows == 0) {
+    return {};
+  }
+  return launch_fill_gaps(sequences, tensor, batch, rows, heads, head_dim, of_keys, lse, stream);
+}
+
+// Starts a forward of 16-bit operands whose sequences have lengths that the device knows (sequences.hpp). `encode` is
+// as above. `start_main()` starts the kernel after the one that makes the table.
+template <class Traits, class Encode, class StartMain>
+Status launch_packed_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
+                             StartMain const& start_main) noexcept {
+  Sequences const& sequences = params.sequences;
+  if (params.batch > 0) {
+    Status status = encode();
+    status = is_ok(status) ? launch_schedule(sequences,
+                                             {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
+                                              params.heads_q, sequences.list_size, 0, 0},
+                                             stream)
+                           : status;
+    if (!is_ok(status)) {
+      return status;
+    }
+    start_main();
+    if (status = to_status(cudaGetLastError()); !is_ok(status)) {
+      return status;
+    }
+  }
+  return fill_gaps(sequences, params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, false,
+                   params.lse, stream);
+}
+
+// The same of the kernels of a backward. `Packed` are the traits of the kernel in the middle, which `start_main()`
+// starts.
+template <class Packed, class Encode, class StartMain>
+Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Encode const& encode,
+                              StartMain const& start_main) noexcept {
+  Sequences const& sequences = params.sequences;
+  Status status;
+  if (params.batch > 0 && (params.seqlen_q > 0 || params.seqlen_kv > 0)) {
+    status = encode();
+    status = is_ok(status)
+                 ? launch_schedule(sequences,
+                                   {params.batch, params.seqlen_q, params.seqlen_kv, Packed::kTileN, params.heads_kv,
+                                    sequences.list_size, Packed::kTileM, sequences.block_list_size},
+                                   stream)
+                 : status;
+    if (!is_ok(status)) {
+      return status;
+    }
+    BwdStatistics<Packed>::launch(params, stream);
+    start_main();
+    BwdConvert<typename Packed::Unmasked>::launch(params, stream);
+    status = to_status(cudaGetLastError());
+  }
+  auto const fill = [&](TensorDesc const& tensor, int rows, int heads, int head_dim, bool of_keys) {
+    status = is_ok(status)
+                 ? fill_gaps(sequences, tensor, params.batch, rows, heads, head_dim, of_keys, TensorDesc{}, stream)
+                 : status;
+  };
+  fill(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk, false);
+  fill(params.d_k, params.seqlen_kv, params.heads_kv, params.head_dim_qk, true);
+  fill(params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo, true);
+  return status;
+}
+
 // Starts the three kernels of a backward, where there are queries and keys. `encode` is as above. `start_main(scalars)`
 // starts the kernel in the middle.
 template <class Traits, class Encode, class StartMain>

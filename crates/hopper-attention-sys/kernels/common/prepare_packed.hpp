@@ -17,7 +17,9 @@ namespace hattn {
 
 template <class Traits>
 __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ BwdParams const params) {
-  let_next_start();
+  if constexpr (Traits::kOverlaps) {
+    let_next_start();
+  }
   using Element = typename Traits::Element;
   constexpr int kTileM = Traits::kTileM;
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
@@ -33,8 +35,10 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *reinterpret_cast<int*>(params.leak_flag) = 0;
   }
-  Traits::write_shares(params, Band{}, static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
-                       static_cast<int>(gridDim.x * blockDim.x));
+  if constexpr (Traits::kTakesShares) {
+    Traits::write_shares(params, Band{}, static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
+                         static_cast<int>(gridDim.x * blockDim.x));
+  }
 
   std::int64_t const items = std::int64_t{blocks} * params.heads_q;
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -86,9 +90,18 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
 
     Band const band = band_of_tile(params, sequence);
     KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
-    if (threadIdx.x == 0 && sequence.kv_len > Traits::kTileN) {
-      reinterpret_cast<int*>(params.progress)[std::int64_t{head} * params.sequences.sum_blocks + entry] =
+    std::int64_t const block = std::int64_t{head} * params.sequences.sum_blocks + entry;
+    if (threadIdx.x == 0 && has_sums<Traits>(sequence)) {
+      reinterpret_cast<int*>(params.progress)[block] =
           tiles.any() ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
+    }
+    if constexpr (Traits::kAddsToZeros) {
+      if (tiles.any()) {
+        auto* const sums = reinterpret_cast<float4*>(params.sums) + block * (Traits::kElementsQ / 4);
+        for (int i = static_cast<int>(threadIdx.x); i < Traits::kElementsQ / 4; i += 256) {
+          sums[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
+        }
+      }
     }
     if (!tiles.any()) {
       int const chunks = params.head_dim_qk / 8;

@@ -83,6 +83,13 @@ struct alignas(16) PackedTile {
   CUTE_DEVICE bool valid() const { return batch >= 0; }
 };
 
+// Whether a packed backward sums up dQ of a sequence. Not where the kernel writes dQ itself: there the sequence has one
+// tile, whose dQ is the whole of it.
+template <class Traits>
+CUTE_DEVICE bool has_sums(Sequence const& sequence) {
+  return !Traits::kWritesQueries || sequence.kv_len > Traits::kTileN;
+}
+
 // What a table is made of.
 struct ScheduleShape {
   int batch;

@@ -49,6 +49,16 @@ CUTE_DEVICE int queries_of(Scalars const&, PackedTile const& tile) {
   return tile.q_len;
 }
 
+// The same of its keys.
+template <class Scalars>
+CUTE_DEVICE int keys_of(Scalars const& scalars, Tile const&) {
+  return scalars.seqlen_kv;
+}
+template <class Scalars>
+CUTE_DEVICE int keys_of(Scalars const&, PackedTile const& tile) {
+  return tile.kv_len;
+}
+
 // The row of a tensor that its sequence's first query is.
 CUTE_DEVICE int first_row_of(Tile const&) { return 0; }
 CUTE_DEVICE int first_row_of(PackedTile const& tile) { return tile.q_begin; }

@@ -6,6 +6,7 @@
 #include <cute/arch/util.hpp>
 
 #include "common/slab.hpp"
+#include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
 namespace hattn::sm80 {
@@ -15,10 +16,29 @@ CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int 
   return tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head);
 }
 
+// Where the queries of a tile's sequence begin in one head of such a tensor, and its keys.
+CUTE_DEVICE std::uint64_t queries_address(TensorDesc const& tensor, Tile const& tile, int head) {
+  return head_address(tensor, tile.batch, head);
+}
+CUTE_DEVICE std::uint64_t queries_address(TensorDesc const& tensor, PackedTile const& tile, int head) {
+  return head_address(tensor, tile.batch, head) + 2 * (tile.q_begin * tensor.stride_row);
+}
+CUTE_DEVICE std::uint64_t keys_address(TensorDesc const& tensor, Tile const& tile, int head) {
+  return head_address(tensor, tile.batch, head);
+}
+CUTE_DEVICE std::uint64_t keys_address(TensorDesc const& tensor, PackedTile const& tile, int head) {
+  return head_address(tensor, tile.batch, head) + 2 * (tile.kv_begin * tensor.stride_row);
+}
+
 // Copies `bytes` (0 or 16) and fills the rest of 16 with zeros; of 0 bytes the source is not looked at.
 CUTE_DEVICE void copy_chunk(std::uint32_t shared, std::uint64_t global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
+}
+
+// The same of 8 bytes.
+CUTE_DEVICE void copy_half_chunk(std::uint32_t shared, std::uint64_t global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 // Makes a group of the calling thread's copies since the last one.

@@ -182,7 +182,8 @@ impl fmt::Display for BackwardChoice {
         let Self { kernel, tiles, shares, cluster, grid, heads_per_group, groups, blocks, .. } = self;
         if let Some(packed) = &self.packed {
             write!(f, "{kernel}, grid {grid} for up to {tiles} tiles of {} sequences, ", packed.sequences)?;
-            write!(f, "up to {blocks} blocks of queries with sums, heads a group {heads_per_group}, drawn order")?;
+            let order = if is_persistent(kernel) || self.turns { "drawn" } else { "fixed" };
+            write!(f, "up to {blocks} blocks of queries with sums, heads a group {heads_per_group}, {order} order")?;
             write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
             return write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right]);
         }
@@ -323,6 +324,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
     count("blocks of queries", packed.block_list_size, dims.heads_q)?;
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full && !problem.is_deterministic();
+    let multiprocessors = small(multiprocessors(problem.forward(), gpu, &kernel)?);
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
@@ -331,7 +333,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
         tiles,
         shares: 1,
         cluster: 1,
-        grid: tiles.clamp(1, small(multiprocessors(problem.forward(), gpu, &kernel)?)),
+        grid: if is_persistent(&kernel) { tiles.clamp(1, multiprocessors) } else { tiles.max(1) },
         heads_per_group: small(if even { 1 } else { HEADS_PER_GROUP.min(dims.heads_kv) }),
         groups: 1,
         tile_counter: false,

@@ -5,6 +5,7 @@
 //! (`hopper-attention-sys/kernels/common/sequences.hpp`). Sizes here are upper bounds for all lengths that the caller's arrays
 //! can hold, so that one plan serves them all.
 
+use crate::arch::Arch;
 use crate::operand::Slot;
 use crate::problem::{Dims, ForwardProblem};
 use crate::table::KernelInfo;
@@ -51,7 +52,7 @@ pub struct Packed {
     pub list_size: usize,
     /// The most blocks of queries that all sequences of a head can have together.
     pub block_list_size: usize,
-    /// As `block_list_size`, for sequences with more than one tile of keys. Only these have sums of dQ.
+    /// As `block_list_size`, for the sequences that have sums of dQ. sm90: those with more than one tile of keys. sm80: all.
     pub sum_blocks: usize,
     /// The number of rows of Q, of one head: of all sequences together.
     pub rows: usize,
@@ -62,6 +63,7 @@ impl Packed {
         let dims = problem.dims();
         let [q, kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| problem.wants(slot));
         let most_long = match kv {
+            _ if kernel.arch == Arch::Sm80 => dims.batch,
             true => dims.batch.min(dims.seqlen_kv / (kernel.tile_n + 1)),
             false if dims.seqlen_kv > kernel.tile_n => dims.batch,
             false => 0,
@@ -79,7 +81,71 @@ impl Packed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::{DeviceFacts, MaskClass, Pass};
+    use crate::dtype::DType;
+    use crate::plan::{select, select_backward};
+    use crate::problem::BackwardProblem;
+    use crate::table::tests::ROW;
     use proptest::prelude::*;
+
+    const H100: DeviceFacts = DeviceFacts::h100_sxm();
+
+    /// 5 sequences of 1000 rows together, 4 query heads on 2 key heads.
+    fn problem(arch: Arch, sm_margin: usize) -> ForwardProblem {
+        let dims = Dims::new(5, 1000, 4, 128).with_heads_kv(2);
+        ForwardProblem::builder(DType::BF16, dims).packed(true).arch(arch).sm_margin(sm_margin).build().unwrap()
+    }
+
+    fn row(arch: Arch) -> KernelInfo {
+        KernelInfo { arch, mask: MaskClass::Full, tile_m: 64, tile_n: 128, packs: true, ..ROW }
+    }
+
+    /// sm80: a CTA for each tile that there can be, which draws none, and sums of dQ for all sequences.
+    #[test]
+    fn sm80_kernels_have_ctas_for_all_tiles() {
+        let choice = |arch| select(&problem(arch, 0), &H100, &[row(arch)]).unwrap();
+        let most = 4 * (1000 / 64 + 5);
+        assert_eq!((choice(Arch::Sm80).grid, choice(Arch::Sm80).tiles, choice(Arch::Sm90).grid), (most, most, most));
+        let few = DeviceFacts { multiprocessors: 7, ..H100 };
+        let grid = |arch| select(&problem(arch, 0), &few, &[row(arch)]).unwrap().grid;
+        assert_eq!((grid(Arch::Sm80), grid(Arch::Sm90)), (most, 7));
+        assert!(choice(Arch::Sm80).to_string().contains("fixed order"));
+
+        let choice = |arch, deterministic| {
+            let row = KernelInfo { pass: Pass::Backward, ..row(arch) };
+            let problem = BackwardProblem::builder(&problem(arch, 0)).deterministic(deterministic).build().unwrap();
+            select_backward(&problem, &few, &[row]).unwrap()
+        };
+        let (sm80, sm90) = (choice(Arch::Sm80, false), choice(Arch::Sm90, false));
+        let most_blocks = 1000 / 64 + 5;
+        assert_eq!((sm80.grid, sm90.grid), (2 * (1000 / 128 + 5), 7));
+        assert_eq!((sm80.blocks, sm90.blocks), (4 * most_blocks, 4 * most_blocks));
+        assert_eq!(sm80.packed.unwrap().sum_blocks, sm80.packed.unwrap().block_list_size);
+        // Statistics of 8 bytes, and no list of tiles.
+        let sums = 256 + 4000 * 8;
+        let end = sums + 4 * most_blocks * (64 * 128 * 4 + 4);
+        let parts = sm80.parts();
+        assert_eq!((parts.statistics, parts.sums, parts.share_list), (256, sums, end.next_multiple_of(256)));
+        assert_eq!((parts.table, parts.end), (Some(parts.share_list), parts.share_list + table_bytes(5, 12, 20)));
+        for (choice, order) in [(sm80, "fixed order"), (choice(Arch::Sm80, true), "drawn order, dQ in turns")] {
+            assert!(choice.to_string().ends_with(order) && !choice.tile_counter, "{choice}");
+        }
+    }
+
+    /// Where a key tile holds a whole sequence, sm80 kernels sum up dQ none the less.
+    #[test]
+    fn sm80_kernels_have_sums_for_short_sequences() {
+        let dims = Dims::new(9, 100, 1, 128);
+        let problem = ForwardProblem::builder(DType::BF16, dims).packed(true).build().unwrap();
+        let sum_blocks = |arch| Packed::of(&problem, &row(arch)).sum_blocks;
+        assert_eq!((sum_blocks(Arch::Sm80), sum_blocks(Arch::Sm90)), (100 / 64 + 9, 0));
+    }
+
+    #[test]
+    fn sm80_kernels_leave_no_multiprocessors() {
+        let error = select(&problem(Arch::Sm80, 1), &H100, &[row(Arch::Sm80)]).unwrap_err().to_string();
+        assert!(error.contains("sm_margin 1 with sm80 kernels"), "{error}");
+    }
 
     proptest! {
         /// Whatever the lengths: no more tiles than the bound, of all sequences and of the long ones alone.

@@ -103,7 +103,7 @@ pub struct Choice {
     /// The number of sequences whose lengths the kernel reads from memory. `None`: all sequences have the problem's lengths.
     ///
     /// One more kernel then runs first. It makes a table of the sequences and their tiles in the workspace
-    /// (`hopper-attention-sys/kernels/common/sequences.hpp`), from which CTAs draw.
+    /// (`hopper-attention-sys/kernels/common/sequences.hpp`), from which CTAs take theirs: they draw them on sm90.
     pub packed: Option<i32>,
     /// Whether a measurement chose the kernel, and not the built-in ranking. See [`Tuning`](super::Tuning).
     pub tuned: bool,
@@ -312,7 +312,7 @@ fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelIn
         window_right,
         m_tiles: small(list_size),
         tiles,
-        grid: tiles.clamp(1, small(multiprocessors)),
+        grid: if is_persistent(&kernel) { tiles.clamp(1, small(multiprocessors)) } else { tiles },
         shares: 1,
         heads_per_group: small(if kernel.mask == MaskClass::Full { 1 } else { HEADS_PER_GROUP.min(dims.heads_q) }),
         groups: 1,
@@ -407,7 +407,8 @@ impl fmt::Display for Choice {
         let tuned = if self.tuned { ", tuned" } else { "" };
         if let Some(sequences) = self.packed {
             write!(f, "{kernel}{tuned}, grid {grid} for up to {tiles} tiles of {sequences} sequences, ")?;
-            write!(f, "heads a group {heads_per_group}, drawn order")?;
+            let order = if is_persistent(kernel) { "drawn" } else { "fixed" };
+            write!(f, "heads a group {heads_per_group}, {order} order")?;
             return write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right]);
         }
         write!(f, "{kernel}{tuned}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;

@@ -5,5 +5,10 @@
 #include "common/prepare.hpp"
 #include "sm80/bwd/traits.hpp"
 
-#define HATTN_BWD_SM80_PREPARE(...) HATTN_INSTANTIATE_STATISTICS(hattn::sm80::BwdTraits, __VA_ARGS__)
-#define HATTN_BWD_SM80_CONVERT(...) HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, __VA_ARGS__)
+// Each for the row's kernel, and for the one that packs.
+#define HATTN_BWD_SM80_PREPARE(...)                                 \
+  HATTN_INSTANTIATE_STATISTICS(hattn::sm80::BwdTraits, __VA_ARGS__) \
+  HATTN_INSTANTIATE_STATISTICS(hattn::sm80::BwdTraits, __VA_ARGS__, true)
+#define HATTN_BWD_SM80_CONVERT(...)                              \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, __VA_ARGS__) \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, __VA_ARGS__, true)

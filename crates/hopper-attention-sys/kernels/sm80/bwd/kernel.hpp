@@ -26,6 +26,10 @@
 // Ordered: tiles add to a block's dQ in the order of their numbers. A warp waits until every warp of the tile before
 // has added. An ordered launch draws tiles from a counter. So the tiles that a CTA waits for are running.
 //
+// A row has a second kernel, for sequences whose lengths the device knows (Traits::kIsPacked). A CTA finds its tile in
+// the table of sequences (common/sequences.hpp). The grid is as large as there can be tiles: the CTAs that are left
+// over end at once. The tile's band lies in shared memory, where the other kernel reads constants.
+//
 // Barriers:
 // - One __syncthreads a block: its Q and dO have arrived, Q and dO of the block before may be overwritten, and dS of
 //   the block before is whole.
@@ -46,7 +50,7 @@ namespace hattn::sm80 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
-    bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ BwdScalars const scalars) {
+    bwd_kernel(__grid_constant__ BwdParams const params, __grid_constant__ typename Traits::Scalars const scalars) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   BwdScheduler const scheduler = bwd_scheduler(scalars);
   int index = static_cast<int>(blockIdx.x);
@@ -57,8 +61,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     __syncthreads();
     index = storage.drawn;
   }
-  Band const band = band_of(scalars);
-  BwdMma<Traits>::run(params, scalars, scheduler.tile(index), band, storage);
+  if constexpr (Traits::kIsPacked) {
+    int const tiles = scalars.table.header()->tiles;
+    PackedScheduler const of_sequences{scalars.table, nullptr, scalars.heads_kv, scalars.heads_per_group, false, tiles};
+    PackedTile const tile = of_sequences.tile(index);
+    if (tile.valid() && tile.q_len == 0) {
+      BwdMma<Traits>::clear_gradients(params, tile);
+    } else if (tile.valid()) {
+      storage.band = band_of_tile(params, tile);  // by every thread the same
+      BwdMma<Traits>::run(params, scalars, tile, storage.band, storage);
+    }
+  } else {
+    Band const band = band_of(scalars);
+    BwdMma<Traits>::run(params, scalars, scheduler.tile(index), band, storage);
+  }
 }
 
 }  // namespace hattn::sm80

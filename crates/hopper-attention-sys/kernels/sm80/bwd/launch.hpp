@@ -8,9 +8,22 @@ namespace hattn::sm80 {
 
 template <class Traits>
 struct BwdLaunch {
-  static Status prepare() noexcept { return prepare_backward<Traits>(bwd_kernel<Traits>); }
+  // Of the kernel for sequences whose lengths the device knows.
+  using Packed = typename Traits::Packed;
+
+  static Status prepare() noexcept {
+    Status status = prepare_backward<Traits>(bwd_kernel<Traits>);
+    status = is_ok(status) ? prepare_schedule() : status;
+    return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
+  }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
+    if (params.sequences.table != 0) {
+      return launch_packed_backward<Packed>(params, stream, no_maps, [&]() {
+        bwd_kernel<Packed>
+            <<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_bwd_scalars<Packed>(params));
+      });
+    }
     return launch_backward<Traits>(params, stream, no_maps, [&](BwdScalars const& scalars) {
       bwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
     });

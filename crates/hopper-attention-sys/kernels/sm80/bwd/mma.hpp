@@ -30,6 +30,8 @@ struct BwdMma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
   using Load = BwdLoad<Traits>;
+  using Scalars = typename Traits::Scalars;
+  using TileRecord = typename Traits::TileRecord;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
@@ -260,7 +262,31 @@ struct BwdMma {
                 gradient);
   }
 
-  CUTE_DEVICE static void run(BwdParams const& params, BwdScalars const& scalars, Tile const& tile, Band const& band,
+  // The block of sums of dQ that a block of queries has in a head.
+  CUTE_DEVICE static int block_of_sums(Scalars const& scalars, TileRecord const& tile, int head, int m_block) {
+    if constexpr (Traits::kIsPacked) {
+      return head * scalars.sum_blocks + tile.first_block + m_block;
+    } else {
+      return (tile.batch * scalars.heads_q + head) * scalars.m_blocks + m_block;
+    }
+  }
+
+  // dK and dV of a tile that no query sees, since its sequence has none.
+  CUTE_DEVICE static void clear_gradients(BwdParams const& params, TileRecord const& tile) {
+    auto const clear_rows = [&](TensorDesc const& tensor, int head_dim) {
+      int const chunks = head_dim / 8;
+      int const rows = cute::min(int{kTileN}, tile.kv_len - tile.block * kTileN);
+      std::uint64_t const first = keys_address(tensor, tile, tile.head);
+      for (int i = static_cast<int>(threadIdx.x); i < rows * chunks; i += Traits::kThreads) {
+        std::int64_t const at = (tile.block * kTileN + i / chunks) * tensor.stride_row + i % chunks * 8;
+        *reinterpret_cast<uint4*>(first + 2 * at) = uint4{0, 0, 0, 0};
+      }
+    };
+    clear_rows(params.d_k, params.head_dim_qk);
+    clear_rows(params.d_v, params.head_dim_vo);
+  }
+
+  CUTE_DEVICE static void run(BwdParams const& params, Scalars const& scalars, TileRecord const& tile, Band const& band,
                               Storage& storage) {
     QueryVisits const visits = QueryVisits::of<kMask, kTileM, kTileN>(band, tile.block, scalars.ordered);
     storage.tile = tile;  // by every thread the same, as what follows
@@ -272,7 +298,7 @@ struct BwdMma {
     storage.visit[stage] = visit;
     storage.head[stage] = head;
     Load::keys(params, scalars, tile, storage);
-    Load::queries(params, scalars, tile.batch, head, visits.block(visit), stage, storage);
+    Load::queries(params, scalars, tile, head, visits.block(visit), stage, storage);
     commit_copies();
 
     // dV or dK.
@@ -287,7 +313,7 @@ struct BwdMma {
         head = storage.head[stage];
       }
       int const m_block = storage.visits.block(visit);
-      int const block = (storage.tile.batch * scalars.heads_q + head) * scalars.m_blocks + m_block;
+      int const block = block_of_sums(scalars, storage.tile, head, m_block);
       if (remaining > 1) {
         visit = storage.visits.next(visit);
         head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
@@ -295,7 +321,7 @@ struct BwdMma {
           storage.visit[stage ^ 1] = visit;
           storage.head[stage ^ 1] = head;
         }
-        Load::queries(params, scalars, storage.tile.batch, head, storage.visits.block(visit), stage ^ 1, storage);
+        Load::queries(params, scalars, storage.tile, head, storage.visits.block(visit), stage ^ 1, storage);
       }
       commit_copies();
       if (!makes_p(Traits::thread_index()) && before >= 0) {
@@ -325,9 +351,9 @@ struct BwdMma {
     FiniteLook<Element> look;
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
-      write_pairs<kHeadDim>(head_address(tensor, storage.tile.batch, storage.tile.head), 2 * tensor.stride_row,
+      write_pairs<kHeadDim>(keys_address(tensor, storage.tile, storage.tile.head), 2 * tensor.stride_row,
                             storage.tile.block * kTileN + pair_of(Traits::thread_index()) * Traits::kKeys + strip * 16,
-                            scalars.seqlen_kv, head_dim, Traits::thread_index() % 32, [&](int i, int j) {
+                            keys_of(scalars, storage.tile), head_dim, Traits::thread_index() % 32, [&](int i, int j) {
                               int const first = 8 * i + 2 * j;
                               return look.see(pack_pair<Element>(scaled(gradient(first, strip), scale),
                                                                  scaled(gradient(first + 1, strip), scale)));

@@ -1,6 +1,8 @@
 // Everything that a row of bwd.def fixes: types, tiles, and what a CTA asks of a multiprocessor.
 #pragma once
 
+#include <type_traits>
+
 #include "common/around.hpp"
 #include "common/element.hpp"
 #include "common/row.hpp"
@@ -45,11 +47,42 @@ struct LiftedStatistics : Statistics {
   CUTE_DEVICE bool has_nan() const { return has_nan_lse() || isnan(this->minus_delta); }
 };
 
-template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+// Of a backward whose sequences have lengths that the device knows (common/sequences.hpp).
+struct PackedBwdScalars : BwdScalars {
+  SequenceTable table;
+  int sum_blocks;  // of one head, that have sums of dQ
+  // Rows of the statistics from a batch entry to the next, and from a head to the next.
+  int statistics_rows_apart;
+  std::int64_t statistics_rows;
+};
+
+template <class Traits>
+PackedBwdScalars packed_bwd_scalars(BwdParams const& params) noexcept {
+  PackedBwdScalars scalars{};
+  static_cast<BwdScalars&>(scalars) = bwd_scalars<Traits>(params);
+  scalars.table = {params.sequences.table, params.batch};
+  scalars.tile_counter = params.ordered ? &scalars.table.header()->counter : nullptr;
+  scalars.sum_blocks = params.sequences.sum_blocks;
+  scalars.statistics_rows_apart = statistics_rows_apart(params);
+  scalars.statistics_rows = statistics_rows(params);
+  return scalars;
+}
+
+// kPacked: of a row's kernel for such sequences.
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
+          bool kPacked = false>
 struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
-  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages>;
+  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+
+  // Whether this is that kernel, whether the row has it, and its traits.
+  static constexpr bool kIsPacked = kPacked;
+  static constexpr bool kPacks = true;
+  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
+  using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
+  using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
+
   // How far P is lifted, in powers of two, where it is an operand of dV and where the second warp of the pair reads it.
   // f16 holds nothing below 2^-24, and a key that no query weighs much has gradients, too. P is 1 at most, and f16
   // holds 4 times 2^14.
@@ -92,6 +125,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Every tile adds to sums that begin as zeros. Ordered: the progress of a block counts the warps that have added to
   // it, and begins with the warps of the tiles before the first that visits it.
   static constexpr bool kAddsToZeros = true;
+  static constexpr bool kWritesQueries = false;
   static constexpr bool kTakesShares = false;
   static constexpr bool kOverlaps = false;
   CUTE_DEVICE static int fresh(bool ordered, int first_tile) { return ordered ? kWarps * first_tile : 0; }
@@ -126,6 +160,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
   static constexpr int kSlabsS = (kTileM + kSlabColumns - 1) / kSlabColumns;
+  struct NoBand {};
   struct SharedStorage {
     alignas(128) Element k[kTileN * kHeadDimQK];
     alignas(128) Element v[kTileN * kHeadDimVO];
@@ -133,11 +168,12 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(128) Element d_o[kStages][kTileM * kHeadDimVO];
     alignas(128) Element d_s[2][kTileN * kSlabsS * kSlabColumns];
     alignas(128) sm80::Statistics statistics[kStages][kTileM];
-    Tile tile;
+    TileRecord tile;
     QueryVisits visits;  // of that tile
     int visit[2];        // whose block of queries is in each stage
     int head[2];
-    int drawn;  // the tile's place in the list
+    int drawn;                                       // the tile's place in the list
+    std::conditional_t<kPacked, Band, NoBand> band;  // the tile's. That of a whole launch is among its constants.
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 166912, "more shared memory than a CTA can have on compute capability 8.0");

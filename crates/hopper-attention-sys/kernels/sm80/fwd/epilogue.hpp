@@ -14,29 +14,33 @@ struct Epilogue {
   using Element = typename Traits::Element;
 
   // `row` is the warp's first.
-  template <class Softmax, class Output>
-  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band, Tile const& tile,
-                              int row, Softmax const& softmax, Output const& output) {
+  template <class TileRecord, class Softmax, class Output>
+  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, Band const& band,
+                              TileRecord const& tile, int row, Softmax const& softmax, Output const& output) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     float sums[Softmax::kRows];
     softmax.finish(sums);
     float inverse[Softmax::kRows];
-    float* const lse = scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head;
+    float* const lse =
+        scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + first_row_of(tile);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       bool const empty = sums[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
       inverse[r] = empty ? 0.0F : reciprocal_approx(sums[r]);
       int const query = row + 8 * r + lane / 4;
-      if (scalars.lse != nullptr && lane % 4 == 0 && query < scalars.seqlen_q) {
+      if (scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile)) {
         lse[query] = log_sum_exp(-softmax.minus_reference[r], sums[r]);
       }
     }
-    auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    auto o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    if constexpr (Traits::kIsPacked) {
+      o.skip(tile.q_begin);
+    }
     CUTE_UNROLL
     for (int strip = 0; strip < Traits::kStrips; ++strip) {
       bool leaked = false;
-      write_pairs<Traits::kHeadDimVO>(o.address, o.row_bytes, row + 16 * strip, scalars.seqlen_q, params.head_dim_vo,
-                                      lane, [&](int i, int j) {
+      write_pairs<Traits::kHeadDimVO>(o.address, o.row_bytes, row + 16 * strip, queries_of(scalars, tile),
+                                      params.head_dim_vo, lane, [&](int i, int j) {
                                         int const at = 8 * i + 2 * j;
                                         float const factor = inverse[2 * strip + j % 2];
                                         float const a = output(at, strip) * factor;
@@ -53,7 +57,7 @@ struct Epilogue {
           __syncwarp();
           float const factors[2] = {inverse[2 * strip], inverse[2 * strip + 1]};
           Leaks<Traits>::repair(
-              PlainOperands<Element>::of(params, tile.batch, tile.head), band, first_row, SoundRows::with(factors),
+              PlainOperands<Element>::of(params, tile), band, first_row, SoundRows::with(factors),
               GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
         }
       }

@@ -14,6 +14,10 @@
 // 3. a warp writes its rows of O and of the log-sum-exp (epilogue.hpp).
 // A warp skips the products of blocks in which its own rows have no key.
 //
+// A row has a second kernel, for sequences whose lengths the device knows (Traits::kIsPacked). A CTA finds its tile in
+// the table of sequences (common/sequences.hpp). The grid is as large as there can be tiles: the CTAs that are left
+// over end at once. The tile's band lies in shared memory, where the other kernel reads constants.
+//
 // Barriers. __syncthreads only, each after a wait for the thread's own copies:
 // - two stages: one a block. The next K and V are copied while this block is used.
 // - one stage: two a block. V arrives during the first product and the softmax, the next K during the second product.
@@ -38,11 +42,15 @@ namespace hattn::sm80 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
-    fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ FwdScalars const scalars) {
+    fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ typename Traits::Scalars const scalars) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
-  FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, nullptr);
-  Band const band = band_of(scalars);
-  Mma<Traits>::run(params, scalars, scheduler, band, storage);
+  if constexpr (Traits::kIsPacked) {
+    Mma<Traits>::run(params, scalars, packed_scheduler<Traits>(scalars, scalars.table), storage.band, storage);
+  } else {
+    FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, nullptr);
+    Band const band = band_of(scalars);
+    Mma<Traits>::run(params, scalars, scheduler, band, storage);
+  }
 }
 
 }  // namespace hattn::sm80

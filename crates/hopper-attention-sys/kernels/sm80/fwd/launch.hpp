@@ -8,9 +8,22 @@ namespace hattn::sm80 {
 
 template <class Traits>
 struct FwdLaunch {
-  static Status prepare() noexcept { return prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes); }
+  // Of the kernel for sequences whose lengths the device knows.
+  using Packed = typename Traits::Packed;
+
+  static Status prepare() noexcept {
+    Status status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
+    status = is_ok(status) ? prepare_schedule() : status;
+    return is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+  }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
+    if (params.sequences.table != 0) {
+      return launch_packed_forward<Packed>(params, stream, no_maps, [&]() {
+        fwd_kernel<Packed>
+            <<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_fwd_scalars(params));
+      });
+    }
     return launch_forward(params, stream, no_maps, [&](FwdScalars const& scalars) {
       fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
     });

@@ -20,22 +20,25 @@ struct Load {
   std::uint64_t k_head;
   std::uint64_t v_head;
 
-  CUTE_DEVICE Load(FwdParams const& launch_params, FwdScalars const& launch_scalars, Storage& shared, Tile const& tile)
+  template <class TileRecord>
+  CUTE_DEVICE Load(FwdParams const& launch_params, FwdScalars const& launch_scalars, Storage& shared,
+                   TileRecord const& tile)
       : params(launch_params),
         scalars(launch_scalars),
         storage(shared),
-        k_head(head_address(params.k, tile.batch, tile.head / scalars.heads_per_kv_head)),
-        v_head(head_address(params.v, tile.batch, tile.head / scalars.heads_per_kv_head)) {
+        k_head(keys_address(params.k, tile, tile.head / scalars.heads_per_kv_head)),
+        v_head(keys_address(params.v, tile, tile.head / scalars.heads_per_kv_head)) {
     storage.k_head = k_head;  // by every thread the same
     storage.v_head = v_head;
   }
 
   // Q, and the keys and values of the first visit, whose block alone may be ragged. These are two groups of copies; V
   // is the second.
-  CUTE_DEVICE void first(Tile const& tile, KeyVisits const& visits) const {
+  template <class TileRecord>
+  CUTE_DEVICE void first(TileRecord const& tile, KeyVisits const& visits) const {
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
-        cute::cast_smem_ptr_to_uint(storage.q), head_address(params.q, tile.batch, tile.head), 2 * params.q.stride_row,
-        tile.block * Traits::kTileM, scalars.seqlen_q, params.head_dim_qk, Traits::thread_index());
+        cute::cast_smem_ptr_to_uint(storage.q), queries_address(params.q, tile, tile.head), 2 * params.q.stride_row,
+        tile.block * Traits::kTileM, queries_of(scalars, tile), params.head_dim_qk, Traits::thread_index());
     keys<true>(k_head, visits, visits.first());
     commit_copies();
     values<true>(v_head, visits, visits.first());
@@ -55,13 +58,15 @@ struct Load {
   CUTE_DEVICE void keys(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, kRagged>(
         cute::cast_smem_ptr_to_uint(storage.k[Traits::stage(visit)]), head, 2 * params.k.stride_row,
-        visits.block(visit) * Traits::kTileN, scalars.seqlen_kv, params.head_dim_qk, Traits::thread_index());
+        visits.block(visit) * Traits::kTileN, keys_of(scalars, storage.tile), params.head_dim_qk,
+        Traits::thread_index());
   }
   template <bool kRagged>
   CUTE_DEVICE void values(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, kRagged>(
         cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(visit)]), head, 2 * params.v.stride_row,
-        visits.block(visit) * Traits::kTileN, scalars.seqlen_kv, params.head_dim_vo, Traits::thread_index());
+        visits.block(visit) * Traits::kTileN, keys_of(scalars, storage.tile), params.head_dim_vo,
+        Traits::thread_index());
   }
 };
 

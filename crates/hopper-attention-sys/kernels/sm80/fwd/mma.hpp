@@ -67,14 +67,35 @@ struct Mma {
   }
 
   // This warp's first row of a tile.
-  CUTE_DEVICE static int first_row(Tile const& tile) {
+  CUTE_DEVICE static int first_row(typename Traits::TileRecord const& tile) {
     return tile.block * kTileM + Traits::thread_index() / 32 * Traits::kWarpRows;
   }
 
-  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars, FwdScheduler const& scheduler,
-                              Band const& band, Storage& storage) {
-    Tile const tile = scheduler.tile(static_cast<int>(blockIdx.x));
-    KeyVisits const visits = KeyVisits::of<kMask, kTileM, kTileN>(band, tile.block);
+  // Whether keys of the last block are missing.
+  CUTE_DEVICE static bool has_ragged_end(Band const& band) {
+    return band.seqlen_kv % kTileN != 0 || (Traits::kIsPacked && band.seqlen_kv == 0);
+  }
+
+  CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block) {
+    KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
+    if constexpr (Traits::kIsPacked) {
+      // A sequence without keys, too, has one block, which is masked whole.
+      visits.begin = cute::max(visits.begin, 0);
+      visits.end = cute::max(visits.end, 1);
+    }
+    return visits;
+  }
+
+  CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars,
+                              typename Traits::Scheduler const& scheduler, Band const& band, Storage& storage) {
+    auto const tile = scheduler.tile(static_cast<int>(blockIdx.x));
+    if constexpr (Traits::kIsPacked) {
+      if (!tile.valid()) {
+        return;
+      }
+      storage.band = band_of_tile(params, tile);  // by every thread the same
+    }
+    KeyVisits const visits = visits_of(band, tile.block);
     storage.tile = tile;     // by every thread the same
     KeyVisits own = visits;  // those that this warp's rows need
     if constexpr (kMask != MaskClass::Full) {
@@ -169,7 +190,7 @@ struct Mma {
       bool const needed = kMask == MaskClass::Full || own.contains(visit);
       // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
       bool const masked =
-          kMask == MaskClass::Full ? first && band.seqlen_kv % kTileN != 0 : own.is_first(visit) || own.on_edge(visit);
+          kMask == MaskClass::Full ? first && has_ragged_end(band) : own.is_first(visit) || own.on_edge(visit);
       if (needed) {
         std::uint32_t const q = q_lane();
         std::uint32_t const k = k_lane(visit);

@@ -1,6 +1,8 @@
 // Everything that a row of fwd.def fixes: types, tiles, and what a CTA asks of a multiprocessor.
 #pragma once
 
+#include <type_traits>
+
 #include "common/element.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
@@ -11,9 +13,19 @@
 
 namespace hattn::sm80 {
 
-template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages>
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).
+template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
+          bool kPacked = false>
 struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
+
+  // Whether this is that kernel, whether the row has it, and its traits.
+  static constexpr bool kIsPacked = kPacked;
+  static constexpr bool kPacks = true;
+  using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
+  using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
+  using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
+  using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
 
   // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory would
   // be read as long as the products take.
@@ -39,14 +51,16 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // The buffer of a visit's keys and values. (Visits are numbered one after the other.)
   CUTE_DEVICE static int stage(int visit) { return visit & (kStages - 1); }
 
+  struct NoBand {};
   struct SharedStorage {
     alignas(128) Element q[kTileM * kHeadDimQK];
     alignas(128) Element k[kStages][kTileN * kHeadDimQK];
     alignas(128) Element v[kStages][kTileN * kHeadDimVO];
-    Tile tile;
+    TileRecord tile;
     KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
     std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
+    std::conditional_t<kPacked, Band, NoBand> band;  // the tile's. That of a whole launch is among its constants.
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 101376, "more shared memory than a CTA can have on compute capability 8.6 and 8.9");

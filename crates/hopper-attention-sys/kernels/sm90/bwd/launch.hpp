@@ -44,64 +44,30 @@ struct BwdLaunch {
   }
 
  private:
-  // Zeros in rows of gradients that belong to no sequence, where they are asked for.
-  static Status fill_gaps(BwdParams const& params, CUstream_st* stream) noexcept {
-    Status status;
-    auto const fill = [&](TensorDesc const& tensor, int rows, int heads, int head_dim, bool of_keys) {
-      if (is_ok(status) && params.sequences.fill_gaps && rows > 0) {
-        status = launch_fill_gaps(params.sequences, tensor, params.batch, rows, heads, head_dim, of_keys, TensorDesc{},
-                                  stream);
-      }
-    };
-    fill(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk, false);
-    fill(params.d_k, params.seqlen_kv, params.heads_kv, params.head_dim_qk, true);
-    fill(params.d_v, params.seqlen_kv, params.heads_kv, params.head_dim_vo, true);
-    return status;
-  }
-
   static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
-    if (params.batch == 0) {
-      return fill_gaps(params, stream);
-    }
-    Sequences const& sequences = params.sequences;
     PackedBwdScalars scalars = packed_bwd_scalars<Packed>(params);
     CUtensorMap map_q, map_k, map_v, map_d_o;
-    // Without any row, an operand may have no address; nothing is read by its map then.
-    auto const some = [](bool is_there, TensorDesc const& tensor, TensorDesc const& other) {
-      return is_there ? tensor : other;
+    auto const encode_maps = [&]() {
+      // Without any row, an operand may have no address; nothing is read by its map then.
+      bool const has_queries = params.seqlen_q > 0;
+      bool const has_keys = params.seqlen_kv > 0;
+      MapEncoder<BwdParams, true> encode{params, Traits::kDType};
+      encode.queries(map_q, has_queries ? params.q : params.k, params.head_dim_qk, Traits::kTileM);
+      encode.keys(map_k, has_keys ? params.k : params.q, params.head_dim_qk, Traits::kTileN);
+      encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kTileN);
+      encode.queries(map_d_o, has_queries ? params.d_o : params.k, params.head_dim_vo, Traits::kTileM);
+      encode.box_columns = sizeof(Statistics) / 2;
+      TensorDesc statistics{};
+      statistics.address = params.statistics;
+      statistics.stride_row = encode.box_columns;
+      statistics.stride_head = statistics_rows(params) * encode.box_columns;
+      encode.queries(scalars.map_statistics, statistics, encode.box_columns, Traits::kTileM);
+      return encode.status;
     };
-    bool const has_queries = params.seqlen_q > 0;
-    bool const has_keys = params.seqlen_kv > 0;
-    if (!has_queries && !has_keys) {
-      return {};
-    }
-    MapEncoder<BwdParams, true> encode{params, Traits::kDType};
-    encode.queries(map_q, some(has_queries, params.q, params.k), params.head_dim_qk, Traits::kTileM);
-    encode.keys(map_k, some(has_keys, params.k, params.q), params.head_dim_qk, Traits::kTileN);
-    encode.keys(map_v, some(has_keys, params.v, params.q), params.head_dim_vo, Traits::kTileN);
-    encode.queries(map_d_o, some(has_queries, params.d_o, params.k), params.head_dim_vo, Traits::kTileM);
-    encode.box_columns = sizeof(Statistics) / 2;
-    TensorDesc statistics{};
-    statistics.address = params.statistics;
-    statistics.stride_row = encode.box_columns;
-    statistics.stride_head = statistics_rows(params) * encode.box_columns;
-    encode.queries(scalars.map_statistics, statistics, encode.box_columns, Traits::kTileM);
-    Status status = encode.status;
-    status = is_ok(status)
-                 ? launch_schedule(sequences,
-                                   {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileN, params.heads_kv,
-                                    sequences.list_size, Traits::kTileM, sequences.block_list_size},
-                                   stream)
-                 : status;
-    if (!is_ok(status)) {
-      return status;
-    }
-    BwdStatistics<Packed>::launch(params, stream);
-    start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, bwd_kernel<Packed>, params,
-                 scalars, map_q, map_k, map_v, map_d_o);
-    BwdConvert<typename Packed::Unmasked>::launch(params, stream);
-    status = to_status(cudaGetLastError());
-    return is_ok(status) ? fill_gaps(params, stream) : status;
+    return launch_packed_backward<Packed>(params, stream, encode_maps, [&]() {
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, bwd_kernel<Packed>, params,
+                   scalars, map_q, map_k, map_v, map_d_o);
+    });
   }
 };
 

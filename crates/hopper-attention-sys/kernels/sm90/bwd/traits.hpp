@@ -133,6 +133,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // The first tile stores its dQ over what is there, and does not add.
   static constexpr bool kAddsToZeros = false;
+  static constexpr bool kWritesQueries = true;
   static constexpr bool kTakesShares = true;
   static constexpr bool kOverlaps = true;
   // Whether the CTAs of a cluster share a tile, and the most that may. A row has a second kernel for that (share.hpp).

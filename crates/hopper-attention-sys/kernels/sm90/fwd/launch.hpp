@@ -68,36 +68,21 @@ struct FwdLaunch {
 
  private:
   static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
-    auto const fill = [&]() {
-      return !params.sequences.fill_gaps
-                 ? to_status(cudaGetLastError())
-                 : launch_fill_gaps(params.sequences, params.o, params.batch, params.seqlen_q, params.heads_q,
-                                    params.head_dim_vo, false, params.lse, stream);
-    };
-    if (params.batch == 0) {
-      return fill();
-    }
     CUtensorMap map_q, map_k, map_v, map_o;
-    MapEncoder<FwdParams, true> encode{params, Traits::kDType};
-    encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
-    // Without any key, K and V may have no address; nothing is read by their maps then.
-    bool const has_keys = params.seqlen_kv > 0;
-    encode.keys(map_k, has_keys ? params.k : params.q, params.head_dim_qk, Traits::kTileN);
-    encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kTileN);
-    encode.queries(map_o, params.o, params.head_dim_vo, 64);
-    if (!is_ok(encode.status)) {
+    auto const encode_maps = [&]() {
+      MapEncoder<FwdParams, true> encode{params, Traits::kDType};
+      encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
+      // Without any key, K and V may have no address; nothing is read by their maps then.
+      bool const has_keys = params.seqlen_kv > 0;
+      encode.keys(map_k, has_keys ? params.k : params.q, params.head_dim_qk, Traits::kTileN);
+      encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kTileN);
+      encode.queries(map_o, params.o, params.head_dim_vo, 64);
       return encode.status;
-    }
-    Status const status = launch_schedule(params.sequences,
-                                          {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
-                                           params.heads_q, params.sequences.list_size, 0, 0},
-                                          stream);
-    if (!is_ok(status)) {
-      return status;
-    }
-    start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
-                 packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
-    return fill();
+    };
+    return launch_packed_forward<Packed>(params, stream, encode_maps, [&]() {
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
+                   packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
+    });
   }
 };
 
