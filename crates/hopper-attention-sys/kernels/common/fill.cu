@@ -32,11 +32,11 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
   }
 }
 
-// A row of CTAs takes every so many-th record, and fills the gap behind its sequence. Before the first sequence of a packed
-// tensor, and behind the last, there is a gap, too.
-__global__ void fill_gaps(SequenceTable const table, TensorDesc const tensor, int rows, int heads, int head_dim,
-                          bool packed, bool of_keys, TensorDesc const lse) {
-  int const chunks = head_dim / 8;
+// A row of CTAs takes every so many-th record, and fills the gap behind its sequence. Before the first sequence of a
+// packed tensor, and behind the last, there is a gap, too.
+__global__ void fill_gaps(SequenceTable const table, TensorDesc const tensor, int element_bytes, int rows, int heads,
+                          int head_dim, bool packed, bool of_keys, TensorDesc const lse) {
+  int const chunks = head_dim * element_bytes / 16;
   auto const fill_rows = [&](int batch, int begin, int end) {
     std::int64_t const total = std::int64_t{end - begin} * heads * chunks;
     for (std::int64_t i = blockIdx.y * blockDim.x + threadIdx.x; i < total; i += gridDim.y * blockDim.x) {
@@ -44,7 +44,7 @@ __global__ void fill_gaps(SequenceTable const table, TensorDesc const tensor, in
       std::int64_t const head = i / chunks % heads;
       std::int64_t const row = begin + i / chunks / heads;
       std::int64_t const at = batch * tensor.stride_batch + row * tensor.stride_row + head * tensor.stride_head;
-      reinterpret_cast<uint4*>(tensor.address + 2 * at)[chunk] = uint4{0, 0, 0, 0};
+      reinterpret_cast<uint4*>(tensor.address + element_bytes * at)[chunk] = uint4{0, 0, 0, 0};
       if (chunk == 0 && lse.address != 0) {
         reinterpret_cast<float*>(lse.address)[batch * lse.stride_batch + head * lse.stride_head + row] = -INFINITY;
       }
@@ -78,10 +78,12 @@ Status prepare_fill() noexcept {
   return is_ok(status) ? load_kernel(fill_gaps) : status;
 }
 
-Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, int batch, int rows, int heads,
-                        int head_dim, bool of_keys, TensorDesc const& lse, CUstream_st* stream) noexcept {
+Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, DType dtype, int batch, int rows,
+                        int heads, int head_dim, bool of_keys, TensorDesc const& lse, CUstream_st* stream) noexcept {
   bool const packed = (of_keys ? sequences.cu_seqlens_kv : sequences.cu_seqlens_q) != 0;
-  fill_gaps<<<dim3(128, 16), 256, 0, stream>>>({sequences.table, batch}, tensor, rows, heads, head_dim, packed, of_keys, lse);
+  int const element_bytes = dtype == DType::E4M3 ? 1 : 2;
+  fill_gaps<<<dim3(128, 16), 256, 0, stream>>>({sequences.table, batch}, tensor, element_bytes, rows, heads, head_dim,
+                                               packed, of_keys, lse);
   return to_status(cudaGetLastError());
 }
 

@@ -16,7 +16,7 @@ Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexc
 
 // The rows of a packed tensor, or of a dense one with used lengths, that belong to no sequence: zeros, and LSE = -inf
 // where there is one. The table of sequences is there. `of_keys`: the tensor has the rows of keys.
-Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, int batch, int rows, int heads,
-                        int head_dim, bool of_keys, TensorDesc const& lse, CUstream_st* stream) noexcept;
+Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, DType dtype, int batch, int rows,
+                        int heads, int head_dim, bool of_keys, TensorDesc const& lse, CUstream_st* stream) noexcept;
 
 }  // namespace hattn

@@ -87,7 +87,8 @@ struct BwdLaunch {
       int const rows = of_keys ? params.seqlen_kv : params.seqlen_q;
       if (is_ok(status) && sequences.fill_gaps && rows > 0) {
         bool const is_v = tensor.address == params.d_v.address;
-        status = launch_fill_gaps(sequences, tensor, params.batch, rows, of_keys ? params.heads_kv : params.heads_q,
+        status = launch_fill_gaps(sequences, tensor, Traits::kDType, params.batch, rows,
+                                  of_keys ? params.heads_kv : params.heads_q,
                                   is_v ? params.head_dim_vo : params.head_dim_qk, of_keys, TensorDesc{}, stream);
       }
     };

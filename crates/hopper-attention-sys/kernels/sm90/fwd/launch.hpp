@@ -89,7 +89,7 @@ struct FwdLaunch {
     start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
                  packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
     if (params.sequences.fill_gaps) {
-      return launch_fill_gaps(params.sequences, params.o, params.batch, params.seqlen_q, params.heads_q,
+      return launch_fill_gaps(params.sequences, params.o, Traits::kDType, params.batch, params.seqlen_q, params.heads_q,
                               params.head_dim_vo, false, params.lse, stream);
     }
     return to_status(cudaGetLastError());
