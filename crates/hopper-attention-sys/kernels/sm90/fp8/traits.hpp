@@ -138,7 +138,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // - kColumnsAhead: columns, in eights, by which multiply-adds may run ahead of exponentials (weights.hpp). 0: ptxas
   //   decides.
   // - kTransposeBatch: loads of V before the first store of V^T.
-  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2 && !kPacked;
+  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2 && !(kPacked && kHeadDimVO == 128);
   static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
   static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
   // Of so many times 8 columns the last 8 are exponentiated by a polynomial (weights.hpp), 0: none. The exponentials'
