@@ -173,6 +173,11 @@ impl Operands {
         &self.problem
     }
 
+    /// Their offsets and used lengths.
+    pub fn packing(&self) -> &Packing {
+        &self.packing
+    }
+
     /// The operands of a case, of other sizes from block to block and head to head, so that factors differ.
     pub fn of_case(case: &Case, problem: &ForwardProblem, hadamard: Option<u64>) -> Self {
         let belonging = case.packing.belonging(problem);
@@ -223,12 +228,12 @@ pub fn shapes(problem: &ForwardProblem) -> [([usize; 4], [usize; 3]); 3] {
 
 /// Of q, k or v: whether its rows are packed, and whether its factors are packed with them.
 #[derive(Clone, Copy)]
-struct Packed {
-    rows: bool,
-    blocks: bool,
+pub(crate) struct Packed {
+    pub(crate) rows: bool,
+    pub(crate) blocks: bool,
 }
 
-fn packed(problem: &ForwardProblem) -> [Packed; 3] {
+pub(crate) fn packed(problem: &ForwardProblem) -> [Packed; 3] {
     let per_block = problem.scaling() == Some(Scaling::PerBlock);
     let of = |rows| Packed { rows, blocks: rows && per_block };
     [problem.is_packed_q(), problem.is_packed_kv(), problem.is_packed_kv()].map(of)

@@ -21,6 +21,7 @@ mod large;
 mod margins;
 mod ordering;
 mod packed;
+mod packed_fp8;
 mod quantize;
 mod refusals;
 mod special_streams;

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::reference::Tensor;
 use hopper_attention::{
-    DType, E4M3, Element, ForwardArgs, ForwardPlan, ForwardProblem, OutputOf, Stream, TensorRef, Workspace,
+    Args, DType, E4M3, Element, ForwardArgs, ForwardPlan, ForwardProblem, OutputOf, Slot, Stream, TensorRef, Workspace,
 };
 
-use super::{read, write};
+use super::{Lists, given_read, given_read_numbers, given_write, given_write_numbers, read, write};
 use crate::data::GUARD;
-use crate::fp8::{Operands, Output, dense};
+use crate::fp8::{Operands, Output, dense, packed, shapes};
 
 /// A value that no kernel writes here, before and after what it may write.
 const BAND: f32 = -117.0;
@@ -19,6 +19,7 @@ const BAND: f32 = -117.0;
 pub struct OnDevice {
     stored: [CudaSlice<E4M3>; 3],
     descale: [CudaSlice<f32>; 3],
+    lists: Lists,
 }
 
 /// What a run wrote.
@@ -54,6 +55,7 @@ impl OnDevice {
         Self {
             stored: operands.stored().each_ref().map(|values| banded(stream, values, nan)),
             descale: operands.descale().each_ref().map(|values| banded(stream, values, f32::NAN)),
+            lists: Lists::new(stream, operands.packing()),
         }
     }
 
@@ -69,12 +71,35 @@ impl OnDevice {
         scale_o: Option<f32>,
     ) -> Result<Written<O>, String> {
         let mut outputs = Outputs::new(stream, plan.problem(), scale_o);
-        let args = outputs.args(self.inputs(plan.problem()));
+        let args = self.lists.add_to(self.args(plan.problem(), &mut outputs));
         plan.run(&Stream::Cuda(stream.clone()), workspace, args).map_err(|error| error.to_string())?;
         if let Err(error) = stream.synchronize() {
             panic!("the GPU failed on {plan}: {error}");
         }
         outputs.written(stream)
+    }
+
+    /// The arguments of a run, but for offsets and used lengths.
+    pub fn args<'a, O: OutputOf<E4M3>>(&'a self, problem: &ForwardProblem, outputs: &'a mut Outputs<O>) -> Args<'a> {
+        let slots = [(Slot::Q, Slot::DescaleQ), (Slot::K, Slot::DescaleK), (Slot::V, Slot::DescaleV)];
+        let mut args = Args::new();
+        for (i, ((slot, of_factors), packed)) in slots.into_iter().zip(packed(problem)).enumerate() {
+            let (shape, factors) = shapes(problem)[i];
+            args = given_read(args, slot, &self.stored[i], dense(shape), packed.rows);
+            args = given_read_numbers(args, of_factors, &self.descale[i], dense(factors), packed.blocks);
+        }
+        let is_packed = problem.is_packed_q();
+        args = given_write(args, Slot::O, &mut outputs.o, dense(problem.o_shape()), is_packed);
+        if problem.wants(Slot::Lse) {
+            args = given_write_numbers(args, Slot::Lse, &mut outputs.lse, dense(problem.lse_shape()), is_packed);
+        }
+        if let Some(scale_o) = &outputs.scale_o {
+            args = args.read(Slot::ScaleO, read(scale_o, dense([1])));
+        }
+        if let Some(amax) = &mut outputs.amax {
+            args = args.write(Slot::Amax, write(amax, dense([1])));
+        }
+        args
     }
 
     /// The operands and their factors as a run reads them.
@@ -136,6 +161,12 @@ impl<O: OutputOf<E4M3>> Outputs<O> {
             amax: problem.wants_amax().then(|| banded(stream, &poisoned(1), BAND)),
             scale_o: scale_o.map(|scale| banded(stream, &[scale], f32::NAN)),
         }
+    }
+
+    /// Another value everywhere in O.
+    pub fn mark(&mut self, stream: &Arc<CudaStream>, value: f32) {
+        let marked = vec![O::from_f32(value); self.o.len() - 2 * GUARD];
+        self.o = banded(stream, &marked, O::from_f32(BAND));
     }
 
     /// NaN again.

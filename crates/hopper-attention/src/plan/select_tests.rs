@@ -563,3 +563,27 @@ proptest! {
         prop_assert!(choice.groups >= 1 && (choice.heads_per_group * choice.groups <= heads || heads == 0));
     }
 }
+
+/// Kernels with scores in f16 do not pack: a packed problem that allows them takes one with scores in f32.
+#[test]
+fn packed_e4m3_problems_take_the_row_that_packs() {
+    let e4m3 = |index, tile_m, scores, packs| KernelInfo {
+        dtype: DType::E4M3,
+        scores,
+        packs,
+        split_bytes: 1000,
+        ..row(index, MaskClass::Full, 128, tile_m)
+    };
+    let rows = [e4m3(0, 192, DType::F16, false), e4m3(1, 128, DType::F32, true)];
+    let options = ForwardProblem::builder(DType::E4M3, Dims { seqlen_q: 40_000, seqlen_kv: 40_000, ..DIMS })
+        .half_scores(true)
+        .mask(Mask::Full);
+    let dense = select(&options.clone().build().unwrap(), &H100, &rows).unwrap();
+    assert_eq!((dense.kernel.row, dense.fallback.map(|fallback| fallback.kernel.row)), (0, Some(1)));
+    let problem = options.packed(true).build().unwrap();
+    let packed = select(&problem, &H100, &rows).unwrap();
+    assert_eq!((packed.kernel.row, packed.fallback, packed.split_tiles, packed.packed), (1, None, 0, Some(2)));
+    assert_eq!(packed.parts().table, Some(0));
+    let refused = refused(&problem, &H100, &rows[..1]);
+    assert!(refused.contains("packed sequences"), "{refused}");
+}

@@ -18,7 +18,7 @@ struct Fp8Epilogue {
   // - `output`: the sums of P V. Multiplied by the factors in place.
   // Whether something may have leaked into the warp's rows. O's largest magnitude leaves out what may have.
   template <class Output>
-  CUTE_DEVICE static bool run(Fp8KernelParams const& params, Tile const& tile, int consumer,
+  CUTE_DEVICE static bool run(Fp8KernelParams const& params, typename Traits::TileRecord const& tile, int consumer,
                               float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
                               float largest_v, Output& output) {
     int const thread = Traits::thread_index();
@@ -30,9 +30,9 @@ struct Fp8Epilogue {
       bool const empty = row_sum[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
       factors[r] = empty ? 0.0F : reciprocal_approx(divisor[r]) * largest_v;
       int const query = row + lane / 4 + 8 * r;
-      if (params.lse != nullptr && lane % 4 == 0 && query < params.seqlen_q) {
-        params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + query] =
-            log_sum_exp(reference[r], row_sum[r]);
+      if (params.lse != nullptr && lane % 4 == 0 && query < queries_of(params, tile)) {
+        params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + first_row_of(tile) +
+                   query] = log_sum_exp(reference[r], row_sum[r]);
       }
     }
     CUTE_UNROLL
@@ -44,7 +44,7 @@ struct Fp8Epilogue {
       unsigned largest = 0;
       CUTE_UNROLL
       for (int i = 0; i < output.size(); ++i) {
-        bool const there = row + lane / 4 + 8 * (i / 2 % 2) < params.seqlen_q;
+        bool const there = row + lane / 4 + 8 * (i / 2 % 2) < queries_of(params, tile);
         unsigned const magnitude = __float_as_uint(output(i)) & 0x7fffffffU;
         bool const counts = Traits::kMask == MaskClass::Full || magnitude <= 0x7f800000U || isnan(row_sum[i / 2 % 2]);
         largest = cute::max(largest, there && counts ? magnitude : 0U);
@@ -98,17 +98,18 @@ struct Fp8Epilogue {
   // Writes four columns side by side at a time. A lane has them, since V^T lists the even columns of 16 before the odd
   // ones: they are the accumulator elements i, i + 4, i + 1, i + 5. `words(i)` are these in the output's type.
   template <int kElementBytes, class Words>
-  CUTE_DEVICE static void write(Fp8KernelParams const& params, Tile const& tile, int row, int lane,
-                                Words const& words) {
+  CUTE_DEVICE static void write(Fp8KernelParams const& params, typename Traits::TileRecord const& tile, int row,
+                                int lane, Words const& words) {
     std::uint64_t const head =
         params.o.address + kElementBytes * (tile.batch * params.o.stride_batch + tile.head * params.o.stride_head);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const query = row + lane / 4 + 8 * r;
-      std::uint64_t const first = head + kElementBytes * (query * params.o.stride_row + 4 * (lane % 4));
+      std::uint64_t const first =
+          head + kElementBytes * ((first_row_of(tile) + query) * params.o.stride_row + 4 * (lane % 4));
       CUTE_UNROLL
       for (int i = 0; i < Traits::kHeadDimVO / 16; ++i) {
-        store_if(query < params.seqlen_q && 16 * i < params.head_dim_vo, first + kElementBytes * 16 * i,
+        store_if(query < queries_of(params, tile) && 16 * i < params.head_dim_vo, first + kElementBytes * 16 * i,
                  words(8 * i + 2 * r));
       }
     }

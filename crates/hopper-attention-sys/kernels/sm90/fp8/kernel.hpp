@@ -10,6 +10,9 @@
 // scale), and what the block's P V is multiplied by (of V). The latter is relative to largest_v, the largest descale
 // factor of V's head. O is multiplied by largest_v at the end.
 //
+// A row may have a second kernel, for sequences whose lengths the device knows (common/sequences.hpp). It draws its
+// tiles from their table. Key blocks and factors per block begin with the sequence, and no tile is split.
+//
 // Roles
 //
 //     producer warpgroup       load.hpp
@@ -42,12 +45,15 @@
 //     V^T              3 x 17   4 or 3 x 17           4 x 9         4 x 9
 //     V                2 x 16         2 x 16          2 x 8         2 x 8
 //
+// A kernel for such sequences has 8 KB more, for a copy of the table.
+//
 // Rows of Q, K and V are swizzled over their length, 128 or 64 bytes. A row of V^T is the 128 keys of one column. Each
 // stage of V^T has eight more rows, of ones: the product with V^T then sums the weights too (mma.hpp).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/start.hpp"
 #include "common/thread.hpp"
 #include "sm90/fp8/load.hpp"
 #include "sm90/fp8/mma.hpp"
@@ -57,7 +63,7 @@ namespace hattn::sm90 {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fp8_fwd_kernel(__grid_constant__ Fp8KernelParams const params, __grid_constant__ CUtensorMap const map_q,
+    fp8_fwd_kernel(__grid_constant__ typename Traits::Params const params, __grid_constant__ CUtensorMap const map_q,
                    __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   int const warpgroup = warpgroup_index();
@@ -84,22 +90,28 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       storage.v_full[i].init(1);
       storage.v_empty[i].init(Traits::kTransposers);
     }
+    if constexpr (Traits::kIsPacked) {
+      storage.table_full.init(1);
+    }
     fence_mbarrier_init();
     if constexpr (Traits::kMask != MaskClass::Full) {
-      for (Fp8Leak& leak : storage.leak) {
+      for (auto& leak : storage.leak) {
         leak.noted = 0;
       }
     }
   }
   Fp8Load<Traits>::ones(storage);
   __syncthreads();
-  Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
-                               params.heads_q,
-                               params.batch,
-                               params.heads_per_group,
-                               params.groups,
-                               Traits::kMask != MaskClass::Full,
-                               params.tile_counter};
+  if constexpr (Traits::kIsPacked) {
+    await_kernel_before();  // which makes the table of sequences
+  }
+  [[maybe_unused]] Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
+                                                params.heads_q,
+                                                params.batch,
+                                                params.heads_per_group,
+                                                params.groups,
+                                                Traits::kMask != MaskClass::Full,
+                                                params.tile_counter};
   Band const band = band_of(params);
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
@@ -107,9 +119,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0) {
       Fp8Load<Traits>::keys_and_values(params, map_k, map_v, band, storage);
     } else if (warp == 1) {
-      Fp8Load<Traits>::queries(params, map_q, band, scheduler, storage);
+      if constexpr (Traits::kIsPacked) {
+        Fp8Load<Traits>::queries(params, map_q, band, Fp8Load<Traits>::packed_scheduler(params, storage), storage);
+      } else {
+        Fp8Load<Traits>::queries(params, map_q, band, scheduler, storage);
+      }
     } else if (warp >= 2) {
-      Fp8Load<Traits>::transpose(band, storage, warp - 2);
+      Fp8Load<Traits>::transpose(params, band, storage, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

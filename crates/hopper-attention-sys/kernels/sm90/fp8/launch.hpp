@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/launch.hpp"
+#include "common/start.hpp"
 #include "sm90/fp8/kernel.hpp"
 #include "sm90/fp8/row.hpp"
 #include "sm90/tensor_map.hpp"
@@ -10,24 +11,101 @@ namespace hattn::sm90 {
 
 template <class Traits>
 Status fp8_prepare() noexcept {
-  return tensor_map_encoder() == nullptr ? Status{StatusCode::DriverTooOld, 0}
-                                         : prepare_kernel(fp8_fwd_kernel<Traits>, Traits::kSmemBytes);
+  if (tensor_map_encoder() == nullptr) {
+    return {StatusCode::DriverTooOld, 0};
+  }
+  Status status = prepare_kernel(fp8_fwd_kernel<Traits>, Traits::kSmemBytes);
+  if constexpr (Traits::kPacks) {
+    using Packed = typename Traits::Packed;
+    status = is_ok(status) ? prepare_schedule() : status;
+    status = is_ok(status) ? prepare_kernel(fp8_fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+  }
+  return status;
 }
 
-// The result of a forward without keys. (The filling kernel takes an element for two bytes.)
-inline Status fp8_fill_empty(FwdParams params, CUstream_st* stream) noexcept {
+// The output as the filling kernels see it: they take an element for two bytes.
+inline FwdParams with_output_of_two_bytes(FwdParams params) noexcept {
   if (params.output == DType::E4M3) {
     params.head_dim_vo /= 2;
     params.o.stride_batch /= 2;
     params.o.stride_row /= 2;
     params.o.stride_head /= 2;
   }
-  return launch_fill_empty(params, stream);
+  return params;
+}
+
+// What both kernels of a row read.
+template <class Params>
+Params fp8_kernel_params(FwdParams const& params) noexcept {
+  Params kernel = common_scalars<Params>(params);
+  kernel.o = params.o;
+  kernel.output = params.output;
+  kernel.scale_o = reinterpret_cast<float const*>(params.scale_o.address);
+  kernel.lse = reinterpret_cast<float*>(params.lse.address);
+  kernel.lse_stride_batch = params.lse.stride_batch;
+  kernel.lse_stride_head = params.lse.stride_head;
+  kernel.descale_q = params.descale_q;
+  kernel.descale_k = params.descale_k;
+  kernel.descale_v = params.descale_v;
+  kernel.descale_q_group = params.descale_q_group;
+  kernel.batch = params.batch;
+  kernel.heads_q = params.heads_q;
+  kernel.head_dim_vo = params.head_dim_vo;
+  kernel.q = params.q;
+  kernel.k = params.k;
+  kernel.v = params.v;
+  kernel.head_dim_qk = params.head_dim_qk;
+  return kernel;
+}
+
+// A launch in which the device knows the lengths of sequences. The workspace has their table, and nothing else.
+template <class Traits>
+Status fp8_launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
+  using Packed = typename Traits::Packed;
+  if (Status const zeroed = zero(params.amax.address, sizeof(float), stream); !is_ok(zeroed)) {
+    return zeroed;
+  }
+  if (params.heads_q == 0 || params.seqlen_q == 0) {
+    return {};  // amax was all that was wanted
+  }
+  CUtensorMap map_q, map_k, map_v;
+  auto const encode_maps = [&]() {
+    MapEncoder<FwdParams, true> encode{params, DType::E4M3, Traits::kHeadDimQK};
+    encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
+    // Without any key, K and V may have no address; nothing is read by their maps then.
+    bool const has_keys = params.seqlen_kv > 0;
+    encode.keys(map_k, has_keys ? params.k : params.q, params.head_dim_qk, Traits::kTileN);
+    encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kTileN);
+    return encode.status;
+  };
+  Sequences const& sequences = params.sequences;
+  auto kernel = fp8_kernel_params<PackedFp8KernelParams>(params);
+  kernel.amax = reinterpret_cast<unsigned*>(params.amax.address);
+  kernel.table = {sequences.table, params.batch};
+  kernel.table_bytes = kernel.table.bytes(sequences.list_size);
+  kernel.rows_apart_q = rows_apart(params.q);
+  kernel.rows_apart_k = rows_apart(params.k);
+  kernel.rows_apart_v = rows_apart(params.v);
+  kernel.factors_apart_q = sequences.cu_seqlens_q != 0 ? Traits::kScaleBlock - 1 : 0;
+  kernel.factors_apart_kv = sequences.cu_seqlens_kv != 0 ? Traits::kScaleBlock - 1 : 0;
+  kernel.diagonal_offset = params.diagonal_offset;
+  kernel.window_left = params.window_left;
+  kernel.window_right = params.window_right;
+  kernel.sequences = sequences;
+  return launch_packed_forward<Packed>(with_output_of_two_bytes(params), stream, encode_maps, [&]() {
+    start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fp8_fwd_kernel<Packed>, kernel,
+                 map_q, map_k, map_v);
+  });
 }
 
 template <class Traits>
 Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   using Split = Fp8Split<Traits>;
+  if constexpr (Traits::kPacks) {
+    if (params.sequences.table != 0) {
+      return fp8_launch_packed<Traits>(params, stream);
+    }
+  }
   bool const checks_range = Traits::kScores == Scores::F16;
   bool const is_fallback = !checks_range && params.range_check != 0;
   // The largest magnitude counts only once it is known that nothing was too large for f16. Until then it is kept in the
@@ -51,7 +129,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
     return {};  // amax was all that was wanted
   }
   if (params.seqlen_kv == 0) {
-    return is_fallback ? Status{} : fp8_fill_empty(params, stream);
+    return is_fallback ? Status{} : launch_fill_empty(with_output_of_two_bytes(params), stream);
   }
 
   CUtensorMap map_q, map_k, map_v;
@@ -63,31 +141,14 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
     return encode.status;
   }
 
-  Fp8KernelParams kernel = common_scalars<Fp8KernelParams>(params);
-  kernel.o = params.o;
-  kernel.output = params.output;
-  kernel.scale_o = reinterpret_cast<float const*>(params.scale_o.address);
+  auto kernel = fp8_kernel_params<Fp8KernelParams>(params);
   kernel.amax = reinterpret_cast<unsigned*>(amax);
-  kernel.lse = reinterpret_cast<float*>(params.lse.address);
-  kernel.lse_stride_batch = params.lse.stride_batch;
-  kernel.lse_stride_head = params.lse.stride_head;
-  kernel.descale_q = params.descale_q;
-  kernel.descale_k = params.descale_k;
-  kernel.descale_v = params.descale_v;
-  kernel.descale_q_group = params.descale_q_group;
-  kernel.batch = params.batch;
-  kernel.heads_q = params.heads_q;
-  kernel.head_dim_vo = params.head_dim_vo;
   kernel.range_check = reinterpret_cast<RangeCheck*>(params.range_check);
   kernel.range_grid = params.range_grid;
   kernel.split_tiles = params.split_tiles;
   int const split_units = params.split_tiles * Split::units_of(params.seqlen_kv);
   kernel.segment_units = split_units / params.grid;
   kernel.longer_segments = split_units % params.grid;
-  kernel.q = params.q;
-  kernel.k = params.k;
-  kernel.v = params.v;
-  kernel.head_dim_qk = params.head_dim_qk;
   // A fallback row may start while the last CTAs of the row before it run.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -49,6 +49,19 @@ struct Fp8Operands {
             params.descale_k.stride_row,
             params.descale_v.stride_row};
   }
+  CUTE_DEVICE static Fp8Operands of(Fp8KernelParams const& params, Tile const& tile) {
+    return of(params, tile.batch, tile.head);
+  }
+  CUTE_DEVICE static Fp8Operands of(PackedFp8KernelParams const& params, PackedTile const& tile) {
+    Fp8Operands operands = of(params, tile.batch, tile.head);
+    operands.q.skip(tile.q_begin);
+    operands.k.skip(tile.kv_begin);
+    operands.v.skip(tile.kv_begin);
+    operands.factors_q += first_factor_q(params, tile) * operands.next_q;
+    operands.factors_k += first_factor_kv(params, tile) * operands.next_k;
+    operands.factors_v += first_factor_kv(params, tile) * operands.next_v;
+    return operands;
+  }
   static constexpr int kScaleBlock = 128;
   // Of a block of keys, in the order in which the producer multiplies (load.hpp).
   CUTE_DEVICE float unit_of_block(int row, int block) const {
@@ -83,7 +96,7 @@ struct Fp8Operands {
 template <class Traits>
 struct Fp8Words {
   Fp8KernelParams const& params;
-  Tile tile;
+  typename Traits::TileRecord tile;
   int first_row;
 
   CUTE_DEVICE static int column(int pair) {
@@ -91,7 +104,11 @@ struct Fp8Words {
   }
   template <class Element>
   CUTE_DEVICE HeadRows<Element> rows() const {
-    return HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    auto rows = HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    if constexpr (Traits::kIsPacked) {
+      rows.skip(tile.q_begin);
+    }
+    return rows;
   }
   // Calls `use` with an element of the output's type.
   template <class Use>
@@ -129,7 +146,8 @@ struct Fp8Words {
 };
 
 // Notes the tile. `sums`: of this lane's two rows.
-CUTE_DEVICE void note_leak(Fp8Leak& leak, Tile const& tile, float const (&sums)[2]) {
+template <class TileRecord>
+CUTE_DEVICE void note_leak(Fp8Leak<TileRecord>& leak, TileRecord const& tile, float const (&sums)[2]) {
   int const lane = thread_index_anew() % 32;
   if (lane % 4 == 0) {
     CUTE_UNROLL
@@ -144,7 +162,7 @@ CUTE_DEVICE void note_leak(Fp8Leak& leak, Tile const& tile, float const (&sums)[
 
 // Puts right a warp's rows of the tile that it has noted. (A call, as in sm90/fwd/epilogue.hpp.)
 template <class Traits>
-__device__ __noinline__ void repair_rows(Fp8KernelParams const& params, Fp8Leak& leak, int row) {
+__device__ __noinline__ void repair_rows(typename Traits::Params const& params, typename Traits::Leak& leak, int row) {
   Fp8Words<Traits> const words{params, leak.tile, leak.tile.block * Traits::kTileM + row};
   float sums[2];
   CUTE_UNROLL
@@ -153,13 +171,14 @@ __device__ __noinline__ void repair_rows(Fp8KernelParams const& params, Fp8Leak&
     sums[r] = of_row < 0 ? NAN : static_cast<float>(of_row);
   }
   __syncwarp();
-  Leaks<Traits, Fp8Operands>::repair(Fp8Operands::of(params, leak.tile.batch, leak.tile.head), band_of(params),
-                                     words.first_row, SoundRows::with(sums), words);
+  Leaks<Traits, Fp8Operands>::repair(Fp8Operands::of(params, leak.tile),
+                                     Traits::tile_band(params, band_of(params), leak.tile), words.first_row,
+                                     SoundRows::with(sums), words);
   // Rows that keep a key of a block whose factor is not finite: their LSE was made with 1 in its place.
-  Band const band = band_of(params);
+  Band const band = Traits::tile_band(params, band_of(params), leak.tile);
   int const query = words.first_row + static_cast<int>(thread_index_anew()) % 32;
-  if (params.lse != nullptr && query < cute::min(words.first_row + 16, params.seqlen_q)) {
-    Fp8Operands const operands = Fp8Operands::of(params, leak.tile.batch, leak.tile.head);
+  if (params.lse != nullptr && query < cute::min(words.first_row + 16, queries_of(params, leak.tile))) {
+    Fp8Operands const operands = Fp8Operands::of(params, leak.tile);
     int const begin = Traits::kMask == MaskClass::Window ? cute::max(0, query + band.left_offset) : 0;
     int const end = cute::min(band.seqlen_kv, query + band.right_offset + 1);
     bool bad = false;
@@ -167,7 +186,8 @@ __device__ __noinline__ void repair_rows(Fp8KernelParams const& params, Fp8Leak&
       bad = bad || operands.is_bad(query, key / Fp8Operands::kScaleBlock);
     }
     if (bad) {
-      params.lse[leak.tile.batch * params.lse_stride_batch + leak.tile.head * params.lse_stride_head + query] = NAN;
+      params.lse[leak.tile.batch * params.lse_stride_batch + leak.tile.head * params.lse_stride_head +
+                 first_row_of(leak.tile) + query] = NAN;
     }
   }
   if (params.amax != nullptr) {
@@ -175,7 +195,7 @@ __device__ __noinline__ void repair_rows(Fp8KernelParams const& params, Fp8Leak&
     bool left = false;
     CUTE_NO_UNROLL
     for (int r = 0; r < 16; ++r) {
-      if (words.first_row + r < params.seqlen_q) {
+      if (words.first_row + r < queries_of(params, leak.tile)) {
         CUTE_UNROLL
         for (int pair = 0; pair < LanePairs<Traits::kHeadDimVO>::kCount; ++pair) {
           float2 const values = words.load(r, pair);

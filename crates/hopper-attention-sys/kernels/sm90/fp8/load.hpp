@@ -23,6 +23,7 @@ namespace hattn::sm90 {
 template <class Traits>
 struct Fp8Load {
   using Storage = typename Traits::SharedStorage;
+  using Params = typename Traits::Params;
 
   // Least ratio of a block's factor of V to the head's largest. A smaller one counts as this, which keeps sums in the
   // range of f32.
@@ -30,14 +31,15 @@ struct Fp8Load {
 
   // The largest factor of every 32nd block of a head, from block `lane` on. The first 32 blocks are not waited for. NaN
   // is larger than any number (numbers that are not negative compare as their bits do). Infinity and negative numbers
-  // count as NaN, but -0 as 0.
-  CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int seqlen_kv, int lane) {
+  // count as NaN, but -0 as 0. `first`: index of the sequence's first factor.
+  CUTE_DEVICE static float largest_factor(TensorDesc const& factors, int batch, int head, int first, int seqlen_kv,
+                                          int lane) {
     int const blocks = factors.stride_row == 0 ? 1 : (seqlen_kv + Traits::kScaleBlock - 1) / Traits::kScaleBlock;
     // -0 + 0 is 0.
-    unsigned largest = __float_as_uint(factor(factors, batch, head, cute::min(lane, blocks - 1)) + 0.0F);
+    unsigned largest = __float_as_uint(factor(factors, batch, head, first + cute::min(lane, blocks - 1)) + 0.0F);
     CUTE_NO_UNROLL
     for (int block = lane + 32; block < blocks; block += 32) {
-      largest = cute::max(largest, __float_as_uint(factor(factors, batch, head, block) + 0.0F));
+      largest = cute::max(largest, __float_as_uint(factor(factors, batch, head, first + block) + 0.0F));
     }
     constexpr unsigned kInfinity = 0x7f800000;
     return __uint_as_float(largest >= kInfinity ? kInfinity + 1 : largest);
@@ -63,6 +65,30 @@ struct Fp8Load {
     return {unit, pair, ratio_v, 0.0F};
   }
 
+  // One lane: asks for the first rows of a tile.
+  CUTE_DEVICE static void copy_rows(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint,
+                                    typename Traits::Element* to, DenseRows const& rows) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, to, 0, rows.row, rows.head, rows.place);
+  }
+  CUTE_DEVICE static void copy_rows(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint,
+                                    typename Traits::Element* to, PackedRows const& rows) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, hint, to, 0, rows.row, rows.head, int{kPackedEnd}, rows.place);
+  }
+
+  // Rows from a batch entry to the next.
+  struct RowsApart {
+    int q;
+    int k;
+    int v;
+  };
+  CUTE_DEVICE static RowsApart rows_apart(Params const& params) {
+    if constexpr (Traits::kIsPacked) {
+      return {params.rows_apart_q, params.rows_apart_k, params.rows_apart_v};
+    } else {
+      return {0, 0, 0};
+    }
+  }
+
   // Calls visit(tile, q) for every tile of the CTA, once warp 1 has named it. q is the position of its buffer.
   template <class Visit>
   CUTE_DEVICE static void tiles(Storage& storage, Visit const& visit) {
@@ -70,7 +96,7 @@ struct Fp8Load {
     for (std::uint32_t count = 0;; ++count) {
       auto const q = RingPosition<Traits::kBuffersQ>::of(count);
       storage.tile_full[q.stage].wait(q.parity);
-      Tile const tile = storage.tile[q.stage];
+      typename Traits::TileRecord const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
       }
@@ -81,34 +107,46 @@ struct Fp8Load {
   // Warp 0. One lane copies K and V. The lower lanes work out the factors of scores, each for one consumer. The upper
   // lanes work out the ratio of V. K is asked for before any factor, so that the two latencies pass side by side. (At a
   // head's first block they are those of memory.)
-  CUTE_DEVICE static void keys_and_values(Fp8KernelParams const& params, CUtensorMap const& map_k,
-                                          CUtensorMap const& map_v, Band const& band, Storage& storage) {
+  CUTE_DEVICE static void keys_and_values(Params const& params, CUtensorMap const& map_k, CUtensorMap const& map_v,
+                                          Band const& launch_band, Storage& storage) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     bool const of_keys = lane < 16;
     int const consumer = cute::min(lane % 16, Traits::kConsumers - 1);
     std::uint32_t count = 0;  // of blocks
-    tiles(storage, [&](Tile const& tile, auto const& q) {
+    tiles(storage, [&](auto const& tile, auto const& q) {
+      typename Traits::TileBand band = Traits::tile_band(params, launch_band, tile);
       KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       int const head = tile.head / params.heads_per_kv_head;
+      // A sequence without keys has no factors either: they count as 1.
+      bool const has_keys = !Traits::kIsPacked || keys_of(params, tile) > 0;
       TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
-      float const* own = &factor(descale, tile.batch, head, visits.block(visits.first()));
-      float largest_v = largest_factor(params.descale_v, tile.batch, head, params.seqlen_kv, lane);
+      float const* own =
+          &factor(descale, tile.batch, head, first_factor_kv(params, tile) + visits.block(visits.first()));
+      float largest_v = 1.0F;
+      if (has_keys) {
+        largest_v = largest_factor(params.descale_v, tile.batch, head, first_factor_kv(params, tile),
+                                   keys_of(params, tile), lane);
+      }
       // What a block's own factor is multiplied by, once V's largest is known.
-      float other =
-          factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
-                 cute::min(tile.block * Traits::kTileM + 64 * consumer, params.seqlen_q - 1) / Traits::kScaleBlock);
+      float other = 1.0F;
+      if (has_keys) {
+        other = factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
+                       first_factor_q(params, tile) +
+                           cute::min(tile.block * Traits::kTileM + 64 * consumer, queries_of(params, tile) - 1) /
+                               Traits::kScaleBlock);
+      }
       bool first = true;
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
         auto const v = RingPosition<Traits::kStagesRaw>::of(count);
-        float const factor = *own;
+        float const factor = has_keys ? *own : 1.0F;
         own -= (visits.block(visit) - visits.block(visits.next(visit))) * descale.stride_row;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
-          cute::SM90_TMA_LOAD_4D::copy(&map_k, &storage.k_full[k.stage].word, kEvictLast, storage.k[k.stage], 0,
-                                       visits.block(visit) * Traits::kTileN, head, tile.batch);
+          copy_rows(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
+                    keys_at(tile, rows_apart(params).k, visits.block(visit) * Traits::kTileN, head));
         }
         if (first) {
           first = false;
@@ -131,8 +169,8 @@ struct Fp8Load {
           storage.k_full[k.stage].arrive();
           storage.v_empty[v.stage].wait(v.parity ^ 1);
           storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
-          cute::SM90_TMA_LOAD_4D::copy(&map_v, &storage.v_full[v.stage].word, kEvictLast, storage.v[v.stage], 0,
-                                       visits.block(visit) * Traits::kTileN, head, tile.batch);
+          copy_rows(map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
+                    keys_at(tile, rows_apart(params).v, visits.block(visit) * Traits::kTileN, head));
         }
         __syncwarp();
       }
@@ -148,15 +186,15 @@ struct Fp8Load {
   // Warp 1. One lane draws tiles and copies Q. The warp follows the blocks of K and checks those that are checked with
   // its tile (range.hpp). It draws the next tile when the last block but one has come, as in sm90/fwd/load.hpp, or when
   // the first one has.
-  CUTE_DEVICE static void queries(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
-                                  Fp8Scheduler const& scheduler, Storage& storage) {
-    bool const late = draws_late<Traits::kTileN>(scheduler.counter, params);
+  CUTE_DEVICE static void queries(Params const& params, CUtensorMap const& map_q, Band const& launch_band,
+                                  typename Traits::Scheduler const& scheduler, Storage& storage) {
+    bool const launch_late = draws_late<Traits::kTileN>(scheduler.counter, params);
     std::uint32_t drawn = 0;  // tiles
     auto draw = [&]() __attribute__((always_inline)) {
       auto const q = RingPosition<Traits::kBuffersQ>::of(drawn);
       storage.tile_empty[q.stage].wait(q.parity ^ 1);
       if (cute::elect_one_sync()) {
-        draw_tile(params, map_q, band, scheduler, storage, q.stage, drawn);
+        draw_tile(params, map_q, launch_band, scheduler, storage, q.stage, drawn);
       }
       __syncwarp();
       ++drawn;
@@ -167,7 +205,9 @@ struct Fp8Load {
     draw();
     Fp8Range<Traits> range_check;
     std::uint32_t count = 0;  // of blocks
-    tiles(storage, [&](Tile const& tile, auto const& q) {
+    tiles(storage, [&](auto const& tile, auto const& q) {
+      typename Traits::TileBand band = Traits::tile_band(params, launch_band, tile);
+      bool const late = Traits::kIsPacked ? draws_late<Traits::kTileN>(tile, params) : launch_late;
       KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       range_check.enter_tile(params, band, scheduler, tile);
       int const draws_at = late ? visits.last_but_one() : visits.first();
@@ -193,24 +233,47 @@ struct Fp8Load {
     range_check.report(params);
   }
 
+  // By a whole warp, once: the scheduler of a packed launch, with a copy of its table where that is small.
+  CUTE_DEVICE static PackedScheduler packed_scheduler(Params const& params, Storage& storage) {
+    SequenceTable table = params.table;
+    if (cute::elect_one_sync()) {
+      table = copied_table(table, params.table_bytes, storage);
+    }
+    table.address = params.table_bytes <= Storage::kTableBytes ? reinterpret_cast<std::uint64_t>(storage.table)
+                                                               : params.table.address;
+    __syncwarp();
+    return {table,
+            &params.table.header()->counter,
+            params.heads_q,
+            params.heads_per_group,
+            Traits::kMask != MaskClass::Full,
+            table.header()->tiles};
+  }
+
   // By one lane: draws the next tile, names it in buffer `stage` and asks for its Q. `round`: tiles drawn before.
-  CUTE_DEVICE static void draw_tile(Fp8KernelParams const& params, CUtensorMap const& map_q, Band const& band,
-                                    Fp8Scheduler const& scheduler, Storage& storage, std::uint32_t stage, int round) {
+  CUTE_DEVICE static void draw_tile(Params const& params, CUtensorMap const& map_q, Band const& launch_band,
+                                    typename Traits::Scheduler const& scheduler, Storage& storage, std::uint32_t stage,
+                                    int round) {
     Piece piece;
-    Tile const tile = Fp8Split<Traits>::next(params, scheduler, round, storage.segment, piece);
+    typename Traits::TileRecord const tile = Fp8Split<Traits>::next(params, scheduler, round, storage.segment, piece);
     storage.tile[stage] = tile;
     storage.piece[stage] = piece;
     if (tile.valid()) {
       // The tile is still to come. Its first factors are then in L2 when they are asked for.
+      typename Traits::TileBand band = Traits::tile_band(params, launch_band, tile);
       KeyVisits const visits = Traits::visits_of(band, tile.block, piece);
       int const head = tile.head / params.heads_per_kv_head;
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
-                      tile.block * Traits::kTileM / Traits::kScaleBlock);
-      prefetch_factor(params.descale_k, tile.batch, head, visits.block(visits.first()));
-      prefetch_factor(params.descale_v, tile.batch, head, visits.block(visits.first()));
+                      first_factor_q(params, tile) + tile.block * Traits::kTileM / Traits::kScaleBlock);
+      if (!Traits::kIsPacked || keys_of(params, tile) > 0) {
+        prefetch_factor(params.descale_k, tile.batch, head,
+                        first_factor_kv(params, tile) + visits.block(visits.first()));
+        prefetch_factor(params.descale_v, tile.batch, head,
+                        first_factor_kv(params, tile) + visits.block(visits.first()));
+      }
       storage.q_full[stage].arrive_expect_bytes(Traits::kBytesQ);
-      cute::SM90_TMA_LOAD_4D::copy(&map_q, &storage.q_full[stage].word, kEvictFirst, storage.q[stage], 0,
-                                   tile.block * Traits::kTileM, tile.head, tile.batch);
+      copy_rows(map_q, storage.q_full[stage], kEvictFirst, storage.q[stage],
+                queries_at(tile, rows_apart(params).q, tile.block * Traits::kTileM));
     }
     storage.tile_full[stage].arrive();
   }
@@ -232,7 +295,7 @@ struct Fp8Load {
   // - of each 16 keys: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, the order in which a lane has its P;
   // - of each 16 columns: the even ones before the odd ones, so that eight rows lie in eight banks.
   //   (epilogue.hpp undoes this order.)
-  CUTE_DEVICE static void transpose(Band const& band, Storage& storage, int transposer) {
+  CUTE_DEVICE static void transpose(Params const& params, Band const& launch_band, Storage& storage, int transposer) {
     constexpr int kRowBytes = Traits::kHeadDimVO;
     int const lane = static_cast<int>(threadIdx.x) % 32;
     // Where the lane reads of the first 16 keys and 32 columns (a key's row, 16 columns of it), and where it writes: a
@@ -241,7 +304,8 @@ struct Fp8Load {
     std::uint32_t const lane_from = slab_address<kRowBytes>(0, key, lane / 16);
     std::uint32_t const lane_to = slab_address<Traits::kTileN>(0, lane, transposer);
     std::uint32_t count = 0;  // of blocks: fewer registers than two positions
-    tiles(storage, [&](Tile const& tile, auto const& q) {
+    tiles(storage, [&](auto const& tile, auto const& q) {
+      typename Traits::TileBand band = Traits::tile_band(params, launch_band, tile);
       KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       __syncwarp();
       if (cute::elect_one_sync()) {

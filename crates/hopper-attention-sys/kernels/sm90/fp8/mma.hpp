@@ -14,9 +14,9 @@
 // V^T has rows of ones, so that the product also sums the rounded weights. O is divided by that sum. So if all values
 // are equal, O is that value. The LSE is made of the weights before rounding (softmax.hpp).
 //
-// Parts. Three consumers at head dim 128 have too few registers for all columns of P V. There it is computed in kParts
-// parts of columns. Each part is added to O before the next is issued. S is issued with the last part, so that nothing
-// else is left to do during the exponentials.
+// Parts. Three consumers at head dim 128 have too few registers for all columns of P V, and so have two where lengths
+// are a tile's own. There it is computed in kParts parts of columns. Each part is added to O before the next is issued.
+// S is issued with the last part, so that nothing else is left to do during the exponentials.
 //
 // References. P is 2^(x - reference), where x is a scaled score. The reference takes the place of the row maximum, and
 // is moved only where weights come out too large or too small for e4m3 (softmax.hpp). Each warp decides this alone. So
@@ -57,8 +57,8 @@ struct Fp8Mma {
   static constexpr int kElementsO = Traits::kHeadDimVO / 2;  // of O, a thread's
   static constexpr int kLastPart = Traits::kParts - 1;
 
-  Fp8KernelParams const& params;
-  Band const& band;
+  typename Traits::Params const& params;
+  Band const& launch_band;
   Storage& storage;
   int const consumer;  // number of the warpgroup among the consumers, from 0
 
@@ -84,9 +84,10 @@ struct Fp8Mma {
   int m_block = -1;                   // number of the tile in its head; -1: there are no more tiles
   KeyVisits visits{0, 0, 0, 0};       // key blocks of the tile
 
-  CUTE_DEVICE Fp8Mma(Fp8KernelParams const& given_params, Band const& given_band, Storage& given_storage, int number)
+  CUTE_DEVICE Fp8Mma(typename Traits::Params const& given_params, Band const& given_band, Storage& given_storage,
+                     int number)
       : params{given_params},
-        band{given_band},
+        launch_band{given_band},
         storage{given_storage},
         consumer{number},
         tSrQ{Traits::SmemQ::of(given_storage.q[0] + number * 64 * Traits::kHeadDimQK)},
@@ -149,7 +150,7 @@ struct Fp8Mma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
       if constexpr (kMask != MaskClass::Full) {
-        Fp8Leak& leak = storage.leak[Traits::consumer_thread_index() / 32];
+        typename Traits::Leak& leak = storage.leak[Traits::consumer_thread_index() / 32];
         if (leak.noted) {
           repair_rows<Traits>(params, leak, consumer * 64 + Traits::thread_index() / 32 * 16);
         }
@@ -162,13 +163,22 @@ struct Fp8Mma {
   }
 
  private:
+  // Registers are short where a tile's record is long: there it lies in shared memory.
+  struct InMemory {};
+  using FinishedTile = cute::conditional_t<Traits::kIsPacked, InMemory, Tile>;
+
   // What is known of a tile when its last product is issued, and is needed until O is written.
   struct Finished {
     float sums[2];  // of weights before rounding, of the whole rows
-    Tile tile;
+    FinishedTile tile;
     int partial;      // Piece::partial
     float largest_v;  // factor of O
   };
+
+  CUTE_DEVICE Tile const& tile_of(Tile const& tile) const { return tile; }
+  CUTE_DEVICE PackedTile const& tile_of(InMemory) const {
+    return storage.finished[Traits::consumer_thread_index() / 32];
+  }
 
   CUTE_DEVICE static void release(Mbarrier& barrier) {
     if (cute::elect_one_sync()) {
@@ -176,20 +186,37 @@ struct Fp8Mma {
     }
   }
 
+  // Of the tile in buffer q. Read anew at each call: registers are short.
+  CUTE_DEVICE typename Traits::TileBand band() const {
+    return Traits::tile_band(params, launch_band, storage.tile[q.stage]);
+  }
+
   // Waits for the tile in buffer q and sets m_block and visits. The shuffle tells the compiler that the block is the
   // same in the whole warp.
   CUTE_DEVICE void enter_tile() {
     storage.tile_full[q.stage].wait(q.parity);
-    Tile const tile = storage.tile[q.stage];
+    typename Traits::TileRecord const tile = storage.tile[q.stage];
     m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
-    visits = Traits::visits_of(band, m_block, storage.piece[q.stage]);
+    visits = Traits::visits_of(band(), m_block, storage.piece[q.stage]);
+    if constexpr (Traits::kIsPacked) {
+      visits.end = __shfl_sync(0xffffffffU, visits.end, 0);
+      visits.free_end = __shfl_sync(0xffffffffU, visits.free_end, 0);
+      if constexpr (kMask == MaskClass::Window) {
+        visits.begin = __shfl_sync(0xffffffffU, visits.begin, 0);
+        visits.free_begin = __shfl_sync(0xffffffffU, visits.free_begin, 0);
+      }
+    }
   }
 
   // Hands buffer q back to the producers and moves on to the next one.
   CUTE_DEVICE Finished leave_tile() {
     Finished finished;
     softmax.finish(finished.sums);
-    finished.tile = storage.tile[q.stage];
+    if constexpr (Traits::kIsPacked) {
+      storage.finished[Traits::consumer_thread_index() / 32] = storage.tile[q.stage];  // by every lane the same
+    } else {
+      finished.tile = storage.tile[q.stage];
+    }
     finished.partial = storage.piece[q.stage].partial;
     finished.largest_v = storage.largest_v[q.stage];
     __syncwarp();
@@ -207,11 +234,11 @@ struct Fp8Mma {
       if (Traits::kSplits && finished.partial > 0) {
         Split::add_partial(params, finished.partial - 1, place, softmax.reference, finished.sums, divisor, tOrO);
       }
-      bool const found = Fp8Epilogue<Traits>::run(params, finished.tile, consumer, softmax.reference, finished.sums,
-                                                  divisor, finished.largest_v, tOrO);
+      bool const found = Fp8Epilogue<Traits>::run(params, tile_of(finished.tile), consumer, softmax.reference,
+                                                  finished.sums, divisor, finished.largest_v, tOrO);
       if constexpr (kMask != MaskClass::Full) {
         if (found) {
-          note_leak(storage.leak[place / 32], finished.tile, finished.sums);
+          note_leak(storage.leak[place / 32], tile_of(finished.tile), finished.sums);
         }
       }
     }
@@ -290,7 +317,7 @@ struct Fp8Mma {
   CUTE_DEVICE void mask_block(int visit) {
     int const thread = Traits::thread_index();
     int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-    apply_mask<kMask, kTileN>(tSrS, band, row, 2 * (thread % 4), visits.block(visit));
+    apply_mask<kMask, kTileN>(tSrS, band(), row, 2 * (thread % 4), visits.block(visit));
   }
 
   // S once more, in other instructions. K must not have been released.
@@ -307,11 +334,20 @@ struct Fp8Mma {
     divisor[1] *= rescale[1];
   }
 
+  // Whether a key of a tile's first block is masked: where the block is the diagonal's, or a ragged last one.
+  CUTE_DEVICE bool first_is_masked() const {
+    if constexpr (Traits::kIsPacked) {
+      return kMask != MaskClass::Full || visits.on_right_edge(visits.first());
+    } else {
+      return kMask != MaskClass::Full || band().seqlen_kv % kTileN != 0;
+    }
+  }
+
   // The softmax of a tile's first block. Releases K, clears O and makes P.
   CUTE_DEVICE void first_softmax(BlockFactors const& factors) {
     __syncwarp();  // every lane has read the factors, which come with K
     release_k();
-    if (kMask != MaskClass::Full || band.seqlen_kv % kTileN != 0) {
+    if (first_is_masked()) {
       mask_block(visits.first());
     }
     softmax.first_block(tSrS, factors);

@@ -45,8 +45,8 @@ struct Fp8Range {
   // the first one that reads the key head. Where all tiles visit all blocks (no mask): every `period`-th one, from the
   // tile's number on. Else: those that the tile before does not visit. (From one tile to the next, neither end of the
   // visited blocks moves back. So every visited block is checked.)
-  CUTE_DEVICE void enter_tile(Fp8KernelParams const& params, Band const& band, Fp8Scheduler const& scheduler,
-                              Tile const& tile) {
+  CUTE_DEVICE void enter_tile(Fp8KernelParams const& params, Band const& band,
+                              typename Traits::Scheduler const& scheduler, typename Traits::TileRecord const& tile) {
     if constexpr (kLooks) {
       bool const first = static_cast<unsigned>(tile.head) % static_cast<unsigned>(params.heads_per_kv_head) == 0;
       if constexpr (Traits::kMask == MaskClass::Full) {

@@ -10,6 +10,7 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
+#include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
 namespace hattn::sm90 {
@@ -35,8 +36,9 @@ struct alignas(8) Piece {
 };
 
 // A tile in a warp's rows of which something may have leaked (leak.hpp).
+template <class TileRecord>
 struct alignas(16) Fp8Leak {
-  Tile tile;
+  TileRecord tile;
   signed char rows[16];  // of each row, what its sum of weights is: 0, 1 for another number, -1 for NaN
   int noted;             // whether there is one
 };
@@ -46,108 +48,6 @@ struct Segment {
   std::uint32_t position;  // units before the segment's next one, from the first split tile on
   std::uint32_t left;      // units. 0: the CTA draws anew
   int slot;                // of the workspace, for partial sums: how many segments were drawn before
-};
-
-template <MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages, Scores kScores>
-struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores> {
-  using Element = cutlass::float_e4m3_t;
-
-  static constexpr int kConsumers = kTileM / 64;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  static_assert(kConsumers == 2 || kConsumers == 3);
-  static_assert(kHeadDimQK == kHeadDimVO && (kHeadDimQK == 64 || kHeadDimQK == 128), "rows of 64 or 128 bytes");
-
-  static constexpr int kScaleBlock = 128;  // rows that share a factor where factors are of blocks
-  static_assert(kTileN == kScaleBlock, "a block of keys has one factor, and a row of V^T is 128 bytes");
-
-  // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
-  static constexpr int kRowsVt = kHeadDimVO + 8;
-  // Measured (benches/LOG.md, 23).
-  // - kTurns: consumers take turns at issuing products. Good where all tiles are of one length.
-  // - kColumnsAhead: columns, in eights, by which multiply-adds may run ahead of exponentials (weights.hpp). 0: ptxas
-  //   decides.
-  // - kTransposeBatch: loads of V before the first store of V^T.
-  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2;
-  static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
-  static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
-  // Of so many times 8 columns the last 8 are exponentiated by a polynomial (weights.hpp), 0: none. The exponentials'
-  // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
-  static constexpr int kPolynomialEvery = kHeadDimQK == 64 && kConsumers == 3 ? 4 : 0;
-
-  // Whether plans may split the last tiles (split.hpp): where a tile takes long beside what a split costs, in rows that
-  // plans choose for long sequences.
-  static constexpr bool kSplits =
-      kMask == MaskClass::Full && kHeadDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
-
-  // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
-  // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
-  // keeps exponentials from starting between the waits for the two products (benches/LOG.md, 37).
-  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO == 128;
-
-  static constexpr int kBuffersQ = 2;
-  static constexpr int kStagesRaw = 2;    // of V as it is loaded
-  static constexpr int kTransposers = 2;  // warps
-
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
-
-  // The key blocks that a CTA visits of a tile.
-  CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block, Piece const& piece) {
-    KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
-    if constexpr (kSplits) {
-      visits.keep_piece(piece.cut);
-    }
-    return visits;
-  }
-
-  // This thread's number in its warpgroup, and among all consumers. Read anew at each call: registers are short.
-  CUTE_DEVICE static int thread_index() { return thread_index_anew() % 128; }
-  CUTE_DEVICE static int consumer_thread_index() { return thread_index_anew() - 128; }
-
-  using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
-  using MmaQK = Wgmma<Element, Score, kTileN>;
-  // P V is computed in kParts parts of columns, one after the other, in the same registers: three consumers have 160
-  // each. The last part has the rows of ones.
-  static constexpr int kParts = kConsumers == 3 && kHeadDimVO == 128 ? 3 : 1;
-  static constexpr int kPartColumns = (kHeadDimVO / kParts + 15) / 16 * 16;
-  template <int kPart>
-  static constexpr int kPartRows = kPart == kParts - 1 ? kRowsVt - kPart* kPartColumns : kPartColumns;
-  static constexpr int kElementsPart = cute::max(kPartRows<0>, kPartRows<kParts - 1>) / 2;
-  template <int kPart>
-  using MmaPV = Wgmma<Element, float, kPartRows<kPart>>;
-  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kHeadDimQK>>;
-  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kHeadDimQK>>;
-  using SmemVt = SmemOperand<KMajorTile<Element, kRowsVt, kTileN>>;
-
-  static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
-  static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;
-  static constexpr std::uint32_t kBytesV = kTileN * kHeadDimVO;
-  static constexpr std::uint32_t kBytesVt = kTileN * kRowsVt;
-
-  struct SharedStorage {
-    alignas(1024) Element q[kBuffersQ][kBytesQ];
-    alignas(1024) Element k[kStages][kBytesK];
-    alignas(1024) Element vt[kStages][kBytesVt];
-    alignas(1024) Element v[kStagesRaw][kBytesV];
-    Tile tile[kBuffersQ];
-    Piece piece[kBuffersQ];                     // of that tile
-    Segment segment;                            // of warp 1 alone
-    BlockFactors factors[kStages][kConsumers];  // with K
-    float largest_v[kBuffersQ];                 // factor of V of the tile's head
-    Fp8Leak leak[4 * kConsumers];               // of each warp
-    Mbarrier tile_full[kBuffersQ];
-    Mbarrier tile_empty[kBuffersQ];
-    Mbarrier q_full[kBuffersQ];
-    Mbarrier k_full[kStages];
-    Mbarrier k_empty[kStages];
-    Mbarrier v_full[kStagesRaw];
-    Mbarrier v_empty[kStagesRaw];
-    Mbarrier vt_full[kStages];
-    Mbarrier vt_empty[kStages];
-  };
-  static constexpr int kSmemBytes = sizeof(SharedStorage);
-  static_assert(kSmemBytes <= 232448);
 };
 
 using Fp8Scheduler = TileScheduler<false>;
@@ -190,9 +90,183 @@ struct Fp8KernelParams {
   int head_dim_qk;
 };
 
+// The same where the device knows the lengths of sequences.
+struct PackedFp8KernelParams : Fp8KernelParams {
+  SequenceTable table;
+  int table_bytes;
+  // Rows from a batch entry to the next, of each operand: 0 where it is packed.
+  int rows_apart_q;
+  int rows_apart_k;
+  int rows_apart_v;
+  // Between the factors per block of two packed sequences there is room for so many rows: kScaleBlock - 1, so that no
+  // block has rows of both. 0 where the operand is not packed.
+  int factors_apart_q;
+  int factors_apart_kv;
+  // Of a tile's band.
+  int diagonal_offset;
+  int window_left;
+  int window_right;
+  Sequences sequences;
+};
+
+// What only a packed kernel has in shared memory.
+template <bool kPacked, int kWarps>
+struct Fp8PackedStorage {};
+template <int kWarps>
+struct Fp8PackedStorage<true, kWarps> : TableStorage<true> {
+  PackedTile finished[kWarps];  // of each consumer warp, the tile whose O it is about to write
+};
+
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).
+template <MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages, Scores kScores,
+          bool kPacked = false>
+struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores> {
+  using Element = cutlass::float_e4m3_t;
+
+  static constexpr int kConsumers = kTileM / 64;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kHeadDimQK == kHeadDimVO && (kHeadDimQK == 64 || kHeadDimQK == 128), "rows of 64 or 128 bytes");
+
+  static constexpr int kScaleBlock = 128;  // rows that share a factor where factors are of blocks
+  static_assert(kTileN == kScaleBlock, "a block of keys has one factor, and a row of V^T is 128 bytes");
+
+  // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
+  static constexpr int kRowsVt = kHeadDimVO + 8;
+  // Measured (benches/LOG.md, 23).
+  // - kTurns: consumers take turns at issuing products. Good where all tiles are of one length.
+  // - kColumnsAhead: columns, in eights, by which multiply-adds may run ahead of exponentials (weights.hpp). 0: ptxas
+  //   decides.
+  // - kTransposeBatch: loads of V before the first store of V^T.
+  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2 && !(kPacked && kHeadDimVO == 128);
+  static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
+  static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
+  // Of so many times 8 columns the last 8 are exponentiated by a polynomial (weights.hpp), 0: none. The exponentials'
+  // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
+  static constexpr int kPolynomialEvery = kHeadDimQK == 64 && kConsumers == 3 ? 4 : 0;
+
+  // Whether plans may split the last tiles (split.hpp): where a tile takes long beside what a split costs, in rows that
+  // plans choose for long sequences.
+  static constexpr bool kSplits =
+      !kPacked && kMask == MaskClass::Full && kHeadDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
+
+  // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
+  static constexpr bool kIsPacked = kPacked;
+  static constexpr bool kPacks = kConsumers == 2 && kScores == Scores::F32;
+  using Packed = Fp8Traits<kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores, true>;
+  using Params = cute::conditional_t<kPacked, PackedFp8KernelParams, Fp8KernelParams>;
+  using TileRecord = cute::conditional_t<kPacked, PackedTile, Tile>;
+  using Scheduler = cute::conditional_t<kPacked, PackedScheduler, Fp8Scheduler>;
+  using Leak = Fp8Leak<TileRecord>;
+  using TileBand = cute::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
+
+  // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
+  // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
+  // keeps exponentials from starting between the waits for the two products (benches/LOG.md, 37).
+  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO == 128;
+
+  static constexpr int kBuffersQ = 2;
+  static constexpr int kStagesRaw = 2;    // of V as it is loaded
+  static constexpr int kTransposers = 2;  // warps
+
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
+
+  // The key blocks that a CTA visits of a tile.
+  CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block, Piece const& piece) {
+    KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
+    if constexpr (kSplits) {
+      visits.keep_piece(piece.cut);
+    }
+    if constexpr (kPacked) {
+      // A sequence without keys, too, has one block, which is masked whole.
+      visits.begin = cute::max(visits.begin, 0);
+      visits.end = cute::max(visits.end, 1);
+    }
+    return visits;
+  }
+
+  // The band of a tile. `launch`: that of the launch.
+  CUTE_DEVICE static TileBand tile_band(Params const& params, Band const& launch, TileRecord const& tile) {
+    if constexpr (kPacked) {
+      return band_of_tile(params, tile);
+    } else {
+      return launch;
+    }
+  }
+
+  // This thread's number in its warpgroup, and among all consumers. Read anew at each call: registers are short.
+  CUTE_DEVICE static int thread_index() { return thread_index_anew() % 128; }
+  CUTE_DEVICE static int consumer_thread_index() { return thread_index_anew() - 128; }
+
+  using Score = cute::conditional_t<kScores == Scores::F16, cutlass::half_t, float>;
+  using MmaQK = Wgmma<Element, Score, kTileN>;
+  // P V is computed in kParts parts of columns, one after the other, in the same registers: three consumers have 160
+  // each. (A packed kernel has a tile's lengths in registers, and would spill.) The last part has the rows of ones.
+  static constexpr int kParts = kHeadDimVO == 64 ? 1 : kConsumers == 3 ? 3 : kPacked ? 2 : 1;
+  static constexpr int kPartColumns = (kHeadDimVO / kParts + 15) / 16 * 16;
+  template <int kPart>
+  static constexpr int kPartRows = kPart == kParts - 1 ? kRowsVt - kPart* kPartColumns : kPartColumns;
+  static constexpr int kElementsPart = cute::max(kPartRows<0>, kPartRows<kParts - 1>) / 2;
+  template <int kPart>
+  using MmaPV = Wgmma<Element, float, kPartRows<kPart>>;
+  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kHeadDimQK>>;
+  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kHeadDimQK>>;
+  using SmemVt = SmemOperand<KMajorTile<Element, kRowsVt, kTileN>>;
+
+  static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
+  static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;
+  static constexpr std::uint32_t kBytesV = kTileN * kHeadDimVO;
+  static constexpr std::uint32_t kBytesVt = kTileN * kRowsVt;
+
+  struct SharedStorage : Fp8PackedStorage<kPacked, 4 * kConsumers> {
+    alignas(1024) Element q[kBuffersQ][kBytesQ];
+    alignas(1024) Element k[kStages][kBytesK];
+    alignas(1024) Element vt[kStages][kBytesVt];
+    alignas(1024) Element v[kStagesRaw][kBytesV];
+    TileRecord tile[kBuffersQ];
+    Piece piece[kBuffersQ];                     // of that tile
+    Segment segment;                            // of warp 1 alone
+    BlockFactors factors[kStages][kConsumers];  // with K
+    float largest_v[kBuffersQ];                 // factor of V of the tile's head
+    Leak leak[4 * kConsumers];                  // of each warp
+    Mbarrier tile_full[kBuffersQ];
+    Mbarrier tile_empty[kBuffersQ];
+    Mbarrier q_full[kBuffersQ];
+    Mbarrier k_full[kStages];
+    Mbarrier k_empty[kStages];
+    Mbarrier v_full[kStagesRaw];
+    Mbarrier v_empty[kStagesRaw];
+    Mbarrier vt_full[kStages];
+    Mbarrier vt_empty[kStages];
+  };
+  static constexpr int kSmemBytes = sizeof(SharedStorage);
+  static_assert(kSmemBytes <= 232448);
+};
+
 CUTE_DEVICE float const& factor(TensorDesc const& factors, int batch, int head, int block) {
   return reinterpret_cast<float const*>(
       factors.address)[batch * factors.stride_batch + head * factors.stride_head + block * factors.stride_row];
 }
+
+// The index of a sequence's first factor per block, of Q and of K and V. (Where factors are not per block, strides are
+// 0.)
+CUTE_DEVICE int first_factor_q(Fp8KernelParams const&, Tile const&) { return 0; }
+CUTE_DEVICE int first_factor_kv(Fp8KernelParams const&, Tile const&) { return 0; }
+CUTE_DEVICE int first_factor_of(int begin, int apart, int sequence) {
+  return static_cast<int>((static_cast<unsigned>(begin) + std::uint64_t{static_cast<unsigned>(apart)} * sequence) /
+                          128);
+}
+CUTE_DEVICE int first_factor_q(PackedFp8KernelParams const& params, PackedTile const& tile) {
+  return first_factor_of(tile.q_begin, params.factors_apart_q, tile.batch);
+}
+CUTE_DEVICE int first_factor_kv(PackedFp8KernelParams const& params, PackedTile const& tile) {
+  return first_factor_of(tile.kv_begin, params.factors_apart_kv, tile.batch);
+}
+
+// The keys of a tile's sequence.
+CUTE_DEVICE int const& keys_of(Fp8KernelParams const& params, Tile const&) { return params.seqlen_kv; }
+CUTE_DEVICE int const& keys_of(Fp8KernelParams const&, PackedTile const& tile) { return tile.kv_len; }
 
 }  // namespace hattn::sm90

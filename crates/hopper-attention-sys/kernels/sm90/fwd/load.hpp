@@ -107,14 +107,7 @@ struct Load {
 
   // The scheduler of a packed launch, with a copy of its table where that is small.
   CUTE_DEVICE static PackedScheduler packed_scheduler(Scalars const& scalars, Storage& storage) {
-    SequenceTable table = scalars.table;
-    if (scalars.table_bytes <= Storage::kTableBytes) {
-      storage.table_full.arrive_expect_bytes(scalars.table_bytes);
-      cute::SM90_BULK_COPY_G2S::copy(table.header(), &storage.table_full.word, storage.table, scalars.table_bytes);
-      storage.table_full.wait(0);
-      table.address = reinterpret_cast<std::uint64_t>(storage.table);
-    }
-    return hattn::packed_scheduler<Traits>(scalars, table);
+    return hattn::packed_scheduler<Traits>(scalars, copied_table(scalars.table, scalars.table_bytes, storage));
   }
 
   // Draws tiles, loads Q, stores O. A tile is announced to the consumers and to warp 0 when its Q is asked for. Where a

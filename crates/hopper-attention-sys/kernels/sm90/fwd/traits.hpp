@@ -11,6 +11,7 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
+#include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
 namespace hattn::sm90 {
@@ -46,16 +47,6 @@ struct EverySecond {
     stage += stage + 2 < kStages ? 2 : 2 - kStages;
     parity ^= stage == first ? 1 : 0;
   }
-};
-
-// A copy of a small table of sequences, so that tiles are found without waiting for memory twice.
-template <bool kPacked>
-struct TableStorage {};
-template <>
-struct TableStorage<true> {
-  static constexpr int kTableBytes = 8192;
-  alignas(1024) unsigned char table[kTableBytes];
-  Mbarrier table_full;
 };
 
 // kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).

@@ -1,0 +1,147 @@
+//! Packed sequences and used lengths with e4m3 operands on a GPU.
+
+use hopper_attention::cudarc::driver::CudaSlice;
+use hopper_attention::{
+    DType, Device, E4M3, Element, ForwardProblem, KernelInfo, Layout, OutputOf, Scaling, Slot, TensorRef, Workspace,
+    bf16, clamp_sequences, f16,
+};
+use hopper_attention_tests::case::packing::{Kind, Packing};
+use hopper_attention_tests::fp8::Operands;
+use hopper_attention_tests::gpu::Gpu;
+use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, takes};
+use hopper_attention_tests::packed;
+use hopper_attention_tests::problems::{Case, Grid, random};
+use hopper_attention_tests::runner::{Runner, Verdict};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::mask_of;
+
+fn packing_rows(gpu: &Gpu) -> Vec<KernelInfo> {
+    gpu.fp8_rows().into_iter().filter(KernelInfo::packs).collect()
+}
+
+fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
+    case.options(DType::E4M3).lse(true).scaling(scaling).build().unwrap()
+}
+
+#[test]
+fn every_packing_e4m3_row_takes_packed_cases() {
+    let Some(gpu) = Gpu::open("every_packing_e4m3_row_takes_packed_cases") else { return };
+    let rows = packing_rows(&gpu);
+    assert!(rows.len() >= 4, "{rows:?}");
+    let grid = Grid::from_env();
+    let mut all = packed::cases(grid);
+    all.extend(packed::drawn(random::seed(), 128, grid.pick(8, 200)));
+    let mut runner = Runner::new(&rows);
+    let taken = all.iter().filter(|case| takes(&problem(case, Scaling::PerTensor)));
+    for (turn, case) in taken.enumerate() {
+        let problem = problem(case, Scaling::ALL[turn % 3]).to_builder().amax(true).build().unwrap();
+        let operands = Operands::of_case(case, &problem, (turn % 2 == 1).then_some(case.seed));
+        for (i, row) in rows.iter().enumerate() {
+            let verdict = match turn % 4 {
+                0 => of::<f16>(&gpu, &operands, row),
+                _ => of::<bf16>(&gpu, &operands, row),
+            };
+            if let Some(verdict) = verdict {
+                runner.take(i, case, DType::E4M3, verdict);
+            }
+        }
+    }
+    runner.record("forward of packed e4m3", grid, &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+/// `None` where the row is for other problems.
+fn of<O: OutputOf<E4M3>>(gpu: &Gpu, operands: &Operands, row: &KernelInfo) -> Option<Verdict> {
+    let problem = operands.problem().to_builder().output(O::DTYPE).build().unwrap();
+    let plan = problem.plan_with_row(&gpu.device, row).ok()?;
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let on_device = OnDevice::new(&gpu.stream, operands);
+    Some(match on_device.run::<O>(&gpu.stream, &mut workspace, &plan, None) {
+        Ok(written) => {
+            let (o, lse) = written.output(&problem);
+            Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
+        }
+        Err(why) => Verdict::failed(why),
+    })
+}
+
+/// A problem that allows scores in f16 takes the kernel with scores in f32 where it is packed: no other packs.
+#[test]
+fn packed_problems_take_scores_in_f32() {
+    let Some(gpu) = Gpu::open("packed_problems_take_scores_in_f32") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    for row in gpu.fp8_rows() {
+        assert!(!row.packs() || row.scores() == DType::F32, "{row}");
+        let case = Case::new(300, 300, row.head_dim_qk(), mask_of(row.mask())).heads(3, 2, 1);
+        let problem = case.options(DType::E4M3).half_scores(true).packed(true).build().unwrap();
+        let plan = problem.plan(&device).unwrap();
+        assert!(plan.kernel().is_some_and(|kernel| kernel.scores() == DType::F32), "{plan}");
+        if !row.packs() {
+            let error = problem.plan_with_row(&gpu.device, &row).unwrap_err().to_string();
+            assert!(error.contains("packed sequences"), "{error}");
+        }
+    }
+}
+
+/// Offsets and lengths that are garbage: only rows of clamped sequences are written, and nothing beside the tensors.
+#[test]
+fn garbage_lengths_write_only_rows_of_clamped_sequences() {
+    let Some(gpu) = Gpu::open("garbage_lengths_write_only_rows_of_clamped_sequences (e4m3)") else { return };
+    let mut rng = StdRng::seed_from_u64(random::seed());
+    for row in packing_rows(&gpu) {
+        for draw in 0..Grid::from_env().pick(3, 30) {
+            garbage(&gpu, &row, Scaling::ALL[draw % 3], &mut rng);
+        }
+    }
+}
+
+/// Arrays of any numbers: near the tensor's rows, repeated, falling, and at the ends of the type.
+fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
+    let rows = i32::try_from(rows).unwrap();
+    let number = |rng: &mut StdRng| match rng.random_range(0..5) {
+        0 => rng.random(),
+        1 => [i32::MIN, i32::MAX, 0, rows, rows + 1, -1][rng.random_range(0..6)],
+        _ => rng.random_range(-rows..2 * rows),
+    };
+    (0..count).map(|_| number(rng)).collect()
+}
+
+fn garbage(gpu: &Gpu, row: &KernelInfo, scaling: Scaling, rng: &mut StdRng) {
+    let (batch, rows) = ([1, 3, 40, 1100][rng.random_range(0..4)], [1, 130, 700][rng.random_range(0..3)]);
+    let mut case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1);
+    let kind = Kind { packed: [true; 2], used: [true; 2], fill_gaps: false };
+    case.packing = Packing::random(kind, batch, [rows; 2], 1);
+    let operands = Operands::of_case(&case, &problem(&case, scaling), None);
+    let plan = operands.problem().plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let on_device = OnDevice::new(&gpu.stream, &operands);
+    let mut outputs = Outputs::<bf16>::new(&gpu.stream, plan.problem(), None);
+    outputs.mark(&gpu.stream, MARK);
+    let lists = [batch + 1, batch + 1, batch, batch].map(|count| hostile(rng, count, rows));
+    let arrays = lists.each_ref().map(|list| gpu.stream.clone_htod(list).unwrap());
+    let slots = [Slot::CuSeqlensQ, Slot::CuSeqlensKv, Slot::SequsedQ, Slot::SequsedKv];
+    let mut args = on_device.args(plan.problem(), &mut outputs);
+    for (slot, array) in slots.into_iter().zip(&arrays) {
+        // SAFETY: wrong numbers are what is tested. The rows of outputs are looked at, and nothing else relies on them.
+        args = unsafe { args.lengths_unchecked(slot, list(array)) };
+    }
+    plan.run(&gpu.lane(), &mut workspace, args).unwrap();
+    gpu.stream.synchronize().unwrap_or_else(|error| panic!("{row}: {error} with {lists:?}"));
+    let written = outputs.written(&gpu.stream).unwrap();
+    let mut claimed = vec![false; rows];
+    clamp_sequences(&lists[0], Some(&lists[2]), rows).for_each(|sequence| claimed[sequence.range()].fill(true));
+    let of_row = written.o.len() / rows;
+    for (own, claimed) in written.o.chunks(of_row).zip(claimed) {
+        let is_left = own.iter().all(|o| Element::to_f32(*o) == MARK);
+        assert!(claimed || is_left, "{row}: written outside of sequences, with {lists:?}");
+    }
+}
+
+/// What O is before a run, and rows of no sequence after it.
+const MARK: f32 = 55.0;
+
+fn list(array: &CudaSlice<i32>) -> TensorRef<'_, i32, 1> {
+    TensorRef::cuda(array.slice(..), Layout::contiguous([array.len()]).unwrap()).unwrap()
+}
