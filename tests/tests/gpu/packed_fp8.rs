@@ -5,7 +5,7 @@ use hopper_attention::{
     DType, Device, E4M3, Element, ForwardProblem, KernelInfo, Layout, OutputOf, Scaling, Slot, TensorRef, Workspace,
     bf16, clamp_sequences, f16,
 };
-use hopper_attention_tests::case::packing::{Kind, Packing};
+use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, takes};
