@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     if (tile.valid() && tile.q_len == 0) {
       BwdMma<Traits>::clear_gradients(params, tile);
     } else if (tile.valid()) {
-      storage.band = band_of_tile(params, tile);  // by every thread the same
-      BwdMma<Traits>::run(params, scalars, tile, storage.band, storage);
+      storage.packed.band = band_of_tile(params, tile);  // by every thread the same
+      BwdMma<Traits>::run(params, scalars, tile, storage.packed.band, storage);
     }
   } else {
     Band const band = band_of(scalars);

@@ -304,6 +304,16 @@ struct BwdMma {
     // dV or dK.
     Fragment<float, kHeadDim / 2, kStrips> gradient{};
     int before = -1;  // the block whose dQ is still to be made
+    auto const block_before = [&]() {
+      if constexpr (Traits::kStoresBlock) {
+        return storage.packed.block[stage ^ 1];
+      } else {
+        return before;
+      }
+    };
+    if constexpr (Traits::kStoresBlock) {
+      storage.packed.block[stage ^ 1] = before;
+    }
     CUTE_NO_UNROLL
     while (true) {
       await_copies<0>();
@@ -314,6 +324,9 @@ struct BwdMma {
       }
       int const m_block = storage.visits.block(visit);
       int const block = block_of_sums(scalars, storage.tile, head, m_block);
+      if constexpr (Traits::kStoresBlock) {
+        storage.packed.block[stage] = block;
+      }
       if (remaining > 1) {
         visit = storage.visits.next(visit);
         head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
@@ -324,16 +337,16 @@ struct BwdMma {
         Load::queries(params, scalars, storage.tile, head, storage.visits.block(visit), stage ^ 1, storage);
       }
       commit_copies();
-      if (!makes_p(Traits::thread_index()) && before >= 0) {
-        add_queries(params, scalars, storage, stage ^ 1, before);
+      if (!makes_p(Traits::thread_index()) && block_before() >= 0) {
+        add_queries(params, scalars, storage, stage ^ 1, block_before());
       }
       CUTE_UNROLL
       for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
         add_chunk(scalars, band, storage, stage,
                   Traits::kRegistersShort ? storage.visits.block(storage.visit[stage]) : m_block, chunk, gradient);
       }
-      if (makes_p(Traits::thread_index()) && before >= 0) {
-        add_queries(params, scalars, storage, stage ^ 1, before);
+      if (makes_p(Traits::thread_index()) && block_before() >= 0) {
+        add_queries(params, scalars, storage, stage ^ 1, block_before());
       }
       before = block;
       stage ^= 1;
@@ -342,7 +355,7 @@ struct BwdMma {
       }
     }
     __syncthreads();
-    add_queries(params, scalars, storage, stage ^ 1, before);
+    add_queries(params, scalars, storage, stage ^ 1, block_before());
 
     // Both warps at once, each its own.
     TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;

@@ -154,13 +154,21 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // With one chunk a block ptxas runs out of registers: what is needed once a block waits in shared memory, and this
   // thread's index in the CTA is read anew at each call, so that what follows from it does not stay in registers. With
-  // several chunks, each profits from what the one before made.
-  static constexpr bool kRegistersShort = kChunks == 1;
+  // several chunks, each profits from what the one before made. Kernels that pack have more to keep: which of them
+  // spill with what was found by trying.
+  static constexpr bool kRegistersShort = kChunks == 1 || (kPacked && (kHeadDimQK == 128 || kMask == MaskClass::Full));
+  // The block whose dQ is still to be made waits there, too.
+  static constexpr bool kStoresBlock = kPacked && (kHeadDimQK == 128 || kMask != MaskClass::Full);
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
   static constexpr int kSlabsS = (kTileM + kSlabColumns - 1) / kSlabColumns;
-  struct NoBand {};
+  // What the other kernel reads from constants or keeps in registers.
+  struct OfPacked {
+    Band band;     // the tile's
+    int block[2];  // the block of sums that belongs to each stage
+  };
+  struct Nothing {};
   struct SharedStorage {
     alignas(128) Element k[kTileN * kHeadDimQK];
     alignas(128) Element v[kTileN * kHeadDimVO];
@@ -172,8 +180,8 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     QueryVisits visits;  // of that tile
     int visit[2];        // whose block of queries is in each stage
     int head[2];
-    int drawn;                                       // the tile's place in the list
-    std::conditional_t<kPacked, Band, NoBand> band;  // the tile's. That of a whole launch is among its constants.
+    int drawn;  // the tile's place in the list
+    std::conditional_t<kPacked, OfPacked, Nothing> packed;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 166912, "more shared memory than a CTA can have on compute capability 8.0");

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     fwd_kernel(__grid_constant__ FwdParams const params, __grid_constant__ typename Traits::Scalars const scalars) {
   auto& storage = shared_storage<typename Traits::SharedStorage>();
   if constexpr (Traits::kIsPacked) {
-    Mma<Traits>::run(params, scalars, packed_scheduler<Traits>(scalars, scalars.table), storage.band, storage);
+    Mma<Traits>::run(params, scalars, packed_scheduler<Traits>(scalars, scalars.table), storage.packed.band, storage);
   } else {
     FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, nullptr);
     Band const band = band_of(scalars);

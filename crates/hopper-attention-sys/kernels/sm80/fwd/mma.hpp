@@ -93,10 +93,13 @@ struct Mma {
       if (!tile.valid()) {
         return;
       }
-      storage.band = band_of_tile(params, tile);  // by every thread the same
+      storage.packed.band = band_of_tile(params, tile);  // by every thread the same, as what follows
     }
-    KeyVisits const visits = visits_of(band, tile.block);
-    storage.tile = tile;     // by every thread the same
+    KeyVisits visits = visits_of(band, tile.block);
+    storage.tile = tile;  // by every thread the same
+    if constexpr (Traits::kIsPacked) {
+      storage.packed.visits = visits;
+    }
     KeyVisits own = visits;  // those that this warp's rows need
     if constexpr (kMask != MaskClass::Full) {
       own = KeyVisits::of_rows<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows, visits);
@@ -109,7 +112,7 @@ struct Mma {
     // the addresses of all steps would be made before the loop and take registers in it. Without a mask there is one
     // for K's to keep (opaque at the top of the loop); ptxas spills with it where there is one, and without it where
     // not.
-    constexpr bool kKeepsLane = kMask == MaskClass::Full && Traits::kRegistersShort;
+    constexpr bool kKeepsLane = !Traits::kIsPacked && kMask == MaskClass::Full && Traits::kRegistersShort;
     std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) : 0;
     auto q_lane = [&]() {
       return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down(lane()) +
@@ -164,6 +167,9 @@ struct Mma {
         await_copies<0>();
       }
       __syncthreads();
+      if constexpr (Traits::kIsPacked && Traits::kRegistersShort) {
+        visits = storage.packed.visits;
+      }
       if (kKeepsLane) {
         asm volatile("" : "+r"(along));
       }

@@ -51,7 +51,12 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // The buffer of a visit's keys and values. (Visits are numbered one after the other.)
   CUTE_DEVICE static int stage(int visit) { return visit & (kStages - 1); }
 
-  struct NoBand {};
+  // What the other kernel reads from constants or keeps in registers.
+  struct OfPacked {
+    Band band;  // the tile's
+    KeyVisits visits;
+  };
+  struct Nothing {};
   struct SharedStorage {
     alignas(128) Element q[kTileM * kHeadDimQK];
     alignas(128) Element k[kStages][kTileN * kHeadDimQK];
@@ -60,7 +65,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
     std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
-    std::conditional_t<kPacked, Band, NoBand> band;  // the tile's. That of a whole launch is among its constants.
+    std::conditional_t<kPacked, OfPacked, Nothing> packed;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 101376, "more shared memory than a CTA can have on compute capability 8.6 and 8.9");
