@@ -202,9 +202,11 @@ CUTE_DEVICE bool look_at_packed_queries(BwdParams const& params, Sequence const&
 }
 
 // The kernel after a packed backward: a CTA has a block of queries of one head, if there are so many. `sum_blocks`
-// counts the sequences that have sums; the others come after them.
+// counts the sequences that have sums; the others come after them. (sm80: with 512 threads on a multiprocessor. With
+// 768 it spills.)
 template <class Traits>
-__global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::ThreadSums::kThreads)
+__global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
+                                  (Traits::kOverlaps ? 768 : 512) / Traits::ThreadSums::kThreads)
     bwd_convert_packed(__grid_constant__ BwdParams const params) {
   if constexpr (Traits::kOverlaps) {
     await_kernel_before();

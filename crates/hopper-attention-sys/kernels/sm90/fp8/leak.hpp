@@ -96,7 +96,8 @@ struct Fp8Operands {
 template <class Traits>
 struct Fp8Words {
   Fp8KernelParams const& params;
-  typename Traits::TileRecord tile;
+  // (In memory where it is long: registers are short.)
+  cute::conditional_t<Traits::kIsPacked, PackedTile const&, Tile> tile;
   int first_row;
 
   CUTE_DEVICE static int column(int pair) {
