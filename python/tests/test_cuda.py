@@ -236,11 +236,6 @@ class Torch(OnGpu):
 class Packed(OnGpu):
     """Packed sequences. test_varlen.py has what does not depend on the device."""
 
-    def setUp(self):
-        super().setUp()
-        if torch.cuda.get_device_capability(self.device)[0] != 9:
-            self.skipTest("no Hopper GPU, so no kernels for packed sequences")
-
     def packed(self, *rows):
         cu = torch.tensor((0, *rows)).cumsum(0)
         shapes = ((sum(rows), 6, 64), (sum(rows), 2, 64), (sum(rows), 2, 64))
@@ -425,3 +420,41 @@ class Others(OnGpu):
                     off = found - exact if keep is None else (found - exact)[keep.bool()]
                     errors[name] = off.square().mean().sqrt().item()
                 self.assertLess(errors["hopper_attention"], 1.2 * max(errors["eager"], errors["sdpa"]), errors)
+
+    def test_a_padding_free_transformers_batch(self):
+        """Its logits and gradients are those of the padded batch, to what bf16 gives."""
+        try:
+            import models
+        except ImportError as error:
+            self.skipTest(f"no transformers: {error}")
+        hopper_attention.register_transformers()
+        for kind in ("llama", "mistral"):
+            with self.subTest(kind=kind):
+                settings = models.config(kind, 256, 4, 2, 2, window=30)
+                model = models.model(kind, settings).to(self.device)
+                ids = models.inputs(kind, settings, 3, 80, self.device)["input_ids"]
+                keep = models.padding(3, 80, "right", self.device)
+                tokens = keep.bool()
+                positions = (keep.cumsum(1) - 1)[tokens][None]
+
+                def both(given, logits_of):
+                    logits = logits_of(model(**given, use_cache=False).logits).float()
+                    return logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+
+                padded = {"input_ids": ids, "attention_mask": keep}
+                packed = {"input_ids": ids[tokens][None], "position_ids": positions}
+                model.set_attn_implementation("eager")
+                exact = both(padded, lambda x: x[tokens])
+                model = model.bfloat16()
+                model.set_attn_implementation("hopper_attention")
+                found = [both(padded, lambda x: x[tokens]), both(packed, lambda x: x[0])]
+
+                def error(made):
+                    off = sum((a.float() - b).square().sum().item() for a, b in zip(made, exact))
+                    return (off / sum(b.square().sum().item() for b in exact)) ** 0.5
+
+                self.assertEqual(found[1][0].shape, found[0][0].shape)
+                self.assertLess(error(found[1]), 1.05 * error(found[0]))
+                # Without positions the sequences see each other.
+                del packed["position_ids"]
+                self.assertGreater(error(both(packed, lambda x: x[0])), 2 * error(found[1]))

@@ -3,8 +3,8 @@
 use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result};
 use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
-    BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass, TensorMut,
-    TensorRef, Workspace, bf16,
+    BackwardArgs, BackwardProblem, DType, Dims, ForwardArgs, ForwardProblem, KernelInfo, Layout, Mask, MaskClass,
+    SequenceOffsets, TensorMut, TensorRef, Workspace, bf16,
 };
 use hopper_attention_tests::backward::Prepared;
 use hopper_attention_tests::data::{Input, Poison, Values};
@@ -72,48 +72,138 @@ fn gradients_past_2_31_elements() {
     }
     let causal = |row: &KernelInfo| row.mask() == MaskClass::Causal && row.dtype() == DType::BF16;
     for row in gpu.backward_rows().into_iter().filter(causal) {
-        large_batch(&gpu, &row);
+        large_batch(&gpu, &row, false);
+        if row.packs() {
+            large_batch(&gpu, &row, true);
+        }
     }
 }
 
-fn large_batch(gpu: &Gpu, row: &KernelInfo) {
+/// `count` copies of `one`, one behind the other.
+fn repeated<T: Poison>(gpu: &Gpu, one: &[T], count: usize) -> CudaSlice<T> {
+    let from = gpu.stream.clone_htod(one).unwrap();
+    // SAFETY: every element is written by the copies below, on the same stream.
+    let mut to = unsafe { gpu.stream.alloc::<T>(one.len() * count) }.expect("device memory");
+    for i in 0..count {
+        gpu.stream.memcpy_dtod(&from, &mut to.slice_mut(i * one.len()..(i + 1) * one.len())).unwrap();
+    }
+    to
+}
+
+/// Member `i` of `count` that lie one behind the other.
+fn member<T: Poison>(gpu: &Gpu, slice: &CudaSlice<T>, i: usize, count: usize) -> Vec<T> {
+    let size = slice.len() / count;
+    gpu.stream.clone_dtoh(&slice.slice(i * size..(i + 1) * size)).unwrap()
+}
+
+/// The problem of so many members: as a batch, or packed.
+fn of_members(case: &Case, count: usize, packed: bool) -> ForwardProblem {
+    let dims = match packed {
+        false => case.dims.with_batch(count),
+        true => Dims::new(count, count * case.dims.seqlen_q, case.dims.heads_q, case.dims.head_dim_qk),
+    };
+    ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).lse(true).packed(packed).build().unwrap()
+}
+
+/// Where sequences of `len` rows begin.
+fn equal_lengths(gpu: &Gpu, len: usize, count: usize) -> SequenceOffsets {
+    SequenceOffsets::from_lengths(&gpu.lane(), std::iter::repeat_n(len, count)).unwrap()
+}
+
+/// The sequences of packed tensors with more than 2^31 elements. All are the same, and so must be their outputs: those of a
+/// tensor with one sequence.
+#[test]
+fn packed_outputs_past_2_31_elements() {
+    let Some(gpu) = Gpu::open("packed_outputs_past_2_31_elements") else { return };
+    if !may_run(&gpu, ELEMENTS * 4 * 2 + (1 << 30), "packed_outputs_past_2_31_elements") {
+        return;
+    }
+    let causal = |row: &KernelInfo| row.mask() == MaskClass::Causal && row.dtype() == DType::BF16 && row.packs();
+    for row in gpu.rows().into_iter().filter(causal) {
+        large_packed(&gpu, &row);
+    }
+}
+
+fn large_packed(gpu: &Gpu, row: &KernelInfo) {
+    let heads = 1024 / row.head_dim_qk();
+    let case = Case::new(1000, 1000, row.head_dim_qk(), Mask::causal()).heads(1, heads, heads);
+    let one = Prepared::<bf16>::new(&case);
+    let run = |count: usize| {
+        let problem = of_members(&case, count, true);
+        let plan = problem.plan_with_row(&gpu.device, row).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        let [q, k, v] = [&one.q, &one.k, &one.v].map(|x| repeated(gpu, x.inner(), count));
+        let mut o = repeated(gpu, &vec![bf16::POISON; one.q.inner().len()], count);
+        let mut lse = gpu.stream.clone_htod(&vec![f32::POISON; heads * 1000 * count]).unwrap();
+        let layout = Layout::contiguous([1000 * count, heads, row.head_dim_qk()]).unwrap();
+        let of_lse = Layout::contiguous([heads, 1000 * count]).unwrap();
+        let offsets = equal_lengths(gpu, 1000, count);
+        let [q, k, v] = [&q, &k, &v].map(|x| TensorRef::cuda(x.slice(..), layout).unwrap());
+        let args = ForwardArgs::packed(q, k, v, TensorMut::cuda(o.slice_mut(..), layout).unwrap())
+            .lse_packed(TensorMut::cuda(lse.slice_mut(..), of_lse).unwrap())
+            .cu_seqlens_q(&offsets)
+            .cu_seqlens_kv(&offsets);
+        plan.run(&gpu.lane(), &mut workspace, args).unwrap();
+        gpu.stream.synchronize().unwrap();
+        (o, gpu.stream.clone_dtoh(&lse).unwrap())
+    };
+    let (o, lse) = run(1);
+    let first = member(gpu, &o, 0, 1);
+    assert!(!first.iter().any(|x| x.is_poison()), "{row}: not written");
+    let count = ELEMENTS / first.len() + 1;
+    let (all_o, all_lse) = run(count);
+    for i in (0..count).filter(|i| i % 16 == 0 || i + 140 > count) {
+        assert!(member(gpu, &all_o, i, count) == first, "{row}: O of sequence {i} is not that of one alone");
+    }
+    for (i, of_sequence) in all_lse.chunks(1000).enumerate() {
+        let head = i / count;
+        assert!(of_sequence == &lse[head * 1000..][..1000], "{row}: LSE of sequence {}, head {head}", i % count);
+    }
+}
+
+fn large_batch(gpu: &Gpu, row: &KernelInfo, packed: bool) {
     let heads = 1024 / row.head_dim_qk();
     let mut case = Case::new(1000, 1000, row.head_dim_qk(), Mask::causal()).heads(1, heads, heads);
     case.dims.head_dim_vo = row.head_dim_vo();
     case.lse = false;
     let one = Prepared::<bf16>::new(&case);
     let batch = ELEMENTS / one.q.inner().len() + 1;
-    let forward =
-        ForwardProblem::builder(DType::BF16, case.dims.with_batch(batch)).mask(Mask::causal()).build().unwrap();
+    let forward = of_members(&case, batch, packed);
     let problem = BackwardProblem::builder(&forward).deterministic(true).build().unwrap();
     let plan = problem.plan_with_row(&gpu.device, row).unwrap();
     assert!(plan.workspace_bytes() > ELEMENTS * 4, "{plan}");
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
 
-    fn repeated<T: Poison>(gpu: &Gpu, one: &[T], times: usize) -> CudaSlice<T> {
-        let from = gpu.stream.clone_htod(one).unwrap();
-        // SAFETY: every element is written by the copies below, on the same stream.
-        let mut to = unsafe { gpu.stream.alloc::<T>(one.len() * times) }.expect("device memory");
-        for i in 0..times {
-            gpu.stream.memcpy_dtod(&from, &mut to.slice_mut(i * one.len()..(i + 1) * one.len())).unwrap();
-        }
-        to
-    }
     let [q, k, v, o, d_o] = [&one.q, &one.k, &one.v, &one.o, &one.d_o].map(|x| repeated(gpu, x.inner(), batch));
-    let lse = repeated(gpu, one.lse.inner(), batch);
+    let lse = match packed {
+        false => repeated(gpu, one.lse.inner(), batch),
+        true => {
+            let heads = one.lse.inner().chunks(case.dims.seqlen_q);
+            gpu.stream.clone_htod(&heads.flat_map(|head| head.repeat(batch)).collect::<Vec<_>>()).unwrap()
+        }
+    };
     let [mut d_q, mut d_k, mut d_v] = [&one.q, &one.k, &one.v].map(|x| {
         let poison = vec![bf16::POISON; x.inner().len()];
         repeated(gpu, &poison, batch)
     });
-    let args = dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap();
+    let offsets = equal_lengths(gpu, case.dims.seqlen_q, batch);
+    let args = match packed {
+        false => dense(&problem, [&q, &k, &v, &o, &d_o], &lse, [&mut d_q, &mut d_k, &mut d_v]).unwrap(),
+        true => {
+            let rows = case.dims.seqlen_q * batch;
+            let layout = Layout::contiguous([rows, heads, row.head_dim_qk()]).unwrap();
+            let read = |x| TensorRef::cuda(CudaSlice::slice(x, ..), layout).unwrap();
+            let lse = TensorRef::cuda(lse.slice(..), Layout::contiguous([heads, rows]).unwrap()).unwrap();
+            let gradients = [&mut d_q, &mut d_k, &mut d_v].map(|x| TensorMut::cuda(x.slice_mut(..), layout).unwrap());
+            BackwardArgs::packed([read(&q), read(&k), read(&v)], read(&o), lse, read(&d_o), gradients)
+                .cu_seqlens_q(&offsets)
+                .cu_seqlens_kv(&offsets)
+        }
+    };
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     gpu.stream.synchronize().unwrap();
 
-    let member = |slice: &CudaSlice<bf16>, i: usize| {
-        let size = slice.len() / batch;
-        gpu.stream.clone_dtoh(&slice.slice(i * size..(i + 1) * size)).unwrap()
-    };
-    let of = |i| [&d_q, &d_k, &d_v].map(|slice| member(slice, i));
+    let of = |i| [&d_q, &d_k, &d_v].map(|slice| member(gpu, slice, i, batch));
     let first = of(0);
     let tensor = |data: &Vec<bf16>, shape: [usize; 4]| {
         let data: Vec<f32> = data.iter().map(|x| x.to_f32()).collect();
