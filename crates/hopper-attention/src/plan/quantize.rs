@@ -1,11 +1,12 @@
 //! How one device quantises Q, K and V: [`QuantizePlan`].
 //!
 //! On a GPU a tensor is cut into tiles: some neighbouring rows of one head. Where several tiles share a descale factor, they
-//! exchange their largest magnitudes through the workspace.
+//! exchange their largest magnitudes through the workspace. Where sequences have lengths of their own, a table in the workspace
+//! says which tiles there are.
 
 use std::fmt;
 
-use super::fitting::check_lengths;
+use super::packed::{most_tiles, table_bytes};
 use super::target::{Planned, Target};
 use crate::arch::DeviceFacts;
 use crate::device::Device;
@@ -39,14 +40,26 @@ pub(crate) struct QuantizeChoice {
     pub multiprocessors: usize,
     /// The parts of the workspace for what the tiles of q, k and v share, as offsets in bytes.
     pub state: [usize; 3],
+    /// Where the kernels read lengths of sequences from memory.
+    pub packed: Option<Packed>,
     pub workspace_bytes: usize,
+}
+
+/// The sizes where the kernels read lengths of sequences from memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Packed {
+    /// The number of sequences.
+    pub sequences: usize,
+    /// The most blocks of 128 queries, and of 128 keys, that all sequences can have together. 0 for a side without lengths.
+    pub blocks: [usize; 2],
+    /// The part of the workspace for the table of sequences, as an offset in bytes. It is the last.
+    pub table: usize,
 }
 
 /// Chooses the row for the quantiser's source type, and lays out the workspace.
 ///
 /// The launch decides whether tiles are read once or twice, so each part of the workspace is large enough for both.
 fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Result<QuantizeChoice> {
-    check_lengths(quantizer.problem())?;
     let refuse = |nearest: String| Error::Unsupported { wanted: format!("{quantizer} on {}", gpu.arch), nearest };
     let here: Vec<&QuantizeInfo> = rows.iter().filter(|row| row.arch.runs_on(gpu.arch)).collect();
     let Some(row) = here.iter().find(|row| row.source == quantizer.source()) else {
@@ -64,20 +77,30 @@ fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Re
     }
     let mut workspace_bytes = COUNTS_BYTES;
     let mut state = [0; 3];
-    for (of, state) in TENSORS.iter().zip(&mut state) {
+    let mut blocks = [0; 2];
+    // k and v are of one side.
+    for ((of, side), state) in TENSORS.iter().zip([0, 1, 1]).zip(&mut state) {
         let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
-        let blocks = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
-        if blocks.is_none_or(|blocks| blocks >= 1 << 30) {
+        let has_lengths = of.lengths.iter().any(|&slot| problem.wants(slot));
+        let of_head = most_tiles((of.packed)(problem), dims.batch, seqlen, SCALE_BLOCK);
+        if of_head.checked_mul(heads).is_none_or(|blocks| blocks >= 1 << 30) {
             return Err(refuse(format!("below 2^30 blocks of {SCALE_BLOCK} rows in {}", of.values)));
+        }
+        if has_lengths {
+            blocks[side] = of_head;
         }
         *state = workspace_bytes;
         if problem.scaling() != Some(Scaling::PerBlock) {
             let twice = COUNTER_BYTES + SHARED_FACTOR_BYTES * batches * factor_heads;
-            let tiles = batch * heads * seqlen.div_ceil(TILE_ROWS);
+            let tiles = if has_lengths { 0 } else { batch * heads * seqlen.div_ceil(TILE_ROWS) };
             workspace_bytes += twice.max(TILE_BYTES * tiles).next_multiple_of(16);
         }
     }
-    Ok(QuantizeChoice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, workspace_bytes })
+    let packed = problem.has_lengths().then_some(Packed { sequences: dims.batch, blocks, table: workspace_bytes });
+    if packed.is_some() {
+        workspace_bytes += table_bytes(dims.batch, blocks[1], blocks[0]);
+    }
+    Ok(QuantizeChoice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, packed, workspace_bytes })
 }
 
 /// How one device quantises Q, K and V.
@@ -139,7 +162,8 @@ impl QuantizePlan {
     /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes.
     ///
     /// It is 0 on the CPU. On a GPU it is enough for the counts and for what the tiles of Q, K and V share, so that a run may
-    /// quantise any of the three.
+    /// quantise any of the three. With packed sequences or used lengths it also holds 32 bytes, 48 for each sequence, and 4 for
+    /// each block of 128 queries and of 128 keys that a head can have. (And 20 more for each sequence above 10240 of them.)
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
@@ -153,7 +177,12 @@ impl fmt::Display for QuantizePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.planned.target.choice() {
             None => f.write_str("cpu")?,
-            Some(choice) => write!(f, "{}", choice.row)?,
+            Some(choice) => {
+                write!(f, "{}", choice.row)?;
+                if let Some(Packed { sequences, .. }) = choice.packed {
+                    write!(f, ", lengths of {sequences} sequences in memory")?;
+                }
+            }
         }
         write!(f, ", workspace {} bytes", self.workspace_bytes())
     }
