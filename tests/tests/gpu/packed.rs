@@ -191,7 +191,7 @@ fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     }
 }
 
-fn list(array: &CudaSlice<i32>) -> TensorRef<'_, i32, 1> {
+pub(crate) fn list(array: &CudaSlice<i32>) -> TensorRef<'_, i32, 1> {
     TensorRef::cuda(array.slice(..), Layout::contiguous([array.len()]).unwrap()).unwrap()
 }
 
@@ -215,7 +215,7 @@ fn garbage_lengths_write_only_rows_of_clamped_sequences() {
 }
 
 /// Arrays of any numbers: near the tensor's rows, repeated, falling, and at the ends of the type.
-fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
+pub(crate) fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
     let rows = i32::try_from(rows).unwrap();
     let number = |rng: &mut StdRng| match rng.random_range(0..5) {
         0 => rng.random(),

@@ -1,21 +1,21 @@
 //! Packed sequences and used lengths with e4m3 operands on a GPU.
 
-use hopper_attention::cudarc::driver::CudaSlice;
 use hopper_attention::{
-    DType, Device, E4M3, Element, ForwardProblem, KernelInfo, Layout, OutputOf, Scaling, Slot, TensorRef, Workspace,
-    bf16, clamp_sequences, f16,
+    DType, Device, E4M3, Element, ForwardProblem, KernelInfo, OutputOf, Scaling, Slot, Workspace, bf16,
+    clamp_sequences, f16,
 };
-use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, takes};
 use hopper_attention_tests::packed;
+use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid, random};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::mask_of;
+use crate::packed::{hostile, list};
 
 fn packing_rows(gpu: &Gpu) -> Vec<KernelInfo> {
     gpu.fp8_rows().into_iter().filter(KernelInfo::packs).collect()
@@ -97,17 +97,6 @@ fn garbage_lengths_write_only_rows_of_clamped_sequences() {
     }
 }
 
-/// Arrays of any numbers: near the tensor's rows, repeated, falling, and at the ends of the type.
-fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
-    let rows = i32::try_from(rows).unwrap();
-    let number = |rng: &mut StdRng| match rng.random_range(0..5) {
-        0 => rng.random(),
-        1 => [i32::MIN, i32::MAX, 0, rows, rows + 1, -1][rng.random_range(0..6)],
-        _ => rng.random_range(-rows..2 * rows),
-    };
-    (0..count).map(|_| number(rng)).collect()
-}
-
 fn garbage(gpu: &Gpu, row: &KernelInfo, scaling: Scaling, rng: &mut StdRng) {
     let (batch, rows) = ([1, 3, 40, 1100][rng.random_range(0..4)], [1, 130, 700][rng.random_range(0..3)]);
     let mut case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1);
@@ -141,7 +130,3 @@ fn garbage(gpu: &Gpu, row: &KernelInfo, scaling: Scaling, rng: &mut StdRng) {
 
 /// What O is before a run, and rows of no sequence after it.
 const MARK: f32 = 55.0;
-
-fn list(array: &CudaSlice<i32>) -> TensorRef<'_, i32, 1> {
-    TensorRef::cuda(array.slice(..), Layout::contiguous([array.len()]).unwrap()).unwrap()
-}

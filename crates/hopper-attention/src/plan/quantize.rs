@@ -193,7 +193,7 @@ mod tests {
     use super::*;
     use crate::arch::{Arch, ComputeCapability};
     use crate::dtype::DType;
-    use crate::problem::{Dims, ForwardProblem};
+    use crate::problem::{Dims, ForwardProblem, ForwardProblemBuilder};
 
     const DIMS: Dims =
         Dims { batch: 2, seqlen_q: 300, seqlen_kv: 129, heads_q: 6, heads_kv: 2, head_dim_qk: 80, head_dim_vo: 16 };
@@ -222,6 +222,54 @@ mod tests {
         let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
         assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));
         assert_eq!(block.row.to_string(), "sm90 quantise f16 to e4m3");
+    }
+
+    /// The choice for sequences with lengths in memory, of the kind that `with` asks for.
+    fn packed(scaling: Scaling, with: impl Fn(ForwardProblemBuilder) -> ForwardProblemBuilder) -> QuantizeChoice {
+        let problem = with(ForwardProblem::builder(DType::E4M3, DIMS).scaling(scaling)).build().unwrap();
+        let quantizer = Quantizer::builder(&problem, DType::F16).build().unwrap();
+        select(&quantizer, &DeviceFacts::h100_sxm(), &ROWS).unwrap()
+    }
+
+    #[test]
+    fn lengths_in_memory_have_a_table() {
+        let both = |scaling| packed(scaling, |options| options.packed(true));
+        // Two sequences in 300 queries have up to 4 blocks of 128. In 129 keys they have up to 3.
+        let table =
+            |choice: QuantizeChoice| choice.packed.map(|packed| (packed.sequences, packed.blocks, packed.table));
+        assert_eq!(table(both(Scaling::PerBlock)), Some((2, [4, 3], 64)));
+        assert_eq!(both(Scaling::PerBlock).workspace_bytes, 64 + 32 + 2 * 48 + 4 * (4 + 4));
+        // A largest magnitude and a number for one factor, or for those of 2 sequences with 2 heads each: no word for a tile.
+        let (one, four) = (both(Scaling::PerTensor), both(Scaling::PerHead));
+        assert_eq!((one.state, table(one)), ([64, 96, 128], Some((2, [4, 3], 160))));
+        assert_eq!((four.state, table(four)), ([64, 112, 160], Some((2, [4, 3], 208))));
+        assert_eq!(four.workspace_bytes, 208 + 160);
+        // A side without lengths has no blocks in the table, and words for its tiles.
+        let queries = packed(Scaling::PerHead, |options| options.used_q(true));
+        assert_eq!((queries.state, table(queries)), ([64, 112, 160], Some((2, [6, 0], 208))));
+        let keys = packed(Scaling::PerTensor, |options| options.packed_kv(true).used_kv(true));
+        assert_eq!((keys.state, table(keys)), ([64, 304, 336], Some((2, [0, 3], 368))));
+        let problem = ForwardProblem::builder(DType::E4M3, DIMS).packed(true).build().unwrap();
+        let dense = ForwardProblem::builder(DType::E4M3, DIMS).build().unwrap();
+        let text = |problem: &ForwardProblem| {
+            let quantizer = Quantizer::builder(problem, DType::F16).build().unwrap();
+            let target = Target::described(select(&quantizer, &DeviceFacts::h100_sxm(), &ROWS).unwrap());
+            quantizer.planned(target).to_string()
+        };
+        assert_eq!(text(&problem), "sm90 quantise f16 to e4m3, lengths of 2 sequences in memory, workspace 320 bytes");
+        assert_eq!(text(&dense), "sm90 quantise f16 to e4m3, workspace 400 bytes");
+    }
+
+    #[test]
+    fn more_blocks_than_are_counted_are_refused() {
+        let refused = |dims| {
+            let problem = ForwardProblem::builder(DType::E4M3, dims).packed(true).build().unwrap();
+            let quantizer = Quantizer::builder(&problem, DType::F16).build().unwrap();
+            select(&quantizer, &DeviceFacts::h100_sxm(), &ROWS).unwrap_err().to_string()
+        };
+        // Each sequence may have a block that is not full.
+        let text = refused(Dims::new(1 << 29, 1000, 2, 64));
+        assert!(text.ends_with("nearest: below 2^30 blocks of 128 rows in q.values"), "{text}");
     }
 
     #[test]
