@@ -146,7 +146,7 @@ impl ForwardProblemBuilder {
     /// - Rows before the first offset and from the last offset on belong to no sequence (*gaps*). They are not read, and not
     ///   written unless [`fill_gaps`](Self::fill_gaps) says so.
     ///
-    /// Q may be packed where K and V are not, and the other way round. A GPU takes 16-bit types, with sm90 kernels.
+    /// Q may be packed where K and V are not, and the other way round.
     pub fn packed_q(self, packed: bool) -> Self {
         self.operand(Slot::CuSeqlensQ, packed)
     }
