@@ -339,7 +339,7 @@ typedef struct hattn_forward_problem {
   // 1: rows of outputs that belong to no sequence are filled with 0 (log-sum-exp: -inf). 0: they are not written.
   int32_t fill_gaps;
   // 1: the sequences of Q are packed, without padding: Q and O are [total_q, heads_q, head_dim], the log-sum-exp is
-  // [heads_q, total_q]. seqlen_q is total_q. FP8: with scores in f32. 0: they are not packed.
+  // [heads_q, total_q]. seqlen_q is total_q. 0: they are not packed.
   int32_t cu_seqlens_q;
   // 1: the sequences of K and V are packed: [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
   int32_t cu_seqlens_kv;
@@ -396,7 +396,7 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *cu_seqlens_q;
   // As cu_seqlens_q, for packed K and V.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as cu_seqlens_q.
+  // How many rows of each sequence of Q are used, read: `HATTN_I32` `[batch]`, 0 to its length. Otherwise as cu_seqlens_q.
   const struct hattn_tensor *seqused_q;
   // As seqused_q, for K and V.
   const struct hattn_tensor *seqused_kv;

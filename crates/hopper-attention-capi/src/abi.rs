@@ -157,7 +157,7 @@ pub struct hattn_forward_problem {
     /// 1: rows of outputs that belong to no sequence are filled with 0 (log-sum-exp: -inf). 0: they are not written.
     pub fill_gaps: i32,
     /// 1: the sequences of Q are packed, without padding: Q and O are [total_q, heads_q, head_dim], the log-sum-exp is
-    /// [heads_q, total_q]. seqlen_q is total_q. FP8: with scores in f32. 0: they are not packed.
+    /// [heads_q, total_q]. seqlen_q is total_q. 0: they are not packed.
     pub cu_seqlens_q: i32,
     /// 1: the sequences of K and V are packed: [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
     pub cu_seqlens_kv: i32,

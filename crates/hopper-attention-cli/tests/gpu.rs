@@ -224,4 +224,8 @@ fn check_passes_on_packed_sequences() {
         let text = hattn_on(&format!("check --device cuda:0 {options}"), &input, None).fine();
         assert!(text.contains("5 sequences") && text.contains("passed: the largest error is 0."), "{text}");
     }
+    for scaling in ["per-tensor", "per-head --hadamard 3", "per-block --mask causal"] {
+        let text = hattn_on(&format!("check --device cuda:0 --fp8 {scaling}"), &input, None).fine();
+        assert!(text.contains("lengths of 5 sequences in memory") && text.contains("passed"), "{text}");
+    }
 }

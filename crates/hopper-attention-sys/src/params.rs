@@ -160,7 +160,7 @@ mod ffi {
         /// Size of the table's list of tiles: no fewer than all sequences together have tiles in one head.
         list_size: i32,
         /// Size of the table's list of blocks of queries: no fewer than all sequences together have in one head. Backward
-        /// only.
+        /// and quantiser only.
         block_list_size: i32,
         /// Blocks of queries of one head that have sums of dQ. Backward only.
         /// - sm90: no fewer than those of all sequences with more than one tile of keys. (Others have one contribution to
@@ -389,9 +389,9 @@ mod ffi {
         wanted: bool,
         /// Largest magnitude that is stored: 448, or 14 for Q and K that go to scores in f16.
         most: f32,
-        /// Batch entries. 0 or more.
+        /// Batch entries, or sequences that follow each other in a tensor whose `stride_batch` is 0. 0 or more.
         batch: i32,
-        /// Rows of a batch entry. 0 or more.
+        /// Rows of a batch entry, or of all sequences together. 0 or more.
         seqlen: i32,
         /// Heads. At least 1.
         heads: i32,
@@ -402,11 +402,12 @@ mod ffi {
         /// Device address in the workspace, a multiple of 16. CTAs tell each other there which largest magnitudes they
         /// have measured. It is used only where `shares_factors` (`include/kernels.hpp`) holds. Size: the larger of
         /// `16 + 8 * factors` bytes, where `factors` is the number of descale factors, and
-        /// `4 * batch * heads * ceil(seqlen / 64)` bytes.
+        /// `4 * batch * heads * ceil(seqlen / 64)` bytes. The former alone where sequences have lengths of their own.
         state: u64,
     }
 
-    /// One launch that quantises any of Q, K and V. Each tensor has `batch * heads * ceil(seqlen / 128) < 2^30`.
+    /// One launch that quantises any of Q, K and V. Each tensor has fewer than 2^30 tiles: `batch * heads * ceil(seqlen / 128)`
+    /// are the most, or `heads * floor(seqlen / 128 + batch)` where sequences follow each other.
     #[derive(Debug, Clone, Copy)]
     struct QuantizeParams {
         /// Queries.
@@ -422,13 +423,17 @@ mod ffi {
         /// How many elements were saturated and how many were not finite, f32 `[3, 2]`, written. Row 0 is q, row 1 is k, row 2
         /// is v. Rows are `stride_batch` apart, the two numbers lie side by side. May be absent.
         counts: TensorDesc,
-        /// Device address of the workspace. Its first 48 bytes are the counts, as six u64. The launch zeroes all of it in
-        /// stream order, unless nothing of the launch uses it.
+        /// Device address of the workspace. Its first 48 bytes are the counts, as six u64. The launch zeroes it in stream order,
+        /// but for the table of sequences at its end, unless nothing of the launch uses it.
         workspace: u64,
-        /// Size of the workspace, in bytes. From the plan.
+        /// Size of the workspace without that table, in bytes. From the plan.
         workspace_bytes: u64,
         /// Multiprocessors of the GPU, at least 1. From the device.
         multiprocessors: i32,
+        /// Where sequences have lengths that the host does not know. A side of which no tensor is quantised has no addresses
+        /// here. The lists are of blocks of 128 rows: `list_size` of keys, `block_list_size` of queries, each 0 for a side
+        /// without lengths.
+        sequences: Sequences,
     }
 
     /// One row of the forward's or the backward's table: what was compiled. Its launcher fills it at compile time, from one

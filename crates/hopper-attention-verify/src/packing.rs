@@ -72,6 +72,31 @@ impl Packing {
         Self { cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, fill_gaps: kind.fill_gaps && some }
     }
 
+    /// The legal lists that these stand for, which may hold any numbers: those that a GPU makes of them.
+    pub fn clamped(&self, problem: &ForwardProblem) -> Self {
+        let own: Vec<_> = self.lengths().sequences(problem).collect();
+        let whole: Vec<_> =
+            Lengths { seqused_q: None, seqused_kv: None, ..self.lengths() }.sequences(problem).collect();
+        let number = |row: usize| i32::try_from(row).expect("a row of a tensor");
+        let offsets = |list: &Option<Vec<i32>>, side: usize| {
+            list.as_ref().map(|list| {
+                let begins = whole.iter().map(|rows| rows[side].begin);
+                let end = whole.last().map_or(0, |rows| rows[side].range().end);
+                begins.chain([end]).take(list.len()).map(number).collect()
+            })
+        };
+        let used = |list: &Option<Vec<i32>>, side: usize| {
+            list.as_ref().map(|_| own.iter().map(|rows| number(rows[side].len)).collect())
+        };
+        Self {
+            cu_seqlens_q: offsets(&self.cu_seqlens_q, 0),
+            cu_seqlens_kv: offsets(&self.cu_seqlens_kv, 1),
+            seqused_q: used(&self.seqused_q, 0),
+            seqused_kv: used(&self.seqused_kv, 1),
+            fill_gaps: self.fill_gaps,
+        }
+    }
+
     /// Whether there is no list.
     pub fn is_none(&self) -> bool {
         *self == Self::default()
@@ -195,4 +220,28 @@ macro_rules! given {
 given! {
     read write: 4 3;
     read_numbers write_numbers: 3 2;
+}
+
+#[cfg(test)]
+mod tests {
+    use hopper_attention::{DType, Dims};
+
+    use super::*;
+
+    #[test]
+    fn clamped_lists_are_legal_and_of_the_same_rows() {
+        let garbage = Packing {
+            cu_seqlens_q: Some(vec![5, i32::MIN, 9, 4, i32::MAX]),
+            seqused_q: Some(vec![7, 2, -1, 3]),
+            seqused_kv: Some(vec![i32::MAX, -3, 4, 0]),
+            ..Packing::default()
+        };
+        let problem = garbage.options(ForwardProblem::builder(DType::BF16, Dims::new(4, 12, 1, 8))).build().unwrap();
+        let clamped = garbage.clamped(&problem);
+        clamped.lengths().check(&problem).unwrap();
+        assert!(clamped.lengths().sequences(&problem).eq(garbage.lengths().sequences(&problem)));
+        assert_eq!(clamped.cu_seqlens_q.as_deref(), Some(&[5, 5, 9, 9, 12][..]));
+        assert_eq!(clamped.seqused_q.as_deref(), Some(&[0, 2, 0, 3][..]));
+        assert_eq!(clamped.clamped(&problem), clamped);
+    }
 }

@@ -22,6 +22,7 @@ mod margins;
 mod ordering;
 mod packed;
 mod packed_fp8;
+mod packed_quantize;
 mod quantize;
 mod refusals;
 mod special_streams;

@@ -18,7 +18,7 @@ use rand::{Rng, SeedableRng};
 use crate::with_dtype;
 
 /// Values may lie in any way, what is written in those that use no element twice.
-const STORED: [Placement; 6] =
+pub(crate) const STORED: [Placement; 6] =
     [Placement::Bshd, Placement::Bhsd, Placement::BshdGaps, Placement::BhsdGaps, Placement::Sbhd, Placement::WildUnits];
 
 fn options(dims: Dims, scaling: Scaling) -> ForwardProblemBuilder {

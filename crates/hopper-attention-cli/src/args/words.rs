@@ -12,7 +12,7 @@ pub enum FileLayout {
     Bshd,
     /// [batch, heads, seqlen, head_dim]
     Bhsd,
-    /// [total, heads, head_dim], packed sequences; not supported yet
+    /// [total, heads, head_dim], packed sequences
     Thd,
 }
 

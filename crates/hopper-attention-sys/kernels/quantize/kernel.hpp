@@ -4,7 +4,8 @@
 // - more tiles share a factor than all CTAs together can hold in registers. Each tile is then read twice.
 //
 // Where fewer tiles share a factor, the kernel of once.hpp is used. schedule.hpp says which tile a CTA takes next, and
-// what the CTA does with it. A tile with what is done with it is a Work.
+// what the CTA does with it. A tile with what is done with it is a Work. Where the device knows the lengths of
+// sequences, packed.hpp says it.
 //
 // The kernel is bound by memory. So everything serves to keep loads in flight.
 //
@@ -21,6 +22,7 @@
 // Shared memory:
 // - kStages tiles, 4 KB for each warp. On their way out, the e4m3 bytes of a row take the place of its values.
 // - A ring of kPlaces places. A place has a tile's Work, its largest magnitude, and a factor that was waited for.
+// - Packed: which tiles the CTA takes. (In registers there is no room for them.)
 //
 // Barriers: one __syncthreads for each tile, between measuring and converting.
 // - Before it, every warp has added its largest magnitude to the tile's place. Thread 0 has made a later tile's Work
@@ -29,6 +31,7 @@
 //   uses that place is two barriers away, since there are two places more than stages.
 #pragma once
 
+#include "quantize/packed.hpp"
 #include "quantize/tile.hpp"
 
 namespace hattn::quantize {
@@ -45,14 +48,16 @@ struct Traits {
     Work work[kPlaces];
     unsigned largest[kPlaces];
     float awaited[kPlaces];
+    CtaTiles own;  // with PackedParams
   };
   static constexpr int kSmemBytes = sizeof(Storage);
   static_assert(kCtas * (kSmemBytes + 1024) <= 228 * 1024, "so many CTAs share a multiprocessor");
 };
 
-template <DType kSource, int kHeadDim, Rotation kRotation>
+// KernelParams: Params or PackedParams.
+template <DType kSource, int kHeadDim, Rotation kRotation, class KernelParams>
 __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::kCtas)
-    quantize_kernel(__grid_constant__ Params const params, __grid_constant__ Norms const norms,
+    quantize_kernel(__grid_constant__ KernelParams const params, __grid_constant__ Norms const norms,
                     __grid_constant__ Signs const signs) {
   using Traits = Traits<kHeadDim>;
   using WarpTile = WarpTile<kHeadDim>;
@@ -65,13 +70,17 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
   };
 
   // The next job: every gridDim-th, or the next of the counter. The counter is asked one tile before the answer is
-  // needed.
-  bool const drawn = params.jobs != params.tiles;
+  // needed. Packed: the next of the CTA's own tiles.
+  bool const drawn = !KernelParams::kPacked && params.jobs != params.tiles;
   unsigned next = 0;
   auto const draw = [&] {
     unsigned const number = next;
-    next = drawn ? atomicAdd(params.shared.counter, 1U) : next + gridDim.x;
-    return work_of(params, number);
+    if constexpr (KernelParams::kPacked) {
+      return next_work(params, storage.own);
+    } else {
+      next = drawn ? atomicAdd(params.shared.counter, 1U) : next + gridDim.x;
+      return work_of(params, number);
+    }
   };
   auto const begin_copy = [&](Work const& work, int stage) {
     int const thread = thread_index();
@@ -80,11 +89,18 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
 
   int const thread = thread_index();
   if (thread == 0) {
+    if constexpr (KernelParams::kPacked) {
+      storage.own = tiles_of_cta(params);
+    }
     unsigned const first = drawn ? atomicAdd(params.shared.counter, kStages + 1U) : blockIdx.x;
     unsigned const step = drawn ? 1 : gridDim.x;
     CUTE_NO_UNROLL
     for (int i = 0; i < kStages; ++i) {
-      storage.work[i] = work_of(params, first + i * step);
+      if constexpr (KernelParams::kPacked) {
+        storage.work[i] = next_work(params, storage.own);
+      } else {
+        storage.work[i] = work_of(params, first + i * step);
+      }
     }
     next = first + kStages * step;
     for (unsigned& largest : storage.largest) {
@@ -129,7 +145,8 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
     if constexpr (kRotation != Rotation::None) {
       rotate_within<kHeadDim, kRotation>(x, row_lane, chunks);
     }
-    if (kRotation == Rotation::Whole && job == Job::Measure) {
+    if (!KernelParams::kPacked && kRotation == Rotation::Whole && job == Job::Measure) {
+      // Not packed, where the compiler would keep more than the registers hold.
       // All elements have the same norm, which rounds no two values out of their order: the product of the largest will
       // do for what is measured alone.
       if constexpr (kCrosses<kHeadDim, kRotation>) {
@@ -155,7 +172,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
       if (before % 32 == 0) {
         atomicMax(&storage.largest[place], of_warp);
       }
-    } else if (job == Job::Await && before == 0) {
+    } else if (!KernelParams::kPacked && job == Job::Await && before == 0) {
       unsigned const shared = storage.work[place].shared;
       if (shared != awaited) {
         publish(params, measured);
@@ -181,7 +198,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
         }
         measured.largest = max(measured.largest, storage.largest[place]);
         ++measured.tiles;
-        if (params.ahead < params.tiles) {
+        if (!KernelParams::kPacked && params.ahead < params.tiles) {
           publish(params, measured);  // others may wait for it soon
         }
       }
@@ -242,6 +259,9 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
   }
   if (thread == 0) {
     publish(params, measured);
+  }
+  if constexpr (KernelParams::kPacked) {
+    write_factors(params);
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (params.counts != nullptr) {

@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "common/fill.hpp"
+#include "common/start.hpp"
 #include "common/status.hpp"
 #include "quantize/kernel.hpp"
 #include "quantize/once.hpp"
@@ -27,54 +29,66 @@ static __global__ void publish_counts(unsigned long long const* counted, float* 
 }
 
 // A kernel for one kind of rotation, and what it is started with.
+template <class KernelParams>
 struct Kernel {
-  void (*function)(Params, Norms, Signs);
+  void (*function)(KernelParams, Norms, Signs);
   int threads, smem_bytes;
   unsigned ctas;  // a multiprocessor
   unsigned tile_rows;
   unsigned tiles;  // that a CTA can hold
 };
 
-template <DType kSource, int kHeadDim, Rotation kRotation>
-Kernel kernel_of(bool once) noexcept {
+template <DType kSource, int kHeadDim, Rotation kRotation, class KernelParams>
+Kernel<KernelParams> kernel_of(bool once) noexcept {
   using Once = OnceTraits<kHeadDim, kRotation>;
   using Traits = Traits<kHeadDim>;
-  return once ? Kernel{quantize_once_kernel<kSource, kHeadDim, kRotation>,
-                       Once::kThreads,
-                       Once::kSmemBytes,
-                       Once::kCtas,
-                       Once::kTileRows,
-                       Once::kTiles}
-              : Kernel{quantize_kernel<kSource, kHeadDim, kRotation>,
-                       Traits::kThreads,
-                       Traits::kSmemBytes,
-                       Traits::kCtas,
-                       kTileRows,
-                       0};
+  Kernel<KernelParams> const kernel{quantize_kernel<kSource, kHeadDim, kRotation, KernelParams>,
+                                    Traits::kThreads,
+                                    Traits::kSmemBytes,
+                                    Traits::kCtas,
+                                    kTileRows,
+                                    0};
+  if constexpr (!KernelParams::kPacked) {
+    return once ? Kernel<KernelParams>{quantize_once_kernel<kSource, kHeadDim, kRotation>,
+                                       Once::kThreads,
+                                       Once::kSmemBytes,
+                                       Once::kCtas,
+                                       Once::kTileRows,
+                                       Once::kTiles}
+                : kernel;
+  }
+  return kernel;
 }
 
-template <DType kSource>
-Kernel kernel_of(int head_dim, Rotation rotation, bool once) noexcept {
+// `once`: the kernel of once.hpp. There is none for PackedParams.
+template <DType kSource, class KernelParams>
+Kernel<KernelParams> kernel_of(int head_dim, Rotation rotation, bool once) noexcept {
   bool const small = head_dim <= 64;
   switch (rotation) {
     case Rotation::Whole:
-      return small ? kernel_of<kSource, 64, Rotation::Whole>(once) : kernel_of<kSource, 128, Rotation::Whole>(once);
+      return small ? kernel_of<kSource, 64, Rotation::Whole, KernelParams>(once)
+                   : kernel_of<kSource, 128, Rotation::Whole, KernelParams>(once);
     case Rotation::PowersOfTwo:
-      return small ? kernel_of<kSource, 64, Rotation::PowersOfTwo>(once)
-                   : kernel_of<kSource, 128, Rotation::PowersOfTwo>(once);
+      return small ? kernel_of<kSource, 64, Rotation::PowersOfTwo, KernelParams>(once)
+                   : kernel_of<kSource, 128, Rotation::PowersOfTwo, KernelParams>(once);
     default:
-      return small ? kernel_of<kSource, 64, Rotation::None>(once) : kernel_of<kSource, 128, Rotation::None>(once);
+      return small ? kernel_of<kSource, 64, Rotation::None, KernelParams>(once)
+                   : kernel_of<kSource, 128, Rotation::None, KernelParams>(once);
   }
+}
+
+template <class KernelParams>
+cudaError_t load(Kernel<KernelParams> const& kernel) noexcept {
+  return cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
 }
 
 template <DType kSource>
 Status prepare() noexcept {
   for (Rotation const rotation : {Rotation::None, Rotation::Whole, Rotation::PowersOfTwo}) {
     for (int const head_dim : {64, 128}) {
-      for (bool const once : {false, true}) {
-        Kernel const kernel = kernel_of<kSource>(head_dim, rotation, once);
-        cudaError_t const error =
-            cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
+      for (cudaError_t const error : {load(kernel_of<kSource, Params>(head_dim, rotation, false)),
+                                      load(kernel_of<kSource, Params>(head_dim, rotation, true)),
+                                      load(kernel_of<kSource, PackedParams>(head_dim, rotation, false))}) {
         if (error != cudaSuccess) {
           return to_status(error);
         }
@@ -82,9 +96,11 @@ Status prepare() noexcept {
     }
   }
   Residency::of_driver();
-  cudaFuncAttributes attributes;
-  cudaError_t const error = cudaFuncGetAttributes(&attributes, fill_factors);
-  return to_status(error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, publish_counts));
+  Status status = load_kernel(fill_factors);
+  status = is_ok(status) ? load_kernel(publish_counts) : status;
+  status = is_ok(status) ? load_kernel(write_factors_of_zeros) : status;
+  status = is_ok(status) ? prepare_schedule() : status;
+  return is_ok(status) ? prepare_fill() : status;
 }
 
 // Bit `number` of the signs: the top bit of SplitMix64's output of it.
@@ -108,25 +124,47 @@ inline unsigned span_of(QuantizeTensor const& tensor, bool by_head) noexcept {
   return by_head ? tensor.group : tensor.heads;
 }
 
-template <DType kSource>
-Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, unsigned long long* counts,
-                     CUstream_st* stream) noexcept {
-  if (!tensor.wanted) {
-    return {};
-  }
-  bool const shares = shares_factors(tensor, given.scaling);
-  bool const one = given.scaling == Scaling::PerTensor;
-  int const heads = one ? 1 : tensor.heads / tensor.group;
-  int const factors = one ? 1 : tensor.batch * heads;
-  if (tensor.batch == 0 || tensor.heads == 0 || tensor.seqlen == 0) {
-    if (shares && factors > 0) {
-      fill_factors<<<1, 128, 0, stream>>>(tensor.descale, heads, factors, tensor.most);
-    }
-    return to_status(cudaGetLastError());
-  }
-  int const head_dim = tensor.head_dim <= 64 ? 64 : 128;
-  unsigned const span = span_of(tensor, shares && !one);
+// How a tensor's rows are rotated, and the numbers for it.
+struct RowRotation {
+  Rotation rotation;
+  Norms norms;
+  Signs signs;
 
+  RowRotation(QuantizeTensor const& tensor, std::uint64_t seed) noexcept
+      : rotation{!tensor.rotated                                   ? Rotation::None
+                 : tensor.head_dim == 64 || tensor.head_dim == 128 ? Rotation::Whole
+                                                                   : Rotation::PowersOfTwo},
+        norms{},
+        signs{} {
+    int chunk = 0;
+    for (int size = 128; size >= 16; size /= 2) {
+      if ((tensor.head_dim & size) != 0) {
+        for (int const end = chunk + size / kChunk; chunk < end; ++chunk) {
+          norms.of_chunk[chunk] = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+        }
+      }
+    }
+    for (int element = 0; element < 128; ++element) {
+      int const bit = (element % 2 == 0 ? 15 : 31) - element % 32 / 2;
+      signs.bits[element / 32] |= negative(seed, element) ? 1U << bit : 0U;
+    }
+  }
+};
+
+// Heads of the descale factors, where these are not per block. And how many factors there are then.
+struct Factors {
+  int heads, count;
+
+  Factors(QuantizeParams const& given, QuantizeTensor const& tensor) noexcept
+      : heads{given.scaling == Scaling::PerTensor ? 1 : tensor.heads / tensor.group},
+        count{given.scaling == Scaling::PerTensor ? 1 : tensor.batch * heads} {}
+};
+
+// What does not follow from the kernel.
+inline Params params_of(QuantizeParams const& given, QuantizeTensor const& tensor,
+                        unsigned long long* counts) noexcept {
+  int const factors = Factors{given, tensor}.count;
+  unsigned const span = span_of(tensor, shares_factors(tensor, given.scaling) && given.scaling != Scaling::PerTensor);
   Params params{};
   params.values = tensor.values;
   params.stored = tensor.stored;
@@ -136,7 +174,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   params.span = Divisor{span};
   params.spans = Divisor{tensor.heads / span};
   params.group = Divisor{static_cast<unsigned>(tensor.group)};
-  params.factor_heads = heads;
+  params.factor_heads = Factors{given, tensor}.heads;
   params.seqlen = tensor.seqlen;
   params.chunks = tensor.head_dim / kChunk;
   params.most = tensor.most;
@@ -144,28 +182,27 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   auto* const state = reinterpret_cast<unsigned*>(tensor.state);
   params.shared = {state, state, state + 4, state + 4 + factors};
   params.counts = counts;
+  return params;
+}
 
-  Norms norms{};
-  Signs signs{};
-  int chunk = 0;
-  for (int size = 128; size >= 16; size /= 2) {
-    if ((tensor.head_dim & size) != 0) {
-      for (int const end = chunk + size / kChunk; chunk < end; ++chunk) {
-        norms.of_chunk[chunk] = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
-      }
+template <DType kSource>
+Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, unsigned long long* counts,
+                     CUstream_st* stream) noexcept {
+  bool const shares = shares_factors(tensor, given.scaling);
+  bool const one = given.scaling == Scaling::PerTensor;
+  if (tensor.batch == 0 || tensor.heads == 0 || tensor.seqlen == 0) {
+    Factors const factors{given, tensor};
+    if (shares && factors.count > 0) {
+      fill_factors<<<1, 128, 0, stream>>>(tensor.descale, factors.heads, factors.count, tensor.most);
     }
+    return to_status(cudaGetLastError());
   }
-  for (int element = 0; element < 128; ++element) {
-    int const bit = (element % 2 == 0 ? 15 : 31) - element % 32 / 2;
-    signs.bits[element / 32] |= negative(given.seed, element) ? 1U << bit : 0U;
-  }
-  Rotation const rotation = !tensor.rotated               ? Rotation::None
-                            : tensor.head_dim == head_dim ? Rotation::Whole
-                                                          : Rotation::PowersOfTwo;
+  Params params = params_of(given, tensor, counts);
+  RowRotation const rotating{tensor, given.seed};
   unsigned const multiprocessors = shares ? Residency::of_driver().multiprocessors(stream, given.multiprocessors)
                                           : static_cast<unsigned>(given.multiprocessors);
   // Returns the grid.
-  auto const divide = [&](Kernel const& kernel, bool once) {
+  auto const divide = [&](Kernel<Params> const& kernel, bool once) {
     unsigned const ctas = multiprocessors * kernel.ctas;
     unsigned const tiles_a_head = (tensor.seqlen + kernel.tile_rows - 1) / kernel.tile_rows;
     unsigned const tiles = tensor.batch * tensor.heads * tiles_a_head;
@@ -179,7 +216,7 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
     params.ahead = together + ctas < tiles ? together + ctas : tiles;
     return tiles < ctas ? tiles : ctas;
   };
-  auto const start = [&](Kernel const& kernel, unsigned grid, bool once) {
+  auto const start = [&](Kernel<Params> const& kernel, unsigned grid, bool once) {
     // CTAs of once.hpp wait for each other, so that all of them must run at once.
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
@@ -191,10 +228,10 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = once ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel.function, params, norms, signs);
+    return cudaLaunchKernelEx(&config, kernel.function, params, rotating.norms, rotating.signs);
   };
   if (shares) {
-    Kernel const kernel = kernel_of<kSource>(head_dim, rotation, true);
+    Kernel<Params> const kernel = kernel_of<kSource, Params>(tensor.head_dim, rotating.rotation, true);
     unsigned const grid = divide(kernel, true);
     // A factor may have up to kernel.tiles tiles for each CTA. But near that bound each CTA waits for all others.
     if (params.tiles_a_factor <= 3 * kernel.tiles * grid / 4) {
@@ -206,8 +243,99 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
       cudaGetLastError();
     }
   }
-  Kernel const kernel = kernel_of<kSource>(head_dim, rotation, false);
+  Kernel<Params> const kernel = kernel_of<kSource, Params>(tensor.head_dim, rotating.rotation, false);
   return to_status(start(kernel, divide(kernel, false), false));
+}
+
+// The offsets and used lengths of a tensor's sequences, as addresses. 0: there are none.
+struct Lengths {
+  std::uint64_t offsets, used;
+  int list_size;  // of the table
+
+  Lengths(Sequences const& sequences, bool of_keys) noexcept
+      : offsets{of_keys ? sequences.cu_seqlens_kv : sequences.cu_seqlens_q},
+        used{of_keys ? sequences.seqused_kv : sequences.seqused_q},
+        list_size{of_keys ? sequences.list_size : sequences.block_list_size} {}
+  bool some() const noexcept { return offsets != 0 || used != 0; }
+  bool packed() const noexcept { return offsets != 0; }
+};
+
+// A tensor whose sequences have lengths that the device knows. Their table is there, if there are sequences.
+template <DType kSource>
+Status launch_packed_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, bool of_keys,
+                            unsigned long long* counts, CUstream_st* stream) noexcept {
+  Sequences const& sequences = given.sequences;
+  Lengths const lengths{sequences, of_keys};
+  Factors const factors{given, tensor};
+  bool const shares = shares_factors(tensor, given.scaling);
+  bool const empty = tensor.batch == 0 || tensor.seqlen == 0;
+  auto const zero_factors = [&](unsigned entries, unsigned heads, unsigned blocks) {
+    unsigned const count = entries * heads * blocks;
+    if (count > 0) {
+      write_factors_of_zeros<<<(count + 1023) / 1024, 256, 0, stream>>>(tensor.descale, heads, blocks, count,
+                                                                        tensor.most);
+    }
+  };
+  if (shares && empty) {
+    zero_factors(factors.count / factors.heads, factors.heads, 1);
+  }
+  if (!tensor.given && !shares && sequences.fill_gaps) {
+    // Blocks of sequences get their own factors after that.
+    std::int64_t const apart = (kTileRows - 1) * (lengths.packed() ? std::int64_t{tensor.batch} : 1);
+    zero_factors(lengths.packed() ? 1 : tensor.batch, tensor.heads, (tensor.seqlen + apart) / kTileRows);
+  }
+  if (!empty) {
+    RowRotation const rotating{tensor, given.seed};
+    auto const kernel = kernel_of<kSource, PackedParams>(tensor.head_dim, rotating.rotation, false);
+    PackedParams params{params_of(given, tensor, counts)};
+    params.of_keys = of_keys;
+    params.table = {sequences.table, tensor.batch};
+    params.list = of_keys ? params.table.list() : params.table.block_list(sequences.list_size);
+    params.blocks_apart = lengths.packed() ? kTileRows - 1 : 0;
+    params.heads = tensor.heads;
+    // Of all sequences, no more than these.
+    unsigned const tiles = static_cast<unsigned>(lengths.list_size) * params.heads;
+    unsigned const ctas = static_cast<unsigned>(given.multiprocessors) * kernel.ctas;
+    auto const start = [&](Job job) {
+      params.job = job;
+      params.factors = shares && job == Job::Convert ? factors.count : 0;
+      start_kernel({static_cast<int>(tiles < ctas ? tiles : ctas), kernel.threads, kernel.smem_bytes, stream},
+                   kernel.function, params, rotating.norms, rotating.signs);
+    };
+    if (shares) {
+      start(Job::Measure);
+    }
+    start(shares || tensor.given ? Job::Convert : Job::Both);
+  }
+  if (Status const status = to_status(cudaGetLastError());
+      !is_ok(status) || !sequences.fill_gaps || tensor.seqlen == 0) {
+    return status;
+  }
+  // The filling kernels take an element for two bytes.
+  TensorDesc halves = tensor.stored;
+  halves.stride_batch /= 2;
+  halves.stride_row /= 2;
+  halves.stride_head /= 2;
+  return launch_fill_gaps(sequences, halves, tensor.batch, tensor.seqlen, tensor.heads, tensor.head_dim / 2, of_keys,
+                          TensorDesc{}, stream);
+}
+
+// Makes the table of the sequences, of the sides that are quantised and have lengths. A tile is kTileRows rows.
+inline Status launch_table(QuantizeParams const& params, CUstream_st* stream) noexcept {
+  auto const rows = [&](QuantizeTensor const& tensor, bool of_keys) {
+    return tensor.wanted && Lengths{params.sequences, of_keys}.some() ? tensor.seqlen : 0;
+  };
+  QuantizeTensor const& keys = params.k.wanted ? params.k : params.v;
+  int const seqlen_q = rows(params.q, false);
+  int const seqlen_kv = rows(keys, true);
+  int const batch = params.q.wanted ? params.q.batch : keys.batch;
+  if (batch == 0 || (seqlen_q == 0 && seqlen_kv == 0)) {
+    return {};
+  }
+  return launch_schedule(params.sequences,
+                         {batch, seqlen_q, seqlen_kv, kTileRows, 1, params.sequences.list_size, kTileRows,
+                          params.sequences.block_list_size},
+                         stream);
 }
 
 template <DType kSource>
@@ -225,8 +353,20 @@ Status launch(QuantizeParams const& params, CUstream_st* stream) noexcept {
       return to_status(error);
     }
   }
+  if (params.sequences.table != 0) {
+    if (Status const status = launch_table(params, stream); !is_ok(status)) {
+      return status;
+    }
+  }
   for (int i = 0; i < 3; ++i) {
-    Status const status = launch_tensor<kSource>(params, *tensors[i], counts ? counted + 2 * i : nullptr, stream);
+    if (!tensors[i]->wanted) {
+      continue;
+    }
+    bool const of_keys = i > 0;
+    auto* const found = counts ? counted + 2 * i : nullptr;
+    bool const packs = params.sequences.table != 0 && Lengths{params.sequences, of_keys}.some();
+    Status const status = packs ? launch_packed_tensor<kSource>(params, *tensors[i], of_keys, found, stream)
+                                : launch_tensor<kSource>(params, *tensors[i], found, stream);
     if (!is_ok(status)) {
       return status;
     }

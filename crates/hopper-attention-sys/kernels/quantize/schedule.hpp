@@ -66,6 +66,7 @@ constexpr unsigned kMeasured = 0x80000000U;
 
 // What a kernel reads of one tensor. The host fills it (launch.hpp).
 struct Params {
+  static constexpr bool kPacked = false;
   TensorDesc values, stored, descale;  // as in QuantizeTensor
   Scaling scaling;
   bool given;      // whether the factors are read

@@ -265,7 +265,7 @@ impl<O: OutputOf<E4M3> + Element> Subject for Fp8<O> {
         let mut results = Vec::new();
         for _ in 0..2 {
             outputs.poison(lane.stream);
-            lane.launched(|| plan.run(&lane.stream(), &mut workspace, outputs.args(memory.inputs(problem))))?;
+            lane.launched(|| plan.run(&lane.stream(), &mut workspace, memory.all_args(problem, &mut outputs)))?;
             results.push(outputs.written(lane.stream)?);
         }
         same(results[0].same_bits(&results[1]))?;
@@ -300,7 +300,9 @@ fn sample<T: Poison>(problem: &Problem) -> Sample<T> {
         let like = Like::ALL[((seed >> (8 * i)) % 5) as usize];
         Some(Kind { values: problem.case.placement, stored, given: (seed >> (8 * i + 4)).is_multiple_of(2), like })
     };
-    Sample::new(options.build().expect("e4m3 operands"), [kind(0), kind(1), kind(2)], seed.is_multiple_of(3), seed)
+    let quantizer = options.build().expect("e4m3 operands");
+    let packing = problem.case.packing.clone();
+    Sample::packed(quantizer, packing, [kind(0), kind(1), kind(2)], seed.is_multiple_of(3), seed)
 }
 
 impl<T: Poison> Subject for Quantize<T> {

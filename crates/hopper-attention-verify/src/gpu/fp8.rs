@@ -71,7 +71,7 @@ impl OnDevice {
         scale_o: Option<f32>,
     ) -> Result<Written<O>, String> {
         let mut outputs = Outputs::new(stream, plan.problem(), scale_o);
-        let args = self.lists.add_to(self.args(plan.problem(), &mut outputs));
+        let args = self.all_args(plan.problem(), &mut outputs);
         plan.run(&Stream::Cuda(stream.clone()), workspace, args).map_err(|error| error.to_string())?;
         if let Err(error) = stream.synchronize() {
             panic!("the GPU failed on {plan}: {error}");
@@ -100,6 +100,15 @@ impl OnDevice {
             args = args.write(Slot::Amax, write(amax, dense([1])));
         }
         args
+    }
+
+    /// The arguments of a run.
+    pub fn all_args<'a, O: OutputOf<E4M3>>(
+        &'a self,
+        problem: &ForwardProblem,
+        outputs: &'a mut Outputs<O>,
+    ) -> Args<'a> {
+        self.lists.add_to(self.args(problem, outputs))
     }
 
     /// The operands and their factors as a run reads them.

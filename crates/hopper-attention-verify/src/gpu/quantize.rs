@@ -5,19 +5,27 @@ use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
-    Descale, Device, E4M3, Float, ForwardProblem, Layout, QuantizeArgs, QuantizePlan, Quantizer, Stream, TensorMut,
-    TensorRef, Workspace,
+    Args, Device, E4M3, Float, Layout, QuantizePlan, Quantizer, Slot, Stream, TensorMut, Workspace,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
-use super::{read, write};
+use super::{Lists, given_read, given_read_numbers, given_write, given_write_numbers, read};
 use crate::data::GUARD;
+use crate::fp8::{packed, shapes};
 use crate::layouts::Placement;
+use crate::packing::{self, Packing, Rows};
 
 /// What no run writes: a code of e4m3 in gaps and bands.
 const POISON: E4M3 = E4M3::from_bits(0x5a);
+
+/// Of q, k and v: the operands with the values, with what is stored, with the factors that are made, and with those that are given.
+const SLOTS: [[Slot; 4]; 3] = [
+    [Slot::QValues, Slot::QStored, Slot::QDescale, Slot::QDescaleGiven],
+    [Slot::KValues, Slot::KStored, Slot::KDescale, Slot::KDescaleGiven],
+    [Slot::VValues, Slot::VStored, Slot::VDescale, Slot::VDescaleGiven],
+];
 
 /// What the elements are like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +55,8 @@ pub struct Sample<T> {
     pub tensors: [Option<One<T>>; 3],
     /// Whether it is counted.
     pub counts: bool,
+    /// Offsets and used lengths.
+    pub packing: Packing,
 }
 
 /// One tensor, in memory with bands around it.
@@ -117,7 +127,7 @@ fn stored_layout(placement: Placement, shape: [usize; 4]) -> Layout<4> {
 }
 
 impl<T: Float> One<T> {
-    fn new(kind: Kind, shape: [usize; 4], factors: [usize; 3], rng: &mut StdRng) -> Self {
+    fn new(kind: Kind, shape: [usize; 4], factors: [usize; 3], belongs: Option<&Rows>, rng: &mut StdRng) -> Self {
         let (of_values, of_stored) = (kind.values.layout(shape, true), stored_layout(kind.stored, shape));
         let of_descale = Layout::contiguous(factors).expect("a small layout");
         let mut values = vec![T::from_f32(f32::NAN); of_values.span() + 2 * GUARD];
@@ -141,6 +151,16 @@ impl<T: Float> One<T> {
                 Like::Zero => 0.0 * x,
             });
         }
+        if let Some(rows) = belongs {
+            // What belongs to no sequence is NaN, and must reach nobody.
+            let index = |row: usize, at: usize| [row / shape[1], row % shape[1], at / shape[3], at % shape[3]];
+            for row in (0..shape[0] * shape[1]).filter(|&row| !rows.belongs(row)) {
+                for at in 0..shape[2] * shape[3] {
+                    values[GUARD + of_values.offset(index(row, at)).expect("within the tensor")] =
+                        T::from_f32(f32::NAN);
+                }
+            }
+        }
         let mut descale = vec![f32::NAN; of_descale.span() + 2 * GUARD];
         if kind.given {
             for factor in &mut descale[GUARD..GUARD + of_descale.span()] {
@@ -160,20 +180,22 @@ impl<T: Float> One<T> {
 impl<T: Float> Sample<T> {
     /// Of a seed; `kinds` says how q, k and v are made, or that there is none.
     pub fn new(quantizer: Quantizer, kinds: [Option<Kind>; 3], counts: bool, seed: u64) -> Self {
+        Self::packed(quantizer, Packing::default(), kinds, counts, seed)
+    }
+
+    /// The same of a problem with these offsets and used lengths.
+    pub fn packed(quantizer: Quantizer, packing: Packing, kinds: [Option<Kind>; 3], counts: bool, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let problem: &ForwardProblem = quantizer.problem();
-        let shapes = [
-            (problem.q_shape(), problem.descale_q_shape()),
-            (problem.k_shape(), problem.descale_k_shape()),
-            (problem.v_shape(), problem.descale_v_shape()),
-        ];
+        let shapes = shapes(quantizer.problem());
+        let belonging = packing.belonging(quantizer.problem());
         let mut index = 0;
         let tensors = kinds.map(|kind| {
             let (shape, factors) = shapes[index];
+            let belongs = belonging.as_ref().map(|sides| &sides[index.min(1)]);
             index += 1;
-            kind.map(|kind| One::new(kind, shape, factors, &mut rng))
+            kind.map(|kind| One::new(kind, shape, factors, belongs, &mut rng))
         });
-        Self { quantizer, tensors, counts }
+        Self { quantizer, tensors, counts, packing }
     }
 
     /// What the CPU makes of it.
@@ -182,23 +204,22 @@ impl<T: Float> Sample<T> {
         let mut stored = self.tensors.each_ref().map(|one| one.as_ref().map_or(Vec::new(), One::stored));
         let mut descale = self.tensors.each_ref().map(|one| one.as_ref().map_or(Vec::new(), |one| one.descale.clone()));
         let mut counts = [f32::NAN; 6];
-        let mut args = QuantizeArgs::new();
-        for (((one, stored), descale), give) in self.tensors.iter().zip(&mut stored).zip(&mut descale).zip([
-            QuantizeArgs::q,
-            QuantizeArgs::k,
-            QuantizeArgs::v,
-        ]) {
+        let mut args = self.packing.host_args(Args::new());
+        let packed = packed(self.quantizer.problem());
+        for (i, ((one, stored), descale)) in self.tensors.iter().zip(&mut stored).zip(&mut descale).enumerate() {
             let Some(one) = one else { continue };
-            let factors = if one.given {
-                Descale::Given(inner(descale, one.of_descale))
+            let [of_values, of_stored, of_descale, of_given] = SLOTS[i];
+            args = packing::read(args, of_values, inner(&one.values), one.of_values, packed[i].rows);
+            args = packing::write(args, of_stored, inner_mut(stored), one.of_stored, packed[i].rows);
+            args = if one.given {
+                packing::read_numbers(args, of_given, inner(descale), one.of_descale, packed[i].blocks)
             } else {
-                Descale::FromAmax(inner_mut(descale, one.of_descale))
+                packing::write_numbers(args, of_descale, inner_mut(descale), one.of_descale, packed[i].blocks)
             };
-            args = give(args, inner(&one.values, one.of_values), inner_mut(stored, one.of_stored), factors);
         }
         if self.counts {
             let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
-            args = args.counts(TensorMut::host(&mut counts, of_counts).expect("a fitting layout"));
+            args = args.write(Slot::Counts, TensorMut::host(&mut counts, of_counts).expect("a fitting layout"));
         }
         let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).expect("nothing to allocate");
         plan.run(&Stream::Cpu, &mut workspace, args).expect("a result");
@@ -214,19 +235,21 @@ fn bits(values: Vec<f32>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
-fn inner<T: hopper_attention::Element, const R: usize>(values: &[T], layout: Layout<R>) -> TensorRef<'_, T, R> {
-    TensorRef::host(&values[GUARD..values.len() - GUARD], layout).expect("a fitting layout")
+/// What lies between the bands.
+fn inner<T>(values: &[T]) -> &[T] {
+    &values[GUARD..values.len() - GUARD]
 }
 
-fn inner_mut<T: hopper_attention::Element, const R: usize>(values: &mut [T], layout: Layout<R>) -> TensorMut<'_, T, R> {
+fn inner_mut<T>(values: &mut [T]) -> &mut [T] {
     let end = values.len() - GUARD;
-    TensorMut::host(&mut values[GUARD..end], layout).expect("a fitting layout")
+    &mut values[GUARD..end]
 }
 
 /// A sample's memory on the GPU.
 pub struct OnDevice<T> {
     tensors: [Option<Memory<T>>; 3],
     counts: Option<CudaSlice<f32>>,
+    lists: Lists,
 }
 
 struct Memory<T> {
@@ -247,10 +270,11 @@ impl<T: Float> OnDevice<T> {
                 })
             }),
             counts: sample.counts.then(|| stream.clone_htod(&[f32::NAN; 6]).expect("a copy")),
+            lists: Lists::new(stream, &sample.packing),
         }
     }
 
-    /// Writes another sample of the same layouts into the same memory.
+    /// Writes another sample of the same layouts into the same memory. Offsets and used lengths stay as they are.
     pub fn write(&mut self, stream: &Arc<CudaStream>, sample: &Sample<T>) {
         for (memory, one) in self.tensors.iter_mut().zip(&sample.tensors) {
             if let (Some(memory), Some(one)) = (memory, one) {
@@ -265,24 +289,13 @@ impl<T: Float> OnDevice<T> {
     }
 
     /// The arguments of a run.
-    pub fn args(&mut self, sample: &Sample<T>) -> QuantizeArgs<'_> {
-        let mut args = QuantizeArgs::new();
-        for ((memory, one), give) in
-            self.tensors.iter_mut().zip(&sample.tensors).zip([QuantizeArgs::q, QuantizeArgs::k, QuantizeArgs::v])
-        {
-            let (Some(Memory { values, stored, descale }), Some(one)) = (memory, one) else { continue };
-            let factors = if one.given {
-                Descale::Given(read(descale, one.of_descale))
-            } else {
-                Descale::FromAmax(write(descale, one.of_descale))
-            };
-            args = give(args, read(values, one.of_values), write(stored, one.of_stored), factors);
-        }
-        if let Some(counts) = &mut self.counts {
-            let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
-            args = args.counts(TensorMut::cuda(counts.slice_mut(..), of_counts).expect("a fitting layout"));
-        }
-        args
+    pub fn args(&mut self, sample: &Sample<T>) -> Args<'_> {
+        self.lists.add_to(given(&mut self.tensors, &mut self.counts, sample))
+    }
+
+    /// The same without offsets and used lengths.
+    pub fn args_without_lists(&mut self, sample: &Sample<T>) -> Args<'_> {
+        given(&mut self.tensors, &mut self.counts, sample)
     }
 
     /// Runs a plan.
@@ -336,4 +349,29 @@ impl<T: Float> OnDevice<T> {
         let [(q, descale_q), (k, descale_k), (v, descale_v)] = [of(0), of(1), of(2)];
         super::fp8::Inputs { stored: [q, k, v], descale: [descale_q, descale_k, descale_v] }
     }
+}
+
+fn given<'a, T: Float>(
+    tensors: &'a mut [Option<Memory<T>>; 3],
+    counts: &'a mut Option<CudaSlice<f32>>,
+    sample: &Sample<T>,
+) -> Args<'a> {
+    let mut args = Args::new();
+    let packed = packed(sample.quantizer.problem());
+    for (i, (memory, one)) in tensors.iter_mut().zip(&sample.tensors).enumerate() {
+        let (Some(Memory { values, stored, descale }), Some(one)) = (memory, one) else { continue };
+        let [of_values, of_stored, of_descale, of_given] = SLOTS[i];
+        args = given_read(args, of_values, values, one.of_values, packed[i].rows);
+        args = given_write(args, of_stored, stored, one.of_stored, packed[i].rows);
+        args = if one.given {
+            given_read_numbers(args, of_given, descale, one.of_descale, packed[i].blocks)
+        } else {
+            given_write_numbers(args, of_descale, descale, one.of_descale, packed[i].blocks)
+        };
+    }
+    if let Some(counts) = counts {
+        let of_counts = Layout::contiguous([3, 2]).expect("a small layout");
+        args = args.write(Slot::Counts, TensorMut::cuda(counts.slice_mut(..), of_counts).expect("a fitting layout"));
+    }
+    args
 }

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, small};
+use super::{KernelArgs, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 use crate::cpu::{self, Factors, QuantizeTask, Sequences};
 use crate::dtype::{DType, Float, bf16, f16};
@@ -160,23 +160,30 @@ fn params(plan: &QuantizePlan, choice: &QuantizeChoice, args: &KernelArgs) -> Re
     let scaling = problem.scaling().unwrap_or_default();
     let one = |index: usize| -> Result<sys::QuantizeTensor> {
         let tensor = &TENSORS[index];
-        let values = args.get(tensor.values);
         let given = args.get(tensor.given);
         let is_given = args.has(tensor.given);
         if !args.has(tensor.values) {
             return Ok(sys::QuantizeTensor::default());
         }
-        let [batch, seqlen, heads, head_dim] = (tensor.shape)(problem);
+        let [_, seqlen, heads, head_dim] = (tensor.shape)(problem);
+        let packed = (tensor.packed)(problem);
+        let rows = |slot| {
+            let mut descriptor = args.get(slot);
+            if packed {
+                descriptor.stride_batch = 0; // rows count from the tensor's first
+            }
+            descriptor
+        };
         let group = if scaling == Scaling::PerHead { heads / problem.dims().heads_kv } else { 1 };
         Ok(sys::QuantizeTensor {
-            values: values.into(),
-            stored: args.get(tensor.stored).into(),
+            values: rows(tensor.values).into(),
+            stored: rows(tensor.stored).into(),
             descale: if is_given { given.into() } else { args.get(tensor.descale).into() },
             given: is_given,
             rotated: tensor.scored && quantizer.hadamard().is_some(),
             wanted: true,
             most: quantizer.largest_stored(tensor),
-            batch: small("batch", batch)?,
+            batch: small("batch", problem.dims().batch)?,
             seqlen: small("seqlen", seqlen)?,
             heads: small("heads", heads)?,
             head_dim: small("head_dim", head_dim)?,
@@ -184,6 +191,21 @@ fn params(plan: &QuantizePlan, choice: &QuantizeChoice, args: &KernelArgs) -> Re
             state: args.workspace + choice.state[index] as u64,
         })
     };
+    let mut lengths = sys::Sequences::default();
+    let mut workspace_bytes = choice.workspace_bytes;
+    if let Some(packed) = choice.packed {
+        let [of_q, of_kv] = packed.blocks;
+        workspace_bytes = packed.table;
+        lengths = sequences(problem, args, args.workspace + packed.table as u64, small("blocks of keys", of_kv)?);
+        lengths.block_list_size = small("blocks of queries", of_q)?;
+        // The lists of a side of which nothing is quantised are not looked at.
+        if !args.has(Slot::QValues) {
+            (lengths.cu_seqlens_q, lengths.seqused_q) = (0, 0);
+        }
+        if !args.has(Slot::KValues) && !args.has(Slot::VValues) {
+            (lengths.cu_seqlens_kv, lengths.seqused_kv) = (0, 0);
+        }
+    }
     Ok(sys::QuantizeParams {
         q: one(0)?,
         k: one(1)?,
@@ -192,7 +214,8 @@ fn params(plan: &QuantizePlan, choice: &QuantizeChoice, args: &KernelArgs) -> Re
         seed: quantizer.hadamard().unwrap_or(0),
         counts: args.get(Slot::Counts).into(),
         workspace: args.workspace,
-        workspace_bytes: choice.workspace_bytes as u64,
+        workspace_bytes: workspace_bytes as u64,
         multiprocessors: small("multiprocessors", choice.multiprocessors)?,
+        sequences: lengths,
     })
 }

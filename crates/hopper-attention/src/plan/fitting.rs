@@ -134,15 +134,6 @@ pub(super) fn fitting<'a>(
     )
 }
 
-/// Refuses packed tensors and used lengths, which the quantiser's kernels do not take.
-pub(super) fn check_lengths(problem: &ForwardProblem) -> Result<()> {
-    if problem.has_lengths() {
-        let wanted = "packed sequences or used lengths on a GPU".into();
-        return Err(unsupported(wanted, "Device::cpu(), or one problem for each length".into()));
-    }
-    Ok(())
-}
-
 /// The target of a plan for the CPU. A problem that asks for a GPU's instruction set is refused.
 pub(super) fn cpu<C>(problem: &ForwardProblem) -> Result<Target<C>> {
     match problem.arch() {

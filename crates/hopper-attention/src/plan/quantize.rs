@@ -1,11 +1,12 @@
 //! How one device quantises Q, K and V: [`QuantizePlan`].
 //!
 //! On a GPU a tensor is cut into tiles: some neighbouring rows of one head. Where several tiles share a descale factor, they
-//! exchange their largest magnitudes through the workspace.
+//! exchange their largest magnitudes through the workspace. Where sequences have lengths of their own, a table in the workspace
+//! says which tiles there are.
 
 use std::fmt;
 
-use super::fitting::check_lengths;
+use super::packed::{most_tiles, table_bytes};
 use super::target::{Planned, Target};
 use crate::arch::DeviceFacts;
 use crate::device::Device;
@@ -39,14 +40,26 @@ pub(crate) struct QuantizeChoice {
     pub multiprocessors: usize,
     /// The parts of the workspace for what the tiles of q, k and v share, as offsets in bytes.
     pub state: [usize; 3],
+    /// Where the kernels read lengths of sequences from memory.
+    pub packed: Option<Packed>,
     pub workspace_bytes: usize,
+}
+
+/// The sizes where the kernels read lengths of sequences from memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Packed {
+    /// The number of sequences.
+    pub sequences: usize,
+    /// The most blocks of 128 queries, and of 128 keys, that all sequences can have together. 0 for a side without lengths.
+    pub blocks: [usize; 2],
+    /// The part of the workspace for the table of sequences, as an offset in bytes. It is the last.
+    pub table: usize,
 }
 
 /// Chooses the row for the quantiser's source type, and lays out the workspace.
 ///
 /// The launch decides whether tiles are read once or twice, so each part of the workspace is large enough for both.
 fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Result<QuantizeChoice> {
-    check_lengths(quantizer.problem())?;
     let refuse = |nearest: String| Error::Unsupported { wanted: format!("{quantizer} on {}", gpu.arch), nearest };
     let here: Vec<&QuantizeInfo> = rows.iter().filter(|row| row.arch.runs_on(gpu.arch)).collect();
     let Some(row) = here.iter().find(|row| row.source == quantizer.source()) else {
@@ -64,20 +77,30 @@ fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Re
     }
     let mut workspace_bytes = COUNTS_BYTES;
     let mut state = [0; 3];
-    for (of, state) in TENSORS.iter().zip(&mut state) {
+    let mut blocks = [0; 2];
+    // k and v are of one side.
+    for ((of, side), state) in TENSORS.iter().zip([0, 1, 1]).zip(&mut state) {
         let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
-        let blocks = batch.checked_mul(heads).and_then(|rows| rows.checked_mul(seqlen.div_ceil(SCALE_BLOCK)));
-        if blocks.is_none_or(|blocks| blocks >= 1 << 30) {
+        let has_lengths = of.lengths.iter().any(|&slot| problem.wants(slot));
+        let of_head = most_tiles((of.packed)(problem), dims.batch, seqlen, SCALE_BLOCK);
+        if of_head.checked_mul(heads).is_none_or(|blocks| blocks >= 1 << 30) {
             return Err(refuse(format!("below 2^30 blocks of {SCALE_BLOCK} rows in {}", of.values)));
+        }
+        if has_lengths {
+            blocks[side] = of_head;
         }
         *state = workspace_bytes;
         if problem.scaling() != Some(Scaling::PerBlock) {
             let twice = COUNTER_BYTES + SHARED_FACTOR_BYTES * batches * factor_heads;
-            let tiles = batch * heads * seqlen.div_ceil(TILE_ROWS);
+            let tiles = if has_lengths { 0 } else { batch * heads * seqlen.div_ceil(TILE_ROWS) };
             workspace_bytes += twice.max(TILE_BYTES * tiles).next_multiple_of(16);
         }
     }
-    Ok(QuantizeChoice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, workspace_bytes })
+    let packed = problem.has_lengths().then_some(Packed { sequences: dims.batch, blocks, table: workspace_bytes });
+    if packed.is_some() {
+        workspace_bytes += table_bytes(dims.batch, blocks[1], blocks[0]);
+    }
+    Ok(QuantizeChoice { row: **row, multiprocessors: gpu.multiprocessors.max(1), state, packed, workspace_bytes })
 }
 
 /// How one device quantises Q, K and V.
@@ -139,7 +162,8 @@ impl QuantizePlan {
     /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes.
     ///
     /// It is 0 on the CPU. On a GPU it is enough for the counts and for what the tiles of Q, K and V share, so that a run may
-    /// quantise any of the three.
+    /// quantise any of the three. With packed sequences or used lengths it also holds 32 bytes, 48 for each sequence, and 4 for
+    /// each block of 128 queries and of 128 keys that a head can have. (And 20 more for each sequence above 10240 of them.)
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
@@ -153,7 +177,12 @@ impl fmt::Display for QuantizePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.planned.target.choice() {
             None => f.write_str("cpu")?,
-            Some(choice) => write!(f, "{}", choice.row)?,
+            Some(choice) => {
+                write!(f, "{}", choice.row)?;
+                if let Some(Packed { sequences, .. }) = choice.packed {
+                    write!(f, ", lengths of {sequences} sequences in memory")?;
+                }
+            }
         }
         write!(f, ", workspace {} bytes", self.workspace_bytes())
     }
@@ -164,7 +193,7 @@ mod tests {
     use super::*;
     use crate::arch::{Arch, ComputeCapability};
     use crate::dtype::DType;
-    use crate::problem::{Dims, ForwardProblem};
+    use crate::problem::{Dims, ForwardProblem, ForwardProblemBuilder};
 
     const DIMS: Dims =
         Dims { batch: 2, seqlen_q: 300, seqlen_kv: 129, heads_q: 6, heads_kv: 2, head_dim_qk: 80, head_dim_vo: 16 };
@@ -193,6 +222,54 @@ mod tests {
         let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
         assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));
         assert_eq!(block.row.to_string(), "sm90 quantise f16 to e4m3");
+    }
+
+    /// The choice for sequences with lengths in memory, of the kind that `with` asks for.
+    fn packed(scaling: Scaling, with: impl Fn(ForwardProblemBuilder) -> ForwardProblemBuilder) -> QuantizeChoice {
+        let problem = with(ForwardProblem::builder(DType::E4M3, DIMS).scaling(scaling)).build().unwrap();
+        let quantizer = Quantizer::builder(&problem, DType::F16).build().unwrap();
+        select(&quantizer, &DeviceFacts::h100_sxm(), &ROWS).unwrap()
+    }
+
+    #[test]
+    fn lengths_in_memory_have_a_table() {
+        let both = |scaling| packed(scaling, |options| options.packed(true));
+        // Two sequences in 300 queries have up to 4 blocks of 128. In 129 keys they have up to 3.
+        let table =
+            |choice: QuantizeChoice| choice.packed.map(|packed| (packed.sequences, packed.blocks, packed.table));
+        assert_eq!(table(both(Scaling::PerBlock)), Some((2, [4, 3], 64)));
+        assert_eq!(both(Scaling::PerBlock).workspace_bytes, 64 + 32 + 2 * 48 + 4 * (4 + 4));
+        // A largest magnitude and a number for one factor, or for those of 2 sequences with 2 heads each: no word for a tile.
+        let (one, four) = (both(Scaling::PerTensor), both(Scaling::PerHead));
+        assert_eq!((one.state, table(one)), ([64, 96, 128], Some((2, [4, 3], 160))));
+        assert_eq!((four.state, table(four)), ([64, 112, 160], Some((2, [4, 3], 208))));
+        assert_eq!(four.workspace_bytes, 208 + 160);
+        // A side without lengths has no blocks in the table, and words for its tiles.
+        let queries = packed(Scaling::PerHead, |options| options.used_q(true));
+        assert_eq!((queries.state, table(queries)), ([64, 112, 160], Some((2, [6, 0], 208))));
+        let keys = packed(Scaling::PerTensor, |options| options.packed_kv(true).used_kv(true));
+        assert_eq!((keys.state, table(keys)), ([64, 304, 336], Some((2, [0, 3], 368))));
+        let problem = ForwardProblem::builder(DType::E4M3, DIMS).packed(true).build().unwrap();
+        let dense = ForwardProblem::builder(DType::E4M3, DIMS).build().unwrap();
+        let text = |problem: &ForwardProblem| {
+            let quantizer = Quantizer::builder(problem, DType::F16).build().unwrap();
+            let target = Target::described(select(&quantizer, &DeviceFacts::h100_sxm(), &ROWS).unwrap());
+            quantizer.planned(target).to_string()
+        };
+        assert_eq!(text(&problem), "sm90 quantise f16 to e4m3, lengths of 2 sequences in memory, workspace 320 bytes");
+        assert_eq!(text(&dense), "sm90 quantise f16 to e4m3, workspace 400 bytes");
+    }
+
+    #[test]
+    fn more_blocks_than_are_counted_are_refused() {
+        let refused = |dims| {
+            let problem = ForwardProblem::builder(DType::E4M3, dims).packed(true).build().unwrap();
+            let quantizer = Quantizer::builder(&problem, DType::F16).build().unwrap();
+            select(&quantizer, &DeviceFacts::h100_sxm(), &ROWS).unwrap_err().to_string()
+        };
+        // Each sequence may have a block that is not full.
+        let text = refused(Dims::new(1 << 29, 1000, 2, 64));
+        assert!(text.ends_with("nearest: below 2^30 blocks of 128 rows in q.values"), "{text}");
     }
 
     #[test]

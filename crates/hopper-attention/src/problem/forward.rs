@@ -146,7 +146,7 @@ impl ForwardProblemBuilder {
     /// - Rows before the first offset and from the last offset on belong to no sequence (*gaps*). They are not read, and not
     ///   written unless [`fill_gaps`](Self::fill_gaps) says so.
     ///
-    /// Q may be packed where K and V are not, and the other way round. On a GPU, e4m3 scores are then summed in f32, also where they may be summed in f16.
+    /// Q may be packed where K and V are not, and the other way round.
     pub fn packed_q(self, packed: bool) -> Self {
         self.operand(Slot::CuSeqlensQ, packed)
     }

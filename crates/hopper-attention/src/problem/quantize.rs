@@ -36,7 +36,11 @@ use crate::operand::{Operand, Operands, Slot};
 /// Where the problem has packed tensors or used lengths, only the rows of sequences are read and written, and counted. A run
 /// is given the offsets and used lengths of each side that it quantises. With the problem's
 /// [`fill_gaps`](crate::ForwardProblemBuilder::fill_gaps) zeros are stored in the other rows, and a factor per block that
-/// belongs to no sequence is that of zeros. Otherwise these are not written.
+/// belongs to no sequence is that of zeros. Otherwise these are not written. A sequence without rows has a factor per head all
+/// the same: that of zeros.
+///
+/// A GPU reads the lengths when the work runs. So one plan, and one captured graph, serve all lengths. The kernels read a tensor
+/// with lengths of its own twice, unless factors are per block or given.
 ///
 /// # Incoherent processing
 ///
