@@ -157,14 +157,11 @@ class Flash:
             self.keywords["window_size"] = (p["window"], 0)
         self.packed = entry.lengths(p) is not None
         if self.packed:
-            self.prepare_packed(entry.offsets(p, self.torch), max(entry.lengths(p)))
-
-    def prepare_packed(self, offsets, longest):
-        if self.varlen is None:
-            raise RuntimeError(f"{entry.STATUS[2]}: {self.package} has no flash_attn_varlen_func")
-        self.function, self.qkv = self.varlen, tuple(x.squeeze(0) for x in self.qkv)
-        self.keywords.update(dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets))
-        self.keywords.update(dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest))
+            if self.varlen is None:
+                raise RuntimeError(f"{entry.STATUS[2]}: {self.package} has no flash_attn_varlen_func")
+            offsets, longest = entry.offsets(p, self.torch), max(entry.lengths(p))
+            self.function, self.qkv = self.varlen, tuple(x.squeeze(0) for x in self.qkv)
+            self.keywords.update(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
 
     def context(self):
         return contextlib.nullcontext()
