@@ -1,7 +1,7 @@
 /* What `hattn bench` calls to time attention: any shared object that exports the functions below. A library takes part
-   in forwards with hattn_peer_fwd, in backwards if it has hattn_peer_bwd too, in forwards of e4m3 operands if it
-   has hattn_peer_fwd_fp8, and in points of packed sequences if it has hattn_peer_packs. Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or
-   cudaStream_t). */
+   in forwards with hattn_peer_fwd, in backwards if it has hattn_peer_bwd too, in forwards of e4m3 operands if it has
+   hattn_peer_fwd_fp8, and at points of packed sequences if it has hattn_peer_packs. Plain C, no CUDA header: a stream
+   is an opaque pointer (a CUstream or cudaStream_t). */
 #ifndef HATTN_PEER_H
 #define HATTN_PEER_H
 

@@ -43,8 +43,8 @@ pub struct Args {
     pub packing: Packing,
 }
 
-/// What all structs of arguments end with: where packed sequences begin. All 0 where nothing is packed, and where a caller was
-/// compiled before there were packed sequences.
+/// What all structs of arguments end with: where packed sequences begin. All 0 where nothing is packed, and where a
+/// caller was compiled before there were packed sequences.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 #[allow(missing_docs)]
@@ -237,7 +237,8 @@ fn answer(call: impl FnOnce() -> Result<(), Refused>) -> c_int {
     status
 }
 
-/// A caller's struct of arguments. What a caller does not know, whose struct is an older one of `older` bytes or more, is 0.
+/// A caller's struct of arguments. What a caller does not know, whose struct is an older one of `older` bytes or more,
+/// is 0.
 ///
 /// # Safety
 /// It is null, or begins with a `u64` that says how many of its bytes may be read; all its fields take any bits.
@@ -377,8 +378,9 @@ mod tests {
             ..args()
         };
         let Problem::Forward(problem) = args.call().expect("it is a problem").problem else { panic!("a forward") };
-        assert!(problem.to_string().contains("batch 2 seqlen 3x3 heads 2/1"), "{problem}");
-        assert_eq!((problem.is_packed_kv(), problem.max_seqlen_kv()), (true, Some(2)));
+        let packed =
+            "forward bf16 batch 2 seqlen 3x3 packed q kv max_seqlen_q 2 max_seqlen_kv 2 heads 2/1 head_dim 16/16";
+        assert_eq!(problem.to_string(), format!("{packed} full scale 0.25 lse"));
         // SAFETY: live memory, as large as the shapes.
         assert_eq!(args.call().and_then(|call| unsafe { call.run_on_cpu() }), Ok(()));
         let (first, second) = o.split_at(32);

@@ -198,7 +198,8 @@ impl Point {
         self.queries.unwrap_or(self.seqlen)
     }
 
-    /// "512", or "128x512" for 128 queries on 512 keys, or "lognormal512/t16384" for packed sequences of so many tokens.
+    /// "512", or "128x512" for 128 queries on 512 keys, or "lognormal512/t16384" for packed sequences of so many
+    /// tokens.
     pub fn lengths(&self) -> String {
         match (&self.packed, self.queries) {
             (Some(packed), _) => format!("{}/t{}", packed.kind, self.seqlen),
@@ -270,8 +271,8 @@ impl Point {
 
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
     /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, or causal with fewer queries than keys, 4
-    /// for each of the head dim's elements and each pair of a query and a key that it sees. The backward has five products: 2.5
-    /// times the forward's. Packed sequences are counted one by one.
+    /// for each of the head dim's elements and each pair of a query and a key that it sees. The backward has five
+    /// products: 2.5 times the forward's. Packed sequences are counted one by one.
     pub fn flops(&self) -> u64 {
         let products = match self.direction {
             Direction::Fwd => 2,
@@ -395,8 +396,8 @@ impl Point {
         }
     }
 
-    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more. Of a packed point also of its dense
-    /// one.
+    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more. Of a packed point also of
+    /// its dense one.
     pub fn elements(&self, heads: usize) -> usize {
         let own = self.batch * self.seqlen.max(self.seqlen_q()) * heads * self.head_dim;
         self.dense().map_or(own, |dense| own.max(dense.elements(heads)))
@@ -404,7 +405,7 @@ impl Point {
 }
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`.
-/// Packed sequences are `lognormal512/t16384/b31`. Where inputs are not normal, their class comes last.
+/// Packed sequences are `lognormal512/t16384/b32`. Where inputs are not normal, their class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { direction, dtype, heads_q, heads_kv, head_dim, .. } = self;
@@ -515,7 +516,8 @@ mod tests {
         let point = Point { seqlen: 8, batch: 1, packed, ..paper(512, 64) };
         point.check().unwrap();
         assert_eq!(point.to_string(), "fwd/bf16/d64/full/long/t8/b3/h32/kv32");
-        // 4 for each of 2048 elements and each of 9 + 1 + 16 pairs. Half of that under a causal mask, as the papers count.
+        // 4 for each of 2048 elements and each of 9 + 1 + 16 pairs. Half of that under a causal mask, as the papers
+        // count.
         let causal = Point { causal: true, ..point.clone() };
         let window = Point { window: Some(1), ..causal.clone() };
         assert_eq!((point.flops(), causal.flops()), (4 * 2048 * 26, 2 * 2048 * 26));

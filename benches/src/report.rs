@@ -246,8 +246,8 @@ impl PointReport {
         self.runs.iter().find(|run| run.role == Role::Ours && run.name.ends_with(DENSE))
     }
 
-    /// What a reader asks of a variant: its rate over ours. Of our second run at packed points the other way round, since it is what
-    /// packing is held against.
+    /// What a reader asks of a variant: its rate over ours. Of our second run at packed points the other way round,
+    /// since it is what packing is held against.
     pub fn variant_ratio(&self, name: &str) -> Option<f64> {
         let ratio = self.ratio(self.run(name))?;
         Some(if name.ends_with(DENSE) { ratio } else { 1.0 / ratio })

@@ -39,15 +39,15 @@ pub struct Sweep {
     pub batch: Option<usize>,
     /// `heads_q * head_dim`.
     pub hidden: usize,
-    /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch` and
-    /// `hidden`.
+    /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch`
+    /// and `hidden`.
     pub few_heads: bool,
     /// Short and lopsided problems ([`SHORT`] and [`LOPSIDED`]), in place of all lengths and heads.
     pub lopsided: bool,
     /// A quarter as many queries as keys, at least 1. Not with `lopsided`.
     pub quarter: bool,
-    /// Packed sequences: those of `seqlens`, and ragged batches of so many tokens. Their lengths follow from `tokens`. Empty:
-    /// nothing is packed. Not with `few_heads`, `lopsided`, `quarter` and `batch`.
+    /// Packed sequences: those of `seqlens`, and ragged batches of so many tokens. Their lengths follow from `tokens`.
+    /// Empty: nothing is packed. Not with `few_heads`, `lopsided`, `quarter` and `batch`.
     pub packed: Vec<usize>,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
@@ -58,12 +58,12 @@ pub const FEW_HEADS: [[usize; 2]; 5] = [[32, 8], [16, 4], [8, 1], [16, 16], [4, 
 /// Batch and sequence length of the same sweep.
 pub const FEW_SEQUENCES: [[usize; 2]; 6] = [[1, 512], [1, 2048], [1, 4096], [1, 8192], [4, 2048], [1, 32768]];
 
-/// Batch and sequence length of short problems whose lengths are no multiple of a tile: text and image encoders, among others.
-/// They have the heads of the papers' hidden size.
+/// Batch and sequence length of short problems whose lengths are no multiple of a tile: text and image encoders, among
+/// others. They have the heads of the papers' hidden size.
 pub const SHORT: [[usize; 2]; 9] =
     [[212, 77], [83, 197], [63, 257], [28, 577], [16, 1000], [15, 1025], [10, 1500], [7, 2049], [3, 4097]];
-/// Batch, queries, keys, query heads and KV heads of problems without a mask: a prompt's last part, few queries on many keys, and
-/// cross-attention to few keys.
+/// Batch, queries, keys, query heads and KV heads of problems without a mask: a prompt's last part, few queries on many
+/// keys, and cross-attention to few keys.
 pub const LOPSIDED: [[usize; 5]; 7] = [
     [1, 128, 16384, 32, 8],
     [1, 512, 16384, 32, 8],
@@ -231,8 +231,8 @@ impl Sweep {
         dense.into_iter().map(|[batch, seqlen]| (batch, seqlen, None)).collect()
     }
 
-    /// The ragged batches of so many tokens. With the papers' 16384 `tokens`: log-normal lengths of mean 512, 2k and 8k; one long
-    /// sequence among ones of 64 to 512 tokens; documents of mean 2k that are cut at 4k.
+    /// The ragged batches of so many tokens. With the papers' 16384 `tokens`: log-normal lengths of mean 512, 2k and
+    /// 8k; one long sequence among ones of 64 to 512 tokens; documents of mean 2k that are cut at 4k.
     fn ragged(&self, tokens: usize) -> [Packed; 5] {
         let part = |of: usize| (self.tokens / of).max(1);
         let lognormal = |of| Packed::lognormal(tokens, part(of));

@@ -10,8 +10,9 @@ use crate::{Class, DENSE, Direction, PointReport, Report, Run, RunStatus, distin
 /// A name in a table is cut to so many characters.
 const LONGEST: usize = 60;
 
-/// One line a point: TFLOP/s of each library, ours over the best peer and (where sequences are packed) over ours on a dense batch,
-/// our share of the roofline, the widest interquartile range. The inputs are named where they are not all normal. Colours only where stdout is a terminal.
+/// One line a point: TFLOP/s of each library, ours over the best peer and (where sequences are packed) over ours on a
+/// dense batch, our share of the roofline, the widest interquartile range. The inputs are named where they are not all
+/// normal. Colours only where stdout is a terminal.
 pub fn points(report: &Report) -> Table {
     let names = report.names();
     let mut table = Table::new();

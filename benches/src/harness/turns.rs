@@ -306,9 +306,9 @@ fn run_point<T: Float>(
     Ok(runs)
 }
 
-/// The order of a round. It rotates, so that no library always runs after the same other one. Where ours has a second run (`ours`:
-/// the place of the first and of the second), that takes the place of the first in a second lap: both then follow the same
-/// neighbours. `peers/sweep.py` says why.
+/// The order of a round. It rotates, so that no library always runs after the same other one. Where ours has a second
+/// run (`ours`: the place of the first and of the second), that takes the place of the first in a second lap: both then
+/// follow the same neighbours. `peers/sweep.py` says why.
 fn order(firsts: &[usize], ours: Option<(usize, usize)>, round: usize) -> Vec<usize> {
     let Some((first, second)) = ours else {
         return firsts.iter().cycle().skip(round % firsts.len()).take(firsts.len()).copied().collect();

@@ -7,7 +7,8 @@ use std::ops::Range;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-/// What our second run at a packed point is called: our name and this. It computes the point's dense batch ([`Packed::dense`]).
+/// What our second run at a packed point is called: our name and this. It computes the point's dense batch
+/// ([`Packed::dense`]).
 pub const DENSE: &str = "-dense";
 
 /// How long the sequences of a packed batch are, in tokens.
@@ -44,8 +45,8 @@ pub struct Packed {
     pub kind: Kind,
     /// The length of each sequence, at least 1, in the order of the rows.
     pub lengths: Vec<usize>,
-    /// A dense batch with as many operations and about as many tokens: how many sequences, and their length. Of equal lengths it is
-    /// the same batch.
+    /// A dense batch with as many operations and about as many tokens: how many sequences, and their length. Of equal
+    /// lengths it is the same batch.
     pub dense: [usize; 2],
 }
 
@@ -143,7 +144,8 @@ fn lognormal(tokens: usize, mean: usize) -> Vec<usize> {
     shares.iter().enumerate().map(length).collect()
 }
 
-/// Random numbers that are the same with every version of every crate: reports of different versions have the same points.
+/// Random numbers that are the same with every version of every crate: reports of different versions have the same
+/// points.
 struct Draws(u64);
 
 impl Draws {

@@ -39,7 +39,8 @@ impl<T: Float> Library<'_, T> {
         Ok(self.stream.clone_htod(&vec![E::from_f32(f32::NAN); elements])?)
     }
 
-    /// The offsets of a point's packed sequences, and what the entry is told of them. Refuses them for a library that knows none.
+    /// The offsets of a point's packed sequences, and what the entry is told of them. Refuses them for a library that
+    /// knows none.
     fn packing(&self, point: &Point) -> Result<(Option<CudaSlice<i32>>, Packing), Refusal> {
         let Some(packed) = &point.packed else { return Ok((None, Packing::NONE)) };
         if !self.entry.packs() {

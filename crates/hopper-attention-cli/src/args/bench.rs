@@ -84,8 +84,8 @@ pub struct PointArgs {
     pub directions: Vec<Direction>,
     /// Element types to time
     ///
-    /// e4m3 is FP8: Q, K and V are e4m3, O is bf16. It has forwards only, and only the script in PyTorch times it. With --packed
-    /// the default is bf16.
+    /// e4m3 is FP8: Q, K and V are e4m3, O is bf16. It has forwards only, and only the script in PyTorch times it. With
+    /// --packed the default is bf16.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16],
           default_value_if("packed", "true", "bf16"))]
     pub dtypes: Vec<Precision>,
@@ -119,12 +119,14 @@ pub struct PointArgs {
     /// A quarter as many queries as keys. A causal mask lets the last query see the last key
     #[arg(long)]
     pub quarter: bool,
-    /// Time packed sequences: the batches of --seqlens, and ragged batches of --tokens and of four times as many (--quick: of --tokens)
+    /// Time packed sequences: the batches of --seqlens, and ragged batches of --tokens and of four times as many
+    /// (--quick: of --tokens)
     ///
-    /// Lengths of ragged batches, with 16384 tokens: log-normal of mean 512, 2k and 8k (lognormal512, lognormal2048, lognormal8192);
-    /// one with half of the tokens among ones of 64 to 512 (long); log-normal of mean 2k, cut at 4k (documents4096). With other
-    /// tokens they are as many times longer or shorter. Ours also computes a dense batch with as many operations, in turn with the
-    /// others. A point has a name such as fwd/bf16/d64/causal/lognormal512/t16384/b31/h32/kv32, with the sequences after b.
+    /// Lengths of ragged batches, with 16384 tokens: log-normal of mean 512, 2k and 8k (lognormal512, lognormal2048,
+    /// lognormal8192); one with half of the tokens among ones of 64 to 512 (long); log-normal of mean 2k, cut at 4k
+    /// (documents4096). With other tokens they are as many times longer or shorter. Ours also computes a dense batch
+    /// with as many operations, in turn with the others. A point has a name such as
+    /// fwd/bf16/d64/causal/lognormal512/t16384/b32/h32/kv32, with the sequences after b.
     #[arg(long, conflicts_with_all = ["batch", "few_heads", "lopsided", "quarter"])]
     pub packed: bool,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
