@@ -1,6 +1,7 @@
 """The backward points of sweep.py: who computes gradients, and what they are held against."""
 
 import contextlib
+import itertools
 import math
 
 import entry
@@ -37,7 +38,9 @@ class EntryBackward:
         self.gradients = tuple(empty(given[name]) for name in ("q", "k", "v"))
         tensors = {name: given[name] for name in ("q", "k", "v", "o", "d_o")}
         tensors.update(zip(NAMES, self.gradients))
-        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], torch.cuda.current_stream().cuda_stream)
+        self.offsets = self.library.offsets(p, torch)
+        stream = torch.cuda.current_stream().cuda_stream
+        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets)
         self.given = given  # what the addresses lead to
         code, need = self.library.backward_workspace(self.args)
         self.refuse(code)
@@ -109,6 +112,8 @@ def saved(p, q, k, v, forwards, judge, torch):
 
 def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
+    if entry.lengths(p) is not None:
+        return flash_saved_packed(p, q, k, v, torch)
     if p.get("window") is not None:
         raise RuntimeError("it has no window")
     if p["causal"] and entry.queries(p) != p["seqlen"]:
@@ -121,36 +126,60 @@ def flash_saved(p, q, k, v, torch):
     return o, lse[:, :, : entry.queries(p)].contiguous()
 
 
+def flash_saved_packed(p, q, k, v, torch):
+    """The same of packed sequences."""
+    offsets, longest, window = entry.offsets(p, torch), max(entry.lengths(p)), p.get("window")
+    keywords = {} if window is None else {"window_size_left": window, "window_size_right": 0}
+    causal = p["causal"] and window is None
+    rows = [x.squeeze(0) for x in (q, k, v)]
+    o, lse = torch.ops.aten._flash_attention_forward(*rows, offsets, offsets, longest, longest, 0.0, causal, False, **keywords)[:2]
+    if lse.dim() == 3:  # an older PyTorch: [sequences, heads, longest]
+        lse = torch.cat([x[:, :length] for x, length in zip(lse, entry.lengths(p))], 1)
+    o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device=q.device).copy_(o.unsqueeze(0))
+    return o, lse[:, : q.size(1)].unsqueeze(0).contiguous()
+
+
 def oracle(p, q, k, v, d_o, torch):
     """f64 gradients of the first and the last key head and their query heads, from the definition: (batch, key head,
     query heads, dQ [heads, seqlen, dim], dK [seqlen, dim], dV)."""
-    s, queries, scale, group = p["seqlen"], entry.queries(p), 1.0 / math.sqrt(p["head_dim"]), p["heads_q"] // p["heads_kv"]
-    columns = torch.arange(s, device=q.device)
-    own = columns[s - queries :] if p["causal"] else columns  # of each query: the last sees the last key
+    group = p["heads_q"] // p["heads_kv"]
+    lengths = entry.lengths(p) or [max(p["seqlen"], entry.queries(p))]
+    sequences = [slice(end - length, end) for end, length in zip(itertools.accumulate(lengths), lengths)]
     out = []
     for b, kv in sorted({(0, 0), (p["batch"] - 1, p["heads_kv"] - 1)}):
-        keys, values = k[b, :, kv].double(), v[b, :, kv].double()
-        d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
         heads = range(kv * group, (kv + 1) * group)
-        d_q = []
-        for h in heads:
-            chunks = []
-            for first in range(0, queries, CHUNK):
-                rows = slice(first, first + CHUNK)
-                some, gradient = q[b, rows, h].double(), d_o[b, rows, h].double()
-                scores = scale * some @ keys.T
-                if p["causal"]:
-                    before = own[rows, None] - columns[None, :]
-                    scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
-                weights = torch.softmax(scores, -1)
-                d_p = gradient @ values.T
-                d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True))
-                chunks.append(scale * d_s @ keys)
-                d_k += scale * d_s.T @ some
-                d_v += weights.T @ gradient
-            d_q.append(torch.cat(chunks))
-        out.append((b, kv, heads, torch.stack(d_q), d_k, d_v))
+        of = lambda x, rows, heads: x[b, rows, heads.start : heads.stop].transpose(0, 1).double()
+        one = range(kv, kv + 1)
+        parts = [exact(p, of(q, x, heads), of(k, x, one)[0], of(v, x, one)[0], of(d_o, x, heads), torch) for x in sequences]
+        d_q, d_k, d_v = zip(*parts)
+        out.append((b, kv, heads, torch.cat(d_q, 1), torch.cat(d_k), torch.cat(d_v)))
     return out
+
+
+def exact(p, q, keys, values, d_o, torch):
+    """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64."""
+    s, queries, scale = keys.size(0), q.size(1), 1.0 / math.sqrt(p["head_dim"])
+    columns = torch.arange(s, device=q.device)
+    own = columns[s - queries :] if p["causal"] else columns  # of each query: the last sees the last key
+    d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
+    d_q = []
+    for of_head, d_o_of_head in zip(q, d_o):
+        chunks = []
+        for first in range(0, queries, CHUNK):
+            rows = slice(first, first + CHUNK)
+            some, gradient = of_head[rows], d_o_of_head[rows]
+            scores = scale * some @ keys.T
+            if p["causal"]:
+                before = own[rows, None] - columns[None, :]
+                scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
+            weights = torch.softmax(scores, -1)
+            d_p = gradient @ values.T
+            d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True))
+            chunks.append(scale * d_s @ keys)
+            d_k += scale * d_s.T @ some
+            d_v += weights.T @ gradient
+        d_q.append(torch.cat(chunks))
+    return torch.stack(d_q), d_k, d_v
 
 
 def apart(a, b, torch, by_head=False):

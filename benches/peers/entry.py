@@ -1,6 +1,7 @@
 """The C entry of hattn_peer.h, seen from Python: the argument struct and a loader. Needs ctypes only."""
 
 import ctypes
+import itertools
 import math
 import os
 
@@ -11,9 +12,13 @@ MASKS = {"full": 0, "causal": 1, "window": 2}
 WORKSPACE_BYTES = 16 << 20
 
 
-def fields(addresses, tensors, more=()):
-    """The fields of an argument struct: the addresses, the strides of these tensors, and what all structs end with, more
-    numbers in it."""
+# What all structs end with: packed sequences.
+PACKING = [("cu_seqlens", ctypes.c_void_p), ("longest", ctypes.c_int32), ("reserved_2", ctypes.c_int32)]
+
+
+def fields(addresses, tensors, more=(), newer=()):
+    """The fields of an argument struct: the addresses, the strides of these tensors, and what all structs have after them, with more
+    numbers in it. `newer` were added later, before packed sequences."""
     ints = ["batch", "seqlen_q", "seqlen_kv", "heads_q", "heads_kv", "head_dim_qk", "head_dim_vo"]
     ints += ["dtype", "mask", "corner", "window_left", "window_right"]
     return [
@@ -27,6 +32,8 @@ def fields(addresses, tensors, more=()):
         ("stream", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in newer),
+        *PACKING,
     ]
 
 
@@ -49,8 +56,11 @@ class Fp8Args(ctypes.Structure):
     """hattn_peer_fwd_fp8_args. A test compares it with the header."""
 
     _fields_ = fields(
-        ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"], ["q", "k", "v", "o"], ["scaling", "o_dtype"]
-    ) + [("half_scores", ctypes.c_int32), ("reserved_1", ctypes.c_int32)]
+        ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"],
+        ["q", "k", "v", "o"],
+        ["scaling", "o_dtype"],
+        ["half_scores", "reserved_1"],
+    )
 
 
 def queries(p):
@@ -58,7 +68,25 @@ def queries(p):
     return p.get("queries", p["seqlen"])
 
 
-def filled(kind, p, tensors, lse, stream):
+def lengths(p):
+    """The lengths of a point's packed sequences, or None. `hattn` chose them. Tensors have a batch of 1, with the rows of all."""
+    return p["packed"]["lengths"] if "packed" in p else None
+
+
+def offsets(p, torch):
+    """Where each packed sequence begins and the last one ends, on the GPU, or None."""
+    if lengths(p) is None:
+        return None
+    return torch.tensor([0, *itertools.accumulate(lengths(p))], dtype=torch.int32, device="cuda")
+
+
+def dense(p):
+    """The dense point beside a packed one, which our second run computes."""
+    batch, seqlen = p["packed"]["dense"]
+    return {**{name: x for name, x in p.items() if name != "packed"}, "batch": batch, "seqlen": seqlen, "beside": True}
+
+
+def filled(kind, p, tensors, lse, stream, offsets=None):
     """The arguments of a point: tensors by name, logically [batch, seqlen, heads, head_dim]; scratch is the caller's to add."""
     a = kind()
     a.struct_bytes = ctypes.sizeof(kind)
@@ -67,6 +95,8 @@ def filled(kind, p, tensors, lse, stream):
         getattr(a, field + "_stride")[:] = list(tensor.stride()[:3])
     a.lse = lse.data_ptr()
     a.batch, a.seqlen_q, a.seqlen_kv = p["batch"], queries(p), p["seqlen"]
+    if offsets is not None:
+        a.batch, a.cu_seqlens, a.longest = len(lengths(p)), offsets.data_ptr(), max(lengths(p))
     a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
     a.head_dim_qk = a.head_dim_vo = p["head_dim"]
     a.dtype = DTYPES[p["dtype"]]
@@ -101,9 +131,17 @@ class Library:
         self._fp8 = getattr(self._handle, "hattn_peer_fwd_fp8", None)
         if self._fp8 is not None:
             self._fp8.restype, self._fp8.argtypes = ctypes.c_int, [ctypes.POINTER(Fp8Args)]
+        packs = getattr(self._handle, "hattn_peer_packs", None)
+        self.packs = packs is not None and packs() == 1
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
+
+    def offsets(self, p, torch):
+        """`offsets` of a point; raises a RuntimeError where its sequences are packed and this library knows nothing of that."""
+        if lengths(p) is not None and not self.packs:
+            raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_packs")
+        return offsets(p, torch)
 
     def forward(self, args):
         """Enqueues the forward that `args` describes; returns the status code."""

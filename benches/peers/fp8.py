@@ -83,10 +83,12 @@ class EntryFp8:
         self.o = torch.empty_strided(q.size(), q.stride(), dtype=torch.bfloat16, device=q.device).fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], p["seqlen"]), float("nan"), dtype=torch.float32, device=q.device)
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
-        self.args = entry.filled(entry.Fp8Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream)
+        self.offsets = self.library.offsets(p, torch)
+        self.args = entry.filled(entry.Fp8Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream, self.offsets)
         for field, factors in zip(("q_descale", "k_descale", "v_descale"), operands.factors):
             setattr(self.args, field, factors.data_ptr())
-        self.args.half_scores = 1
+        # Kernels of packed sequences have scores in f32. So has the dense batch that they are held against.
+        self.args.half_scores = 0 if "packed" in p or "beside" in p else 1
         self.args.scaling, self.args.o_dtype = entry.SCALINGS[self.scaling], entry.DTYPES["bf16"]
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
@@ -137,6 +139,8 @@ class CudnnFp8:
 
     def prepare(self, operands):
         torch, cudnn, p = self.torch, self.frontend.cudnn, operands.p
+        if entry.lengths(p) is not None:
+            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives cuDNN no packed e4m3 operands")
         if p.get("window") is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep asks cuDNN for no window of e4m3 operands")
         e4m3, f32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT

@@ -1,7 +1,7 @@
 /* What `hattn bench` calls to time attention: any shared object that exports the functions below. A library takes part
-   in forwards with hattn_peer_fwd, in backwards if it has hattn_peer_bwd too, and in forwards of e4m3 operands if it
-   has hattn_peer_fwd_fp8. Plain C, no CUDA header: a stream is an opaque pointer (a CUstream or
-   cudaStream_t). */
+   in forwards with hattn_peer_fwd, in backwards if it has hattn_peer_bwd too, in forwards of e4m3 operands if it has
+   hattn_peer_fwd_fp8, and at points of packed sequences if it has hattn_peer_packs. Plain C, no CUDA header: a stream
+   is an opaque pointer (a CUstream or cudaStream_t). */
 #ifndef HATTN_PEER_H
 #define HATTN_PEER_H
 
@@ -41,6 +41,14 @@ enum {
 /* corner: the offset is seqlen_kv - seqlen_q, or 0. */
 enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
+/* Packed sequences are the last fields of every struct of arguments. A null `cu_seqlens` means that there are none, and
+   so does a struct that ends before it. With it:
+   - `batch` is the number of sequences, and seqlen_q and seqlen_kv the number of all their rows together;
+   - tensors are [rows, heads, head_dim] and the LSE is [heads_q, rows]; the batch of a stride triple has no meaning;
+   - sequence i has the rows from cu_seqlens[i] to below cu_seqlens[i + 1], of queries and of keys alike. It attends to
+     its own keys alone, with a mask of its own.
+   The sweep gives packed sequences only to libraries that export hattn_peer_packs. */
+
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head
    dimension has stride 1. A stride triple is {batch, seqlen, head}, in elements. */
@@ -72,6 +80,9 @@ typedef struct hattn_peer_fwd_args {
   void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
   void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
   uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
+  int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
+  int32_t longest;           /* the length of the longest sequence */
+  int32_t reserved_2;        /* 0 */
 } hattn_peer_fwd_args;
 
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
@@ -117,6 +128,9 @@ typedef struct hattn_peer_bwd_args {
   void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
   void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
   uint64_t workspace_bytes; /* at least what hattn_peer_bwd_workspace says, or 16 MiB where there is no such function */
+  int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
+  int32_t longest;           /* the length of the longest sequence */
+  int32_t reserved_2;        /* 0 */
 } hattn_peer_bwd_args;
 
 /* Optional: enqueues one backward on the current device, by the rules of hattn_peer_fwd. It may add up dQ in any order,
@@ -165,10 +179,16 @@ typedef struct hattn_peer_fwd_fp8_args {
   int32_t half_scores;      /* 1: no stored element of Q and K is larger than 14 in magnitude, so that f16 holds their
                                products' sums; 0: they may be. A caller whose struct ends before this promises nothing */
   int32_t reserved_1;       /* 0 */
+  int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
+  int32_t longest;           /* the length of the longest sequence */
+  int32_t reserved_2;        /* 0 */
 } hattn_peer_fwd_fp8_args;
 
 /* Optional: enqueues one forward of e4m3 operands on the current device, by the rules of hattn_peer_fwd. */
 int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args);
+
+/* Optional: 1 if all functions that this library exports take packed sequences. */
+int hattn_peer_packs(void);
 
 /* Optional: why the last call of this thread failed, as text, valid until its next call. */
 char const* hattn_peer_last_error(void);

@@ -38,7 +38,10 @@ CEILING_ITERS = 10
 SIZE = 8192
 COPY_BYTES = 1 << 30
 # How operations are counted, in the words of a report; benches/src/harness/mod.rs has the same.
-FLOPS = "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window; backward 2.5 times as many"
+FLOPS = "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window, packed sequences one by one; backward 2.5 times as many"
+
+# What our second run at a packed point is called: our name and this. It computes the dense batch that `hattn` chose for the point.
+DENSE = "-dense"
 
 
 class Entry:
@@ -54,10 +57,11 @@ class Entry:
 
     def prepare(self, p, q, k, v):
         torch = self.torch
+        self.offsets = self.library.offsets(p, torch)
         self.o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device="cuda").fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], entry.queries(p)), float("nan"), dtype=torch.float32, device="cuda")
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
-        self.args = entry.filled(entry.Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream)
+        self.args = entry.filled(entry.Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream, self.offsets)
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
     def context(self):
@@ -68,6 +72,10 @@ class Entry:
         if code != 0:
             raise RuntimeError(self.library.complaint(code))
         return self.o
+
+
+class Dense(Entry):
+    """Our library once more, on the dense batch of each packed point."""
 
 
 class Sdpa:
@@ -86,6 +94,8 @@ class Sdpa:
         return {"file": "torch", "version": self.version}
 
     def prepare(self, p, q, k, v):
+        if entry.lengths(p) is not None:
+            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives this backend no packed sequences")
         if p.get("window") is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: this backend has no window")
         if p["causal"] and entry.queries(p) != p["seqlen"]:
@@ -103,29 +113,63 @@ class Sdpa:
         return self.attend(*self.qkv, **self.keywords).transpose(1, 2)
 
 
+class SdpaFlash(Sdpa):
+    """PyTorch's FlashAttention-2. Packed sequences go to the operator itself, which gradients can be asked of, too."""
+
+    def __init__(self, torch):
+        super().__init__("fa2", torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch)
+        self.torch = torch
+
+    def prepare(self, p, q, k, v):
+        self.packed = entry.lengths(p) is not None
+        if not self.packed:
+            return super().prepare(p, q, k, v)
+        offsets, longest = entry.offsets(p, self.torch), max(entry.lengths(p))
+        window = p.get("window")
+        self.qkv = tuple(x.squeeze(0) for x in (q, k, v))
+        # The ends and the longest of queries and of keys, no dropout, causal, and no mask for a debugger.
+        self.lengths = (offsets, offsets, longest, longest, 0.0, p["causal"] and window is None, False)
+        self.keywords = {} if window is None else {"window_size_left": window, "window_size_right": 0}
+
+    def call(self):
+        if not self.packed:
+            return super().call()
+        return self.torch.ops.aten._flash_attention_forward(*self.qkv, *self.lengths, **self.keywords)[0].unsqueeze(0)
+
+
 class Flash:
-    """A `flash_attn_func` of Dao-AILab's packages; some give the LSE beside the output, some do not."""
+    """A `flash_attn_func` of Dao-AILab's packages, and `flash_attn_varlen_func` for packed sequences; some give the LSE beside the
+    output, some do not."""
 
     role = "peer"
     lse = None
 
-    def __init__(self, name, function, package, version):
-        self.name, self.function, self.package, self.version = name, function, package, version
+    def __init__(self, name, function, package, version, varlen=None, torch=None):
+        self.name, self.dense, self.package, self.version = name, function, package, version
+        self.varlen, self.torch = varlen, torch
 
     def origin(self):
         return {"file": self.package, "version": self.version}
 
     def prepare(self, p, q, k, v):
-        self.qkv, self.keywords = (q, k, v), {"causal": p["causal"]}
+        self.function, self.qkv, self.keywords = self.dense, (q, k, v), {"causal": p["causal"]}
         if p.get("window") is not None:
             self.keywords["window_size"] = (p["window"], 0)
+        self.packed = entry.lengths(p) is not None
+        if self.packed:
+            if self.varlen is None:
+                raise RuntimeError(f"{entry.STATUS[2]}: {self.package} has no flash_attn_varlen_func")
+            offsets, longest = entry.offsets(p, self.torch), max(entry.lengths(p))
+            self.function, self.qkv = self.varlen, tuple(x.squeeze(0) for x in self.qkv)
+            self.keywords.update(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
 
     def context(self):
         return contextlib.nullcontext()
 
     def call(self):
         out = self.function(*self.qkv, **self.keywords)
-        return out[0] if isinstance(out, (tuple, list)) else out
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        return out.unsqueeze(0) if self.packed else out
 
 
 def version_of(*packages):
@@ -136,8 +180,10 @@ def version_of(*packages):
     return "unknown"
 
 
-def flash(name, module, *packages):
-    return Flash(name, importlib.import_module(module).flash_attn_func, module, version_of(*packages))
+def flash(name, module, torch, *packages):
+    package = importlib.import_module(module)
+    varlen = getattr(package, "flash_attn_varlen_func", None)
+    return Flash(name, package.flash_attn_func, module, version_of(*packages), varlen, torch)
 
 
 def python_peers(torch):
@@ -145,9 +191,9 @@ def python_peers(torch):
     backends = torch.nn.attention.SDPBackend
     return {
         "cudnn": lambda: Sdpa("cudnn", backends.CUDNN_ATTENTION, torch),
-        "fa2": lambda: Sdpa("fa2", backends.FLASH_ATTENTION, torch),
-        "fa3": lambda: flash("fa3", "flash_attn_interface", "flash_attn_3", "flash-attn-3"),
-        "fa4": lambda: flash("fa4", "flash_attn.cute", "flash-attn-4", "flash-attn"),
+        "fa2": lambda: SdpaFlash(torch),
+        "fa3": lambda: flash("fa3", "flash_attn_interface", torch, "flash_attn_3", "flash-attn-3"),
+        "fa4": lambda: flash("fa4", "flash_attn.cute", torch, "flash-attn-4", "flash-attn"),
     }
 
 
@@ -197,8 +243,11 @@ def load(job, torch):
                 found.append(make())
             except Exception as error:  # whatever a package does on import
                 missing.append({"name": name, "role": "peer", "error": sentence(error)})
+    ours = [x for x in found if isinstance(x, Entry) and x.role == "ours"]
     if "e4m3" in dtypes(job):
-        found += [fp8.Blocks(x) for x in found if isinstance(x, Entry) and x.role == "ours"]
+        found += [fp8.Blocks(x) for x in ours]
+    if any("packed" in p for p in job.get("points", ())):
+        found += [Dense(x.library, x.name + DENSE, x.role, torch) for x in ours[:1]]
     return found, missing
 
 
@@ -227,7 +276,14 @@ def oracle(p, q, k, v, torch):
     """f64 attention of some rows (the first, the last and random ones) of three (batch, head) pairs."""
     s, keys = entry.queries(p), p["seqlen"]
     edge = torch.arange(min(s, 96), device="cuda")
-    rows = torch.unique(torch.cat([edge, s - 1 - edge, torch.randint(s, (128,), device="cuda")]))
+    rows = torch.cat([edge, s - 1 - edge, torch.randint(s, (128,), device="cuda")])
+    number = None  # of the sequence that each row belongs to
+    if entry.lengths(p) is not None:
+        lengths = torch.tensor(entry.lengths(p), device="cuda")
+        number = torch.arange(len(lengths), device="cuda").repeat_interleave(lengths)
+        ends = lengths.cumsum(0)[:96]  # the first and the last row of many
+        rows = torch.cat([rows, ends - 1, (ends - lengths[:96])])
+    rows = torch.unique(rows)
     last_b, last_h = p["batch"] - 1, p["heads_q"] - 1
     out = []
     for b, h in sorted({(0, 0), (last_b, last_h), (last_b // 2, last_h // 3)}):
@@ -236,6 +292,8 @@ def oracle(p, q, k, v, torch):
         if p["causal"]:
             before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
             scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))
+        if number is not None:
+            scores.masked_fill_(number[rows, None] != number[None, :], float("-inf"))
         out.append((b, h, rows, torch.softmax(scores, -1) @ v[b, :, kv].double(), torch.logsumexp(scores, -1)))
     return out
 
@@ -322,11 +380,12 @@ def time_once(x, evict, torch, ticks=SPIN_TICKS):
 
 
 def turns(runners, i):
-    """The order of round i. It rotates, unless a library has a second run, with other operands: that takes the place of its
+    """The order of round i. It rotates, unless a library has a second run, on other operands: that takes the place of its
     first in a second lap of the round, so that both follow the same neighbours. The SMs' instruction caches hold the
     kernel of either when few have run since: 6 of 82 us were measured where one peer stood between, and not two
     (benches/LOG.md, 28)."""
-    seconds = {x.name.removesuffix(fp8.SUFFIX): x for x in runners if x.name.endswith(fp8.SUFFIX)}
+    first = lambda x: x.name.removesuffix(fp8.SUFFIX).removesuffix(DENSE)
+    seconds = {first(x): x for x in runners if x.name != first(x)}
     firsts = [x for x in runners if x not in seconds.values()]
     if not seconds:
         at = i % len(runners)
@@ -402,6 +461,32 @@ class BackwardPoint:
         return backward.changed(self.p, before, after, self.torch)
 
 
+class Beside:
+    """A packed point, and the dense one that our second run computes in turn with the others."""
+
+    def __init__(self, packed, dense):
+        self.packed, self.dense = packed, dense
+
+    def of(self, x):
+        return self.dense if x.name.endswith(DENSE) else self.packed
+
+    def contestant(self, x):
+        return self.of(x).contestant(x)
+
+    def prepare(self, x):
+        self.of(x).prepare(x)
+
+    def check(self, x, outputs, agreed):
+        # The others' outputs are of other inputs.
+        return self.of(x).check(x, outputs, agreed if self.of(x) is self.packed else None)
+
+    def error(self, x, outputs):
+        return self.of(x).error(x, outputs)
+
+    def changed(self, before, after):
+        return self.packed.changed(before, after)
+
+
 def called(x):
     """What a call gives, as a tuple of tensors."""
     with x.context():
@@ -420,9 +505,15 @@ def note_failure(run, who, error, torch):
 
 
 def make_point(p, job, forwards, frontend, torch):
-    """What every library computes at a point."""
+    """What every library computes at a point. `forwards` gives those that may make what a backward needs of a forward."""
+    if "packed" in p:
+        return Beside(*(make_one(x, job, forwards, frontend, torch) for x in (p, entry.dense(p))))
+    return make_one(p, job, forwards, frontend, torch)
+
+
+def make_one(p, job, forwards, frontend, torch):
     if p["direction"] == "bwd":
-        return BackwardPoint(p, job["layout"], forwards, torch)
+        return BackwardPoint(p, job["layout"], forwards(), torch)
     if p["dtype"] == "e4m3":
         return fp8.Point(p, operands(p, job["layout"], torch), frontend, oracle, check, error_of_o, torch)
     return ForwardPoint(p, job["layout"], torch)
@@ -436,7 +527,7 @@ def more_draws(p, job, runners, runs, frontend, torch):
         return
     sums = {x.name: [runs[x.name]["check"][key] for key in ("rms", "max")] for x in runners}
     for _ in range(draws - 1):
-        point = make_point(p, job, (), frontend, torch)
+        point = make_point(p, job, None, frontend, torch)
         for x in runners:
             point.prepare(x)
             outputs = called(x)
@@ -449,7 +540,8 @@ def more_draws(p, job, runners, runs, frontend, torch):
 
 def run_point(index, p, found, job, evict, tell, torch, frontend=None):
     """Checks and times every library at one point."""
-    found = [x for x in found if p["dtype"] == "e4m3" or not isinstance(x, fp8.Blocks)]
+    seconds = Dense if "packed" in p else fp8.Blocks if p["dtype"] == "e4m3" else ()
+    found = [x for x in found if isinstance(x, seconds) or not isinstance(x, (Dense, fp8.Blocks))]
     runs = {x.name: {"name": x.name, "role": x.role, "status": "ok", "ms": [], "host": []} for x in found}
     runners, first, point = [], {}, None
     for name in job["banned"].keys() & runs.keys():
@@ -463,7 +555,7 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
                 yield x
 
     try:
-        point = make_point(p, job, forwards(), frontend, torch)
+        point = make_point(p, job, forwards, frontend, torch)
     except RuntimeError as error:  # no forward for the gradients, or no memory for the oracle
         for x in found:
             note_failure(runs[x.name], x.name, error, torch)

@@ -38,6 +38,13 @@ int hattn_peer_bwd_workspace(hattn_peer_bwd_args const* args, uint64_t* bytes) {
 FP8 = """
 int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args) { return args->struct_bytes == sizeof(*args) && args->v_descale ? args->scaling : HATTN_PEER_INVALID; }
 """
+# It says that it takes packed sequences, and its forward answers with their number if offsets came.
+PACKS = """
+#include "hattn_peer.h"
+int hattn_peer_fwd(hattn_peer_fwd_args const* args) { return args->cu_seqlens && args->longest == 5 ? args->batch : HATTN_PEER_INVALID; }
+int hattn_peer_packs(void) { return 1; }
+char const* hattn_peer_name(void) { return "stub"; }
+"""
 POINT = {"direction": "bwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 64, "causal": True, "seqlen": 512, "batch": 0}
 
 
@@ -115,6 +122,12 @@ class Entry(unittest.TestCase):
         self.assertRaises((OSError, AttributeError), entry.Library, "libm.so.6")
 
 
+def packed_point(**more):
+    """Three sequences of 8 tokens together, and as many operations as four of three."""
+    packed = {"kind": "long", "lengths": [2, 5, 1], "dense": [4, 3]}
+    return {**POINT, "direction": "fwd", "batch": 1, "seqlen": 8, "packed": packed, **more}
+
+
 class FakeTensor:
     """What the contestants ask of a tensor."""
 
@@ -123,6 +136,8 @@ class FakeTensor:
         self.wants_grad, self.copied, self.value = False, None, None
 
     data_ptr = lambda self: self.address
+    squeeze = lambda self, dim: ("squeezed", self.address)
+    unsqueeze = lambda self, dim: ("unsqueezed", self.address)
     stride = lambda self: self.strides
     size = lambda self: (9, 9, 9, 9)
     detach = lambda self: FakeTensor(self.address, self.strides)
@@ -143,17 +158,23 @@ class FakeTensor:
 class FakeTorch:
     """What the contestants ask of PyTorch: it notes what it is asked for."""
 
-    uint8, bfloat16, float32 = "uint8", "bf16", "f32"
+    uint8, bfloat16, float32, int32, __version__ = "uint8", "bf16", "f32", "i32", "2"
 
     def __init__(self):
         self.cuda = types.SimpleNamespace(
             synchronize=lambda: None, current_stream=lambda: types.SimpleNamespace(cuda_stream=77)
         )
+        self.nn, self.ops = types.SimpleNamespace(attention=mock.Mock(), functional=mock.Mock()), mock.Mock()
         self.autograd = types.SimpleNamespace(grad=lambda *args, **keywords: (args, keywords))
         self.addresses, self.grad_enabled = iter(range(1000, 2000)), False
 
     def empty_strided(self, size, stride, dtype, device):
         return FakeTensor(next(self.addresses), stride)
+
+    def tensor(self, numbers, dtype, device):
+        made = FakeTensor(next(self.addresses))
+        made.numbers = numbers
+        return made
 
     def full(self, size, value, dtype, device):
         return FakeTensor(next(self.addresses), bytes=size).fill_(value)
@@ -284,7 +305,7 @@ class Fp8(unittest.TestCase):
             self.assertEqual([getattr(args, field) for field in ("q", "k", "v", "q_descale", "k_descale", "v_descale")], [1, 2, 3, 11, 12, 13])
             self.assertEqual((list(args.v_stride), args.stream, args.workspace, args.workspace_bytes), ([3, 6, 9], 77, 5, 6))
             self.assertEqual((args.dtype, args.scaling, args.o_dtype, args.mask, args.heads_kv), (2, scaling, 1, 1, 2))
-            self.assertEqual((args.half_scores, args.reserved_1, args.struct_bytes), (1, 0, 264))
+            self.assertEqual((args.half_scores, args.reserved_1, args.struct_bytes), (1, 0, 280))
             self.assertEqual((args.o, args.lse), (x.o.address, x.lse.address))
             self.assertTrue(math.isnan(x.o.value) and math.isnan(x.lse.value))
             args.scaling = 0
@@ -327,6 +348,104 @@ class Fp8(unittest.TestCase):
         finally:
             sweep.make_point = original
         self.assertEqual([[run["name"] for run in fields["runs"]] for fields in told], [["x", "x-block"], ["x"]])
+
+
+class Packed(unittest.TestCase):
+    def ours(self, source=PACKS):
+        with tempfile.TemporaryDirectory() as folder:
+            return entry.Library(compiled(source, folder, "-shared", "-fPIC"))
+
+    def test_a_library_gets_offsets(self):
+        x = sweep.Dense(self.ours(), "x-dense", "ours", FakeTorch())
+        x.workspace.numel = lambda: 6
+        p = packed_point()
+        x.prepare(p, *(FakeTensor(at, (at, 2 * at, 3 * at, 1)) for at in (1, 2, 3)))
+        self.assertEqual(x.offsets.numbers, [0, 2, 7, 8])
+        self.assertEqual((x.args.cu_seqlens, x.args.longest, x.args.reserved_2), (x.offsets.address, 5, 0))
+        self.assertEqual((x.args.batch, x.args.seqlen_q, x.args.seqlen_kv, x.lse.bytes), (3, 8, 8, (1, 4, 8)))
+        self.assertEqual(x.library.forward(x.args), 3)
+        x.prepare(entry.dense(p), *(FakeTensor(at) for at in (1, 2, 3)))
+        self.assertEqual((x.args.batch, x.args.seqlen_q, x.args.cu_seqlens, x.offsets), (4, 3, None, None))
+
+    def test_who_does_not_pack_is_unsupported(self):
+        library = self.ours(PEER + BACKWARD + FP8)
+        refused = lambda call, *args: self.assertRaisesRegex(RuntimeError, entry.STATUS[2], call, *args)
+        refused(library.offsets, packed_point(), FakeTorch())
+        self.assertIsNone(library.offsets(POINT, FakeTorch()))
+        refused(object.__new__(sweep.Sdpa).prepare, packed_point(), 1, 2, 3)
+        refused(sweep.Flash("fa3", None, "package", "1").prepare, packed_point(), FakeTensor(1), FakeTensor(2), FakeTensor(3))
+        refused(fp8.CudnnFp8(mock.Mock(), "cudnn", FakeTorch()).prepare, types.SimpleNamespace(p=packed_point()))
+
+    def test_packages_get_offsets_and_tensors_without_a_batch(self):
+        asked = {}
+
+        def varlen(*qkv, **keywords):
+            asked.update(keywords, qkv=qkv)
+            return FakeTensor(9), "lse"
+
+        peer = sweep.Flash("fa4", None, "package", "1", varlen, FakeTorch())
+        peer.prepare(packed_point(window=2), FakeTensor(1), FakeTensor(2), FakeTensor(3))
+        self.assertEqual(peer.call(), ("unsqueezed", 9))
+        self.assertEqual(asked["qkv"], tuple(("squeezed", at) for at in (1, 2, 3)))
+        self.assertEqual((asked["cu_seqlens_q"].numbers, asked["cu_seqlens_k"].numbers), ([0, 2, 7, 8],) * 2)
+        self.assertEqual((asked["max_seqlen_q"], asked["max_seqlen_k"], asked["causal"], asked["window_size"]), (5, 5, True, (2, 0)))
+
+    def test_pytorchs_flash_attention_gets_them_too(self):
+        torch = FakeTorch()
+        operator = torch.ops.aten._flash_attention_forward
+        operator.return_value = (FakeTensor(9), "lse")
+        peer = sweep.SdpaFlash(torch)
+        for window, causal, keywords in ((None, True, {}), (2, False, {"window_size_left": 2, "window_size_right": 0})):
+            peer.prepare(packed_point(window=window), FakeTensor(1), FakeTensor(2), FakeTensor(3))
+            self.assertEqual(peer.call(), ("unsqueezed", 9))
+            args = operator.call_args.args
+            self.assertEqual(args[:3], tuple(("squeezed", at) for at in (1, 2, 3)))
+            self.assertEqual(([x.numbers for x in args[3:5]], args[5:]), ([[0, 2, 7, 8]] * 2, (5, 5, 0.0, causal, False)))
+            self.assertEqual(operator.call_args.kwargs, keywords)
+
+    def test_ours_runs_twice_at_packed_points_and_at_these_alone(self):
+        torch, told = FakeTorch(), []
+        points = [packed_point(), {**POINT, "direction": "fwd"}, packed_point(dtype="e4m3")]
+        with tempfile.TemporaryDirectory() as folder:
+            path = compiled(PACKS, folder, "-shared", "-fPIC")
+            job = {"ours": [path, f"y={path}"], "peers": [f"z={path}"], "python_peers": False, "points": points}
+            found, missing = sweep.load(job, torch)
+        self.assertEqual(([x.name for x in found], missing), (["stub", "y", "z", "stub-block", "y-block", "stub-dense"], []))
+        with mock.patch.object(sweep, "make_point", lambda *_: None):
+            for p in points:
+                tell = lambda event, **fields: told.append([run["name"] for run in fields["runs"]])
+                sweep.run_point(0, p, found, {"banned": {}, "layout": "bshd"}, None, tell, torch)
+        self.assertEqual(told, [["stub", "y", "z", "stub-dense"], ["stub", "y", "z"], ["stub", "y", "z", "stub-dense"]])
+
+    def test_each_run_has_its_own_point(self):
+        def point(name):
+            made = mock.Mock()
+            made.contestant, made.prepare = lambda x: (name, x.name), lambda x: told.append((name, x.name))
+            made.check, made.changed = lambda x, outputs, agreed: (name, agreed), lambda before, after: name
+            return made
+
+        told, made = [], []
+        with mock.patch.object(sweep, "make_one", lambda p, *_: made.append(p) or point("packed" if "packed" in p else "dense")):
+            beside = sweep.make_point(packed_point(), None, None, None, None)
+        self.assertEqual([(p["batch"], p["seqlen"]) for p in made], [(1, 8), (4, 3)])
+        ours, dense = (types.SimpleNamespace(name=name) for name in ("x", "x-dense"))
+        self.assertEqual((beside.contestant(ours), beside.contestant(dense)), (("packed", "x"), ("dense", "x-dense")))
+        self.assertEqual((beside.check(ours, (), "o"), beside.check(dense, (), "o")), (("packed", "o"), ("dense", None)))
+        for x in (ours, dense):
+            beside.prepare(x)
+        self.assertEqual(told, [("packed", "x"), ("dense", "x-dense")])
+
+    def test_packed_e4m3_operands_and_their_dense_batch_promise_nothing(self):
+        library = self.ours(PACKS + 'int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args) { return args->cu_seqlens != 0; }')
+        inner = types.SimpleNamespace(name="x", role="ours", library=library, torch=FakeTorch(), workspace=mock.Mock())
+        inner.workspace.data_ptr, inner.workspace.numel = lambda: 5, lambda: 6
+        promised = []
+        packed = packed_point(dtype="e4m3")
+        for p in (packed, entry.dense(packed), {**POINT, "dtype": "e4m3"}):
+            x = fp8.contestant(inner, None, None)
+            x.prepare(types.SimpleNamespace(p=p, stored=[FakeTensor(at) for at in (1, 2, 3)], factors=[FakeTensor(at) for at in (4, 5, 6)]))
+            promised.append((x.args.half_scores, library.forward_fp8(x.args)))
+        self.assertEqual(promised, [(0, 1), (0, 0), (1, 0)])
 
 
 class Inputs(unittest.TestCase):
@@ -443,6 +562,20 @@ class InputsInPyTorch(unittest.TestCase):
         self.assertIn("d_v 0.1 > 0.03", check([*off[:2], 1.1 * off[2]], False))
         self.assertIn("d_k 1 > 0.6", check([off[0], 2 * exact[1].float(), off[2]], False))
 
+    def test_packed_gradients_are_those_of_each_sequence(self):
+        torch, p = self.torch, packed_point(heads_q=4, heads_kv=2, head_dim=16)
+        draw = lambda heads: torch.randn(1, 8, heads, 16)
+        q, k, v, d_o = draw(4), draw(2), draw(2), draw(4)
+        found = backward.oracle(p, q, k, v, d_o, torch)
+        self.assertEqual([(b, kv, list(heads)) for b, kv, heads, *_ in found], [(0, 0, [0, 1]), (0, 1, [2, 3])])
+        for rows in (slice(0, 2), slice(2, 7), slice(7, 8)):
+            one = {**p, "seqlen": rows.stop - rows.start}
+            del one["packed"]
+            alone = backward.oracle(one, *(x[:, rows] for x in (q, k, v, d_o)), torch)
+            for (*_, d_q, d_k, d_v), (*_, e_q, e_k, e_v) in zip(found, alone):
+                for x, y in ((d_q[:, rows], e_q), (d_k[rows], e_k), (d_v[rows], e_v)):
+                    self.assertTrue(torch.equal(x, y))
+
     def test_nan_counts_for_nothing_in_a_factor(self):
         torch = self.torch
         x = torch.randn(2, 256, 4, 16)
@@ -463,6 +596,7 @@ class Sweep(unittest.TestCase):
         for i in range(4):
             self.assertEqual(order(i, "us", "fa3", "cudnn", "us-block"), ["us", "fa3", "cudnn", "us-block", "fa3", "cudnn"])
             self.assertEqual(order(i, "fa3", "us-block"), ["fa3", "fa3", "us-block"])
+        self.assertEqual(order(1, "us", "fa4", "us-dense"), ["us", "fa4", "us-dense", "fa4"])
         self.assertEqual(order(0, "us", "fa3", "cudnn"), ["us", "fa3", "cudnn"])
         self.assertEqual(order(4, "us", "fa3", "cudnn"), ["fa3", "cudnn", "us"])
 
@@ -500,7 +634,6 @@ class Sweep(unittest.TestCase):
 
     def test_flash_attention_4_is_called_and_asked_for_gradients_of_its_output_alone(self):
         torch, asked = FakeTorch(), []
-        torch.__version__, torch.nn = "2", types.SimpleNamespace(attention=mock.Mock(), functional=mock.Mock())
         output = FakeTensor(50, (7, 8, 9, 1))
 
         def flash_attn_func(q, k, v, **keywords):

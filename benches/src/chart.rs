@@ -7,8 +7,8 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use crate::text::printable;
-use crate::{PointReport, Report, Role, distinct};
+use crate::text::{printable, thousands};
+use crate::{Kind, Point, PointReport, Report, Role, distinct};
 
 /// Width and height, in pixels.
 pub const SIZE: (u32, u32) = (680, 430);
@@ -81,9 +81,9 @@ pub fn charts(report: &Report) -> Result<Vec<Chart>> {
 fn title(result: &PointReport) -> String {
     let p = &result.point;
     let grouped = if p.group() == 1 { String::new() } else { format!(", {} query heads a key head", p.group()) };
-    let inputs = p.named_inputs(", inputs ");
+    let (packed, inputs) = (p.packed_words(), p.named_inputs(", inputs "));
     let (pass, mask) = (p.direction.word(), p.mask_name());
-    format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{inputs}", p.dtype, p.head_dim)
+    format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{packed}{inputs}", p.dtype, p.head_dim)
 }
 
 /// What one library reached.
@@ -152,7 +152,7 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
             .build_cartesian_2d(-0.25..last + 0.25, 0.0..highest * 1.06)?;
         let length = |x: &f64| {
             let whole = (x.round() - x).abs() < 1e-6 && *x >= -1e-6;
-            points.get(x.round() as usize).filter(|_| whole).map_or_else(String::new, |p| seqlen(p.point.seqlen))
+            points.get(x.round() as usize).filter(|_| whole).map_or_else(String::new, |p| below(&p.point))
         };
         let decimals = if highest < 1.0 {
             2
@@ -172,7 +172,11 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
             .y_label_formatter(&|y| format!("{y:.decimals$}"))
             .label_style(style(16, FAINT))
             .axis_desc_style(style(16, FAINT))
-            .x_desc("sequence length")
+            .x_desc(if points[0].point.family().contains("-ragged") {
+                "lengths of sequences"
+            } else {
+                "sequence length"
+            })
             .y_desc("TFLOP/s")
             .draw()?;
 
@@ -241,8 +245,15 @@ fn spread(wanted: &[i32], lowest: i32) -> Vec<i32> {
     heights
 }
 
-fn seqlen(seqlen: usize) -> String {
-    if seqlen >= 1024 && seqlen.is_multiple_of(1024) { format!("{}k", seqlen / 1024) } else { seqlen.to_string() }
+/// What stands below a point: the length of its sequences, or of packed ones that differ how they are spread.
+fn below(point: &Point) -> String {
+    match point.packed.as_ref().map(|packed| packed.kind) {
+        None => thousands(point.seqlen),
+        Some(Kind::Equal(length)) => thousands(length),
+        Some(Kind::Lognormal(mean)) => format!("mean {}", thousands(mean)),
+        Some(Kind::Long) => "one long".into(),
+        Some(Kind::Documents(most)) => format!("cut at {}", thousands(most)),
+    }
 }
 
 fn rate(rate: f64) -> String {

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use anyhow::Result;
 
-use crate::{Report, RunStatus};
+use crate::{Packed, Report, RunStatus};
 
 /// Writes a report. Sizes, names and the machine come first, then the statistics, then `ms_1`, `ms_2`, ...
 ///
@@ -41,6 +41,9 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
         "q3_ms",
         "host_us",
         "inputs",
+        "packed",
+        "sequences",
+        "longest",
         "rms_error_of_o",
         "max_error_of_o",
         "error",
@@ -87,6 +90,9 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
                 number(s.map(|s| s.q3_ms)),
                 number(run.host_us),
                 p.inputs.to_string(),
+                p.packed.as_ref().map_or_else(String::new, |packed| packed.kind.to_string()),
+                p.sequences().to_string(),
+                p.packed.as_ref().map_or(p.seqlen, Packed::longest).to_string(),
                 number(run.error_of_o().map(|[rms, _]| rms)),
                 number(run.error_of_o().map(|[_, largest]| largest)),
                 run.error.clone().unwrap_or_default(),
@@ -121,6 +127,9 @@ mod tests {
             ("mask", "causal"),
             ("seqlen", "512"),
             ("inputs", "normal"),
+            ("packed", ""),
+            ("sequences", "32"),
+            ("longest", "512"),
             ("rms_error_of_o", ""),
             ("commit", "abc"),
             ("versions", "torch 2.11"),

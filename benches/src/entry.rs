@@ -40,6 +40,23 @@ pub struct Args {
     pub stream: *mut c_void,
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
+    pub packing: Packing,
+}
+
+/// What all structs of arguments end with: where packed sequences begin. All 0 where nothing is packed, and where a
+/// caller was compiled before there were packed sequences.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct Packing {
+    pub cu_seqlens: *const i32,
+    pub longest: i32,
+    pub reserved: i32,
+}
+
+impl Packing {
+    /// No packed sequences.
+    pub const NONE: Self = Self { cu_seqlens: std::ptr::null(), longest: 0, reserved: 0 };
 }
 
 /// The fields that all structs of arguments have in common, in a row.
@@ -71,7 +88,7 @@ impl Numbers {
     pub fn of(point: &Point) -> anyhow::Result<Self> {
         let size = |size: usize| i32::try_from(size).map_err(|_| anyhow::anyhow!("{size} is past the entry's 32 bits"));
         Ok(Self {
-            batch: size(point.batch)?,
+            batch: size(point.sequences())?,
             seqlen_q: size(point.seqlen_q())?,
             seqlen_kv: size(point.seqlen)?,
             heads_q: size(point.heads_q)?,
@@ -94,8 +111,11 @@ impl Numbers {
 }
 
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
-const _: () = assert!(size_of::<Args>() == 224);
+const _: () = assert!(size_of::<Args>() == 240 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
+
+/// The size that the struct came with.
+const OLDER_BYTES: usize = 224;
 
 /// `HATTN_PEER_E4M3`.
 const E4M3: i32 = 2;
@@ -165,6 +185,12 @@ pub extern "C" fn hattn_peer_last_error() -> *const c_char {
     LAST_ERROR.with_borrow(|text| text.as_ptr())
 }
 
+/// 1: the functions of this library take packed sequences.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_peer_packs() -> c_int {
+    1
+}
+
 /// One forward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -174,7 +200,7 @@ pub extern "C" fn hattn_peer_last_error() -> *const c_char {
 pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
-        let args = unsafe { read(args) }?;
+        let args = unsafe { read(args, OLDER_BYTES) }?;
         // SAFETY: the caller vouches for the memory that the fields describe.
         unsafe { args.call()?.run() }
     })
@@ -182,9 +208,10 @@ pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
 
 impl Args {
     fn call(&self) -> Result<Call<5>, Refused> {
-        let options = self.numbers.forward(self.numbers.sixteen_bits()?)?.lse(!self.lse.is_null());
+        let options = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.lse(!self.lse.is_null());
         Ok(Call {
             problem: Problem::Forward(options.build()?),
+            packing: self.packing,
             tensors: [
                 Given::strided(Slot::Q, self.q, self.q_stride),
                 Given::strided(Slot::K, self.k, self.k_stride),
@@ -210,21 +237,27 @@ fn answer(call: impl FnOnce() -> Result<(), Refused>) -> c_int {
     status
 }
 
-/// A caller's struct of arguments.
+/// A caller's struct of arguments. What a caller does not know, whose struct is an older one of `older` bytes or more,
+/// is 0.
 ///
 /// # Safety
 /// It is null, or begins with a `u64` that says how many of its bytes may be read; all its fields take any bits.
-unsafe fn read<A: Copy>(args: *const A) -> Result<A, Refused> {
+unsafe fn read<A: Copy>(args: *const A, older: usize) -> Result<A, Refused> {
     if args.is_null() {
         return Err(Refused(INVALID, "args is null".to_owned()));
     }
     // SAFETY: not null, and the caller lets at least the first field be read.
     let bytes = unsafe { args.cast::<u64>().read() };
-    if bytes < size_of::<A>() as u64 {
-        return Err(Refused(INVALID, format!("struct_bytes {bytes}; allowed: {} and above", size_of::<A>())));
+    if bytes < older as u64 {
+        return Err(Refused(INVALID, format!("struct_bytes {bytes}; allowed: {older} and above")));
     }
-    // SAFETY: the caller's struct is at least as large as ours.
-    Ok(unsafe { args.read() })
+    let known = usize::try_from(bytes).map_or(size_of::<A>(), |bytes| bytes.min(size_of::<A>()));
+    let mut read = std::mem::MaybeUninit::<A>::zeroed();
+    // SAFETY: the caller lets so many bytes be read, and there is room for them. Fields take any bits, 0 among them.
+    unsafe {
+        args.cast::<u8>().copy_to_nonoverlapping(read.as_mut_ptr().cast(), known);
+        Ok(read.assume_init())
+    }
 }
 
 #[cfg(test)]
@@ -299,5 +332,62 @@ mod tests {
         assert_eq!(text(std::ptr::dangling_mut(), numbers), format!("{causal} lse"));
         let three = text(std::ptr::null_mut(), Numbers { heads_q: 3, ..numbers });
         assert!(three.starts_with("1 heads_q: 3 with heads_kv 2"), "{three}");
+    }
+
+    #[test]
+    fn an_older_callers_struct_packs_nothing() {
+        let packing = Packing { longest: 9, ..Packing::NONE };
+        // SAFETY: a live struct that is at least as large as it says.
+        let read = |struct_bytes| unsafe { read(&Args { struct_bytes, packing, ..args() }, OLDER_BYTES) };
+        let read = |struct_bytes| read(struct_bytes).map(|args| (args.struct_bytes, args.packing.longest));
+        assert_eq!([224, 240, 248].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((248, 9))]);
+        assert!(read(223).is_err_and(|Refused(_, text)| text == "struct_bytes 223; allowed: 224 and above"));
+    }
+
+    /// Two sequences of one and two tokens, with zeros for queries and keys.
+    #[test]
+    fn packed_sequences_reach_the_raw_layer() {
+        let (q, v) = ([0_u16; 3 * 2 * 16], [[0x3f80_u16; 16], [0x4000; 16], [0x4080; 16]]); // 1, 2 and 4
+        let (mut o, mut lse) = ([0x7fc0_u16; 3 * 2 * 16], [f32::NAN; 2 * 3]);
+        let numbers = Numbers {
+            batch: 2,
+            seqlen_q: 3,
+            seqlen_kv: 3,
+            heads_q: 2,
+            heads_kv: 1,
+            head_dim_qk: 16,
+            head_dim_vo: 16,
+            dtype: 1,
+            softmax_scale: 0.25,
+            ..args().numbers
+        };
+        let offsets = [0, 1, 3];
+        let packing = Packing { cu_seqlens: offsets.as_ptr(), longest: 2, reserved: 0 };
+        let args = Args {
+            q: q.as_ptr().cast(),
+            k: q.as_ptr().cast(),
+            v: v.as_ptr().cast(),
+            o: o.as_mut_ptr().cast(),
+            lse: lse.as_mut_ptr(),
+            q_stride: [96, 32, 16],
+            k_stride: [48, 16, 16],
+            v_stride: [48, 16, 16],
+            o_stride: [96, 32, 16],
+            numbers,
+            packing,
+            ..args()
+        };
+        let Problem::Forward(problem) = args.call().expect("it is a problem").problem else { panic!("a forward") };
+        let packed =
+            "forward bf16 batch 2 seqlen 3x3 packed q kv max_seqlen_q 2 max_seqlen_kv 2 heads 2/1 head_dim 16/16";
+        assert_eq!(problem.to_string(), format!("{packed} full scale 0.25 lse"));
+        // SAFETY: live memory, as large as the shapes.
+        assert_eq!(args.call().and_then(|call| unsafe { call.run_on_cpu() }), Ok(()));
+        let (first, second) = o.split_at(32);
+        assert!(first.iter().all(|&bits| bits == 0x3f80) && second.iter().all(|&bits| bits == 0x4040), "{o:x?}");
+        let two = 2.0_f32.ln();
+        assert!([0.0, two, two].iter().zip(&lse).all(|(right, lse)| (right - lse).abs() < 1e-3), "{lse:?}");
+        let wrong = Args { packing: Packing { longest: -1, ..packing }, ..args };
+        assert!(wrong.call().is_err_and(|Refused(_, text)| text == "longest: -1; allowed: 0 and above"));
     }
 }

@@ -27,6 +27,7 @@ mod report;
 mod session;
 pub mod speed;
 mod stats;
+mod sweep;
 pub mod table;
 pub mod text;
 pub mod tune;
@@ -42,12 +43,11 @@ pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink,
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
 pub use hopper_attention_verify::inputs::Class;
-pub use point::{
-    Direction, FEW_HEADS, FEW_SEQUENCES, HIDDEN, LOPSIDED, Order, Point, PointMask, Precision, SHORT, Sweep, TOKENS,
-};
+pub use point::{DENSE, Direction, Kind, Order, Packed, Point, PointMask, Precision};
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};
+pub use sweep::{FEW_HEADS, FEW_SEQUENCES, HIDDEN, LOPSIDED, SHORT, Sweep, TOKENS};
 
 /// Each item once, in the order of their first places.
 pub(crate) fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {

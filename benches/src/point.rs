@@ -1,4 +1,6 @@
-//! Points of the sweep, and what they cost.
+//! Points of a sweep, and what they cost.
+
+mod packed;
 
 use std::fmt;
 use std::ops::Range;
@@ -9,10 +11,9 @@ use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mas
 use hopper_attention_verify::inputs::Class;
 use serde::{Deserialize, Serialize};
 
-/// Tokens a batch in the papers' setting: the batch shrinks as sequences grow.
-pub const TOKENS: usize = 16384;
-/// Hidden size in the papers' setting: `heads_q * head_dim`.
-pub const HIDDEN: usize = 2048;
+pub use packed::{DENSE, Kind, Packed};
+
+use crate::text::thousands;
 
 /// The largest size of a dimension, as the library has it.
 const MAX_SIZE: usize = i32::MAX as usize;
@@ -20,8 +21,6 @@ const MAX_SIZE: usize = i32::MAX as usize;
 const MAX_ELEMENTS: u128 = 1 << 56;
 /// Operations of a backward without a mask.
 const MAX_OPERATIONS: u128 = 1 << 63;
-/// Points of one sweep.
-const MAX_POINTS: usize = 100_000;
 
 /// Which pass is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
@@ -120,6 +119,8 @@ impl FromStr for PointMask {
 }
 
 /// One point of a sweep: equal head dims, and equal query and key lengths but where `queries` says otherwise.
+///
+/// The tensors of a packed point have one batch element, with the rows of all sequences.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Point {
@@ -138,16 +139,19 @@ pub struct Point {
     /// With `causal`: how many keys before its own a query sees; all of them without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
-    /// Keys in a sequence, and queries where `queries` is not given.
+    /// Keys in a sequence, and queries where `queries` is not given. Of packed sequences: all their tokens.
     pub seqlen: usize,
     /// Queries in a sequence, where they are not as many as keys. The last query then sees the last key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queries: Option<usize>,
-    /// Sequences in the batch.
+    /// Sequences in the batch. 1 where they are packed.
     pub batch: usize,
     /// What Q, K and V hold.
     #[serde(default, skip_serializing_if = "Class::is_normal")]
     pub inputs: Class,
+    /// The sequences, where they are packed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub packed: Option<Packed>,
 }
 
 impl Point {
@@ -176,11 +180,15 @@ impl Point {
         ensure!(elements < MAX_ELEMENTS, "q of {elements} elements; allowed: below {MAX_ELEMENTS}");
         let operations = 10 * elements * seqlen as u128;
         ensure!(operations < MAX_OPERATIONS, "{operations} operations; allowed: below {MAX_OPERATIONS}");
-        Ok(())
+        let Some(packed) = &self.packed else { return Ok(()) };
+        ensure!(batch == 1, "batch {batch} of packed sequences; allowed: 1");
+        ensure!(self.queries.is_none(), "{queries} queries in packed sequences; allowed: as many as keys");
+        packed.check(seqlen)?;
+        self.dense().map_or(Ok(()), |dense| dense.check().context("the dense batch of packed sequences"))
     }
 
     /// The point, if its sizes can be counted.
-    fn checked(self) -> Result<Self> {
+    pub(crate) fn checked(self) -> Result<Self> {
         self.check().with_context(|| format!("the point {self}"))?;
         Ok(self)
     }
@@ -190,9 +198,25 @@ impl Point {
         self.queries.unwrap_or(self.seqlen)
     }
 
-    /// "512", or "128x512" for 128 queries on 512 keys.
+    /// "512", or "128x512" for 128 queries on 512 keys, or "lognormal512/t16384" for packed sequences of so many
+    /// tokens.
     pub fn lengths(&self) -> String {
-        self.queries.map_or_else(|| self.seqlen.to_string(), |queries| format!("{queries}x{}", self.seqlen))
+        match (&self.packed, self.queries) {
+            (Some(packed), _) => format!("{}/t{}", packed.kind, self.seqlen),
+            (None, Some(queries)) => format!("{queries}x{}", self.seqlen),
+            (None, None) => self.seqlen.to_string(),
+        }
+    }
+
+    /// Sequences in the batch, packed or not.
+    pub fn sequences(&self) -> usize {
+        self.packed.as_ref().map_or(self.batch, |packed| packed.lengths.len())
+    }
+
+    /// The dense point beside a packed one: see [`Packed::dense`].
+    pub fn dense(&self) -> Option<Self> {
+        let [batch, seqlen] = self.packed.as_ref()?.dense;
+        Some(Self { batch, seqlen, packed: None, ..self.clone() })
     }
 
     /// Query heads that share a key head.
@@ -210,13 +234,28 @@ impl Point {
     }
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
-    /// `-lopsided` where there are not as many queries as keys, and `-peaky` where inputs are not normal.
+    /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
+    /// length, or not), and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let Self { direction, dtype, head_dim, .. } = self;
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
         let lopsided = if self.queries.is_some() { "-lopsided" } else { "" };
+        let packed = match &self.packed {
+            None => String::new(),
+            Some(Packed { kind: Kind::Equal(_), .. }) => "-packed".into(),
+            Some(_) => format!("-ragged{}", thousands(self.seqlen)),
+        };
         let inputs = self.named_inputs("-");
-        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}{lopsided}{inputs}", self.mask_name())
+        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}{lopsided}{packed}{inputs}", self.mask_name())
+    }
+
+    /// What a chart or a table says of the sequences of its points; nothing where they are not packed.
+    pub fn packed_words(&self) -> String {
+        match &self.packed {
+            None => String::new(),
+            Some(Packed { kind: Kind::Equal(_), .. }) => ", packed".into(),
+            Some(_) => format!(", ragged batches of {} tokens", thousands(self.seqlen)),
+        }
     }
 
     /// The class of the inputs after a separator, or nothing where they are normal.
@@ -225,21 +264,30 @@ impl Point {
     }
 
     /// Whether every word between the slashes of a filter is one of the point's own.
-    fn matches(&self, filter: &str) -> bool {
+    pub(crate) fn matches(&self, filter: &str) -> bool {
         let name = self.to_string();
         filter.split('/').all(|word| name.split('/').any(|own| own == word))
     }
 
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
     /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, or causal with fewer queries than keys, 4
-    /// for each of the head dim's elements and each pair of a query and a key that it sees. The backward has five products: 2.5 times the forward's.
+    /// for each of the head dim's elements and each pair of a query and a key that it sees. The backward has five
+    /// products: 2.5 times the forward's. Packed sequences are counted one by one.
     pub fn flops(&self) -> u64 {
         let products = match self.direction {
             Direction::Fwd => 2,
             Direction::Bwd => 5,
         };
-        let each = 2 * products * (self.head_dim * self.heads_q * self.batch) as u64;
-        let [queries, keys] = [self.seqlen_q(), self.seqlen].map(|length| length as u64);
+        let each = 2 * products * (self.head_dim * self.heads_q) as u64;
+        match &self.packed {
+            Some(packed) => packed.lengths.iter().map(|&length| self.flops_of_one(each, [length; 2])).sum(),
+            None => self.flops_of_one(each * self.batch as u64, [self.seqlen_q(), self.seqlen]),
+        }
+    }
+
+    /// The operations of one sequence, with so many for a pair of a query and a key: an even number.
+    fn flops_of_one(&self, each: u64, lengths: [usize; 2]) -> u64 {
+        let [queries, keys] = lengths.map(|length| length as u64);
         match (self.causal, self.window, self.queries) {
             (false, ..) => each * queries * keys,
             (true, None, None) => each * keys.pow(2) / 2,
@@ -253,11 +301,31 @@ impl Point {
         }
     }
 
+    /// The operations that a library does here: those of the dense batch for our second run at a packed point.
+    pub fn flops_by(&self, library: &str) -> u64 {
+        match self.dense() {
+            Some(dense) if library.ends_with(DENSE) => dense.flops(),
+            _ => self.flops(),
+        }
+    }
+
     /// The keys that a query sees.
     pub fn keys(&self, query: usize) -> Range<usize> {
+        let sequence = self.sequence(query);
         let own = query + self.seqlen.saturating_sub(self.seqlen_q());
         let first = self.window.map_or(0, |keys| own.saturating_sub(keys));
-        if self.causal { first..own + 1 } else { 0..self.seqlen }
+        if self.causal { first.max(sequence.start)..own + 1 } else { sequence }
+    }
+
+    /// The queries that see a key.
+    pub fn queries_of(&self, key: usize) -> impl Iterator<Item = usize> + '_ {
+        let sequence = if self.packed.is_some() { self.sequence(key) } else { 0..self.seqlen_q() };
+        sequence.filter(move |&query| self.keys(query).contains(&key))
+    }
+
+    /// The rows of the packed sequence that has this one. All keys where sequences are not packed.
+    pub fn sequence(&self, row: usize) -> Range<usize> {
+        self.packed.as_ref().map_or(0..self.seqlen, |packed| packed.sequence(row))
     }
 
     /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once; in the backward Q, K, V,
@@ -280,7 +348,7 @@ impl Point {
     /// # Errors
     /// Those of [`build`](hopper_attention::ForwardProblemBuilder::build).
     pub fn problem(&self) -> hopper_attention::Result<ForwardProblem> {
-        let dims = Dims::new(self.batch, self.seqlen_q(), self.heads_q, self.head_dim)
+        let dims = Dims::new(self.sequences(), self.seqlen_q(), self.heads_q, self.head_dim)
             .with_seqlen_kv(self.seqlen)
             .with_heads_kv(self.heads_kv);
         let mask = match (self.causal, self.window) {
@@ -288,7 +356,11 @@ impl Point {
             (true, None) => Mask::causal(),
             (true, Some(keys)) => Mask::window(Some(keys), Some(0)),
         };
-        ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).build()
+        let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true);
+        match self.packed.as_ref().map(Packed::longest) {
+            Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
+            None => options.build(),
+        }
     }
 
     /// The problem whose gradients a backward point computes.
@@ -324,291 +396,34 @@ impl Point {
         }
     }
 
-    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more.
+    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more. Of a packed point also of
+    /// its dense one.
     pub fn elements(&self, heads: usize) -> usize {
-        self.batch * self.seqlen.max(self.seqlen_q()) * heads * self.head_dim
+        let own = self.batch * self.seqlen.max(self.seqlen_q()) * heads * self.head_dim;
+        self.dense().map_or(own, |dense| own.max(dense.elements(heads)))
     }
 }
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`.
-/// Where inputs are not normal, their class comes last.
+/// Packed sequences are `lognormal512/t16384/b32`. Where inputs are not normal, their class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { direction, dtype, batch, heads_q, heads_kv, head_dim, .. } = self;
+        let Self { direction, dtype, heads_q, heads_kv, head_dim, .. } = self;
         let (mask, lengths, inputs) = (self.mask_name(), self.lengths(), self.named_inputs("/"));
-        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/s{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{inputs}")
-    }
-}
-
-/// Which points to take.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Sweep {
-    /// Classes of inputs.
-    pub inputs: Vec<Class>,
-    /// Passes.
-    pub directions: Vec<Direction>,
-    /// Types.
-    pub dtypes: Vec<Precision>,
-    /// Query heads that share a key head.
-    pub gqa: Vec<usize>,
-    /// Head dims.
-    pub dims: Vec<usize>,
-    /// Masks.
-    pub masks: Vec<PointMask>,
-    /// Lengths.
-    pub seqlens: Vec<usize>,
-    /// Tokens a batch: the batch is `tokens / seqlen`, at least 1.
-    pub tokens: usize,
-    /// The batch, whatever the tokens.
-    pub batch: Option<usize>,
-    /// `heads_q * head_dim`.
-    pub hidden: usize,
-    /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch` and
-    /// `hidden`.
-    pub few_heads: bool,
-    /// Short and lopsided problems ([`SHORT`] and [`LOPSIDED`]), in place of all lengths and heads.
-    pub lopsided: bool,
-    /// A quarter as many queries as keys, at least 1. Not with `lopsided`.
-    pub quarter: bool,
-    /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
-    pub filters: Vec<String>,
-}
-
-/// Query heads and KV heads of a card that has few: of models that are split over several cards, and of small ones.
-pub const FEW_HEADS: [[usize; 2]; 5] = [[32, 8], [16, 4], [8, 1], [16, 16], [4, 4]];
-/// Batch and sequence length of the same sweep.
-pub const FEW_SEQUENCES: [[usize; 2]; 6] = [[1, 512], [1, 2048], [1, 4096], [1, 8192], [4, 2048], [1, 32768]];
-
-/// Batch and sequence length of short problems whose lengths are no multiple of a tile: text and image encoders, among others.
-/// They have the heads of the papers' hidden size.
-pub const SHORT: [[usize; 2]; 9] =
-    [[212, 77], [83, 197], [63, 257], [28, 577], [16, 1000], [15, 1025], [10, 1500], [7, 2049], [3, 4097]];
-/// Batch, queries, keys, query heads and KV heads of problems without a mask: a prompt's last part, few queries on many keys, and
-/// cross-attention to few keys.
-pub const LOPSIDED: [[usize; 5]; 7] = [
-    [1, 128, 16384, 32, 8],
-    [1, 512, 16384, 32, 8],
-    [1, 2048, 16384, 32, 8],
-    [8, 77, 4096, 16, 16],
-    [4, 4096, 77, 16, 16],
-    [16, 1024, 77, 16, 16],
-    [2, 4096, 1024, 16, 16],
-];
-
-impl Sweep {
-    /// The papers' sweep.
-    pub fn papers() -> Self {
-        Self {
-            inputs: vec![Class::Normal],
-            directions: vec![Direction::Fwd],
-            dtypes: vec![Precision::Bf16, Precision::F16],
-            gqa: vec![1],
-            dims: vec![64, 128],
-            masks: vec![PointMask::Full, PointMask::Causal],
-            seqlens: vec![512, 1024, 2048, 4096, 8192, 16384],
-            tokens: TOKENS,
-            batch: None,
-            hidden: HIDDEN,
-            few_heads: false,
-            lopsided: false,
-            quarter: false,
-            filters: vec![],
-        }
-    }
-
-    /// Sizes that the CPU backend and the naive computation do in seconds.
-    pub fn small() -> Self {
-        Self { seqlens: vec![64, 128, 256], tokens: 256, hidden: 256, ..Self::papers() }
-    }
-
-    /// The points, in the order of the fields, the length fastest. All classes of inputs have the same points.
-    ///
-    /// # Errors
-    /// When heads do not divide, sizes are too large, there are more than 100,000 points, or nothing is left to time.
-    pub fn points(&self) -> Result<Vec<Point>> {
-        ensure!(
-            !(self.directions.contains(&Direction::Bwd) && self.dtypes.contains(&Precision::E4m3)),
-            "--directions bwd --dtypes e4m3: e4m3 operands have no gradients; allowed: --directions fwd, or --dtypes bf16,f16"
-        );
-        ensure!(
-            !((self.lopsided || self.quarter) && self.dtypes.contains(&Precision::E4m3)),
-            "--lopsided or --quarter with --dtypes e4m3 is not timed; allowed: --dtypes bf16,f16"
-        );
-        ensure!(
-            !(self.directions.contains(&Direction::Bwd) && self.inputs.contains(&Class::Nan)),
-            "--directions bwd --inputs nan: nearly all of dK and dV would be NaN, which cannot be checked; allowed: \
-             --directions fwd, or --inputs {}",
-            Class::ALL.iter().filter(|class| **class != Class::Nan).map(Class::to_string).collect::<Vec<_>>().join(",")
-        );
-        let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
-        let kinds = [self.directions.len(), self.dtypes.len(), groups, self.dims.len()];
-        let each = self.masks.len().saturating_mul(self.sequences().len());
-        let each = each.saturating_add(if self.lopsided { LOPSIDED.len() } else { 0 });
-        let each = each.saturating_mul(self.inputs.len());
-        let all = kinds.into_iter().fold(each, usize::saturating_mul);
-        ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
-        let mut normal = Vec::new();
-        for &direction in &self.directions {
-            for &dtype in &self.dtypes {
-                for (head_dim, heads) in self.heads() {
-                    self.lengths(direction, dtype, heads?, head_dim, &mut normal)?;
-                    if self.lopsided {
-                        Self::lopsided(direction, dtype, head_dim, &mut normal)?;
-                    }
-                }
-            }
-        }
-        let of_class = |&inputs| normal.iter().map(move |point: &Point| Point { inputs, ..point.clone() });
-        let mut points: Vec<Point> = self.inputs.iter().flat_map(of_class).collect();
-        points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
-        ensure!(
-            !points.is_empty(),
-            "none of the {all} points fits --filter {}; a point is called fwd/bf16/d64/causal/s512/b32/h32/kv32, and a \
-             filter names some of these words",
-            self.filters.join(" ")
-        );
-        Ok(points)
-    }
-
-    /// Head dims, each with numbers of query heads and KV heads. They are errors where they do not divide.
-    fn heads(&self) -> Vec<(usize, Result<[usize; 2]>)> {
-        if self.few_heads {
-            return FEW_HEADS
-                .into_iter()
-                .flat_map(|heads| self.dims.iter().map(move |&dim| (dim, Ok(heads))))
-                .collect();
-        }
-        let pairs = self.gqa.iter().flat_map(|&group| self.dims.iter().map(move |&dim| (dim, group)));
-        pairs.map(|(dim, group)| (dim, self.heads_of(dim, group))).collect()
-    }
-
-    /// The heads of the hidden size.
-    fn heads_of(&self, head_dim: usize, group: usize) -> Result<[usize; 2]> {
-        let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
-        ensure!(
-            head_dim > 0 && heads_q * head_dim == hidden,
-            "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
-        );
-        ensure!(
-            group > 0 && heads_q % group == 0,
-            "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
-        );
-        Ok([heads_q, heads_q / group])
-    }
-
-    /// The points of every mask and length.
-    fn lengths(
-        &self,
-        direction: Direction,
-        dtype: Precision,
-        [heads_q, heads_kv]: [usize; 2],
-        head_dim: usize,
-        points: &mut Vec<Point>,
-    ) -> Result<()> {
-        let sequences = self.sequences();
-        for &mask in &self.masks {
-            let (causal, window) = match mask {
-                PointMask::Full => (false, None),
-                PointMask::Causal => (true, None),
-                PointMask::Window(keys) => (true, Some(keys)),
-            };
-            for &[batch, seqlen] in &sequences {
-                let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let inputs = Class::Normal;
-                #[rustfmt::skip]
-                let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch, inputs,
-                };
-                points.push(point.checked()?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Batch and sequence length of the points of every mask.
-    fn sequences(&self) -> Vec<[usize; 2]> {
-        let batch = |seqlen: usize| self.batch.unwrap_or((self.tokens / seqlen.max(1)).max(1));
-        match (self.few_heads, self.lopsided) {
-            (true, _) => FEW_SEQUENCES.to_vec(),
-            (false, true) => SHORT.to_vec(),
-            (false, false) => self.seqlens.iter().map(|&seqlen| [batch(seqlen), seqlen]).collect(),
-        }
-    }
-
-    /// The points of [`LOPSIDED`].
-    fn lopsided(direction: Direction, dtype: Precision, head_dim: usize, points: &mut Vec<Point>) -> Result<()> {
-        for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
-            let (causal, window, queries) = (false, None, Some(queries));
-            let inputs = Class::Normal;
-            let point =
-                Point { direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch, inputs };
-            points.push(point.checked()?);
-        }
-        Ok(())
+        let (s, batch) = (if self.packed.is_some() { "" } else { "s" }, self.sequences());
+        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{inputs}")
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Sweep;
 
     fn paper(seqlen: usize, head_dim: usize) -> Point {
         let sweep =
             Sweep { seqlens: vec![seqlen], dims: vec![head_dim], masks: vec![PointMask::Full], ..Sweep::papers() };
         sweep.points().unwrap().remove(0)
-    }
-
-    #[test]
-    fn the_papers_sweep() {
-        let points = Sweep::papers().points().unwrap();
-        assert_eq!(points.len(), 2 * 2 * 2 * 6);
-        assert!(points.iter().all(|p| p.batch * p.seqlen == TOKENS && p.heads_q * p.head_dim == HIDDEN));
-        assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32");
-        assert_eq!(points[47].to_string(), "fwd/f16/d128/causal/s16384/b1/h16/kv16");
-    }
-
-    #[test]
-    fn each_class_of_inputs_has_the_points() {
-        let sweep = Sweep { inputs: vec![Class::Normal, Class::Late], seqlens: vec![512], ..Sweep::papers() };
-        let points = sweep.points().unwrap();
-        let (normal, late) = points.split_at(8);
-        assert_eq!(normal[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32");
-        assert_eq!(late[0].to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32/late");
-        assert_eq!(
-            (normal[3].family(), late[3].family()),
-            ("fwd-bf16-d128-causal".into(), "fwd-bf16-d128-causal-late".into())
-        );
-        let json = |point| serde_json::to_string(point).unwrap();
-        assert!(!json(&normal[0]).contains("inputs") && json(&late[0]).contains("\"inputs\":\"late\""));
-        assert!(points.iter().all(|point| serde_json::from_str::<Point>(&json(point)).unwrap() == *point));
-        assert!(normal.iter().zip(late).all(|(a, b)| Point { inputs: Class::Normal, ..b.clone() } == *a));
-        assert_eq!(points.iter().filter(|point| point.matches("late/d64")).count(), 4);
-        let nan = Sweep { inputs: vec![Class::Nan], directions: Direction::ALL.to_vec(), ..sweep };
-        let refused = nan.points().unwrap_err().to_string();
-        assert!(refused.ends_with("allowed: --directions fwd, or --inputs normal,peaky,sink,late"), "{refused}");
-    }
-
-    #[test]
-    fn the_sweep_of_few_heads() {
-        let sweep =
-            Sweep { few_heads: true, masks: vec![PointMask::Causal], dtypes: vec![Precision::Bf16], ..Sweep::papers() };
-        let points = sweep.points().unwrap();
-        assert_eq!(points.len(), 60);
-        assert_eq!(points[0].to_string(), "fwd/bf16/d64/causal/s512/b1/h32/kv8");
-        assert_eq!(points[59].to_string(), "fwd/bf16/d128/causal/s32768/b1/h4/kv4");
-    }
-
-    #[test]
-    fn the_sweep_of_short_and_lopsided_problems() {
-        let sweep = Sweep { lopsided: true, dtypes: vec![Precision::Bf16], ..Sweep::papers() };
-        let points = sweep.points().unwrap();
-        assert_eq!(points.len(), 50);
-        assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s77/b212/h32/kv32");
-        assert_eq!(points[18].to_string(), "fwd/bf16/d64/full/s128x16384/b1/h32/kv8");
-        assert_eq!(points[49].family(), "fwd-bf16-d128-full-lopsided");
-        assert_eq!(points.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
-        let fp8 = Sweep { dtypes: vec![Precision::E4m3], ..sweep };
-        assert!(fp8.points().unwrap_err().to_string().contains("--dtypes bf16,f16"));
     }
 
     #[test]
@@ -695,6 +510,46 @@ mod tests {
     }
 
     #[test]
+    fn packed_sequences_are_counted_and_masked_one_by_one() {
+        let lengths = vec![3, 1, 4];
+        let packed = Some(Packed { kind: Kind::Long, lengths, dense: [3, 3] });
+        let point = Point { seqlen: 8, batch: 1, packed, ..paper(512, 64) };
+        point.check().unwrap();
+        assert_eq!(point.to_string(), "fwd/bf16/d64/full/long/t8/b3/h32/kv32");
+        // 4 for each of 2048 elements and each of 9 + 1 + 16 pairs. Half of that under a causal mask, as the papers
+        // count.
+        let causal = Point { causal: true, ..point.clone() };
+        let window = Point { window: Some(1), ..causal.clone() };
+        assert_eq!((point.flops(), causal.flops()), (4 * 2048 * 26, 2 * 2048 * 26));
+        assert_eq!(window.flops(), 4 * 2048 * (5 + 1 + 7));
+        assert_eq!(Point { direction: Direction::Bwd, ..point.clone() }.flops(), 10 * 2048 * 26);
+        assert_eq!((point.flops_by("x-dense"), point.flops_by("x")), (4 * 2048 * 27, point.flops()));
+        assert_eq!(paper(512, 64).flops_by("x-dense"), paper(512, 64).flops());
+
+        let keys = |point: &Point| (0..8).map(|query| point.keys(query)).collect::<Vec<_>>();
+        assert_eq!(keys(&point), [0..3, 0..3, 0..3, 3..4, 4..8, 4..8, 4..8, 4..8]);
+        assert_eq!(keys(&causal), [0..1, 0..2, 0..3, 3..4, 4..5, 4..6, 4..7, 4..8]);
+        assert_eq!(keys(&window), [0..1, 0..2, 1..3, 3..4, 4..5, 4..6, 5..7, 6..8]);
+        assert_eq!(window.queries_of(4).collect::<Vec<_>>(), [4, 5]);
+        assert_eq!(point.queries_of(2).collect::<Vec<_>>(), [0, 1, 2]);
+        let mask = window.problem().unwrap().mask();
+        assert!((0..4).all(|q| (0..4).all(|kv| mask.keep(q, kv, 4, 4) == window.keys(4 + q).contains(&(4 + kv)))));
+
+        let text = serde_json::to_string(&point).unwrap();
+        assert!(text.ends_with(r#""packed":{"kind":"long","lengths":[3,1,4],"dense":[3,3]}}"#), "{text}");
+        assert!(!serde_json::to_string(&paper(512, 64)).unwrap().contains("packed"));
+        let refused = |point: Point| format!("{:#}", point.check().unwrap_err());
+        assert_eq!(refused(Point { batch: 2, ..point.clone() }), "batch 2 of packed sequences; allowed: 1");
+        assert_eq!(
+            refused(Point { seqlen: 9, ..point.clone() }),
+            "packed sequences of 8 tokens; allowed: 9, the point's"
+        );
+        assert!(refused(Point { queries: Some(8), ..point.clone() }).starts_with("8 queries in packed sequences"));
+        let packed = point.packed.clone().map(|packed| Packed { dense: [0, 1], ..packed });
+        assert!(refused(Point { packed, ..point }).starts_with("the dense batch of packed sequences: batch 0"));
+    }
+
+    #[test]
     fn bytes_count_each_tensor_once() {
         let lse = 16384 * 32 * 4;
         assert_eq!(paper(512, 64).bytes(), 268_435_456 + lse);
@@ -717,26 +572,6 @@ mod tests {
         let refused = Sweep { directions: Direction::ALL.to_vec(), ..sweep }.points().unwrap_err().to_string();
         assert!(refused.contains("e4m3 operands have no gradients"), "{refused}");
         assert_eq!(serde_json::to_string(&Precision::E4m3).unwrap(), "\"e4m3\"");
-    }
-
-    #[test]
-    fn filters_and_families() {
-        let filter = |filters: &[&str]| {
-            let filters = filters.iter().map(|&f| f.into()).collect();
-            Sweep { filters, gqa: vec![1, 8], ..Sweep::papers() }.points()
-        };
-        assert_eq!(filter(&["causal/d64/s512", "kv2/f16/full/s1024"]).unwrap().len(), 4 + 1);
-        // A word is a whole word: s512 is no part of s5120.
-        assert!(filter(&["s51"]).unwrap_err().to_string().contains("none of the 96 points"));
-        let families: Vec<_> = filter(&["s512/bf16/d64/causal"]).unwrap().iter().map(Point::family).collect();
-        assert_eq!(families, ["fwd-bf16-d64-causal", "fwd-bf16-d64-causal-gqa8"]);
-    }
-
-    #[test]
-    fn what_does_not_divide_is_refused() {
-        let refused = |sweep: Sweep| sweep.points().unwrap_err().to_string();
-        assert!(refused(Sweep { dims: vec![96], ..Sweep::papers() }).contains("head dim 96"));
-        assert!(refused(Sweep { gqa: vec![5], ..Sweep::papers() }).contains("--gqa 5"));
     }
 
     /// Whatever the sizes, a point is refused with words, or all that is counted of it fits its type.
@@ -776,15 +611,6 @@ mod tests {
         let sweep = Sweep { seqlens: vec![1; 2000], masks: vec![PointMask::Full; 50], ..Sweep::papers() };
         let refused = sweep.points().expect_err("it was taken").to_string();
         assert_eq!(refused, "a sweep of 400000 points; allowed: up to 100000");
-    }
-
-    #[test]
-    fn batch_and_tokens() {
-        let batches = |sweep: Sweep| sweep.points().unwrap().iter().map(|p| p.batch).collect::<Vec<_>>();
-        let one =
-            Sweep { dims: vec![64], masks: vec![PointMask::Causal], dtypes: vec![Precision::F16], ..Sweep::papers() };
-        assert_eq!(batches(Sweep { tokens: 2048, ..one.clone() }), [4, 2, 1, 1, 1, 1]);
-        assert_eq!(batches(Sweep { batch: Some(3), ..one }), [3; 6]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::card::CardState;
 use crate::host::HostCost;
 use crate::stats::measured;
-use crate::{Class, Point, Summary, distinct, quantile, text};
+use crate::{Class, DENSE, Point, Summary, distinct, quantile, text};
 
 /// The schema's name and version; it changes when a field changes its meaning or goes.
 pub const SCHEMA: &str = "hattn-bench/1";
@@ -239,6 +239,18 @@ impl PointReport {
     pub fn best_peer(&self) -> Option<&Run> {
         let peers = self.runs.iter().filter(|run| run.role == Role::Peer && run.rate().is_some());
         peers.max_by(|a, b| a.rate().unwrap_or(0.0).total_cmp(&b.rate().unwrap_or(0.0)))
+    }
+
+    /// Our second run, on the dense batch of a packed point.
+    pub fn dense(&self) -> Option<&Run> {
+        self.runs.iter().find(|run| run.role == Role::Ours && run.name.ends_with(DENSE))
+    }
+
+    /// What a reader asks of a variant: its rate over ours. Of our second run at packed points the other way round,
+    /// since it is what packing is held against.
+    pub fn variant_ratio(&self, name: &str) -> Option<f64> {
+        let ratio = self.ratio(self.run(name))?;
+        Some(if name.ends_with(DENSE) { ratio } else { 1.0 / ratio })
     }
 
     /// Our rate over that of a run.

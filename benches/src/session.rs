@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::card::{Card, Watch};
 use crate::harness::{Event, Harness, Job, RawRun};
 use crate::report::STOPPED;
-use crate::{Busy, Ceiling, PointReport, Report, Run, RunStatus, SCHEMA, Summary, quantile};
+use crate::{Busy, Ceiling, Point, PointReport, Report, Run, RunStatus, SCHEMA, Summary, quantile};
 
 /// What a sweep reports while it runs.
 pub enum Progress<'a> {
@@ -154,7 +154,7 @@ impl<'a> Session<'a> {
             Event::Point { index, runs } => {
                 let point = point(index)?.clone();
                 let busy = self.watch.take().and_then(|watch| Busy::new(&watch.stop()));
-                let runs = runs.into_iter().map(|run| finished(run, point.flops())).collect();
+                let runs = runs.into_iter().map(|run| finished(run, &point)).collect();
                 self.done += 1;
                 let place = *self.places.entry(index).or_insert(report.points.len());
                 if let Some(other) = report.points.get_mut(place) {
@@ -171,9 +171,9 @@ impl<'a> Session<'a> {
     }
 }
 
-fn finished(raw: RawRun, flops: u64) -> Run {
+fn finished(raw: RawRun, point: &Point) -> Run {
     let RawRun { name, role, status, error, check, host_us, ms } = raw;
-    let summary = Summary::new(rounded(ms), flops);
+    let summary = Summary::new(rounded(ms), point.flops_by(&name));
     let status = if summary.is_none() && status == RunStatus::Ok { RunStatus::Failed } else { status };
     Run { name, role, status, error, check, host_us, summary }
 }

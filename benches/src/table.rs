@@ -5,13 +5,14 @@ use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 
 use crate::host::HostCost;
 use crate::text::{excerpt, printable};
-use crate::{Class, Direction, PointReport, Report, Run, RunStatus, distinct, geometric_mean};
+use crate::{Class, DENSE, Direction, PointReport, Report, Run, RunStatus, distinct, geometric_mean};
 
 /// A name in a table is cut to so many characters.
 const LONGEST: usize = 60;
 
-/// One line a point: TFLOP/s of each library, ours over the best peer, our share of the roofline, the widest
-/// interquartile range. The inputs are named where they are not all normal. Colours only where stdout is a terminal.
+/// One line a point: TFLOP/s of each library, ours over the best peer and (where sequences are packed) over ours on a
+/// dense batch, our share of the roofline, the widest interquartile range. The inputs are named where they are not all
+/// normal. Colours only where stdout is a terminal.
 pub fn points(report: &Report) -> Table {
     let names = report.names();
     let mut table = Table::new();
@@ -19,7 +20,9 @@ pub fn points(report: &Report) -> Table {
     let fixed = ["pass", "dtype", "hd", "mask", "gqa", "seqlen"];
     let normal = is_normal(report);
     let inputs = (!normal).then_some("inputs");
-    let header = fixed.into_iter().chain(inputs).chain(names.iter().copied()).chain(["ours/best", "roofline", "iqr"]);
+    let dense = report.points.iter().any(|p| p.dense().is_some()).then_some("ours/dense");
+    let header = fixed.into_iter().chain(inputs).chain(names.iter().copied()).chain(["ours/best"]).chain(dense);
+    let header = header.chain(["roofline", "iqr"]);
     table.set_header(header.map(name));
     for result in &report.points {
         let p = &result.point;
@@ -34,6 +37,7 @@ pub fn points(report: &Report) -> Table {
             None => Cell::new("absent").fg(Color::DarkGrey),
         }));
         row.push(ratio(result.ratio(result.best_peer())));
+        row.extend(dense.map(|_| ratio(result.ratio(result.dense()))));
         row.push(share(report, result));
         let spreads = result.runs.iter().filter_map(|run| run.summary.as_ref()).map(|s| s.iqr_percent);
         row.push(Cell::new(
@@ -155,9 +159,9 @@ fn ratios_of(report: &Report, direction: Direction, inputs: Class) -> Vec<String
             line(format!("ours / {name}"), all.iter().filter_map(|p| p.ratio(p.run(name))).collect());
         }
     }
-    // The other way round: whoever reads of a variant asks what it loses.
     for name in report.variants() {
-        line(format!("{name} / ours"), all.iter().filter_map(|p| Some(1.0 / p.ratio(p.run(name))?)).collect());
+        let words = if name.ends_with(DENSE) { format!("ours / {name}") } else { format!("{name} / ours") };
+        line(words, all.iter().filter_map(|p| p.variant_ratio(name)).collect());
     }
     for name in report.names() {
         let errors: Vec<[f64; 2]> = all.iter().filter_map(|p| p.error_ratio(p.peer(name))).collect();
@@ -242,6 +246,7 @@ mod tests {
     use super::*;
     use crate::host::HostCall;
     use crate::report::tests::report;
+    use crate::{Packed, Summary};
 
     #[test]
     fn a_line_a_point() {
@@ -287,6 +292,30 @@ mod tests {
             "normal, error of o / that of fa3: rms mean 1.100, largest 1.100; max mean 1.100, largest 1.100"
         );
         assert!(means.len() == 6 && means[3].starts_with("sink, ours / best peer"), "{means:?}");
+    }
+
+    #[test]
+    fn packed_points_beside_dense_ones() {
+        let mut packed = report();
+        for result in &mut packed.points {
+            let [count, length] = [result.point.batch, result.point.seqlen];
+            result.point.packed = Some(Packed::equal(count, length));
+            (result.point.batch, result.point.seqlen) = (1, count * length);
+            let ours = result.ours().unwrap().clone();
+            let dense = Summary::new(vec![1.0; 3], result.flops).unwrap();
+            let name = format!("{}{DENSE}", ours.name);
+            result.runs.push(Run { name, summary: Some(dense), ..ours });
+        }
+        let text = points(&packed).to_string();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[0][6..12], ["ours", "ours-dense", "fa3", "none", "ours/best", "ours/dense"]);
+        assert_eq!((lines[1][5], lines[1][10]), ("equal512/t16384", "1.200"));
+        let point = &packed.points[0];
+        let ratio = point.ratio(point.dense()).unwrap();
+        assert_eq!(lines[1][11], format!("{ratio:.3}"));
+        let means = ratios(&packed);
+        assert!(means.iter().any(|line| line.starts_with("ours / ours-dense: geometric mean")), "{means:?}");
+        assert!(!means.iter().any(|line| line.contains("ours-dense / ours")), "{means:?}");
     }
 
     #[test]

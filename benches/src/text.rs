@@ -34,6 +34,11 @@ pub fn read(path: &Path) -> Result<String> {
     Ok(text)
 }
 
+/// "512", or "16k" for a multiple of 1024.
+pub(crate) fn thousands(number: usize) -> String {
+    if number >= 1024 && number.is_multiple_of(1024) { format!("{}k", number / 1024) } else { number.to_string() }
+}
+
 /// The text without anything that steers a terminal: control characters, and those that reorder or break lines, become
 /// escapes such as `\u{1b}`.
 pub fn printable(text: &str) -> String {

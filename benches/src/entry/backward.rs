@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use hopper_attention::{BackwardProblem, Slot};
 
 use super::call::{Call, Given, Problem};
-use super::{INVALID, Numbers, Refused, answer, read};
+use super::{INVALID, Numbers, Packing, Refused, answer, read};
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -34,12 +34,16 @@ pub struct BackwardArgs {
     pub stream: *mut c_void,
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
+    pub packing: Packing,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<BackwardArgs>() == 352);
+const _: () = assert!(size_of::<BackwardArgs>() == 368 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, numbers) == 272);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, stream) == 328);
+
+/// The size that the struct came with.
+const OLDER_BYTES: usize = 352;
 
 /// Enqueues a backward: `hattn_peer_bwd` of some library.
 pub type Backward = unsafe extern "C" fn(*const BackwardArgs) -> c_int;
@@ -54,7 +58,7 @@ pub type BackwardWorkspace = unsafe extern "C" fn(*const BackwardArgs, *mut u64)
 pub unsafe extern "C" fn hattn_peer_bwd(args: *const BackwardArgs) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
-        let args = unsafe { read(args) }?;
+        let args = unsafe { read(args, OLDER_BYTES) }?;
         // SAFETY: the caller vouches for the memory that the fields describe.
         unsafe { args.call()?.run() }
     })
@@ -69,7 +73,7 @@ pub unsafe extern "C" fn hattn_peer_bwd(args: *const BackwardArgs) -> c_int {
 pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, bytes: *mut u64) -> c_int {
     answer(|| {
         // SAFETY: as in `hattn_peer_bwd`.
-        let args = unsafe { read(args) }?;
+        let args = unsafe { read(args, OLDER_BYTES) }?;
         if bytes.is_null() {
             return Err(Refused(INVALID, "bytes is null".to_owned()));
         }
@@ -82,13 +86,14 @@ pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, byt
 
 impl BackwardArgs {
     fn problem(&self) -> Result<Problem, Refused> {
-        let forward = self.numbers.forward(self.numbers.sixteen_bits()?)?.build()?;
+        let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.build()?;
         Ok(Problem::Backward(BackwardProblem::builder(&forward).build()?))
     }
 
     fn call(&self) -> Result<Call<9>, Refused> {
         Ok(Call {
             problem: self.problem()?,
+            packing: self.packing,
             tensors: [
                 Given::strided(Slot::Q, self.q, self.q_stride),
                 Given::strided(Slot::K, self.k, self.k_stride),

@@ -10,11 +10,12 @@ use hopper_attention::{
     BackwardPlan, BackwardProblem, Device, Error, ForwardPlan, ForwardProblem, Layout, Operands, Presence, Slot,
 };
 
-use super::{FAILED, Refused};
+use super::{FAILED, Packing, Refused};
 
 /// What a caller asks for.
 pub(super) struct Call<const N: usize> {
     pub problem: Problem,
+    pub packing: Packing,
     pub tensors: [Given; N],
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
@@ -69,16 +70,26 @@ impl<const N: usize> Call<N> {
         let mut args = RawArgs::new().with_workspace(self.workspace as u64, bytes);
         for operand in operands.iter().filter(|operand| operand.presence() != Presence::Refused) {
             let (slot, dtype) = (operand.slot(), operand.dtype());
+            if let (Slot::CuSeqlensQ | Slot::CuSeqlensKv, &[count]) = (slot, operand.shape()) {
+                let list = Layout::contiguous([count])?;
+                args = args.with(slot, RawTensor::new(self.packing.cu_seqlens as u64, dtype, place, list));
+                continue;
+            }
             let Some(given) = self.tensors.iter().find(|given| given.slot == slot) else { continue };
             let address = given.data as u64;
             let tensor = match (operand.shape(), given.stride) {
                 (&[a, b, c, d], Some([batch, token, head])) => {
                     RawTensor::new(address, dtype, place, Layout::with_strides([a, b, c, d], [batch, token, head, 1])?)
                 }
+                // Packed tensors have no batch.
+                (&[a, b, c], Some([_, token, head])) => {
+                    RawTensor::new(address, dtype, place, Layout::with_strides([a, b, c], [token, head, 1])?)
+                }
+                (&[a, b], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b])?),
                 (&[a, b, c], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b, c])?),
                 (shape, _) => {
                     let (got, allowed) =
-                        (format!("shape {shape:?}"), "four dimensions, or three without strides".into());
+                        (format!("shape {shape:?}"), "up to four dimensions, and three without strides".into());
                     return Err(Error::Layout { tensor: slot.name(), got, allowed });
                 }
             };

@@ -6,7 +6,7 @@ use hopper_attention::{DType, ForwardProblem, Scaling, Slot};
 
 use super::call::{Call, Given, Problem};
 use super::problem::refused;
-use super::{E4M3, Numbers, Refused, answer, read};
+use super::{E4M3, Numbers, Packing, Refused, answer, read};
 
 /// `hattn_peer_fwd_fp8_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -34,13 +34,15 @@ pub struct Fp8Args {
     pub workspace_bytes: u64,
     pub half_scores: i32,
     pub reserved_1: i32,
+    pub packing: Packing,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<Fp8Args>() == 264 && std::mem::offset_of!(Fp8Args, half_scores) == OLDER_BYTES);
+const _: () = assert!(size_of::<Fp8Args>() == 280 && std::mem::offset_of!(Fp8Args, half_scores) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Fp8Args, numbers) == 168 && std::mem::offset_of!(Fp8Args, stream) == 232);
+const _: () = assert!(std::mem::offset_of!(Fp8Args, packing) == 264);
 
-/// The size that the struct came with; what a caller does not know is 0.
+/// The size that the struct came with.
 const OLDER_BYTES: usize = 256;
 
 /// One forward of e4m3 operands, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
@@ -51,31 +53,10 @@ const OLDER_BYTES: usize = 256;
 pub unsafe extern "C" fn hattn_peer_fwd_fp8(args: *const Fp8Args) -> c_int {
     answer(|| {
         // SAFETY: the caller's promise; the struct begins with its size and its fields take any bits.
-        let args = unsafe { read_grown(args) }?;
+        let args = unsafe { read(args, OLDER_BYTES) }?;
         // SAFETY: the caller vouches for the memory that the fields describe.
         unsafe { args.call()?.run() }
     })
-}
-
-/// A caller's struct of either size.
-///
-/// # Safety
-/// As [`read`].
-unsafe fn read_grown(args: *const Fp8Args) -> Result<Fp8Args, Refused> {
-    /// All of it that was there at first.
-    #[derive(Clone, Copy)]
-    #[repr(C)]
-    struct Older([u64; OLDER_BYTES / 8]);
-    // SAFETY: the caller's promise; integers take any bits.
-    let older = unsafe { read(args.cast::<Older>()) }?;
-    if older.0[0] >= size_of::<Fp8Args>() as u64 {
-        // SAFETY: the caller's promise; its fields take any bits.
-        return unsafe { read(args) };
-    }
-    let mut grown = [0; size_of::<Fp8Args>() / 8];
-    grown[..older.0.len()].copy_from_slice(&older.0);
-    // SAFETY: as many bytes, which are valid for fields that take any; what the caller did not have is 0.
-    Ok(unsafe { std::mem::transmute::<[u64; size_of::<Fp8Args>() / 8], Fp8Args>(grown) })
 }
 
 impl Fp8Args {
@@ -101,13 +82,14 @@ impl Fp8Args {
                 return Err(refused("half_scores", other, "0 (nothing promised), 1 (Q and K are 14 at most)"));
             }
         };
-        let options = self.numbers.forward(DType::E4M3)?.lse(!self.lse.is_null());
+        let options = self.numbers.forward(DType::E4M3, self.packing)?.lse(!self.lse.is_null());
         Ok(options.scaling(scaling).half_scores(half_scores).output(output).build()?)
     }
 
     fn call(&self) -> Result<Call<8>, Refused> {
         Ok(Call {
             problem: Problem::Forward(self.problem()?),
+            packing: self.packing,
             tensors: [
                 Given::strided(Slot::Q, self.q, self.q_stride),
                 Given::strided(Slot::K, self.k, self.k_stride),
@@ -187,14 +169,14 @@ mod tests {
     #[test]
     fn an_older_callers_struct_promises_nothing() {
         let given = |struct_bytes| Fp8Args { struct_bytes, scaling: 2, workspace_bytes: 9, half_scores: 1, ..args() };
-        let read = |args: &Fp8Args| {
+        let told = |args: &Fp8Args| {
             // SAFETY: a live struct that is at least as large as it says.
-            unsafe { read_grown(args) }.map(|read| (read.scaling, read.workspace_bytes, read.half_scores))
+            unsafe { read(args, OLDER_BYTES) }.map(|read| (read.scaling, read.workspace_bytes, read.half_scores))
         };
-        assert_eq!(read(&given(256)), Ok((2, 9, 0)));
-        assert_eq!(read(&given(264)), Ok((2, 9, 1)));
-        assert_eq!(read(&given(272)), Ok((2, 9, 1)));
-        assert!(read(&given(255)).is_err_and(|Refused(_, text)| text == "struct_bytes 255; allowed: 256 and above"));
+        assert_eq!(told(&given(256)), Ok((2, 9, 0)));
+        assert_eq!(told(&given(264)), Ok((2, 9, 1)));
+        assert_eq!(told(&given(288)), Ok((2, 9, 1)));
+        assert!(told(&given(255)).is_err_and(|Refused(_, text)| text == "struct_bytes 255; allowed: 256 and above"));
     }
 
     /// Values of one and factors that tell blocks apart: what reaches the CPU backend through the raw layer.

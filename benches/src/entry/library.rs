@@ -3,12 +3,15 @@
 use std::ffi::{CStr, c_char, c_int};
 
 use super::backward::{Backward, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
-use super::{Args, UNSUPPORTED, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name, status_text};
+use super::{Args, UNSUPPORTED, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name, hattn_peer_packs, status_text};
 
 /// Enqueues a forward: `hattn_peer_fwd` of some library.
 pub type Forward = unsafe extern "C" fn(*const Args) -> c_int;
 /// `hattn_peer_name` or `hattn_peer_last_error` of some library.
 pub type Text = unsafe extern "C" fn() -> *const c_char;
+
+/// `hattn_peer_packs` of some library.
+pub type Packs = unsafe extern "C" fn() -> c_int;
 
 /// Somebody's entry.
 #[derive(Clone, Copy)]
@@ -19,6 +22,7 @@ pub struct Entry {
     pub backward: Option<Backward>,
     /// `hattn_peer_bwd_workspace`, where the library has it.
     pub backward_workspace: Option<BackwardWorkspace>,
+    packs: Option<Packs>,
     last_error: Option<Text>,
     name: Text,
 }
@@ -30,6 +34,7 @@ impl Entry {
             forward: hattn_peer_fwd,
             backward: Some(hattn_peer_bwd),
             backward_workspace: Some(hattn_peer_bwd_workspace),
+            packs: Some(hattn_peer_packs),
             last_error: Some(hattn_peer_last_error),
             name: hattn_peer_name,
         }
@@ -57,6 +62,7 @@ impl Entry {
             Ok(Self {
                 forward: *library.get::<Forward>(b"hattn_peer_fwd").map_err(missing("hattn_peer_fwd"))?,
                 name: *library.get::<Text>(b"hattn_peer_name").map_err(missing("hattn_peer_name"))?,
+                packs: library.get::<Packs>(b"hattn_peer_packs").ok().map(|f| *f),
                 last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
                 backward: library.get::<Backward>(b"hattn_peer_bwd").ok().map(|f| *f),
                 backward_workspace: library.get::<BackwardWorkspace>(b"hattn_peer_bwd_workspace").ok().map(|f| *f),
@@ -68,6 +74,12 @@ impl Entry {
     pub fn name(&self) -> String {
         // SAFETY: a function of the entry, which returns a string for the life of the process.
         unsafe { CStr::from_ptr((self.name)()) }.to_string_lossy().into_owned()
+    }
+
+    /// Whether its functions take packed sequences. Others would take all tokens for one sequence.
+    pub fn packs(&self) -> bool {
+        // SAFETY: a function of the entry without arguments.
+        self.packs.is_some_and(|packs| unsafe { packs() } == 1)
     }
 
     /// What a status means, with the library's own words where it has some.
@@ -91,7 +103,7 @@ mod tests {
 
     #[test]
     fn the_name_is_the_reports() {
-        assert_eq!(Entry::own().name(), crate::NAME);
+        assert_eq!((Entry::own().name().as_str(), Entry::own().packs()), (crate::NAME, true));
     }
 
     #[test]

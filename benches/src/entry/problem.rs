@@ -2,7 +2,7 @@
 
 use hopper_attention::{Corner, DType, Dims, Error, ForwardProblem, ForwardProblemBuilder, Mask};
 
-use super::{FAILED, INVALID, Numbers, Refused, UNSUPPORTED, arch, sm_margin};
+use super::{FAILED, INVALID, Numbers, Packing, Refused, UNSUPPORTED, arch, sm_margin};
 
 /// A number that the header has no meaning for.
 pub(super) fn refused(what: &str, got: i32, allowed: &str) -> Refused {
@@ -11,7 +11,7 @@ pub(super) fn refused(what: &str, got: i32, allowed: &str) -> Refused {
 
 impl Numbers {
     /// The forward problem, with the options that all structs have.
-    pub(super) fn forward(&self, dtype: DType) -> Result<ForwardProblemBuilder, Refused> {
+    pub(super) fn forward(&self, dtype: DType, packing: Packing) -> Result<ForwardProblemBuilder, Refused> {
         let size = |what, size: i32| usize::try_from(size).map_err(|_| refused(what, size, "0 and above"));
         let dims = Dims::new(
             size("batch", self.batch)?,
@@ -23,7 +23,11 @@ impl Numbers {
         .with_heads_kv(size("heads_kv", self.heads_kv)?)
         .with_head_dim_vo(size("head_dim_vo", self.head_dim_vo)?);
         let options = ForwardProblem::builder(dtype, dims).mask(self.mask()?).softmax_scale(self.softmax_scale);
-        let options = options.sm_margin(sm_margin()?);
+        let mut options = options.sm_margin(sm_margin()?);
+        if !packing.cu_seqlens.is_null() {
+            let longest = size("longest", packing.longest)?;
+            options = options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest);
+        }
         Ok(match arch()? {
             Some(arch) => options.arch(arch),
             None => options,

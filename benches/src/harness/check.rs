@@ -94,6 +94,11 @@ impl<'a, T: Float> Expected<'a, T> {
         Self { task, rows, lse }
     }
 
+    /// What the libraries compute.
+    pub(super) fn task(&self) -> &'a Task<'a, T> {
+        self.task
+    }
+
     /// The relative RMSE of O on the rows, and its largest error. `None` of gradients.
     pub(super) fn error_of_o(&self, outputs: &Outputs<T>) -> Option<[f64; 2]> {
         let (Direction::Fwd, Some(o)) = (self.task.point.direction, outputs.tensors.first()) else { return None };
@@ -296,12 +301,18 @@ fn worse(a: f64, b: f64) -> f64 {
 }
 
 /// `[batch, token, query head]` of the first and last heads, at both ends of so many tokens and around the middle, where tiles
-/// meet.
+/// meet. Of packed sequences also at both ends of the one in the middle.
 fn places(point: &Point, seqlen: usize) -> Vec<[usize; 3]> {
     let last = seqlen - 1;
-    let tokens = [0, 1, last / 2, (last / 2 + 1).min(last), last.saturating_sub(1), last].map(|token| token.min(last));
+    let mut tokens = vec![0, 1, last / 2, last / 2 + 1, last.saturating_sub(1), last];
+    if point.packed.is_some() {
+        let middle = point.sequence(last / 2);
+        tokens.extend([middle.start, middle.end - 1]);
+    }
+    tokens.iter_mut().for_each(|token| *token = (*token).min(last));
     let heads = [[0, 0], [point.batch - 1, point.heads_q - 1], [point.batch / 2, point.heads_q / 3]];
-    heads.iter().flat_map(|&[batch, head]| tokens.map(|token| [batch, token, head])).collect()
+    let tokens = &tokens;
+    heads.iter().flat_map(|&[batch, head]| tokens.iter().map(move |&token| [batch, token, head])).collect()
 }
 
 /// `[batch, token, query head]` of rows all over the tensor, on which the error of O is measured as well: [`SAMPLE`] of them,

@@ -8,15 +8,16 @@ pub(super) use backward::Backend as BackwardBackend;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use hopper_attention::reference::{Plain, Tensor, forward_plain};
+use hopper_attention::reference::{Plain, Tensor, forward_plain_of};
 use hopper_attention::{
-    Args, Device, Float, ForwardPlan, ForwardProblem, Layout, Slot, Stream, TensorMut, TensorRef, Workspace,
+    Args, Device, Element, Float, ForwardPlan, ForwardProblem, Layout, Lengths, SequenceOffsets, Slot, Stream,
+    TensorMut, TensorRef, Workspace,
 };
 
 use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
-use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, inputs, turns};
+use super::{Event, FLOPS, Harness, Job, ORDER, Ready, Sink, WARM_UPS, inputs, turns};
 use crate::report::Library;
-use crate::{Role, memory};
+use crate::{Packed, Point, Role, memory};
 
 /// Our CPU backend against what a careful author without any tiling would write.
 pub struct Cpu;
@@ -44,7 +45,7 @@ impl Harness for Cpu {
             uuid: None,
             versions: [("hopper-attention".into(), env!("CARGO_PKG_VERSION").into())].into(),
             method: format!(
-                "in turn, iteration by iteration, one process, order rotating; wall clock around the call, median of {} after \
+                "in turn, iteration by iteration, one process, {ORDER}; wall clock around the call, median of {} after \
                  {WARM_UPS} warm-ups; {}; {FLOPS}",
                 job.iters,
                 inputs(job)
@@ -54,7 +55,7 @@ impl Harness for Cpu {
                 library(
                     NAIVE,
                     Role::Peer,
-                    "hopper_attention::reference: forward_plain, and backward_plain, which computes the forward again",
+                    "hopper_attention::reference: forward_plain_of, and backward_plain_of, which computes the forward again",
                 ),
             ],
             missing: vec![],
@@ -146,12 +147,76 @@ impl<T, W: Way<T>> Contestant<T> for OnCpu<'_, T, W> {
     }
 }
 
+/// The offsets of a point's packed sequences.
+fn offsets(point: &Point) -> hopper_attention::Result<Option<SequenceOffsets>> {
+    let offsets = point.packed.as_ref().map(Packed::offsets);
+    offsets.map(|offsets| SequenceOffsets::new(&Stream::Cpu, &offsets)).transpose()
+}
+
+/// As the reference takes them.
+fn lengths(offsets: &Option<SequenceOffsets>) -> Lengths<'_> {
+    let offsets = offsets.as_ref().map(SequenceOffsets::numbers);
+    Lengths { cu_seqlens_q: offsets, cu_seqlens_kv: offsets, ..Lengths::default() }
+}
+
+/// The arguments of a run. With offsets the tensors have no batch.
+struct Given<'a> {
+    args: Args<'a>,
+    packed: bool,
+}
+
+impl<'a> Given<'a> {
+    fn new(offsets: &'a Option<SequenceOffsets>) -> Self {
+        let args = Args::new();
+        let args = match offsets {
+            None => args,
+            Some(offsets) => args.offsets(Slot::CuSeqlensQ, offsets).offsets(Slot::CuSeqlensKv, offsets),
+        };
+        Self { args, packed: offsets.is_some() }
+    }
+
+    fn read<T: Element, const R: usize>(
+        self,
+        slot: Slot,
+        data: &'a [T],
+        at: &Layout<R>,
+    ) -> hopper_attention::Result<Self> {
+        let args = match (self.packed, R) {
+            (false, _) => self.args.read(slot, TensorRef::host(data, *at)?),
+            (true, 4) => self.args.read(slot, TensorRef::host(data, without_batch::<R, 3>(at)?)?),
+            (true, _) => self.args.read(slot, TensorRef::host(data, without_batch::<R, 2>(at)?)?),
+        };
+        Ok(Self { args, ..self })
+    }
+
+    fn write<T: Element, const R: usize>(
+        self,
+        slot: Slot,
+        data: &'a mut [T],
+        at: &Layout<R>,
+    ) -> hopper_attention::Result<Self> {
+        let args = match (self.packed, R) {
+            (false, _) => self.args.write(slot, TensorMut::host(data, *at)?),
+            (true, 4) => self.args.write(slot, TensorMut::host(data, without_batch::<R, 3>(at)?)?),
+            (true, _) => self.args.write(slot, TensorMut::host(data, without_batch::<R, 2>(at)?)?),
+        };
+        Ok(Self { args, ..self })
+    }
+}
+
+/// The only batch element of a tensor.
+fn without_batch<const R: usize, const S: usize>(at: &Layout<R>) -> hopper_attention::Result<Layout<S>> {
+    let (shape, stride) = (at.shape(), at.stride());
+    Layout::with_strides(std::array::from_fn(|i| shape[i + 1]), std::array::from_fn(|i| stride[i + 1]))
+}
+
 /// The CPU backend through the safe API.
 pub(super) struct Backend;
 
 /// Its plan, and what it writes.
 pub(super) struct Planned<P, O> {
     plan: P,
+    offsets: Option<SequenceOffsets>,
     workspace: Workspace<'static>,
     written: O,
 }
@@ -165,18 +230,18 @@ impl<T: Float> Way<T> for Backend {
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let written =
             (memory::filled(task.q.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
-        Ok(Planned { plan, workspace, written })
+        Ok(Planned { plan, offsets: offsets(task.point)?, workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, workspace, written: (o, lse) } = ready;
-        let args = Args::new()
-            .read(Slot::Q, TensorRef::host(&pool.q, task.q)?)
-            .read(Slot::K, TensorRef::host(&pool.k, task.kv)?)
-            .read(Slot::V, TensorRef::host(&pool.v, task.kv)?)
-            .write(Slot::O, TensorMut::host(o, task.q)?)
-            .write(Slot::Lse, TensorMut::host(lse, task.lse)?);
-        Ok(plan.run(&Stream::Cpu, workspace, args)?)
+        let Planned { plan, offsets, workspace, written: (o, lse) } = ready;
+        let given = Given::new(offsets)
+            .read(Slot::Q, &pool.q, &task.q)?
+            .read(Slot::K, &pool.k, &task.kv)?
+            .read(Slot::V, &pool.v, &task.kv)?
+            .write(Slot::O, o, &task.q)?
+            .write(Slot::Lse, lse, &task.lse)?;
+        Ok(plan.run(&Stream::Cpu, workspace, given.args)?)
     }
 
     fn outputs(Planned { written: (o, lse), .. }: &Self::Ready) -> Result<Outputs<T>> {
@@ -190,6 +255,7 @@ pub(super) struct Naive;
 /// Its problem and inputs, what came out, and where that lies.
 pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
     problem: P,
+    offsets: Option<SequenceOffsets>,
     inputs: [Tensor; INPUTS],
     plain: Option<R>,
     layouts: [Layout<4>; OUTPUTS],
@@ -202,12 +268,13 @@ impl<T: Float> Way<T> for Naive {
     fn prepare(Pool { q, k, v, .. }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
         probe([&task.q, &task.kv, &task.kv], [&task.q])?;
         let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv)].map(|(x, at)| Tensor::from_strided(x, at));
-        Ok(Plainly { problem: task.point.problem()?, inputs, plain: None, layouts: [task.q] })
+        let (problem, offsets) = (task.point.problem()?, offsets(task.point)?);
+        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.q] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
         let [q, k, v] = &ready.inputs;
-        ready.plain = Some(forward_plain(&ready.problem, q, k, v)?);
+        ready.plain = Some(forward_plain_of(&ready.problem, &lengths(&ready.offsets), q, k, v)?);
         Ok(())
     }
 

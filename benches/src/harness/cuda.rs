@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::contest::{Contestants, Place, Pool};
 use super::events::{EVICT_BYTES, EventClock};
-use super::{Event, FLOPS, Harness, Job, Ready, Sink, WARM_UPS, inputs, label_and_path, product, turns};
+use super::{Event, FLOPS, Harness, Job, ORDER, Ready, Sink, WARM_UPS, inputs, label_and_path, product, turns};
 use crate::entry::Entry;
 use crate::report::{Library, Missing};
 use crate::{Precision, Role};
@@ -62,7 +62,7 @@ impl Cuda {
             ]
             .into(),
             method: format!(
-                "in turn, iteration by iteration, one process, order rotating; CUDA events around the call, median of {} after \
+                "in turn, iteration by iteration, one process, {ORDER}; CUDA events around the call, median of {} after \
                  {WARM_UPS} warm-ups; {} MiB written before each call to empty L2, a wait after each round; {}; {FLOPS}",
                 job.iters,
                 EVICT_BYTES >> 20,

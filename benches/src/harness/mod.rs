@@ -45,8 +45,11 @@ pub use rows::Rows;
 pub const WARM_UPS: usize = 3;
 
 /// How operations are counted, in the words of a report; `peers/sweep.py` has the same.
-const FLOPS: &str =
-    "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window; backward 2.5 times as many";
+const FLOPS: &str = "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window, packed sequences one \
+                     by one; backward 2.5 times as many";
+
+/// In which order libraries take turns, in the words of a report; `peers/sweep.py` has the same.
+const ORDER: &str = "order rotating unless a library runs twice";
 
 /// What inputs hold, in the words of a report; `peers/inputs.py` has the same.
 fn inputs(job: &Job) -> String {

@@ -7,9 +7,9 @@ use anyhow::{Context as _, Result, bail};
 use hopper_attention::{Float, bf16, f16};
 
 use super::check::{Expected, changed, cross, number};
-use super::contest::{Clock, Contestant, Outputs, Place, Pool, Refusal, Task};
+use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::{Event, Job, RawRun, Sink, WARM_UPS};
-use crate::{Direction, Point, Precision, RunStatus, quantile};
+use crate::{DENSE, Direction, Point, Precision, Role, RunStatus, quantile};
 
 /// Refuses points that this harness has no way to compute.
 ///
@@ -70,30 +70,88 @@ fn run_pool<T: Float, P: Place>(
     points: &[(usize, &Point)],
     sink: Sink<'_>,
 ) -> Result<()> {
+    let any = |direction| points.iter().any(|(_, point)| point.direction == direction);
     let mut forwards = place.forwards(pool)?;
-    let any_backward = points.iter().any(|(_, point)| point.direction == Direction::Bwd);
-    let mut backwards = if any_backward { place.backwards(pool)? } else { vec![] };
+    let mut backwards = if any(Direction::Bwd) { place.backwards(pool)? } else { vec![] };
+    // What computes the dense batches beside packed points. It has memory of its own.
+    let (mut dense_forward, mut dense_backward) = (None, None);
+    if points.iter().any(|(_, point)| point.packed.is_some()) {
+        dense_forward = place.forwards(pool).map(ours)?;
+        dense_backward = if any(Direction::Bwd) { place.backwards(pool).map(ours)? } else { None };
+    }
     for &(index, point) in points {
-        let task = Task::new(point, job.layout)?;
         let mut tell = |event: Option<String>| match event {
             Some(name) => sink(Event::Library { index, name }),
             None => sink(Event::Timing { index }),
         };
-        let runs = match point.direction {
-            Direction::Fwd => run_point(&task, pool, &mut forwards, clock, job.iters, &mut tell)
-                .and_then(|runs| more_draws(place, &task, job, runs)),
-            Direction::Bwd => save(&task, pool, &mut forwards, clock).and_then(|saved| match saved {
-                Ok(saved) => {
-                    let task = Task { saved: Some(&saved), ..task };
-                    run_point(&task, pool, &mut backwards, clock, job.iters, &mut tell)
+        let dense = point.dense();
+        let mut tasks: Vec<Task<'_, T>> = vec![Task::new(point, job.layout)?];
+        tasks.extend(dense.as_ref().map(|dense| Task::new(dense, job.layout)).transpose()?);
+        let saved: Result<Result<Vec<_>, String>> = match point.direction {
+            Direction::Fwd => Ok(Ok(vec![])),
+            Direction::Bwd => tasks
+                .iter()
+                .map(|task| save(task, pool, &mut forwards, clock))
+                .collect::<Result<_>>()
+                .map(|saved: Vec<_>| saved.into_iter().collect()),
+        };
+        let runs = saved.and_then(|saved| {
+            let (contestants, second) = match point.direction {
+                Direction::Fwd => (&mut forwards, &mut dense_forward),
+                Direction::Bwd => (&mut backwards, &mut dense_backward),
+            };
+            let saved = match saved {
+                Ok(saved) => saved,
+                Err(why) => {
+                    return Ok(contestants.iter().map(|x| refused(&**x, RunStatus::Failed, why.clone())).collect());
                 }
-                Err(why) => Ok(backwards.iter().map(|x| refused(&**x, RunStatus::Failed, why.clone())).collect()),
-            }),
+            };
+            let tasks: Vec<_> =
+                tasks.iter().enumerate().map(|(i, task)| Task { saved: saved.get(i), ..*task }).collect();
+            let expected: Vec<_> = tasks.iter().map(|task| Expected::new(task, pool)).collect();
+            let mut entrants = entrants(contestants, &expected[0]);
+            if let (Some(second), Some(expected)) = (second, expected.get(1)) {
+                entrants.push(Entrant::new(second, expected, true));
+            }
+            run_point(&mut entrants, clock, job.iters, &mut tell)
+        });
+        let runs = match point.direction {
+            Direction::Fwd => runs.and_then(|runs| more_draws(place, &tasks[0], job, runs)),
+            Direction::Bwd => runs,
         };
         let runs = runs.with_context(|| format!("at {point}"))?;
         sink(Event::Point { index, runs })?;
     }
     Ok(())
+}
+
+/// Our own of several.
+fn ours<'a, T>(contestants: Contestants<'a, T>) -> Option<Box<dyn Contestant<T> + 'a>> {
+    contestants.into_iter().find(|x| x.role() == Role::Ours)
+}
+
+/// A library at a point, and what its outputs are held against.
+struct Entrant<'e, T> {
+    name: String,
+    contestant: &'e mut (dyn Contestant<T> + 'e),
+    expected: &'e Expected<'e, T>,
+    /// Whether it is our second run, on the dense batch of a packed point.
+    second: bool,
+}
+
+impl<'e, T> Entrant<'e, T> {
+    fn new(contestant: &'e mut Box<dyn Contestant<T> + '_>, expected: &'e Expected<'e, T>, second: bool) -> Self {
+        let name = format!("{}{}", contestant.name(), if second { DENSE } else { "" });
+        Self { name, contestant: &mut **contestant, expected, second }
+    }
+}
+
+/// Libraries that compute the same.
+fn entrants<'e, T>(
+    contestants: &'e mut [Box<dyn Contestant<T> + '_>],
+    expected: &'e Expected<'e, T>,
+) -> Vec<Entrant<'e, T>> {
+    contestants.iter_mut().map(|contestant| Entrant::new(contestant, expected, false)).collect()
 }
 
 /// Replaces the error of each O that is right by its mean over more draws of the inputs.
@@ -104,8 +162,9 @@ fn more_draws<T: Float, P: Place>(
     mut runs: Vec<RawRun>,
 ) -> Result<Vec<RawRun>> {
     let read = |run: &RawRun| Some([run.check.get("rms")?.as_f64()?, run.check.get("max")?.as_f64()?]);
-    let mut sums: Vec<Option<[f64; 2]>> =
-        runs.iter().map(|run| read(run).filter(|_| run.status == RunStatus::Ok)).collect();
+    // Our second run at a packed point has inputs of its own, and keeps its first draw.
+    let counts = |run: &RawRun| run.status == RunStatus::Ok && !run.name.ends_with(DENSE);
+    let mut sums: Vec<Option<[f64; 2]>> = runs.iter().map(|run| read(run).filter(|_| counts(run))).collect();
     let mut clock = place.clock()?;
     for draw in 1..job.draws {
         let pool = Pool::<T>::of(task, job.seed.wrapping_add(draw as u64)).context("drawing the inputs")?;
@@ -176,17 +235,15 @@ fn untimed<T>(contestant: &dyn Contestant<T>) -> RawRun {
 }
 
 fn run_point<T: Float>(
-    task: &Task<'_, T>,
-    pool: &Pool<T>,
-    contestants: &mut [Box<dyn Contestant<T> + '_>],
+    entrants: &mut [Entrant<'_, T>],
     clock: &mut dyn Clock,
     iters: usize,
     tell: &mut dyn FnMut(Option<String>) -> Result<()>,
 ) -> Result<Vec<RawRun>> {
-    let expected = Expected::new(task, pool);
-    let (mut runs, mut right) = (Vec::new(), Vec::<(usize, Outputs<T>)>::new());
-    for (who, contestant) in contestants.iter_mut().enumerate() {
-        tell(Some(contestant.name().to_owned()))?;
+    let (mut runs, mut right) = (Vec::new(), Vec::<(usize, &Expected<'_, T>, Outputs<T>)>::new());
+    for (who, Entrant { name, contestant, expected, .. }) in entrants.iter_mut().enumerate() {
+        tell(Some(name.clone()))?;
+        let task = expected.task();
         let mut run = untimed(&**contestant);
         let called = contestant.prepare(task).and_then(|()| clock.time(&mut || contestant.call(task)));
         // After a failed call too: what it may have left behind is not the next one's.
@@ -197,37 +254,40 @@ fn run_point<T: Float>(
             Ok(()) => {
                 let outputs = contestant.outputs()?;
                 (run.check, run.error) = expected.check(&outputs);
-                if let Some((_, agreed)) = right.first() {
+                let mut others = right.iter().filter(|(_, of, _)| std::ptr::eq(*of, *expected));
+                if let Some((.., agreed)) = others.next() {
                     let apart = cross(task, &outputs, agreed, &mut run.check);
                     run.error = run.error.or(apart);
                 }
                 if run.error.is_some() {
                     run.status = RunStatus::Wrong;
                 } else {
-                    right.push((who, outputs));
+                    right.push((who, *expected, outputs));
                 }
             }
         }
-        runs.push(run);
+        runs.push(RawRun { name: name.clone(), ..run });
     }
     if right.is_empty() {
         return Ok(runs);
     }
     tell(None)?;
-    let mut host: Vec<Vec<f64>> = vec![Vec::new(); contestants.len()];
+    let mut host: Vec<Vec<f64>> = vec![Vec::new(); entrants.len()];
+    let (firsts, seconds): (Vec<usize>, Vec<usize>) =
+        right.iter().map(|(who, ..)| *who).partition(|&who| !entrants[who].second);
+    let ours = entrants.iter().position(|entrant| entrant.contestant.role() == Role::Ours);
     for round in 0..WARM_UPS + iters {
-        // The order rotates, so that no library always runs after the same other one.
-        let turns = right.iter().cycle().skip(round % right.len()).take(right.len()).map(|(who, ..)| *who);
-        let turns: Vec<usize> = turns.collect();
+        let turns = order(&firsts, ours.zip(seconds.first().copied()), round);
         for &who in &turns {
             let mut took = 0.0;
+            let Entrant { name, contestant, expected, .. } = &mut entrants[who];
             let called = clock.time(&mut || {
                 let start = Instant::now();
-                let called = contestants[who].call(task);
+                let called = contestant.call(expected.task());
                 took = start.elapsed().as_secs_f64() * 1e6;
                 called
             });
-            called.map_err(|refusal| anyhow::anyhow!("{} computed it before: {refusal:?}", contestants[who].name()))?;
+            called.map_err(|refusal| anyhow::anyhow!("{name} computed it before: {refusal:?}"))?;
             host[who].push(took);
         }
         let ms = clock.wait()?;
@@ -237,13 +297,28 @@ fn run_point<T: Float>(
             }
         }
     }
-    for (who, before) in right {
+    for (who, expected, before) in right {
         runs[who].host_us = quantile(&host[who][WARM_UPS..], 0.5);
-        if let Some(moved) = changed(task, &before, &contestants[who].outputs()?) {
+        if let Some(moved) = changed(expected.task(), &before, &entrants[who].contestant.outputs()?) {
             (runs[who].status, runs[who].error) = (RunStatus::Wrong, Some(moved));
         }
     }
     Ok(runs)
+}
+
+/// The order of a round. It rotates, so that no library always runs after the same other one. Where ours has a second
+/// run (`ours`: the place of the first and of the second), that takes the place of the first in a second lap: both then
+/// follow the same neighbours. `peers/sweep.py` says why.
+fn order(firsts: &[usize], ours: Option<(usize, usize)>, round: usize) -> Vec<usize> {
+    let Some((first, second)) = ours else {
+        return firsts.iter().cycle().skip(round % firsts.len()).take(firsts.len()).copied().collect();
+    };
+    let mut turns = firsts.to_vec();
+    turns.extend(firsts.iter().map(|&who| if who == first { second } else { who }));
+    if !firsts.contains(&first) {
+        turns.push(second);
+    }
+    turns
 }
 
 #[cfg(test)]

@@ -74,6 +74,7 @@ fn problems() -> [Point; 2] {
         queries: None,
         batch: 1,
         inputs: Class::Normal,
+        packed: None,
     })
 }
 

@@ -20,6 +20,10 @@ pub fn tune(args: &TuneArgs) -> Result<()> {
         "--directions bwd: a tuning holds kernels of forwards; allowed: fwd"
     );
     let known = if args.output.exists() { input::tuning(&args.output)? } else { Tuning::default() };
+    ensure!(
+        !args.points.packed,
+        "--packed: a tuning holds kernels of sequences that are not packed; allowed: without it"
+    );
     let points = args.points.sweep(false).points()?;
     gpu::tune(args, ordinal, points, known, || AtomicFile::create(&args.output))
 }

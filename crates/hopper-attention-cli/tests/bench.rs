@@ -208,6 +208,66 @@ fn a_sweep_of_both_passes() {
     assert!(text(&same.stdout).contains("0 slower, 0 faster, 24 within noise"), "{}", text(&same.stdout));
 }
 
+/// Both passes of packed sequences: the report has the lengths, and what is made of it says what ours reaches on dense batches.
+#[test]
+fn a_sweep_of_packed_sequences() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = folder.path().to_str().expect("UTF-8");
+    let line = ["bench", "--device", "cpu", "--packed", "--quick", "--hidden", "32", "--dims", "16", "--gqa", "2"];
+    let rest = ["--directions", "fwd,bwd", "--iters", "3", "--seed", "3", "--output", at];
+    let out = hattn(&[&line[..], &rest].concat());
+    assert!(out.status.success(), "{} {}", text(&out.stdout), text(&out.stderr));
+    let stdout = text(&out.stdout);
+    for part in [
+        "order rotating unless a library runs twice",
+        "packed sequences one by one",
+        "hopper-attention-dense",
+        "ours/dense",
+        "\nours / hopper-attention-dense: geometric mean",
+        "\nbackward, ours / hopper-attention-dense: geometric mean",
+        "over 14 of 14 points",
+        "lognormal32/t256",
+        "fwd/bf16/d16/causal/documents64/t256/b",
+    ] {
+        assert!(stdout.contains(part), "{part}\n{stdout}");
+    }
+
+    let report = json(&folder.path().join("bench.json"));
+    let points = report["points"].as_array().expect("points");
+    assert_eq!(points.len(), 2 * 2 * (2 + 5));
+    for point in points {
+        let (sizes, packed) = (&point["point"], &point["point"]["packed"]);
+        let lengths: Vec<u64> =
+            packed["lengths"].as_array().expect("lengths").iter().filter_map(Value::as_u64).collect();
+        assert_eq!((sizes["dtype"].as_str(), sizes["batch"].as_u64()), (Some("bf16"), Some(1)));
+        assert_eq!((lengths.iter().sum(), lengths.contains(&0)), (256_u64, false), "{packed}");
+        let pairs: u64 = lengths.iter().map(|length| length * length).sum();
+        let products = if sizes["direction"] == "fwd" { 2 } else { 5 };
+        let halves = if sizes["causal"] == true { 1 } else { 2 };
+        assert_eq!(point["flops"].as_u64(), Some(halves * products * 32 * pairs), "{sizes}");
+        let runs = point["runs"].as_array().expect("runs");
+        let timed: Vec<_> = runs.iter().map(|run| (run["name"].as_str(), run["ms"].as_array().map(Vec::len))).collect();
+        let names = [("hopper-attention", 3), ("naive", 6), ("hopper-attention-dense", 3)];
+        assert_eq!(timed, names.map(|(name, count)| (Some(name), Some(count))), "{sizes}");
+        assert!(runs.iter().all(|run| run["status"] == "ok"), "{runs:?}");
+    }
+
+    let csv = std::fs::read_to_string(folder.path().join("bench.csv")).expect("the CSV is there");
+    let mut lines = csv.lines();
+    assert!(lines.next().is_some_and(|header| header.contains(",inputs,packed,sequences,longest,")));
+    assert!(lines.next().is_some_and(|line| line.contains(",normal,equal64,4,64,")));
+    for (chart, parts) in [
+        ("fwd-bf16-d16-full-gqa2-packed.svg", ["key head, packed<", "sequence length"]),
+        ("bwd-bf16-d16-causal-gqa2-ragged256.svg", ["ragged batches of 256 tokens<", "one long"]),
+    ] {
+        let svg = std::fs::read_to_string(folder.path().join(chart)).expect("the chart is there");
+        assert!(parts.iter().all(|part| svg.contains(part)) && svg.contains("hopper-attention-dense "), "{chart}");
+    }
+    let path = folder.path().join("bench.json").display().to_string();
+    let same = hattn(&["bench", "--from", &path, "--compare", &path]);
+    assert!(text(&same.stdout).contains("0 slower, 0 faster, 28 within noise"), "{}", text(&same.stdout));
+}
+
 #[test]
 fn comparisons_fail_only_on_what_got_slower() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -320,6 +380,8 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--directions", "up"], "invalid value 'up' for '--directions");
     refused(&["--filter", "s51"], "none of the");
     refused(&["--seqlens", "0"], "0 is not in 1..");
+    refused(&["--packed", "--batch", "2"], "cannot be used with");
+    refused(&["--packed", "--inputs", "sink"], "--packed with other --inputs is not timed; allowed: --inputs normal");
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");

@@ -89,7 +89,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
     let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, at));
     let (mut d_k, mut d_v) = (Sum::new(point.head_dim), Sum::new(point.head_dim));
     for head in head_kv * group..(head_kv + 1) * group {
-        for query in (0..point.seqlen_q()).filter(|&query| point.keys(query).contains(&key)) {
+        for query in point.queries_of(key) {
             let query = Query::new(task, pool, [batch, query, head]);
             let [p, d_s, size] = query.pair(&k, &v, scale(task));
             d_k.add(d_s, size, &query.q);

@@ -1,12 +1,10 @@
 //! The gradients on the CPU: the backend, and the naive computation.
 
 use anyhow::{Context as _, Result};
-use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain};
-use hopper_attention::{
-    Args, BackwardPlan, BackwardProblem, Device, Float, Layout, Slot, Stream, TensorMut, TensorRef, Workspace,
-};
+use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain_of};
+use hopper_attention::{BackwardPlan, BackwardProblem, Device, Float, Layout, Slot, Stream, Workspace};
 
-use super::{NAIVE, Plainly, Planned, Way, narrow, probe};
+use super::{Given, NAIVE, Plainly, Planned, Way, lengths, narrow, offsets, probe};
 use crate::harness::contest::{Outputs, Pool, Refusal, Task};
 use crate::{Role, memory};
 
@@ -23,24 +21,24 @@ impl<T: Float> Way<T> for Backend {
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let unwritten = |layout: &Layout<4>| memory::filled(layout.span(), T::from_f32(f32::NAN));
         let written = [unwritten(&task.q)?, unwritten(&task.kv)?, unwritten(&task.kv)?];
-        Ok(Planned { plan, workspace, written })
+        Ok(Planned { plan, offsets: offsets(task.point)?, workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, workspace, written: [d_q, d_k, d_v] } = ready;
+        let Planned { plan, offsets, workspace, written: [d_q, d_k, d_v] } = ready;
         let saved = task.saved()?;
         let o = saved.tensors.first().context("the forward left no O")?;
-        let args = Args::new()
-            .read(Slot::Q, TensorRef::host(&pool.q, task.q)?)
-            .read(Slot::K, TensorRef::host(&pool.k, task.kv)?)
-            .read(Slot::V, TensorRef::host(&pool.v, task.kv)?)
-            .read(Slot::O, TensorRef::host(o, task.q)?)
-            .read(Slot::Lse, TensorRef::host(&saved.lse, task.lse)?)
-            .read(Slot::DO, TensorRef::host(&pool.d_o, task.q)?)
-            .write(Slot::DQ, TensorMut::host(d_q, task.q)?)
-            .write(Slot::DK, TensorMut::host(d_k, task.kv)?)
-            .write(Slot::DV, TensorMut::host(d_v, task.kv)?);
-        Ok(plan.run(&Stream::Cpu, workspace, args)?)
+        let given = Given::new(offsets)
+            .read(Slot::Q, &pool.q, &task.q)?
+            .read(Slot::K, &pool.k, &task.kv)?
+            .read(Slot::V, &pool.v, &task.kv)?
+            .read(Slot::O, o, &task.q)?
+            .read(Slot::Lse, &saved.lse, &task.lse)?
+            .read(Slot::DO, &pool.d_o, &task.q)?
+            .write(Slot::DQ, d_q, &task.q)?
+            .write(Slot::DK, d_k, &task.kv)?
+            .write(Slot::DV, d_v, &task.kv)?;
+        Ok(plan.run(&Stream::Cpu, workspace, given.args)?)
     }
 
     fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
@@ -60,13 +58,12 @@ impl<T: Float> Way<T> for Naive {
         probe([&task.q, &task.kv, &task.kv, &task.q], [&task.q, &task.kv, &task.kv])?;
         let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv), (d_o, &task.q)];
         let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
-        let problem = task.point.backward_problem()?;
-        Ok(Plainly { problem, inputs, plain: None, layouts: [task.q, task.kv, task.kv] })
+        let (problem, offsets) = (task.point.backward_problem()?, offsets(task.point)?);
+        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.q, task.kv, task.kv] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
-        let [q, k, v, d_o] = &ready.inputs;
-        ready.plain = Some(backward_plain(&ready.problem, q, k, v, d_o, None)?);
+        ready.plain = Some(backward_plain_of(&ready.problem, &lengths(&ready.offsets), ready.inputs.each_ref(), None)?);
         Ok(())
     }
 

@@ -10,9 +10,9 @@ use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, De
 use hopper_attention::{Float, Layout};
 
 use super::WORKSPACE_BYTES;
-use crate::Role;
-use crate::entry::{Args, BackwardArgs, Entry, Numbers};
+use crate::entry::{Args, BackwardArgs, Entry, Numbers, Packing};
 use crate::harness::contest::{Contestant, Outputs, Refusal, Task};
+use crate::{Point, Role};
 
 /// A library, the stream that it enqueues on, and what it reads.
 pub(super) struct Library<'a, T> {
@@ -39,6 +39,19 @@ impl<T: Float> Library<'_, T> {
         Ok(self.stream.clone_htod(&vec![E::from_f32(f32::NAN); elements])?)
     }
 
+    /// The offsets of a point's packed sequences, and what the entry is told of them. Refuses them for a library that
+    /// knows none.
+    fn packing(&self, point: &Point) -> Result<(Option<CudaSlice<i32>>, Packing), Refusal> {
+        let Some(packed) = &point.packed else { return Ok((None, Packing::NONE)) };
+        if !self.entry.packs() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_packs", self.name)));
+        }
+        let offsets = self.stream.clone_htod(&packed.offsets()).map_err(anyhow::Error::from)?;
+        let longest = i32::try_from(packed.longest()).map_err(anyhow::Error::from)?;
+        let packing = Packing { cu_seqlens: self.address(&offsets).cast(), longest, reserved: 0 };
+        Ok((Some(offsets), packing))
+    }
+
     /// What a status of the entry means.
     fn told(&self, status: c_int) -> Result<(), Refusal> {
         match status {
@@ -60,13 +73,14 @@ pub(super) struct Forward<'a, T> {
     workspace: Rc<RefCell<CudaSlice<u8>>>,
     o: CudaSlice<T>,
     lse: CudaSlice<f32>,
+    offsets: Option<CudaSlice<i32>>,
     args: Option<Args>,
 }
 
 impl<'a, T: Float> Forward<'a, T> {
     /// With scratch that all libraries share.
     pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
-        Ok(Self { o: library.poisoned(1)?, lse: library.poisoned(1)?, library, workspace, args: None })
+        Ok(Self { o: library.poisoned(1)?, lse: library.poisoned(1)?, library, workspace, offsets: None, args: None })
     }
 }
 
@@ -81,6 +95,8 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
 
     fn prepare(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
         let library = &self.library;
+        let packing;
+        (self.offsets, packing) = library.packing(task.point)?;
         self.o = library.poisoned(task.q.span())?;
         self.lse = library.poisoned(task.lse.span())?;
         let mut workspace = self.workspace.borrow_mut();
@@ -101,6 +117,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
             stream: library.stream.cu_stream().cast(),
             workspace: workspace.device_ptr_mut(&library.stream).0 as *mut c_void,
             workspace_bytes,
+            packing,
         });
         Ok(())
     }
@@ -126,8 +143,8 @@ pub(super) struct Backward<'a, T> {
 
 /// For one point.
 struct Ready<T> {
-    /// What the arguments point to besides the inputs: O, the LSE and scratch.
-    _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>),
+    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets.
+    _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
     args: BackwardArgs,
@@ -154,6 +171,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         if library.entry.backward.is_none() {
             return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_bwd", library.name)));
         }
+        let (offsets, packing) = library.packing(task.point)?;
         let (stream, driver, saved) = (&library.stream, anyhow::Error::from, task.saved()?);
         let o = saved.tensors.first().context("the forward left no O")?;
         let o = stream.clone_htod(o).map_err(driver)?;
@@ -186,6 +204,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             stream: stream.cu_stream().cast(),
             workspace: std::ptr::null_mut(),
             workspace_bytes: WORKSPACE_BYTES as u64,
+            packing,
         };
         if let Some(workspace) = library.entry.backward_workspace {
             let mut bytes = 0;
@@ -196,7 +215,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
         let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
         args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
-        self.ready = Some(Ready { _saved: (o, lse, scratch), gradients, args });
+        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), gradients, args });
         Ok(())
     }
 

@@ -82,7 +82,8 @@ fn turns_of(direction: Direction) -> Vec<RawRun> {
     let saved = save(&task, &pool, &mut Cpu.forwards(&pool).unwrap(), &mut clock).unwrap().unwrap();
     task.saved = Some(&saved);
     let mut told = Vec::new();
-    let runs = run_point(&task, &pool, &mut contestants, &mut clock, 4, &mut |event| {
+    let expected = Expected::new(&task, &pool);
+    let runs = run_point(&mut entrants(&mut contestants, &expected), &mut clock, 4, &mut |event| {
         told.push(event.unwrap_or("timing".into()));
         Ok(())
     });
@@ -135,4 +136,67 @@ fn gradients_need_a_forward_that_is_right() {
     let mut backward = OnCpu::<_, BackwardBackend>::new(&pool);
     let called = backward.prepare(&task).and_then(|()| backward.call(&task));
     assert!(matches!(called, Err(Refusal::Failed(why)) if why == "no forward was run before this backward"));
+}
+
+#[test]
+fn a_second_run_follows_the_same_neighbours_as_the_first() {
+    let orders = |ours| [0, 1].map(|round| order(&[0, 1, 2], ours, round));
+    assert_eq!(orders(None), [[0, 1, 2], [1, 2, 0]]);
+    assert_eq!(orders(Some((0, 3))), [[0, 1, 2, 3, 1, 2]; 2]);
+    assert_eq!(order(&[1, 2], Some((0, 3)), 1), [1, 2, 1, 2, 3], "the first failed");
+    assert_eq!(order(&[0], Some((0, 1)), 1), [0, 1]);
+}
+
+/// Both passes of packed points on the CPU: ours, the naive computation, and ours on the dense batch.
+#[test]
+fn packed_points_are_timed_beside_dense_ones() {
+    let sweep = Sweep {
+        packed: vec![64],
+        directions: Direction::ALL.to_vec(),
+        hidden: 32,
+        dims: vec![16],
+        gqa: vec![2],
+        tokens: 64,
+        seqlens: vec![16],
+        masks: ["causal", "window:5"].map(|mask| mask.parse().unwrap()).into(),
+        filters: ["bf16/long", "bf16/equal16", "bf16/lognormal8"].map(Into::into).into(),
+        ..Sweep::small()
+    };
+    let points = sweep.points().unwrap();
+    assert_eq!(points.len(), 12);
+    for layout in [Order::Bshd, Order::Bhsd] {
+        let job = Job {
+            points: points.clone(),
+            iters: 3,
+            layout,
+            seed: 5,
+            draws: 2,
+            ours: vec![],
+            peers: vec![],
+            python_peers: false,
+            ordinal: 0,
+        };
+        let (mut told, mut done) = (Vec::new(), 0);
+        run(&Cpu, &job, &mut |event| {
+            match event {
+                Event::Library { index: 0, name } => told.push(name),
+                Event::Point { index, runs } => {
+                    done += 1;
+                    for RawRun { name, status, error, ms, check, .. } in &runs {
+                        assert_eq!((status, error), (&RunStatus::Ok, &None), "{}: {name}", points[index]);
+                        // In two laps, all but ours run twice.
+                        assert_eq!(ms.len(), if name == "naive" { 6 } else { 3 });
+                        let draws = points[index].direction == Direction::Fwd && !name.ends_with(DENSE);
+                        assert_eq!(check.contains_key("draws"), draws, "{name}");
+                        assert_eq!(check.contains_key("cross"), name == "naive");
+                    }
+                }
+                _ => (),
+            }
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(told, ["hopper-attention", "naive", "hopper-attention-dense"]);
+        assert_eq!(done, 12);
+    }
 }

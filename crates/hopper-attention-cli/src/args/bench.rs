@@ -84,8 +84,10 @@ pub struct PointArgs {
     pub directions: Vec<Direction>,
     /// Element types to time
     ///
-    /// e4m3 is FP8: Q, K and V are e4m3, O is bf16. It has forwards only, and only the script in PyTorch times it.
-    #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16])]
+    /// e4m3 is FP8: Q, K and V are e4m3, O is bf16. It has forwards only, and only the script in PyTorch times it. With
+    /// --packed the default is bf16.
+    #[arg(long, value_delimiter = ',', value_enum, default_values_t = [Precision::Bf16, Precision::F16],
+          default_value_if("packed", "true", "bf16"))]
     pub dtypes: Vec<Precision>,
     /// How many query heads share one KV head
     #[arg(long, value_delimiter = ',', default_values_t = [1])]
@@ -117,6 +119,16 @@ pub struct PointArgs {
     /// A quarter as many queries as keys. A causal mask lets the last query see the last key
     #[arg(long)]
     pub quarter: bool,
+    /// Time packed sequences: the batches of --seqlens, and ragged batches of --tokens and of four times as many
+    /// (--quick: of --tokens)
+    ///
+    /// Lengths of ragged batches, with 16384 tokens: log-normal of mean 512, 2k and 8k (lognormal512, lognormal2048,
+    /// lognormal8192); one with half of the tokens among ones of 64 to 512 (long); log-normal of mean 2k, cut at 4k
+    /// (documents4096). With other tokens they are as many times longer or shorter. Ours also computes a dense batch
+    /// with as many operations, in turn with the others. A point has a name such as
+    /// fwd/bf16/d64/causal/lognormal512/t16384/b32/h32/kv32, with the sequences after b.
+    #[arg(long, conflicts_with_all = ["batch", "few_heads", "lopsided", "quarter"])]
+    pub packed: bool,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
@@ -135,6 +147,7 @@ impl PointArgs {
     /// The sweep of normal inputs, with the defaults of a GPU or a CPU.
     pub fn sweep(&self, on_cpu: bool) -> Sweep {
         let base = if on_cpu { Sweep::small() } else { Sweep::papers() };
+        let tokens = self.tokens.unwrap_or(base.tokens);
         let quick: &[usize] = if on_cpu { &[64, 128] } else { &[512, 2048, 8192] };
         Sweep {
             inputs: vec![Class::Normal],
@@ -148,12 +161,17 @@ impl PointArgs {
                 ([], false) => base.seqlens,
                 (given, _) => given.to_vec(),
             },
-            tokens: self.tokens.unwrap_or(base.tokens),
+            tokens,
             batch: self.batch,
             hidden: self.hidden.unwrap_or(base.hidden),
             few_heads: self.few_heads,
             lopsided: self.lopsided,
             quarter: self.quarter,
+            packed: match (self.packed, self.quick) {
+                (false, _) => vec![],
+                (true, true) => vec![tokens],
+                (true, false) => vec![tokens, tokens.saturating_mul(4)],
+            },
             filters: self.filter.clone(),
         }
     }
