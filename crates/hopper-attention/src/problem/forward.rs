@@ -223,7 +223,7 @@ impl ForwardProblemBuilder {
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
     /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
     /// computes everything again, and the run takes more than twice as long. Otherwise the second kernel returns at once. The
-    /// CPU always sums in f32.
+    /// CPU always sums in f32, and so does a GPU where sequences are packed or have used lengths.
     pub fn half_scores(self, allowed: bool) -> Self {
         Self { half_scores: allowed, ..self }
     }
