@@ -5,7 +5,7 @@ use crate::operand::MAX_RANK;
 
 /// The shape and the strides of a tensor. A stride is the distance between neighbours of one dimension, in elements.
 ///
-/// - The innermost dimension has stride 1.
+/// - The innermost dimension has stride 1. (A tensor without elements may have any there, as NumPy gives it 0.)
 /// - Strides are not negative.
 /// - The offset of every element fits an `i64`.
 /// - A stride of 0 repeats the same elements (a broadcast). A tensor that is read may have one; a tensor that is written
@@ -53,15 +53,15 @@ impl<const R: usize> Layout<R> {
     /// The layout with these strides, counted in elements.
     ///
     /// # Errors
-    /// [`Error::Layout`] when the innermost stride is not 1, when a stride is negative, or when an offset does not fit an
-    /// `i64`.
+    /// [`Error::Layout`] when the innermost stride is not 1 and there are elements, when a stride is negative, or when an
+    /// offset does not fit an `i64`.
     pub fn with_strides(shape: [usize; R], stride: [i64; R]) -> Result<Self> {
         let refuse = |allowed: &str| Error::Layout {
             tensor: "layout",
             got: format!("shape {shape:?} with strides {stride:?}"),
             allowed: allowed.into(),
         };
-        if stride.last().is_some_and(|&inner| inner != 1) {
+        if !shape.contains(&0) && stride.last().is_some_and(|&inner| inner != 1) {
             return Err(refuse("stride 1 in the innermost dimension"));
         }
         if stride.iter().any(|&step| step < 0) {
@@ -257,6 +257,8 @@ mod tests {
         assert!(text([2, 2], [i64::MAX, 1]).contains("below 2^63"));
         assert!(text([usize::MAX, 2], [1, 1]).contains("below 2^63"));
         assert!(Layout::contiguous([1 << 32, 1 << 31]).is_err());
+        assert!(text([0, 2], [-4, 0]).contains("strides of 0 and above"));
+        assert_eq!(Layout::with_strides([0, 2], [0, 0]).unwrap().span(), 0);
         assert!(Layout::contiguous([1 << 31, 1 << 31]).is_ok());
     }
 

@@ -220,7 +220,7 @@ pub(crate) fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
     let number = |rng: &mut StdRng| match rng.random_range(0..5) {
         0 => rng.random(),
         1 => [i32::MIN, i32::MAX, 0, rows, rows + 1, -1][rng.random_range(0..6)],
-        _ => rng.random_range(-rows..2 * rows),
+        _ => rng.random_range(-rows..2 * rows + 1),
     };
     (0..count).map(|_| number(rng)).collect()
 }

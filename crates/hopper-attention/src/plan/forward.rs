@@ -126,7 +126,7 @@ impl ForwardPlan {
     /// The size of the [`Workspace`](crate::Workspace) that a run needs, in bytes. It is exact, and often 0.
     ///
     /// On a GPU, with packed sequences or used lengths: 32, 48 for each sequence, and 4 for each tile of `tile_m` queries that a head
-    /// can have. Above 10240 sequences 20 more for each.
+    /// can have. Above 1024 sequences 48 more for each.
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }

@@ -10,8 +10,9 @@ use crate::operand::Slot;
 use crate::problem::{Dims, ForwardProblem};
 use crate::table::KernelInfo;
 
-/// The most sequences whose table is made in shared memory, as `kMostInShared` of `kernels/common/schedule.cu` says.
-const MOST_IN_SHARED: usize = 10240;
+/// With more sequences, some thread of the kernel that makes the table may have several (`kThreads` of
+/// `kernels/common/schedule.cu`).
+const SCHEDULE_THREADS: usize = 1024;
 
 /// The most tiles of `tile` rows that all sequences of a head can have together. `rows` is the number of rows of all sequences
 /// (packed), or of each.
@@ -21,9 +22,9 @@ pub(super) fn most_tiles(packed: bool, batch: usize, rows: usize, tile: usize) -
 }
 
 /// Size in bytes of the table of sequences: a header of 32 bytes, 48 for each sequence, and 4 for each tile and each block of
-/// queries of a head. The kernel that makes it may need 20 more for each sequence.
+/// queries of a head. Where a thread of the kernel that makes it may have several sequences, it needs 48 more for each.
 pub(super) fn table_bytes(batch: usize, tiles: usize, blocks: usize) -> usize {
-    let scratch = if batch > MOST_IN_SHARED { 20 * batch + 8 } else { 0 };
+    let scratch = if batch > SCHEDULE_THREADS { 48 * batch } else { 0 };
     32 + 48 * batch + 4 * (tiles.next_multiple_of(4) + blocks.next_multiple_of(4)) + scratch
 }
 

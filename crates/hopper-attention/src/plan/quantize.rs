@@ -163,7 +163,7 @@ impl QuantizePlan {
     ///
     /// It is 0 on the CPU. On a GPU it is enough for the counts and for what the tiles of Q, K and V share, so that a run may
     /// quantise any of the three. With packed sequences or used lengths it also holds 32 bytes, 48 for each sequence, and 4 for
-    /// each block of 128 queries and of 128 keys that a head can have. (And 20 more for each sequence above 10240 of them.)
+    /// each block of 128 queries and of 128 keys that a head can have. (And 48 more for each sequence, above 1024 of them.)
     pub fn workspace_bytes(&self) -> usize {
         self.planned.workspace_bytes
     }
