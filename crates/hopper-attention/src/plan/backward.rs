@@ -18,7 +18,7 @@ use std::fmt;
 use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::packed::{Packed, table_bytes};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, HEADS_PER_GROUP, bounds, groups, groups_in_turns, groups_of_shares, is_persistent,
+    BACKWARD_GROUP_BYTES, HEADS_PER_GROUP, PACKED_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares, is_persistent,
     multiprocessors, resident, small, write_keys,
 };
 use super::shares::{self, Cut, Work};
@@ -29,7 +29,7 @@ use crate::device::CudaDevice;
 use crate::device::Device;
 use crate::error::Result;
 use crate::operand::Operands;
-use crate::problem::BackwardProblem;
+use crate::problem::{BackwardProblem, Dims};
 #[cfg(feature = "cuda")]
 use crate::sys;
 use crate::table::{KernelInfo, backward_kernels};
@@ -246,10 +246,8 @@ fn select_cut(
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
     let multiprocessors = multiprocessors(problem.forward(), gpu, &kernel)?;
-    // All tiles of a KV head read Q and dO, and add to the sums of dQ, of its query heads. `width` is the bytes for one query.
-    let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
     let group = dims.heads_q / dims.heads_kv.max(1);
-    let bytes = group * dims.seqlen_q * width;
+    let bytes = bytes_of_kv_head(&dims, &kernel, dims.seqlen_q);
     let cut = if is_persistent(&kernel) {
         let work = Work {
             steps: shares::steps(&kernel, dims, mask),
@@ -308,6 +306,13 @@ fn select_cut(
     })
 }
 
+/// How many bytes all tiles of a KV head access in common, with so many queries: they read Q and dO, and add to the sums of dQ,
+/// of its query heads.
+fn bytes_of_kv_head(dims: &Dims, kernel: &KernelInfo, queries: usize) -> usize {
+    let width = (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes() + dims.head_dim_qk * size_of::<f32>();
+    (dims.heads_q / dims.heads_kv.max(1)).saturating_mul(queries).saturating_mul(width)
+}
+
 /// The schedule of a kernel that reads the lengths of sequences from memory. Tiles have no shares.
 fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInfo) -> Result<BackwardChoice> {
     let dims = problem.dims();
@@ -325,6 +330,17 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
     let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
     let even = kernel.mask == MaskClass::Full && !problem.is_deterministic();
     let multiprocessors = small(multiprocessors(problem.forward(), gpu, &kernel)?);
+    // A group is of one sequence. Here it has as many heads as suit the longest that there may be.
+    let longest = problem.forward().max_seqlen_q().map_or(dims.seqlen_q, |hint| hint.min(dims.seqlen_q));
+    let turns = problem.is_deterministic();
+    let heads_per_group = match (even, turns) {
+        (true, _) => 1,
+        (false, true) => HEADS_PER_GROUP.min(dims.heads_kv),
+        (false, false) => {
+            let bytes = bytes_of_kv_head(&dims, &kernel, longest);
+            (PACKED_GROUP_BYTES / bytes.max(1)).clamp(1, HEADS_PER_GROUP).min(dims.heads_kv)
+        }
+    };
     Ok(BackwardChoice {
         kernel,
         diagonal_offset,
@@ -334,10 +350,10 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
         shares: 1,
         cluster: 1,
         grid: if is_persistent(&kernel) { tiles.clamp(1, multiprocessors) } else { tiles.max(1) },
-        heads_per_group: small(if even { 1 } else { HEADS_PER_GROUP.min(dims.heads_kv) }),
+        heads_per_group: small(heads_per_group),
         groups: 1,
         tile_counter: false,
-        turns: problem.is_deterministic(),
+        turns,
         blocks: packed.sum_blocks * dims.heads_q,
         packed: Some(packed),
         heads_q: dims.heads_q,
@@ -630,6 +646,22 @@ mod tests {
         let little = facts(8, 0, 48);
         let refusal = select_backward(&problem(DIMS, Mask::Full), &little, &sm80_rows()).unwrap_err().to_string();
         assert!(refusal.contains("82944 bytes of shared memory a block"), "{refusal}");
+    }
+
+    /// What the tiles of a group access stays in the second-level cache, however long a packed sequence may be.
+    #[test]
+    fn packed_heads_are_grouped_for_the_longest_sequence() {
+        let rows = rows().into_iter().map(|row| KernelInfo { packs: true, ..row }).collect::<Vec<_>>();
+        let heads = |longest: Option<usize>| {
+            let dims = Dims::new(100, 64 << 10, 16, 128);
+            let options = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).packed(true).lse(true);
+            let options = longest.into_iter().fold(options, |options, hint| options.max_seqlen_q(hint));
+            let problem = BackwardProblem::builder(&options.build().unwrap()).build().unwrap();
+            select_backward(&problem, &H100, &rows).unwrap().heads_per_group
+        };
+        // Of 16k queries the tiles of a head access 16 MiB.
+        assert_eq!([512, 16 << 10, 32 << 10].map(|longest| heads(Some(longest))), [16, 16, 8]);
+        assert_eq!(heads(None), 4);
     }
 
     #[test]

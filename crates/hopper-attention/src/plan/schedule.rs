@@ -41,6 +41,9 @@ const LAST_GROUP_BYTES: usize = 32 << 20;
 /// The most bytes that the tiles of a group read, or add to, in a backward pass. With more, so little stays in the second-level
 /// cache that CTAs which lag behind, and find nothing there, fall behind further (benches/LOG.md, entry 34).
 pub(super) const BACKWARD_GROUP_BYTES: usize = 512 << 20;
+/// The same of packed sequences, where a group is of one sequence. One of 32k queries among short ones, with 16 heads of 32 MiB
+/// in a group: 0.58 of the speed of 16k queries (benches/LOG.md, entry 43).
+pub(super) const PACKED_GROUP_BYTES: usize = 256 << 20;
 /// The same where tiles have shares, and the most shares in a group. A group of more bytes has less than half of the speed (16k
 /// queries, 32 heads of 16 MiB in a group: 8.4 -> 18.6 ms).
 const SHARED_GROUP_BYTES: usize = 256 << 20;
