@@ -31,6 +31,7 @@ struct NanLook {
   std::uint32_t largest = 0;
 
   CUTE_DEVICE void see(std::uint32_t a, std::uint32_t b) { largest = __vimax3_s16x2(largest, a, b); }
+  CUTE_DEVICE void see(std::uint32_t a) { largest = __vmaxs2(largest, a); }
   CUTE_DEVICE void see(NanLook const& other) { largest = __vmaxs2(largest, other.largest); }
   CUTE_DEVICE bool found() const {
     std::uint32_t const swapped = __byte_perm(largest, 0, 0x1032);

@@ -2,7 +2,7 @@
 //
 // - The log-sum-exp goes straight to memory.
 // - O / row_sum, in the output type, goes to the warpgroup's rows of the buffer of Q, whose Q is no longer needed.
-//   Warp 1 of the producers stores it from there.
+//   Warp 1 of the producers stores it from there. Above head dim 128 it goes straight to memory, too.
 //
 // Under a mask, a warp in whose rows something has leaked (common/leak.hpp) puts them right before it hands them over.
 #pragma once
@@ -68,6 +68,33 @@ struct Epilogue {
     return looks;
   }
 
+  // Writes the warp's rows of O, multiplied by `inverse`, to memory, and puts them right where something has leaked.
+  template <class Output>
+  CUTE_DEVICE static void write_output(FwdParams const& params, typename Traits::Scalars const& scalars,
+                                       Storage& storage, int buffer, int consumer, Output const& output,
+                                       float const (&inverse)[2]) {
+    auto const tile = storage.tile[buffer];
+    int const thread = Traits::thread_index();
+    auto const o = rows_of_output(params, tile);
+    RowLooks looks;
+    write_pairs<Traits::kHeadDimVO>(
+        o.address, o.row_bytes, tile.block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16,
+        queries_of(scalars, tile), params.head_dim_vo, thread % 32, [&](int i, int j) {
+          int const at = 8 * i + 2 * j;
+          std::uint32_t const word = pack_pair<Element>(output(at) * inverse[j % 2], output(at + 1) * inverse[j % 2]);
+          if constexpr (Traits::kMask != MaskClass::Full) {
+            looks.of[j % 2].see(word);
+          }
+          return word;
+        });
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      looks.see_sums<Element>(inverse);
+      if (looks.found()) {
+        repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
+      }
+    }
+  }
+
   // Hands the warp's rows of O to the storing warp.
   CUTE_DEVICE static void hand_over(Storage& storage, int buffer, int consumer) {
     fence_proxy_async();
@@ -89,13 +116,28 @@ struct Epilogue {
     int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = PlainOperands<Element>::of(params, tile);
     __syncwarp();
-    Leaks<Traits>::repair(operands, band_of_tile(params, tile), tile.block * Traits::kTileM + row,
-                          SoundRows::of_inverses<Element>(sums),
-                          StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    int const first_row = tile.block * Traits::kTileM + row;
+    auto const sound = SoundRows::of_inverses<Element>(sums);
+    if constexpr (Traits::kWritesOutput) {
+      auto const owned = [](int) { return true; };
+      Leaks<Traits>::repair(operands, band_of_tile(params, tile), first_row, sound,
+                            GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{
+                                rows_of_output(params, tile), first_row, params.head_dim_vo, owned});
+    } else {
+      Leaks<Traits>::repair(operands, band_of_tile(params, tile), first_row, sound,
+                            StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    }
     __syncwarp();
   }
 
  private:
+  template <class TileRecord>
+  CUTE_DEVICE static HeadRows<Element> rows_of_output(FwdParams const& params, TileRecord const& tile) {
+    auto rows = HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    rows.skip(first_row_of(tile));
+    return rows;
+  }
+
   // Rows of O in the buffer of Q, as Leaks takes them.
   struct StagedWords {
     std::uint32_t tile;
