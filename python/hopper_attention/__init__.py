@@ -88,9 +88,9 @@ def attention(
     """softmax(mask(scale * q k^T)) v.
 
     q is [batch, seqlen_q, heads_q, head_dim]. k and v are [batch, seqlen_kv, heads_kv, head_dim]. heads_q is a
-    multiple of heads_kv. The head_dim of v may differ. The innermost stride is 1, and on a GPU the others are
-    multiples of 16 bytes. So a transposed [batch, heads, seqlen, head_dim] is read where it lies. Nothing is copied.
-    A call that the library cannot compute raises HattnError.
+    multiple of heads_kv. The head_dim of v may differ. The CPU takes any head dims, and a GPU those of its kernels. The
+    innermost stride is 1, and on a GPU the others are multiples of 16 bytes. So a transposed [batch, heads, seqlen,
+    head_dim] is read where it lies. Nothing is copied. A call that the library cannot compute raises HattnError.
 
     - causal: bottom-right aligned. Query i sees keys up to i + seqlen_kv - seqlen_q, its position.
     - window: (left, right) keeps left keys before and right keys after the query's position, and the key at the

@@ -5,7 +5,10 @@ import transformers
 
 
 def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positions=4096, image=32, patch=8):
-    """The config of a model. All dropouts are 0."""
+    """The config of a model. All dropouts are 0.
+
+    The head dim is hidden / heads, but of gemma2 and gemma3 256, of phi3 96, of deepseek_v3 192 and 128, of siglip 72.
+    """
     sizes = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -18,6 +21,36 @@ def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positi
         return transformers.LlamaConfig(**sizes, **text, num_key_value_heads=heads_kv)
     if kind == "mistral":
         return transformers.MistralConfig(**sizes, **text, num_key_value_heads=heads_kv, sliding_window=window)
+    if kind in ("gemma2", "gemma3"):
+        more = {"num_key_value_heads": heads_kv, "sliding_window": window}
+        more |= {"head_dim": 256, "query_pre_attn_scalar": 256}
+        if kind == "gemma3":
+            return transformers.Gemma3TextConfig(**sizes, **text, **more)
+        # The library has no softcap.
+        more |= {"attn_logit_softcapping": None}
+        return transformers.Gemma2Config(**sizes, **text, **more)
+    if kind == "phi3":
+        # Its head dim is hidden_size / num_attention_heads.
+        sizes["hidden_size"] = 96 * heads
+        return transformers.Phi3Config(
+            **sizes, **text, num_key_value_heads=heads_kv, sliding_window=window, pad_token_id=0
+        )
+    if kind == "deepseek_v3":
+        # Head dims 192 and 128, and no mixture of experts.
+        return transformers.DeepseekV3Config(
+            **sizes,
+            **text,
+            num_key_value_heads=heads,
+            q_lora_rank=48,
+            kv_lora_rank=32,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            first_k_dense_replace=layers,
+        )
+    if kind == "siglip":
+        vision = {**sizes, "hidden_size": 72 * heads, "image_size": image, "patch_size": patch}
+        return transformers.SiglipConfig(vision_config=vision, num_labels=1000)
     if kind == "bert":
         return transformers.BertConfig(**sizes, **text, **dropouts)
     return transformers.ViTConfig(**sizes, **dropouts, image_size=image, patch_size=patch, num_labels=1000)
@@ -28,6 +61,11 @@ CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "bert": transformers.BertForMaskedLM,
     "vit": transformers.ViTForImageClassification,
+    "gemma2": transformers.Gemma2ForCausalLM,
+    "gemma3": transformers.Gemma3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
+    "deepseek_v3": transformers.DeepseekV3ForCausalLM,
+    "siglip": transformers.SiglipForImageClassification,
 }
 
 
@@ -45,8 +83,8 @@ def model(kind, settings, seed=0):
 def inputs(kind, settings, batch, seqlen, device="cpu", seed=1):
     """What a model is called with."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "vit":
-        size = settings.image_size
+    if kind in ("vit", "siglip"):
+        size = getattr(settings, "vision_config", settings).image_size
         return {"pixel_values": torch.randn(batch, 3, size, size, generator=generator).to(device)}
     return {"input_ids": torch.randint(0, settings.vocab_size, (batch, seqlen), generator=generator).to(device)}
 

@@ -49,6 +49,20 @@ class Arrays(unittest.TestCase):
                     numpy.testing.assert_allclose(o, want_o, atol=tolerance)
                     numpy.testing.assert_allclose(lse, want_lse, atol=1e-4)
 
+    def test_head_dims(self):
+        for head_dim, head_dim_vo in ((8, 8), (136, 136), (192, 128), (128, 192), (256, 256), (512, 512), (12, 520)):
+            with self.subTest(head_dim=head_dim, head_dim_vo=head_dim_vo):
+                shapes = ((1, 9, 4, head_dim), (1, 13, 2, head_dim), (1, 13, 2, head_dim_vo))
+                q, k, v = (self.random.standard_normal(shape).astype("float32") for shape in shapes)
+                o, lse = hopper_attention.attention(q, k, v, return_lse=True)
+                want_o, want_lse = exact(q, k, v)
+                numpy.testing.assert_allclose(o, want_o, atol=1e-5)
+                numpy.testing.assert_allclose(lse, want_lse, atol=1e-4)
+                gradients = hopper_attention.attention_backward(q, k, v, o, lse, numpy.ones_like(o))
+                self.assertEqual([d.shape for d in gradients], [q.shape, k.shape, v.shape])
+                # dO of ones: what a value gets are its weights, which sum to 1 over the keys of each query.
+                numpy.testing.assert_allclose(gradients[2].sum((0, 1, 2)), 4 * 9, rtol=1e-5)
+
     def test_where_it_lies(self):
         q, k, v = self.tensors()
         want = hopper_attention.attention(q, k, v)

@@ -41,6 +41,17 @@ class Fp8(unittest.TestCase):
                         # e4m3 has 3 bits of mantissa: an element is off by 2^-4 of itself at most.
                         self.assertLess(self.error(o, causal=True), 0.08)
 
+    def test_head_dims(self):
+        for head_dim, head_dim_vo in ((8, 8), (192, 128), (256, 256), (136, 512)):
+            for hadamard in (None, 5):
+                with self.subTest(head_dim=head_dim, head_dim_vo=head_dim_vo, hadamard=hadamard):
+                    shapes = ((1, 40, 4, head_dim), (1, 150, 2, head_dim), (1, 150, 2, head_dim_vo))
+                    self.qkv = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+                    made = hopper_attention.quantize(*self.qkv, scaling="per_block", hadamard=hadamard)
+                    o = hopper_attention.attention_fp8(made)
+                    self.assertEqual(o.shape, (1, 40, 4, head_dim_vo))
+                    self.assertLess(self.error(o), 0.08)
+
     def test_the_cpu_ignores_a_margin(self):
         made = hopper_attention.quantize(*self.qkv)
         want = hopper_attention.attention_fp8(made, causal=True)

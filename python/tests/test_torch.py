@@ -137,6 +137,26 @@ class Torch(unittest.TestCase):
                             self.assertEqual(mine.dtype, t.dtype)
                             self.close(mine, exact, tolerance * exact.abs().max().item())
 
+    def test_head_dims(self):
+        """Any on the CPU, that of v another one."""
+        pairs = [(dim, dim) for dim in (8, 96, 136, 256, 512)] + [(192, 128), (128, 192), (12, 520)]
+        for head_dim, head_dim_vo in pairs:
+            for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.06), (torch.float16, 0.008)):
+                with self.subTest(head_dim=head_dim, head_dim_vo=head_dim_vo, dtype=dtype):
+                    shapes = ((1, 33, 4, head_dim), (1, 47, 2, head_dim), (1, 47, 2, head_dim_vo))
+                    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+                    d_o = torch.randn(1, 33, 4, head_dim_vo).to(dtype)
+                    o, lse = attention(*inputs, causal=True, return_lse=True)
+                    keep = torch.arange(47) <= torch.arange(33)[:, None] + 14
+                    exact_o, exact_lse = self.exact(*inputs, keep)
+                    self.close(o, exact_o, tolerance)
+                    self.close(lse, exact_lse, 1e-4)
+                    got = self.gradients(lambda *t: (attention(*t, causal=True),), inputs, d_o)
+                    doubles = [t.double() for t in inputs]
+                    want = self.gradients(lambda *t: self.exact(*t, keep)[:1], doubles, d_o.double())
+                    for mine, exact in zip(got, want):
+                        self.close(mine, exact, tolerance * exact.abs().max().item())
+
     def test_the_cpu_ignores_a_margin(self):
         inputs = self.tensors()
         d_o = torch.randn(inputs[0].shape)

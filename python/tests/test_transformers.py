@@ -19,6 +19,8 @@ else:
     from transformers import masking_utils
 
 KINDS = {"llama": (64, 4, 2), "mistral": (64, 4, 2), "bert": (64, 4, 4), "vit": (64, 4, 4)}
+# Models whose head dims are others than 64 and 128: `models.config` says which.
+WIDE = {kind: (64, 2, 1) for kind in ("gemma2", "gemma3", "phi3", "deepseek_v3", "siglip")}
 NAMES = ("eager", "sdpa", "hopper_attention")
 
 
@@ -30,7 +32,7 @@ class Transformers(unittest.TestCase):
         warnings.filterwarnings("ignore")
 
     def make(self, kind, **more):
-        hidden, heads, heads_kv = KINDS[kind]
+        hidden, heads, heads_kv = (KINDS | WIDE)[kind]
         settings = models.config(kind, hidden, heads, heads_kv, 2, window=7, **more)
         return settings, models.model(kind, settings)
 
@@ -40,7 +42,8 @@ class Transformers(unittest.TestCase):
         if mask is not None:
             inputs["attention_mask"] = mask
         found = []
-        for name in NAMES:
+        # transformers has no SDPA for Gemma 2, because of its softcap.
+        for name in [name for name in NAMES if name != "sdpa" or model._supports_sdpa]:
             model.set_attn_implementation(name)
             logits = model(**inputs).logits
             if mask is not None:
@@ -56,6 +59,36 @@ class Transformers(unittest.TestCase):
         for kind in KINDS:
             with self.subTest(kind=kind):
                 self.compare(kind)
+
+    def test_models_of_other_head_dims(self):
+        """Gemma 2 and 3, Phi 3, DeepSeek V3 and SigLIP: 256, 96, 192 with 128, and 72."""
+        found = {}
+        inner = _transformers.attention
+
+        def noted(q, k, v, **options):
+            found.setdefault(kind, set()).add((q.shape[-1], v.shape[-1]))
+            return inner(q, k, v, **options)
+
+        with mock.patch.object(_transformers, "attention", noted):
+            for kind in WIDE:
+                with self.subTest(kind=kind):
+                    self.compare(kind)
+        dims = {"gemma2": 256, "gemma3": 256, "phi3": 96, "siglip": 72}
+        want = {kind: {(dim, dim)} for kind, dim in dims.items()} | {"deepseek_v3": {(192, 128)}}
+        self.assertEqual(found, want)
+
+    def test_padding_and_a_cache_at_other_head_dims(self):
+        for kind in WIDE.keys() - {"siglip"}:
+            with self.subTest(kind=kind):
+                self.compare(kind, models.padding(3, 20, "left"), use_cache=True)
+
+    def test_a_softcap_is_refused(self):
+        settings, model = self.make("gemma2")
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = 50.0
+        model.set_attn_implementation("hopper_attention")
+        with self.assertRaisesRegex(NotImplementedError, "softcap"):
+            model(**models.inputs("gemma2", settings, 1, 20))
 
     def test_a_window_is_a_window(self):
         settings, model = self.make("mistral")

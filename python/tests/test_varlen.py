@@ -73,6 +73,16 @@ class Varlen(Base):
                             self.assertEqual((got.shape, got.dtype), (want.shape, want.dtype))
                             self.assertTrue(torch.equal(got, want))
 
+    def test_head_dims(self):
+        for head_dim, head_dim_vo in ((192, 128), (256, 256), (8, 512)):
+            with self.subTest(head_dim=head_dim, head_dim_vo=head_dim_vo):
+                q, k, v = torch.randn(24, 4, head_dim), torch.randn(25, 2, head_dim), torch.randn(25, 2, head_dim_vo)
+                o = attention_varlen(q, k, v, **self.lengths(False), causal=True)
+                self.assertEqual(o.shape, (24, 4, head_dim_vo))
+                for b, n, b_kv, n_kv in zip(self.cu_q.tolist(), ROWS_Q, self.cu_kv.tolist(), ROWS_KV):
+                    own = q[None, b : b + n], k[None, b_kv : b_kv + n_kv], v[None, b_kv : b_kv + n_kv]
+                    self.assertTrue(torch.equal(o[b : b + n], attention(*own, causal=True)[0]))
+
     def test_packed_keys_have_the_offsets_of_the_queries(self):
         q, k, v = self.qkv()
         self.assertTrue(

@@ -5,6 +5,7 @@ use hopper_attention::{Corner, KernelInfo, Mask};
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
+use crate::packing::{Kind, Packing};
 use crate::say;
 
 pub use hopper_attention_verify::case::Case;
@@ -313,7 +314,51 @@ fn empty() -> Vec<Case> {
 }
 
 /// Head dims that no kernel takes, and some that kernels take: the CPU computes them all.
-pub const HEAD_DIMS: [usize; 15] = [1, 2, 3, 5, 7, 9, 31, 33, 65, 100, 127, 129, 192, 256, 300];
+pub const HEAD_DIMS: [usize; 17] = [1, 2, 3, 5, 7, 9, 12, 31, 33, 65, 100, 127, 129, 192, 256, 300, 520];
+
+/// Every multiple of 8 above 128 up to 512, and pairs of a small and a large one. For the CPU: kernels take fewer.
+///
+/// Few queries and keys, as a vector has many elements. Still a block of keys more than one, for the CPU and the oracle.
+pub fn wide() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let turn = |i: usize, case: Case| {
+        let values =
+            [Values::Normal, Values::Offset, Values::Like(Class::Peaky), Values::Uneven, Values::Like(Class::Late)];
+        let (batch, heads_q, heads_kv) = [(1, 2, 1), (2, 3, 3), (1, 4, 2)][i % 3];
+        let case = case.heads(batch, heads_q, heads_kv);
+        Case { placement: Placement::ALL[i % Placement::ALL.len()], values: values[i % 5], lse: i % 4 != 3, ..case }
+    };
+    for (i, head_dim) in (136..=random::WIDEST).step_by(8).enumerate() {
+        cases.push(turn(i, Case::new(9 + i % 7, 70 + i % 5, head_dim, masks()[i % 4])));
+    }
+    let pairs = [(192, 128), (128, 192), (256, 128), (72, 264), (576, 512), (512, 8), (8, 512), (512, 512), (256, 256)];
+    for (i, (qk, vo)) in pairs.into_iter().enumerate() {
+        for (j, mask) in masks().into_iter().enumerate() {
+            let mut case = turn(4 * i + j, Case::new(67, 259 + j, qk, mask));
+            case.dims.head_dim_vo = vo;
+            cases.push(case);
+        }
+    }
+    cases
+}
+
+/// Packed sequences and used lengths of such head dims: every kind of them, with a rotating mask.
+pub fn wide_packed() -> Vec<Case> {
+    let pairs = [(192, 128), (256, 256), (512, 512), (8, 512), (136, 72)];
+    let kinds =
+        [([true; 2], [false; 2]), ([true, false], [false, true]), ([false; 2], [true; 2]), ([true; 2], [true; 2])];
+    let mut cases = Vec::new();
+    for (i, (qk, vo)) in pairs.into_iter().enumerate() {
+        for (j, (packed, used)) in kinds.into_iter().enumerate() {
+            let mut case = Case::new(90, 150, qk, masks()[(i + j) % 4]).heads(3, 2, 1);
+            case.dims.head_dim_vo = vo;
+            let kind = Kind { packed, used, fill_gaps: (i + j) % 2 == 0 };
+            case.packing = Packing::random(kind, 3, [90, 150], case.seed);
+            cases.push(case);
+        }
+    }
+    cases
+}
 
 /// Random cases, for fuzzing: small lengths, everything else free.
 pub mod random {
@@ -322,7 +367,7 @@ pub mod random {
 
     use super::*;
 
-    pub use hopper_attention_verify::case::random::{case, runner};
+    pub use hopper_attention_verify::case::random::{WIDEST, case, case_on_cpu, runner};
 
     /// proptest's defaults, but that it keeps the seed of what failed in a file beside the test.
     pub fn kept() -> Config {

@@ -8,7 +8,7 @@ use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
 use hopper_attention_tests::data::{Image, Poison};
-use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
 use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
 
 fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
@@ -53,7 +53,9 @@ fn verdict<T: Poison>(prepared: &Prepared<T>) -> Verdict {
 fn cases_through_c_keep_the_tolerance() {
     let all = cases(Grid::from_env(), &Tiles { m: vec![64], n: vec![128] });
     let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, f16", "C on the cpu, f32"]);
-    for (i, case) in all.iter().step_by(7).enumerate() {
+    // Head dims above those of kernels, too.
+    let wide = wide();
+    for (i, case) in all.iter().step_by(7).chain(wide.iter().step_by(4)).enumerate() {
         let (dtype, verdict) = match i % 3 {
             0 => (DType::BF16, verdict(&Prepared::<bf16>::new(case))),
             1 => (DType::F16, verdict(&Prepared::<f16>::new(case))),

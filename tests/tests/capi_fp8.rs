@@ -31,10 +31,13 @@ fn c_gives_the_bits_of_rust() {
     for (scaling, hadamard) in
         [(Scaling::PerTensor, None), (Scaling::PerHead, Some(5)), (Scaling::PerBlock, Some(u64::MAX))]
     {
-        let case = Case::new(150, 131, 48, Mask::causal()).heads(2, 4, 2);
-        let options = case.options(DType::E4M3).lse(true).scaling(scaling);
-        same_bits(&options.clone().half_scores(true).build().unwrap(), hadamard);
-        same_bits(&options.build().unwrap(), hadamard);
+        for (head_dim_qk, head_dim_vo) in [(48, 48), (192, 128), (264, 512)] {
+            let mut case = Case::new(150, 131, head_dim_qk, Mask::causal()).heads(2, 4, 2);
+            case.dims.head_dim_vo = head_dim_vo;
+            let options = case.options(DType::E4M3).lse(true).scaling(scaling);
+            same_bits(&options.clone().half_scores(true).build().unwrap(), hadamard);
+            same_bits(&options.build().unwrap(), hadamard);
+        }
     }
 }
 

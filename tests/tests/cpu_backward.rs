@@ -4,7 +4,7 @@ use hopper_attention::{Mask, bf16, f16};
 use hopper_attention_tests::backward::Prepared;
 use hopper_attention_tests::data::Values;
 use hopper_attention_tests::mutations::masks;
-use hopper_attention_tests::problems::{Case, Grid, HEAD_DIMS, Tiles, cases, random};
+use hopper_attention_tests::problems::{Case, Grid, HEAD_DIMS, Tiles, cases, random, wide, wide_packed};
 use hopper_attention_tests::runner::{Runner, Verdict, catch_on_cpu, on_cpu};
 use proptest::prelude::*;
 
@@ -33,6 +33,18 @@ fn any_head_dim() {
     let mut runner = Runner::new(["cpu backward bf16"]);
     let cases = HEAD_DIMS.map(|head_dim| Case::new(70, 33, head_dim, Mask::causal()));
     runner.take_cpu::<Prepared<bf16>>(0, &cases);
+    runner.finish();
+}
+
+/// Head dims above those of kernels. The CPU's gradients take them, too.
+#[test]
+fn wide_head_dims() {
+    let mut runner = Runner::new(["cpu backward wide bf16", "cpu backward wide f16", "cpu backward wide f32"]);
+    let all = [wide(), wide_packed()].concat();
+    let some = |first, step| all.iter().skip(first).step_by(step).cloned().collect::<Vec<_>>();
+    runner.take_cpu::<Prepared<bf16>>(0, &some(0, 3));
+    runner.take_cpu::<Prepared<f16>>(1, &some(1, 7));
+    runner.take_cpu::<Prepared<f32>>(2, &some(2, 7));
     runner.finish();
 }
 

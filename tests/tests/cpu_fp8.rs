@@ -5,7 +5,7 @@ use hopper_attention::{DType, E4M3, Element, ForwardProblemBuilder, Mask, Scalin
 use hopper_attention_tests::data::Input;
 use hopper_attention_tests::fp8::{MUTATIONS, Operands, forget_dust};
 use hopper_attention_tests::mutations::{self, Subject};
-use hopper_attention_tests::problems::{Case, Grid, Tiles, cases};
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide, wide_packed};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use rayon::prelude::*;
 
@@ -18,16 +18,13 @@ fn operands(case: &Case, scaling: Scaling, hadamard: Option<u64>) -> Operands {
     Operands::of_case(case, &options(case, scaling).build().unwrap(), hadamard)
 }
 
-#[test]
-fn every_case_keeps_the_tolerance() {
-    let tiles = Tiles { m: vec![64, 128], n: vec![128] };
-    // The grid is that of every type; what e4m3 has of its own are the factors.
-    let some: Vec<Case> = cases(Grid::from_env(), &tiles).into_iter().step_by(7).collect();
+/// Cases on the CPU, with every scaling in turn.
+fn keep_the_tolerance(cases: &[Case]) {
     let mut runner = Runner::new(Scaling::ALL.map(|scaling| format!("cpu e4m3 {scaling}")));
     let scalings = || Scaling::ALL.into_iter().enumerate().cycle();
-    let verdicts: Vec<Verdict> = some
+    let verdicts: Vec<Verdict> = cases
         .par_iter()
-        .zip(scalings().take(some.len()).collect::<Vec<_>>())
+        .zip(scalings().take(cases.len()).collect::<Vec<_>>())
         .map(|(case, (_, scaling))| {
             // Those of scores in f16 take turns with the others, out of step with the rotation.
             let problem = options(case, scaling).half_scores(case.seed % 4 > 1).build().unwrap();
@@ -36,10 +33,24 @@ fn every_case_keeps_the_tolerance() {
             Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
         })
         .collect();
-    for ((case, (row, _)), verdict) in some.iter().zip(scalings()).zip(verdicts) {
+    for ((case, (row, _)), verdict) in cases.iter().zip(scalings()).zip(verdicts) {
         runner.take(row, case, DType::E4M3, verdict);
     }
     runner.finish();
+}
+
+#[test]
+fn every_case_keeps_the_tolerance() {
+    let tiles = Tiles { m: vec![64, 128], n: vec![128] };
+    // The grid is that of every type; what e4m3 has of its own are the factors.
+    let some: Vec<Case> = cases(Grid::from_env(), &tiles).into_iter().step_by(7).collect();
+    keep_the_tolerance(&some);
+}
+
+/// Head dims above those of kernels, which the quantiser and its rotation take too.
+#[test]
+fn wide_head_dims() {
+    keep_the_tolerance(&[wide(), wide_packed()].concat());
 }
 
 /// Zeros have the smallest factors, whose product is 0: every key weighs the same, masked ones nothing.

@@ -282,7 +282,7 @@ typedef int32_t hattn_scaling;
 // - O: [batch, seqlen_q, heads_q, head_dim_vo]
 //
 // Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
-// On a GPU, head dims are multiples of 8 (16 for HATTN_E4M3). Their largest value depends on the compiled kernels.
+// The CPU takes any head dims. On a GPU they are multiples of 8 (16 for HATTN_E4M3), up to those of the compiled kernels.
 typedef struct hattn_forward_problem {
   // sizeof(hattn_forward_problem).
   uint32_t struct_size;

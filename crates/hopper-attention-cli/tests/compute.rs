@@ -47,6 +47,22 @@ fn check_passes_on_other_shapes() {
     );
 }
 
+/// The CPU takes any head dims, also those that no kernel takes.
+#[test]
+fn check_and_run_take_any_head_dims() {
+    let sizes =
+        ["192 --head-dim-vo 128", "256", "136 --head-dim-vo 512 --dtype f16", "12 --head-dim-vo 520 --dtype f32"];
+    let shapes = sizes.map(|sizes| format!("--seqlen-q 33 --seqlen-kv 70 --heads-q 2 --heads-kv 1 --head-dim {sizes}"));
+    check_passes(&shapes.each_ref().map(String::as_str), &["--mask causal".into()]);
+    let folder = Folder::new();
+    let input = folder.random("qkv.safetensors", &format!("--backward {}", shapes[0]));
+    let output = folder.path("o.safetensors");
+    let text = hattn_on("run --device cpu --backward", &input, Some(&output)).fine();
+    assert!(text.contains("o bf16 [1, 33, 2, 128] bshd"), "{text}");
+    assert_eq!(Written::read(&output).o_shape, [1, 33, 2, 128]);
+    hattn_on("check --device cpu --backward", &input, None).fine();
+}
+
 #[test]
 fn run_writes_o_and_lse_as_the_input_is() {
     let folder = Folder::new();

@@ -41,6 +41,10 @@ fn check_passes_on_other_shapes() {
         &["per-tensor", "per-head --hadamard 1", "per-block --hadamard 1", "per-head --half-scores"]
             .map(|fp8| format!("--mask causal --fp8 {fp8}")),
     );
+    check_passes(
+        &["--seqlen-q 65 --seqlen-kv 130 --heads-q 2 --head-dim 192 --head-dim-vo 136", "--seqlen-q 65 --head-dim 512"],
+        &["--fp8 per-block --hadamard 1".into(), "--fp8 per-tensor".into()],
+    );
 }
 
 #[test]

@@ -136,7 +136,7 @@
 //! - F16 score accumulation: a GPU sums scores in f16, which is faster, if the problem allows it
 //!   ([`half_scores`](ForwardProblemBuilder::half_scores)).
 //! - The softmax probabilities (P) are rounded to e4m3 before they are multiplied with V.
-//! - GPU kernels take head dims that are multiples of 16.
+//! - GPU kernels take head dims that are multiples of 16. The CPU takes any.
 //! - There is no backward pass.
 //!
 //! ```

@@ -32,6 +32,18 @@ fn masks_and_scales_are_as_in_candles_crate() -> Result<()> {
 }
 
 #[test]
+fn head_dims_are_those_of_the_tensors() -> Result<()> {
+    for head_dim in [96, 256, 512] {
+        let random = |seqlen, heads| Tensor::randn(0f32, 1.0, (1, seqlen, heads, head_dim), &Device::Cpu);
+        let (q, k) = (random(6, 4)?, random(9, 2)?);
+        let want = attention(&q, &k, &k, &Options::new().mask(Mask::causal()).softmax_scale(0.1))?;
+        same(&flash_attn(&q, &k, &k, 0.1, true)?, &want)?;
+        assert_eq!(want.dims(), [1, 6, 4, head_dim]);
+    }
+    Ok(())
+}
+
+#[test]
 fn packed_sequences_are_as_in_candles_crate() -> Result<()> {
     // The same two sequences of 6 queries and 9 keys, one behind the other.
     let [q, k, v] = tensors()?;

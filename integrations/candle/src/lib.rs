@@ -26,8 +26,8 @@
 //! - Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
 //!   multiple of `heads_kv`. V may have a head dim of its own. A tensor of candle that is `[batch, heads, seqlen,
 //!   head_dim]` becomes one of ours with `transpose(1, 2)`, which copies nothing.
-//! - On the CPU the types are f32, bf16 and f16. On a GPU they are bf16 and f16, and the kernels of the build decide
-//!   which head dims there are. Q, K and V have one type, which is that of O.
+//! - On the CPU the types are f32, bf16 and f16, and any head dims will do. On a GPU the types are bf16 and f16, and the
+//!   kernels of the build decide which head dims there are. Q, K and V have one type, which is that of O.
 //! - Nothing is copied. The innermost stride must be 1. The other strides are free. On a GPU, addresses and strides
 //!   must be multiples of 16 bytes. Other tensors are refused: `contiguous()` makes a copy that is taken.
 //!

@@ -11,8 +11,8 @@ use crate::{Attend, difference, own};
 /// One problem.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// `[batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim]`.
-    pub sizes: [usize; 6],
+    /// `[batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo]`.
+    pub sizes: [usize; 7],
     /// Which keys a query attends to.
     pub mask: Mask,
 }
@@ -38,12 +38,25 @@ impl Report {
 pub fn cases() -> Vec<Case> {
     let of = |sizes, mask| Case { sizes, mask };
     vec![
-        of([2, 17, 17, 4, 2, 64], Mask::causal()),
-        of([1, 5, 33, 4, 4, 32], Mask::Full),
-        of([2, 70, 140, 8, 1, 64], Mask::causal()),
-        of([1, 130, 130, 2, 2, 128], Mask::window(Some(40), Some(0))),
-        of([1, 1, 77, 4, 2, 64], Mask::causal()),
-        of([1, 200, 200, 2, 1, 128], Mask::Full),
+        of([2, 17, 17, 4, 2, 64, 64], Mask::causal()),
+        of([1, 5, 33, 4, 4, 32, 32], Mask::Full),
+        of([2, 70, 140, 8, 1, 64, 64], Mask::causal()),
+        of([1, 130, 130, 2, 2, 128, 128], Mask::window(Some(40), Some(0))),
+        of([1, 1, 77, 4, 2, 64, 64], Mask::causal()),
+        of([1, 200, 200, 2, 1, 128, 128], Mask::Full),
+    ]
+}
+
+/// Head dims of other models, and such as differ: what the CPU computes beside the others.
+pub fn wide_cases() -> Vec<Case> {
+    let of = |sizes, mask| Case { sizes, mask };
+    vec![
+        of([2, 17, 33, 4, 2, 96, 96], Mask::causal()),
+        of([1, 40, 40, 2, 1, 256, 256], Mask::causal()),
+        of([1, 33, 70, 2, 2, 192, 128], Mask::Full),
+        of([1, 33, 70, 2, 1, 128, 192], Mask::window(Some(20), Some(3))),
+        of([1, 9, 70, 2, 1, 512, 512], Mask::causal()),
+        of([1, 9, 30, 2, 1, 12, 520], Mask::Full),
     ]
 }
 
@@ -61,15 +74,19 @@ impl Case {
     /// # Errors
     /// Either refuses.
     pub fn run_with(&self, device: &Device, dtype: DType, attend: Attend<'_>) -> Result<Report> {
-        let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim] = self.sizes;
+        let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim, head_dim_vo] = self.sizes;
         let mut random = StdRng::seed_from_u64(self.sizes.iter().fold(0, |seed, &size| 31 * seed + size as u64));
-        let mut normal = |seqlen: usize, heads: usize| {
+        let mut normal = |seqlen: usize, heads: usize, head_dim: usize| {
             let values = (0..batch * seqlen * heads * head_dim).map(|_| random.sample::<f32, _>(StandardNormal));
             let values = Tensor::from_iter(values, &Device::Cpu)?.reshape((batch, seqlen, heads, head_dim))?;
             values.to_dtype(dtype)?.to_dtype(DType::F32)
         };
-        let qkv = [normal(seqlen_q, heads_q)?, normal(seqlen_kv, heads_kv)?, normal(seqlen_kv, heads_kv)?];
-        let d_o = normal(seqlen_q, heads_q)?;
+        let qkv = [
+            normal(seqlen_q, heads_q, head_dim)?,
+            normal(seqlen_kv, heads_kv, head_dim)?,
+            normal(seqlen_kv, heads_kv, head_dim_vo)?,
+        ];
+        let d_o = normal(seqlen_q, heads_q, head_dim_vo)?;
         let scale = (head_dim as f64).sqrt().recip();
         let [want, ours @ ..] =
             outcome(&qkv, &d_o, &Device::Cpu, DType::F32, &|q, k, v| own::attention(q, k, v, self.mask, scale))?;

@@ -15,6 +15,18 @@ fn values_and_gradients_are_those_of_candles_own_operations() -> Result<()> {
     Ok(())
 }
 
+/// Head dims that kernels do not have, and those of V that differ from those of Q and K.
+#[test]
+fn any_head_dims_are_computed_on_the_cpu() -> Result<()> {
+    for case in gradients::wide_cases() {
+        for (dtype, bound) in [(DType::F32, 4e-6), (DType::BF16, 2e-2), (DType::F16, 3e-3)] {
+            let report = case.run(&Device::Cpu, dtype)?;
+            assert!(report.worst() <= bound, "{case:?} {dtype:?}: {report:?}");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn wrong_gradients_are_seen() -> Result<()> {
     let case = &gradients::cases()[0];

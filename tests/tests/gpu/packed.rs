@@ -17,7 +17,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::{mask_of, with_dtype};
 
-fn packing_rows(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
+pub(crate) fn packing_rows(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
     rows.into_iter().filter(KernelInfo::packs).collect()
 }
 
@@ -237,15 +237,15 @@ fn hostile_case(row: &KernelInfo, rng: &mut StdRng) -> (Case, [Vec<i32>; 4]) {
 }
 
 /// The rows of a side that belong to a clamped sequence.
-fn claimed(offsets: &[i32], used: &[i32], rows: usize) -> Vec<bool> {
+pub(crate) fn claimed(offsets: &[i32], used: &[i32], rows: usize) -> Vec<bool> {
     let mut claimed = vec![false; rows];
     clamp_sequences(offsets, Some(used), rows).for_each(|sequence| claimed[sequence.range()].fill(true));
     claimed
 }
 
-const LISTS: [Slot; 4] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv, Slot::SequsedQ, Slot::SequsedKv];
+pub(crate) const LISTS: [Slot; 4] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv, Slot::SequsedQ, Slot::SequsedKv];
 
-fn uploaded(stream: &Arc<CudaStream>, lists: &[Vec<i32>; 4]) -> [CudaSlice<i32>; 4] {
+pub(crate) fn uploaded(stream: &Arc<CudaStream>, lists: &[Vec<i32>; 4]) -> [CudaSlice<i32>; 4] {
     [0, 1, 2, 3].map(|i| stream.clone_htod(&lists[i]).unwrap())
 }
 

@@ -1,8 +1,7 @@
 //! Packed sequences and used lengths with e4m3 operands on a GPU.
 
 use hopper_attention::{
-    DType, Device, E4M3, Element, ForwardProblem, KernelInfo, OutputOf, Scaling, Slot, Workspace, bf16,
-    clamp_sequences, f16,
+    DType, Device, E4M3, Element, ForwardProblem, KernelInfo, OutputOf, Scaling, Workspace, bf16, f16,
 };
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::gpu::Gpu;
@@ -15,11 +14,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::mask_of;
-use crate::packed::{hostile, list};
-
-fn packing_rows(gpu: &Gpu) -> Vec<KernelInfo> {
-    gpu.fp8_rows().into_iter().filter(KernelInfo::packs).collect()
-}
+use crate::packed::{LISTS, claimed, hostile, list, packing_rows, uploaded};
 
 fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
     case.options(DType::E4M3).lse(true).scaling(scaling).build().unwrap()
@@ -28,7 +23,7 @@ fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
 #[test]
 fn every_packing_e4m3_row_takes_packed_cases() {
     let Some(gpu) = Gpu::open("every_packing_e4m3_row_takes_packed_cases") else { return };
-    let rows = packing_rows(&gpu);
+    let rows = packing_rows(gpu.fp8_rows());
     assert!(rows.len() >= 4, "{rows:?}");
     let grid = Grid::from_env();
     let mut all = packed::cases(grid);
@@ -90,7 +85,7 @@ fn packed_problems_take_scores_in_f32() {
 fn garbage_lengths_write_only_rows_of_clamped_sequences() {
     let Some(gpu) = Gpu::open("garbage_lengths_write_only_rows_of_clamped_sequences (e4m3)") else { return };
     let mut rng = StdRng::seed_from_u64(random::seed());
-    for row in packing_rows(&gpu) {
+    for row in packing_rows(gpu.fp8_rows()) {
         for draw in 0..Grid::from_env().pick(3, 30) {
             garbage(&gpu, &row, Scaling::ALL[draw % 3], &mut rng);
         }
@@ -109,20 +104,17 @@ fn garbage(gpu: &Gpu, row: &KernelInfo, scaling: Scaling, rng: &mut StdRng) {
     let mut outputs = Outputs::<bf16>::new(&gpu.stream, plan.problem(), None);
     outputs.mark(&gpu.stream, MARK);
     let lists = [batch + 1, batch + 1, batch, batch].map(|count| hostile(rng, count, rows));
-    let arrays = lists.each_ref().map(|list| gpu.stream.clone_htod(list).unwrap());
-    let slots = [Slot::CuSeqlensQ, Slot::CuSeqlensKv, Slot::SequsedQ, Slot::SequsedKv];
+    let arrays = uploaded(&gpu.stream, &lists);
     let mut args = on_device.args(plan.problem(), &mut outputs);
-    for (slot, array) in slots.into_iter().zip(&arrays) {
+    for (slot, array) in LISTS.into_iter().zip(&arrays) {
         // SAFETY: wrong numbers are what is tested. The rows of outputs are looked at, and nothing else relies on them.
         args = unsafe { args.lengths_unchecked(slot, list(array)) };
     }
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     gpu.stream.synchronize().unwrap_or_else(|error| panic!("{row}: {error} with {lists:?}"));
     let written = outputs.written(&gpu.stream).unwrap();
-    let mut claimed = vec![false; rows];
-    clamp_sequences(&lists[0], Some(&lists[2]), rows).for_each(|sequence| claimed[sequence.range()].fill(true));
     let of_row = written.o.len() / rows;
-    for (own, claimed) in written.o.chunks(of_row).zip(claimed) {
+    for (own, claimed) in written.o.chunks(of_row).zip(claimed(&lists[0], &lists[2], rows)) {
         let is_left = own.iter().all(|o| Element::to_f32(*o) == MARK);
         assert!(claimed || is_left, "{row}: written outside of sequences, with {lists:?}");
     }

@@ -16,7 +16,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
 use crate::packed::{hostile, list};
-use crate::quantize::STORED;
+use crate::quantize::{STORED, follows_the_cpu};
 use crate::with_dtype;
 
 /// Sizes and options of a problem and its quantiser.
@@ -94,16 +94,6 @@ impl Drawn {
         let options = self.hadamard.map_or(options.clone(), |seed| options.hadamard(seed));
         Sample::packed(options.build().unwrap(), packing, self.kinds, self.counts, seed)
     }
-}
-
-/// Runs a sample and compares.
-fn follows_the_cpu<T: Float>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
-    let plan = sample.quantizer.plan(&Device::Cuda(gpu.device.clone())).unwrap();
-    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-    let mut on_device = OnDevice::new(&gpu.stream, sample);
-    on_device.run(&gpu.stream, &mut workspace, &plan, sample).unwrap();
-    let (got, want) = (on_device.outcome(&gpu.stream), sample.on_cpu());
-    assert!(got == want, "{what}, {}: {}", sample.quantizer, got.difference(&want));
 }
 
 fn seeds(small: u64, full: u64) -> impl Iterator<Item = u64> {

@@ -35,7 +35,7 @@ fn quantizer(problem: &ForwardProblem, source: DType, hadamard: Option<u64>) -> 
 }
 
 /// Runs a sample and compares.
-fn follows_the_cpu<T: Float>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
+pub(crate) fn follows_the_cpu<T: Float>(gpu: &Gpu, sample: &Sample<T>, what: &str) {
     let plan = sample.quantizer.plan(&Device::Cuda(gpu.device.clone())).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, sample);

@@ -259,6 +259,13 @@ void a_tuning_is_taken_and_given_back() {
   runs(f, plan);
 }
 
+void any_head_dims_compute_on_the_cpu() {
+  const int dims[][2] = {{192, 128}, {128, 192}, {256, 256}, {512, 512}, {12, 520}};
+  for (const auto& [qk, vo] : dims) all_twins_answer(Fixture(small().batch(1).head_dims(qk, vo).causal()));
+  // The plain gradients take time with the third power of the head dims.
+  all_twins_answer(BackwardFixture(small().batch(1).seqlens(2, 3).heads(2, 1).head_dims(136, 8)));
+}
+
 void strides_of_any_order_compute() {
   Fixture f(small().window(2, 1));
   // The same elements stored [batch, heads, seqlen, head_dim]; O into every second row of a larger tensor.
@@ -538,6 +545,7 @@ int main() {
   RUN(kSuite, views_hold_pointer_type_place_shape_and_strides);
   RUN(kSuite, the_twins_compute);
   RUN(kSuite, a_tuning_is_taken_and_given_back);
+  RUN(kSuite, any_head_dims_compute_on_the_cpu);
   RUN(kSuite, strides_of_any_order_compute);
   RUN(kSuite, the_twins_refuse);
   RUN(kSuite, the_twins_compute_gradients);

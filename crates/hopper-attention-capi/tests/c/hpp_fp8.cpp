@@ -63,7 +63,8 @@ struct Operand {
 void quantised_and_attended_to() {
   for (const Scaling scaling : {Scaling::PerTensor, Scaling::PerHead, Scaling::PerBlock}) {
     const bool half_scores = scaling == Scaling::PerHead;
-    const ForwardProblem forward = problem(scaling).half_scores(half_scores);
+    ForwardProblem forward = problem(scaling).half_scores(half_scores);
+    if (scaling == Scaling::PerBlock) forward.head_dims(192, 128);
     CHECK(forward.c_problem().half_scores == (half_scores ? 1 : 0));
     Operand q(forward.q_shape(), descale_q_shape(forward), 1);
     Operand k(forward.k_shape(), descale_kv_shape(forward), 2);

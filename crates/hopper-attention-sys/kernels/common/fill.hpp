@@ -14,6 +14,14 @@ Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept;
 // Gradients where one of the sequences is empty: zeros, of the sequence that is there.
 Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexcept;
 
+// The filling kernels take an element for two bytes: a tensor of e4m3 as they see it. Its head dim is halved, too.
+inline TensorDesc of_two_bytes(TensorDesc tensor) noexcept {
+  tensor.stride_batch /= 2;
+  tensor.stride_row /= 2;
+  tensor.stride_head /= 2;
+  return tensor;
+}
+
 // The rows of a packed tensor, or of a dense one with used lengths, that belong to no sequence: zeros, and LSE = -inf
 // where there is one. The table of sequences is there. `of_keys`: the tensor has the rows of keys.
 Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, int batch, int rows, int heads,

@@ -157,9 +157,9 @@ CUTE_DEVICE FwdScheduler fwd_scheduler(FwdParams const& params, FwdScalars const
   return {m_tiles, params.heads_q, params.batch, scalars.heads_per_group, scalars.groups, last_first, tile_counter};
 }
 
-// The same of a packed one. `table`: the launch's, or a copy.
-template <class Traits>
-CUTE_DEVICE PackedScheduler packed_scheduler(PackedFwdScalars const& scalars, SequenceTable const& table) {
+// The same of a packed one, of any type. `table`: the launch's, or a copy.
+template <class Traits, class Scalars>
+CUTE_DEVICE PackedScheduler packed_scheduler(Scalars const& scalars, SequenceTable const& table) {
   return {table,
           &scalars.table.header()->counter,
           scalars.heads_q,

@@ -105,6 +105,12 @@ struct KeyVisits {
     begin = end - kept.steps;
   }
 
+  // Of a sequence whose length the device knows: without keys, too, it has one block, which is masked whole.
+  CUTE_DEVICE void keep_one() {
+    begin = cute::max(begin, 0);
+    end = cute::max(end, 1);
+  }
+
   CUTE_DEVICE int first() const { return end - 1; }
   // The visit kCount after one.
   template <int kCount = 1>

@@ -13,14 +13,6 @@
 
 namespace hattn::quantize {
 
-// Factors of a tensor without elements, which are written all the same.
-static __global__ void fill_factors(TensorDesc const descale, int heads, int factors, float most) {
-  for (int i = static_cast<int>(threadIdx.x); i < factors; i += static_cast<int>(blockDim.x)) {
-    reinterpret_cast<float*>(descale.address)[i / heads * descale.stride_batch + i % heads * descale.stride_head] =
-        descale_of(0.0F, most);
-  }
-}
-
 // What was counted, as f32.
 static __global__ void publish_counts(unsigned long long const* counted, float* counts, std::int64_t stride) {
   if (threadIdx.x < 6) {
@@ -96,8 +88,7 @@ Status prepare() noexcept {
     }
   }
   Residency::of_driver();
-  Status status = load_kernel(fill_factors);
-  status = is_ok(status) ? load_kernel(publish_counts) : status;
+  Status status = load_kernel(publish_counts);
   status = is_ok(status) ? load_kernel(write_factors_of_zeros) : status;
   status = is_ok(status) ? prepare_schedule() : status;
   return is_ok(status) ? prepare_fill() : status;
@@ -160,6 +151,15 @@ struct Factors {
         count{given.scaling == Scaling::PerTensor ? 1 : tensor.batch * heads} {}
 };
 
+// Writes `count` factors of a tensor `[entries, heads, blocks]`, as those of zeros.
+inline void zero_factors(QuantizeTensor const& tensor, unsigned count, unsigned heads, unsigned blocks,
+                         CUstream_st* stream) noexcept {
+  if (count > 0) {
+    write_factors_of_zeros<<<(count + 1023) / 1024, 256, 0, stream>>>(tensor.descale, heads, blocks, count,
+                                                                      tensor.most);
+  }
+}
+
 // What does not follow from the kernel.
 inline Params params_of(QuantizeParams const& given, QuantizeTensor const& tensor,
                         unsigned long long* counts) noexcept {
@@ -191,9 +191,9 @@ Status launch_tensor(QuantizeParams const& given, QuantizeTensor const& tensor, 
   bool const shares = shares_factors(tensor, given.scaling);
   bool const one = given.scaling == Scaling::PerTensor;
   if (tensor.batch == 0 || tensor.heads == 0 || tensor.seqlen == 0) {
-    Factors const factors{given, tensor};
-    if (shares && factors.count > 0) {
-      fill_factors<<<1, 128, 0, stream>>>(tensor.descale, factors.heads, factors.count, tensor.most);
+    if (shares) {
+      Factors const factors{given, tensor};
+      zero_factors(tensor, factors.count, factors.heads, 1, stream);
     }
     return to_status(cudaGetLastError());
   }
@@ -269,20 +269,15 @@ Status launch_packed_tensor(QuantizeParams const& given, QuantizeTensor const& t
   Factors const factors{given, tensor};
   bool const shares = shares_factors(tensor, given.scaling);
   bool const empty = tensor.batch == 0 || tensor.seqlen == 0;
-  auto const zero_factors = [&](unsigned entries, unsigned heads, unsigned blocks) {
-    unsigned const count = entries * heads * blocks;
-    if (count > 0) {
-      write_factors_of_zeros<<<(count + 1023) / 1024, 256, 0, stream>>>(tensor.descale, heads, blocks, count,
-                                                                        tensor.most);
-    }
-  };
   if (shares && empty) {
-    zero_factors(factors.count / factors.heads, factors.heads, 1);
+    zero_factors(tensor, factors.count, factors.heads, 1, stream);
   }
   if (!tensor.given && !shares && sequences.fill_gaps) {
     // Blocks of sequences get their own factors after that.
     std::int64_t const apart = (kTileRows - 1) * (lengths.packed() ? std::int64_t{tensor.batch} : 1);
-    zero_factors(lengths.packed() ? 1 : tensor.batch, tensor.heads, (tensor.seqlen + apart) / kTileRows);
+    unsigned const heads = tensor.heads;
+    unsigned const blocks = (tensor.seqlen + apart) / kTileRows;
+    zero_factors(tensor, (lengths.packed() ? 1 : tensor.batch) * heads * blocks, heads, blocks, stream);
   }
   if (!empty) {
     RowRotation const rotating{tensor, given.seed};
@@ -311,13 +306,8 @@ Status launch_packed_tensor(QuantizeParams const& given, QuantizeTensor const& t
       !is_ok(status) || !sequences.fill_gaps || tensor.seqlen == 0) {
     return status;
   }
-  // The filling kernels take an element for two bytes.
-  TensorDesc halves = tensor.stored;
-  halves.stride_batch /= 2;
-  halves.stride_row /= 2;
-  halves.stride_head /= 2;
-  return launch_fill_gaps(sequences, halves, tensor.batch, tensor.seqlen, tensor.heads, tensor.head_dim / 2, of_keys,
-                          TensorDesc{}, stream);
+  return launch_fill_gaps(sequences, of_two_bytes(tensor.stored), tensor.batch, tensor.seqlen, tensor.heads,
+                          tensor.head_dim / 2, of_keys, TensorDesc{}, stream);
 }
 
 // Makes the table of the sequences, of the sides that are quantised and have lengths. A tile is kTileRows rows.

@@ -45,6 +45,24 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
     )
 }
 
+/// The largest head dim of [`case_on_cpu`].
+pub const WIDEST: usize = 512;
+
+/// Cases for the CPU, which takes any head dim: one in four has head dims up to 512, and shorter sequences.
+pub fn case_on_cpu() -> impl Strategy<Value = Case> {
+    prop_oneof![3 => case(128, 8), 1 => case(WIDEST, 8).prop_map(shorter)]
+}
+
+/// A case that has no more scores of a head and no more heads than a computation on the CPU does in a moment.
+fn shorter(mut case: Case) -> Case {
+    let Dims { seqlen_q, seqlen_kv, heads_q, heads_kv, .. } = case.dims;
+    let group = (heads_q / heads_kv).min(3);
+    let heads_kv = heads_kv.min(2);
+    case.dims = case.dims.with_seqlen_q(seqlen_q.min(130)).with_seqlen_kv(seqlen_kv.min(600));
+    case.dims = case.dims.with_heads_q(group * heads_kv).with_heads_kv(heads_kv);
+    case
+}
+
 /// What a case may have beside its sizes: nothing, or packed sequences and used lengths of `2 * batch` sequences and more.
 /// Give it to [`packed`].
 pub fn packing() -> impl Strategy<Value = (Kind, usize)> {

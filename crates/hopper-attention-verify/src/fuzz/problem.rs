@@ -143,23 +143,20 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
         1 => Just(Some(Values::Constant)),
     ];
     let choices = (proptest::sample::select(passes), proptest::sample::select(dtypes), arch, proptest::bool::ANY);
-    let cases = (random::case(128, 8), random::packing()).prop_map(|(case, packing)| random::packed(case, packing));
+    // Head dims that kernels take, and any on the CPU.
+    let cases = if for_gpu { random::case(128, 8).boxed() } else { random::case_on_cpu().boxed() };
+    let cases = (cases, random::packing()).prop_map(|(case, packing)| random::packed(case, packing));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), last)| {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
             case.values = values.unwrap_or(case.values);
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
-            if fp8 {
-                // Rows of e4m3 have 16 bytes, too. A rotation takes powers of two.
-                let even = |dim: usize| dim.div_ceil(16) * 16;
+            if fp8 && for_gpu {
+                // Kernels move rows of e4m3 in steps of 16 bytes, too.
                 let dims = case.dims;
-                case.dims = dims.with_head_dim_vo(even(dims.head_dim_vo));
-                case.dims.head_dim_qk = if hadamard.is_some() {
-                    even(dims.head_dim_qk).next_power_of_two()
-                } else {
-                    even(dims.head_dim_qk)
-                };
+                case.dims = dims.with_head_dim_qk(dims.head_dim_qk.next_multiple_of(16));
+                case.dims = case.dims.with_head_dim_vo(dims.head_dim_vo.next_multiple_of(16));
             }
             // Where a margin is computed: by kernels for sm90.
             let honours = for_gpu && pass != Pass::Quantize && arch != Some(Arch::Sm80);
@@ -335,6 +332,26 @@ mod tests {
         assert!(margins.iter().all(|problem| problem.pass != Pass::Quantize && problem.arch != Some(Arch::Sm80)));
         assert!(margins.iter().all(|problem| problem.forward().sm_margin() == problem.sm_margin));
         assert!(on_cpu.iter().all(|problem| problem.sm_margin == 0));
+    }
+
+    #[test]
+    fn wide_head_dims_are_drawn_for_the_cpu() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..400).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
+        let widest = |problem: &Problem| problem.case.dims.head_dim_qk.max(problem.case.dims.head_dim_vo);
+        assert!(on_gpu.iter().all(|problem| widest(problem) <= 128));
+        for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
+            let wide: Vec<_> = on_cpu.iter().filter(|problem| problem.pass == pass && widest(problem) > 256).collect();
+            assert!(wide.len() > 5 && wide.iter().any(|problem| problem.forward().has_lengths()), "{pass:?}");
+            let dims = |problem: &&Problem| (problem.case.dims.head_dim_qk, problem.case.dims.head_dim_vo);
+            assert!(wide.iter().map(dims).any(|(qk, vo)| qk < vo), "{pass:?}");
+            assert!(wide.iter().map(dims).any(|(qk, vo)| qk > vo), "{pass:?}");
+        }
+        // A rotation is drawn for head dims that are no power of two, and rows of e4m3 that no kernel takes.
+        let fp8 = |problem: &&Problem| problem.pass == Pass::Fp8;
+        let rotated = |problem: &Problem| problem.fp8.hadamard.is_some() && problem.case.dims.head_dim_qk % 16 == 8;
+        assert!(on_cpu.iter().filter(fp8).any(rotated) && !on_gpu.iter().filter(fp8).any(rotated));
     }
 
     #[test]

@@ -88,9 +88,14 @@ mod tests {
             96 => vec![64, 32],
             112 => vec![64, 32, 16],
             128 => vec![128],
+            136 => vec![128, 8],
+            192 => vec![128, 64],
+            256 => vec![256],
+            328 => vec![256, 64, 8],
+            512 => vec![512],
             _ => unreachable!("not in the list"),
         };
-        for head_dim in [1, 7, 16, 48, 80, 96, 112, 128_usize] {
+        for head_dim in [1, 7, 16, 48, 80, 96, 112, 128, 136, 192, 256, 328, 512_usize] {
             let rotation = Rotation::new(99, head_dim).unwrap();
             let input: Vec<f32> = (0..head_dim).map(|i| ((i * 37 % 101) as f32 - 50.0) / 16.0).collect();
             let mut got = input.clone();
@@ -113,7 +118,7 @@ mod tests {
 
     #[test]
     fn products_stay_and_outliers_spread() {
-        for head_dim in [16, 32, 48, 64, 80, 96, 112, 128] {
+        for head_dim in [16, 32, 48, 64, 80, 96, 112, 128, 136, 192, 256, 328, 512] {
             let rotation = Rotation::new(7, head_dim).unwrap();
             let vector = |step: usize| (0..head_dim).map(|i| ((i * step % 23) as f32 - 11.0) / 8.0).collect::<Vec<_>>();
             let (mut q, mut k) = (vector(5), vector(7));

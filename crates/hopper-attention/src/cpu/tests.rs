@@ -105,6 +105,26 @@ fn block_edges() {
     }
 }
 
+/// Head dims of Q and K with those of V and O: the least multiple of 8, those of models, pairs, 512, one above it, and one that
+/// is no multiple of 8.
+const HEAD_DIMS: [(usize, usize); 9] =
+    [(8, 8), (136, 136), (192, 128), (128, 192), (256, 256), (512, 512), (8, 512), (520, 520), (12, 12)];
+
+#[test]
+fn any_head_dims() {
+    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(9))];
+    for ((head_dim_qk, head_dim_vo), mask) in HEAD_DIMS.into_iter().zip(masks.into_iter().cycle()) {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            let dims = Dims { seqlen_q: 33, seqlen_kv: 259, head_dim_qk, head_dim_vo, ..DIMS };
+            let problem = problem(dtype, dims, mask);
+            let [q, k, v] = sample::inputs(&problem, 15);
+            let gaps = Gaps { heads_first: head_dim_qk > head_dim_vo, dim: 3, outer: 5 };
+            let report = check(&problem, [&q, &k, &v], gaps);
+            assert!(report.passed(), "{problem}: {report}");
+        }
+    }
+}
+
 #[test]
 fn nan_stays_in_the_rows_that_see_it() {
     let dims = Dims { seqlen_q: 300, seqlen_kv: 300, ..DIMS };

@@ -18,7 +18,7 @@ pub const E4M3_MAX: f32 = 448.0;
 /// The largest magnitude of a stored element of Q and K for which scores may be summed in f16: 14, which is 448 / 32.
 ///
 /// It belongs to [`half_scores`](crate::ForwardProblemBuilder::half_scores). A sum of 128 products of two such numbers is at
-/// most 25088. The largest f16 is 65504, so the sum fits.
+/// most 25088, and one of 256 products at most 50176. The largest f16 is 65504, so these sums fit.
 ///
 /// The smaller range costs little precision, because the precision of [`E4M3`] is relative. Elements lose mantissa bits only
 /// below 1/896 of the largest magnitude that shares their descale factor. With a largest value of 448, this limit would be

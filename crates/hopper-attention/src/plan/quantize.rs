@@ -286,7 +286,12 @@ mod tests {
             text(Dims { head_dim_vo: 24, ..DIMS }, DType::BF16, &h100, &ROWS),
             "unsupported: quantise bf16 to e4m3 per-head with head_dim 24 on sm_90; nearest: multiples of 16 up to 128"
         );
-        assert!(text(Dims { head_dim_qk: 144, ..DIMS }, DType::BF16, &h100, &ROWS).contains("head_dim 144"));
+        for (head_dim_qk, head_dim_vo) in [(144, 16), (16, 192), (256, 256), (512, 512)] {
+            let refused = text(Dims { head_dim_qk, head_dim_vo, ..DIMS }, DType::BF16, &h100, &ROWS);
+            let named =
+                format!("head_dim {} on sm_90; nearest: multiples of 16 up to 128", head_dim_qk.max(head_dim_vo));
+            assert!(refused.ends_with(&named), "{refused}");
+        }
         let ada = DeviceFacts { arch: ComputeCapability { major: 8, minor: 9 }, ..h100 };
         assert!(text(DIMS, DType::BF16, &ada, &ROWS).ends_with("on sm_89; nearest: Device::cpu()"));
         assert!(text(DIMS, DType::BF16, &h100, &[]).ends_with("nearest: Device::cpu()"));

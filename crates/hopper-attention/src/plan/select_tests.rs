@@ -425,6 +425,36 @@ fn what_no_row_has_is_named_with_the_nearest() {
     );
 }
 
+/// Head dims that the CPU computes and no row has: each is named, with what there is, also where only one of the two is too large.
+#[test]
+fn head_dims_beyond_those_of_all_rows_are_refused_by_name() {
+    for (qk, vo) in [(136, 136), (192, 128), (128, 192), (256, 256), (512, 512), (8, 520), (132, 12)] {
+        for (mask, class) in
+            [(Mask::Full, "full"), (Mask::causal(), "causal"), (Mask::window(Some(9), Some(9)), "window")]
+        {
+            let problem = problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, mask);
+            let allowed = format!("for bf16, {class}; nearest: up to 64 with 64, up to 128 with 128");
+            let text = format!("unsupported: head_dim_qk {qk} with head_dim_vo {vo} {allowed}");
+            assert_eq!(refused(&problem, &H100, &table()), text);
+            assert!(problem.plan(&crate::Device::cpu()).is_ok());
+        }
+    }
+    let odd = Dims { head_dim_qk: 12, head_dim_vo: 12, ..DIMS };
+    assert_eq!(
+        refused(&problem(odd, Mask::Full), &H100, &table()),
+        "unsupported: head_dim_qk 12 on a GPU; nearest: 16 (multiples of 8: GPU rows are moved in 16-byte steps)"
+    );
+    let fp8 = |qk, vo| {
+        let dims = Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS };
+        ForwardProblem::builder(DType::E4M3, dims).half_scores(true).build().unwrap()
+    };
+    for (qk, vo) in [(192, 128), (256, 256), (8, 512)] {
+        let text = refused(&fp8(qk, vo), &H100, &fp8_rows());
+        let what = format!("unsupported: head_dim_qk {qk} with head_dim_vo {vo} for e4m3, full");
+        assert!(text.starts_with(&what) && text.contains("up to 128 with 128"), "{text}");
+    }
+}
+
 const A100: DeviceFacts = gpu(8, 0, 108, 163);
 const A10: DeviceFacts = gpu(8, 6, 72, 99);
 const L40S: DeviceFacts = gpu(8, 9, 142, 99);

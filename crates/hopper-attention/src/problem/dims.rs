@@ -17,11 +17,23 @@ const SEQLEN_SUM_END: usize = 1 << 30;
 /// The sizes are checked when a problem is built, not here:
 /// `seqlen_q + seqlen_kv < 2^30`, `batch * heads_q < 2^31`, and every head dim is below 2^31.
 ///
+/// # Head dims
+///
+/// `head_dim_vo` may be smaller or larger than `head_dim_qk`. Which pairs are computed depends on the device:
+///
+/// - The CPU takes every pair, in both passes and in the [`Quantizer`](crate::Quantizer). (It is tested with multiples of 8 up
+///   to 512, and with some others.)
+/// - A GPU takes multiples of 8, and of 16 for e4m3 operands, up to those of the compiled kernels
+///   ([`kernels`](crate::kernels), [`backward_kernels`](crate::backward_kernels)). A smaller head dim runs exactly in a larger
+///   kernel. Other head dims are refused by name when a plan is made.
+///
 /// ```
 /// use hopper_attention::Dims;
 /// // Grouped queries: 32 query heads read 8 KV heads of 128, in 4 sequences of 2048.
 /// let dims = Dims::new(4, 2048, 32, 128).with_heads_kv(8);
 /// assert_eq!((dims.seqlen_kv, dims.head_dim_vo), (2048, 128));
+/// // Queries and keys of 192 elements, values of 128.
+/// assert_eq!(Dims::new(1, 2048, 16, 192).with_head_dim_vo(128).head_dim_qk, 192);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]

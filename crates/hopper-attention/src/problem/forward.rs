@@ -218,7 +218,8 @@ impl ForwardProblemBuilder {
     ///
     /// The tensor cores of a GPU sum FP8 products faster in f16 than in f32. The sums fit f16 where no stored element of Q
     /// or K is larger in magnitude than [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), which is 14. A
-    /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements.
+    /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements. (Up to head dim 334 the sums
+    /// fit. Kernels have smaller ones.)
     ///
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
     /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
@@ -233,7 +234,8 @@ impl ForwardProblemBuilder {
     /// # Errors
     /// [`Error::Value`]:
     /// - `heads_q` or `heads_kv` is 0, or `heads_q` is not a multiple of `heads_kv`;
-    /// - a head dim is 0 or reaches 2^31;
+    /// - a head dim is 0 or reaches 2^31 (that a GPU has no kernel for a smaller one is an error of
+    ///   [`plan`](ForwardProblem::plan): see [`Dims`]);
     /// - `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31;
     /// - the softmax scale is not finite and above 0;
     /// - an option for e4m3 operands is set for other operands;

@@ -53,10 +53,12 @@
 //!   weight as small as 8. So a weight `p` has an error of up to `min(p, 2^-13)`, for a largest weight of 1, in addition. What
 //!   is lost if all weights below 2^-13 become 0 is allowed in full.
 //! - Scores are off by 2^-12 in place of 2^-24: the sums of FP8 products in the tensor cores keep no more bits.
-//! - The same bound serves scores in f16 ([`half_scores`](crate::ForwardProblemBuilder::half_scores)). A head dim of 128 is
-//!   four steps of 32 products. Each step rounds the sum so far, by up to 2^-11 of it. Four times 2^-11 is 2^-9, and the
-//!   tolerance allows 2 * 4 * 2^-12 = 2^-9 of the magnitudes. The exponentials are in f16 too, so the LSE is allowed an error
-//!   of 3.2e-3 in addition.
+//! - The same bound serves scores in f16 ([`half_scores`](crate::ForwardProblemBuilder::half_scores)). Products are summed in
+//!   `n = head_dim / 32` steps. Each step rounds the sum so far, by up to 2^-11 of it. If all products have one sign, the sum
+//!   after step `i` is `i / n` of the score. So all steps together are off by `(n + 1) / 2 * 2^-11` of it at most: 2.5 * 2^-11
+//!   at head dim 128, and 4.5 * 2^-11 at 256. The tolerance allows 2 * 1.5 * 4 * 2^-12 = 6 * 2^-11 of the magnitudes, which is
+//!   enough up to head dim 334, where sums in f16 end. The exponentials are in f16 too, so the LSE is allowed an error of
+//!   3.2e-3 in addition.
 //!
 //! # The LSE
 //!

@@ -79,9 +79,7 @@ struct Mma {
   CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block) {
     KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
     if constexpr (Traits::kIsPacked) {
-      // A sequence without keys, too, has one block, which is masked whole.
-      visits.begin = cute::max(visits.begin, 0);
-      visits.end = cute::max(visits.end, 1);
+      visits.keep_one();
     }
     return visits;
   }

@@ -23,13 +23,11 @@ Status fp8_prepare() noexcept {
   return status;
 }
 
-// The output as the filling kernels see it: they take an element for two bytes.
+// The output as the filling kernels see it.
 inline FwdParams with_output_of_two_bytes(FwdParams params) noexcept {
   if (params.output == DType::E4M3) {
     params.head_dim_vo /= 2;
-    params.o.stride_batch /= 2;
-    params.o.stride_row /= 2;
-    params.o.stride_head /= 2;
+    params.o = of_two_bytes(params.o);
   }
   return params;
 }

@@ -242,12 +242,7 @@ struct Fp8Load {
     table.address = params.table_bytes <= Storage::kTableBytes ? reinterpret_cast<std::uint64_t>(storage.table)
                                                                : params.table.address;
     __syncwarp();
-    return {table,
-            &params.table.header()->counter,
-            params.heads_q,
-            params.heads_per_group,
-            Traits::kMask != MaskClass::Full,
-            table.header()->tiles};
+    return hattn::packed_scheduler<Traits>(params, table);
   }
 
   // By one lane: draws the next tile, names it in buffer `stage` and asks for its Q. `round`: tiles drawn before.

@@ -186,10 +186,9 @@ struct Fp8Mma {
     }
   }
 
-  // Of the tile in buffer q. Read anew at each call, and its address made anew: registers are short.
+  // Of the tile in buffer q. Read anew at each call: registers are short.
   CUTE_DEVICE typename Traits::TileBand band() const {
-    int const stage = Traits::kIsPacked ? anew(q.stage) : q.stage;
-    return Traits::tile_band(params, launch_band, storage.tile[stage]);
+    return Traits::tile_band(params, launch_band, storage.tile[q.stage]);
   }
 
   // Waits for the tile in buffer q and sets m_block and visits. The shuffle tells the compiler that the block is the

@@ -180,9 +180,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
       visits.keep_piece(piece.cut);
     }
     if constexpr (kPacked) {
-      // A sequence without keys, too, has one block, which is masked whole.
-      visits.begin = cute::max(visits.begin, 0);
-      visits.end = cute::max(visits.end, 1);
+      visits.keep_one();
     }
     return visits;
   }
@@ -264,9 +262,5 @@ CUTE_DEVICE int first_factor_q(PackedFp8KernelParams const& params, PackedTile c
 CUTE_DEVICE int first_factor_kv(PackedFp8KernelParams const& params, PackedTile const& tile) {
   return first_factor_of(tile.kv_begin, params.factors_apart_kv, tile.batch);
 }
-
-// The keys of a tile's sequence.
-CUTE_DEVICE int const& keys_of(Fp8KernelParams const& params, Tile const&) { return params.seqlen_kv; }
-CUTE_DEVICE int const& keys_of(Fp8KernelParams const&, PackedTile const& tile) { return tile.kv_len; }
 
 }  // namespace hattn::sm90

@@ -47,9 +47,7 @@ struct Shares {
       visits.keep_share(cluster_share(), cluster_shares());
     }
     if constexpr (Traits::kIsPacked) {
-      // A sequence without keys, too, has one block, which is masked whole.
-      visits.begin = cute::max(visits.begin, 0);
-      visits.end = cute::max(visits.end, 1);
+      visits.keep_one();
     }
     return visits;
   }

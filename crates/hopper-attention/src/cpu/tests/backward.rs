@@ -150,6 +150,17 @@ fn the_same_inputs_give_the_same_bits_on_any_number_of_threads() {
 }
 
 #[test]
+fn any_head_dims() {
+    let masks = [Mask::causal(), Mask::window(Some(70), Some(9)), Mask::Full];
+    for ((head_dim_qk, head_dim_vo), mask) in super::HEAD_DIMS.into_iter().zip(masks.into_iter().cycle()) {
+        let dims = Dims { seqlen_q: 67, seqlen_kv: 90, head_dim_qk, head_dim_vo, ..DIMS };
+        let problem = problem(DType::BF16, dims, mask);
+        let report = check(&problem, &Given::normal(&problem, 26), Gaps::default());
+        assert!(report.passed(), "{problem}: {report}");
+    }
+}
+
+#[test]
 fn no_keys_and_no_queries() {
     for dims in [Dims { seqlen_kv: 0, ..DIMS }, Dims { seqlen_q: 0, ..DIMS }, Dims { batch: 0, ..DIMS }] {
         let problem = problem(DType::BF16, dims, Mask::causal()).to_builder().d_lse(true).build().unwrap();

@@ -303,9 +303,16 @@ fn by_hand() {
 /// Queries and keys with stored values up to 14, with one sign or both. Products are summed 32 at a time, and rounded to f16.
 #[test]
 fn scores_in_f16_are_as_honest_as_fp8_sums() {
-    let dims = Dims { batch: 1, head_dim_qk: 128, ..DIMS };
     let e4m3 = |x: f64| f64::from(Element::to_f32(<E4M3 as Element>::from_f32(x as f32)));
-    for (positive, scale) in [(false, 0.005), (true, 0.0002), (true, 0.005)] {
+    for (head_dim_qk, positive, scale) in [
+        (128, false, 0.005),
+        (128, true, 0.0002),
+        (128, true, 0.005),
+        (256, false, 0.005),
+        (256, true, 0.0001),
+        (256, true, 0.005),
+    ] {
+        let dims = Dims { batch: 1, head_dim_qk, ..DIMS };
         let problem = problem(DType::E4M3, dims, Mask::Full).to_builder().half_scores(true).build().unwrap();
         let problem = problem.to_builder().softmax_scale(scale).build().unwrap();
         let stored = |shape, seed| {
@@ -338,7 +345,7 @@ fn scores_in_f16_are_as_honest_as_fp8_sums() {
             lse.push(max + sum.ln());
         }
         let report = expected.check(&o, Some(&lse)).unwrap();
-        assert!(report.passed(), "{positive} {scale}: {report}");
+        assert!(report.passed(), "{head_dim_qk} {positive} {scale}: {report}");
     }
 }
 
