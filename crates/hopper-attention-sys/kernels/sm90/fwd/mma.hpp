@@ -399,8 +399,8 @@ struct Mma {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
       } else {
-        RowLooks const looks = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
-        bool const found = kMask != MaskClass::Full && looks.found();
+        OutputLooks<Traits> const looks = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
+        bool const found = kLooksAtOutput<Traits> && looks.found();
         if (!found) {
           Epilogue<Traits>::hand_over(storage, buffer, consumer);
         }
