@@ -15,14 +15,14 @@ const CLASSES: [MaskClass; 3] = [MaskClass::Full, MaskClass::Causal, MaskClass::
 fn check<T: Poison>(wrong: &mut Vec<String>) {
     for edge in EDGES {
         for class in CLASSES {
-            for head_dim in [64, 128] {
+            for head_dims in [[64, 64], [128, 128], [192, 128], [256, 256]] {
                 let mut take = |pass: &str, why: Option<String>| {
-                    let place = format!("{pass} {} {}, {}", T::DTYPE, edge.name, edge.case(class, head_dim));
+                    let place = format!("{pass} {} {}, {}", T::DTYPE, edge.name, edge.case(class, head_dims));
                     wrong.extend(why.map(|why| format!("{place}: {why}")));
                 };
-                take("forward", edge.forward::<T>(class, head_dim).verdict_on_cpu().wrong);
+                take("forward", edge.forward::<T>(class, head_dims).verdict_on_cpu().wrong);
                 if edge.backward {
-                    take("backward", edge.backward::<T>(class, head_dim).verdict_on_cpu().wrong);
+                    take("backward", edge.backward::<T>(class, head_dims).verdict_on_cpu().wrong);
                 }
             }
         }
@@ -61,7 +61,7 @@ fn extreme_log_sum_exps() {
 fn sums_that_weights_above_1_would_overflow() {
     for (class, packed) in CLASSES.into_iter().flat_map(|class| [(class, false), (class, true)]) {
         for make in [large_sums, large_values] {
-            let prepared = make(class, 64, packed);
+            let prepared = make(class, [64, 64], packed);
             let o = &prepared.expected.oracle().o;
             // But for what V makes infinite and NaN: two columns of the others.
             let finite = o.data().iter().filter(|o| o.is_finite()).count();
@@ -76,7 +76,7 @@ fn sums_that_weights_above_1_would_overflow() {
 #[test]
 fn rows_that_see_one_key() {
     fn check<T: Poison>() {
-        for case in [64, 128].into_iter().flat_map(one_key) {
+        for case in [[64, 64], [128, 128], [64, 192], [256, 256]].into_iter().flat_map(one_key) {
             let forward = Forward::<T>::new(&case);
             let right = one_key_gives_its_value(&forward, &forward.on_cpu().unwrap());
             right.unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
@@ -93,7 +93,7 @@ fn rows_that_see_one_key() {
 #[test]
 fn an_o_of_rounded_weights_is_noticed() {
     fn check<T: Poison>(last_bit: f32) {
-        for case in one_key(64) {
+        for case in one_key([64, 64]) {
             let mut backward = Backward::<T>::new(&case);
             backward.o.inner_mut().iter_mut().for_each(|o| *o = T::from_f32(o.to_f32() * (1.0 + last_bit)));
             assert!(one_key_has_no_gradient(&backward, &backward.on_cpu().unwrap()).is_err(), "{} {case}", T::DTYPE);
