@@ -6,7 +6,8 @@
 # hattn_add_rows(ARCH/PASS)
 #   Reads kernels/ARCH/PASS/PASS.def. A row is one line:
 #   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, scores])`
-#   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS), and makes of them
+#   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS). A list without such a row adds nothing:
+#   only the list sm90/fwd has head dims above 128, and only sm90/fp8 has E4M3. Of the kept rows it makes
 #     - for the launch table bwd_rows.def (of the pass bwd) or fwd_rows.def: the kept rows, in their order, after those of earlier
 #       lists;
 #     - objects of the library hattn_kernels: sources that include launch.hpp, beside the list, and say
@@ -67,7 +68,7 @@ function(hattn_add_rows list)
     list(APPEND unmasked "${dtype}, ${dqk}, ${rest}")
   endforeach()
   if(NOT kept)
-    message(FATAL_ERROR "${file}: no row has a dtype of '${HATTN_DTYPES}' and a head_dim_qk of '${HATTN_HEAD_DIMS}'")
+    return()
   endif()
   list(REMOVE_DUPLICATES units)
   foreach(unit IN LISTS units)

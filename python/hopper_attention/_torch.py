@@ -187,6 +187,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, numbers: tuple) -> Any:  # type: ignore[override]
+        check_gradients(q, k, v, numbers)
         with _below():
             o, lse = _forward_lse_op(q, k, v, *numbers)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -306,6 +307,41 @@ def problem_of(
         sm_margin=margin_of(sm_margin),
         **more,
     )
+
+
+# Of what was found to have gradients.
+_with_gradients: set = set()
+
+
+def require_gradients(key: Any, device: int, problems: Any) -> None:
+    """Refuses a forward pass that autograd records where the device computes it, but not its gradients.
+
+    So a program that trains learns it before the forward pass of the whole model. `problems` gives the forward and the
+    backward problem, and is called once for a key.
+    """
+    if key in _with_gradients:
+        return
+    library = abi.load()
+    forward, backward = problems()
+    if library.supported(forward, device) and not library.supported(backward, device):
+        # op.cc says the same.
+        text = library.last_error() + ". Without gradients, as under torch.no_grad(), it is computed"
+        raise abi.HattnError(abi.ERROR_UNSUPPORTED, library.status_name(abi.ERROR_UNSUPPORTED), text)
+    if len(_with_gradients) >= 1024:
+        _with_gradients.clear()
+    _with_gradients.add(key)
+
+
+def check_gradients(q: Any, k: Any, v: Any, numbers: tuple) -> None:
+    """`require_gradients` of an operator's operands. The CPU has gradients of all that it computes."""
+    if not q.is_cuda:
+        return
+
+    def problems() -> tuple:
+        forward = problem_of(q, k, v, *numbers)
+        return forward, abi.BackwardProblem.of(forward)
+
+    require_gradients((q.dtype, q.device, q.shape, k.shape, v.shape, numbers), ordinal(q.device), problems)
 
 
 def _empty(q: torch.Tensor, v: torch.Tensor, with_lse: bool) -> list:

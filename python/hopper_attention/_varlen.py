@@ -28,6 +28,7 @@ from ._torch import (
     is_jagged,
     ordinal,
     readable,
+    require_gradients,
     run,
 )
 
@@ -65,6 +66,8 @@ def attention_varlen(
         here["cu_seqlens_kv"] = here["cu_seqlens_q"]
     arguments = (q, k, v, *here.values(), *hints, bool(deterministic), *numbers)
     recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if recorded and q.is_cuda and not torch.compiler.is_compiling():
+        _Run(arguments[3:]).check_gradients(q, k, v)
     ops = torch.ops.hopper_attention
     try:
         if recorded or torch.compiler.is_compiling():
@@ -118,28 +121,42 @@ class _Run:
         self.hints, self.deterministic = Hints(*arguments[4:7]), bool(arguments[7])
         self.numbers = arguments[8:]
 
+    def _problem(self, q: Any, k: Any, v: Any, lse: bool) -> Any:
+        scale, mask, corner, left, right, sm_margin = self.numbers
+        return packed_problem(
+            q,
+            k,
+            v,
+            self.lists,
+            self.hints,
+            dtype=DTYPES[q.dtype],
+            softmax_scale=scale,
+            mask=mask,
+            corner=corner,
+            window_left=left,
+            window_right=right,
+            sm_margin=sm_margin,
+            lse=int(lse),
+        )
+
+    def check_gradients(self, q: Any, k: Any, v: Any) -> None:
+        """Refuses what the device computes without gradients only."""
+
+        def problems() -> tuple:
+            forward = self._problem(q, k, v, True)
+            return forward, abi.BackwardProblem.of(forward, deterministic=int(self.deterministic))
+
+        lists = tuple(None if t is None else t.shape for t in self.lists.values())
+        key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
+        require_gradients(key, ordinal(q.device), problems)
+
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:
         """Runs a pass on its tensors by their names. `more` are fields of a backward problem."""
         given = {name: t for name, t in {**tensors, **self.lists}.items() if t is not None}
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
 
         def make() -> Call:
-            scale, mask, corner, left, right, sm_margin = self.numbers
-            problem: Any = packed_problem(
-                q,
-                k,
-                v,
-                self.lists,
-                self.hints,
-                dtype=DTYPES[q.dtype],
-                softmax_scale=scale,
-                mask=mask,
-                corner=corner,
-                window_left=left,
-                window_right=right,
-                sm_margin=sm_margin,
-                lse=int("lse" in given),
-            )
+            problem = self._problem(q, k, v, "lse" in given)
             if args is abi.BackwardArgs:
                 problem = abi.BackwardProblem.of(problem, **more)
             return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})

@@ -73,6 +73,40 @@ class Torch(OnGpu):
                         for mine, theirs in zip(torch.autograd.grad(o, leaves, d_o), gradients):
                             self.close(mine, theirs, tolerance)
 
+    def test_head_dims_without_gradients(self):
+        """The forward takes pairs up to 256. Gradients end at 128: a call that autograd would record is refused."""
+        if torch.cuda.get_device_capability(self.device) != (9, 0):
+            leaves = self.tensors(grad=False, head_dim=256)
+            self.assertRaisesRegex(abi.HattnError, "head_dim_qk 256 .* on sm80", attention, *leaves)
+            return
+        refusal = "for a backward pass of bf16, causal, on sm90; nearest: .* 128 with 128. Without gradients"
+        for head_dim, head_dim_vo in ((136, 136), (192, 128), (64, 192), (200, 72), (256, 256)):
+            with self.subTest(head_dim=head_dim, head_dim_vo=head_dim_vo):
+                q, k, v = self.tensors(grad=False, head_dim=head_dim)
+                v = torch.randn(*v.shape[:3], head_dim_vo, device=self.device).to(v.dtype)
+                want = self.exact(q, k, v, True)
+                self.close(attention(q, k, v, causal=True), want, 0.03)
+                o, lse = attention(q, k, v, causal=True, return_lse=True)
+                self.close(o, want, 0.03)
+                cu = torch.tensor([0, 300, 600], device=self.device)
+                rows = [t.flatten(0, 1) for t in (q, k, v)]
+                self.close(attention_varlen(*rows, cu, causal=True).view_as(want), want, 0.03)
+                leaves = [t.requires_grad_() for t in (q, k, v)]
+                with torch.no_grad():
+                    self.close(attention(*leaves, causal=True), want, 0.03)
+                for again in range(2):
+                    self.assertRaisesRegex(abi.HattnError, refusal, attention, *leaves, causal=True)
+                    with self.assertRaisesRegex(abi.HattnError, refusal):
+                        attention(*leaves, causal=True, return_lse=True)
+                    with self.assertRaisesRegex(abi.HattnError, refusal):
+                        attention_varlen(*(t.flatten(0, 1) for t in leaves), cu, causal=True)
+                    with mock.patch.object(_torch, "_direct", None):
+                        self.assertRaisesRegex(abi.HattnError, refusal, attention, *leaves, causal=True)
+        # Beyond 256 there is no forward, with or without gradients.
+        for grad in (False, True):
+            leaves = self.tensors(grad=grad, head_dim=264)
+            self.assertRaisesRegex(abi.HattnError, "head_dim_qk 264 .* up to 256 with 256", attention, *leaves)
+
     def test_what_records(self):
         """An operator of torch's own. With the log-sum-exp, or without that operator, Python. All give the same."""
         if _torch.no_direct is not None:
@@ -361,6 +395,21 @@ class Sdpa(OnGpu):
             handle.remove()
 
 
+    def test_head_dims_without_gradients(self):
+        if torch.cuda.get_device_capability(self.device) != (9, 0):
+            self.skipTest("no Hopper GPU")
+        q, k, v = self.tensors(heads_kv=6, grad=False, head_dim=256)
+        handle = register_sdpa()
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                self.close(self.sdpa(q, k, v), self.exact(q, k, v, False), 0.03)
+                q.requires_grad_()
+                with self.assertRaisesRegex(abi.HattnError, "for a backward pass of bf16"):
+                    self.sdpa(q, k, v)
+        finally:
+            handle.remove()
+
+
 class Others(OnGpu):
     def test_fp8(self):
         q, k, v = self.tensors(grad=False, head_dim=128)
@@ -420,6 +469,32 @@ class Others(OnGpu):
                     off = found - exact if keep is None else (found - exact)[keep.bool()]
                     errors[name] = off.square().mean().sqrt().item()
                 self.assertLess(errors["hopper_attention"], 1.2 * max(errors["eager"], errors["sdpa"]), errors)
+
+    def test_transformers_of_other_head_dims(self):
+        """Gemma 2 and 3, Phi 3, DeepSeek V3 and SigLIP: 256, 96, 192 with 128, and 72. Without gradients."""
+        try:
+            import models
+        except ImportError as error:
+            self.skipTest(f"no transformers: {error}")
+        hopper_attention.register_transformers()
+        wide = torch.cuda.get_device_capability(self.device) == (9, 0)
+        for kind in ("gemma2", "gemma3", "phi3", "deepseek_v3", "siglip"):
+            with self.subTest(kind=kind), torch.no_grad():
+                settings = models.config(kind, 256, 4, 2, 2, window=30)
+                model = models.model(kind, settings).to(self.device)
+                inputs = models.inputs(kind, settings, 3, 80, self.device)
+                model.set_attn_implementation("eager")
+                exact = model(**inputs).logits
+                model = model.bfloat16()
+                inputs = {name: t.bfloat16() if t.is_floating_point() else t for name, t in inputs.items()}
+                eager = model(**inputs).logits.float()
+                model.set_attn_implementation("hopper_attention")
+                if not wide and kind in ("gemma2", "gemma3", "deepseek_v3"):
+                    self.assertRaisesRegex(abi.HattnError, "on sm80", lambda: model(**inputs))
+                    continue
+                ours = model(**inputs).logits.float()
+                errors = [(found - exact).square().mean().sqrt().item() for found in (ours, eager)]
+                self.assertLess(errors[0], 1.2 * errors[1], errors)
 
     def test_a_padding_free_transformers_batch(self):
         """Its logits and gradients are those of the padded batch, to what bf16 gives."""

@@ -3,6 +3,7 @@
 import math
 import threading
 import unittest
+from unittest import mock
 
 from hopper_attention import abi
 from hopper_attention._plans import PlanCache, plans
@@ -156,6 +157,33 @@ class Torch(unittest.TestCase):
                     want = self.gradients(lambda *t: self.exact(*t, keep)[:1], doubles, d_o.double())
                     for mine, exact in zip(got, want):
                         self.close(mine, exact, tolerance * exact.abs().max().item())
+
+    def test_what_has_no_gradients_is_refused_before_the_forward_pass(self):
+        """As on a GPU, whose forward kernels take more head dims than its backward kernels."""
+        library, asked = abi.load(), []
+
+        def supported(problem, device):
+            asked.append(type(problem))
+            return computed[type(problem)]
+
+        problems = (abi.ForwardProblem(), abi.BackwardProblem())
+        cases = ((True, True), (True, False), (False, False))
+        for forward, backward in cases:
+            computed = {abi.ForwardProblem: forward, abi.BackwardProblem: backward}
+            key = ("a test", forward, backward)
+            with mock.patch.object(library, "supported", supported), mock.patch.object(abi, "load", lambda: library):
+                if forward and not backward:
+                    words = "Without gradients, as under torch.no_grad\\(\\), it is computed"
+                    for _ in range(2):
+                        with self.assertRaisesRegex(abi.HattnError, words) as raised:
+                            _torch.require_gradients(key, 0, lambda: problems)
+                        self.assertEqual(raised.exception.status, abi.ERROR_UNSUPPORTED)
+                    continue
+                # A forward pass that is refused says so itself.
+                _torch.require_gradients(key, 0, lambda: problems)
+                asked.clear()
+                _torch.require_gradients(key, 0, lambda: problems)
+                self.assertEqual(asked, [])
 
     def test_the_cpu_ignores_a_margin(self):
         inputs = self.tensors()

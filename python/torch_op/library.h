@@ -99,6 +99,8 @@ class Plan {
 
   // How many hold the plan.
   std::atomic<int64_t> holders{1};
+  // Of a forward plan: whether there is a plan for the gradients of its problem, too. False until somebody has looked.
+  mutable std::atomic<bool> has_gradients{false};
 
   size_t workspace_bytes() const { return workspace_bytes_; }
   void run(const typename Pass::Args& args, void* stream) const {

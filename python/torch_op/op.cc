@@ -269,8 +269,7 @@ Problem problem_of(Tensor& q, Tensor& k, Tensor& v, const Numbers& numbers, Prob
 
 // Runs a plan with a workspace on the device's current stream.
 template <typename Problem, typename Args>
-void run(Plans<Problem>& plans, const Problem& problem, hattn_device device, Args& args) {
-  const auto plan = plans.get(problem, device);
+void run(const HeldPlan<Problem>& plan, hattn_device device, Args& args) {
   void* stream = nullptr;
   if (device != HATTN_CPU) {
     const auto current_stream = state->torch.aoti_torch_get_current_cuda_stream;
@@ -286,9 +285,31 @@ void run(Plans<Problem>& plans, const Problem& problem, hattn_device device, Arg
   plan->run(args, stream);
 }
 
-void forward(Tensor q, Tensor k, Tensor v, const Numbers& numbers, bool with_lse, StableValue* results) {
+// Refuses what has no gradients. Before the forward pass, which some devices compute at more head dims: a program that
+// trains learns it here, and not after a forward pass of the whole model.
+void require_gradients(Tensor& q, Tensor& k, Tensor& v, const Numbers& numbers) {
+  hattn_backward_problem problem = problem_of(q, k, v, numbers, hattn_backward_problem HATTN_BACKWARD_PROBLEM_INIT);
+  problem.deterministic = state->torch.deterministic();
+  try {
+    state->backward_plans.get(problem, q->device);
+  } catch (const std::runtime_error& refusal) {
+    // The status's name stays at the end. `_torch.py` says the same.
+    std::string text = refusal.what();
+    const size_t end = text.rfind(" (HATTN_ERROR_UNSUPPORTED");
+    if (end != std::string::npos) text.insert(end, ". Without gradients, as under torch.no_grad(), it is computed");
+    throw std::runtime_error(text);
+  }
+}
+
+void forward(Tensor q, Tensor k, Tensor v, const Numbers& numbers, bool with_lse, bool for_gradients,
+             StableValue* results) {
   hattn_forward_problem problem = problem_of(q, k, v, numbers, hattn_forward_problem HATTN_FORWARD_PROBLEM_INIT);
   problem.lse = with_lse;
+  const auto plan = state->forward_plans.get(problem, q->device);
+  if (for_gradients && !plan->has_gradients.load(std::memory_order_relaxed)) {
+    require_gradients(q, k, v, numbers);
+    plan->has_gradients.store(true, std::memory_order_relaxed);
+  }
   const int64_t o_shape[4] = {problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_vo};
   Tensor o = Tensor::empty(4, o_shape, q.torch_dtype(), q->device), lse;
   if (with_lse) {
@@ -301,7 +322,7 @@ void forward(Tensor q, Tensor k, Tensor v, const Numbers& numbers, bool with_lse
   args.v = v.view();
   args.o = o.view();
   args.lse = lse.view();
-  run(state->forward_plans, problem, q->device, args);
+  run(plan, q->device, args);
   results[0] = o.release();
   if (with_lse) results[1] = lse.release();
 }
@@ -331,7 +352,7 @@ void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor o, 
   args.d_q = d_q.view();
   args.d_k = d_k.view();
   args.d_v = d_v.view();
-  run(state->backward_plans, problem, q->device, args);
+  run(state->backward_plans.get(problem, q->device), q->device, args);
   results[0] = d_q.release();
   results[1] = d_k.release();
   results[2] = d_v.release();
@@ -342,7 +363,7 @@ void forward_kernel(StableValue* stack, bool with_lse) {
   Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   Numbers numbers(arguments);
   numbers.others[4] = arguments.integer();
-  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, stack);
+  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, false, stack);
 }
 void plain_forward_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, false); }
 void forward_lse_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, true); }
@@ -377,7 +398,7 @@ void recorded_forward_kernel(StableValue* stack, uint64_t, uint64_t) {
   const Numbers numbers = numbers_of_recorded(arguments);
   // Without gradients nobody needs the log-sum-exp. The op has to give some tensor.
   const bool with_lse = state->torch.aoti_torch_grad_mode_is_enabled();
-  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, stack);
+  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, with_lse, stack);
   if (!with_lse) stack[1] = Tensor::again(state->nothing).release();
 }
 

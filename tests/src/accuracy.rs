@@ -38,10 +38,11 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// Every class, head dim and mask at these lengths.
-    pub fn all(seqlens: &[usize]) -> Vec<Self> {
+    /// Every class and mask at these head dims and lengths.
+    pub fn all(head_dims: &[usize], seqlens: &[usize]) -> Vec<Self> {
         let mut all = Vec::new();
-        for (class, head_dim) in Class::ALL.into_iter().flat_map(|class| [64, 128].map(|dim| (class, dim))) {
+        for (class, &head_dim) in Class::ALL.into_iter().flat_map(|class| head_dims.iter().map(move |dim| (class, dim)))
+        {
             for causal in [false, true] {
                 all.extend(seqlens.iter().map(|&seqlen| Self { class, head_dim, causal, seqlen }));
             }

@@ -8,6 +8,7 @@ use hopper_attention::{Mask, MaskClass, bf16};
 use crate::backward::{self, Prepared as Backward};
 use crate::data::{Image, Input, Poison, Values};
 use crate::inputs::Class;
+use crate::packing::Packing;
 use crate::problems::Case;
 use crate::runner::{Outputs, Prepared as Forward};
 
@@ -16,11 +17,14 @@ use crate::runner::{Outputs, Prepared as Forward};
 pub struct Edge {
     /// What stands at which edge.
     pub name: &'static str,
-    case: fn(MaskClass, usize) -> Case,
+    case: fn(MaskClass, HeadDims) -> Case,
     edit: fn(MaskClass, Input, &mut Tensor),
     /// Whether the backward takes it. (The oracle reads what a forward would have given.)
     pub backward: bool,
 }
+
+/// The head dim of Q and K, and that of V and O.
+pub type HeadDims = [usize; 2];
 
 /// Before this key all have a score of -inf for every query in the first batch entry, in the second all keys, in the third those
 /// from `SEEN` on.
@@ -39,19 +43,19 @@ pub const EDGES: [Edge; 5] = [
 ];
 
 impl Edge {
-    /// The case of a mask class and a head dim.
-    pub fn case(&self, class: MaskClass, head_dim: usize) -> Case {
-        (self.case)(class, head_dim)
+    /// The case of a mask class and head dims.
+    pub fn case(&self, class: MaskClass, head_dims: HeadDims) -> Case {
+        (self.case)(class, head_dims)
     }
 
     /// A forward of it.
-    pub fn forward<T: Poison>(&self, class: MaskClass, head_dim: usize) -> Forward<T> {
-        Forward::edited(&self.case(class, head_dim), |input, tensor| (self.edit)(class, input, tensor))
+    pub fn forward<T: Poison>(&self, class: MaskClass, head_dims: HeadDims) -> Forward<T> {
+        Forward::edited(&self.case(class, head_dims), |input, tensor| (self.edit)(class, input, tensor))
     }
 
     /// A backward.
-    pub fn backward<T: Poison>(&self, class: MaskClass, head_dim: usize) -> Backward<T> {
-        Backward::edited(&self.case(class, head_dim), |input, tensor| (self.edit)(class, input, tensor))
+    pub fn backward<T: Poison>(&self, class: MaskClass, head_dims: HeadDims) -> Backward<T> {
+        Backward::edited(&self.case(class, head_dims), |input, tensor| (self.edit)(class, input, tensor))
     }
 }
 
@@ -63,7 +67,7 @@ pub fn is_extreme<T>(prepared: &Forward<T>) -> bool {
 }
 
 /// Rows that see one key: some of a causal problem, all of the others.
-pub fn one_key(head_dim: usize) -> Vec<Case> {
+pub fn one_key([qk, vo]: HeadDims) -> Vec<Case> {
     let sizes = [
         (77, 1, Mask::Full),
         (203, 203, Mask::window(Some(0), Some(0))),
@@ -72,7 +76,7 @@ pub fn one_key(head_dim: usize) -> Vec<Case> {
     ];
     let values = [Values::Normal, Values::Like(Class::Peaky), Values::Sloped { first: -150, last: 150 }];
     let cases = sizes.into_iter().flat_map(|(seqlen_q, seqlen_kv, mask)| {
-        values.map(|values| Case { values, lse: false, ..Case::new(seqlen_q, seqlen_kv, head_dim, mask) })
+        values.map(|values| Case { values, lse: false, ..Case::new(seqlen_q, seqlen_kv, qk, mask).head_dim_vo(vo) })
     });
     cases.collect()
 }
@@ -160,17 +164,17 @@ fn mask_of(class: MaskClass) -> Mask {
     }
 }
 
-fn hidden_case(class: MaskClass, head_dim: usize) -> Case {
-    Case::new(300, 300, head_dim, mask_of(class)).heads(3, 2, 1)
+fn hidden_case(class: MaskClass, [qk, vo]: HeadDims) -> Case {
+    Case::new(300, 300, qk, mask_of(class)).head_dim_vo(vo).heads(3, 2, 1)
 }
 
 /// All keys weigh the same. dQ and dK are normal numbers of bf16 all the same, as Q and K are large.
-fn small_scale_case(class: MaskClass, head_dim: usize) -> Case {
-    Case { scale: Some(2e-39), ..Case::new(150, 203, head_dim, mask_of(class)).heads(1, 2, 1) }
+fn small_scale_case(class: MaskClass, [qk, vo]: HeadDims) -> Case {
+    Case { scale: Some(2e-39), ..Case::new(150, 203, qk, mask_of(class)).head_dim_vo(vo).heads(1, 2, 1) }
 }
 
-fn smallest_scale_case(class: MaskClass, head_dim: usize) -> Case {
-    Case { scale: Some(f32::from_bits(1)), ..Case::new(150, 203, head_dim, mask_of(class)).heads(1, 2, 1) }
+fn smallest_scale_case(class: MaskClass, [qk, vo]: HeadDims) -> Case {
+    Case { scale: Some(f32::from_bits(1)), ..Case::new(150, 203, qk, mask_of(class)).head_dim_vo(vo).heads(1, 2, 1) }
 }
 
 fn enlarge(_: MaskClass, input: Input, tensor: &mut Tensor) {
@@ -179,14 +183,33 @@ fn enlarge(_: MaskClass, input: Input, tensor: &mut Tensor) {
     }
 }
 
+/// The length of the sequence that the cases below are about.
+const LONG: usize = 640;
+
+/// A case of one sequence, or of two that are packed, the second without anything special. A window keeps `right` keys behind a
+/// query.
+fn long_case(class: MaskClass, right: usize, [qk, vo]: HeadDims, packed: bool) -> Case {
+    let mask = if class == MaskClass::Window { Mask::window(Some(600), Some(right)) } else { mask_of(class) };
+    if !packed {
+        return Case::new(LONG, LONG, qk, mask).head_dim_vo(vo);
+    }
+    let total = LONG + 200;
+    let offsets = Some(vec![0, LONG as i32, total as i32]);
+    let packing = Packing { cu_seqlens_q: offsets.clone(), cu_seqlens_kv: offsets, ..Packing::default() };
+    Case { packing, ..Case::new(total, total, qk, mask).head_dim_vo(vo).heads(2, 2, 1) }
+}
+
+/// What 8 in a column of Q is to be multiplied by in K, to give a score of 1.
+fn unit(head_dim: usize) -> f64 {
+    (head_dim as f64).sqrt() / 8.0
+}
+
 /// A forward of bf16 whose sums of weights and values overflow f32 unless the weights are relative to a row's maximum, although O
-/// does not. One row in 16 has keys that stand further and further out, so that a kernel gives up looking for them. Then one stands
-/// out by 20 for all other rows, and V is of 3e31.
-pub fn large_sums(class: MaskClass, head_dim: usize) -> Forward<bf16> {
-    let mask = if class == MaskClass::Window { Mask::window(Some(600), Some(5)) } else { mask_of(class) };
-    let case = Case::new(640, 640, head_dim, mask);
-    let unit = (head_dim as f64).sqrt() / 8.0; // times 8, a score of 1
-    Forward::edited(&case, |input, tensor| {
+/// does not. One row in 16 has keys that stand further and further out, so that an sm90 kernel gives up looking for them. Then one
+/// stands out by 20 for all other rows, and V is of 3e31.
+pub fn large_sums(class: MaskClass, head_dims: HeadDims, packed: bool) -> Forward<bf16> {
+    let unit = unit(head_dims[0]);
+    Forward::edited(&long_case(class, 5, head_dims, packed), |input, tensor| {
         let [batch, seqlen, heads, _] = tensor.shape();
         for (b, s, h) in places([batch, seqlen, heads]) {
             let row = tensor.row_mut(b, s, h);
@@ -200,6 +223,38 @@ pub fn large_sums(class: MaskClass, head_dim: usize) -> Forward<bf16> {
                 (Input::K, _) => row[..2].fill(0.0),
                 (Input::V, _) => row.iter_mut().for_each(|v| *v *= 3e31),
                 _ => {}
+            }
+        }
+    })
+}
+
+/// The same with weights that are not large, only above 1, and values of 4e35 that all have one sign. A kernel begins with the last
+/// keys, and takes their score for the reference. The other keys weigh 12 times as much: too little for a row to move.
+///
+/// For one row in four a key stands out that is visited last. Its row moves when the sum has overflowed. V also has an infinity and
+/// a NaN, which belong into O.
+pub fn large_values(class: MaskClass, head_dims: HeadDims, packed: bool) -> Forward<bf16> {
+    let unit = unit(head_dims[0]);
+    Forward::edited(&long_case(class, 0, head_dims, packed), |input, tensor| {
+        let [batch, seqlen, heads, _] = tensor.shape();
+        for (b, s, h) in places([batch, seqlen, heads]) {
+            let row = tensor.row_mut(b, s, h);
+            match input {
+                Input::Q => row[..2].copy_from_slice(if s % 4 == 1 { &[8.0, 8.0] } else { &[8.0, 0.0] }),
+                Input::K => {
+                    row.fill(0.0);
+                    row[0] = if s < LONG - 128 { 2.5 * unit } else { 0.0 };
+                    row[1] = if s == 20 { 30.0 * unit } else { 0.0 };
+                }
+                Input::V => {
+                    row.iter_mut().for_each(|v| *v = 4e35 * v.abs());
+                    match s {
+                        300 => row[5] = f64::INFINITY,
+                        310 => row[7] = f64::NAN,
+                        _ => {}
+                    }
+                }
+                Input::DO => {}
             }
         }
     })

@@ -3,7 +3,7 @@
 use hopper_attention::{Corner, Mask};
 use proptest::strategy::{Strategy as _, ValueTree as _};
 
-use crate::case::random::{case, packed, packing, runner};
+use crate::case::random::{case_of_kernels, packed, packing, runner};
 use crate::data::Values;
 use crate::inputs::Class;
 use crate::layouts::Placement;
@@ -36,7 +36,9 @@ pub fn cases(grid: Grid) -> Vec<Case> {
         Mask::Window { left: Some(33), right: Some(0), corner: Corner::TopLeft },
     ];
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64, 128][..], &[64, 128, 72, 8]) {
+    let small = [(64, 64), (128, 128), (256, 256)];
+    let full = [(64, 64), (128, 128), (72, 72), (8, 8), (192, 128), (136, 192), (256, 256)];
+    for &(head_dim, head_dim_vo) in grid.pick(&small[..], &full) {
         for mask in masks {
             for kind in KINDS {
                 let turn = cases.len();
@@ -49,7 +51,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
                 };
                 let [packed_q, packed_kv] = kind.packed;
                 let (seqlen_q, seqlen_kv) = (rows(packed_q, turn), rows(packed_kv, turn / 2));
-                let mut case = Case::new(seqlen_q, seqlen_kv, head_dim, mask);
+                let mut case = Case::new(seqlen_q, seqlen_kv, head_dim, mask).head_dim_vo(head_dim_vo);
                 let (heads_q, heads_kv) = [(2, 1), (4, 2), (6, 1), (3, 3)][turn % 4];
                 case = case.heads(batch, heads_q, heads_kv);
                 case.seed = turn as u64;
@@ -67,7 +69,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
 /// Random cases, of which about a third are packed or have used lengths: the others are left out.
 pub fn drawn(seed: u64, head_dim: usize, count: usize) -> Vec<Case> {
     let mut proptest = runner(seed);
-    let strategy = (case(head_dim, 8), packing());
+    let strategy = (case_of_kernels(head_dim), packing());
     let cases = std::iter::repeat_with(|| {
         let (case, packing) = strategy.new_tree(&mut proptest).expect("a case").current();
         packed(case, packing)

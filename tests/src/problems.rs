@@ -79,7 +79,7 @@ pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
             cases.extend(placements());
             cases.extend(numbers());
             cases.extend(classes(1100));
-            cases.extend(extremes(&[64, 128]));
+            cases.extend(extremes(&[64, 128, 256]));
             cases.extend(long());
             cases
         }
@@ -92,9 +92,10 @@ fn small(tiles: &Tiles) -> Vec<Case> {
     let mut cases = classes(300);
     let tile = tiles.m.iter().copied().max().unwrap_or(128);
     for mask in masks() {
-        for head_dim in [64, 72, 128] {
+        for head_dim in [64, 72, 128, 200, 256] {
             cases.push(Case::new(tile + 1, 130, head_dim, mask));
         }
+        cases.push(Case::new(tile + 1, 130, 192, mask).head_dim_vo(128));
         cases.push(Case::new(1, 129, 64, mask));
         cases.push(Case::new(200, 64, 24, mask).heads(2, 4, 2));
         cases.push(Case { placement: Placement::BshdGaps, ..Case::new(65, 257, 128, mask).heads(2, 2, 2) });
@@ -103,22 +104,43 @@ fn small(tiles: &Tiles) -> Vec<Case> {
     cases
 }
 
-/// Every multiple of 8 up to 128, and pairs of different ones.
+/// Every multiple of 8 up to 256, and pairs of different ones.
 fn head_dims() -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, mask) in masks().into_iter().enumerate() {
-        for head_dim in (8..=128).step_by(8) {
+        for head_dim in (8..=256).step_by(8) {
             // Over one tile of queries and one block of keys in every table so far, by a prime.
             cases.push(Case::new(197 + 2 * i, 229, head_dim, mask));
         }
         for (qk, vo) in [(64, 128), (128, 64), (40, 72), (128, 8), (8, 128), (96, 64), (64, 8), (8, 64)] {
-            let mut case = Case::new(131, 263, qk, mask);
-            case.dims.head_dim_vo = vo;
-            cases.push(case);
+            cases.push(Case::new(131, 263, qk, mask).head_dim_vo(vo));
+        }
+        for (qk, vo) in WIDE_PAIRS {
+            cases.push(Case::new(151 + i, 263, qk, mask).head_dim_vo(vo));
         }
     }
     cases
 }
+
+/// Pairs of head dims of which one is above 128: those of kernels, their neighbours, and a small one beside a large one.
+const WIDE_PAIRS: [(usize, usize); 16] = [
+    (192, 128),
+    (128, 192),
+    (184, 120),
+    (136, 128),
+    (128, 136),
+    (160, 96),
+    (136, 8),
+    (8, 136),
+    (64, 192),
+    (192, 200),
+    (200, 192),
+    (256, 128),
+    (128, 256),
+    (256, 8),
+    (8, 256),
+    (248, 216),
+];
 
 /// Around the edges of tiles, and primes; more queries than keys; no keys.
 fn lengths(tiles: &Tiles) -> Vec<Case> {
@@ -136,10 +158,14 @@ fn lengths(tiles: &Tiles) -> Vec<Case> {
         }
         for (seqlen_q, seqlen_kv) in [(127, 129), (128, 128), (129, 127), (257, 384), (383, 131), (1, 509), (191, 0)] {
             cases.push(Case::new(seqlen_q, seqlen_kv, 128, mask));
+            cases.push(Case::new(seqlen_q, seqlen_kv, 192, mask));
+            cases.push(Case::new(seqlen_q, seqlen_kv, 256, mask));
         }
         for (seqlen_q, seqlen_kv) in [(700, 300), (300, 700), (577, 1021)] {
-            cases.push(Case::new(seqlen_q, seqlen_kv, 64, mask));
-            cases.push(Case::new(seqlen_q, seqlen_kv, 128, mask));
+            for head_dim in [64, 128, 256] {
+                cases.push(Case::new(seqlen_q, seqlen_kv, head_dim, mask));
+            }
+            cases.push(Case::new(seqlen_q, seqlen_kv, 192, mask).head_dim_vo(128));
         }
     }
     cases
@@ -168,7 +194,7 @@ fn windows() -> Vec<Case> {
     for (left, right) in bounds {
         for corner in [Corner::BottomRight, Corner::TopLeft] {
             for (seqlen_q, seqlen_kv, head_dim) in
-                [(200, 200, 64), (150, 333, 64), (333, 150, 64), (400, 450, 128), (450, 140, 128)]
+                [(200, 200, 64), (150, 333, 64), (333, 150, 64), (400, 450, 128), (450, 140, 128), (333, 300, 256)]
             {
                 cases.push(Case::new(seqlen_q, seqlen_kv, head_dim, Mask::Window { left, right, corner }));
             }
@@ -188,6 +214,8 @@ fn heads() -> Vec<Case> {
         cases.push(Case::new(200, 140, 64, mask).heads(9, 20, 4));
         cases.push(Case::new(140, 200, 128, mask).heads(20, 9, 9));
         cases.push(Case::new(1, 300, 128, mask).heads(16, 32, 8));
+        cases.push(Case::new(140, 200, 256, mask).heads(20, 9, 9));
+        cases.push(Case::new(200, 140, 192, mask).head_dim_vo(128).heads(9, 20, 4));
     }
     cases
 }
@@ -196,9 +224,16 @@ fn placements() -> Vec<Case> {
     let mut cases = Vec::new();
     for placement in Placement::ALL {
         for mask in masks() {
-            for (head_dim, heads) in [(64, (2, 4, 2)), (128, (2, 4, 2)), (56, (3, 3, 1)), (64, (1, 1, 1))] {
+            for (head_dim, head_dim_vo, heads) in [
+                (64, 64, (2, 4, 2)),
+                (128, 128, (2, 4, 2)),
+                (56, 56, (3, 3, 1)),
+                (64, 64, (1, 1, 1)),
+                (256, 256, (2, 4, 2)),
+                (184, 120, (3, 3, 1)),
+            ] {
                 let (batch, heads_q, heads_kv) = heads;
-                let case = Case::new(137, 211, head_dim, mask).heads(batch, heads_q, heads_kv);
+                let case = Case::new(137, 211, head_dim, mask).head_dim_vo(head_dim_vo).heads(batch, heads_q, heads_kv);
                 cases.push(Case { placement, lse: head_dim != 56, ..case });
             }
         }
@@ -211,7 +246,7 @@ fn placements() -> Vec<Case> {
 fn numbers() -> Vec<Case> {
     let mut cases = Vec::new();
     for mask in masks() {
-        for head_dim in [64, 128] {
+        for head_dim in [64, 128, 256] {
             let case = Case::new(203, 301, head_dim, mask).heads(2, 2, 1);
             for scale in [0.001, 0.02, 0.131, 1.0, 3.7] {
                 cases.push(Case { scale: Some(scale), ..case.clone() });
@@ -278,7 +313,7 @@ pub fn extremes(head_dims: &[usize]) -> Vec<Case> {
 /// Every class of inputs at a length of several blocks, so that a row's largest score comes after others, or before them.
 fn classes(seqlen: usize) -> Vec<Case> {
     let classes = Class::ALL.into_iter().enumerate().flat_map(move |(i, class)| {
-        [(Mask::Full, 64), (Mask::causal(), 128)].map(|(mask, head_dim)| {
+        [(Mask::Full, 64), (Mask::causal(), 128), (Mask::causal(), 256)].map(|(mask, head_dim)| {
             // Other lengths are other late keys.
             let case = Case::new(seqlen / 2, seqlen + i, head_dim, mask);
             Case { values: Values::Like(class), ..case }
@@ -294,6 +329,9 @@ fn long() -> Vec<Case> {
         one_head(4096, 4096, 64, Mask::causal()),
         one_head(2048, 2048, 128, Mask::Full),
         one_head(2048, 2048, 128, Mask::causal()),
+        one_head(2048, 2048, 256, Mask::causal()),
+        one_head(2048, 2048, 192, Mask::causal()).head_dim_vo(128),
+        one_head(2500, 2500, 256, Mask::window(Some(512), Some(0))),
         one_head(4096, 4096, 128, Mask::window(Some(256), Some(0))),
         one_head(1, 4096, 128, Mask::Full),
         one_head(3, 4001, 64, Mask::causal()),
@@ -313,10 +351,27 @@ fn empty() -> Vec<Case> {
     ]
 }
 
+/// The cases that some of these rows take by their head dims. The oracle's side of the others would be made for nothing.
+pub fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
+    let fits = |case: &Case| {
+        let dims = case.dims;
+        rows.iter().any(|row| row.head_dim_qk() >= dims.head_dim_qk && row.head_dim_vo() >= dims.head_dim_vo)
+    };
+    cases.into_iter().filter(fits).collect()
+}
+
+/// The largest head dim of these rows, of which one has it on both sides.
+///
+/// # Panics
+/// Without a row.
+pub fn largest_head_dim(rows: &[KernelInfo]) -> usize {
+    rows.iter().map(|row| row.head_dim_qk().min(row.head_dim_vo())).max().expect("a row")
+}
+
 /// Head dims that no kernel takes, and some that kernels take: the CPU computes them all.
 pub const HEAD_DIMS: [usize; 17] = [1, 2, 3, 5, 7, 9, 12, 31, 33, 65, 100, 127, 129, 192, 256, 300, 520];
 
-/// Every multiple of 8 above 128 up to 512, and pairs of a small and a large one. For the CPU: kernels take fewer.
+/// Every multiple of 8 above 128 up to 512, and pairs of a small and a large one. For the CPU: kernels take none above 256.
 ///
 /// Few queries and keys, as a vector has many elements. Still a block of keys more than one, for the CPU and the oracle.
 pub fn wide() -> Vec<Case> {
@@ -367,7 +422,7 @@ pub mod random {
 
     use super::*;
 
-    pub use hopper_attention_verify::case::random::{WIDEST, case, case_on_cpu, runner};
+    pub use hopper_attention_verify::case::random::{WIDEST, case, case_of_kernels, case_on_cpu, runner};
 
     /// proptest's defaults, but that it keeps the seed of what failed in a file beside the test.
     pub fn kept() -> Config {
@@ -393,7 +448,7 @@ pub mod random {
     pub fn drawn(head_dim: usize, small: u32, full: u32) -> Vec<Case> {
         let count = Grid::from_env().pick(small, Config::default().cases.max(full));
         let mut proptest = runner(seed());
-        let strategy = case(head_dim, 8);
+        let strategy = case_of_kernels(head_dim);
         (0..count).map(|_| strategy.new_tree(&mut proptest).expect("a case").current()).collect()
     }
 

@@ -26,7 +26,7 @@ fn o<T: Float + OutputOf<T>>(sample: &Sample<T>) -> Vec<T> {
 }
 
 fn verdicts<T: Float + OutputOf<T>>(wrong: &mut Vec<String>) {
-    for setting in Setting::all(&[512]) {
+    for setting in Setting::all(&[64, 128], &[512]) {
         let sample = Sample::<T>::new(setting);
         let verdict = sample.judge(&o(&sample)).unwrap();
         say(&verdict.to_string());
@@ -79,7 +79,7 @@ fn gradient_verdicts<T: Float + OutputOf<T>>(samples: Vec<gradients::Sample<T>>,
 fn the_cpus_gradients_are_as_accurate_as_a_running_maximums() {
     let mut wrong = Vec::new();
     say(gradients::Verdict::HEAD);
-    let settings = || Setting::all(&[256]).into_iter();
+    let settings = || Setting::all(&[64, 128], &[256]).into_iter();
     gradient_verdicts::<bf16>(settings().map(gradients::Sample::new).collect(), &mut wrong);
     gradient_verdicts::<f16>(settings().map(gradients::Sample::new).collect(), &mut wrong);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -10,6 +10,11 @@ use std::process::Command;
 
 use rayon::prelude::*;
 
+#[path = "disassembly/flaws.rs"]
+mod flaws;
+#[path = "disassembly/products.rs"]
+mod products;
+
 use hopper_attention::internal::has_one_tile;
 use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Pass, backward_kernels, kernels};
 
@@ -313,7 +318,8 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         match (row.pass(), row.dtype()) {
             (Pass::Backward, _) => ("UBLKRED", "sums are not added to by the copy engine"),
             (_, DType::E4M3) => ("LDSM", "V is not transposed as matrices"),
-            _ if shares => ("STG", "nothing is stored"),
+            // Warpgroups write O themselves: those that share a tile, and those that have one buffer of Q (fwd/traits.hpp).
+            _ if shares || row.head_dim_qk().max(row.head_dim_vo()) > 128 => ("STG", "nothing is stored"),
             _ => ("UTMASTG", "stores do not use TMA"),
         },
         ("USETMAXREG", "registers are not handed from the producer to the consumers"),
@@ -322,6 +328,7 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
             faults.push(format!("no {opcode}: {why}"));
         }
     }
+    faults.extend(products::faults(row, compiled));
     if shares && !compiled.leaves_late() {
         faults.push("a CTA of a cluster ends early, or says that it has read before it stores".into());
     }
@@ -653,148 +660,4 @@ fn the_audit_tells_kernels_apart() {
     assert!(flawed.log.contains("C7511") && flawed.log.contains("4 bytes spill stores"), "{}", flawed.log);
     // What names no kernel is about all of them.
     assert!(sound.log.contains("11 bytes gmem") && flawed.log.contains("11 bytes gmem"));
-}
-
-type Spoil<'a> = &'a dyn Fn(&mut Compiled);
-
-fn assert_each_is_named(row: &KernelInfo, sound: impl Fn() -> Compiled, flaws: &[(&str, Spoil<'_>)]) {
-    assert_eq!(faults(row, &sound()), Vec::<String>::new());
-    for (expected, spoil) in flaws {
-        let mut compiled = sound();
-        spoil(&mut compiled);
-        let found = faults(row, &compiled);
-        assert!(found.iter().any(|fault| fault.contains(expected)), "expected '{expected}', got {found:?}");
-    }
-}
-
-/// The audit would be worthless if it passed anything: a sound row passes, and each single flaw is named.
-#[test]
-fn the_audit_sees_every_flaw() {
-    let Some(row) = first_row(Arch::Sm90, Pass::Forward) else { return };
-    let launch = (REGISTERS / row.threads()) & !7;
-    let matrix = if row.dtype() == DType::E4M3 { "QGMMA" } else { "HGMMA" };
-    let sound = || Compiled {
-        log: "ptxas info : Function properties\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
-            .into(),
-        sass: ["USETMAXREG.DEALLOC.CTAPOOL 0x18", "UTMALDG.4D [UR8], [UR6]", "UTMASTG.4D [UR8], [UR6]"]
-            .into_iter()
-            .map(String::from)
-            .chain([format!("@!P0 {matrix}.64x128x16.F32.BF16 R24, gdesc[UR12], RZ")])
-            .chain(["WARPGROUP.DEPBAR.LE gsb0, 0x1".into()])
-            .chain(std::iter::repeat_n("MUFU.EX2 R24, R24".into(), row.tile_n() / 2))
-            .chain(["WARPGROUP.DEPBAR.LE gsb0, 0x0".into()])
-            .map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"))
-            .collect(),
-        usage: format!(" Function _Z10fwd_kernel:\n  REG:{launch} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1152\n"),
-    };
-    let flaws: [(&str, Spoil<'_>); 12] = [
-        ("there are sums in f16", &|c| {
-            c.sass += "        /*0440*/                   QGMMA.64x8x32.F16.E4M3.E4M3 R24, gdesc[UR4] ;\n"
-        }),
-        ("no UTMASTG", &|c| c.sass = c.sass.replace("UTMASTG", "STG")),
-        ("no UTMALDG", &|c| c.sass = c.sass.replace("UTMALDG", "LDG")),
-        ("no USETMAXREG", &|c| c.sass = c.sass.replace("USETMAXREG", "NOP")),
-        ("STL", &|c| c.sass = c.sass.replace("UTMASTG.4D", "UTMASTG.4D ;\n /*0430*/ STL")),
-        ("63 exponentials of a block's 64", &|c| c.sass = c.sass.replacen("MUFU.EX2", "MUFU.RCP", 1)),
-        ("0 exponentials of a block's 64", &|c| c.sass = c.sass.replace("gsb0, 0x1", "gsb0, 0x0")),
-        ("REG is", &|c| c.usage = c.usage.replace(&format!("REG:{launch}"), "REG:24")),
-        ("STACK is", &|c| c.usage = c.usage.replace("STACK:0", "STACK:8")),
-        ("of static shared memory", &|c| c.usage = c.usage.replace("SHARED:1024", "SHARED:240000")),
-        ("the compiler says", &|c| c.log += "ptxas info : (C7510) Potential Performance Loss: wgmma serialized\n"),
-        ("ptxas reports", &|c| c.log = c.log.replace("    0 bytes", "    80 bytes")),
-    ];
-    assert_each_is_named(&row, sound, &flaws);
-}
-
-#[test]
-fn the_audit_sees_every_flaw_of_an_sm80_row() {
-    let Some(row) = first_row(Arch::Sm80, Pass::Forward) else { return };
-    let code = |gpu: &str| {
-        let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.M88.4 R4, [R1]"]
-            .into_iter()
-            .chain(std::iter::repeat_n("@!P0 HMMA.16816.F32.BF16 R24, R4, R8, R24", 4))
-            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 - row.stages()));
-        let lines =
-            lines.map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"));
-        format!("\t\tcode for {gpu}\n{}", lines.collect::<String>())
-    };
-    let sound = || Compiled {
-        log: "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n".repeat(2),
-        sass: code("sm_80") + &code("sm_90"),
-        usage: " Function _Z10fwd_kernel:\n  REG:250 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:552\n".repeat(2),
-    };
-    assert_each_is_named(
-        &row,
-        sound,
-        &[
-            ("no HMMA", &|c| c.sass = c.sass.replace("HMMA", "HFMA2")),
-            ("no LDGSTS", &|c| c.sass = c.sass.replace("LDGSTS", "LDG")),
-            ("no LDSM", &|c| c.sass = c.sass.replace("LDSM", "LDS")),
-            ("5 HMMA for 2 LDSM, expected 3", &|c| {
-                c.sass = c.sass.replacen("HMMA", "HFMA2", 3);
-            }),
-            ("BAR in 2 codes", &|c| c.sass = c.sass.replacen("BAR.SYNC", "NOP", 1)),
-            ("LDL", &|c| c.sass = c.sass.replacen("LDSM.16", "LDL.64 R1 ;\n /*0430*/ LDSM.16", 1)),
-            ("REG is", &|c| c.usage = c.usage.replacen("REG:250", "REG:256", 1)),
-            ("STACK is", &|c| c.usage = c.usage.replacen("STACK:0", "STACK:8", 1)),
-            ("of static shared memory", &|c| c.usage = c.usage.replacen("SHARED:1024", "SHARED:240000", 1)),
-            ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
-            ("does not say what ptxas did", &|c| c.log.truncate(70)),
-        ],
-    );
-}
-
-#[test]
-fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
-    let Some(row) = first_row(Arch::Sm80, Pass::Backward) else { return };
-    let sums = 3 * row.tile_m() * row.head_dim_qk() / row.threads();
-    let code = |gpu: &str, red: &str| {
-        let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.MT88.4 R4, [R1]"]
-            .into_iter()
-            .chain(std::iter::repeat_n("HMMA.16816.F32.BF16 R24, R4, R8, R24", 2))
-            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 + chunks(&row)))
-            .chain(std::iter::repeat_n("BAR.ARV R3, 0x40", chunks(&row)));
-        let lines =
-            lines.map(String::from).chain(std::iter::repeat_n(format!("{red}.E.ADD.F32.FTZ.RN [R2.64], R1"), sums));
-        let lines =
-            lines.map(|text| format!("        /*0420*/                   {text} ;    /* 0x000000a0000079c8 */\n"));
-        format!("\t\tcode for {gpu}\n{}", lines.collect::<String>())
-    };
-    let sound = || Compiled {
-        log: "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n".repeat(2),
-        sass: code("sm_80", "RED") + &code("sm_90", "REDG"),
-        usage: " Function _Z10bwd_kernel:\n  REG:255 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:648\n".repeat(2),
-    };
-    assert_each_is_named(
-        &row,
-        sound,
-        &[
-            ("no LDGSTS", &|c| c.sass = c.sass.replace("LDGSTS", "LDG")),
-            ("3 HMMA for 2 LDSM, expected 2", &|c| c.sass = c.sass.replacen("HMMA", "HFMA2", 1)),
-            ("BAR in 2 codes", &|c| c.sass = c.sass.replacen("BAR.ARV", "NOP", 1)),
-            ("additions to dQ in 2 codes", &|c| c.sass = c.sass.replacen("REDG", "ATOMG", 1)),
-            ("of static shared memory", &|c| c.usage = c.usage.replacen("SHARED:1024", "SHARED:168960", 1)),
-            ("REG is", &|c| c.usage = c.usage.replacen("REG:255", "REG:256", 1)),
-            ("ptxas reports", &|c| c.log = c.log.replacen("0 bytes spill stores", "4 bytes spill stores", 1)),
-        ],
-    );
-
-    // Code for a GPU that cannot run the row may be anything; where it can, it may not.
-    let with_flaws = |gpu: &str| {
-        let mut compiled = sound();
-        compiled.sass += &(code(gpu, "RED") + "        /*0430*/                   STL [R1], R2 ;\n");
-        let (heading, usage) = (format!("Fatbin elf code:\narch = {gpu}\n"), sound().usage);
-        compiled.usage += &(heading + &usage.replace("STACK:0", "STACK:8"));
-        compiled.log += &format!(
-            "ptxas info : Compiling entry function '_Z10bwd_kernel' for '{gpu}'\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
-        );
-        compiled
-    };
-    assert_eq!(faults_with(&row, SMEM_LIMIT_A100, false, &with_flaws("sm_86")), Vec::<String>::new());
-    for (smem_bytes, gpu) in [(row.smem_bytes(), "sm_86"), (SMEM_LIMIT_A100, "sm_87")] {
-        let found = faults_with(&row, smem_bytes, false, &with_flaws(gpu)).join("\n");
-        for flaw in ["STL", "STACK is", "ptxas reports"] {
-            assert!(found.contains(flaw), "{gpu}: {flaw} is not in\n{found}");
-        }
-    }
 }

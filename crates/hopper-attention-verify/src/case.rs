@@ -54,6 +54,13 @@ impl Case {
         self
     }
 
+    /// The same with another head dim of V and O.
+    #[must_use]
+    pub fn head_dim_vo(mut self, head_dim_vo: usize) -> Self {
+        self.dims = self.dims.with_head_dim_vo(head_dim_vo);
+        self
+    }
+
     /// The library's problem.
     pub fn problem(&self, dtype: DType) -> ForwardProblem {
         self.options(dtype).build().expect("legal sizes and a legal scale")

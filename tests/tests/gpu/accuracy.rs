@@ -23,10 +23,13 @@ struct Verdicts {
     wrong: Vec<String>,
 }
 
+/// The head dims of forward kernels that have one for all tensors. (Gradients end at 128.)
+const FORWARD: [usize; 4] = [64, 128, 192, 256];
+
 /// Judges the kernels of an instruction set on all settings; prints a line for each.
 fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], verdicts: &mut Verdicts) {
     let stream = &gpu.stream;
-    for setting in Setting::all(Grid::from_env().pick(&[512], &[512, 1024, 2048, 4096])) {
+    for setting in Setting::all(&FORWARD, Grid::from_env().pick(&[512], &[512, 1024, 2048, 4096])) {
         let sample = Sample::<T>::new(setting);
         let problem = &sample.problem;
         let [q, k, v] = [0, 1, 2].map(|i| stream.clone_htod(&sample.qkv[i]).expect("device memory"));
@@ -61,7 +64,7 @@ fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], verdicts: &mut 
 fn kernels_of(test: &str, arch: Arch) {
     let Some(gpu) = Gpu::open(test) else { return };
     let rows: Vec<_> = gpu.rows().into_iter().filter(|row| row.arch() == arch).collect();
-    let settings = Setting::all(&[512]);
+    let settings = Setting::all(&FORWARD, &[512]);
     let plans = |row: &KernelInfo| {
         settings.iter().any(|setting| {
             row.head_dim_qk() == setting.head_dim
@@ -175,7 +178,7 @@ fn gradients_of(test: &str, arch: Arch, samples: Samples) {
     say(gradients::Verdict::HEAD);
     match samples {
         Samples::Classes => {
-            for setting in Setting::all(Grid::from_env().pick(&[512], &[512, 1024])) {
+            for setting in Setting::all(&[64, 128], Grid::from_env().pick(&[512], &[512, 1024])) {
                 judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::new(setting), &mut verdicts);
                 judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::new(setting), &mut verdicts);
             }

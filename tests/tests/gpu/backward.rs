@@ -11,7 +11,7 @@ use hopper_attention_tests::backward::{Outputs, Prepared};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::{OnDevice, same_bits};
 use hopper_attention_tests::gpu::{self, Gpu, MODE, NO_FLAGS, dense, take_rows, whole, whole_mut};
-use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, random};
+use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, fitting, largest_head_dim, random};
 use hopper_attention_tests::runner::{Mutated, Runner};
 use hopper_attention_tests::say;
 use rand::rngs::StdRng;
@@ -54,7 +54,7 @@ fn every_backward_row_takes_the_grid() {
     let Some(gpu) = Gpu::open("every_backward_row_takes_the_grid") else { return };
     let rows = gpu.backward_rows();
     let size = Grid::from_env();
-    let all = cases(size, &Tiles::of(&rows));
+    let all = fitting(&rows, cases(size, &Tiles::of(&rows)));
     let mut runner = Runner::new(&rows);
     run::<bf16>(&gpu, &rows, &all, &mut runner);
     // The oracle of the gradients is slow: the other type takes a third.
@@ -69,7 +69,7 @@ fn every_backward_case_has_a_plan() {
     let Some(gpu) = Gpu::open("every_backward_case_has_a_plan") else { return };
     let device = Device::Cuda(gpu.device.clone());
     let mut picked = Vec::new();
-    for case in cases(Grid::Full, &Tiles::of(&gpu.backward_rows())) {
+    for case in fitting(&gpu.backward_rows(), cases(Grid::Full, &Tiles::of(&gpu.backward_rows()))) {
         for dtype in [DType::BF16, DType::F16] {
             let problem = BackwardProblem::builder(&case.problem(dtype)).build().unwrap();
             let plan = problem.plan(&device).unwrap_or_else(|error| panic!("{dtype} {case}: {error}"));
@@ -85,8 +85,7 @@ fn every_backward_case_has_a_plan() {
 fn random_backward_cases() {
     let Some(gpu) = Gpu::open("random_backward_cases") else { return };
     let rows = gpu.backward_rows();
-    let head_dim = rows.iter().map(|row| row.head_dim_qk().min(row.head_dim_vo())).max().unwrap();
-    let [even, odd] = random::halves(random::drawn(head_dim, 6, 128));
+    let [even, odd] = random::halves(random::drawn(largest_head_dim(&rows), 6, 128));
     let mut runner = Runner::new(["all rows, random cases"]);
     let mut by_row = Runner::new(&rows);
     run::<bf16>(&gpu, &rows, &even, &mut by_row);

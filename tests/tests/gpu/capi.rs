@@ -39,7 +39,8 @@ fn every_row_through_c() {
 }
 
 fn one_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    let prepared = Prepared::<T>::new(&Case::new(333, 417, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2));
+    let case = Case::new(333, 417, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+    let prepared = Prepared::<T>::new(&case.heads(2, 4, 2));
     let given = problem(&prepared.problem.to_builder().arch(row.arch()).build().unwrap());
     // SAFETY: a live struct.
     checked(unsafe { hattn_forward_supported(&given, 0) }).unwrap();
@@ -138,6 +139,7 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     for wanted in [
         hattn_forward_problem { head_dim_qk: 264, head_dim_vo: 264, ..given },
         hattn_forward_problem { head_dim_qk: 60, ..given },
+        hattn_forward_problem { head_dim_qk: 256, head_dim_vo: 256, arch: HATTN_ARCH_SM80, ..given },
         hattn_forward_problem { dtype: HATTN_F32, output: 0, ..given },
         hattn_forward_problem { arch: HATTN_ARCH_SM80, sm_margin: 1, ..given },
     ] {
@@ -146,6 +148,14 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
         assert!(told.0 == HATTN_ERROR_UNSUPPORTED && told.1.contains("nearest"), "{told:?}");
         assert_eq!(Plan::new(&wanted, 0).unwrap_err(), told);
     }
+    // A forward may be computed at head dims of which there are no gradients. The refusal says that it is about these.
+    let forward = prepared.problem.to_builder().build().unwrap();
+    let backward = backward_problem(&BackwardProblem::builder(&forward).build().unwrap());
+    let wanted = hattn_backward_problem { head_dim_qk: 256, head_dim_vo: 256, ..backward };
+    // SAFETY: a live struct.
+    let told = checked(unsafe { hattn_backward_supported(&wanted, 0) }).unwrap_err();
+    assert!(told.0 == HATTN_ERROR_UNSUPPORTED && told.1.contains("256 for a backward pass of bf16"), "{told:?}");
+    assert_eq!(Plan::new(&wanted, 0).unwrap_err(), told);
     // And after all of this it still works.
     run(&plan, &good, stream).unwrap();
     assert!(prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap()).passed());

@@ -5,7 +5,7 @@ use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Workspace, bf16, f16}
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::edges::{
-    EDGES, is_extreme, large_sums, one_key, one_key_gives_its_value, one_key_has_no_gradient,
+    EDGES, HeadDims, is_extreme, large_sums, large_values, one_key, one_key_gives_its_value, one_key_has_no_gradient,
 };
 use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
@@ -24,6 +24,18 @@ fn kinds(rows: &[KernelInfo], dtype: DType) -> Vec<Vec<(usize, KernelInfo)>> {
         }
     }
     kinds
+}
+
+fn head_dims(row: &KernelInfo) -> HeadDims {
+    [row.head_dim_qk(), row.head_dim_vo()]
+}
+
+/// The pairs of head dims that there are rows of.
+fn all_head_dims(rows: &[KernelInfo]) -> Vec<HeadDims> {
+    let mut all: Vec<_> = rows.iter().map(head_dims).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }
 
 /// Takes rows of one type through its cases.
@@ -46,9 +58,9 @@ fn named(name: &str, verdict: Verdict) -> Verdict {
 /// Each row takes the case of its kind, and where tiles can be shared, once more with two shares.
 fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
     for kind in kinds(rows, T::DTYPE) {
-        let (mask, head_dim) = (kind[0].1.mask(), kind[0].1.head_dim_qk());
+        let (mask, head_dims) = (kind[0].1.mask(), head_dims(&kind[0].1));
         for edge in EDGES {
-            let prepared: Forward<T> = edge.forward(mask, head_dim);
+            let prepared: Forward<T> = edge.forward(mask, head_dims);
             let mut on_device = OnDevice::new(&gpu.stream, &prepared);
             for (i, row) in &kind {
                 let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
@@ -66,9 +78,9 @@ fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
 
 fn backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
     for kind in kinds(rows, T::DTYPE) {
-        let (mask, head_dim) = (kind[0].1.mask(), kind[0].1.head_dim_qk());
+        let (mask, head_dims) = (kind[0].1.mask(), head_dims(&kind[0].1));
         for edge in EDGES.into_iter().filter(|edge| edge.backward) {
-            let prepared: Backward<T> = edge.backward(mask, head_dim);
+            let prepared: Backward<T> = edge.backward(mask, head_dims);
             let mut on_device = BackwardOnDevice::new(&gpu.stream, &prepared);
             for (i, row) in &kind {
                 let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
@@ -146,7 +158,7 @@ fn verdict(right: Result<(), String>) -> Verdict {
 }
 
 fn one_key_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
-    for prepared in [64, 128].into_iter().flat_map(one_key).map(|case| Forward::<T>::new(&case)) {
+    for prepared in all_head_dims(rows).into_iter().flat_map(one_key).map(|case| Forward::<T>::new(&case)) {
         let mut on_device = OnDevice::new(&gpu.stream, &prepared);
         for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
             for shares in 1..=row.most_shares().min(2) {
@@ -162,7 +174,7 @@ fn one_key_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runn
 }
 
 fn one_key_backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
-    for prepared in [64, 128].into_iter().flat_map(one_key).map(|case| Backward::<T>::new(&case)) {
+    for prepared in all_head_dims(rows).into_iter().flat_map(one_key).map(|case| Backward::<T>::new(&case)) {
         let mut on_device = BackwardOnDevice::new(&gpu.stream, &prepared);
         for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
             let plan = prepared.problem.plan_with_row(&gpu.device, row);
@@ -188,28 +200,39 @@ fn rows_that_see_one_key() {
     );
 }
 
-/// Weights are relative to what a row's maximum was some blocks ago. So they may be far above 1, and sums of bf16 weights and
-/// values overflow although O does not. sm90 kernels compute such rows again under a mask. (Those without a mask, and sm80's, do
-/// not: docs/numerics.md.)
-#[test]
-fn sums_that_overflow_are_computed_again() {
-    let Some(gpu) = Gpu::open("sums_that_overflow_are_computed_again") else { return };
-    let takes = |row: &KernelInfo| row.arch() == Arch::Sm90 && row.mask() != MaskClass::Full;
-    let rows: Vec<_> = gpu.rows().into_iter().filter(|row| takes(row) && row.dtype() == DType::BF16).collect();
-    let mut runner = Runner::new(&rows);
-    for kind in kinds(&rows, DType::BF16) {
-        let prepared = large_sums(kind[0].1.mask(), kind[0].1.head_dim_qk());
-        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-        for (i, row) in &kind {
-            for shares in 1..=row.most_shares().min(2) {
-                let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).expect("a plan of the row");
-                let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
-                let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
-                runner.take(*i, &prepared.case, DType::BF16, verdict);
+/// Takes rows through a case of their kind, and those that pack through one of packed sequences.
+fn take_sums(gpu: &Gpu, rows: &[KernelInfo], make: fn(MaskClass, HeadDims, bool) -> Forward<bf16>) {
+    let mut runner = Runner::new(rows);
+    for kind in kinds(rows, DType::BF16) {
+        for packed in [false, true] {
+            let prepared = make(kind[0].1.mask(), head_dims(&kind[0].1), packed);
+            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+            for (i, row) in kind.iter().filter(|(_, row)| row.packs() || !packed) {
+                let most_shares = if packed { 1 } else { row.most_shares().min(2) };
+                for shares in 1..=most_shares {
+                    let plan =
+                        plan_with_shares(&prepared.problem, &gpu.device, row, shares).expect("a plan of the row");
+                    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                    let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
+                    runner.take(*i, &prepared.case, DType::BF16, verdict);
+                }
             }
         }
     }
     runner.finish();
+}
+
+/// Weights are relative to what a row's maximum was some blocks ago. So they may be far above 1, and sums of bf16 weights and
+/// values overflow although O does not. Kernels compute such rows again.
+#[test]
+fn sums_that_overflow_are_computed_again() {
+    let Some(gpu) = Gpu::open("sums_that_overflow_are_computed_again") else { return };
+    let rows: Vec<_> = gpu.rows().into_iter().filter(|row| row.dtype() == DType::BF16).collect();
+    take_sums(&gpu, &rows, large_sums);
+    // sm90 kernels under a mask find only rows whose weights have a large sum at the end (docs/numerics.md).
+    let finds_all = |row: &KernelInfo| row.arch() != Arch::Sm90 || row.mask() == MaskClass::Full;
+    let rows: Vec<_> = rows.into_iter().filter(finds_all).collect();
+    take_sums(&gpu, &rows, large_values);
 }
 
 #[test]

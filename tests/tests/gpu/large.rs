@@ -34,11 +34,13 @@ fn offsets_past_2_31_elements() {
     if !may_run(&gpu, 4 * ELEMENTS * 2 + (1 << 30), "offsets_past_2_31_elements") {
         return;
     }
-    // One row of each mask class: type and head dim make no difference to addresses.
+    // One row of each mask class up to head dim 128, and one above, where kernels compute the addresses of O themselves. The type
+    // makes no difference to addresses.
     let mut seen = Vec::new();
     for row in gpu.rows() {
-        if !seen.contains(&row.mask()) {
-            seen.push(row.mask());
+        let kind = (row.mask(), row.head_dim_qk() > 128);
+        if !seen.contains(&kind) {
+            seen.push(kind);
             with_dtype!(row.dtype(), large(&gpu, &row));
         }
     }
@@ -100,7 +102,10 @@ fn member<T: Poison>(gpu: &Gpu, slice: &CudaSlice<T>, i: usize, count: usize) ->
 fn of_members(case: &Case, count: usize, packed: bool) -> ForwardProblem {
     let dims = match packed {
         false => case.dims.with_batch(count),
-        true => Dims::new(count, count * case.dims.seqlen_q, case.dims.heads_q, case.dims.head_dim_qk),
+        true => {
+            let dims = case.dims.with_batch(count).with_seqlen_q(count * case.dims.seqlen_q);
+            dims.with_seqlen_kv(count * case.dims.seqlen_kv)
+        }
     };
     ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).lse(true).packed(packed).build().unwrap()
 }
@@ -115,7 +120,8 @@ fn equal_lengths(gpu: &Gpu, len: usize, count: usize) -> SequenceOffsets {
 #[test]
 fn packed_outputs_past_2_31_elements() {
     let Some(gpu) = Gpu::open("packed_outputs_past_2_31_elements") else { return };
-    if !may_run(&gpu, ELEMENTS * 4 * 2 + (1 << 30), "packed_outputs_past_2_31_elements") {
+    // Q and K have half as many again where V and O have 2^31.
+    if !may_run(&gpu, ELEMENTS * 5 * 2 + (1 << 30), "packed_outputs_past_2_31_elements") {
         return;
     }
     let causal = |row: &KernelInfo| row.mask() == MaskClass::Causal && row.dtype() == DType::BF16 && row.packs();
@@ -126,20 +132,23 @@ fn packed_outputs_past_2_31_elements() {
 
 fn large_packed(gpu: &Gpu, row: &KernelInfo) {
     let heads = 1024 / row.head_dim_qk();
-    let case = Case::new(1000, 1000, row.head_dim_qk(), Mask::causal()).heads(1, heads, heads);
-    let one = Prepared::<bf16>::new(&case);
+    let case = Case::new(1000, 1000, row.head_dim_qk(), Mask::causal()).head_dim_vo(row.head_dim_vo());
+    let one = Prepared::<bf16>::new(&case.heads(1, heads, heads));
+    let case = &one.case;
     let run = |count: usize| {
-        let problem = of_members(&case, count, true);
+        let problem = of_members(case, count, true);
         let plan = problem.plan_with_row(&gpu.device, row).unwrap();
         let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
         let [q, k, v] = [&one.q, &one.k, &one.v].map(|x| repeated(gpu, x.inner(), count));
-        let mut o = repeated(gpu, &vec![bf16::POISON; one.q.inner().len()], count);
+        let mut o = repeated(gpu, &vec![bf16::POISON; 1000 * heads * row.head_dim_vo()], count);
         let mut lse = gpu.stream.clone_htod(&vec![f32::POISON; heads * 1000 * count]).unwrap();
-        let layout = Layout::contiguous([1000 * count, heads, row.head_dim_qk()]).unwrap();
+        let [of_qk, of_vo] = [row.head_dim_qk(), row.head_dim_vo()]
+            .map(|head_dim| Layout::contiguous([1000 * count, heads, head_dim]).unwrap());
         let of_lse = Layout::contiguous([heads, 1000 * count]).unwrap();
         let offsets = equal_lengths(gpu, 1000, count);
-        let [q, k, v] = [&q, &k, &v].map(|x| TensorRef::cuda(x.slice(..), layout).unwrap());
-        let args = ForwardArgs::packed(q, k, v, TensorMut::cuda(o.slice_mut(..), layout).unwrap())
+        let [q, k, v] =
+            [(&q, of_qk), (&k, of_qk), (&v, of_vo)].map(|(x, layout)| TensorRef::cuda(x.slice(..), layout).unwrap());
+        let args = ForwardArgs::packed(q, k, v, TensorMut::cuda(o.slice_mut(..), of_vo).unwrap())
             .lse_packed(TensorMut::cuda(lse.slice_mut(..), of_lse).unwrap())
             .cu_seqlens_q(&offsets)
             .cu_seqlens_kv(&offsets);

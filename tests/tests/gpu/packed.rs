@@ -9,7 +9,7 @@ use hopper_attention::{
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS, OnDevice, backward as of_backward};
 use hopper_attention_tests::packing::{Kind, Packing};
-use hopper_attention_tests::problems::{Case, Grid, random};
+use hopper_attention_tests::problems::{Case, Grid, fitting, largest_head_dim, random};
 use hopper_attention_tests::runner::{Prepared, Runner};
 use hopper_attention_tests::{backward, packed};
 use rand::rngs::StdRng;
@@ -21,11 +21,11 @@ pub(crate) fn packing_rows(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
     rows.into_iter().filter(KernelInfo::packs).collect()
 }
 
-fn all_cases(head_dim: usize) -> Vec<Case> {
+fn all_cases(rows: &[KernelInfo]) -> Vec<Case> {
     let grid = Grid::from_env();
     let mut all = packed::cases(grid);
-    all.extend(packed::drawn(random::seed(), head_dim, grid.pick(8, 300)));
-    all
+    all.extend(packed::drawn(random::seed(), largest_head_dim(rows), grid.pick(8, 300)));
+    fitting(rows, all)
 }
 
 /// Runs cases through the rows of their type.
@@ -35,7 +35,7 @@ type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
 fn take_packed(gpu: &Gpu, rows: Vec<KernelInfo>, pass: &str, [bf16, f16]: [Run; 2]) {
     let rows = packing_rows(rows);
     assert!(rows.len() >= 4, "{rows:?}");
-    let [even, odd] = random::halves(all_cases(128));
+    let [even, odd] = random::halves(all_cases(&rows));
     let mut runner = Runner::new(&rows);
     bf16(gpu, &rows, &even, &mut runner);
     f16(gpu, &rows, &odd, &mut runner);

@@ -8,7 +8,7 @@ use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, takes};
 use hopper_attention_tests::packed;
 use hopper_attention_tests::packing::{Kind, Packing};
-use hopper_attention_tests::problems::{Case, Grid, random};
+use hopper_attention_tests::problems::{Case, Grid, fitting, random};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -26,7 +26,7 @@ fn every_packing_e4m3_row_takes_packed_cases() {
     let rows = packing_rows(gpu.fp8_rows());
     assert!(rows.len() >= 4, "{rows:?}");
     let grid = Grid::from_env();
-    let mut all = packed::cases(grid);
+    let mut all = fitting(&rows, packed::cases(grid));
     all.extend(packed::drawn(random::seed(), 128, grid.pick(8, 200)));
     let mut runner = Runner::new(&rows);
     let taken = all.iter().filter(|case| takes(&problem(case, Scaling::PerTensor)));

@@ -6,7 +6,7 @@ use hopper_attention::{
     TensorMut, TensorRef, Workspace, bf16, f16,
 };
 use hopper_attention_tests::gpu::{Gpu, OnDevice};
-use hopper_attention_tests::problems::Case;
+use hopper_attention_tests::problems::{Case, fitting};
 use hopper_attention_tests::runner::Prepared;
 
 use crate::mask_of;
@@ -116,15 +116,20 @@ fn gradients_of_another_instruction_set_are_refused() {
     let Some(gpu) = Gpu::open("gradients_of_another_instruction_set_are_refused") else { return };
     let device = Device::Cuda(gpu.device.clone());
     for row in gpu.rows() {
-        let options = Case::new(64, 64, row.head_dim_qk(), Mask::Full).options(row.dtype());
-        let problem = options.arch(row.arch()).build().unwrap();
+        let case = Case::new(64, 64, row.head_dim_qk(), Mask::Full).head_dim_vo(row.head_dim_vo());
+        let problem = case.options(row.dtype()).arch(row.arch()).build().unwrap();
         let planned = BackwardProblem::builder(&problem).build().unwrap().plan(&device);
-        if gpu.backward_rows().iter().any(|backward| backward.arch() == row.arch()) {
-            assert_eq!(planned.unwrap().kernel().unwrap().arch(), row.arch());
-        } else {
-            let error = planned.unwrap_err();
-            assert!(error.to_string().starts_with(&format!("unsupported: backward {} kernels", row.arch())), "{error}");
-        }
+        let of_arch: Vec<_> = gpu.backward_rows().into_iter().filter(|other| other.arch() == row.arch()).collect();
+        let refusal = match (of_arch.is_empty(), fitting(&of_arch, vec![case]).is_empty()) {
+            (true, _) => format!("unsupported: backward {} kernels", row.arch()),
+            (false, true) => format!("unsupported: head_dim_qk {}", row.head_dim_qk()),
+            (false, false) => {
+                assert_eq!(planned.unwrap().kernel().unwrap().arch(), row.arch());
+                continue;
+            }
+        };
+        let error = planned.unwrap_err().to_string();
+        assert!(error.starts_with(&refusal) && error.contains("backward"), "{error}");
     }
 }
 
@@ -134,8 +139,8 @@ fn gradients_of_another_instruction_set_are_refused() {
 fn rows_of_the_other_pass_are_refused() {
     let Some(gpu) = Gpu::open("rows_of_the_other_pass_are_refused") else { return };
     let problem = |row: &KernelInfo| {
-        let case = Case::new(333, 417, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2);
-        case.options(row.dtype()).arch(row.arch()).build().unwrap()
+        let case = Case::new(333, 417, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+        case.heads(2, 4, 2).options(row.dtype()).arch(row.arch()).build().unwrap()
     };
     let refusal = |row: &KernelInfo, table: &str| {
         Some(Error::Value { what: "row", got: row.to_string(), allowed: format!("a row of {table}") })

@@ -8,12 +8,18 @@
 // and without the masked keys (Leaks). That is slow, and it is rare: it takes a masked key with NaN or infinity in a
 // block that some other query needs. A NaN of a key that the query keeps belongs into O, and stays.
 //
-// In the same way a sum of bf16 weights and values is computed again that has overflowed although O does not
-// (is_large_sum).
+// In the same way a sum of bf16 weights and values is computed again that has overflowed although O does not (without a
+// mask: overflow.hpp). There are two ways to find one:
+//
+// - Elements of O that are infinite or NaN (InfinityLook). This finds every one, but also what V makes so by right. So
+//   first V is asked (Leaks::is_by_right). All bf16 kernels look so but those of sm90 under a mask.
+// - A large sum of weights at the tile's end (is_large_sum). This misses a sum that overflowed before its row moved:
+//   then the weights have been made small, and infinity stays. It also misses values of V above 3.2e32.
 #pragma once
 
 #include <cstdint>
 #include <cute/config.hpp>
+#include <type_traits>
 
 #include "common/element.hpp"
 #include "common/mask.hpp"
@@ -31,6 +37,7 @@ struct NanLook {
   std::uint32_t largest = 0;
 
   CUTE_DEVICE void see(std::uint32_t a, std::uint32_t b) { largest = __vimax3_s16x2(largest, a, b); }
+  CUTE_DEVICE void see(std::uint32_t a) { largest = __vmaxs2(largest, a); }
   CUTE_DEVICE void see(NanLook const& other) { largest = __vmaxs2(largest, other.largest); }
   CUTE_DEVICE bool found() const {
     std::uint32_t const swapped = __byte_perm(largest, 0, 0x1032);
@@ -38,13 +45,40 @@ struct NanLook {
   }
 };
 
+// Looks for infinity and NaN among pairs of bf16: sums of products keep both (inf * 0 is NaN). One instruction for four
+// values, as NanLook. Products of finite values may overflow, too. Then the call that it leads to finds nothing.
+struct InfinityLook {
+  std::uint32_t sums = 0;
+
+  CUTE_DEVICE void see(std::uint32_t a, std::uint32_t b) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sums) : "r"(a), "r"(b));
+  }
+  CUTE_DEVICE void see(std::uint32_t a) { see(a, a); }
+  CUTE_DEVICE void see(InfinityLook const& other) { see(sums, other.sums); }
+  CUTE_DEVICE bool found() const {
+    float2 const both = unpack_pair<cutlass::bfloat16_t>(sums);
+    return !(fabsf(both.x) < INFINITY) | !(fabsf(both.y) < INFINITY);
+  }
+};
+
+// Whether a kernel looks for elements of O that are not finite. f16 has none that overflowed: its weights are below
+// 2^15, and its values below 2^16.
+template <class Traits>
+inline constexpr bool kLooksForInfinity = Traits::kDType == DType::BF16 &&
+                                          (Traits::kMask == MaskClass::Full || Traits::kArch == Arch::Sm80);
+
+// Whether a kernel looks at its O.
+template <class Traits>
+inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits>;
+
 // Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
 // products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
 CUTE_DEVICE bool is_large_sum(float inverse) { return __float_as_uint(inverse) - 1U < 0x35800000U; }
 
-// The same for a thread's two rows of an accumulator.
-struct RowLooks {
-  NanLook of[2];
+// Looks at a thread's two rows of an accumulator.
+template <class Look>
+struct LooksAtRows {
+  Look of[2];
 
   // Of rows of `Element`, after their elements: one that may have overflowed counts as one with a NaN. (Before them,
   // ptxas takes the uniform registers away from the kernel's loop.)
@@ -56,18 +90,23 @@ struct RowLooks {
     }
   }
   CUTE_DEVICE void see(int row, std::uint32_t a, std::uint32_t b) { of[row].see(a, b); }
-  // Whether the warp has a NaN.
+  // Whether the warp has what is looked for.
   CUTE_DEVICE bool found() const {
-    NanLook both = of[0];
+    Look both = of[0];
     both.see(of[1]);
     return __any_sync(0xffffffffU, both.found());
   }
-  // Whether a row of the warp has NaN though its sum of weights is not NaN.
+  // Whether a row of the warp has it though its sum of weights is not NaN.
   CUTE_DEVICE bool leaked(float const (&sums)[2]) const {
     bool const own = (of[0].found() && !isnan(sums[0])) || (of[1].found() && !isnan(sums[1]));
     return __any_sync(0xffffffffU, own);
   }
 };
+using RowLooks = LooksAtRows<NanLook>;
+
+// What a kernel of 16-bit operands looks with.
+template <class Traits>
+using OutputLooks = LooksAtRows<std::conditional_t<kLooksForInfinity<Traits>, InfinityLook, NanLook>>;
 
 // Neighbouring elements, read in one access.
 template <class Element, int kCount>
@@ -99,6 +138,9 @@ struct HeadRows {
     for (int i = 0; i < 8; ++i) {
       values[i] = static_cast<float>(elements.of[i]);
     }
+  }
+  CUTE_DEVICE float one(int row, int column) const {
+    return static_cast<float>(*reinterpret_cast<Element const*>(at(row, column)));
   }
   // Two, from an even column.
   CUTE_DEVICE float2 pair(int row, int column) const {
@@ -137,6 +179,12 @@ struct LanePairs {
   static constexpr int kCount = (kHeadDim + 63) / 64;
   CUTE_DEVICE static int column(int lane, int pair) { return 2 * lane + 64 * pair; }
 };
+
+CUTE_DEVICE bool is_finite(float value) { return fabsf(value) < INFINITY; }
+// Which of a pair are not: a bit each.
+CUTE_DEVICE unsigned not_finite(float2 const& pair) {
+  return (is_finite(pair.x) ? 0U : 1U) | (is_finite(pair.y) ? 0U : 2U);
+}
 
 // Whether a NaN is in a pair that is not in another one.
 CUTE_DEVICE bool lacks_nan(float2 const& has, float2 const& other) {
@@ -194,11 +242,14 @@ struct SoundRows {
     return {{__ballot_sync(0xffffffffU, !isnan(sums[0])), __ballot_sync(0xffffffffU, !isnan(sums[1]))},
             {__ballot_sync(0xffffffffU, sums[0] == 0.0F), __ballot_sync(0xffffffffU, sums[1] == 0.0F)}};
   }
-  // Of rows of `Element`, which may have overflowed.
-  template <class Element>
+  // Of a kernel's rows, which may have overflowed.
+  template <class Traits>
   CUTE_DEVICE static SoundRows of_inverses(float const (&inverse)[2]) {
     SoundRows rows = with(inverse);
-    if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+    if constexpr (kLooksForInfinity<Traits>) {
+      rows.far[0] = rows.of[0];  // what the sum is at the end says nothing about what it was
+      rows.far[1] = rows.of[1];
+    } else if constexpr (Traits::kDType == DType::BF16) {
       rows.far[0] = __ballot_sync(0xffffffffU, is_large_sum(inverse[0]));
       rows.far[1] = __ballot_sync(0xffffffffU, is_large_sum(inverse[1]));
     }
@@ -242,6 +293,64 @@ struct Leaks {
     return __any_sync(kAll, found);
   }
 
+  // Whether all that is not finite in a warp's rows is so by right: V is not finite there in a key that all rows keep.
+  // So one NaN in V does not send every row of its head through `repair`. A row without a weight has no key.
+  template <class Words>
+  CUTE_DEVICE static bool is_by_right(Operands const& operands, Band const& band, int first_row, SoundRows const& sound,
+                                      Words const& words, int lane) {
+    unsigned open = 0;  // which of this lane's columns
+    bool wrong = false;
+    CUTE_NO_UNROLL
+    for (int row = 0; row < 16; ++row) {
+      if (!sound.has(row) || first_row + row >= band.seqlen_q) {
+        continue;
+      }
+      unsigned found = 0;
+      CUTE_UNROLL
+      for (int pair = 0; pair < Pairs::kCount; ++pair) {
+        found |= not_finite(words.load(row, pair)) << 2 * pair;
+      }
+      open |= found;
+      wrong = wrong || (found != 0 && sound.is_empty(row));
+    }
+    if (__any_sync(kAll, wrong)) {
+      return false;
+    }
+    int const last_row = cute::min(first_row + 15, band.seqlen_q - 1);
+    int const begin = kMask == MaskClass::Window ? cute::max(0, last_row + band.left_offset) : 0;
+    int const end =
+        kMask == MaskClass::Full ? band.seqlen_kv : cute::min(band.seqlen_kv, first_row + band.right_offset + 1);
+    // One column of V alone is read, until it has what is looked for. That key is often the reason in other columns,
+    // too.
+    for (unsigned lanes = __ballot_sync(kAll, open != 0); lanes != 0; lanes = __ballot_sync(kAll, open != 0)) {
+      int const from = __ffs(lanes) - 1;
+      int const bit = __ffs(__shfl_sync(kAll, open, from)) - 1;
+      int const column = Pairs::column(from, bit / 2) + bit % 2;
+      int reason = end;
+      CUTE_NO_UNROLL
+      for (int key = begin + lane; key - lane < end && reason >= end; key += 128) {
+        int own = end;
+        CUTE_UNROLL
+        for (int i = 3; i >= 0; --i) {
+          int const at = key + 32 * i;
+          own = at < end && !is_finite(operands.v.one(at, column)) ? at : own;
+        }
+        reason = __reduce_min_sync(kAll, own);
+      }
+      if (reason >= end) {
+        return false;
+      }
+      CUTE_UNROLL
+      for (int pair = 0; pair < Pairs::kCount; ++pair) {
+        int const own = Pairs::column(lane, pair);
+        if (own < operands.head_dim_vo) {
+          open &= ~(not_finite(operands.v.pair(reason, own)) << 2 * pair);
+        }
+      }
+    }
+    return true;
+  }
+
   // Puts right what has leaked into a warp's 16 rows of O, from `first_row` on. `words` has a lane's pairs of a row
   // (LanePairs): `load` reads what the warp has written, `store` replaces an element.
   template <class Words>
@@ -251,16 +360,21 @@ struct Leaks {
       return;
     }
     int const lane = thread_index_anew() % 32;
-    if (sound.any_far()) {
+    if constexpr (kLooksForInfinity<Traits>) {
+      if (is_by_right(operands, band, first_row, sound, words, lane)) {
+        return;
+      }
+    } else if (sound.any_far()) {
       // Few of such rows have overflowed.
       bool wrong = false;
       CUTE_NO_UNROLL
       for (int row = 0; row < 16; ++row) {
+        if (!sound.has(row) || first_row + row >= band.seqlen_q) {
+          continue;
+        }
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
-          float2 const values = words.load(row, pair);
-          bool const is_finite = fabsf(values.x) < INFINITY && fabsf(values.y) < INFINITY;
-          wrong = wrong || (!is_finite && sound.has(row) && first_row + row < band.seqlen_q);
+          wrong = wrong || not_finite(words.load(row, pair)) != 0;
         }
       }
       if (!__any_sync(kAll, wrong)) {

@@ -45,6 +45,11 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
     )
 }
 
+/// Cases with head dims up to `head_dim` in steps of 8, half of them up to 128: most kernels take no larger ones.
+pub fn case_of_kernels(head_dim: usize) -> impl Strategy<Value = Case> {
+    prop_oneof![case(head_dim.min(128), 8), case(head_dim, 8)]
+}
+
 /// The largest head dim of [`case_on_cpu`].
 pub const WIDEST: usize = 512;
 

@@ -144,7 +144,7 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     ];
     let choices = (proptest::sample::select(passes), proptest::sample::select(dtypes), arch, proptest::bool::ANY);
     // Head dims that kernels take, and any on the CPU.
-    let cases = if for_gpu { random::case(128, 8).boxed() } else { random::case_on_cpu().boxed() };
+    let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing()).prop_map(|(case, packing)| random::packed(case, packing));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), last)| {
@@ -152,6 +152,12 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (kernel, second_stream, graph, poison) = launch;
             case.values = values.unwrap_or(case.values);
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
+            if for_gpu && (pass != Pass::Forward || arch == Some(Arch::Sm80)) {
+                // Only forward kernels for sm90 have head dims above 128.
+                let dims = case.dims;
+                case.dims =
+                    dims.with_head_dim_qk(dims.head_dim_qk.min(128)).with_head_dim_vo(dims.head_dim_vo.min(128));
+            }
             if fp8 && for_gpu {
                 // Kernels move rows of e4m3 in steps of 16 bytes, too.
                 let dims = case.dims;

@@ -730,8 +730,9 @@ mod tests {
     #[test]
     fn what_no_row_has_is_named_with_the_nearest() {
         let refused = |problem: BackwardProblem| select_backward(&problem, &H100, &rows()).unwrap_err().to_string();
-        let wide = problem(Dims { head_dim_qk: 136, ..DIMS }, Mask::Full);
-        assert!(refused(wide).ends_with("nearest: up to 64 with 64, up to 128 with 128"));
+        let text = refused(problem(Dims { head_dim_qk: 136, ..DIMS }, Mask::Full));
+        let end = "a backward pass of bf16, full, on sm90; nearest: up to 64 with 64, up to 128 with 128";
+        assert!(text.ends_with(end), "{text}");
         let many = Dims { batch: 1 << 20, seqlen_q: 1 << 28, ..DIMS };
         let text = refused(problem(many, Mask::Full));
         assert!(text.contains("blocks of queries for each of 16777216 heads") && text.contains("2^31"), "{text}");

@@ -111,7 +111,10 @@ pub(super) fn fitting<'a>(
         rows,
         |row| row.head_dim_qk >= qk && row.head_dim_vo >= vo,
         |rows| {
-            let wanted = format!("head_dim_qk {qk} with head_dim_vo {vo} for {dtype}, {class}");
+            // The other pass, and the other instruction set, may have larger ones.
+            let pass = if is_backward(rows) { "a backward pass of " } else { "" };
+            let arch = list(rows, |row| row.arch.to_string());
+            let wanted = format!("head_dim_qk {qk} with head_dim_vo {vo} for {pass}{dtype}, {class}, on {arch}");
             (wanted, list(rows, |row| format!("up to {} with {}", row.head_dim_qk, row.head_dim_vo)))
         },
     )?;

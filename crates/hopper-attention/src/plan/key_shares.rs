@@ -3,7 +3,8 @@
 //! A tile visits blocks of keys. The CTAs of a cluster can share a tile: each visits some of the blocks, and they sum what they
 //! have at the end. That pays where there are fewer tiles than multiprocessors, and a tile visits many blocks.
 //!
-//! The model of the time is a fit to an H100 (benches/LOG.md, entry 35). All its times are in microseconds.
+//! The model of the time is a fit to an H100 (benches/LOG.md, entry 35), above head dim 128 an estimate. All its times are in
+//! microseconds.
 
 use super::schedule::{LARGEST_CLUSTER, clusters_at_a_time};
 use crate::arch::MaskClass;
@@ -17,6 +18,8 @@ const COUNTER: f64 = 1.5;
 const LATE: f64 = 0.15;
 /// Sharing must save at least this part of the time.
 const WORTH: f64 = 0.03;
+/// Products of two elements that the tensor cores of a multiprocessor sum up in a microsecond: 2048 a clock, at 1.6 GHz.
+const PRODUCTS: f64 = 2048.0 * 1600.0;
 /// Of more tiles in a head, so many are looked at.
 const LOOKED_AT: usize = 128;
 
@@ -38,6 +41,11 @@ pub(super) struct Work {
     costs: Costs,
 }
 
+/// Whether a kernel is for a head dim above 128. The tensor cores limit such kernels, also those with small blocks of keys.
+pub(super) fn is_wide(kernel: &KernelInfo) -> bool {
+    kernel.head_dim_qk.max(kernel.head_dim_vo) > 128
+}
+
 /// What a kernel takes for the parts of a tile.
 #[derive(Clone, Copy, Debug)]
 struct Costs {
@@ -56,6 +64,9 @@ struct Costs {
 
 impl Costs {
     fn of(kernel: &KernelInfo) -> Self {
+        if is_wide(kernel) {
+            return Self::of_wide(kernel);
+        }
         let [block, border, start, clusters, warpgroups, crowd] =
             match (kernel.head_dim_vo > 64, kernel.tile_m, kernel.tile_n) {
                 (false, 192.., _) => [1.24, 1.6, 3.0, 0.0, 0.0, 0.0],
@@ -67,6 +78,17 @@ impl Costs {
                 (true, _, _) => [0.92, 2.5, 2.4, 0.9, 0.6, 0.75],
             };
         Self { block, border, start, sums: [clusters, warpgroups], crowd }
+    }
+
+    /// Of a kernel with a head dim above 128, whose tiles are never shared. Not a fit: the tensor cores limit such a kernel, and
+    /// a block takes the clocks of its products. A block of 64 keys takes 3% more, since Q is read from shared memory for each.
+    ///
+    /// A tile's border is long: there is one buffer of Q, so that the next Q arrives after the last scores.
+    fn of_wide(kernel: &KernelInfo) -> Self {
+        let products = kernel.tile_m * kernel.tile_n * (kernel.head_dim_qk + kernel.head_dim_vo);
+        let narrow = if kernel.tile_n <= 64 { 1.03 } else { 1.0 };
+        let block = products as f64 / PRODUCTS * narrow;
+        Self { block, border: 3.5, start: 2.5, sums: [0.0, 0.0], crowd: 0.0 }
     }
 }
 
@@ -232,6 +254,23 @@ mod tests {
         assert_eq!(time(4, 512, narrow).0, 2);
         assert!(time(32, 512, narrow).1 > time(32, 512, wide).1);
         assert!(time(16, 4096, narrow).1 > time(16, 4096, wide).1);
+    }
+
+    #[test]
+    fn wide_blocks_of_keys_are_for_many_keys() {
+        let row = |tile_n| KernelInfo { head_dim_qk: 256, head_dim_vo: 256, tile_m: 128, tile_n, ..ROW };
+        let best = |seqlen_kv: usize| {
+            let dims = square(16, 4096, 256).with_seqlen_kv(seqlen_kv);
+            let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
+            let time = |tile_n| {
+                let row = KernelInfo { mask: MaskClass::Full, ..row(tile_n) };
+                Work::new(&row, dims, bounds(&problem), 132, false).best()
+            };
+            assert_eq!((time(64).0, time(80).0), (1, 1), "such tiles are never shared");
+            if time(80).1 <= time(64).1 { 80 } else { 64 }
+        };
+        // 512 keys are 7 blocks of 80, of which the last is nearly empty, or 8 of 64.
+        assert_eq!([64, 77, 128, 160, 512, 4096, 16384].map(best), [64, 80, 64, 80, 64, 80, 80]);
     }
 
     #[test]

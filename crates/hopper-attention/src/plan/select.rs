@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
-use super::key_shares::Work;
+use super::key_shares::{Work, is_wide};
 use super::packed::{most_tiles, table_bytes, typical_dims};
 use super::schedule::{HEADS_PER_GROUP, bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
@@ -197,12 +197,12 @@ fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
 /// Whether CTAs draw their tiles where they have several.
 ///
 /// Drawing balances unequal work over the CTAs. Under a full mask all tiles have equal work, and a fixed order is as good: but not
-/// for e4m3 with many keys (benches/LOG.md, entry 27), and not for kernels with small blocks of keys, which are bound by memory
-/// (entry 35).
+/// for e4m3 with many keys (benches/LOG.md, entry 27), and not for kernels of head dims up to 128 with small blocks of keys, which
+/// are bound by memory (entry 35).
 fn is_drawn(problem: &ForwardProblem, row: &KernelInfo) -> bool {
     row.mask != MaskClass::Full
         || (row.dtype == DType::E4M3 && problem.dims().seqlen_kv > 512)
-        || (is_fitted(row) && row.tile_n < 128)
+        || (is_fitted(row) && row.tile_n < 128 && !is_wide(row))
 }
 
 /// Estimated time for one query and one key, of an e4m3 or sm80 kernel. The unit is a hundredth of the time that a tile of 192

@@ -409,7 +409,8 @@ fn what_no_row_has_is_named_with_the_nearest() {
     );
     assert_eq!(
         refused(&problem(Dims { head_dim_qk: 192, ..DIMS }, Mask::Full), &H100, &table()),
-        "unsupported: head_dim_qk 192 with head_dim_vo 128 for bf16, full; nearest: up to 64 with 64, up to 128 with 128"
+        "unsupported: head_dim_qk 192 with head_dim_vo 128 for bf16, full, on sm90; \
+         nearest: up to 64 with 64, up to 128 with 128"
     );
     assert_eq!(
         refused(&problem(Dims { head_dim_vo: 100, ..DIMS }, Mask::Full), &H100, &table()),
@@ -433,7 +434,7 @@ fn head_dims_beyond_those_of_all_rows_are_refused_by_name() {
             [(Mask::Full, "full"), (Mask::causal(), "causal"), (Mask::window(Some(9), Some(9)), "window")]
         {
             let problem = problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, mask);
-            let allowed = format!("for bf16, {class}; nearest: up to 64 with 64, up to 128 with 128");
+            let allowed = format!("for bf16, {class}, on sm90; nearest: up to 64 with 64, up to 128 with 128");
             let text = format!("unsupported: head_dim_qk {qk} with head_dim_vo {vo} {allowed}");
             assert_eq!(refused(&problem, &H100, &table()), text);
             assert!(problem.plan(&crate::Device::cpu()).is_ok());
@@ -450,9 +451,111 @@ fn head_dims_beyond_those_of_all_rows_are_refused_by_name() {
     };
     for (qk, vo) in [(192, 128), (256, 256), (8, 512)] {
         let text = refused(&fp8(qk, vo), &H100, &fp8_rows());
-        let what = format!("unsupported: head_dim_qk {qk} with head_dim_vo {vo} for e4m3, full");
+        let what = format!("unsupported: head_dim_qk {qk} with head_dim_vo {vo} for e4m3, full, on sm90");
         assert!(text.starts_with(&what) && text.contains("up to 128 with 128"), "{text}");
     }
+}
+
+/// [`table`] with rows for larger head dims, as `fwd.def` has them: only blocks of 128, 96 or 64 keys pack there.
+fn wide() -> Vec<KernelInfo> {
+    let mut rows: Vec<_> = table().into_iter().map(|row| KernelInfo { packs: true, ..row }).collect();
+    for dtype in [DType::BF16, DType::F16] {
+        for mask in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+            for (qk, vo, tile_n) in [(192, 128, 128), (192, 192, 96), (256, 256, 80), (256, 256, 64)] {
+                if mask == MaskClass::Window && tile_n == 80 {
+                    continue;
+                }
+                let index = rows.len() as u32;
+                let packs = tile_n != 80;
+                let row = row(index, mask, qk, 128);
+                rows.push(KernelInfo { dtype, head_dim_vo: vo, tile_n, packs, ..row });
+            }
+        }
+    }
+    rows
+}
+
+/// The kernel of a pair of head dims is the smallest that has both.
+#[test]
+fn a_pair_of_head_dims_runs_in_the_smallest_row_that_has_both() {
+    let of = |qk: usize, vo: usize, mask| {
+        let kernel =
+            select(&problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, mask), &H100, &wide()).unwrap().kernel;
+        (kernel.head_dim_qk, kernel.head_dim_vo)
+    };
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(9))] {
+        for dim in (8..=256).step_by(8) {
+            let row = [64, 128, 192, 256].into_iter().find(|&row| row >= dim).unwrap();
+            assert_eq!(of(dim, dim, mask), (row, row), "{dim}, {mask}");
+        }
+        for (qk, vo, row) in [
+            (192, 128, (192, 128)),
+            (136, 8, (192, 128)),
+            (192, 136, (192, 192)),
+            (64, 192, (192, 192)),
+            (128, 136, (192, 192)),
+            (8, 256, (256, 256)),
+            (200, 128, (256, 256)),
+            (64, 128, (128, 128)),
+        ] {
+            assert_eq!(of(qk, vo, mask), row, "{qk}/{vo}, {mask}");
+        }
+    }
+    for (qk, vo) in [(264, 8), (8, 264), (512, 512)] {
+        let text = refused(&problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, Mask::Full), &H100, &wide());
+        let nearest =
+            "nearest: up to 64 with 64, up to 128 with 128, up to 192 with 128, up to 192 with 192, up to 256 with 256";
+        assert!(text.contains(&format!("head_dim_qk {qk} with head_dim_vo {vo}")) && text.ends_with(nearest), "{text}");
+    }
+}
+
+#[test]
+fn packed_problems_of_head_dim_256_take_the_row_that_packs() {
+    let dims = Dims { head_dim_qk: 256, head_dim_vo: 256, seqlen_q: 8192, seqlen_kv: 8192, ..DIMS };
+    for (mask, dense) in [(Mask::Full, 80), (Mask::causal(), 80), (Mask::window(Some(99), None), 64)] {
+        let tile_n = |problem: &ForwardProblem| select(problem, &H100, &wide()).unwrap().kernel.tile_n;
+        let problem = problem(dims, mask);
+        assert_eq!(tile_n(&problem), dense, "{mask}");
+        assert_eq!(tile_n(&problem.to_builder().packed(true).build().unwrap()), 64, "{mask}");
+        assert_eq!(candidates(&problem, &H100, &wide()).unwrap().len(), if dense == 80 { 2 } else { 1 });
+    }
+}
+
+/// What sm80 kernels do not have is refused by the name of the instruction set, where sm90 kernels would have it.
+#[test]
+fn larger_head_dims_are_refused_with_the_instruction_set() {
+    let mut rows = wide();
+    rows.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
+    let dims = Dims { head_dim_qk: 256, head_dim_vo: 256, ..DIMS };
+    assert_eq!(select(&problem(dims, Mask::causal()), &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
+    let asked = problem(dims, Mask::causal()).to_builder().arch(Arch::Sm80).build().unwrap();
+    let text = "unsupported: head_dim_qk 256 with head_dim_vo 256 for bf16, causal, on sm80; \
+                nearest: up to 64 with 64, up to 128 with 128";
+    assert_eq!(refused(&asked, &H100, &rows), text);
+    for gpu in [&A100, &L40S] {
+        assert_eq!(refused(&problem(dims, Mask::causal()), gpu, &rows), text);
+    }
+}
+
+/// The groups of heads follow from the bytes of K and V: a key and its value take 1 KiB at head dim 256, 640 bytes at 192/128.
+#[test]
+fn groups_of_heads_are_smaller_at_larger_head_dims() {
+    let groups = |qk, vo, seqlen| {
+        let dims = Dims {
+            batch: 8,
+            seqlen_q: seqlen,
+            seqlen_kv: seqlen,
+            heads_kv: 16,
+            head_dim_qk: qk,
+            head_dim_vo: vo,
+            ..DIMS
+        };
+        let choice = select(&problem(dims, Mask::causal()), &H100, &wide()).unwrap();
+        (choice.heads_per_group, choice.groups)
+    };
+    // 128 heads. The last group has as many as fit 32 MiB: 64, 32 and 16 at head dim 256; 51 of 1k keys at 192/128.
+    assert_eq!([512, 1024, 2048].map(|seqlen| groups(256, 256, seqlen)), [(16, 5), (16, 7), (16, 8)]);
+    assert_eq!(groups(192, 128, 1024), (16, 5));
 }
 
 const A100: DeviceFacts = gpu(8, 0, 108, 163);
@@ -570,15 +673,15 @@ proptest! {
     #[test]
     fn schedules_cover_every_query_and_stay_in_range(
         batch in 0usize..70, seqlen_q in 0usize..20000, seqlen_kv in 0usize..20000, heads_kv in 1usize..9,
-        group in 1usize..9, qk in 1usize..17, vo in 1usize..17, multiprocessors in 1usize..200, mask in masks(),
+        group in 1usize..9, qk in 1usize..33, vo in 1usize..33, multiprocessors in 1usize..200, mask in masks(),
         margin in 0usize..200,
     ) {
         let dims = Dims { batch, seqlen_q, seqlen_kv, heads_q: heads_kv * group, heads_kv,
                           head_dim_qk: qk * 8, head_dim_vo: vo * 8 };
         let gpu = DeviceFacts { multiprocessors: multiprocessors + margin, ..H100 };
         let problem = problem(dims, mask).to_builder().sm_margin(margin).build().unwrap();
-        let choice = select(&problem, &gpu, &table()).unwrap();
-        prop_assert_eq!(choice, select(&problem, &gpu, &table()).unwrap());
+        let choice = select(&problem, &gpu, &wide()).unwrap();
+        prop_assert_eq!(choice, select(&problem, &gpu, &wide()).unwrap());
         let kernel = choice.kernel;
         prop_assert!(kernel.head_dim_qk >= dims.head_dim_qk && kernel.head_dim_vo >= dims.head_dim_vo);
         prop_assert_eq!(kernel.mask, mask_class(&problem));

@@ -76,12 +76,23 @@ struct Mma {
     return band.seqlen_kv % kTileN != 0 || (Traits::kIsPacked && band.seqlen_kv == 0);
   }
 
+  // Tells the compiler that visits are the same in the whole warp, so that the loop's branches do not diverge. It sees
+  // that where lengths are constants. Where it does not, and the epilogue has a call, it makes the warp meet again
+  // after every branch, and ptxas spills.
+  CUTE_DEVICE static KeyVisits in_whole_warp(KeyVisits const& visits) {
+    if constexpr (Traits::kIsPacked && kMask == MaskClass::Full && kLooksForInfinity<Traits>) {
+      return {visits.begin, __shfl_sync(0xffffffffU, visits.end, 0), visits.free_begin, visits.free_end};
+    } else {
+      return visits;
+    }
+  }
+
   CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block) {
     KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
     if constexpr (Traits::kIsPacked) {
       visits.keep_one();
     }
-    return visits;
+    return in_whole_warp(visits);
   }
 
   CUTE_DEVICE static void run(FwdParams const& params, FwdScalars const& scalars,
@@ -166,7 +177,7 @@ struct Mma {
       }
       __syncthreads();
       if constexpr (Traits::kIsPacked && Traits::kRegistersShort) {
-        visits = storage.packed.visits;
+        visits = in_whole_warp(storage.packed.visits);
       }
       if (kKeepsLane) {
         asm volatile("" : "+r"(along));

@@ -2,13 +2,14 @@
 //
 // - The log-sum-exp goes straight to memory.
 // - O / row_sum, in the output type, goes to the warpgroup's rows of the buffer of Q, whose Q is no longer needed.
-//   Warp 1 of the producers stores it from there.
+//   Warp 1 of the producers stores it from there. Above head dim 128 it goes straight to memory, too.
 //
-// Under a mask, a warp in whose rows something has leaked (common/leak.hpp) puts them right before it hands them over.
+// A warp in whose rows something has leaked or overflowed (common/leak.hpp) puts them right before it hands them over.
 #pragma once
 
 #include "common/leak.hpp"
 #include "common/mask.hpp"
+#include "common/overflow.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/fwd/traits.hpp"
@@ -49,23 +50,53 @@ struct Epilogue {
     }
   }
 
-  // Puts O, multiplied by `inverse`, where the storing warp takes it from. Under a mask, the result has looked at it.
+  // Puts O, multiplied by `inverse`, where the storing warp takes it from. The result has looked at it, if the kernel
+  // does.
   template <class Output>
-  CUTE_DEVICE static RowLooks stage_output(Storage& storage, int buffer, int consumer, Output const& output,
-                                           float const (&inverse)[2]) {
+  CUTE_DEVICE static OutputLooks<Traits> stage_output(Storage& storage, int buffer, int consumer, Output const& output,
+                                                      float const (&inverse)[2]) {
     int const thread = Traits::thread_index();
-    RowLooks looks;
+    OutputLooks<Traits> looks;
     store_accumulator<Traits::kTileM, Traits::kHeadDimVO>(storage.q[buffer], consumer * 64 + (thread / 32 % 4) * 16,
                                                           thread % 32, output, inverse,
                                                           [&](int row, std::uint32_t a, std::uint32_t b) {
-                                                            if constexpr (Traits::kMask != MaskClass::Full) {
+                                                            if constexpr (kLooksAtOutput<Traits>) {
                                                               looks.see(row, a, b);
                                                             }
                                                           });
     if constexpr (Traits::kMask != MaskClass::Full) {
-      looks.see_sums<Element>(inverse);
+      looks.template see_sums<Element>(inverse);
     }
     return looks;
+  }
+
+  // Writes the warp's rows of O, multiplied by `inverse`, to memory, and puts them right where something has leaked.
+  template <class Output>
+  CUTE_DEVICE static void write_output(FwdParams const& params, typename Traits::Scalars const& scalars,
+                                       Storage& storage, int buffer, int consumer, Output const& output,
+                                       float const (&inverse)[2]) {
+    auto const tile = storage.tile[buffer];
+    int const thread = Traits::thread_index();
+    auto const o = rows_of_output(params, tile);
+    OutputLooks<Traits> looks;
+    write_pairs<Traits::kHeadDimVO>(
+        o.address, o.row_bytes, tile.block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16,
+        queries_of(scalars, tile), params.head_dim_vo, thread % 32, [&](int i, int j) {
+          int const at = 8 * i + 2 * j;
+          std::uint32_t const word = pack_pair<Element>(output(at) * inverse[j % 2], output(at + 1) * inverse[j % 2]);
+          if constexpr (kLooksAtOutput<Traits>) {
+            looks.of[j % 2].see(word);
+          }
+          return word;
+        });
+    if constexpr (Traits::kMask != MaskClass::Full) {
+      looks.template see_sums<Element>(inverse);
+    }
+    if constexpr (kLooksAtOutput<Traits>) {
+      if (looks.found()) {
+        repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
+      }
+    }
   }
 
   // Hands the warp's rows of O to the storing warp.
@@ -77,10 +108,10 @@ struct Epilogue {
     }
   }
 
-  // Puts right the warp's rows of O, which are not handed over yet, where looks have found a NaN. (A call: in the
+  // Puts right the warp's rows of O, which are not handed over yet, where looks have found something. (A call: in the
   // middle of the kernel this code would stand between what a tile needs, and be fetched with it.)
   __device__ __noinline__ static void repair(FwdParams const& params, Storage& storage, int buffer, int consumer,
-                                             RowLooks looks, float first_sum, float second_sum) {
+                                             OutputLooks<Traits> looks, float first_sum, float second_sum) {
     float const sums[2] = {first_sum, second_sum};
     if (!looks.leaked(sums)) {
       return;
@@ -89,13 +120,29 @@ struct Epilogue {
     int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = PlainOperands<Element>::of(params, tile);
     __syncwarp();
-    Leaks<Traits>::repair(operands, band_of_tile(params, tile), tile.block * Traits::kTileM + row,
-                          SoundRows::of_inverses<Element>(sums),
-                          StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    using Repair = typename RepairOf<Traits>::Type;
+    int const first_row = tile.block * Traits::kTileM + row;
+    auto const sound = SoundRows::of_inverses<Traits>(sums);
+    if constexpr (Traits::kWritesOutput) {
+      auto const owned = [](int) { return true; };
+      Repair::repair(operands, band_of_tile(params, tile), first_row, sound,
+                     GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{rows_of_output(params, tile), first_row,
+                                                                               params.head_dim_vo, owned});
+    } else {
+      Repair::repair(operands, band_of_tile(params, tile), first_row, sound,
+                     StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    }
     __syncwarp();
   }
 
  private:
+  template <class TileRecord>
+  CUTE_DEVICE static HeadRows<Element> rows_of_output(FwdParams const& params, TileRecord const& tile) {
+    auto rows = HeadRows<Element>::of(params.o, tile.batch, tile.head);
+    rows.skip(first_row_of(tile));
+    return rows;
+  }
+
   // Rows of O in the buffer of Q, as Leaks takes them.
   struct StagedWords {
     std::uint32_t tile;

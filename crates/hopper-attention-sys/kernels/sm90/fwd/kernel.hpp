@@ -30,11 +30,15 @@
 //     k_empty, v_empty stage            1 a warp that reads the block   the warp's products have read the buffer
 //     q_full           buffer of Q      1, and the bytes of the copy    Q of a tile is there
 //     o_full           buffer, consumer 1 a warp of that consumer       its rows of O are in the buffer of Q
+//     q_empty          CTA (see below)  1 a warp                        the tile's last scores are there
 //     tile_full        buffer of Q      1                               tile[] says whose Q the buffer is for
 //     next_wanted      CTA              1                               warp 0 has come to the tile's last K but one
 //     table_full       CTA (packed)     1, and the bytes of the copy    a copy of a small table of sequences is there
 //
 // next_wanted tells warp 1 to draw the next tile, where tiles are drawn late (draws_late, common/tile_scheduler.hpp).
+//
+// Above head dim 128 there is one buffer of Q (Traits::kWritesOutput). Consumers hand it back by q_empty, and write O
+// to memory themselves. tile_full and q_full are of a record of a tile then.
 //
 // K and V have separate barriers, because the product with V lags behind the product with K by a block. A buffer of Q
 // has no empty barrier: after o_full, warp 1 stores O from it, and only then loads the Q of the tile kBuffersQ later.
@@ -52,6 +56,9 @@
 //     128       128x80   4 x 32 KB  2 x 20 KB  2 x 20 KB
 //     64        128x80   4 x 16 KB  3 x 10 KB  3 x 10 KB
 //     128       64x128   1 x 16 KB  3 x 32 KB  3 x 32 KB
+//     192, 128  128x128  1 x 48 KB  2 x 48 KB  2 x 32 KB
+//     192       128x96   1 x 48 KB  2 x 36 KB  2 x 36 KB
+//     256       128x80   1 x 64 KB  2 x 40 KB  2 x 40 KB
 //     64        64x128   1 x 8 KB   5 x 16 KB  5 x 16 KB
 #pragma once
 
@@ -81,6 +88,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       init_barriers(consumers, 4);
     }
     storage.next_wanted.init(1);
+    if constexpr (Traits::kWritesOutput) {
+      storage.q_empty.init(4 * Traits::kConsumers);
+    }
     if constexpr (Traits::kIsPacked) {
       storage.table_full.init(1);
     }

@@ -60,7 +60,7 @@ struct Load {
     }
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
-    for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {
+    for (RingPosition<Traits::kRecords> q;; q.advance()) {
       storage.tile_full[q.stage].wait(q.parity);
       TileRecord const tile = storage.tile[q.stage];
       if (!tile.valid()) {
@@ -120,6 +120,10 @@ struct Load {
       rows_apart_q = scalars.rows_apart_q;
       rows_apart_o = scalars.rows_apart_o;
     }
+    if constexpr (Traits::kWritesOutput) {
+      draw_for_one_buffer(scalars, scheduler, storage, map_q, rows_apart_q);
+      return;
+    }
     // Announces the tile of an index of the tile order. Whether another one may be announced before that tile is nearly
     // done.
     auto announce = [&](int buffer, int index) {
@@ -163,6 +167,43 @@ struct Load {
   }
 
  private:
+  // Draws tiles and loads Q, where consumers write O. The record of a tile is written before its Q can be loaded, so
+  // that warp 0 and the consumers know what comes. The record that it replaces is of the tile three before, whose O is
+  // written: the consumers have handed back the Q of the tile after that.
+  CUTE_DEVICE static void draw_for_one_buffer(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
+                                              CUtensorMap const& map_q, int rows_apart_q) {
+    bool launch_late = false;
+    if constexpr (!Traits::kIsPacked) {
+      launch_late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
+    }
+    int round = 0;
+    std::uint32_t wanted_parity = 0;
+    CUTE_NO_UNROLL
+    for (RingPosition<Traits::kRecords> q;; q.advance()) {
+      TileRecord const tile = scheduler.tile(scheduler.draw(round));
+      storage.tile[q.stage] = tile;
+      storage.tile_full[q.stage].arrive();
+      if (!tile.valid()) {
+        break;
+      }
+      if (round > 0) {
+        storage.q_empty.wait((round + 1) & 1);
+      }
+      ++round;
+      storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
+      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[q.stage], kEvictFirst, storage.q[0],
+                                                    queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
+      bool late = launch_late;
+      if constexpr (Traits::kIsPacked) {
+        late = draws_late<Traits::kTileN>(tile, scalars);
+      }
+      if (late) {
+        storage.next_wanted.wait(wanted_parity);
+        wanted_parity ^= 1;
+      }
+    }
+  }
+
   // Draws tiles of a launch whose sequences are alike: all late, or all early.
   template <class Announce, class Store>
   CUTE_DEVICE static void draw_dense(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,

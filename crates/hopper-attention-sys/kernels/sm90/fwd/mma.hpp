@@ -67,7 +67,7 @@ struct Mma {
       k.begin(consumer);
       v.begin(consumer);
     }
-    RingPosition<Traits::kBuffersQ> q;
+    RingPosition<Traits::kRecords> q;
     int m_block = -1;
     KeyVisits visits{0, 0, 0, 0};
 
@@ -160,7 +160,10 @@ struct Mma {
     auto mask_block = [&](int visit) __attribute__((always_inline)) {
       apply_mask<kMask, Traits::kTileN>(tSrS, band, own_row(), 2 * (Traits::thread_index() % 4), visits.block(visit));
     };
-    auto issue_scores = [&]() { issue_product<MmaQK, false>(tSrQ.stage(q.stage), tSrK.stage(k.stage), tSrS); };
+    auto buffer_of = [](int record) { return Traits::kWritesOutput ? 0 : record; };
+    auto issue_scores = [&]() {
+      issue_product<MmaQK, false>(tSrQ.stage(buffer_of(q.stage)), tSrK.stage(k.stage), tSrS);
+    };
     auto issue_output = [&]() {
       storage.v_full[v.stage + consumer * Traits::kFullsApart].wait(v.parity);
       issue_product<MmaPV, true>(tOrP, tOrV.stage(v.stage), tOrO);
@@ -173,7 +176,7 @@ struct Mma {
 
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
-      Recompute<Traits>::scores(tSrS, storage.q[q.stage], storage.k[k.stage], consumer * Traits::kRowsApart);
+      Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
@@ -331,7 +334,12 @@ struct Mma {
       // the next tile's first scores are computed, this tile's O is handed over.
       // Two warpgroups keep the turn until both products are issued. Three pass it on between the two: each is faster
       // so. Where blocks may be skipped, turns are passed in those too.
-      constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2;
+      constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2 && !Traits::kScoresWait;
+      if constexpr (Traits::kWritesOutput) {
+        if (cute::elect_one_sync()) {
+          storage.q_empty.arrive();
+        }
+      }
       Turns::wait(consumer);
       issue_output();
       if constexpr (!kKeepsTurn) {
@@ -348,6 +356,29 @@ struct Mma {
       // the wait for the first would make ptxas serialise them.
       int const skipped_before_next = enter_tile();
       skipped += m_block >= 0 ? skipped_before_next : 0;
+      float inverse[2];
+      if constexpr (Traits::kScoresWait) {
+        Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors,
+                                      inverse);
+        await_output();
+        Epilogue<Traits>::write_output(params, scalars, storage, buffer, consumer, tOrO, inverse);
+        if (m_block < 0) {
+          break;
+        }
+        skip_k(skipped);
+        skip_v(skipped);
+        storage.q_full[q.stage].wait(q.parity);
+        storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
+        Turns::wait(consumer);
+        issue_scores();
+        Turns::pass(consumer);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tSrS);
+        first_softmax();
+        make_p();
+        clear(tOrO);
+        continue;
+      }
       skip_k(skipped);
       if (m_block >= 0) {
         storage.q_full[q.stage].wait(q.parity);
@@ -357,23 +388,28 @@ struct Mma {
       if constexpr (kKeepsTurn) {
         Turns::pass(consumer);
       }
-      float inverse[2];
       Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors,
                                     inverse);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tOrO);
       release_v();
       skip_v(skipped);
-      RowLooks const looks = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
-      bool const found = kMask != MaskClass::Full && looks.found();
-      if (!found) {
-        Epilogue<Traits>::hand_over(storage, buffer, consumer);
-      }
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tSrS);
-      if (found) {
-        Epilogue<Traits>::repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
-        Epilogue<Traits>::hand_over(storage, buffer, consumer);
+      if constexpr (Traits::kWritesOutput) {
+        Epilogue<Traits>::write_output(params, scalars, storage, buffer, consumer, tOrO, inverse);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tSrS);
+      } else {
+        OutputLooks<Traits> const looks = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
+        bool const found = kLooksAtOutput<Traits> && looks.found();
+        if (!found) {
+          Epilogue<Traits>::hand_over(storage, buffer, consumer);
+        }
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tSrS);
+        if (found) {
+          Epilogue<Traits>::repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
+          Epilogue<Traits>::hand_over(storage, buffer, consumer);
+        }
       }
       if (m_block < 0) {
         break;

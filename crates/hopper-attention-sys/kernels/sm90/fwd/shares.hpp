@@ -13,6 +13,7 @@
 
 #include "common/element.hpp"
 #include "common/leak.hpp"
+#include "common/overflow.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm90/cluster.hpp"
@@ -95,8 +96,8 @@ struct Shares {
       await_sums();
     }
     float inverse[2];
-    RowLooks const looks = write_columns(params, scalars, storage, way, place, row, inverse);
-    bool const found = Traits::kMask != MaskClass::Full && looks.found();
+    OutputLooks<Traits> const looks = write_columns(params, scalars, storage, way, place, row, inverse);
+    bool const found = kLooksAtOutput<Traits> && looks.found();
     if (!is_alone()) {
       await_readers();
     }
@@ -112,10 +113,10 @@ struct Shares {
 
   // Writes every so many-th group of columns, from this share's number on. The code is kept short: it runs once, so
   // that fetching it is a part of its time.
-  // The result has looked at the warp's columns, under a mask.
-  CUTE_DEVICE static RowLooks write_columns(FwdParams const& params, FwdScalars const& scalars,
-                                            typename Traits::SharedStorage const& storage, int way, int place, int row,
-                                            float (&inverse)[2]) {
+  // The result has looked at the warp's columns, if the kernel does.
+  CUTE_DEVICE static OutputLooks<Traits> write_columns(FwdParams const& params, FwdScalars const& scalars,
+                                                       typename Traits::SharedStorage const& storage, int way,
+                                                       int place, int row, float (&inverse)[2]) {
     using Element = typename Traits::Element;
     auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
     int const count = kWays * cluster_shares();        // of all shares
@@ -181,7 +182,7 @@ struct Shares {
     }
     auto* const o = reinterpret_cast<Element*>(params.o.address) + tile.batch * params.o.stride_batch +
                     tile.head * params.o.stride_head + query * params.o.stride_row + lane % 4 * 2;
-    RowLooks looks;
+    OutputLooks<Traits> looks;
     std::uint32_t before[2] = {0, 0};  // looked at two at a time
     static_assert(kMost % 2 == 0);
     auto const store = [&](bool wanted, Element* to, std::uint32_t pair) {
@@ -194,7 +195,7 @@ struct Shares {
       int const column = 8 * group(i);
       std::uint32_t const first = pack_pair<Element>(total[i].x * inverse[0], total[i].y * inverse[0]);
       std::uint32_t const second = pack_pair<Element>(total[i].z * inverse[1], total[i].w * inverse[1]);
-      if constexpr (Traits::kMask != MaskClass::Full) {
+      if constexpr (kLooksAtOutput<Traits>) {
         if (i % 2 == 1) {
           looks.see(0, before[0], first);
           looks.see(1, before[1], second);
@@ -208,7 +209,7 @@ struct Shares {
       }
     }
     if constexpr (Traits::kMask != MaskClass::Full) {
-      looks.see_sums<Element>(inverse);
+      looks.template see_sums<Element>(inverse);
     }
     return looks;
   }
@@ -216,7 +217,7 @@ struct Shares {
   // Puts right what has leaked into this share's columns, which are written.
   __device__ __noinline__ static void repair_columns(FwdParams const& params,
                                                      typename Traits::SharedStorage const& storage, int way, int place,
-                                                     RowLooks looks, float first_sum, float second_sum) {
+                                                     OutputLooks<Traits> looks, float first_sum, float second_sum) {
     float const sums[2] = {first_sum, second_sum};
     if (!looks.leaked(sums)) {
       return;
@@ -229,9 +230,9 @@ struct Shares {
     auto const owned = [&](int column) { return column / 8 % count == number; };
     auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
     __syncwarp();
-    Leaks<Traits>::repair(
+    RepairOf<Traits>::Type::repair(
         PlainOperands<Element>::of(params, tile.batch, tile.head), band_of_launch(params), first_row,
-        SoundRows::of_inverses<Element>(sums),
+        SoundRows::of_inverses<Traits>(sums),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 };

@@ -65,29 +65,44 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
   static_assert(kWays == 1 || kStages % 2 == 1, "every buffer goes from one warpgroup to the other");
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
-  static_assert(kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
+
+  // Above head dim 128 two buffers of Q would leave too little for K and V. There is one. Consumers hand it back after
+  // a tile's last scores, and write O to memory themselves. Elsewhere O goes over its own Q, and warp 1 stores it.
+  static constexpr bool kWritesOutput = kHeadDimQK > 128 || kHeadDimVO > 128;
+  static_assert(kWritesOutput || kHeadDimVO <= kHeadDimQK, "O is staged in the buffer of Q");
+  // The next tile's scores beside all of O take more registers than there are: they wait until O is written.
+  static constexpr bool kScoresWait = kHeadDimVO > 192;
 
   // Q of a tile is asked for when the O of the tile this many before has left the buffer. Tiles of one or two small key
   // blocks would wait for that store and this load in a row: they get a third buffer. Elsewhere it costs more than it
   // brings (benches/LOG.md, 8 and 9).
   // Small key blocks are for few keys: a tile has little work, and the loads and stores of several must be under way.
   // Where CTAs share tiles, a CTA has one tile.
-  static constexpr int kBuffersQ = kWays == 2 ? 1 : kTileN < 128 ? 4 : kConsumers == 2 && kHeadDimQK == 64 ? 3 : 2;
+  static constexpr int kBuffersQ = kWays == 2 || kWritesOutput           ? 1
+                                   : kTileN < 128                        ? 4
+                                   : kConsumers == 2 && kHeadDimQK == 64 ? 3
+                                                                         : 2;
+  // Records of tiles. With one buffer of Q: of the tile that is computed, the next, whose Q is loaded as soon as it
+  // may, and one whose O may not be written yet.
+  static constexpr int kRecords = kWritesOutput ? 3 : kBuffersQ;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked ? 40 : 24) : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked ? 232 : 240) : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked || (kWritesOutput && !kScoresWait) ? 40 : 24) : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked || (kWritesOutput && !kScoresWait) ? 232 : 240) : 160;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = kWays == 2;
-  static constexpr int kMostShares = kWays == 2 ? 4 : kConsumers == 2 && kTileN == 128 ? 8 : 1;
+  static constexpr int kMostShares = kWays == 2 ? 4 : kConsumers == 2 && kTileN == 128 && !kWritesOutput ? 8 : 1;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr bool kPacks = kWays == 1 && kTileN == 128;
+  static constexpr int kBytesOfTiles =
+      2 * (kBuffersQ * kTileM * kHeadDimQK + kStages * kTileN * (kHeadDimQK + kHeadDimVO));
+  static constexpr bool kHasRoomForTable = kBytesOfTiles + sizeof(TableStorage<true>) + 2048 <= 232448;
+  static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || (kWritesOutput && kHasRoomForTable));
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
@@ -120,14 +135,18 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr std::uint32_t kBytesK = kElementsK * sizeof(Element);
   static constexpr std::uint32_t kBytesV = kElementsV * sizeof(Element);
 
-  struct SharedStorage : TableStorage<kPacked> {
+  struct OneBuffer {
+    Mbarrier q_empty;
+  };
+  struct Nothing {};
+  struct SharedStorage : TableStorage<kPacked>, std::conditional_t<kWritesOutput, OneBuffer, Nothing> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
-    TileRecord tile[kBuffersQ];  // whose Q is in each buffer; batch < 0: there is none, and none will come
-    Mbarrier tile_full[kBuffersQ];
+    TileRecord tile[kRecords];  // whose Q is in each buffer; batch < 0: there is none, and none will come
+    Mbarrier tile_full[kRecords];
     Mbarrier next_wanted;
-    Mbarrier q_full[kBuffersQ];
+    Mbarrier q_full[kRecords];
     Mbarrier o_full[kBuffersQ][kConsumers];
     Mbarrier k_full[kFulls];
     Mbarrier k_empty[kStages];
