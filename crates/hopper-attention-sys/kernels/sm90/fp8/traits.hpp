@@ -113,7 +113,7 @@ struct PackedFp8KernelParams : Fp8KernelParams {
 template <bool kPacked, int kWarps>
 struct Fp8PackedStorage {};
 template <int kWarps>
-struct Fp8PackedStorage<true, kWarps> : TableStorage<true> {
+struct Fp8PackedStorage<true, kWarps> : TableStorage<kMostTableBytes> {
   PackedTile finished[kWarps];  // of each consumer warp, the tile whose O it is about to write
 };
 

@@ -94,7 +94,7 @@ struct Epilogue {
     }
     if constexpr (kLooksAtOutput<Traits>) {
       if (looks.found()) {
-        repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
+        repair(params, storage, buffer, 0, looks, inverse[0], inverse[1]);  // it knows its rows, to save a register
       }
     }
   }
@@ -117,7 +117,8 @@ struct Epilogue {
       return;
     }
     auto const tile = storage.tile[buffer];
-    int const row = consumer * 64 + thread_index_anew() / 32 % 4 * 16;
+    int const row = Traits::kWritesOutput ? thread_index_anew() / 32 * 16 - 64  // warpgroup 0 loads
+                                          : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = PlainOperands<Element>::of(params, tile);
     __syncwarp();
     using Repair = typename RepairOf<Traits>::Type;

@@ -87,8 +87,8 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kRecords = kWritesOutput ? 3 : kBuffersQ;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked || (kWritesOutput && !kScoresWait) ? 40 : 24) : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked || (kWritesOutput && !kScoresWait) ? 232 : 240) : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput ? 40 : 24) : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput ? 232 : 240) : 160;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
@@ -99,10 +99,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr int kBytesOfTiles =
-      2 * (kBuffersQ * kTileM * kHeadDimQK + kStages * kTileN * (kHeadDimQK + kHeadDimVO));
-  static constexpr bool kHasRoomForTable = kBytesOfTiles + sizeof(TableStorage<true>) + 2048 <= 232448;
-  static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || (kWritesOutput && kHasRoomForTable));
+  static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput);
+  // Above head dim 192 tiles leave little room.
+  static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
@@ -139,7 +138,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier q_empty;
   };
   struct Nothing {};
-  struct SharedStorage : TableStorage<kPacked>, std::conditional_t<kWritesOutput, OneBuffer, Nothing> {
+  struct SharedStorage : TableStorage<kTableBytes>, std::conditional_t<kWritesOutput, OneBuffer, Nothing> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
