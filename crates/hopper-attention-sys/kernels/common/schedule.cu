@@ -3,15 +3,14 @@
 // 1. Read offsets. Whatever they are, a sequence lies within the tensor, and no two sequences overlap on a packed side:
 //    an offset counts as the largest of those up to it, within [0, rows of the tensor].
 // 2. Order the sequences by classes, four to a power of two: those with the longest tiles first. In which order those
-// of
-//    a class come changes no result. A class has a range of places, of tiles and of blocks. A sequence takes what comes
-//    next of its class.
+//    of a class come changes no result. A class has a range of places, of tiles and of blocks. A sequence takes what
+//    comes next of its class.
 // 3. Write the record of each sequence, and list the record of each tile.
 //
 // It is a short kernel of which each step waits for the one before, and all other kernels wait for its end. It runs
 // once, so that its code comes from memory, which takes much of its time: so there is little code. Up to 32 sequences
-// take one warp, without barriers. Up to 1024 take one CTA, with a thread for each. More take a cluster of CTAs, where
-// the GPU has them.
+// take one warp, without barriers. Up to 1024 take one CTA, with a thread for each. Up to 4096 take one CTA, too: a
+// cluster's barriers cost 4 us. More take a cluster, where the GPU has them.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -29,7 +28,8 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kClasses = 128;
-constexpr int kMostCtas = 8;  // of a cluster, which every GPU with clusters has
+constexpr int kMostOfOneCta = 4096;  // sequences
+constexpr int kMostCtas = 8;         // of a cluster, which every GPU with clusters has
 constexpr unsigned kAll = 0xffffffffU;
 
 // The offsets and lengths of one side.
@@ -414,7 +414,7 @@ Status launch_schedule(Sequences const& sequences, ScheduleShape const& shape, C
   } else if (shape.batch <= kThreads) {
     schedule<false><<<1, cute::max(kClasses, (shape.batch + 31) / 32 * 32), 0, stream>>>(launch);
   } else {
-    int const ctas = has_clusters() ? kMostCtas : 1;
+    int const ctas = shape.batch > kMostOfOneCta && has_clusters() ? kMostCtas : 1;
     start_kernel({ctas, kThreads, 0, stream, ctas}, schedule<true>, launch);
   }
   return to_status(cudaGetLastError());
