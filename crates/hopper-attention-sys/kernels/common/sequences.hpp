@@ -49,8 +49,8 @@ struct alignas(16) SequenceHeader {
   int kv_end;
 };
 
-// The table, as `SequenceHeader, Sequence[batch], int[list size]`. Where there are many sequences, what schedule.cu
-// keeps of them while it works comes after it.
+// The table, as `SequenceHeader, Sequence[batch], int[list size]`, and in a backward the list of blocks. Where a thread
+// of schedule.cu may have several sequences, their records wait after it.
 struct SequenceTable {
   std::uint64_t address;
   int batch;
