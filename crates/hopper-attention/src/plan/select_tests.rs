@@ -456,19 +456,15 @@ fn head_dims_beyond_those_of_all_rows_are_refused_by_name() {
     }
 }
 
-/// [`table`] with rows for larger head dims, as `fwd.def` has them: only blocks of 128, 96 or 64 keys pack there.
+/// [`table`] with rows for larger head dims, as `fwd.def` has them.
 fn wide() -> Vec<KernelInfo> {
     let mut rows: Vec<_> = table().into_iter().map(|row| KernelInfo { packs: true, ..row }).collect();
     for dtype in [DType::BF16, DType::F16] {
         for mask in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
-            for (qk, vo, tile_n) in [(192, 128, 128), (192, 192, 96), (256, 256, 80), (256, 256, 64)] {
-                if mask == MaskClass::Window && tile_n == 80 {
-                    continue;
-                }
-                let index = rows.len() as u32;
-                let packs = tile_n != 80;
-                let row = row(index, mask, qk, 128);
-                rows.push(KernelInfo { dtype, head_dim_vo: vo, tile_n, packs, ..row });
+            let largest = if mask == MaskClass::Window { 64 } else { 80 };
+            for (qk, vo, tile_n) in [(192, 128, 128), (192, 192, 96), (256, 256, largest)] {
+                let row = row(rows.len() as u32, mask, qk, 128);
+                rows.push(KernelInfo { dtype, head_dim_vo: vo, tile_n, packs: true, ..row });
             }
         }
     }
@@ -510,14 +506,13 @@ fn a_pair_of_head_dims_runs_in_the_smallest_row_that_has_both() {
 }
 
 #[test]
-fn packed_problems_of_head_dim_256_take_the_row_that_packs() {
+fn packed_problems_of_large_head_dims_take_the_row_of_dense_ones() {
     let dims = Dims { head_dim_qk: 256, head_dim_vo: 256, seqlen_q: 8192, seqlen_kv: 8192, ..DIMS };
-    for (mask, dense) in [(Mask::Full, 80), (Mask::causal(), 80), (Mask::window(Some(99), None), 64)] {
+    for (mask, tile) in [(Mask::Full, 80), (Mask::causal(), 80), (Mask::window(Some(99), None), 64)] {
         let tile_n = |problem: &ForwardProblem| select(problem, &H100, &wide()).unwrap().kernel.tile_n;
         let problem = problem(dims, mask);
-        assert_eq!(tile_n(&problem), dense, "{mask}");
-        assert_eq!(tile_n(&problem.to_builder().packed(true).build().unwrap()), 64, "{mask}");
-        assert_eq!(candidates(&problem, &H100, &wide()).unwrap().len(), if dense == 80 { 2 } else { 1 });
+        assert_eq!(tile_n(&problem), tile, "{mask}");
+        assert_eq!(tile_n(&problem.to_builder().packed(true).build().unwrap()), tile, "{mask}");
     }
 }
 
