@@ -122,7 +122,7 @@ def flash_saved(p, q, k, v, torch):
     group = p["heads_q"] // p["heads_kv"]
     heads_first = [q.transpose(1, 2), *(x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k, v))]
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, is_causal=p["causal"])[:2]
-    o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device=q.device).copy_(o.transpose(1, 2))
+    o = entry.like_output(p, q, torch).copy_(o.transpose(1, 2))
     return o, lse[:, :, : entry.queries(p)].contiguous()
 
 
@@ -135,7 +135,7 @@ def flash_saved_packed(p, q, k, v, torch):
     o, lse = torch.ops.aten._flash_attention_forward(*rows, offsets, offsets, longest, longest, 0.0, causal, False, **keywords)[:2]
     if lse.dim() == 3:  # an older PyTorch: [sequences, heads, longest]
         lse = torch.cat([x[:, :length] for x, length in zip(lse, entry.lengths(p))], 1)
-    o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device=q.device).copy_(o.unsqueeze(0))
+    o = entry.like_output(p, q, torch).copy_(o.unsqueeze(0))
     return o, lse[:, : q.size(1)].unsqueeze(0).contiguous()
 
 

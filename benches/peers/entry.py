@@ -63,6 +63,23 @@ class Fp8Args(ctypes.Structure):
     )
 
 
+def values(p):
+    """The head dim of V and O: that of Q and K, if the point does not say otherwise."""
+    return p.get("head_dim_vo", p["head_dim"])
+
+
+def like_output(p, q, torch, dtype=None):
+    """Memory for O or its gradient, in the order in which Q lies, with the head dim of V."""
+    dtype, d = dtype or q.dtype, values(p)
+    if d == p["head_dim"]:
+        return torch.empty_strided(q.size(), q.stride(), dtype=dtype, device=q.device)
+    # The dimensions of Q from the outermost to the innermost.
+    order = sorted(range(4), key=lambda axis: (-q.stride(axis), axis))
+    shape = (*q.shape[:3], d)
+    o = torch.empty([shape[axis] for axis in order], dtype=dtype, device=q.device)
+    return o.permute([order.index(axis) for axis in range(4)])
+
+
 def queries(p):
     """The queries of a sequence: as many as keys, if the point does not say otherwise."""
     return p.get("queries", p["seqlen"])
@@ -98,7 +115,7 @@ def filled(kind, p, tensors, lse, stream, offsets=None):
     if offsets is not None:
         a.batch, a.cu_seqlens, a.longest = len(lengths(p)), offsets.data_ptr(), max(lengths(p))
     a.heads_q, a.heads_kv = p["heads_q"], p["heads_kv"]
-    a.head_dim_qk = a.head_dim_vo = p["head_dim"]
+    a.head_dim_qk, a.head_dim_vo = p["head_dim"], values(p)
     a.dtype = DTYPES[p["dtype"]]
     window = p.get("window")
     a.mask = MASKS["window" if window is not None else "causal" if p["causal"] else "full"]

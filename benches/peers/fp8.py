@@ -80,7 +80,7 @@ class EntryFp8:
         torch, p = self.torch, operands.p
         q, k, v = operands.stored
         self.operands = operands  # what the addresses lead to
-        self.o = torch.empty_strided(q.size(), q.stride(), dtype=torch.bfloat16, device=q.device).fill_(float("nan"))
+        self.o = entry.like_output(p, q, torch, torch.bfloat16).fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], p["seqlen"]), float("nan"), dtype=torch.float32, device=q.device)
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
         self.offsets = self.library.offsets(p, torch)
@@ -168,7 +168,7 @@ class CudnnFp8:
             use_causal_mask=p["causal"],
         )  # fmt: skip
         like = operands.stored[0]
-        self.o = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+        self.o = entry.like_output(p, like, torch)
         self.o.view(torch.uint8).fill_(0x7F)  # NaN
         self.stats = torch.full((p["batch"], p["heads_q"], p["seqlen"], 1), float("nan"), dtype=torch.float32, device="cuda")
         self.lse = self.stats[..., 0]

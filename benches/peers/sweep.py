@@ -38,7 +38,7 @@ CEILING_ITERS = 10
 SIZE = 8192
 COPY_BYTES = 1 << 30
 # How operations are counted, in the words of a report; benches/src/harness/mod.rs has the same.
-FLOPS = "forward FLOPs 4*s*s*d*h*b, halved when causal, of the pairs kept with a window, packed sequences one by one; backward 2.5 times as many"
+FLOPS = "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window, packed sequences one by one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b"
 
 # What our second run at a packed point is called: our name and this. It computes the dense batch that `hattn` chose for the point.
 DENSE = "-dense"
@@ -58,7 +58,7 @@ class Entry:
     def prepare(self, p, q, k, v):
         torch = self.torch
         self.offsets = self.library.offsets(p, torch)
-        self.o = torch.empty_strided(q.size(), q.stride(), dtype=q.dtype, device="cuda").fill_(float("nan"))
+        self.o = entry.like_output(p, q, torch).fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], entry.queries(p)), float("nan"), dtype=torch.float32, device="cuda")
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
         self.args = entry.filled(entry.Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream, self.offsets)
@@ -76,6 +76,21 @@ class Entry:
 
 class Dense(Entry):
     """Our library once more, on the dense batch of each packed point."""
+
+
+# Head dims that a peer takes where that of V is another than that of Q and K, and the largest that it takes where both are equal. A
+# call with others may fail in the middle of a kernel, or be given to another kernel without a word.
+PAIRS = {"cudnn": {(192, 128)}, "fa2": set(), "fa3": {(192, 128)}, "fa4": {(192, 128)}}
+LARGEST = 256
+
+
+def refuse_dims(name, p):
+    """Raises a RuntimeError where a peer has no kernel for the point's head dims."""
+    dims = p["head_dim"], entry.values(p)
+    if dims[0] != dims[1] and dims not in PAIRS.get(name, set()):
+        raise RuntimeError(f"{entry.STATUS[2]}: {name} is not asked for head dims {dims[0]} and {dims[1]}")
+    if max(dims) > LARGEST:
+        raise RuntimeError(f"{entry.STATUS[2]}: {name} takes head dims up to {LARGEST}")
 
 
 class Sdpa:
@@ -100,6 +115,7 @@ class Sdpa:
             raise RuntimeError(f"{entry.STATUS[2]}: this backend has no window")
         if p["causal"] and entry.queries(p) != p["seqlen"]:
             raise RuntimeError(f"{entry.STATUS[2]}: this backend's causal mask lies at the other corner")
+        refuse_dims(self.name, p)
         # Views: SDPA's logical order is BHSD, and both backends take any strides with a unit inner one.
         self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
         self.keywords = {"is_causal": p["causal"]}
@@ -121,6 +137,7 @@ class SdpaFlash(Sdpa):
         self.torch = torch
 
     def prepare(self, p, q, k, v):
+        refuse_dims(self.name, p)
         self.packed = entry.lengths(p) is not None
         if not self.packed:
             return super().prepare(p, q, k, v)
@@ -152,6 +169,7 @@ class Flash:
         return {"file": self.package, "version": self.version}
 
     def prepare(self, p, q, k, v):
+        refuse_dims(self.name, p)
         self.function, self.qkv, self.keywords = self.dense, (q, k, v), {"causal": p["causal"]}
         if p.get("window") is not None:
             self.keywords["window_size"] = (p["window"], 0)
@@ -251,9 +269,10 @@ def load(job, torch):
     return found, missing
 
 
-def drawn(p, seqlen, heads, layout, torch):
-    """A unit-variance normal tensor in f32, logically [batch, seqlen, heads, head_dim], stored as the layout says."""
-    b, d = p["batch"], p["head_dim"]
+def drawn(p, seqlen, heads, layout, torch, d=None):
+    """A unit-variance normal tensor in f32, logically [batch, seqlen, heads, head_dim], stored as the layout says. `d`: another head
+    dim than that of Q and K."""
+    b, d = p["batch"], d or p["head_dim"]
     shape = (b, seqlen, heads, d) if layout == "bshd" else (b, heads, seqlen, d)
     x = torch.randn(shape, dtype=torch.float32, device="cuda")
     return x if layout == "bshd" else x.transpose(1, 2)
@@ -267,7 +286,7 @@ def rounded(p, x, torch):
 def operands(p, layout, torch):
     """Q, K and V, of the point's class of inputs."""
     q = drawn(p, entry.queries(p), p["heads_q"], layout, torch)
-    k, v = (drawn(p, p["seqlen"], p["heads_kv"], layout, torch) for _ in "kv")
+    k, v = (drawn(p, p["seqlen"], p["heads_kv"], layout, torch, d) for d in (p["head_dim"], entry.values(p)))
     inputs.change(p, q, k, torch)
     return [rounded(p, x, torch) for x in (q, k, v)]
 
@@ -442,7 +461,7 @@ class BackwardPoint:
         self.p, self.torch = p, torch
         forward = ForwardPoint(p, layout, torch)
         q, k, v = forward.qkv
-        d_o = rounded(p, drawn(p, entry.queries(p), p["heads_q"], layout, torch), torch)
+        d_o = rounded(p, drawn(p, entry.queries(p), p["heads_q"], layout, torch, entry.values(p)), torch)
         o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
         self.given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o}
         self.reference = backward.oracle(p, q, k, v, d_o, torch)

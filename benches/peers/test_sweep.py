@@ -54,6 +54,40 @@ def compiled(source, folder, *options):
     return out
 
 
+class HeadDims(unittest.TestCase):
+    def test_a_pair_reaches_the_entry(self):
+        tensor = types.SimpleNamespace(data_ptr=lambda: 0, stride=lambda: (3, 2, 1, 1))
+        fields = {}
+        for p in (POINT, {**POINT, "head_dim": 192, "head_dim_vo": 128}):
+            a = entry.filled(entry.Args, p, dict.fromkeys("qkvo", tensor), tensor, None)
+            fields[entry.values(p)] = (a.head_dim_qk, a.head_dim_vo, round(a.softmax_scale**-2))
+        self.assertEqual(fields, {64: (64, 64, 64), 128: (192, 128, 192)})
+
+    def test_peers_are_asked_for_what_they_take(self):
+        taken = {}
+        for name in ("cudnn", "fa2", "fa3", "fa4"):
+            for dims in ((64, 64), (256, 256), (264, 264), (192, 128), (128, 192)):
+                with contextlib.suppress(RuntimeError):
+                    sweep.refuse_dims(name, {"head_dim": dims[0], "head_dim_vo": dims[1]})
+                    taken.setdefault(dims, []).append(name)
+        self.assertEqual({dims: len(names) for dims, names in taken.items()}, {(64, 64): 4, (256, 256): 4, (192, 128): 3})
+        self.assertNotIn("fa2", taken[192, 128])
+        with self.assertRaisesRegex(RuntimeError, "unsupported problem: fa2 is not asked for head dims 192 and 128"):
+            sweep.refuse_dims("fa2", {"head_dim": 192, "head_dim_vo": 128})
+
+    def test_outputs_lie_as_queries_do(self):
+        try:
+            import torch
+        except ImportError as error:
+            self.skipTest(f"no torch: {error}")
+        for q in (torch.empty(2, 5, 3, 24), torch.empty(2, 3, 5, 24).transpose(1, 2), torch.empty(1, 1, 3, 24)):
+            o = entry.like_output({"head_dim": 24, "head_dim_vo": 8}, q, torch)
+            self.assertEqual((tuple(o.shape), o.numel()), ((*q.shape[:3], 8), o.untyped_storage().nbytes() // 4))
+            self.assertEqual([step // 8 for step in o.stride()[:3]], [step // 24 for step in q.stride()[:3]])
+            same = entry.like_output({"head_dim": 24}, q, torch, torch.bfloat16)
+            self.assertEqual((same.stride(), same.dtype), (q.stride(), torch.bfloat16))
+
+
 class Entry(unittest.TestCase):
     def test_structs_match_the_header(self):
         structs = {"hattn_peer_fwd_args": entry.Args, "hattn_peer_bwd_args": entry.BackwardArgs, "hattn_peer_fwd_fp8_args": entry.Fp8Args}
@@ -622,15 +656,15 @@ class Sweep(unittest.TestCase):
     def test_outputs_in_tuples(self):
         for answer in ("o", ("o", "lse"), ["o", None]):
             peer = sweep.Flash("fa3", lambda *qkv, causal: answer, "package", "1")
-            peer.prepare({"causal": True}, 1, 2, 3)
+            peer.prepare({"head_dim": 64, "causal": True}, 1, 2, 3)
             self.assertEqual(peer.call(), "o")
 
     def test_windows_reach_the_peers_that_have_them(self):
         peer = sweep.Flash("fa3", lambda *qkv, **keywords: keywords, "package", "1")
-        peer.prepare({"causal": True, "window": 1024}, 1, 2, 3)
+        peer.prepare({"head_dim": 64, "causal": True, "window": 1024}, 1, 2, 3)
         self.assertEqual(peer.call(), {"causal": True, "window_size": (1024, 0)})
         with self.assertRaisesRegex(RuntimeError, entry.STATUS[2]):
-            object.__new__(sweep.Sdpa).prepare({"causal": True, "window": 1024}, 1, 2, 3)
+            object.__new__(sweep.Sdpa).prepare({"head_dim": 64, "causal": True, "window": 1024}, 1, 2, 3)
 
     def test_flash_attention_4_is_called_and_asked_for_gradients_of_its_output_alone(self):
         torch, asked = FakeTorch(), []

@@ -83,7 +83,7 @@ fn title(result: &PointReport) -> String {
     let grouped = if p.group() == 1 { String::new() } else { format!(", {} query heads a key head", p.group()) };
     let (packed, inputs) = (p.packed_words(), p.named_inputs(", inputs "));
     let (pass, mask) = (p.direction.word(), p.mask_name());
-    format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{packed}{inputs}", p.dtype, p.head_dim)
+    format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{packed}{inputs}", p.dtype, p.head_dims())
 }
 
 /// What one library reached.

@@ -66,7 +66,7 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
             let mut record = vec![
                 p.direction.to_string(),
                 p.dtype.to_string(),
-                p.head_dim.to_string(),
+                p.head_dims().to_string(),
                 p.mask_name(),
                 p.seqlen.to_string(),
                 p.seqlen_q().to_string(),

@@ -94,7 +94,7 @@ impl Numbers {
             heads_q: size(point.heads_q)?,
             heads_kv: size(point.heads_kv)?,
             head_dim_qk: size(point.head_dim)?,
-            head_dim_vo: size(point.head_dim)?,
+            head_dim_vo: size(point.head_dims().vo)?,
             dtype: match point.dtype {
                 Precision::F16 => 0,
                 Precision::Bf16 => 1,

@@ -1,5 +1,6 @@
 //! Points of a sweep, and what they cost.
 
+mod head_dims;
 mod packed;
 
 use std::fmt;
@@ -11,6 +12,7 @@ use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mas
 use hopper_attention_verify::inputs::Class;
 use serde::{Deserialize, Serialize};
 
+pub use head_dims::HeadDims;
 pub use packed::{DENSE, Kind, Packed};
 
 use crate::text::thousands;
@@ -118,7 +120,8 @@ impl FromStr for PointMask {
     }
 }
 
-/// One point of a sweep: equal head dims, and equal query and key lengths but where `queries` says otherwise.
+/// One point of a sweep: equal head dims but where `head_dim_vo` says otherwise, and equal query and key lengths but where `queries`
+/// does.
 ///
 /// The tensors of a packed point have one batch element, with the rows of all sequences.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -132,8 +135,11 @@ pub struct Point {
     pub heads_q: usize,
     /// Key heads, a divisor of `heads_q`.
     pub heads_kv: usize,
-    /// Length of a query, key, value and output row.
+    /// Length of a query and a key, and of a value and an output where `head_dim_vo` is not given.
     pub head_dim: usize,
+    /// Length of a value and an output, where it is not `head_dim`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head_dim_vo: Option<usize>,
     /// Whether a query sees the keys up to its own only.
     pub causal: bool,
     /// With `causal`: how many keys before its own a query sees; all of them without.
@@ -162,11 +168,12 @@ impl Point {
     /// Where a size is 0 or past the library's limit, where heads do not divide, or where the sizes are too large together.
     pub fn check(&self) -> Result<()> {
         let Self { heads_q, heads_kv, head_dim, seqlen, batch, causal, .. } = *self;
-        let queries = self.seqlen_q();
+        let (queries, HeadDims { vo, .. }) = (self.seqlen_q(), self.head_dims());
         for (name, size) in [
             ("heads_q", heads_q),
             ("heads_kv", heads_kv),
             ("head_dim", head_dim),
+            ("head_dim_vo", vo),
             ("seqlen", seqlen),
             ("queries", queries),
             ("batch", batch),
@@ -175,8 +182,10 @@ impl Point {
         }
         ensure!(heads_q % heads_kv == 0, "heads_q {heads_q} with heads_kv {heads_kv}; allowed: a multiple of heads_kv");
         ensure!(!causal || queries <= seqlen, "{queries} queries on {seqlen} keys, causal; allowed: as many or fewer");
-        let elements =
-            [batch, seqlen.max(queries), heads_q, head_dim].into_iter().map(|size| size as u128).product::<u128>();
+        let elements = [batch, seqlen.max(queries), heads_q, head_dim.max(vo)]
+            .into_iter()
+            .map(|size| size as u128)
+            .product::<u128>();
         ensure!(elements < MAX_ELEMENTS, "q of {elements} elements; allowed: below {MAX_ELEMENTS}");
         let operations = 10 * elements * seqlen as u128;
         ensure!(operations < MAX_OPERATIONS, "{operations} operations; allowed: below {MAX_OPERATIONS}");
@@ -191,6 +200,11 @@ impl Point {
     pub(crate) fn checked(self) -> Result<Self> {
         self.check().with_context(|| format!("the point {self}"))?;
         Ok(self)
+    }
+
+    /// The head dim of Q and K, and that of V and O.
+    pub fn head_dims(&self) -> HeadDims {
+        HeadDims { qk: self.head_dim, vo: self.head_dim_vo.unwrap_or(self.head_dim) }
     }
 
     /// Queries in a sequence.
@@ -237,7 +251,7 @@ impl Point {
     /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
     /// length, or not), and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
-        let Self { direction, dtype, head_dim, .. } = self;
+        let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
         let lopsided = if self.queries.is_some() { "-lopsided" } else { "" };
         let packed = match &self.packed {
@@ -246,7 +260,7 @@ impl Point {
             Some(_) => format!("-ragged{}", thousands(self.seqlen)),
         };
         let inputs = self.named_inputs("-");
-        format!("{direction}-{dtype}-d{head_dim}-{}{grouped}{lopsided}{packed}{inputs}", self.mask_name())
+        format!("{direction}-{dtype}-d{head_dims}-{}{grouped}{lopsided}{packed}{inputs}", self.mask_name())
     }
 
     /// What a chart or a table says of the sequences of its points; nothing where they are not packed.
@@ -271,14 +285,16 @@ impl Point {
 
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
     /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, or causal with fewer queries than keys, 4
-    /// for each of the head dim's elements and each pair of a query and a key that it sees. The backward has five
-    /// products: 2.5 times the forward's. Packed sequences are counted one by one.
+    /// for each of the head dim's elements and each pair of a query and a key that it sees. Where head dims differ, half of
+    /// them are of either. The backward has five products: 2.5 times the forward's, three with the head dim of Q and K and
+    /// two with that of V. Packed sequences are counted one by one.
     pub fn flops(&self) -> u64 {
-        let products = match self.direction {
-            Direction::Fwd => 2,
-            Direction::Bwd => 5,
+        let HeadDims { qk, vo } = self.head_dims();
+        let columns = match self.direction {
+            Direction::Fwd => qk + vo,
+            Direction::Bwd => 3 * qk + 2 * vo,
         };
-        let each = 2 * products * (self.head_dim * self.heads_q) as u64;
+        let each = 2 * (columns * self.heads_q) as u64;
         match &self.packed {
             Some(packed) => packed.lengths.iter().map(|&length| self.flops_of_one(each, [length; 2])).sum(),
             None => self.flops_of_one(each * self.batch as u64, [self.seqlen_q(), self.seqlen]),
@@ -331,15 +347,16 @@ impl Point {
     /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once; in the backward Q, K, V,
     /// O, dO and the LSE read once, dQ, dK and dV written once.
     pub fn bytes(&self) -> u64 {
+        let HeadDims { qk, vo } = self.head_dims();
         let tensors = match self.direction {
-            Direction::Fwd => 2, // with the heads of Q, and as many with those of K
-            Direction::Bwd => 4,
+            Direction::Fwd => 1, // of each head dim with the heads of Q, and as many with those of K
+            Direction::Bwd => 2,
         };
         let [queries, keys] = [self.seqlen_q(), self.seqlen].map(|length| self.batch * length);
-        let elements = tensors * self.head_dim * (queries * self.heads_q + keys * self.heads_kv);
+        let elements = tensors * (qk + vo) * (queries * self.heads_q + keys * self.heads_kv);
         let lse = queries * self.heads_q * size_of::<f32>();
         // O of e4m3 operands has 16 bits; their few factors are not counted.
-        let wider = if self.dtype == Precision::E4m3 { queries * self.head_dim * self.heads_q } else { 0 };
+        let wider = if self.dtype == Precision::E4m3 { queries * vo * self.heads_q } else { 0 };
         (elements * self.dtype.dtype().bytes() + wider + lse) as u64
     }
 
@@ -350,7 +367,8 @@ impl Point {
     pub fn problem(&self) -> hopper_attention::Result<ForwardProblem> {
         let dims = Dims::new(self.sequences(), self.seqlen_q(), self.heads_q, self.head_dim)
             .with_seqlen_kv(self.seqlen)
-            .with_heads_kv(self.heads_kv);
+            .with_heads_kv(self.heads_kv)
+            .with_head_dim_vo(self.head_dims().vo);
         let mask = match (self.causal, self.window) {
             (false, _) => Mask::Full,
             (true, None) => Mask::causal(),
@@ -371,47 +389,66 @@ impl Point {
         BackwardProblem::builder(&self.problem()?).build()
     }
 
-    /// The layout of Q, O and their gradients, logically `[batch, seqlen_q, heads_q, head_dim]`.
+    /// The layout of Q and dQ, logically `[batch, seqlen_q, heads_q, head_dim]`.
     ///
     /// # Errors
     /// When the sizes overflow.
     pub fn q_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
-        self.layout(self.seqlen_q(), self.heads_q, order)
+        self.layout([self.seqlen_q(), self.heads_q, self.head_dim], order)
     }
 
-    /// The layout of K, V and their gradients, logically `[batch, seqlen, heads_kv, head_dim]`.
+    /// The layout of K and dK, logically `[batch, seqlen, heads_kv, head_dim]`.
     ///
     /// # Errors
     /// When the sizes overflow.
-    pub fn kv_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
-        self.layout(self.seqlen, self.heads_kv, order)
+    pub fn k_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
+        self.layout([self.seqlen, self.heads_kv, self.head_dim], order)
     }
 
-    fn layout(&self, seqlen: usize, heads: usize, order: Order) -> hopper_attention::Result<Layout<4>> {
-        let shape = [self.batch, seqlen, heads, self.head_dim];
-        let [s, h, d] = [seqlen, heads, self.head_dim].map(|n| n as i64);
+    /// The layout of V and dV: that of K with the head dim of V.
+    ///
+    /// # Errors
+    /// When the sizes overflow.
+    pub fn v_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
+        self.layout([self.seqlen, self.heads_kv, self.head_dims().vo], order)
+    }
+
+    /// The layout of O and dO: that of Q with the head dim of V.
+    ///
+    /// # Errors
+    /// When the sizes overflow.
+    pub fn o_layout(&self, order: Order) -> hopper_attention::Result<Layout<4>> {
+        self.layout([self.seqlen_q(), self.heads_q, self.head_dims().vo], order)
+    }
+
+    fn layout(&self, sizes: [usize; 3], order: Order) -> hopper_attention::Result<Layout<4>> {
+        let [seqlen, heads, head_dim] = sizes;
+        let shape = [self.batch, seqlen, heads, head_dim];
+        let [s, h, d] = sizes.map(|n| n as i64);
         match order {
             Order::Bshd => Layout::contiguous(shape),
             Order::Bhsd => Layout::with_strides(shape, [s * h * d, d, s * d, 1]),
         }
     }
 
-    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more. Of a packed point also of
-    /// its dense one.
+    /// Elements of a tensor with this many heads, of queries or of keys, whichever are more, and of the larger head dim. Of a
+    /// packed point also of its dense one.
     pub fn elements(&self, heads: usize) -> usize {
-        let own = self.batch * self.seqlen.max(self.seqlen_q()) * heads * self.head_dim;
+        let HeadDims { qk, vo } = self.head_dims();
+        let own = self.batch * self.seqlen.max(self.seqlen_q()) * heads * qk.max(vo);
         self.dense().map_or(own, |dense| own.max(dense.elements(heads)))
     }
 }
 
-/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`.
+/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
+/// and Q and K of 192 with V of 128 are `d192x128`.
 /// Packed sequences are `lognormal512/t16384/b32`. Where inputs are not normal, their class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { direction, dtype, heads_q, heads_kv, head_dim, .. } = self;
+        let (Self { direction, dtype, heads_q, heads_kv, .. }, head_dims) = (self, self.head_dims());
         let (mask, lengths, inputs) = (self.mask_name(), self.lengths(), self.named_inputs("/"));
         let (s, batch) = (if self.packed.is_some() { "" } else { "s" }, self.sequences());
-        write!(f, "{direction}/{dtype}/d{head_dim}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{inputs}")
+        write!(f, "{direction}/{dtype}/d{head_dims}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{inputs}")
     }
 }
 
@@ -421,15 +458,20 @@ mod tests {
     use crate::Sweep;
 
     fn paper(seqlen: usize, head_dim: usize) -> Point {
-        let sweep =
-            Sweep { seqlens: vec![seqlen], dims: vec![head_dim], masks: vec![PointMask::Full], ..Sweep::papers() };
+        let sweep = Sweep {
+            seqlens: vec![seqlen],
+            dims: vec![head_dim.into()],
+            masks: vec![PointMask::Full],
+            ..Sweep::papers()
+        };
         sweep.points().unwrap().remove(0)
     }
 
     #[test]
     fn a_quarter_as_many_queries_as_keys() {
         let masks = vec![PointMask::Full, PointMask::Causal, PointMask::Window(3)];
-        let sweep = Sweep { quarter: true, masks, seqlens: vec![8, 3], dims: vec![64], hidden: 128, ..Sweep::papers() };
+        let sweep =
+            Sweep { quarter: true, masks, seqlens: vec![8, 3], dims: vec![64.into()], hidden: 128, ..Sweep::papers() };
         for point in sweep.points().unwrap() {
             let (queries, keys) = (point.seqlen_q(), point.seqlen);
             assert_eq!(queries, (keys / 4).max(1));
@@ -439,7 +481,7 @@ mod tests {
             let sees = |q, kv| mask.keep(q, kv, queries, keys) == point.keys(q).contains(&kv);
             assert!((0..queries).all(|q| (0..keys).all(|kv| sees(q, kv))), "{point}");
             assert_eq!(point.q_layout(Order::Bhsd).unwrap().shape(), [point.batch, queries, 2, 64]);
-            assert_eq!(point.kv_layout(Order::Bshd).unwrap().shape(), [point.batch, keys, 2, 64]);
+            assert_eq!(point.k_layout(Order::Bshd).unwrap().shape(), [point.batch, keys, 2, 64]);
             let text = serde_json::to_string(&point).unwrap();
             assert_eq!(serde_json::from_str::<Point>(&text).unwrap(), point);
         }
@@ -488,7 +530,8 @@ mod tests {
     #[test]
     fn windows_count_the_pairs_that_they_keep() {
         let masks = ["window:2", "window:100"].map(|text| text.parse().unwrap());
-        let sweep = Sweep { masks: masks.to_vec(), seqlens: vec![8], dims: vec![64], hidden: 64, ..Sweep::papers() };
+        let sweep =
+            Sweep { masks: masks.to_vec(), seqlens: vec![8], dims: vec![64.into()], hidden: 64, ..Sweep::papers() };
         let [narrow, wide] = sweep.points().unwrap()[..2].to_vec().try_into().unwrap();
         assert_eq!(narrow.to_string(), "fwd/bf16/d64/window2/s8/b2048/h1/kv1");
         assert_eq!((0..8).map(|query| narrow.keys(query)).collect::<Vec<_>>()[..4], [0..1, 0..2, 0..3, 1..4]);
@@ -602,7 +645,7 @@ mod tests {
                 }
             }
         }
-        let sweep = Sweep { hidden: 64, dims: vec![64], seqlens: vec![usize::MAX >> 1], ..Sweep::small() };
+        let sweep = Sweep { hidden: 64, dims: vec![64.into()], seqlens: vec![usize::MAX >> 1], ..Sweep::small() };
         let refused = format!("{:#}", sweep.points().expect_err("it was taken"));
         assert!(
             refused.contains("/s9223372036854775807/b1/h1/kv1: seqlen 9223372036854775807; allowed: 1 to"),
@@ -611,6 +654,38 @@ mod tests {
         let sweep = Sweep { seqlens: vec![1; 2000], masks: vec![PointMask::Full; 50], ..Sweep::papers() };
         let refused = sweep.points().expect_err("it was taken").to_string();
         assert_eq!(refused, "a sweep of 400000 points; allowed: up to 100000");
+    }
+
+    #[test]
+    fn pairs_of_head_dims_are_named_and_counted() {
+        let dims = HeadDims { qk: 192, vo: 128 };
+        assert_eq!(
+            ("192x128".parse(), "128".parse::<HeadDims>(), dims.to_string().as_str()),
+            (Ok(dims), Ok(128.into()), "192x128")
+        );
+        for wrong in ["", "x", "192x", "192x128x64", "-1"] {
+            assert!(wrong.parse::<HeadDims>().is_err(), "{wrong}");
+        }
+        let sweep = Sweep { dims: vec![dims, 192.into()], seqlens: vec![16384], ..Sweep::papers() };
+        let [pair, square] = [0, 2].map(|i| sweep.points().unwrap().swap_remove(i));
+        assert_eq!(pair.to_string(), "fwd/bf16/d192x128/full/s16384/b1/h16/kv16");
+        assert_eq!((pair.family(), square.family()), ("fwd-bf16-d192x128-full".into(), "fwd-bf16-d192-full".into()));
+        // Two products over 192 and 128 columns; three and two in the backward.
+        let pairs = 16 * 16384_u64.pow(2);
+        let backward = Point { direction: Direction::Bwd, ..pair.clone() };
+        assert_eq!((pair.flops(), backward.flops()), (2 * 320 * pairs, 2 * (3 * 192 + 2 * 128) * pairs));
+        assert_eq!(pair.bytes(), (2 * 320 * 2 + 4) * 16 * 16384);
+        let shape = |layout: hopper_attention::Result<Layout<4>>| layout.unwrap().shape();
+        let order = Order::Bhsd;
+        assert_eq!(shape(pair.q_layout(order)), [1, 16384, 16, 192]);
+        assert_eq!(shape(pair.o_layout(order)), [1, 16384, 16, 128]);
+        assert_eq!(shape(pair.v_layout(order)), shape(pair.o_layout(order)));
+        assert_eq!(pair.problem().unwrap().v_shape(), [1, 16384, 16, 128]);
+        let text = serde_json::to_string(&pair).unwrap();
+        assert!(text.contains(r#""head_dim":192,"head_dim_vo":128"#), "{text}");
+        assert_eq!(serde_json::from_str::<Point>(&text).unwrap(), pair);
+        assert!(!serde_json::to_string(&square).unwrap().contains("head_dim_vo"));
+        assert!(serde_json::to_string(&sweep).unwrap().contains(r#""dims":["192x128",192]"#));
     }
 
     #[test]

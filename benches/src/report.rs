@@ -391,7 +391,7 @@ pub(crate) mod tests {
     pub(crate) fn report() -> Report {
         let sweep = Sweep {
             dtypes: vec![Precision::Bf16],
-            dims: vec![64],
+            dims: vec![64.into()],
             masks: vec![crate::PointMask::Causal],
             seqlens: vec![512, 1024],
             ..Sweep::papers()

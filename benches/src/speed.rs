@@ -246,7 +246,7 @@ fn families<'a>(points: &[&'a PointReport]) -> Vec<Vec<&'a PointReport>> {
 fn words(p: &Point) -> String {
     let grouped = if p.group() == 1 { String::new() } else { format!(", GQA {}", p.group()) };
     let (packed, inputs) = (p.packed_words(), p.named_inputs(", "));
-    format!("{}, head dim {}, {}{grouped}{packed}{inputs}", p.dtype, p.head_dim, p.mask_name())
+    format!("{}, head dim {}, {}{grouped}{packed}{inputs}", p.dtype, p.head_dims(), p.mask_name())
 }
 
 fn mean(ratios: Vec<f64>) -> String {

@@ -4,11 +4,11 @@ use anyhow::{Result, ensure};
 use hopper_attention_verify::inputs::Class;
 use serde::Serialize;
 
-use crate::{Direction, Packed, Point, PointMask, Precision};
+use crate::{Direction, HeadDims, Packed, Point, PointMask, Precision};
 
 /// Tokens a batch in the papers' setting: the batch shrinks as sequences grow.
 pub const TOKENS: usize = 16384;
-/// Hidden size in the papers' setting: `heads_q * head_dim`.
+/// Hidden size in the papers' setting: `heads_q * head_dim`. See [`Sweep::hidden`].
 pub const HIDDEN: usize = 2048;
 
 /// Points of one sweep.
@@ -28,7 +28,7 @@ pub struct Sweep {
     /// Query heads that share a key head.
     pub gqa: Vec<usize>,
     /// Head dims.
-    pub dims: Vec<usize>,
+    pub dims: Vec<HeadDims>,
     /// Masks.
     pub masks: Vec<PointMask>,
     /// Lengths.
@@ -37,7 +37,8 @@ pub struct Sweep {
     pub tokens: usize,
     /// The batch, whatever the tokens.
     pub batch: Option<usize>,
-    /// `heads_q * head_dim`.
+    /// `heads_q * head_dim`, with the head dim of V. Where a head dim does not divide it, there are as many heads as the
+    /// largest power of two that fits: 8 of 192 in 2048.
     pub hidden: usize,
     /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch`
     /// and `hidden`.
@@ -82,7 +83,7 @@ impl Sweep {
             directions: vec![Direction::Fwd],
             dtypes: vec![Precision::Bf16, Precision::F16],
             gqa: vec![1],
-            dims: vec![64, 128],
+            dims: vec![64.into(), 128.into()],
             masks: vec![PointMask::Full, PointMask::Causal],
             seqlens: vec![512, 1024, 2048, 4096, 8192, 16384],
             tokens: TOKENS,
@@ -139,10 +140,10 @@ impl Sweep {
         let mut normal = Vec::new();
         for &direction in &self.directions {
             for &dtype in &self.dtypes {
-                for (head_dim, heads) in self.heads() {
-                    self.lengths(direction, dtype, heads?, head_dim, &mut normal)?;
+                for (head_dims, heads) in self.heads() {
+                    self.lengths(direction, dtype, heads?, head_dims, &mut normal)?;
                     if self.lopsided {
-                        Self::lopsided(direction, dtype, head_dim, &mut normal)?;
+                        Self::lopsided(direction, dtype, head_dims, &mut normal)?;
                     }
                 }
             }
@@ -160,7 +161,7 @@ impl Sweep {
     }
 
     /// Head dims, each with numbers of query heads and KV heads. They are errors where they do not divide.
-    fn heads(&self) -> Vec<(usize, Result<[usize; 2]>)> {
+    fn heads(&self) -> Vec<(HeadDims, Result<[usize; 2]>)> {
         if self.few_heads {
             return FEW_HEADS
                 .into_iter()
@@ -172,15 +173,17 @@ impl Sweep {
     }
 
     /// The heads of the hidden size.
-    fn heads_of(&self, head_dim: usize, group: usize) -> Result<[usize; 2]> {
-        let (hidden, heads_q) = (self.hidden, self.hidden / head_dim.max(1));
+    fn heads_of(&self, head_dims: HeadDims, group: usize) -> Result<[usize; 2]> {
+        let (hidden, head_dim) = (self.hidden, head_dims.vo);
         ensure!(
-            head_dim > 0 && heads_q * head_dim == hidden,
-            "head dim {head_dim} does not divide the hidden size {hidden}; --hidden sets another"
+            head_dim > 0 && head_dim <= hidden,
+            "head dim {head_dims} in a hidden size of {hidden}; allowed: 1 to {hidden}, and --hidden sets another size"
         );
+        let heads = hidden / head_dim;
+        let heads_q = if heads * head_dim == hidden { heads } else { 1 << heads.ilog2() };
         ensure!(
             group > 0 && heads_q % group == 0,
-            "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dim}"
+            "--gqa {group} does not divide the {heads_q} query heads of head dim {head_dims}"
         );
         Ok([heads_q, heads_q / group])
     }
@@ -191,9 +194,10 @@ impl Sweep {
         direction: Direction,
         dtype: Precision,
         [heads_q, heads_kv]: [usize; 2],
-        head_dim: usize,
+        head_dims: HeadDims,
         points: &mut Vec<Point>,
     ) -> Result<()> {
+        let (head_dim, head_dim_vo) = apart(head_dims);
         let sequences = self.sequences();
         for &mask in &self.masks {
             let (causal, window) = match mask {
@@ -206,7 +210,7 @@ impl Sweep {
                 let inputs = Class::Normal;
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch, inputs, packed,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed,
                 };
                 points.push(point.checked()?);
             }
@@ -246,18 +250,24 @@ impl Sweep {
     }
 
     /// The points of [`LOPSIDED`].
-    fn lopsided(direction: Direction, dtype: Precision, head_dim: usize, points: &mut Vec<Point>) -> Result<()> {
+    fn lopsided(direction: Direction, dtype: Precision, dims: HeadDims, points: &mut Vec<Point>) -> Result<()> {
+        let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
             let (inputs, packed) = (Class::Normal, None);
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, causal, window, seqlen, queries, batch, inputs, packed,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed,
             };
             points.push(point.checked()?);
         }
         Ok(())
     }
+}
+
+/// As a point has them.
+fn apart(HeadDims { qk, vo }: HeadDims) -> (usize, Option<usize>) {
+    (qk, (vo != qk).then_some(vo))
 }
 
 #[cfg(test)]
@@ -357,7 +367,7 @@ mod tests {
     /// On the CPU everything is as many times shorter as a batch has fewer tokens.
     #[test]
     fn small_packed_sequences() {
-        let sweep = Sweep { packed: vec![256, 1024], dims: vec![64], ..Sweep::small() };
+        let sweep = Sweep { packed: vec![256, 1024], dims: vec![64.into()], ..Sweep::small() };
         let points = sweep.points().unwrap();
         assert_eq!(points[3].lengths(), "lognormal8/t256");
         assert_eq!(points[12].lengths(), "documents64/t1024");
@@ -388,15 +398,22 @@ mod tests {
     #[test]
     fn what_does_not_divide_is_refused() {
         let refused = |sweep: Sweep| sweep.points().unwrap_err().to_string();
-        assert!(refused(Sweep { dims: vec![96], ..Sweep::papers() }).contains("head dim 96"));
+        assert!(
+            refused(Sweep { dims: vec![96.into()], hidden: 64, ..Sweep::small() })
+                .contains("head dim 96 in a hidden size of 64")
+        );
         assert!(refused(Sweep { gqa: vec![5], ..Sweep::papers() }).contains("--gqa 5"));
     }
 
     #[test]
     fn batch_and_tokens() {
         let batches = |sweep: Sweep| sweep.points().unwrap().iter().map(|p| p.batch).collect::<Vec<_>>();
-        let one =
-            Sweep { dims: vec![64], masks: vec![PointMask::Causal], dtypes: vec![Precision::F16], ..Sweep::papers() };
+        let one = Sweep {
+            dims: vec![64.into()],
+            masks: vec![PointMask::Causal],
+            dtypes: vec![Precision::F16],
+            ..Sweep::papers()
+        };
         assert_eq!(batches(Sweep { tokens: 2048, ..one.clone() }), [4, 2, 1, 1, 1, 1]);
         assert_eq!(batches(Sweep { batch: Some(3), ..one }), [3; 6]);
     }

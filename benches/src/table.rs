@@ -26,7 +26,7 @@ pub fn points(report: &Report) -> Table {
     table.set_header(header.map(name));
     for result in &report.points {
         let p = &result.point;
-        let sizes = [p.head_dim.to_string(), p.mask_name(), p.group().to_string(), p.lengths()];
+        let sizes = [p.head_dims().to_string(), p.mask_name(), p.group().to_string(), p.lengths()];
         let mut row: Vec<Cell> =
             [p.direction.to_string(), p.dtype.to_string()].into_iter().chain(sizes).map(Cell::new).collect();
         row.extend((!normal).then(|| Cell::new(p.inputs)));

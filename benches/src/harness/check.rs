@@ -61,8 +61,8 @@ struct Written<'a> {
 fn written<'a, T>(task: &'a Task<'_, T>) -> Vec<Written<'a>> {
     let named = |name, layout| Written { name, layout };
     match task.point.direction {
-        Direction::Fwd => vec![named("o", &task.q)],
-        Direction::Bwd => vec![named("d_q", &task.q), named("d_k", &task.kv), named("d_v", &task.kv)],
+        Direction::Fwd => vec![named("o", &task.o)],
+        Direction::Bwd => vec![named("d_q", &task.q), named("d_k", &task.k), named("d_v", &task.v)],
     }
 }
 
@@ -104,7 +104,7 @@ impl<'a, T: Float> Expected<'a, T> {
         let (Direction::Fwd, Some(o)) = (self.task.point.direction, outputs.tensors.first()) else { return None };
         let (mut squares, mut of_exact, mut largest) = (0.0, 0.0, 0.0);
         for row in self.rows.iter().filter(|row| !is_nan(self.task.point, row.at)) {
-            for (got, exact) in values(o, &self.task.q, row.at).into_iter().zip(&row.exact) {
+            for (got, exact) in values(o, &self.task.o, row.at).into_iter().zip(&row.exact) {
                 squares += (got - exact).powi(2);
                 of_exact += exact.powi(2);
                 largest = worse((got - exact).abs(), largest);
@@ -184,7 +184,7 @@ fn stray<T: Float>(task: &Task<'_, T>, outputs: &Outputs<T>) -> [usize; 2] {
     for query in queries {
         for (batch, head) in (0..point.batch).flat_map(|batch| (0..point.heads_q).map(move |head| (batch, head))) {
             let place = (batch * point.heads_q + head) * point.seqlen_q() + query;
-            let row = outputs.tensors.first().map(|o| values(o, &task.q, [batch, query, head])).unwrap_or_default();
+            let row = outputs.tensors.first().map(|o| values(o, &task.o, [batch, query, head])).unwrap_or_default();
             let lse = outputs.lse.get(place).map(|&lse| f64::from(lse));
             for x in row.into_iter().chain(lse) {
                 belong += 1;

@@ -36,10 +36,14 @@ impl From<anyhow::Error> for Refusal {
 /// A point and where its tensors' elements lie.
 pub(super) struct Task<'a, T> {
     pub point: &'a Point,
-    /// Of Q, O and their gradients.
+    /// Of Q and dQ.
     pub q: Layout<4>,
-    /// Of K, V and their gradients.
-    pub kv: Layout<4>,
+    /// Of K and dK.
+    pub k: Layout<4>,
+    /// Of V and dV.
+    pub v: Layout<4>,
+    /// Of O and dO.
+    pub o: Layout<4>,
     pub lse: Layout<3>,
     /// What a backward reads besides the pool: a forward's outputs.
     pub saved: Option<&'a Outputs<T>>,
@@ -50,7 +54,9 @@ impl<'a, T> Task<'a, T> {
         Ok(Self {
             point,
             q: point.q_layout(order)?,
-            kv: point.kv_layout(order)?,
+            k: point.k_layout(order)?,
+            v: point.v_layout(order)?,
+            o: point.o_layout(order)?,
             lse: Layout::contiguous([point.batch, point.heads_q, point.seqlen_q()])?,
             saved: None,
         })
@@ -65,7 +71,7 @@ impl<'a, T> Task<'a, T> {
 /// What a library wrote.
 #[derive(Clone)]
 pub(super) struct Outputs<T> {
-    /// O, laid out as Q; or dQ, dK and dV, laid out as Q, K and V.
+    /// O; or dQ, dK and dV, laid out as Q, K and V.
     pub tensors: Vec<Vec<T>>,
     /// The forward's LSE, contiguous.
     pub lse: Vec<f32>,
@@ -133,11 +139,11 @@ impl<T: Float> Pool<T> {
         };
         Ok(Self {
             q: draw(Input::Q, &task.q)?,
-            k: draw(Input::K, &task.kv)?,
-            v: draw(Input::V, &task.kv)?,
+            k: draw(Input::K, &task.k)?,
+            v: draw(Input::V, &task.v)?,
             d_o: match task.point.direction {
                 Direction::Fwd => vec![],
-                Direction::Bwd => draw(Input::DO, &task.q)?,
+                Direction::Bwd => draw(Input::DO, &task.o)?,
             },
         })
     }

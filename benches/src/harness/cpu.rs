@@ -229,7 +229,7 @@ impl<T: Float> Way<T> for Backend {
         let plan = task.point.problem()?.plan(&Device::cpu())?;
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let written =
-            (memory::filled(task.q.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
+            (memory::filled(task.o.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
         Ok(Planned { plan, offsets: offsets(task.point)?, workspace, written })
     }
 
@@ -237,9 +237,9 @@ impl<T: Float> Way<T> for Backend {
         let Planned { plan, offsets, workspace, written: (o, lse) } = ready;
         let given = Given::new(offsets)
             .read(Slot::Q, &pool.q, &task.q)?
-            .read(Slot::K, &pool.k, &task.kv)?
-            .read(Slot::V, &pool.v, &task.kv)?
-            .write(Slot::O, o, &task.q)?
+            .read(Slot::K, &pool.k, &task.k)?
+            .read(Slot::V, &pool.v, &task.v)?
+            .write(Slot::O, o, &task.o)?
             .write(Slot::Lse, lse, &task.lse)?;
         Ok(plan.run(&Stream::Cpu, workspace, given.args)?)
     }
@@ -266,10 +266,10 @@ impl<T: Float> Way<T> for Naive {
     const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 
     fn prepare(Pool { q, k, v, .. }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
-        probe([&task.q, &task.kv, &task.kv], [&task.q])?;
-        let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv)].map(|(x, at)| Tensor::from_strided(x, at));
+        probe([&task.q, &task.k, &task.v], [&task.o])?;
+        let inputs = [(q, &task.q), (k, &task.k), (v, &task.v)].map(|(x, at)| Tensor::from_strided(x, at));
         let (problem, offsets) = (task.point.problem()?, offsets(task.point)?);
-        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.q] })
+        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.o] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {

@@ -89,7 +89,7 @@ impl<T: Float> Contestant<T> for Row<'_, T> {
         let plan = task.point.problem()?.plan_with_row(self.gpu.device(), self.row)?;
         self.ready = Some(Prepared {
             workspace: Workspace::alloc(&Stream::Cuda(stream.clone()), plan.workspace_bytes())?,
-            o: stream.clone_htod(&vec![T::from_f32(f32::NAN); task.q.span()]).map_err(driver)?,
+            o: stream.clone_htod(&vec![T::from_f32(f32::NAN); task.o.span()]).map_err(driver)?,
             lse: stream.clone_htod(&vec![f32::NAN; task.lse.span()]).map_err(driver)?,
             plan,
         });
@@ -101,9 +101,9 @@ impl<T: Float> Contestant<T> for Row<'_, T> {
         let [q, k, v] = [0, 1, 2].map(|i| self.inputs[i].as_view());
         let args = Args::new()
             .read(Slot::Q, TensorRef::cuda(q, task.q)?)
-            .read(Slot::K, TensorRef::cuda(k, task.kv)?)
-            .read(Slot::V, TensorRef::cuda(v, task.kv)?)
-            .write(Slot::O, TensorMut::cuda(o.as_view_mut(), task.q)?)
+            .read(Slot::K, TensorRef::cuda(k, task.k)?)
+            .read(Slot::V, TensorRef::cuda(v, task.v)?)
+            .write(Slot::O, TensorMut::cuda(o.as_view_mut(), task.o)?)
             .write(Slot::Lse, TensorMut::cuda(lse.as_view_mut(), task.lse)?);
         Ok(plan.run(&Stream::Cuda(self.gpu.stream().clone()), workspace, args)?)
     }

@@ -68,6 +68,7 @@ fn problems() -> [Point; 2] {
         heads_q: 4,
         heads_kv: 4,
         head_dim: 128,
+        head_dim_vo: None,
         causal,
         window: None,
         seqlen: 128,

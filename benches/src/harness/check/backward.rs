@@ -25,12 +25,12 @@ struct Query {
 impl Query {
     fn new<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Self {
         let [batch, query, head] = at;
-        let d_o = values(&pool.d_o, &task.q, at);
+        let d_o = values(&pool.d_o, &task.o, at);
         let place = (batch * task.point.heads_q + head) * task.point.seqlen_q() + query;
         // NaN where no forward was run: then nothing passes.
         let (o, lse) = task.saved.map_or((vec![f64::NAN; d_o.len()], f64::NAN), |saved| {
             let o = saved.tensors.first().map_or(&[][..], Vec::as_slice);
-            (values(o, &task.q, at), saved.lse.get(place).map_or(f64::NAN, |&lse| lse.into()))
+            (values(o, &task.o, at), saved.lse.get(place).map_or(f64::NAN, |&lse| lse.into()))
         });
         Self { q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
     }
@@ -75,7 +75,8 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
     let own = Query::new(task, pool, at);
     let mut d_q = Sum::new(task.point.head_dim);
     for key in task.point.keys(query) {
-        let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, [batch, key, head / task.point.group()]));
+        let at = [batch, key, head / task.point.group()];
+        let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
         let [_, d_s, size] = own.pair(&k, &v, scale(task));
         d_q.add(d_s, size, &k);
     }
@@ -86,8 +87,8 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
 fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Row; 2] {
     let [batch, key, head_kv] = at;
     let (point, group) = (task.point, task.point.group());
-    let [k, v] = [&pool.k, &pool.v].map(|x| values(x, &task.kv, at));
-    let (mut d_k, mut d_v) = (Sum::new(point.head_dim), Sum::new(point.head_dim));
+    let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
+    let (mut d_k, mut d_v) = (Sum::new(point.head_dim), Sum::new(point.head_dims().vo));
     for head in head_kv * group..(head_kv + 1) * group {
         for query in point.queries_of(key) {
             let query = Query::new(task, pool, [batch, query, head]);
@@ -114,7 +115,7 @@ mod tests {
             hidden: 64,
             batch: Some(2),
             seqlens: vec![seqlen],
-            dims: vec![16],
+            dims: vec![16.into()],
             gqa: vec![group],
             masks: vec![mask],
             ..Sweep::small()
@@ -134,8 +135,8 @@ mod tests {
     /// What the library's oracle says of O and the LSE, and of the gradients, in bhsd.
     fn oracles(task: &Task<'_, f32>, pool: &Pool<f32>) -> [Outputs<f32>; 2] {
         let tensor = |data: &[f32], layout| Tensor::from_strided(data, layout);
-        let [k, v] = [&pool.k, &pool.v].map(|data| tensor(data, &task.kv));
-        let [q, d_o] = [&pool.q, &pool.d_o].map(|data| tensor(data, &task.q));
+        let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(data, layout)| tensor(data, layout));
+        let [q, d_o] = [(&pool.q, &task.q), (&pool.d_o, &task.o)].map(|(data, layout)| tensor(data, layout));
         let problem = task.point.backward_problem().unwrap();
         let saved = forward(problem.forward(), &q, &k, &v).unwrap();
         let gradients = backward(&problem, &q, &k, &v, &d_o, None).unwrap();

@@ -23,14 +23,14 @@ fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usiz
     let point = task.point;
     let kv_head = head / point.group();
     let q = values(&pool.q, &task.q, [batch, query, head]);
-    let score = |key| dot(&q, &values(&pool.k, &task.kv, [batch, key, kv_head])) / (point.head_dim as f64).sqrt();
+    let score = |key| dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head])) / (point.head_dim as f64).sqrt();
     let scores: Vec<f64> = point.keys(query).map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-    let mut out = vec![0.0; point.head_dim];
+    let mut out = vec![0.0; point.head_dims().vo];
     for (key, score) in point.keys(query).zip(&scores) {
         let weight = (score - max).exp() / sum;
-        for (out, v) in out.iter_mut().zip(values(&pool.v, &task.kv, [batch, key, kv_head])) {
+        for (out, v) in out.iter_mut().zip(values(&pool.v, &task.v, [batch, key, kv_head])) {
             *out += weight * v;
         }
     }
@@ -52,7 +52,7 @@ mod tests {
             tokens: 8,
             batch: Some(2),
             seqlens: vec![4],
-            dims: vec![4],
+            dims: vec![4.into()],
             gqa: vec![2],
             ..Sweep::small()
         };

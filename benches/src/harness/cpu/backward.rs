@@ -20,7 +20,7 @@ impl<T: Float> Way<T> for Backend {
         let plan = task.point.backward_problem()?.plan(&Device::cpu())?;
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let unwritten = |layout: &Layout<4>| memory::filled(layout.span(), T::from_f32(f32::NAN));
-        let written = [unwritten(&task.q)?, unwritten(&task.kv)?, unwritten(&task.kv)?];
+        let written = [unwritten(&task.q)?, unwritten(&task.k)?, unwritten(&task.v)?];
         Ok(Planned { plan, offsets: offsets(task.point)?, workspace, written })
     }
 
@@ -30,14 +30,14 @@ impl<T: Float> Way<T> for Backend {
         let o = saved.tensors.first().context("the forward left no O")?;
         let given = Given::new(offsets)
             .read(Slot::Q, &pool.q, &task.q)?
-            .read(Slot::K, &pool.k, &task.kv)?
-            .read(Slot::V, &pool.v, &task.kv)?
-            .read(Slot::O, o, &task.q)?
+            .read(Slot::K, &pool.k, &task.k)?
+            .read(Slot::V, &pool.v, &task.v)?
+            .read(Slot::O, o, &task.o)?
             .read(Slot::Lse, &saved.lse, &task.lse)?
-            .read(Slot::DO, &pool.d_o, &task.q)?
+            .read(Slot::DO, &pool.d_o, &task.o)?
             .write(Slot::DQ, d_q, &task.q)?
-            .write(Slot::DK, d_k, &task.kv)?
-            .write(Slot::DV, d_v, &task.kv)?;
+            .write(Slot::DK, d_k, &task.k)?
+            .write(Slot::DV, d_v, &task.v)?;
         Ok(plan.run(&Stream::Cpu, workspace, given.args)?)
     }
 
@@ -55,11 +55,11 @@ impl<T: Float> Way<T> for Naive {
     const WHO: (Role, &'static str) = (Role::Peer, NAIVE);
 
     fn prepare(Pool { q, k, v, d_o }: &Pool<T>, task: &Task<'_, T>) -> Result<Self::Ready, Refusal> {
-        probe([&task.q, &task.kv, &task.kv, &task.q], [&task.q, &task.kv, &task.kv])?;
-        let inputs = [(q, &task.q), (k, &task.kv), (v, &task.kv), (d_o, &task.q)];
+        probe([&task.q, &task.k, &task.v, &task.o], [&task.q, &task.k, &task.v])?;
+        let inputs = [(q, &task.q), (k, &task.k), (v, &task.v), (d_o, &task.o)];
         let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
         let (problem, offsets) = (task.point.backward_problem()?, offsets(task.point)?);
-        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.q, task.kv, task.kv] })
+        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.q, task.k, task.v] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {

@@ -97,7 +97,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
         let library = &self.library;
         let packing;
         (self.offsets, packing) = library.packing(task.point)?;
-        self.o = library.poisoned(task.q.span())?;
+        self.o = library.poisoned(task.o.span())?;
         self.lse = library.poisoned(task.lse.span())?;
         let mut workspace = self.workspace.borrow_mut();
         let workspace_bytes = workspace.len() as u64;
@@ -110,9 +110,9 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
             o: self.o.device_ptr_mut(&library.stream).0 as *mut c_void,
             lse: self.lse.device_ptr_mut(&library.stream).0 as *mut f32,
             q_stride: strides(&task.q),
-            k_stride: strides(&task.kv),
-            v_stride: strides(&task.kv),
-            o_stride: strides(&task.q),
+            k_stride: strides(&task.k),
+            v_stride: strides(&task.v),
+            o_stride: strides(&task.o),
             numbers: Numbers::of(task.point)?,
             stream: library.stream.cu_stream().cast(),
             workspace: workspace.device_ptr_mut(&library.stream).0 as *mut c_void,
@@ -177,10 +177,10 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let o = stream.clone_htod(o).map_err(driver)?;
         let lse = stream.clone_htod(&saved.lse).map_err(driver)?;
         let poisoned = |layout: &Layout<4>| library.poisoned(layout.span());
-        let mut gradients = [poisoned(&task.q)?, poisoned(&task.kv)?, poisoned(&task.kv)?];
+        let mut gradients = [poisoned(&task.q)?, poisoned(&task.k)?, poisoned(&task.v)?];
         let [q, k, v, d_o] = library.inputs();
         let [d_q, d_k, d_v] = gradients.each_mut().map(|memory| memory.device_ptr_mut(stream).0 as *mut c_void);
-        let (of_q, of_kv) = (strides(&task.q), strides(&task.kv));
+        let [of_q, of_k, of_v, of_o] = [&task.q, &task.k, &task.v, &task.o].map(strides);
         let mut args = BackwardArgs {
             struct_bytes: size_of::<BackwardArgs>() as u64,
             q,
@@ -193,13 +193,13 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             d_k,
             d_v,
             q_stride: of_q,
-            k_stride: of_kv,
-            v_stride: of_kv,
-            o_stride: of_q,
-            d_o_stride: of_q,
+            k_stride: of_k,
+            v_stride: of_v,
+            o_stride: of_o,
+            d_o_stride: of_o,
             d_q_stride: of_q,
-            d_k_stride: of_kv,
-            d_v_stride: of_kv,
+            d_k_stride: of_k,
+            d_v_stride: of_v,
             numbers: Numbers::of(task.point)?,
             stream: stream.cu_stream().cast(),
             workspace: std::ptr::null_mut(),

@@ -154,7 +154,7 @@ fn packed_points_are_timed_beside_dense_ones() {
         packed: vec![64],
         directions: Direction::ALL.to_vec(),
         hidden: 32,
-        dims: vec![16],
+        dims: vec![16.into()],
         gqa: vec![2],
         tokens: 64,
         seqlens: vec![16],

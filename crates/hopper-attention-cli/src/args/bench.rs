@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use hopper_attention_benches::{Class, Direction, Order, PointMask, Precision, Sweep};
+use hopper_attention_benches::{Class, Direction, HeadDims, Order, PointMask, Precision, Sweep};
 
 use super::words::{ArchArg, DeviceArg};
 
@@ -92,9 +92,9 @@ pub struct PointArgs {
     /// How many query heads share one KV head
     #[arg(long, value_delimiter = ',', default_values_t = [1])]
     pub gqa: Vec<usize>,
-    /// Head dims
-    #[arg(long, value_delimiter = ',', default_values_t = [64, 128])]
-    pub dims: Vec<usize>,
+    /// Head dims. 192x128: 192 of Q and K, 128 of V and O
+    #[arg(long, value_name = "DIM", value_delimiter = ',', default_values = ["64", "128"])]
+    pub dims: Vec<HeadDims>,
     /// Masks: full, causal, or window:N (a query attends to its own key and the N keys before it)
     #[arg(long, value_delimiter = ',', default_values = ["full", "causal"])]
     pub masks: Vec<PointMask>,
@@ -107,7 +107,7 @@ pub struct PointArgs {
     /// Sequences in a batch, whatever their length, in place of --tokens
     #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub batch: Option<usize>,
-    /// Hidden size: the number of query heads times the head dim [default: 2048 on a GPU, 256 on a CPU]
+    /// Hidden size: the number of query heads times the head dim of V, a power of two of heads where that divides nothing [default: 2048 on a GPU, 256 on a CPU]
     #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     pub hidden: Option<usize>,
     /// Time few heads: 32, 16, 8 and 4 query heads on 16 to 1 KV heads, with one sequence of 512 to 32768 tokens or four of 2048
