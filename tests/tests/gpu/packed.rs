@@ -316,18 +316,21 @@ fn garbage_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng, de
 fn many_sequences() {
     let Some(gpu) = Gpu::open("many_sequences") else { return };
     let mut rng = StdRng::seed_from_u64(7);
-    let sizes = Grid::from_env().pick(vec![1500], vec![1024, 1025, 12_000]);
-    for row in packing_rows(gpu.rows()).into_iter().filter(|row| row.head_dim_qk() == 64) {
-        for &count in &sizes {
-            let mut lengths: Vec<usize> = (0..count).map(|_| rng.random_range(0..17)).collect();
-            lengths[count / 3] = 1500;
-            with_dtype!(row.dtype(), once(&gpu, &of_lengths(&row, &lengths), &row));
+    let mut lengths = |count: usize| {
+        let mut lengths: Vec<usize> = (0..count).map(|_| rng.random_range(0..17)).collect();
+        lengths[count / 3] = 1500;
+        lengths
+    };
+    // The table is the same for each row. So the most sequences are for the first row alone: the oracle takes long.
+    let most = Grid::from_env().pick(vec![1500], vec![1024, 5000, 12_000]);
+    for (i, row) in packing_rows(gpu.rows()).into_iter().filter(|row| row.head_dim_qk() == 64).enumerate() {
+        for &count in if i == 0 { &most[..] } else { &[1025] } {
+            with_dtype!(row.dtype(), once(&gpu, &of_lengths(&row, &lengths(count)), &row));
         }
     }
-    for row in packing_rows(gpu.backward_rows()).into_iter().filter(|row| row.head_dim_qk() == 64) {
-        let mut lengths: Vec<usize> = (0..sizes[sizes.len() / 2]).map(|_| rng.random_range(0..17)).collect();
-        lengths[5] = 1000;
-        with_dtype!(row.dtype(), once_backward(&gpu, &of_lengths(&row, &lengths), &row));
+    for (i, row) in packing_rows(gpu.backward_rows()).into_iter().filter(|row| row.head_dim_qk() == 64).enumerate() {
+        let count = if i == 0 { most[most.len() / 2] } else { 1025 };
+        with_dtype!(row.dtype(), once_backward(&gpu, &of_lengths(&row, &lengths(count)), &row));
     }
 }
 
