@@ -208,6 +208,32 @@ fn a_sweep_of_both_passes() {
     assert!(text(&same.stdout).contains("0 slower, 0 faster, 24 within noise"), "{}", text(&same.stdout));
 }
 
+/// Head dims of V that are not those of Q and K, in both passes.
+#[test]
+fn a_sweep_of_pairs_of_head_dims() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = folder.path().to_str().expect("UTF-8");
+    let line =
+        ["bench", "--device", "cpu", "--tokens", "32", "--hidden", "16", "--seqlens", "32", "--dims", "16x8,4x12,16"];
+    let rest = ["--dtypes", "bf16", "--masks", "causal", "--directions", "fwd,bwd", "--iters", "3", "--output", at];
+    let out = hattn(&[&line[..], &rest].concat());
+    let stdout = text(&out.stdout);
+    assert!(out.status.success(), "{stdout} {}", text(&out.stderr));
+    assert!(stdout.contains(" 16x8 ") && stdout.contains(" 4x12 "), "{stdout}");
+    let report = json(&folder.path().join("bench.json"));
+    let points = report["points"].as_array().expect("points");
+    let sizes = |point: &Value| ["heads_q", "head_dim", "head_dim_vo"].map(|key| point["point"][key].as_u64());
+    // 2 heads of 8, 1 of 12, 1 of 16.
+    let forwards = [[Some(2), Some(16), Some(8)], [Some(1), Some(4), Some(12)], [Some(1), Some(16), None]];
+    assert_eq!(points.iter().map(sizes).collect::<Vec<_>>(), [forwards, forwards].concat());
+    for run in points.iter().flat_map(|point| point["runs"].as_array().expect("runs")) {
+        assert_eq!(run["status"], "ok", "{run}");
+    }
+    assert!(folder.path().join("bwd-bf16-d4x12-causal.svg").is_file());
+    let wrong = hattn(&["bench", "--device", "cpu", "--dims", "16x"]);
+    assert!(text(&wrong.stderr).contains("192x128 for Q and K of 192"), "{}", text(&wrong.stderr));
+}
+
 /// Both passes of packed sequences: the report has the lengths, and what is made of it says what ours reaches on dense batches.
 #[test]
 fn a_sweep_of_packed_sequences() {
@@ -347,14 +373,14 @@ fn a_refused_sweep_makes_no_folder() {
     let new = folder.path().join("new/folder");
     let path = new.to_str().expect("UTF-8");
     // Found before the sweep begins, and by its harness.
-    for wrong in [&["--dims", "96"][..], &["--dtypes", "e4m3"], &["--hidden", "1099511627776", "--tokens", "1"]] {
+    for wrong in [&["--dims", "300"][..], &["--dtypes", "e4m3"], &["--hidden", "1099511627776", "--tokens", "1"]] {
         let out = hattn(&[&["bench", "--device", "cpu", "--output", path], wrong].concat());
         assert_eq!(out.status.code(), Some(1), "{wrong:?}: {}", text(&out.stderr));
         assert!(!folder.path().join("new").exists(), "{wrong:?}");
     }
     // A folder that was there stays.
     std::fs::create_dir_all(&new).expect("made");
-    assert!(!hattn(&["bench", "--device", "cpu", "--dims", "96", "--output", path]).status.success());
+    assert!(!hattn(&["bench", "--device", "cpu", "--dims", "300", "--output", path]).status.success());
     assert!(new.exists());
     // A report without a timing has no charts.
     let report = folder.path().join("bench.json");
@@ -375,7 +401,7 @@ fn what_cannot_run_is_refused_by_name() {
         assert!(!out.status.success(), "{arguments:?}");
         assert!(text(&out.stderr).contains(part), "{arguments:?}: {}", text(&out.stderr));
     };
-    refused(&["--dims", "96"], "head dim 96 does not divide the hidden size 256");
+    refused(&["--dims", "300"], "head dim 300 in a hidden size of 256");
     refused(&["--gqa", "3"], "--gqa 3 does not divide");
     refused(&["--directions", "up"], "invalid value 'up' for '--directions");
     refused(&["--filter", "s51"], "none of the");

@@ -181,6 +181,33 @@ fn a_head_dim_that_no_kernel_takes_is_refused_by_name() {
     hattn_on("check --device cuda:0", &input, None).refused(&["unsupported: "]);
 }
 
+/// The forward of Hopper's kernels goes to 256, in pairs. What does not is refused by its name.
+#[test]
+fn head_dims_above_128_are_checked_on_hopper() {
+    if !gpu("head_dims_above_128_are_checked_on_hopper") {
+        return;
+    }
+    if !hattn(["info"]).fine().contains("sm_90") {
+        println!("skipped: no Hopper GPU (head_dims_above_128_are_checked_on_hopper)");
+        return;
+    }
+    let folder = Folder::new();
+    let nearest = "nearest: up to 64 with 64, up to 128 with 128";
+    for (i, dims) in
+        ["192 --head-dim-vo 128", "256", "136 --head-dim-vo 200", "72 --head-dim-vo 192"].iter().enumerate()
+    {
+        let sizes = format!("--heads-q 2 --seqlen-q 300 --dtype bf16 --backward --head-dim {dims}");
+        let input = folder.random(&format!("{i}.safetensors"), &sizes);
+        for mask in ["full", "causal", "window:70,9"] {
+            let text = hattn_on(&format!("check --device cuda:0 --mask {mask}"), &input, None).fine();
+            assert!(text.contains("passed"), "{text}");
+        }
+        let backward = hattn_on("check --device cuda:0 --backward", &input, None);
+        backward.refused(&["for a backward pass of bf16, full, on sm90", nearest]);
+        hattn_on("check --device cuda:0 --arch sm80", &input, None).refused(&["for bf16, full, on sm80", nearest]);
+    }
+}
+
 #[test]
 fn a_tuned_kernel_is_taken_and_right() {
     if !gpu("a_tuned_kernel_is_taken_and_right") {

@@ -397,7 +397,7 @@ fn sweeps_that_are_too_large_are_refused() {
         ("--batch 18446744073709551615", "batch 18446744073709551615; allowed: "),
         ("--batch 1073741824 --seqlens 1", "out of memory: "),
         ("--gqa 4611686018427387904", "--gqa 4611686018427387904 does not divide"),
-        ("--dims 9223372036854775808", "head dim 9223372036854775808 does not divide"),
+        ("--dims 9223372036854775808", "head dim 9223372036854775808 in a hidden size of"),
     ] {
         let line = format!("bench --device cpu --dtypes bf16 {sizes}");
         limited(4_000_000, &line.split(' ').collect::<Vec<_>>()).refused(&[part]);

@@ -157,6 +157,35 @@ fn what_the_gpu_cannot_compute_is_refused_by_name() -> Result<()> {
     Ok(())
 }
 
+/// The forward takes pairs of head dims up to 256 on Hopper. Gradients end at 128, and `backward()` says so.
+#[test]
+fn head_dims_without_gradients() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let options = Options::new().mask(Mask::causal());
+    for (head_dim, head_dim_vo) in [(136, 136), (192, 128), (64, 192), (256, 256)] {
+        let random =
+            |heads, head_dim| Tensor::randn(0f32, 1.0, (2, 150, heads, head_dim), &device)?.to_dtype(DType::BF16);
+        let (q, k, v) = (random(4, head_dim)?, random(2, head_dim)?, random(2, head_dim_vo)?);
+        let o = match attention(&q, &k, &v, &options) {
+            Ok(o) => o,
+            Err(error) => {
+                assert!(error.to_string().contains("on sm80"), "{error}");
+                say(&format!("refused: {error}"));
+                continue;
+            }
+        };
+        let [q32, k32, v32] = [&q, &k, &v].map(|x| x.to_dtype(DType::F32));
+        let want = own::attention(&q32?, &k32?, &v32?, Mask::causal(), (head_dim as f64).sqrt().recip())?;
+        let (worst, _) = difference(&o, &want)?;
+        assert!(worst < 4e-2, "{head_dim}/{head_dim_vo}: {worst}");
+        let variable = Var::from_tensor(&q)?;
+        let error = attention(&variable, &k, &v, &options)?.sum_all()?.backward().unwrap_err();
+        assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+        assert!(error.to_string().contains("for a backward pass of bf16"), "{error}");
+    }
+    Ok(())
+}
+
 #[test]
 fn sentences_have_the_embeddings_of_candles_own_model() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
@@ -190,7 +219,8 @@ fn sentences_have_the_embeddings_of_candles_own_model() -> Result<()> {
 #[test]
 fn llama_runs_on_the_patched_crate() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
-    for head_dim in [64, 128] {
+    // 256 as in Gemma.
+    for head_dim in [64, 128, 256] {
         let config = llama_config(head_dim);
         let weights = Weights::random(|at| llama::Llama::load(at, &config))?;
         let run = |dtype: DType, device: &Device, patched: bool| {
