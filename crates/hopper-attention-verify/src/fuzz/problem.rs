@@ -346,7 +346,10 @@ mod tests {
         let mut drawn = |for_gpu| (0..400).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
         let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
         let widest = |problem: &Problem| problem.case.dims.head_dim_qk.max(problem.case.dims.head_dim_vo);
-        assert!(on_gpu.iter().all(|problem| widest(problem) <= 128));
+        // Only forwards of sm90 go past 128 on a GPU, and none past 256.
+        let goes_on = |problem: &&Problem| problem.pass == Pass::Forward && problem.arch != Some(Arch::Sm80);
+        assert!(on_gpu.iter().all(|problem| widest(problem) <= if goes_on(&problem) { 256 } else { 128 }));
+        assert!(on_gpu.iter().filter(|problem| widest(problem) > 128).count() > 10);
         for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
             let wide: Vec<_> = on_cpu.iter().filter(|problem| problem.pass == pass && widest(problem) > 256).collect();
             assert!(wide.len() > 5 && wide.iter().any(|problem| problem.forward().has_lengths()), "{pass:?}");

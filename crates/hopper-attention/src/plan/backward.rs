@@ -23,7 +23,7 @@ use super::schedule::{
 };
 use super::shares::{self, Cut, Work};
 use super::target::{Planned, Target};
-use crate::arch::{Arch, DeviceFacts, MaskClass};
+use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
 #[cfg(feature = "cuda")]
 use crate::device::CudaDevice;
 use crate::device::Device;
@@ -223,7 +223,7 @@ fn select_cut(
     forced: Option<Cut>,
 ) -> Result<BackwardChoice> {
     let dims = problem.dims();
-    let kernel = *fitting(problem.forward(), gpu, rows)?
+    let kernel = *fitting(Pass::Backward, problem.forward(), gpu, rows)?
         .into_iter()
         .min_by_key(|row| {
             let threads = resident(row, gpu) * row.threads;
@@ -410,7 +410,7 @@ impl BackwardProblem {
     fn plan_chosen(&self, device: &CudaDevice, choice: BackwardChoice) -> Result<BackwardPlan> {
         let prepare = |choice: &BackwardChoice| {
             let kernel = &choice.kernel;
-            fitting::check_row(kernel, crate::arch::Pass::Backward)?;
+            fitting::check_row(kernel, Pass::Backward)?;
             sys::prepare(kernel.pass, kernel.row, kernel)
         };
         Ok(self.planned(Target::loaded(choice, device, prepare)?))

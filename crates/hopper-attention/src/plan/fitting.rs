@@ -37,7 +37,7 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     }
 }
 
-/// The rows that compute the problem on the GPU. The list is never empty. The filters, in this order:
+/// The rows of a pass that compute the problem on the GPU. The list is never empty. The filters, in this order:
 /// 1. instruction set: the GPU runs it;
 /// 2. instruction set: the one that the problem asks for, or else the newest of those left;
 /// 3. element type of Q, K and V;
@@ -50,6 +50,7 @@ pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
 pub(super) fn fitting<'a>(
+    pass: Pass,
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     rows: &'a [KernelInfo],
@@ -57,8 +58,15 @@ pub(super) fn fitting<'a>(
     let dims = problem.dims();
     let (dtype, class) = (problem.dtype(), mask_class(problem));
     if rows.is_empty() {
-        let wanted = format!("{gpu}, in a build without GPU kernels");
-        return Err(unsupported(wanted, "the CPU, or a build with CUDA".into()));
+        // A build with few features may have the kernels of one pass alone.
+        let (kernels, other) = match pass {
+            Pass::Forward => ("GPU kernels", "CUDA"),
+            Pass::Backward => ("backward kernels", "such kernels: CUDA, and a head dim up to 128"),
+        };
+        return Err(unsupported(
+            format!("{gpu}, in a build without {kernels}"),
+            format!("the CPU, or a build with {other}"),
+        ));
     }
     let rows: Vec<_> = rows.iter().collect();
     let rows = filter_rows(

@@ -17,7 +17,7 @@ use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::{Work, is_wide};
 use super::packed::{most_tiles, table_bytes, typical_dims};
 use super::schedule::{HEADS_PER_GROUP, bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
-use crate::arch::{Arch, DeviceFacts, MaskClass};
+use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::operand::Slot;
@@ -147,7 +147,7 @@ pub(super) fn select_row(
 }
 
 fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<KernelInfo> {
-    let best = fitting(problem, gpu, rows)?.into_iter().min_by_key(|row| rank(problem, gpu, row));
+    let best = fitting(Pass::Forward, problem, gpu, rows)?.into_iter().min_by_key(|row| rank(problem, gpu, row));
     best.copied().ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))
 }
 
@@ -156,7 +156,7 @@ fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Res
 /// # Errors
 /// As [`select`], when no row computes the problem.
 pub fn candidates(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Vec<KernelInfo>> {
-    let mut fitting: Vec<KernelInfo> = fitting(problem, gpu, rows)?.into_iter().copied().collect();
+    let mut fitting: Vec<KernelInfo> = fitting(Pass::Forward, problem, gpu, rows)?.into_iter().copied().collect();
     fitting.sort_by_cached_key(|row| rank(problem, gpu, row));
     Ok(fitting)
 }
