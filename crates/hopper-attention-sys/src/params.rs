@@ -266,6 +266,11 @@ mod ffi {
         range_grid: i32,
         /// Sequences of lengths that the device knows. Rows with `packs` alone take them.
         sequences: Sequences,
+        /// Attention sinks `[heads_q]`, read: a logit for each query head, `stride_head` apart. May be absent. All rows
+        /// take them (`kernels/common/sinks.hpp`).
+        sinks: TensorDesc,
+        /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
+        sinks_dtype: DType,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -368,6 +373,12 @@ mod ffi {
         /// `progress` are of `heads_q * sum_blocks` blocks; `share_list` has 64 bytes an entry, for
         /// `heads_kv * list_size` of them; and `shares` is 1.
         sequences: Sequences,
+        /// Attention sinks of the forward, as there, read. Given if and only if `d_sinks` is.
+        sinks: TensorDesc,
+        /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
+        sinks_dtype: DType,
+        /// Gradient of the sinks, f32 `[heads_q]`, written, `stride_head` apart. May be absent.
+        d_sinks: TensorDesc,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.

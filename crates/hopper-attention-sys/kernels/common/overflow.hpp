@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/leak.hpp"
+#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 
 namespace hattn {
@@ -85,7 +86,8 @@ struct Overflows {
       for (int step = 1; step < 32; step *= 2) {
         sum += __shfl_xor_sync(kAll, sum, step);
       }
-      float const inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
+      SunkRow const sunk = SunkRow::of(operands.sink(words), max);
+      float const inverse = sum == 0.0F ? 0.0F : sunk.own / sunk.add_to(sum);
       CUTE_UNROLL
       for (int i = 0; i < 2 * Pairs::kCount; ++i) {
         float const value = (i % 2 == 0 ? output[i / 2].x : output[i / 2].y) * inverse;

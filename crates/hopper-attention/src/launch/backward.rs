@@ -132,5 +132,8 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
         sequences,
+        sinks: operand(Slot::Sinks),
+        sinks_dtype: sys::sinks_dtype(problem.forward()),
+        d_sinks: operand(Slot::DSinks),
     })
 }

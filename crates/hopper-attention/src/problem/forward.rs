@@ -39,6 +39,8 @@ pub struct ForwardProblem {
     packing: Packing,
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
+    /// The element type of the attention sinks. `None` where there are none.
+    sinks: Option<DType>,
 }
 
 /// A finite factor above 0. Two of them are equal when their bits are.
@@ -74,6 +76,8 @@ pub struct ForwardProblemBuilder {
     output: Option<DType>,
     scaling: Option<Scaling>,
     half_scores: bool,
+    /// The element type of the attention sinks, where they were asked for.
+    sinks: DType,
 }
 
 impl ForwardProblemBuilder {
@@ -92,7 +96,31 @@ impl ForwardProblemBuilder {
         self.operand(Slot::Lse, wanted)
     }
 
-    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`.
+    /// Attention sinks (default: none): one logit `s` for each query head, of this type, f32 or bf16.
+    ///
+    /// A sink takes part in the softmax of every row of its head, and has no value:
+    ///
+    /// ```text
+    /// LSE' = log(exp(LSE) + exp(s))        O' = O * exp(LSE - LSE')
+    /// ```
+    ///
+    /// where LSE and O are those without sinks, and LSE' and O' are what a run writes. The softmax scale does not multiply a
+    /// sink, and no mask hides it. (gpt-oss has such sinks. The formula is that of MagiAttention's `attn_sink.md`.)
+    ///
+    /// - A query without keys has O' = 0 and LSE' = s.
+    /// - s = -inf changes nothing. s = inf gives O' = 0 and LSE' = inf.
+    /// - A sink that is NaN makes NaN of all rows of its head.
+    /// - Rows that belong to no sequence have no sink: see [`fill_gaps`](Self::fill_gaps).
+    ///
+    /// A run reads the operand [`Slot::Sinks`]. A backward pass takes O' and LSE', and its gradients of Q, K and V are those of
+    /// the softmax with sinks. [`BackwardProblemBuilder::d_sinks`](crate::BackwardProblemBuilder::d_sinks) adds that of the
+    /// sinks.
+    pub fn sinks(self, dtype: DType) -> Self {
+        Self { sinks: dtype, ..self.operand(Slot::Sinks, true) }
+    }
+
+    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`, and
+    /// `operand(Slot::Sinks, true)` the same as `sinks(DType::F32)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
@@ -242,10 +270,17 @@ impl ForwardProblemBuilder {
     /// - `fill_gaps` or a longest sequence is given for a problem without packed tensors and used lengths;
     /// - an operand was asked for that is not an optional operand of a forward pass.
     ///
-    /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have.
+    /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
+    /// sinks are not f32 or bf16.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let softmax_scale = self.softmax_scale;
+        let sinks = asked_for.contains(Slot::Sinks).then_some(self.sinks);
+        if let Some(got) = sinks
+            && !matches!(got, DType::F32 | DType::BF16)
+        {
+            return Err(Error::Dtype { what: "sinks", got, allowed: "f32, bf16".into() });
+        }
         if dtype == DType::I32 {
             let allowed = "f16, bf16, e4m3, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed });
@@ -257,11 +292,12 @@ impl ForwardProblemBuilder {
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
         let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = LENGTHS;
-        asked_for.check_among(&[Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv])?;
+        let optional = [Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, Slot::Sinks];
+        asked_for.check_among(&optional)?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         let softmax_scale = Scale(softmax_scale);
-        Ok(ForwardProblem { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, packing, fp8 })
+        Ok(ForwardProblem { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, packing, fp8, sinks })
     }
 }
 
@@ -280,6 +316,7 @@ impl ForwardProblem {
             output: None,
             scaling: None,
             half_scores: false,
+            sinks: DType::F32,
         }
     }
 
@@ -297,6 +334,7 @@ impl ForwardProblem {
             output: Some(self.output_dtype()),
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
+            sinks: self.sinks.unwrap_or(DType::F32),
         }
     }
 
@@ -322,7 +360,13 @@ impl ForwardProblem {
             cu_seqlens_kv,
             seqused_q,
             seqused_kv,
+            self.sinks_operand().when(self.wants(Slot::Sinks), "sinks"),
         ])
+    }
+
+    /// The operand with the sinks.
+    pub(super) fn sinks_operand(&self) -> Operand {
+        Operand::read(Slot::Sinks, self.sinks.unwrap_or(DType::F32), [self.dims.heads_q])
     }
 
     /// One sequence of the problem, with these lengths, as a problem of its own without packed tensors and used lengths.
@@ -373,6 +417,11 @@ impl ForwardProblem {
     /// Whether the log-sum-exp is an output.
     pub fn wants_lse(&self) -> bool {
         self.wants(Slot::Lse)
+    }
+
+    /// The element type of the attention sinks. `None` where there are none.
+    pub fn sinks(&self) -> Option<DType> {
+        self.sinks
     }
 
     /// The instruction set that plans are restricted to. `None` where there is no restriction.
@@ -473,6 +522,11 @@ impl ForwardProblem {
         if self.sm_margin > 0 { write!(f, " sm_margin {}", self.sm_margin) } else { Ok(()) }
     }
 
+    /// Prints the type of the sinks, if there are any.
+    pub(super) fn write_sinks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.sinks.map_or(Ok(()), |dtype| write!(f, " sinks {dtype}"))
+    }
+
     /// Prints whether gaps are filled.
     pub(super) fn write_fill_gaps(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.packing)
@@ -503,6 +557,7 @@ impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lse = if self.wants_lse() { " lse" } else { "" };
         write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
+        self.write_sinks(f)?;
         self.write_fill_gaps(f)?;
         self.write_restrictions(f)
     }
@@ -651,7 +706,7 @@ mod tests {
         assert_eq!(problem, options.clone().lse(true).build().unwrap());
         assert!(problem.wants(Slot::Lse) && !problem.wants(Slot::Amax));
         let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
-        assert_eq!(text, "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv");
+        assert_eq!(text, "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks");
     }
 
     #[test]
@@ -661,10 +716,10 @@ mod tests {
             |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
         let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
         assert_eq!(presence(&plain)[..4], [Required; 4]);
-        assert_eq!(presence(&plain)[4..], [Refused; 10]);
+        assert_eq!(presence(&plain)[4..], [Refused; 11]);
         let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
         assert_eq!(presence(&fp8)[..10], [Required; 10]);
-        assert_eq!(presence(&fp8)[10..], [Refused; 4]);
+        assert_eq!(presence(&fp8)[10..], [Refused; 5]);
         let row = |slot| *fp8.operands().find(slot).unwrap();
         assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
     }
@@ -716,6 +771,24 @@ mod tests {
     fn operands_of_integers_are_refused() {
         let text = ForwardProblem::builder(DType::I32, DIMS).build().unwrap_err().to_string();
         assert_eq!(text, "q, k and v: dtype i32; allowed: f16, bf16, e4m3, f32");
+    }
+
+    #[test]
+    fn sinks_are_f32_or_bf16_and_one_for_each_query_head() {
+        let options = || ForwardProblem::builder(DType::F16, DIMS).mask(Mask::causal());
+        let problem = options().sinks(DType::BF16).build().unwrap();
+        let row = *problem.operands().find(Slot::Sinks).unwrap();
+        assert_eq!((row.shape(), row.dtype(), problem.sinks()), (&[6][..], DType::BF16, Some(DType::BF16)));
+        assert!(problem.to_string().ends_with("scale 0.25 sinks bf16"), "{problem}");
+        assert_eq!(problem.to_builder().build().unwrap(), problem);
+        let plain = options().build().unwrap();
+        assert_eq!(problem.to_builder().operand(Slot::Sinks, false).build().unwrap(), plain);
+        assert_eq!((plain.sinks(), problem.shape()), (None, plain.shape()));
+        let by_name = options().operand(Slot::Sinks, true).build().unwrap();
+        assert_eq!(by_name, options().sinks(DType::F32).build().unwrap());
+        assert_eq!(problem.of_sequence(3, 2).sinks(), Some(DType::BF16));
+        let text = options().sinks(DType::F16).build().unwrap_err().to_string();
+        assert_eq!(text, "sinks: dtype f16; allowed: f32, bf16");
     }
 
     #[test]
