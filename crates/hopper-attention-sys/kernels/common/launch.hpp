@@ -138,7 +138,7 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
 template <class Traits, class Encode, class StartMain>
 Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode const& encode,
                        StartMain const& start_main) noexcept {
-  if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
+  if (params.batch == 0 || params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
   if (Status const status = encode(); !is_ok(status)) {

@@ -441,10 +441,12 @@ struct Leaks {
       float max[kRows];
       float sum[kRows];  // this lane's
       float2 output[kRows][Pairs::kCount];
+      // The sink is a key without a value.
+      float const sink_log2 = operands.sink(words) * kLog2E;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        max[r] = -INFINITY;
-        sum[r] = 0.0F;
+        max[r] = sink_log2;
+        sum[r] = lane == 0 && sink_log2 != -INFINITY ? 1.0F : 0.0F;
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           output[r][pair] = {0.0F, 0.0F};
@@ -524,8 +526,7 @@ struct Leaks {
         for (int step = 1; step < 32; step *= 2) {
           sum[r] += __shfl_xor_sync(kAll, sum[r], step);
         }
-        SunkRow const sunk = SunkRow::of(operands.sink(words), max[r]);
-        float const inverse = sum[r] == 0.0F ? 0.0F : sunk.own / sunk.add_to(sum[r]);
+        float const inverse = sum[r] == 0.0F ? 0.0F : 1.0F / sum[r];
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           if (isnan(before[r][pair].x) && !isnan(output[r][pair].x)) {

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "common/leak.hpp"
-#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 
 namespace hattn {
@@ -53,7 +52,8 @@ struct Overflows {
         continue;
       }
       int const end = sound.is_empty(row) ? 0 : band.seqlen_kv;
-      float max = -INFINITY;
+      float const sink_log2 = operands.sink(words) * kLog2E;
+      float max = sink_log2;
       CUTE_NO_UNROLL
       for (int key = lane; key < end; key += 32) {
         max = fmaxf(max, score(operands, query, key));
@@ -62,7 +62,8 @@ struct Overflows {
       for (int step = 1; step < 32; step *= 2) {
         max = fmaxf(max, __shfl_xor_sync(kAll, max, step));
       }
-      float sum = 0.0F;  // this lane's
+      // This lane's. The sink is a key without a value.
+      float sum = lane != 0 || sink_log2 == -INFINITY ? 0.0F : sink_log2 == max ? 1.0F : exp2_approx(sink_log2 - max);
       float2 output[Pairs::kCount] = {};
       CUTE_NO_UNROLL
       for (int first = 0; first < end; first += 32) {
@@ -86,8 +87,7 @@ struct Overflows {
       for (int step = 1; step < 32; step *= 2) {
         sum += __shfl_xor_sync(kAll, sum, step);
       }
-      SunkRow const sunk = SunkRow::of(operands.sink(words), max);
-      float const inverse = sum == 0.0F ? 0.0F : sunk.own / sunk.add_to(sum);
+      float const inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
       CUTE_UNROLL
       for (int i = 0; i < 2 * Pairs::kCount; ++i) {
         float const value = (i % 2 == 0 ? output[i / 2].x : output[i / 2].y) * inverse;

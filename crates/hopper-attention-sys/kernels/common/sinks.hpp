@@ -26,25 +26,27 @@ namespace hattn {
 
 // The sink of a head, -inf where there are none. Without a branch: this stands between products that are under way.
 CUTE_DEVICE float sink_of_head(TensorDesc const& sinks, DType dtype, int head) {
-  bool const wide = dtype == DType::F32;
-  std::uint64_t const address = sinks.address + (wide ? 4 : 2) * (head * sinks.stride_head);
-  float sink = -INFINITY;
+  std::uint64_t address = sinks.address;
+  int type = static_cast<int>(dtype);
+  // Registers are short in loops over tiles, so that nothing of this shall be kept from one tile to the next.
+  asm volatile("" : "+l"(address), "+r"(type));
+  std::uint32_t bits = 0xff800000U;  // -inf
   asm volatile(
       "{\n"
-      ".reg .pred wide, narrow;\n"
-      ".reg .b16 half;\n"
-      ".reg .b32 word;\n"
-      "setp.eq.s32 wide, %2, 1;\n"
-      "setp.eq.s32 narrow, %2, 2;\n"
-      "@wide ld.global.nc.f32 %0, [%1];\n"
-      "@narrow ld.global.nc.b16 half, [%1];\n"
-      "@narrow cvt.u32.u16 word, half;\n"
-      "@narrow shl.b32 word, word, 16;\n"
-      "@narrow mov.b32 %0, word;\n"
+      ".reg .pred given, wide, narrow;\n"
+      ".reg .b64 at;\n"
+      "setp.ne.u64 given, %1, 0;\n"
+      "setp.eq.and.s32 wide, %3, %4, given;\n"
+      "setp.ne.and.s32 narrow, %3, %4, given;\n"
+      "mad.wide.s32 at, %2, 4, %1;\n"
+      "@narrow mad.wide.s32 at, %2, 2, %1;\n"
+      "@wide ld.global.nc.b32 %0, [at];\n"
+      "@narrow ld.global.nc.u16 %0, [at];\n"
+      "@narrow shl.b32 %0, %0, 16;\n"
       "}\n"
-      : "+f"(sink)
-      : "l"(address), "r"(sinks.address == 0 ? 0 : wide ? 1 : 2));
-  return sink;
+      : "+r"(bits)
+      : "l"(address), "r"(head), "r"(type), "n"(static_cast<int>(DType::F32)));
+  return __uint_as_float(bits);
 }
 template <class Params>
 CUTE_DEVICE float sink_of_head(Params const& params, int head) {

@@ -215,9 +215,9 @@ mod tests {
         let counts = raw(0x104, DType::F32, Layout::with_strides([3, 2], [5, 1]).unwrap());
         let found = described(Slot::Counts, counts).unwrap();
         assert_eq!((found.stride_batch, found.stride_head, found.stride_row), (5, 1, 0));
-        let sinks = raw(0x102, DType::BF16, Layout::with_strides([4], [3]).unwrap());
+        let sinks = raw(0x102, DType::BF16, Layout::contiguous([4]).unwrap());
         let found = described(Slot::Sinks, sinks).unwrap();
-        assert_eq!(found, Descriptor { address: 0x102, stride_head: 3, ..Default::default() });
+        assert_eq!(found, Descriptor { address: 0x102, stride_head: 1, ..Default::default() });
     }
 
     #[test]
