@@ -3,13 +3,19 @@
 
 use hopper_attention::reference::{self, BackwardExpected, Expected, Modifiers, Tensor};
 use hopper_attention::{
-    Args, BackwardArgs, BackwardProblem, DType, Device, Dims, E4M3, Element, Float, ForwardArgs, ForwardProblem, Layout,
-    Lengths, Mask, OutputOf, Slot, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
+    Args, BackwardArgs, BackwardProblem, Corner, DType, Device, Dims, E4M3, Element, Float, ForwardArgs,
+    ForwardProblem, Layout, Lengths, Mask, OutputOf, Slot, Stream, TensorMut, TensorRef, Workspace, bf16, f16,
 };
 
 mod common;
 
-use common::{DIMS, dense, masks, values};
+use common::{DIMS, values};
+
+/// Masks of every kind.
+fn masks() -> [Mask; 4] {
+    let top_left = Mask::Causal { corner: Corner::TopLeft };
+    [Mask::Full, Mask::causal(), top_left, Mask::window(Some(2), Some(1))]
+}
 
 const INF: f32 = f32::INFINITY;
 /// A sink for each head: nothing, neutral, above most scores, and what only a comparison with the row's maximum survives.
@@ -68,7 +74,7 @@ impl<T: Float + OutputOf<T>> Case<T> {
         let rows = Layout::contiguous(forward.lse_shape()).unwrap();
         let args = args.lse(TensorMut::host(&mut case.lse, rows).unwrap()).sinks(list(sinks));
         let plan = forward.plan(&Device::cpu()).unwrap();
-        plan.run(&Stream::Cpu, &mut Workspace::empty(), args).unwrap();
+        plan.run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args).unwrap();
         case
     }
 
@@ -123,7 +129,11 @@ impl<T: Float + OutputOf<T>> Case<T> {
             }
             false => args,
         };
-        problem.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut Workspace::empty(), args).unwrap();
+        problem
+            .plan(&Device::cpu())
+            .unwrap()
+            .run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args)
+            .unwrap();
         (out, d_sinks)
     }
 
@@ -294,7 +304,11 @@ fn packed_sequences_have_sinks_of_their_own_rows() {
     let args = ForwardArgs::packed(read(&q, of_q), read(&k, of_kv), read(&v, of_kv), write(&mut o, of_q));
     let args: Args<'_> = args.lse_packed(write(&mut lse, of_lse)).sinks(list(&sinks)).into();
     let args = args.read(Slot::CuSeqlensQ, list(&offsets_q)).read(Slot::CuSeqlensKv, list(&offsets_kv));
-    forward.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut Workspace::empty(), args).unwrap();
+    forward
+        .plan(&Device::cpu())
+        .unwrap()
+        .run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args)
+        .unwrap();
     assert_eq!((lse[0], &o[..heads * dim]), (-INF, &vec![0.0; heads * dim][..]));
     // Sequence 1 has queries, and no keys.
     assert_eq!((lse[3], lse[22 + 3], lse[44 + 3]), (0.5, 10.0, -INF));
@@ -320,7 +334,11 @@ fn packed_sequences_have_sinks_of_their_own_rows() {
     let args = args.d_lse_packed(read(&d_lse, of_lse)).sinks(list(&sinks));
     let args: Args<'_> = args.d_sinks(write(&mut d_sinks, Layout::contiguous([heads]).unwrap())).into();
     let args = args.read(Slot::CuSeqlensQ, list(&offsets_q)).read(Slot::CuSeqlensKv, list(&offsets_kv));
-    backward.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut Workspace::empty(), args).unwrap();
+    backward
+        .plan(&Device::cpu())
+        .unwrap()
+        .run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args)
+        .unwrap();
     let given = [q_t, k_t, v_t, d_o_t];
     let expected = BackwardExpected::with(&backward, &lengths, given, Some(&widened(&d_lse)), modifiers, None).unwrap();
     let report = expected.check_with(&tensor(&d_q, 22), &tensor(&d_k, 33), &tensor(&d_v, 33), &widened(&d_sinks));
@@ -353,10 +371,13 @@ fn fp8_takes_sinks() {
         let args = args.descale(one(), one(), one()).sinks(list(&sinks));
         let args = args.lse(TensorMut::host(&mut lse, Layout::contiguous(problem.lse_shape()).unwrap()).unwrap());
         let args = args.amax(TensorMut::host(&mut amax, Layout::contiguous([1]).unwrap()).unwrap());
-        problem.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut Workspace::empty(), args).unwrap();
+        problem
+            .plan(&Device::cpu())
+            .unwrap()
+            .run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args)
+            .unwrap();
         let tensor = |data: &[E4M3], shape| Tensor::from_strided(data, &layout(shape));
-        let [q, k, v] =
-            [tensor(&q, problem.q_shape()), tensor(&k, problem.k_shape()), tensor(&v, problem.v_shape())];
+        let [q, k, v] = [tensor(&q, problem.q_shape()), tensor(&k, problem.k_shape()), tensor(&v, problem.v_shape())];
         let modifiers = Modifiers { sinks: Some(&widened(&sinks)) };
         let expected = Expected::with(&problem, &Lengths::default(), [&q, &k, &v], modifiers, 1.0, None).unwrap();
         let o = Tensor::from_strided(&o, &layout(problem.o_shape()));
@@ -367,14 +388,16 @@ fn fp8_takes_sinks() {
     }
 }
 
+/// Q, K, V and O of one head dim.
+const SAME: Dims = DIMS.with_head_dim_vo(16);
+
 #[test]
 fn what_does_not_fit_is_refused_by_name() {
-    let plain = ForwardProblem::builder(DType::F32, DIMS).build().unwrap();
+    let plain = ForwardProblem::builder(DType::F32, SAME).build().unwrap();
     let text = BackwardProblem::builder(&plain).d_sinks(true).build().unwrap_err().to_string();
     assert_eq!(text, "d_sinks: asked for; allowed: with a forward problem that was made with sinks only");
-    let problem = ForwardProblem::builder(DType::F32, DIMS).sinks(DType::BF16).build().unwrap();
-    let q = dense::<f32>(problem.q_shape(), 1);
-    let kv = dense::<f32>(problem.k_shape(), 2);
+    let problem = ForwardProblem::builder(DType::F32, SAME).sinks(DType::BF16).build().unwrap();
+    let [q, kv]: [Vec<f32>; 2] = [problem.q_shape(), problem.k_shape()].map(|shape| values(shape.iter().product(), 1));
     let run = |problem: &ForwardProblem, add: &dyn for<'a> Fn(ForwardArgs<'a>) -> ForwardArgs<'a>| {
         let layout = |shape| Layout::contiguous(shape).unwrap();
         let mut o = vec![f32::NAN; problem.o_shape().iter().product()];
@@ -382,20 +405,21 @@ fn what_does_not_fit_is_refused_by_name() {
         let o_out = TensorMut::host(&mut o, layout(problem.o_shape())).unwrap();
         let args = add(ForwardArgs::new(TensorRef::host(&q, layout(problem.q_shape())).unwrap(), kv(), kv(), o_out));
         let plan = problem.plan(&Device::cpu()).unwrap();
-        let error = plan.run(&Stream::Cpu, &mut Workspace::empty(), args).unwrap_err().to_string();
+        let error =
+            plan.run(&Stream::Cpu, &mut Workspace::alloc(&Stream::Cpu, 0).unwrap(), args).unwrap_err().to_string();
         assert!(o.iter().all(|x| x.is_nan()));
         error
     };
     let text = run(&problem, &|args| args);
     assert_eq!(text, "sinks: missing; allowed: the tensor that the problem, made with sinks, reads");
-    static WIDE: [f32; 6] = [0.0; 6];
+    static WIDE: [f32; 4] = [0.0; 4];
     let text = run(&problem, &|args| args.sinks(list(&WIDE)));
     assert_eq!(text, "sinks: dtype f32; allowed: bf16");
     let text = run(&plain, &|args| args.sinks(list(&WIDE)));
     assert_eq!(text, "sinks: given; allowed: none, since the problem was made without sinks");
-    let wide = ForwardProblem::builder(DType::F32, DIMS).sinks(DType::F32).build().unwrap();
-    let text = run(&wide, &|args| args.sinks(list(&WIDE[..5])));
-    assert!(text.starts_with("sinks: shape [5]"), "{text}");
+    let wide = ForwardProblem::builder(DType::F32, SAME).sinks(DType::F32).build().unwrap();
+    let text = run(&wide, &|args| args.sinks(list(&WIDE[..3])));
+    assert!(text.starts_with("sinks: shape [3]"), "{text}");
     let [q, k] = [problem.q_shape(), problem.k_shape()].map(Tensor::zeros);
     let missing = reference::forward(&problem, &q, &k, &k).unwrap_err().to_string();
     assert_eq!(missing, "sinks: missing; allowed: the sinks, which the problem reads");

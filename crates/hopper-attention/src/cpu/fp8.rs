@@ -239,8 +239,7 @@ fn compute_tile<O: OutputOf<E4M3>>(
         sunk.weight *= P_OFFSET.exp2();
         let divisor = sunk.add_to(row.divisor);
         for sum in sums {
-            let value =
-                if row.sum == 0.0 { without_keys(sink) } else { sum * sunk.own / divisor * largest_v };
+            let value = if row.sum == 0.0 { without_keys(sink) } else { sum * sunk.own / divisor * largest_v };
             *amax = larger(*amax, value.abs());
             o.push(O::from_f32(value * inputs.scale_o));
         }

@@ -706,7 +706,10 @@ mod tests {
         assert_eq!(problem, options.clone().lse(true).build().unwrap());
         assert!(problem.wants(Slot::Lse) && !problem.wants(Slot::Amax));
         let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
-        assert_eq!(text, "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks");
+        assert_eq!(
+            text,
+            "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks"
+        );
     }
 
     #[test]

@@ -49,7 +49,8 @@ pub mod tolerance;
 mod work;
 
 pub use oracle::{
-    BackwardOracle, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with, forward, forward_of, forward_with,
+    BackwardOracle, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with, forward, forward_of,
+    forward_with,
 };
 pub use plain::{
     BackwardPlain, Plain, backward_plain, backward_plain_of, backward_plain_with, forward_plain, forward_plain_of,
