@@ -24,7 +24,8 @@ pub fn cases(grid: Grid) -> Vec<Case> {
         for (mask, sinks) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
             for (seqlen_q, seqlen_kv) in sizes {
                 let turn = cases.len();
-                let mut case = Case::new(seqlen_q, seqlen_kv, head_dim, mask).heads(1 + turn % 2, 6, [1, 2, 6][turn % 3]);
+                let mut case =
+                    Case::new(seqlen_q, seqlen_kv, head_dim, mask).heads(1 + turn % 2, 6, [1, 2, 6][turn % 3]);
                 case.sinks = sinks;
                 case.seed = turn as u64 / 2;
                 case.lse = turn % 5 != 0;

@@ -2,12 +2,12 @@
 
 use hopper_attention::reference::{self, BackwardPlain, Modifiers};
 use hopper_attention::{BackwardProblem, DType, Lengths, Mask, Scaling, bf16, f16};
+use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random;
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
 use hopper_attention_tests::sinks::{MISTAKES, Sinks, SinksImage, cases, packed_cases};
-use hopper_attention_tests::backward;
 use rayon::prelude::*;
 
 fn all_cases() -> Vec<Case> {

@@ -56,8 +56,7 @@ pub fn judge_gradients(
         let inputs = [&q, &k, &v, &d_o];
         let (lengths, sinks) = (lengths(tensors), sinks(tensors)?);
         let modifiers = Modifiers { sinks: sinks.as_deref() };
-        let expected =
-            BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
+        let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
         let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
         let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;
         let d_v = wide(tensors, Slot::DV, layout, problem.d_v_shape())?;

@@ -2,6 +2,7 @@
 
 use hopper_attention::internal::plan_with_shares;
 use hopper_attention::{DType, Device, KernelInfo, MaskClass, Scaling, Stream, Workspace, bf16, f16};
+use hopper_attention_tests::backward;
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
 use hopper_attention_tests::fp8::{Operands, for_row};
 use hopper_attention_tests::gpu::fp8::{OnDevice as Fp8OnDevice, takes};
@@ -10,7 +11,6 @@ use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
 use hopper_attention_tests::sinks::{Sinks, cases, packed_cases};
-use hopper_attention_tests::backward;
 
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};

@@ -13,8 +13,8 @@
 namespace hattn {
 namespace {
 
-// What the rows of a tensor are filled with: zeros, and -inf for their LSE. With sinks the LSE is the sink of the head. A
-// sink of NaN makes NaN of the head's rows, and of their largest magnitude (`amax`). `lse` and `amax` may be absent.
+// What the rows of a tensor are filled with: zeros, and -inf for their LSE. With sinks the LSE is the sink of the head.
+// A sink of NaN makes NaN of the head's rows, and of their largest magnitude (`amax`). `lse` and `amax` may be absent.
 struct Filling {
   TensorDesc lse;
   TensorDesc sinks;

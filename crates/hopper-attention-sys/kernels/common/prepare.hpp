@@ -197,7 +197,8 @@ void BwdStatistics<Traits>::launch_sinks(BwdParams const& params, cudaStream_t s
     return;
   }
   int const padded = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM * Traits::kTileM;
-  bwd_sinks<typename Traits::Statistics, Traits::kIsPacked><<<params.heads_q, kSinkThreads, 0, stream>>>(params, padded);
+  bwd_sinks<typename Traits::Statistics, Traits::kIsPacked>
+      <<<params.heads_q, kSinkThreads, 0, stream>>>(params, padded);
 }
 
 }  // namespace hattn

@@ -26,26 +26,22 @@ namespace hattn {
 
 // The sink of a head, -inf where there are none. Without a branch: this stands between products that are under way.
 CUTE_DEVICE float sink_of_head(TensorDesc const& sinks, DType dtype, int head) {
-  std::uint64_t address = sinks.address;
-  int type = static_cast<int>(dtype);
-  // Registers are short in loops over tiles, so that nothing of this shall be kept from one tile to the next.
-  asm volatile("" : "+l"(address), "+r"(type));
-  std::uint32_t bits = 0xff800000U;  // -inf
+  bool const wide = dtype == DType::F32;
+  std::uint64_t const address = sinks.address + (wide ? 4 : 2) * (head * sinks.stride_head);
+  std::uint32_t bits = 0xff800000U;
   asm volatile(
       "{\n"
-      ".reg .pred given, wide, narrow;\n"
-      ".reg .b64 at;\n"
-      "setp.ne.u64 given, %1, 0;\n"
-      "setp.eq.and.s32 wide, %3, %4, given;\n"
-      "setp.ne.and.s32 narrow, %3, %4, given;\n"
-      "mad.wide.s32 at, %2, 4, %1;\n"
-      "@narrow mad.wide.s32 at, %2, 2, %1;\n"
-      "@wide ld.global.nc.b32 %0, [at];\n"
-      "@narrow ld.global.nc.u16 %0, [at];\n"
+      ".reg .pred wide, narrow;\n"
+      "setp.eq.s32 wide, %2, 1;\n"
+      "setp.eq.s32 narrow, %2, 2;\n"
+      "@wide ld.global.nc.b32 %0, [%1];\n"
+      "@narrow ld.global.nc.u16 %0, [%1];\n"
       "@narrow shl.b32 %0, %0, 16;\n"
       "}\n"
       : "+r"(bits)
-      : "l"(address), "r"(head), "r"(type), "n"(static_cast<int>(DType::F32)));
+      : "l"(address), "r"(sinks.address == 0 ? 0
+                          : wide             ? 1
+                                             : 2));
   return __uint_as_float(bits);
 }
 template <class Params>

@@ -5,14 +5,15 @@
 //
 //     dS_sink = -sum of p delta'     over all rows of the query head, of all sequences
 //
-// since the derivative of LSE' by s is p, and that of O' is -p O'. dQ, dK and dV need nothing: made of LSE' and O', they
-// are those of the softmax with the sink.
+// since the derivative of LSE' by s is p, and that of O' is -p O'. dQ, dK and dV need nothing: made of LSE' and O',
+// they are those of the softmax with the sink.
 //
 // - Where s is -inf, the gradient is 0. Rows with an LSE of -inf have no part in it.
 // - Where s and LSE' are equal (also where both are inf), p is 1.
 //
-// A CTA sums the rows of a head. A thread has every kSinkThreads-th row, in the order of the tensor, and sums in f64. So
-// the result has the same bits in every run. The order of the table of sequences, which may change, has no part in it.
+// A CTA sums the rows of a head. A thread has every kSinkThreads-th row, in the order of the tensor, and sums in f64.
+// So the result has the same bits in every run. The order of the table of sequences, which may change, has no part in
+// it.
 #pragma once
 
 #include <cstdint>
@@ -115,7 +116,8 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
         }
         // This thread's first row of the tensor in the sequence, and then every so many-th.
         std::int64_t const first = sequences.first[i];
-        int const skipped = (static_cast<int>(threadIdx.x) - static_cast<int>(first % kSinkThreads)) & (kSinkThreads - 1);
+        int const skipped =
+            (static_cast<int>(threadIdx.x) - static_cast<int>(first % kSinkThreads)) & (kSinkThreads - 1);
         for (int row = skipped; row < sequences.rows[i]; row += kSinkThreads) {
           add(begin + i, sequences.q_begin[i] + row, of_head + first + row);
         }

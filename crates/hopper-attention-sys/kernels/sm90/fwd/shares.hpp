@@ -8,7 +8,8 @@
 // When the products are done, a share's sums are written to shared memory, over the buffers of K and V: O before the
 // division, and for each query the row sum and what stands for the row's maximum (softmax.hpp). Then each share reads a
 // part of the columns of O from all shares, sums them in the order of the shares, divides, and writes these columns to
-// memory. So the result does not depend on which share is done first. The sink of the head is added to the whole sums, once.
+// memory. So the result does not depend on which share is done first. The sink of the head is added to the whole sums,
+// once.
 #pragma once
 
 #include "common/element.hpp"
