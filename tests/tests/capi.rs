@@ -10,6 +10,7 @@ use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
 use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
+use hopper_attention_tests::sinks::{self, SinksImage};
 
 fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
     tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
