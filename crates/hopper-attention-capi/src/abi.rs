@@ -171,8 +171,7 @@ pub struct hattn_forward_problem {
     /// As max_seqlen_q, for keys.
     pub max_seqlen_kv: i64,
     /// Element type of the attention sinks, one number s for each query head: HATTN_F32 or HATTN_BF16. 0: there are none.
-    /// A sink takes part in the softmax of all rows of its head, and has no value. The softmax scale does not multiply it, and
-    /// no mask hides it: log-sum-exp' = log(exp(log-sum-exp) + exp(s)), and O' = O * exp(log-sum-exp - log-sum-exp').
+    /// A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
     /// A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
     pub sinks: hattn_dtype,
     /// Must be 0.
@@ -201,9 +200,7 @@ impl hattn_forward_problem {
 #[allow(missing_docs, reason = "the fields of hattn_forward_problem are explained there")]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct hattn_backward_problem {
-    /// sizeof(hattn_backward_problem).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Element type of Q, K, V, O, dO, dQ, dK and dV: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
     pub dtype: hattn_dtype,
@@ -234,7 +231,6 @@ pub struct hattn_backward_problem {
     pub fill_gaps: i32,
     /// Must be 0.
     pub reserved: u32,
-    /// As in hattn_forward_problem. The gradients of Q, K and V follow from O and the log-sum-exp, which have the sinks in them.
     pub sinks: hattn_dtype,
     /// 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
     pub d_sinks: i32,
@@ -251,11 +247,10 @@ pub struct hattn_backward_problem {
 ///   This happens only with factors that the caller gave.
 /// - An element that is not finite is stored as NaN.
 #[repr(C)]
+#[allow(missing_docs, reason = "size and version are explained in hattn_forward_problem")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_problem {
-    /// sizeof(hattn_quantize_problem).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// The forward pass that takes the operands. Its dtype is HATTN_E4M3. It is read during the call only.
     pub forward: *const hattn_forward_problem,
@@ -308,11 +303,10 @@ pub struct hattn_tensor {
 ///
 /// A tensor with a condition ("given exactly if") must be null where the condition does not hold.
 #[repr(C)]
+#[allow(missing_docs, reason = "size and version are explained in hattn_forward_problem")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct hattn_forward_args {
-    /// sizeof(hattn_forward_args).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Queries, read: [batch, seqlen_q, heads_q, head_dim_qk].
     pub q: *const hattn_tensor,
@@ -384,15 +378,10 @@ impl hattn_forward_args {
 #[allow(missing_docs, reason = "the fields of hattn_forward_args are explained there")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_backward_args {
-    /// sizeof(hattn_backward_args).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
-    /// Queries, read.
     pub q: *const hattn_tensor,
-    /// Keys, read.
     pub k: *const hattn_tensor,
-    /// Values, read.
     pub v: *const hattn_tensor,
     /// The output of the forward pass, read.
     pub o: *const hattn_tensor,
@@ -419,9 +408,8 @@ pub struct hattn_backward_args {
     pub cu_seqlens_kv: *const hattn_tensor,
     pub seqused_q: *const hattn_tensor,
     pub seqused_kv: *const hattn_tensor,
-    /// The attention sinks, read: [heads_q]. Given exactly if the problem's d_sinks is 1.
+    /// The attention sinks, and their gradient, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
     pub sinks: *const hattn_tensor,
-    /// The gradient of the sinks, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
     pub d_sinks: *const hattn_tensor,
 }
 
@@ -451,11 +439,10 @@ impl hattn_backward_args {
 
 /// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
 #[repr(C)]
+#[allow(missing_docs, reason = "size and version are explained in hattn_forward_problem")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_tensor {
-    /// sizeof(hattn_quantize_tensor).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// What is quantised, read. The element type is the problem's source, the shape that of Q, K or V.
     pub values: *const hattn_tensor,
@@ -475,9 +462,7 @@ pub struct hattn_quantize_tensor {
 #[allow(missing_docs, reason = "the fields of hattn_forward_args are explained there")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_args {
-    /// sizeof(hattn_quantize_args).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Queries. Null if they are not quantised.
     pub q: *const hattn_quantize_tensor,

@@ -40,7 +40,7 @@ pub struct ForwardProblem {
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
     /// The element type of the attention sinks. `None` where there are none.
-    sinks: Option<DType>,
+    pub(super) sinks: Option<DType>,
 }
 
 /// A finite factor above 0. Two of them are equal when their bits are.
@@ -77,7 +77,7 @@ pub struct ForwardProblemBuilder {
     scaling: Option<Scaling>,
     half_scores: bool,
     /// The element type of the attention sinks, where they were asked for.
-    sinks: DType,
+    pub(super) sinks: DType,
 }
 
 impl ForwardProblemBuilder {
@@ -94,29 +94,6 @@ impl ForwardProblemBuilder {
     /// Whether the log-sum-exp of each query is an output: natural log, f32, `[batch, heads_q, seqlen_q]` (default: no).
     pub fn lse(self, wanted: bool) -> Self {
         self.operand(Slot::Lse, wanted)
-    }
-
-    /// Attention sinks (default: none): one logit `s` for each query head, of this type, f32 or bf16.
-    ///
-    /// A sink takes part in the softmax of every row of its head, and has no value:
-    ///
-    /// ```text
-    /// LSE' = log(exp(LSE) + exp(s))        O' = O * exp(LSE - LSE')
-    /// ```
-    ///
-    /// where LSE and O are those without sinks, and LSE' and O' are what a run writes. The softmax scale does not multiply a
-    /// sink, and no mask hides it. (gpt-oss has such sinks. The formula is that of MagiAttention's `attn_sink.md`.)
-    ///
-    /// - A query without keys has O' = 0 and LSE' = s.
-    /// - s = -inf changes nothing. s = inf gives O' = 0 and LSE' = inf.
-    /// - A sink that is NaN makes NaN of all rows of its head.
-    /// - Rows that belong to no sequence have no sink: see [`fill_gaps`](Self::fill_gaps).
-    ///
-    /// A run reads the operand [`Slot::Sinks`]. A backward pass takes O' and LSE', and its gradients of Q, K and V are those of
-    /// the softmax with sinks. [`BackwardProblemBuilder::d_sinks`](crate::BackwardProblemBuilder::d_sinks) adds that of the
-    /// sinks.
-    pub fn sinks(self, dtype: DType) -> Self {
-        Self { sinks: dtype, ..self.operand(Slot::Sinks, true) }
     }
 
     /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`, and
@@ -276,9 +253,7 @@ impl ForwardProblemBuilder {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let softmax_scale = self.softmax_scale;
         let sinks = asked_for.contains(Slot::Sinks).then_some(self.sinks);
-        if let Some(got) = sinks
-            && !matches!(got, DType::F32 | DType::BF16)
-        {
+        if let Some(got) = sinks.filter(|dtype| !matches!(dtype, DType::F32 | DType::BF16)) {
             return Err(Error::Dtype { what: "sinks", got, allowed: "f32, bf16".into() });
         }
         if dtype == DType::I32 {
@@ -364,11 +339,6 @@ impl ForwardProblem {
         ])
     }
 
-    /// The operand with the sinks.
-    pub(super) fn sinks_operand(&self) -> Operand {
-        Operand::read(Slot::Sinks, self.sinks.unwrap_or(DType::F32), [self.dims.heads_q])
-    }
-
     /// One sequence of the problem, with these lengths, as a problem of its own without packed tensors and used lengths.
     pub(crate) fn of_sequence(&self, seqlen_q: usize, seqlen_kv: usize) -> Self {
         let dims = self.dims.with_batch(1).with_seqlen_q(seqlen_q).with_seqlen_kv(seqlen_kv);
@@ -417,11 +387,6 @@ impl ForwardProblem {
     /// Whether the log-sum-exp is an output.
     pub fn wants_lse(&self) -> bool {
         self.wants(Slot::Lse)
-    }
-
-    /// The element type of the attention sinks. `None` where there are none.
-    pub fn sinks(&self) -> Option<DType> {
-        self.sinks
     }
 
     /// The instruction set that plans are restricted to. `None` where there is no restriction.
@@ -520,11 +485,6 @@ impl ForwardProblem {
             write!(f, " on {arch}")?;
         }
         if self.sm_margin > 0 { write!(f, " sm_margin {}", self.sm_margin) } else { Ok(()) }
-    }
-
-    /// Prints the type of the sinks, if there are any.
-    pub(super) fn write_sinks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.sinks.map_or(Ok(()), |dtype| write!(f, " sinks {dtype}"))
     }
 
     /// Prints whether gaps are filled.
@@ -774,24 +734,6 @@ mod tests {
     fn operands_of_integers_are_refused() {
         let text = ForwardProblem::builder(DType::I32, DIMS).build().unwrap_err().to_string();
         assert_eq!(text, "q, k and v: dtype i32; allowed: f16, bf16, e4m3, f32");
-    }
-
-    #[test]
-    fn sinks_are_f32_or_bf16_and_one_for_each_query_head() {
-        let options = || ForwardProblem::builder(DType::F16, DIMS).mask(Mask::causal());
-        let problem = options().sinks(DType::BF16).build().unwrap();
-        let row = *problem.operands().find(Slot::Sinks).unwrap();
-        assert_eq!((row.shape(), row.dtype(), problem.sinks()), (&[6][..], DType::BF16, Some(DType::BF16)));
-        assert!(problem.to_string().ends_with("scale 0.25 sinks bf16"), "{problem}");
-        assert_eq!(problem.to_builder().build().unwrap(), problem);
-        let plain = options().build().unwrap();
-        assert_eq!(problem.to_builder().operand(Slot::Sinks, false).build().unwrap(), plain);
-        assert_eq!((plain.sinks(), problem.shape()), (None, plain.shape()));
-        let by_name = options().operand(Slot::Sinks, true).build().unwrap();
-        assert_eq!(by_name, options().sinks(DType::F32).build().unwrap());
-        assert_eq!(problem.of_sequence(3, 2).sinks(), Some(DType::BF16));
-        let text = options().sinks(DType::F16).build().unwrap_err().to_string();
-        assert_eq!(text, "sinks: dtype f16; allowed: f32, bf16");
     }
 
     #[test]
