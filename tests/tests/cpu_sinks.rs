@@ -15,7 +15,7 @@ fn all_cases() -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat()
 }
 
-fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Sync, cases: &[Case]) {
+fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
     let mut runner = Runner::new([what]);
     let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
     for (case, verdict) in cases.iter().zip(verdicts) {

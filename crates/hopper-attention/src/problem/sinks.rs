@@ -27,7 +27,9 @@ impl ForwardProblemBuilder {
     /// the softmax with sinks. [`BackwardProblemBuilder::d_sinks`](crate::BackwardProblemBuilder::d_sinks) adds that of the
     /// sinks.
     pub fn sinks(self, dtype: DType) -> Self {
-        Self { sinks: dtype, ..self.operand(Slot::Sinks, true) }
+        let mut with_sinks = self.operand(Slot::Sinks, true);
+        with_sinks.sinks = dtype;
+        with_sinks
     }
 }
 
