@@ -84,6 +84,7 @@ def attention(
     lse_out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    s_aux: Any = None,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -100,6 +101,9 @@ def attention(
     - return_lse: gives (o, lse).
     - sm_margin: the number of multiprocessors of a Hopper GPU that the kernels leave to others, such as those of NCCL.
       Gradients leave as many. Older GPUs refuse a margin above 0. The CPU ignores it.
+    - s_aux: attention sinks, [heads_q]: a logit for each query head, which takes part in the softmax of all its rows and
+      has no value. exp(lse) has exp(s_aux) in it. Neither scale nor mask touches it. A query that sees no key has o = 0
+      and lse = s_aux. f32 and bf16. Other torch tensors are cast to f32.
 
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
@@ -108,7 +112,7 @@ def attention(
 
     - f16 and bf16. On the CPU also f32. Autocast casts all three.
     - The work runs on the device of the tensors, on its current stream.
-    - Autograd records the call. o and lse have gradients of first order.
+    - Autograd records the call. o and lse have gradients of first order, also with respect to s_aux.
     - Under torch.use_deterministic_algorithms gradients are the same bits every time.
     - torch.compile takes the call without a graph break.
     - Nested tensors of the layout torch.jagged, with seqlen ragged, are computed as `attention_varlen` does. o is nested
@@ -125,9 +129,12 @@ def attention(
         _no_outputs(out, lse_out, stream)
         if type(q) is not _Tensor and _torch.is_jagged(q):
             mask = {"causal": causal, "window": window, "top_left": top_left}
-            return _varlen.nested(q, k, v, return_lse, scale=scale, sm_margin=sm_margin, **mask)
+            return _varlen.nested(q, k, v, return_lse, scale=scale, sm_margin=sm_margin, s_aux=s_aux, **mask)
+        if s_aux is not None:
+            mask = (causal, window, top_left)
+            return _varlen.attention_sinks(q, k, v, s_aux, *mask, scale, return_lse, sm_margin)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
-    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin)
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin, s_aux)
 
 
 def attention_backward(
@@ -147,6 +154,7 @@ def attention_backward(
     out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    s_aux: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -154,12 +162,12 @@ def attention_backward(
 
     o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
     of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
-    missing. sm_margin need not be that of `attention`.
+    missing. sm_margin need not be that of `attention`. With s_aux there is a fourth gradient, d_s_aux, in f32.
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
     return _arrays.attention_backward(
-        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin
+        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin, s_aux
     )
 
 
@@ -185,6 +193,7 @@ def attention_varlen(
     lse_out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    s_aux: Any = None,
 ) -> Any:
     """`attention` to packed sequences: each query sees the keys of its own sequence alone.
 
@@ -199,6 +208,7 @@ def attention_varlen(
     - max_seqlen_q, max_seqlen_kv: about the length of the longest sequence. A hint for speed alone.
     - fill_gaps: rows that belong to no sequence, and rows that are not used, get zeros in o and in gradients, and -inf
       in lse. False: they are not written, and hold whatever was in memory.
+    - s_aux: as in `attention`. Rows that belong to no sequence have no sink.
     - deterministic: gradients of torch tensors are the same bits every time, as under
       torch.use_deterministic_algorithms.
 
@@ -240,13 +250,14 @@ def attention_varlen(
             deterministic,
             fill_gaps,
             sm_margin,
+            s_aux,
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     return _arrays.attention_varlen(
-        q, k, v, lists, *mask, scale, return_lse, longest, fill_gaps, out, lse_out, stream, sm_margin
+        q, k, v, lists, *mask, scale, return_lse, longest, fill_gaps, out, lse_out, stream, sm_margin, s_aux
     )
 
 
@@ -274,6 +285,7 @@ def attention_varlen_backward(
     out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    s_aux: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention_varlen` on arrays with __dlpack__.
 
@@ -289,7 +301,7 @@ def attention_varlen_backward(
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     return _arrays.attention_varlen_backward(
-        q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, deterministic, fill_gaps, out, stream, sm_margin
+        q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, deterministic, fill_gaps, out, stream, sm_margin, s_aux
     )
 
 

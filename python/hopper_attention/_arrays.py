@@ -184,13 +184,30 @@ def attention(
     lse_out: Any,
     stream: Optional[int],
     sm_margin: int,
+    s_aux: Any = None,
 ) -> Any:
     """See hopper_attention.attention."""
     exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
     lse = return_lse or lse_out is not None
     mask = mask_of(causal, window, top_left)
-    problem = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin, lse=int(lse))
-    return _forward(problem, q, exports, out, lse_out, stream)
+    sinks = _sinks(s_aux, stream)
+    of = exports["q"], exports["k"], exports["v"]
+    problem = _problem(*of, mask, scale, sm_margin, lse=int(lse), sinks=_type_of(sinks))
+    return _forward(problem, q, {**exports, **sinks}, out, lse_out, stream)
+
+
+def _sinks(s_aux: Any, stream: Optional[int]) -> dict:
+    """The export of the attention sinks by its name. Nothing where there are none."""
+    if s_aux is None:
+        return {}
+    export = Array("s_aux", s_aux, stream)
+    if len(export.shape) != 1:
+        raise ValueError(f"s_aux: {len(export.shape)} dimensions; allowed: 1, [heads_q]")
+    return {"sinks": export}
+
+
+def _type_of(sinks: dict) -> int:
+    return sinks["sinks"].dtype if sinks else 0
 
 
 def _forward(problem: abi.ForwardProblem, like: Any, exports: dict, out: Any, lse_out: Any, stream: Any) -> Any:
@@ -228,6 +245,7 @@ def attention_backward(
     out: Any,
     stream: Optional[int],
     sm_margin: int,
+    s_aux: Any = None,
 ) -> tuple:
     """See hopper_attention.attention_backward."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -236,8 +254,9 @@ def attention_backward(
     if d_lse is not None:
         exports["d_lse"] = Array("d_lse", d_lse, stream)
     mask = mask_of(causal, window, top_left)
-    forward = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin)
-    return _backward(forward, (q, k, v), exports, deterministic, out, stream)
+    sinks = _sinks(s_aux, stream)
+    forward = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin, sinks=_type_of(sinks))
+    return _backward(forward, (q, k, v), {**exports, **sinks}, deterministic, out, stream)
 
 
 def _backward(
@@ -245,13 +264,19 @@ def _backward(
 ) -> tuple:
     """Runs the backward pass of a forward problem on inputs by their names."""
     d_lse = int("d_lse" in exports)
-    problem = abi.BackwardProblem.of(forward, d_lse=d_lse, deterministic=int(deterministic))
+    with_sinks = "sinks" in exports
+    numbers = {"deterministic": int(deterministic), "d_sinks": int(with_sinks)}
+    problem = abi.BackwardProblem.of(forward, d_lse=d_lse, **numbers)
     plan = plans().get(exports["q"].device, problem)
     gradients, exports = [], dict(exports)
     for i, (name, like) in enumerate(zip("qkv", likes)):
         array, export = _output(f"d_{name}", out[i] if out else None, like, exports[name].shape, False, stream)
         gradients.append(array)
         exports[f"d_{name}"] = export
+    if with_sinks:
+        given, shape = (out[3] if out else None), exports["sinks"].shape
+        array, exports["d_sinks"] = _output("d_s_aux", given, likes[0], shape, True, stream)
+        gradients.append(array)
     _run(plan, likes[0], exports, stream)
     return tuple(gradients)
 
@@ -303,6 +328,7 @@ def attention_varlen(
     lse_out: Any,
     stream: Optional[int],
     sm_margin: int,
+    s_aux: Any = None,
 ) -> Any:
     """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -310,8 +336,10 @@ def attention_varlen(
     numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin)
     hints = hints_of(*max_seqlens, fill_gaps)
     of = exports["q"], exports["k"], exports["v"]
-    problem = packed_problem(*of, lengths, hints, dtype=exports["q"].dtype, lse=int(lse), **numbers)
-    return _forward(problem, q, {**exports, **_given(lengths)}, out, lse_out, stream)
+    sinks = _sinks(s_aux, stream)
+    more = {"dtype": exports["q"].dtype, "lse": int(lse), "sinks": _type_of(sinks)}
+    problem = packed_problem(*of, lengths, hints, **more, **numbers)
+    return _forward(problem, q, {**exports, **_given(lengths), **sinks}, out, lse_out, stream)
 
 
 def attention_varlen_backward(
@@ -333,16 +361,18 @@ def attention_varlen_backward(
     out: Any,
     stream: Optional[int],
     sm_margin: int,
+    s_aux: Any = None,
 ) -> tuple:
     """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
     numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin)
     hints = hints_of(*max_seqlens, fill_gaps)
     of = exports["q"], exports["k"], exports["v"]
-    forward = packed_problem(*of, lengths, hints, dtype=exports["q"].dtype, **numbers)
+    sinks = _sinks(s_aux, stream)
+    forward = packed_problem(*of, lengths, hints, dtype=exports["q"].dtype, sinks=_type_of(sinks), **numbers)
     more = {"o": o, "lse": lse, "d_o": d_o, **({} if d_lse is None else {"d_lse": d_lse})}
     exports.update({name: Array(name, array, stream) for name, array in more.items()})
-    return _backward(forward, (q, k, v), {**exports, **_given(lengths)}, deterministic, out, stream)
+    return _backward(forward, (q, k, v), {**exports, **_given(lengths), **sinks}, deterministic, out, stream)
 
 
 __all__ = ["Array", "attention", "attention_backward", "attention_varlen", "attention_varlen_backward"]

@@ -16,7 +16,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from ._torch import attention, readable
-from ._varlen import attention_varlen, readable_rows
+from ._varlen import attention_sinks, attention_varlen, readable_rows
 
 OLDEST = (5, 17)
 
@@ -241,8 +241,7 @@ _NO_PART = frozenset(
 )
 _LACKING = {
     "softcap": "a softcap of the scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks by another name than s_aux",
     "position_bias": "a position bias",
     "attention_bias": "an attention bias",
     "head_mask": "a head mask",
@@ -316,12 +315,13 @@ def attention_forward(
     position_ids: Optional[torch.Tensor] = None,
     cu_seq_lens_q: Optional[torch.Tensor] = None,
     cu_seq_lens_k: Optional[torch.Tensor] = None,
+    s_aux: Optional[torch.Tensor] = None,
     **kwargs: Any,
 ) -> Tuple[torch.Tensor, None]:
     """The attention function, on [batch, heads, seqlen, head_dim].
 
     With cu_seq_lens_q and cu_seq_lens_k, [sequences + 1], the rows of the batch one after another are packed sequences.
-    max_length_q and max_length_k are hints for speed.
+    max_length_q and max_length_k are hints for speed. s_aux, [heads], has the attention sinks, as gpt-oss has them.
     """
     if dropout:
         _refuse(f"dropout {dropout}", "0; set attention_dropout to 0 in the model's config")
@@ -385,8 +385,8 @@ def attention_forward(
                 _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
             if not _packs(query.device):
                 q, k, v = map(readable, (q, k, v))
-                return _one_by_one(q, k, v, left, right, scaling, ranges), None
-    return _band(q, k, v, left, right, scaling, packing), None
+                return _one_by_one(q, k, v, left, right, scaling, ranges, s_aux), None
+    return _band(q, k, v, left, right, scaling, packing, s_aux), None
 
 
 def _packs(device: torch.device) -> bool:
@@ -402,21 +402,32 @@ def _band(
     right: Optional[int],
     scaling: Optional[float],
     packing: Optional[dict] = None,
+    s_aux: Optional[torch.Tensor] = None,
 ) -> Any:
     """Attention to [batch, seqlen, heads, head_dim]. With a packing, the rows of the batch follow each other."""
     plain = left is None and (right is None or right == 0)
     mask: dict = {"causal": right == 0} if plain else {"window": (left, right)}
     if packing is None:
         q, k, v = map(readable, (q, k, v))
+        if s_aux is not None:
+            named = (mask.get("causal", False), mask.get("window"), False)
+            return attention_sinks(q, k, v, s_aux, *named, scaling, False, 0)
         return attention(q, k, v, scale=scaling, **mask)
     # The rows of a projection follow each other already. Those of a cache are copied.
     rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))
-    o = attention_varlen(*rows, scale=scaling, **mask, **packing)
+    o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, **mask, **packing)
     return o.view(*q.shape[:3], o.shape[-1])
 
 
 def _one_by_one(
-    q: Any, k: Any, v: Any, left: Any, right: Any, scaling: Any, ranges: List[Tuple[int, int]]
+    q: Any,
+    k: Any,
+    v: Any,
+    left: Any,
+    right: Any,
+    scaling: Any,
+    ranges: List[Tuple[int, int]],
+    s_aux: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Each sequence by itself, without its padding. Rows of padding give 0."""
     q_length, kv_length = q.shape[1], k.shape[1]
@@ -424,7 +435,8 @@ def _one_by_one(
     rows = []
     for one_q, one_k, one_v, (first, after) in zip(q.split(1), k.split(1), v.split(1), ranges):
         begin, end = _queries(first, after, banded, q_length, kv_length)
-        o = _band(one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after], left, right, scaling)
+        rows_of = (one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after])
+        o = _band(*rows_of, left, right, scaling, None, s_aux)
         rows.append(torch.nn.functional.pad(o, (0, 0, 0, 0, begin, q_length - end)))
     return torch.cat(rows)
 

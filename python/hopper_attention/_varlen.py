@@ -18,6 +18,7 @@ from ._torch import (
     DTYPES,
     _autocast,
     _below,
+    _check,
     _check_operand,
     _in_words,
     _key,
@@ -53,6 +54,7 @@ def attention_varlen(
     deterministic: bool = False,
     fill_gaps: bool = True,
     sm_margin: int = 0,
+    s_aux: Optional[torch.Tensor] = None,
 ) -> Any:
     """See hopper_attention.attention_varlen."""
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -64,7 +66,10 @@ def attention_varlen(
     here = {name: _list(name, given, q.device) for name, given in lists.items()}
     if lists["cu_seqlens_kv"] is lists["cu_seqlens_q"]:
         here["cu_seqlens_kv"] = here["cu_seqlens_q"]
-    arguments = (q, k, v, *here.values(), *hints, bool(deterministic), *numbers)
+    rest = (*here.values(), *hints, bool(deterministic), *numbers)
+    if s_aux is not None:
+        return _with_sinks(q, k, v, s_aux, rest, return_lse)
+    arguments = (q, k, v, *rest)
     recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if recorded and q.is_cuda and not torch.compiler.is_compiling():
         _Run(arguments[3:]).check_gradients(q, k, v)
@@ -80,6 +85,49 @@ def attention_varlen(
                 if not return_lse:
                     return ops.varlen_forward.default(*arguments)
                 o, lse = ops.varlen_forward_lse.default(*arguments)
+    except RuntimeError as error:
+        raise _in_words(error) from None
+    return (o, lse) if return_lse else o
+
+
+def attention_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    s_aux: torch.Tensor,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    return_lse: bool,
+    sm_margin: int,
+) -> Any:
+    """attention() with sinks."""
+    _check(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
+    return _with_sinks(q, k, v, s_aux, (None, None, None, None, 0, 0, False, False, *numbers), return_lse)
+
+
+def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
+    if not isinstance(s_aux, torch.Tensor) or not s_aux.is_floating_point():
+        what = s_aux.dtype if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
+        raise TypeError(f"s_aux: {what}; allowed: tensors of floating-point numbers")
+    if s_aux.ndim != 1:
+        raise ValueError(f"s_aux: {s_aux.ndim} dimensions; allowed: 1, [heads_q]")
+    # f16 fits f32, as the library reads it.
+    dtype = s_aux.dtype if s_aux.dtype in (torch.float32, torch.bfloat16) else torch.float32
+    sinks = s_aux.to(device=q.device, dtype=dtype).contiguous()
+    forward = torch.ops.hopper_attention.sinks_forward.default
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, sinks))
+    if recorded and q.is_cuda and not torch.compiler.is_compiling():
+        _Run(rest).check_gradients(q, k, v)
+    try:
+        if recorded or torch.compiler.is_compiling():
+            o, lse = forward(q, k, v, sinks, *rest)
+        else:
+            with _below():
+                o, lse = forward(q, k, v, sinks, *rest)
     except RuntimeError as error:
         raise _in_words(error) from None
     return (o, lse) if return_lse else o
@@ -121,7 +169,7 @@ class _Run:
         self.hints, self.deterministic = Hints(*arguments[4:7]), bool(arguments[7])
         self.numbers = arguments[8:]
 
-    def _problem(self, q: Any, k: Any, v: Any, lse: bool) -> Any:
+    def _problem(self, q: Any, k: Any, v: Any, lse: bool, sinks: Any = None) -> Any:
         scale, mask, corner, left, right, sm_margin = self.numbers
         return packed_problem(
             q,
@@ -137,6 +185,7 @@ class _Run:
             window_right=right,
             sm_margin=sm_margin,
             lse=int(lse),
+            sinks=0 if sinks is None else DTYPES[sinks.dtype],
         )
 
     def check_gradients(self, q: Any, k: Any, v: Any) -> None:
@@ -156,7 +205,7 @@ class _Run:
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
 
         def make() -> Call:
-            problem = self._problem(q, k, v, "lse" in given)
+            problem = self._problem(q, k, v, "lse" in given, given.get("sinks"))
             if args is abi.BackwardArgs:
                 problem = abi.BackwardProblem.of(problem, **more)
             return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
@@ -177,12 +226,32 @@ def _forward_lse(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
     return o, lse
 
 
+def _forward_sinks(q: Any, k: Any, v: Any, sinks: Any, *arguments: Any) -> Any:
+    o, lse = _empty(q, v)
+    _Run(arguments)(abi.ForwardArgs, {"q": q, "k": k, "v": v, "o": o, "lse": lse, "sinks": sinks})
+    return o, lse
+
+
 def readable_rows(t: torch.Tensor) -> torch.Tensor:
     """As `readable`, of operands of 4 dimensions or packed ones of 3."""
     return readable(t) if t.ndim == 4 else readable(t[None])[0]
 
 
 def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *arguments: Any) -> Any:
+    return _gradients_of(d_o, d_lse, q, k, v, o, lse, {}, arguments)
+
+
+def _backward_sinks(
+    d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, sinks: Any, o: Any, lse: Any, *arguments: Any
+) -> Any:
+    d_sinks = torch.empty_like(sinks, dtype=torch.float32)
+    own = {"sinks": sinks, "d_sinks": d_sinks}
+    return *_gradients_of(d_o, d_lse, q, k, v, o, lse, own, arguments), d_sinks
+
+
+def _gradients_of(
+    d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, more: dict, arguments: tuple
+) -> tuple:
     d_q, d_k, d_v = (t.new_empty(t.shape) for t in (q, k, v))
     call = _Run(arguments)
     tensors = {
@@ -195,11 +264,13 @@ def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *a
         "d_q": d_q,
         "d_k": d_k,
         "d_v": d_v,
+        **more,
     }
     if d_lse is not None:
         # Heads by rows, or with a batch: no operand, so its elements need no alignment.
         tensors["d_lse"] = d_lse if d_lse.stride(-1) == 1 else d_lse.contiguous()
-    call(abi.BackwardArgs, tensors, d_lse=int(d_lse is not None), deterministic=int(call.deterministic))
+    wanted = {"d_sinks": int(bool(more))}
+    call(abi.BackwardArgs, tensors, d_lse=int(d_lse is not None), deterministic=int(call.deterministic), **wanted)
     return d_q, d_k, d_v
 
 
@@ -247,6 +318,15 @@ for _schema, _function in (
         f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
         _backward,
     ),
+    (
+        f"sinks_forward(Tensor q, Tensor k, Tensor v, Tensor sinks, {_ARGUMENTS}) -> (Tensor, Tensor)",
+        _forward_sinks,
+    ),
+    (
+        "sinks_backward(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, "
+        f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _backward_sinks,
+    ),
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     for _device in ("CPU", "CUDA"):
@@ -266,6 +346,36 @@ def _fake_forward_lse(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
 @torch.library.register_fake("hopper_attention::varlen_backward", lib=_library)
 def _fake_backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+@torch.library.register_fake("hopper_attention::sinks_forward", lib=_library)
+def _fake_forward_sinks(q: Any, k: Any, v: Any, *arguments: Any) -> Any:
+    return tuple(_empty(q, v))
+
+
+@torch.library.register_fake("hopper_attention::sinks_backward", lib=_library)
+def _fake_backward_sinks(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, sinks: Any, *rest: Any) -> Any:
+    return *(t.new_empty(t.shape) for t in (q, k, v)), torch.empty_like(sinks, dtype=torch.float32)
+
+
+def _keep_sinks(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.rest = inputs[8:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients_sinks(ctx: Any, d_o: Any, d_lse: Any) -> tuple:
+    q, k, v, sinks, *lists, o, lse = ctx.saved_tensors
+    if d_o is None:
+        d_o = torch.zeros_like(o)
+    *hints, deterministic = ctx.rest[:4]
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    *others, d_sinks = torch.ops.hopper_attention.sinks_backward.default(
+        d_o, d_lse, q, k, v, sinks, o, lse, *lists, *hints, deterministic, *ctx.rest[4:]
+    )
+    gradients = (*others, d_sinks.to(sinks.dtype))
+    nothing = (None,) * (len(ctx.needs_input_grad) - 4)
+    return *(d if wanted else None for d, wanted in zip(gradients, ctx.needs_input_grad)), *nothing
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -302,6 +412,10 @@ def _second(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("hopper_attention::varlen_forward_lse", _gradients, setup_context=_keep, lib=_library)
 torch.library.register_autograd("hopper_attention::varlen_forward", _no_lse, lib=_library)
 torch.library.register_autograd("hopper_attention::varlen_backward", _second, lib=_library)
+torch.library.register_autograd(
+    "hopper_attention::sinks_forward", _gradients_sinks, setup_context=_keep_sinks, lib=_library
+)
+torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 
-__all__ = ["attention_varlen", "nested", "readable_rows"]
+__all__ = ["attention_sinks", "attention_varlen", "nested", "readable_rows"]

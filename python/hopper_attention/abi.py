@@ -107,6 +107,8 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "arch output scaling amax half_scores sm_margin fill_gaps"),
         **_all_of(ctypes.c_int32, _LENGTHS),
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
+        sinks=ctypes.c_int32,
+        reserved=ctypes.c_uint32,
     )
 
     @classmethod
@@ -136,17 +138,21 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         fill_gaps=ctypes.c_int32,
         reserved=ctypes.c_uint32,
+        **_all_of(ctypes.c_int32, "sinks d_sinks"),
     )
 
     @classmethod
-    def of(cls, forward: ForwardProblem, d_lse: int = 0, deterministic: int = 0) -> BackwardProblem:
+    def of(
+        cls, forward: ForwardProblem, d_lse: int = 0, deterministic: int = 0, d_sinks: int = 0
+    ) -> BackwardProblem:
         """The gradients of a forward problem.
 
         `d_lse` is 1 if the log-sum-exp has a gradient too. `deterministic` is 1 for the same bits on every run.
+        `d_sinks` is 1 if the gradient of the attention sinks is wanted.
         """
         own, its = ({field[0] for field in kind._fields_} for kind in (cls, ForwardProblem))
         shared = {name: getattr(forward, name) for name in own & its - {"struct_size"}}
-        return cls(d_lse=d_lse, deterministic=deterministic, **shared)
+        return cls(d_lse=d_lse, deterministic=deterministic, d_sinks=d_sinks, **shared)
 
 
 class QuantizeProblem(_Versioned):
@@ -182,6 +188,7 @@ class ForwardArgs(_Versioned):
         workspace_bytes=ctypes.c_size_t,
         **_all_of(_TensorPointer, "descale_q descale_k descale_v scale_o amax"),
         **_all_of(_TensorPointer, _LENGTHS),
+        sinks=_TensorPointer,
     )
 
 
@@ -193,6 +200,7 @@ class BackwardArgs(_Versioned):
         workspace=ctypes.c_void_p,
         workspace_bytes=ctypes.c_size_t,
         **_all_of(_TensorPointer, _LENGTHS),
+        **_all_of(_TensorPointer, "sinks d_sinks"),
     )
 
 
@@ -421,7 +429,8 @@ class BackwardPlan(Plan):
     ) -> None:
         """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote.
 
-        `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for.
+        `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for, and the sinks and
+        d_sinks.
         """
         tensors = {
             "q": q,

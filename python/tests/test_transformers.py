@@ -381,7 +381,7 @@ class Functions(unittest.TestCase):
         for words, options in (
             ("dropout 0.5", {"dropout": 0.5}),
             ("a softcap", {"softcap": 30.0}),
-            ("attention sinks", {"s_aux": torch.zeros(2)}),
+            ("attention sinks by another name", {"sinks": torch.zeros(2)}),
             ("a position bias", {"position_bias": torch.zeros(1, 2, 9, 9)}),
             ("the argument novelty", {"novelty": 1}),
             ("sliding_window 3 with a mask", {"sliding_window": 3}),

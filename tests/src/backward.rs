@@ -30,7 +30,7 @@ impl<T: Poison> Mutated for Prepared<T> {
         mutations::ALL.par_iter().map(|mutation| (mutation.name, judged((mutation.apply)(subject)))).collect()
     }
 
-    fn passes(&self, BackwardPlain { d_q, d_k, d_v }: &BackwardPlain) -> Option<String> {
+    fn passes(&self, BackwardPlain { d_q, d_k, d_v, .. }: &BackwardPlain) -> Option<String> {
         let report = self.expected.check(d_q, d_k, d_v).expect("matching shapes");
         report.passed().then(|| report.to_string())
     }

@@ -88,6 +88,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         seqused_kv: i32::from(problem.wants(Slot::SequsedKv)),
         max_seqlen_q: problem.max_seqlen_q().map_or(0, signed),
         max_seqlen_kv: problem.max_seqlen_kv().map_or(0, signed),
+        sinks: problem.sinks().map_or(0, dtype),
+        reserved: 0,
     }
 }
 
@@ -122,6 +124,8 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         max_seqlen_kv: forward.max_seqlen_kv,
         fill_gaps: forward.fill_gaps,
         reserved: 0,
+        sinks: forward.sinks,
+        d_sinks: i32::from(problem.wants_d_sinks()),
     }
 }
 
@@ -154,6 +158,7 @@ pub struct Memory {
     pub v: hattn_tensor,
     pub o: hattn_tensor,
     pub lse: Option<hattn_tensor>,
+    pub sinks: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -172,6 +177,7 @@ pub struct BackwardMemory {
     pub d_q: hattn_tensor,
     pub d_k: hattn_tensor,
     pub d_v: hattn_tensor,
+    pub sinks: Option<[hattn_tensor; 2]>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -304,6 +310,7 @@ impl Memory {
             v: &raw const self.v,
             o: &raw const self.o,
             lse: address(self.lse.as_ref()),
+            sinks: address(self.sinks.as_ref()),
             workspace: self.workspace as *mut c_void,
             workspace_bytes: self.workspace_bytes,
             ..Default::default()
@@ -418,6 +425,8 @@ impl Plan<hattn_backward_problem> {
             cu_seqlens_kv: null(),
             seqused_q: null(),
             seqused_kv: null(),
+            sinks: address(memory.sinks.as_ref().map(|[sinks, _]| sinks)),
+            d_sinks: address(memory.sinks.as_ref().map(|[_, d_sinks]| d_sinks)),
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })

@@ -18,6 +18,7 @@ pub mod mutations;
 pub mod packed;
 pub mod problems;
 pub mod runner;
+pub mod sinks;
 pub mod training;
 
 pub use hopper_attention_verify::{case, data, inputs, layouts, packing, ready};

@@ -10,6 +10,7 @@ use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
 use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
+use hopper_attention_tests::sinks::{self, SinksImage};
 
 fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
     tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
@@ -27,8 +28,16 @@ fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory
         v: input(&prepared.v, T::DTYPE),
         o: output(&mut outputs.o, T::DTYPE),
         lse: outputs.lse.as_mut().map(|lse| output(lse, DType::F32)),
+        sinks: prepared.sinks.as_ref().map(sinks_input),
         workspace: 0,
         workspace_bytes: 0,
+    }
+}
+
+fn sinks_input(sinks: &SinksImage) -> hattn_tensor {
+    match sinks {
+        SinksImage::F32(image) => input(image, DType::F32),
+        SinksImage::Bf16(image) => input(image, DType::BF16),
     }
 }
 
@@ -78,9 +87,55 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
         d_q: output(&mut outputs.d_q, T::DTYPE),
         d_k: output(&mut outputs.d_k, T::DTYPE),
         d_v: output(&mut outputs.d_v, T::DTYPE),
+        sinks: prepared.sinks.as_ref().zip(outputs.d_sinks.as_mut()).map(|(sinks, d_sinks)| {
+            let layout = d_sinks.layout();
+            [sinks_input(sinks), tensor(d_sinks.inner_mut().as_mut_ptr() as u64, DType::F32, HATTN_CPU, layout)]
+        }),
         workspace: 0,
         workspace_bytes: 0,
     }
+}
+
+#[test]
+fn sinks_through_c_keep_the_tolerance() {
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+    for case in sinks::cases(Grid::from_env()).iter().step_by(5) {
+        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
+        let prepared = backward::Prepared::<f32>::new(case);
+        let mut outputs = prepared.outputs();
+        let memory = backward_memory(&prepared, &mut outputs);
+        let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
+        // SAFETY: the addresses and layouts are those of live images.
+        let ran = unsafe { plan.run(&memory, null_mut()) }.map_err(|(_, text)| text);
+        let ran = ran.and_then(|()| outputs.check_written()).map(|()| outputs);
+        runner.take(1, case, DType::F32, prepared.verdict_on(ran));
+    }
+    runner.finish();
+}
+
+#[test]
+fn sinks_are_refused_by_name_through_c() {
+    let mut case = Case::new(5, 7, 8, Mask::Full);
+    case.sinks = sinks::Sinks::Normal;
+    let given = problem(&case.problem(DType::F32));
+    let refused = |edit: &dyn Fn(&mut hattn_forward_problem)| {
+        let mut wrong = given;
+        edit(&mut wrong);
+        Plan::new(&wrong, HATTN_CPU).unwrap_err().1
+    };
+    let text = "sinks: 1; allowed: 0 (none), HATTN_BF16 (2), HATTN_F32 (3)";
+    assert_eq!(refused(&|p| p.sinks = HATTN_F16), text);
+    assert!(refused(&|p| p.reserved = 1).contains("reserved"));
+    let prepared = Prepared::<f32>::new(&case);
+    let mut outputs = prepared.outputs();
+    let memory = Memory { sinks: None, ..memory(&prepared, &mut outputs) };
+    // SAFETY: as above.
+    let (_, text) = unsafe { Plan::new(&given, HATTN_CPU).unwrap().run(&memory, null_mut()) }.unwrap_err();
+    assert!(text.contains("sinks: missing"), "{text}");
+    let mut without = backward_problem(&backward::Prepared::<f32>::new(&case).problem);
+    without.sinks = 0;
+    let (_, text) = Plan::new(&without, HATTN_CPU).unwrap_err();
+    assert!(text.contains("d_sinks: asked for"), "{text}");
 }
 
 /// Two threads use one plan at the same time. Each of them fills one head of the same tensors.
@@ -98,7 +153,7 @@ fn two_threads_fill_two_heads_of_one_tensor() {
         let at = |address: u64| tensor(address + head * 8 * 4, DType::F32, HATTN_CPU, layout);
         let [q, k, v] = inputs.each_ref().map(|input| at(input.as_ptr() as u64));
         let lse = Some(tensor(lse + head * 150 * 4, DType::F32, HATTN_CPU, of_lse));
-        Memory { q, k, v, o: at(o), lse, workspace: 0, workspace_bytes: 0 }
+        Memory { q, k, v, o: at(o), lse, sinks: None, workspace: 0, workspace_bytes: 0 }
     };
     let plan = |dims| Plan::new(&problem(&options(dims)), HATTN_CPU).unwrap();
 

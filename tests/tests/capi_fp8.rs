@@ -85,6 +85,7 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
         v: host(&stored[2], shapes[2]),
         o: host_mut(&mut o, given.o_shape()),
         lse: Some(host_mut(&mut lse, given.lse_shape())),
+        sinks: None,
         workspace: 0,
         workspace_bytes: 0,
     };

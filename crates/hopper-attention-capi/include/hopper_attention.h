@@ -59,18 +59,18 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
-  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
-  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
@@ -352,6 +352,13 @@ typedef struct hattn_forward_problem {
   int64_t max_seqlen_q;
   // As max_seqlen_q, for keys.
   int64_t max_seqlen_kv;
+  // Element type of the attention sinks, one number s for each query head: HATTN_F32 or HATTN_BF16. 0: there are none.
+  // A sink takes part in the softmax of all rows of its head, and has no value. The softmax scale does not multiply it, and
+  // no mask hides it: log-sum-exp' = log(exp(log-sum-exp) + exp(s)), and O' = O * exp(log-sum-exp - log-sum-exp').
+  // A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
+  hattn_dtype sinks;
+  // Must be 0.
+  uint32_t reserved;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -400,6 +407,8 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *seqused_q;
   // As seqused_q, for K and V.
   const struct hattn_tensor *seqused_kv;
+  // The attention sinks, read: [heads_q], of the type in the problem's sinks. Given exactly if that is not 0.
+  const struct hattn_tensor *sinks;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -440,6 +449,10 @@ typedef struct hattn_backward_problem {
   int32_t fill_gaps;
   // Must be 0.
   uint32_t reserved;
+  // As in hattn_forward_problem. The gradients of Q, K and V follow from O and the log-sum-exp, which have the sinks in them.
+  hattn_dtype sinks;
+  // 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
+  int32_t d_sinks;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -479,6 +492,10 @@ typedef struct hattn_backward_args {
   const struct hattn_tensor *cu_seqlens_kv;
   const struct hattn_tensor *seqused_q;
   const struct hattn_tensor *seqused_kv;
+  // The attention sinks, read: [heads_q]. Given exactly if the problem's d_sinks is 1.
+  const struct hattn_tensor *sinks;
+  // The gradient of the sinks, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
+  const struct hattn_tensor *d_sinks;
 } hattn_backward_args;
 
 // How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.

@@ -206,28 +206,32 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.sm_margin, multiprocessors);
   }
 
-  // Whether the sequences of Q, and those of K and V, are packed: one after the other, without padding. The length of a packed
-  // side in seqlens() is the number of rows of all its sequences (total). Its tensors are [total, heads, head_dim], and the
-  // log-sum-exp of packed queries is [heads_q, total_q]. The arguments cu_seqlens_q and cu_seqlens_kv of a run say where each
-  // sequence begins.
+  // Whether the sequences of Q, and those of K and V, are packed: one after the other, without padding. The length of a
+  // packed side in seqlens() is the number of rows of all its sequences (total). Its tensors are [total, heads,
+  // head_dim], and the log-sum-exp of packed queries is [heads_q, total_q]. The arguments cu_seqlens_q and
+  // cu_seqlens_kv of a run say where each sequence begins.
   constexpr ForwardProblem& packed(bool q, bool kv) noexcept {
     return set(problem_.cu_seqlens_q, q).set(problem_.cu_seqlens_kv, kv);
   }
 
-  // Whether each sequence uses only its first rows of Q, and of K and V. The arguments seqused_q and seqused_kv of a run say
-  // how many.
+  // Whether each sequence uses only its first rows of Q, and of K and V. The arguments seqused_q and seqused_kv of a
+  // run say how many.
   constexpr ForwardProblem& used(bool q, bool kv) noexcept {
     return set(problem_.seqused_q, q).set(problem_.seqused_kv, kv);
   }
 
-  // About how many queries and keys the longest sequence has. 0: unknown. A hint for the choice of kernels, for packed sides
-  // and used lengths only.
+  // About how many queries and keys the longest sequence has. 0: unknown. A hint for the choice of kernels, for packed
+  // sides and used lengths only.
   constexpr ForwardProblem& max_seqlens(std::int64_t q, std::int64_t kv) noexcept {
     return set(problem_.max_seqlen_q, q).set(problem_.max_seqlen_kv, kv);
   }
 
   // Whether rows of outputs that belong to no sequence are filled: with 0, and the log-sum-exp with -inf.
   constexpr ForwardProblem& fill_gaps(bool wanted) noexcept { return set(problem_.fill_gaps, wanted); }
+
+  // The element type of the attention sinks, one number for each query head: F32 or BF16. A sink takes part in the
+  // softmax of all rows of its head, and has no value (hattn_forward_problem::sinks).
+  constexpr ForwardProblem& sinks(DType dtype) noexcept { return set(problem_.sinks, dtype); }
 
   // Whether the log-sum-exp of each query is an output: natural logarithm, F32, [batch, heads_q, seqlen_q].
   constexpr ForwardProblem& lse(bool wanted) noexcept { return set(problem_.lse, wanted); }
@@ -277,10 +281,15 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.max_seqlen_q = of.max_seqlen_q;
     problem_.max_seqlen_kv = of.max_seqlen_kv;
     problem_.fill_gaps = of.fill_gaps;
+    problem_.sinks = of.sinks;
   }
 
   // Whether a gradient of the log-sum-exp is an input: F32, [batch, heads_q, seqlen_q].
   constexpr BackwardProblem& d_lse(bool given) noexcept { return set(problem_.d_lse, given); }
+
+  // Whether the gradient of the attention sinks is an output: F32, [heads_q]. The sinks are an input then. For a
+  // forward problem with sinks() only.
+  constexpr BackwardProblem& d_sinks(bool wanted) noexcept { return set(problem_.d_sinks, wanted); }
 
   // Whether the same inputs, plan and device always give the same bits. This may cost time on a GPU.
   constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted); }
@@ -311,6 +320,7 @@ struct ForwardArgs {
   std::optional<TensorView> amax{};  // F32 [1], the largest magnitude of O; given exactly if the problem has amax(true)
   // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given exactly if the problem has them.
   std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
+  std::optional<ConstTensorView> sinks{};  // [heads_q]; given exactly if the problem has sinks()
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -328,6 +338,9 @@ struct BackwardArgs {
   Workspace workspace{};
   // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given exactly if the problem has them.
   std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
+  // The attention sinks and their gradient, F32: [heads_q]. Given exactly if the problem has d_sinks(true).
+  std::optional<ConstTensorView> sinks{};
+  std::optional<TensorView> d_sinks{};
 };
 
 namespace detail {
@@ -496,6 +509,7 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
     c.cu_seqlens_kv = detail::c_tensor(args.cu_seqlens_kv);
     c.seqused_q = detail::c_tensor(args.seqused_q);
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
+    c.sinks = detail::c_tensor(args.sinks);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
 };
@@ -519,6 +533,8 @@ class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, Backward
     c.cu_seqlens_kv = detail::c_tensor(args.cu_seqlens_kv);
     c.seqused_q = detail::c_tensor(args.seqused_q);
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
+    c.sinks = detail::c_tensor(args.sinks);
+    c.d_sinks = detail::c_tensor(args.d_sinks);
     return detail::from_library(hattn_backward_run(get(), &c, stream));
   }
 };

@@ -170,6 +170,12 @@ pub struct hattn_forward_problem {
     pub max_seqlen_q: i64,
     /// As max_seqlen_q, for keys.
     pub max_seqlen_kv: i64,
+    /// Element type of the attention sinks, one number s for each query head: HATTN_F32 or HATTN_BF16. 0: there are none.
+    /// A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
+    /// A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
+    pub sinks: hattn_dtype,
+    /// Must be 0.
+    pub reserved: u32,
 }
 
 impl hattn_forward_problem {
@@ -194,9 +200,7 @@ impl hattn_forward_problem {
 #[allow(missing_docs, reason = "the fields of hattn_forward_problem are explained there")]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct hattn_backward_problem {
-    /// sizeof(hattn_backward_problem).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Element type of Q, K, V, O, dO, dQ, dK and dV: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
     pub dtype: hattn_dtype,
@@ -227,6 +231,9 @@ pub struct hattn_backward_problem {
     pub fill_gaps: i32,
     /// Must be 0.
     pub reserved: u32,
+    pub sinks: hattn_dtype,
+    /// 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
+    pub d_sinks: i32,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -240,11 +247,10 @@ pub struct hattn_backward_problem {
 ///   This happens only with factors that the caller gave.
 /// - An element that is not finite is stored as NaN.
 #[repr(C)]
+#[allow(missing_docs, reason = "size and version are explained in hattn_forward_problem")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_problem {
-    /// sizeof(hattn_quantize_problem).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// The forward pass that takes the operands. Its dtype is HATTN_E4M3. It is read during the call only.
     pub forward: *const hattn_forward_problem,
@@ -297,11 +303,10 @@ pub struct hattn_tensor {
 ///
 /// A tensor with a condition ("given exactly if") must be null where the condition does not hold.
 #[repr(C)]
+#[allow(missing_docs, reason = "size and version are explained in hattn_forward_problem")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct hattn_forward_args {
-    /// sizeof(hattn_forward_args).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Queries, read: [batch, seqlen_q, heads_q, head_dim_qk].
     pub q: *const hattn_tensor,
@@ -341,6 +346,8 @@ pub struct hattn_forward_args {
     pub seqused_q: *const hattn_tensor,
     /// As seqused_q, for K and V.
     pub seqused_kv: *const hattn_tensor,
+    /// The attention sinks, read: [heads_q], of the type in the problem's sinks. Given exactly if that is not 0.
+    pub sinks: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -361,6 +368,7 @@ impl hattn_forward_args {
             (Slot::CuSeqlensKv, self.cu_seqlens_kv),
             (Slot::SequsedQ, self.seqused_q),
             (Slot::SequsedKv, self.seqused_kv),
+            (Slot::Sinks, self.sinks),
         ]
     }
 }
@@ -370,15 +378,10 @@ impl hattn_forward_args {
 #[allow(missing_docs, reason = "the fields of hattn_forward_args are explained there")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_backward_args {
-    /// sizeof(hattn_backward_args).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
-    /// Queries, read.
     pub q: *const hattn_tensor,
-    /// Keys, read.
     pub k: *const hattn_tensor,
-    /// Values, read.
     pub v: *const hattn_tensor,
     /// The output of the forward pass, read.
     pub o: *const hattn_tensor,
@@ -405,6 +408,9 @@ pub struct hattn_backward_args {
     pub cu_seqlens_kv: *const hattn_tensor,
     pub seqused_q: *const hattn_tensor,
     pub seqused_kv: *const hattn_tensor,
+    /// The attention sinks, and their gradient, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
+    pub sinks: *const hattn_tensor,
+    pub d_sinks: *const hattn_tensor,
 }
 
 impl hattn_backward_args {
@@ -425,17 +431,18 @@ impl hattn_backward_args {
             (Slot::CuSeqlensKv, self.cu_seqlens_kv),
             (Slot::SequsedQ, self.seqused_q),
             (Slot::SequsedKv, self.seqused_kv),
+            (Slot::Sinks, self.sinks),
+            (Slot::DSinks, self.d_sinks),
         ]
     }
 }
 
 /// One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
 #[repr(C)]
+#[allow(missing_docs, reason = "size and version are explained in hattn_forward_problem")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_tensor {
-    /// sizeof(hattn_quantize_tensor).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// What is quantised, read. The element type is the problem's source, the shape that of Q, K or V.
     pub values: *const hattn_tensor,
@@ -455,9 +462,7 @@ pub struct hattn_quantize_tensor {
 #[allow(missing_docs, reason = "the fields of hattn_forward_args are explained there")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_quantize_args {
-    /// sizeof(hattn_quantize_args).
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Queries. Null if they are not quantised.
     pub q: *const hattn_quantize_tensor,
@@ -577,21 +582,22 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 160 bytes {
+    hattn_forward_problem: 104 to 168 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
         output 104, scaling 108, amax 112, half_scores 116,
         sm_margin 120, fill_gaps 124,
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
+        sinks 160, reserved 164,
     }
-    hattn_backward_problem: 104 to 152 bytes {
+    hattn_backward_problem: 104 to 160 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
-        fill_gaps 144, reserved 148,
+        fill_gaps 144, reserved 148, sinks 152, d_sinks 156,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -599,15 +605,15 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 136 bytes {
+    hattn_forward_args: 64 to 144 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
-        cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128,
+        cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136,
     }
-    hattn_backward_args: 104 to 136 bytes {
+    hattn_backward_args: 104 to 152 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
-        cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128,
+        cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136, d_sinks 144,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,

@@ -61,6 +61,11 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
     for (slot, wanted) in given.asked_for() {
         problem = problem.operand(slot, flag(slot.name(), wanted, "wanted")?);
     }
+    if given.sinks != 0 {
+        let dtype = operand_type(given.sinks).filter(|dtype| matches!(dtype, DType::F32 | DType::BF16));
+        let allowed = "0 (none), HATTN_BF16 (2), HATTN_F32 (3)";
+        problem = problem.sinks(dtype.ok_or_else(|| Failure::argument("sinks", given.sinks, allowed))?);
+    }
     if given.output != 0 {
         let refuse = || match dtype {
             DType::E4M3 => {
@@ -89,6 +94,7 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
 pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<BackwardProblem> {
     let d_lse = flag("d_lse", given.d_lse, "given")?;
     let deterministic = flag("deterministic", given.deterministic, "wanted")?;
+    let d_sinks = flag("d_sinks", given.d_sinks, "wanted")?;
     let forward = hattn_forward_problem {
         struct_size: given.struct_size,
         abi_version: given.abi_version,
@@ -115,10 +121,11 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         seqused_kv: given.seqused_kv,
         max_seqlen_q: given.max_seqlen_q,
         max_seqlen_kv: given.max_seqlen_kv,
+        sinks: given.sinks,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;
-    Ok(BackwardProblem::builder(&forward).d_lse(d_lse).deterministic(deterministic).build()?)
+    Ok(BackwardProblem::builder(&forward).d_lse(d_lse).d_sinks(d_sinks).deterministic(deterministic).build()?)
 }
 
 fn flag(what: &str, given: i32, yes: &str) -> Outcome<bool> {

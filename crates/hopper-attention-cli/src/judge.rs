@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
-use hopper_attention::reference::{BackwardExpected, Expected, Tensor, forward_of as oracle};
+use hopper_attention::reference::{BackwardExpected, Expected, Modifiers, Tensor, forward_with as oracle};
 use hopper_attention::{BackwardProblem, ForwardProblem, Layout, SequenceRows, Slot};
 
 use crate::args::FileLayout;
@@ -17,7 +17,9 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let [q, k, v] = real(problem, layout, tensors)?;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
-        let expected = Expected::of(problem, &lengths(tensors), [&q, &k, &v], 1.0, Some(told))?;
+        let sinks = sinks(tensors)?;
+        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let expected = Expected::with(problem, &lengths(tensors), [&q, &k, &v], modifiers, 1.0, Some(told))?;
         anyhow::Ok(expected.check(&o, Some(&lse))?)
     })?;
     Ok([("o", report.o)].into_iter().chain(report.lse.map(|lse| ("lse", lse))).collect())
@@ -28,7 +30,9 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
     let error = report::busy("comparing with the f64 oracle on the input", || {
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
-        let exact = oracle(problem, &lengths(tensors), &q, &k, &v)?.o;
+        let sinks = sinks(tensors)?;
+        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let exact = oracle(problem, &lengths(tensors), [&q, &k, &v], modifiers)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
         let errors = squares(&mut o.data().iter().zip(exact.data()).map(|(o, exact)| o - exact));
@@ -50,15 +54,24 @@ pub fn judge_gradients(
         let d_o = wide(tensors, Slot::DO, layout, problem.d_o_shape())?;
         let d_lse = tensors.get(&Slot::DLse).map(Values::wide).transpose()?;
         let inputs = [&q, &k, &v, &d_o];
-        let expected = BackwardExpected::of(problem, &lengths(tensors), inputs, d_lse.as_deref(), Some(told))?;
-        let report = expected.check(
-            &wide(tensors, Slot::DQ, layout, problem.d_q_shape())?,
-            &wide(tensors, Slot::DK, layout, problem.d_k_shape())?,
-            &wide(tensors, Slot::DV, layout, problem.d_v_shape())?,
-        );
-        anyhow::Ok(report?)
+        let (lengths, sinks) = (lengths(tensors), sinks(tensors)?);
+        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
+        let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
+        let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;
+        let d_v = wide(tensors, Slot::DV, layout, problem.d_v_shape())?;
+        anyhow::Ok(match problem.wants_d_sinks() {
+            true => expected.check_with(&d_q, &d_k, &d_v, &tensor(tensors, Slot::DSinks)?.wide()?)?,
+            false => expected.check(&d_q, &d_k, &d_v)?,
+        })
     })?;
-    Ok([("d_q", report.d_q), ("d_k", report.d_k), ("d_v", report.d_v)].into())
+    let of_sinks = report.d_sinks.map(|d_sinks| ("d_sinks", d_sinks));
+    Ok([("d_q", report.d_q), ("d_k", report.d_k), ("d_v", report.d_v)].into_iter().chain(of_sinks).collect())
+}
+
+/// The attention sinks, where the file has any.
+fn sinks(tensors: &Tensors) -> Result<Option<Vec<f64>>> {
+    tensors.get(&Slot::Sinks).map(Values::wide).transpose()
 }
 
 fn wide(tensors: &Tensors, slot: Slot, layout: FileLayout, shape: [usize; 4]) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
-use hopper_attention::{BackwardProblem, Dims, ForwardProblem, Operand, Slot};
+use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Operand, Slot};
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
 use hopper_attention_verify::packing::{Kind, Packing};
 use rand::SeedableRng;
@@ -17,7 +17,7 @@ use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::values::Values;
 
-/// Writes q, k and v, and d_o and d_lse where they are wanted, each element from the normal distribution with mean 0 and
+/// Writes q, k and v, and d_o, d_lse and sinks where they are wanted, each element from the normal distribution with mean 0 and
 /// deviation 1. A class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
     let packed = args.packed || args.layout == FileLayout::Thd;
@@ -27,7 +27,8 @@ pub fn random(args: &RandomArgs) -> Result<()> {
         .with_seqlen_kv(args.seqlen_kv.unwrap_or(args.seqlen_q))
         .with_heads_kv(args.heads_kv.unwrap_or(args.heads_q))
         .with_head_dim_vo(args.head_dim_vo.unwrap_or(args.head_dim));
-    let problem = ForwardProblem::builder(args.dtype.into(), dims).lse(true).packed(packed).build()?;
+    let options = ForwardProblem::builder(args.dtype.into(), dims).lse(true).packed(packed);
+    let problem = if args.sinks { options.sinks(DType::F32) } else { options }.build()?;
     let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
     let (dtype, forward) = (problem.dtype(), problem.operands());

@@ -110,7 +110,12 @@ impl Request {
         if let Some(arch) = args.arch {
             options = options.arch(arch.into());
         }
-        let problem = with_optional_inputs(options.build()?, &input);
+        let mut options = options;
+        if input.has(Slot::Sinks.name()) {
+            options = options.sinks(input.tensor(Slot::Sinks.name())?.0);
+        }
+        let problem = options.build().with_context(|| format!("input {name}"))?;
+        let problem = with_optional_inputs(problem, &input);
         // A file has no memory that is not written.
         let problem = problem.to_builder().fill_gaps(problem.has_lengths()).build()?;
         let quantizer = args.fp8.map(|_| {
@@ -119,7 +124,7 @@ impl Request {
         });
         let backward = args.backward.then(|| {
             let options = BackwardProblem::builder(&problem).deterministic(args.deterministic);
-            options.d_lse(input.has(Slot::DLse.name())).build()
+            options.d_lse(input.has(Slot::DLse.name())).d_sinks(problem.sinks().is_some()).build()
         });
         let (quantizer, backward) = (quantizer.transpose()?, backward.transpose()?);
         let mut request = Self { input, file_dtype, layout, layout_source, problem, backward, quantizer };

@@ -82,7 +82,11 @@ fn execute(
             format!("{} {} {:?}{order}", operand.slot(), operand.dtype(), shape_in_file(*layout, operand))
         };
         let written: Vec<String> = outputs(&problem.operands()).map(text).collect();
-        let beside = if backward.is_some() { ", d_q, d_k and d_v as q, k and v" } else { "" };
+        let beside = match backward {
+            Some(backward) if backward.wants_d_sinks() => ", d_q, d_k and d_v as q, k and v, d_sinks",
+            Some(_) => ", d_q, d_k and d_v as q, k and v",
+            None => "",
+        };
         report::line("output", format!("{}: {}{beside}", path.display(), written.join(", ")));
     }
     if !check {

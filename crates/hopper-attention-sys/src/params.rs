@@ -21,7 +21,7 @@
 //! - `heads_q` and `heads_kv` are at least 1, and `heads_q` is a multiple of `heads_kv`. `batch * heads_q < 2^31`.
 //! - `seqlen_q + seqlen_kv < 2^30`.
 //! - A forward has queries (`batch >= 1`, `seqlen_q >= 1`), except where `amax` is wanted. It may have no keys.
-//! - A backward has `batch >= 1`. One of the two lengths may be 0.
+//! - A backward has `batch >= 1`, except where `d_sinks` is wanted. One of the two lengths may be 0, and then both.
 //! - Head dims are multiples of 8 (16 where operands are e4m3), at least 8, and at most those of the row.
 
 /// The types, in the module that cxx makes.
@@ -266,6 +266,11 @@ mod ffi {
         range_grid: i32,
         /// Sequences of lengths that the device knows. Rows with `packs` alone take them.
         sequences: Sequences,
+        /// Attention sinks `[heads_q]`, read: a logit for each query head, `stride_head` apart. May be absent. All rows
+        /// take them (`kernels/common/sinks.hpp`).
+        sinks: TensorDesc,
+        /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
+        sinks_dtype: DType,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -368,6 +373,12 @@ mod ffi {
         /// `progress` are of `heads_q * sum_blocks` blocks; `share_list` has 64 bytes an entry, for
         /// `heads_kv * list_size` of them; and `shares` is 1.
         sequences: Sequences,
+        /// Attention sinks of the forward, as there, read. Given if and only if `d_sinks` is.
+        sinks: TensorDesc,
+        /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
+        sinks_dtype: DType,
+        /// Gradient of the sinks, f32 `[heads_q]`, written, `stride_head` apart. May be absent.
+        d_sinks: TensorDesc,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.

@@ -1,15 +1,19 @@
 //! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
 
-use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, Tensor, forward_plain_of};
-use hopper_attention::{Args, BackwardProblem, DType, Device, Slot, Stream, Workspace};
+use hopper_attention::reference::{
+    BackwardExpected, BackwardPlain, BackwardReport, Modifiers, Tensor, forward_plain_with,
+};
+use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
 use crate::packing::{read, read_numbers, write};
 use crate::ready::{Ready, Verdict};
+use crate::sinks::SinksImage;
 
 /// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the
-/// plain computation, so that a backward pass is judged by itself. The LSE has a gradient where the case asks for an LSE.
+/// plain computation, so that a backward pass is judged by itself. The LSE has a gradient where the case asks for an LSE. The
+/// gradient of sinks is asked for where there are sinks.
 #[derive(Clone, Debug)]
 pub struct Prepared<T> {
     /// The case.
@@ -30,6 +34,8 @@ pub struct Prepared<T> {
     pub d_o: Image<T, 4>,
     /// The gradient of the log-sum-exp, where there is one.
     pub d_lse: Option<Image<f32, 3>>,
+    /// The attention sinks, where the case has any.
+    pub sinks: Option<SinksImage>,
     /// What must come out.
     pub expected: BackwardExpected,
 }
@@ -43,6 +49,8 @@ pub struct Outputs<T> {
     pub d_k: Image<T, 4>,
     /// The gradient of the values.
     pub d_v: Image<T, 4>,
+    /// The gradient of the sinks, where there are any.
+    pub d_sinks: Option<Image<f32, 1>>,
 }
 
 impl<T: Poison> Prepared<T> {
@@ -54,7 +62,11 @@ impl<T: Poison> Prepared<T> {
     /// The same of inputs that were changed before they are rounded: `edit` gets each.
     pub fn edited(case: &Case, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let forward = case.problem(T::DTYPE);
-        let problem = BackwardProblem::builder(&forward).d_lse(case.lse).build().expect("a type with gradients");
+        let options = BackwardProblem::builder(&forward).d_lse(case.lse).d_sinks(!case.sinks.is_none());
+        let problem = options.build().expect("a type with gradients");
+        let sinks = case.sinks.image(case.dims.heads_q, case.seed);
+        let sink_values = sinks.as_ref().map(SinksImage::values);
+        let modifiers = Modifiers { sinks: sink_values.as_deref() };
         let belonging = case.packing.belonging(&forward);
         let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
         let input = |input, shape| {
@@ -69,7 +81,7 @@ impl<T: Poison> Prepared<T> {
         let mut v = input(Input::V, forward.v_shape());
         let mut d_o = input(Input::DO, problem.d_o_shape());
         let lengths = case.packing.lengths();
-        let plain = forward_plain_of(&forward, &lengths, &q.tensor(), &k.tensor(), &v.tensor());
+        let plain = forward_plain_with(&forward, &lengths, [&q.tensor(), &k.tensor(), &v.tensor()], modifiers);
         let plain = plain.expect("matching shapes");
         let numbers = case.placement.lse_layout(problem.d_lse_shape());
         let d_lse = problem.takes_d_lse().then(|| {
@@ -77,11 +89,12 @@ impl<T: Poison> Prepared<T> {
             let values = case.values.tensor(Input::DO, [batch, heads, seqlen, 1], !case.seed);
             Image::holding(values.data(), numbers).of_sequences(rows(0), 2)
         });
-        let expected = BackwardExpected::of(
+        let expected = BackwardExpected::with(
             &problem,
             &lengths,
             [&q.tensor(), &k.tensor(), &v.tensor(), &d_o.tensor()],
             d_lse.as_ref().map(Image::values).as_deref(),
+            modifiers,
             None,
         )
         .expect("matching shapes");
@@ -99,7 +112,7 @@ impl<T: Poison> Prepared<T> {
         let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false)).of_sequences(rows(0), 1);
         case.values.fill(&mut o);
         let lse = Image::holding(&plain.lse, numbers).of_sequences(rows(0), 2);
-        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse }
+        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks }
     }
 
     /// Outputs that were not written yet.
@@ -113,6 +126,10 @@ impl<T: Poison> Prepared<T> {
             d_q: output(self.problem.d_q_shape(), 0),
             d_k: output(self.problem.d_k_shape(), 1),
             d_v: output(self.problem.d_v_shape(), 1),
+            d_sinks: self
+                .sinks
+                .as_ref()
+                .map(|_| Image::poisoned(Layout::contiguous([self.case.dims.heads_q]).expect("a short list"))),
         }
     }
 
@@ -139,17 +156,32 @@ impl<T: Poison> Prepared<T> {
             let layout = image.layout();
             args = write(args, slot, image.inner_mut(), layout, packed);
         }
+        if let Some((sinks, d_sinks)) = self.sinks.as_ref().zip(outputs.d_sinks.as_mut()) {
+            let layout = d_sinks.layout();
+            let tensor = TensorMut::host(d_sinks.inner_mut(), layout).expect("a fitting layout");
+            args = sinks.add_to(args).write(Slot::DSinks, tensor);
+        }
         args
     }
 
     /// Holds outputs whose guard bands were found intact against the tolerance.
     pub fn judge(&self, outputs: &Outputs<T>) -> BackwardReport {
-        let BackwardPlain { mut d_q, mut d_k, mut d_v } = outputs.tensors();
+        let BackwardPlain { mut d_q, mut d_k, mut d_v, mut d_sinks } = outputs.tensors();
         let exact = self.expected.oracle();
         for (got, exact) in [(&mut d_q, &exact.d_q), (&mut d_k, &exact.d_k), (&mut d_v, &exact.d_v)] {
             self.case.values.excuse(got.data_mut(), exact.data());
         }
-        self.expected.check(&d_q, &d_k, &d_v).expect("matching shapes")
+        if matches!(self.case.values, Values::Garbage(..)) {
+            // A sum over all rows has infinities of both signs, or of one, as rounding has it.
+            for (got, exact) in d_sinks.iter_mut().zip(&exact.d_sinks) {
+                *got = if got.is_finite() || exact.is_finite() { *got } else { *exact };
+            }
+        }
+        let report = match outputs.d_sinks {
+            Some(_) => self.expected.check_with(&d_q, &d_k, &d_v, &d_sinks),
+            None => self.expected.check(&d_q, &d_k, &d_v),
+        };
+        report.expect("matching shapes")
     }
 
     /// The root mean square of the plain computation's errors as a share of that of the gradient, for dQ, dK and dV.
@@ -168,6 +200,9 @@ impl<T: Poison> Prepared<T> {
         let then = [&before.q, &before.k, &before.v, &before.o, &before.d_o];
         then.iter().zip(inputs).try_for_each(|(then, now)| then.check_unchanged(now.data()))?;
         before.lse.check_unchanged(self.lse.data())?;
+        if let Some((then, now)) = before.sinks.as_ref().zip(self.sinks.as_ref()) {
+            now.check_unchanged(then)?;
+        }
         match (&before.d_lse, &self.d_lse) {
             (Some(then), Some(now)) => then.check_unchanged(now.data()),
             _ => Ok(()),
@@ -211,11 +246,13 @@ impl<T: Poison> Ready for Prepared<T> {
 impl<T: Poison> Outputs<T> {
     /// Looks at what a run left in them, for what it may not have done.
     pub fn check_written(&self) -> Result<(), String> {
-        [&self.d_q, &self.d_k, &self.d_v].into_iter().try_for_each(Image::check_written)
+        [&self.d_q, &self.d_k, &self.d_v].into_iter().try_for_each(Image::check_written)?;
+        self.d_sinks.as_ref().map_or(Ok(()), Image::check_written)
     }
 
     /// The gradients as the tolerance reads them.
     pub fn tensors(&self) -> BackwardPlain {
-        BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor() }
+        let d_sinks = self.d_sinks.as_ref().map_or_else(Vec::new, Image::values);
+        BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor(), d_sinks }
     }
 }

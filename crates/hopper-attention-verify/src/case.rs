@@ -7,6 +7,7 @@ use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask}
 use crate::data::Values;
 use crate::layouts::Placement;
 use crate::packing::Packing;
+use crate::sinks::Sinks;
 
 pub mod random;
 
@@ -29,6 +30,8 @@ pub struct Case {
     pub seed: u64,
     /// Packed sequences and used lengths.
     pub packing: Packing,
+    /// Attention sinks.
+    pub sinks: Sinks,
 }
 
 impl Case {
@@ -44,6 +47,7 @@ impl Case {
             values: Values::Normal,
             seed: (seqlen_q * 31 + seqlen_kv * 7 + head_dim) as u64,
             packing: Packing::default(),
+            sinks: Sinks::None,
         }
     }
 
@@ -70,6 +74,10 @@ impl Case {
     pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
         let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse);
         let options = self.packing.options(options);
+        let options = match self.sinks.dtype(self.seed) {
+            Some(dtype) => options.sinks(dtype),
+            None => options,
+        };
         match self.scale {
             Some(scale) => options.softmax_scale(scale),
             None => options,
@@ -79,7 +87,7 @@ impl Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dims: d, mask, scale, lse, placement, values, seed, packing } = self;
+        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
         if let Some(scale) = scale {
@@ -87,6 +95,9 @@ impl fmt::Display for Case {
         }
         for (slot, list) in packing.lists() {
             write!(f, " {slot} {list:?}")?;
+        }
+        if !sinks.is_none() {
+            write!(f, " sinks {sinks:?}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })

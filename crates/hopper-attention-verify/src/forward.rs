@@ -1,12 +1,13 @@
 //! Forward passes of a case: inputs in guarded memory, and outputs judged.
 
-use hopper_attention::reference::{Expected, Report, Tensor};
+use hopper_attention::reference::{Expected, Modifiers, Report, Tensor};
 use hopper_attention::{Args, DType, Device, ForwardProblem, Slot, Stream, Workspace};
 
 use crate::case::Case;
 use crate::data::{Image, Input, Poison};
 use crate::packing::{read, write, write_numbers};
 use crate::ready::{Ready, Verdict};
+use crate::sinks::SinksImage;
 
 /// A case for one element type, with its inputs in guarded memory and what must come out.
 #[derive(Clone, Debug)]
@@ -21,6 +22,8 @@ pub struct Prepared<T> {
     pub k: Image<T, 4>,
     /// Values.
     pub v: Image<T, 4>,
+    /// The attention sinks, where the case has any.
+    pub sinks: Option<SinksImage>,
     /// What must come out.
     pub expected: Expected,
 }
@@ -54,14 +57,17 @@ impl<T: Poison> Prepared<T> {
         let mut q = input(Input::Q, problem.q_shape());
         let mut k = input(Input::K, problem.k_shape());
         let mut v = input(Input::V, problem.v_shape());
+        let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let expected = {
             let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
-            Expected::of(&problem, &case.packing.lengths(), inputs, 1.0, None).expect("matching shapes")
+            let values = sinks.as_ref().map(SinksImage::values);
+            let modifiers = Modifiers { sinks: values.as_deref() };
+            Expected::with(&problem, &case.packing.lengths(), inputs, modifiers, 1.0, None).expect("matching shapes")
         };
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
         }
-        Self { case: case.clone(), problem, q, k, v, expected }
+        Self { case: case.clone(), problem, q, k, v, sinks, expected }
     }
 
     /// Outputs that were not written yet.
@@ -80,6 +86,9 @@ impl<T: Poison> Prepared<T> {
     pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> Args<'a> {
         let (q, kv) = (self.problem.is_packed_q(), self.problem.is_packed_kv());
         let mut args = self.case.packing.host_args(Args::new());
+        if let Some(sinks) = &self.sinks {
+            args = sinks.add_to(args);
+        }
         for (slot, image, packed) in [(Slot::Q, &self.q, q), (Slot::K, &self.k, kv), (Slot::V, &self.v, kv)] {
             args = read(args, slot, image.inner(), image.layout(), packed);
         }
@@ -145,6 +154,9 @@ impl<T: Poison> Ready for Prepared<T> {
     fn check_memory(&self, before: &Self, outputs: &Outputs<T>) -> Result<(), String> {
         for (before, after) in [(&before.q, &self.q), (&before.k, &self.k), (&before.v, &self.v)] {
             before.check_unchanged(after.data())?;
+        }
+        if let Some((before, after)) = before.sinks.as_ref().zip(self.sinks.as_ref()) {
+            after.check_unchanged(before)?;
         }
         outputs.check_written()
     }

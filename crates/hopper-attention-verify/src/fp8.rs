@@ -1,7 +1,7 @@
 //! Problems with e4m3 operands: quantised inputs, results of the CPU backend, and ways in which a kernel may get the
 //! factors wrong.
 
-use hopper_attention::reference::{Expected, Tensor};
+use hopper_attention::reference::{Expected, Modifiers, Tensor};
 use hopper_attention::{
     Args, DType, Device, E4M3, Element, ForwardProblem, KernelInfo, Layout, OutputOf, Quantizer, SCALE_BLOCK, Scaling,
     Slot, Stream, Workspace, bf16, f16,
@@ -10,6 +10,7 @@ use hopper_attention::{
 use crate::case::Case;
 use crate::data::Input;
 use crate::packing::{Packing, read, read_numbers, write, write_numbers};
+use crate::sinks::{Sinks, SinksImage};
 
 /// Operands without gaps, and their factors.
 #[derive(Clone, Debug)]
@@ -20,6 +21,7 @@ pub struct Operands {
     /// Likewise, `[batch, heads, blocks]`.
     descale: [Vec<f32>; 3],
     packing: Packing,
+    sinks: Option<SinksImage>,
 }
 
 impl Operands {
@@ -59,7 +61,23 @@ impl Operands {
             args = write_numbers(args, of_descale, descale, dense(factors), packed.blocks);
         }
         plan.run(&Stream::Cpu, &mut no_workspace(), args).expect("operands");
-        Self { problem: problem.clone(), stored, descale, packing: packing.clone() }
+        // Operands of a problem with sinks have some.
+        let sinks = problem.sinks().and_then(|dtype| {
+            let seed = u64::from(dtype != DType::F32);
+            Sinks::Normal.image(problem.dims().heads_q, seed)
+        });
+        Self { problem: problem.clone(), stored, descale, packing: packing.clone(), sinks }
+    }
+
+    /// The same with the sinks of a case. Their type must be the problem's.
+    pub fn with_sinks(mut self, case: &Case) -> Self {
+        self.sinks = case.sinks.image(case.dims.heads_q, case.seed);
+        self
+    }
+
+    /// Their sinks, where the problem has any.
+    pub fn sinks(&self) -> Option<&SinksImage> {
+        self.sinks.as_ref()
     }
 
     /// The same with another factor at `[batch, head, block]` of one operand.
@@ -138,6 +156,9 @@ impl Operands {
             args = read(args, slot, &self.stored[i], dense(shape), packed.rows);
             args = read_numbers(args, of_factors, &self.descale[i], dense(factors), packed.blocks);
         }
+        if let Some(sinks) = &self.sinks {
+            args = sinks.add_to(args);
+        }
         let packed = problem.is_packed_q();
         args = write(args, Slot::O, &mut o, dense(problem.o_shape()), packed);
         args = write_numbers(args, Slot::Lse, &mut lse, dense(problem.lse_shape()), packed);
@@ -149,7 +170,9 @@ impl Operands {
     /// What must come out.
     pub fn expected(&self) -> Expected {
         let [q, k, v] = self.real();
-        Expected::of(&self.problem, &self.packing.lengths(), [&q, &k, &v], 1.0, None).expect("matching shapes")
+        let sinks = self.sinks.as_ref().map(SinksImage::values);
+        let (lengths, modifiers) = (self.packing.lengths(), Modifiers { sinks: sinks.as_deref() });
+        Expected::with(&self.problem, &lengths, [&q, &k, &v], modifiers, 1.0, None).expect("matching shapes")
     }
 
     /// What q, k and v are stored as.
@@ -196,7 +219,9 @@ impl Operands {
             Tensor::from_fn(shape, uneven)
         };
         let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
-        Self::quantised_of(problem, &case.packing, [&q, &k, &input(Input::V, problem.v_shape())], hadamard)
+        let v = input(Input::V, problem.v_shape());
+        let operands = Self::quantised_of(problem, &case.packing, [&q, &k, &v], hadamard);
+        if case.sinks.is_none() { operands } else { operands.with_sinks(case) }
     }
 
     /// Those of a case, but for Q and K of zeros, which have the smallest factors.

@@ -10,11 +10,13 @@ use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCa
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
     Args, Element, ForwardPlan, Layout, SequenceOffsets, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace,
+    bf16,
 };
 
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
 use crate::packing::{Packing, without_batch};
+use crate::sinks::SinksImage;
 
 /// How a stream is captured: calls of other threads are no part of it.
 pub const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -98,6 +100,49 @@ impl Lists {
     }
 }
 
+/// Attention sinks of a case in device memory, guard bands included.
+pub enum SinksOnDevice {
+    /// In f32.
+    F32(CudaSlice<f32>),
+    /// In bf16.
+    Bf16(CudaSlice<bf16>),
+}
+
+impl SinksOnDevice {
+    /// Copies them.
+    pub fn new(stream: &Arc<CudaStream>, sinks: &SinksImage) -> Self {
+        match sinks {
+            SinksImage::F32(image) => Self::F32(stream.clone_htod(image.data()).expect("device memory")),
+            SinksImage::Bf16(image) => Self::Bf16(stream.clone_htod(image.data()).expect("device memory")),
+        }
+    }
+
+    /// Adds them to the arguments of a run.
+    pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        let layout = |len: usize| Layout::contiguous([len - 2 * GUARD]).expect("a short list");
+        match self {
+            Self::F32(slice) => args.read(Slot::Sinks, read(slice, layout(slice.len()))),
+            Self::Bf16(slice) => args.read(Slot::Sinks, read(slice, layout(slice.len()))),
+        }
+    }
+
+    /// Whether they are still what they were.
+    ///
+    /// # Errors
+    /// Where they are not.
+    pub fn check(&self, stream: &Arc<CudaStream>, sinks: &SinksImage) -> std::result::Result<(), String> {
+        match (self, sinks) {
+            (Self::F32(slice), SinksImage::F32(image)) => {
+                image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))
+            }
+            (Self::Bf16(slice), SinksImage::Bf16(image)) => {
+                image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))
+            }
+            _ => Err("sinks of another type".into()),
+        }
+    }
+}
+
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
     /// Offsets and used lengths.
@@ -112,6 +157,8 @@ pub struct OnDevice<T> {
     pub o: CudaSlice<T>,
     /// The log-sum-exp, where it was asked for.
     pub lse: Option<CudaSlice<f32>>,
+    /// The attention sinks, where there are any.
+    pub sinks: Option<SinksOnDevice>,
 }
 
 impl<T: Poison> OnDevice<T> {
@@ -126,6 +173,7 @@ impl<T: Poison> OnDevice<T> {
             v: up(&prepared.v),
             o: up(&outputs.o),
             lse: outputs.lse.map(|lse| stream.clone_htod(lse.data()).expect("device memory")),
+            sinks: prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks)),
         }
     }
 
@@ -143,6 +191,7 @@ impl<T: Poison> OnDevice<T> {
         for (to, from) in [(&mut self.q, &prepared.q), (&mut self.k, &prepared.k), (&mut self.v, &prepared.v)] {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
+        self.sinks = prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks));
     }
 
     /// The arguments of a run.
@@ -151,6 +200,9 @@ impl<T: Poison> OnDevice<T> {
         let lse_layout = prepared.case.placement.lse_layout(prepared.problem.lse_shape());
         let [q, kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| prepared.problem.wants(slot));
         let mut args = self.lists.add_to(Args::new());
+        if let Some(sinks) = &self.sinks {
+            args = sinks.add_to(args);
+        }
         args = given_read(args, Slot::Q, &self.q, prepared.q.layout(), q);
         args = given_read(args, Slot::K, &self.k, prepared.k.layout(), kv);
         args = given_read(args, Slot::V, &self.v, prepared.v.layout(), kv);

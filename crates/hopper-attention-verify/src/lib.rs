@@ -19,3 +19,4 @@ pub mod inputs;
 pub mod layouts;
 pub mod packing;
 pub mod ready;
+pub mod sinks;

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// The most operands that a problem may have.
-pub(crate) const MAX_OPERANDS: usize = 32;
+pub(crate) const MAX_OPERANDS: usize = 40;
 /// The most dimensions that an operand may have.
 pub(crate) const MAX_RANK: usize = 4;
 
@@ -110,6 +110,10 @@ slots! {
     VDescale => "v.descale", "[batch, heads, blocks]";
     /// Descale factors of the values, which the caller gives and the quantiser reads.
     VDescaleGiven => "v.descale", "[batch, heads, blocks]";
+    /// The attention sink of each query head: see [`ForwardProblemBuilder::sinks`](crate::ForwardProblemBuilder::sinks).
+    Sinks => "sinks", "[heads]";
+    /// The gradient of the attention sinks.
+    DSinks => "d_sinks", "[heads]";
     /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
 }
@@ -238,6 +242,11 @@ macro_rules! operand_setters {
             ///
             /// It must be given exactly when the problem was made with [`d_lse(true)`](crate::BackwardProblemBuilder::d_lse).
             d_lse: read TensorRef<f32, 3> as DLse;
+            /// The gradient of the attention sinks, written, `[heads_q]`.
+            ///
+            /// It must be given exactly when the problem was made with
+            /// [`d_sinks(true)`](crate::BackwardProblemBuilder::d_sinks).
+            d_sinks: write TensorMut<f32, 1> as DSinks;
         }
     };
     (QuantizeArgs, $expand:ident) => {

@@ -12,6 +12,7 @@ use crate::arch::{Arch, MaskClass, Pass};
 use crate::device::driver;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::problem::ForwardProblem;
 use crate::scaling::Scaling;
 
 pub(crate) use ffi::{
@@ -66,6 +67,11 @@ pub(crate) fn to_dtype(dtype: DType) -> Option<ffi::DType> {
         DType::F32 => Some(ffi::DType::F32),
         DType::I32 => None,
     }
+}
+
+/// The element type of a problem's sinks, as the kernels know it. Any where there are none.
+pub(crate) fn sinks_dtype(problem: &ForwardProblem) -> ffi::DType {
+    problem.sinks().and_then(to_dtype).unwrap_or(ffi::DType::F32)
 }
 
 /// The type in which a kernel sums scores. `None` for a value that this crate does not know.

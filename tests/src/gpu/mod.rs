@@ -198,6 +198,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
                 let address = lse.device_ptr(stream).0 + (GUARD * size_of::<f32>()) as u64;
                 tensor(address, DType::F32, ordinal, lse_layout)
             }),
+            sinks: None,
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -76,6 +76,7 @@ fn c_quantises_and_attends_as_rust_does() {
             v: read(&gpu, &stored[2], shapes[2]),
             o: tensor(o_address, output, 0, Layout::contiguous(given.o_shape()).unwrap()),
             lse: Some(written(&gpu, &mut lse, given.lse_shape())),
+            sinks: None,
             workspace,
             workspace_bytes: bytes,
         };

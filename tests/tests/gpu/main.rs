@@ -25,6 +25,7 @@ mod packed_fp8;
 mod packed_quantize;
 mod quantize;
 mod refusals;
+mod sinks;
 mod special_streams;
 mod streams;
 mod training;

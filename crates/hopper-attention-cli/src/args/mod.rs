@@ -90,12 +90,15 @@ pub struct ComputeArgs {
     ///
     /// With layout thd sequences are packed: the tensors are 3-d, and cu_seqlens_q and cu_seqlens_kv (i32 [batch + 1]) say where
     /// each sequence begins. With any layout seqused_q and seqused_kv (i32 [batch]) may say how many rows of each are used.
+    ///
+    /// A tensor `sinks` (f32 or bf16 [heads_q]) has the attention sinks: a logit for each query head, which takes part in the
+    /// softmax of all its rows and has no value.
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
     /// Also compute the gradients d_q, d_k and d_v
     ///
     /// The input must hold d_o, the gradient of o, with o's shape and q's type. If it holds d_lse, the gradient of lse (f32
-    /// [batch, heads_q, seqlen_q]), this is used too.
+    /// [batch, heads_q, seqlen_q]), this is used too. With sinks their gradient d_sinks (f32 [heads_q]) is computed, too.
     #[arg(long)]
     pub backward: bool,
     /// Make the gradients bitwise the same on every run. On a GPU this costs time
@@ -238,6 +241,9 @@ pub struct RandomArgs {
     /// Also write d_o and d_lse, for `run --backward`
     #[arg(long)]
     pub backward: bool,
+    /// Also write sinks, f32 [heads_q]: a logit for each query head
+    #[arg(long)]
+    pub sinks: bool,
     /// Class of inputs: normal, peaky, sink, late or nan
     ///
     /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every

@@ -4,6 +4,7 @@
 //   what the backward kernel begins with: the progress of blocks, the list of tiles, the counter, and zeros where sums
 //   need them.
 // - After: bwd_convert (convert.hpp) converts the f32 sums of dQ to dQ, and those of dK and dV where tiles have shares.
+// - Last: bwd_sinks (sinks_bwd.hpp) makes the gradient of the sinks, where it is wanted.
 //
 // Both depend on fewer columns of the list than the backward kernel does. So rows share them. They are compiled in a
 // translation unit of their own, which defines the functions declared here (HATTN_INSTANTIATE_*). The unit of a row
@@ -25,6 +26,8 @@ struct BwdStatistics {
   // Loads the kernel's module on the current device.
   static Status load() noexcept;
   static void launch(BwdParams const& params, cudaStream_t stream) noexcept;
+  // The gradient of the sinks, where it is wanted, from these statistics (sinks_bwd.hpp).
+  static void launch_sinks(BwdParams const& params, cudaStream_t stream) noexcept;
 };
 
 // bwd_convert of `Traits::Unmasked`: it does not depend on the mask.

@@ -7,13 +7,24 @@
 
 #include "common/fill.hpp"
 #include "common/sequences.hpp"
+#include "common/sinks_bwd.hpp"
 #include "common/status.hpp"
 
 namespace hattn {
 namespace {
 
-// `lse` may be absent.
-__global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, int head_dim, TensorDesc const lse) {
+// What the rows of a tensor are filled with: zeros, and -inf for their LSE. With sinks the LSE is the sink of the head.
+// A sink of NaN makes NaN of the head's rows, and of their largest magnitude (`amax`). `lse` and `amax` may be absent.
+struct Filling {
+  TensorDesc lse;
+  TensorDesc sinks;
+  DType sinks_dtype;
+  float* amax;
+};
+
+__global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, int head_dim, Filling const filling) {
+  constexpr unsigned kNan = 0x7fff7fffU;  // two f16, two bf16, and four e4m3
+  TensorDesc const& lse = filling.lse;
   std::int64_t const groups = head_dim / 8;
   std::int64_t const total = groups * seqlen * heads * batch;
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < total;
@@ -26,11 +37,36 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
     std::int64_t const head = rest % heads;
     std::int64_t const entry = rest / heads;
     std::int64_t const at = entry * tensor.stride_batch + position * tensor.stride_row + head * tensor.stride_head;
-    reinterpret_cast<uint4*>(tensor.address + 2 * at)[group] = uint4{0, 0, 0, 0};
+    float const sink = sink_of_head(filling, static_cast<int>(head));
+    unsigned const word = isnan(sink) ? kNan : 0;
+    reinterpret_cast<uint4*>(tensor.address + 2 * at)[group] = uint4{word, word, word, word};
     if (group == 0 && lse.address != 0) {
-      reinterpret_cast<float*>(lse.address)[entry * lse.stride_batch + head * lse.stride_head + position] = -INFINITY;
+      reinterpret_cast<float*>(lse.address)[entry * lse.stride_batch + head * lse.stride_head + position] = sink;
+    }
+    if (isnan(sink) && filling.amax != nullptr) {
+      *filling.amax = sink;  // by every thread that comes here a NaN
     }
   }
+}
+
+// The gradient of the sinks where there are no keys: a row's LSE is the sink of its head, and its O is 0. A CTA has a
+// head.
+__global__ void __launch_bounds__(kSinkThreads) fill_sinks(BwdParams const params) {
+  int const head = static_cast<int>(blockIdx.x);
+  float const sink = sink_of_head(params, head);
+  double sum = 0.0;
+  std::int64_t const rows = std::int64_t{params.batch} * params.seqlen_q;
+  if (sink != -INFINITY && params.d_lse.address != 0) {
+    for (std::int64_t row = threadIdx.x; row < rows; row += kSinkThreads) {
+      std::int64_t const batch = row / params.seqlen_q;
+      std::int64_t const query = row - batch * params.seqlen_q;
+      float const lse = element_of(params.lse, batch, head, query);
+      if (lse != -INFINITY) {
+        sum += weighed(weight_of_sink(sink, lse), element_of(params.d_lse, batch, head, query));
+      }
+    }
+  }
+  store_sink_gradient(params, head, isnan(sink) && rows > 0 ? static_cast<double>(sink) : sum);
 }
 
 // Rows [begin, end) of a batch entry, by CTAs `cta`, `cta + ctas` and so on of all.
@@ -72,16 +108,19 @@ __global__ void fill_gaps(SequenceTable const table, TensorDesc const tensor, in
   }
 }
 
-Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim, TensorDesc const& lse,
+Status launch(TensorDesc const& tensor, int batch, int seqlen, int heads, int head_dim, Filling const& filling,
               CUstream_st* stream) noexcept {
-  fill<<<1024, 256, 0, stream>>>(tensor, batch, seqlen, heads, head_dim, lse);
+  fill<<<1024, 256, 0, stream>>>(tensor, batch, seqlen, heads, head_dim, filling);
   return to_status(cudaGetLastError());
 }
+
+Filling without_sinks(TensorDesc const& lse) noexcept { return {lse, TensorDesc{}, DType::F32, nullptr}; }
 
 }  // namespace
 
 Status prepare_fill() noexcept {
-  Status const status = load_kernel(fill);
+  Status status = load_kernel(fill);
+  status = is_ok(status) ? load_kernel(fill_sinks) : status;
   return is_ok(status) ? load_kernel(fill_gaps) : status;
 }
 
@@ -90,7 +129,7 @@ Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, in
   bool const packed = (of_keys ? sequences.cu_seqlens_kv : sequences.cu_seqlens_q) != 0;
   if (batch == 0) {
     // There is no table. All of a packed tensor is a gap, and another is empty.
-    return packed ? launch(tensor, 1, rows, heads, head_dim, lse, stream) : Status{};
+    return packed ? launch(tensor, 1, rows, heads, head_dim, without_sinks(lse), stream) : Status{};
   }
   fill_gaps<<<dim3(128, 16), 256, 0, stream>>>({sequences.table, batch}, tensor, rows, heads, head_dim, packed, of_keys,
                                                lse);
@@ -98,13 +137,25 @@ Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, in
 }
 
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept {
-  return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, params.lse, stream);
+  Filling const filling{params.lse, params.sinks, params.sinks_dtype, reinterpret_cast<float*>(params.amax.address)};
+  return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, filling, stream);
+}
+
+Status launch_fill_sinks(BwdParams const& params, CUstream_st* stream) noexcept {
+  if (params.d_sinks.address == 0) {
+    return {};
+  }
+  fill_sinks<<<params.heads_q, kSinkThreads, 0, stream>>>(params);
+  return to_status(cudaGetLastError());
 }
 
 Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexcept {
   auto const zero = [&](TensorDesc const& tensor, int seqlen, int heads, int head_dim) {
-    return launch(tensor, params.batch, seqlen, heads, head_dim, TensorDesc{}, stream);
+    return launch(tensor, params.batch, seqlen, heads, head_dim, without_sinks(TensorDesc{}), stream);
   };
+  if (Status const status = launch_fill_sinks(params, stream); !is_ok(status)) {
+    return status;
+  }
   if (params.seqlen_kv == 0) {
     return zero(params.d_q, params.seqlen_q, params.heads_q, params.head_dim_qk);
   }

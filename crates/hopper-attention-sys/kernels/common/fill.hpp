@@ -8,11 +8,14 @@ namespace hattn {
 // Loads the kernel on the current device.
 Status prepare_fill() noexcept;
 
-// O = 0 and LSE = -inf.
+// O = 0 and LSE = -inf. With sinks LSE is the sink of the head (common/sinks.hpp).
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept;
 
-// Gradients where one of the sequences is empty: zeros, of the sequence that is there.
+// Gradients where one of the sequences is empty: zeros, of the sequence that is there. And that of the sinks.
 Status launch_fill_gradients(BwdParams const& params, CUstream_st* stream) noexcept;
+
+// The gradient of the sinks where no row has keys, or there are no rows. Nothing where it is not wanted.
+Status launch_fill_sinks(BwdParams const& params, CUstream_st* stream) noexcept;
 
 // The filling kernels take an element for two bytes: a tensor of e4m3 as they see it. Its head dim is halved, too.
 inline TensorDesc of_two_bytes(TensorDesc tensor) noexcept {

@@ -117,7 +117,10 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
     BwdStatistics<Packed>::launch(params, stream);
     start_main();
     BwdConvert<typename Packed::Unmasked>::launch(params, stream);
+    BwdStatistics<Packed>::launch_sinks(params, stream);
     status = to_status(cudaGetLastError());
+  } else {
+    status = launch_fill_sinks(params, stream);  // no row: 0
   }
   auto const fill = [&](TensorDesc const& tensor, int rows, int heads, int head_dim, bool of_keys) {
     status = is_ok(status)
@@ -135,7 +138,7 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
 template <class Traits, class Encode, class StartMain>
 Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode const& encode,
                        StartMain const& start_main) noexcept {
-  if (params.seqlen_q == 0 || params.seqlen_kv == 0) {
+  if (params.batch == 0 || params.seqlen_q == 0 || params.seqlen_kv == 0) {
     return launch_fill_gradients(params, stream);
   }
   if (Status const status = encode(); !is_ok(status)) {
@@ -144,6 +147,7 @@ Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode cons
   BwdStatistics<Traits>::launch(params, stream);
   start_main(bwd_scalars<Traits>(params));
   BwdConvert<typename Traits::Unmasked>::launch(params, stream);
+  BwdStatistics<Traits>::launch_sinks(params, stream);
   return to_status(cudaGetLastError());
 }
 

@@ -24,6 +24,7 @@
 #include "common/element.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
+#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
@@ -201,6 +202,7 @@ struct PlainOperands {
   int head_dim_qk;
   int head_dim_vo;
   float scale_log2;
+  float sink_of_rows;
 
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
     int const kv_head = head / (params.heads_q / params.heads_kv);
@@ -209,7 +211,8 @@ struct PlainOperands {
             HeadRows<Element>::of(params.v, batch, kv_head),
             params.head_dim_qk,
             params.head_dim_vo,
-            exponent_factor(params.softmax_scale)};
+            exponent_factor(params.softmax_scale),
+            sink_of_head(params, head)};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);
@@ -226,6 +229,11 @@ struct PlainOperands {
   // What V of a key is multiplied by.
   CUTE_DEVICE float value_factor(int) const { return 1.0F; }
   CUTE_DEVICE bool has_garbage_factor(int, int, int) const { return false; }
+  // The sink of the head.
+  template <class Words>
+  CUTE_DEVICE float sink(Words const&) const {
+    return sink_of_rows;
+  }
 };
 
 // Which of a warp's 16 rows can have a leak: those whose sum of weights is a number. (If the sum is NaN, a key that the
@@ -237,10 +245,11 @@ struct SoundRows {
   unsigned empty[2];
   unsigned far[2] = {0, 0};
 
-  // `sums`: or their inverses, 0 where they are 0.
+  // `sums`: or their inverses, 0 where they are 0. (Bits are compared: see RowEnd in sinks.hpp.)
   CUTE_DEVICE static SoundRows with(float const (&sums)[2]) {
     return {{__ballot_sync(0xffffffffU, !isnan(sums[0])), __ballot_sync(0xffffffffU, !isnan(sums[1]))},
-            {__ballot_sync(0xffffffffU, sums[0] == 0.0F), __ballot_sync(0xffffffffU, sums[1] == 0.0F)}};
+            {__ballot_sync(0xffffffffU, __float_as_uint(sums[0]) == 0),
+             __ballot_sync(0xffffffffU, __float_as_uint(sums[1]) == 0)}};
   }
   // Of a kernel's rows, which may have overflowed.
   template <class Traits>
@@ -432,10 +441,12 @@ struct Leaks {
       float max[kRows];
       float sum[kRows];  // this lane's
       float2 output[kRows][Pairs::kCount];
+      // The sink is a key without a value.
+      float const sink_log2 = operands.sink(words) * kLog2E;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        max[r] = -INFINITY;
-        sum[r] = 0.0F;
+        max[r] = sink_log2;
+        sum[r] = lane == 0 && sink_log2 != -INFINITY ? 1.0F : 0.0F;
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           output[r][pair] = {0.0F, 0.0F};

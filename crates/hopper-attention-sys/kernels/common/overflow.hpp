@@ -52,7 +52,8 @@ struct Overflows {
         continue;
       }
       int const end = sound.is_empty(row) ? 0 : band.seqlen_kv;
-      float max = -INFINITY;
+      float const sink_log2 = operands.sink(words) * kLog2E;
+      float max = sink_log2;
       CUTE_NO_UNROLL
       for (int key = lane; key < end; key += 32) {
         max = fmaxf(max, score(operands, query, key));
@@ -61,7 +62,8 @@ struct Overflows {
       for (int step = 1; step < 32; step *= 2) {
         max = fmaxf(max, __shfl_xor_sync(kAll, max, step));
       }
-      float sum = 0.0F;  // this lane's
+      // This lane's. The sink is a key without a value.
+      float sum = lane != 0 || sink_log2 == -INFINITY ? 0.0F : sink_log2 == max ? 1.0F : exp2_approx(sink_log2 - max);
       float2 output[Pairs::kCount] = {};
       CUTE_NO_UNROLL
       for (int first = 0; first < end; first += 32) {

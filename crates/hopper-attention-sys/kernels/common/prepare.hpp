@@ -11,6 +11,7 @@
 #include "common/around.hpp"
 #include "common/prepare_packed.hpp"
 #include "common/scalars.hpp"
+#include "common/sinks_bwd.hpp"
 #include "common/start.hpp"
 #include "common/status.hpp"
 #include "common/visits.hpp"
@@ -170,6 +171,10 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
 
 template <class Traits>
 Status BwdStatistics<Traits>::load() noexcept {
+  Status const status = load_kernel(bwd_sinks<typename Traits::Statistics, Traits::kIsPacked>);
+  if (!is_ok(status)) {
+    return status;
+  }
   if constexpr (Traits::kIsPacked) {
     return load_kernel(bwd_statistics_packed<Traits>);
   } else {
@@ -184,6 +189,16 @@ void BwdStatistics<Traits>::launch(BwdParams const& params, cudaStream_t stream)
   } else {
     bwd_statistics<Traits><<<132 * 4, 256, 0, stream>>>(params);  // what fits at a time
   }
+}
+
+template <class Traits>
+void BwdStatistics<Traits>::launch_sinks(BwdParams const& params, cudaStream_t stream) noexcept {
+  if (params.d_sinks.address == 0) {
+    return;
+  }
+  int const padded = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM * Traits::kTileM;
+  bwd_sinks<typename Traits::Statistics, Traits::kIsPacked>
+      <<<params.heads_q, kSinkThreads, 0, stream>>>(params, padded);
 }
 
 }  // namespace hattn

@@ -48,12 +48,6 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
-// The natural log-sum-exp of a row, from its reference and its sum. A row without any key has a sum of 0 and -inf.
-CUTE_DEVICE float log_sum_exp(float reference, float sum) {
-  constexpr float kLn2 = 0.693147180559945309F;
-  return sum == 0.0F ? -INFINITY : (reference + log2_approx(sum)) * kLn2;
-}
-
 // What the softmax of both architectures is made of.
 template <int kTileN, int kSumLimitLog2, int kStrips = 1>
 struct OnlineSoftmax {

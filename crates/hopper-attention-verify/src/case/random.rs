@@ -9,6 +9,7 @@ use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
 use crate::packing::{Kind, Packing};
+use crate::sinks::Sinks;
 
 /// Cases with head dims up to `head_dim` in steps of `step`.
 pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
@@ -40,7 +41,7 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_heads_kv(heads_kv)
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
             let packing = Packing::default();
-            Case { dims, mask, scale, lse, placement, values, seed: seed.into(), packing }
+            Case { dims, mask, scale, lse, placement, values, seed: seed.into(), packing, sinks: Sinks::None }
         },
     )
 }
@@ -78,6 +79,11 @@ pub fn packing() -> impl Strategy<Value = (Kind, usize)> {
         fill_gaps,
     });
     prop_oneof![2 => Just((Kind::default(), 0)), 1 => (kind, 0usize..9)]
+}
+
+/// The sinks of a case: none in half of the cases.
+pub fn sinks() -> impl Strategy<Value = Sinks> {
+    prop_oneof![1 => Just(Sinks::None), 1 => proptest::sample::select(Sinks::ALL.to_vec())]
 }
 
 /// A case with packed sequences and used lengths. Its rows stay as many, and are cut into sequences. A side that is not packed

@@ -10,6 +10,7 @@ use crate::case::{Case, random};
 use crate::data::Values;
 use crate::layouts::Placement;
 use crate::packing::Packing;
+use crate::sinks::Sinks;
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -145,7 +146,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let choices = (proptest::sample::select(passes), proptest::sample::select(dtypes), arch, proptest::bool::ANY);
     // Head dims that kernels take, and any on the CPU.
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
-    let cases = (cases, random::packing()).prop_map(|(case, packing)| random::packed(case, packing));
+    let cases = (cases, random::packing(), random::sinks())
+        .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), last)| {
             let (launch, sm_margin) = last;
@@ -211,6 +213,9 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "Packing::is_none")]
     packing: Packing,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "Sinks::is_none")]
+    sinks: Sinks,
 }
 
 /// The same of a mask. Bounds that are `null` keep all keys.
@@ -254,6 +259,7 @@ impl From<Problem> for Record {
             deterministic,
             launch,
             packing: case.packing,
+            sinks: case.sinks,
         }
     }
 }
@@ -288,6 +294,7 @@ impl TryFrom<Record> for Problem {
             values: record.values,
             seed: record.seed,
             packing: record.packing,
+            sinks: record.sinks,
         };
         let problem = Self {
             pass: record.pass,
@@ -387,6 +394,17 @@ mod tests {
         let text = serde_json::to_string(&wrong).unwrap();
         let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
         assert!(error.contains("cu_seqlens_q: -1 at 0"), "{error}");
+    }
+
+    #[test]
+    fn every_kind_of_sinks_is_drawn_for_every_pass() {
+        let mut runner = TestRunner::deterministic();
+        let drawn: Vec<_> = (0..600).map(|_| any(true).new_tree(&mut runner).unwrap().current()).collect();
+        for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
+            let of_pass = || drawn.iter().filter(|problem| problem.pass == pass);
+            assert!(Sinks::ALL.into_iter().all(|kind| of_pass().any(|problem| problem.case.sinks == kind)), "{pass:?}");
+            assert!(of_pass().any(|problem| problem.forward().sinks().is_some() && problem.forward().has_lengths()));
+        }
     }
 
     #[test]

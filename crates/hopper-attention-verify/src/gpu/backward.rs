@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{Args, BackwardPlan, Slot, Stream, Workspace};
+use hopper_attention::{Args, BackwardPlan, Layout, Slot, Stream, Workspace};
 
-use super::{Lists, given_read, given_read_numbers, given_write};
+use super::{Lists, SinksOnDevice, given_read, given_read_numbers, given_write, write};
 use crate::backward::{Outputs, Prepared};
 use crate::data::{Image, Poison};
 
@@ -21,6 +21,8 @@ pub struct OnDevice<T> {
     pub d_lse: Option<CudaSlice<f32>>,
     /// d_q, d_k, d_v.
     pub outputs: [CudaSlice<T>; 3],
+    /// The attention sinks and their gradient, where there are any.
+    pub sinks: Option<(SinksOnDevice, CudaSlice<f32>)>,
 }
 
 fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
@@ -34,20 +36,28 @@ fn up<T: Poison, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) 
 impl<T: Poison> OnDevice<T> {
     /// Inputs, and outputs of poison.
     pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
-        let Outputs { d_q, d_k, d_v } = prepared.outputs();
+        let Outputs { d_q, d_k, d_v, d_sinks } = prepared.outputs();
         Self {
             lists: Lists::new(stream, &prepared.case.packing),
             inputs: inputs(prepared).map(|image| up(stream, image)),
             lse: up(stream, &prepared.lse),
             d_lse: prepared.d_lse.as_ref().map(|d_lse| up(stream, d_lse)),
             outputs: [&d_q, &d_k, &d_v].map(|image| up(stream, image)),
+            sinks: prepared
+                .sinks
+                .as_ref()
+                .zip(d_sinks)
+                .map(|(sinks, d_sinks)| (SinksOnDevice::new(stream, sinks), up(stream, &d_sinks))),
         }
     }
 
     /// Poisons the outputs again.
     pub fn poison(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
-        let Outputs { d_q, d_k, d_v } = prepared.outputs();
+        let Outputs { d_q, d_k, d_v, d_sinks } = prepared.outputs();
         for (to, from) in self.outputs.iter_mut().zip([d_q, d_k, d_v]) {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+        if let (Some((_, to)), Some(from)) = (&mut self.sinks, &d_sinks) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
     }
@@ -86,6 +96,10 @@ impl<T: Poison> OnDevice<T> {
         for (slice, (slot, shape, packed)) in self.outputs.iter_mut().zip(outputs) {
             args = given_write(args, slot, slice, output(shape), packed);
         }
+        if let Some((sinks, d_sinks)) = &mut self.sinks {
+            let layout = Layout::contiguous([problem.dims().heads_q]).expect("a short list");
+            args = sinks.add_to(args).write(Slot::DSinks, write(d_sinks, layout));
+        }
         args
     }
 
@@ -120,6 +134,10 @@ impl<T: Poison> OnDevice<T> {
             let data = stream.clone_dtoh(slice).expect("a copy");
             image.take_output(data).map_err(|why| format!("{name}: {why}"))?;
         }
+        if let (Some(image), Some((_, slice))) = (&mut outputs.d_sinks, &self.sinks) {
+            let data = stream.clone_dtoh(slice).expect("a copy");
+            image.take_output(data).map_err(|why| format!("d_sinks: {why}"))?;
+        }
         Ok(outputs)
     }
 
@@ -138,11 +156,23 @@ impl<T: Poison> OnDevice<T> {
             image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
         }
         prepared.lse.check_unchanged(&stream.clone_dtoh(&self.lse).expect("a copy"))?;
+        if let Some(((slice, _), image)) = self.sinks.as_ref().zip(prepared.sinks.as_ref()) {
+            slice.check(stream, image)?;
+        }
         match (&self.d_lse, &prepared.d_lse) {
             (Some(slice), Some(image)) => image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy")),
             _ => Ok(()),
         }
     }
+}
+
+/// Whether two runs gave the same bits in the gradient of the sinks, which repeats in any case.
+pub fn same_sinks<T>(a: &Outputs<T>, b: &Outputs<T>) -> bool {
+    let bits = |outputs: &Outputs<T>| {
+        let image = outputs.d_sinks.as_ref()?;
+        Some(image.data().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+    };
+    bits(a) == bits(b)
 }
 
 /// Whether two runs gave the same bits: of dK and dV, and of dQ.

@@ -8,7 +8,7 @@ use hopper_attention::{
     Args, DType, E4M3, Element, ForwardArgs, ForwardPlan, ForwardProblem, OutputOf, Slot, Stream, TensorRef, Workspace,
 };
 
-use super::{Lists, given_read, given_read_numbers, given_write, given_write_numbers, read, write};
+use super::{Lists, SinksOnDevice, given_read, given_read_numbers, given_write, given_write_numbers, read, write};
 use crate::data::GUARD;
 use crate::fp8::{Operands, Output, dense, packed, shapes};
 
@@ -20,6 +20,7 @@ pub struct OnDevice {
     stored: [CudaSlice<E4M3>; 3],
     descale: [CudaSlice<f32>; 3],
     lists: Lists,
+    sinks: Option<SinksOnDevice>,
 }
 
 /// What a run wrote.
@@ -56,6 +57,7 @@ impl OnDevice {
             stored: operands.stored().each_ref().map(|values| banded(stream, values, nan)),
             descale: operands.descale().each_ref().map(|values| banded(stream, values, f32::NAN)),
             lists: Lists::new(stream, operands.packing()),
+            sinks: operands.sinks().map(|sinks| SinksOnDevice::new(stream, sinks)),
         }
     }
 
@@ -83,6 +85,9 @@ impl OnDevice {
     pub fn args<'a, O: OutputOf<E4M3>>(&'a self, problem: &ForwardProblem, outputs: &'a mut Outputs<O>) -> Args<'a> {
         let slots = [(Slot::Q, Slot::DescaleQ), (Slot::K, Slot::DescaleK), (Slot::V, Slot::DescaleV)];
         let mut args = Args::new();
+        if let Some(sinks) = &self.sinks {
+            args = sinks.add_to(args);
+        }
         for (i, ((slot, of_factors), packed)) in slots.into_iter().zip(packed(problem)).enumerate() {
             let (shape, factors) = shapes(problem)[i];
             args = given_read(args, slot, &self.stored[i], dense(shape), packed.rows);

@@ -13,6 +13,7 @@ use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
 use super::sequences::{Sequence, Sequences};
+use super::sinks::{self, Sinks};
 use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, fill_gaps, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
@@ -30,6 +31,7 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub d_o: HostRef<'a, T, 4>,
     pub d_lse: Option<HostRef<'a, f32, 3>>,
     pub lengths: Lengths<'a>,
+    pub sinks: Sinks<'a>,
 }
 
 /// The tensors that a backward pass writes, in host memory.
@@ -37,6 +39,7 @@ pub(crate) struct BackwardOutputs<'a, T> {
     pub d_q: HostMut<'a, T, 4>,
     pub d_k: HostMut<'a, T, 4>,
     pub d_v: HostMut<'a, T, 4>,
+    pub d_sinks: Option<HostMut<'a, f32, 1>>,
 }
 
 /// Computes `problem` into the outputs. The caller has checked shapes and types.
@@ -68,6 +71,9 @@ pub(crate) fn backward<T: Float>(
     })?;
 
     let delta = HostRef::of(&delta, layout);
+    if let Some(d_sinks) = &mut outputs.d_sinks {
+        sinks::gradients(&inputs.sinks, &sequences, &inputs.lse, &delta, d_sinks);
+    }
     let compute = |scratch: &mut Scratch<T>, task: &Task| of_keys(problem, inputs, blocks, &delta, task, scratch);
     team.each(&keys, compute, |task, scratch| {
         outputs.d_k.store(task, &scratch.of_tokens);

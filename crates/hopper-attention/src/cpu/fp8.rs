@@ -26,12 +26,15 @@
 //! - With factors per block O is divided by the sum of the exact weights instead. Where the values of a block are small,
 //!   `fold` is far below 0, and the rounded weights of the block are 0. The block must still count in the sum.
 //! - The LSE uses exact weights, so it is as exact as for other types.
+//!
+//! A sink adds `2^(s log2(e) - max + 8)` to both sums, once all keys are done (`sinks.rs`).
 
 use std::f32::consts::{LN_2, LOG2_E};
 
 use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
 use super::sequences::Sequences;
+use super::sinks::{Sinks, Sunk, without_keys};
 use super::tile::lanes;
 use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, fill_gaps, fill_lse_gaps, load, tile};
 use crate::dtype::{E4M3, Element, OutputOf};
@@ -57,6 +60,7 @@ pub(crate) struct Fp8Inputs<'a> {
     /// The factor of O before it is rounded. 1 where the output is not e4m3.
     pub scale_o: f32,
     pub lengths: Lengths<'a>,
+    pub sinks: Sinks<'a>,
 }
 
 /// The tensors that a forward pass of e4m3 operands writes, in host memory.
@@ -226,18 +230,23 @@ fn compute_tile<O: OutputOf<E4M3>>(
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
+    let sink = inputs.sinks.of(task.head);
     *amax = 0.0;
     o.clear();
+    lse.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
+        let mut sunk = Sunk::new(sink * LOG2_E, row.max, f32::exp2);
+        sunk.weight *= P_OFFSET.exp2();
+        let divisor = sunk.add_to(row.divisor);
         for sum in sums {
-            let value = if row.sum == 0.0 { 0.0 } else { sum / row.divisor * largest_v };
+            let value = if row.sum == 0.0 { without_keys(sink) } else { sum * sunk.own / divisor * largest_v };
             *amax = larger(*amax, value.abs());
             o.push(O::from_f32(value * inputs.scale_o));
         }
+        // A query without keys has sum 0. Its LSE is the sink, -inf where there is none.
+        let total = sunk.add_to(row.sum) / P_OFFSET.exp2();
+        lse.push(if row.sum == 0.0 { sink } else { sunk.max * LN_2 + total.ln() });
     }
-    // A query without keys has sum 0, so its LSE is -inf + ln(0) = -inf.
-    lse.clear();
-    lse.extend(rows.iter().map(|row| row.max * LN_2 + (row.sum / P_OFFSET.exp2()).ln()));
 }
 
 impl RowState {

@@ -12,6 +12,7 @@ mod matmul;
 mod memory;
 mod quantize;
 mod sequences;
+mod sinks;
 mod tasks;
 mod threads;
 mod tile;
@@ -29,6 +30,7 @@ pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp
 pub(crate) use host::{HostMut, HostRef};
 pub(crate) use quantize::{Factors, QuantizeTask, quantize};
 pub(crate) use sequences::Sequences;
+pub(crate) use sinks::Sinks;
 
 /// Tokens in a task, where the head dim is not large.
 const BLOCK: usize = 64;
@@ -42,6 +44,7 @@ pub(crate) struct Inputs<'a, T> {
     pub k: HostRef<'a, T, 4>,
     pub v: HostRef<'a, T, 4>,
     pub lengths: Lengths<'a>,
+    pub sinks: Sinks<'a>,
 }
 
 /// The tensors that a forward pass writes, in host memory.

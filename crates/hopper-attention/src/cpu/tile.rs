@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
+use super::sinks::{Sunk, without_keys};
 use super::{BLOCK, Blocks, Inputs, Task, load};
 use crate::dtype::Float;
 use crate::error::Result;
@@ -98,17 +99,21 @@ pub(super) fn forward<T: Float>(
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
+    let sink = inputs.sinks.of(task.head);
     o.clear();
-    for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
-        if row.sum == 0.0 {
-            o.extend(sums.iter().map(|_| T::from_f32(0.0)));
-        } else {
-            o.extend(sums.iter().map(|sum| T::from_f32(sum / row.sum)));
-        }
-    }
-    // A query without keys has sum 0, so its LSE is -inf + ln(0) = -inf.
     lse.clear();
-    lse.extend(rows.iter().map(|row| row.max + row.sum.ln()));
+    for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
+        // A query without keys has sum 0. Its LSE is the sink, -inf where there is none.
+        if row.sum == 0.0 {
+            o.extend(sums.iter().map(|_| T::from_f32(without_keys(sink))));
+            lse.push(sink);
+            continue;
+        }
+        let sunk = Sunk::new(sink, row.max, f32::exp);
+        let total = sunk.add_to(row.sum);
+        o.extend(sums.iter().map(|sum| T::from_f32(sum * sunk.own / total)));
+        lse.push(sunk.max + total.ln());
+    }
 }
 
 impl RowState {

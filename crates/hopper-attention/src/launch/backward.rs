@@ -70,11 +70,13 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 d_o: required(Slot::DO, args.read(Slot::DO))?,
                 d_lse: args.read(Slot::DLse),
                 lengths: args.lengths(),
+                sinks: args.sinks(plan.problem().forward().sinks()),
             },
             BackwardOutputs::<T> {
                 d_q: required(Slot::DQ, args.write(Slot::DQ))?,
                 d_k: required(Slot::DK, args.write(Slot::DK))?,
                 d_v: required(Slot::DV, args.write(Slot::DV))?,
+                d_sinks: args.write(Slot::DSinks),
             },
         )
     };
@@ -132,5 +134,8 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         ordered: choice.turns,
         tile_counter: if choice.tile_counter { args.workspace } else { 0 },
         sequences,
+        sinks: operand(Slot::Sinks),
+        sinks_dtype: sys::sinks_dtype(problem.forward()),
+        d_sinks: operand(Slot::DSinks),
     })
 }

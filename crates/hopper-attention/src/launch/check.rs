@@ -72,7 +72,7 @@ fn presence<'g>(operand: &Operand, tensor: Option<Given<'g>>) -> Result<Option<G
 fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<()> {
     let what = operand.slot().name();
     if tensor.dtype != operand.dtype() {
-        // Operands with fewer than four dimensions (descale factors, the LSE, offsets and so on) have one type in every problem.
+        // Operands with fewer than four dimensions (descale factors, the LSE, offsets and so on) have a type of their own.
         let whose = if operand.slot().rank() == MAX_RANK { ", the problem's" } else { "" };
         return Err(Error::Dtype { what, got: tensor.dtype, allowed: format!("{}{whose}", operand.dtype()) });
     }

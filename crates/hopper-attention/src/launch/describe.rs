@@ -86,7 +86,7 @@ fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
 /// access it element by element.
 ///
 /// A dimension of size 1, or one that the tensor does not have, gets stride 0. All indices then read the one element, as
-/// those that share a descale factor must.
+/// those that share a descale factor must. The only dimension of sinks, and of their gradient, is the heads.
 fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     if !raw.layout.is_empty() {
         check_address(slot, raw, raw.dtype.bytes() as u64)?;
@@ -99,7 +99,11 @@ fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
         Some((&size, &stride)) if size > 1 => stride,
         _ => 0,
     };
-    Ok(Descriptor { address: raw.address, stride_batch: stride(0), stride_head: stride(1), stride_row: stride(2) })
+    let address = raw.address;
+    if matches!(slot, Slot::Sinks | Slot::DSinks) {
+        return Ok(Descriptor { address, stride_head: stride(0), ..Descriptor::default() });
+    }
+    Ok(Descriptor { address, stride_batch: stride(0), stride_head: stride(1), stride_row: stride(2) })
 }
 
 fn check_address(slot: Slot, raw: &RawTensor, alignment: u64) -> Result<()> {
@@ -211,6 +215,9 @@ mod tests {
         let counts = raw(0x104, DType::F32, Layout::with_strides([3, 2], [5, 1]).unwrap());
         let found = described(Slot::Counts, counts).unwrap();
         assert_eq!((found.stride_batch, found.stride_head, found.stride_row), (5, 1, 0));
+        let sinks = raw(0x102, DType::BF16, Layout::contiguous([4]).unwrap());
+        let found = described(Slot::Sinks, sinks).unwrap();
+        assert_eq!(found, Descriptor { address: 0x102, stride_head: 1, ..Default::default() });
     }
 
     #[test]

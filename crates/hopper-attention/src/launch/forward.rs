@@ -79,6 +79,7 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
                 k: required(Slot::K, args.read(Slot::K))?,
                 v: required(Slot::V, args.read(Slot::V))?,
                 lengths: args.lengths(),
+                sinks: args.sinks(plan.problem().sinks()),
             },
             Outputs::<T> { o: required(Slot::O, args.write(Slot::O))?, lse: args.write(Slot::Lse) },
         )
@@ -101,6 +102,7 @@ unsafe fn forward_fp8<O: OutputOf<E4M3>>(plan: &ForwardPlan, args: &RawArgs) -> 
                 descale_v: required(Slot::DescaleV, args.read(Slot::DescaleV))?,
                 scale_o: args.read::<f32, 1>(Slot::ScaleO).map_or(1.0, |scale_o| scale_o.at([0])),
                 lengths: args.lengths(),
+                sinks: args.sinks(plan.problem().sinks()),
             },
             Fp8Outputs::<O> {
                 o: required(Slot::O, args.write(Slot::O))?,
@@ -158,5 +160,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         range_check: part(parts.range_check),
         range_grid: choice.grid,
         sequences: sequences(problem, args, part(parts.table), choice.m_tiles),
+        sinks: operand(Slot::Sinks),
+        sinks_dtype: sys::sinks_dtype(problem),
     })
 }

@@ -17,7 +17,7 @@ mod raw;
 use std::ffi::c_void;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
-use crate::cpu::{HostMut, HostRef};
+use crate::cpu::{HostMut, HostRef, Sinks};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::operand::Slot;
@@ -130,6 +130,20 @@ impl RawArgs {
         let tensor = self.get(slot)?;
         // SAFETY: the caller's promise.
         Some(unsafe { HostMut::new(with_exposed_provenance_mut(tensor.address as usize), tensor.layout.with_batch()?) })
+    }
+
+    /// The attention sinks, if they were given.
+    ///
+    /// # Safety
+    /// As [`read`](Self::read): they were checked to be of `dtype`, f32 or bf16.
+    unsafe fn sinks<'a>(&self, dtype: Option<DType>) -> Sinks<'a> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match dtype {
+                Some(DType::BF16) => self.read(Slot::Sinks).map_or(Sinks::None, Sinks::Bf16),
+                _ => self.read(Slot::Sinks).map_or(Sinks::None, Sinks::F32),
+            }
+        }
     }
 
     /// The offsets and used lengths that were given.

@@ -54,6 +54,24 @@ impl BackwardProblemBuilder {
         self.operand(Slot::DLse, given)
     }
 
+    /// Whether the gradient of the attention sinks is an output: f32, `[heads_q]` (default: no). The forward problem must have
+    /// [`sinks`](crate::ForwardProblemBuilder::sinks), which the run then reads.
+    ///
+    /// With `P = exp(s - LSE')`, the weight of the sink in a row, and `delta = rowsum(dO * O') - dLSE`
+    ///
+    /// ```text
+    /// dSink[h] = -sum of P * delta        over all rows of the query head, of all sequences
+    /// ```
+    ///
+    /// Rows of a head are added in a fixed order in f64 on a GPU, and in f64 on the CPU. So the same inputs give the same bits,
+    /// also without [`deterministic`](Self::deterministic). (The formula is that of MagiAttention's `attn_sink.md`, with dLSE.)
+    ///
+    /// - Where the sink is -inf its gradient is 0. A row with LSE -inf has no part in it.
+    /// - Where the sink and LSE' are equal, also where both are inf, P is 1.
+    pub fn d_sinks(self, wanted: bool) -> Self {
+        self.operand(Slot::DSinks, wanted)
+    }
+
     /// Adds or removes an optional operand by its name. `operand(Slot::DLse, true)` is the same as `d_lse(true)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
@@ -79,10 +97,15 @@ impl BackwardProblemBuilder {
     ///
     /// # Errors
     /// - [`Error::Dtype`] for a forward problem with e4m3 operands, which has no gradients.
-    /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass.
+    /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass, and for the gradient of sinks where
+    ///   the forward problem has none.
     pub fn build(self) -> Result<BackwardProblem> {
         let Self { forward, asked_for, deterministic, sm_margin } = self;
-        asked_for.check_among(&[Slot::DLse])?;
+        asked_for.check_among(&[Slot::DLse, Slot::DSinks])?;
+        if asked_for.contains(Slot::DSinks) && forward.sinks().is_none() {
+            let allowed = "with a forward problem that was made with sinks only".into();
+            return Err(Error::Value { what: "d_sinks", got: "asked for".into(), allowed });
+        }
         if forward.dtype() == DType::E4M3 {
             let allowed = "bf16, f16, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed });
@@ -130,6 +153,8 @@ impl BackwardProblem {
             cu_seqlens_kv,
             seqused_q,
             seqused_kv,
+            self.forward.sinks_operand().when(self.wants_d_sinks(), "d_sinks"),
+            Operand::write(Slot::DSinks, DType::F32, [self.dims().heads_q]).when(self.wants_d_sinks(), "d_sinks"),
         ])
     }
 
@@ -151,6 +176,11 @@ impl BackwardProblem {
     /// Whether the gradient of the LSE is an input.
     pub fn takes_d_lse(&self) -> bool {
         self.wants(Slot::DLse)
+    }
+
+    /// Whether the gradient of the attention sinks is an output.
+    pub fn wants_d_sinks(&self) -> bool {
+        self.wants(Slot::DSinks)
     }
 
     /// Whether every run must give the same bits.
@@ -184,8 +214,11 @@ impl BackwardProblem {
     }
 
     /// Whether there is no gradient to compute. A problem with keys and no queries is not empty: dK and dV are zeros. Nor is
-    /// one whose rows are all a gap that is to be filled.
+    /// one whose rows are all a gap that is to be filled, or one with a gradient of sinks.
     pub fn is_empty(&self) -> bool {
+        if self.wants_d_sinks() {
+            return false;
+        }
         let (dims, forward) = (self.dims(), &self.forward);
         let is_empty = |seqlen, packed| seqlen == 0 || (dims.batch == 0 && !(packed && forward.fills_gaps()));
         is_empty(dims.seqlen_q, forward.is_packed_q()) && is_empty(dims.seqlen_kv, forward.is_packed_kv())
@@ -221,7 +254,9 @@ impl fmt::Display for BackwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let d_lse = if self.takes_d_lse() { " d_lse" } else { "" };
         let deterministic = if self.deterministic { " deterministic" } else { "" };
-        write!(f, "backward {} scale {}{d_lse}{deterministic}", self.forward.numbers(), self.softmax_scale())?;
+        write!(f, "backward {} scale {}{d_lse}", self.forward.numbers(), self.softmax_scale())?;
+        self.forward.write_sinks(f)?;
+        write!(f, "{}{deterministic}", if self.wants_d_sinks() { " d_sinks" } else { "" })?;
         self.forward.write_fill_gaps(f)?;
         self.forward.write_restrictions(f)
     }

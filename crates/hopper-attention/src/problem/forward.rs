@@ -39,6 +39,8 @@ pub struct ForwardProblem {
     packing: Packing,
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
+    /// The element type of the attention sinks. `None` where there are none.
+    pub(super) sinks: Option<DType>,
 }
 
 /// A finite factor above 0. Two of them are equal when their bits are.
@@ -74,6 +76,8 @@ pub struct ForwardProblemBuilder {
     output: Option<DType>,
     scaling: Option<Scaling>,
     half_scores: bool,
+    /// The element type of the attention sinks, where they were asked for.
+    pub(super) sinks: DType,
 }
 
 impl ForwardProblemBuilder {
@@ -92,7 +96,8 @@ impl ForwardProblemBuilder {
         self.operand(Slot::Lse, wanted)
     }
 
-    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`.
+    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`, and
+    /// `operand(Slot::Sinks, true)` the same as `sinks(DType::F32)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
@@ -242,10 +247,15 @@ impl ForwardProblemBuilder {
     /// - `fill_gaps` or a longest sequence is given for a problem without packed tensors and used lengths;
     /// - an operand was asked for that is not an optional operand of a forward pass.
     ///
-    /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have.
+    /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
+    /// sinks are not f32 or bf16.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let softmax_scale = self.softmax_scale;
+        let sinks = asked_for.contains(Slot::Sinks).then_some(self.sinks);
+        if let Some(got) = sinks.filter(|dtype| !matches!(dtype, DType::F32 | DType::BF16)) {
+            return Err(Error::Dtype { what: "sinks", got, allowed: "f32, bf16".into() });
+        }
         if dtype == DType::I32 {
             let allowed = "f16, bf16, e4m3, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed });
@@ -257,11 +267,12 @@ impl ForwardProblemBuilder {
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
         let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = LENGTHS;
-        asked_for.check_among(&[Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv])?;
+        let optional = [Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, Slot::Sinks];
+        asked_for.check_among(&optional)?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         let softmax_scale = Scale(softmax_scale);
-        Ok(ForwardProblem { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, packing, fp8 })
+        Ok(ForwardProblem { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, packing, fp8, sinks })
     }
 }
 
@@ -280,6 +291,7 @@ impl ForwardProblem {
             output: None,
             scaling: None,
             half_scores: false,
+            sinks: DType::F32,
         }
     }
 
@@ -297,6 +309,7 @@ impl ForwardProblem {
             output: Some(self.output_dtype()),
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
+            sinks: self.sinks.unwrap_or(DType::F32),
         }
     }
 
@@ -322,6 +335,7 @@ impl ForwardProblem {
             cu_seqlens_kv,
             seqused_q,
             seqused_kv,
+            self.sinks_operand().when(self.wants(Slot::Sinks), "sinks"),
         ])
     }
 
@@ -503,6 +517,7 @@ impl fmt::Display for ForwardProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lse = if self.wants_lse() { " lse" } else { "" };
         write!(f, "{} scale {}{lse}", self.shape(), self.softmax_scale())?;
+        self.write_sinks(f)?;
         self.write_fill_gaps(f)?;
         self.write_restrictions(f)
     }
@@ -651,7 +666,10 @@ mod tests {
         assert_eq!(problem, options.clone().lse(true).build().unwrap());
         assert!(problem.wants(Slot::Lse) && !problem.wants(Slot::Amax));
         let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
-        assert_eq!(text, "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv");
+        assert_eq!(
+            text,
+            "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks"
+        );
     }
 
     #[test]
@@ -661,10 +679,10 @@ mod tests {
             |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
         let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
         assert_eq!(presence(&plain)[..4], [Required; 4]);
-        assert_eq!(presence(&plain)[4..], [Refused; 10]);
+        assert_eq!(presence(&plain)[4..], [Refused; 11]);
         let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
         assert_eq!(presence(&fp8)[..10], [Required; 10]);
-        assert_eq!(presence(&fp8)[10..], [Refused; 4]);
+        assert_eq!(presence(&fp8)[10..], [Refused; 5]);
         let row = |slot| *fp8.operands().find(slot).unwrap();
         assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
     }

@@ -8,6 +8,7 @@ mod forward;
 mod fp8;
 mod packing;
 mod quantize;
+mod sinks;
 
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
 pub use dims::Dims;

@@ -13,6 +13,9 @@
 //! [`forward_of`], [`backward_of`], [`Expected::of`] and others. Each sequence is computed as a problem of its own. Rows of no
 //! sequence are judged only where the problem fills gaps.
 //!
+//! Problems with [`Modifiers`] (attention sinks) take these too: [`forward_with`], [`backward_with`], [`Expected::with`] and
+//! others.
+//!
 //! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
 //! two heads, and two to three times that for gradients.
 //!
@@ -45,8 +48,14 @@ mod tensor;
 pub mod tolerance;
 mod work;
 
-pub use oracle::{BackwardOracle, Noise, Oracle, RowScale, backward, backward_of, forward, forward_of};
-pub use plain::{BackwardPlain, Plain, backward_plain, backward_plain_of, forward_plain, forward_plain_of};
+pub use oracle::{
+    BackwardOracle, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with, forward, forward_of,
+    forward_with,
+};
+pub use plain::{
+    BackwardPlain, Plain, backward_plain, backward_plain_of, backward_plain_with, forward_plain, forward_plain_of,
+    forward_plain_with,
+};
 pub use tensor::Tensor;
 pub use tolerance::{BackwardExpected, BackwardReport, Expected, Report};
 
@@ -57,6 +66,38 @@ use work::Work;
 
 use crate::error::{Error, Result};
 use crate::problem::{BackwardProblem, ForwardProblem};
+
+/// What a problem reads beside Q, K and V that changes its softmax. The default is nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Modifiers<'a> {
+    /// The attention sinks, `[heads_q]`, as the tested computation reads them: already rounded to their type. Given exactly where
+    /// the problem has [`sinks`](crate::ForwardProblemBuilder::sinks).
+    pub sinks: Option<&'a [f64]>,
+}
+
+impl Modifiers<'_> {
+    /// The sink of a query head. -inf, which changes nothing, where there are none.
+    fn sink(&self, head: usize) -> f64 {
+        self.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[head])
+    }
+
+    /// Refuses what is not the problem's.
+    fn check(&self, problem: &ForwardProblem) -> Result<()> {
+        let refuse =
+            |got: &str, allowed: &str| Err(Error::Value { what: "sinks", got: got.into(), allowed: allowed.into() });
+        match (problem.sinks().is_some(), self.sinks) {
+            (true, None) => refuse("missing", "the sinks, which the problem reads"),
+            (false, Some(_)) => refuse("given", "none, since the problem has no sinks"),
+            (true, Some(sinks)) if sinks.len() != problem.dims().heads_q => Err(Error::Shape {
+                tensor: "sinks",
+                got: vec![sinks.len()],
+                want: vec![problem.dims().heads_q],
+                axes: "[heads]",
+            }),
+            _ => Ok(()),
+        }
+    }
+}
 
 /// The least number of tokens that a task computes. Neighbouring tokens read the same data, which then stays in the cache.
 const ROWS_PER_TASK: usize = 32;

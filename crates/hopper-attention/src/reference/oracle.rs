@@ -7,21 +7,22 @@ use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
 use super::rounding::{ROUNDING, unit_roundoff};
 use super::work::{ORACLE_UNITS, Work};
-use super::{Tensor, check_inputs, each_row, each_tile, gather};
+use super::{Modifiers, Tensor, check_inputs, each_row, each_tile, gather};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 use crate::sequences::Lengths;
 
 pub(super) use backward::backward_told;
-pub use backward::{BackwardOracle, Noise, backward, backward_of};
+pub use backward::{BackwardOracle, Noise, SinkNoise, backward, backward_of, backward_with};
 
 /// The exact results of a forward pass.
 #[derive(Clone, Debug)]
 pub struct Oracle {
     /// The output, `[batch, seqlen_q, heads_q, head_dim_vo]`.
     pub o: Tensor,
-    /// The log-sum-exp of each query, natural log, `[batch, heads_q, seqlen_q]`. -inf where every key is masked.
+    /// The log-sum-exp of each query, natural log, `[batch, heads_q, seqlen_q]`. -inf where every key is masked, or the sink
+    /// of the head.
     pub lse: Vec<f64>,
     /// The effect of rounding P on each element of the output: `sqrt(sum over keys of (p * v)^2)`, in the shape of `o`.
     ///
@@ -59,6 +60,8 @@ pub struct RowScale {
     pub row_max: f64,
     /// The number of keys that the mask keeps.
     pub keys: usize,
+    /// The size of the sink, times its weight. An error of the sink, as that of a score, has so much of a part in the row.
+    pub sink: f64,
 }
 
 /// Keys whose scores differ by a unit roundoff divided by this number are rounded alike.
@@ -83,7 +86,8 @@ struct Row {
 /// - `q` is `[batch, seqlen_q, heads_q, head_dim_qk]`, `k` is `[batch, seqlen_kv, heads_kv, head_dim_qk]`, and `v` is
 ///   `[batch, seqlen_kv, heads_kv, head_dim_vo]`. The elements must be those that the tested computation reads: already
 ///   rounded to its type.
-/// - A query that keeps no key gets output 0 and LSE -inf. So does a query whose kept keys all have score -inf.
+/// - A query that keeps no key gets output 0 and LSE -inf, or the sink of its head. So does a query whose kept keys all have
+///   score -inf.
 /// - A NaN among the kept scores of a query makes its results NaN. Masked keys have no part in them.
 ///
 /// # Errors
@@ -104,18 +108,34 @@ pub fn forward_of(
     k: &Tensor,
     v: &Tensor,
 ) -> Result<Oracle> {
-    forward_told(problem, lengths, [q, k, v], &Work::silent())
+    forward_with(problem, lengths, [q, k, v], Modifiers::default())
 }
 
-/// As [`forward_of`]. It tells `work` about each tile.
+/// As [`forward_of`], with q, k and v in `inputs`, for a problem with modifiers.
+///
+/// # Errors
+/// As [`forward_of`]. [`Error::Shape`](crate::Error::Shape) and [`Error::Value`](crate::Error::Value) for modifiers that are not
+/// the problem's.
+pub fn forward_with(
+    problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
+    inputs: [&Tensor; 3],
+    modifiers: Modifiers<'_>,
+) -> Result<Oracle> {
+    forward_told(problem, lengths, inputs, modifiers, &Work::silent())
+}
+
+/// As [`forward_with`]. It tells `work` about each tile.
 pub(super) fn forward_told(
     problem: &ForwardProblem,
     lengths: &Lengths<'_>,
     [q, k, v]: [&Tensor; 3],
+    modifiers: Modifiers<'_>,
     work: &Work<'_>,
 ) -> Result<Oracle> {
     check_inputs(problem, q, k, v)?;
-    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], work) };
+    modifiers.check(problem)?;
+    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], modifiers, work) };
     let (shape, rows) = (problem.o_shape(), problem.lse_shape());
     let queries = rows.iter().product();
     let mut all = Oracle {
@@ -128,7 +148,7 @@ pub(super) fn forward_told(
     for piece in pieces {
         let of = &piece.q;
         let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
-        let one = dense(&piece.problem, [&cut(q, of), &k, &v], work)?;
+        let one = dense(&piece.problem, [&cut(q, of), &k, &v], modifiers, work)?;
         for (into, from) in [(&mut all.o, &one.o), (&mut all.weighted, &one.weighted), (&mut all.lost, &one.lost)] {
             paste(into, of, from);
         }
@@ -139,9 +159,15 @@ pub(super) fn forward_told(
 }
 
 /// The oracle of a problem whose sequences all have the same lengths.
-fn dense(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], work: &Work<'_>) -> Result<Oracle> {
+fn dense(
+    problem: &ForwardProblem,
+    [q, k, v]: [&Tensor; 3],
+    modifiers: Modifiers<'_>,
+    work: &Work<'_>,
+) -> Result<Oracle> {
     let exact = Exact {
         problem,
+        modifiers,
         q,
         k,
         k_norms: norms(k),
@@ -161,6 +187,7 @@ fn dense(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], work: &Work<'_>) -> 
 
 struct Exact<'a> {
     problem: &'a ForwardProblem,
+    modifiers: Modifiers<'a>,
     q: &'a Tensor,
     k: &'a Tensor,
     /// The norms of the keys, `[batch, heads_kv, seqlen_kv]`.
@@ -191,7 +218,7 @@ impl Exact<'_> {
         for (row, query) in queries.iter().enumerate() {
             let columns: Vec<usize> = (0..count).filter(|column| keeps(query, keys.first + column)).collect();
             let at = row * count;
-            let row = Soft::new(self.problem, columns, &scores[at..at + count]);
+            let row = Soft::new(self.problem, columns, &scores[at..at + count], self.modifiers.sink(head));
             for (&column, weight) in row.columns.iter().zip(&row.weights) {
                 (kept[at + column], p[at + column]) = (true, weight / row.sum);
             }
@@ -236,9 +263,11 @@ impl Exact<'_> {
         p: &mut [f64],
     ) -> Row {
         let dims = self.problem.dims();
-        if soft.sum == 0.0 {
+        if soft.weights.is_empty() {
             let [weighted, lost] = [(); 2].map(|()| vec![0.0; o.len()]);
-            return Row { o, weighted, lost, lse: f64::NEG_INFINITY, scale: RowScale::default() };
+            // 0, or the NaN of a sink.
+            let o = o.iter().map(|_| if soft.lse.is_nan() { f64::NAN } else { 0.0 }).collect();
+            return Row { o, weighted, lost, lse: soft.lse, scale: RowScale::default() };
         }
         let k_norms = &self.k_norms[(batch * dims.heads_kv + head_kv) * dims.seqlen_kv + keys.first..];
         let o_squares = finite_dot(&o, &o);
@@ -272,8 +301,9 @@ impl Exact<'_> {
             alike: alike(roundoff, &soft.scores, &soft.weights),
             row_max: soft.max,
             keys: soft.columns.len(),
+            sink: soft.sink_size,
         };
-        Row { o, weighted: centred, lost, lse: soft.shift + soft.sum.ln(), scale }
+        Row { o, weighted: centred, lost, lse: soft.lse, scale }
     }
 }
 
@@ -284,25 +314,34 @@ struct Soft {
     scores: Vec<f64>,
     weights: Vec<f64>,
     max: f64,
-    /// What the scores are taken relative to: the maximum, if a score is above -inf.
-    shift: f64,
-    /// 0 if all scores are -inf, or no key is kept. The weights are then empty.
+    /// The sum of the weights, and of that of the sink. The weights are relative to the maximum, if a score is above -inf. If all
+    /// scores are -inf, or no key is kept, there are no weights.
     sum: f64,
+    lse: f64,
+    /// The magnitude of the sink, times its share of the sum. 0 if the sink is not finite.
+    sink_size: f64,
 }
 
 impl Soft {
-    fn new(problem: &ForwardProblem, columns: Vec<usize>, products: &[f64]) -> Self {
+    fn new(problem: &ForwardProblem, columns: Vec<usize>, products: &[f64], sink: f64) -> Self {
         let softmax_scale = f64::from(problem.softmax_scale());
         let scores: Vec<f64> = columns.iter().map(|&column| softmax_scale * products[column]).collect();
         // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
-            return Self { columns, scores, weights: vec![], max, shift: 0.0, sum: 0.0 };
+            let sink_size = if sink.is_finite() { sink.abs() } else { 0.0 };
+            return Self { columns, scores, weights: vec![], max, sum: 0.0, lse: sink, sink_size };
         }
         let shift = if max == f64::NEG_INFINITY { 0.0 } else { max };
         let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
-        let sum = weights.iter().sum();
-        Self { columns, scores, weights, max, shift, sum }
+        let of_keys: f64 = weights.iter().sum();
+        // It may be infinite, and then no key has a part.
+        let sum = of_keys + (sink - shift).exp();
+        // log(exp(a) + exp(b)), relative to the larger one.
+        let (a, b) = (shift + of_keys.ln(), sink);
+        let lse = if b > a { b + (a - b).exp().ln_1p() } else { a + (b - a).exp().ln_1p() };
+        let sink_size = if sink.is_finite() { sink.abs() * (sink - lse).exp() } else { 0.0 };
+        Self { columns, scores, weights, max, sum, lse, sink_size }
     }
 }
 

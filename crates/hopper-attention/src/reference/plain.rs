@@ -6,14 +6,14 @@ mod backward;
 
 use super::packed::{cut, paste, paste_list, pieces};
 use super::work::{PLAIN_UNITS, Work};
-use super::{Tensor, check_inputs, each_row, gather};
+use super::{Modifiers, Tensor, check_inputs, each_row, gather};
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 use crate::sequences::Lengths;
 
 pub(super) use backward::backward_plain_told;
-pub use backward::{BackwardPlain, backward_plain, backward_plain_of};
+pub use backward::{BackwardPlain, backward_plain, backward_plain_of, backward_plain_with};
 
 /// The results of the plain computation, widened to f64.
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ pub struct Plain {
 /// 1. scores: products of the inputs, accumulated in f32;
 /// 2. `p = exp(score - row_max)` and its sum, in f32;
 /// 3. `p` rounded to the input type; products with V, accumulated in f32;
-/// 4. divided by the sum, and rounded to the output type.
+/// 4. divided by the sum, and rounded to the output type. (The sum has the weight of the sink, where there are sinks.)
 ///
 /// For e4m3 operands the tensors hold real values (stored times descale). In step 3 `256 p` is rounded to e4m3. In step 4 an
 /// e4m3 output is multiplied by `scale_o` before it is rounded; `scale_o` is 1 here, and may be another factor with
@@ -53,25 +53,40 @@ pub fn forward_plain_of(
     k: &Tensor,
     v: &Tensor,
 ) -> Result<Plain> {
-    forward_plain_told(problem, lengths, [q, k, v], 1.0, &Work::silent())
+    forward_plain_with(problem, lengths, [q, k, v], Modifiers::default())
 }
 
-/// As [`forward_plain_of`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
+/// As [`forward_plain_of`], with q, k and v in `inputs`, for a problem with modifiers.
+///
+/// # Errors
+/// As [`forward_plain_of`], and as [`forward_with`](super::forward_with) for the modifiers.
+pub fn forward_plain_with(
+    problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
+    inputs: [&Tensor; 3],
+    modifiers: Modifiers<'_>,
+) -> Result<Plain> {
+    forward_plain_told(problem, lengths, inputs, modifiers, 1.0, &Work::silent())
+}
+
+/// As [`forward_plain_with`]. `scale_o` is the factor of an e4m3 output before it is rounded. The result is divided by it again.
 /// It tells `work` about each row.
 pub(super) fn forward_plain_told(
     problem: &ForwardProblem,
     lengths: &Lengths<'_>,
     [q, k, v]: [&Tensor; 3],
+    modifiers: Modifiers<'_>,
     scale_o: f32,
     work: &Work<'_>,
 ) -> Result<Plain> {
     check_inputs(problem, q, k, v)?;
-    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], scale_o, work) };
+    modifiers.check(problem)?;
+    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], modifiers, scale_o, work) };
     let rows = problem.lse_shape();
     let mut all = Plain { o: Tensor::zeros(problem.o_shape()), lse: vec![f64::NEG_INFINITY; rows.iter().product()] };
     for piece in pieces {
         let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
-        let one = dense(&piece.problem, [&cut(q, &piece.q), &k, &v], scale_o, work)?;
+        let one = dense(&piece.problem, [&cut(q, &piece.q), &k, &v], modifiers, scale_o, work)?;
         paste(&mut all.o, &piece.q, &one.o);
         paste_list(&mut all.lse, rows, &piece.q, &one.lse);
     }
@@ -79,11 +94,17 @@ pub(super) fn forward_plain_told(
 }
 
 /// The plain computation of a problem whose sequences all have the same lengths.
-fn dense(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], scale_o: f32, work: &Work<'_>) -> Result<Plain> {
+fn dense(
+    problem: &ForwardProblem,
+    [q, k, v]: [&Tensor; 3],
+    modifiers: Modifiers<'_>,
+    scale_o: f32,
+    work: &Work<'_>,
+) -> Result<Plain> {
     let rounding = Rounding::of(problem, scale_o);
     let [q, k, v] = [q, k, v].map(Narrow::new);
     let rows = each_row(problem.lse_shape(), work, PLAIN_UNITS, |[batch, head, query]| {
-        row(problem, &rounding, &q, &k, &v, batch, head, query)
+        row(problem, &rounding, &q, &k, &v, modifiers.sink(head) as f32, [batch, head, query])
     });
     let o = gather(problem.o_shape(), &rows, |(row, _), out| widen(row, out));
     Ok(Plain { o, lse: rows.into_iter().map(|(_, lse)| f64::from(lse)).collect() })
@@ -151,16 +172,14 @@ fn rounded((scale, round): (f32, fn(f32) -> f32), x: f32) -> f32 {
     round(x * scale) / scale
 }
 
-#[expect(clippy::too_many_arguments, reason = "one row of one problem")]
 fn row(
     problem: &ForwardProblem,
     rounding: &Rounding,
     q: &Narrow,
     k: &Narrow,
     v: &Narrow,
-    batch: usize,
-    head: usize,
-    query: usize,
+    sink: f32,
+    [batch, head, query]: [usize; 3],
 ) -> (Vec<f32>, f32) {
     let dims = problem.dims();
     let mask = problem.mask();
@@ -175,7 +194,8 @@ fn row(
     let mut o = vec![0.0_f32; dims.head_dim_vo];
     let row_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if row_max == f32::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
-        return (o, f32::NEG_INFINITY);
+        o.fill(if sink.is_nan() { sink } else { 0.0 });
+        return (o, sink);
     }
     let shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max };
     let mut row_sum = 0.0;
@@ -187,10 +207,15 @@ fn row(
             *o += weight * v;
         }
     }
+    // The sums and the sink, relative to the larger of the largest score and the sink. (A NaN is the larger of none.)
+    let both = shift.max(sink);
+    let relative = |x: f32| if x == both { 1.0 } else { (x - both).exp() };
+    let own = relative(shift);
+    let total = row_sum * own + relative(sink);
     for o in &mut o {
-        *o = rounded(rounding.output, *o / row_sum);
+        *o = rounded(rounding.output, *o * own / total);
     }
-    (o, shift + row_sum.ln())
+    (o, both + total.ln())
 }
 
 /// A dot product in eight partial sums, so that the compiler may use vectors.

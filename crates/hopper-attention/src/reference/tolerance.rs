@@ -76,6 +76,8 @@
 //!   `s` at head dim 256.)
 //! - The `max` has the magnitudes of the products that are summed for a score, not of their sum. A tensor core truncates while
 //!   it sums, so its error is a few units of these magnitudes.
+//! - A sink `s` is a score of f32. Its error has a part of `p |s|`, where `p` is the weight of the sink: `4 * 2^-24 * p |s|` is
+//!   added to the `max`, and as much as an error of the scores in the floor of the output.
 //! - The ulps are those of the two terms that the LSE is the sum of: the row maximum, and the logarithm of the row sum. They
 //!   cover the errors of the hardware's exp2 and log2 (2^-22 each).
 //!
@@ -103,6 +105,16 @@
 //! - `t` is half the smallest subnormal of the type, because gradients in f16 may be that small. It is at least the smallest
 //!   normal f32 times the root of the number of pairs. A GPU may flush smaller numbers to 0, and such errors of a sum all have one
 //!   sign.
+//!
+//! dSink of a head is a sum over rows `i`, whose weight of the sink is `p_i`:
+//!
+//! ```text
+//! dSink    = -sum over i of p_i delta_i      noise^2 = sum p_i^2 (n(delta_i)^2 + (n(LSE_i) + 4 * 2^-24 |s|)^2 delta_i^2)
+//! n(LSE)   = 4 * 2^-24 * (|scale| |q| sum p |k| + max(1, |LSE|))
+//! floor    = 1.5 * (noise + 2^-24 * sqrt(rows) * sum |p delta|)
+//! ```
+//!
+//! It is f32 for all operands. Its ulp is one of f32.
 //!
 //! # Groups of elements
 //!
@@ -148,7 +160,7 @@ use super::packed::belonging;
 use super::plain::forward_plain_told;
 use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
 use super::work::{Told, Work, forward_units};
-use super::{Oracle, Plain, Tensor, place, shape_error};
+use super::{Modifiers, Oracle, Plain, Tensor, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
@@ -271,9 +283,24 @@ impl Expected {
         scale_o: f32,
         told: Option<Told<'_>>,
     ) -> Result<Self> {
+        Self::with(problem, lengths, inputs, Modifiers::default(), scale_o, told)
+    }
+
+    /// As [`of`](Self::of), for a problem with modifiers.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of), and as [`forward_with`](super::forward_with) for the modifiers.
+    pub fn with(
+        problem: &ForwardProblem,
+        lengths: &Lengths<'_>,
+        inputs: [&Tensor; 3],
+        modifiers: Modifiers<'_>,
+        scale_o: f32,
+        told: Option<Told<'_>>,
+    ) -> Result<Self> {
         let units = forward_units(problem.lse_shape().iter().product());
         let work = told.map_or_else(Work::silent, |told| Work::new(told, units));
-        Self::compute(problem, lengths, inputs, scale_o, &work)
+        Self::compute(problem, lengths, inputs, modifiers, scale_o, &work)
     }
 
     /// As [`new`](Self::new). `told` is called from time to time with the share of the work that is done.
@@ -288,6 +315,7 @@ impl Expected {
         problem: &ForwardProblem,
         lengths: &Lengths<'_>,
         inputs: [&Tensor; 3],
+        modifiers: Modifiers<'_>,
         scale_o: f32,
         work: &Work<'_>,
     ) -> Result<Self> {
@@ -305,8 +333,8 @@ impl Expected {
             output_roundoff: unit_roundoff(problem.output_dtype()),
             output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
             shape: problem.lse_shape(),
-            oracle: forward_told(problem, lengths, inputs, work)?,
-            plain: forward_plain_told(problem, lengths, inputs, scale_o, work)?,
+            oracle: forward_told(problem, lengths, inputs, modifiers, work)?,
+            plain: forward_plain_told(problem, lengths, inputs, modifiers, scale_o, work)?,
             judged: Judged::of(problem, problem.o_shape(), lengths.sequences(problem).map(|[q, _]| q)),
         })
     }
@@ -350,7 +378,7 @@ impl Expected {
             let (exact, weighted) =
                 (self.oracle.o.row(batch, query, head), self.oracle.weighted.row(batch, query, head));
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
-            let of_scores = SCORE_ROUNDOFFS * self.sum_roundoff * scale.score;
+            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * scale.score + U32 * scale.sink);
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let deviation = |of_p: f64, exact: f64| {
@@ -390,10 +418,11 @@ impl Expected {
                 continue;
             }
             let exact = self.oracle.lse[row];
-            // A query without keys has LSE -inf. It must match exactly, and must not widen the bound on the tensor.
+            // A query without keys has LSE -inf, or its sink. It must match exactly, and must not widen the bound on the
+            // tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
-            let floor = SCORE_ROUNDOFFS * self.lse_roundoff * scale.score + self.lse_least;
-            let ulp = 2.0 * U32 * magnitude.max(1.0);
+            let floor = SCORE_ROUNDOFFS * (self.lse_roundoff * scale.score + U32 * scale.sink) + self.lse_least;
+            let ulp = if scale.keys == 0 { 0.0 } else { 2.0 * U32 * magnitude.max(1.0) };
             tally.row(&Row {
                 at: [batch, query, head],
                 got: &got[row..=row],

@@ -140,6 +140,14 @@ impl<'a> ForwardArgs<'a> {
         Self::of(q, k, v, o)
     }
 
+    /// The attention sinks, `[heads_q]`: f32 or bf16.
+    ///
+    /// They must be given exactly when the problem was made with [`sinks`](crate::ForwardProblemBuilder::sinks), with elements
+    /// of that type.
+    pub fn sinks<T: Element>(self, sinks: TensorRef<'a, T, 1>) -> Self {
+        Self(self.0.read(Slot::Sinks, sinks))
+    }
+
     fn of<T: Element, O: OutputOf<T>, const Q: usize, const KV: usize>(
         q: TensorRef<'a, T, Q>,
         k: TensorRef<'a, T, KV>,
@@ -258,6 +266,13 @@ impl<'a> BackwardArgs<'a> {
         let inputs = Args::new().read(Slot::Q, q).read(Slot::K, k).read(Slot::V, v).read(Slot::O, o);
         let inputs = inputs.read(Slot::Lse, lse).read(Slot::DO, d_o);
         Self(inputs.write(Slot::DQ, d_q).write(Slot::DK, d_k).write(Slot::DV, d_v))
+    }
+
+    /// The attention sinks of the forward pass, `[heads_q]`: f32 or bf16.
+    ///
+    /// They must be given exactly when the problem was made with [`d_sinks(true)`](crate::BackwardProblemBuilder::d_sinks).
+    pub fn sinks<T: Element>(self, sinks: TensorRef<'a, T, 1>) -> Self {
+        Self(self.0.read(Slot::Sinks, sinks))
     }
 
     /// The gradient of the log-sum-exp of packed queries, `[heads_q, total_q]`.

@@ -4,6 +4,7 @@
 
 #include "common/leak.hpp"
 #include "common/overflow.hpp"
+#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "sm80/fwd/softmax.hpp"
 #include "sm80/fwd/traits.hpp"
@@ -24,13 +25,14 @@ struct Epilogue {
     float inverse[Softmax::kRows];
     float* const lse =
         scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + first_row_of(tile);
+    float const sink = sink_of_head(params, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      bool const empty = sums[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
-      inverse[r] = empty ? 0.0F : reciprocal_approx(sums[r]);
+      RowEnd const end = RowEnd::of(sink, -softmax.minus_reference[r], sums[r], sums[r]);
+      inverse[r] = end.inverse;
       int const query = row + 8 * r + lane / 4;
       if (scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile)) {
-        lse[query] = log_sum_exp(-softmax.minus_reference[r], sums[r]);
+        lse[query] = end.lse;
       }
     }
     auto o = HeadRows<Element>::of(params.o, tile.batch, tile.head);

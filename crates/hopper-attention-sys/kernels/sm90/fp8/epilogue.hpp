@@ -5,6 +5,7 @@
 #include "common/e4m3.hpp"
 #include "common/element.hpp"
 #include "common/leak.hpp"
+#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "sm90/fp8/traits.hpp"
 
@@ -12,28 +13,30 @@ namespace hattn::sm90 {
 
 template <class Traits>
 struct Fp8Epilogue {
-  // - `reference`, `row_sum`: of this thread's two rows, from the softmax.
+  // - `reference`, `row_sum`: of this thread's two rows, from the softmax. A sink of NaN makes NaN of `row_sum`.
   // - `divisor`: sums of the rounded weights, by which O is divided.
   // - `largest_v`: factor of O.
   // - `output`: the sums of P V. Multiplied by the factors in place.
   // Whether something may have leaked into the warp's rows. O's largest magnitude leaves out what may have.
   template <class Output>
   CUTE_DEVICE static bool run(Fp8KernelParams const& params, typename Traits::TileRecord const& tile, int consumer,
-                              float const (&reference)[2], float const (&row_sum)[2], float const (&divisor)[2],
+                              float const (&reference)[2], float (&row_sum)[2], float const (&divisor)[2],
                               float largest_v, Output& output) {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const row = tile.block * Traits::kTileM + consumer * 64 + thread / 32 * 16;
+    float const sink = sink_of_head(params, tile.head);
     float factors[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      bool const empty = row_sum[r] == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
-      factors[r] = empty ? 0.0F : reciprocal_approx(divisor[r]) * largest_v;
+      RowEnd const end = RowEnd::of(sink, reference[r], row_sum[r], divisor[r]);
+      factors[r] = row_sum[r] == 0.0F ? end.inverse : end.inverse * largest_v;
       int const query = row + lane / 4 + 8 * r;
       if (params.lse != nullptr && lane % 4 == 0 && query < queries_of(params, tile)) {
         params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head + first_row_of(tile) +
-                   query] = log_sum_exp(reference[r], row_sum[r]);
+                   query] = end.lse;
       }
+      row_sum[r] = isnan(sink) ? sink : row_sum[r];
     }
     CUTE_UNROLL
     for (int i = 0; i < output.size(); ++i) {

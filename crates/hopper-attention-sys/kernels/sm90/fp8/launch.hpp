@@ -53,6 +53,8 @@ Params fp8_kernel_params(FwdParams const& params) noexcept {
   kernel.k = params.k;
   kernel.v = params.v;
   kernel.head_dim_qk = params.head_dim_qk;
+  kernel.sinks = params.sinks;
+  kernel.sinks_dtype = params.sinks_dtype;
   return kernel;
 }
 

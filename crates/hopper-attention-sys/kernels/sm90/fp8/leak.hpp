@@ -82,6 +82,11 @@ struct Fp8Operands {
     float const factor = factors_v[key / kScaleBlock * next_v];
     return is_bad(factor) ? NAN : factor;
   }
+  // Read where it is needed: registers are short.
+  template <class Words>
+  CUTE_DEVICE float sink(Words const& words) const {
+    return sink_of_head(words.params, words.tile.head);
+  }
   // Whether such rows may have met a factor that is not finite, or negative. The whole warp looks.
   CUTE_DEVICE bool has_garbage_factor(int row, int seqlen_kv, int lane) const {
     bool found = false;

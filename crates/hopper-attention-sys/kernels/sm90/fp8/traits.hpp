@@ -88,6 +88,8 @@ struct Fp8KernelParams {
   TensorDesc k;
   TensorDesc v;
   int head_dim_qk;
+  TensorDesc sinks;  // or without an address
+  DType sinks_dtype;
 };
 
 // The same where the device knows the lengths of sequences.

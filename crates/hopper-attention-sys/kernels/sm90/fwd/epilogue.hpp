@@ -10,6 +10,7 @@
 #include "common/leak.hpp"
 #include "common/mask.hpp"
 #include "common/overflow.hpp"
+#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
 #include "sm90/fwd/traits.hpp"
@@ -36,17 +37,16 @@ struct Epilogue {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const first_query = tile.block * Traits::kTileM + consumer * 64 + (thread / 32 % 4) * 16 + lane / 4;
+    float const sink = sink_of_head(params, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float const sum = sums[r];
-      bool const empty = sum == 0.0F;  // no key at all: O = 0, LSE = -inf; a NaN stays one
-      inverse[r] = empty ? 0.0F : reciprocal_approx(divisors[r]);
+      RowEnd const end = RowEnd::of(sink, reference[r], sums[r], divisors[r]);
+      inverse[r] = end.inverse;
       int const query = first_query + 8 * r;
-      float const lse = log_sum_exp(reference[r], sum);
       store_if(scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile),
                scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head +
                    first_row_of(tile) + query,
-               lse);
+               end.lse);
     }
   }
 

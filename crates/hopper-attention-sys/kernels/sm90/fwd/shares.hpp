@@ -8,12 +8,14 @@
 // When the products are done, a share's sums are written to shared memory, over the buffers of K and V: O before the
 // division, and for each query the row sum and what stands for the row's maximum (softmax.hpp). Then each share reads a
 // part of the columns of O from all shares, sums them in the order of the shares, divides, and writes these columns to
-// memory. So the result does not depend on which share is done first.
+// memory. So the result does not depend on which share is done first. The sink of the head is added to the whole sums,
+// once.
 #pragma once
 
 #include "common/element.hpp"
 #include "common/leak.hpp"
 #include "common/overflow.hpp"
+#include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm90/cluster.hpp"
@@ -127,6 +129,7 @@ struct Shares {
     float lse[2];
     Tile const tile = storage.tile[0];
     int const query = tile.block * Traits::kTileM + row;
+    float const sink = sink_of_head(params, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float2 rows[2];
@@ -143,8 +146,9 @@ struct Shares {
         weights[r][i] = rows[i].x == reference ? 1.0F : exp2_approx(rows[i].x - reference);
       }
       float const sum = quad_sum(rows[0].y * weights[r][0] + rows[1].y * weights[r][1]);
-      inverse[r] = sum == 0.0F ? 0.0F : reciprocal_approx(sum);  // no key at all: O = 0; a NaN stays one
-      lse[r] = log_sum_exp(reference, sum);
+      RowEnd const end = RowEnd::of(sink, reference, sum, sum);
+      inverse[r] = end.inverse;
+      lse[r] = end.lse;
     }
     constexpr int kMost = kGroups / 2;  // groups of a share; there are two shares or more
     auto const group = [&](int i) { return number + i * count; };

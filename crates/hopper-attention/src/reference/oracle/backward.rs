@@ -7,7 +7,7 @@ use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
 use super::super::work::{ORACLE_KEY_UNITS, ORACLE_QUERY_UNITS, Work};
-use super::super::{Tensor, check_backward_inputs, each_tile, gather};
+use super::super::{Modifiers, Tensor, check_backward_inputs, each_tile, gather};
 use super::{Soft, alike, dot, norm, norms};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
@@ -28,6 +28,36 @@ pub struct BackwardOracle {
     pub d_k_noise: Noise,
     /// The rounding errors of dV.
     pub d_v_noise: Noise,
+    /// The gradient of the sinks, `[heads_q]`. Empty where the problem does not have it.
+    pub d_sinks: Vec<f64>,
+    /// The rounding errors of dSink, for each head.
+    pub d_sinks_noise: Vec<SinkNoise>,
+}
+
+/// The sizes of rounding errors in the gradient of a sink, `-sum over rows of p * delta`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SinkNoise {
+    /// The effect of rounding `delta` and `p`, the weight of the sink in a row: the standard deviation, as in
+    /// [`Noise::deviation`].
+    pub deviation: f64,
+    /// What `delta` costs if the weights that O was computed from were rounded alike, as in [`Noise::of_delta`].
+    pub of_delta: f64,
+    /// The sum of the magnitudes of the terms.
+    pub magnitude: f64,
+    /// The number of rows that have a part in it.
+    pub terms: usize,
+}
+
+impl SinkNoise {
+    /// That of the sum over the rows of both.
+    fn with(self, other: Self) -> Self {
+        Self {
+            deviation: self.deviation.hypot(other.deviation),
+            of_delta: self.of_delta + other.of_delta,
+            magnitude: self.magnitude + other.magnitude,
+            terms: self.terms + other.terms,
+        }
+    }
 }
 
 /// The sizes of rounding errors in a gradient. The tolerance makes its bounds of them.
@@ -78,7 +108,8 @@ impl Noise {
 ///
 /// - Shapes are the problem's. `d_lse` is `[batch, heads_q, seqlen_q]`. The elements must be those that the tested computation
 ///   reads: already rounded to its type.
-/// - A query that keeps no key has no part in any gradient. Neither has a query whose kept keys all have score -inf.
+/// - A query that keeps no key has no part in any gradient but that of a sink. Neither has a query whose kept keys all have score
+///   -inf.
 /// - Masked pairs have no part in any result, whatever their elements are.
 ///
 /// # Errors
@@ -106,29 +137,49 @@ pub fn backward_of(
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardOracle> {
-    backward_told(problem, lengths, inputs, d_lse, &Work::silent())
+    backward_with(problem, lengths, inputs, d_lse, Modifiers::default())
 }
 
-/// As [`backward_of`]. It tells `work` about each tile.
+/// As [`backward_of`], for a problem with modifiers.
+///
+/// # Errors
+/// As [`backward_of`], and as [`forward_with`](super::super::forward_with) for the modifiers.
+pub fn backward_with(
+    problem: &BackwardProblem,
+    lengths: &Lengths<'_>,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    modifiers: Modifiers<'_>,
+) -> Result<BackwardOracle> {
+    backward_told(problem, lengths, inputs, d_lse, modifiers, &Work::silent())
+}
+
+/// As [`backward_with`]. It tells `work` about each tile.
 pub(in super::super) fn backward_told(
     problem: &BackwardProblem,
     lengths: &Lengths<'_>,
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
+    modifiers: Modifiers<'_>,
     work: &Work<'_>,
 ) -> Result<BackwardOracle> {
     check_backward_inputs(problem, inputs, d_lse)?;
-    let Some(pieces) = pieces(problem.forward(), lengths)? else { return dense(problem, inputs, d_lse, work) };
+    modifiers.check(problem.forward())?;
+    let Some(pieces) = pieces(problem.forward(), lengths)? else {
+        return dense(problem, inputs, d_lse, modifiers, work);
+    };
     let [q, k, v, d_o] = inputs;
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
     let [d_q, d_k, d_v] = shapes.map(Tensor::zeros);
     let [d_q_noise, d_k_noise, d_v_noise] = shapes.map(Noise::none);
-    let mut all = BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise };
+    let heads = if problem.wants_d_sinks() { problem.dims().heads_q } else { 0 };
+    let (d_sinks, d_sinks_noise) = (vec![0.0; heads], vec![SinkNoise::default(); heads]);
+    let mut all = BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise };
     for piece in pieces {
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
         let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
-        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), work)?;
+        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), modifiers, work)?;
         for (into, rows, from) in
             [(&mut all.d_q, of_q, &one.d_q), (&mut all.d_k, of_kv, &one.d_k), (&mut all.d_v, of_kv, &one.d_v)]
         {
@@ -137,6 +188,8 @@ pub(in super::super) fn backward_told(
         all.d_q_noise.paste(of_q, &one.d_q_noise);
         all.d_k_noise.paste(of_kv, &one.d_k_noise);
         all.d_v_noise.paste(of_kv, &one.d_v_noise);
+        all.d_sinks.iter_mut().zip(one.d_sinks).for_each(|(sum, of_sequence)| *sum += of_sequence);
+        all.d_sinks_noise.iter_mut().zip(one.d_sinks_noise).for_each(|(sum, other)| *sum = sum.with(other));
     }
     Ok(all)
 }
@@ -146,12 +199,13 @@ fn dense(
     problem: &BackwardProblem,
     [q, k, v, d_o]: [&Tensor; 4],
     d_lse: Option<&[f64]>,
+    modifiers: Modifiers<'_>,
     work: &Work<'_>,
 ) -> Result<BackwardOracle> {
     let (mut k_norms, v_norms) = (norms(k), norms(v));
     // An infinite key has weight 0, or makes its row NaN. Neither widens the tolerance of other keys.
     k_norms.iter_mut().filter(|norm| norm.is_infinite()).for_each(|norm| *norm = 0.0);
-    let exact = Exact { problem, q, k, v, d_o, d_lse, k_norms, v_norms };
+    let exact = Exact { problem, q, k, v, d_o, d_lse, modifiers, k_norms, v_norms };
     let dims = problem.dims();
 
     // Each half has its own copies of the tensors that it sums.
@@ -164,6 +218,7 @@ fn dense(
         .unzip();
     drop((of_k, of_v));
     let (d_q, d_q_noise) = with_noise(problem.d_q_shape(), &queries);
+    let (d_sinks, d_sinks_noise) = exact.sinks(&rows).into_iter().unzip();
 
     let (of_q, of_d_o, magnitudes) = (Squared::new(q), Squared::new(d_o), Vectors::new(q, f64::abs));
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
@@ -178,7 +233,7 @@ fn dense(
     .unzip();
     let (d_k, d_k_noise) = with_noise(problem.d_k_shape(), &keys);
     let (d_v, d_v_noise) = with_noise(problem.d_v_shape(), &values);
-    Ok(BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise })
+    Ok(BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise })
 }
 
 /// The tensor that these rows make, and its noise.
@@ -201,6 +256,7 @@ struct Exact<'a> {
     v: &'a Tensor,
     d_o: &'a Tensor,
     d_lse: Option<&'a [f64]>,
+    modifiers: Modifiers<'a>,
     /// The norms of the keys, `[batch, heads_kv, seqlen_kv]`.
     k_norms: Vec<f64>,
     /// The norms of the values, `[batch, heads_kv, seqlen_kv]`.
@@ -221,6 +277,8 @@ struct Row {
     alike: f64,
     /// The error of delta if O has this relative error.
     delta_alike: f64,
+    /// The error of the LSE.
+    lse_noise: f64,
 }
 
 /// One query and one key that the query keeps. The noise is `n(dS)` in the tolerance.
@@ -334,14 +392,15 @@ impl Exact<'_> {
             d_o_norm: norm(self.d_o.row(batch, query, head)),
             alike: 0.0,
             delta_alike: 0.0,
+            lse_noise: 0.0,
         };
         let mut sum = Sum::new(dims.head_dim_qk);
         let columns: Vec<usize> = (0..keys.count).filter(|column| self.keep(query, keys.first + column)).collect();
-        let soft = Soft::new(self.problem.forward(), columns, scores);
-        if soft.sum == 0.0 {
+        let soft = Soft::new(self.problem.forward(), columns, scores, self.modifiers.sink(head));
+        row.lse = soft.lse;
+        if soft.weights.is_empty() {
             return (row, sum, 0.0);
         }
-        row.lse = soft.shift + soft.sum.ln();
         let roundoff = unit_roundoff(self.problem.dtype());
         row.alike = roundoff * alike(roundoff, &soft.scores, &soft.weights);
         let mut key_norm = 0.0;
@@ -369,11 +428,39 @@ impl Exact<'_> {
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
         row.delta_alike = row.alike * row.delta.abs();
         row.delta -= d_lse;
+        row.lse_noise = self.score_noise(row, key_norm);
         // The O in delta is rounded, and was computed from rounded P.
         let rounded: f64 =
             d_o_row.iter().zip(o.iter().zip(squares)).map(|(d_o, (o, square))| d_o * d_o * (o * o + square)).sum();
-        row.delta_noise = (unit_roundoff(self.problem.dtype()) + self.score_noise(row, key_norm)) * rounded.sqrt()
+        row.delta_noise = (unit_roundoff(self.problem.dtype()) + row.lse_noise) * rounded.sqrt()
             + SCORE_ROUNDOFFS * U32 * (row.d_o_norm * norm(o) + d_lse.abs());
+    }
+
+    /// The gradient of each sink and its noise. `rows` are those of all queries. None where the problem does not have it.
+    fn sinks(&self, rows: &[Row]) -> Vec<(f64, SinkNoise)> {
+        let dims = self.problem.dims();
+        let heads = if self.problem.wants_d_sinks() { dims.heads_q } else { 0 };
+        let of_head = |head| {
+            let sink = self.modifiers.sink(head);
+            let heads = rows.chunks(dims.seqlen_q.max(1)).skip(head).step_by(dims.heads_q);
+            let mut sum = (0.0, SinkNoise::default());
+            if sink == f64::NEG_INFINITY {
+                return sum;
+            }
+            for row in heads.flatten().filter(|row| row.lse != f64::NEG_INFINITY) {
+                let p = if sink == row.lse { 1.0 } else { (sink - row.lse).exp() };
+                let p_noise = SCORE_ROUNDOFFS * U32 * if sink.is_finite() { sink.abs() } else { 0.0 } + row.lse_noise;
+                sum.0 -= p * row.delta;
+                sum.1 = sum.1.with(SinkNoise {
+                    deviation: p * row.delta_noise.hypot(p_noise * row.delta),
+                    of_delta: p * row.delta_alike,
+                    magnitude: (p * row.delta).abs(),
+                    terms: 1,
+                });
+            }
+            sum
+        };
+        (0..heads).map(of_head).collect()
     }
 
     /// These keys' rows of dK and dV. `magnitudes` are those of Q.
@@ -500,7 +587,8 @@ impl Exact<'_> {
     /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the
     /// gradients.
     fn score_noise(&self, row: &Row, k_norm: f64) -> f64 {
-        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + row.lse.abs().max(1.0))
+        let lse = if row.lse.is_finite() { row.lse.abs() } else { 0.0 };
+        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + lse.max(1.0))
     }
 
     fn scale(&self) -> f64 {

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
-use super::super::{ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
+use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
 use super::{Narrow, dot, rounding, widen};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
@@ -19,6 +19,8 @@ pub struct BackwardPlain {
     pub d_k: Tensor,
     /// The gradient of V, `[batch, seqlen_kv, heads_kv, head_dim_vo]`.
     pub d_v: Tensor,
+    /// The gradient of the sinks, `[heads_q]`. Empty where the problem does not have it.
+    pub d_sinks: Vec<f64>,
 }
 
 /// Computes the gradients in the problem's precision, one row at a time. O and the LSE are those of
@@ -27,7 +29,8 @@ pub struct BackwardPlain {
 /// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
 /// 2. scores and dP: products of the inputs, accumulated in f32;
 /// 3. `P = exp(score - LSE)` and `dS = P * (dP - delta)` in f32, then rounded to the input type;
-/// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type.
+/// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type;
+/// 5. dSink of a head: the sum over rows of `-exp(sink - LSE) * delta`, in f32.
 ///
 /// # Errors
 /// - [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
@@ -54,30 +57,49 @@ pub fn backward_plain_of(
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
 ) -> Result<BackwardPlain> {
-    backward_plain_told(problem, lengths, inputs, d_lse, &Work::silent())
+    backward_plain_with(problem, lengths, inputs, d_lse, Modifiers::default())
 }
 
-/// As [`backward_plain_of`]. It tells `work` about its parts.
+/// As [`backward_plain_of`], for a problem with modifiers.
+///
+/// # Errors
+/// As [`backward_plain_of`], and as [`forward_with`](super::super::forward_with) for the modifiers.
+pub fn backward_plain_with(
+    problem: &BackwardProblem,
+    lengths: &Lengths<'_>,
+    inputs: [&Tensor; 4],
+    d_lse: Option<&[f64]>,
+    modifiers: Modifiers<'_>,
+) -> Result<BackwardPlain> {
+    backward_plain_told(problem, lengths, inputs, d_lse, modifiers, &Work::silent())
+}
+
+/// As [`backward_plain_with`]. It tells `work` about its parts.
 pub(in super::super) fn backward_plain_told(
     problem: &BackwardProblem,
     lengths: &Lengths<'_>,
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
+    modifiers: Modifiers<'_>,
     work: &Work<'_>,
 ) -> Result<BackwardPlain> {
     check_backward_inputs(problem, inputs, d_lse)?;
-    let Some(pieces) = pieces(problem.forward(), lengths)? else { return dense(problem, inputs, d_lse, work) };
+    modifiers.check(problem.forward())?;
+    let Some(pieces) = pieces(problem.forward(), lengths)? else {
+        return dense(problem, inputs, d_lse, modifiers, work);
+    };
     let [q, k, v, d_o] = inputs;
     let [d_q, d_k, d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(Tensor::zeros);
-    let mut all = BackwardPlain { d_q, d_k, d_v };
+    let mut all = BackwardPlain { d_q, d_k, d_v, d_sinks: no_gradients(problem) };
     for piece in pieces {
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
         let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
-        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), work)?;
+        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), modifiers, work)?;
         paste(&mut all.d_q, of_q, &one.d_q);
         paste(&mut all.d_k, of_kv, &one.d_k);
         paste(&mut all.d_v, of_kv, &one.d_v);
+        all.d_sinks.iter_mut().zip(one.d_sinks).for_each(|(sum, of_sequence)| *sum += of_sequence);
     }
     Ok(all)
 }
@@ -87,10 +109,11 @@ fn dense(
     problem: &BackwardProblem,
     inputs: [&Tensor; 4],
     d_lse: Option<&[f64]>,
+    modifiers: Modifiers<'_>,
     work: &Work<'_>,
 ) -> Result<BackwardPlain> {
     let [q, k, v, _] = inputs;
-    let forward = super::dense(problem.forward(), [q, k, v], 1.0, work)?;
+    let forward = super::dense(problem.forward(), [q, k, v], modifiers, 1.0, work)?;
     let dims = problem.dims();
     let o = Narrow::new(&forward.o);
     let [q, k, v, d_o] = inputs.map(Narrow::new);
@@ -106,6 +129,14 @@ fn dense(
             Row { lse: lse as f32, delta: dot(d_o.row(batch, query, head), o.row(batch, query, head)) - d_lse }
         })
         .collect();
+    let mut d_sinks = no_gradients(problem);
+    for (head, sum) in d_sinks.iter_mut().enumerate() {
+        let sink = modifiers.sink(head) as f32;
+        let of_head = rows.iter().enumerate().filter(|(i, _)| place(shape, *i)[1] == head).map(|(_, row)| row);
+        let counted = of_head.filter(|row| sink != f32::NEG_INFINITY && row.lse != f32::NEG_INFINITY);
+        let weight = |lse: f32| if sink == lse { 1.0 } else { (sink - lse).exp() };
+        *sum = f64::from(counted.map(|row| -weight(row.lse) * row.delta).sum::<f32>());
+    }
     let plain = Backward { problem, round, rows, q, k, v, d_o };
 
     let group = problem.forward().group_size();
@@ -125,7 +156,13 @@ fn dense(
         d_q: gradient(problem.d_q_shape(), &d_q),
         d_k: gradient(problem.d_k_shape(), &d_k),
         d_v: gradient(problem.d_v_shape(), &d_v),
+        d_sinks,
     })
+}
+
+/// A gradient of the sinks of 0, where the problem has it.
+fn no_gradients(problem: &BackwardProblem) -> Vec<f64> {
+    vec![0.0; if problem.wants_d_sinks() { problem.dims().heads_q } else { 0 }]
 }
 
 /// Pairs of queries and keys that are in memory at a time, and keys that a task adds to.

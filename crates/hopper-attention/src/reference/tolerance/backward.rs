@@ -1,4 +1,4 @@
-//! The tolerance for dQ, dK and dV.
+//! The tolerance for dQ, dK, dV and the gradient of sinks.
 
 use std::fmt;
 
@@ -6,11 +6,11 @@ use super::super::oracle::backward_told;
 use super::super::plain::backward_plain_told;
 use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
 use super::super::work::{Told, Work, backward_units};
-use super::super::{BackwardOracle, BackwardPlain, Noise, Tensor, place, shape_error};
+use super::super::{BackwardOracle, BackwardPlain, Modifiers, Noise, Tensor, place, shape_error};
 use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Judged, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::problem::BackwardProblem;
 use crate::sequences::Lengths;
 
@@ -55,11 +55,26 @@ impl BackwardExpected {
         d_lse: Option<&[f64]>,
         told: Option<Told<'_>>,
     ) -> Result<Self> {
+        Self::with(problem, lengths, inputs, d_lse, Modifiers::default(), told)
+    }
+
+    /// As [`of`](Self::of), for a problem with modifiers.
+    ///
+    /// # Errors
+    /// As [`backward_with`](super::super::backward_with).
+    pub fn with(
+        problem: &BackwardProblem,
+        lengths: &Lengths<'_>,
+        inputs: [&Tensor; 4],
+        d_lse: Option<&[f64]>,
+        modifiers: Modifiers<'_>,
+        told: Option<Told<'_>>,
+    ) -> Result<Self> {
         let dims = problem.dims();
         let rows = |[batch, seqlen, ..]: [usize; 4]| batch * dims.heads_q * seqlen;
         let units = backward_units(rows(problem.d_q_shape()), rows(problem.d_k_shape()));
         let work = told.map_or_else(Work::silent, |told| Work::new(told, units));
-        Self::compute(problem, lengths, inputs, d_lse, &work)
+        Self::compute(problem, lengths, inputs, d_lse, modifiers, &work)
     }
 
     /// As [`new`](Self::new), with q, k, v and d_o in `inputs`. `told` is called from time to time with the share of
@@ -81,12 +96,13 @@ impl BackwardExpected {
         lengths: &Lengths<'_>,
         inputs: [&Tensor; 4],
         d_lse: Option<&[f64]>,
+        modifiers: Modifiers<'_>,
         work: &Work<'_>,
     ) -> Result<Self> {
         Ok(Self {
             dtype: problem.dtype(),
-            oracle: backward_told(problem, lengths, inputs, d_lse, work)?,
-            plain: backward_plain_told(problem, lengths, inputs, d_lse, work)?,
+            oracle: backward_told(problem, lengths, inputs, d_lse, modifiers, work)?,
+            plain: backward_plain_told(problem, lengths, inputs, d_lse, modifiers, work)?,
             judged: {
                 let forward = problem.forward();
                 let sequences = lengths.sequences(forward);
@@ -116,7 +132,41 @@ impl BackwardExpected {
             d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_noise, of_q)?,
             d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_noise, of_kv)?,
             d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_noise, of_kv)?,
+            d_sinks: None,
         })
+    }
+
+    /// As [`check`](Self::check), for a problem with the gradient of sinks: `[heads_q]`.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn check_with(&self, d_q: &Tensor, d_k: &Tensor, d_v: &Tensor, d_sinks: &[f64]) -> Result<BackwardReport> {
+        Ok(BackwardReport { d_sinks: Some(self.check_sinks(d_sinks)?), ..self.check(d_q, d_k, d_v)? })
+    }
+
+    fn check_sinks(&self, got: &[f64]) -> Result<Figures> {
+        let (exact, plain, noise) = (&self.oracle.d_sinks, &self.plain.d_sinks, &self.oracle.d_sinks_noise);
+        if got.len() != exact.len() {
+            let (got, want) = (vec![got.len()], vec![exact.len()]);
+            return Err(Error::Shape { tensor: "d_sinks", got, want, axes: "[heads]" });
+        }
+        let mut tally = Tally::new([1, 1, exact.len(), 1], None);
+        for (head, noise) in noise.iter().enumerate() {
+            let of_sums = U32 * (noise.terms as f64).sqrt() * noise.magnitude;
+            tally.row(&Row {
+                at: [0, 0, head],
+                got: &got[head..=head],
+                exact: &exact[head..=head],
+                plain: &plain[head..=head],
+                deviation: vec![ROUNDING * noise.deviation + of_sums],
+                along: 0.0,
+                alike: vec![0.0],
+                systematic: vec![noise.of_delta],
+                floor: FLOOR * (noise.deviation + of_sums),
+                ulps: 2.0 * U32 * exact[head].abs(),
+            });
+        }
+        Ok(tally.figures())
     }
 
     fn check_one(
@@ -178,6 +228,8 @@ pub struct BackwardReport {
     pub d_k: Figures,
     /// The figures of dV.
     pub d_v: Figures,
+    /// The figures of the gradient of the sinks. `None` if it was not checked.
+    pub d_sinks: Option<Figures>,
 }
 
 impl BackwardReport {
@@ -186,19 +238,22 @@ impl BackwardReport {
         self.worst_ratio() <= 1.0
     }
 
-    /// The largest error as a fraction of its tolerance, over the three gradients. At most 1 within the tolerance.
+    /// The largest error as a fraction of its tolerance, over all gradients. At most 1 within the tolerance.
     pub fn worst_ratio(&self) -> f64 {
-        self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio)
+        let of_sinks = self.d_sinks.as_ref().map_or(0.0, |figures| figures.worst_ratio);
+        self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio).max(of_sinks)
     }
 
     /// The same for each kind of bound.
     pub fn ratios(&self) -> Ratios {
-        self.d_q.ratios.max(self.d_k.ratios).max(self.d_v.ratios)
+        let ratios = self.d_q.ratios.max(self.d_k.ratios).max(self.d_v.ratios);
+        self.d_sinks.as_ref().map_or(ratios, |figures| ratios.max(figures.ratios))
     }
 }
 
 impl fmt::Display for BackwardReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "d_q: {}; d_k: {}; d_v: {}", self.d_q, self.d_k, self.d_v)
+        write!(f, "d_q: {}; d_k: {}; d_v: {}", self.d_q, self.d_k, self.d_v)?;
+        self.d_sinks.as_ref().map_or(Ok(()), |figures| write!(f, "; d_sinks: {figures}"))
     }
 }

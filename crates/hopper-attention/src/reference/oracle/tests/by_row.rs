@@ -80,6 +80,7 @@ pub(super) fn row(
         alike: alike(roundoff, &scores, &weights),
         row_max,
         keys: keys.len(),
+        sink: 0.0,
     };
     Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
 }

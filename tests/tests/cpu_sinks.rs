@@ -1,0 +1,109 @@
+//! Attention sinks through the CPU backend, under the tolerance; and what the tolerance must notice.
+
+use hopper_attention::reference::{self, BackwardPlain, Modifiers};
+use hopper_attention::{BackwardProblem, DType, Lengths, Mask, Scaling, bf16, f16};
+use hopper_attention_tests::backward;
+use hopper_attention_tests::case::random;
+use hopper_attention_tests::fp8::Operands;
+use hopper_attention_tests::problems::{Case, Grid};
+use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
+use hopper_attention_tests::sinks::{MISTAKES, Sinks, SinksImage, cases, packed_cases};
+use rayon::prelude::*;
+
+fn all_cases() -> Vec<Case> {
+    let grid = Grid::from_env();
+    [cases(grid), packed_cases(grid)].concat()
+}
+
+fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
+    let mut runner = Runner::new([what]);
+    let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
+    for (case, verdict) in cases.iter().zip(verdicts) {
+        runner.take(0, case, DType::BF16, verdict);
+    }
+    runner.finish();
+}
+
+#[test]
+fn the_forward_keeps_the_tolerance() {
+    let cases = all_cases();
+    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &cases);
+    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &cases);
+}
+
+#[test]
+fn the_backward_keeps_the_tolerance() {
+    let cases: Vec<_> = all_cases().into_iter().step_by(2).collect();
+    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &cases);
+    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &cases);
+}
+
+#[test]
+fn fp8_keeps_the_tolerance() {
+    let scaled = |case: &Case| {
+        let scaling = Scaling::ALL[case.seed as usize % 3];
+        let problem = case.options(DType::E4M3).lse(true).scaling(scaling).build().unwrap();
+        let operands = Operands::of_case(case, &problem, None);
+        let (o, lse) = operands.run();
+        Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
+    };
+    take("cpu e4m3", scaled, &all_cases());
+}
+
+/// A kernel that takes another sink, of one head, fails: by O and by the LSE, and by the gradient of the sink.
+#[test]
+fn wrong_sinks_are_noticed() {
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(9))] {
+        let mut case = Case::new(197, 290, 64, mask).heads(2, 4, 2);
+        case.sinks = Sinks::Normal;
+        for seed in [4, 5] {
+            case.seed = seed;
+            noticed(&case);
+        }
+    }
+}
+
+fn noticed(case: &Case) {
+    let prepared = Prepared::<bf16>::new(case);
+    let of_gradients = backward::Prepared::<bf16>::new(case);
+    let [q, k, v] = &prepared.tensors();
+    let sinks = prepared.sinks.as_ref().map(SinksImage::values).unwrap();
+    // A sink that is near 0 is much the same with the other sign: the one that is farthest from it is taken.
+    let head = (0..sinks.len()).max_by(|&a, &b| sinks[a].abs().total_cmp(&sinks[b].abs())).unwrap();
+    let problem = BackwardProblem::builder(&prepared.problem).d_lse(true).d_sinks(true).build().unwrap();
+    let d_lse = of_gradients.d_lse.as_ref().map(hopper_attention_tests::data::Image::values);
+    let inputs = [q, k, v, &of_gradients.d_o.tensor()];
+    for (name, mistake) in MISTAKES {
+        let mut wrong = sinks.clone();
+        wrong[head] = mistake(sinks[head], f64::from(prepared.problem.softmax_scale()));
+        let modifiers = Modifiers { sinks: Some(&wrong) };
+        let lengths = Lengths::default();
+        let plain = reference::forward_plain_with(&prepared.problem, &lengths, [q, k, v], modifiers).unwrap();
+        let report = prepared.expected.check(&plain.o, Some(&plain.lse)).unwrap();
+        assert!(!report.passed(), "{name}, {case}: {report}");
+        let BackwardPlain { d_sinks, .. } =
+            reference::backward_plain_with(&problem, &lengths, inputs, d_lse.as_deref(), modifiers).unwrap();
+        let honest = of_gradients.expected.plain();
+        let report = of_gradients.expected.check_with(&honest.d_q, &honest.d_k, &honest.d_v, &d_sinks).unwrap();
+        assert!(!report.passed(), "dSink of a sink {name}, {case}: {report}");
+    }
+    let honest = of_gradients.expected.plain();
+    let report = of_gradients.expected.check_with(&honest.d_q, &honest.d_k, &honest.d_v, &honest.d_sinks).unwrap();
+    assert!(report.passed(), "{case}: {report}");
+}
+
+/// What `hattn fuzz` draws has sinks of every kind.
+#[test]
+fn random_cases_keep_the_tolerance() {
+    use proptest::strategy::{Strategy as _, ValueTree as _};
+    let mut runner = random::runner(hopper_attention_tests::problems::random::seed());
+    let strategy = (random::case(128, 8), random::packing(), random::sinks());
+    let drawn: Vec<_> = (0..Grid::from_env().pick(30, 200))
+        .map(|_| {
+            let (case, packing, sinks) = strategy.new_tree(&mut runner).unwrap().current();
+            Case { sinks, ..random::packed(case, packing) }
+        })
+        .collect();
+    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
+    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
+}

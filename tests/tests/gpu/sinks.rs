@@ -1,0 +1,211 @@
+//! Attention sinks on a GPU: every row, dense and packed, both passes, FP8, tiles that CTAs share.
+
+use hopper_attention::internal::plan_with_shares;
+use hopper_attention::{DType, Device, KernelInfo, MaskClass, Scaling, Stream, Workspace, bf16, f16};
+use hopper_attention_tests::backward;
+use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
+use hopper_attention_tests::fp8::{Operands, for_row};
+use hopper_attention_tests::gpu::fp8::{OnDevice as Fp8OnDevice, takes};
+use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward, same_bits};
+use hopper_attention_tests::packing::{Kind, Packing};
+use hopper_attention_tests::problems::{Case, Grid};
+use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
+use hopper_attention_tests::sinks::{Sinks, cases, packed_cases};
+
+use crate::packed::packing_rows;
+use crate::{mask_of, with_dtype};
+
+/// Runs cases through the rows of their type.
+type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
+
+fn take(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], what: &str, [bf16, f16]: [Run; 2]) {
+    assert!(!rows.is_empty());
+    let mut runner = Runner::new(rows);
+    bf16(gpu, rows, cases, &mut runner);
+    f16(gpu, rows, &cases.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>(), &mut runner);
+    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+const FORWARD: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
+const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
+
+#[test]
+fn every_row_takes_sinks() {
+    let Some(gpu) = Gpu::open("every_row_takes_sinks") else { return };
+    take(&gpu, &gpu.rows(), &cases(Grid::from_env()), "forward with sinks", FORWARD);
+}
+
+#[test]
+fn every_packing_row_takes_sinks() {
+    let Some(gpu) = Gpu::open("every_packing_row_takes_sinks") else { return };
+    let rows = packing_rows(gpu.rows());
+    take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with sinks", FORWARD);
+}
+
+#[test]
+fn every_backward_row_takes_sinks() {
+    let Some(gpu) = Gpu::open("every_backward_row_takes_sinks") else { return };
+    take(&gpu, &gpu.backward_rows(), &cases(Grid::from_env()), "backward with sinks", BACKWARD);
+}
+
+#[test]
+fn every_packing_backward_row_takes_sinks() {
+    let Some(gpu) = Gpu::open("every_packing_backward_row_takes_sinks") else { return };
+    let rows = packing_rows(gpu.backward_rows());
+    take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed backward with sinks", BACKWARD);
+}
+
+#[test]
+fn every_e4m3_row_takes_sinks() {
+    let Some(gpu) = Gpu::open("every_e4m3_row_takes_sinks") else { return };
+    let rows = gpu.fp8_rows();
+    let grid = Grid::from_env();
+    let mut runner = Runner::new(&rows);
+    // The last one has tiles that are split, where the row splits.
+    let mut split = Case::new(1111, 8192, 128, hopper_attention::Mask::Full).heads(1, 16, 4);
+    split.sinks = Sinks::Mixed;
+    let all = [cases(grid), packed_cases(grid), vec![split]].concat();
+    for (turn, case) in all.iter().enumerate() {
+        let scaling = Scaling::ALL[turn % 3];
+        let problem = case.options(DType::E4M3).lse(true).amax(true).scaling(scaling).build().unwrap();
+        if !takes(&problem) {
+            continue;
+        }
+        for (i, row) in rows.iter().enumerate() {
+            let problem = for_row(problem.clone(), row);
+            let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
+            let operands = Operands::of_case(case, &problem, None);
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let on_device = Fp8OnDevice::new(&gpu.stream, &operands);
+            let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
+                Ok(written) => {
+                    let (o, lse) = written.output(&problem);
+                    Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
+                }
+                Err(why) => Verdict::failed(why),
+            };
+            runner.take(i, case, DType::E4M3, verdict);
+        }
+    }
+    runner.record("e4m3 forward with sinks", grid, &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+/// Where CTAs share a tile's keys, the sink is added once, however many there are.
+#[test]
+fn shares_add_a_sink_once() {
+    let Some(gpu) = Gpu::open("shares_add_a_sink_once") else { return };
+    for row in gpu.rows().into_iter().filter(|row| row.most_shares() > 1) {
+        with_dtype!(row.dtype(), shared(&gpu, &row));
+    }
+}
+
+fn shared<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for sinks in Sinks::ALL {
+        let mut case = Case::new(64, 1024, row.head_dim_qk(), mask_of(row.mask())).heads(1, 6, 2);
+        case.dims.head_dim_vo = row.head_dim_vo();
+        case.sinks = sinks;
+        let prepared = Prepared::<T>::new(&case);
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        for shares in 1..=row.most_shares() {
+            let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).unwrap();
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+            let report = prepared.judge(&outputs);
+            assert!(report.passed(), "{row}, {shares} shares, {case}: {report}");
+        }
+    }
+}
+
+/// What the mask hides is put right in rows with sinks, too: such elements of O are computed again, with the sink.
+#[test]
+fn garbage_under_the_mask_reaches_no_row_with_a_sink() {
+    let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_row_with_a_sink") else { return };
+    for row in gpu.rows().into_iter().filter(|row| row.mask() != MaskClass::Full) {
+        with_dtype!(row.dtype(), garbage(&gpu, &row));
+    }
+}
+
+fn garbage<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for (garbage, sinks) in Garbage::ALL.into_iter().zip([Sinks::Normal, Sinks::Ten, Sinks::Large, Sinks::Mixed]) {
+        for input in [Input::K, Input::V] {
+            let mut case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+            case.dims.head_dim_vo = row.head_dim_vo();
+            case.sinks = sinks;
+            case.values = Values::Garbage(input, garbage);
+            let prepared = Prepared::<T>::new(&case);
+            let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+            let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+            let report = prepared.judge(&outputs);
+            assert!(report.passed(), "{row}, {case}: {report}");
+        }
+    }
+}
+
+/// A sink of -inf changes no bit.
+#[test]
+fn a_sink_of_minus_infinity_changes_nothing() {
+    let Some(gpu) = Gpu::open("a_sink_of_minus_infinity_changes_nothing") else { return };
+    for row in gpu.rows() {
+        with_dtype!(row.dtype(), nothing(&gpu, &row));
+    }
+}
+
+fn nothing<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let mut case = Case::new(200, 300, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 2);
+    case.dims.head_dim_vo = row.head_dim_vo();
+    let [with, without] = [Sinks::Nothing, Sinks::None].map(|sinks| {
+        let prepared = Prepared::<T>::new(&Case { sinks, ..case.clone() });
+        let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap()
+    });
+    assert!(same_bits(&with, &without), "{row}");
+}
+
+/// The gradient of the sinks has the same bits in every run, also where the table of sequences is in another order, and also
+/// where the pass is not deterministic.
+#[test]
+fn the_gradient_of_sinks_repeats() {
+    let Some(gpu) = Gpu::open("the_gradient_of_sinks_repeats") else { return };
+    let both = Kind { packed: [true; 2], used: [false; 2], fill_gaps: false };
+    let mut dense = Case::new(300, 300, 64, hopper_attention::Mask::causal()).heads(3, 6, 2);
+    dense.sinks = Sinks::Normal;
+    let mut packed = Case::new(3000, 3000, 64, hopper_attention::Mask::causal()).heads(90, 6, 2);
+    packed.sinks = Sinks::Normal;
+    packed.packing = Packing::random(both, 90, [3000; 2], 7);
+    for case in [dense, packed] {
+        let prepared = backward::Prepared::<bf16>::new(&case);
+        let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+        let mut run = || on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+        let first = run();
+        assert!(prepared.judge(&first).passed(), "{case}: {}", prepared.judge(&first));
+        for number in 1..Grid::from_env().pick(5, 50) {
+            assert!(of_backward::same_sinks(&first, &run()), "{case}: run {number} gave other bits");
+        }
+    }
+}
+
+/// Without rows there is a gradient of the sinks all the same: 0.
+#[test]
+fn no_rows_give_a_gradient_of_zero() {
+    let Some(gpu) = Gpu::open("no_rows_give_a_gradient_of_zero") else { return };
+    for (batch, seqlen_q, seqlen_kv) in [(2, 0, 100), (2, 0, 0), (0, 100, 100), (2, 100, 0)] {
+        let mut case = Case::new(seqlen_q, seqlen_kv, 64, hopper_attention::Mask::Full).heads(batch, 4, 2);
+        case.sinks = Sinks::Normal;
+        let prepared = backward::Prepared::<bf16>::new(&case);
+        let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+        let mut workspace = Workspace::alloc(&Stream::Cuda(gpu.stream.clone()), plan.workspace_bytes()).unwrap();
+        let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+        let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+        let report = prepared.judge(&outputs);
+        assert!(report.passed(), "{case}: {report}");
+        let zeros = outputs.d_sinks.unwrap().values().iter().all(|&x| x == 0.0);
+        assert_eq!(zeros, batch * seqlen_q == 0, "{case}");
+    }
+}
