@@ -25,28 +25,51 @@
 namespace hattn {
 
 // The sink of a head, -inf where there are none. Without a branch: this stands between products that are under way.
+//
+// `kMultiplies`: which of two ways makes the address. Both give the same. With one of them ptxas serialises the
+// products of some FP8 rows, with the other those of others: rows with scores in f16 multiply (C7511 in the compiler's
+// log).
+template <bool kMultiplies>
 CUTE_DEVICE float sink_of_head(TensorDesc const& sinks, DType dtype, int head) {
   bool const wide = dtype == DType::F32;
-  std::uint64_t const address = sinks.address + (wide ? 4 : 2) * (head * sinks.stride_head);
   std::uint32_t bits = 0xff800000U;
-  asm volatile(
-      "{\n"
-      ".reg .pred wide, narrow;\n"
-      "setp.eq.s32 wide, %2, 1;\n"
-      "setp.eq.s32 narrow, %2, 2;\n"
-      "@wide ld.global.nc.b32 %0, [%1];\n"
-      "@narrow ld.global.nc.u16 %0, [%1];\n"
-      "@narrow shl.b32 %0, %0, 16;\n"
-      "}\n"
-      : "+r"(bits)
-      : "l"(address), "r"(sinks.address == 0 ? 0
-                          : wide             ? 1
-                                             : 2));
+  if constexpr (kMultiplies) {
+    asm volatile(
+        "{\n"
+        ".reg .pred given, wide, narrow;\n"
+        ".reg .b64 at;\n"
+        "setp.ne.u64 given, %1, 0;\n"
+        "setp.eq.and.s32 wide, %3, %4, given;\n"
+        "setp.ne.and.s32 narrow, %3, %4, given;\n"
+        "mad.wide.s32 at, %2, 4, %1;\n"
+        "@narrow mad.wide.s32 at, %2, 2, %1;\n"
+        "@wide ld.global.nc.b32 %0, [at];\n"
+        "@narrow ld.global.nc.u16 %0, [at];\n"
+        "@narrow shl.b32 %0, %0, 16;\n"
+        "}\n"
+        : "+r"(bits)
+        : "l"(sinks.address), "r"(head), "r"(static_cast<int>(dtype)), "n"(static_cast<int>(DType::F32)));
+  } else {
+    std::uint64_t const address = sinks.address + (wide ? 4 : 2) * (head * sinks.stride_head);
+    asm volatile(
+        "{\n"
+        ".reg .pred wide, narrow;\n"
+        "setp.eq.s32 wide, %2, 1;\n"
+        "setp.eq.s32 narrow, %2, 2;\n"
+        "@wide ld.global.nc.b32 %0, [%1];\n"
+        "@narrow ld.global.nc.u16 %0, [%1];\n"
+        "@narrow shl.b32 %0, %0, 16;\n"
+        "}\n"
+        : "+r"(bits)
+        : "l"(address), "r"(sinks.address == 0 ? 0
+                            : wide             ? 1
+                                               : 2));
+  }
   return __uint_as_float(bits);
 }
-template <class Params>
+template <bool kMultiplies = false, class Params>
 CUTE_DEVICE float sink_of_head(Params const& params, int head) {
-  return sink_of_head(params.sinks, params.sinks_dtype, head);
+  return sink_of_head<kMultiplies>(params.sinks, params.sinks_dtype, head);
 }
 
 // A row's sums with its sink, relative to the larger of the two.

@@ -25,7 +25,7 @@ struct Fp8Epilogue {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     int const row = tile.block * Traits::kTileM + consumer * 64 + thread / 32 * 16;
-    float const sink = sink_of_head(params, tile.head);
+    float const sink = sink_of_head<Traits::kScores == Scores::F16>(params, tile.head);
     float factors[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
