@@ -152,8 +152,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (kernel, second_stream, graph, poison) = launch;
             case.values = values.unwrap_or(case.values);
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
-            if for_gpu && (pass != Pass::Forward || arch == Some(Arch::Sm80)) {
-                // Only forward kernels for sm90 have head dims above 128.
+            if for_gpu && pass != Pass::Forward {
+                // Only forward kernels have head dims above 128.
                 let dims = case.dims;
                 case.dims =
                     dims.with_head_dim_qk(dims.head_dim_qk.min(128)).with_head_dim_vo(dims.head_dim_vo.min(128));

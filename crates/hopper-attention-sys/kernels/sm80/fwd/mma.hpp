@@ -1,6 +1,6 @@
 // A warp of the forward: both products of each block, and the softmax between them.
 //
-// For each block a warp computes S = Q K^T of its 32 queries, masks it if the block is on an edge, exponentiates it to
+// For each block a warp computes S = Q K^T of its 32 (or 16) queries, masks it if the block is on an edge, exponentiates it to
 // P, and adds P V to O. Everything stays in the warp's registers. The copies of the next blocks run meanwhile.
 #pragma once
 
@@ -26,9 +26,9 @@ struct Mma {
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kStrips = Traits::kStrips;
   static constexpr int kStages = Traits::kStages;
-  // How many blocks of a tile are compared before any is exponentiated unseen. Without a mask the reference of the
-  // first alone would leave N(0,1) of 512 keys with 1.055 times the error of a running maximum.
-  static constexpr int kFirstBlocks = kMask == MaskClass::Full ? 2 : 1;
+  // How many blocks of a tile are compared before any is exponentiated unseen: those of 64 keys. Without a mask it is
+  // twice as many: the reference of 64 keys would leave N(0,1) of 512 with 1.055 times the error of a running maximum.
+  static constexpr int kFirstBlocks = (kMask == MaskClass::Full ? 128 : 64) / kTileN;
   static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
 
   CUTE_DEVICE static int lane() { return Traits::thread_index() % 32; }
@@ -231,7 +231,10 @@ struct Mma {
           }
         };
         // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
-        bool const starts = kMask == MaskClass::Full ? visits.end - visit <= kFirstBlocks : own.is_first(visit);
+        bool starts = own.is_first(visit);
+        if constexpr (kFirstBlocks > 1) {
+          starts = (kMask == MaskClass::Full ? visits : own).end - visit <= kFirstBlocks;
+        }
         if (masked || starts || limits.none()) {
           auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
           if (masked) {
@@ -250,7 +253,7 @@ struct Mma {
             limits = softmax.first_limits(
                 [&](int strip) { return keys_before_edge<kMask, kTileN>(band, row + 16 * strip, visits.block(visit)); },
                 kFirstBlocks);
-          } else if (visits.block(visit) % kComparedBlocks == 0) {
+          } else if (visits.block(visit) % Softmax::kComparedBlocks == 0) {
             limits = softmax.later_limits();
           }
         } else {

@@ -27,22 +27,24 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
 
-  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory would
-  // be read as long as the products take.
-  static constexpr int kStrips = 2;
+  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory is read
+  // as long as the products take. But beside O of more than 128 columns there are no registers for a second strip.
+  static constexpr int kStrips = kHeadDimVO <= 128 ? 2 : 1;
   static constexpr int kWarpRows = 16 * kStrips;
   static constexpr int kThreads = kTileM / kWarpRows * 32;
-  // A multiprocessor's registers, 65536, are two CTAs of four warps with 255 for each thread.
+  // A multiprocessor's registers, 65536, are eight warps with 255 for each thread: two CTAs of four, or one of eight.
   static constexpr int kCtas = 65536 / 256 / kThreads;
-  static_assert(kTileM % kWarpRows == 0 && kThreads == 128, "four warps, two CTAs a multiprocessor");
+  static_assert(kTileM % kWarpRows == 0 && (kThreads == 128 || kThreads == 256), "eight warps a multiprocessor");
   static_assert(kTileN % 16 == 0 && kTileN >= kWarpRows, "the edge of a mask lies in two blocks of a warp at most");
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
   static_assert(kStages == 1 || kStages == 2, "a stage is loaded while the other is used");
 
-  // Where O and the scores leave registers for it, Q is read from shared memory once.
-  static constexpr bool kQueriesInRegisters = kHeadDimQK + kHeadDimVO <= 128;
+  // A thread's registers of O, of the scores and of the operand Q.
+  static constexpr int kBigRegisters = kStrips * (kHeadDimVO / 2 + kTileN / 2 + kHeadDimQK / 4);
+  // Where there are so many, Q is read from shared memory once.
+  static constexpr bool kQueriesInRegisters = kBigRegisters <= 208;
   // Elsewhere registers are short: what is needed once a block waits in shared memory or is computed anew.
-  static constexpr bool kRegistersShort = !kQueriesInRegisters;
+  static constexpr bool kRegistersShort = kBigRegisters > 176;
 
   // This thread's index in the CTA. Where registers are short it is read anew at each call, so that what follows from
   // it does not stay in them.
