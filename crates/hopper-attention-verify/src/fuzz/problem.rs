@@ -346,7 +346,12 @@ mod tests {
         let mut drawn = |for_gpu| (0..400).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
         let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
         let widest = |problem: &Problem| problem.case.dims.head_dim_qk.max(problem.case.dims.head_dim_vo);
-        assert!(on_gpu.iter().all(|problem| widest(problem) <= 128));
+        // Only forward kernels, of either instruction set, have head dims above 128.
+        let wide: Vec<_> = on_gpu.iter().filter(|problem| widest(problem) > 128).collect();
+        assert!(wide.iter().all(|problem| problem.pass == Pass::Forward && widest(problem) <= 256));
+        for arch in [None, Some(Arch::Sm90), Some(Arch::Sm80)] {
+            assert!(wide.iter().any(|problem| problem.arch == arch), "{arch:?}");
+        }
         for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
             let wide: Vec<_> = on_cpu.iter().filter(|problem| problem.pass == pass && widest(problem) > 256).collect();
             assert!(wide.len() > 5 && wide.iter().any(|problem| problem.forward().has_lengths()), "{pass:?}");

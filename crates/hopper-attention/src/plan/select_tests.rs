@@ -557,7 +557,8 @@ fn larger_head_dims_run_on_every_gpu() {
                 let kernel = choice.kernel;
                 assert_eq!((kernel.arch, kernel.head_dim_qk, kernel.head_dim_vo), (Arch::Sm80, row.0, row.1));
                 assert_eq!((choice.grid, choice.tiles, choice.m_tiles), (256, 256, 8), "{choice}");
-                let ctas = if gpu.arch == H100.arch || qk.max(vo) <= 128 && gpu.arch == A100.arch { on_h100 } else { 1 };
+                let ctas =
+                    if gpu.arch == H100.arch || qk.max(vo) <= 128 && gpu.arch == A100.arch { on_h100 } else { 1 };
                 assert_eq!(resident(&kernel, gpu), ctas, "{kernel} on {:?}", gpu.arch);
             }
             if row.0 > 128 {
@@ -572,7 +573,9 @@ fn larger_head_dims_run_on_every_gpu() {
 #[test]
 fn larger_head_dims_are_refused_with_the_instruction_set() {
     let refusal = |head_dim: usize, nearest: &str| {
-        format!("unsupported: head_dim_qk {head_dim} with head_dim_vo {head_dim} for bf16, causal, on sm80; nearest: {nearest}")
+        format!(
+            "unsupported: head_dim_qk {head_dim} with head_dim_vo {head_dim} for bf16, causal, on sm80; nearest: {nearest}"
+        )
     };
     let of = |head_dim| problem(Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS }, Mask::causal());
     // A build without the features of larger head dims, on sm80 alone.
