@@ -521,12 +521,12 @@ fn wide_of_both() -> Vec<KernelInfo> {
     let mut rows = wide();
     rows.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
     for mask in [MaskClass::Full, MaskClass::Causal] {
-        for (qk, vo, tile_n, threads, kib) in
-            [(192, 128, 64, 128, 88), (192, 192, 64, 256, 96), (256, 256, 32, 256, 96)]
+        for (qk, vo, tile_n, stages, threads, kib) in
+            [(192, 128, 64, 1, 128, 88), (192, 192, 64, 2, 256, 96), (256, 256, 32, 2, 256, 96)]
         {
             let row = row(rows.len() as u32, mask, qk, 128);
             let smem_bytes = (kib << 10) + 256;
-            let sm80 = KernelInfo { arch: Arch::Sm80, head_dim_vo: vo, tile_n, stages: 1, threads, smem_bytes, ..row };
+            let sm80 = KernelInfo { arch: Arch::Sm80, head_dim_vo: vo, tile_n, stages, threads, smem_bytes, ..row };
             rows.push(KernelInfo { packs: true, ..sm80 });
         }
     }

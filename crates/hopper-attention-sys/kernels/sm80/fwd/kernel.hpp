@@ -21,12 +21,13 @@
 // Barriers. __syncthreads only, each after a wait for the thread's own copies:
 // - two stages: one a block. The next K and V are copied while this block is used.
 // - one stage: two a block. V arrives during the first product and the softmax, the next K during the second product.
+// - Q in the place of a stage: one more, before Q is read into registers.
 //
 // Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp):
 //
 //     head dims  tile    stages  warps  Q      K          V          all
-//     256/256    128x32  1       8      64 KB  16 KB      16 KB      96 KB
-//     192/192    128x64  1       8      48 KB  24 KB      24 KB      96 KB
+//     256/256    128x32  2       8      64 KB  2 x 16 KB  2 x 16 KB  96 KB, Q over one stage
+//     192/192    128x64  2       8      48 KB  2 x 24 KB  2 x 24 KB  96 KB, Q over one stage
 //     192/128    128x64  1       4      48 KB  24 KB      16 KB      88 KB
 //     128/128    128x64  2       4      32 KB  2 x 16 KB  2 x 16 KB  96 KB
 //     128/128    128x64  1       4      32 KB  16 KB      16 KB      64 KB
