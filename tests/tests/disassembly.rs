@@ -267,19 +267,21 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
             faults.push(format!("no {opcode}: {why}"));
         }
     }
-    // Forward: each read of K or V serves two strips, with two products each; a read of Q serves more. In the backward
-    // dQ has but one for each read.
+    // Forward: each read of K or V serves a warp's strips, with two products each. So a warp with two strips of 16 rows has
+    // four for each read, and one with one strip has two. Q is read beside them. In the backward dQ has but one for each
+    // read.
     let (products, reads) = (compiled.count("HMMA"), compiled.count("LDSM"));
-    let least = if row.pass() == Pass::Backward { 2 } else { 3 };
-    if products < least * reads {
+    let strips = row.tile_m() / (row.threads() / 32) / 16;
+    let least = if row.pass() == Pass::Backward { 2.0 } else { 1.5 * strips as f64 };
+    if (products as f64) < least * reads as f64 {
         faults.push(format!("{products} HMMA for {reads} LDSM, expected {least} for each at least"));
     }
     let barriers = match row.pass() {
         // One after a tile was drawn, one a block of queries and one before the last dQ; and where P is handed over, in
         // each chunk of a block, one that arrives and one that waits.
         Pass::Backward => 3 + 2 * chunks(row),
-        // One a block of keys with two stages, two with one.
-        _ => 3 - row.stages(),
+        // One a block of keys with two stages, two with one. Where warps have one strip, Q is read before the first block.
+        _ => 3 - row.stages() + usize::from(strips == 1),
     };
     let (found, wanted) = (compiled.count("BAR"), compiled.codes() * barriers);
     if found != wanted {

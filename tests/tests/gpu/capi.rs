@@ -139,7 +139,7 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     for wanted in [
         hattn_forward_problem { head_dim_qk: 264, head_dim_vo: 264, ..given },
         hattn_forward_problem { head_dim_qk: 60, ..given },
-        hattn_forward_problem { head_dim_qk: 256, head_dim_vo: 256, arch: HATTN_ARCH_SM80, ..given },
+        hattn_forward_problem { head_dim_qk: 264, head_dim_vo: 264, arch: HATTN_ARCH_SM80, ..given },
         hattn_forward_problem { dtype: HATTN_F32, output: 0, ..given },
         hattn_forward_problem { arch: HATTN_ARCH_SM80, sm_margin: 1, ..given },
     ] {

@@ -516,19 +516,79 @@ fn packed_problems_of_large_head_dims_take_the_row_of_dense_ones() {
     }
 }
 
-/// What sm80 kernels do not have is refused by the name of the instruction set, where sm90 kernels would have it.
-#[test]
-fn larger_head_dims_are_refused_with_the_instruction_set() {
+/// The rows of [`both`], and those above head dim 128 of both instruction sets. Those of sm80 have the real sizes.
+fn wide_of_both() -> Vec<KernelInfo> {
     let mut rows = wide();
     rows.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
-    let dims = Dims { head_dim_qk: 256, head_dim_vo: 256, ..DIMS };
-    assert_eq!(select(&problem(dims, Mask::causal()), &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
-    let asked = problem(dims, Mask::causal()).to_builder().arch(Arch::Sm80).build().unwrap();
-    let text = "unsupported: head_dim_qk 256 with head_dim_vo 256 for bf16, causal, on sm80; \
-                nearest: up to 64 with 64, up to 128 with 128";
-    assert_eq!(refused(&asked, &H100, &rows), text);
-    for gpu in [&A100, &L40S] {
-        assert_eq!(refused(&problem(dims, Mask::causal()), gpu, &rows), text);
+    for mask in [MaskClass::Full, MaskClass::Causal] {
+        for (qk, vo, tile_n, stages, threads, kib) in
+            [(192, 128, 64, 1, 128, 88), (192, 192, 64, 2, 256, 96), (256, 256, 32, 2, 256, 96)]
+        {
+            let row = row(rows.len() as u32, mask, qk, 128);
+            let smem_bytes = (kib << 10) + 256;
+            let sm80 = KernelInfo { arch: Arch::Sm80, head_dim_vo: vo, tile_n, stages, threads, smem_bytes, ..row };
+            rows.push(KernelInfo { packs: true, ..sm80 });
+        }
+    }
+    rows
+}
+
+/// Above head dim 128 all GPUs of compute capability 8.0 and later run the same rows. Only head dims 192 and 128 leave room for
+/// a second CTA, on a GPU with the shared memory for it.
+#[test]
+fn larger_head_dims_run_on_every_gpu() {
+    let rows = wide_of_both();
+    for (qk, vo, row, on_h100) in [
+        (192, 128, (192, 128), 2),
+        (136, 8, (192, 128), 2),
+        (192, 136, (192, 192), 1),
+        (64, 192, (192, 192), 1),
+        (200, 72, (256, 256), 1),
+        (256, 256, (256, 256), 1),
+        (128, 128, (128, 128), 2),
+    ] {
+        let dims = Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS };
+        for mask in [Mask::Full, Mask::causal()] {
+            let given = problem(dims, mask);
+            assert_eq!(select(&given, &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
+            let asked = given.to_builder().arch(Arch::Sm80).build().unwrap();
+            for (problem, gpu) in [(&asked, &H100), (&given, &A100), (&given, &A10), (&given, &L40S)] {
+                let choice = select(problem, gpu, &rows).unwrap();
+                let kernel = choice.kernel;
+                assert_eq!((kernel.arch, kernel.head_dim_qk, kernel.head_dim_vo), (Arch::Sm80, row.0, row.1));
+                assert_eq!((choice.grid, choice.tiles, choice.m_tiles), (256, 256, 8), "{choice}");
+                let ctas =
+                    if gpu.arch == H100.arch || qk.max(vo) <= 128 && gpu.arch == A100.arch { on_h100 } else { 1 };
+                assert_eq!(resident(&kernel, gpu), ctas, "{kernel} on {:?}", gpu.arch);
+            }
+            if row.0 > 128 {
+                let packed = asked.to_builder().packed(true).build().unwrap();
+                assert_eq!(select(&packed, &H100, &rows).unwrap().kernel, select(&asked, &H100, &rows).unwrap().kernel);
+            }
+        }
+    }
+}
+
+/// What sm80 kernels do not have is refused by the name of the instruction set, also where sm90 kernels have it.
+#[test]
+fn larger_head_dims_are_refused_with_the_instruction_set() {
+    let refusal = |head_dim: usize, nearest: &str| {
+        format!(
+            "unsupported: head_dim_qk {head_dim} with head_dim_vo {head_dim} for bf16, causal, on sm80; nearest: {nearest}"
+        )
+    };
+    let of = |head_dim| problem(Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS }, Mask::causal());
+    // A build without the features of larger head dims, on sm80 alone.
+    let mut narrow = wide();
+    narrow.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
+    assert_eq!(select(&of(256), &H100, &narrow).unwrap().kernel.arch, Arch::Sm90);
+    let up_to_128 = "up to 64 with 64, up to 128 with 128";
+    let up_to_256 = &format!("{up_to_128}, up to 192 with 128, up to 192 with 192, up to 256 with 256");
+    for (rows, head_dim, nearest) in [(&narrow, 256, up_to_128), (&wide_of_both(), 264, up_to_256)] {
+        let asked = of(head_dim).to_builder().arch(Arch::Sm80).build().unwrap();
+        for (problem, gpu) in [(&asked, &H100), (&of(head_dim), &A100), (&of(head_dim), &L40S)] {
+            assert_eq!(refused(problem, gpu, rows), refusal(head_dim, nearest));
+        }
     }
 }
 

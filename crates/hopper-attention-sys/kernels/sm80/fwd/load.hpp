@@ -37,7 +37,7 @@ struct Load {
   template <class TileRecord>
   CUTE_DEVICE void first(TileRecord const& tile, KeyVisits const& visits) const {
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
-        cute::cast_smem_ptr_to_uint(storage.q), queries_address(params.q, tile, tile.head), 2 * params.q.stride_row,
+        Traits::queries_at(storage, visits.first()), queries_address(params.q, tile, tile.head), 2 * params.q.stride_row,
         tile.block * Traits::kTileM, queries_of(scalars, tile), params.head_dim_qk, Traits::thread_index());
     keys<true>(k_head, visits, visits.first());
     commit_copies();
@@ -57,14 +57,14 @@ struct Load {
   template <bool kRagged>
   CUTE_DEVICE void keys(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, kRagged>(
-        cute::cast_smem_ptr_to_uint(storage.k[Traits::stage(visit)]), head, 2 * params.k.stride_row,
+        Traits::keys_at(storage, visit), head, 2 * params.k.stride_row,
         visits.block(visit) * Traits::kTileN, keys_of(scalars, storage.tile), params.head_dim_qk,
         Traits::thread_index());
   }
   template <bool kRagged>
   CUTE_DEVICE void values(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, kRagged>(
-        cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(visit)]), head, 2 * params.v.stride_row,
+        Traits::values_at(storage, visit), head, 2 * params.v.stride_row,
         visits.block(visit) * Traits::kTileN, keys_of(scalars, storage.tile), params.head_dim_vo,
         Traits::thread_index());
   }

@@ -1,6 +1,6 @@
 // A warp of the forward: both products of each block, and the softmax between them.
 //
-// For each block a warp computes S = Q K^T of its 32 queries, masks it if the block is on an edge, exponentiates it to
+// For each block a warp computes S = Q K^T of its 32 (or 16) queries, masks it if the block is on an edge, exponentiates it to
 // P, and adds P V to O. Everything stays in the warp's registers. The copies of the next blocks run meanwhile.
 #pragma once
 
@@ -26,9 +26,9 @@ struct Mma {
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kStrips = Traits::kStrips;
   static constexpr int kStages = Traits::kStages;
-  // How many blocks of a tile are compared before any is exponentiated unseen. Without a mask the reference of the
-  // first alone would leave N(0,1) of 512 keys with 1.055 times the error of a running maximum.
-  static constexpr int kFirstBlocks = kMask == MaskClass::Full ? 2 : 1;
+  // How many blocks of a tile are compared before any is exponentiated unseen: those of 64 keys. Without a mask it is
+  // twice as many: the reference of 64 keys would leave N(0,1) of 512 with 1.055 times the error of a running maximum.
+  static constexpr int kFirstBlocks = (kMask == MaskClass::Full ? 128 : 64) / kTileN;
   static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
 
   CUTE_DEVICE static int lane() { return Traits::thread_index() % 32; }
@@ -123,17 +123,18 @@ struct Mma {
     // not.
     constexpr bool kKeepsLane = !Traits::kIsPacked && kMask == MaskClass::Full && Traits::kRegistersShort;
     std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) : 0;
-    auto q_lane = [&]() {
-      return cute::cast_smem_ptr_to_uint(storage.q) + lane_offset_down(lane()) +
+    // (`first`: the tile's first visit.)
+    auto q_lane = [&](int first) {
+      return Traits::queries_at(storage, first) + lane_offset_down(lane()) +
              Traits::thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
     };
     auto k_lane = [&](int visit) {
       std::uint32_t const first =
           kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane());
-      return first + offsetof(Storage, k) + Traits::stage(visit) * sizeof(storage.k[0]);
+      return first + Traits::keys_from_begin(visit);
     };
     auto v_lane = [&](int visit) {
-      return cute::cast_smem_ptr_to_uint(storage.v[Traits::stage(visit)]) + lane_offset_down(lane());
+      return Traits::values_at(storage, visit) + lane_offset_down(lane());
     };
 
     Fragment<float, kTileN / 2, kStrips> scores{};
@@ -160,6 +161,20 @@ struct Mma {
         output(i) *= rescale[i / (Traits::kHeadDimVO / 2) * 2 + i / 2 % 2];
       }
     };
+
+    auto keep_queries = [&](int first) {
+      std::uint32_t const q = q_lane(first);
+      CUTE_UNROLL
+      for (int step = 0; step < kStepsQK; ++step) {
+        load_queries(q, step, queries[Traits::kQueriesInRegisters ? step : 0]);
+      }
+    };
+    if constexpr (Traits::kQueriesInStage) {
+      // Before the loop's first barrier, after which the other stage is copied over Q.
+      await_copies<1>();
+      __syncthreads();
+      keep_queries(visits.first());
+    }
 
     // Copies of a block are waited for before a barrier, and what they overwrite has been read before it. With two
     // stages there is one barrier a block, for both operands of the next one. With one stage, the next K is copied
@@ -191,12 +206,8 @@ struct Mma {
         load.next_values(visits, next);
         commit_copies();
       }
-      if (Traits::kQueriesInRegisters && first) {
-        std::uint32_t const q = q_lane();
-        CUTE_UNROLL
-        for (int step = 0; step < kStepsQK; ++step) {
-          load_queries(q, step, queries[Traits::kQueriesInRegisters ? step : 0]);
-        }
+      if (Traits::kQueriesInRegisters && !Traits::kQueriesInStage && first) {
+        keep_queries(visit);
       }
 
       if constexpr (kMask != MaskClass::Full && Traits::kRegistersShort) {
@@ -207,7 +218,7 @@ struct Mma {
       bool const masked =
           kMask == MaskClass::Full ? first && has_ragged_end(band) : own.is_first(visit) || own.on_edge(visit);
       if (needed) {
-        std::uint32_t const q = q_lane();
+        std::uint32_t const q = q_lane(visit);
         std::uint32_t const k = k_lane(visit);
         clear(scores);
         CUTE_UNROLL
@@ -220,18 +231,30 @@ struct Mma {
           }
         }
         auto recompute = [&]() {
-          std::uint32_t const q_again = q_lane();
-          std::uint32_t const k_again = k_lane(visit);
-          clear(scores);
-          CUTE_NO_UNROLL
-          for (int step = 0; step < kStepsQK; ++step) {
-            std::uint32_t again[kStrips][4];
-            load_queries(q_again, step, again);
-            score_step(again, k_again, step, scores);
+          if constexpr (Traits::kQueriesInStage) {
+            std::uint32_t const k_again = k_lane(visit);
+            clear(scores);
+            CUTE_UNROLL
+            for (int step = 0; step < kStepsQK; ++step) {
+              score_step(queries[step], k_again, step, scores);
+            }
+          } else {
+            std::uint32_t const q_again = q_lane(visit);
+            std::uint32_t const k_again = k_lane(visit);
+            clear(scores);
+            CUTE_NO_UNROLL
+            for (int step = 0; step < kStepsQK; ++step) {
+              std::uint32_t again[kStrips][4];
+              load_queries(q_again, step, again);
+              score_step(again, k_again, step, scores);
+            }
           }
         };
         // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
-        bool const starts = kMask == MaskClass::Full ? visits.end - visit <= kFirstBlocks : own.is_first(visit);
+        bool starts = own.is_first(visit);
+        if constexpr (kFirstBlocks > 1) {
+          starts = (kMask == MaskClass::Full ? visits : own).end - visit <= kFirstBlocks;
+        }
         if (masked || starts || limits.none()) {
           auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
           if (masked) {
@@ -250,7 +273,7 @@ struct Mma {
             limits = softmax.first_limits(
                 [&](int strip) { return keys_before_edge<kMask, kTileN>(band, row + 16 * strip, visits.block(visit)); },
                 kFirstBlocks);
-          } else if (visits.block(visit) % kComparedBlocks == 0) {
+          } else if (visits.block(visit) % Softmax::kComparedBlocks == 0) {
             limits = softmax.later_limits();
           }
         } else {

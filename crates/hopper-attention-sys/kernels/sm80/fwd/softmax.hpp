@@ -26,9 +26,6 @@
 
 namespace hattn::sm80 {
 
-// After a stop blocks are compared until the index of one is a multiple of this.
-constexpr int kComparedBlocks = 8;
-
 // What a lane's sums over one block must not reach. A pair of f16 for the two rows of each strip: in f32 they would
 // take twice the registers and twice the comparisons.
 template <int kStrips>
@@ -71,12 +68,13 @@ struct ExactSoftmax {
   using Base = OnlineSoftmax<kTileN, 15, kStrips>;
   static constexpr int kRows = Base::kRows;
 
+  // After a stop blocks are compared until the index of one is a multiple of this.
+  static constexpr int kComparedBlocks = 512 / kTileN;
   // The largest limit: f16 holds weights below it.
   static constexpr float kMostLimit = 0x1p15F;
-  // A lane has 16 weights of a row in a block. If their sum reaches the largest limit, one of them is this or more. So
-  // such rows move, whatever their sum is.
-  static_assert(kTileN == 64);
-  static constexpr float kMostUnmoved = 0x1p11F;
+  // A lane has a quarter of a row's weights in a block. If their sum reaches the largest limit, one of them is this or
+  // more. So such rows move, whatever their sum is.
+  static constexpr float kMostUnmoved = kMostLimit / (kTileN / 4);
   // At this, a row's weights may have been infinite.
   static constexpr float kLost = 0x1p96F;
 

@@ -1,6 +1,8 @@
 // Everything that a row of fwd.def fixes: types, tiles, and what a CTA asks of a multiprocessor.
 #pragma once
 
+#include <cstddef>
+#include <cute/arch/util.hpp>
 #include <type_traits>
 
 #include "common/element.hpp"
@@ -27,22 +29,28 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
 
-  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory would
-  // be read as long as the products take.
-  static constexpr int kStrips = 2;
+  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory is read
+  // as long as the products take. But beside O of more than 128 columns there are no registers for a second strip.
+  static constexpr int kStrips = kHeadDimVO <= 128 ? 2 : 1;
   static constexpr int kWarpRows = 16 * kStrips;
   static constexpr int kThreads = kTileM / kWarpRows * 32;
-  // A multiprocessor's registers, 65536, are two CTAs of four warps with 255 for each thread.
+  // A multiprocessor's registers, 65536, are eight warps with 255 for each thread: two CTAs of four, or one of eight.
   static constexpr int kCtas = 65536 / 256 / kThreads;
-  static_assert(kTileM % kWarpRows == 0 && kThreads == 128, "four warps, two CTAs a multiprocessor");
+  static_assert(kTileM % kWarpRows == 0 && (kThreads == 128 || kThreads == 256), "eight warps a multiprocessor");
   static_assert(kTileN % 16 == 0 && kTileN >= kWarpRows, "the edge of a mask lies in two blocks of a warp at most");
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
   static_assert(kStages == 1 || kStages == 2, "a stage is loaded while the other is used");
 
-  // Where O and the scores leave registers for it, Q is read from shared memory once.
-  static constexpr bool kQueriesInRegisters = kHeadDimQK + kHeadDimVO <= 128;
+  // A thread's registers of O, of the scores and of the operand Q.
+  static constexpr int kBigRegisters = kStrips * (kHeadDimVO / 2 + kTileN / 2 + kHeadDimQK / 4);
+  // Where there are so many, Q is read from shared memory once.
+  static constexpr bool kQueriesInRegisters = kBigRegisters <= 208;
   // Elsewhere registers are short: what is needed once a block waits in shared memory or is computed anew.
-  static constexpr bool kRegistersShort = !kQueriesInRegisters;
+  static constexpr bool kRegistersShort = kBigRegisters > 176;
+
+  // Where each warp has one strip, Q waits in the place of a stage until it is in registers. So two stages fit 99 KB.
+  static constexpr bool kQueriesInStage = kQueriesInRegisters && kStrips == 1;
+  static_assert(!kQueriesInStage || kStages == 2, "Q lies over the stage that is loaded second");
 
   // This thread's index in the CTA. Where registers are short it is read anew at each call, so that what follows from
   // it does not stay in them.
@@ -57,16 +65,64 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     KeyVisits visits;
   };
   struct Nothing {};
+  static constexpr int kQueriesSize = kTileM * kHeadDimQK;  // in elements
+  static constexpr int kKeysSize = kTileN * kHeadDimQK;
+  static constexpr int kStageSize = kTileN * (kHeadDimQK + kHeadDimVO);
+  struct Apart {
+    alignas(128) Element q[kQueriesSize];
+    alignas(128) Element k[kStages][kKeysSize];
+    alignas(128) Element v[kStages][kStageSize - kKeysSize];
+  };
+  // One stage at each end: its K, then its V. Q lies beside the stage of the first visit, over the other one.
+  //
+  //     | stage 0 |       | stage 1 |
+  //     | stage 0 | Q               |   first visit in stage 0
+  //     | Q               | stage 1 |   first visit in stage 1
+  struct Overlaid {
+    static_assert(!kQueriesInStage || kQueriesSize >= kStageSize, "the stages lie apart");
+    alignas(128) Element all[kQueriesSize + kStageSize];
+  };
   struct SharedStorage {
-    alignas(128) Element q[kTileM * kHeadDimQK];
-    alignas(128) Element k[kStages][kTileN * kHeadDimQK];
-    alignas(128) Element v[kStages][kTileN * kHeadDimVO];
+    std::conditional_t<kQueriesInStage, Overlaid, Apart> operands;
     TileRecord tile;
     KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
     std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
     std::conditional_t<kPacked, OfPacked, Nothing> packed;
   };
+
+  // Where Q lies. `first`: the tile's first visit.
+  CUTE_DEVICE static std::uint32_t queries_at(SharedStorage& storage, int first) {
+    if constexpr (kQueriesInStage) {
+      return cute::cast_smem_ptr_to_uint(storage.operands.all) + (1 - stage(first)) * (2 * kStageSize);
+    } else {
+      return cute::cast_smem_ptr_to_uint(storage.operands.q);
+    }
+  }
+  // Where K and V of a visit lie.
+  CUTE_DEVICE static std::uint32_t keys_at(SharedStorage& storage, int visit) {
+    if constexpr (kQueriesInStage) {
+      return cute::cast_smem_ptr_to_uint(storage.operands.all) + stage(visit) * (2 * kQueriesSize);
+    } else {
+      return cute::cast_smem_ptr_to_uint(storage.operands.k[stage(visit)]);
+    }
+  }
+  CUTE_DEVICE static std::uint32_t values_at(SharedStorage& storage, int visit) {
+    if constexpr (kQueriesInStage) {
+      return keys_at(storage, visit) + 2 * kKeysSize;
+    } else {
+      return cute::cast_smem_ptr_to_uint(storage.operands.v[stage(visit)]);
+    }
+  }
+  // How far K of a visit lies from the beginning of shared memory.
+  CUTE_DEVICE static std::uint32_t keys_from_begin(int visit) {
+    if constexpr (kQueriesInStage) {
+      return stage(visit) * (2 * kQueriesSize);
+    } else {
+      return offsetof(Apart, k) + stage(visit) * sizeof(Apart::k[0]);
+    }
+  }
+
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 101376, "more shared memory than a CTA can have on compute capability 8.6 and 8.9");
 };
