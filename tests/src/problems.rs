@@ -79,7 +79,7 @@ pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
             cases.extend(placements());
             cases.extend(numbers());
             cases.extend(classes(1100));
-            cases.extend(extremes(&[64, 128, 256]));
+            cases.extend(extremes(&[64, 96, 128, 256]));
             cases.extend(long());
             cases
         }
@@ -92,7 +92,7 @@ fn small(tiles: &Tiles) -> Vec<Case> {
     let mut cases = classes(300);
     let tile = tiles.m.iter().copied().max().unwrap_or(128);
     for mask in masks() {
-        for head_dim in [64, 72, 128, 200, 256] {
+        for head_dim in [64, 72, 96, 128, 200, 256] {
             cases.push(Case::new(tile + 1, 130, head_dim, mask));
         }
         cases.push(Case::new(tile + 1, 130, 192, mask).head_dim_vo(128));
@@ -112,8 +112,11 @@ fn head_dims() -> Vec<Case> {
             // Over one tile of queries and one block of keys in every table so far, by a prime.
             cases.push(Case::new(197 + 2 * i, 229, head_dim, mask));
         }
-        for (qk, vo) in [(64, 128), (128, 64), (40, 72), (128, 8), (8, 128), (96, 64), (64, 8), (8, 64)] {
+        for (qk, vo) in [(64, 128), (128, 64), (40, 72), (128, 8), (8, 128), (64, 8), (8, 64)] {
             cases.push(Case::new(131, 263, qk, mask).head_dim_vo(vo));
+        }
+        for (qk, vo) in [(96, 64), (64, 96), (96, 72), (80, 96), (8, 96), (104, 96), (96, 104)] {
+            cases.push(Case::new(163 + i, 271, qk, mask).head_dim_vo(vo));
         }
         for (qk, vo) in WIDE_PAIRS {
             cases.push(Case::new(151 + i, 263, qk, mask).head_dim_vo(vo));
@@ -157,12 +160,13 @@ fn lengths(tiles: &Tiles) -> Vec<Case> {
             }
         }
         for (seqlen_q, seqlen_kv) in [(127, 129), (128, 128), (129, 127), (257, 384), (383, 131), (1, 509), (191, 0)] {
+            cases.push(Case::new(seqlen_q, seqlen_kv, 96, mask));
             cases.push(Case::new(seqlen_q, seqlen_kv, 128, mask));
             cases.push(Case::new(seqlen_q, seqlen_kv, 192, mask));
             cases.push(Case::new(seqlen_q, seqlen_kv, 256, mask));
         }
         for (seqlen_q, seqlen_kv) in [(700, 300), (300, 700), (577, 1021)] {
-            for head_dim in [64, 128, 256] {
+            for head_dim in [64, 96, 128, 256] {
                 cases.push(Case::new(seqlen_q, seqlen_kv, head_dim, mask));
             }
             cases.push(Case::new(seqlen_q, seqlen_kv, 192, mask).head_dim_vo(128));
@@ -193,9 +197,15 @@ fn windows() -> Vec<Case> {
     let mut cases = Vec::new();
     for (left, right) in bounds {
         for corner in [Corner::BottomRight, Corner::TopLeft] {
-            for (seqlen_q, seqlen_kv, head_dim) in
-                [(200, 200, 64), (150, 333, 64), (333, 150, 64), (400, 450, 128), (450, 140, 128), (333, 300, 256)]
-            {
+            for (seqlen_q, seqlen_kv, head_dim) in [
+                (200, 200, 64),
+                (150, 333, 64),
+                (333, 150, 64),
+                (400, 450, 128),
+                (450, 140, 128),
+                (333, 300, 256),
+                (400, 333, 96),
+            ] {
                 cases.push(Case::new(seqlen_q, seqlen_kv, head_dim, Mask::Window { left, right, corner }));
             }
         }
@@ -213,6 +223,7 @@ fn heads() -> Vec<Case> {
         }
         cases.push(Case::new(200, 140, 64, mask).heads(9, 20, 4));
         cases.push(Case::new(140, 200, 128, mask).heads(20, 9, 9));
+        cases.push(Case::new(200, 300, 96, mask).heads(9, 20, 20));
         cases.push(Case::new(1, 300, 128, mask).heads(16, 32, 8));
         cases.push(Case::new(140, 200, 256, mask).heads(20, 9, 9));
         cases.push(Case::new(200, 140, 192, mask).head_dim_vo(128).heads(9, 20, 4));
@@ -226,6 +237,7 @@ fn placements() -> Vec<Case> {
         for mask in masks() {
             for (head_dim, head_dim_vo, heads) in [
                 (64, 64, (2, 4, 2)),
+                (96, 96, (2, 4, 2)),
                 (128, 128, (2, 4, 2)),
                 (56, 56, (3, 3, 1)),
                 (64, 64, (1, 1, 1)),
@@ -246,7 +258,7 @@ fn placements() -> Vec<Case> {
 fn numbers() -> Vec<Case> {
     let mut cases = Vec::new();
     for mask in masks() {
-        for head_dim in [64, 128, 256] {
+        for head_dim in [64, 96, 128, 256] {
             let case = Case::new(203, 301, head_dim, mask).heads(2, 2, 1);
             for scale in [0.001, 0.02, 0.131, 1.0, 3.7] {
                 cases.push(Case { scale: Some(scale), ..case.clone() });
@@ -313,11 +325,13 @@ pub fn extremes(head_dims: &[usize]) -> Vec<Case> {
 /// Every class of inputs at a length of several blocks, so that a row's largest score comes after others, or before them.
 fn classes(seqlen: usize) -> Vec<Case> {
     let classes = Class::ALL.into_iter().enumerate().flat_map(move |(i, class)| {
-        [(Mask::Full, 64), (Mask::causal(), 128), (Mask::causal(), 256)].map(|(mask, head_dim)| {
-            // Other lengths are other late keys.
-            let case = Case::new(seqlen / 2, seqlen + i, head_dim, mask);
-            Case { values: Values::Like(class), ..case }
-        })
+        [(Mask::Full, 64), (Mask::causal(), 96), (Mask::causal(), 128), (Mask::causal(), 256)].map(
+            |(mask, head_dim)| {
+                // Other lengths are other late keys.
+                let case = Case::new(seqlen / 2, seqlen + i, head_dim, mask);
+                Case { values: Values::Like(class), ..case }
+            },
+        )
     });
     classes.collect()
 }
@@ -327,6 +341,8 @@ fn long() -> Vec<Case> {
     let one_head = |seqlen_q, seqlen_kv, head_dim, mask| Case::new(seqlen_q, seqlen_kv, head_dim, mask).heads(1, 1, 1);
     vec![
         one_head(4096, 4096, 64, Mask::causal()),
+        one_head(2048, 2048, 96, Mask::Full),
+        one_head(2048, 2048, 96, Mask::causal()),
         one_head(2048, 2048, 128, Mask::Full),
         one_head(2048, 2048, 128, Mask::causal()),
         one_head(2048, 2048, 256, Mask::causal()),

@@ -115,7 +115,13 @@ impl Selection {
         Self {
             archs: chosen(&[("SM90", "sm90"), ("SM80", "sm80")]),
             dtypes: chosen(&[("F16", "F16"), ("BF16", "BF16"), ("E4M3", "E4M3")]),
-            head_dims: chosen(&[("HDIM64", "64"), ("HDIM128", "128"), ("HDIM192", "192"), ("HDIM256", "256")]),
+            head_dims: chosen(&[
+                ("HDIM64", "64"),
+                ("HDIM96", "96"),
+                ("HDIM128", "128"),
+                ("HDIM192", "192"),
+                ("HDIM256", "256"),
+            ]),
         }
     }
 
@@ -124,7 +130,7 @@ impl Selection {
         for (what, chosen, allowed) in [
             ("architecture", &self.archs, "sm90, sm80"),
             ("element type", &self.dtypes, "f16, bf16, e4m3"),
-            ("head dim", &self.head_dims, "hdim64, hdim128, hdim192, hdim256"),
+            ("head dim", &self.head_dims, "hdim64, hdim96, hdim128, hdim192, hdim256"),
         ] {
             if chosen.is_empty() {
                 bail!("hopper-attention-sys: no {what} is selected; enable at least one of the features {allowed}");

@@ -2,6 +2,7 @@
 
 use hopper_attention::{Arch, DType, KernelInfo, Pass};
 
+use super::products::{descriptor, row_bytes};
 use super::{Compiled, REGISTERS, SMEM_LIMIT_A100, chunks, faults, faults_with, first_row};
 
 type Spoil<'a> = &'a dyn Fn(&mut Compiled);
@@ -33,6 +34,7 @@ fn the_audit_sees_every_flaw() {
             "USETMAXREG.DEALLOC.CTAPOOL 0x18".into(),
             "UTMALDG.4D [UR8], [UR6]".into(),
             format!("{store}.4D [R8], R6"),
+            format!("UMOV UR5, {}", descriptor(row_bytes(&row))),
         ]
         .into_iter()
         .chain(product(row.tile_n(), row.head_dim_qk() / 16))
@@ -49,6 +51,8 @@ fn the_audit_sees_every_flaw() {
     let drop_store = |c: &mut Compiled| c.sass = c.sass.replace(store, "NOP");
     let fewer_registers = |c: &mut Compiled| c.usage = c.usage.replace(&format!("REG:{launch}"), "REG:24");
     let narrow = |c: &mut Compiled| c.sass = c.sass.replace(&columns, "64x16x16");
+    let other_rows =
+        |c: &mut Compiled| c.sass = c.sass.replace(descriptor(row_bytes(&row)), descriptor(192 - row_bytes(&row)));
     let one_less = |c: &mut Compiled| c.sass = c.sass.replacen("HGMMA", "NOP", 1);
     let mut flaws: Vec<(&str, Spoil<'_>)> = vec![
         ("there are sums in f16", &|c| {
@@ -69,6 +73,7 @@ fn the_audit_sees_every_flaw() {
     if row.dtype() != DType::E4M3 {
         flaws.push(("products of 16 columns", &narrow));
         flaws.push(("products by columns are", &one_less));
+        flaws.push(("descriptors of rows of", &other_rows));
     }
     assert_each_is_named(&row, sound, &flaws);
 }

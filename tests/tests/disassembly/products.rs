@@ -1,4 +1,5 @@
-//! The shapes of an sm90 kernel's matrix products: those of its row, and no smaller ones.
+//! The shapes of an sm90 kernel's matrix products: those of its row, and no smaller ones. And how their operands lie in shared
+//! memory.
 //!
 //! A product of 64 rows has one instruction for each 16 elements along which it sums, and N columns: `HGMMA.64xNx16`. A product
 //! that the compiler, or a library, cut into smaller ones computes the right numbers slowly.
@@ -8,6 +9,20 @@ use std::collections::BTreeMap;
 use hopper_attention::{DType, KernelInfo, Pass};
 
 use super::Compiled;
+
+/// The upper half of a descriptor of an operand in shared memory, for slabs with rows of 128 bytes and of 64: how they are
+/// swizzled, and the bytes of eight rows (`SmemOperand` in `sm90/wgmma.hpp`).
+const DESCRIPTORS: [(usize, &str); 2] = [(128, "0x40000040"), (64, "0x80000020")];
+
+/// The bytes of a slab's row: of 64 columns, or of 32 where a head dim is no multiple of 64.
+pub fn row_bytes(row: &KernelInfo) -> usize {
+    if row.head_dim_qk().is_multiple_of(64) && row.head_dim_vo().is_multiple_of(64) { 128 } else { 64 }
+}
+
+/// A descriptor's upper half, of such rows.
+pub fn descriptor(row_bytes: usize) -> &'static str {
+    DESCRIPTORS.iter().find(|(bytes, _)| *bytes == row_bytes).expect("rows of 64 or 128 bytes").1
+}
 
 /// How many instructions there are of each number of columns.
 pub fn columns(compiled: &Compiled) -> BTreeMap<usize, usize> {
@@ -41,6 +56,13 @@ pub fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
         .map(|(columns, count)| format!("{count} products of {columns} columns, expected {allowed:?}"))
         .collect();
     if row.pass() == Pass::Forward {
+        for (bytes, descriptor) in DESCRIPTORS {
+            let made = compiled.lines().filter(|line| line.contains("UMOV") && line.contains(descriptor)).count();
+            if (made > 0) != (bytes == row_bytes(row)) {
+                faults
+                    .push(format!("{made} descriptors of rows of {bytes} bytes, expected rows of {}", row_bytes(row)));
+            }
+        }
         // Instructions of one product.
         let (of_scores, of_output) = (row.head_dim_qk() / 16, keys / 16);
         let of = |columns| found.get(&columns).copied().unwrap_or(0);

@@ -15,8 +15,12 @@
 // A tile begins at a multiple of 128 bytes (sm90: 1024). So to xor an address within the tile with 16 * c is to xor the
 // index of the chunk with c.
 //
-// A tile of e4m3 elements has one slab, with rows as long as the head dim. Rows of 128 bytes are swizzled as above.
-// Rows of 64 bytes have four chunks, whose index is xor-ed with bits 1 and 2 of the row (the 64-byte swizzle).
+// Some slabs have rows of 64 bytes:
+// - A tile of e4m3 elements has one slab, with rows as long as the head dim.
+// - A tile of 16-bit elements has slabs of 32 columns where the head dim is no multiple of 64.
+//
+// Such a row has four chunks, whose index is xor-ed with bits 1 and 2 of the row (the 64-byte swizzle). Two rows take
+// 128 bytes, so the same chunk of eight consecutive rows lies in eight different groups of banks here, too.
 #pragma once
 
 #include <cstdint>
@@ -46,21 +50,26 @@ CUTE_DEVICE std::uint32_t slab_address(std::uint32_t slab, int row, int chunk) {
 }
 
 // Where columns lie in a tile of slabs: in which slab, and what differs in the address of their chunk.
-struct Columns {
+template <int kRowBytes>
+struct ColumnsOf {
   int slab;
   int flips;
 
   // Of the 16 columns from 16 * step on.
-  CUTE_DEVICE static Columns of_step(int step) { return {step / 4, step % 4 * 32}; }
+  CUTE_DEVICE static ColumnsOf of_step(int step) {
+    constexpr int kSteps = kRowBytes / 32;  // of a slab
+    return {step / kSteps, step % kSteps * 32};
+  }
   // Of what begins with this byte of a row, a multiple of 32.
-  CUTE_DEVICE static Columns of_byte(int byte) { return {byte / kSlabRowBytes, byte % kSlabRowBytes}; }
+  CUTE_DEVICE static ColumnsOf of_byte(int byte) { return {byte / kRowBytes, byte % kRowBytes}; }
 
   // Their address in a tile of kRows rows, from that of the same row's first columns.
   template <int kRows>
   CUTE_DEVICE std::uint32_t from(std::uint32_t first) const {
-    return (first ^ flips) + slab * (kRows * kSlabRowBytes);
+    return (first ^ flips) + slab * (kRows * kRowBytes);
   }
 };
+using Columns = ColumnsOf<kSlabRowBytes>;
 
 // Where a lane reads, for ldmatrix, the 16 rows and 16 columns that a tile begins with: four matrices, in the order in
 // which the product takes them as registers, so that none has to be moved.

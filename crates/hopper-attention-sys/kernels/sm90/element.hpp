@@ -28,12 +28,12 @@ CUTE_DEVICE void store_pairs(Element* tile, int row, int lane, Pair const& pair)
   }
 }
 
-// The same from f32: each of a thread's two rows is multiplied by its factor and converted. `see(row, a, b)` is called
-// with every two pairs of a row.
-template <int kRows, int kColumns, class Element, class Accumulator, class See>
+// The same from f32, in slabs of rows of kRowBytes bytes: each of a thread's two rows is multiplied by its factor and
+// converted. `see(row, a, b)` is called with every two pairs of a row.
+template <int kRows, int kColumns, int kRowBytes = kSlabRowBytes, class Element, class Accumulator, class See>
 CUTE_DEVICE void store_accumulator(Element* tile, int row, int lane, Accumulator const& values,
                                    float const (&factors)[2], See const& see) {
-  std::uint32_t const address = slab_address(cute::cast_smem_ptr_to_uint(tile), row + lane % 16, lane / 16);
+  std::uint32_t const address = slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(tile), row + lane % 16, lane / 16);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 16; ++i) {
     std::uint32_t words[4];
@@ -42,7 +42,8 @@ CUTE_DEVICE void store_accumulator(Element* tile, int row, int lane, Accumulator
       int const at = 8 * i + 2 * j;
       words[j] = pack_pair<Element>(values(at) * factors[j % 2], values(at + 1) * factors[j % 2]);
     }
-    store_matrices(Columns::of_step(i).from<kRows>(address), words[0], words[1], words[2], words[3]);
+    store_matrices(ColumnsOf<kRowBytes>::of_step(i).template from<kRows>(address), words[0], words[1], words[2],
+                   words[3]);
     see(0, words[0], words[2]);
     see(1, words[1], words[3]);
   }

@@ -26,10 +26,11 @@ CUTE_DEVICE void recompute_scores(Element const* q, Element const* k, int q_row,
     CUTE_NO_UNROLL
     for (int byte = 0; byte < kBytes; byte += 32) {
       // A single slab: said so, since ptxas divides otherwise.
+      using Columns = ColumnsOf<kRowBytes>;
       Columns const columns = kBytes <= kRowBytes ? Columns{0, byte} : Columns::of_byte(byte);
       std::uint32_t a[4];
-      load_matrices(columns.from<kTileM>(q_address), a);
-      std::uint32_t const k_step = columns.from<kTileN>(k_address);
+      load_matrices(columns.template from<kTileM>(q_address), a);
+      std::uint32_t const k_step = columns.template from<kTileN>(k_address);
       CUTE_UNROLL
       for (int i = first; i < first + kColumns; ++i) {
         std::uint32_t b[2];

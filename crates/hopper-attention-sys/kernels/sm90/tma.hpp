@@ -1,4 +1,5 @@
-// Copies of tiles between global and shared memory by the copy engine. Tiles are slabs (common/slab.hpp).
+// Copies of tiles between global and shared memory by the copy engine. Tiles are slabs of kColumns columns
+// (common/slab.hpp).
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -20,52 +21,52 @@ CUTE_DEVICE void prefetch_maps(Maps const&... maps) {
 }
 
 // Copies rows [row, row + kRows) of one head into a tile; what lies beyond the tensor reads as zero.
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
                            int batch) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+  for (int column = 0; column < kHeadDim; column += kColumns) {
     cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
   }
 }
 
 // Stores the 64 rows of one consumer of a tile of kRows rows to rows [row, row + 64) of one head; what lies beyond the
 // tensor is dropped.
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, int row, int head, int batch) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
-    cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * kSlabColumns, column, row, head, batch);
+  for (int column = 0; column < kHeadDim; column += kColumns) {
+    cute::SM90_TMA_STORE_4D::copy(&map, tile + column * kRows + consumer * 64 * kColumns, column, row, head, batch);
   }
 }
 
 // The same of rows that are given by their coordinates.
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile,
                            DenseRows const& rows) {
-  load_tile<kRows, kHeadDim>(map, full, hint, tile, rows.row, rows.head, rows.place);
+  load_tile<kRows, kHeadDim, kColumns>(map, full, hint, tile, rows.row, rows.head, rows.place);
 }
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, DenseRows const& rows) {
-  store_rows<kRows, kHeadDim>(map, tile, consumer, rows.row, rows.head, rows.place);
+  store_rows<kRows, kHeadDim, kColumns>(map, tile, consumer, rows.row, rows.head, rows.place);
 }
 
 // The same by a packed map.
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile,
                            PackedRows const& rows) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
+  for (int column = 0; column < kHeadDim; column += kColumns) {
     cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, hint, tile + column * kRows, column, rows.row, rows.head,
                                  int{kPackedEnd}, rows.place);
   }
 }
-template <int kRows, int kHeadDim, class Element>
+template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, PackedRows const& rows) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += kSlabColumns) {
-    cute::SM90_TMA_STORE_5D::copy(&map, tile + column * kRows + consumer * 64 * kSlabColumns, column, rows.row,
-                                  rows.head, int{kPackedEnd}, rows.place);
+  for (int column = 0; column < kHeadDim; column += kColumns) {
+    cute::SM90_TMA_STORE_5D::copy(&map, tile + column * kRows + consumer * 64 * kColumns, column, rows.row, rows.head,
+                                  int{kPackedEnd}, rows.place);
   }
 }
 

@@ -79,18 +79,20 @@ struct KMajorTile {
   }
 };
 
-// A tile [k][column] of 16-bit elements, in slabs of 64 columns: rows of 128 bytes. A product reads kRead of the
-// columns, which begin with a slab.
-template <class Element, int kRows, int kColumns, int kRead = kColumns>
+// A tile [k][column] of 16-bit elements, in slabs of rows of kRowBytes bytes. A product reads kRead of the columns,
+// which begin with a slab.
+template <class Element, int kRows, int kColumns, int kRead = kColumns, int kRowBytes = 128>
 struct MnMajorTile {
   static_assert(sizeof(Element) == 2, "the products of 8-bit elements read K-major operands alone");
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
+  static_assert(kRead < kRowBytes / 2 || kRead % (kRowBytes / 2) == 0, "a product reads whole slabs, or of one alone");
   static constexpr Major kMajor = Major::MN;
-  static constexpr std::uint32_t kSwizzle = kSwizzle128;
-  static constexpr std::uint32_t kLeading = kRead > 64 ? kRows * 128 / 16 : 0;  // between slabs
-  static constexpr std::uint32_t kStride = 8 * 128 / 16;
+  static constexpr std::uint32_t kSwizzle = kRowBytes == 128 ? kSwizzle128 : kSwizzle64;
+  static constexpr std::uint32_t kLeading = kRead > kRowBytes / 2 ? kRows* kRowBytes / 16 : 0;  // between slabs
+  static constexpr std::uint32_t kStride = 8 * kRowBytes / 16;
   static constexpr int kSteps = kRows / 16;
   static constexpr std::uint32_t kStage = kRows * kColumns * sizeof(Element) / 16;
-  CUTE_DEVICE static constexpr std::uint32_t step(int k) { return k * (16 * 128 / 16); }
+  CUTE_DEVICE static constexpr std::uint32_t step(int k) { return k * (16 * kRowBytes / 16); }
 };
 
 // One k-step of 16-bit elements, as blocks of 8 rows by 8 elements of K, 128 bytes each: kAlongK units from one of the

@@ -202,7 +202,7 @@ fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
 fn is_drawn(problem: &ForwardProblem, row: &KernelInfo) -> bool {
     row.mask != MaskClass::Full
         || (row.dtype == DType::E4M3 && problem.dims().seqlen_kv > 512)
-        || (is_fitted(row) && row.tile_n < 128 && !is_wide(row))
+        || (is_fitted(row) && row.tile_n <= 80 && !is_wide(row))
 }
 
 /// Estimated time for one query and one key, of an e4m3 or sm80 kernel. The unit is a hundredth of the time that a tile of 192

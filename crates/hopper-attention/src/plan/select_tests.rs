@@ -456,11 +456,18 @@ fn head_dims_beyond_those_of_all_rows_are_refused_by_name() {
     }
 }
 
-/// [`table`] with rows for larger head dims, as `fwd.def` has them.
+/// [`table`] with rows for head dim 96 and for larger ones, as `fwd.def` has them.
 fn wide() -> Vec<KernelInfo> {
     let mut rows: Vec<_> = table().into_iter().map(|row| KernelInfo { packs: true, ..row }).collect();
     for dtype in [DType::BF16, DType::F16] {
         for mask in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+            let index = rows.len() as u32;
+            let narrow = KernelInfo { dtype, stages: 3, most_shares: 8, packs: true, ..row(index, mask, 96, 128) };
+            rows.push(narrow);
+            if mask != MaskClass::Window {
+                let three = row(index + 1, mask, 96, 192);
+                rows.push(KernelInfo { dtype, tile_n: 96, stages: 3, ..three });
+            }
             let largest = if mask == MaskClass::Window { 64 } else { 80 };
             for (qk, vo, tile_n) in [(192, 128, 128), (192, 192, 96), (256, 256, largest)] {
                 let row = row(rows.len() as u32, mask, qk, 128);
@@ -481,7 +488,7 @@ fn a_pair_of_head_dims_runs_in_the_smallest_row_that_has_both() {
     };
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(9))] {
         for dim in (8..=256).step_by(8) {
-            let row = [64, 128, 192, 256].into_iter().find(|&row| row >= dim).unwrap();
+            let row = [64, 96, 128, 192, 256].into_iter().find(|&row| row >= dim).unwrap();
             assert_eq!(of(dim, dim, mask), (row, row), "{dim}, {mask}");
         }
         for (qk, vo, row) in [
@@ -493,16 +500,40 @@ fn a_pair_of_head_dims_runs_in_the_smallest_row_that_has_both() {
             (8, 256, (256, 256)),
             (200, 128, (256, 256)),
             (64, 128, (128, 128)),
+            (96, 64, (96, 96)),
+            (64, 96, (96, 96)),
+            (72, 8, (96, 96)),
+            (8, 72, (96, 96)),
+            (96, 104, (128, 128)),
+            (104, 96, (128, 128)),
         ] {
             assert_eq!(of(qk, vo, mask), row, "{qk}/{vo}, {mask}");
         }
     }
     for (qk, vo) in [(264, 8), (8, 264), (512, 512)] {
         let text = refused(&problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, Mask::Full), &H100, &wide());
-        let nearest =
-            "nearest: up to 64 with 64, up to 128 with 128, up to 192 with 128, up to 192 with 192, up to 256 with 256";
+        let nearest = "nearest: up to 64 with 64, up to 128 with 128, up to 96 with 96, up to 192 with 128, \
+                       up to 192 with 192, up to 256 with 256";
         assert!(text.contains(&format!("head_dim_qk {qk} with head_dim_vo {vo}")) && text.ends_with(nearest), "{text}");
     }
+}
+
+/// At head dim 96 three warpgroups take long sequences, and two take short ones, packed ones and windows.
+#[test]
+fn head_dim_96_has_two_tiles() {
+    let tiles = |seqlen: usize, mask| {
+        let dims = Dims { head_dim_qk: 96, head_dim_vo: 96, heads_kv: 16, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
+        let problem = problem(dims, mask);
+        let of = |problem: &ForwardProblem| {
+            let choice = select(problem, &H100, &wide()).unwrap();
+            (choice.kernel.tile_m, choice.kernel.tile_n, choice.tile_counter)
+        };
+        (of(&problem), of(&problem.to_builder().packed(true).build().unwrap()).0)
+    };
+    assert_eq!(tiles(16384, Mask::Full), ((192, 96, false), 128));
+    assert_eq!(tiles(16384, Mask::causal()), ((192, 96, true), 128));
+    assert_eq!(tiles(16384, Mask::window(Some(99), None)), ((128, 128, true), 128));
+    assert_eq!(tiles(512, Mask::causal()), ((128, 128, false), 128));
 }
 
 #[test]

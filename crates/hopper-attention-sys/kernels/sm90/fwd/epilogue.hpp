@@ -57,13 +57,13 @@ struct Epilogue {
                                                       float const (&inverse)[2]) {
     int const thread = Traits::thread_index();
     OutputLooks<Traits> looks;
-    store_accumulator<Traits::kTileM, Traits::kHeadDimVO>(storage.q[buffer], consumer * 64 + (thread / 32 % 4) * 16,
-                                                          thread % 32, output, inverse,
-                                                          [&](int row, std::uint32_t a, std::uint32_t b) {
-                                                            if constexpr (kLooksAtOutput<Traits>) {
-                                                              looks.see(row, a, b);
-                                                            }
-                                                          });
+    store_accumulator<Traits::kTileM, Traits::kHeadDimVO, Traits::kSlabRowBytes>(
+        storage.q[buffer], consumer * 64 + (thread / 32 % 4) * 16, thread % 32, output, inverse,
+        [&](int row, std::uint32_t a, std::uint32_t b) {
+          if constexpr (kLooksAtOutput<Traits>) {
+            looks.see(row, a, b);
+          }
+        });
     if constexpr (Traits::kMask != MaskClass::Full) {
       looks.template see_sums<Element>(inverse);
     }
@@ -146,14 +146,26 @@ struct Epilogue {
 
   // Rows of O in the buffer of Q, as Leaks takes them.
   struct StagedWords {
+    using Pairs = LanePairs<Traits::kHeadDimVO>;
     std::uint32_t tile;
     int first_row;
 
+    // Whether the buffer has this lane's pair: at head dim 96 some lanes have one pair alone.
+    CUTE_DEVICE static bool has(int pair) {
+      return Traits::kHeadDimVO % 64 == 0 || Pairs::column(thread_index_anew() % 32, pair) < Traits::kHeadDimVO;
+    }
     CUTE_DEVICE std::uint32_t at(int row, int pair) const {
+      constexpr int kLanes = Traits::kSlabColumns / 2;  // with pairs of the same slab
       int const lane = thread_index_anew() % 32;
-      return slab_address(tile + pair * (Traits::kTileM * kSlabRowBytes), first_row + row, lane / 4) + lane % 4 * 4;
+      int const slab = pair * (32 / kLanes) + lane / kLanes;
+      return slab_address<Traits::kSlabRowBytes>(tile + slab * (Traits::kTileM * Traits::kSlabRowBytes),
+                                                 first_row + row, lane % kLanes / 4) +
+             lane % 4 * 4;
     }
     CUTE_DEVICE float2 load(int row, int pair) const {
+      if (!has(pair)) {
+        return {0.0F, 0.0F};
+      }
       std::uint32_t word;
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at(row, pair)) : "memory");
       return unpack_pair<Element>(word);

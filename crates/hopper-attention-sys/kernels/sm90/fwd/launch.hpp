@@ -44,7 +44,7 @@ struct FwdLaunch {
     }
     CUtensorMap map_q, map_k, map_v, map_o;
     auto const encode_maps = [&]() {
-      MapEncoder<FwdParams> encode{params, Traits::kDType};
+      MapEncoder<FwdParams> encode{params, Traits::kDType, Traits::kSlabColumns};
       encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
       encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
       encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
@@ -70,7 +70,7 @@ struct FwdLaunch {
   static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
     CUtensorMap map_q, map_k, map_v, map_o;
     auto const encode_maps = [&]() {
-      MapEncoder<FwdParams, true> encode{params, Traits::kDType};
+      MapEncoder<FwdParams, true> encode{params, Traits::kDType, Traits::kSlabColumns};
       encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
       // Without any key, K and V may have no address; nothing is read by their maps then.
       bool const has_keys = params.seqlen_kv > 0;

@@ -47,8 +47,9 @@ struct Load {
     auto load_v = [&]() {
       storage.v_empty[v.stage].wait(v.parity ^ 1);
       storage.v_full[v.stage + way_of(v) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesV);
-      load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart],
-                                                    kEvictLast, storage.v[v.stage], Rows{v_row, v_head, v_place});
+      load_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kSlabColumns>(
+          map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart], kEvictLast, storage.v[v.stage],
+          Rows{v_row, v_head, v_place});
       v.advance();
     };
 
@@ -83,7 +84,7 @@ struct Load {
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
-        load_tile<Traits::kTileN, Traits::kHeadDimQK>(
+        load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
             map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
             keys_at(tile, rows_apart_k, visits.block(visit) * Traits::kTileN, head));
         k.advance();
@@ -130,8 +131,9 @@ struct Load {
       TileRecord const tile = scheduler.tile(index);
       if (tile.valid()) {
         storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
-        load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-                                                      queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
+        load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
+            map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
+            queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
       }
       storage.tile[buffer] = tile;
       storage.tile_full[buffer].arrive();
@@ -150,7 +152,7 @@ struct Load {
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         storage.o_full[q.stage][consumer].wait(q.parity);
-        store_rows<Traits::kTileM, Traits::kHeadDimVO>(
+        store_rows<Traits::kTileM, Traits::kHeadDimVO, Traits::kSlabColumns>(
             map_o, storage.q[q.stage], consumer,
             queries_at(tile, rows_apart_o, tile.block * Traits::kTileM + consumer * 64));
         cute::tma_store_arrive();
@@ -191,8 +193,9 @@ struct Load {
       }
       ++round;
       storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
-      load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, storage.q_full[q.stage], kEvictFirst, storage.q[0],
-                                                    queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
+      load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
+          map_q, storage.q_full[q.stage], kEvictFirst, storage.q[0],
+          queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
       bool late = launch_late;
       if constexpr (Traits::kIsPacked) {
         late = draws_late<Traits::kTileN>(tile, scalars);

@@ -41,8 +41,8 @@ struct Mma {
                               Storage& storage, int consumer) {
     using MmaQK = typename Traits::MmaQK;
     using MmaPV = typename Traits::MmaPV;
-    auto const tSrQ =
-        Traits::SmemQ::of(storage.q[0] + consumer * (Traits::kRowsApart * 64));  // the warpgroup's rows of a slab
+    // The warpgroup's rows of a slab.
+    auto const tSrQ = Traits::SmemQ::of(storage.q[0] + consumer * (Traits::kRowsApart * Traits::kSlabColumns));
     auto const tSrK = Traits::SmemK::of(storage.k[0]);
     auto const tOrV = Traits::SmemV::of(storage.v[0]);
 

@@ -17,7 +17,7 @@ struct Recompute {
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     clear(scores);
-    recompute_scores<Traits::kTileM, Traits::kTileN, kSlabRowBytes, Traits::kHeadDimQK * sizeof(Element),
+    recompute_scores<Traits::kTileM, Traits::kTileN, Traits::kSlabRowBytes, Traits::kHeadDimQK * sizeof(Element),
                      Traits::kTileN / 8>(q, k, first_row + (thread / 32 % 4) * 16 + lane % 16, lane,
                                          [&](int i, std::uint32_t const(&a)[4], std::uint32_t const(&b)[2]) {
                                            mma_sync<Element>(scores, 4 * i, a, b[0], b[1]);

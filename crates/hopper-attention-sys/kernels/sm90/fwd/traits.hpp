@@ -61,9 +61,13 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kConsumers = kTileM / 64 * kWays;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
-  static_assert(kTileM - 64 <= kTileN, "a warpgroup skips at most one block at either end of a tile");
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
   static_assert(kWays == 1 || kStages % 2 == 1, "every buffer goes from one warpgroup to the other");
+
+  // All tiles of a row are slabs of so many columns (common/slab.hpp). A product reads whole slabs of V, so that a head
+  // dim of 96 takes slabs of 32.
+  static constexpr int kSlabColumns = kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0 ? 64 : 32;
+  static constexpr int kSlabRowBytes = kSlabColumns * sizeof(Element);
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
 
   // Above head dim 128 two buffers of Q would leave too little for K and V. There is one. Consumers hand it back after
@@ -79,7 +83,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Small key blocks are for few keys: a tile has little work, and the loads and stores of several must be under way.
   // Where CTAs share tiles, a CTA has one tile.
   static constexpr int kBuffersQ = kWays == 2 || kWritesOutput           ? 1
-                                   : kTileN < 128                        ? 4
+                                   : kTileN <= 80                        ? 4
                                    : kConsumers == 2 && kHeadDimQK == 64 ? 3
                                                                          : 2;
   // Records of tiles. With one buffer of Q: of the tile that is computed, the next, whose Q is loaded as soon as it
@@ -123,9 +127,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   using MmaQK = Wgmma<Element, float, kTileN>;
   using MmaPV = Wgmma<Element, float, kHeadDimVO>;
-  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK>>;
-  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK>>;
-  using SmemV = SmemOperand<MnMajorTile<Element, kTileN, kHeadDimVO>>;
+  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kSlabRowBytes>>;
+  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kSlabRowBytes>>;
+  using SmemV = SmemOperand<MnMajorTile<Element, kTileN, kHeadDimVO, kHeadDimVO, kSlabRowBytes>>;
 
   static constexpr int kElementsQ = kTileM * kHeadDimQK;
   static constexpr int kElementsK = kTileN * kHeadDimQK;
