@@ -353,8 +353,7 @@ typedef struct hattn_forward_problem {
   // As max_seqlen_q, for keys.
   int64_t max_seqlen_kv;
   // Element type of the attention sinks, one number s for each query head: HATTN_F32 or HATTN_BF16. 0: there are none.
-  // A sink takes part in the softmax of all rows of its head, and has no value. The softmax scale does not multiply it, and
-  // no mask hides it: log-sum-exp' = log(exp(log-sum-exp) + exp(s)), and O' = O * exp(log-sum-exp - log-sum-exp').
+  // A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
   // A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
   hattn_dtype sinks;
   // Must be 0.
@@ -365,9 +364,7 @@ typedef struct hattn_forward_problem {
 //
 // A tensor with a condition ("given exactly if") must be null where the condition does not hold.
 typedef struct hattn_forward_args {
-  // sizeof(hattn_forward_args).
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // Queries, read: [batch, seqlen_q, heads_q, head_dim_qk].
   const struct hattn_tensor *q;
@@ -416,9 +413,7 @@ typedef struct hattn_forward_args {
 // dQ, dK, dV and dO (the gradient of the output) have the shapes of Q, K, V and O.
 // Fields without a comment mean the same as in hattn_forward_problem. The limits are the same, too.
 typedef struct hattn_backward_problem {
-  // sizeof(hattn_backward_problem).
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // Element type of Q, K, V, O, dO, dQ, dK and dV: HATTN_F16 or HATTN_BF16. On the CPU also HATTN_F32.
   hattn_dtype dtype;
@@ -449,7 +444,6 @@ typedef struct hattn_backward_problem {
   int32_t fill_gaps;
   // Must be 0.
   uint32_t reserved;
-  // As in hattn_forward_problem. The gradients of Q, K and V follow from O and the log-sum-exp, which have the sinks in them.
   hattn_dtype sinks;
   // 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
   int32_t d_sinks;
@@ -457,15 +451,10 @@ typedef struct hattn_backward_problem {
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
 typedef struct hattn_backward_args {
-  // sizeof(hattn_backward_args).
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
-  // Queries, read.
   const struct hattn_tensor *q;
-  // Keys, read.
   const struct hattn_tensor *k;
-  // Values, read.
   const struct hattn_tensor *v;
   // The output of the forward pass, read.
   const struct hattn_tensor *o;
@@ -492,9 +481,8 @@ typedef struct hattn_backward_args {
   const struct hattn_tensor *cu_seqlens_kv;
   const struct hattn_tensor *seqused_q;
   const struct hattn_tensor *seqused_kv;
-  // The attention sinks, read: [heads_q]. Given exactly if the problem's d_sinks is 1.
+  // The attention sinks, and their gradient, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
   const struct hattn_tensor *sinks;
-  // The gradient of the sinks, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
   const struct hattn_tensor *d_sinks;
 } hattn_backward_args;
 
@@ -509,9 +497,7 @@ typedef struct hattn_backward_args {
 //   This happens only with factors that the caller gave.
 // - An element that is not finite is stored as NaN.
 typedef struct hattn_quantize_problem {
-  // sizeof(hattn_quantize_problem).
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // The forward pass that takes the operands. Its dtype is HATTN_E4M3. It is read during the call only.
   const struct hattn_forward_problem *forward;
@@ -526,9 +512,7 @@ typedef struct hattn_quantize_problem {
 
 // One tensor to quantise. Begin with HATTN_QUANTIZE_TENSOR_INIT.
 typedef struct hattn_quantize_tensor {
-  // sizeof(hattn_quantize_tensor).
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // What is quantised, read. The element type is the problem's source, the shape that of Q, K or V.
   const struct hattn_tensor *values;
@@ -545,9 +529,7 @@ typedef struct hattn_quantize_tensor {
 
 // What a quantiser reads and writes. Begin with HATTN_QUANTIZE_ARGS_INIT.
 typedef struct hattn_quantize_args {
-  // sizeof(hattn_quantize_args).
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // Queries. Null if they are not quantised.
   const struct hattn_quantize_tensor *q;

@@ -1,0 +1,191 @@
+//! Head dim 96, and those above 128.
+
+use super::*;
+
+/// [`table`] with rows for head dim 96 and for larger ones, as `fwd.def` has them.
+pub(super) fn wide() -> Vec<KernelInfo> {
+    let mut rows: Vec<_> = table().into_iter().map(|row| KernelInfo { packs: true, ..row }).collect();
+    for dtype in [DType::BF16, DType::F16] {
+        for mask in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+            let index = rows.len() as u32;
+            let narrow = KernelInfo { dtype, stages: 3, most_shares: 8, packs: true, ..row(index, mask, 96, 128) };
+            rows.push(narrow);
+            if mask != MaskClass::Window {
+                let three = row(index + 1, mask, 96, 192);
+                rows.push(KernelInfo { dtype, tile_n: 96, stages: 3, ..three });
+            }
+            let largest = if mask == MaskClass::Window { 64 } else { 80 };
+            for (qk, vo, tile_n) in [(192, 128, 128), (192, 192, 96), (256, 256, largest)] {
+                let row = row(rows.len() as u32, mask, qk, 128);
+                rows.push(KernelInfo { dtype, head_dim_vo: vo, tile_n, packs: true, ..row });
+            }
+        }
+    }
+    rows
+}
+
+/// The kernel of a pair of head dims is the smallest that has both.
+#[test]
+fn a_pair_of_head_dims_runs_in_the_smallest_row_that_has_both() {
+    let of = |qk: usize, vo: usize, mask| {
+        let kernel =
+            select(&problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, mask), &H100, &wide()).unwrap().kernel;
+        (kernel.head_dim_qk, kernel.head_dim_vo)
+    };
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(9))] {
+        for dim in (8..=256).step_by(8) {
+            let row = [64, 96, 128, 192, 256].into_iter().find(|&row| row >= dim).unwrap();
+            assert_eq!(of(dim, dim, mask), (row, row), "{dim}, {mask}");
+        }
+        for (qk, vo, row) in [
+            (192, 128, (192, 128)),
+            (136, 8, (192, 128)),
+            (192, 136, (192, 192)),
+            (64, 192, (192, 192)),
+            (128, 136, (192, 192)),
+            (8, 256, (256, 256)),
+            (200, 128, (256, 256)),
+            (64, 128, (128, 128)),
+            (96, 64, (96, 96)),
+            (64, 96, (96, 96)),
+            (72, 8, (96, 96)),
+            (8, 72, (96, 96)),
+            (96, 104, (128, 128)),
+            (104, 96, (128, 128)),
+        ] {
+            assert_eq!(of(qk, vo, mask), row, "{qk}/{vo}, {mask}");
+        }
+    }
+    for (qk, vo) in [(264, 8), (8, 264), (512, 512)] {
+        let text = refused(&problem(Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS }, Mask::Full), &H100, &wide());
+        let nearest = "nearest: up to 64 with 64, up to 128 with 128, up to 96 with 96, up to 192 with 128, \
+                       up to 192 with 192, up to 256 with 256";
+        assert!(text.contains(&format!("head_dim_qk {qk} with head_dim_vo {vo}")) && text.ends_with(nearest), "{text}");
+    }
+}
+
+/// At head dim 96 three warpgroups take long sequences, and two take short ones, packed ones and windows.
+#[test]
+fn head_dim_96_has_two_tiles() {
+    let tiles = |seqlen: usize, mask| {
+        let dims = Dims { head_dim_qk: 96, head_dim_vo: 96, heads_kv: 16, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
+        let problem = problem(dims, mask);
+        let of = |problem: &ForwardProblem| {
+            let choice = select(problem, &H100, &wide()).unwrap();
+            (choice.kernel.tile_m, choice.kernel.tile_n, choice.tile_counter)
+        };
+        (of(&problem), of(&problem.to_builder().packed(true).build().unwrap()).0)
+    };
+    assert_eq!(tiles(16384, Mask::Full), ((192, 96, false), 128));
+    assert_eq!(tiles(16384, Mask::causal()), ((192, 96, true), 128));
+    assert_eq!(tiles(16384, Mask::window(Some(99), None)), ((128, 128, true), 128));
+    assert_eq!(tiles(512, Mask::causal()), ((128, 128, false), 128));
+}
+
+#[test]
+fn packed_problems_of_large_head_dims_take_the_row_of_dense_ones() {
+    let dims = Dims { head_dim_qk: 256, head_dim_vo: 256, seqlen_q: 8192, seqlen_kv: 8192, ..DIMS };
+    for (mask, tile) in [(Mask::Full, 80), (Mask::causal(), 80), (Mask::window(Some(99), None), 64)] {
+        let tile_n = |problem: &ForwardProblem| select(problem, &H100, &wide()).unwrap().kernel.tile_n;
+        let problem = problem(dims, mask);
+        assert_eq!(tile_n(&problem), tile, "{mask}");
+        assert_eq!(tile_n(&problem.to_builder().packed(true).build().unwrap()), tile, "{mask}");
+    }
+}
+
+/// The rows of [`both`], and those above head dim 128 of both instruction sets. Those of sm80 have the real sizes.
+fn wide_of_both() -> Vec<KernelInfo> {
+    let mut rows = wide();
+    rows.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
+    for mask in [MaskClass::Full, MaskClass::Causal] {
+        for (qk, vo, tile_n, stages, threads, kib) in
+            [(192, 128, 64, 1, 128, 88), (192, 192, 64, 2, 256, 96), (256, 256, 32, 2, 256, 96)]
+        {
+            let row = row(rows.len() as u32, mask, qk, 128);
+            let smem_bytes = (kib << 10) + 256;
+            let sm80 = KernelInfo { arch: Arch::Sm80, head_dim_vo: vo, tile_n, stages, threads, smem_bytes, ..row };
+            rows.push(KernelInfo { packs: true, ..sm80 });
+        }
+    }
+    rows
+}
+
+/// Above head dim 128 all GPUs of compute capability 8.0 and later run the same rows. Only head dims 192 and 128 leave room for
+/// a second CTA, on a GPU with the shared memory for it.
+#[test]
+fn larger_head_dims_run_on_every_gpu() {
+    let rows = wide_of_both();
+    for (qk, vo, row, on_h100) in [
+        (192, 128, (192, 128), 2),
+        (136, 8, (192, 128), 2),
+        (192, 136, (192, 192), 1),
+        (64, 192, (192, 192), 1),
+        (200, 72, (256, 256), 1),
+        (256, 256, (256, 256), 1),
+        (128, 128, (128, 128), 2),
+    ] {
+        let dims = Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS };
+        for mask in [Mask::Full, Mask::causal()] {
+            let given = problem(dims, mask);
+            assert_eq!(select(&given, &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
+            let asked = given.to_builder().arch(Arch::Sm80).build().unwrap();
+            for (problem, gpu) in [(&asked, &H100), (&given, &A100), (&given, &A10), (&given, &L40S)] {
+                let choice = select(problem, gpu, &rows).unwrap();
+                let kernel = choice.kernel;
+                assert_eq!((kernel.arch, kernel.head_dim_qk, kernel.head_dim_vo), (Arch::Sm80, row.0, row.1));
+                assert_eq!((choice.grid, choice.tiles, choice.m_tiles), (256, 256, 8), "{choice}");
+                let ctas =
+                    if gpu.arch == H100.arch || qk.max(vo) <= 128 && gpu.arch == A100.arch { on_h100 } else { 1 };
+                assert_eq!(resident(&kernel, gpu), ctas, "{kernel} on {:?}", gpu.arch);
+            }
+            if row.0 > 128 {
+                let packed = asked.to_builder().packed(true).build().unwrap();
+                assert_eq!(select(&packed, &H100, &rows).unwrap().kernel, select(&asked, &H100, &rows).unwrap().kernel);
+            }
+        }
+    }
+}
+
+/// What sm80 kernels do not have is refused by the name of the instruction set, also where sm90 kernels have it.
+#[test]
+fn larger_head_dims_are_refused_with_the_instruction_set() {
+    let refusal = |head_dim: usize, nearest: &str| {
+        format!(
+            "unsupported: head_dim_qk {head_dim} with head_dim_vo {head_dim} for bf16, causal, on sm80; nearest: {nearest}"
+        )
+    };
+    let of = |head_dim| problem(Dims { head_dim_qk: head_dim, head_dim_vo: head_dim, ..DIMS }, Mask::causal());
+    // A build without the features of larger head dims, on sm80 alone.
+    let mut narrow = wide();
+    narrow.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
+    assert_eq!(select(&of(256), &H100, &narrow).unwrap().kernel.arch, Arch::Sm90);
+    let up_to_128 = "up to 64 with 64, up to 128 with 128";
+    let up_to_256 = &format!("{up_to_128}, up to 192 with 128, up to 192 with 192, up to 256 with 256");
+    for (rows, head_dim, nearest) in [(&narrow, 256, up_to_128), (&wide_of_both(), 264, up_to_256)] {
+        let asked = of(head_dim).to_builder().arch(Arch::Sm80).build().unwrap();
+        for (problem, gpu) in [(&asked, &H100), (&of(head_dim), &A100), (&of(head_dim), &L40S)] {
+            assert_eq!(refused(problem, gpu, rows), refusal(head_dim, nearest));
+        }
+    }
+}
+
+/// The groups of heads follow from the bytes of K and V: a key and its value take 1 KiB at head dim 256, 640 bytes at 192/128.
+#[test]
+fn groups_of_heads_are_smaller_at_larger_head_dims() {
+    let groups = |qk, vo, seqlen| {
+        let dims = Dims {
+            batch: 8,
+            seqlen_q: seqlen,
+            seqlen_kv: seqlen,
+            heads_kv: 16,
+            head_dim_qk: qk,
+            head_dim_vo: vo,
+            ..DIMS
+        };
+        let choice = select(&problem(dims, Mask::causal()), &H100, &wide()).unwrap();
+        (choice.heads_per_group, choice.groups)
+    };
+    // 128 heads. The last group has as many as fit 32 MiB: 64, 32 and 16 at head dim 256; 51 of 1k keys at 192/128.
+    assert_eq!([512, 1024, 2048].map(|seqlen| groups(256, 256, seqlen)), [(16, 5), (16, 7), (16, 8)]);
+    assert_eq!(groups(192, 128, 1024), (16, 5));
+}
