@@ -9,8 +9,8 @@
 //
 // It is a short kernel of which each step waits for the one before, and all other kernels wait for its end. It runs
 // once, so that its code comes from memory, which takes much of its time: so there is little code. Up to 32 sequences
-// take one warp, without barriers. Up to 1024 take one CTA, with a thread for each. Up to 1536 take one CTA, too, since a
-// cluster's barriers cost 4 us. More take a cluster, where the GPU has them.
+// take one warp, without barriers. Up to 1024 take one CTA, with a thread for each. Up to 1536 take one CTA, too, since
+// a cluster's barriers cost 4 us. More take a cluster, where the GPU has them.
 #include <cuda_runtime.h>
 
 #include <cstdint>

@@ -37,8 +37,9 @@ struct Load {
   template <class TileRecord>
   CUTE_DEVICE void first(TileRecord const& tile, KeyVisits const& visits) const {
     copy_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kThreads, true>(
-        Traits::queries_at(storage, visits.first()), queries_address(params.q, tile, tile.head), 2 * params.q.stride_row,
-        tile.block * Traits::kTileM, queries_of(scalars, tile), params.head_dim_qk, Traits::thread_index());
+        Traits::queries_at(storage, visits.first()), queries_address(params.q, tile, tile.head),
+        2 * params.q.stride_row, tile.block * Traits::kTileM, queries_of(scalars, tile), params.head_dim_qk,
+        Traits::thread_index());
     keys<true>(k_head, visits, visits.first());
     commit_copies();
     values<true>(v_head, visits, visits.first());
@@ -57,16 +58,14 @@ struct Load {
   template <bool kRagged>
   CUTE_DEVICE void keys(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, kRagged>(
-        Traits::keys_at(storage, visit), head, 2 * params.k.stride_row,
-        visits.block(visit) * Traits::kTileN, keys_of(scalars, storage.tile), params.head_dim_qk,
-        Traits::thread_index());
+        Traits::keys_at(storage, visit), head, 2 * params.k.stride_row, visits.block(visit) * Traits::kTileN,
+        keys_of(scalars, storage.tile), params.head_dim_qk, Traits::thread_index());
   }
   template <bool kRagged>
   CUTE_DEVICE void values(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, kRagged>(
-        Traits::values_at(storage, visit), head, 2 * params.v.stride_row,
-        visits.block(visit) * Traits::kTileN, keys_of(scalars, storage.tile), params.head_dim_vo,
-        Traits::thread_index());
+        Traits::values_at(storage, visit), head, 2 * params.v.stride_row, visits.block(visit) * Traits::kTileN,
+        keys_of(scalars, storage.tile), params.head_dim_vo, Traits::thread_index());
   }
 };
 

@@ -1,7 +1,8 @@
 // A warp of the forward: both products of each block, and the softmax between them.
 //
-// For each block a warp computes S = Q K^T of its 32 (or 16) queries, masks it if the block is on an edge, exponentiates it to
-// P, and adds P V to O. Everything stays in the warp's registers. The copies of the next blocks run meanwhile.
+// For each block a warp computes S = Q K^T of its 32 (or 16) queries, masks it if the block is on an edge,
+// exponentiates it to P, and adds P V to O. Everything stays in the warp's registers. The copies of the next blocks run
+// meanwhile.
 #pragma once
 
 #include "common/fragment.hpp"
@@ -133,9 +134,7 @@ struct Mma {
           kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane());
       return first + Traits::keys_from_begin(visit);
     };
-    auto v_lane = [&](int visit) {
-      return Traits::values_at(storage, visit) + lane_offset_down(lane());
-    };
+    auto v_lane = [&](int visit) { return Traits::values_at(storage, visit) + lane_offset_down(lane()); };
 
     Fragment<float, kTileN / 2, kStrips> scores{};
     Fragment<float, Traits::kHeadDimVO / 2, kStrips> output{};

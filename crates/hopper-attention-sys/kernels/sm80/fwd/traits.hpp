@@ -29,8 +29,8 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
 
-  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory is read
-  // as long as the products take. But beside O of more than 128 columns there are no registers for a second strip.
+  // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory is
+  // read as long as the products take. But beside O of more than 128 columns there are no registers for a second strip.
   static constexpr int kStrips = kHeadDimVO <= 128 ? 2 : 1;
   static constexpr int kWarpRows = 16 * kStrips;
   static constexpr int kThreads = kTileM / kWarpRows * 32;
