@@ -110,7 +110,6 @@ impl Request {
         if let Some(arch) = args.arch {
             options = options.arch(arch.into());
         }
-        let mut options = options;
         if input.has(Slot::Sinks.name()) {
             options = options.sinks(input.tensor(Slot::Sinks.name())?.0);
         }
