@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
     BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, Noise, Oracle, Plain, Report, RowScale,
-    Tensor, tolerance::Figures,
+    SinkNoise, Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
 use proptest::prelude::*;
@@ -113,6 +113,7 @@ types! { OF_REFERENCE:
     Plain is Data;
     Report is Data;
     RowScale is Data;
+    SinkNoise is Data;
     Tensor is Data;
 }
 

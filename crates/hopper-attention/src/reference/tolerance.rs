@@ -20,6 +20,8 @@
 //!   large errors. An easy one is not.
 //! - Both lines bound a maximum. A mean could hide a wrong row among many right ones.
 //! - The line per row keeps a large row from hiding a wrong small one.
+//! - An ulp is at least the smallest normal f32. A GPU may make 0 of smaller numbers, such as those of a row whose sink (or, in
+//!   one element, whose V) leaves next to nothing.
 //!
 //! # The floor
 //!
@@ -238,7 +240,8 @@ pub struct Expected {
     score_deviation: f64,
     /// The unit roundoff of the output's type.
     output_roundoff: f64,
-    /// The rounding error of an e4m3 output near 0, in real values. 0 for other outputs.
+    /// The error of an output near 0, in real values: of rounding to e4m3. Of other types it is half the smallest normal f32: a
+    /// GPU may make 0 of smaller numbers.
     output_least: f64,
     /// The shape of the LSE.
     shape: [usize; 3],
@@ -331,7 +334,11 @@ impl Expected {
             lse_least: if problem.allows_half_scores() { LSE_LEAST_HALF_SCORES } else { 0.0 },
             score_deviation: if problem.allows_half_scores() { 1.0 } else { ROUNDING },
             output_roundoff: unit_roundoff(problem.output_dtype()),
-            output_least: if of_e4m3 { half_subnormal(DType::E4M3) / f64::from(scale_o) } else { 0.0 },
+            output_least: if of_e4m3 {
+                half_subnormal(DType::E4M3) / f64::from(scale_o)
+            } else {
+                f64::from(f32::MIN_POSITIVE) / 2.0
+            },
             shape: problem.lse_shape(),
             oracle: forward_told(problem, lengths, inputs, modifiers, work)?,
             plain: forward_plain_told(problem, lengths, inputs, modifiers, scale_o, work)?,
