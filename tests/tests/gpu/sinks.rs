@@ -62,8 +62,8 @@ fn every_e4m3_row_takes_sinks() {
     let rows = gpu.fp8_rows();
     let grid = Grid::from_env();
     let mut runner = Runner::new(&rows);
-    // The last one has tiles that are split, where the row splits.
-    let mut split = Case::new(1111, 8192, 128, hopper_attention::Mask::Full).heads(1, 16, 4);
+    // The last one has tiles that are split, where the row splits. It is for those rows alone: the oracle takes long.
+    let mut split = Case::new(1111, 4096, 128, hopper_attention::Mask::Full).heads(1, 16, 4);
     split.sinks = Sinks::Mixed;
     let all = [cases(grid), packed_cases(grid), vec![split]].concat();
     for (turn, case) in all.iter().enumerate() {
@@ -73,6 +73,9 @@ fn every_e4m3_row_takes_sinks() {
             continue;
         }
         for (i, row) in rows.iter().enumerate() {
+            if turn + 1 == all.len() && row.split_bytes() == 0 {
+                continue;
+            }
             let problem = for_row(problem.clone(), row);
             let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
             let operands = Operands::of_case(case, &problem, None);
