@@ -10,11 +10,11 @@ use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
 use hopper_attention_tests::sinks::{MISTAKES, Sinks, SinksImage, cases, packed_cases};
 use rayon::prelude::*;
 
-/// A fifth of the cases, from this one on. Five divides none of the numbers of sizes, masks and kinds, so that a fifth has all of
-/// them. The oracle takes too long for all cases here: the kernels' tests take them.
-fn fifth(first: usize) -> Vec<Case> {
+/// Every 23rd case, from this one on: 23 divides none of the numbers of sizes, masks and kinds, so that these have all of them.
+/// The oracle takes too long for all cases here. The kernels' tests take them.
+fn some(first: usize) -> Vec<Case> {
     let grid = Grid::from_env();
-    [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(5).collect()
+    [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(23).collect()
 }
 
 fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
@@ -28,14 +28,14 @@ fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &fifth(0));
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &fifth(1));
+    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &some(0));
+    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &some(1));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &fifth(2));
-    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &fifth(3));
+    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &some(2));
+    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &some(3));
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn fp8_keeps_the_tolerance() {
         let (o, lse) = operands.run();
         Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
     };
-    take("cpu e4m3", scaled, &fifth(4));
+    take("cpu e4m3", scaled, &some(4));
 }
 
 /// A kernel that takes another sink, of one head, fails: by O and by the LSE, and by the gradient of the sink.
@@ -98,7 +98,7 @@ fn random_cases_keep_the_tolerance() {
     use proptest::strategy::{Strategy as _, ValueTree as _};
     let mut runner = random::runner(hopper_attention_tests::problems::random::seed());
     let strategy = (random::case(128, 8), random::packing(), random::sinks());
-    let drawn: Vec<_> = (0..Grid::from_env().pick(30, 60))
+    let drawn: Vec<_> = (0..Grid::from_env().pick(15, 30))
         .map(|_| {
             let (case, packing, sinks) = strategy.new_tree(&mut runner).unwrap().current();
             Case { sinks, ..random::packed(case, packing) }
