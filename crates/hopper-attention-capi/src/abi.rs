@@ -346,7 +346,7 @@ pub struct hattn_forward_args {
     pub seqused_q: *const hattn_tensor,
     /// As seqused_q, for K and V.
     pub seqused_kv: *const hattn_tensor,
-    /// The attention sinks, read: [heads_q], of the type in the problem's sinks. Given exactly if that is not 0.
+    /// The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
     pub sinks: *const hattn_tensor,
 }
 
@@ -408,7 +408,7 @@ pub struct hattn_backward_args {
     pub cu_seqlens_kv: *const hattn_tensor,
     pub seqused_q: *const hattn_tensor,
     pub seqused_kv: *const hattn_tensor,
-    /// The attention sinks, and their gradient, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
+    /// The attention sinks, and their gradient, overwritten: HATTN_F32 `[heads_q]`. Given exactly if the problem's d_sinks is 1.
     pub sinks: *const hattn_tensor,
     pub d_sinks: *const hattn_tensor,
 }
