@@ -404,7 +404,7 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *seqused_q;
   // As seqused_q, for K and V.
   const struct hattn_tensor *seqused_kv;
-  // The attention sinks, read: [heads_q], of the type in the problem's sinks. Given exactly if that is not 0.
+  // The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
   const struct hattn_tensor *sinks;
 } hattn_forward_args;
 
@@ -481,7 +481,7 @@ typedef struct hattn_backward_args {
   const struct hattn_tensor *cu_seqlens_kv;
   const struct hattn_tensor *seqused_q;
   const struct hattn_tensor *seqused_kv;
-  // The attention sinks, and their gradient, overwritten: HATTN_F32 [heads_q]. Given exactly if the problem's d_sinks is 1.
+  // The attention sinks, and their gradient, overwritten: HATTN_F32 `[heads_q]`. Given exactly if the problem's d_sinks is 1.
   const struct hattn_tensor *sinks;
   const struct hattn_tensor *d_sinks;
 } hattn_backward_args;
