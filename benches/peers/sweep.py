@@ -38,7 +38,10 @@ CEILING_ITERS = 10
 SIZE = 8192
 COPY_BYTES = 1 << 30
 # How operations are counted, in the words of a report; benches/src/harness/mod.rs has the same.
-FLOPS = "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window, packed sequences one by one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b"
+FLOPS = (
+    "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window, packed sequences one by "
+    "one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b"
+)
 
 # What our second run at a packed point is called: our name and this. It computes the dense batch that `hattn` chose for the point.
 DENSE = "-dense"

@@ -12,7 +12,7 @@ import torch
 
 from . import abi
 from ._plans import FULL, Mask, scale_of
-from ._torch import backward_into, check_gradients, forward_into, readable
+from ._torch import backward_into, check_gradients, forward_into, is_recorded, readable
 
 NAME = "hopper_attention"
 
@@ -68,11 +68,6 @@ def _no_random(q: torch.Tensor) -> tuple:
     return seed, torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty((0,))
 
 
-def _is_recorded(*tensors: torch.Tensor) -> bool:
-    """Whether autograd, which calls the operator, wants its gradient."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
 def _swapped(*tensors: torch.Tensor) -> tuple:
     return tuple(t.transpose(1, 2) for t in tensors)
 
@@ -96,7 +91,7 @@ def sdpa_forward(
         else query.new_empty((*query.shape[:3], value.shape[3]))
     )
     numbers = _numbers(scale, is_causal)
-    if _is_recorded(query, key, value):
+    if is_recorded(query, key, value):
         check_gradients(*_swapped(query, key, value), numbers)
     lse = _run_forward(*_swapped(query, key, value, o), numbers)
     seed, offset, debug = _no_random(query)
@@ -156,7 +151,7 @@ def flash_forward(
     others = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes}
     _check(dropout_p, return_debug_mask, **others, **more)
     numbers = _numbers(scale, is_causal, window_size_left, window_size_right)
-    if _is_recorded(query, key, value):
+    if is_recorded(query, key, value):
         check_gradients(query, key, value, numbers)
     o = torch.empty_like(query)
     lse = _run_forward(query, key, value, o, numbers)

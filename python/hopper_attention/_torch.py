@@ -169,11 +169,16 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def is_recorded(*tensors: Any) -> bool:
+    """Whether autograd records a call on these tensors."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 def _traced(q: Any, k: Any, v: Any, numbers: tuple, return_lse: bool) -> Any:
     """What torch.compile sees: the operators, with the gradient that register_autograd gave them."""
     _check(q, k, v)
     q, k, v = _autocast(q, k, v)
-    if not (return_lse or torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if not (return_lse or is_recorded(q, k, v)):
         return torch.ops.hopper_attention.forward(q, k, v, *numbers)
     o, lse = torch.ops.hopper_attention.forward_lse(q, k, v, *numbers)
     return (o, lse) if return_lse else o

@@ -27,6 +27,7 @@ from ._torch import (
     _numbers_of,
     described,
     is_jagged,
+    is_recorded,
     ordinal,
     readable,
     require_gradients,
@@ -69,25 +70,27 @@ def attention_varlen(
     rest = (*here.values(), *hints, bool(deterministic), *numbers)
     if s_aux is not None:
         return _with_sinks(q, k, v, s_aux, rest, return_lse)
-    arguments = (q, k, v, *rest)
-    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if recorded and q.is_cuda and not torch.compiler.is_compiling():
-        _Run(arguments[3:]).check_gradients(q, k, v)
+    recorded = is_recorded(q, k, v)
     ops = torch.ops.hopper_attention
+    if not (recorded or return_lse):
+        return _call(ops.varlen_forward.default, recorded, (q, k, v), rest)
+    o, lse = _call(ops.varlen_forward_lse.default, recorded, (q, k, v), rest)
+    return (o, lse) if return_lse else o
+
+
+def _call(operator: Any, recorded: bool, tensors: tuple, rest: tuple) -> Any:
+    """Calls an operator on q, k, v (and more tensors) and the rest of its arguments."""
+    compiling = torch.compiler.is_compiling()
+    if recorded and tensors[0].is_cuda and not compiling:
+        _Run(rest).check_gradients(*tensors[:3])
     try:
-        if recorded or torch.compiler.is_compiling():
-            if not (recorded or return_lse):
-                return ops.varlen_forward.default(*arguments)
-            o, lse = ops.varlen_forward_lse.default(*arguments)
-        else:
-            # Below autograd, where register_autograd's Python would run for nothing.
-            with _below():
-                if not return_lse:
-                    return ops.varlen_forward.default(*arguments)
-                o, lse = ops.varlen_forward_lse.default(*arguments)
+        if recorded or compiling:
+            return operator(*tensors, *rest)
+        # Below autograd, where register_autograd's Python would run for nothing.
+        with _below():
+            return operator(*tensors, *rest)
     except RuntimeError as error:
         raise _in_words(error) from None
-    return (o, lse) if return_lse else o
 
 
 def attention_sinks(
@@ -118,18 +121,8 @@ def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: boo
     # f16 fits f32, as the library reads it.
     dtype = s_aux.dtype if s_aux.dtype in (torch.float32, torch.bfloat16) else torch.float32
     sinks = s_aux.to(device=q.device, dtype=dtype).contiguous()
-    forward = torch.ops.hopper_attention.sinks_forward.default
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, sinks))
-    if recorded and q.is_cuda and not torch.compiler.is_compiling():
-        _Run(rest).check_gradients(q, k, v)
-    try:
-        if recorded or torch.compiler.is_compiling():
-            o, lse = forward(q, k, v, sinks, *rest)
-        else:
-            with _below():
-                o, lse = forward(q, k, v, sinks, *rest)
-    except RuntimeError as error:
-        raise _in_words(error) from None
+    tensors = (q, k, v, sinks)
+    o, lse = _call(torch.ops.hopper_attention.sinks_forward.default, is_recorded(*tensors), tensors, rest)
     return (o, lse) if return_lse else o
 
 
@@ -358,45 +351,31 @@ def _fake_backward_sinks(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, sinks: An
     return *(t.new_empty(t.shape) for t in (q, k, v)), torch.empty_like(sinks, dtype=torch.float32)
 
 
-def _keep_sinks(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:8], *output)
-    ctx.rest = inputs[8:]
-    ctx.set_materialize_grads(False)
+class _Gradients:
+    """The autograd formula of an operator on so many `operands`: q, k, v, and maybe sinks."""
 
+    def __init__(self, operands: int, backward: Any) -> None:
+        self.operands, self.backward = operands, backward
 
-def _gradients_sinks(ctx: Any, d_o: Any, d_lse: Any) -> tuple:
-    q, k, v, sinks, *lists, o, lse = ctx.saved_tensors
-    if d_o is None:
-        d_o = torch.zeros_like(o)
-    *hints, deterministic = ctx.rest[:4]
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    *others, d_sinks = torch.ops.hopper_attention.sinks_backward.default(
-        d_o, d_lse, q, k, v, sinks, o, lse, *lists, *hints, deterministic, *ctx.rest[4:]
-    )
-    gradients = (*others, d_sinks.to(sinks.dtype))
-    nothing = (None,) * (len(ctx.needs_input_grad) - 4)
-    return *(d if wanted else None for d, wanted in zip(gradients, ctx.needs_input_grad)), *nothing
+    def keep(self, ctx: Any, inputs: tuple, output: tuple) -> None:
+        tensors = self.operands + len(abi.LENGTHS)
+        ctx.save_for_backward(*inputs[:tensors], *output)
+        ctx.rest = inputs[tensors:]
+        # An output that nobody used then has the gradient None, and not a tensor of zeros.
+        ctx.set_materialize_grads(False)
 
-
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.rest = inputs[7:]
-    # An output that nobody used then has the gradient None, and not a tensor of zeros.
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, d_o: Any, d_lse: Any) -> tuple:
-    *operands_and_lists, o, lse = ctx.saved_tensors
-    q, k, v, *lists = operands_and_lists
-    if d_o is None:
-        d_o = torch.zeros_like(o)
-    *hints, deterministic = ctx.rest[:4]
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    all_three = torch.ops.hopper_attention.varlen_backward.default(
-        d_o, d_lse, q, k, v, o, lse, *lists, *hints, deterministic, *ctx.rest[4:]
-    )
-    nothing = (None,) * (len(ctx.needs_input_grad) - 3)
-    return *(d if wanted else None for d, wanted in zip(all_three, ctx.needs_input_grad)), *nothing
+    def __call__(self, ctx: Any, d_o: Any, d_lse: Any) -> tuple:
+        *given, o, lse = ctx.saved_tensors
+        operands, lists = given[: self.operands], given[self.operands :]
+        if d_o is None:
+            d_o = torch.zeros_like(o)
+        *hints, deterministic = ctx.rest[:4]
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        made = self.backward(d_o, d_lse, *operands, o, lse, *lists, *hints, deterministic, *ctx.rest[4:])
+        # That of sinks is f32.
+        gradients = (d.to(t.dtype) for d, t in zip(made, operands))
+        nothing = (None,) * (len(ctx.needs_input_grad) - self.operands)
+        return *(d if wanted else None for d, wanted in zip(gradients, ctx.needs_input_grad)), *nothing
 
 
 def _no_lse(ctx: Any, *_: Any) -> None:
@@ -409,12 +388,13 @@ def _second(ctx: Any, *_: Any) -> None:
     raise NotImplementedError("attention_varlen: a second derivative was asked for; allowed: gradients of first order")
 
 
-torch.library.register_autograd("hopper_attention::varlen_forward_lse", _gradients, setup_context=_keep, lib=_library)
+for _name, _own in (
+    ("varlen_forward_lse", _Gradients(3, torch.ops.hopper_attention.varlen_backward.default)),
+    ("sinks_forward", _Gradients(4, torch.ops.hopper_attention.sinks_backward.default)),
+):
+    torch.library.register_autograd(f"hopper_attention::{_name}", _own, setup_context=_own.keep, lib=_library)
 torch.library.register_autograd("hopper_attention::varlen_forward", _no_lse, lib=_library)
 torch.library.register_autograd("hopper_attention::varlen_backward", _second, lib=_library)
-torch.library.register_autograd(
-    "hopper_attention::sinks_forward", _gradients_sinks, setup_context=_keep_sinks, lib=_library
-)
 torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 

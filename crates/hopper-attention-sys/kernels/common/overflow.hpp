@@ -6,6 +6,8 @@
 // One row at a time, so that it takes few registers. It is slow, and it is rare.
 #pragma once
 
+#include <type_traits>
+
 #include "common/leak.hpp"
 #include "common/softmax.hpp"
 
@@ -100,13 +102,7 @@ struct Overflows {
 };
 
 // What puts a kernel's rows of O right.
-template <class Traits, bool kMasked = Traits::kMask != MaskClass::Full>
-struct RepairOf {
-  using Type = Leaks<Traits>;
-};
 template <class Traits>
-struct RepairOf<Traits, false> {
-  using Type = Overflows<Traits>;
-};
+using RepairOf = std::conditional_t<Traits::kMask != MaskClass::Full, Leaks<Traits>, Overflows<Traits>>;
 
 }  // namespace hattn

@@ -93,7 +93,7 @@ struct Epilogue {
                                  HeadRows<Element> const& o, int first_row, float const (&factors)[2]) {
     auto const owned = [](int) { return true; };
     __syncwarp();
-    RepairOf<Traits>::Type::repair(
+    RepairOf<Traits>::repair(
         PlainOperands<Element>::of(params, tile), band, first_row, SoundRows::of_inverses<Traits>(factors),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }

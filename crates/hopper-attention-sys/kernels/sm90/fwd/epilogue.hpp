@@ -121,7 +121,7 @@ struct Epilogue {
                                           : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = PlainOperands<Element>::of(params, tile);
     __syncwarp();
-    using Repair = typename RepairOf<Traits>::Type;
+    using Repair = RepairOf<Traits>;
     int const first_row = tile.block * Traits::kTileM + row;
     auto const sound = SoundRows::of_inverses<Traits>(sums);
     if constexpr (Traits::kWritesOutput) {
