@@ -330,6 +330,8 @@ mod ffi {
         /// Shares of a tile's work, at least 1. A CTA computes one share of a tile at a time (`kernels/common/visits.hpp`).
         /// sm80: 1. Above 1 the tiles' dK and dV are summed in `key_sums`, or by the CTAs of a cluster.
         shares: i32,
+        /// Tiles that are cut into `shares`: all of them, or the last of the list. 0 where `shares` is 1.
+        cut_tiles: i32,
         /// CTAs of a cluster: 1, or `shares`. Then a cluster has one tile, and a CTA one share of it. Such a launch has
         /// no `key_sums` and no `tile_counter`, and its grid is the tiles times `shares`. At most `most_shares` of the
         /// row.
@@ -352,7 +354,7 @@ mod ffi {
         /// `Progress` in `kernels/sm90/bwd/traits.hpp`. sm80: warps, and only where `ordered`.
         progress: u64,
         /// Device address in the workspace, a multiple of 16: sums of dV and dK, f32
-        /// `[copies, batch * heads_kv * tiles of keys, tile_n * (head_dim_vo + head_dim_qk) of the row]`. Shares of a tile
+        /// `[copies, cut_tiles, tile_n * (head_dim_vo + head_dim_qk) of the row]`. Shares of a tile
         /// add to it, each to a copy of its own where `ordered` (`copies` is then `shares`, else 1). The launch's first
         /// kernel zeroes it, its last kernel converts it to dK and dV. 0 where `shares` is 1, and of clusters.
         key_sums: u64,

@@ -290,6 +290,21 @@ pub mod internal {
         problem.plan_with_shares(device, row, shares, in_cluster)
     }
 
+    /// The same where only the last `last` tiles are cut. Not in a deterministic pass: there the plan chooses.
+    ///
+    /// # Errors
+    /// As `plan_with_row`.
+    #[cfg(feature = "cuda")]
+    pub fn plan_backward_with_last_cut(
+        problem: &crate::BackwardProblem,
+        device: &crate::CudaDevice,
+        row: &crate::KernelInfo,
+        shares: usize,
+        last: usize,
+    ) -> crate::Result<crate::BackwardPlan> {
+        problem.plan_with_last_cut(device, row, shares, last)
+    }
+
     /// The kernel of a forward plan and the schedule of its tiles. `None` on the CPU.
     pub fn choice(plan: &crate::ForwardPlan) -> Option<&Choice> {
         plan.choice()

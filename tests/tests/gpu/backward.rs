@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use hopper_attention::internal::plan_backward_with_shares;
+use hopper_attention::internal::{plan_backward_with_last_cut, plan_backward_with_shares};
 use hopper_attention::{
     Arch, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardArgs, ForwardProblem, KernelInfo, Stream,
     Workspace, bf16, f16,
@@ -23,8 +23,8 @@ use crate::{mask_of, with_dtype};
 /// Scratch for every plan of a test, never cleaned: a kernel must not care what the last one left.
 const WORKSPACE_BYTES: usize = 256 << 20;
 
-/// Runs cases through all rows that take them, each second one in turns. Of the others, each second one has tiles that the CTAs
-/// of a cluster share, where the row's can be shared.
+/// Runs cases through all rows that take them, each second one in turns. Of the others, where the row's tiles can be shared,
+/// each second one has tiles that the CTAs of a cluster share, and each fourth has some last tiles that are cut.
 pub(crate) fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut index = 0;
@@ -35,11 +35,15 @@ pub(crate) fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], run
         |row, prepared, on_device| {
             index += 1;
             let problem = prepared.problem.to_builder().deterministic(index % 2 == 0).build().unwrap();
-            let plan = match index % 4 == 1 && row.most_shares() > 1 {
-                true => {
+            let can_share = row.most_shares() > 1;
+            let plan = match index % 8 {
+                1 | 5 if can_share => {
                     plan_backward_with_shares(&problem, &gpu.device, row, 2 + index / 4 % (row.most_shares() - 1), true)
                 }
-                false => problem.plan_with_row(&gpu.device, row),
+                3 if can_share => {
+                    plan_backward_with_last_cut(&problem, &gpu.device, row, 2 + index / 8 % 5, 1 + index / 16 % 7)
+                }
+                _ => problem.plan_with_row(&gpu.device, row),
             };
             let plan = gpu::planned(plan, row, &prepared.case)?;
             assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");

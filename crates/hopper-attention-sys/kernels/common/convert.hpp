@@ -17,8 +17,26 @@ namespace hattn {
 // CTAs that convert dK and dV.
 template <class Traits>
 CUTE_HOST_DEVICE int key_pieces(BwdParams const& params) {
-  int const tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN * params.heads_kv * params.batch;
-  return params.key_sums == 0 ? 0 : tiles * KeyPieces<Traits>::kCount;
+  return params.key_sums == 0 ? 0 : params.cut_tiles * KeyPieces<Traits>::kCount;
+}
+
+// The tiles of keys of a launch, in the order of its list.
+template <class Traits>
+CUTE_DEVICE BwdScheduler key_tiles(BwdParams const& params) {
+  return bwd_scheduler(params, params.heads_kv, (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN, nullptr);
+}
+
+// The tile that sums are of (write_shares in sm90/bwd/share.hpp).
+template <class Traits>
+CUTE_DEVICE Tile tile_of_sums(BwdParams const& params, int sums) {
+  BwdScheduler const tiles = key_tiles<Traits>(params);
+  int const whole = tiles.total() - params.cut_tiles;
+  if (whole > 0) {
+    return tiles.tile(whole + sums);
+  }
+  int const batch_head = sums / tiles.blocks;
+  int const batch = batch_head / params.heads_kv;
+  return {sums - batch_head * tiles.blocks, batch_head - batch * params.heads_kv, batch};
 }
 
 // Looks through a piece of a tile's dV or dK.
@@ -43,13 +61,11 @@ CUTE_DEVICE void convert_keys(BwdParams const& params, int index) {
   using Pieces = KeyPieces<Traits>;
   using KeySums = typename Traits::KeySums;
   static_assert(KeySums::kThreads == Traits::ThreadSums::kThreads);
-  int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
-  std::int64_t const tiles = static_cast<std::int64_t>(n_tiles) * params.heads_kv * params.batch;
-  int const tile = index / Pieces::kCount;
+  std::int64_t const tiles = params.cut_tiles;
+  int const of_tile = index / Pieces::kCount;
   int const piece = index % Pieces::kCount;
-  int const batch_head = tile / n_tiles;
   int const thread = static_cast<int>(threadIdx.x);
-  float const* sums = reinterpret_cast<float const*>(params.key_sums) + tile * std::int64_t{KeySums::kElements} +
+  float const* sums = reinterpret_cast<float const*>(params.key_sums) + of_tile * std::int64_t{KeySums::kElements} +
                       Pieces::offset(piece, thread);
   float4 fours[Pieces::kFours] = {};
   int const copies = params.ordered ? params.shares : 1;
@@ -59,11 +75,9 @@ CUTE_DEVICE void convert_keys(BwdParams const& params, int index) {
       Pieces::add(fours, i, *reinterpret_cast<float4 const*>(sums + KeySums::offset(i, 0)));
     }
   }
-  int const n_block = tile % n_tiles;
-  int const head = batch_head % params.heads_kv;
-  int const batch = batch_head / params.heads_kv;
-  if (__syncthreads_or(Pieces::write(params, n_block, head, batch, piece, fours, thread))) {
-    repair_piece<Traits>(params, batch, head, n_block, piece);
+  Tile const tile = tile_of_sums<Traits>(params, of_tile);
+  if (__syncthreads_or(Pieces::write(params, tile.block, tile.head, tile.batch, piece, fours, thread))) {
+    repair_piece<Traits>(params, tile.batch, tile.head, tile.block, piece);
   }
 }
 
@@ -81,16 +95,18 @@ CUTE_DEVICE void repair_queries(BwdParams const& params, std::int64_t block) {
   }
 }
 
-// Looks through the dK and dV of all keys, each CTA through some.
+// Looks through the dK and dV of all keys whose tiles are whole, each CTA through some.
 template <class Traits>
 CUTE_DEVICE void repair_keys(BwdParams const& params) {
   constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
+  BwdScheduler const tiles = key_tiles<Traits>(params);
+  int const whole = params.key_sums == 0 ? tiles.total() : tiles.total() - params.cut_tiles;
   int const pieces = (params.seqlen_kv + kWarps - 1) / kWarps;
   std::int64_t const total = static_cast<std::int64_t>(pieces) * params.heads_kv * params.batch;
   for (std::int64_t i = blockIdx.x; i < total; i += gridDim.x) {
     std::int64_t const batch_head = i / pieces;
     int const key = static_cast<int>(i - batch_head * pieces) * kWarps + static_cast<int>(threadIdx.x) / 32;
-    if (key < params.seqlen_kv) {
+    if (key < params.seqlen_kv && tiles.index_of(key / Traits::kTileN, static_cast<int>(batch_head)) < whole) {
       RepairGradients<Traits> const repair(params, static_cast<int>(batch_head / params.heads_kv));
       repair.key(static_cast<int>(batch_head % params.heads_kv), key, {0, params.head_dim_qk}, {0, params.head_dim_vo});
     }
@@ -158,7 +174,7 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::Th
     }
     block -= pieces;
   }
-  bool const keys_leak = params.key_sums == 0 && *reinterpret_cast<int const*>(params.leak_flag) != 0;
+  bool const keys_leak = *reinterpret_cast<int const*>(params.leak_flag) != 0;
   bool const queries_leak = convert_dense_queries<Traits>(params, block);
   if (!keys_leak && !queries_leak) {
     return;

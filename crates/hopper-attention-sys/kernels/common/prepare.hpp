@@ -123,9 +123,8 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
   if constexpr (Traits::kTakesShares) {
     Traits::write_shares(params, band, warp * 32 + threadIdx.x % 32, warps * 32);
     if (params.key_sums != 0) {
-      std::int64_t const tiles =
-          (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN * params.heads_kv * params.batch;
-      std::int64_t const fours = (params.ordered ? params.shares : 1) * tiles * (Traits::KeySums::kElements / 4);
+      std::int64_t const copies = params.ordered ? params.shares : 1;
+      std::int64_t const fours = copies * params.cut_tiles * (Traits::KeySums::kElements / 4);
       for (std::int64_t i = warp * 32 + threadIdx.x % 32; i < fours; i += warps * 32) {
         reinterpret_cast<float4*>(params.key_sums)[i] = float4{0.0F, 0.0F, 0.0F, 0.0F};
       }

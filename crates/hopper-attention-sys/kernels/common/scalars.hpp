@@ -66,9 +66,9 @@ struct BwdScalars {
   int head_dim_vo;
   float softmax_scale;
   float scale_log2;  // exponent_factor(exponent_scale(softmax_scale))
-  int shares;
   float* key_sums;         // or null
   void const* share_list;  // sm80: null
+  int listed;              // entries of that list
 };
 
 // What scores are multiplied by, to be in powers of two. Arithmetic flushes numbers below 2^-126 to 0, which would make
@@ -152,9 +152,9 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   scalars.head_dim_vo = params.head_dim_vo;
   scalars.softmax_scale = params.softmax_scale;
   scalars.scale_log2 = exponent_factor(exponent_scale(params.softmax_scale));
-  scalars.shares = params.shares;
   scalars.key_sums = reinterpret_cast<float*>(params.key_sums);
   scalars.share_list = reinterpret_cast<void const*>(params.share_list);
+  scalars.listed = scalars.n_tiles * params.heads_kv * params.batch + params.cut_tiles * (params.shares - 1);
   return scalars;
 }
 

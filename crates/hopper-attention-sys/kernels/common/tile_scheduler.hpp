@@ -88,6 +88,15 @@ struct TileScheduler {
     return round == 0 && !kDrawsFirst ? cta : (kDrawsFirst ? 0 : grid) + atomicAdd(counter, 1);
   }
 
+  // The list index of tile `block` of a (batch, head) pair.
+  CUTE_DEVICE int index_of(int block, int batch_head) const {
+    int const group = cute::min(batch_head / heads_per_group, groups - 1);
+    int const first_head = group * heads_per_group;
+    int const group_heads = group == groups - 1 ? heads * batch - first_head : heads_per_group;
+    int const rank = last_first ? blocks - 1 - block : block;
+    return first_head * blocks + rank * group_heads + batch_head - first_head;
+  }
+
   CUTE_DEVICE Tile tile(int index) const {
     if (index >= total()) {
       return {0, 0, -1};
@@ -169,14 +178,14 @@ CUTE_DEVICE PackedScheduler packed_scheduler(Scalars const& scalars, SequenceTab
 }
 
 // The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
-// first. A tile is listed once for each share of its work: its head is `key head * shares + share`. (Of clusters, the
-// list is made in another order, of as many entries. See sm90/bwd/share.hpp.) `Numbers`: BwdScalars or BwdParams.
+// first. sm90 takes the entries of a list instead, which has shares of tiles (sm90/bwd/share.hpp). `Numbers`: BwdScalars
+// or BwdParams.
 template <class Numbers>
 CUTE_DEVICE BwdScheduler bwd_scheduler(Numbers const& numbers, int heads, int n_tiles, int* tile_counter) {
   return {n_tiles, heads, numbers.batch, numbers.heads_per_group, numbers.groups, false, tile_counter};
 }
 CUTE_DEVICE BwdScheduler bwd_scheduler(BwdScalars const& scalars) {
-  return bwd_scheduler(scalars, scalars.heads_kv * scalars.shares, scalars.n_tiles, scalars.tile_counter);
+  return bwd_scheduler(scalars, scalars.heads_kv, scalars.n_tiles, scalars.tile_counter);
 }
 
 // Whether a persistent forward draws a CTA's next tile late, while the last keys but one of a tile are on their way.

@@ -122,6 +122,7 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         window_right: choice.window_right,
         grid: choice.grid,
         shares: choice.shares,
+        cut_tiles: choice.cut_tiles,
         cluster: choice.cluster,
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,

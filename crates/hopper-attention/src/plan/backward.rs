@@ -84,18 +84,20 @@ pub struct BackwardChoice {
     pub window_right: i32,
     /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`, or no fewer (`packed`). Below 2^31 - 2^20.
     pub tiles: i32,
-    /// Number of shares that the work of each tile is cut into, at least 1 (`shares.rs`). sm80: 1.
+    /// Number of shares that the work of a tile is cut into, at least 1 (`shares.rs`). sm80: 1.
     pub shares: i32,
+    /// Number of tiles that are cut: all, or the last of the tile order. 0 where `shares` is 1.
+    pub cut_tiles: i32,
     /// Number of CTAs of a cluster: 1, or `shares`. Then the CTAs of a cluster have the shares of one tile, and sum its dK and
     /// dV through each other's shared memory.
     pub cluster: i32,
     /// Number of CTAs.
-    /// - sm90: one for each multiprocessor, less the problem's margin, but no more than `tiles * shares`. A CTA computes one
-    ///   share after another. Of clusters: one for each share.
+    /// - sm90: one for each multiprocessor, less the problem's margin, but no more than there are shares and whole tiles. A CTA
+    ///   computes one of them after another. Of clusters: one for each share.
     /// - sm80: one for each tile.
     pub grid: i32,
     /// Number of heads in a group, whose tiles stand together in the tile order. At least 1. A head here is one of the `shares`
-    /// of a (batch entry, KV head) pair, or that pair where clusters have the shares.
+    /// of a (batch entry, KV head) pair, or that pair where clusters have the shares or some tiles are whole.
     pub heads_per_group: i32,
     /// Number of groups. At least 1. The last group has all heads that are left, which may be more or fewer than
     /// `heads_per_group`.
@@ -128,7 +130,7 @@ pub(crate) struct Parts {
     pub progress: usize,
     /// The list of all shares of tiles, 32 bytes each. sm80 has none.
     pub share_list: usize,
-    /// The sums of dV and dK, f32, `[copies, tiles, tile_n * (head_dim_vo + head_dim_qk) of the kernel]`. There are `shares`
+    /// The sums of dV and dK, f32, `[copies, cut_tiles, tile_n * (head_dim_vo + head_dim_qk) of the kernel]`. There are `shares`
     /// copies where tiles take turns, else one. None where `shares` is 1, and of clusters.
     pub key_sums: usize,
     /// The table of sequences. `None` where the plan knows their lengths.
@@ -157,20 +159,21 @@ impl BackwardChoice {
         let sums = statistics + numbers * statistics_bytes(kernel.arch);
         let progress = sums + queries * kernel.head_dim_qk * size_of::<f32>();
         let mut end = progress + blocks * size_of::<i32>();
-        let [tiles, shares] = [self.tiles, self.shares].map(|count| usize::try_from(count).unwrap_or(0));
+        let [tiles, cut, shares] =
+            [self.tiles, self.cut_tiles, self.shares].map(|count| usize::try_from(count).unwrap_or(0));
         let mut part = |bytes: usize| {
             let begin = end.next_multiple_of(PART_ALIGNMENT);
             end = if bytes == 0 { end } else { begin + bytes };
             begin
         };
         let entry = if self.packed.is_some() { PACKED_SHARE_BYTES } else { SHARE_BYTES };
-        let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { tiles * shares * entry });
+        let share_list = part(if kernel.arch == Arch::Sm80 { 0 } else { (tiles - cut + cut * shares) * entry });
         let copies = match (self.sums_keys(), self.turns) {
             (false, _) => 0,
             (true, true) => shares,
             (true, false) => 1,
         };
-        let key_sums = part(copies * tiles * key_sums_bytes(kernel));
+        let key_sums = part(copies * cut * key_sums_bytes(kernel));
         let table_of = |packed: Packed| table_bytes(packed.sequences, packed.list_size, packed.block_list_size);
         let table = self.packed.map(|packed| part(table_of(packed)));
         Parts { leak_flag: COUNTER_BYTES / 2, statistics, sums, progress, share_list, key_sums, table, end }
@@ -179,7 +182,7 @@ impl BackwardChoice {
 
 impl fmt::Display for BackwardChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, tiles, shares, cluster, grid, heads_per_group, groups, blocks, .. } = self;
+        let Self { kernel, tiles, shares, cut_tiles, cluster, grid, heads_per_group, groups, blocks, .. } = self;
         if let Some(packed) = &self.packed {
             write!(f, "{kernel}, grid {grid} for up to {tiles} tiles of {} sequences, ", packed.sequences)?;
             let order = if is_persistent(kernel) || self.turns { "drawn" } else { "fixed" };
@@ -189,7 +192,8 @@ impl fmt::Display for BackwardChoice {
         }
         write!(f, "{kernel}, grid {grid} for {tiles} tiles")?;
         if *shares > 1 {
-            write!(f, " of {shares} shares{}", if *cluster > 1 { " in a cluster" } else { "" })?;
+            let last = if cut_tiles < tiles { format!(", the last {cut_tiles}") } else { String::new() };
+            write!(f, "{last} of {shares} shares{}", if *cluster > 1 { " in a cluster" } else { "" })?;
         }
         write!(f, ", {blocks} blocks of queries, heads a group {heads_per_group}, groups {groups}, ")?;
         write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
@@ -261,12 +265,18 @@ fn select_cut(
             ordered: turns,
             most_in_cluster: kernel.most_shares,
         };
-        forced.filter(|cut| !(cut.in_cluster && turns)).unwrap_or_else(|| work.cut())
+        forced.filter(|cut| !(turns && (cut.in_cluster || cut.last.is_some()))).unwrap_or_else(|| work.cut())
     } else {
         Cut::WHOLE
     };
     let shares = cut.shares;
-    let listed = count("shares of tiles", shares, tiles as usize)?;
+    let cut_tiles = match (cut.last, shares) {
+        (_, 1) => 0,
+        (Some(last), _) => small(last).min(tiles),
+        (None, _) => tiles,
+    };
+    count("shares of tiles", shares, cut_tiles as usize)?;
+    let listed = tiles - cut_tiles + cut_tiles * small(shares);
     let grid = match cut {
         _ if !is_persistent(&kernel) => tiles,
         Cut { in_cluster: true, .. } => listed,
@@ -275,9 +285,10 @@ fn select_cut(
     let [diagonal_offset, window_left, window_right] = mask;
     // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
     // same blocks in each tile. Other shares do not, so that all are in one group.
-    let heads = heads_kv * shares;
-    let bytes = bytes / shares;
-    let [heads_per_group, groups] = match (turns, shares) {
+    let in_heads = if cut_tiles < tiles { 1 } else { shares };
+    let heads = heads_kv * in_heads;
+    let bytes = bytes / in_heads;
+    let [heads_per_group, groups] = match (turns, in_heads) {
         _ if cut.in_cluster => [small(heads_kv), 1],
         (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
         (true, _) => [small(heads), 1],
@@ -291,6 +302,7 @@ fn select_cut(
         window_right,
         tiles,
         shares: small(shares),
+        cut_tiles,
         cluster: if cut.in_cluster { small(shares) } else { 1 },
         grid,
         heads_per_group,
@@ -348,6 +360,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
         window_right,
         tiles,
         shares: 1,
+        cut_tiles: 0,
         cluster: 1,
         grid: if is_persistent(&kernel) { tiles.clamp(1, multiprocessors) } else { tiles.max(1) },
         heads_per_group: small(heads_per_group),
@@ -397,7 +410,24 @@ impl BackwardProblem {
     ) -> Result<BackwardPlan> {
         let most = if in_cluster { row.most_shares.max(1) } else { shares::MOST };
         let shares = shares.clamp(1, most);
-        let cut = Cut { shares, in_cluster: in_cluster && shares > 1 };
+        self.plan_cut(device, row, Cut::all(shares, in_cluster && shares > 1))
+    }
+
+    /// The same where only the last tiles are cut, so many.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn plan_with_last_cut(
+        &self,
+        device: &CudaDevice,
+        row: &KernelInfo,
+        shares: usize,
+        last: usize,
+    ) -> Result<BackwardPlan> {
+        let shares = shares.clamp(1, shares::MOST);
+        self.plan_cut(device, row, Cut { last: Some(last), ..Cut::all(shares, false) })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn plan_cut(&self, device: &CudaDevice, row: &KernelInfo, cut: Cut) -> Result<BackwardPlan> {
         self.plan_chosen(device, select_cut(self, &device.info().facts, std::slice::from_ref(row), Some(cut))?)
     }
 
@@ -459,7 +489,7 @@ impl BackwardPlan {
     /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8), with `seqlen_q` rounded up to whole
     ///   blocks of `tile_m` queries; 4 for each such block; and 256 for a counter. On Hopper also 32 for each share of a tile of
     ///   `tile_n` keys. Where tiles have shares that are not a cluster's (the printed plan says so), also
-    ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each tile, times the shares in a deterministic pass. These are no more than
+    ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each of these tiles, times the shares in a deterministic pass. These are no more than
     ///   256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
     /// - On a GPU with packed sequences or used lengths: 16 for each query, 64 for each tile of keys that all sequences can have,
     ///   the table of sequences, and `4 * head_dim_qk` for each query of blocks of sequences with more keys than a tile.

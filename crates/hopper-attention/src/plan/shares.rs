@@ -5,11 +5,13 @@
 //! time. What the shares of a tile add to dK and dV is summed in the workspace, or by a cluster of CTAs that have the shares of
 //! one tile. A cluster's sums cost less, but a cluster has 8 CTAs at most, and all clusters must run at a time.
 //!
-//! Shares serve two ends:
+//! Shares serve three ends:
 //! - More CTAs than there are tiles can work, and they end more evenly.
 //! - Each share of a tile reads other query heads. Then a tile that starts late, and has fewer steps, does not go on to the
 //!   next query head while others still work on the first. So less memory is in use at a time, and more of it stays in the
 //!   second-level cache.
+//! - Where many tiles are alike, CTAs take them in rounds, and in the last round half of them may have none. Only the last tiles
+//!   are cut then, so that the last round is shorter.
 //!
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 34). All its times are in steps, of some 2 microseconds.
 
@@ -31,6 +33,8 @@ const BYTES_A_STEP: f64 = 8e6;
 const LATE: f64 = 0.15;
 /// Cutting must save at least this part of the time.
 const WORTH: f64 = 0.03;
+/// The same where only the last tiles are cut.
+const WORTH_OF_LAST: f64 = 0.01;
 /// What counts as the same time.
 const AS_GOOD: f64 = 1.01;
 /// The most shares of a tile.
@@ -51,10 +55,17 @@ pub(super) struct Cut {
     pub shares: usize,
     /// Whether the CTAs of a cluster have them. Not where there is one.
     pub in_cluster: bool,
+    /// How many tiles are cut, the last ones. `None`: all.
+    pub last: Option<usize>,
 }
 
 impl Cut {
-    pub(super) const WHOLE: Self = Self { shares: 1, in_cluster: false };
+    pub(super) const WHOLE: Self = Self::all(1, false);
+
+    /// All tiles are cut alike.
+    pub(super) const fn all(shares: usize, in_cluster: bool) -> Self {
+        Self { shares, in_cluster, last: None }
+    }
 }
 
 /// The work of a launch.
@@ -194,10 +205,36 @@ impl Work {
         let shares = self.shares(whole);
         let summed = self.time(shares).min(whole);
         (2..=self.most_in_cluster.min(LARGEST_CLUSTER))
-            .filter_map(|shares| Some((self.time_in_clusters(shares)?, Cut { shares, in_cluster: true })))
+            .filter_map(|shares| Some((self.time_in_clusters(shares)?, Cut::all(shares, true))))
             .filter(|(time, _)| *time < summed && *time < whole * (1.0 - WORTH))
             .min_by(|a, b| a.0.total_cmp(&b.0))
-            .map_or(Cut { shares, in_cluster: false }, |(_, cut)| cut)
+            .map(|(_, cut)| cut)
+            .or_else(|| if shares == 1 { self.last(whole) } else { None })
+            .unwrap_or(Cut::all(shares, false))
+    }
+
+    /// Cuts the last tiles of many that are alike. `None` where that saves too little.
+    ///
+    /// Whole tiles are rounds of the grid: all full rounds of the launch, or all but one.
+    fn last(&self, whole: f64) -> Option<Cut> {
+        let (steps, tiles, ctas) = (self.steps[0], self.steps.len() * self.heads, self.multiprocessors);
+        if self.ordered || !self.is_even() {
+            return None;
+        }
+        let rounds = [tiles / ctas, (tiles / ctas).saturating_sub(1)];
+        let time = |shares: usize, rounds: usize| {
+            let last = tiles - rounds * ctas;
+            let of_shares = (last * shares).div_ceil(ctas) as f64 * (steps.div_ceil(shares) as f64 + SUMMED);
+            let around = 2.0 * (last * self.sums) as f64 / BYTES_A_STEP;
+            rounds as f64 * (steps as f64 + WHOLE) + of_shares + around
+        };
+        (2..=MOST.min(steps))
+            .filter(|&shares| self.is_aligned(shares))
+            .flat_map(|shares| rounds.map(|rounds| (time(shares, rounds), shares, tiles - rounds * ctas)))
+            .filter(|&(_, _, last)| 0 < last && last < tiles && last * self.sums <= self.most_bytes)
+            .min_by(|a, b| a.0.total_cmp(&b.0))
+            .filter(|(time, ..)| *time < whole * (1.0 - WORTH_OF_LAST))
+            .map(|(_, shares, last)| Cut { shares, in_cluster: false, last: Some(last) })
     }
 
     /// The number of shares of each tile whose sums are in the workspace: 1, or what takes the least time. `whole` is that of
@@ -282,7 +319,7 @@ mod tests {
     fn clusters_have_the_shares_where_all_run_at_a_time() {
         let cut = |work: Work| Work { most_in_cluster: 8, ..work }.cut();
         // 64 tiles and 66 clusters of two; the sums of dK and dV in the workspace would cost more than they save.
-        let two = Cut { shares: 2, in_cluster: true };
+        let two = Cut::all(2, true);
         assert_eq!(cut(causal(1, 16, 512)), two);
         assert_eq!(cut(Work { is_bounded: true, multiprocessors: 127, ..causal(1, 16, 512) }), Cut::WHOLE);
         // 128 tiles, and 16 tiles of 64 steps, for which 8 CTAs are too few.
@@ -291,6 +328,28 @@ mod tests {
         assert!(!causal(1, 17, 512).runs(2) && causal(1, 16, 512).runs(2));
         assert_eq!(Work { most_in_cluster: 1, ..causal(1, 16, 512) }.cut(), Cut::WHOLE);
         assert!(!cut(Work { ordered: true, ..causal(1, 16, 512) }).in_cluster);
+    }
+
+    #[test]
+    fn the_last_tiles_of_many_are_cut() {
+        // 2048 tiles without a mask are 15 rounds of 132, and 68 more.
+        let full =
+            |seqlen: usize| Work { steps: vec![seqlen / 64; seqlen / 128], ..causal(1, 16 * 16384 / seqlen, seqlen) };
+        for seqlen in [4096, 8192, 16384] {
+            let cut = full(seqlen).cut();
+            assert!(cut.shares > 1 && cut.last.is_some_and(|last| last % 132 == 68), "{seqlen}: {cut:?}");
+        }
+        // Of short tiles a round is not worth it.
+        assert_eq!(full(512).cut(), Cut::WHOLE);
+        // Full rounds are not cut, nor what has turns.
+        assert_eq!(Work { multiprocessors: 128, ..full(16384) }.cut(), Cut::WHOLE);
+        assert_eq!(Work { ordered: true, ..full(16384) }.cut(), Cut::WHOLE);
+        // Shares are whole query heads, or parts of one.
+        let grouped = Work { group: 4, ..full(16384) }.cut();
+        assert!(
+            grouped.last.is_some() && (4_usize.is_multiple_of(grouped.shares) || grouped.shares.is_multiple_of(4)),
+            "{grouped:?}"
+        );
     }
 
     /// `visits` beside the mask's definition.

@@ -258,19 +258,18 @@ struct BwdLoad {
     });
   }
 
-  CUTE_DEVICE static int tiles_of(Scalars const& scalars, BwdScheduler const& scheduler) {
+  CUTE_DEVICE static int listed(Scalars const& scalars) {
     if constexpr (Traits::kIsPacked) {
       return scalars.table.header()->tiles;
     } else {
-      return scheduler.total();
+      return scalars.listed;
     }
   }
 
   // Copies an entry of the list of shares. Past its end there is none.
-  CUTE_DEVICE static void copy_share(Scalars const& scalars, BwdScheduler const& scheduler, int index,
-                                     TileRecord& tile) {
+  CUTE_DEVICE static void copy_share(Scalars const& scalars, int index, TileRecord& tile) {
     constexpr int kWords = sizeof(TileRecord) / sizeof(int4);
-    if (index < tiles_of(scalars, scheduler)) {
+    if (index < listed(scalars)) {
       auto const* const listed =
           reinterpret_cast<int4 const*>(scalars.share_list) + kWords * static_cast<std::int64_t>(index);
       CUTE_UNROLL
@@ -291,11 +290,11 @@ struct BwdLoad {
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
       storage.k_empty[k.stage].wait(k.parity ^ 1);
-      copy_share(scalars, scheduler, drawn, storage.tile[k.stage]);
+      copy_share(scalars, drawn, storage.tile[k.stage]);
       if constexpr (!Traits::kShares) {
         CUTE_NO_UNROLL
         while (storage.tile[k.stage].steps == 0) {
-          copy_share(scalars, scheduler, scheduler.draw(++round), storage.tile[k.stage]);
+          copy_share(scalars, scheduler.draw(++round), storage.tile[k.stage]);
         }
       }
       Tile const tile{storage.tile[k.stage].block, storage.tile[k.stage].head, storage.tile[k.stage].batch};

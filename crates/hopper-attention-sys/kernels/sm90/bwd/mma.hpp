@@ -238,7 +238,7 @@ struct BwdMma {
       typename Traits::TileRecord const tile = storage.tile[buffer];
       __syncwarp();
       release(storage.k_empty[buffer]);
-      if (scalars.key_sums != nullptr) {
+      if (tile.sums >= 0) {
         return;
       }
       write_gradient(
@@ -353,7 +353,7 @@ struct BwdMma {
       if (fresh) {
         release(storage.v_empty);
         if constexpr (!Traits::kShares) {
-          if (scalars.key_sums != nullptr) {
+          if (warp_value(storage.tile[k.stage].sums) >= 0) {
             add_share(k.stage);
           }
         }

@@ -5,6 +5,9 @@
 // computes one share at a time. Either it adds its dV and dK to the sums of the tile (KeySums in traits.hpp), or the
 // shares of a tile are a cluster's (cluster.hpp).
 //
+// Where tiles are many and alike, only the last `cut_tiles` of them are cut, into shares that fill the last rounds of
+// the grid: with whole tiles, half of the card may have nothing to do in the last round.
+//
 // The kernel before makes a list of all shares (of whole tiles, where `shares` is 1), in the order in which the grid
 // takes them (common/tile_scheduler.hpp). The lane that draws a share reads it there: the divisions that an entry takes
 // need more registers than a producer has. Of clusters, the list has the shares of a tile side by side.
@@ -25,7 +28,7 @@ struct alignas(16) TileShare {
   int steps;   // visits in all query heads together. 0: the tile has fewer steps than shares, and none is left
   int head_q;  // the first query head that it visits
   int visit;   // the first visit there (QueryVisits)
-  int sums;    // whose sums its dV and dK are added to, where tiles have shares that are not a cluster's
+  int sums;    // whose sums its dV and dK are added to; below 0: they are written
   int start;   // where the visits of each query head begin (QueryVisits::start)
 
   CUTE_DEVICE bool valid() const { return batch >= 0; }
@@ -68,7 +71,7 @@ CUTE_DEVICE void write_packed_shares(BwdParams const& params, int thread, int th
     share.steps = group * visits.count();
     share.head_q = tile.head * group;
     share.visit = visits.start;
-    share.sums = 0;
+    share.sums = -1;
     share.start = visits.start;
     share.q_begin = tile.q_begin;
     share.q_len = tile.q_len;
@@ -85,24 +88,33 @@ CUTE_DEVICE void write_packed_shares(BwdParams const& params, int thread, int th
 template <class Traits>
 CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
   int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
-  // Where heads of the list are shares of heads, and where its tiles are clusters.
-  int const of_head = params.cluster > 1 ? 1 : params.shares;
-  int const of_tile = params.cluster;
+  int const tiles = n_tiles * params.heads_kv * params.batch;
+  int const whole = tiles - params.cut_tiles;
+  // The shares of a tile stand side by side where some tiles are whole, or clusters have the shares. Else heads of the
+  // list are shares of heads.
+  bool const side_by_side = whole > 0 || params.cluster > 1;
+  int const of_head = side_by_side ? 1 : params.shares;
   BwdScheduler const scheduler = bwd_scheduler(params, params.heads_kv * of_head, n_tiles, nullptr);
-  int const total = scheduler.total() * of_tile;
+  int const total = whole + params.cut_tiles * params.shares;
   for (int i = thread; i < total; i += threads) {
-    Tile const listed = scheduler.tile(i / of_tile);
+    bool const is_whole = i < whole;
+    int const shares = is_whole ? 1 : params.shares;
+    int const place = is_whole ? i : i - whole;  // among the shares
+    Tile const listed = scheduler.tile(side_by_side && !is_whole ? whole + place / shares : i);
     int const head = listed.head / of_head;
-    int const index = params.cluster > 1 ? i % of_tile : listed.head - head * of_head;
+    int const index = side_by_side ? place % shares : listed.head - head * of_head;
     int const heads_per_kv_head = params.heads_q / params.heads_kv;
     auto visits = QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
     // With more keys than queries, many tiles see the first block under a mask, too. They begin each elsewhere.
     if (Traits::kMask != MaskClass::Full && !params.ordered && listed.block * Traits::kTileN < band.right_offset) {
       visits.start = listed.block * (Traits::kTileN / Traits::kTileM) % visits.end;
     }
-    Share const share = Share::of(heads_per_kv_head * visits.count(), index, params.shares);
+    Share const share = Share::of(heads_per_kv_head * visits.count(), index, shares);
     int const heads_before = share.first / visits.count();
     int const copy = params.ordered ? index : 0;
+    // Sums stand in the order of the tiles in memory, or, where some tiles are whole, in that of the list.
+    int const of_tile = whole > 0 ? place / shares
+                                  : (listed.batch * params.heads_kv + head) * n_tiles + listed.block;
     reinterpret_cast<TileShare*>(params.share_list)[i] = {
         listed.block,
         head,
@@ -110,7 +122,7 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
         share.steps,
         head * heads_per_kv_head + heads_before,
         visits.nth(share.first - heads_before * visits.count()),
-        ((copy * params.batch + listed.batch) * params.heads_kv + head) * n_tiles + listed.block,
+        params.key_sums == 0 || is_whole ? -1 : copy * params.cut_tiles + of_tile,
         visits.start};
   }
 }
