@@ -65,7 +65,7 @@ struct BwdScalars {
   int head_dim_qk;
   int head_dim_vo;
   float softmax_scale;
-  float scale_log2;  // exponent_factor(exponent_scale(softmax_scale))
+  float scale_log2;        // exponent_factor(exponent_scale(softmax_scale))
   float* key_sums;         // or null
   void const* share_list;  // sm80: null
   int listed;              // entries of that list

@@ -178,8 +178,8 @@ CUTE_DEVICE PackedScheduler packed_scheduler(Scalars const& scalars, SequenceTab
 }
 
 // The scheduler of a backward. Under a causal mask the first keys are seen by the most queries, so their tiles come
-// first. sm90 takes the entries of a list instead, which has shares of tiles (sm90/bwd/share.hpp). `Numbers`: BwdScalars
-// or BwdParams.
+// first. sm90 takes the entries of a list instead, which has shares of tiles (sm90/bwd/share.hpp). `Numbers`:
+// BwdScalars or BwdParams.
 template <class Numbers>
 CUTE_DEVICE BwdScheduler bwd_scheduler(Numbers const& numbers, int heads, int n_tiles, int* tile_counter) {
   return {n_tiles, heads, numbers.batch, numbers.heads_per_group, numbers.groups, false, tile_counter};

@@ -38,11 +38,14 @@ struct BwdLoad {
 
   // Calls `use` for the blocks of all tiles, in the order in which the consumers take them, and `done` after the last
   // block of a tile. The ring runs on across the heads of a group and across tiles.
-  template <class Use, class Done = Nothing>
+  //
+  // kKeeps: the lane keeps a copy of a packed tile, so that tile[] need not wait for its last block. (One lane may.
+  // Where those of an ordered backward did, ptxas spilled.)
+  template <bool kKeeps, class Use, class Done = Nothing>
   CUTE_DEVICE static void stream(BwdParams const& params, Scalars const& scalars, Band const& band, Storage& storage,
                                  Use const& use, Done const& done = {}) {
     if constexpr (Traits::kIsPacked) {
-      stream_packed(params, scalars, storage, use, done);
+      stream_packed<kKeeps>(params, scalars, storage, use, done);
     } else {
       stream_dense(params, scalars, band, storage, use, done);
     }
@@ -86,17 +89,21 @@ struct BwdLoad {
   }
 
   // The same of packed sequences. Tiles stay in shared memory until their last block: registers are short.
-  template <class Use, class Done>
+  template <bool kKeeps, class Use, class Done>
   CUTE_DEVICE static void stream_packed(BwdParams const& params, Scalars const& scalars, Storage& storage,
                                         Use const& use, Done const& done) {
     RingPosition<Traits::kStages> ring;
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
       storage.tile_full[k.stage].wait(k.parity);
-      PackedShare const& tile = storage.tile[k.stage];
-      if (!tile.valid()) {
+      if (!storage.tile[k.stage].valid()) {
         break;
       }
+      if constexpr (kKeeps) {
+        copy_tile(storage.tile[k.stage], storage.kept);
+        storage.k_empty[k.stage].arrive();  // tile[] has been read
+      }
+      PackedShare const& tile = kKeeps ? storage.kept : storage.tile[k.stage];
       QueryVisits visits = QueryVisits::blocks_of_any<Traits::kMask, Traits::kTileM, Traits::kTileN>(
           band_of_tile(params, tile), tile.block);
       visits.start = tile.start;
@@ -114,7 +121,9 @@ struct BwdLoad {
           blocks += scalars.sum_blocks;
         }
       }
-      storage.k_empty[k.stage].arrive();  // tile[] has been read
+      if constexpr (!kKeeps) {
+        storage.k_empty[k.stage].arrive();
+      }
       done();
     }
   }
@@ -150,7 +159,7 @@ struct BwdLoad {
                                                       m * Traits::kTileM, head, tile.batch);
       }
     };
-    stream(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
+    stream<false>(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
   }
 
   // dQ of each block, from shared memory to the sums in global memory. The first tile that comes to a block stores its
@@ -183,7 +192,7 @@ struct BwdLoad {
       slot.advance();
     };
     if (!scalars.ordered) {
-      stream(params, scalars, band, storage, [&](auto const&, int block, int, int, auto const& tile) {
+      stream<true>(params, scalars, band, storage, [&](auto const&, int block, int, int, auto const& tile) {
         if (is_only(tile)) {
           return;
         }
@@ -209,7 +218,7 @@ struct BwdLoad {
     RingPosition<2> sent;
     int next = -1;  // a block whose progress was asked for early
     int seen = 0;
-    stream(params, scalars, band, storage, [&](auto const&, int block, int m, int, auto const& tile) {
+    stream<false>(params, scalars, band, storage, [&](auto const&, int block, int m, int, auto const& tile) {
       if (is_only(tile)) {
         return;
       }
@@ -246,7 +255,7 @@ struct BwdLoad {
   CUTE_DEVICE static void report_sent(BwdParams const& params, Scalars const& scalars, Band const& band,
                                       Storage& storage) {
     RingPosition<2> sent;
-    stream(params, scalars, band, storage, [&](auto const&, int block, int, int, auto const& tile) {
+    stream<false>(params, scalars, band, storage, [&](auto const&, int block, int, int, auto const& tile) {
       if (is_only(tile)) {
         return;
       }
@@ -266,16 +275,17 @@ struct BwdLoad {
     }
   }
 
+  CUTE_DEVICE static void copy_tile(TileRecord const& from, TileRecord& to) {
+    CUTE_UNROLL
+    for (int i = 0; i < int{sizeof(TileRecord) / sizeof(int4)}; ++i) {
+      reinterpret_cast<int4*>(&to)[i] = reinterpret_cast<int4 const*>(&from)[i];
+    }
+  }
+
   // Copies an entry of the list of shares. Past its end there is none.
   CUTE_DEVICE static void copy_share(Scalars const& scalars, int index, TileRecord& tile) {
-    constexpr int kWords = sizeof(TileRecord) / sizeof(int4);
     if (index < listed(scalars)) {
-      auto const* const listed =
-          reinterpret_cast<int4 const*>(scalars.share_list) + kWords * static_cast<std::int64_t>(index);
-      CUTE_UNROLL
-      for (int i = 0; i < kWords; ++i) {
-        reinterpret_cast<int4*>(&tile)[i] = listed[i];
-      }
+      copy_tile(static_cast<TileRecord const*>(scalars.share_list)[index], tile);
     } else {
       tile.batch = -1;
       tile.steps = 1;

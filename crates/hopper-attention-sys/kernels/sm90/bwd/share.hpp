@@ -113,8 +113,7 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
     int const heads_before = share.first / visits.count();
     int const copy = params.ordered ? index : 0;
     // Sums stand in the order of the tiles in memory, or, where some tiles are whole, in that of the list.
-    int const of_tile = whole > 0 ? place / shares
-                                  : (listed.batch * params.heads_kv + head) * n_tiles + listed.block;
+    int const of_tile = whole > 0 ? place / shares : (listed.batch * params.heads_kv + head) * n_tiles + listed.block;
     reinterpret_cast<TileShare*>(params.share_list)[i] = {
         listed.block,
         head,

@@ -247,6 +247,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     alignas(128) cutlass::bfloat16_t ones[3][64];
     alignas(128) float d_q[kSlotsQ][kElementsQ / 2];
     TileRecord tile[kBuffersK];  // whose K is in each buffer
+    TileRecord kept;             // packed: a copy of the tile whose dQ is being added
     Mbarrier tile_full[kBuffersK];
     Mbarrier next_wanted;
     Mbarrier k_full[kBuffersK];
