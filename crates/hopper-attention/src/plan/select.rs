@@ -21,7 +21,7 @@ use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::operand::Slot;
-use crate::problem::ForwardProblem;
+use crate::problem::{Dims, ForwardProblem};
 use crate::table::KernelInfo;
 
 /// Size of the workspace in bytes, where it holds nothing but the counter that CTAs draw tiles from.
@@ -117,8 +117,8 @@ pub struct Choice {
 /// one that the problem asks for, or else the newest that the GPU runs.) Candidates are ranked by, in this order:
 /// 1. the smallest head dims;
 /// 2. scores in f16 (only a candidate if the problem allows it: [`half_scores`](crate::ForwardProblemBuilder::half_scores));
-/// 3. the least estimated time (`key_shares.rs` for 16-bit operands on sm90, else `time_weight` and `border_keys`; padding counts
-///    as work);
+/// 3. the least estimated time (`key_shares.rs` for 16-bit operands on sm90, `sm80_time` on sm80, else `time_weight` and
+///    `border_keys`; padding counts as work);
 /// 4. the higher occupancy (CTAs that share a multiprocessor);
 /// 5. the larger tile;
 /// 6. the lower index in the table.
@@ -173,6 +173,9 @@ fn rank(
         let time = if problem.has_lengths() { work.time_of(1) } else { work.best().1 };
         // In nanoseconds. A float as large as a u128 saturates.
         (time * 1e3) as u128
+    } else if row.arch == Arch::Sm80 {
+        let dims = typical_dims(problem);
+        (sm80_time(row, dims, gpu) * dims.seqlen_kv as f64) as u128
     } else {
         let dims = problem.dims();
         let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
@@ -205,7 +208,25 @@ fn is_drawn(problem: &ForwardProblem, row: &KernelInfo) -> bool {
         || (is_fitted(row) && row.tile_n <= 80 && !is_wide(row))
 }
 
-/// Estimated time for one query and one key, of an e4m3 or sm80 kernel. The unit is a hundredth of the time that a tile of 192
+/// Estimated time of a launch of an sm80 kernel for 64 keys, in nanoseconds on an H100. Only tiles of 64 and of 128 queries are
+/// told apart by it.
+///
+/// A CTA has one tile. Where there are no more tiles than multiprocessors, the launch takes as long as a tile does alone. Where
+/// there are more, two take turns on a multiprocessor.
+fn sm80_time(row: &KernelInfo, dims: Dims, gpu: &DeviceFacts) -> f64 {
+    // A tile alone, and one of two that share a multiprocessor (benches/LOG.md, entry 48).
+    let [alone, shared] = match (row.tile_m, row.head_dim_vo) {
+        (..=64, ..=64) => [800.0, 900.0],
+        (..=64, _) => [1150.0, 1600.0],
+        (_, ..=64) => [1340.0, 1470.0],
+        _ => [2000.0, 2760.0],
+    };
+    let tiles = dims.seqlen_q.div_ceil(row.tile_m.max(1)) as f64 * (dims.batch * dims.heads_q) as f64;
+    let multiprocessors = gpu.multiprocessors.max(1) as f64;
+    if tiles <= multiprocessors { alone } else { shared * (tiles / (2.0 * multiprocessors)).max(1.0) }
+}
+
+/// Estimated time for one query and one key, of an e4m3 kernel. The unit is a hundredth of the time that a tile of 192
 /// queries takes for them.
 ///
 /// A tile of 192 queries has three warpgroups, which hide more latency than the two of a tile of 128. On an H100 with long

@@ -478,6 +478,10 @@ fn both() -> Vec<KernelInfo> {
             let sm80 = row(rows.len() as u32, mask, head_dim, 128);
             rows.push(KernelInfo { arch: Arch::Sm80, tile_n: 64, stages, threads: 128, smem_bytes: kib << 10, ..sm80 });
         }
+        for (head_dim, kib) in [(64, 40), (128, 80)] {
+            let small = row(rows.len() as u32, mask, head_dim, 64);
+            rows.push(KernelInfo { arch: Arch::Sm80, tile_n: 64, threads: 128, smem_bytes: kib << 10, ..small });
+        }
     }
     rows
 }
@@ -501,6 +505,22 @@ fn each_gpu_has_its_instruction_set_and_its_stages() {
     assert_eq!(refused(&problem(DIMS, Mask::Full), &T4, &both()), refusal);
 }
 
+/// sm80: smaller tiles where there are few, or where a tile of 128 queries would be half empty.
+#[test]
+fn few_tiles_of_sm80_are_small() {
+    let tile = |batch, heads, seqlen, head_dim| {
+        let dims = Dims::new(batch, seqlen, heads, head_dim).with_seqlen_kv(2048);
+        select(&problem(dims, Mask::Full), &A100, &both()).unwrap().kernel.tile_m
+    };
+    for head_dim in [64, 128] {
+        assert_eq!(tile(1, 4, 2048, head_dim), 64); // 64 tiles of 128 queries
+        assert_eq!(tile(1, 6, 2048, head_dim), 64); // 96
+        assert_eq!(tile(4, 32, 2048, head_dim), 128);
+        assert_eq!(tile(64, 16, 64, head_dim), 64);
+        assert_eq!(tile(64, 16, 77, head_dim), 128);
+    }
+}
+
 #[test]
 fn a_problem_may_ask_for_an_instruction_set() {
     let asked = |arch| problem(DIMS, Mask::causal()).to_builder().arch(arch).build().unwrap();
@@ -511,7 +531,7 @@ fn a_problem_may_ask_for_an_instruction_set() {
          keys to +2000+0"
     );
     assert_eq!(select(&asked(Arch::Sm90), &H100, &both()), select(&problem(DIMS, Mask::causal()), &H100, &both()));
-    assert_eq!(candidates(&asked(Arch::Sm80), &H100, &both()).unwrap().len(), 2);
+    assert_eq!(candidates(&asked(Arch::Sm80), &H100, &both()).unwrap().len(), 3);
     let refusal = "unsupported: sm80 kernels on a GPU of sm_90; nearest: sm90";
     assert_eq!(refused(&asked(Arch::Sm80), &H100, &table()), refusal);
     let refusal = "unsupported: sm90 kernels on a GPU of sm_80; nearest: sm80";

@@ -30,8 +30,9 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
 
   // A warp has 32 rows, as two strips of 16: what it reads of K and V serves both. With one strip, shared memory is
-  // read as long as the products take. But beside O of more than 128 columns there are no registers for a second strip.
-  static constexpr int kStrips = kHeadDimVO <= 128 ? 2 : 1;
+  // read as long as the products take. But beside O of more than 128 columns there are no registers for a second strip,
+  // and tiles of 64 rows are for few tiles: there one strip a warp is the sooner done.
+  static constexpr int kStrips = kHeadDimVO <= 128 && kTileM > 64 ? 2 : 1;
   static constexpr int kWarpRows = 16 * kStrips;
   static constexpr int kThreads = kTileM / kWarpRows * 32;
   // A multiprocessor's registers, 65536, are eight warps with 255 for each thread: two CTAs of four, or one of eight.
@@ -49,7 +50,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kRegistersShort = kBigRegisters > 176;
 
   // Where each warp has one strip, Q waits in the place of a stage until it is in registers. So two stages fit 99 KB.
-  static constexpr bool kQueriesInStage = kQueriesInRegisters && kStrips == 1;
+  static constexpr bool kQueriesInStage = kQueriesInRegisters && kStrips == 1 && kHeadDimVO > 128;
   static_assert(!kQueriesInStage || kStages == 2, "Q lies over the stage that is loaded second");
 
   // This thread's index in the CTA. Where registers are short it is read anew at each call, so that what follows from
