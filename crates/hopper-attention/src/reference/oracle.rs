@@ -64,6 +64,8 @@ pub struct RowScale {
     pub keys: usize,
     /// The size of the sink, times its weight. An error of the sink, as that of a score, has so much of a part in the row.
     pub sink: f64,
+    /// The share of the weights that keys have, from 0 to 1. The sink has the rest.
+    pub share: f64,
     /// The softcap, if a key is kept, or 0: the size of the errors that tanh makes.
     pub cap: f64,
 }
@@ -308,6 +310,7 @@ impl Exact<'_> {
             row_max: soft.max,
             keys: soft.columns.len(),
             sink: soft.sink_size,
+            share: soft.weights.iter().sum::<f64>() / soft.sum,
             cap: softcap.cap,
         };
         Row { o, weighted: centred, lost, lse: soft.lse, scale }

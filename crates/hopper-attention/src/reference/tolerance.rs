@@ -79,7 +79,8 @@
 //! - The `max` has the magnitudes of the products that are summed for a score, not of their sum. A tensor core truncates while
 //!   it sums, so its error is a few units of these magnitudes.
 //! - A sink `s` is a score of f32. Its error has a part of `p |s|`, where `p` is the weight of the sink: `4 * 2^-24 * p |s|` is
-//!   added to the `max`, and as much as an error of the scores in the floor of the output.
+//!   added to the `max`, and as much as an error of the scores in the floor of the output. In that floor `sum p |k|` is divided by
+//!   `sum p`: with a sink this is less than 1, and what is left of a row has the relative error of its scores all the same.
 //! - The ulps are those of the two terms that the LSE is the sum of: the row maximum, and the logarithm of the row sum. They
 //!   cover the errors of the hardware's exp2 and log2 (2^-22 each).
 //!
@@ -399,7 +400,9 @@ impl Expected {
             let (exact, weighted) =
                 (self.oracle.o.row(batch, query, head), self.oracle.weighted.row(batch, query, head));
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
-            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * scale.score + U32 * (scale.sink + scale.cap));
+            // What the sink leaves of a row has the relative error of the keys' scores, however little it is.
+            let score = if scale.share > 0.0 { scale.score / scale.share } else { scale.score };
+            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap));
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let deviation = |of_p: f64, exact: f64| {

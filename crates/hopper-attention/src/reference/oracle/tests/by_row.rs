@@ -86,6 +86,7 @@ pub(super) fn row(
         row_max,
         keys: keys.len(),
         sink: 0.0,
+        share: 1.0,
         cap: f64::from(problem.softcap()),
     };
     Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
