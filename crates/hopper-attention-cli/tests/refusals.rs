@@ -155,7 +155,7 @@ fn a_scale_that_is_no_scale() {
             &["softcap: ", "allowed: 0 (none), or finite and above 0"],
         );
     }
-    refused(&folder, "--softcap 50 --fp8", &input, &["unsupported: softcap 50 with e4m3 operands"]);
+    refused(&folder, "--softcap 50 --fp8 --dtype bf16", &input, &["unsupported: softcap 50 with e4m3 operands"]);
 }
 
 #[test]
