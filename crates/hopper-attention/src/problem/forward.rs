@@ -5,7 +5,7 @@ use std::fmt;
 use super::dims::Dims;
 use super::fp8::Fp8;
 use super::packing::{LENGTHS, Packing, batch_of};
-use super::softcap::{self, Scale};
+use super::scale::{self, Scale};
 use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -261,7 +261,7 @@ impl ForwardProblemBuilder {
         asked_for.check_among(&optional)?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
-        let softcap = softcap::checked(softcap, softmax_scale, dtype)?;
+        let softcap = scale::softcap(softcap, softmax_scale, dtype)?;
         let softmax_scale = Scale(softmax_scale);
         Ok(ForwardProblem {
             dtype,

@@ -8,6 +8,7 @@ mod forward;
 mod fp8;
 mod packing;
 mod quantize;
+mod scale;
 mod sinks;
 mod softcap;
 
