@@ -8,7 +8,9 @@ mod forward;
 mod fp8;
 mod packing;
 mod quantize;
+mod scale;
 mod sinks;
+mod softcap;
 
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
 pub use dims::Dims;
