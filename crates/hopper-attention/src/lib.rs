@@ -253,7 +253,7 @@ pub use workspace::Workspace;
 /// without notice.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::plan::{BackwardChoice, Choice, Fallback, candidates, mask_class, select, select_backward};
+    pub use crate::plan::{BackwardChoice, Bounds, Choice, Fallback, candidates, mask_class, select, select_backward};
 
     /// Whether a CTA of the kernel computes one tile and ends, however many there are.
     pub fn has_one_tile(row: &crate::KernelInfo) -> bool {

@@ -326,9 +326,11 @@ struct Leaks {
       return false;
     }
     int const last_row = cute::min(first_row + 15, band.seqlen_q - 1);
-    int const begin = kMask == MaskClass::Window ? cute::max(0, last_row + band.left_offset) : 0;
-    int const end =
-        kMask == MaskClass::Full ? band.seqlen_kv : cute::min(band.seqlen_kv, first_row + band.right_offset + 1);
+    int const begin = band.first_key<kMask>(last_row);
+    int end = band.seqlen_kv;
+    if constexpr (kMask != MaskClass::Full) {
+      end = cute::min(end, band.last_key<kMask>(first_row) + 1);
+    }
     // One column of V alone is read, until it has what is looked for. That key is often the reason in other columns,
     // too.
     for (unsigned lanes = __ballot_sync(kAll, open != 0); lanes != 0; lanes = __ballot_sync(kAll, open != 0)) {
@@ -394,11 +396,11 @@ struct Leaks {
     // Masked keys of blocks that are visited. (Rows may visit a block that only other rows of the tile need.)
     KeyVisits const visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, first_row / Traits::kTileM);
     int const visited_end = cute::min(band.seqlen_kv, visits.end * Traits::kTileN);
-    bool garbage = has_garbage(operands, cute::max(0, first_row + band.right_offset + 1), visited_end, lane);
+    bool garbage = has_garbage(operands, cute::max(0, band.last_key<kMask>(first_row) + 1), visited_end, lane);
     garbage = garbage || operands.has_garbage_factor(cute::min(first_row, band.seqlen_q - 1), band.seqlen_kv, lane);
     if constexpr (kMask == MaskClass::Window) {
       garbage = garbage || has_garbage(operands, cute::max(visits.begin, 0) * Traits::kTileN,
-                                       cute::min(visited_end, last_row + band.left_offset), lane);
+                                       cute::min(visited_end, band.first_key<kMask>(last_row)), lane);
     }
 
     CUTE_NO_UNROLL
@@ -413,8 +415,8 @@ struct Leaks {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         row[r] = first_row + strip_row + r;
-        first_key[r] = kMask == MaskClass::Window ? cute::max(0, row[r] + band.left_offset) : 0;
-        keys_end[r] = cute::min(band.seqlen_kv, row[r] + band.right_offset + 1);
+        first_key[r] = band.first_key<kMask>(row[r]);
+        keys_end[r] = cute::min(band.seqlen_kv, band.last_key<kMask>(row[r]) + 1);
         keys_end[r] = sound.is_empty(strip_row + r) ? first_key[r] : keys_end[r];
         bool const exists = row[r] < band.seqlen_q && sound.has(strip_row + r);
         bool const has_keys = first_key[r] < keys_end[r];
