@@ -4,11 +4,11 @@
 //     class seqlen_q seqlen_kv left_offset right_offset step multiplier shift prefix_last
 // and then a line with two numbers for each query: the first key that it keeps, and the one after the last, as
 // Mask::keep says (tests/tests/visits.rs). The first difference is printed, and ends the program with 1.
+#include "common/visits.hpp"
+
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
-
-#include "common/visits.hpp"
 
 using namespace hattn;
 
@@ -25,15 +25,15 @@ struct Problem {
 long checks = 0;
 
 // Names what is wrong, and where.
-#define CHECK(condition, ...)                                                              \
-  do {                                                                                     \
-    ++checks;                                                                              \
-    if (!(condition)) {                                                                    \
-      std::printf("line %d: %s does not hold: ", __LINE__, #condition);                    \
-      std::printf(__VA_ARGS__);                                                            \
+#define CHECK(condition, ...)                                                                 \
+  do {                                                                                        \
+    ++checks;                                                                                 \
+    if (!(condition)) {                                                                       \
+      std::printf("line %d: %s does not hold: ", __LINE__, #condition);                       \
+      std::printf(__VA_ARGS__);                                                               \
       std::printf(" (%d queries, %d keys)\n", problem.band.seqlen_q, problem.band.seqlen_kv); \
-      std::exit(1);                                                                        \
-    }                                                                                      \
+      std::exit(1);                                                                           \
+    }                                                                                         \
   } while (false)
 
 // What a block of queries keeps of a block of keys.
@@ -313,9 +313,15 @@ int main() {
       }
     }
     switch (mask) {
-      case 0: check<MaskClass::Full>(problem); break;
-      case 1: check<MaskClass::Causal>(problem); break;
-      default: check<MaskClass::Window>(problem); break;
+      case 0:
+        check<MaskClass::Full>(problem);
+        break;
+      case 1:
+        check<MaskClass::Causal>(problem);
+        break;
+      default:
+        check<MaskClass::Window>(problem);
+        break;
     }
   }
   std::printf("%ld problems, %ld checks\n", problems, checks);

@@ -280,8 +280,11 @@ template <class Traits, class Operands = PlainOperands<typename Traits::Element>
 struct Leaks {
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr MaskClass kMask = Traits::kMask;
-  static constexpr int kRows =
-      Traits::kThreads > 384 ? 2 : 4;  // of a pass over the keys; three consumers are short of registers
+  // Rows of a pass over the keys. Three consumers are short of registers, and so is FP8's Window, whose rows have two
+  // edges.
+  static constexpr int kRows = Traits::kThreads > 384 || (Traits::kDType == DType::E4M3 && kMask == MaskClass::Window)
+                                   ? 2
+                                   : 4;
   static constexpr unsigned kAll = 0xffffffffU;
 
   // Whether V is no number in a row of keys [begin, end). The whole warp looks.
@@ -327,10 +330,8 @@ struct Leaks {
     }
     int const last_row = cute::min(first_row + 15, band.seqlen_q - 1);
     int const begin = band.first_key<kMask>(last_row);
-    int end = band.seqlen_kv;
-    if constexpr (kMask != MaskClass::Full) {
-      end = cute::min(end, band.last_key<kMask>(first_row) + 1);
-    }
+    int const end =
+        kMask == MaskClass::Full ? band.seqlen_kv : cute::min(band.seqlen_kv, band.last_key<kMask>(first_row) + 1);
     // One column of V alone is read, until it has what is looked for. That key is often the reason in other columns,
     // too.
     for (unsigned lanes = __ballot_sync(kAll, open != 0); lanes != 0; lanes = __ballot_sync(kAll, open != 0)) {

@@ -20,6 +20,18 @@ struct Band {
   int seqlen_kv;
   MaskEdges edges;  // class Window alone
 
+  // The same without what the class does not read, to be kept where that costs something.
+  template <MaskClass kMask>
+  CUTE_DEVICE void keep(Band const& band) {
+    left_offset = band.left_offset;
+    right_offset = band.right_offset;
+    seqlen_q = band.seqlen_q;
+    seqlen_kv = band.seqlen_kv;
+    if constexpr (kMask == MaskClass::Window) {
+      edges = band.edges;
+    }
+  }
+
   // The first key that a query keeps, 0 or more. It may be past its last key: then the query keeps none.
   template <MaskClass kMask>
   CUTE_DEVICE int first_key(int query) const {
@@ -53,8 +65,8 @@ struct Band {
  private:
   // A key, 0 to 2^31 - 1, rounded down to where the left edge may be.
   CUTE_DEVICE int rounded_down(int key) const {
-    std::uint64_t const product = std::uint64_t{2 * static_cast<std::uint32_t>(key)} * edges.multiplier;
-    return static_cast<int>(static_cast<std::uint32_t>(product >> 32) >> edges.shift) * edges.step;
+    return static_cast<int>(__umulhi(2 * static_cast<std::uint32_t>(key), edges.multiplier) >> edges.shift) *
+           edges.step;
   }
 };
 

@@ -46,8 +46,8 @@ struct alignas(16) PackedShare : TileShare {
 };
 static_assert(sizeof(PackedShare) == 64, "the plan counts 64 bytes an entry");
 
-// Whether a tile has keys that the first query keeps, so that it begins with the first block of queries, as the others do
-// that have such keys.
+// Whether a tile has keys that the first query keeps, so that it begins with the first block of queries, as the others
+// do that have such keys.
 template <class Traits>
 CUTE_DEVICE bool sees_first_query(Band const& band, int n_block) {
   int const first_key = n_block * Traits::kTileN;

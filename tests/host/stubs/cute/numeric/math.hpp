@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <type_traits>
 
 #define CUTE_DEVICE inline
 #define CUTE_UNROLL
+
+inline std::uint32_t __umulhi(std::uint32_t a, std::uint32_t b) { return (std::uint64_t{a} * b) >> 32; }
 
 namespace cute {
 
